@@ -1,0 +1,178 @@
+"""What tests and the autotune runner share: one `assert_close`, and inputs with every unowned slot poisoned by NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, *, max_error: float, rms_error: float) -> None:
+    """Compares by errors relative to the RMS of `expected`, so that small elements do not ask for more than fp allows.
+
+    Args:
+        max_error: bound on max |actual - expected| / rms(expected).
+        rms_error: bound on rms(actual - expected) / rms(expected).
+
+    Raises:
+        AssertionError: another shape or dtype, a NaN or infinity on either side, or an error above a bound; it prints
+            the worst coordinates.
+    """
+    assert actual.shape == expected.shape, f"shape {list(actual.shape)}, expected {list(expected.shape)}"
+    assert actual.dtype == expected.dtype, f"dtype {actual.dtype}, expected {expected.dtype}"
+    if expected.numel() == 0:
+        return
+    actual, expected = actual.double().cpu(), expected.double().cpu()
+    for name, tensor in (("expected", expected), ("actual", actual)):
+        wrong = (~tensor.isfinite()).nonzero()
+        assert len(wrong) == 0, f"{name} is not finite at {len(wrong)} places, first {wrong[:4].tolist()}"
+    error = (actual - expected).abs() / expected.square().mean().sqrt().clamp(min=1e-30)
+    worst, rms = float(error.max()), float(error.square().mean().sqrt())
+    if worst <= max_error and rms <= rms_error:
+        return
+    lines = [f"max error {worst:.3g} (bound {max_error:.3g}), rms error {rms:.3g} (bound {rms_error:.3g}), worst:"]
+    for flat in error.flatten().topk(min(5, error.numel())).indices:
+        at = tuple(int(i) for i in torch.unravel_index(flat, error.shape))
+        lines.append(f"  {at}: {actual[at]:.6g}, expected {expected[at]:.6g}")
+    raise AssertionError("\n".join(lines))
+
+
+def tree_parents(kind: str, num_nodes: int, generator: torch.Generator) -> list[int]:
+    """Parents of a "chain", a "star" (all nodes children of the root) or a "random" tree; parents[0] == -1."""
+    if kind == "chain":
+        return list(range(-1, num_nodes - 1))
+    if kind == "star":
+        return [-1] + [0] * (num_nodes - 1)
+    if kind == "random":
+        return [-1] + [int(torch.randint(i, (1,), generator=generator)) for i in range(1, num_nodes)]
+    raise ValueError(f"tree kind {kind!r} is not known; use 'chain', 'star' or 'random'")
+
+
+def path_to(parents: Sequence[int], node: int) -> list[int]:
+    """The nodes from the root to `node`, both included."""
+    path = [node]
+    while parents[path[0]] >= 0:
+        path.insert(0, parents[path[0]])
+    return path
+
+
+def scattered_page_table(num_requests: int, max_pages: int, generator: torch.Generator) -> torch.Tensor:
+    """[num_requests, max_pages] int32 over num_requests * max_pages + 1 pages: in no order, one page owned by none."""
+    pages = torch.randperm(num_requests * max_pages + 1, generator=generator)[: num_requests * max_pages]
+    return pages.view(num_requests, max_pages).int()
+
+
+@dataclass(frozen=True)
+class TreeAttentionInputs:
+    """Arguments of one tree-attention pass, and those of its plan."""
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    rows: dict[str, Any]  # row_request, context_lens, page_table, depths, ancestors, scale
+    plan: dict[str, Any]  # context_lens, rows_per_request, depths
+
+
+def tree_attention_inputs(
+    context_lens: Sequence[int],
+    trees: Sequence[Sequence[int]],
+    *,
+    nodes: Sequence[Sequence[int]] | None = None,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    page_size: int = 64,
+    seed: int = 0,
+) -> TreeAttentionInputs:
+    """Random queries, keys and values of one tree per request; every slot that no row may see holds NaN.
+
+    Args:
+        context_lens: committed positions per request.
+        trees: parents per request.
+        nodes: per request, the nodes that are rows of the pass; None takes all of them.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    nodes = [range(len(parents)) for parents in trees] if nodes is None else nodes
+    max_nodes = max(len(parents) for parents in trees)
+    num_slots = max(context_lens) + max_nodes + 1
+    page_table = scattered_page_table(len(trees), -(-num_slots // page_size), generator)
+    # Interleaved as [page, K or V, head, slot]: the stride over pages is not that of a dense [pages, heads, ...].
+    kv_cache = torch.full((page_table.numel() + 1, 2, num_kv_heads, page_size, head_dim), float("nan"), dtype=dtype)
+    for request, (length, parents) in enumerate(zip(context_lens, trees, strict=True)):
+        slots = torch.arange(length + len(parents))
+        values = torch.randn(len(slots), 2, num_kv_heads, head_dim, generator=generator).to(dtype)
+        kv_cache[page_table[request, slots // page_size].long(), :, :, slots % page_size] = values
+
+    paths = [path_to(parents, node) for parents, chosen in zip(trees, nodes, strict=True) for node in chosen]
+    depths = [len(path) - 1 for path in paths]
+    ancestors = torch.full((len(paths), max(depths) + 1), max_nodes, dtype=torch.int32)  # a padded entry leads to NaN
+    for row, path in enumerate(paths):
+        ancestors[row, : len(path)] = torch.tensor(path)
+    rows_per_request = [len(chosen) for chosen in nodes]
+    row_request = torch.arange(len(trees)).repeat_interleave(torch.tensor(rows_per_request))
+    kv_cache = kv_cache.to(device)
+    return TreeAttentionInputs(
+        q=torch.randn(len(paths), num_heads, head_dim, generator=generator).to(device, dtype),
+        k_cache=kv_cache[:, 0],
+        v_cache=kv_cache[:, 1],
+        rows={
+            "row_request": row_request.int().to(device),
+            "context_lens": torch.tensor(list(context_lens), dtype=torch.int32, device=device),
+            "page_table": page_table.to(device),
+            "depths": torch.tensor(depths, dtype=torch.int32, device=device),
+            "ancestors": ancestors.to(device),
+            "scale": head_dim**-0.5,
+        },
+        plan={"context_lens": list(context_lens), "rows_per_request": rows_per_request, "depths": depths},
+    )
+
+
+@dataclass(frozen=True)
+class KvCommitInputs:
+    """Arguments of one commit. Every element of the cache is its own index, so that each copy can be told apart."""
+
+    kv_cache: torch.Tensor
+    page_table: torch.Tensor
+    context_lens: torch.Tensor
+    paths: torch.Tensor
+    path_lens: torch.Tensor
+
+
+def kv_commit_inputs(
+    context_lens: Sequence[int],
+    paths: Sequence[Sequence[int]],
+    *,
+    num_layers: int = 2,
+    num_kv_heads: int = 2,
+    head_dim: int = 8,
+    page_size: int = 4,
+    dtype: torch.dtype = torch.int32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> KvCommitInputs:
+    """A cache just large enough for `paths` (accepted nodes per request, root first, maybe empty)."""
+    generator = torch.Generator().manual_seed(seed)
+    max_path = max(1, *(len(path) for path in paths)) + int(torch.randint(3, (1,), generator=generator))
+    padding = max(max_path, *(max(path, default=0) for path in paths)) + 1
+    num_slots = max(context_lens) + padding + 1
+    page_table = scattered_page_table(len(paths), -(-num_slots // page_size), generator)
+    shape = (num_layers, 2, page_table.numel() + 1, num_kv_heads, page_size, head_dim)
+    kv_cache = torch.arange(torch.Size(shape).numel(), dtype=torch.int64).view(shape).to(dtype)
+    padded = torch.full((len(paths), max_path), padding, dtype=torch.int32)
+    for request, path in enumerate(paths):
+        padded[request, : len(path)] = torch.tensor(list(path), dtype=torch.int32)
+
+    def integers(values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(list(values), dtype=torch.int32, device=device)
+
+    return KvCommitInputs(
+        kv_cache.to(device),
+        page_table.to(device),
+        integers(context_lens),
+        padded.to(device),
+        integers([len(path) for path in paths]),
+    )

@@ -1,0 +1,174 @@
+"""Triton kernels of tree attention. Import this module only where triton is installed.
+
+`attend_items` runs twice per layer, first over packed and then over node items, as the *same* compiled kernel: block
+sizes, warps and the shape of every dot are equal, so a position keeps its bits when it moves from a row's own part to
+the shared part. `combine_segments` then folds a row's segments from left to right. No atomics.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _dot(a, b, acc, FIXED_ORDER: tl.constexpr):
+    """acc + a @ b in fp32. `FIXED_ORDER` sums every element in one order, for the interpreter, whose dot is BLAS."""
+    if FIXED_ORDER:
+        product = a.to(tl.float32)[:, :, None] * b.to(tl.float32)[None, :, :]
+        acc += tl.sum(product, axis=1)
+    else:
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+    return acc
+
+
+# Sizes that follow the batch and the tree stay unspecialised: one binary serves every pass.
+@triton.jit(do_not_specialize=["stride_page_table", "stride_ancestors"])
+def attend_items(
+    q,  # [num_rows, num_heads, HEAD_DIM]
+    k_cache,  # [num_pages, num_kv_heads, PAGE_SIZE, HEAD_DIM]
+    v_cache,
+    partial_acc,  # [num_partials, NUM_HEADS, HEAD_DIM] fp32
+    partial_max,  # [num_partials, NUM_HEADS] fp32, log2
+    partial_sum,
+    items,  # [capacity, 8] int32: request, slot_row, m_lo, m_hi, key_lo, key_hi, segment, continues
+    num_items,  # [1] int32
+    first_partial,  # [num_rows + 1] int32
+    page_table,
+    context_lens,
+    depths,
+    ancestors,
+    scale_log2,
+    stride_q_row,
+    stride_q_head,
+    stride_k_page,
+    stride_k_head,
+    stride_k_slot,
+    stride_v_page,
+    stride_v_head,
+    stride_v_slot,
+    stride_page_table,
+    stride_ancestors,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    FIXED_ORDER_DOT: tl.constexpr,
+):
+    i_item = tl.program_id(0)
+    i_kv_head = tl.program_id(1).to(tl.int64)
+    if i_item >= tl.load(num_items):
+        return
+    p_item = items + i_item.to(tl.int64) * 8
+    request = tl.load(p_item).to(tl.int64)
+    slot_row = tl.load(p_item + 1).to(tl.int64)
+    m_lo = tl.load(p_item + 2)
+    m_hi = tl.load(p_item + 3)
+    key_lo = tl.load(p_item + 4)
+    key_hi = tl.load(p_item + 5)
+    segment = tl.load(p_item + 6)
+    continues = tl.load(p_item + 7)
+    context_len = tl.load(context_lens + request)
+
+    o_m = m_lo + tl.arange(0, BLOCK_M)
+    o_d = tl.arange(0, BLOCK_D)
+    m_m = o_m < m_hi
+    m_d = o_d < HEAD_DIM
+    row = (o_m // GROUP).to(tl.int64)
+    head = i_kv_head * GROUP + o_m % GROUP
+    position = context_len + tl.load(depths + row, mask=m_m, other=0)
+    p_q = q + row[:, None] * stride_q_row + head[:, None] * stride_q_head + o_d[None, :]
+    b_q = tl.load(p_q, mask=m_m[:, None] & m_d[None, :], other=0.0)
+
+    # A row of a chain may end before this segment; then it has no partial here.
+    m_partial = m_m & (position >= key_lo)
+    partial = (tl.load(first_partial + row, mask=m_m, other=0) + segment).to(tl.int64) * NUM_HEADS + head
+    p_acc = partial_acc + partial[:, None] * HEAD_DIM + o_d[None, :]
+    m_acc = m_partial[:, None] & m_d[None, :]
+    m_state = m_partial & (o_m < m_lo + continues * BLOCK_M)
+    b_max = tl.load(partial_max + partial, mask=m_state, other=float("-inf"))
+    b_sum = tl.load(partial_sum + partial, mask=m_state, other=0.0)
+    b_acc = tl.load(p_acc, mask=m_state[:, None] & m_d[None, :], other=0.0)
+    # The state is stored again below, perhaps by other threads than those that loaded it.
+    tl.debug_barrier()
+
+    p_ancestors = ancestors + slot_row * stride_ancestors
+    p_pages = page_table + request * stride_page_table
+    p_k_head = k_cache + i_kv_head * stride_k_head + o_d
+    p_v_head = v_cache + i_kv_head * stride_v_head + o_d
+    for tile in range(key_lo, key_hi, BLOCK_N):
+        # Column = absolute position; its slot is its own, or from the root on that of the row's ancestor.
+        o_n = tile + tl.arange(0, BLOCK_N)
+        m_n = o_n < key_hi
+        depth = o_n - context_len
+        node = tl.load(p_ancestors + depth, mask=m_n & (depth >= 0), other=0)
+        slot = tl.where(depth >= 0, context_len + node, o_n)
+        page = tl.load(p_pages + slot // PAGE_SIZE, mask=m_n, other=0).to(tl.int64)
+        offset = (slot % PAGE_SIZE).to(tl.int64)
+        # Stale slots may hold NaN, and 0 * NaN is NaN: V is masked as well as the scores.
+        m_kv = m_n[:, None] & m_d[None, :]
+        b_k = tl.load(
+            p_k_head[None, :] + (page * stride_k_page + offset * stride_k_slot)[:, None], mask=m_kv, other=0.0
+        )
+        b_v = tl.load(
+            p_v_head[None, :] + (page * stride_v_page + offset * stride_v_slot)[:, None], mask=m_kv, other=0.0
+        )
+
+        b_scores = _dot(b_q, tl.trans(b_k), tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32), FIXED_ORDER_DOT)
+        b_scores *= scale_log2
+        m_scores = m_n[None, :] & (o_n[None, :] <= position[:, None])
+        b_scores = tl.where(m_scores, b_scores, float("-inf"))
+        b_new_max = tl.maximum(b_max, tl.max(b_scores, axis=1))
+        # -inf minus -inf is NaN: a row that has seen no key yet subtracts 0. A fully masked tile is an exact no-op.
+        b_shift = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
+        b_weights = tl.exp2(b_scores - b_shift[:, None])
+        b_decay = tl.exp2(b_max - b_shift)
+        b_sum = b_sum * b_decay + tl.sum(b_weights, axis=1)
+        b_acc = _dot(b_weights.to(b_v.dtype), b_v, b_acc * b_decay[:, None], FIXED_ORDER_DOT)
+        b_max = b_new_max
+
+    tl.store(partial_max + partial, b_max, mask=m_partial)
+    tl.store(partial_sum + partial, b_sum, mask=m_partial)
+    tl.store(p_acc, b_acc, mask=m_acc)
+
+
+@triton.jit
+def combine_segments(
+    partial_acc,
+    partial_max,
+    partial_sum,
+    first_partial,
+    out,  # [num_rows, NUM_HEADS, HEAD_DIM]
+    stride_out_row,
+    stride_out_head,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
+    o_d = tl.arange(0, BLOCK_D)
+    m_d = o_d < HEAD_DIM
+    first = tl.load(first_partial + row).to(tl.int64)
+    num_segments = tl.load(first_partial + row + 1) - tl.load(first_partial + row)
+    b_max = tl.full([1], float("-inf"), dtype=tl.float32)
+    b_sum = tl.zeros([1], dtype=tl.float32)
+    b_acc = tl.zeros([BLOCK_D], dtype=tl.float32)
+    for segment in range(num_segments):
+        partial = (first + segment) * NUM_HEADS + head
+        s_max = tl.load(partial_max + partial)
+        s_sum = tl.load(partial_sum + partial)
+        s_acc = tl.load(partial_acc + partial * HEAD_DIM + o_d, mask=m_d, other=0.0)
+        b_new_max = tl.maximum(b_max, s_max)
+        b_shift = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
+        b_decay = tl.exp2(b_max - b_shift)
+        s_decay = tl.exp2(s_max - b_shift)
+        b_sum = b_sum * b_decay + s_sum * s_decay
+        b_acc = b_acc * b_decay + s_acc * s_decay
+        b_max = b_new_max
+    # A padding row of a captured graph has no partial: 0 / 1. A NaN of the row's own keys stays a NaN.
+    b_out = b_acc / tl.where(b_sum == 0.0, 1.0, b_sum)
+    tl.store(out + row * stride_out_row + head * stride_out_head + o_d, b_out.to(out.dtype.element_ty), mask=m_d)

@@ -1,0 +1,41 @@
+"""What every Triton implementation checks before it launches. An implementation asked for by name never falls back."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+
+def block_of_head_dim(head_dim: int) -> int:
+    """The power of two, 16 or more, that a kernel pads `head_dim` to by masks."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def require_triton(op: str) -> None:
+    """Raises ValueError where triton is not installed, before the kernels are imported."""
+    if importlib.util.find_spec("triton") is None:
+        raise ValueError(
+            f"{op}: implementation 'triton' needs triton, which is not installed; install it or use 'torch'"
+        )
+
+
+def check_last_strides(**tensors: torch.Tensor) -> None:
+    """Raises ValueError where a last dimension is not contiguous; outer strides are free."""
+    for name, tensor in tensors.items():
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ValueError(f"{name} has stride {tensor.stride(-1)} over its last dimension; make it contiguous")
+
+
+def check_launch(op: str, kernel: object, tensor: torch.Tensor) -> None:
+    """Raises ValueError where `kernel` cannot run on the tensor's device."""
+    import triton
+
+    if isinstance(kernel, triton.JITFunction):
+        if tensor.device.type == "cpu":
+            raise ValueError(
+                f"{op}: implementation 'triton' was asked for on CPU tensors; move them to a GPU, use 'torch', "
+                "or set TRITON_INTERPRET=1 before Python starts to run it in Triton's interpreter"
+            )
+    elif tensor.dtype == torch.bfloat16:
+        raise ValueError(f"{op}: Triton's interpreter computes bfloat16 wrongly; use float16 or float32 in it")

@@ -1,0 +1,283 @@
+"""Cases of tree_attention_triton, run by tests/test_tree_attention_triton.py: in Triton's interpreter in a process of
+its own, and on a GPU where there is one. Not collected by name, because triton is interpreted or not per process."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from triton.runtime.interpreter import InterpretedFunction
+
+from treespec_kernels.testing import (
+    TreeAttentionInputs,
+    assert_close,
+    path_to,
+    scattered_page_table,
+    tree_attention_inputs,
+    tree_parents,
+)
+from treespec_kernels.tree_attention import (
+    PlanCapacity,
+    SegmentPartition,
+    TreeAttentionConfig,
+    TreeAttentionPlan,
+    plan_tree_attention,
+    tree_attention_ref,
+    tree_attention_triton,
+)
+from treespec_kernels.tree_attention_kernels import attend_items
+
+INTERPRETED = isinstance(attend_items, InterpretedFunction)
+DEVICE = "cpu" if INTERPRETED else "cuda"
+
+# Segments [0, 32), [32, 64), [64, 128), [128, 192) ... in tiles of 16 positions: every border lies near.
+SMALL = TreeAttentionConfig(
+    block_m=16, block_n=16, num_warps=4, num_stages=2, partition=SegmentPartition(short=32, long=64, long_from=64)
+)
+DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
+# (max, rms) error relative to the RMS of the output, for rounding P and the output to the dtype.
+BOUNDS = {torch.float32: (1e-5, 1e-6), torch.float16: (1e-2, 1e-3), torch.bfloat16: (8e-2, 8e-3)}
+
+tiny = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+
+
+def exact(config: TreeAttentionConfig) -> TreeAttentionConfig:
+    """In the interpreter a dot is BLAS, whose bits follow the shape of the whole product and its memory."""
+    return replace(config, fixed_order_dot=INTERPRETED)
+
+
+def plan_of(inputs: TreeAttentionInputs, config: TreeAttentionConfig, **options: Any) -> TreeAttentionPlan:
+    plan = plan_tree_attention(
+        **inputs.plan,
+        num_heads=inputs.q.shape[1],
+        num_kv_heads=inputs.k_cache.shape[1],
+        head_dim=inputs.q.shape[2],
+        dtype=inputs.q.dtype,
+        device=inputs.q.device,
+        config=config,
+        **options,
+    )
+    for partial in (plan.partial_acc, plan.partial_max, plan.partial_sum):
+        partial.fill_(float("nan"))
+    return plan
+
+
+def attend(inputs: TreeAttentionInputs, config: TreeAttentionConfig, **options: Any) -> torch.Tensor:
+    out = torch.full_like(inputs.q, float("nan"))
+    plan = plan_of(inputs, config, **options)
+    assert tree_attention_triton(inputs.q, inputs.k_cache, inputs.v_cache, **inputs.rows, plan=plan, out=out) is out
+    return out
+
+
+def assert_matches_ref(inputs: TreeAttentionInputs, config: TreeAttentionConfig, **options: Any) -> None:
+    max_error, rms_error = BOUNDS[inputs.q.dtype]
+    expected = tree_attention_ref(inputs.q, inputs.k_cache, inputs.v_cache, **inputs.rows)
+    assert_close(attend(inputs, config, **options), expected, max_error=max_error, rms_error=rms_error)
+
+
+def trees(kinds: str, num_nodes: list[int]) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(len(num_nodes))
+    return [tree_parents(kind, n, generator) for kind, n in zip(kinds.split(), num_nodes, strict=True)]
+
+
+@tiny
+@pytest.mark.parametrize("head_dim, num_heads, num_kv_heads", [(64, 6, 2), (48, 8, 1), (128, 2, 2), (64, 4, 1)])
+def test_against_ref(dtype: torch.dtype, head_dim: int, num_heads: int, num_kv_heads: int) -> None:
+    inputs = tree_attention_inputs(
+        [0, 33, 15, 70],
+        trees("random star chain random", [17, 3, 3, 1]),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        device=DEVICE,
+    )
+    assert_matches_ref(inputs, SMALL)
+
+
+@tiny
+@pytest.mark.parametrize("kind", ["chain", "star", "random"])
+def test_context_lengths_around_borders(dtype: torch.dtype, kind: str) -> None:
+    lengths = [0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 128]
+    inputs = tree_attention_inputs(
+        lengths,
+        trees(" ".join([kind] * len(lengths)), [3] * len(lengths)),
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=16,
+        dtype=dtype,
+        device=DEVICE,
+        page_size=8,
+    )
+    assert_matches_ref(inputs, SMALL)
+
+
+@tiny
+def test_a_group_of_more_heads_than_one_m_tile(dtype: torch.dtype) -> None:
+    inputs = tree_attention_inputs(
+        [20], trees("random", [3]), num_heads=20, num_kv_heads=1, head_dim=16, dtype=dtype, device=DEVICE
+    )
+    assert_matches_ref(inputs, SMALL)
+
+
+@tiny
+def test_deep_chain_crosses_segments(dtype: torch.dtype) -> None:
+    inputs = tree_attention_inputs(
+        [27, 60], trees("chain chain", [50, 9]), num_heads=1, num_kv_heads=1, head_dim=16, dtype=dtype, device=DEVICE
+    )
+    assert_matches_ref(inputs, SMALL, chains=[True, False])
+
+
+@tiny
+def test_the_shipped_default(dtype: torch.dtype) -> None:
+    inputs = tree_attention_inputs(
+        [300], trees("random", [5]), num_heads=4, num_kv_heads=1, head_dim=64, dtype=dtype, device=DEVICE
+    )
+    assert_matches_ref(inputs, TreeAttentionConfig.default(dtype, 64))
+
+
+def decoded_alone(
+    inputs: TreeAttentionInputs, request: int, parents: list[int], node: int, row: int, config: TreeAttentionConfig
+) -> torch.Tensor:
+    """The row's token in a one-row pass over a compacted cache, in other pages, all other slots NaN."""
+    length = inputs.plan["context_lens"][request]
+    page_size = inputs.k_cache.shape[2]
+    path = torch.tensor(path_to(parents, node), device=DEVICE)
+    source = torch.cat([torch.arange(length, device=DEVICE), length + path])
+    max_pages = -(-len(source) // page_size) + 1
+    page_table = scattered_page_table(1, max_pages, torch.Generator().manual_seed(node)).to(DEVICE)
+    caches = []
+    for cache in (inputs.k_cache, inputs.v_cache):
+        compact = torch.full_like(cache[:1], float("nan")).repeat(max_pages + 1, 1, 1, 1)
+        target = torch.arange(len(source), device=DEVICE)
+        pages = inputs.rows["page_table"][request, source // page_size].long()
+        compact[page_table[0, target // page_size].long(), :, target % page_size] = cache[pages, :, source % page_size]
+        caches.append(compact)
+
+    def integers(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+    alone = TreeAttentionInputs(
+        q=inputs.q[row : row + 1],
+        k_cache=caches[0],
+        v_cache=caches[1],
+        rows={
+            "row_request": integers(0),
+            "context_lens": integers(len(source) - 1),
+            "page_table": page_table,
+            "depths": integers(0),
+            "ancestors": integers(0)[None],
+            "scale": inputs.rows["scale"],
+        },
+        plan={"context_lens": [len(source) - 1], "rows_per_request": [1], "depths": [0]},
+    )
+    return attend(alone, config)[0]
+
+
+@tiny
+@pytest.mark.parametrize(
+    "head_dim, num_heads, num_kv_heads, shapes",
+    [
+        (64, 4, 1, "random:17@0 chain:5@15 star:3@33 random:1@64"),
+        (64, 2, 2, "random:5@16 random:5@31 star:3@1"),
+        (48, 3, 1, "random:9@63 star:3@64"),
+        (128, 8, 1, "random:4@65 star:3@32 chain:2@128"),
+        (16, 1, 1, "random:17@59 chain:20@30"),
+    ],
+)
+def test_a_tree_node_has_the_bits_of_plain_decoding(
+    dtype: torch.dtype, head_dim: int, num_heads: int, num_kv_heads: int, shapes: str
+) -> None:
+    parts = [shape.replace(":", "@").split("@") for shape in shapes.split()]
+    lengths = [int(length) for _, _, length in parts]
+    parents = trees(" ".join(kind for kind, _, _ in parts), [int(n) for _, n, _ in parts])
+    inputs = tree_attention_inputs(
+        lengths,
+        parents,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        device=DEVICE,
+        page_size=16,
+    )
+    config = exact(SMALL)
+    out = attend(inputs, config)
+    different = []
+    row = 0
+    for request, tree in enumerate(parents):
+        for node in range(len(tree)):
+            if not torch.equal(out[row], decoded_alone(inputs, request, tree, node, row, config)):
+                different.append(f"{shapes.split()[request]} node {node}, path {path_to(tree, node)}")
+            row += 1
+    assert not different, f"{len(different)} of {row} rows differ in bits:\n" + "\n".join(different)
+
+
+@tiny
+def test_bits_do_not_follow_the_batch_the_rows_or_the_chain_flag(dtype: torch.dtype) -> None:
+    shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "dtype": dtype, "device": DEVICE, "page_size": 16}
+    parents = trees("random chain", [11, 19])
+    inputs = tree_attention_inputs([45, 30], parents, **shape)
+    config = exact(SMALL)
+    out = attend(inputs, config)
+    assert torch.equal(attend(inputs, config, chains=[False, True]), out)
+
+    kept = [0, 3, 4, 9, 12, 20, 29]  # rows of a pass over some of the nodes
+    some = TreeAttentionInputs(
+        inputs.q[kept],
+        inputs.k_cache,
+        inputs.v_cache,
+        inputs.rows | {name: inputs.rows[name][kept] for name in ("row_request", "depths", "ancestors")},
+        inputs.plan | {"rows_per_request": [4, 3], "depths": [inputs.plan["depths"][row] for row in kept]},
+    )
+    assert torch.equal(attend(some, config), out[kept])
+    assert torch.equal(attend(some, config, chains=[False, True]), out[kept])
+
+
+@tiny
+def test_a_plan_is_refilled_and_padding_rows_become_zero(dtype: torch.dtype) -> None:
+    shape = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "dtype": dtype, "device": DEVICE, "page_size": 16}
+    large = tree_attention_inputs([70, 20], trees("random star", [9, 3]), **shape)
+    plan = plan_of(large, SMALL, capacity=PlanCapacity(rows=12, packed_items=20, node_items=40, partials=80))
+    small = tree_attention_inputs([33, 0], trees("random chain", [5, 2]), **shape)
+    for inputs in (large, small):
+        plan.refill(**inputs.plan)
+        num_rows = len(inputs.q)
+        padding = 12 - num_rows
+        q = torch.cat([inputs.q, torch.full_like(inputs.q[:1], float("nan")).repeat(padding, 1, 1)])
+        rows = inputs.rows | {
+            name: torch.cat([inputs.rows[name], inputs.rows[name][:1].expand(padding, *inputs.rows[name].shape[1:])])
+            for name in ("row_request", "depths", "ancestors")
+        }
+        out = tree_attention_triton(q, inputs.k_cache, inputs.v_cache, **rows, plan=plan)
+        assert torch.equal(out[:num_rows], attend(inputs, SMALL))
+        assert torch.equal(out[num_rows:], torch.zeros_like(out[num_rows:]))
+
+
+def test_a_nan_of_its_own_request_reaches_only_the_rows_that_see_it() -> None:
+    inputs = tree_attention_inputs(
+        [17, 5],
+        trees("star random", [3, 4]),
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=16,
+        dtype=torch.float32,
+        device=DEVICE,
+        page_size=16,
+    )
+    clean = attend(inputs, exact(SMALL))
+    slot = 17 + 2
+    inputs.v_cache[int(inputs.rows["page_table"][0, slot // 16]), :, slot % 16] = float("nan")
+    out = attend(inputs, exact(SMALL))
+    assert out[2].isnan().all()
+    others = [0, 1, 3, 4, 5, 6]
+    assert torch.equal(out[others], clean[others])
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="about the interpreter")
+def test_bfloat16_is_refused_in_the_interpreter() -> None:
+    inputs = tree_attention_inputs(
+        [3], [[-1]], num_heads=1, num_kv_heads=1, head_dim=16, dtype=torch.bfloat16, device=DEVICE
+    )
+    with pytest.raises(ValueError, match=r"bfloat16 wrongly; use float16 or float32"):
+        attend(inputs, SMALL)

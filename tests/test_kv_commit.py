@@ -1,0 +1,70 @@
+"""KV commit: each implementation against a list-of-lists model, and what is refused."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from treespec_kernels.kv_commit import kv_commit_ref, kv_commit_triton
+from treespec_kernels.testing import kv_commit_inputs
+
+CASES = Path(__file__).parent / "interpreted" / "kv_commit_cases.py"
+
+
+def run_cases(environment: dict[str, str]) -> None:
+    """Runs the cases in a process of its own: triton is interpreted, or not, per process."""
+    command = [sys.executable, "-m", "pytest", str(CASES), "-q", "--tb=short", "-p", "no:cacheprovider"]
+    child = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, check=False)
+    if child.returncode != 0:
+        pytest.fail(f"{CASES.name} with {environment}:\n{child.stdout}\n{child.stderr}", pytrace=False)
+
+
+def test_ref() -> None:
+    run_cases({"TREESPEC_KV_COMMIT": "ref"})
+
+
+def test_triton_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    run_cases({"TREESPEC_KV_COMMIT": "triton", "TRITON_INTERPRET": "1"})
+
+
+@pytest.mark.gpu
+def test_triton_on_a_gpu() -> None:
+    run_cases({"TREESPEC_KV_COMMIT": "triton", "TRITON_INTERPRET": "0"})
+
+
+@pytest.mark.parametrize("kv_commit", [kv_commit_ref, kv_commit_triton])
+def test_what_does_not_fit_is_refused(kv_commit: object) -> None:
+    assert callable(kv_commit)
+    inputs = kv_commit_inputs([3, 4], [[0, 2], [0]])
+    tables = [inputs.page_table, inputs.context_lens, inputs.paths, inputs.path_lens]
+
+    def commit(position: int, tensor: torch.Tensor) -> None:
+        kv_commit(*[tensor if i == position else t for i, t in enumerate([inputs.kv_cache, *tables])])
+
+    with pytest.raises(ValueError, match=r"kv_cache has shape .*; expected \[num_layers, 2, num_pages"):
+        commit(0, inputs.kv_cache[0])
+    with pytest.raises(ValueError, match=r"page_table has shape .*; expected \[num_requests, max_pages\]"):
+        commit(1, inputs.page_table[0])
+    with pytest.raises(ValueError, match=r"context_lens has shape \[1\]; expected \[2\]"):
+        commit(2, inputs.context_lens[:1])
+    with pytest.raises(ValueError, match=r"paths has shape \[1, .*\]; expected \[2, max_path\]"):
+        commit(3, inputs.paths[:1])
+    with pytest.raises(ValueError, match=r"path_lens has dtype torch\.int64; convert it to torch.int32"):
+        commit(4, inputs.path_lens.long())
+
+
+def test_cpu_tensors_are_refused_outside_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    script = (
+        "from treespec_kernels.kv_commit import kv_commit_triton\n"
+        "from treespec_kernels.testing import kv_commit_inputs\n"
+        "i = kv_commit_inputs([3], [[0, 2]])\n"
+        "kv_commit_triton(i.kv_cache, i.page_table, i.context_lens, i.paths, i.path_lens)\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False)
+    assert "ValueError: kv_commit: implementation 'triton' was asked for on CPU tensors" in child.stderr

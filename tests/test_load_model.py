@@ -1,0 +1,303 @@
+"""The safetensors model loader script: what it reports, what it finds, how it exits."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+from treespec_weights import compare_draft, inspect_checkpoint, verify_checkpoint
+from treespec_weights.cli import app
+
+ROOT = Path(__file__).resolve().parents[1]
+Q = "model.layers.1.self_attn.q_proj.weight"
+
+
+def tokenizer_json(size: int) -> dict[str, Any]:
+    vocab = {f"t{id}": id for id in range(size - 1)}
+    return {
+        "model": {"type": "BPE", "vocab": vocab, "merges": []},
+        "added_tokens": [{"id": size - 1, "content": "<e>"}],
+    }
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A small tied Llama in bfloat16, one file, with a tokenizer."""
+    return save_llama(tmp_path / "target", hidden_size=24)
+
+
+def save_llama(folder: Path, hidden_size: int, vocab_size: int = 40, **options: Any) -> Path:
+    config = LlamaConfig(
+        num_hidden_layers=2,
+        hidden_size=hidden_size,
+        intermediate_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=vocab_size,
+        tie_word_embeddings=True,
+        max_position_embeddings=128,
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder, **options)
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json(vocab_size)))
+    return folder
+
+
+def run(*arguments: str | Path, code: int = 0) -> str:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == code, result.output
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    return result.stdout
+
+
+def edit(folder: Path, **tensors: torch.Tensor | None) -> None:
+    """Replaces (or, with None, drops) tensors of a single-file checkpoint; `__` in a name stands for a dot."""
+    path = folder / "model.safetensors"
+    stored: dict[str, torch.Tensor | None] = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    stored |= {name.replace("__", "."): tensor for name, tensor in tensors.items()}
+    save_file({name: tensor for name, tensor in stored.items() if tensor is not None}, path)
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+# --- inspect
+
+
+def test_inspect_json(folder: Path) -> None:
+    report = json.loads(run("inspect", folder, "--json"))
+    count = LlamaForCausalLM(LlamaConfig.from_pretrained(folder)).num_parameters()
+    assert report["family"] == "llama"
+    assert report["architectures"] == ["LlamaForCausalLM"]
+    assert report["supported"] is True
+    assert report["parameters"] == count
+    assert report["bytes"] == 2 * count
+    assert report["dtypes"] == {"BF16": {"tensors": 20, "values": count, "bytes": 2 * count}}
+    assert report["shape"]["head_dim"] == 8
+    assert report["shape"]["tied"] is True
+    assert report["context"] == 128
+    assert report["problems"] == 0
+    kv = 2 * 2 * 2 * 8
+    assert report["memory"] == {
+        "float32": {"weights_bytes": 4 * count, "kv_bytes_per_token": 4 * kv},
+        "bfloat16": {"weights_bytes": 2 * count, "kv_bytes_per_token": 2 * kv},
+        "float16": {"weights_bytes": 2 * count, "kv_bytes_per_token": 2 * kv},
+    }
+    rows = {row["name"]: row for row in report["tensors"]}
+    row = rows["model.layers.{i}.self_attn.q_proj.weight"]
+    assert (row["count"], row["shape"], row["dtype"], row["bytes"]) == (2, [32, 24], "BF16", 32 * 24 * 2)
+    assert (report["vocabulary"]["tokens"], report["vocabulary"]["max_id"]) == (40, 39)
+    assert list(report["files"]) == ["model.safetensors"]
+    assert report["drafts"] == []
+
+
+def test_inspect_of_shards_is_the_same_model(folder: Path, tmp_path: Path) -> None:
+    sharded = tmp_path / "sharded"
+    LlamaForCausalLM.from_pretrained(folder).save_pretrained(sharded, max_shard_size="4KB")
+    (sharded / "tokenizer.json").write_text((folder / "tokenizer.json").read_text())
+    one, many = inspect_checkpoint(folder), inspect_checkpoint(sharded)
+    assert len(many["files"]) > 2
+    for key in ("parameters", "bytes", "shape", "memory", "dtypes", "vocabulary"):
+        assert one[key] == many[key], key
+    assert verify_checkpoint(sharded).ok
+
+
+def test_inspect_text_is_aligned(folder: Path, tmp_path: Path) -> None:
+    draft = save_llama(tmp_path / "draft", hidden_size=16)
+    text = run("inspect", folder, "--draft", draft)
+    lines = text.splitlines()
+    assert lines[0] == str(folder)
+    assert all(line == line.rstrip() for line in lines)
+    facts = lines[2 : lines.index("", 2)]
+    assert len({len(line) - len(line[2:].split("  ", 1)[1].lstrip()) for line in facts}) == 1
+    for part in (
+        "llama (LlamaForCausalLM)",
+        "KV per token",
+        "KV at 128",
+        "self_attn.q_proj.weight",
+        "32 x 24",
+        "usable",
+    ):
+        assert part in text
+
+
+def test_what_a_draft_shares(folder: Path, tmp_path: Path) -> None:
+    target = inspect_checkpoint(folder)
+    draft = compare_draft(target, inspect_checkpoint(save_llama(tmp_path / "draft", hidden_size=16)))
+    assert draft["usable"] and draft["same_vocabulary"] and draft["same_vocab_size"]
+    assert draft["same_hidden_size"] is False
+    assert 0 < draft["cost_ratio"] < 1
+
+    other = save_llama(tmp_path / "other", hidden_size=24, vocab_size=41)
+    shared = compare_draft(target, inspect_checkpoint(other))
+    assert not shared["usable"]
+    assert shared["reason"] == "vocab_size differs: 41, the target's is 40"
+
+    path = tmp_path / "draft" / "tokenizer.json"
+    tokenizer = tokenizer_json(40)
+    path.write_text(json.dumps(tokenizer, indent=4))
+    assert compare_draft(target, inspect_checkpoint(tmp_path / "draft"))["same_vocabulary"] is True
+    tokenizer["model"]["vocab"] |= {"t1": 2, "t2": 1}
+    path.write_text(json.dumps(tokenizer))
+    shared = compare_draft(target, inspect_checkpoint(tmp_path / "draft"))
+    assert (shared["usable"], shared["same_vocabulary"]) == (False, False)
+    assert "tokenizers differ" in shared["reason"]
+    path.unlink()
+    shared = compare_draft(target, inspect_checkpoint(tmp_path / "draft"))
+    assert (shared["usable"], shared["same_vocabulary"]) == (True, None)
+    assert "usable, if the tokenizers are the same" in run("inspect", folder, "--draft", tmp_path / "draft")
+
+
+def test_inspect_of_an_unsupported_family_shows_what_it_can(tmp_path: Path, folder: Path) -> None:
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=40))
+    model.save_pretrained(tmp_path / "gpt2")
+    report = inspect_checkpoint(tmp_path / "gpt2")
+    assert (report["family"], report["supported"], report["shape"]) == ("gpt2", False, None)
+    assert "supported: llama" in report["unsupported_because"]
+    assert report["memory"]["float32"]["kv_bytes_per_token"] is None
+    assert "unsupported" in run("inspect", tmp_path / "gpt2", "--draft", folder)
+    assert "'gpt2' is not supported" in run("verify", tmp_path / "gpt2", code=1)
+
+
+def test_inspect_counts_problems(folder: Path) -> None:
+    edit(folder, **{Q.replace(".", "__"): None, "x": torch.ones(1)})
+    assert inspect_checkpoint(folder)["problems"] == 2
+    assert "`verify` lists them" in run("inspect", folder)
+
+
+def test_names_cannot_steer_the_terminal(folder: Path) -> None:
+    edit(folder, **{"\x1b[31mred": torch.ones(1)})
+    assert "\x1b" not in run("inspect", folder)
+    assert "\x1b" not in run("verify", folder, code=1)
+
+
+def test_odd_config_values_do_not_break_the_report(folder: Path) -> None:
+    edit_config(folder, max_position_embeddings="many", architectures="x", dtype=3)
+    report = inspect_checkpoint(folder)
+    assert (report["context"], report["architectures"]) == (None, [])
+    assert "KV per token" in run("inspect", folder)
+
+
+# --- verify
+
+
+def test_verify_accepts(folder: Path) -> None:
+    report = json.loads(run("verify", folder, "--json"))
+    assert report["ok"] is True
+    assert report["problems"] == []
+    assert [check["name"] for check in report["checks"]] == ["files", "config", "tokenizer", "tensors", "values"]
+    assert run("verify", folder).splitlines()[-1] == "no problems"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2])
+def test_verify_finds_nan_and_inf(folder: Path, dtype: torch.dtype) -> None:
+    bad = torch.zeros(32, 24)
+    bad[3, 5], bad[4, 0], bad[31, 23] = float("inf"), float("nan"), float("nan")
+    edit(folder, **{Q.replace(".", "__"): bad.to(dtype)})
+    problems = [problem for problem in verify_checkpoint(folder).problems if problem.kind == "value"]
+    assert [str(problem) for problem in problems] == [f"{Q!r}: 2 NaN and 1 Inf; the first at [3, 5]"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_verify_finds_a_single_value_wherever_it_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, value: str
+) -> None:
+    monkeypatch.setattr("treespec_weights.verify.CHUNK", 100)
+    places = [0, 1, 63, 64, 98, 99, 100, 164, 199, 200, 205, 206]
+    tensors = {}
+    for place in places:
+        tensor = torch.randn(9, 23, dtype=dtype)
+        tensor.view(-1)[place] = float(value)
+        tensors[f"t{place}"] = tensor
+    save_file(tensors | {"empty": torch.zeros(0, 3, dtype=dtype)}, tmp_path / "model.safetensors")
+    problems = [problem for problem in verify_checkpoint(tmp_path).problems if problem.kind == "value"]
+    found = {problem.where: problem.message.split("the first at ")[1] for problem in problems}
+    assert found == {repr(f"t{place}"): str([place // 23, place % 23]) for place in places}
+
+
+def test_verify_lists_everything_at_once(folder: Path) -> None:
+    bad = torch.full((32, 23), float("nan"))
+    edit(folder, **{Q.replace(".", "__"): bad, "model__norm__weight": None, "x": torch.ones(1, dtype=torch.int8)})
+    edit_config(folder, eos_token_id=[1, 40])
+    (folder / "generation_config.json").write_text('{"eos_token_id": -1}')
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json(44)))
+    report = json.loads(run("verify", folder, "--json", code=1))
+    assert report["ok"] is False
+    found = {(problem["kind"], problem["where"]) for problem in report["problems"]}
+    assert found == {
+        ("shape", repr(Q)),
+        ("missing", "'model.norm.weight'"),
+        ("unexpected", "'x'"),
+        ("value", repr(Q)),
+        ("config", "'eos_token_id' of 'config.json'"),
+        ("config", "'eos_token_id' of 'generation_config.json'"),
+        ("tokenizer", "'tokenizer.json'"),
+    }
+    text = run("verify", folder, code=1)
+    assert "its largest token id is 43, but vocab_size is 40" in text
+    assert text.splitlines()[-1] == "7 problems"
+
+
+def test_verify_finds_a_tied_head_that_differs(folder: Path) -> None:
+    edit(folder, lm_head__weight=torch.zeros(40, 24, dtype=torch.bfloat16))
+    assert "'lm_head.weight': 'tie_word_embeddings' is true, but it differs" in run("verify", folder, code=1)
+
+
+def test_verify_reports_files_and_config_together(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    edit_config(folder, hidden_size=-4)
+    report = json.loads(run("verify", folder, "--json", code=1))
+    assert {problem["where"] for problem in report["problems"]} == {"'model.safetensors'", "'hidden_size'"}
+    assert [check["done"] for check in report["checks"]] == [True, True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"model": {}}', '{"model": {"vocab": {"a": "b"}}}', '{"model": {"vocab": [1]}}']
+)
+def test_malformed_tokenizer(folder: Path, text: str) -> None:
+    (folder / "tokenizer.json").write_text(text)
+    assert "'tokenizer.json'" in run("verify", folder, code=1)
+    assert json.loads(run("inspect", folder, "--json", code=2))["error"]["type"] == "CheckpointError"
+
+
+def test_vocabulary_of_sentencepiece_and_unigram_files(folder: Path) -> None:
+    unigram = {"model": {"type": "Unigram", "vocab": [[f"t{id}", -1.0] for id in range(40)]}}
+    (folder / "tokenizer.json").write_text(json.dumps(unigram))
+    assert inspect_checkpoint(folder)["vocabulary"]["tokens"] == 40
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.model").write_bytes(b"pieces")
+    assert inspect_checkpoint(folder)["vocabulary"]["tokens"] is None
+    assert "SentencePiece" in run("verify", folder)
+
+
+# --- exit codes and the script
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_missing_folder(tmp_path: Path, command: str) -> None:
+    error = json.loads(run(command, tmp_path / "nope", "--json", code=2))["error"]
+    assert error["type"] == "FileNotFoundError"
+    assert "nope" in error["message"]
+    result = CliRunner().invoke(app, [command, str(tmp_path / "nope")])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "no such checkpoint folder" in result.stderr
+
+
+def test_the_script_runs_by_itself(folder: Path, tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "weights" / "load_model.py"), "verify", str(folder), "--json"]
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["ok"] is True

@@ -1,0 +1,349 @@
+"""Strict loading: what comes out is exactly what was saved, and everything else is refused by name."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import treespec_weights
+from treespec_weights import (
+    LLAMA,
+    Checkpoint,
+    CheckpointConfigError,
+    CheckpointError,
+    FamilyRules,
+    ModelShape,
+    TensorRule,
+    UnsupportedModelError,
+    default_folder,
+    default_names,
+    load_weights,
+    read_config,
+    verify_checkpoint,
+)
+
+INDEX = "model.safetensors.index.json"
+SHAPE = ModelShape(
+    num_layers=2,
+    hidden_size=12,
+    intermediate_size=10,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=6,
+    vocab_size=17,
+    tied=True,
+)
+CONFIG = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 12,
+    "intermediate_size": 10,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "vocab_size": 17,
+    "tie_word_embeddings": True,
+}
+Q = "model.layers.1.self_attn.q_proj.weight"
+
+
+def llama_tensors(shape: ModelShape = SHAPE) -> dict[str, Tensor]:
+    """Random tensors under the names of a Llama checkpoint, written down here without the rules under test."""
+    generator = torch.Generator().manual_seed(0)
+    names = {"embed": "model.embed_tokens", "final_norm": "model.norm", "lm_head": "lm_head"}
+    parts = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    parts |= {part: f"self_attn.{part}_proj" for part in "qkvo"} | {p: f"mlp.{p}_proj" for p in ("gate", "up", "down")}
+    result = {}
+    for param, dims in shape.parameters().items():
+        if param.startswith("layers."):
+            _, i, part = param.split(".")
+            name = f"model.layers.{i}.{parts[part.removesuffix('_bias')]}"
+        else:
+            name = names[param]
+        result[name + (".bias" if param.endswith("_bias") else ".weight")] = torch.randn(dims, generator=generator)
+    return result
+
+
+def write(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any] = CONFIG) -> Path:
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def load_refused(folder: Path, *parts: str, shape: ModelShape = SHAPE) -> CheckpointError:
+    with pytest.raises(CheckpointError) as caught:
+        load_weights(folder, shape)
+    for part in parts:
+        assert part in str(caught.value), str(caught.value)
+    return caught.value
+
+
+# --- what is accepted
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("biases", [False, True])
+def test_round_trip_with_transformers(tmp_path: Path, sharded: bool, tied: bool, biases: bool) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        num_hidden_layers=2,
+        hidden_size=24,
+        intermediate_size=33,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=10,
+        vocab_size=63,
+        tie_word_embeddings=tied,
+        attention_bias=biases,
+        mlp_bias=biases,
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    model.save_pretrained(tmp_path, max_shard_size="8KB" if sharded else "1GB")
+    assert (tmp_path / INDEX).exists() == sharded
+
+    shape = ModelShape.from_hf(read_config(tmp_path))
+    assert (shape.tied, shape.attention_bias, shape.o_bias, shape.mlp_bias) == (tied, biases, biases, biases)
+    weights = load_weights(tmp_path, shape)
+    assert {name: tuple(tensor.shape) for name, tensor in weights.items()} == shape.parameters()
+    assert list(weights) == list(shape.parameters())
+    assert shape.num_parameters() == model.num_parameters()
+
+    inner = model.model
+    expected = {"embed": inner.embed_tokens.weight, "final_norm": inner.norm.weight}
+    if not tied:
+        expected["lm_head"] = model.lm_head.weight
+    for i, layer in enumerate(inner.layers):
+        expected[f"layers.{i}.attn_norm"] = layer.input_layernorm.weight
+        expected[f"layers.{i}.mlp_norm"] = layer.post_attention_layernorm.weight
+        linears = {part: getattr(layer.self_attn, f"{part}_proj") for part in "qkvo"}
+        linears |= {part: getattr(layer.mlp, f"{part}_proj") for part in ("gate", "up", "down")}
+        for part, linear in linears.items():
+            expected[f"layers.{i}.{part}"] = linear.weight
+            if biases:
+                expected[f"layers.{i}.{part}_bias"] = linear.bias
+    assert expected.keys() == weights.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(weights[name], tensor), name
+    assert verify_checkpoint(tmp_path).ok
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16, torch.float16])
+def test_cast_on_load(tmp_path: Path, stored: torch.dtype, dtype: torch.dtype | None) -> None:
+    tensors = {name: tensor.to(stored) for name, tensor in llama_tensors().items()}
+    weights = load_weights(write(tmp_path, tensors), SHAPE, dtype=dtype)
+    assert {tensor.dtype for tensor in weights.values()} == {dtype or stored}
+    assert torch.equal(weights["layers.1.q"], tensors[Q].to(dtype or stored))
+    assert torch.equal(weights["embed"], tensors["model.embed_tokens.weight"].to(dtype or stored))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_a_dtype_that_weights_cannot_have(tmp_path: Path, dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=rf"{dtype}; valid: torch\.float64, torch\.float32"):
+        load_weights(write(tmp_path, llama_tensors()), SHAPE, dtype=dtype)
+
+
+def test_writing_to_a_loaded_tensor_does_not_reach_the_file(tmp_path: Path) -> None:
+    tensors = llama_tensors()
+    weights = load_weights(write(tmp_path, tensors), SHAPE)
+    weights["layers.1.q"].zero_()
+    assert torch.equal(load_file(tmp_path / "model.safetensors")[Q], tensors[Q])
+
+
+def anonymous_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's memory counters")
+@pytest.mark.parametrize(("dtype", "share"), [(None, 0.0), (torch.bfloat16, 0.5)])
+def test_memory_is_that_of_the_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype | None, share: float
+) -> None:
+    shape = dataclasses.replace(SHAPE, hidden_size=1024, intermediate_size=4096, num_layers=2)
+    tensors = llama_tensors(shape)  # 96 MiB, the largest 16
+    largest = max(tensor.nbytes for tensor in tensors.values())
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    write(tmp_path, tensors)
+    peak, tensor = 0, Checkpoint.tensor
+
+    def watched(self: Checkpoint, name: str) -> Tensor:
+        nonlocal peak
+        peak = max(peak, anonymous_bytes())
+        return tensor(self, name)
+
+    monkeypatch.setattr(Checkpoint, "tensor", watched)
+    before = anonymous_bytes()
+    weights = load_weights(tmp_path, shape, dtype=dtype)
+    assert all(tensor.min() < tensor.max() for tensor in weights.values())  # touches every page
+    assert max(peak, anonymous_bytes()) - before < share * total + largest
+
+
+def test_old_rotary_buffers_are_ignored(tmp_path: Path) -> None:
+    extra = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(3) for i in range(2)}
+    assert load_weights(write(tmp_path, llama_tensors() | extra), SHAPE).keys() == SHAPE.parameters().keys()
+    extra = {"model.layers.2.self_attn.rotary_emb.inv_freq": torch.ones(3)}
+    load_refused(write(tmp_path, llama_tensors() | extra), "'num_hidden_layers' is 2", "rotary_emb")
+
+
+def test_a_stored_tied_head_must_equal_the_embedding(tmp_path: Path) -> None:
+    tensors = llama_tensors()
+    head = tensors["model.embed_tokens.weight"].clone()
+    weights = load_weights(write(tmp_path, tensors | {"lm_head.weight": head}), SHAPE)
+    assert "lm_head" not in weights
+    head[3, 4] += 1e-3
+    load_refused(write(tmp_path, tensors | {"lm_head.weight": head}), "'lm_head.weight'", "tie_word_embeddings")
+    load_refused(write(tmp_path, tensors | {"lm_head.weight": head[:-1].clone()}), "[16, 12]", "[17, 12]")
+    assert not verify_checkpoint(tmp_path).ok
+
+
+def test_infinite_after_the_cast_is_refused(tmp_path: Path) -> None:
+    tensors = llama_tensors()
+    tensors[Q][0, 0] = -1e6
+    write(tmp_path, tensors)
+    assert load_weights(tmp_path, SHAPE, dtype=torch.bfloat16)["layers.1.q"].isfinite().all()
+    with pytest.raises(CheckpointError, match=r"q_proj.*1e\+06.*float16"):
+        load_weights(tmp_path, SHAPE, dtype=torch.float16)
+
+
+def test_other_layouts_are_data(tmp_path: Path) -> None:
+    """Fused, per-head and transposed tensors, as Phi-3, GPT-NeoX and GPT-2 store them."""
+    tensors = llama_tensors()
+    names = dict(zip(SHAPE.parameters(), tensors, strict=True))
+    stored, rules = {}, [rule for rule in LLAMA.tensors if not rule.params[0].endswith((".q", ".k", ".v", ".up"))]
+    for i in range(2):
+        q, k, v, gate, up = (tensors[names[f"layers.{i}.{part}"]] for part in ("q", "k", "v", "gate", "up"))
+        heads = [part.view(2, -1, 12) for part in (q, k, v)]  # two KV heads, two queries each
+        stored[f"h.{i}.qkv"] = torch.cat(heads, dim=1).reshape(-1, 12)
+        stored[f"h.{i}.gate_up"] = torch.cat([gate, up])
+        stored[f"h.{i}.down"] = tensors[names[f"layers.{i}.down"]].t().contiguous()
+    fused = {".gate", ".down"}
+    rules = [rule for rule in rules if not rule.params[0].endswith(tuple(fused))]
+    rules += [
+        TensorRule("h.{i}.qkv", ("layers.{i}.q", "layers.{i}.k", "layers.{i}.v"), "per_head"),
+        TensorRule("h.{i}.gate_up", ("layers.{i}.gate", "layers.{i}.up")),
+        TensorRule("h.{i}.down", ("layers.{i}.down",), "transposed"),
+    ]
+    family: FamilyRules = dataclasses.replace(LLAMA, model_type="fused", tensors=tuple(rules))
+    parts = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj")
+    stored |= {name: tensor for name, tensor in tensors.items() if not any(part in name for part in parts)}
+    weights = load_weights(write(tmp_path, stored), SHAPE, family)
+    for param, name in names.items():
+        assert torch.equal(weights[param], tensors[name]), param
+        assert weights[param].is_contiguous()
+
+
+# --- wrong tensors
+
+
+def test_all_mismatches_are_listed_at_once(tmp_path: Path) -> None:
+    tensors = llama_tensors()
+    del tensors["model.norm.weight"], tensors["model.layers.0.mlp.up_proj.weight"]
+    tensors[Q] = torch.zeros(24, 13)
+    tensors["model.layers.0.self_attn.k_proj.weight"] = torch.zeros(12, 12, dtype=torch.int8)
+    tensors["model.layers.1.self_attn.q_proj.bias"] = torch.zeros(24)
+    tensors["model.layers.2.input_layernorm.weight"] = torch.zeros(12)
+    tensors["model.layers.01.input_layernorm.weight"] = torch.zeros(12)
+    tensors["transformer.wte.weight"] = torch.zeros(3)
+    error = load_refused(
+        write(tmp_path, tensors),
+        "'model.norm.weight': missing; expected [12]",
+        "'model.layers.0.mlp.up_proj.weight': missing; expected [10, 12]",
+        f"{Q!r}: has shape [24, 13], expected [24, 12]",
+        "'model.layers.0.self_attn.k_proj.weight': has dtype I8, expected F64, F32, F16, BF16",
+        "'model.layers.1.self_attn.q_proj.bias': unexpected: the config says that the model has no such bias",
+        "'model.layers.2.input_layernorm.weight': unexpected: 'num_hidden_layers' is 2",
+        "'model.layers.01.input_layernorm.weight': unexpected",
+        "'transformer.wte.weight': unexpected: no tensor of the family 'llama' has this name",
+    )
+    assert len(error.problems) == 8
+    assert {problem.kind for problem in error.problems} == {"missing", "shape", "dtype", "unexpected"}
+
+
+def test_headers_are_checked_before_any_tensor_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = llama_tensors()
+    del tensors["model.norm.weight"]
+
+    def read(*_: object) -> None:
+        raise AssertionError("a tensor was read")
+
+    monkeypatch.setattr(Checkpoint, "tensor", read)
+    load_refused(write(tmp_path, tensors), "'model.norm.weight'")
+
+
+def test_biases_that_the_config_promises_are_required(tmp_path: Path) -> None:
+    shape = dataclasses.replace(SHAPE, attention_bias=True)  # without o_bias: as Qwen2 has it
+    write(tmp_path, llama_tensors(shape))
+    assert "layers.0.q_bias" in load_weights(tmp_path, shape)
+    load_refused(tmp_path, "o_proj.bias': missing; expected [12]", shape=dataclasses.replace(shape, o_bias=True))
+
+
+# --- wrong configs
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        ({"hidden_size": None}, ["'hidden_size': missing"]),
+        ({"hidden_size": "12"}, ["'hidden_size': '12' is not a whole number"]),
+        ({"num_hidden_layers": 10**12}, ["'num_hidden_layers': 1000000000000"]),
+        ({"num_hidden_layers": True}, ["'num_hidden_layers': True"]),
+        ({"vocab_size": -1}, ["'vocab_size': -1"]),
+        ({"vocab_size": 0, "hidden_size": 1.5}, ["'vocab_size': 0", "'hidden_size': 1.5"]),
+        ({"num_key_value_heads": 3}, ["'num_attention_heads': 4 is not a multiple of num_key_value_heads 3"]),
+        ({"head_dim": None, "hidden_size": 13}, ["'hidden_size': 13 is not a multiple of num_attention_heads 4"]),
+        ({"tie_word_embeddings": "no"}, ["'tie_word_embeddings': 'no' is not true or false"]),
+        ({"attention_bias": 1}, ["'attention_bias': 1 is not true or false"]),
+    ],
+)
+def test_config_problems(change: dict[str, Any], parts: list[str]) -> None:
+    with pytest.raises(CheckpointConfigError) as caught:
+        ModelShape.from_hf(CONFIG | change)
+    assert len(caught.value.problems) == len(parts)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_config_defaults() -> None:
+    config = {key: value for key, value in CONFIG.items() if key not in ("head_dim", "num_key_value_heads")}
+    del config["tie_word_embeddings"]
+    shape = ModelShape.from_hf(config)
+    assert (shape.head_dim, shape.num_kv_heads, shape.tied, shape.o_bias) == (3, 4, False, False)
+
+
+@pytest.mark.parametrize("change", [{"model_type": "mamba"}, {"model_type": ["llama"]}, {"quantization_config": {}}])
+def test_unsupported_models(change: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"'{next(iter(change))}'"):
+        ModelShape.from_hf(CONFIG | change)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", '{"a": 1, "a": 2}', "\x00"])
+def test_malformed_config(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        read_config(tmp_path)
+
+
+def test_embedded_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(treespec_weights, "_default", lambda: tmp_path / "default")
+    with pytest.raises(FileNotFoundError, match=r"no embedded model 'target'.* missing from this installation"):
+        default_folder("target")
+    (tmp_path / "default").mkdir()
+    write(tmp_path / "default" / "target", llama_tensors())
+    write(tmp_path / "default" / "ssm-1", llama_tensors())
+    assert default_names() == ("ssm-1", "target")
+    assert default_folder("target") == tmp_path / "default" / "target"
+    for name in ("ssm-9", "../default/target", ""):
+        with pytest.raises(FileNotFoundError, match=f"no embedded model {name!r}; there are: ssm-1, target"):
+            default_folder(name)

@@ -1,0 +1,66 @@
+"""What the README says is true: its commands and its example run, and its map leads somewhere."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+WEIGHTS = ROOT / "weights" / "treespec_weights" / "default"
+
+needs_weights = pytest.mark.skipif(
+    not WEIGHTS.exists(), reason="the embedded models are not trained yet: weights/treespec_weights/default is missing"
+)
+
+
+def fenced(before: str) -> str:
+    """The content of the fenced block that follows the line `before`."""
+    found = re.search(rf"^{re.escape(before)}\n+```\w+\n(.*?)\n```$", README, flags=re.DOTALL | re.MULTILINE)
+    assert found, f"no fenced block after {before!r}"
+    return found[1]
+
+
+@pytest.mark.parametrize("name", ["main command", "test command"])
+def test_a_command_is_one_line_that_sets_up_everything(name: str) -> None:
+    command = fenced(f"<!-- {name} -->")
+    assert "\n" not in command
+    make, install, _run = command.split(" && ")
+    assert make.startswith("python3 -m venv") and " install " in install
+
+
+@needs_weights
+def test_the_main_command_runs(tmp_path: Path) -> None:
+    program, *arguments = shlex.split(fenced("<!-- main command -->").split(" && ")[-1])
+    assert program == ".venv/bin/treespec" and "--check" in arguments
+    done = subprocess.run(
+        [sys.executable, "-m", "treespec", *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.strip()
+
+
+@needs_weights
+def test_the_example_runs(tmp_path: Path) -> None:
+    code = fenced("The names are those of vLLM's offline API.")
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "def fibonacci(n):" in done.stdout
+
+
+def test_the_map_leads_somewhere() -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", README)
+    paths = [link for link in links if "://" not in link]
+    assert len(paths) > 10
+    assert not [path for path in paths if not (ROOT / path).exists()]
+
+
+def test_the_test_command_is_what_the_checks_run() -> None:
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    awk = re.search(r"\$\((awk .*?README\.md)\)", script, flags=re.DOTALL)
+    assert awk
+    done = subprocess.run(["bash", "-c", awk[1]], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == fenced("<!-- test command -->")

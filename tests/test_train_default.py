@@ -1,0 +1,142 @@
+"""The training script, run whole on a toy: export, resume without loss, held-out packages."""
+
+import importlib.util
+import json
+import os
+import random
+import signal
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+SCRIPT = Path(__file__).resolve().parents[1] / "weights" / "train_default.py"
+FOLDERS = ("target", "ssm-1", "ssm-2", "ssm-3")
+WORDS = ["alpha", "beta", "gamma", "delta", "value", "index", "node", "tree", "token", "draft", "path", "count"]
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("train_default", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["train_default"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def text_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three packages of generated Python; every file of `secret` names its package on every line."""
+    root = tmp_path_factory.mktemp("text")
+    rng = random.Random(0)
+    for package in ("one", "two", "secret"):
+        for file in range(6):
+            lines = ["import os\n"]
+            for number in range(40):
+                a, b, c = rng.sample(WORDS, 3)
+                mark = f"  # {package}" if package == "secret" else ""
+                lines.append(f"def {a}_{b}_{number}({c}):{mark}\n    return {c} + {rng.randrange(100)}{mark}\n\n")
+            path = root / package / f"module_{file}.py"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text("".join(lines))
+    shared = (root / "secret" / "module_0.py").read_text()
+    (root / "one" / "copied.py").write_text(shared)
+    return root
+
+
+def options(text_root: Path, folder: Path) -> list[str]:
+    toy = ["--tiny", "--max-steps", "4", "--no-compile", "--device", "cpu", "--prompts", "6", "--new-tokens", "8"]
+    text = ["--text-root", str(text_root), "--held-out", "secret"]
+    return [*toy, *text, "--work", str(folder / "work"), "--out", str(folder / "default")]
+
+
+@pytest.fixture(scope="module")
+def built(script: ModuleType, text_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("built")
+    assert script.main(options(text_root, folder)) == 0
+    return folder
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_export_loads(built: Path, name: str) -> None:
+    folder = built / "default" / name
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()), info
+    assert model.dtype == torch.bfloat16
+    assert model.config.tie_word_embeddings and model.config.eos_token_id == 0
+    assert model.generation_config.eos_token_id == 0
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert len(tokenizer) == model.config.vocab_size and tokenizer.eos_token_id == 0
+    assert "held out" in (folder / "README.md").read_text()
+    logits = model(input_ids=torch.tensor([tokenizer.encode("def f(x):")])).logits
+    assert torch.isfinite(logits).all()
+
+
+@pytest.mark.parametrize(
+    "text", ["def f(x):\n    return  x , y !\n", " a", "a \t\r\n\n\n  b", "naïve – 漢字 😀", "", "\x00\x7f don 't"]
+)
+def test_tokenizer_is_lossless(built: Path, text: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(built / "default" / "target")
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_held_out_package_is_never_trained_on(script: ModuleType, built: Path) -> None:
+    training = list(script.data.read_documents(built / "work" / "train.jsonl"))
+    assert {document.package for document in training} == {"one", "two"}
+    assert not any("secret" in document.text for document in training), "a copied file counts too"
+    prompts = json.loads((built / "default" / "heldout_prompts.json").read_text())
+    assert prompts and {prompt["package"] for prompt in prompts} == {"secret"}
+
+
+def test_report(built: Path) -> None:
+    report = json.loads((built / "default" / "report.json").read_text())
+    assert set(report["models"]) == set(FOLDERS)
+    assert set(report["agreement"]) == {*FOLDERS[1:], "union"}
+    for shares in report["agreement"].values():
+        assert 0 <= shares["top1"] <= shares["top2"] <= shares["top4"] <= 1
+    assert report["models"]["target"]["steps"] == 4
+
+
+def test_pause_loses_nothing(
+    script: ModuleType, text_root: Path, built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Signals in every stage change no bit of any model."""
+    progress, calls = script.train.Budget.progress, []
+
+    def signalling(budget: object, step: int, elapsed: float) -> float:
+        calls.append(step)
+        if len(calls) in (3, 9, 16, 23, 30):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return progress(budget, step, elapsed)
+
+    monkeypatch.setattr(script.train.Budget, "progress", signalling)
+    codes = [script.main([*options(text_root, tmp_path), "--resume"]) for _ in range(6)]
+    assert codes == [130] * 5 + [0]
+    for name in FOLDERS:
+        file = Path("default") / name / "model.safetensors"
+        assert (tmp_path / file).read_bytes() == (built / file).read_bytes(), name
+
+
+def test_work_folder_of_another_run_is_refused(script: ModuleType, text_root: Path, built: Path) -> None:
+    with pytest.raises(ValueError, match="pass --resume"):
+        script.main(options(text_root, built))
+    with pytest.raises(ValueError, match="differs from"):
+        script.main([*options(text_root, built), "--resume", "--seed", "5"])
+
+
+@pytest.mark.parametrize(
+    ("license", "permissive"),
+    [
+        ("MIT", True),
+        ("BSD-3-Clause AND Zlib", True),
+        ("MPL-2.0 AND MIT", False),
+        ("LGPL-2.1", False),
+        ("unknown", False),
+    ],
+)
+def test_permissive_licenses(script: ModuleType, license: str, permissive: bool) -> None:
+    assert script.data.is_permissive(license) == permissive

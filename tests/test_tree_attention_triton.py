@@ -1,0 +1,177 @@
+"""Tree attention in Triton: the plan, what is refused, and the kernel's cases in the interpreter or on a GPU."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from treespec_kernels.testing import assert_close, path_to, tree_attention_inputs, tree_parents
+from treespec_kernels.tree_attention import (
+    PlanCapacity,
+    SegmentPartition,
+    TreeAttentionConfig,
+    plan_tree_attention,
+    tree_attention_ref,
+    tree_attention_triton,
+)
+
+CASES = Path(__file__).parent / "interpreted" / "tree_attention_cases.py"
+SMALL = TreeAttentionConfig(16, 16, 4, 2, SegmentPartition(short=32, long=64, long_from=64))
+MODEL = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 16, "dtype": torch.float32, "device": "cpu"}
+
+
+def run_cases(cases: Path, environment: dict[str, str]) -> None:
+    """Runs a file of cases in a process of its own: triton is interpreted, or not, per process."""
+    command = [sys.executable, "-m", "pytest", str(cases), "-q", "--tb=short", "-p", "no:cacheprovider"]
+    child = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, check=False)
+    if child.returncode != 0:
+        pytest.fail(f"{cases.name} with {environment}:\n{child.stdout}\n{child.stderr}", pytrace=False)
+
+
+def test_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    run_cases(CASES, {"TRITON_INTERPRET": "1"})
+
+
+@pytest.mark.gpu
+def test_on_a_gpu() -> None:
+    run_cases(CASES, {"TRITON_INTERPRET": "0"})
+
+
+@pytest.mark.parametrize("kind", ["chain", "star", "random"])
+def test_ref_is_masked_softmax_attention(kind: str) -> None:
+    """The specification itself, against scaled_dot_product_attention over the whole cache under a dense tree mask."""
+    parents = tree_parents(kind, 9, torch.Generator().manual_seed(1))
+    inputs = tree_attention_inputs([37], [parents], num_heads=4, num_kv_heads=2, head_dim=24, dtype=torch.float32)
+    slots = torch.arange(37 + 9)
+    pages = inputs.rows["page_table"][0, slots // 64].long()
+    keys, values = (cache[pages, :, slots % 64].transpose(0, 1) for cache in (inputs.k_cache, inputs.v_cache))
+    mask = torch.zeros(9, len(slots), dtype=torch.bool)
+    mask[:, :37] = True
+    for node in range(9):
+        mask[node, [37 + ancestor for ancestor in path_to(parents, node)]] = True
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        inputs.q.transpose(0, 1), keys, values, attn_mask=mask, scale=inputs.rows["scale"], enable_gqa=True
+    )
+    actual = tree_attention_ref(inputs.q, inputs.k_cache, inputs.v_cache, **inputs.rows)
+    assert_close(actual, expected.transpose(0, 1), max_error=1e-5, rms_error=1e-6)
+
+
+def test_partition_borders() -> None:
+    partition = SegmentPartition(short=256, long=1024, long_from=8192)
+    positions = torch.tensor([0, 255, 256, 8191, 8192, 9215, 9216, 131072])
+    segments = partition.segment_of(positions)
+    assert segments.tolist() == [0, 0, 1, 31, 32, 32, 33, 152]
+    every = torch.arange(20000)
+    start, end = partition.start_of(partition.segment_of(every)), partition.start_of(partition.segment_of(every) + 1)
+    assert bool(((start <= every) & (every < end)).all())
+
+
+@pytest.mark.parametrize("chains", [None, [False, True, False]])
+def test_items_cover_every_key_of_every_row_once(chains: list[bool] | None) -> None:
+    lengths, depths = [70, 15, 0], [0, 1, 1, 2, 0, 1, 2, 0]
+    plan = plan_tree_attention(lengths, [4, 3, 1], depths, **MODEL, config=SMALL, chains=chains)
+    group = 4
+    request_of_row = [0, 0, 0, 0, 1, 1, 1, 2]
+    seen: dict[int, list[int]] = {m: [] for m in range(len(depths) * group)}
+    for items in (plan.packed_items, plan.node_items):
+        for request, slot_row, m_lo, m_hi, key_lo, key_hi, segment, continues in items.tolist():
+            start, end = SMALL.partition.start_of(torch.tensor([segment, segment + 1])).tolist()
+            assert start <= key_lo < key_hi <= end and key_lo % SMALL.block_n == 0
+            assert 0 < m_hi - m_lo <= SMALL.block_m
+            assert bool(continues) == (key_lo > start)
+            for m in range(m_lo, m_hi):
+                assert request_of_row[m // group] == request == request_of_row[slot_row]
+                position = lengths[request] + depths[m // group]
+                seen[m] += range(key_lo, min(key_hi, position + 1))
+                if key_hi > lengths[request] and chains is None:
+                    assert m // group == slot_row
+    for m, keys in seen.items():
+        row = m // group
+        assert sorted(keys) == list(range(lengths[request_of_row[row]] + depths[row] + 1))
+
+
+def test_the_plan_refuses_what_does_not_fit() -> None:
+    with pytest.raises(ValueError, match="2 context_lens, 1 rows_per_request"):
+        plan_tree_attention([3, 4], [1], [0], **MODEL)
+    with pytest.raises(ValueError, match="depths holds -1"):
+        plan_tree_attention([3], [1], [-1], **MODEL)
+    with pytest.raises(ValueError, match=r"depths \[0, 2, 1\] of a chain must ascend"):
+        plan_tree_attention([3], [3], [0, 2, 1], **MODEL, chains=[True])
+    with pytest.raises(ValueError, match="block_n is 24"):
+        TreeAttentionConfig(16, 24, 4, 2)
+    with pytest.raises(ValueError, match="not a multiple of block_n 64"):
+        TreeAttentionConfig(16, 64, 4, 2, SegmentPartition(32, 64, 64))
+    with pytest.raises(ValueError, match=r"torch.int8 is not supported; use float16"):
+        TreeAttentionConfig.default(torch.int8, 64)
+    with pytest.raises(ValueError, match="head_dim 512 is not supported; use 1 to 256"):
+        TreeAttentionConfig.default(torch.float16, 512)
+    plan = plan_tree_attention([3], [2], [0, 1], **MODEL, capacity=PlanCapacity(2, 2, 2, 2))
+    with pytest.raises(ValueError, match="plan with more"):
+        plan.refill([3], [3], [0, 1, 1])
+
+
+def test_the_op_refuses_what_does_not_fit() -> None:
+    inputs = tree_attention_inputs([5], [[-1, 0]], num_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+    plan = plan_tree_attention(**inputs.plan, **(MODEL | {"num_heads": 4}))
+
+    def attend(**changed: object) -> None:
+        caches = {"q": inputs.q, "k_cache": inputs.k_cache, "v_cache": inputs.v_cache, "plan": plan}
+        tree_attention_triton(**(caches | inputs.rows | changed))
+
+    with pytest.raises(ValueError, match="q has head_dim 8 and the cache 16"):
+        attend(q=inputs.q[..., :8])
+    with pytest.raises(ValueError, match="3 query heads are not a multiple"):
+        attend(q=inputs.q[:, :3])
+    with pytest.raises(ValueError, match=r"depths has dtype torch\.int64; convert it to torch.int32"):
+        attend(depths=inputs.rows["depths"].long())
+    with pytest.raises(ValueError, match=r"k_cache has dtype torch\.float16 and q torch\.float32"):
+        attend(k_cache=inputs.k_cache.half())
+    with pytest.raises(ValueError, match="holds 1 rows and q has 2"):
+        attend(plan=plan_tree_attention([5], [1], [0], **(MODEL | {"num_heads": 4})))
+    with pytest.raises(ValueError, match="v_cache has stride 2 over its last dimension"):
+        attend(v_cache=inputs.v_cache.repeat_interleave(2, dim=-1)[..., ::2])
+
+
+def test_cpu_tensors_are_refused_outside_the_interpreter() -> None:
+    """An implementation asked for by name never falls back, and says what to do. In a process of its own: this one
+    may be interpreted."""
+    pytest.importorskip("triton")
+    script = (
+        "import torch\n"
+        "from treespec_kernels.testing import tree_attention_inputs\n"
+        "from treespec_kernels.tree_attention import plan_tree_attention, tree_attention_triton\n"
+        "i = tree_attention_inputs([3], [[-1]], num_heads=1, num_kv_heads=1, head_dim=16, dtype=torch.float32)\n"
+        "plan = plan_tree_attention(**i.plan, num_heads=1, num_kv_heads=1, head_dim=16, dtype=torch.float32,\n"
+        "                           device='cpu')\n"
+        "tree_attention_triton(i.q, i.k_cache, i.v_cache, **i.rows, plan=plan)\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False)
+    assert "ValueError: tree_attention: implementation 'triton' was asked for on CPU tensors" in child.stderr
+    assert "TRITON_INTERPRET=1" in child.stderr
+
+
+def test_importing_the_references_imports_no_triton() -> None:
+    script = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import treespec_kernels.tree_attention, treespec_kernels.kv_commit, treespec_kernels.aot\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_assert_close_sees_nan_and_names_the_place() -> None:
+    expected = torch.ones(2, 3)
+    nan = expected.clone()
+    nan[1, 2] = float("nan")
+    with pytest.raises(AssertionError, match=r"actual is not finite at 1 places, first \[\[1, 2\]\]"):
+        assert_close(nan, expected, max_error=1, rms_error=1)
+    with pytest.raises(AssertionError, match="expected is not finite"):
+        assert_close(nan, nan, max_error=1, rms_error=1)
+    off = expected.clone()
+    off[0, 1] = 1.5
+    with pytest.raises(AssertionError, match=r"\(0, 1\): 1.5, expected 1"):
+        assert_close(off, expected, max_error=0.1, rms_error=1)

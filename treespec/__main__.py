@@ -1,0 +1,5 @@
+"""`python -m treespec`."""
+
+from treespec.cli import main
+
+main()

@@ -1,0 +1,249 @@
+"""From folders to an engine: everything is resolved and checked here, before the first request."""
+
+import logging
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from treespec import costs
+from treespec.cache import KVCache, pages_for
+from treespec.config import EngineConfig, ModelConfig, SpecConfig
+from treespec.drafters.base import Drafter
+from treespec.drafters.ssm import SsmDrafter
+from treespec.engine import Engine
+from treespec.errors import ConfigError, DraftError, ExactnessError, KernelError, ModelError
+from treespec.models.attention import ATTENTIONS, make_attention
+from treespec.models.decoder import Decoder
+from treespec.planner import Planner
+from treespec.runner import Runner
+from treespec.scheduler import Scheduler
+from treespec.selftest import differing_rows
+from treespec_kernels.linear import LinearImpl, onednn_available
+from treespec_weights import default_folder, default_names, load_weights, read_vocabulary
+
+logger = logging.getLogger("treespec")
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+PREFILL_CHUNK = 512
+FIXED_ROWS = 512  # rows of every pass where the linear layers are not row-invariant
+SCRATCH = 64  # slots for a token tree beside the configured nodes; drafts grow at most this many
+
+
+@dataclass(frozen=True)
+class Built:
+    """An engine and what it was built from."""
+
+    engine: Engine
+    config: EngineConfig
+    target: ModelConfig
+    memory: dict[str, int]  # the plan, in bytes
+
+
+def resolve_model(model: str | os.PathLike[str] | None) -> Path:
+    """The folder of a model: the embedded target, a folder, or a hub id's files (cached, or fetched where online)."""
+    if model is None:
+        return default_folder("target")
+    folder = Path(model).expanduser()
+    if folder.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(model)):
+        return folder  # a missing folder is refused by the loader, with its name
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(str(model), allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt"]))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelError(
+            f"{str(model)!r} is no folder here, and the hub did not give it ({type(error).__name__}); "
+            "name a folder with config.json and *.safetensors"
+        ) from error
+
+
+def resolve_drafts(model: object, drafts: Sequence[Any] | None) -> tuple[list[tuple[str, Path]], list[Drafter]]:
+    """Names and folders of the SSMs, and the drafter objects, that `drafts` stands for."""
+    if isinstance(drafts, str | os.PathLike):
+        raise ConfigError(f"drafts={drafts!r}; valid: a list, such as [{str(drafts)!r}]")
+    if drafts is None:
+        names = [name for name in default_names() if name.startswith("ssm-")] if model is None else []
+        return [(name, default_folder(name)) for name in names], []
+    folders: list[tuple[str, Path]] = []
+    objects: list[Drafter] = []
+    for draft in drafts:
+        if isinstance(draft, str | os.PathLike):
+            folder = default_folder(str(draft)) if str(draft) in default_names() else resolve_model(draft)
+            name = folder.resolve().name
+            taken = sum(1 for known, _ in folders if known == name or known.startswith(f"{name}#"))
+            folders.append((name if not taken else f"{name}#{taken + 1}", folder))
+        elif isinstance(draft, Drafter):
+            objects.append(draft)
+        else:
+            raise ConfigError(
+                f"drafts: {draft!r} is neither a folder, a hub id nor a Drafter (propose, commit, release)"
+            )
+    return folders, objects
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    try:
+        chosen = (
+            torch.device("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else torch.device(device)
+        )
+    except RuntimeError as error:
+        raise ConfigError(f'device={device!r}; valid: "auto", "cpu", "cuda", "cuda:0"') from error
+    if chosen.type not in ("cpu", "cuda"):
+        raise ConfigError(f'device={device!r} is not supported; valid: "auto", "cpu", "cuda"')
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f'device={device!r}, but torch sees no GPU here; use device="cpu" or "auto"')
+    return chosen
+
+
+def resolve_dtype(dtype: str | torch.dtype, stored: torch.dtype, device: torch.device) -> torch.dtype:
+    """auto = the checkpoint's; on a CPU without bf16 instructions float32, said once."""
+    if isinstance(dtype, torch.dtype):
+        chosen = dtype
+    elif dtype == "auto":
+        chosen = stored
+        if device.type == "cpu" and stored != torch.float32 and not onednn_available(stored):
+            logger.warning("%s has no fast %s here; computing in float32", device, stored)
+            chosen = torch.float32
+    elif dtype in DTYPES:
+        chosen = DTYPES[dtype]
+    else:
+        raise ConfigError(f'dtype={dtype!r}; valid: "auto", {", ".join(map(repr, DTYPES))} or a torch dtype')
+    if chosen not in DTYPES.values():
+        raise ConfigError(f"dtype={dtype!r}; valid: {', '.join(DTYPES)}")
+    return chosen
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that are free now."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def resolve_max_model_len(
+    asked: int | None, target: ModelConfig, shapes: Sequence[Any], cache_dtype: torch.dtype, seqs: int, scratch: int,
+    device: torch.device,
+) -> int:  # fmt: skip
+    """None = the smaller of the config's and what half of the free memory holds for `seqs` requests."""
+    if asked is not None:
+        if isinstance(asked, bool) or not isinstance(asked, int) or not 2 <= asked <= target.max_positions:
+            raise ConfigError(f"max_model_len={asked!r}; valid: an int from 2 to the model's {target.max_positions}")
+        return asked
+    per_page = KVCache.bytes_per_page(shapes, cache_dtype)
+    pages = free_memory(device) // 2 // per_page // seqs
+    holds = pages * 64 - scratch
+    if holds < 2:
+        raise ConfigError(f"half of the free memory holds no context for max_num_seqs={seqs}; lower max_num_seqs")
+    length = min(target.max_positions, holds)
+    logger.info("max_model_len=%d (the model's %d, memory for %d)", length, target.max_positions, holds)
+    return length
+
+
+def build(
+    model: str | os.PathLike[str] | None,
+    drafts: Sequence[Any] | None,
+    spec: SpecConfig,
+    device: str | torch.device,
+    dtype: str | torch.dtype,
+    exact: bool,
+    max_num_seqs: int,
+    max_model_len: int | None,
+    attention: str,
+    prefill_chunk: int,
+) -> Built:
+    """Build an engine. Arguments and errors as `LLM`."""
+    for name, value, low in (("max_num_seqs", max_num_seqs, 1), ("prefill_chunk", prefill_chunk, 1)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            raise ConfigError(f"{name}={value!r}; valid: an int of at least {low}")
+    chosen_device = resolve_device(device)
+    folder = resolve_model(model)
+    target = ModelConfig.from_hf(folder, max_model_len)
+    ssm_folders, drafters = resolve_drafts(model, drafts)
+    if spec.sources is not None and "ssm" not in spec.sources:
+        ssm_folders = []
+    ssm_configs = [(name, ModelConfig.from_hf(path, max_model_len)) for name, path in ssm_folders]
+    _check_vocabularies(target, ssm_configs)
+    chosen_dtype = resolve_dtype(dtype, target.dtype, chosen_device)
+    linear: LinearImpl = "onednn" if chosen_device.type == "cpu" and onednn_available(chosen_dtype) else "torch"
+    if linear == "torch" and exact:
+        logger.warning("no row-invariant linear layers for %s on %s: every pass has %d rows, which is slow",
+                       chosen_dtype, chosen_device, FIXED_ROWS)  # fmt: skip
+    min_rows = 2 if linear == "onednn" or not exact else FIXED_ROWS
+    if attention not in ("auto", *ATTENTIONS):
+        raise KernelError(f"attention={attention!r}; valid: 'auto', {', '.join(map(repr, ATTENTIONS))}")
+    kind = attention if attention != "auto" else ("cpu-packed" if chosen_device.type == "cpu" else "triton")
+
+    def load(config: ModelConfig, kind: str) -> Decoder:
+        weights = load_weights(config.folder, config.shape, config.rules, chosen_dtype, chosen_device)
+        op = make_attention(kind, config.shape, chosen_dtype, chosen_device)
+        return Decoder(config, weights, op, linear, min_rows)
+
+    shapes = [target.shape, *(config.shape for _, config in ssm_configs)]
+    scratch = max(spec.max_nodes, SCRATCH)
+    cache_dtype = make_attention(kind, target.shape, chosen_dtype, chosen_device).cache_dtype
+    length = resolve_max_model_len(
+        max_model_len, target, shapes, cache_dtype, max_num_seqs, scratch, chosen_device
+    )  # fmt: skip
+    decoder = load(target, kind)
+    num_pages = max_num_seqs * pages_for(length + scratch)
+    cache = KVCache(shapes, num_pages, cache_dtype, chosen_device)
+    runner = Runner(decoder, cache)
+    if exact:
+        kind = _prove(decoder, cache, attention == "auto", kind)
+    ssms = None
+    if ssm_configs:
+        drafts_built = [load(config, "cpu-packed" if kind == "cpu-gathered" else kind) for _, config in ssm_configs]
+        ssms = SsmDrafter(drafts_built, [name for name, _ in ssm_configs], cache)
+    threads = torch.get_num_threads()
+    config = EngineConfig(
+        device=chosen_device, dtype=chosen_dtype, exact=exact, max_num_seqs=max_num_seqs, max_model_len=length,
+        prefill_chunk=prefill_chunk, max_tree_slots=scratch, num_threads=threads, linear=linear, attention=kind,
+    )  # fmt: skip
+    curve = costs.load(costs.cost_key(runner, ssms, threads)) or costs.measure(runner, ssms)
+    scheduler = Scheduler(cache, max_num_seqs, prefill_chunk, scratch)
+    engine = Engine(runner, scheduler, Planner(curve), ssms, drafters, length)
+    memory = {
+        "target_weights": decoder.nbytes,
+        "draft_weights": sum(m.nbytes for m in ssms.models) if ssms else 0,
+        "kv_cache": cache.nbytes,
+    }
+    return Built(engine, config, target, memory)
+
+
+def _prove(decoder: Decoder, cache: KVCache, may_change: bool, kind: str) -> str:
+    """Run the self-test; where the packed attention fails it, take the gathered one, and say so."""
+    found = differing_rows(decoder, cache.pools[0])
+    if found and may_change and kind == "cpu-packed":
+        logger.warning("packed attention is not exact on this machine (%s); using the gathered one", found[0])
+        kind = "cpu-gathered"
+        decoder.attention = make_attention(kind, decoder.config.shape, decoder.dtype, decoder.device)
+        found = differing_rows(decoder, cache.pools[0])
+    if found:
+        raise ExactnessError(
+            f"trees would not have the bits of plain decoding with attention={kind!r}, linear={decoder.linear!r}, "
+            f"{decoder.dtype}, {torch.get_num_threads()} threads: {'; '.join(found[:3])}. Use exact=False to go on"
+        )
+    return kind
+
+
+def _check_vocabularies(target: ModelConfig, drafts: Sequence[tuple[str, ModelConfig]]) -> None:
+    """An SSM must speak the target's tokens."""
+    own = read_vocabulary(target.folder)
+    for name, config in drafts:
+        if config.shape.vocab_size != target.shape.vocab_size:
+            raise DraftError(
+                f"draft {name} ({config.folder}) has a vocabulary of {config.shape.vocab_size} tokens, the target "
+                f"{target.folder} one of {target.shape.vocab_size}; use a draft with the target's tokenizer"
+            )
+        other = read_vocabulary(config.folder)
+        if own is not None and other is not None and own.sha256 != other.sha256:
+            raise DraftError(
+                f"draft {name} ({config.folder}) has another tokenizer than {target.folder}: the same ids mean other "
+                "tokens; use a draft with the target's tokenizer"
+            )

@@ -1,0 +1,251 @@
+"""Frozen configurations: what a user may set, resolved and checked before anything is built."""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+
+from treespec.errors import ConfigError, ModelError, reject_unknown
+from treespec_weights.files import resolve_folder
+from treespec_weights.rules import FamilyRules, ModelShape, family_of, read_config
+
+Policy = Literal["auto", "static", "dynamic"]
+
+POLICIES = ("auto", "static", "dynamic", "sequoia")
+VERIFICATIONS = ("coupled", "naive", "rejection", "traversal")
+SOURCES = ("ssm", "lookup", "suffix", "medusa", "eagle", "mlp")
+MAX_NODES = 1024
+
+_PENDING_POLICIES = ("sequoia",)
+_PENDING_VERIFICATIONS = ("rejection", "traversal")
+_PENDING_SOURCES = ("lookup", "suffix", "medusa", "eagle", "mlp")
+
+
+def not_yet(option: str, value: object, valid: str) -> ConfigError:
+    """The error for an option that the API names and this version does not implement."""
+    return ConfigError(f"{option}={value!r} is not implemented yet; valid now: {valid}")
+
+
+@dataclass(frozen=True, init=False)
+class SpecConfig:
+    """How a request speculates.
+
+    Args:
+        nodes: rows of the target pass per request, root included (16 = 15 drafted tokens). "auto" follows the measured
+            cost of a pass and the drafts' probabilities, and may shrink a tree to nothing; an int is obeyed; 0 and 1
+            mean plain decoding.
+        max_depth: the deepest level that is drafted.
+        policy: "dynamic" grows the nodes with the largest probability, "static" gives every node of depth d the
+            `branching[d]` likeliest children, "auto" is "dynamic", or "static" where `branching` is given.
+        branching: children per node by depth, for "static".
+        verification: "coupled" or "naive"; greedily both are the walk along the target's argmax.
+        sources: which sources draft; None = all at hand.
+
+    Raises:
+        ConfigError: an unknown keyword, a value out of range, a contradiction, an option without implementation.
+    """
+
+    nodes: int | Literal["auto"]
+    max_depth: int
+    policy: str
+    branching: tuple[int, ...] | None
+    verification: str
+    sources: tuple[str, ...] | None
+
+    def __init__(self, **options: Any) -> None:
+        defaults: dict[str, Any] = {
+            "nodes": "auto", "max_depth": 6, "policy": "auto", "branching": None, "verification": "coupled",
+            "sources": None,
+        }  # fmt: skip
+        reject_unknown("SpecConfig", options, defaults)
+        for name, value in (defaults | options).items():
+            object.__setattr__(self, name, tuple(value) if isinstance(value, list) else value)
+        self._check()
+        if self.policy == "auto":
+            object.__setattr__(self, "policy", "static" if self.branching else "dynamic")
+
+    def _check(self) -> None:
+        nodes = self.nodes
+        if nodes != "auto" and (isinstance(nodes, bool) or not isinstance(nodes, int) or not 0 <= nodes <= MAX_NODES):
+            raise ConfigError(f'nodes={nodes!r}; valid: "auto" or an int from 0 to {MAX_NODES} (0 and 1 mean plain)')
+        if not isinstance(self.max_depth, int) or isinstance(self.max_depth, bool) or not 1 <= self.max_depth <= 64:
+            raise ConfigError(f"max_depth={self.max_depth!r}; valid: an int from 1 to 64")
+        reject_unknown("SpecConfig policy", [self.policy], POLICIES)
+        reject_unknown("SpecConfig verification", [self.verification], VERIFICATIONS)
+        if self.policy in _PENDING_POLICIES:
+            raise not_yet("policy", self.policy, '"auto", "static", "dynamic"')
+        if self.verification in _PENDING_VERIFICATIONS:
+            raise not_yet("verification", self.verification, '"coupled", "naive"')
+        self._check_branching()
+        if self.sources is not None:
+            if not isinstance(self.sources, tuple):
+                raise ConfigError(f"sources={self.sources!r}; valid: None or a tuple such as ('ssm',)")
+            reject_unknown("SpecConfig sources", self.sources, SOURCES)
+            for source in self.sources:
+                if source in _PENDING_SOURCES:
+                    raise not_yet("sources", source, '"ssm"')
+
+    def _check_branching(self) -> None:
+        if self.branching is None:
+            if self.policy == "static":
+                raise ConfigError('policy="static" needs branching, children per node by depth, such as (4, 2, 1)')
+            return
+        if self.policy == "dynamic":
+            raise ConfigError(f'branching={self.branching!r} goes with policy="static", not with "dynamic"')
+        if not isinstance(self.branching, tuple) or not self.branching or len(self.branching) > self.max_depth:
+            raise ConfigError(
+                f"branching={self.branching!r}; valid: a tuple of 1 to max_depth={self.max_depth} ints, as (4, 2, 1)"
+            )
+        if any(isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= 64 for k in self.branching):
+            raise ConfigError(f"branching={self.branching!r}; valid: ints from 1 to 64")
+        size = self.static_nodes
+        if size > MAX_NODES:
+            raise ConfigError(f"branching={self.branching!r} makes {size} nodes; valid: at most {MAX_NODES}")
+        if self.nodes not in ("auto", 0, 1, size):
+            raise ConfigError(
+                f'nodes={self.nodes} but branching={self.branching!r} makes {size}; drop one, or nodes="auto"'
+            )
+
+    @property
+    def static_nodes(self) -> int:
+        """Nodes of the static topology, root included."""
+        total, level = 1, 1
+        for k in self.branching or ():
+            level *= k
+            total += level
+        return total
+
+    @property
+    def max_nodes(self) -> int:
+        """The most rows that a tree of this configuration can have, root included."""
+        if self.is_plain:
+            return 1
+        if self.branching:
+            return self.static_nodes
+        return 64 if self.nodes == "auto" else int(self.nodes)
+
+    @property
+    def is_plain(self) -> bool:
+        return self.nodes in (0, 1) or self.sources == ()
+
+    @classmethod
+    def off(cls) -> Self:
+        """Plain decoding: one-node trees."""
+        return cls(nodes=1)
+
+    @classmethod
+    def resolve(cls, spec: "SpecConfig | str | None", default: "SpecConfig") -> "SpecConfig":
+        """What a call's `spec=` means: None is the engine's own, "off" plain decoding."""
+        if spec is None:
+            return default
+        if spec == "off":
+            return cls.off()
+        if not isinstance(spec, SpecConfig):
+            raise ConfigError(f'spec={spec!r}; valid: a SpecConfig, "off" or None')
+        return spec
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A checkpoint's architecture as the decoder needs it.
+
+    `inv_freq` is fp32 [head_dim / 2], rotations per position; `rope_scale` multiplies cos and sin (YaRN).
+    """
+
+    folder: Path
+    rules: FamilyRules
+    shape: ModelShape
+    norm_eps: float
+    inv_freq: torch.Tensor
+    rope_scale: float
+    max_positions: int
+    dtype: torch.dtype
+    eos_token_ids: tuple[int, ...]
+
+    @classmethod
+    def from_hf(cls, folder: str | Path, max_model_len: int | None = None) -> "ModelConfig":
+        """Read config.json and generation_config.json of a Hugging Face folder.
+
+        Args:
+            folder: the checkpoint's folder.
+            max_model_len: the context that will be used. RoPE types whose frequencies depend on the length (dynamic,
+                longrope) are fixed for it once, so that a key never depends on when it was computed.
+
+        Raises:
+            CheckpointError: missing, contradictory or unsupported config values. OSError: no such folder.
+            ModelError: an activation or RoPE type that the decoder does not have.
+        """
+        folder = resolve_folder(folder)
+        raw = read_config(folder)
+        rules = family_of(raw, folder)
+        shape = ModelShape.from_hf(raw, rules, folder)
+        activation = raw.get("hidden_act", "silu")
+        if activation not in ("silu", "swish"):
+            raise ModelError(f"{folder}: hidden_act={activation!r}; supported: 'silu'")
+        max_positions = int(raw.get("max_position_embeddings", 2048))
+        inv_freq, scale = _rope(folder, raw, shape, min(max_model_len or max_positions, max_positions))
+        stored = raw.get("dtype") or raw.get("torch_dtype") or "float32"
+        dtype = getattr(torch, stored, None)
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ModelError(f"{folder}: dtype={stored!r}; supported: float32, bfloat16, float16")
+        return cls(
+            folder, rules, shape, float(raw.get("rms_norm_eps", 1e-6)), inv_freq, scale, max_positions, dtype,
+            _eos_token_ids(folder, raw),
+        )  # fmt: skip
+
+
+def _rope(folder: Path, raw: dict[str, Any], shape: ModelShape, length: int) -> tuple[torch.Tensor, float]:
+    from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    try:
+        config = AutoConfig.for_model(**{k: v for k, v in raw.items() if k != "architectures"})
+    except (ValueError, TypeError, KeyError) as error:
+        raise ModelError(f"{folder}: config.json is refused by transformers: {error}") from error
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kind = parameters.get("rope_type", "default")
+    if kind == "default":
+        exponent = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
+        return 1.0 / (float(parameters.get("rope_theta", 10000.0)) ** exponent), 1.0
+    if kind not in ROPE_INIT_FUNCTIONS:
+        raise ModelError(f"{folder}: rope_type={kind!r}; supported: default, {', '.join(ROPE_INIT_FUNCTIONS)}")
+    try:
+        inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](config, device=torch.device("cpu"), seq_len=length)
+    except (KeyError, TypeError) as error:
+        raise ModelError(f"{folder}: rope_parameters={parameters!r}: {error} is missing or wrong") from error
+    return inv_freq.float(), float(scale)
+
+
+def _eos_token_ids(folder: Path, raw: dict[str, Any]) -> tuple[int, ...]:
+    from treespec_weights.files import read_json
+
+    value = raw.get("eos_token_id")
+    if (folder / "generation_config.json").is_file():
+        value = read_json(folder, "generation_config.json").get("eos_token_id", value)
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list) else (int(value),)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """An engine's resources, resolved: what is frozen for bit equality stands here.
+
+    `prefill_chunk` is the most prompt rows of a pass. `max_tree_slots` bounds the scratch slots behind a request's
+    committed ones. `num_threads` is torch's, recorded because a retune of threads may change bits.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    exact: bool
+    max_num_seqs: int
+    max_model_len: int
+    prefill_chunk: int
+    max_tree_slots: int
+    num_threads: int
+    linear: str
+    attention: str
+
+    def replace(self, **changes: Any) -> "EngineConfig":
+        return EngineConfig(**({f.name: getattr(self, f.name) for f in fields(self)} | changes))

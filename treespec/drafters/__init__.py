@@ -1,0 +1,1 @@
+"""Sources of guesses: everything that proposes token trees."""

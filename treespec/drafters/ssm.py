@@ -1,0 +1,270 @@
+"""Several small speculative models (SSMs) that grow one token tree in lockstep.
+
+At each depth every SSM scores the whole frontier; each proposes its likeliest tokens at each node; their union goes
+on. A child's probability is the mean of all SSMs' probabilities, whoever proposed it. So the SSMs share one topology
+and one slot table, and hold the K/V of every node that was expanded: after a commit they catch up on one or two tokens.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treespec.cache import KVCache
+from treespec.models.decoder import Decoder
+from treespec.request import Request
+from treespec.tree import Draws, TokenTree
+from treespec_kernels.tree_batch import RequestRows
+
+MAX_CHILDREN = 8  # proposals of one SSM at one node
+MAX_FRONTIER = 8  # nodes of one depth that the dynamic policy expands
+
+
+def topk_rows(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest values of each row and their columns, descending; x: [num_rows, width].
+
+    Narrows to the k blocks with the largest maxima first: the k largest lie in them. torch.topk over the whole row
+    took 5 times as long at a width of 4,096 and 8 rows.
+    """
+    rows, width = x.shape
+    block = 64
+    k = min(k, width)
+    if width % block or width // block <= k:
+        return x.topk(k, dim=1)
+    blocks = x.view(rows, width // block, block)
+    best = blocks.amax(2).topk(k, dim=1, sorted=False).indices
+    narrowed = blocks.gather(1, best[:, :, None].expand(-1, -1, block)).view(rows, k * block)
+    values, columns = narrowed.topk(k, dim=1)
+    return values, best.gather(1, columns // block) * block + columns % block
+
+
+@dataclass(frozen=True)
+class DraftPlan:
+    """What to grow for one request.
+
+    `nodes` is how many nodes the tree will be cut to: only nodes that can be among them are expanded. `branching` gives
+    the children per node by depth (static policy); None lets probabilities decide.
+    """
+
+    max_depth: int
+    nodes: int
+    branching: tuple[int, ...] | None = None
+    adaptive: bool = False  # stop growing as soon as another level is not expected to pay
+
+    def children(self, level: int) -> int:
+        """The most children of a node at depth `level`."""
+        return self.branching[level] if self.branching else MAX_CHILDREN
+
+
+GrowthRule = Callable[[int, list[list[np.ndarray]]], bool]
+"""(levels grown, values of each tree's candidates by level) -> whether another level is worth drafting."""
+
+
+@dataclass
+class _Growth:
+    """Candidates of one request's tree while it grows. Lists are by level; level 0 is the root."""
+
+    request: Request
+    plan: DraftPlan
+    tokens: list[np.ndarray]
+    parents: list[np.ndarray]  # indices over all levels
+    probs: list[np.ndarray]
+    values: list[np.ndarray]
+    proposed: list[np.ndarray]  # [level size, num_ssms] q of each proposal, 0 where an SSM did not propose the token
+    frontier: np.ndarray  # candidates that are expanded next, indices over all levels
+    slots: list[int]  # candidates that were expanded, in the order of their draft slots
+    masks: np.ndarray  # bool [num slots, num slots], which expanded nodes see which
+
+    @property
+    def size(self) -> int:
+        return sum(len(level) for level in self.tokens)
+
+
+class SsmDrafter:
+    """A group of SSMs that drafts as one source; attribution names each SSM.
+
+    Args:
+        models: the SSMs, with the target's vocabulary.
+        names: of each, for attribution.
+        cache: the engine's; pool i + 1 belongs to SSM i.
+    """
+
+    def __init__(self, models: Sequence[Decoder], names: Sequence[str], cache: KVCache):
+        self.name = "ssm"
+        self.models, self.names, self.cache = list(models), tuple(names), cache
+        self._valid: dict[str, int] = {}  # positions with K/V in the SSMs' pools
+        self._slot_of_node: dict[str, np.ndarray] = {}  # draft slot of each proposed node, -1 where it was not expanded
+
+    def propose(
+        self, requests: Sequence[Request], plans: Sequence[DraftPlan], keep_growing: GrowthRule
+    ) -> list[TokenTree]:
+        """One tree per request over its last token; the one-node tree where the plan's depth is 0.
+
+        Args:
+            requests: prefilled, with their pages.
+            plans: what to grow, by request.
+            keep_growing: asked before each further level of the adaptive trees.
+        """
+        growths = [self._start(request, plan) for request, plan in zip(requests, plans, strict=True)]
+        active, level = [growth for growth in growths if growth.plan.max_depth > 0], 0
+        while active:
+            self._grow(active, level)
+            level += 1
+            active = [growth for growth in active if level < growth.plan.max_depth and len(growth.frontier)]
+            adaptive = [growth.values for growth in active if growth.plan.adaptive]
+            if adaptive and not keep_growing(level, adaptive):
+                active = [growth for growth in active if not growth.plan.adaptive]
+        return [self._finish(growth) for growth in growths]
+
+    def commit(self, requests: Sequence[Request], paths: Sequence[np.ndarray]) -> None:
+        """Keep the K/V of accepted nodes. `paths[i]`: accepted nodes of the proposed tree, from the root on."""
+        pages, context_lens, slots = [], [], []
+        for request, path in zip(requests, paths, strict=True):
+            if request.request_id not in self._slot_of_node:
+                continue
+            kept = self._slot_of_node.pop(request.request_id)[path]
+            kept = kept[np.logical_and.accumulate(kept >= 0)]  # up to the first node that was not expanded
+            pages.append(request.pages)
+            context_lens.append(request.context_len)
+            slots.append(kept)
+            self._valid[request.request_id] = request.context_len + len(kept)
+        for pool in range(1, 1 + len(self.models)):
+            self.cache.commit(pool, pages, context_lens, slots)
+
+    def release(self, request: Request) -> None:
+        self._valid.pop(request.request_id, None)
+        self._slot_of_node.pop(request.request_id, None)
+
+    def assume_context(self, request: Request) -> None:
+        """Take the K/V of all committed positions as computed: measuring repeats a round without committing it."""
+        self._valid[request.request_id] = request.context_len
+
+    def _start(self, request: Request, plan: DraftPlan) -> _Growth:
+        one, root = np.ones(1), np.zeros(1, dtype=np.int64)
+        return _Growth(
+            request, plan, [np.array([request.tokens[-1]])], [root - 1], [one], [one],
+            [np.zeros((1, len(self.models)))], root, [], np.zeros((0, 0), dtype=bool),
+        )  # fmt: skip
+
+    def _grow(self, growths: list[_Growth], level: int) -> None:
+        """Expand every frontier by one level."""
+        probs = self._score_roots(growths) if level == 0 else self._score_frontiers(growths)
+        widest = max(growth.plan.children(level) for growth in growths)
+        num_ssms, rows, vocab = probs.shape
+        proposals, columns = topk_rows(probs.view(-1, vocab), widest)
+        width = proposals.shape[1]
+        ids = columns.view(num_ssms, rows, width).transpose(0, 1).reshape(rows, -1)  # [rows, num_ssms * width]
+        mixture = probs.mean(0).gather(1, ids) if num_ssms > 1 else proposals.view(rows, -1)
+        all_ids, all_mixture = ids.numpy(), mixture.double().numpy()
+        all_q = proposals.view(num_ssms, rows, width).numpy()
+        first = 0
+        for growth in growths:
+            part = slice(first, first + len(growth.frontier))
+            self._extend(growth, level, all_ids[part], all_mixture[part], all_q[:, part])
+            first = part.stop
+
+    def _extend(self, growth: _Growth, level: int, ids: np.ndarray, mixture: np.ndarray, q: np.ndarray) -> None:
+        """Add the union of the SSMs' proposals below a frontier, and choose the next frontier."""
+        num_ssms, count, width = q.shape
+        # Merge: equal tokens under one node become one child. The first of its columns stands for it.
+        order = np.argsort(ids, axis=1, kind="stable")
+        ranked = np.take_along_axis(ids, order, 1)
+        repeated = np.zeros_like(ids, dtype=bool)
+        np.put_along_axis(repeated, order[:, 1:], ranked[:, 1:] == ranked[:, :-1], 1)
+        best = np.argsort(np.where(repeated, -1.0, mixture), axis=1, kind="stable")[:, ::-1]
+        best = best[:, : growth.plan.children(level)]
+        keep = ~np.take_along_axis(repeated, best, 1)
+        node, column = np.nonzero(keep)
+        picked = best[node, column]
+        tokens, probs = ids[node, picked], np.minimum(mixture[node, picked], 1.0)
+        by_ssm = ids.reshape(count, num_ssms, width)[node]  # [new, num_ssms, width]
+        proposed = ((by_ssm == tokens[:, None, None]) * q.transpose(1, 0, 2)[node]).sum(2)
+        parents = growth.frontier[node]
+        known = np.concatenate(growth.values)
+        values = known[parents] * probs
+        offset = len(known)
+        growth.tokens.append(tokens)
+        growth.parents.append(parents)
+        growth.probs.append(probs)
+        growth.values.append(values)
+        growth.proposed.append(proposed)
+        if growth.plan.branching:
+            growth.frontier = offset + np.arange(len(tokens))
+        else:
+            everything, budget = np.concatenate([known, values]), growth.plan.nodes
+            floor = np.partition(everything, -budget)[-budget] if len(everything) > budget else 0.0
+            top = np.argsort(-values, kind="stable")[:MAX_FRONTIER]
+            growth.frontier = offset + np.sort(top[values[top] >= floor])  # others cannot be among the best `budget`
+
+    def _score_roots(self, growths: list[_Growth]) -> Tensor:
+        """Catch up on committed tokens, root included: [num_ssms, num growths, vocab] probabilities after the root."""
+        starts = [self._prefill(g.request) for g in growths]
+        rows = [
+            RequestRows.chain(start, len(g.request.tokens) - start, g.request.pages)
+            for g, start in zip(growths, starts, strict=True)
+        ]
+        tokens = [token for g, start in zip(growths, starts, strict=True) for token in g.request.tokens[start:]]
+        last = np.cumsum([r.num_rows for r in rows]) - 1
+        for g in growths:
+            self._valid[g.request.request_id] = g.request.context_len
+            g.slots, g.masks = [0], np.ones((1, 1), dtype=bool)
+        return self._forward(rows, np.array(tokens), last)
+
+    def _prefill(self, request: Request, chunk: int = 256) -> int:
+        """Bring the SSMs' caches to within `chunk` tokens of the root; returns the first position still to do."""
+        # The bonus token may be among the expanded nodes, but the root is always scored anew.
+        start = min(self._valid.get(request.request_id, 0), request.context_len)
+        while len(request.tokens) - start > chunk:
+            rows = RequestRows.chain(start, chunk, request.pages)
+            tokens = np.array(request.tokens[start : start + chunk])
+            self._forward([rows], tokens, None)
+            start += chunk
+        return start
+
+    def _score_frontiers(self, growths: list[_Growth]) -> Tensor:
+        rows, tokens = [], []
+        for g in growths:
+            all_tokens, all_parents = np.concatenate(g.tokens), np.concatenate(g.parents)
+            first, count = len(g.slots), len(g.frontier)
+            slot_of = {node: slot for slot, node in enumerate(g.slots)}
+            above = [slot_of[int(parent)] for parent in all_parents[g.frontier]]
+            grown = np.zeros((first + count, first + count), dtype=bool)
+            grown[:first, :first] = g.masks
+            grown[first:, :first] = g.masks[above]
+            grown[np.arange(first, first + count), np.arange(first, first + count)] = True
+            g.masks, g.slots = grown, g.slots + g.frontier.tolist()
+            depths = grown.sum(1) - 1
+            nodes = np.arange(first, first + count)
+            rows.append(
+                RequestRows(g.request.context_len, nodes, depths[first:], grown[first:], depths, g.request.pages)
+            )
+            tokens.append(all_tokens[g.frontier])
+        return self._forward(rows, np.concatenate(tokens), np.arange(sum(r.num_rows for r in rows)))
+
+    def _forward(self, rows: list[RequestRows], tokens: np.ndarray, scored: np.ndarray | None) -> Tensor:
+        """One pass of every SSM: probabilities [num_ssms, len(scored), vocab] of the scored rows."""
+        ids = torch.from_numpy(tokens)
+        results = []
+        for model, pool in zip(self.models, self.cache.pools[1:], strict=True):
+            hidden = model.forward(ids.to(model.device), model.plan(rows), pool)
+            if scored is not None:
+                logits = model.logits(hidden, torch.from_numpy(scored).to(model.device))
+                results.append(torch.softmax(logits.float(), -1).cpu())
+        return torch.stack(results) if results else torch.empty(0)
+
+    def _finish(self, growth: _Growth) -> TokenTree:
+        """The request's candidates as a tree, one draw per SSM that proposed a node."""
+        parents, proposed = np.concatenate(growth.parents), np.concatenate(growth.proposed)
+        depths = np.repeat(np.arange(len(growth.tokens)), [len(level) for level in growth.tokens])
+        children, sources = np.nonzero(proposed)
+        draws = Draws(parents[children], children, sources, proposed[children, sources].astype(np.float64))
+        tree = TokenTree(
+            np.concatenate(growth.tokens), parents, depths, np.concatenate(growth.probs), draws, self.names
+        )
+        slot_of_node = np.full(len(tree), -1, dtype=np.int64)
+        slot_of_node[growth.slots] = np.arange(len(growth.slots))
+        if growth.slots:
+            self._slot_of_node[growth.request.request_id] = slot_of_node
+        return tree

@@ -1,0 +1,106 @@
+"""What is drawn: one round of speculative decoding, and how a token is put into few printable columns."""
+
+import unicodedata
+from dataclasses import dataclass
+
+MAX_TOKEN_CELLS = 24
+
+
+@dataclass(frozen=True)
+class RoundPicture:
+    """One round, ready to be drawn. All lists are by node, the root first, a parent before its children.
+
+    Attributes:
+        tokens: the decoded text of each node.
+        parents: index of each node's parent, -1 for the root.
+        sources: names of the sources that proposed each node; none for the root.
+        probs: draft probability of each node, the mixture of its sources; None where no source gave one.
+        path: accepted nodes, the root first.
+        bonus: the target's own token after the path; None where the request ended inside the path.
+        context: the end of the text before the root.
+    """
+
+    tokens: list[str]
+    parents: list[int]
+    sources: list[tuple[str, ...]]
+    probs: list[float | None]
+    path: list[int]
+    bonus: str | None
+    context: str
+
+    def __post_init__(self) -> None:
+        count = len(self.tokens)
+        assert count and count == len(self.parents) == len(self.sources) == len(self.probs), "lists of unequal length"
+        assert self.parents[0] == -1 and all(0 <= p < i for i, p in enumerate(self.parents) if i), self.parents
+        assert self.path and [self.parents[i] for i in self.path] == [-1, *self.path[:-1]], self.path
+
+    @property
+    def all_sources(self) -> list[str]:
+        """Every source of the round, in the order of names."""
+        return sorted({name for names in self.sources for name in names})
+
+    @property
+    def summary(self) -> str:
+        accepted, drafted = len(self.path) - 1, len(self.tokens) - 1
+        nodes = f"accepted {accepted} of {drafted} drafted node{'' if drafted == 1 else 's'}"
+        return nodes if self.bonus is None else f"{nodes} + 1 bonus token"
+
+    @property
+    def emitted(self) -> str:
+        return "".join(self.tokens[i] for i in self.path[1:]) + (self.bonus or "")
+
+    def children(self) -> list[list[int]]:
+        """Children of every node; the bonus token is one more node at the end, a child of the last accepted one."""
+        count = len(self.tokens)
+        children: list[list[int]] = [[] for _ in range(count + (self.bonus is not None))]
+        for node in range(1, count):
+            children[self.parents[node]].append(node)
+        if self.bonus is not None:
+            children[self.path[-1]].append(count)
+        return children
+
+
+def visible(text: str, space: str = "␣") -> str:
+    """`text` with whitespace shown as signs, and everything else that does not print escaped."""
+    return "".join(_visible_char(char, space) for char in text)
+
+
+def _visible_char(char: str, space: str) -> str:
+    signs = {" ": space, "\n": "⏎", "\t": "→", "\r": "␍", "\x7f": "␡"}
+    if char in signs:
+        return signs[char]
+    if char < " ":
+        return chr(0x2400 + ord(char))  # the Unicode block of control pictures
+    if char.isprintable():
+        return char
+    return f"\\u{ord(char):04x}" if ord(char) <= 0xFFFF else f"\\U{ord(char):08x}"
+
+
+def cells(text: str) -> int:
+    """Columns that `text` takes in a terminal."""
+    return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
+
+
+def clip(text: str, limit: int, keep_end: bool = False) -> str:
+    """`text` in at most `limit` cells; what is cut off becomes an ellipsis."""
+    if cells(text) <= limit:
+        return text
+    kept, room = "", limit - 1
+    for char in reversed(text) if keep_end else text:
+        room -= cells(char)
+        if room < 0:
+            break
+        kept = char + kept if keep_end else kept + char
+    return f"…{kept}" if keep_end else f"{kept}…"
+
+
+def label(token: str) -> str:
+    """A token as a node shows it."""
+    return clip(visible(token), MAX_TOKEN_CELLS) if token else "∅"
+
+
+def decimals(prob: float | None) -> str:
+    """A probability as a node shows it; empty where there is none."""
+    if prob is None:
+        return ""
+    return "<0.01" if 0 < prob < 0.005 else f"{prob:.2f}"

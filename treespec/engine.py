@@ -1,0 +1,152 @@
+"""The engine: one round after another."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from treespec.cache import KVCache
+from treespec.drafters.base import Drafter
+from treespec.drafters.ssm import SsmDrafter
+from treespec.metrics import Stats
+from treespec.planner import Planner
+from treespec.request import FinishReason, Request
+from treespec.runner import Runner
+from treespec.scheduler import Scheduler
+from treespec.tree import TokenTree, merge
+from treespec.verify import Verified, verify_greedy
+
+
+class Scored(NamedTuple):
+    """A request's tree with the target's greedy choice after each node, int64 [num_nodes]."""
+
+    request: Request
+    tree: TokenTree
+    choices: np.ndarray
+
+
+class Engine:
+    """Target, drafts, cache and scheduler, put together.
+
+    Args:
+        runner: the target.
+        scheduler: admission.
+        planner: what to draft and how much of it to verify.
+        ssms: the SSM group, or None.
+        drafters: further sources.
+        max_model_len: positions of the longest request.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        planner: Planner,
+        ssms: SsmDrafter | None,
+        drafters: Sequence[Drafter],
+        max_model_len: int,
+    ):
+        self.runner, self.scheduler, self.planner = runner, scheduler, planner
+        self.ssms, self.drafters, self.max_model_len = ssms, list(drafters), max_model_len
+        self.cache: KVCache = runner.cache
+        self.stats = Stats()
+        self._proposed: list[tuple[Drafter | SsmDrafter, dict[str, TokenTree]]] = []
+
+    def step(self) -> list[Request]:
+        """One round. Returns the requests that took part in it; those that ended have a `finish_reason`."""
+        batch = self.scheduler.next()
+        self.runner.prefill(batch.prefill, batch.counts)
+        trees = self.propose(batch.decode)
+        scored = self.forward(batch.decode, trees)
+        verified = [verify_greedy(tree, choices) for _, tree, choices in scored]
+        self.commit(scored, verified)
+        self.update(batch.decode)
+        return batch.decode
+
+    def propose(self, requests: Sequence[Request]) -> list[TokenTree]:
+        """Every source drafts; one merged tree per request, cut to what is worth verifying."""
+        plans = self.planner.draft_plans(requests, self.max_model_len)
+        proposals: list[tuple[Drafter | SsmDrafter, list[TokenTree]]] = []
+        if self.ssms is not None:
+            proposals.append((self.ssms, self.ssms.propose(requests, plans, self.planner.keep_growing)))
+        for drafter in self.drafters:
+            proposals.append((drafter, drafter.propose(requests, [plan.max_depth for plan in plans])))
+        ids = [request.request_id for request in requests]
+        self._proposed = [(drafter, dict(zip(ids, trees, strict=True))) for drafter, trees in proposals]
+        if not proposals:
+            return [TokenTree.root(request.tokens[-1]) for request in requests]
+        merged = [merge(trees) for trees in zip(*(trees for _, trees in proposals), strict=True)]
+        return self.planner.cut(requests, merged)
+
+    def forward(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> list[Scored]:
+        """ONE target pass over all nodes of all requests. A request that computes NaN ends here, alone.
+
+        A drafted token may overflow where the target's own would not, and one NaN in a tree reaches the other nodes as
+        0 * NaN. So such a tree is passed again as plain decoding would: its root, on clean slots.
+        """
+        scored = []
+        for request, tree, choices in zip(requests, trees, self.runner.forward(requests, trees), strict=True):
+            request.target_passes += 1
+            request.nodes_verified += len(tree)
+            if not choices.finite and len(tree) > 1:
+                self.cache.scrub_slots(request.pages, request.context_len, len(tree))
+                tree = TokenTree.root(request.tokens[-1])
+                choices = self.runner.forward([request], [tree])[0]
+            if choices.finite:
+                scored.append(Scored(request, tree, choices.tokens))
+            else:
+                self.finish(request, "error", f"the target computed NaN or infinity at position {request.context_len}")
+        return scored
+
+    def commit(self, scored: Sequence[Scored], verified: Sequence[Verified]) -> None:
+        """Emit what was verified, up to a stop, and compact every cache to it."""
+        requests, paths, emitted = [s.request for s in scored], [], []
+        for (request, tree, _), (path, bonus) in zip(scored, verified, strict=True):
+            tokens = request.accept([*tree.tokens[path[1:]].tolist(), bonus])
+            emitted.append(tokens)
+            paths.append(path[: len(tokens)])
+            request.count_accepted([tree.sources_of(node) for node in path[1 : 1 + len(tokens)]])
+        self.cache.commit(0, [r.pages for r in requests], [r.context_len for r in requests], paths)
+        for drafter, trees in self._proposed:
+            own = [_follow(trees[r.request_id], tokens) for r, tokens in zip(requests, emitted, strict=True)]
+            drafter.commit(requests, own)
+        for request, tokens in zip(requests, emitted, strict=True):
+            request.tokens.extend(tokens)
+            request.context_len += len(tokens)
+        self.planner.observe([s.tree for s in scored], [len(tokens) for tokens in emitted])
+
+    def update(self, requests: Sequence[Request]) -> None:
+        """Let go of what has ended."""
+        self.stats.rounds += bool(requests)
+        for request in requests:
+            if request.ended is not None and not request.finished:
+                self.finish(request, request.ended)
+
+    def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
+        """End a request and free all that it holds."""
+        if request.finished:
+            return
+        self.scheduler.finish(request, reason, error)
+        for drafter in [self.ssms, *self.drafters]:
+            if drafter is not None:
+                drafter.release(request)
+        self.stats.add_finished(request)
+
+    def check_integrity(self) -> None:
+        """Assert what must hold between rounds: pages add up, and caches agree with the tokens."""
+        self.cache.check_integrity()
+        for request in self.scheduler.running:
+            assert request.needs_prefill or request.context_len == len(request.tokens) - 1, request.request_id
+        if self.scheduler.is_idle:
+            assert self.cache.num_free == self.cache.num_pages, "an idle engine holds pages"
+
+
+def _follow(tree: TokenTree, tokens: Sequence[int]) -> np.ndarray:
+    """The longest path of `tree` that `tokens` follow below its root, int64 node indices from the root on."""
+    path = [0]
+    for token in tokens:
+        below = np.flatnonzero((tree.parents == path[-1]) & (tree.tokens == token))
+        if not len(below):
+            break
+        path.append(int(below[0]))
+    return np.array(path, dtype=np.int64)

@@ -1,0 +1,67 @@
+"""Every error that a user can cause. All derive from `ValueError`; a missing file may also raise `OSError`.
+
+A message carries the bad value and what would be valid in its place.
+"""
+
+from collections.abc import Collection, Iterable
+from difflib import get_close_matches
+
+from treespec_weights.errors import CheckpointError
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DraftError",
+    "ExactnessError",
+    "KernelError",
+    "ModelError",
+    "RequestError",
+    "TreespecError",
+    "reject_unknown",
+]
+
+
+class TreespecError(ValueError):
+    """Base of the errors of the engine. `CheckpointError` stands beside it: the weights package is a leaf."""
+
+
+class ConfigError(TreespecError):
+    """A parameter that is unknown, out of range, contradicts another one or names an option that does not exist yet."""
+
+
+class RequestError(TreespecError):
+    """A request that cannot be served: an empty prompt, one longer than the context, a token outside the vocabulary."""
+
+
+class ModelError(TreespecError):
+    """A target that cannot be run as asked, or that computes NaN."""
+
+
+class DraftError(TreespecError):
+    """A draft that does not fit its target, such as one with another vocabulary."""
+
+
+class ExactnessError(TreespecError):
+    """Bit equality with plain decoding was asked for and cannot be given with these shapes, dtype and threads."""
+
+
+class KernelError(TreespecError):
+    """An implementation was named that this machine, build or shape does not offer. It is never replaced silently."""
+
+
+def reject_unknown(kind: str, given: Iterable[str], valid: Collection[str]) -> None:
+    """Raise `ConfigError` where `given` holds a name that is not in `valid`, naming the nearest valid one.
+
+    Args:
+        kind: what is being set, for the message: "SpecConfig", "LLM", "policy".
+        given: the keywords, or the one-element list of a choice, that the user wrote.
+        valid: all that would be accepted.
+    """
+    unknown = [name for name in given if name not in valid]
+    if not unknown:
+        return
+    parts = []
+    for name in unknown:
+        nearest = get_close_matches(name, valid, n=1, cutoff=0.5)
+        parts.append(f"{name!r} (did you mean {nearest[0]!r}?)" if nearest else repr(name))
+    raise ConfigError(f"{kind}: unknown {', '.join(parts)}; valid: {', '.join(sorted(valid))}")

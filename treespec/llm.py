@@ -1,0 +1,310 @@
+"""LLM: the Python API, with the names of vLLM's offline one."""
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from treespec.build import Built, build
+from treespec.config import SpecConfig
+from treespec.detokenizer import Detokenizer
+from treespec.errors import ConfigError, RequestError, reject_unknown
+from treespec.request import CompletionOutput, Request, RequestOutput, SamplingParams, StreamChunk
+
+logger = logging.getLogger("treespec")
+
+Prompt = str | Sequence[int] | dict[str, list[int]]
+_OPTIONS = ("attention", "prefill_chunk")
+
+
+class LLM:
+    """A target with its drafts, ready to generate.
+
+    Args:
+        model: a Hugging Face folder or hub id; None is the embedded target.
+        drafts: folders, hub ids or `Drafter` objects. None means the embedded SSMs with the embedded target, and none
+            with any other; [] means none.
+        spec: how to speculate; calls may override it.
+        tokenizer: a folder, or a tokenizer object with `encode` and `decode`; None is the model folder's own. Without
+            one, prompts and outputs are token ids and `text` is None.
+        device: "auto" (a GPU where there is one), "cpu", "cuda".
+        dtype: "auto" (the checkpoint's; float32 on a CPU without bf16 instructions), a name, or a torch dtype.
+        exact: refuse to run where trees would not have the bits of plain decoding.
+        max_num_seqs: requests decoded at once.
+        max_model_len: positions of the longest request; None = the smaller of the model's and what half of the free
+            memory holds for `max_num_seqs` requests.
+        attention: an implementation of tree attention by name ("cpu-packed", "cpu-gathered", "triton"); "auto" picks.
+        prefill_chunk: prompt rows computed in one step.
+
+    Raises:
+        ConfigError, ModelError, DraftError, CheckpointError, ExactnessError, KernelError: all of them ValueErrors.
+        OSError: a folder that is not there.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None = None,
+        drafts: Sequence[Any] | None = None,
+        spec: SpecConfig | str | None = None,
+        tokenizer: Any = None,
+        device: str | torch.device = "auto",
+        dtype: str | torch.dtype = "auto",
+        exact: bool = True,
+        max_num_seqs: int = 8,
+        max_model_len: int | None = None,
+        **options: Any,
+    ):
+        valid = ("model", "drafts", "spec", "tokenizer", "device", "dtype", "exact", "max_num_seqs", "max_model_len")
+        reject_unknown("LLM", options, [*valid, *_OPTIONS])
+        self.spec = SpecConfig.resolve(spec, SpecConfig())
+        with torch.inference_mode():
+            self._built: Built = build(
+                model, drafts, self.spec, device, dtype, exact, max_num_seqs, max_model_len,
+                options.get("attention", "auto"), options.get("prefill_chunk", 512),
+            )  # fmt: skip
+        self.engine, self.config = self._built.engine, self._built.config
+        self._tokenizer = _load_tokenizer(tokenizer, self._built.target.folder)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        spec: SpecConfig | str | None = None,
+    ) -> list[RequestOutput]:
+        """Generate for every prompt; results in the order of the prompts.
+
+        Args:
+            prompts: a string, a list of strings, a list of token ids, a list of those, or {"prompt_token_ids": [...]}.
+            sampling_params: for all prompts, or one each.
+            spec: overrides the engine's for this call; "off" is plain decoding.
+
+        Raises:
+            RequestError: no request could be served. Where others of the batch could, the bad ones come back with
+                finish_reason "error" and `error`.
+        """
+        outputs: dict[str, RequestOutput] = {}
+        requests, refused = self._requests(prompts, sampling_params, spec)
+        for finished in self._run(requests):
+            if finished.finished:
+                outputs[finished.request_id] = self._output(finished)
+        if not requests and refused:
+            raise RequestError(next(iter(refused.values())).error)
+        results = [*outputs.values(), *refused.values()]
+        if all(output.error for output in results):
+            raise RequestError(results[0].error)
+        return sorted(results, key=lambda output: self._order[output.request_id])
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, spec: SpecConfig | str | None = None
+    ) -> Iterator[StreamChunk]:
+        """Generate for one prompt, handing out what each round added. Leaving the loop ends the request.
+
+        The chunks' texts concatenate to the final text: partial characters and beginnings of stop strings wait.
+
+        Raises:
+            RequestError: before the first chunk, or where the request fails on the way.
+        """
+        requests, refused = self._requests([prompt], sampling_params, spec, stream=True)
+        if refused:
+            raise RequestError(next(iter(refused.values())).error)
+        request, emitted = requests[0], 0
+        for _ in self._run([request]):
+            tokens = request.output_token_ids[emitted:]
+            emitted += len(tokens)
+            if request.error is not None:
+                raise RequestError(request.error)
+            if request.finished and request.detokenizer is not None:
+                request.detokenizer.flush()
+            text = request.detokenizer.release(request.finished) if request.detokenizer is not None else None
+            final = self._output(request) if request.finished else None
+            yield StreamChunk(request.request_id, text, tokens, request.finish_reason, final)
+
+    def abort(self, request_id: str) -> None:
+        """End a request and free its slot, wherever it stands. An unknown or finished one is left alone."""
+        request = self.engine.scheduler.find(request_id)
+        if request is not None:
+            self.engine.finish(request, "abort")
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer, or None."""
+        return self._tokenizer
+
+    def stats(self) -> dict[str, Any]:
+        """Totals since the start, and what is frozen for bit equality."""
+        config, curve = self.config, self.engine.planner.cost
+        drafts = self.engine.ssms.names if self.engine.ssms else ()
+        return self.engine.stats.as_dict() | {
+            "frozen": {
+                "dtype": str(config.dtype).removeprefix("torch."),
+                "device": str(config.device),
+                "threads": config.num_threads,
+                "exact": config.exact,
+                "attention": config.attention,
+                "linear": config.linear,
+                "attention_tile": 64,
+                "tuned_file": None,
+            },
+            "drafts": [*drafts, *(drafter.name for drafter in self.engine.drafters)],
+            "max_model_len": config.max_model_len,
+            "max_num_seqs": config.max_num_seqs,
+            "memory": dict(self._built.memory),
+            "cost_curve": {
+                "rows": list(curve.rows),
+                "verify_seconds": list(curve.verify_seconds),
+                "draft_seconds": curve.draft_seconds,
+            },
+        }
+
+    def _run(self, requests: Sequence[Request]) -> Iterator[Request]:
+        """Step until all of `requests` have ended; yields each after every round that it took part in."""
+        open_requests = {request.request_id for request in requests}
+        for request in requests:
+            self.engine.scheduler.add(request)
+        try:
+            while open_requests:
+                with torch.inference_mode():
+                    touched = self.engine.step()
+                for request in touched:
+                    if request.request_id in open_requests:
+                        if request.finished:
+                            open_requests.remove(request.request_id)
+                        yield request
+                for request in requests:  # aborted from outside
+                    if request.finished and request.request_id in open_requests:
+                        open_requests.remove(request.request_id)
+                        yield request
+        finally:  # Ctrl-C, an error, or a caller that stopped listening: nothing stays behind
+            for request in requests:
+                self.engine.finish(request, "abort")
+
+    def _requests(
+        self, prompts: Any, params: Any, spec: SpecConfig | str | None, stream: bool = False
+    ) -> tuple[list[Request], dict[str, RequestOutput]]:
+        """Requests for the good prompts, and finished outputs with an error for the others."""
+        listed = _as_list(prompts)
+        if params is None:
+            params = SamplingParams()
+        each = list(params) if isinstance(params, Sequence) else [params] * len(listed)
+        if len(each) != len(listed):
+            raise ConfigError(f"{len(each)} sampling_params for {len(listed)} prompts; give one, or one for each")
+        for one in each:
+            if not isinstance(one, SamplingParams):
+                raise ConfigError(f"sampling_params={one!r}; valid: a SamplingParams, or a list of them")
+        resolved = SpecConfig.resolve(spec, self.spec)
+        if resolved.max_nodes > self.config.max_tree_slots:
+            raise ConfigError(
+                f"a tree of {resolved.max_nodes} nodes, but this engine keeps {self.config.max_tree_slots} slots for "
+                "one; give the larger SpecConfig to LLM"
+            )
+        good, refused = [], {}
+        self._order: dict[str, int] = {}
+        for index, (prompt, one) in enumerate(zip(listed, each, strict=True)):
+            text = prompt if isinstance(prompt, str) else None
+            request = Request([], one, resolved, text)
+            self._order[request.request_id] = index
+            try:
+                tokens = self._encode(prompt)
+                self._check_length(tokens, one)
+            except RequestError as error:
+                logger.warning("prompt %d was refused: %s", index, error)
+                metrics = request.metrics()
+                failed = CompletionOutput(0, None, [], "error")
+                refused[request.request_id] = RequestOutput(
+                    request.request_id, text, [], [failed], True, metrics, str(error)
+                )
+                continue
+            good.append(
+                Request(
+                    tokens, one, resolved, text,
+                    max_tokens=min(one.max_tokens, self.config.max_model_len - len(tokens)),
+                    eos_token_ids=self._built.target.eos_token_ids,
+                    detokenizer=self._detokenizer(tokens, one) if stream or one.stop else None,
+                    request_id=request.request_id,
+                )
+            )  # fmt: skip
+        return good, refused
+
+    def _encode(self, prompt: Any) -> list[int]:
+        if isinstance(prompt, dict):
+            reject_unknown("prompt", prompt, ["prompt_token_ids"])
+            prompt = prompt["prompt_token_ids"]
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise RequestError(f"a text prompt {prompt[:40]!r}, but the model has no tokenizer; give token ids")
+            tokens = list(self._tokenizer.encode(prompt))
+        else:
+            tokens = list(prompt)
+        if not tokens:
+            raise RequestError(f"an empty prompt ({prompt!r}); give at least one token")
+        vocab = self._built.target.shape.vocab_size
+        for token in tokens:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
+                raise RequestError(f"prompt token {token!r}; valid: ints from 0 to {vocab - 1}")
+        return tokens
+
+    def _check_length(self, tokens: list[int], params: SamplingParams) -> None:
+        limit = self.config.max_model_len
+        if len(tokens) >= limit:
+            raise RequestError(
+                f"a prompt of {len(tokens)} tokens, but max_model_len={limit} leaves room for at most {limit - 1}; "
+                "shorten it, or raise max_model_len"
+            )
+        if params.stop and self._tokenizer is None:
+            raise RequestError(f"stop={params.stop!r} needs a tokenizer; use stop_token_ids")
+
+    def _detokenizer(self, prompt: Sequence[int], params: SamplingParams) -> Detokenizer | None:
+        if self._tokenizer is None:
+            return None
+        tokenizer, skip = self._tokenizer, params.skip_special_tokens
+
+        def decode(tokens: list[int]) -> str:
+            return tokenizer.decode(tokens, skip_special_tokens=skip)
+
+        return Detokenizer(decode, prompt, params.stop, params.include_stop_str_in_output)
+
+    def _output(self, request: Request) -> RequestOutput:
+        tokens = request.output_token_ids
+        detokenizer = request.detokenizer
+        if detokenizer is None and (detokenizer := self._detokenizer(request.prompt_token_ids, request.params)):
+            shown = tokens[:-1] if request.ended == "stop" else tokens  # the end token is not text
+            detokenizer.push_all(shown)
+        if detokenizer is not None:
+            detokenizer.flush()
+        text = None if detokenizer is None else detokenizer.text
+        completion = CompletionOutput(0, text, tokens, request.finish_reason, request.stop_reason)
+        return RequestOutput(
+            request.request_id, request.prompt, request.prompt_token_ids, [completion], True, request.metrics(),
+            request.error,
+        )  # fmt: skip
+
+
+def _as_list(prompts: Any) -> list[Any]:
+    """One prompt or several, as a list of prompts."""
+    if isinstance(prompts, str | dict):
+        return [prompts]
+    if isinstance(prompts, torch.Tensor):
+        raise ConfigError("prompts is a tensor; give lists of token ids (tensor.tolist())")
+    if not isinstance(prompts, Sequence):
+        raise ConfigError(f"prompts={prompts!r}; valid: text, token ids, or a list of those")
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [list(prompts)]
+    return list(prompts)
+
+
+def _load_tokenizer(tokenizer: Any, folder: os.PathLike[str]) -> Any:
+    if tokenizer is not None and not isinstance(tokenizer, str | os.PathLike):
+        if not (hasattr(tokenizer, "encode") and hasattr(tokenizer, "decode")):
+            raise ConfigError(f"tokenizer={tokenizer!r}; valid: a folder, or an object with encode and decode")
+        return tokenizer
+    source = os.fspath(tokenizer if tokenizer is not None else folder)
+    names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+    if not any(os.path.isfile(os.path.join(source, name)) for name in names):
+        if tokenizer is not None:
+            raise ConfigError(f"tokenizer={tokenizer!r} is no folder with tokenizer files ({', '.join(names)})")
+        logger.info("%s has no tokenizer: prompts and outputs are token ids", source)
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(source, local_files_only=True)

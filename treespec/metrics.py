@@ -1,0 +1,47 @@
+"""Totals of an engine."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from treespec.request import Request
+
+
+@dataclass
+class Stats:
+    """Counts since the engine was built, over finished and running requests alike."""
+
+    requests: int = 0
+    failed_requests: int = 0
+    rounds: int = 0
+    target_passes: int = 0
+    prefill_tokens: int = 0
+    generated_tokens: int = 0
+    nodes_verified: int = 0
+    accepted_by_source: Counter[str] = field(default_factory=Counter)
+    accepted_only_by_source: Counter[str] = field(default_factory=Counter)
+
+    def add_finished(self, request: Request) -> None:
+        """Add a request's own counts when it ends."""
+        self.requests += 1
+        self.failed_requests += request.finish_reason == "error"
+        self.target_passes += request.target_passes
+        self.generated_tokens += request.num_generated
+        self.nodes_verified += request.nodes_verified
+        self.accepted_by_source.update(request.accepted_by_source)
+        self.accepted_only_by_source.update(request.accepted_only_by_source)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, with the acceptance length of all target passes."""
+        return {
+            "requests": self.requests,
+            "failed_requests": self.failed_requests,
+            "rounds": self.rounds,
+            "target_passes": self.target_passes,
+            "prefill_tokens": self.prefill_tokens,
+            "generated_tokens": self.generated_tokens,
+            "nodes_verified": self.nodes_verified,
+            "acceptance_length": self.generated_tokens / self.target_passes if self.target_passes else 0.0,
+            "accepted_by_source": dict(self.accepted_by_source),
+            "accepted_only_by_source": dict(self.accepted_only_by_source),
+        }

@@ -1,0 +1,1 @@
+"""One decoder; families are data (`treespec_weights.rules`)."""

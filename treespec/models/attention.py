@@ -1,0 +1,51 @@
+"""Tree attention as the decoder calls it: one class per implementation, none falls back to another."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from treespec.errors import KernelError
+from treespec.models.decoder import Attention
+from treespec_kernels.tree_attention_cpu import (
+    AttentionMode,
+    CpuAttentionPlan,
+    plan_tree_attention_cpu,
+    tree_attention_cpu,
+)
+from treespec_kernels.tree_batch import RequestRows
+from treespec_weights.rules import ModelShape
+
+
+class CpuAttention:
+    """Exact tree attention on a CPU; the cache is fp32, because that is what the matrix products take."""
+
+    cache_dtype = torch.float32
+
+    def __init__(self, num_heads: int, num_kv_heads: int, mode: AttentionMode = "packed"):
+        self.num_heads, self.num_kv_heads, self.mode = num_heads, num_kv_heads, mode
+        self.name = f"cpu-{mode}"
+
+    def plan(self, requests: list[RequestRows]) -> CpuAttentionPlan:
+        return plan_tree_attention_cpu(requests, self.num_heads, self.num_kv_heads, self.mode)
+
+    def __call__(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Any, scale: float) -> Tensor:
+        return tree_attention_cpu(q, k_cache, v_cache, plan, scale)
+
+
+ATTENTIONS = ("cpu-packed", "cpu-gathered", "triton")
+
+
+def make_attention(kind: str, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> Attention:
+    """The implementation of that name, for a model of that shape.
+
+    Raises:
+        KernelError: it cannot run on that device.
+    """
+    if kind == "triton":
+        from treespec.models.attention_triton import TritonAttention
+
+        return TritonAttention(shape.num_heads, shape.num_kv_heads, shape.head_dim, dtype, device)
+    if device.type != "cpu":
+        raise KernelError(f"attention={kind!r} runs on a CPU, the device is {device}; use attention='triton'")
+    return CpuAttention(shape.num_heads, shape.num_kv_heads, "packed" if kind == "cpu-packed" else "gathered")

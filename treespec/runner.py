@@ -1,0 +1,76 @@
+"""Runs the target: prefill chunks and tree passes."""
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treespec.cache import KVCache
+from treespec.models.decoder import Decoder
+from treespec.request import Request
+from treespec.tree import TokenTree
+from treespec_kernels.tree_batch import RequestRows
+
+
+class Choices(NamedTuple):
+    """The target's greedy choice after each node of one request's tree.
+
+    `tokens`: int64 [num_nodes]. `finite`: whether every row's largest logit is a finite number.
+    """
+
+    tokens: np.ndarray
+    finite: bool
+
+
+def tree_rows(request: Request, tree: TokenTree) -> RequestRows:
+    """A tree's rows behind the request's committed positions."""
+    if len(tree) == 1:
+        return RequestRows.chain(request.context_len, 1, request.pages)
+    return RequestRows(
+        request.context_len, np.arange(len(tree)), tree.depths, tree.visible, tree.depths, request.pages
+    )  # fmt: skip
+
+
+class Runner:
+    """The target model over its pool of the cache."""
+
+    def __init__(self, target: Decoder, cache: KVCache):
+        self.target, self.cache = target, cache
+
+    def prefill(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
+        """Compute the next `counts[i]` prompt tokens of each request, in one pass. They need no logits."""
+        if not requests:
+            return
+        rows = [
+            RequestRows.chain(r.context_len, count, r.pages) for r, count in zip(requests, counts, strict=True)
+        ]  # fmt: skip
+        tokens = [t for r, n in zip(requests, counts, strict=True) for t in r.tokens[r.context_len : r.context_len + n]]
+        self._hidden(rows, np.array(tokens))
+        for request, count in zip(requests, counts, strict=True):
+            request.context_len += count
+            request.prefill_passes += 1
+
+    def forward(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> list[Choices]:
+        """One pass over all nodes of all requests."""
+        if not requests:
+            return []
+        logits = self.logits(requests, trees)
+        best, tokens = logits.max(dim=-1)  # the first of equal logits
+        finite, chosen = torch.isfinite(best).cpu().numpy(), tokens.cpu().numpy()
+        bounds = np.cumsum([0] + [len(tree) for tree in trees])
+        return [
+            Choices(chosen[start:stop], bool(finite[start:stop].all())) for start, stop in itertools.pairwise(bounds)
+        ]
+
+    def logits(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> Tensor:
+        """[total nodes, vocab] logits of a tree pass, in the model's dtype."""
+        rows = [tree_rows(request, tree) for request, tree in zip(requests, trees, strict=True)]
+        tokens = np.concatenate([tree.tokens for tree in trees])
+        return self.target.logits(self._hidden(rows, tokens)[: len(tokens)])
+
+    def _hidden(self, rows: list[RequestRows], tokens: np.ndarray) -> Tensor:
+        ids = torch.from_numpy(tokens).to(self.target.device)
+        return self.target.forward(ids, self.target.plan(rows), self.cache.pools[0])

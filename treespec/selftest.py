@@ -1,0 +1,72 @@
+"""Proof at start, on this machine: a tree node has the bits of plain decoding.
+
+Rows of a real layer, the final norm and the head are computed in different company (alone, in a tree, in a batch, in
+prompt chunks of other sizes) around the borders of attention tiles, and compared for equality.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treespec.models.decoder import Decoder
+from treespec_kernels.tree_batch import PAGE_SIZE, RequestRows
+
+_PREFIXES = (1, PAGE_SIZE - 4, 2 * PAGE_SIZE - 1, 2 * PAGE_SIZE + 30)
+_PARENTS = np.array([-1, 0, 0, 0, 1, 1, 2, 4, 4, 7, 8, 9, 11])  # 13 nodes, 7 deep: it crosses tile borders
+_PAGES = 4  # of one request
+
+
+def differing_rows(model: Decoder, pool: Tensor, seed: int = 0) -> list[str]:
+    """Compare plain decoding with trees, batches and chunks on one layer.
+
+    Args:
+        model: the target.
+        pool: its K/V pool with nothing in it; the pages used are zeroed afterwards.
+        seed: of the random tokens.
+
+    Returns:
+        What differed, a line each; empty where every comparison was equal.
+    """
+    rng = np.random.default_rng(seed)
+    pool = pool[:1]
+    depths = np.zeros(len(_PARENTS), dtype=np.int64)
+    visible = np.eye(len(_PARENTS), dtype=bool)
+    for node in range(1, len(_PARENTS)):
+        depths[node] = depths[_PARENTS[node]] + 1
+        visible[node] |= visible[_PARENTS[node]]
+    found = []
+    available = pool.shape[2] - 1
+    pages, other = 1 + np.arange(_PAGES), 1 + (_PAGES + np.arange(_PAGES)) % available
+    if available < 2 * _PAGES:
+        pages = other = 1 + np.arange(min(_PAGES, available))
+    for prefix in (p for p in _PREFIXES if p + len(_PARENTS) <= len(pages) * PAGE_SIZE):
+        prompt = rng.integers(model.vocab_size, size=prefix)
+        tree = rng.integers(model.vocab_size, size=len(_PARENTS))
+        rows = RequestRows(prefix, np.arange(len(tree)), depths, visible, depths, pages)
+
+        def run(rows: list[RequestRows], tokens: np.ndarray) -> Tensor:
+            hidden = model.forward(torch.from_numpy(tokens).to(model.device), model.plan(rows), pool, num_layers=1)
+            return model.logits(hidden[: len(tokens)])
+
+        whole = run([RequestRows.chain(0, prefix, pages)], prompt)
+        for chunk in (1, 7):
+            parts = [
+                run([RequestRows.chain(at, min(chunk, prefix - at), pages)], prompt[at : at + chunk])
+                for at in range(0, prefix, chunk)
+            ]
+            if not torch.equal(torch.cat(parts), whole):
+                found.append(f"a prompt of {prefix} tokens in chunks of {chunk}")
+        in_tree = run([rows], tree)
+        if other is not pages:
+            run([RequestRows.chain(0, prefix, other)], prompt)
+            twin = RequestRows(prefix, rows.nodes, depths, visible, depths, other)
+            if not torch.equal(run([twin, rows], np.concatenate([tree, tree]))[len(tree) :], in_tree):
+                found.append(f"a tree behind {prefix} tokens, in a batch")
+        for node in (0, 5, 10, 12):
+            path = np.flatnonzero(visible[node])
+            for depth, step in enumerate(path):
+                alone = run([RequestRows.chain(prefix + depth, 1, pages)], tree[step : step + 1])
+            if not torch.equal(alone[0], in_tree[node]):
+                found.append(f"node {node} of a tree behind {prefix} tokens")
+    pool[:, :, torch.from_numpy(np.union1d(pages, other)).to(pool.device)] = 0
+    return found

@@ -1,0 +1,164 @@
+"""Token trees: what the sources guess, merged by path, with the provenance of every draw."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+
+@dataclass(frozen=True, eq=False)
+class Draws:
+    """Proposals in draw order; one node may hold several.
+
+    Args:
+        parents, children: int64 [num_draws], node indices.
+        sources: int64 [num_draws], indices into the tree's `source_names`.
+        probs: float64 [num_draws], q of the source for the child; 1 for a deterministic source.
+    """
+
+    parents: np.ndarray
+    children: np.ndarray
+    sources: np.ndarray
+    probs: np.ndarray
+
+    @classmethod
+    def none(cls) -> "Draws":
+        empty = np.empty(0, dtype=np.int64)
+        return cls(empty, empty, empty, np.empty(0))
+
+
+@dataclass(frozen=True, eq=False)
+class TokenTree:
+    """One request's guesses. Node 0 is the root, the last committed token; parents precede their children.
+
+    Args:
+        tokens: int64 [num_nodes].
+        parents: int64 [num_nodes], -1 for the root.
+        depths: int64 [num_nodes], 0 for the root.
+        probs: float64 [num_nodes], estimated probability that the target goes on to this node from its parent (the
+            root's is 1); a mixture where several sources speak.
+        draws: who proposed which child.
+        source_names: names for `draws.sources`.
+    """
+
+    tokens: np.ndarray
+    parents: np.ndarray
+    depths: np.ndarray
+    probs: np.ndarray
+    draws: Draws
+    source_names: tuple[str, ...]
+
+    @classmethod
+    def root(cls, token: int) -> "TokenTree":
+        """The one-node tree: plain decoding."""
+        zero = np.zeros(1, dtype=np.int64)
+        return cls(np.array([token]), np.array([-1]), zero, np.ones(1), Draws.none(), ())
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @cached_property
+    def visible(self) -> np.ndarray:
+        """bool [num_nodes, num_nodes]: [i, j] where j is i or an ancestor of i. The mask of the target pass."""
+        mask = np.eye(len(self), dtype=bool)
+        for depth in range(1, int(self.depths.max()) + 1):
+            level = np.flatnonzero(self.depths == depth)
+            mask[level] |= mask[self.parents[level]]
+        return mask
+
+    @cached_property
+    def values(self) -> np.ndarray:
+        """float64 [num_nodes]: product of `probs` along each node's path, the probability that it is accepted."""
+        value = self.probs.copy()
+        for depth in range(1, int(self.depths.max()) + 1):
+            level = np.flatnonzero(self.depths == depth)
+            value[level] *= value[self.parents[level]]
+        return value
+
+    def sources_of(self, node: int) -> tuple[str, ...]:
+        """Names of the sources that proposed a node, in draw order, each once."""
+        drawn = self.draws.sources[self.draws.children == node]
+        return tuple(dict.fromkeys(self.source_names[source] for source in drawn))
+
+    def path_to(self, node: int) -> np.ndarray:
+        """int64 [depth + 1]: the nodes from the root to `node`."""
+        return np.flatnonzero(self.visible[node])
+
+    def keep(self, nodes: np.ndarray) -> "TokenTree":
+        """The tree of the given nodes (ascending, root and all ancestors among them), renumbered."""
+        new_index = np.full(len(self), -1, dtype=np.int64)
+        new_index[nodes] = np.arange(len(nodes))
+        kept = new_index[self.draws.children] >= 0
+        draws = Draws(
+            new_index[self.draws.parents[kept]],
+            new_index[self.draws.children[kept]],
+            self.draws.sources[kept],
+            self.draws.probs[kept],
+        )
+        parents = self.parents[nodes]
+        parents = np.where(parents < 0, -1, new_index[parents])
+        assert (parents[1:] >= 0).all(), "a kept node lost its parent"
+        return TokenTree(self.tokens[nodes], parents, self.depths[nodes], self.probs[nodes], draws, self.source_names)
+
+    def check_integrity(self) -> None:
+        """Assert the invariants that verification and the mask rely on."""
+        order = np.arange(len(self))
+        assert self.parents[0] == -1 and self.depths[0] == 0
+        assert (self.parents[1:] >= 0).all() and (self.parents < order).all(), "a parent must precede its child"
+        assert (self.depths[1:] == self.depths[self.parents[1:]] + 1).all()
+        siblings = np.stack([self.parents[1:], self.tokens[1:]], 1)
+        assert len(np.unique(siblings, axis=0)) == len(self) - 1, "siblings must carry different tokens"
+        assert (self.parents[self.draws.children] == self.draws.parents).all()
+        assert set(self.draws.children.tolist()) == set(range(1, len(self))), "every node needs a draw"
+
+
+def merge(trees: Sequence[TokenTree], weights: Sequence[float] | None = None) -> TokenTree:
+    """The union of trees over the same root, as a trie: nodes are equal where their paths are (SpecInfer, section 3).
+
+    Equal tokens under different parents stay apart. Every draw of every tree is kept, in the order of the trees, so
+    that a token of two sources is one node with two draws. Nodes are numbered by depth, and within a depth in the
+    order in which they were first drawn.
+
+    Args:
+        trees: at least one; all roots carry the same token.
+        weights: of each tree in the estimate of a node's probability, which is the weighted mean of the trees'
+            own (a tree that lacks the node counts as 0); None = each tree speaks alone, the largest counts.
+
+    Raises:
+        ValueError: the roots differ.
+    """
+    roots = {int(tree.tokens[0]) for tree in trees}
+    if len(roots) != 1:
+        raise ValueError(f"trees with different roots cannot be merged: {sorted(roots)}")
+    if len(trees) == 1:
+        return trees[0]
+    names = tuple(dict.fromkeys(name for tree in trees for name in tree.source_names))
+    paths: dict[tuple[int, ...], float] = {(): 1.0}
+    path_of = []
+    for i, tree in enumerate(trees):
+        own: list[tuple[int, ...]] = [()]
+        for node in range(1, len(tree)):
+            path = (*own[tree.parents[node]], int(tree.tokens[node]))
+            own.append(path)
+            share = float(tree.probs[node]) * (1.0 if weights is None else weights[i])
+            known = paths.get(path, 0.0)
+            paths[path] = max(known, share) if weights is None else known + share
+        path_of.append(own)
+    ordered = sorted(paths, key=len)  # stable: first drawn first within a depth
+    index = {path: i for i, path in enumerate(ordered)}
+    children = np.array([index[path_of[i][c]] for i, tree in enumerate(trees) for c in tree.draws.children], np.int64)
+    parents = np.array([-1] + [index[path[:-1]] for path in ordered[1:]], dtype=np.int64)
+    return TokenTree(
+        tokens=np.array([roots.pop()] + [path[-1] for path in ordered[1:]], dtype=np.int64),
+        parents=parents,
+        depths=np.array([len(path) for path in ordered], dtype=np.int64),
+        probs=np.array([paths[path] for path in ordered]),
+        draws=Draws(
+            parents[children],
+            children,
+            np.array([names.index(tree.source_names[s]) for tree in trees for s in tree.draws.sources], np.int64),
+            np.concatenate([tree.draws.probs for tree in trees]),
+        ),
+        source_names=names,
+    )

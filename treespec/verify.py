@@ -1,0 +1,39 @@
+"""Verification rules: which drafted tokens are the target's own.
+
+Vocabulary of the results: *accepted* tokens are drafted nodes that the target would have produced; the *bonus* token is
+the target's own choice after the last accepted node, at no further cost. Greedy decoding emits both, so every target
+pass emits at least one token.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from treespec.tree import TokenTree
+
+
+class Verified(NamedTuple):
+    """What one target pass decided for one request.
+
+    `path`: int64 [1 + accepted], node indices from the root. `bonus`: the token after it.
+    """
+
+    path: np.ndarray
+    bonus: int
+
+
+def verify_greedy(tree: TokenTree, choices: np.ndarray) -> Verified:
+    """Walk down from the root as long as a child carries the target's choice.
+
+    This is the naive rule at temperature 0: lossless for any tree, whatever drafted it, because the emitted tokens are
+    `choices` along the path and nothing else.
+
+    Args:
+        tree: num_nodes nodes; siblings carry different tokens.
+        choices: int64 [num_nodes], the target's argmax after each node.
+    """
+    chosen = np.ones(len(tree), dtype=bool)
+    chosen[1:] = tree.tokens[1:] == choices[tree.parents[1:]]
+    accepted = np.flatnonzero(~(tree.visible & ~chosen).any(axis=1))  # all nodes on its path were chosen
+    last = accepted[-1]  # accepted nodes form one path, and parents precede children
+    return Verified(accepted, int(choices[last]))

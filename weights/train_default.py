@@ -1,0 +1,267 @@
+"""Rebuild the embedded default models: `python weights/train_default.py`.
+
+Stages: text of installed packages -> tokenizer -> target -> lessons (the target's view of text and its own
+continuations) -> ssm-1, ssm-2, ssm-3 -> evaluation on held-out packages and export. A signal (Ctrl-C) pauses without
+loss; `--resume` goes on. Training time is given in minutes per stage; the learning rate is annealed over it.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from transformers import LlamaForCausalLM
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from treespec_training import data, distill, evaluate, models, tokenizer, train
+from treespec_training.export import export, rounded
+from treespec_training.files import write_json
+
+DRAFTS = ("ssm-1", "ssm-2", "ssm-3")
+PEAK_RATE = {"target": 4e-3, "draft": 3e-3}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What may not change when a run is resumed; kept as `settings.json` in the work folder."""
+
+    kinds: list[str]
+    held_out: list[str]
+    text_roots: list[str]
+    package_cap: int
+    seed: int
+    tiny: bool
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the vocabulary."""
+        return 384 if self.tiny else 4096
+
+    @property
+    def batch(self) -> tuple[int, int]:
+        """Windows per step of the target, lessons per step of a draft."""
+        return (2, 4) if self.tiny else (8, 16)
+
+    @property
+    def window(self) -> int:
+        """Tokens of a training window of the target."""
+        return 64 if self.tiny else 512
+
+    def shape(self, name: str) -> dict[str, int]:
+        """Configuration of a model."""
+        if self.tiny:
+            return (models.TINY_TARGET if name == "target" else models.TINY_DRAFT) | models.TINY_ATTENTION
+        return (models.TARGET if name == "target" else models.DRAFT) | models.ATTENTION
+
+
+class Build:
+    """One run over a work folder. Every stage leaves its result there and returns at once where it is done."""
+
+    def __init__(self, args: argparse.Namespace, settings: Settings) -> None:
+        self.args, self.settings, self.work = args, settings, args.work
+        self.pause = train.PauseRequest()
+        name = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = torch.device(name)
+        self.progress: dict[str, train.Progress] = {}
+
+    def run(self) -> None:
+        """All stages in order."""
+        with self.pause.listening():
+            self.text()
+            tokens = self.tokens()
+            drafts: list[LlamaForCausalLM] = []
+            target = self.target(tokens)
+            text, continued = self.lessons(target, tokens)
+            for index, name in enumerate(DRAFTS):
+                drafts.append(self.draft(name, index, target, drafts, text, continued))
+            self.finish(target, dict(zip(DRAFTS, drafts, strict=True)))
+
+    def text(self) -> None:
+        """Collect and split the text: `train.jsonl`, `heldout.jsonl`."""
+        if (self.work / "heldout.jsonl").exists():
+            return
+        s = self.settings
+        roots = [Path(root) for root in s.text_roots]
+        documents = data.folder_documents(roots) if roots else data.installed_documents()
+        training, held_out = data.select(documents, s.kinds, s.held_out, s.package_cap, s.seed)
+        if not training or not held_out:
+            raise ValueError(f"{len(training)} training and {len(held_out)} held-out documents; both are needed")
+        data.write_documents(training, self.work / "train.jsonl")
+        data.write_documents(held_out, self.work / "heldout.jsonl")
+        print(f"text: {len(training)} documents, {len(held_out)} held out", flush=True)
+
+    def tokens(self) -> data.Mixture:
+        """Train the tokenizer, tokenise every kind of both halves: `<half>-<kind>.bin`."""
+        file = self.work / "tokenizer.json"
+        if not file.exists():
+            texts = (document.text for document in data.read_documents(self.work / "train.jsonl"))
+            tokenizer.train_tokenizer(texts, self.settings.vocab_size).save(str(file))
+        self.tokenizer = Tokenizer.from_file(str(file))
+        for half in ("train", "heldout"):
+            for kind in self.settings.kinds:
+                path = self.work / f"{half}-{kind}.bin"
+                if not path.exists():
+                    documents = (d for d in data.read_documents(self.work / f"{half}.jsonl") if d.kind == kind)
+                    count = data.tokenize(documents, self.tokenizer, path)
+                    print(f"tokens: {half} {kind} {count:,}", flush=True)
+                self.pause.check()
+        streams = {kind: data.Stream(self.work / f"train-{kind}.bin") for kind in self.settings.kinds}
+        return data.Mixture(streams, data.SHARES, self.settings.seed)
+
+    def target(self, text: data.Mixture) -> LlamaForCausalLM:
+        """Train the target: `target.pt`."""
+        s = self.settings
+        model = models.build(s.shape("target"), s.vocab_size, s.seed).to(self.device)
+        loss = torch.compile(models.next_token_loss) if self.args.compile else models.next_token_loss
+
+        def loss_of(model: torch.nn.Module, step: int, done: float) -> tuple[torch.Tensor, int]:
+            windows = torch.from_numpy(text.windows(step, s.batch[0], s.window + 1)).to(self.device)
+            return loss(model, windows), windows[:, 1:].numel()
+
+        return self._train("target", model, loss_of, self.args.target_minutes, PEAK_RATE["target"])
+
+    def lessons(self, target: LlamaForCausalLM, text: data.Mixture) -> tuple[distill.Lessons, distill.Lessons]:
+        """Let the target read training text and continue it: `lessons/`."""
+        folder = self.work / "lessons"
+        budget = train.Budget(self.args.continuation_minutes, self.args.max_steps)
+        batch = 8 if self.settings.tiny else 128
+        self.progress["lessons"] = distill.make_lessons(rounded(target), text, folder, budget, batch, self.pause)
+        halves = [sorted(folder.glob(f"{name}-*.npz")) for name in ("text", "continued")]
+        return distill.Lessons.load(halves[0]), distill.Lessons.load(halves[1])
+
+    def draft(
+        self,
+        name: str,
+        index: int,
+        target: LlamaForCausalLM,
+        earlier: Sequence[LlamaForCausalLM],
+        text: distill.Lessons,
+        continued: distill.Lessons,
+    ) -> LlamaForCausalLM:
+        """Distil one draft: `ssm-*.pt`. Its embedding starts as the target's."""
+        s = self.settings
+        model = models.build(s.shape(name), s.vocab_size, s.seed + 1 + index).to(self.device)
+        with torch.no_grad():
+            model.get_input_embeddings().weight.copy_(target.get_input_embeddings().weight)
+        loss = torch.compile(distill.distillation_loss) if self.args.compile else distill.distillation_loss
+        curriculum = distill.Curriculum(
+            text, continued, earlier, self.args.hit_weight, s.batch[1], s.seed + 1 + index, loss
+        )
+        return self._train(name, model, curriculum, self.args.ssm_minutes, PEAK_RATE["draft"])
+
+    def _train(
+        self, name: str, model: LlamaForCausalLM, loss_of: train.LossFunction, minutes: float, rate: float
+    ) -> LlamaForCausalLM:
+        budget = train.Budget(minutes, self.args.max_steps)
+        checkpoint = self.work / f"{name}.pt"
+        self.progress[name] = train.train(name, model, loss_of, budget, rate, checkpoint, self.pause)
+        return model.eval()
+
+    def finish(self, target: LlamaForCausalLM, drafts: dict[str, LlamaForCausalLM]) -> None:
+        """Measure on the held-out packages and export everything."""
+        s = self.settings
+        held_out = list(data.read_documents(self.work / "heldout.jsonl"))
+        prompts = evaluate.cut_prompts(held_out, self.tokenizer, self.args.prompts, s.seed)
+        evaluated = {name: rounded(model) for name, model in {"target": target, **drafts}.items()}
+        figures = evaluate.agreement_report(
+            evaluated, [self.tokenizer.encode(p.text).ids for p in prompts], self.args.new_tokens
+        )
+        streams = {kind: data.Stream(self.work / f"heldout-{kind}.bin") for kind in s.kinds}
+        entries = {}
+        for name, model in evaluated.items():
+            progress = self.progress[name]
+            entries[name] = {
+                "parameters": sum(parameter.numel() for parameter in model.parameters()),
+                "held_out_loss": evaluate.held_out_losses(model, streams),
+                "steps": progress.step,
+                "tokens": progress.tokens,
+                "minutes": round(progress.elapsed / 60, 1),
+                "window": s.window if name == "target" else distill.LENGTH,
+            }
+            print(name, entries[name]["held_out_loss"], figures["agreement"].get(name, ""), flush=True)
+        print("union", figures["agreement"]["union"], flush=True)
+        report = {
+            "models": entries,
+            **figures,
+            "lessons": {"tokens": self.progress["lessons"].tokens, "shards": self.progress["lessons"].step},
+            "settings": asdict(s) | {"hit_weight": self.args.hit_weight, "peak_rate": PEAK_RATE},
+            "packages": data.summary(data.read_documents(self.work / "train.jsonl")),
+            "held_out_packages": data.summary(held_out),
+            "device": f"{self.device.type}, {torch.get_num_threads()} threads",
+            "versions": {name: metadata.version(name) for name in ("torch", "transformers", "tokenizers", "numpy")}
+            | {"python": platform.python_version()},
+        }
+        export(self.args.out, {"target": target, **drafts}, self.tokenizer, report, evaluate.prompts_as_json(prompts))
+        print(f"exported to {self.args.out}", flush=True)
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
+    here = Path(__file__).resolve().parent
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--work", type=Path, default=cache / "treespec" / "train", help="folder for everything between")
+    parser.add_argument("--out", type=Path, default=here / "treespec_weights" / "default", help="folder of the result")
+    parser.add_argument("--resume", action="store_true", help="go on with what the work folder holds")
+    parser.add_argument("--target-minutes", type=float, default=48, help="training time of the target")
+    parser.add_argument("--continuation-minutes", type=float, default=5, help="time to make the drafts' lessons")
+    parser.add_argument("--ssm-minutes", type=float, default=6, help="training time of each draft")
+    parser.add_argument("--max-steps", type=int, help="steps per stage instead of minutes")
+    parser.add_argument("--hit-weight", type=float, default=0.3, help="boost-tuning: weight where earlier drafts hit")
+    parser.add_argument("--kinds", nargs="+", choices=data.KINDS, default=["code"], help="kinds of text")
+    parser.add_argument("--held-out", nargs="+", default=list(data.HELD_OUT), help="packages never trained on")
+    parser.add_argument("--package-cap", type=int, default=12_000_000, help="most characters of a package and kind")
+    parser.add_argument(
+        "--text-root", type=Path, action="append", default=[], help="use this folder's packages instead"
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
+    parser.add_argument(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        default=shutil.which("g++") is not None,
+        help="compile the training step (a quarter faster on a CPU)",
+    )
+    parser.add_argument("--prompts", type=int, default=256, help="held-out prompts to evaluate on and export")
+    parser.add_argument("--new-tokens", type=int, default=128, help="tokens the target continues each of them by")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tiny", action="store_true", help="toy shapes, for tests")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run all stages; returns 0, or 130 after a pause. Raises ValueError for a work folder that does not fit."""
+    args = arguments(argv)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    roots = [str(root.resolve()) for root in args.text_root]
+    settings = Settings(args.kinds, args.held_out, roots, args.package_cap, args.seed, args.tiny)
+    args.work.mkdir(parents=True, exist_ok=True)
+    file = args.work / "settings.json"
+    if file.exists():
+        if not args.resume:
+            raise ValueError(f"{args.work} holds an earlier run: pass --resume, or another --work")
+        if (kept := json.loads(file.read_text())) != asdict(settings):
+            raise ValueError(f"{args.work} was begun with {kept}, which differs from {asdict(settings)}")
+    write_json(file, asdict(settings))
+    try:
+        Build(args, settings).run()
+    except train.Paused:
+        print(f"paused; go on with --resume --work {args.work}", flush=True)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,241 @@
+"""Text that installs with Python and the project's dependencies, split by whole packages into training and held-out."""
+
+import hashlib
+import json
+import re
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from treespec_training.files import atomic_write_text, replacing
+
+END_OF_TEXT = "<|endoftext|>"
+KINDS = ("code", "prose", "data")
+SHARES = {"code": 0.8, "prose": 0.1, "data": 0.1}  # of the training windows, normalised over the kinds in use
+SUFFIXES = {
+    "code": (".py",),
+    "prose": (".md", ".rst", ".txt"),
+    "data": (".json", ".toml", ".yaml", ".yml", ".csv", ".cfg", ".ini"),
+}
+# Whole packages that torch, transformers and typer install, so that anyone can repeat the evaluation.
+HELD_OUT = ("networkx", "jinja2", "rich", "stdlib.asyncio", "stdlib.email")
+PERMISSIVE = re.compile(r"\b(MIT|BSD|0BSD|Apache|ISC|PSF|Python|CNRI-Python|Zlib|CC0|Unlicense|HPND)\b", re.IGNORECASE)
+COPYLEFT = re.compile(r"\b(A?L?GPL|MPL|EPL|CDDL|GNU|Mozilla)", re.IGNORECASE)
+GENERATED = re.compile(r"auto-?\s?(matically)?[ -]?generated|generated (by|from|file)|do not edit", re.IGNORECASE)
+# Copies of other packages (one of them could be a held-out one), fixtures, and lists of licences and file hashes.
+SKIPPED_FOLDERS = frozenset(
+    {"_vendor", "vendor", "_vendored", "third_party", "site-packages", "__pycache__", "licenses"}
+)
+SKIPPED_STEMS = ("license", "licence", "copying", "notice", "authors", "record", "top_level", "entry_points")
+MAX_FILE_BYTES = {"code": 256_000, "prose": 256_000, "data": 64_000}
+
+
+@dataclass(frozen=True)
+class Document:
+    """One file's text. `package` is a distribution's name, `stdlib.<module>`, or a folder below a text root."""
+
+    package: str
+    path: str
+    kind: str
+    license: str
+    text: str
+
+
+def kind_of(path: Path) -> str | None:
+    """The kind of text in a file, by its name; None for files that are not text or hold no language."""
+    if path.stem.lower().startswith(SKIPPED_STEMS):
+        return None
+    if path.name == "METADATA":
+        return "prose"
+    return next((kind for kind, suffixes in SUFFIXES.items() if path.suffix in suffixes), None)
+
+
+def read_text(path: Path, kind: str) -> str | None:
+    """The file's text with unified line ends; None where it is huge, tiny, generated, minified or not UTF-8."""
+    try:
+        if not 200 <= path.stat().st_size <= MAX_FILE_BYTES[kind]:
+            return None
+        text = path.read_text("utf-8").replace("\r\n", "\n")
+    except (UnicodeDecodeError, OSError):
+        return None
+    if path.name == "METADATA":  # the long description only
+        text = text.partition("\n\n")[2]
+    lines = text.count("\n") + 1
+    if len(text) < 200 or END_OF_TEXT in text or "\0" in text or len(text) / lines > 160:
+        return None
+    return None if GENERATED.search(text[:1000]) else text
+
+
+def license_of(dist: metadata.Distribution) -> str:
+    """The distribution's licence as its metadata states it: expression, field, else classifiers."""
+    meta = dist.metadata
+    stated = meta.get("License-Expression") or meta.get("License")
+    if not stated or len(stated) > 200:
+        stated = "; ".join(
+            c.split("::")[-1].strip() for c in meta.get_all("Classifier") or [] if c.startswith("License")
+        )
+    return stated or "unknown"
+
+
+def is_permissive(license: str) -> bool:
+    """Whether a stated licence is permissive throughout: `MPL-2.0 AND MIT` is not."""
+    return bool(PERMISSIVE.search(license)) and not COPYLEFT.search(license)
+
+
+def _document(package: str, path: Path, name: str, license: str) -> Document | None:
+    kind = kind_of(path)
+    if kind is None or SKIPPED_FOLDERS & set(Path(name).parts[:-1]):
+        return None
+    text = read_text(path, kind)
+    return None if text is None else Document(package, name, kind, license, text)
+
+
+def installed_documents() -> Iterator[Document]:
+    """Documents of the standard library (its test suite left out) and of every permissively licensed distribution."""
+    stdlib = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(stdlib.rglob("*.py")):
+        relative = path.relative_to(stdlib)
+        if relative.parts[0] not in ("site-packages", "dist-packages", "test", "idlelib", "lib2to3"):
+            package = "stdlib." + relative.parts[0].removesuffix(".py")
+            if document := _document(package, path, str(relative), "PSF-2.0"):
+                yield document
+    for dist in sorted(metadata.distributions(), key=lambda d: d.metadata["Name"].lower()):
+        license = license_of(dist)
+        if not is_permissive(license):
+            continue
+        for file in sorted(dist.files or [], key=str):
+            if ".." not in file.parts:
+                path = Path(str(dist.locate_file(file)))
+                if document := _document(dist.metadata["Name"].lower(), path, str(file), license):
+                    yield document
+
+
+def folder_documents(roots: Sequence[Path]) -> Iterator[Document]:
+    """Documents below given folders; the first folder below a root is the package."""
+    for root in roots:
+        for path in sorted(p for p in root.rglob("*") if p.is_file()):
+            relative = path.relative_to(root)
+            if document := _document(relative.parts[0], path, str(relative), "as given"):
+                yield document
+
+
+def select(
+    documents: Iterable[Document], kinds: Sequence[str], held_out: Sequence[str], package_cap: int, seed: int
+) -> tuple[list[Document], list[Document]]:
+    """Split documents by package into (training, held-out), without copies, each package and kind capped.
+
+    Args:
+        documents: candidates; a text that occurs twice is kept once, and in the held-out half if it occurs there.
+        kinds: kinds to keep.
+        held_out: packages (or their sub-modules `package.x`) that never reach the training text.
+        package_cap: most characters of one package and kind, so that no project's habits dominate.
+        seed: orders the documents.
+    """
+    documents = [document for document in documents if document.kind in kinds]
+
+    def order(document: Document) -> str:
+        return hashlib.sha1(f"{seed}:{document.package}:{document.path}".encode()).hexdigest()
+
+    def is_held_out(document: Document) -> bool:
+        return any(document.package == name or document.package.startswith(name + ".") for name in held_out)
+
+    seen: set[str] = set()
+    used: dict[tuple[str, str], int] = {}
+    halves: tuple[list[Document], list[Document]] = ([], [])
+    for document in sorted(documents, key=lambda d: (not is_held_out(d), order(d))):
+        digest = hashlib.sha1(document.text.encode()).hexdigest()
+        key = (document.package.split(".")[0] if is_held_out(document) else document.package, document.kind)
+        if digest in seen or used.get(key, 0) + len(document.text) > package_cap:
+            continue
+        seen.add(digest)
+        used[key] = used.get(key, 0) + len(document.text)
+        halves[is_held_out(document)].append(document)
+    return halves
+
+
+def write_documents(documents: Sequence[Document], path: Path) -> None:
+    """Write documents as JSON lines."""
+    atomic_write_text(path, "".join(json.dumps(asdict(document)) + "\n" for document in documents))
+
+
+def read_documents(path: Path) -> Iterator[Document]:
+    """Read what `write_documents` wrote."""
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            yield Document(**json.loads(line))
+
+
+def summary(documents: Iterable[Document]) -> dict[str, dict[str, object]]:
+    """Per package: licence, and characters per kind. Standard library modules are counted together."""
+    table: dict[str, dict] = {}
+    for document in documents:
+        package = document.package.split(".")[0]
+        entry = table.setdefault(package, {"license": document.license, "characters": {}})
+        entry["characters"][document.kind] = entry["characters"].get(document.kind, 0) + len(document.text)
+    return table
+
+
+def tokenize(documents: Iterable[Document], tokenizer: Tokenizer, path: Path) -> int:
+    """Write the documents' tokens as uint16, the end-of-text token (id 0) before each; returns how many."""
+    count = 0
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        batch: list[str] = []
+        for document in documents:
+            batch.append(document.text)
+            if len(batch) == 256:
+                count += _write_tokens(batch, tokenizer, file)
+                batch = []
+        count += _write_tokens(batch, tokenizer, file)
+    return count
+
+
+def _write_tokens(batch: list[str], tokenizer: Tokenizer, file) -> int:
+    encodings = tokenizer.encode_batch_fast(batch, add_special_tokens=False)
+    ids = np.concatenate([np.zeros(0, np.uint16), *(np.array([0, *e.ids], np.uint16) for e in encodings)])
+    file.write(ids.tobytes())
+    return len(ids)
+
+
+class Stream:
+    """A memory-mapped token stream."""
+
+    def __init__(self, path: Path) -> None:
+        self.tokens = np.memmap(path, np.uint16, "r") if path.stat().st_size else np.zeros(0, np.uint16)
+
+    def windows(self, starts: Iterable[int], length: int) -> np.ndarray:
+        """Cut windows at the given positions. Returns int64 [len(starts), length]."""
+        return np.stack([self.tokens[start : start + length] for start in starts]).astype(np.int64)
+
+    def evenly_spaced(self, count: int, length: int) -> np.ndarray:
+        """Windows spread over the whole stream, for evaluation. Returns int64 [<= count, length]."""
+        count = min(count, len(self.tokens) // length)
+        return self.windows(np.linspace(0, len(self.tokens) - length, count).astype(int), length)
+
+
+class Mixture:
+    """Random windows of several streams, drawn in given shares.
+
+    The windows of a step are a function of (seed, step) alone: a resumed run needs no data position but its step.
+    """
+
+    def __init__(self, streams: dict[str, Stream], shares: dict[str, float], seed: int) -> None:
+        self.streams = list(streams.values())
+        self.shares = np.array([shares[kind] for kind in streams])
+        self.shares /= self.shares.sum()
+        self.seed = seed
+
+    def windows(self, step: int, count: int, length: int) -> np.ndarray:
+        """Cut random windows. Returns int64 [count, length]. Raises ValueError where a stream is shorter."""
+        rng = np.random.default_rng((self.seed, step))
+        rows = []
+        for choice in rng.choice(len(self.streams), count, p=self.shares):
+            tokens = self.streams[choice].tokens
+            if len(tokens) <= length:
+                raise ValueError(f"a kind of text has {len(tokens)} tokens; windows of {length} need more of it")
+            rows.append(self.streams[choice].windows([rng.integers(0, len(tokens) - length)], length))
+        return np.concatenate(rows)

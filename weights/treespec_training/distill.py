@@ -1,0 +1,210 @@
+"""Drafts learn from the target: from its opinion of training text, then from its own continuations of it.
+
+A *lesson* is a token sequence with the target's most probable next tokens at every position, computed once and
+shared by all drafts. Boost-tuning (SpecInfer, arXiv 2305.09781, section 3) makes a later draft train most where
+the earlier ones miss the target's choice.
+"""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, LlamaForCausalLM
+
+from treespec_training.data import Mixture
+from treespec_training.files import replacing, write_json
+from treespec_training.models import logits_of
+from treespec_training.train import Budget, PauseRequest, Progress, ProgressLog
+
+LENGTH = 256  # tokens of a lesson
+PROMPT_LENGTHS = (32, 128)
+TOP = 32  # 32 of 4,096 tokens hold about 97% of the target's probability
+TEXT_SHARE = 0.25  # of the lessons' budget
+TEXT_PHASE = 0.3  # of a draft's budget
+TEMPERATURE = 0.7
+FIRST_WINDOW = 1_000_000_000  # windows of lessons are numbered apart from the target's training steps
+
+
+@dataclass(frozen=True)
+class Lessons:
+    """Sequences and the target's view of each next token.
+
+    tokens: uint16 [count, LENGTH]; top_ids: uint16 [count, LENGTH - 1, TOP], most probable first;
+    top_logprobs: float16, same shape.
+    """
+
+    tokens: np.ndarray
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
+
+    @staticmethod
+    def load(paths: Sequence[Path]) -> "Lessons":
+        """Join shards."""
+        shards = [np.load(path) for path in paths]
+        return Lessons(*(np.concatenate([shard[name] for shard in shards]) for name in Lessons.__annotations__))
+
+    def save(self, path: Path) -> None:
+        """Write one shard."""
+        with replacing(path) as temporary, temporary.open("wb") as file:
+            np.savez(file, **vars(self))
+
+
+def _top(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """logits [..., vocab] -> (ids, logprobs) of the most probable tokens, both [..., TOP]."""
+    logprobs, ids = logits.float().log_softmax(-1).topk(TOP, dim=-1)
+    return ids, logprobs
+
+
+def _lessons(tokens: Tensor, tops: Sequence[tuple[Tensor, Tensor]]) -> Lessons:
+    ids = torch.cat([top[0] for top in tops], 1)
+    logprobs = torch.cat([top[1] for top in tops], 1)
+    return Lessons(
+        tokens.cpu().numpy().astype(np.uint16),
+        ids.cpu().numpy().astype(np.uint16),
+        logprobs.cpu().numpy().astype(np.float16),
+    )
+
+
+@torch.inference_mode()
+def text_lessons(target: LlamaForCausalLM, windows: Tensor) -> Lessons:
+    """The target's view of real text. windows: int64 [count, LENGTH]."""
+    tops = [_top(target(input_ids=part[:, :-1], use_cache=False).logits) for part in windows.split(16)]
+    joined = [(torch.cat([top[0] for top in tops]), torch.cat([top[1] for top in tops]))]
+    return _lessons(windows, joined)
+
+
+@torch.inference_mode()
+def continuation_lessons(target: LlamaForCausalLM, prompts: Tensor, length: int, generator: torch.Generator) -> Lessons:
+    """Continue prompts, the first half greedily, the second half at temperature 0.7.
+
+    Args:
+        target: in evaluation mode.
+        prompts: int64 [count, prompt length].
+        length: tokens of each result, prompt included.
+        generator: the noise, on the model's device.
+    """
+    greedy_rows = len(prompts) // 2
+    cache = DynamicCache()
+    tokens, inputs = prompts, prompts
+    tops = []
+    while tokens.shape[1] < length:
+        logits = target(input_ids=inputs, past_key_values=cache, use_cache=True).logits
+        tops.append(_top(logits))
+        last = logits[:, -1].float()
+        inputs = last.argmax(-1, keepdim=True)
+        probs = (last[greedy_rows:] / TEMPERATURE).softmax(-1)
+        inputs[greedy_rows:] = torch.multinomial(probs, 1, generator=generator)
+        tokens = torch.cat([tokens, inputs], 1)
+    return _lessons(tokens, tops)
+
+
+def make_lessons(
+    target: LlamaForCausalLM, text: Mixture, folder: Path, budget: Budget, batch: int, pause: PauseRequest
+) -> Progress:
+    """Fill `folder` with shards `text-*.npz` and `continued-*.npz` until the budget is spent; resumes by shard.
+
+    Raises:
+        Paused: a signal came between two shards.
+    """
+    device = next(target.parameters()).device
+    teacher = target.to(torch.bfloat16).eval()
+    state_file = folder / "progress.json"
+    progress = Progress(**json.loads(state_file.read_text())) if state_file.exists() else Progress()
+    log = ProgressLog("lessons", progress)
+    while (done := budget.progress(progress.step, progress.elapsed)) < 1:
+        pause.check()
+        started = time.monotonic()
+        shard = progress.step
+        windows = torch.from_numpy(text.windows(FIRST_WINDOW + shard, batch, LENGTH)).to(device)
+        if done < TEXT_SHARE:
+            text_lessons(teacher, windows).save(folder / f"text-{shard:04}.npz")
+        else:
+            rng = np.random.default_rng((text.seed, 1, shard))
+            generator = torch.Generator(device).manual_seed(int(rng.integers(2**62)))
+            prompts = windows[:, : int(rng.integers(*PROMPT_LENGTHS))]
+            continuation_lessons(teacher, prompts, LENGTH, generator).save(folder / f"continued-{shard:04}.npz")
+        progress.step += 1
+        progress.tokens += windows.numel()
+        progress.elapsed += time.monotonic() - started
+        write_json(state_file, vars(progress))
+        log.update(done, progress)
+    log.close()
+    return progress
+
+
+def distillation_loss(
+    model: nn.Module, tokens: Tensor, top_ids: Tensor, top_logprobs: Tensor, weights: Tensor, argmax_share: float
+) -> Tensor:
+    """Weighted mean of cross-entropy to the target's probabilities and to its argmax.
+
+    Args:
+        model: the draft.
+        tokens: int64 [batch, length + 1].
+        top_ids, top_logprobs: the target's most probable next tokens, [batch, length, TOP]; renormalised over them.
+        weights: float [batch, length].
+        argmax_share: weight of the argmax term in [0, 1].
+    """
+    logits = logits_of(model, tokens[:, :-1]).float()
+    logprobs = logits.gather(-1, top_ids) - logits.logsumexp(-1, keepdim=True)
+    soft = -(top_logprobs.softmax(-1) * logprobs).sum(-1)
+    loss = (1 - argmax_share) * soft - argmax_share * logprobs[..., 0]
+    return (loss * weights).sum() / weights.sum()
+
+
+@torch.inference_mode()
+def missed(drafts: Sequence[LlamaForCausalLM], lessons: Lessons) -> np.ndarray:
+    """Where no draft's first choice is the target's. Returns bool [count, LENGTH - 1], all true without drafts."""
+    result = np.ones(lessons.top_ids.shape[:2], bool)
+    for draft in drafts:
+        device = next(draft.parameters()).device
+        for start in range(0, len(result), 64):
+            tokens = torch.from_numpy(lessons.tokens[start : start + 64, :-1].astype(np.int64)).to(device)
+            choice = logits_of(draft, tokens).argmax(-1).cpu().numpy()
+            result[start : start + 64] &= choice != lessons.top_ids[start : start + 64, :, 0]
+    return result
+
+
+class Curriculum:
+    """A draft's loss function for `train`: text lessons first, then the target's continuations.
+
+    Args:
+        text, continued: the two kinds of lessons.
+        earlier: drafts trained before this one; where one of them already finds the target's choice, a position's
+            weight is `hit_weight`, elsewhere 1 (boost-tuning; 1 switches it off).
+        batch: lessons per step.
+        seed: orders the lessons; the order is a function of (seed, step).
+        loss: `distillation_loss` or its compiled form.
+    """
+
+    def __init__(
+        self,
+        text: Lessons,
+        continued: Lessons,
+        earlier: Sequence[LlamaForCausalLM],
+        hit_weight: float,
+        batch: int,
+        seed: int,
+        loss: Callable[..., Tensor] = distillation_loss,
+    ) -> None:
+        self.phases = [
+            (lessons, np.where(missed(earlier, lessons), 1.0, hit_weight).astype(np.float32))
+            for lessons in (text, continued)
+        ]
+        self.batch, self.seed, self.loss = batch, seed, loss
+
+    def __call__(self, model: nn.Module, step: int, done: float) -> tuple[Tensor, int]:
+        """One step's loss and its number of tokens."""
+        phase = int(done >= TEXT_PHASE)
+        lessons, weights = self.phases[phase]
+        rows = np.random.default_rng((self.seed, 2, step)).integers(0, len(lessons.tokens), self.batch)
+        device = next(model.parameters()).device
+        arrays = (lessons.tokens[rows].astype(np.int64), lessons.top_ids[rows].astype(np.int64))
+        tokens, ids = (torch.from_numpy(array).to(device) for array in arrays)
+        logprobs = torch.from_numpy(lessons.top_logprobs[rows].astype(np.float32)).to(device)
+        weight = torch.from_numpy(weights[rows]).to(device)
+        return self.loss(model, tokens, ids, logprobs, weight, 0.5 * phase), weight.numel()

@@ -1,0 +1,143 @@
+"""Figures on held-out packages: loss, and how often drafts name the token that the target decodes next."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import LlamaForCausalLM
+
+from treespec_training.data import Document, Stream
+from treespec_training.distill import continuation_lessons
+
+PROMPT_TOKENS = (48, 160)
+TOPS = (1, 2, 4)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The beginning of a continuation: whole lines of a held-out document, without the last line end."""
+
+    text: str
+    package: str
+    kind: str
+
+
+def cut_prompts(documents: Sequence[Document], tokenizer: Tokenizer, count: int, seed: int) -> list[Prompt]:
+    """Cut `count` prompts of 48 to 160 tokens at line starts, spread evenly over (package, kind)."""
+    groups: dict[tuple[str, str], list[Document]] = {}
+    for document in documents:
+        groups.setdefault((document.package, document.kind), []).append(document)
+    rng = random.Random(seed)
+    prompts: dict[str, Prompt] = {}
+    for attempt in range(50 * count):
+        if len(prompts) == count or not groups:
+            break
+        (package, kind), members = list(groups.items())[attempt % len(groups)]
+        lines = rng.choice(members).text.split("\n")
+        start, wanted = rng.randrange(len(lines)), rng.randint(*PROMPT_TOKENS)
+        end, length, text = start, 0, ""
+        while end < len(lines) and length < wanted:
+            end += 1
+            text = "\n".join(lines[start:end])
+            length = len(tokenizer.encode(text).ids)
+        if (
+            text.strip()
+            and PROMPT_TOKENS[0] <= length <= PROMPT_TOKENS[1]
+            and len(text) < 700
+            and lines[end - 1].strip()
+        ):
+            prompts.setdefault(text, Prompt(text, package, kind))
+    return list(prompts.values())
+
+
+def prompts_as_json(prompts: Sequence[Prompt]) -> list[dict[str, str]]:
+    """For `heldout_prompts.json`."""
+    return [asdict(prompt) for prompt in prompts]
+
+
+@torch.inference_mode()
+def held_out_loss(model: LlamaForCausalLM, stream: Stream, windows: int = 96, length: int = 512) -> float:
+    """Mean cross-entropy in nats per token over evenly spaced windows."""
+    length = min(length, len(stream.tokens) - 1)
+    losses = []
+    device = next(model.parameters()).device
+    for part in torch.from_numpy(stream.evenly_spaced(windows, length)).to(device).split(8):
+        logits = model(input_ids=part[:, :-1], use_cache=False).logits
+        losses.append(F.cross_entropy(logits.float().flatten(0, 1), part[:, 1:].flatten(), reduction="none"))
+    return torch.cat(losses).mean().item()
+
+
+@torch.inference_mode()
+def greedy_continuations(target: LlamaForCausalLM, prompts: Sequence[list[int]], new_tokens: int) -> list[Tensor]:
+    """The target's greedy continuation of each prompt: int64 [prompt + new_tokens], end tokens not stopping it."""
+    device = next(target.parameters()).device
+    results: dict[int, Tensor] = {}
+    by_length: dict[int, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        by_length.setdefault(len(prompt), []).append(index)
+    for length, indices in by_length.items():
+        tokens = torch.tensor([prompts[i] for i in indices], device=device)
+        doubled = torch.cat([tokens, tokens])  # the first half is continued greedily
+        lessons = continuation_lessons(target, doubled, length + new_tokens, torch.Generator(device).manual_seed(0))
+        for index, row in zip(indices, lessons.tokens, strict=False):
+            results[index] = torch.from_numpy(row.astype(np.int64))
+    return [results[index] for index in range(len(prompts))]
+
+
+@torch.inference_mode()
+def ranks(draft: LlamaForCausalLM, sequences: Sequence[Tensor], prompt_lengths: Sequence[int]) -> list[Tensor]:
+    """The draft's rank (0 = first choice) of every continued token, teacher-forced. One int64 [new tokens] each."""
+    device = next(draft.parameters()).device
+    results = []
+    for sequence, length in zip(sequences, prompt_lengths, strict=True):
+        sequence = sequence.to(device)
+        logits = draft(input_ids=sequence[None, :-1], use_cache=False).logits[0, length - 1 :]
+        chosen = logits.gather(-1, sequence[length:, None])
+        results.append((logits > chosen).sum(-1))
+    return results
+
+
+def distinct_4grams(sequences: Sequence[Tensor], prompt_lengths: Sequence[int]) -> float:
+    """Mean share of distinct 4-grams in the continuations: low where greedy decoding loops."""
+    shares = []
+    for sequence, length in zip(sequences, prompt_lengths, strict=True):
+        tokens = sequence[length:].tolist()
+        grams = [tuple(tokens[i : i + 4]) for i in range(len(tokens) - 3)]
+        shares.append(len(set(grams)) / max(len(grams), 1))
+    return sum(shares) / len(shares)
+
+
+def agreement(ranks_per_draft: dict[str, Tensor]) -> dict[str, dict[str, float]]:
+    """Share of target tokens within each draft's top 1, 2, 4, and within any draft's.
+
+    ranks_per_draft: name -> int64 [positions], the same positions for every draft.
+    """
+    rows = {**ranks_per_draft, "union": torch.stack(list(ranks_per_draft.values())).amin(0)}
+    return {
+        name: {f"top{top}": round((rank < top).float().mean().item(), 4) for top in TOPS} for name, rank in rows.items()
+    }
+
+
+def agreement_report(
+    models: dict[str, LlamaForCausalLM], prompts: Sequence[list[int]], new_tokens: int
+) -> dict[str, object]:
+    """Continue prompts greedily with `models["target"]` and rank its tokens by all other models."""
+    sequences = greedy_continuations(models["target"], prompts, new_tokens)
+    lengths = [len(prompt) for prompt in prompts]
+    drafts = {name: torch.cat(ranks(m, sequences, lengths)) for name, m in models.items() if name != "target"}
+    return {
+        "agreement": agreement(drafts),
+        "prompts": len(prompts),
+        "new_tokens": new_tokens,
+        "distinct_4grams": round(distinct_4grams(sequences, lengths), 4),
+    }
+
+
+def held_out_losses(model: LlamaForCausalLM, streams: dict[str, Stream]) -> dict[str, float]:
+    """`held_out_loss` per kind of text; kinds of which the held-out packages have next to nothing are left out."""
+    return {kind: round(held_out_loss(model, stream), 4) for kind, stream in streams.items() if len(stream.tokens) > 64}

@@ -1,0 +1,143 @@
+"""The finished folder: four Hugging Face models with tokenizer and model card, prompts, and the report."""
+
+import copy
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from transformers import LlamaForCausalLM
+
+from treespec_training.files import atomic_write_text, write_json
+from treespec_training.models import MAX_LENGTH
+from treespec_training.tokenizer import as_pretrained
+
+CARD = """---
+license: {card_license}
+language: [en, code]
+library_name: transformers
+pipeline_tag: text-generation
+tags: [speculative-decoding]
+---
+# treespec default models: {name}
+
+{purpose}
+
+A small language model made from scratch by `weights/train_default.py` of treespec, so that speculative decoding can
+be tried and tested offline. It continues text of the kinds it saw; it answers no questions and knows no facts.
+
+| | |
+|---|---|
+| architecture | `LlamaForCausalLM`, tied embeddings, no biases |
+| parameters | {parameters:,} ({layers} layers, hidden {hidden}, MLP {mlp}) |
+| attention | {heads} heads of {head_dim}, {kv_heads} KV heads |
+| context | {context} positions, trained on windows of {window} tokens |
+| tokenizer | byte-level BPE, {vocab} tokens, lossless, shared by target and drafts |
+| weights | bfloat16 |
+| trained on | {tokens:,} tokens in {minutes:.0f} minutes on {device} |
+| text | {kinds}: {characters:,} characters that install with Python and treespec's dependencies |
+| held out | {held_out} (whole packages) |
+
+## Measured on the held-out packages
+
+{figures}
+
+## Text and licences
+
+The training text was read from installed packages whose metadata states a permissive licence. The text itself is not
+part of this folder. Packages by licence:
+
+{licenses}
+
+The weights are published under treespec's own licence.
+
+## Rebuild
+
+`python weights/train_default.py`, with time budgets and kinds of text as options; `report.json` beside the model
+folders holds the settings, the package list and all figures of this build.
+"""
+
+
+def _figures(name: str, report: dict) -> str:
+    losses = ", ".join(f"{kind} {value:.3f}" for kind, value in report["models"][name]["held_out_loss"].items())
+    lines = [f"- loss, nats per token: {losses}"]
+    shares = report["agreement"]
+    if name in shares:
+        texts = [f"{label[3:]}: {value:.3f}" for label, value in shares[name].items()]
+        lines.append(
+            "- share of tokens of the target's greedy continuations that are among this draft's k most probable, "
+            f"by k: {', '.join(texts)} ({report['prompts']} prompts, {report['new_tokens']} tokens each)"
+        )
+    return "\n".join(lines)
+
+
+def model_card(name: str, report: dict, model: LlamaForCausalLM) -> str:
+    """The README.md of one model folder."""
+    config = model.config
+    entry = report["models"][name]
+    by_license: dict[str, list[str]] = {}
+    for package, facts in report["packages"].items():
+        by_license.setdefault(facts["license"], []).append(package)
+    purpose = {
+        True: "The target: the model whose output is wanted.",
+        False: "A draft model (SSM), distilled from the target in the folder beside it: it guesses the target's words.",
+    }[name == "target"]
+    return CARD.format(
+        card_license="apache-2.0",
+        name=name,
+        purpose=purpose,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        head_dim=config.head_dim,
+        kv_heads=config.num_key_value_heads,
+        mlp=config.intermediate_size,
+        context=config.max_position_embeddings,
+        window=entry["window"],
+        vocab=config.vocab_size,
+        tokens=entry["tokens"],
+        minutes=entry["minutes"],
+        device=report["device"],
+        kinds=", ".join(report["settings"]["kinds"]),
+        characters=sum(sum(facts["characters"].values()) for facts in report["packages"].values()),
+        held_out=", ".join(report["settings"]["held_out"]),
+        figures=_figures(name, report),
+        licenses="\n".join(f"- {license}: {', '.join(sorted(names))}" for license, names in sorted(by_license.items())),
+    )
+
+
+def rounded(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    """A float32 copy whose weights are bfloat16 values: what a user of the exported file computes with."""
+    return copy.deepcopy(model).to(torch.bfloat16).to(torch.float32).eval()
+
+
+def export(
+    out: Path, models: dict[str, LlamaForCausalLM], tokenizer: Tokenizer, report: dict, prompts: Sequence[dict]
+) -> None:
+    """Write all folders beside `out` and swap them in one by one, so that no folder is ever half new.
+
+    Args:
+        out: `default`; made if missing. Other files in it stay.
+        models: folder name -> model.
+        tokenizer: the shared tokenizer.
+        report: written as `report.json`, and the figures on the model cards.
+        prompts: written as `heldout_prompts.json`.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".export-") as name:
+        staging = Path(name)
+        for folder, model in models.items():
+            copy.deepcopy(model).to(torch.bfloat16).cpu().save_pretrained(staging / folder)
+            as_pretrained(tokenizer, MAX_LENGTH).save_pretrained(staging / folder)
+            atomic_write_text(staging / folder / "README.md", model_card(folder, report, model))
+        for folder in models:
+            if (out / folder).exists():
+                (out / folder).rename(staging / f"{folder}.old")
+            (staging / folder).rename(out / folder)
+        for old in staging.glob("*.old"):
+            shutil.rmtree(old)
+    write_json(out / "heldout_prompts.json", list(prompts))
+    write_json(out / "report.json", report)

@@ -1,0 +1,50 @@
+"""Shapes of the embedded models, built with transformers so that every library loads the result."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+TARGET = {"hidden_size": 256, "num_hidden_layers": 12, "intermediate_size": 704}
+DRAFT = {"hidden_size": 256, "num_hidden_layers": 1, "intermediate_size": 512}
+ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+TINY_TARGET = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64}
+TINY_DRAFT = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 48}
+TINY_ATTENTION = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+MAX_LENGTH = 2048
+
+
+def build(shape: dict[str, int], vocab_size: int, seed: int) -> LlamaForCausalLM:
+    """A freshly initialised Llama with tied embeddings; residual outputs start smaller by depth (GPT-2)."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        max_position_embeddings=MAX_LENGTH,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=True,
+        attention_bias=False,
+        mlp_bias=False,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+        **shape,
+    )
+    model = LlamaForCausalLM(config)
+    model.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=0, pad_token_id=0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.mul_((2 * config.num_hidden_layers) ** -0.5)
+    return model
+
+
+def logits_of(model: torch.nn.Module, tokens: Tensor) -> Tensor:
+    """Logits in bf16 autocast. tokens: int64 [batch, length]; returns [batch, length, vocab]."""
+    with torch.autocast(tokens.device.type, torch.bfloat16):
+        return model(input_ids=tokens, use_cache=False).logits
+
+
+def next_token_loss(model: torch.nn.Module, windows: Tensor) -> Tensor:
+    """Mean cross-entropy in nats per token. windows: int64 [batch, length + 1]."""
+    logits = logits_of(model, windows[:, :-1])
+    return F.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())

@@ -1,0 +1,192 @@
+"""One training loop for target and drafts: annealed over a time budget, paused and resumed without loss."""
+
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from treespec_training.files import replacing
+
+WARMUP = 0.02
+FINAL_RATE = 0.05
+CHECKPOINT_SECONDS = 120.0
+LOG_SECONDS = 30.0
+# (model, step, share of the budget spent) -> (mean loss, tokens trained on)
+LossFunction = Callable[[nn.Module, int, float], tuple[Tensor, int]]
+
+
+class Paused(Exception):
+    """A stop was asked for by a signal; everything needed to go on is on disk."""
+
+
+class PauseRequest:
+    """Set by SIGINT or SIGTERM; long loops look at it between steps."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Turn the two signals into a request while the block runs."""
+        signals = (signal.SIGINT, signal.SIGTERM)
+        previous = [signal.signal(number, self._on_signal) for number in signals]
+        try:
+            yield
+        finally:
+            for number, handler in zip(signals, previous, strict=True):
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self.requested = True
+
+    def check(self) -> None:
+        """Raise `Paused` if a stop was asked for."""
+        if self.requested:
+            raise Paused
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How long a stage runs: minutes of training time, or a number of steps where `max_steps` is given."""
+
+    minutes: float
+    max_steps: int | None = None
+
+    def progress(self, step: int, elapsed: float) -> float:
+        """The share of the budget that is spent, in [0, 1]."""
+        spent = step / self.max_steps if self.max_steps is not None else elapsed / (60 * self.minutes)
+        return min(1.0, spent)
+
+
+@dataclass
+class Progress:
+    """What a checkpoint counts: optimizer steps, tokens trained on, seconds spent training (pauses left out)."""
+
+    step: int = 0
+    tokens: int = 0
+    elapsed: float = 0.0
+
+
+def learning_rate(progress: float, peak: float) -> float:
+    """Linear warm-up over the first 2% of the budget, then linear decay to 5% of the peak at its end."""
+    if progress < WARMUP:
+        return peak * max(progress / WARMUP, 0.01)
+    return peak * (1 - (1 - FINAL_RATE) * (progress - WARMUP) / (1 - WARMUP))
+
+
+def optimizers_for(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the layers, AdamW for embedding and norms.
+
+    Muon's steps are scaled to AdamW's RMS, so that one learning rate serves both.
+    """
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed_tokens" not in name]
+    embeddings = [p for name, p in model.named_parameters() if "embed_tokens" in name]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    groups = [{"params": embeddings, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    return [
+        torch.optim.Muon(matrices, lr=1e-3, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), fused=True),
+    ]
+
+
+def save_checkpoint(path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer], progress: Progress) -> None:
+    """Write everything a resumed run needs; windows and noise are functions of (seed, step), so no generator state."""
+    state = {
+        "model": model.state_dict(),
+        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+        "progress": vars(progress),
+    }
+    with replacing(path) as temporary:
+        torch.save(state, temporary)
+
+
+def load_checkpoint(path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> Progress:
+    """Read what `save_checkpoint` wrote into model and optimizers."""
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    model.load_state_dict(state["model"])
+    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(saved)
+    return Progress(**state["progress"])
+
+
+def train(
+    name: str,
+    model: nn.Module,
+    loss_of: LossFunction,
+    budget: Budget,
+    peak_rate: float,
+    checkpoint: Path,
+    pause: PauseRequest,
+) -> Progress:
+    """Train until the budget is spent, from `checkpoint` where one exists.
+
+    Raises:
+        Paused: a signal came; the checkpoint holds the state after the last whole step.
+    """
+    optimizers = optimizers_for(model)
+    progress = load_checkpoint(checkpoint, model, optimizers) if checkpoint.exists() else Progress()
+    model.train()
+    log = ProgressLog(name, progress)
+    last_save = time.monotonic()
+    while (done := budget.progress(progress.step, progress.elapsed)) < 1:
+        if pause.requested:
+            save_checkpoint(checkpoint, model, optimizers, progress)
+            raise Paused
+        started = time.monotonic()
+        rate = learning_rate(done, peak_rate)
+        loss, tokens = loss_of(model, progress.step, done)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+            optimizer.zero_grad()
+        progress.step += 1
+        progress.tokens += tokens
+        progress.elapsed += time.monotonic() - started
+        log.update(done, progress, loss.item())
+        if time.monotonic() - last_save > CHECKPOINT_SECONDS:
+            save_checkpoint(checkpoint, model, optimizers, progress)
+            last_save = time.monotonic()
+    save_checkpoint(checkpoint, model, optimizers, progress)
+    log.close()
+    return progress
+
+
+class ProgressLog:
+    """A progress bar on a terminal; elsewhere a line every 30 seconds."""
+
+    def __init__(self, name: str, progress: Progress) -> None:
+        self.name = name
+        self.bar = tqdm(total=1000, desc=name, disable=not sys.stderr.isatty(), bar_format="{l_bar}{bar}{postfix}")
+        self.since, self.tokens, self.losses = time.monotonic(), progress.tokens, list[float]()
+
+    def update(self, done: float, progress: Progress, loss: float | None = None) -> None:
+        """Take one step's figures; print when it is time."""
+        if loss is not None:
+            self.losses.append(loss)
+        waited = time.monotonic() - self.since
+        if waited < (LOG_SECONDS if self.bar.disable else 1):
+            return
+        figures = f"step {progress.step}, {(progress.tokens - self.tokens) / waited:.0f} tokens/s"
+        if self.losses:
+            figures += f", loss {sum(self.losses) / len(self.losses):.3f}"
+        if self.bar.disable:
+            print(time.strftime("%H:%M:%S"), f"{self.name}: {done:.1%}, {figures}", flush=True)
+        else:
+            self.bar.n = round(1000 * done)
+            self.bar.set_postfix_str(figures)
+        self.since, self.tokens, self.losses = time.monotonic(), progress.tokens, []
+
+    def close(self) -> None:
+        """Leave the bar at its end."""
+        self.bar.n = self.bar.total
+        self.bar.close()

@@ -1,0 +1,63 @@
+"""Strict safetensors loading, and the embedded models."""
+
+from importlib import resources
+from pathlib import Path
+
+from treespec_weights.checkpoint import Checkpoint, TensorInfo
+from treespec_weights.errors import CheckpointConfigError, CheckpointError, Problem, UnsupportedModelError
+from treespec_weights.inspection import compare_draft, inspect_checkpoint
+from treespec_weights.load import load_weights
+from treespec_weights.rules import FAMILIES, LLAMA, FamilyRules, ModelShape, TensorRule, family_of, read_config
+from treespec_weights.tokenizer import Vocabulary, read_vocabulary
+from treespec_weights.verify import Check, Verification, verify_checkpoint
+
+__all__ = [
+    "FAMILIES",
+    "LLAMA",
+    "Check",
+    "Checkpoint",
+    "CheckpointConfigError",
+    "CheckpointError",
+    "FamilyRules",
+    "ModelShape",
+    "Problem",
+    "TensorInfo",
+    "TensorRule",
+    "UnsupportedModelError",
+    "Verification",
+    "Vocabulary",
+    "compare_draft",
+    "default_folder",
+    "default_names",
+    "family_of",
+    "inspect_checkpoint",
+    "load_weights",
+    "read_config",
+    "read_vocabulary",
+    "verify_checkpoint",
+]
+
+
+def default_names() -> tuple[str, ...]:
+    """The names of the embedded models at hand, sorted: `ssm-1` ..., `target`. Empty where they are missing."""
+    return tuple(sorted(path.parent.name for path in _default().glob("*/config.json")))
+
+
+def default_folder(name: str) -> Path:
+    """The folder of an embedded model, `target` or one of the SSMs.
+
+    Raises FileNotFoundError where this installation has no such model, and says which it has.
+    """
+    names = default_names()
+    if name not in names:
+        raise FileNotFoundError(
+            f"no embedded model {name!r}; there are: {', '.join(names)}"
+            if names
+            else f"no embedded model {name!r}: the embedded weights are missing from this installation; install "
+            "treespec again from a complete checkout, or rebuild them with weights/train_default.py"
+        )
+    return _default() / name
+
+
+def _default() -> Path:
+    return Path(str(resources.files(__name__))) / "default"

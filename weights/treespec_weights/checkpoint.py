@@ -1,0 +1,230 @@
+"""A folder of safetensors files, opened lazily and checked against its index."""
+
+import math
+from collections.abc import Collection, Iterator, KeysView
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from treespec_weights.errors import CheckpointError, Problem
+from treespec_weights.files import file_inside, is_plain_name, read_json, resolve_folder
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+TORCH_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+
+
+class TensorInfo(NamedTuple):
+    """What a file's header says about a tensor."""
+
+    file: str
+    dtype: str  # as safetensors spells it: "BF16", "F32" ...
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of values."""
+        return math.prod(self.shape)
+
+
+class Checkpoint:
+    """The tensors of one checkpoint folder, by name. Build it with `Checkpoint.open`.
+
+    Tensors are memory-mapped: opening reads headers only, and pages come in when they are touched. Files must not be
+    changed in place while tensors of them are in use (replacing a file is safe).
+
+    Attributes: `folder`, the real path; `tensors`, name to TensorInfo; `files`, file name to size in bytes.
+    """
+
+    def __init__(
+        self, folder: Path, tensors: dict[str, TensorInfo], files: dict[str, int], handles: dict[str, Any]
+    ) -> None:
+        self.folder = folder
+        self.tensors = tensors
+        self.files = files
+        self._handles = handles
+
+    @classmethod
+    def open(cls, folder: Path | str) -> "Checkpoint":
+        """Opens `model.safetensors`, or the shards that `model.safetensors.index.json` names.
+
+        Raises FileNotFoundError or NotADirectoryError for a wrong folder, and CheckpointError with all problems of
+        the files: no safetensors, a path or link that leads outside, a malformed index, missing or malformed shards,
+        tensors that index and shards do not agree on, tensors that two shards hold.
+        """
+        root = resolve_folder(folder)
+        placement, shards, problems = _placement(root)
+        tensors: dict[str, TensorInfo] = {}
+        files: dict[str, int] = {}
+        handles: dict[str, Any] = {}
+        holders: dict[str, list[str]] = {}
+        for file in shards:
+            try:
+                path = file_inside(root, file)
+                handle = safe_open(path, "pt")
+                found = {name: _info(handle, file, name) for name in handle.keys()}
+            except CheckpointError as error:
+                problems += error.problems
+                continue
+            except (SafetensorError, OSError, ValueError) as error:
+                problems.append(Problem("file", repr(file), f"not a valid safetensors file: {error}"))
+                continue
+            tensors |= found
+            handles[file] = handle
+            files[file] = path.stat().st_size
+            for name in found:
+                holders.setdefault(name, []).append(file)
+        if not tensors and not problems:
+            problems.append(Problem("file", repr(SINGLE), "holds no tensor"))
+        problems += _disagreements(placement, holders, files)
+        if problems:
+            raise CheckpointError(root, problems)
+        return cls(root, tensors, files, handles)
+
+    def names(self) -> KeysView[str]:
+        """The names of all tensors."""
+        return self.tensors.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, from the header. Raises CheckpointError for an unknown name."""
+        return self.info(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of a tensor, from the header. Raises CheckpointError for an unknown name or dtype."""
+        info = self.info(name)
+        if info.dtype not in TORCH_DTYPES:
+            raise self._refuse("dtype", name, f"torch has no equal of the stored dtype {info.dtype} (in {info.file!r})")
+        return TORCH_DTYPES[info.dtype]
+
+    def info(self, name: str) -> TensorInfo:
+        """File, dtype and shape of a tensor. Raises CheckpointError for an unknown name."""
+        if name not in self.tensors:
+            near = get_close_matches(name, self.tensors, n=1)
+            hint = f"; the nearest name is {near[0]!r}" if near else ""
+            raise self._refuse("missing", name, f"no such tensor in {', '.join(self.files)}{hint}")
+        return self.tensors[name]
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """One tensor, contiguous, on the CPU.
+
+        Without a cast it is a private view of the mapped file: writing to it never changes the file, and it stays
+        valid after `close`. With `dtype` it owns its memory. Raises CheckpointError for an unknown name, an
+        unreadable tensor or a closed checkpoint.
+        """
+        info = self.info(name)
+        if info.file not in self._handles:
+            raise self._refuse("file", name, "the checkpoint is closed")
+        self.dtype(name)
+        try:
+            tensor: Tensor = self._handles[info.file].get_tensor(name)
+        except (SafetensorError, OSError, RuntimeError, TypeError, ValueError) as error:
+            raise self._refuse("file", name, f"cannot be read from {info.file!r}: {error}") from error
+        if tensor.data_ptr() % tensor.element_size():
+            # Headers need not be padded, so a foreign writer's tensors may start at any byte.
+            tensor = tensor.clone()
+        return tensor if dtype is None else tensor.to(dtype)
+
+    def close(self) -> None:
+        """Closes the files. Tensors already taken stay valid."""
+        self._handles.clear()
+
+    def __enter__(self) -> "Checkpoint":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _refuse(self, kind: str, name: str, message: str) -> CheckpointError:
+        return CheckpointError(self.folder, [Problem(kind, repr(name), message)])
+
+
+def _info(handle: Any, file: str, name: str) -> TensorInfo:
+    header = handle.get_slice(name)
+    shape = tuple(header.get_shape())
+    if math.prod(dim or 1 for dim in shape) >= 2**63:
+        raise ValueError(f"tensor {name!r} has the impossible shape {list(shape)}")
+    return TensorInfo(file, str(header.get_dtype()), shape)
+
+
+def _placement(root: Path) -> tuple[dict[str, str], list[str], list[Problem]]:
+    """The index's tensor name to shard (empty for a single file), the files that may be opened, and problems.
+
+    Raises CheckpointError where there is nothing to open.
+    """
+    present = {entry.name for entry in root.iterdir()}
+    if INDEX not in present:
+        if SINGLE not in present:
+            raise CheckpointError(root, [Problem("file", repr(SINGLE), _why_nothing(present))])
+        return {}, [SINGLE], []
+    index = read_json(root, INDEX)
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(
+            root, [Problem("index", repr(INDEX), "has no 'weight_map' object of tensor names to file names")]
+        )
+    named = {repr(shard): shard for shard in weight_map.values()}.values()
+    problems = [Problem("index", repr(INDEX), message) for shard in named if (message := _refused_shard(shard))]
+    if SINGLE in present and SINGLE not in named:
+        problems.append(Problem("index", repr(INDEX), f"beside an unrelated {SINGLE!r}: keep one of the two"))
+    placement = {name: str(shard) for name, shard in weight_map.items()}
+    return placement, sorted(shard for shard in named if not _refused_shard(shard)), problems
+
+
+def _disagreements(
+    placement: dict[str, str], holders: dict[str, list[str]], opened: Collection[str]
+) -> Iterator[Problem]:
+    """Where the index and the shards that could be opened say different things; tensors in several shards."""
+    for name, file in placement.items():
+        if file in opened and file not in holders.get(name, ()):
+            elsewhere = f", but {holders[name][0]!r} does" if name in holders else ""
+            yield Problem("index", repr(name), f"the index places it in {file!r}, which does not hold it{elsewhere}")
+    for name, files in holders.items():
+        if len(files) > 1:
+            yield Problem("index", repr(name), f"duplicate: in {' and in '.join(map(repr, files))}")
+        elif placement and name not in placement:
+            yield Problem("index", repr(name), f"in {files[0]!r}, but not in {INDEX!r}")
+
+
+def _refused_shard(shard: object) -> str | None:
+    if not isinstance(shard, str) or not is_plain_name(shard):
+        return f"names the shard {shard!r}; a shard is a plain file name in the same folder"
+    if Path(shard).suffix in PICKLES:
+        return f"names {shard!r}: pickles are not loaded; convert to safetensors"
+    if Path(shard).suffix != ".safetensors":
+        return f"names the shard {shard!r}, which does not end in .safetensors"
+    return None
+
+
+def _why_nothing(present: set[str]) -> str:
+    message = f"neither this nor {INDEX!r} is in the folder"
+    pickles = sorted(name for name in present if Path(name).suffix in PICKLES)
+    others = sorted(name for name in present if name.endswith(".safetensors"))
+    if others:
+        message += f"; a single file must have this name, shards need an index (found: {', '.join(map(repr, others))})"
+    elif pickles:
+        message += f", only {', '.join(map(repr, pickles))}: pickles are not loaded; convert to safetensors"
+    return message

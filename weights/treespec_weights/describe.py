@@ -1,0 +1,135 @@
+"""Reports on checkpoints as aligned text for a terminal."""
+
+from collections.abc import Sized
+from pathlib import Path
+from typing import Any
+
+from treespec_weights.verify import Verification
+
+Row = tuple[str, ...]
+
+
+def describe(report: dict[str, Any]) -> str:
+    """The report of `inspect_checkpoint`, with `drafts`, as text for a terminal."""
+    shape, vocabulary = report["shape"], report["vocabulary"]
+    stored = " + ".join(f"{dtype} {_size(row['bytes'])}" for dtype, row in report["dtypes"].items())
+    family = _printable(report["family"] or "unknown")
+    if report["architectures"]:
+        family += f" ({', '.join(map(_printable, report['architectures']))})"
+    facts = [
+        ("family", family),
+        ("parameters", f"{report['parameters']:,}"),
+        ("stored", f"{stored} in {_count(report['files'], 'file')}"),
+    ]
+    if shape:
+        heads = f"{shape['num_heads']} heads, {shape['num_kv_heads']} KV heads, head dim {shape['head_dim']}"
+        biases = [name for name in ("attention_bias", "o_bias", "mlp_bias") if shape[name]]
+        facts += [
+            ("layers", f"{shape['num_layers']} x hidden {shape['hidden_size']:,}, MLP {shape['intermediate_size']:,}"),
+            ("attention", heads),
+            ("biases", ", ".join(biases) or "none"),
+            ("vocabulary", f"{shape['vocab_size']:,}, {'tied' if shape['tied'] else 'untied'} head"),
+        ]
+    if vocabulary:
+        count = "" if vocabulary["tokens"] is None else f"{vocabulary['tokens']:,} tokens, "
+        facts.append(("tokenizer", f"{count}sha256 {vocabulary['sha256'][:16]}"))
+    if report["context"]:
+        facts.append(("context", f"{report['context']:,} positions"))
+    if report["ignored"]:
+        facts.append(("ignored", f"{len(report['ignored'])} derived buffers"))
+    if report["problems"]:
+        facts.append(("PROBLEMS", f"{report['problems']} names, shapes or dtypes; `verify` lists them"))
+    if not report["supported"]:
+        facts.append(("unsupported", report["unsupported_because"]))
+    blocks = [str(report["folder"]), _table([("  " + key, value) for key, value in facts])]
+    blocks.append(_table(_memory_rows(report), right=(1, 2, 3)))
+    tensors: list[Row] = [("  tensor", "count", "dtype", "shape", "each")]
+    tensors += [
+        ("  " + _printable(row["name"]), str(row["count"]), row["dtype"], _dims(row["shape"]), _size(row["bytes"]))
+        for row in report["tensors"]
+    ]
+    blocks.append(_table(tensors, right=(1, 3, 4)))
+    if report.get("drafts"):
+        blocks.append(_table(_draft_rows(report["drafts"]), right=(1, 2)))
+    return "\n\n".join(blocks)
+
+
+def _memory_rows(report: dict[str, Any]) -> list[Row]:
+    context = report["context"]
+    rows: list[Row] = [("  memory", "weights", "KV per token", f"KV at {context:,}" if context else "")]
+    for dtype, memory in report["memory"].items():
+        kv = memory["kv_bytes_per_token"]
+        full = _size(kv * context) if kv and context else ""
+        rows.append((f"  {dtype}", _size(memory["weights_bytes"]), _size(kv) if kv else "?", full))
+    return rows
+
+
+def _draft_rows(drafts: list[dict[str, Any]]) -> list[Row]:
+    words = {True: "same", False: "differs", None: "unknown"}
+    rows: list[Row] = [("  draft", "parameters", "of target", "vocab size", "tokenizer", "hidden size", "")]
+    for draft in drafts:
+        rows.append(
+            (
+                f"  {draft['folder']}",
+                f"{draft['parameters']:,}",
+                f"{draft['cost_ratio']:.1%}" if draft["cost_ratio"] is not None else "?",
+                words[draft["same_vocab_size"]],
+                words[draft["same_vocabulary"]],
+                words[draft["same_hidden_size"]],
+                _verdict(draft),
+            )
+        )
+    return rows
+
+
+def _verdict(draft: dict[str, Any]) -> str:
+    if not draft["usable"]:
+        return f"not usable: {draft['reason']}"
+    return "usable" if draft["same_vocabulary"] else "usable, if the tokenizers are the same"
+
+
+def describe_verification(folder: Path, result: Verification) -> str:
+    """The result of `verify_checkpoint` as text for a terminal."""
+    lines = [str(folder)]
+    width = max(len(check.name) for check in result.checks)
+    for check in result.checks:
+        mark = "FAIL" if check.problems else "ok" if check.done else "-"
+        found = _count(check.problems, "problem") if check.problems else check.detail
+        lines.append(f"  {mark:<4}  {check.name:<{width}}  {found}")
+        lines += [f"        {'':<{width}}  {problem}" for problem in check.problems]
+    lines.append("no problems" if result.ok else _count(result.problems, "problem"))
+    return "\n".join(lines)
+
+
+def _count(things: Sized, noun: str) -> str:
+    return f"{len(things):,} {noun}{'s' * (len(things) != 1)}"
+
+
+def _printable(name: str) -> str:
+    return name if name.isprintable() else repr(name)  # a checkpoint's names must not steer the terminal
+
+
+def _size(size: int) -> str:
+    if size < 1024:
+        return f"{size} B"
+    value = float(size)
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        value /= 1024
+        if value < 1024 or unit == "TiB":
+            return f"{value:.1f} {unit}"
+    raise AssertionError("unreachable")
+
+
+def _dims(shape: list[int]) -> str:
+    return " x ".join(f"{dim:,}" for dim in shape) or "scalar"
+
+
+def _table(rows: list[Row], right: tuple[int, ...] = ()) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if at in right else cell.ljust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )

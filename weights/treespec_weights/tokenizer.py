@@ -1,0 +1,52 @@
+"""The identity of a folder's vocabulary: whether two models mean the same by a token id."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from treespec_weights.errors import CheckpointError, Problem
+from treespec_weights.files import file_inside, read_json
+
+TOKENIZER = "tokenizer.json"
+SENTENCEPIECE = "tokenizer.model"
+
+
+class Vocabulary(NamedTuple):
+    """What two folders must share for one to draft for the other."""
+
+    sha256: str  # over the token of every id; equal for equal vocabularies, however the file is formatted
+    tokens: int | None  # None where only a SentencePiece file is at hand, which is hashed as a whole
+    max_id: int | None
+
+
+def read_vocabulary(folder: Path) -> Vocabulary | None:
+    """The vocabulary of a folder (a result of `resolve_folder`), None where it has no tokenizer file.
+
+    Raises CheckpointError for a malformed tokenizer.json.
+    """
+    if (folder / TOKENIZER).exists():
+        tokens = _tokens(folder, read_json(folder, TOKENIZER, unique_keys=False))
+        canonical = json.dumps(sorted((id, token) for token, id in tokens.items()))
+        return Vocabulary(_sha256(canonical.encode()), len(tokens), max(tokens.values(), default=None))
+    if (folder / SENTENCEPIECE).exists():
+        return Vocabulary(_sha256(file_inside(folder, SENTENCEPIECE).read_bytes()), None, None)
+    return None
+
+
+def _tokens(folder: Path, tokenizer: Any) -> dict[str, int]:
+    try:
+        vocab = tokenizer["model"]["vocab"]
+        # Unigram models list [token, score] in the order of ids, the others map token to id.
+        tokens = {entry[0]: id for id, entry in enumerate(vocab)} if isinstance(vocab, list) else dict(vocab)
+        tokens |= {added["content"]: added["id"] for added in tokenizer.get("added_tokens") or []}
+        if not all(type(token) is str and type(id) is int for token, id in tokens.items()):
+            raise TypeError
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        message = "malformed: expected model.vocab and added_tokens as the tokenizers library writes them"
+        raise CheckpointError(folder, [Problem("tokenizer", repr(TOKENIZER), message)]) from None
+    return tokens
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,152 @@
+"""Everything that can be wrong with a checkpoint, found in one go."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from treespec_weights.checkpoint import Checkpoint
+from treespec_weights.errors import CheckpointError, Problem
+from treespec_weights.files import read_json, resolve_folder
+from treespec_weights.load import match, tied_head_problem
+from treespec_weights.rules import FamilyRules, ModelShape, family_of, read_config
+from treespec_weights.tokenizer import read_vocabulary
+
+CHUNK = 1 << 20  # values scanned at a time: 4 MiB as float32 stays in cache
+
+
+class Check(NamedTuple):
+    """One step of a verification."""
+
+    name: str  # "files", "config", "tokenizer", "tensors", "values"
+    done: bool  # False where an earlier problem made it impossible
+    detail: str  # what was looked at; why it was not
+    problems: tuple[Problem, ...]
+
+
+class Verification(NamedTuple):
+    """The result of `verify_checkpoint`."""
+
+    checks: tuple[Check, ...]
+
+    @property
+    def problems(self) -> list[Problem]:
+        return [problem for check in self.checks for problem in check.problems]
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems and all(check.done for check in self.checks)
+
+
+def verify_checkpoint(folder: Path | str, on_values: Callable[[int, int], None] | None = None) -> Verification:
+    """Checks files and index, config, tokenizer, names and shapes, the tied head, and every value for NaN and Inf.
+
+    Values are scanned in place in the mapped files, 1 Mi values at a time. `on_values(values scanned, of all)` is
+    called after every tensor. Raises only for a missing folder (FileNotFoundError, NotADirectoryError).
+    """
+    root = resolve_folder(folder)
+    config, rules, shape, config_check = _check_config(root)
+    try:
+        checkpoint = Checkpoint.open(root)
+    except CheckpointError as error:
+        skipped = "not reached: the files cannot be opened"
+        return Verification(
+            (
+                Check("files", True, "", error.problems),
+                config_check,
+                _check_tokenizer(root, config, shape),
+                Check("tensors", False, skipped, ()),
+                Check("values", False, skipped, ()),
+            )
+        )
+    with checkpoint:
+        files = f"{len(checkpoint.files)} safetensors, {len(checkpoint.tensors):,} tensors"
+        return Verification(
+            (
+                Check("files", True, files, ()),
+                config_check,
+                _check_tokenizer(root, config, shape),
+                _check_tensors(checkpoint, rules, shape),
+                _check_values(checkpoint, on_values),
+            )
+        )
+
+
+def _check_config(root: Path) -> tuple[dict[str, Any], FamilyRules | None, ModelShape | None, Check]:
+    config: dict[str, Any] = {}
+    rules = None
+    try:
+        config = read_config(root)
+        rules = family_of(config, root)
+        shape = ModelShape.from_hf(config, rules, root)
+    except CheckpointError as error:
+        return config, rules, None, Check("config", True, "", error.problems)
+    detail = f"{rules.model_type}, {shape.num_layers} layers, hidden size {shape.hidden_size:,}"
+    return config, rules, shape, Check("config", True, detail, ())
+
+
+def _check_tokenizer(root: Path, config: dict[str, Any], shape: ModelShape | None) -> Check:
+    if shape is None:
+        return Check("tokenizer", False, "not reached: the config is not usable", ())
+    try:
+        vocabulary = read_vocabulary(root)
+        generation = read_json(root, "generation_config.json") if (root / "generation_config.json").exists() else {}
+    except CheckpointError as error:
+        return Check("tokenizer", True, "", error.problems)
+    problems = []
+    if vocabulary and vocabulary.max_id is not None and vocabulary.max_id >= shape.vocab_size:
+        message = f"its largest token id is {vocabulary.max_id}, but vocab_size is {shape.vocab_size}"
+        problems.append(Problem("tokenizer", "'tokenizer.json'", message))
+    for file, values in (("config.json", config), ("generation_config.json", generation)):
+        end = values.get("eos_token_id") if isinstance(values, dict) else None
+        for token in end if isinstance(end, list) else [] if end is None else [end]:
+            if type(token) is not int or not 0 <= token < shape.vocab_size:
+                message = f"{token!r} is not a token id from 0 to {shape.vocab_size - 1}"
+                problems.append(Problem("config", f"'eos_token_id' of {file!r}", message))
+    tokens = f"{vocabulary.tokens:,} tokens" if vocabulary and vocabulary.tokens is not None else "SentencePiece"
+    return Check("tokenizer", True, tokens if vocabulary else "none in the folder", tuple(problems))
+
+
+def _check_tensors(checkpoint: Checkpoint, rules: FamilyRules | None, shape: ModelShape | None) -> Check:
+    if rules is None or shape is None:
+        return Check("tensors", False, "not reached: the config is not usable", ())
+    placements, problems = match(checkpoint, shape, rules)
+    if not problems and (problem := tied_head_problem(checkpoint, shape, rules)):
+        problems.append(problem)
+    head = "tied head" if shape.tied else "untied head"
+    return Check("tensors", True, f"all {len(placements):,} names and shapes as expected, {head}", tuple(problems))
+
+
+def _check_values(checkpoint: Checkpoint, on_values: Callable[[int, int], None] | None) -> Check:
+    problems: list[Problem] = []
+    scanned, total = 0, sum(info.size for info in checkpoint.tensors.values())
+    for name in checkpoint.names():
+        try:
+            if checkpoint.dtype(name).is_floating_point:
+                problems += _non_finite(name, checkpoint.tensor(name))
+        except CheckpointError as error:
+            problems += error.problems
+        scanned += checkpoint.info(name).size
+        if on_values:
+            on_values(scanned, total)
+    return Check("values", True, f"no NaN or Inf in {total:,} values", tuple(problems))
+
+
+def _non_finite(name: str, tensor: Tensor) -> Iterator[Problem]:
+    nans = infs = 0
+    first = None
+    for at, chunk in enumerate(tensor.flatten().split(CHUNK)):
+        if chunk.element_size() == 1:
+            chunk = chunk.float()  # float8 has no reductions
+        # aminmax propagates NaN; it took 0.05 ms where isfinite().all() took 7.6 (1 Mi bfloat16 values, two cores).
+        if chunk.numel() == 0 or torch.isfinite(torch.stack(chunk.aminmax())).all():
+            continue
+        nans += int(chunk.isnan().sum())
+        infs += int(chunk.isinf().sum())
+        if first is None:
+            first = at * CHUNK + int(chunk.isfinite().logical_not().nonzero()[0])
+    if first is not None:
+        index = [int(i) for i in torch.unravel_index(torch.tensor(first), tensor.shape)]
+        yield Problem("value", repr(name), f"{nans:,} NaN and {infs:,} Inf; the first at {index}")

@@ -9,7 +9,7 @@ import pytest
 
 from treespec_kernels.aot import SHARED_BYTES, default_shapes
 
-# Registers per thread: at these counts no kernel spills, and one more than ptxas' own limit of 255 cannot be.
+# Registers per thread, some tens above what Triton 3.6 and 3.9 give: a change that costs occupancy shows here.
 REGISTER_BOUND = {"attend_items": 224, "combine_segments": 64, "move_path": 64}
 
 
@@ -31,7 +31,7 @@ def test_shipped_defaults_compile(target: str) -> None:
         assert row["shared_bytes"] <= SHARED_BYTES[target], row
         assert 0 < row["registers"] <= REGISTER_BOUND[row["kernel"]], row
     shapes = {(row["config"]["dtype"], row["config"]["head_dim"]) for row in rows}
-    assert shapes == {("bf16", 64), ("bf16", 128), ("fp16", 64), ("fp16", 128)}
+    assert shapes == {(dtype, head_dim) for dtype in ("bf16", "fp16", "fp32") for head_dim in (64, 128)}
 
 
 def test_an_interpreted_process_cannot_compile() -> None:

@@ -18,6 +18,8 @@ def run_cases(environment: dict[str, str]) -> None:
     """Runs the cases in a process of its own: triton is interpreted, or not, per process."""
     command = [sys.executable, "-m", "pytest", str(CASES), "-q", "--tb=short", "-p", "no:cacheprovider"]
     child = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, check=False)
+    if "only 0-dimensional arrays can be converted to Python scalars" in child.stdout:
+        pytest.skip("the interpreter of Triton 3.6 cannot run loops with numpy 2.4 or later")
     if child.returncode != 0:
         pytest.fail(f"{CASES.name} with {environment}:\n{child.stdout}\n{child.stderr}", pytrace=False)
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treespec_kernels.kv_commit import kv_commit_ref
+from treespec_kernels.kv_commit import kv_commit_ref, kv_commit_triton
 from treespec_kernels.tree_batch import PAGE_SIZE
 from treespec_weights.rules import ModelShape
 
@@ -115,7 +115,8 @@ class KVCache:
                 padded[i, : len(row)] = row
             return torch.from_numpy(padded).to(device)
 
-        kv_commit_ref(
+        commit = kv_commit_triton if device.type == "cuda" else kv_commit_ref
+        commit(
             self.pools[pool],
             table([pages[i] for i in moving]),
             torch.tensor([context_lens[i] for i in moving], dtype=torch.int32, device=device),

@@ -49,7 +49,7 @@ class Settings:
     @property
     def batch(self) -> tuple[int, int]:
         """Windows per step of the target, lessons per step of a draft."""
-        return (2, 4) if self.tiny else (8, 16)
+        return (2, 4) if self.tiny else (8, 8)
 
     @property
     def window(self) -> int:

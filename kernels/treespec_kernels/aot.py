@@ -52,10 +52,10 @@ class CompiledKernel:
 
 
 def default_shapes() -> tuple[KernelShape, ...]:
-    """Both half types at head_dim 64 (as in a 1B Llama) and 128 (as in an 8B one)."""
+    """Every dtype at head_dim 64 (as in a 1B Llama) and 128 (as in an 8B one)."""
     return tuple(
         KernelShape(dtype, head_dim, num_heads, num_kv_heads)
-        for dtype in (torch.bfloat16, torch.float16)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32)
         for head_dim, num_heads, num_kv_heads in ((64, 32, 8), (128, 32, 8))
     )
 

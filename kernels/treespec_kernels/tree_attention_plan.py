@@ -66,13 +66,16 @@ class TreeAttentionConfig:
 
     @classmethod
     def default(cls, dtype: torch.dtype, head_dim: int) -> TreeAttentionConfig:
-        """The shipped configuration. M = 64 is one `wgmma` on sm_90: 16 nodes of a group of 4 heads in one tile."""
+        """The shipped configuration. M = 64 is one `wgmma` on sm_90: 16 nodes of a group of 4 heads in one tile.
+        float32 has no exact matrix instruction; its tiles are the largest that spill on neither sm_80 nor sm_90."""
         if dtype not in (torch.float16, torch.bfloat16, torch.float32):
             raise ValueError(f"dtype {dtype} is not supported; use float16, bfloat16 or float32")
         if not 1 <= head_dim <= 256:
             raise ValueError(f"head_dim {head_dim} is not supported; use 1 to 256")
+        if dtype == torch.float32 and head_dim <= 128:
+            return cls(block_m=16, block_n=16, num_warps=4, num_stages=2)
         if dtype == torch.float32:
-            return cls(block_m=16, block_n=32 if head_dim <= 128 else 16, num_warps=4, num_stages=2)
+            return cls(block_m=16, block_n=32, num_warps=8, num_stages=2)
         if head_dim <= 64:
             return cls(block_m=64, block_n=64, num_warps=4, num_stages=3)
         return cls(block_m=64, block_n=64 if head_dim <= 128 else 32, num_warps=8, num_stages=3)

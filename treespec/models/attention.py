@@ -26,7 +26,7 @@ class CpuAttention:
         self.num_heads, self.num_kv_heads, self.mode = num_heads, num_kv_heads, mode
         self.name = f"cpu-{mode}"
 
-    def plan(self, requests: list[RequestRows]) -> CpuAttentionPlan:
+    def plan(self, requests: list[RequestRows], num_rows: int) -> CpuAttentionPlan:
         return plan_tree_attention_cpu(requests, self.num_heads, self.num_kv_heads, self.mode)
 
     def __call__(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Any, scale: float) -> Tensor:

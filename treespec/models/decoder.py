@@ -24,8 +24,8 @@ class Attention(Protocol):
     name: str
     cache_dtype: torch.dtype
 
-    def plan(self, requests: list[RequestRows]) -> Any:
-        """Lay out a pass once for all layers."""
+    def plan(self, requests: list[RequestRows], num_rows: int) -> Any:
+        """Lay out a pass once for all layers; rows beyond the requests' own are padding, up to `num_rows`."""
 
     def __call__(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Any, scale: float) -> Tensor:
         """q: [num_rows, num_heads, head_dim] in `cache_dtype` -> the same shape."""
@@ -115,7 +115,10 @@ class Decoder:
         cos, sin = angle.cos() * self.config.rope_scale, angle.sin() * self.config.rope_scale
         rotation = torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
         return Pass(
-            len(positions), rotation, torch.from_numpy(slots.reshape(-1)).to(self.device), self.attention.plan(requests)
+            len(positions),
+            rotation,
+            torch.from_numpy(slots.reshape(-1)).to(self.device),
+            self.attention.plan(requests, len(positions)),
         )
 
     def forward(self, tokens: Tensor, layout: Pass, kv: Tensor, num_layers: int | None = None) -> Tensor:

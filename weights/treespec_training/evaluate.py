@@ -4,15 +4,13 @@ import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-import numpy as np
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import LlamaForCausalLM
+from transformers import GenerationConfig, LlamaForCausalLM
 
 from treespec_training.data import Document, Stream
-from treespec_training.distill import continuation_lessons
 
 PROMPT_TOKENS = (48, 160)
 TOPS = (1, 2, 4)
@@ -76,16 +74,18 @@ def held_out_loss(model: LlamaForCausalLM, stream: Stream, windows: int = 96, le
 def greedy_continuations(target: LlamaForCausalLM, prompts: Sequence[list[int]], new_tokens: int) -> list[Tensor]:
     """The target's greedy continuation of each prompt: int64 [prompt + new_tokens], end tokens not stopping it."""
     device = next(target.parameters()).device
+    config = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
     results: dict[int, Tensor] = {}
-    by_length: dict[int, list[int]] = {}
-    for index, prompt in enumerate(prompts):
-        by_length.setdefault(len(prompt), []).append(index)
-    for length, indices in by_length.items():
-        tokens = torch.tensor([prompts[i] for i in indices], device=device)
-        doubled = torch.cat([tokens, tokens])  # the first half is continued greedily
-        lessons = continuation_lessons(target, doubled, length + new_tokens, torch.Generator(device).manual_seed(0))
-        for index, row in zip(indices, lessons.tokens, strict=False):
-            results[index] = torch.from_numpy(row.astype(np.int64))
+    by_length = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+    for start in range(0, len(prompts), 64):
+        indices = by_length[start : start + 64]
+        width = max(len(prompts[index]) for index in indices)
+        padding = [width - len(prompts[index]) for index in indices]
+        rows = torch.tensor([[0] * pad + prompts[i] for pad, i in zip(padding, indices, strict=True)], device=device)
+        mask = (torch.arange(width, device=device) >= torch.tensor(padding, device=device)[:, None]).long()
+        tokens = target.generate(rows, attention_mask=mask, generation_config=config)
+        for index, pad, row in zip(indices, padding, tokens, strict=True):
+            results[index] = row[pad:]
     return [results[index] for index in range(len(prompts))]
 
 

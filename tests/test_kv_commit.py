@@ -1,41 +1,27 @@
 """KV commit: each implementation against a list-of-lists model, and what is refused."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
+from tests.child import run_cases
 from treespec_kernels.kv_commit import kv_commit_ref, kv_commit_triton
 from treespec_kernels.testing import kv_commit_inputs
 
-CASES = Path(__file__).parent / "interpreted" / "kv_commit_cases.py"
-
-
-def run_cases(environment: dict[str, str]) -> None:
-    """Runs the cases in a process of its own: triton is interpreted, or not, per process."""
-    command = [sys.executable, "-m", "pytest", str(CASES), "-q", "--tb=short", "-p", "no:cacheprovider"]
-    child = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, check=False)
-    if "only 0-dimensional arrays can be converted to Python scalars" in child.stdout:
-        pytest.skip("the interpreter of Triton 3.6 cannot run loops with numpy 2.4 or later")
-    if child.returncode != 0:
-        pytest.fail(f"{CASES.name} with {environment}:\n{child.stdout}\n{child.stderr}", pytrace=False)
+CASES = "kv_commit_cases.py"
 
 
 def test_ref() -> None:
-    run_cases({"TREESPEC_KV_COMMIT": "ref"})
+    run_cases(CASES, {"TREESPEC_KV_COMMIT": "ref"})
 
 
 def test_triton_in_the_interpreter() -> None:
     pytest.importorskip("triton")
-    run_cases({"TREESPEC_KV_COMMIT": "triton", "TRITON_INTERPRET": "1"})
+    run_cases(CASES, {"TREESPEC_KV_COMMIT": "triton", "TRITON_INTERPRET": "1"})
 
 
 @pytest.mark.gpu
 def test_triton_on_a_gpu() -> None:
-    run_cases({"TREESPEC_KV_COMMIT": "triton", "TRITON_INTERPRET": "0"})
+    run_cases(CASES, {"TREESPEC_KV_COMMIT": "triton", "TRITON_INTERPRET": "0"})
 
 
 @pytest.mark.parametrize("kv_commit", [kv_commit_ref, kv_commit_triton])

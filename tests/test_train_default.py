@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -26,6 +27,15 @@ def script() -> ModuleType:
     sys.modules["train_default"] = module
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Toy shapes gain nothing from threads, and lose much to waiting for them on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +129,20 @@ def test_pause_loses_nothing(
     for name in FOLDERS:
         file = Path("default") / name / "model.safetensors"
         assert (tmp_path / file).read_bytes() == (built / file).read_bytes(), name
+
+
+def test_greedy_continuations_run_past_end_tokens(script: ModuleType) -> None:
+    models = script.models
+    model = models.build(models.TINY_TARGET | models.TINY_ATTENTION, 384, seed=0).eval()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[0] = torch.randn(32, generator=torch.Generator().manual_seed(0))
+        prompts = [[1, 2, 0], [0], [7] * 9]
+        rows = [row.clone() for row in script.evaluate.greedy_continuations(model, prompts, 12)]
+        for prompt, row in zip(prompts, rows, strict=True):
+            assert len(row) == len(prompt) + 12
+            logits = model(input_ids=row[None, :-1]).logits[0, len(prompt) - 1 :]
+            assert torch.equal(logits.argmax(-1), row[len(prompt) :]), prompt
+    assert rows[1].tolist().count(0) > 2, "the case that matters: an end token was decoded, and it went on"
 
 
 def test_work_folder_of_another_run_is_refused(script: ModuleType, text_root: Path, built: Path) -> None:

@@ -1,13 +1,10 @@
 """Tree attention in Triton: the plan, what is refused, and the kernel's cases in the interpreter or on a GPU."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
+import numpy as np
 import pytest
 import torch
 
+from tests.child import run_cases
 from treespec_kernels.testing import assert_close, path_to, tree_attention_inputs, tree_parents
 from treespec_kernels.tree_attention import (
     PlanCapacity,
@@ -18,19 +15,9 @@ from treespec_kernels.tree_attention import (
     tree_attention_triton,
 )
 
-CASES = Path(__file__).parent / "interpreted" / "tree_attention_cases.py"
+CASES = "tree_attention_cases.py"
 SMALL = TreeAttentionConfig(16, 16, 4, 2, SegmentPartition(short=32, long=64, long_from=64))
 MODEL = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 16, "dtype": torch.float32, "device": "cpu"}
-
-
-def run_cases(cases: Path, environment: dict[str, str]) -> None:
-    """Runs a file of cases in a process of its own: triton is interpreted, or not, per process."""
-    command = [sys.executable, "-m", "pytest", str(cases), "-q", "--tb=short", "-p", "no:cacheprovider"]
-    child = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, check=False)
-    if "only 0-dimensional arrays can be converted to Python scalars" in child.stdout:
-        pytest.skip("the interpreter of Triton 3.6 cannot run loops with numpy 2.4 or later")
-    if child.returncode != 0:
-        pytest.fail(f"{cases.name} with {environment}:\n{child.stdout}\n{child.stderr}", pytrace=False)
 
 
 def test_in_the_interpreter() -> None:
@@ -64,10 +51,10 @@ def test_ref_is_masked_softmax_attention(kind: str) -> None:
 
 def test_partition_borders() -> None:
     partition = SegmentPartition(short=256, long=1024, long_from=8192)
-    positions = torch.tensor([0, 255, 256, 8191, 8192, 9215, 9216, 131072])
+    positions = np.array([0, 255, 256, 8191, 8192, 9215, 9216, 131072])
     segments = partition.segment_of(positions)
     assert segments.tolist() == [0, 0, 1, 31, 32, 32, 33, 152]
-    every = torch.arange(20000)
+    every = np.arange(20000)
     start, end = partition.start_of(partition.segment_of(every)), partition.start_of(partition.segment_of(every) + 1)
     assert bool(((start <= every) & (every < end)).all())
 
@@ -81,7 +68,7 @@ def test_items_cover_every_key_of_every_row_once(chains: list[bool] | None) -> N
     seen: dict[int, list[int]] = {m: [] for m in range(len(depths) * group)}
     for items in (plan.packed_items, plan.node_items):
         for request, slot_row, m_lo, m_hi, key_lo, key_hi, segment, continues in items.tolist():
-            start, end = SMALL.partition.start_of(torch.tensor([segment, segment + 1])).tolist()
+            start, end = SMALL.partition.start_of(np.array([segment, segment + 1])).tolist()
             assert start <= key_lo < key_hi <= end and key_lo % SMALL.block_n == 0
             assert 0 < m_hi - m_lo <= SMALL.block_m
             assert bool(continues) == (key_lo > start)

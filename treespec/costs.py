@@ -3,7 +3,8 @@
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ from treespec.planner import CostCurve
 from treespec.request import Request, SamplingParams
 from treespec.runner import Runner
 from treespec.tree import TokenTree
-from treespec_kernels.tree_batch import RequestRows
+from treespec_kernels.tree_batch import PAGE_SIZE, RequestRows
 
 CONTEXT = 128  # committed positions while measuring
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+SCRATCH = 64  # slots behind the rows, for drafting
+DRAFT_LEVELS = 3
 
 
 def cache_folder() -> Path:
@@ -54,32 +57,47 @@ def _processor() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
-def measure(runner: Runner, ssms: SsmDrafter | None, seconds: float = 1.0) -> CostCurve:
+@torch.inference_mode()
+def measure(
+    runner: Runner,
+    ssms: SsmDrafter | None,
+    seconds: float = 1.0,
+    advance: Callable[[float], None] = lambda fraction: None,
+) -> CostCurve:
     """Time passes over a scratch request. The least of several runs counts: it is the least disturbed.
 
     Args:
         runner, ssms: an engine's, idle.
         seconds: about how long to take; at least one run of each row count is made, of fewer row counts where a pass
-            is slow.
+            is slow. A small cache bounds the row counts too.
+        advance: told now and then which fraction of the measurement is done.
+
+    Raises:
+        ConfigError: no page of the cache is free.
     """
-    cache, request = runner.cache, Request([1] * (CONTEXT + 1), SamplingParams(), SpecConfig.off())
-    needed = CONTEXT + ROWS[-1] + 64
-    if not cache.can_reserve(needed):
-        raise ConfigError(f"a cost curve needs {needed} slots of cache; raise max_model_len or max_num_seqs")
-    request.pages = cache.reserve(request.request_id, needed)
+    cache, request = runner.cache, Request([1], SamplingParams(), SpecConfig.off())
+    slots = min(cache.num_free * PAGE_SIZE, CONTEXT + ROWS[-1] + SCRATCH)
+    if not slots:
+        raise ConfigError("a cost curve needs free pages in the cache; measure an idle engine")
+    context = min(CONTEXT, slots // 4)
+    fitting = tuple(n for n in ROWS if n <= max(slots - context - SCRATCH, 8))
+    request.tokens = [1] * (context + 1)
+    request.prompt_token_ids = request.tokens
+    request.pages = cache.reserve(request.request_id, slots)
     try:
-        runner.prefill([request], [CONTEXT])
-        first = _least(lambda: runner.forward([request], [TokenTree.root(1)]), 2, 0.0)
-        rows = ROWS if first * len(ROWS) * 6 < seconds else (1, 8, 16)
-        share = 0.7 * seconds / len(rows)
-        times = [_least(lambda n=n: _star_pass(runner, request, n), 3 if rows is ROWS else 1, share) for n in rows]
-        draft = 0.0
+        runner.prefill([request], [context])
+        [first] = _least([lambda: runner.forward([request], [TokenTree.root(1)])], 2)
+        quick = first * len(fitting) * 6 < seconds
+        rows = fitting if quick else tuple(n for n in fitting if n in (1, 8, 16))
+        runs: list[Callable[[], None]] = [partial(_star_pass, runner, request, n) for n in rows]
         if ssms is not None:
-            draft = _least(lambda: _draft(ssms, request), 3, 0.3 * seconds) / 3
-            ssms.release(request)
+            runs.append(partial(_draft, ssms, request))
+        times = _least(runs, 3 if quick else 1, seconds, advance)
     finally:
         cache.release(request.request_id, scrub=True)
-    return CostCurve(rows, tuple(times), draft)
+        if ssms is not None:
+            ssms.release(request)
+    return CostCurve(rows, tuple(times[: len(rows)]), times[-1] / DRAFT_LEVELS if ssms is not None else 0.0)
 
 
 def _star_pass(runner: Runner, request: Request, rows: int) -> None:
@@ -98,31 +116,52 @@ def _star_pass(runner: Runner, request: Request, rows: int) -> None:
 
 
 def _draft(ssms: SsmDrafter, request: Request) -> None:
-    ssms.propose([request], [DraftPlan(3, 16)], lambda level, values: True)
+    ssms.propose([request], [DraftPlan(DRAFT_LEVELS, 16)], lambda level, values: True)
     ssms.release(request)
     ssms.assume_context(request)
 
 
-def _least(run: Callable[[], object], least_runs: int, seconds: float) -> float:
-    run()
-    best, start, count = float("inf"), time.perf_counter(), 0
-    while count < least_runs or time.perf_counter() - start < seconds:
-        before = time.perf_counter()
+def _least(
+    runs: Sequence[Callable[[], object]],
+    least_runs: int,
+    seconds: float = 0.0,
+    advance: Callable[[float], None] = lambda fraction: None,
+) -> list[float]:
+    """The least time of each run. They take turns, so that a disturbance does not fall on one of them alone."""
+    for run in runs:
         run()
-        best = min(best, time.perf_counter() - before)
+    best, start, count, share = [float("inf")] * len(runs), time.perf_counter(), 0, 0.0
+    while count < least_runs or share < 1:
+        for i, run in enumerate(runs):
+            before = time.perf_counter()
+            run()
+            best[i] = min(best[i], time.perf_counter() - before)
         count += 1
+        share = min((time.perf_counter() - start) / seconds, 1.0) if seconds else 1.0
+        advance(share)
     return best
 
 
-def save(curve: CostCurve, key: dict[str, Any], folder: Path | None = None) -> Path:
-    """Store a curve in the user's cache folder, atomically. Returns the file."""
-    folder = folder or cache_folder()
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "costs.json"
+def costs_file(folder: Path | None = None) -> Path:
+    """Where curves are stored."""
+    return (folder or cache_folder()) / "costs.json"
+
+
+def save(curve: CostCurve, key: dict[str, Any], folder: Path | None = None, names: Sequence[str] = ()) -> Path:
+    """Store a curve in the user's cache folder, atomically. Returns the file.
+
+    Args:
+        curve, key: a curve with the same key is replaced, others stay.
+        folder: instead of the user's cache folder.
+        names: of the models, for readers of the file.
+    """
+    path = costs_file(folder)
+    path.parent.mkdir(parents=True, exist_ok=True)
     entries = [entry for entry in load_all(folder) if entry["key"] != key]
     entries.append(
         {
             "key": key,
+            "names": list(names),
             "rows": list(curve.rows),
             "verify_seconds": list(curve.verify_seconds),
             "draft_seconds": curve.draft_seconds,
@@ -135,17 +174,37 @@ def save(curve: CostCurve, key: dict[str, Any], folder: Path | None = None) -> P
 
 
 def load_all(folder: Path | None = None) -> list[dict[str, Any]]:
-    """Every stored curve; none where the file is missing or unreadable."""
+    """Every stored curve; none where the file is missing or unreadable. A broken entry is skipped alone."""
     try:
-        entries = json.loads(((folder or cache_folder()) / "costs.json").read_text())
-    except (OSError, json.JSONDecodeError):
+        entries = json.loads(costs_file(folder).read_text())
+    except (OSError, ValueError):
         return []
-    return entries if isinstance(entries, list) else []
+    return [entry for entry in entries if _is_entry(entry)] if isinstance(entries, list) else []
+
+
+def _is_entry(entry: Any) -> bool:
+    """Whether an entry has the form that this version writes."""
+    match entry:
+        case {
+            "key": {
+                "device": str(),
+                "processor": str(),
+                "dtype": str(),
+                "threads": int(),
+                "torch": str(),
+                "models": list(),
+            },
+            "rows": [_, *_] as rows,
+            "verify_seconds": list(times),
+            "draft_seconds": int() | float(),
+        }:
+            return len(rows) == len(times) and all(isinstance(x, int | float) and x > 0 for x in rows + times)
+    return False
 
 
 def load(key: dict[str, Any], folder: Path | None = None) -> CostCurve | None:
     """The stored curve of exactly this machine and these models, or None."""
     for entry in load_all(folder):
-        if entry.get("key") == key:
+        if entry["key"] == key:
             return CostCurve(tuple(entry["rows"]), tuple(entry["verify_seconds"]), entry["draft_seconds"])
     return None

@@ -113,7 +113,7 @@ class Engine:
         for request, tokens in zip(requests, emitted, strict=True):
             request.tokens.extend(tokens)
             request.context_len += len(tokens)
-        self.planner.observe([s.tree for s in scored], [len(tokens) for tokens in emitted])
+        self.planner.observe(requests, [s.tree for s in scored], [len(tokens) for tokens in emitted])
 
     def update(self, requests: Sequence[Request]) -> None:
         """Let go of what has ended."""

@@ -16,8 +16,10 @@ from treespec.request import Request
 from treespec.tree import TokenTree
 
 AUTO_NODES = 32  # nodes drafted for an automatic tree; passes over more rows were never worth it on a CPU
-PROBE_EVERY = 64  # rounds of plain decoding before speculation is tried again
-_MEMORY = 0.05  # weight of the newest round in running means
+PAUSE = 64  # rounds of plain decoding after speculation was seen to cost more than it saves
+LONGEST_PAUSE = 1024  # each pause in a row doubles
+_MEMORY = 0.05  # weight of the newest round in the running mean
+_HOPE = 1.2  # what speculation is assumed to gain before it was tried, and after a pause
 
 
 @dataclass(frozen=True)
@@ -43,33 +45,24 @@ class Planner:
 
     def __init__(self, cost: CostCurve):
         self.cost = cost
-        self._tokens_per_round = 2.0  # running mean of tokens per request in speculative rounds
-        self._levels_per_round = 3.0
-        self._plain_rounds = 0
+        self._gain = _HOPE  # running mean: tokens per modelled second of automatic trees, over plain decoding's
+        self._pause, self._paused_rounds = PAUSE, 0
+        self._levels = 0
 
     def draft_plans(self, requests: Sequence[Request], max_model_len: int) -> list[DraftPlan]:
         """What to draft for each request; depth 0 where nothing is worth drafting."""
-        speculate = self._speculation_pays(len(requests))
+        self._paused_rounds = max(self._paused_rounds - 1, 0)
         plans = []
         for request in requests:
             spec = request.spec
             room = min(request.tokens_left - 1, max_model_len - len(request.tokens) - 1)
             depth = min(spec.max_depth, len(spec.branching) if spec.branching else spec.max_depth, max(room, 0))
             adaptive = spec.nodes == "auto" and spec.branching is None
-            if spec.is_plain or (adaptive and not speculate):
+            if spec.is_plain or (adaptive and self._paused_rounds):
                 depth = 0
             nodes = spec.max_nodes if not adaptive else AUTO_NODES
             plans.append(DraftPlan(depth if nodes > 1 else 0, nodes, spec.branching, adaptive))
         return plans
-
-    def _speculation_pays(self, batch: int) -> bool:
-        """Whether recent speculation outran plain decoding at this batch size; tried anew now and then."""
-        cost = self.cost
-        seconds = self._levels_per_round * cost.draft_seconds + float(cost.verify(batch * (1 + self._levels_per_round)))
-        if self._tokens_per_round / seconds >= 1 / float(cost.verify(batch)):
-            return True
-        self._plain_rounds += 1
-        return self._plain_rounds % PROBE_EVERY == 0
 
     def keep_growing(self, level: int, values: list[list[np.ndarray]]) -> bool:
         """Whether another level is expected to pay: its gain per second against the rate without it.
@@ -88,6 +81,7 @@ class Planner:
     def cut(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> list[TokenTree]:
         """Keep of each tree what its configuration asks for, or, for "auto", what pays in this batch."""
         kept: list[TokenTree] = list(trees)
+        self._levels = max((int(tree.depths.max()) for tree in trees), default=0)
         free = []
         for i, (request, tree) in enumerate(zip(requests, trees, strict=True)):
             if request.spec.nodes == "auto" and request.spec.branching is None:
@@ -102,18 +96,27 @@ class Planner:
         value = np.concatenate([trees[i].values[1:] for i in free])
         order = np.argsort(-value, kind="stable")  # stable: a parent stays ahead of a child of equal value
         fixed_rows = sum(len(tree) for i, tree in enumerate(kept) if i not in free) + len(free)
-        levels = max(int(trees[i].depths.max()) for i in free)
         gains = len(requests) + np.concatenate([[0.0], np.cumsum(value[order])])
-        seconds = levels * self.cost.draft_seconds + self.cost.verify(fixed_rows + np.arange(len(order) + 1))
+        seconds = self._levels * self.cost.draft_seconds + self.cost.verify(fixed_rows + np.arange(len(order) + 1))
         count = int(np.argmax(gains / seconds))
         owner, node = owner[order[:count]], node[order[:count]]
         for i in free:
             kept[i] = trees[i].keep(np.concatenate([[0], np.sort(node[owner == i])]))
         return kept
 
-    def observe(self, trees: Sequence[TokenTree], emitted: Sequence[int]) -> None:
-        """Learn from a round: tokens emitted by each request whose tree had drafted nodes."""
-        drafted = [(int(tree.depths.max()), n) for tree, n in zip(trees, emitted, strict=True) if len(tree) > 1]
-        for depth, count in drafted:
-            self._tokens_per_round += _MEMORY * (count - self._tokens_per_round)
-            self._levels_per_round += _MEMORY * (depth - self._levels_per_round)
+    def observe(self, requests: Sequence[Request], trees: Sequence[TokenTree], emitted: Sequence[int]) -> None:
+        """Learn from a round. Where automatic trees emit fewer tokens per second than plain decoding would, they pause.
+
+        Seconds are the cost curve's: they do not shake, and a pause depends on tokens alone.
+        """
+        if not self._levels or not any(request.spec.nodes == "auto" for request in requests):
+            return
+        rows = sum(len(tree) for tree in trees)
+        seconds = self._levels * self.cost.draft_seconds + float(self.cost.verify(rows))
+        gain = sum(emitted) / seconds / (len(requests) / float(self.cost.verify(len(requests))))
+        self._gain += _MEMORY * (gain - self._gain)
+        if self._gain < 1:
+            self._paused_rounds, self._gain = self._pause, _HOPE
+            self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        elif self._gain > _HOPE:
+            self._pause = PAUSE

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 # Columns of a work item. Rows and heads are one axis: m = row * group + head within the KV group.
@@ -35,12 +36,13 @@ class SegmentPartition:
         if self.short < 1 or self.long < 1 or self.long_from < 0 or self.long_from % self.short:
             raise ValueError(f"{self}: sizes must be positive and long_from a multiple of short")
 
-    def segment_of(self, position: torch.Tensor) -> torch.Tensor:
-        return position.clamp(max=self.long_from) // self.short + (position - self.long_from).clamp(min=0) // self.long
+    def segment_of(self, position: np.ndarray) -> np.ndarray:
+        beyond = np.maximum(position - self.long_from, 0)
+        return np.minimum(position, self.long_from) // self.short + beyond // self.long
 
-    def start_of(self, segment: torch.Tensor) -> torch.Tensor:
+    def start_of(self, segment: np.ndarray) -> np.ndarray:
         num_short = self.long_from // self.short
-        return segment.clamp(max=num_short) * self.short + (segment - num_short).clamp(min=0) * self.long
+        return np.minimum(segment, num_short) * self.short + np.maximum(segment - num_short, 0) * self.long
 
 
 @dataclass(frozen=True)
@@ -135,11 +137,11 @@ class TreeAttentionPlan:
         )
         if any(needed > held for needed, held in zip(work.capacity, self.capacity, strict=True)):
             raise ValueError(f"the pass needs {work.capacity} and the plan holds {self.capacity}; plan with more")
-        self.packed_items[: len(work.packed)].copy_(work.packed)
-        self.node_items[: len(work.node)].copy_(work.node)
+        self.packed_items[: len(work.packed)].copy_(torch.from_numpy(work.packed))
+        self.node_items[: len(work.node)].copy_(torch.from_numpy(work.node))
         self.num_packed_items.fill_(len(work.packed))
         self.num_node_items.fill_(len(work.node))
-        self.first_partial[: len(work.first_partial)].copy_(work.first_partial)
+        self.first_partial[: len(work.first_partial)].copy_(torch.from_numpy(work.first_partial))
         self.first_partial[len(work.first_partial) :].fill_(work.capacity.partials)
 
 
@@ -204,9 +206,9 @@ def plan_tree_attention(
 
 
 class _WorkItems(NamedTuple):
-    packed: torch.Tensor  # [num_packed, 8] int32
-    node: torch.Tensor  # [num_node, 8] int32
-    first_partial: torch.Tensor  # [num_rows + 1] int32
+    packed: np.ndarray  # [num_packed, 8] int32
+    node: np.ndarray  # [num_node, 8] int32
+    first_partial: np.ndarray  # [num_rows + 1] int32
     capacity: PlanCapacity
 
 
@@ -218,75 +220,72 @@ def _work_items(
     group: int,
     config: TreeAttentionConfig,
 ) -> _WorkItems:
-    """All index arithmetic is vectorised: one host pass over thousands of items costs well under a model's layer."""
-    lengths, num_rows_of, depth = (torch.tensor(list(x)).long() for x in (context_lens, rows_per_request, depths))
-    if len(lengths) != len(num_rows_of) or int(num_rows_of.sum()) != len(depth):
+    """Vectorised over all requests, rows and segments: a pass may have thousands of items."""
+    lengths, num_rows_of, depth = (np.array(x, dtype=np.int64) for x in (context_lens, rows_per_request, depths))
+    if len(lengths) != len(num_rows_of) or num_rows_of.sum() != len(depth):
         raise ValueError(
-            f"{len(lengths)} context_lens, {len(num_rows_of)} rows_per_request that sum to {int(num_rows_of.sum())}, "
+            f"{len(lengths)} context_lens, {len(num_rows_of)} rows_per_request that sum to {num_rows_of.sum()}, "
             f"{len(depth)} depths: one length and row count per request and one depth per row are needed"
         )
     for name, values in (("context_lens", lengths), ("rows_per_request", num_rows_of), ("depths", depth)):
         if (values < 0).any():
-            raise ValueError(f"{name} holds {int(values.min())}; it must not be negative")
+            raise ValueError(f"{name} holds {values.min()}; it must not be negative")
     chain = num_rows_of <= 1
     if chains is not None:
         if len(chains) != len(lengths):
             raise ValueError(f"chains has {len(chains)} entries; expected {len(lengths)}, one per request")
-        chain = chain | torch.tensor(list(chains), dtype=torch.bool)
-    request = torch.arange(len(lengths)).repeat_interleave(num_rows_of)
+        chain = chain | np.array(chains, dtype=bool)
+    request = np.repeat(np.arange(len(lengths)), num_rows_of)
     same_chain = chain[request[1:]] & (request[1:] == request[:-1])
     if (same_chain & (depth[1:] <= depth[:-1])).any():
         raise ValueError(f"depths {depth.tolist()} of a chain must ascend")
 
     position = lengths[request] + depth
-    num_partials = config.partition.segment_of(position) + 1
-    first_partial = torch.cat([torch.zeros(1, dtype=torch.long), num_partials.cumsum(0)])
+    first_partial = np.concatenate([[0], np.cumsum(config.partition.segment_of(position) + 1)])
 
     # Packed: M tiles over all rows of a request; a chain's tile reaches up to its own last row.
-    first_m = (num_rows_of.cumsum(0) - num_rows_of) * group
+    first_m = (np.cumsum(num_rows_of) - num_rows_of) * group
     of_tile, i_tile = _enumerate((num_rows_of * group + config.block_m - 1) // config.block_m)
     m_lo = first_m[of_tile] + i_tile * config.block_m
-    m_hi = torch.minimum(m_lo + config.block_m, first_m[of_tile] + num_rows_of[of_tile] * group)
+    m_hi = np.minimum(m_lo + config.block_m, first_m[of_tile] + num_rows_of[of_tile] * group)
     last_row = (m_hi - 1) // group
     root_tile = lengths // config.block_n * config.block_n
-    key_hi = torch.where(chain[of_tile], position[last_row] + 1, root_tile[of_tile])
-    packed = _cut(of_tile, last_row, m_lo, m_hi, torch.zeros_like(key_hi), key_hi, config)
-    packed = packed[packed[:, ITEM_FIELDS.index("segment")].argsort(stable=True)]  # tiles of a segment share it in L2
+    key_hi = np.where(chain[of_tile], position[last_row] + 1, root_tile[of_tile])
+    packed = _cut(of_tile, last_row, m_lo, m_hi, np.zeros_like(key_hi), key_hi, config)
+    # M tiles of one segment follow each other, so that they find its keys in L2.
+    packed = packed[np.argsort(packed[:, ITEM_FIELDS.index("segment")], kind="stable")]
 
     # Node: every row of a tree, from the root's tile on. A group of more heads than block_m takes several M tiles.
-    row = (~chain[request]).nonzero().flatten()
-    of_row, i_tile = _enumerate(torch.full_like(row, (group + config.block_m - 1) // config.block_m))
-    row = row[of_row]
+    tree_rows = np.flatnonzero(~chain[request])
+    of_row, i_tile = _enumerate(np.full(len(tree_rows), (group + config.block_m - 1) // config.block_m))
+    row = tree_rows[of_row]
     m_lo = row * group + i_tile * config.block_m
-    m_hi = torch.minimum(m_lo + config.block_m, (row + 1) * group)
+    m_hi = np.minimum(m_lo + config.block_m, (row + 1) * group)
     node = _cut(request[row], row, m_lo, m_hi, root_tile[request[row]], position[row] + 1, config)
 
     capacity = PlanCapacity(len(depth), len(packed), len(node), int(first_partial[-1]))
-    return _WorkItems(packed.int(), node.int(), first_partial.int(), capacity)
+    return _WorkItems(packed.astype(np.int32), node.astype(np.int32), first_partial.astype(np.int32), capacity)
 
 
-def _enumerate(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _enumerate(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """[2, 0, 3] -> owners [0, 0, 2, 2, 2] and indices within the owner [0, 1, 0, 1, 2]."""
-    owner = torch.arange(len(counts)).repeat_interleave(counts)
-    return owner, torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
+    owner = np.repeat(np.arange(len(counts)), counts)
+    return owner, np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]
 
 
 def _cut(
-    request: torch.Tensor,
-    slot_row: torch.Tensor,
-    m_lo: torch.Tensor,
-    m_hi: torch.Tensor,
-    key_lo: torch.Tensor,
-    key_hi: torch.Tensor,
+    request: np.ndarray,
+    slot_row: np.ndarray,
+    m_lo: np.ndarray,
+    m_hi: np.ndarray,
+    key_lo: np.ndarray,
+    key_hi: np.ndarray,
     config: TreeAttentionConfig,
-) -> torch.Tensor:
+) -> np.ndarray:
     """Cuts [key_lo, key_hi) of every entry at the segment borders. Returns items, [num_items, 8] int64."""
     first = config.partition.segment_of(key_lo)
-    counts = torch.where(key_hi > key_lo, config.partition.segment_of(key_hi - 1) - first + 1, 0)
-    owner, offset = _enumerate(counts)
+    owner, offset = _enumerate(np.where(key_hi > key_lo, config.partition.segment_of(key_hi - 1) - first + 1, 0))
     segment = first[owner] + offset
     start, end = config.partition.start_of(segment), config.partition.start_of(segment + 1)
-    lo, hi = torch.maximum(key_lo[owner], start), torch.minimum(key_hi[owner], end)
-    return torch.stack(
-        [request[owner], slot_row[owner], m_lo[owner], m_hi[owner], lo, hi, segment, (lo > start).long()], dim=1
-    )
+    lo, hi = np.maximum(key_lo[owner], start), np.minimum(key_hi[owner], end)
+    return np.stack([request[owner], slot_row[owner], m_lo[owner], m_hi[owner], lo, hi, segment, lo > start], axis=1)

@@ -1,5 +1,6 @@
 """Figures on held-out packages: loss, and how often drafts name the token that the target decodes next."""
 
+import copy
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -43,12 +44,8 @@ def cut_prompts(documents: Sequence[Document], tokenizer: Tokenizer, count: int,
             end += 1
             text = "\n".join(lines[start:end])
             length = len(tokenizer.encode(text).ids)
-        if (
-            text.strip()
-            and PROMPT_TOKENS[0] <= length <= PROMPT_TOKENS[1]
-            and len(text) < 700
-            and lines[end - 1].strip()
-        ):
+        whole = end > start and lines[start].strip() and lines[end - 1].strip()
+        if whole and PROMPT_TOKENS[0] <= length <= PROMPT_TOKENS[1] and len(text) < 700:
             prompts.setdefault(text, Prompt(text, package, kind))
     return list(prompts.values())
 
@@ -74,7 +71,9 @@ def held_out_loss(model: LlamaForCausalLM, stream: Stream, windows: int = 96, le
 def greedy_continuations(target: LlamaForCausalLM, prompts: Sequence[list[int]], new_tokens: int) -> list[Tensor]:
     """The target's greedy continuation of each prompt: int64 [prompt + new_tokens], end tokens not stopping it."""
     device = next(target.parameters()).device
-    config = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
+    config = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, pad_token_id=0)
+    generator = copy.copy(target)
+    generator.generation_config = config  # `generate` would fill a missing end token from the model's own
     results: dict[int, Tensor] = {}
     by_length = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     for start in range(0, len(prompts), 64):
@@ -83,7 +82,7 @@ def greedy_continuations(target: LlamaForCausalLM, prompts: Sequence[list[int]],
         padding = [width - len(prompts[index]) for index in indices]
         rows = torch.tensor([[0] * pad + prompts[i] for pad, i in zip(padding, indices, strict=True)], device=device)
         mask = (torch.arange(width, device=device) >= torch.tensor(padding, device=device)[:, None]).long()
-        tokens = target.generate(rows, attention_mask=mask, generation_config=config)
+        tokens = generator.generate(rows, attention_mask=mask)
         for index, pad, row in zip(indices, padding, tokens, strict=True):
             results[index] = row[pad:]
     return [results[index] for index in range(len(prompts))]

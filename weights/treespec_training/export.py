@@ -133,6 +133,8 @@ def export(
             copy.deepcopy(model).to(torch.bfloat16).cpu().save_pretrained(staging / folder)
             as_pretrained(tokenizer, MAX_LENGTH).save_pretrained(staging / folder)
             atomic_write_text(staging / folder / "README.md", model_card(folder, report, model))
+            for file in (staging / folder).iterdir():
+                file.chmod(0o644)  # safetensors writes for the owner only
         for folder in models:
             if (out / folder).exists():
                 (out / folder).rename(staging / f"{folder}.old")

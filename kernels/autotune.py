@@ -1,0 +1,15 @@
+"""The kernel autotune runner: measures the cost of a target pass on this machine.
+
+The same command as `treespec autotune`.
+"""
+
+import typer
+
+from treespec.cli.autotune import autotune
+from treespec.cli.group import Command
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app.command(cls=Command)(autotune)
+
+if __name__ == "__main__":
+    app()

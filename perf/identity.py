@@ -1,0 +1,170 @@
+"""Tree against plain decoding, and plain decoding against transformers: tokens, and logits bit for bit.
+
+    python perf/identity.py                                     # everything, on the embedded models
+    python perf/identity.py --prompts 16 --dtypes bfloat16 --batches 8 --json out.json
+
+For every dtype, batch size and subset of the drafts, all prompts are decoded with trees and compared with plain
+decoding of the same engine: differing tokens, and logits of accepted nodes that are not `torch.equal`. In float32 plain
+decoding is compared with transformers, teacher-forced on the same tokens. Exits with 1 where anything differs.
+"""
+
+import argparse
+import itertools
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from treespec import LLM, RequestOutput, SamplingParams, SpecConfig
+from treespec.engine import Engine, Scored
+from treespec.runner import Runner
+from treespec_weights import default_folder, default_names
+
+TIE = 1e-4  # two logits closer than this share of the row's RMS are a rounding tie
+
+
+class LogitRecorder:
+    """Keeps the logits of every node whose token choice was emitted, by request and position."""
+
+    def __init__(self, engine: Engine):
+        self.rows: dict[tuple[str, int], Tensor] = {}
+        self._last: dict[tuple[str, int], Tensor] = {}
+        runner: Runner = engine.runner
+        compute, commit = runner.logits, engine.commit
+
+        def logits(requests: Any, trees: Any) -> Tensor:
+            result = compute(requests, trees)
+            start = 0
+            for request, tree in zip(requests, trees, strict=True):
+                self._last[request.request_id, len(tree)] = result[start : start + len(tree)]
+                start += len(tree)
+            return result
+
+        def recording(scored: list[Scored], verified: Any) -> None:
+            for (request, tree, _), (path, _) in zip(scored, verified, strict=True):
+                rows = self._last[request.request_id, len(tree)]
+                for depth, node in enumerate(path):
+                    self.rows[request.request_id, request.context_len + depth] = rows[node].clone()
+            self._last.clear()
+            commit(scored, verified)
+
+        runner.logits, engine.commit = logits, recording  # type: ignore[method-assign]
+
+    def take(self, outputs: list[RequestOutput]) -> list[Tensor]:
+        """Per output, the logits behind each of its tokens, [num tokens, vocab]; forgets everything."""
+        result = []
+        for output in outputs:
+            first = len(output.prompt_token_ids) - 1
+            count = len(output.outputs[0].token_ids)
+            result.append(torch.stack([self.rows[output.request_id, first + i] for i in range(count)]))
+        self.rows.clear()
+        return result
+
+
+def read_prompts(count: int, tokenizer: Any, vocab: int) -> list[list[int]]:
+    """Held-out prompts as token ids; random ids where the model is not the embedded one."""
+    if tokenizer is None:
+        generator = torch.Generator().manual_seed(0)
+        lengths = torch.randint(1, 160, (count,), generator=generator).tolist()
+        return [torch.randint(1, vocab, (n,), generator=generator).tolist() for n in lengths]
+    path = default_folder("target").parent / "heldout_prompts.json"
+    texts = [entry["text"] for entry in json.loads(path.read_text())]
+    return [tokenizer.encode(text) for text in itertools.islice(itertools.cycle(texts), count)]
+
+
+def compare(plain: list[RequestOutput], tree: list[RequestOutput], logits: list[Tensor], own: list[Tensor]) -> Any:
+    """Differing tokens and logit rows of two runs."""
+    tokens = sum(
+        a != b
+        for x, y in zip(plain, tree, strict=True)
+        for a, b in itertools.zip_longest(x.outputs[0].token_ids, y.outputs[0].token_ids)
+    )
+    rows = sum(
+        int((a[: len(b)] != b[: len(a)]).any(1).sum()) + abs(len(a) - len(b)) for a, b in zip(logits, own, strict=True)
+    )
+    return tokens, rows
+
+
+def against_transformers(model: Path, plain: list[RequestOutput], logits: list[Tensor]) -> dict[str, Any]:
+    """fp32, teacher-forced: does transformers prefer every token that plain decoding chose?"""
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    total = agree = ties = 0
+    divergence = 0.0
+    for output, own in tqdm(list(zip(plain, logits, strict=True)), desc="transformers", disable=None):
+        tokens = output.prompt_token_ids + output.outputs[0].token_ids
+        with torch.inference_mode():
+            scores = reference(torch.tensor([tokens])).logits[0, len(output.prompt_token_ids) - 1 : -1]
+        chosen = torch.tensor(output.outputs[0].token_ids)
+        gap = scores.max(-1).values - scores.gather(1, chosen[:, None])[:, 0]
+        same = scores.argmax(-1) == chosen
+        tied = ~same & (gap < TIE * scores.pow(2).mean(-1).sqrt())
+        total, agree, ties = total + len(chosen), agree + int(same.sum()), ties + int(tied.sum())
+        kl = torch.nn.functional.kl_div(own.log_softmax(-1), scores.log_softmax(-1), log_target=True, reduction="none")
+        divergence = max(divergence, float(kl.sum(-1).max()))
+    return {"tokens": total, "agree": agree, "rounding_ties": ties, "max_kl": divergence}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a folder; default: the embedded target")
+    parser.add_argument("--draft", action="append", help="a folder; repeatable; default: the embedded SSMs")
+    parser.add_argument("--prompts", type=int, default=200)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--nodes", type=int, default=16)
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8])
+    parser.add_argument("--threads", type=int, help="torch threads; default: torch's own")
+    parser.add_argument("--json", type=Path, help="write the results there")
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    model = Path(args.model) if args.model else default_folder("target")
+    drafts = args.draft or [name for name in default_names() if name.startswith("ssm-")]
+    subsets = [list(s) for n in range(1, len(drafts) + 1) for s in itertools.combinations(drafts, n)]
+    params, spec = SamplingParams(max_tokens=args.max_tokens, ignore_eos=True), SpecConfig(nodes=args.nodes)
+    results: list[dict[str, Any]] = []
+    reference: dict[str, Any] | None = None
+    print(f"{'dtype':9} {'batch':>5}  {'drafts':24} {'tokens':>7} {'differ':>6} {'logit rows':>10} {'tau':>5} {'s':>6}")
+    for dtype, batch in itertools.product(args.dtypes, args.batches):
+        for subset in subsets:
+            llm = LLM(model, drafts=subset, dtype=dtype, max_num_seqs=batch)
+            recorder = LogitRecorder(llm.engine)
+            prompts = read_prompts(args.prompts, llm.get_tokenizer(), llm.engine.runner.target.vocab_size)
+            if subset is subsets[0]:
+                plain = llm.generate(prompts, params, spec="off")
+                plain_logits = recorder.take(plain)
+                if dtype == "float32" and reference is None:
+                    reference = against_transformers(model, plain, plain_logits)
+            start = time.perf_counter()
+            tree = llm.generate(prompts, params, spec=spec)
+            seconds = time.perf_counter() - start
+            tokens, rows = compare(plain, tree, plain_logits, recorder.take(tree))
+            llm.engine.check_integrity()
+            passes = sum(output.metrics.target_passes for output in tree)
+            total = sum(output.metrics.generated_tokens for output in tree)
+            row = {"dtype": dtype, "batch": batch, "drafts": [Path(d).name for d in subset], "tokens": total}
+            row |= {"differing_tokens": tokens, "differing_logit_rows": rows, "acceptance_length": total / passes}
+            results.append(row | {"seconds": seconds})
+            print(f"{dtype:9} {batch:5}  {','.join(row['drafts']):24} {total:7} {tokens:6} {rows:10} "
+                  f"{total / passes:5.2f} {seconds:6.1f}", flush=True)  # fmt: skip
+    if reference is not None:
+        print(f"plain against transformers, float32: {reference}")
+    report = {"nodes": args.nodes, "threads": torch.get_num_threads(), "torch": torch.__version__}
+    report |= {"runs": results, "transformers": reference}
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    bad = any(row["differing_tokens"] or row["differing_logit_rows"] for row in results)
+    unexplained = reference is not None and reference["agree"] + reference["rounding_ties"] < reference["tokens"]
+    return int(bad or unexplained)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,20 @@
+"""Tests that need a process of their own: triton is interpreted, or not, per process."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+INTERPRETED = Path(__file__).parent / "interpreted"
+
+
+def run_cases(name: str, environment: dict[str, str]) -> None:
+    """Runs a file of cases of tests/interpreted/ under further environment variables; fails with its whole output."""
+    command = [sys.executable, "-m", "pytest", str(INTERPRETED / name), "-q", "--tb=short", "-p", "no:cacheprovider"]
+    child = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, check=False)
+    if "only 0-dimensional arrays can be converted to Python scalars" in child.stdout:
+        pytest.skip("the interpreter of Triton 3.6 cannot run loops with numpy 2.4 or later")
+    if child.returncode != 0:
+        pytest.fail(f"{name} with {environment}:\n{child.stdout}\n{child.stderr}", pytrace=False)

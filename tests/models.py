@@ -1,0 +1,165 @@
+"""Tiny random models on disk, engines over them, and an oracle drafter: what the engine's tests share.
+
+Every parameter is random, norms and biases too, and attention is sharp enough that greedy continuations wander instead
+of repeating one token. Drafts are the target's weights with noise, so that deep paths are accepted.
+"""
+
+import functools
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from treespec import LLM, SamplingParams
+from treespec.planner import CostCurve
+from treespec.request import Request
+from treespec.tree import Draws, TokenTree
+
+EOS = 0
+VOCAB = 512
+NOISES = (0.04, 0.07, 0.1)  # of the three drafts, relative to each tensor's own spread
+CURVE = CostCurve((1, 64), (1e-3, 1.6e-3), 1e-5)
+"""Costs under which an automatic tree is worth growing; measuring takes a second per engine and says other things."""
+
+SHAPE = {
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 1024,
+    "bos_token_id": 1, "eos_token_id": EOS, "tie_word_embeddings": False,
+}  # fmt: skip
+
+_root = tempfile.TemporaryDirectory(prefix="treespec-tests-")
+
+
+def new_folder(name: str) -> Path:
+    """An empty folder that lives as long as the test process."""
+    return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=_root.name))
+
+
+def make_llama(folder: Path, seed: int, dtype: torch.dtype = torch.float32, **config: Any) -> Path:
+    """A random Llama checkpoint; `config` overrides `SHAPE`."""
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**(SHAPE | config)))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.normal_(0.0, 0.2)
+                parameter.add_(0.0 if name.endswith("bias") else 1.0)
+            else:
+                gain = 5.0 if "lm_head" in name else 2.0 if "q_proj" in name or "k_proj" in name else 1.0
+                parameter.normal_(0.0, 1.0 if "embed" in name else gain * parameter.shape[1] ** -0.5)
+    model.to(dtype).save_pretrained(folder)
+    return folder
+
+
+def make_draft(folder: Path, target: Path, seed: int, noise: float) -> Path:
+    """The target with noise of `noise` times each tensor's spread."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, tensor in load_file(target / "model.safetensors").items():
+        spread = noise * tensor.float().std()
+        tensors[name] = (tensor + spread * torch.randn(tensor.shape, generator=generator)).to(tensor.dtype)
+    for name in ("config.json", "generation_config.json"):
+        (folder / name).write_text((target / name).read_text())
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@functools.cache
+def tiny(dtype: torch.dtype = torch.float32) -> tuple[Path, tuple[Path, ...]]:
+    """A target and three drafts of it, named `ssm-1` to `ssm-3`; without a tokenizer."""
+    root = new_folder(str(dtype).removeprefix("torch."))
+    target = make_llama(root / "target", 0, dtype)
+    drafts = []
+    for i, noise in enumerate(NOISES, start=1):
+        (root / f"ssm-{i}").mkdir()
+        drafts.append(make_draft(root / f"ssm-{i}", target, i, noise))
+    return target, tuple(drafts)
+
+
+def open_llm(model: Path, drafts: Iterable[Any] = (), **options: Any) -> LLM:
+    """An engine on the CPU, with `CURVE` for its costs."""
+    with mock.patch("treespec.costs.load", lambda key: CURVE):
+        return LLM(model, drafts=list(drafts), **({"device": "cpu", "max_model_len": 256} | options))
+
+
+@functools.cache
+def tiny_llm(dtype: torch.dtype = torch.float32, ssms: tuple[int, ...] = (0, 1, 2), **options: Any) -> LLM:
+    """An engine over `tiny` with some of its drafts, built once; tests that break an engine open their own."""
+    target, drafts = tiny(dtype)
+    return open_llm(target, [drafts[i] for i in ssms], **options)
+
+
+def random_prompts(lengths: Sequence[int], seed: int = 0, vocab: int = VOCAB) -> list[list[int]]:
+    """Token ids without the end token."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(1, vocab, size=length).tolist() for length in lengths]
+
+
+def greedy(max_tokens: int, **options: Any) -> SamplingParams:
+    """Runs to the end: random models meet the end token by chance."""
+    return SamplingParams(**({"max_tokens": max_tokens, "ignore_eos": True} | options))
+
+
+def tree_of(root: int, paths: dict[tuple[int, ...], float], name: str = "oracle") -> TokenTree:
+    """The tree of these paths below the root token, each with the probability of its last token."""
+    ordered = sorted(paths, key=len)
+    index = {(): 0} | {path: i for i, path in enumerate(ordered, start=1)}
+    parents = np.array([-1] + [index[path[:-1]] for path in ordered])
+    nodes = np.arange(1, len(ordered) + 1)
+    probs = np.array([1.0] + [paths[path] for path in ordered])
+    return TokenTree(
+        tokens=np.array([root] + [path[-1] for path in ordered]),
+        parents=parents,
+        depths=np.array([0] + [len(path) for path in ordered]),
+        probs=probs,
+        draws=Draws(parents[1:], nodes, np.zeros(len(nodes), dtype=np.int64), probs[1:]),
+        source_names=(name,),
+    )
+
+
+class OracleDrafter:
+    """Proposes the true continuation, `depth` deep, with wrong siblings before every true node.
+
+    Args:
+        truths: whole sequences, prompt and output; a request is recognised by its tokens so far.
+        depth: levels to propose.
+        wrong: wrong siblings per level, with children of their own where `bushy`.
+        vocab: token ids to take wrong ones from.
+    """
+
+    def __init__(self, truths: Iterable[Sequence[int]], depth: int, wrong: int = 2, bushy: bool = False,
+                 name: str = "oracle", vocab: int = VOCAB):  # fmt: skip
+        self.truths, self.depth, self.wrong = [list(truth) for truth in truths], depth, wrong
+        self.bushy, self.name, self.vocab = bushy, name, vocab
+        self.committed: dict[str, list[int]] = {}  # lengths of the paths it was told, by request
+        self.released: list[str] = []
+
+    def propose(self, requests: Sequence[Request], max_depths: Sequence[int]) -> list[TokenTree]:
+        return [self._tree(request.tokens, depth) for request, depth in zip(requests, max_depths, strict=True)]
+
+    def commit(self, requests: Sequence[Request], paths: Sequence[np.ndarray]) -> None:
+        for request, path in zip(requests, paths, strict=True):
+            self.committed.setdefault(request.request_id, []).append(len(path))
+
+    def release(self, request: Request) -> None:
+        self.released.append(request.request_id)
+
+    def _tree(self, tokens: list[int], max_depth: int) -> TokenTree:
+        truth = next(t for t in self.truths if t[: len(tokens)] == tokens)
+        coming = truth[len(tokens) : len(tokens) + min(self.depth, max_depth)]
+        paths: dict[tuple[int, ...], float] = {}
+        for level, token in enumerate(coming):
+            above = tuple(coming[:level])
+            for i in range(1, self.wrong + 1):
+                other = (token + i * 37) % self.vocab
+                paths[(*above, other)] = 0.01
+                if self.bushy:
+                    paths[(*above, other, (token + 1) % self.vocab)] = 0.5
+            paths[(*above, token)] = 0.9
+        return tree_of(tokens[-1], paths, self.name)

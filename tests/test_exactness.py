@@ -1,0 +1,226 @@
+"""The headline: trees give the tokens and the logits, bit for bit, of plain decoding."""
+
+import functools
+
+import pytest
+import torch
+
+from tests.exactness import Run, all_of, differences, run, threads
+from tests.models import (
+    OracleDrafter,
+    greedy,
+    make_draft,
+    make_llama,
+    new_folder,
+    open_llm,
+    random_prompts,
+    tiny,
+    tiny_llm,
+)
+from treespec import LLM, SpecConfig
+from treespec.tree import TokenTree
+from treespec_weights import default_names
+
+DTYPES = [torch.float32, torch.bfloat16]
+SUBSETS = all_of(0, 1, 2)
+LENGTHS = (1, 2, 9, 31, 50, 62, 63, 64, 65, 90, 126)  # 11 requests for 8 slots; outputs cross positions 64 and 128
+TOKENS = 24
+SPECS = {
+    "2": SpecConfig(nodes=2),
+    "5": SpecConfig(nodes=5),
+    "16": SpecConfig(nodes=16),
+    "40": SpecConfig(nodes=40, max_depth=4),
+    "auto": SpecConfig(),
+    "static 3-2-1": SpecConfig(branching=(3, 2, 1)),
+    "static chain": SpecConfig(branching=(1, 1, 1, 1, 1)),
+    "static star": SpecConfig(branching=(12,)),
+}
+
+
+def dtype_name(value: object) -> str | None:
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else None
+
+
+@functools.cache
+def plain_run(dtype: torch.dtype, lengths: tuple[int, ...] = LENGTHS, tokens: int = TOKENS) -> Run:
+    """Plain decoding of the same prompts by an engine that has no drafts."""
+    return run(tiny_llm(dtype, ()), random_prompts(lengths), greedy(tokens))
+
+
+def assert_exact(llm: LLM, plain: Run, spec: SpecConfig) -> Run:
+    tree = run(llm, plain.prompts, greedy(len(plain.tokens[0])), spec)
+    assert not (found := differences(plain, tree)), "\n".join(found[:10])
+    return tree
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("ssms", SUBSETS, ids=str)
+def test_trees_give_the_bits_of_plain_decoding(dtype: torch.dtype, ssms: tuple[int, ...]) -> None:
+    plain, llm = plain_run(dtype), tiny_llm(dtype, ssms)
+    for name, spec in SPECS.items() if len(ssms) in (1, 3) else [(name, SPECS[name]) for name in ("16", "auto")]:
+        tree = assert_exact(llm, plain, spec)
+        assert tree.acceptance_length > 1.2, f"{name}: nothing was accepted, so nothing was shown"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+def test_two_hundred_prompts(dtype: torch.dtype) -> None:
+    """Over 200 prompts of 128 tokens each, by tokens alone."""
+    llm = tiny_llm(dtype, (0, 1), max_num_seqs=25)
+    prompts = random_prompts([1 + i * 7 % 120 for i in range(200)], seed=3)
+    params = greedy(128)
+    plain = llm.generate(prompts, params, spec="off")
+    trees = llm.generate(prompts, params, spec=SpecConfig(branching=(3, 2, 1)))
+    wrong = [i for i, (a, b) in enumerate(zip(plain, trees, strict=True)) if a.outputs[0] != b.outputs[0]]
+    assert not wrong
+    assert sum(output.metrics.generated_tokens for output in trees) == 200 * 128
+    assert sum(output.metrics.target_passes for output in trees) * 2 < 200 * 128
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("chunk", [1, 7, 64, 512])
+def test_prefill_chunks_and_batch_size_change_nothing(dtype: torch.dtype, chunk: int) -> None:
+    plain = plain_run(dtype)
+    for seqs in (1, 8):
+        llm = tiny_llm(dtype, (0, 2), prefill_chunk=chunk, max_num_seqs=seqs)
+        assert not differences(plain, run(llm, plain.prompts, greedy(TOKENS), "off"))
+        assert_exact(llm, plain, SPECS["16"])
+
+
+@pytest.mark.parametrize("attention", ["cpu-packed", "cpu-gathered"])
+def test_both_attentions_give_the_same_bits(attention: str) -> None:
+    plain = plain_run(torch.float32)
+    assert_exact(tiny_llm(torch.float32, (1,), attention=attention), plain, SPECS["16"])
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+def test_threads(dtype: torch.dtype, count: int) -> None:
+    """A model large enough that work is shared between threads, behind contexts of several tiles."""
+    with threads(count):
+        llm = wide_llm(dtype, count)
+        plain = run(llm, random_prompts((700, 383, 129, 5)), greedy(16))
+        tree = assert_exact(llm, plain, SpecConfig(nodes=40, max_depth=4))
+        assert tree.acceptance_length > 1.2
+
+
+@functools.cache
+def wide_llm(dtype: torch.dtype, count: int) -> LLM:
+    """8 heads of 32 over 4 KV heads; `count` keeps engines of different thread counts apart."""
+    root = new_folder("wide")
+    sizes = {"hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 8, "num_key_value_heads": 4}
+    target = make_llama(root / "target", 5, dtype, **sizes, head_dim=32, num_hidden_layers=2)
+    (root / "ssm").mkdir()
+    return open_llm(target, [make_draft(root / "ssm", target, 1, 0.05)], max_model_len=768)
+
+
+def test_float16_runs_with_a_fixed_row_count() -> None:
+    """No row-invariant linear layers there: every pass is padded to one row count, also in a full batch of trees."""
+    llm = tiny_llm(torch.float16, (0,), max_num_seqs=16)
+    plain = run(llm, random_prompts([3 + i for i in range(16)]), greedy(6))
+    tree = assert_exact(llm, plain, SpecConfig(nodes=40, max_depth=3))
+    assert tree.acceptance_length > 1.2
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+def test_every_node_has_the_bits_of_plain_decoding(dtype: torch.dtype) -> None:
+    """Rejected nodes too: the tokens of each node's path, decoded plainly as prompts."""
+    llm = tiny_llm(dtype)
+    tree = run(llm, random_prompts((61, 120)), greedy(4), SPECS["40"])
+    prefixes = [list(prefix) for prefix in tree.logits]
+    assert len(prefixes) > 80
+    plain = run(llm, prefixes, greedy(1), "off")
+    found = [len(p) for p in plain.logits if not torch.equal(plain.logits[p], tree.logits[p])]
+    assert not found
+    assert not differences(plain, plain)
+
+
+@pytest.mark.parametrize("spec", ["off", "16", "auto"])
+def test_company_in_the_batch_changes_nothing(spec: str) -> None:
+    chosen = SPECS.get(spec, spec)
+    llm, prompts = tiny_llm(), random_prompts((5, 64, 80))
+    alone = [run(llm, [prompt], greedy(TOKENS), "off") for prompt in prompts]
+    crowd = random_prompts((1, 70, 33, 128, 12, 64, 3, 9, 17), seed=9)
+    for order in ([*crowd, *prompts], [*prompts[::-1], *crowd], [crowd[0], prompts[1], *crowd, prompts[0], prompts[2]]):
+        together = run(llm, order, [greedy(3 + i % 5 if p in crowd else TOKENS) for i, p in enumerate(order)], chosen)
+        assert not together.unequal
+        for one in alone:
+            assert together.tokens[order.index(one.prompts[0])] == one.tokens[0]
+            assert all(torch.equal(together.logits[p], one.logits[p]) for p in one.logits)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("depth", range(1, 13))
+def test_an_oracle_loses_nothing(dtype: torch.dtype, depth: int) -> None:
+    """The true continuation among wrong siblings: every pass emits depth + 1 tokens, until max_tokens cuts the last."""
+    plain = oracle_truth(dtype)
+    for wrong, bushy in ((0, False), (2, depth % 2 == 0)):
+        oracle = OracleDrafter(plain.sequences, depth, wrong=wrong, bushy=bushy)
+        llm = oracle_llm(dtype)
+        llm.engine.drafters[:] = [oracle]
+        tree = assert_exact(llm, plain, SpecConfig(nodes=64, max_depth=12))
+        for output in tree.outputs:
+            assert output.metrics.target_passes == -(-ORACLE_TOKENS // (depth + 1))
+            accepted = ORACLE_TOKENS - output.metrics.target_passes
+            # The last token of a cut round may be a drafted one, with no bonus token behind it.
+            assert output.metrics.accepted_by_source["oracle"] == accepted
+            assert oracle.committed[output.request_id][0] == depth + 1
+        assert sorted(oracle.released) == sorted(output.request_id for output in tree.outputs)
+
+
+ORACLE_TOKENS = 52
+
+
+@functools.cache
+def oracle_truth(dtype: torch.dtype) -> Run:
+    return plain_run(dtype, (3, 30, 62, 64, 100), ORACLE_TOKENS)
+
+
+@functools.cache
+def oracle_llm(dtype: torch.dtype) -> LLM:
+    return open_llm(tiny(dtype)[0], [OracleDrafter([], 1)])
+
+
+def test_an_oracle_beside_the_ssms() -> None:
+    """Its tree and theirs are merged; the deep path is the oracle's, and sources are told apart."""
+    target, drafts = tiny()
+    plain = oracle_truth(torch.float32)
+    llm = open_llm(target, [*drafts, OracleDrafter(plain.sequences, 7, wrong=1)])
+    tree = assert_exact(llm, plain, SpecConfig(nodes=64, max_depth=7))
+    for output in tree.outputs:
+        assert output.metrics.target_passes == -(-ORACLE_TOKENS // 8)
+        by_source, only = output.metrics.accepted_by_source, output.metrics.accepted_only_by_source
+        assert set(by_source) == {"ssm-1", "ssm-2", "ssm-3", "oracle"}
+        assert by_source["oracle"] == ORACLE_TOKENS - output.metrics.target_passes
+        assert only.get("oracle", 0) > 0
+        assert not only.keys() & {"ssm-1", "ssm-2", "ssm-3"}  # whatever they found, the oracle had too
+
+
+def test_two_oracles_that_are_each_half_right() -> None:
+    """One knows the even positions' tokens, the other all: the union is as deep as the better of them."""
+    plain = oracle_truth(torch.float32)
+    class Half(OracleDrafter):
+        def _tree(self, tokens: list[int], max_depth: int) -> TokenTree:
+            return super()._tree(tokens, min(max_depth, 2 if len(tokens) % 2 else 1))
+
+    llm = open_llm(tiny()[0], [Half(plain.sequences, 2, wrong=3, name="half"), OracleDrafter(plain.sequences, 5)])
+    tree = assert_exact(llm, plain, SpecConfig(nodes=32, max_depth=5))
+    for output in tree.outputs:
+        assert output.metrics.target_passes == -(-ORACLE_TOKENS // 6)
+        assert 0 < output.metrics.accepted_by_source["half"] < output.metrics.accepted_by_source["oracle"]
+
+
+@pytest.mark.skipif("target" not in default_names(), reason="no embedded models in this checkout")
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+def test_the_embedded_models(dtype: torch.dtype) -> None:
+    from unittest import mock
+
+    from tests.models import CURVE
+
+    with mock.patch("treespec.costs.load", lambda key: CURVE):
+        llm = LLM(device="cpu", dtype=dtype, max_model_len=256)
+    prompts = ["def fibonacci(n):\n", "import os\n\n", "class Tree:\n    def __init__(self", "The result is"]
+    ids = [llm.get_tokenizer().encode(prompt) for prompt in prompts]
+    plain = run(llm, ids, greedy(32), "off")
+    for spec in (SpecConfig(nodes=16), SpecConfig()):
+        tree = assert_exact(llm, plain, spec)
+    assert tree.acceptance_length > 1.2

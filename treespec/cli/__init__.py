@@ -1,0 +1,66 @@
+"""The command line: `treespec generate | tree | weights | autotune`, and names kept for `bench` and `serve`.
+
+Nothing here imports torch before a command needs it: `treespec --help` answers at once.
+"""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from treespec import __version__
+from treespec.cli.autotune import autotune
+from treespec.cli.generate import generate
+from treespec.cli.group import Commands, usage_error
+from treespec.cli.tree import tree
+
+_PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}
+
+app = typer.Typer(cls=Commands, add_completion=False, pretty_exceptions_enable=False)
+app.command()(generate)
+app.command()(tree)
+app.command()(autotune)
+
+
+def main() -> None:
+    """The entry point."""
+    for stream in (sys.stdout, sys.stderr):  # a terminal without some character shows "?" instead of a traceback
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    app(prog_name="treespec")
+
+
+@app.callback(invoke_without_command=True)
+def treespec(
+    ctx: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
+) -> None:
+    """Text from a large language model, faster and token for token the same: several small models guess ahead, their
+    guesses form one token tree, and one pass of the large model verifies it."""
+    if version:
+        typer.echo(f"treespec {__version__}")
+        raise typer.Exit
+    if ctx.invoked_subcommand is None:
+        typer.echo(ctx.get_help())
+
+
+@app.command(context_settings=_PASS_ON | {"help_option_names": []})
+def weights(ctx: typer.Context) -> None:
+    """Look into safetensors checkpoints: inspect, verify."""
+    from treespec_weights.cli import app as weights_app
+
+    raise typer.Exit(weights_app(ctx.args, prog_name="treespec weights", standalone_mode=False) or 0)
+
+
+@app.command(context_settings=_PASS_ON)
+def bench(ctx: typer.Context) -> None:
+    """Not implemented yet: measure speed against plain decoding."""
+    raise _no_command_yet("bench")
+
+
+@app.command(context_settings=_PASS_ON)
+def serve(ctx: typer.Context) -> None:
+    """Not implemented yet: answer over HTTP."""
+    raise _no_command_yet("serve")
+
+
+def _no_command_yet(name: str) -> Exception:
+    return usage_error(f"treespec {name} is not implemented yet; valid now: generate, tree, weights, autotune")

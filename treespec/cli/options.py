@@ -1,0 +1,121 @@
+"""What several commands take: the models, the prompt, how to speculate."""
+
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from treespec.cli.group import usage_error
+
+if TYPE_CHECKING:
+    from treespec.config import SpecConfig
+    from treespec.llm import LLM
+
+Prompt = Annotated[
+    str | None,
+    typer.Argument(
+        help="The text to continue; token ids ('12 7 301') where the model has no tokenizer. "
+        "Without PROMPT and --file it is read from a pipe.",
+        show_default=False,
+    ),
+]
+File = Annotated[str | None, typer.Option("--file", metavar="F", help="Read the prompt from a file; - is stdin.")]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        "--model", metavar="M", help="The target: a Hugging Face folder or hub id. Default: the embedded one."
+    ),
+]
+Drafts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--draft",
+        metavar="D",
+        help="A draft model: a folder, a hub id, or an embedded one such as ssm-1. May be repeated. "
+        "Default: all embedded ones with the embedded target.",
+    ),
+]
+Nodes = Annotated[
+    str | None,
+    typer.Option(
+        "--nodes", metavar="N|auto", help="Rows of the target pass, root included. auto follows measured costs."
+    ),
+]
+MaxDepth = Annotated[int | None, typer.Option("--max-depth", metavar="N", help="The deepest drafted level.")]
+Branching = Annotated[
+    str | None,
+    typer.Option("--branching", metavar="A,B,C", help="A fixed tree: children of each node by depth, such as 4,2,1."),
+]
+Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
+Dtype = Annotated[str, typer.Option("--dtype", help="auto (the checkpoint's), float32, bfloat16 or float16.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else there.")]
+
+
+def read_prompt(prompt: str | None, file: str | None) -> str:
+    """The prompt from whichever place was named, byte for byte; a pipe where none was."""
+    if prompt is not None and file is not None:
+        raise usage_error(f"both a PROMPT and --file {file} were given; drop one of them")
+    if prompt is not None:
+        return prompt
+    if file is None and sys.stdin.isatty():
+        raise usage_error("no prompt; give PROMPT or --file F, or pipe it in")
+    piped = file is None or file == "-"
+    data = sys.stdin.buffer.read() if piped else Path(str(file)).expanduser().read_bytes()
+    source = "stdin" if piped else file
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise usage_error(f"the prompt from {source} is not UTF-8: {error.reason} at byte {error.start}") from None
+    if not text:
+        raise usage_error(f"the prompt from {source} is empty; give at least one token")
+    return text
+
+
+def encoded(prompt: str, llm: "LLM") -> str | list[int]:
+    """The prompt as the model takes it: token ids where it has no tokenizer and the text lists some."""
+    if llm.get_tokenizer() is None and re.fullmatch(r"\s*\d+([\s,]+\d+)*[\s,]*", prompt):
+        return [int(number) for number in re.findall(r"\d+", prompt)]
+    return prompt
+
+
+def spec_config(nodes: str | None, max_depth: int | None, branching: str | None) -> "SpecConfig":
+    """How to speculate, from options; those that were not given keep their defaults."""
+    from treespec.config import SpecConfig
+
+    given: dict[str, Any] = {}
+    if nodes is not None:
+        given["nodes"] = int(nodes) if re.fullmatch(r"[+-]?\d+", nodes) else nodes
+    if max_depth is not None:
+        given["max_depth"] = max_depth
+    if branching is not None:
+        if not re.fullmatch(r"\d+(,\d+)*", branching):
+            raise usage_error(f"--branching {branching}: valid are children by depth, such as 4,2,1")
+        given["branching"] = tuple(map(int, branching.split(",")))
+    return SpecConfig(**given)
+
+
+def load_llm(
+    model: str | None, drafts: list[str] | None, spec: "SpecConfig | str | None", device: str, dtype: str
+) -> "LLM":
+    """An engine for one request at a time."""
+    with status("loading"):
+        from treespec.llm import LLM
+
+        return LLM(model, drafts, spec, device=device, dtype=dtype, max_num_seqs=1)
+
+
+@contextmanager
+def status(doing: str) -> Iterator[None]:
+    """A word on the terminal for as long as something takes."""
+    shown = sys.stderr.isatty()
+    if shown:
+        print(f"{doing} ...", end="\r", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        if shown:
+            print("\x1b[2K", end="\r", file=sys.stderr, flush=True)

@@ -18,3 +18,9 @@ def run_cases(name: str, environment: dict[str, str]) -> None:
         pytest.skip("the interpreter of Triton 3.6 cannot run loops with numpy 2.4 or later")
     if child.returncode != 0:
         pytest.fail(f"{name} with {environment}:\n{child.stdout}\n{child.stderr}", pytrace=False)
+
+
+def run_uninterpreted(script: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python source in a process where triton is not interpreted."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False)

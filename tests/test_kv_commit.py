@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.child import run_cases
+from tests.child import run_cases, run_uninterpreted
 from treespec_kernels.kv_commit import kv_commit_ref, kv_commit_triton
 from treespec_kernels.testing import kv_commit_inputs
 
@@ -53,6 +53,5 @@ def test_cpu_tensors_are_refused_outside_the_interpreter() -> None:
         "i = kv_commit_inputs([3], [[0, 2]])\n"
         "kv_commit_triton(i.kv_cache, i.page_table, i.context_lens, i.paths, i.path_lens)\n"
     )
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False)
+    child = run_uninterpreted(script)
     assert "ValueError: kv_commit: implementation 'triton' was asked for on CPU tensors" in child.stderr

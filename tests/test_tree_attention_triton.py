@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.child import run_cases
+from tests.child import run_cases, run_uninterpreted
 from treespec_kernels.testing import assert_close, path_to, tree_attention_inputs, tree_parents
 from treespec_kernels.tree_attention import (
     PlanCapacity,
@@ -138,8 +138,7 @@ def test_cpu_tensors_are_refused_outside_the_interpreter() -> None:
         "                           device='cpu')\n"
         "tree_attention_triton(i.q, i.k_cache, i.v_cache, **i.rows, plan=plan)\n"
     )
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False)
+    child = run_uninterpreted(script)
     assert "ValueError: tree_attention: implementation 'triton' was asked for on CPU tensors" in child.stderr
     assert "TRITON_INTERPRET=1" in child.stderr
 
@@ -149,7 +148,8 @@ def test_importing_the_references_imports_no_triton() -> None:
         "import sys; sys.modules['triton'] = None\n"
         "import treespec_kernels.tree_attention, treespec_kernels.kv_commit, treespec_kernels.aot\n"
     )
-    subprocess.run([sys.executable, "-c", script], check=True)
+    child = run_uninterpreted(script)
+    assert child.returncode == 0, child.stderr
 
 
 def test_assert_close_sees_nan_and_names_the_place() -> None:

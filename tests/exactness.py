@@ -1,4 +1,4 @@
-"""Whether trees have the tokens and the logits, bit for bit, of plain decoding: shared by the guards and their guards."""
+"""Whether trees have the tokens and the logit bits of plain decoding: shared by the guards and the guards' guards."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -63,7 +63,10 @@ def recorded(llm: LLM) -> Iterator[tuple[dict[Prefix, Tensor], list[Prefix]]]:
 
 
 def run(
-    llm: LLM, prompts: Sequence[list[int]], params: SamplingParams | list[SamplingParams], spec: SpecConfig | str = "off"
+    llm: LLM,
+    prompts: Sequence[list[int]],
+    params: SamplingParams | list[SamplingParams],
+    spec: SpecConfig | str = "off",
 ) -> Run:
     """Generate and record."""
     with recorded(llm) as (logits, unequal):
@@ -104,6 +107,4 @@ def threads(count: int) -> Iterator[None]:
 
 def all_of(*options: Any) -> list[tuple[Any, ...]]:
     """Every subset of the options but the empty one."""
-    return [
-        tuple(option for i, option in enumerate(options) if mask >> i & 1) for mask in range(1, 1 << len(options))
-    ]
+    return [tuple(option for i, option in enumerate(options) if mask >> i & 1) for mask in range(1, 1 << len(options))]

@@ -5,6 +5,7 @@ of repeating one token. Drafts are the target's weights with noise, so that deep
 """
 
 import functools
+import json
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -41,8 +42,10 @@ def new_folder(name: str) -> Path:
     return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=_root.name))
 
 
-def make_llama(folder: Path, seed: int, dtype: torch.dtype = torch.float32, **config: Any) -> Path:
-    """A random Llama checkpoint; `config` overrides `SHAPE`."""
+def make_llama(
+    folder: Path, seed: int, dtype: torch.dtype = torch.float32, faint_after: int = 99, **config: Any
+) -> Path:
+    """A random Llama checkpoint; `config` overrides `SHAPE`. Layers from `faint_after` on add little to the others."""
     torch.manual_seed(seed)
     model = LlamaForCausalLM(LlamaConfig(**(SHAPE | config)))
     with torch.no_grad():
@@ -53,12 +56,15 @@ def make_llama(folder: Path, seed: int, dtype: torch.dtype = torch.float32, **co
             else:
                 gain = 5.0 if "lm_head" in name else 2.0 if "q_proj" in name or "k_proj" in name else 1.0
                 parameter.normal_(0.0, 1.0 if "embed" in name else gain * parameter.shape[1] ** -0.5)
+            if name.endswith(("o_proj.weight", "down_proj.weight")) and int(name.split(".")[2]) >= faint_after:
+                parameter.mul_(0.1)
     model.to(dtype).save_pretrained(folder)
     return folder
 
 
 def make_draft(folder: Path, target: Path, seed: int, noise: float) -> Path:
     """The target with noise of `noise` times each tensor's spread."""
+    folder.mkdir(exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, tensor in load_file(target / "model.safetensors").items():
@@ -70,6 +76,17 @@ def make_draft(folder: Path, target: Path, seed: int, noise: float) -> Path:
     return folder
 
 
+def first_layers(folder: Path, target: Path, count: int) -> Path:
+    """A draft of the target's embedding, first layers, norm and head."""
+    folder.mkdir()
+    tensors = load_file(target / "model.safetensors")
+    kept = {n: t for n, t in tensors.items() if ".layers." not in n or int(n.split(".")[2]) < count}
+    config = json.loads((target / "config.json").read_text()) | {"num_hidden_layers": count}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
 @functools.cache
 def tiny(dtype: torch.dtype = torch.float32) -> tuple[Path, tuple[Path, ...]]:
     """A target and three drafts of it, named `ssm-1` to `ssm-3`; without a tokenizer."""
@@ -77,7 +94,6 @@ def tiny(dtype: torch.dtype = torch.float32) -> tuple[Path, tuple[Path, ...]]:
     target = make_llama(root / "target", 0, dtype)
     drafts = []
     for i, noise in enumerate(NOISES, start=1):
-        (root / f"ssm-{i}").mkdir()
         drafts.append(make_draft(root / f"ssm-{i}", target, i, noise))
     return target, tuple(drafts)
 

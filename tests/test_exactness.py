@@ -1,13 +1,16 @@
 """The headline: trees give the tokens and the logits, bit for bit, of plain decoding."""
 
 import functools
+from unittest import mock
 
 import pytest
 import torch
 
 from tests.exactness import Run, all_of, differences, run, threads
 from tests.models import (
+    CURVE,
     OracleDrafter,
+    first_layers,
     greedy,
     make_draft,
     make_llama,
@@ -24,7 +27,7 @@ from treespec_weights import default_names
 DTYPES = [torch.float32, torch.bfloat16]
 SUBSETS = all_of(0, 1, 2)
 LENGTHS = (1, 2, 9, 31, 50, 62, 63, 64, 65, 90, 126)  # 11 requests for 8 slots; outputs cross positions 64 and 128
-TOKENS = 24
+TOKENS = 20
 SPECS = {
     "2": SpecConfig(nodes=2),
     "5": SpecConfig(nodes=5),
@@ -57,19 +60,20 @@ def assert_exact(llm: LLM, plain: Run, spec: SpecConfig) -> Run:
 @pytest.mark.parametrize("ssms", SUBSETS, ids=str)
 def test_trees_give_the_bits_of_plain_decoding(dtype: torch.dtype, ssms: tuple[int, ...]) -> None:
     plain, llm = plain_run(dtype), tiny_llm(dtype, ssms)
-    for name, spec in SPECS.items() if len(ssms) in (1, 3) else [(name, SPECS[name]) for name in ("16", "auto")]:
-        tree = assert_exact(llm, plain, spec)
+    for name in SPECS if len(ssms) == 3 else ("5", "16", "auto", "static chain"):
+        tree = assert_exact(llm, plain, SPECS[name])
         assert tree.acceptance_length > 1.2, f"{name}: nothing was accepted, so nothing was shown"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 def test_two_hundred_prompts(dtype: torch.dtype) -> None:
-    """Over 200 prompts of 128 tokens each, by tokens alone."""
-    llm = tiny_llm(dtype, (0, 1), max_num_seqs=25)
+    """200 prompts of 128 tokens each, by tokens alone; the draft is the first of the target's two layers."""
+    root = new_folder("two")
+    target = make_llama(root / "target", 7, dtype, num_hidden_layers=2, faint_after=1)
+    llm = open_llm(target, [first_layers(root / "first", target, 1)], max_num_seqs=8)
     prompts = random_prompts([1 + i * 7 % 120 for i in range(200)], seed=3)
-    params = greedy(128)
-    plain = llm.generate(prompts, params, spec="off")
-    trees = llm.generate(prompts, params, spec=SpecConfig(branching=(3, 2, 1)))
+    plain = llm.generate(prompts, greedy(128), spec="off")
+    trees = llm.generate(prompts, greedy(128), spec=SpecConfig(branching=(3, 2, 1)))
     wrong = [i for i, (a, b) in enumerate(zip(plain, trees, strict=True)) if a.outputs[0] != b.outputs[0]]
     assert not wrong
     assert sum(output.metrics.generated_tokens for output in trees) == 200 * 128
@@ -80,7 +84,7 @@ def test_two_hundred_prompts(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("chunk", [1, 7, 64, 512])
 def test_prefill_chunks_and_batch_size_change_nothing(dtype: torch.dtype, chunk: int) -> None:
     plain = plain_run(dtype)
-    for seqs in (1, 8):
+    for seqs in (8,) if chunk == 1 else (1, 8):
         llm = tiny_llm(dtype, (0, 2), prefill_chunk=chunk, max_num_seqs=seqs)
         assert not differences(plain, run(llm, plain.prompts, greedy(TOKENS), "off"))
         assert_exact(llm, plain, SPECS["16"])
@@ -98,7 +102,7 @@ def test_threads(dtype: torch.dtype, count: int) -> None:
     """A model large enough that work is shared between threads, behind contexts of several tiles."""
     with threads(count):
         llm = wide_llm(dtype, count)
-        plain = run(llm, random_prompts((700, 383, 129, 5)), greedy(16))
+        plain = run(llm, random_prompts((700, 129, 5)), greedy(10))
         tree = assert_exact(llm, plain, SpecConfig(nodes=40, max_depth=4))
         assert tree.acceptance_length > 1.2
 
@@ -109,7 +113,6 @@ def wide_llm(dtype: torch.dtype, count: int) -> LLM:
     root = new_folder("wide")
     sizes = {"hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 8, "num_key_value_heads": 4}
     target = make_llama(root / "target", 5, dtype, **sizes, head_dim=32, num_hidden_layers=2)
-    (root / "ssm").mkdir()
     return open_llm(target, [make_draft(root / "ssm", target, 1, 0.05)], max_model_len=768)
 
 
@@ -160,9 +163,7 @@ def test_an_oracle_loses_nothing(dtype: torch.dtype, depth: int) -> None:
         tree = assert_exact(llm, plain, SpecConfig(nodes=64, max_depth=12))
         for output in tree.outputs:
             assert output.metrics.target_passes == -(-ORACLE_TOKENS // (depth + 1))
-            accepted = ORACLE_TOKENS - output.metrics.target_passes
-            # The last token of a cut round may be a drafted one, with no bonus token behind it.
-            assert output.metrics.accepted_by_source["oracle"] == accepted
+            assert output.metrics.accepted_by_source["oracle"] == ORACLE_TOKENS - output.metrics.target_passes
             assert oracle.committed[output.request_id][0] == depth + 1
         assert sorted(oracle.released) == sorted(output.request_id for output in tree.outputs)
 
@@ -196,8 +197,9 @@ def test_an_oracle_beside_the_ssms() -> None:
 
 
 def test_two_oracles_that_are_each_half_right() -> None:
-    """One knows the even positions' tokens, the other all: the union is as deep as the better of them."""
+    """Of two depths: the union is as deep as the better of them."""
     plain = oracle_truth(torch.float32)
+
     class Half(OracleDrafter):
         def _tree(self, tokens: list[int], max_depth: int) -> TokenTree:
             return super()._tree(tokens, min(max_depth, 2 if len(tokens) % 2 else 1))
@@ -212,10 +214,6 @@ def test_two_oracles_that_are_each_half_right() -> None:
 @pytest.mark.skipif("target" not in default_names(), reason="no embedded models in this checkout")
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 def test_the_embedded_models(dtype: torch.dtype) -> None:
-    from unittest import mock
-
-    from tests.models import CURVE
-
     with mock.patch("treespec.costs.load", lambda key: CURVE):
         llm = LLM(device="cpu", dtype=dtype, max_model_len=256)
     prompts = ["def fibonacci(n):\n", "import os\n\n", "class Tree:\n    def __init__(self", "The result is"]

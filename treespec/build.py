@@ -29,8 +29,7 @@ from treespec_weights import default_folder, default_names, load_weights, read_v
 logger = logging.getLogger("treespec")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-PREFILL_CHUNK = 512
-FIXED_ROWS = 512  # rows of every pass where the linear layers are not row-invariant
+FIXED_ROWS = 64  # rows of every pass where the linear layers are not row-invariant
 SCRATCH = 64  # slots for a token tree beside the configured nodes; drafts grow at most this many
 
 
@@ -158,78 +157,93 @@ def build(
     prefill_chunk: int,
 ) -> Built:
     """Build an engine. Arguments and errors as `LLM`."""
-    for name, value, low in (("max_num_seqs", max_num_seqs, 1), ("prefill_chunk", prefill_chunk, 1)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            raise ConfigError(f"{name}={value!r}; valid: an int of at least {low}")
-    chosen_device = resolve_device(device)
-    folder = resolve_model(model)
-    target = ModelConfig.from_hf(folder, max_model_len)
+    for name, value in (("max_num_seqs", max_num_seqs), ("prefill_chunk", prefill_chunk)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name}={value!r}; valid: an int of at least 1")
+    where = resolve_device(device)
+    target = ModelConfig.from_hf(resolve_model(model), max_model_len)
     ssm_folders, drafters = resolve_drafts(model, drafts)
     if spec.sources is not None and "ssm" not in spec.sources:
         ssm_folders = []
     ssm_configs = [(name, ModelConfig.from_hf(path, max_model_len)) for name, path in ssm_folders]
     _check_vocabularies(target, ssm_configs)
-    chosen_dtype = resolve_dtype(dtype, target.dtype, chosen_device)
-    linear: LinearImpl = "onednn" if chosen_device.type == "cpu" and onednn_available(chosen_dtype) else "torch"
-    if linear == "torch" and exact:
-        logger.warning("no row-invariant linear layers for %s on %s: every pass has %d rows, which is slow",
-                       chosen_dtype, chosen_device, FIXED_ROWS)  # fmt: skip
-    min_rows = 2 if linear == "onednn" or not exact else FIXED_ROWS
-    if attention not in ("auto", *ATTENTIONS):
-        raise KernelError(f"attention={attention!r}; valid: 'auto', {', '.join(map(repr, ATTENTIONS))}")
-    kind = attention if attention != "auto" else ("cpu-packed" if chosen_device.type == "cpu" else "triton")
-
-    def load(config: ModelConfig, kind: str) -> Decoder:
-        weights = load_weights(config.folder, config.shape, config.rules, chosen_dtype, chosen_device)
-        op = make_attention(kind, config.shape, chosen_dtype, chosen_device)
-        return Decoder(config, weights, op, linear, min_rows)
-
+    computed = resolve_dtype(dtype, target.dtype, where)
+    linear, fixed_rows = resolve_linear(computed, where, exact, spec)
+    kind = resolve_attention(attention, where)
     shapes = [target.shape, *(config.shape for _, config in ssm_configs)]
     scratch = max(spec.max_nodes, SCRATCH)
-    cache_dtype = make_attention(kind, target.shape, chosen_dtype, chosen_device).cache_dtype
-    length = resolve_max_model_len(
-        max_model_len, target, shapes, cache_dtype, max_num_seqs, scratch, chosen_device
-    )  # fmt: skip
-    decoder = load(target, kind)
-    num_pages = max_num_seqs * pages_for(length + scratch)
-    cache = KVCache(shapes, num_pages, cache_dtype, chosen_device)
-    runner = Runner(decoder, cache)
+    cache_dtype = make_attention(kind, target.shape, computed, where).cache_dtype
+    length = resolve_max_model_len(max_model_len, target, shapes, cache_dtype, max_num_seqs, scratch, where)
+
+    def load(config: ModelConfig, min_rows: int) -> Decoder:
+        weights = load_weights(config.folder, config.shape, config.rules, computed, where)
+        op = make_attention(kind, config.shape, computed, where)
+        return Decoder(config, weights, op, linear, min_rows)
+
+    decoder = load(target, fixed_rows or 2)
+    cache = KVCache(shapes, max_num_seqs * pages_for(length + scratch), cache_dtype, where)
+    runner = Runner(decoder, cache, fixed_rows)
     if exact:
-        kind = _prove(decoder, cache, attention == "auto", kind)
+        _prove(decoder, cache, attention)
     ssms = None
-    if ssm_configs:
-        drafts_built = [load(config, "cpu-packed" if kind == "cpu-gathered" else kind) for _, config in ssm_configs]
-        ssms = SsmDrafter(drafts_built, [name for name, _ in ssm_configs], cache)
-    threads = torch.get_num_threads()
+    if ssm_configs:  # a draft's bits decide nothing, so its rows are never padded
+        ssms = SsmDrafter([load(config, 2) for _, config in ssm_configs], [name for name, _ in ssm_configs], cache)
     config = EngineConfig(
-        device=chosen_device, dtype=chosen_dtype, exact=exact, max_num_seqs=max_num_seqs, max_model_len=length,
-        prefill_chunk=prefill_chunk, max_tree_slots=scratch, num_threads=threads, linear=linear, attention=kind,
-    )  # fmt: skip
-    curve = costs.load(costs.cost_key(runner, ssms, threads)) or costs.measure(runner, ssms)
-    scheduler = Scheduler(cache, max_num_seqs, prefill_chunk, scratch)
+        device=where,
+        dtype=computed,
+        exact=exact,
+        max_num_seqs=max_num_seqs,
+        max_model_len=length,
+        prefill_chunk=min(prefill_chunk, fixed_rows or prefill_chunk),
+        max_tree_slots=scratch,
+        num_threads=torch.get_num_threads(),
+        linear=linear,
+        attention=decoder.attention.name,
+    )
+    curve = costs.load(costs.cost_key(runner, ssms, config.num_threads)) or costs.measure(runner, ssms)
+    scheduler = Scheduler(cache, max_num_seqs, config.prefill_chunk, scratch)
     engine = Engine(runner, scheduler, Planner(curve), ssms, drafters, length)
     memory = {
         "target_weights": decoder.nbytes,
-        "draft_weights": sum(m.nbytes for m in ssms.models) if ssms else 0,
+        "draft_weights": sum(draft.nbytes for draft in ssms.models) if ssms else 0,
         "kv_cache": cache.nbytes,
     }
     return Built(engine, config, target, memory)
 
 
-def _prove(decoder: Decoder, cache: KVCache, may_change: bool, kind: str) -> str:
-    """Run the self-test; where the packed attention fails it, take the gathered one, and say so."""
+def resolve_linear(
+    dtype: torch.dtype, device: torch.device, exact: bool, spec: SpecConfig
+) -> tuple[LinearImpl, int | None]:
+    """The implementation of linear layers, and the fixed number of rows of every pass where exactness needs one."""
+    if device.type == "cpu" and onednn_available(dtype):
+        return "onednn", None
+    if not exact:
+        return "torch", None
+    rows = max(FIXED_ROWS, spec.max_nodes)
+    logger.warning("%s on %s has no row-invariant linear layers: every pass has %d rows", dtype, device, rows)
+    return "torch", rows
+
+
+def resolve_attention(attention: str, device: torch.device) -> str:
+    """The name of an implementation of tree attention."""
+    if attention not in ("auto", *ATTENTIONS):
+        raise KernelError(f"attention={attention!r}; valid: 'auto', {', '.join(map(repr, ATTENTIONS))}")
+    return attention if attention != "auto" else "cpu-packed" if device.type == "cpu" else "triton"
+
+
+def _prove(decoder: Decoder, cache: KVCache, attention: str) -> None:
+    """Run the self-test; where packed attention fails it and was not asked for, take the gathered one and say so."""
     found = differing_rows(decoder, cache.pools[0])
-    if found and may_change and kind == "cpu-packed":
+    if found and attention == "auto" and decoder.attention.name == "cpu-packed":
         logger.warning("packed attention is not exact on this machine (%s); using the gathered one", found[0])
-        kind = "cpu-gathered"
-        decoder.attention = make_attention(kind, decoder.config.shape, decoder.dtype, decoder.device)
+        decoder.attention = make_attention("cpu-gathered", decoder.config.shape, decoder.dtype, decoder.device)
         found = differing_rows(decoder, cache.pools[0])
     if found:
         raise ExactnessError(
-            f"trees would not have the bits of plain decoding with attention={kind!r}, linear={decoder.linear!r}, "
-            f"{decoder.dtype}, {torch.get_num_threads()} threads: {'; '.join(found[:3])}. Use exact=False to go on"
+            f"trees would not have the bits of plain decoding with attention={decoder.attention.name!r}, "
+            f"linear={decoder.linear!r}, {decoder.dtype}, {torch.get_num_threads()} threads: {'; '.join(found[:3])}. "
+            "Use exact=False to go on"
         )
-    return kind
 
 
 def _check_vocabularies(target: ModelConfig, drafts: Sequence[tuple[str, ModelConfig]]) -> None:

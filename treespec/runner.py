@@ -35,10 +35,15 @@ def tree_rows(request: Request, tree: TokenTree) -> RequestRows:
 
 
 class Runner:
-    """The target model over its pool of the cache."""
+    """The target model over its pool of the cache.
 
-    def __init__(self, target: Decoder, cache: KVCache):
-        self.target, self.cache = target, cache
+    Args:
+        target, cache: the model, and the cache whose pool 0 is its own.
+        max_rows: the most rows of a pass, where every pass is padded to one size; None = any number.
+    """
+
+    def __init__(self, target: Decoder, cache: KVCache, max_rows: int | None = None):
+        self.target, self.cache, self.max_rows = target, cache, max_rows
 
     def prefill(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
         """Compute the next `counts[i]` prompt tokens of each request, in one pass. They need no logits."""
@@ -54,9 +59,12 @@ class Runner:
             request.prefill_passes += 1
 
     def forward(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> list[Choices]:
-        """One pass over all nodes of all requests."""
+        """One pass over all nodes of all requests; several where `max_rows` does not hold them."""
         if not requests:
             return []
+        if self.max_rows is not None and len(requests) > 1 and sum(map(len, trees)) > self.max_rows:
+            half = len(requests) // 2
+            return self.forward(requests[:half], trees[:half]) + self.forward(requests[half:], trees[half:])
         logits = self.logits(requests, trees)
         best, tokens = logits.max(dim=-1)  # the first of equal logits
         finite, chosen = torch.isfinite(best).cpu().numpy(), tokens.cpu().numpy()

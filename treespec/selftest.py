@@ -35,6 +35,7 @@ def differing_rows(model: Decoder, pool: Tensor, seed: int = 0) -> list[str]:
         depths[node] = depths[_PARENTS[node]] + 1
         visible[node] |= visible[_PARENTS[node]]
     found = []
+    largest = model.min_rows if model.min_rows > 2 else PAGE_SIZE * _PAGES  # where rows are fixed, no pass has more
     available = pool.shape[2] - 1
     pages, other = 1 + np.arange(_PAGES), 1 + (_PAGES + np.arange(_PAGES)) % available
     if available < 2 * _PAGES:
@@ -48,17 +49,20 @@ def differing_rows(model: Decoder, pool: Tensor, seed: int = 0) -> list[str]:
             hidden = model.forward(torch.from_numpy(tokens).to(model.device), model.plan(rows), pool, num_layers=1)
             return model.logits(hidden[: len(tokens)])
 
-        whole = run([RequestRows.chain(0, prefix, pages)], prompt)
-        for chunk in (1, 7):
+        def prefill(chunk: int, pages: np.ndarray) -> Tensor:
             parts = [
                 run([RequestRows.chain(at, min(chunk, prefix - at), pages)], prompt[at : at + chunk])
                 for at in range(0, prefix, chunk)
             ]
-            if not torch.equal(torch.cat(parts), whole):
+            return torch.cat(parts)
+
+        whole = prefill(largest, pages)
+        for chunk in (1, 7):
+            if not torch.equal(prefill(chunk, pages), whole):
                 found.append(f"a prompt of {prefix} tokens in chunks of {chunk}")
         in_tree = run([rows], tree)
         if other is not pages:
-            run([RequestRows.chain(0, prefix, other)], prompt)
+            prefill(largest, other)
             twin = RequestRows(prefix, rows.nodes, depths, visible, depths, other)
             if not torch.equal(run([twin, rows], np.concatenate([tree, tree]))[len(tree) :], in_tree):
                 found.append(f"a tree behind {prefix} tokens, in a batch")

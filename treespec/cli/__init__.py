@@ -9,17 +9,15 @@ from typing import Annotated
 import typer
 
 from treespec import __version__
-from treespec.cli.autotune import autotune
-from treespec.cli.generate import generate
+from treespec.cli import autotune, generate, tree
 from treespec.cli.group import Commands, usage_error
-from treespec.cli.tree import tree
 
 _PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}
 
 app = typer.Typer(cls=Commands, add_completion=False, pretty_exceptions_enable=False)
-app.command()(generate)
-app.command()(tree)
-app.command()(autotune)
+app.command()(generate.generate)
+app.command()(tree.tree)
+app.command()(autotune.autotune)
 
 
 def main() -> None:
@@ -47,7 +45,7 @@ def weights(ctx: typer.Context) -> None:
     """Look into safetensors checkpoints: inspect, verify."""
     from treespec_weights.cli import app as weights_app
 
-    raise typer.Exit(weights_app(ctx.args, prog_name="treespec weights", standalone_mode=False) or 0)
+    raise typer.Exit(weights_app(ctx.args or ["--help"], prog_name="treespec weights", standalone_mode=False) or 0)
 
 
 @app.command(context_settings=_PASS_ON)

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from treespec.cli.group import print_json, table, usage_error
-from treespec.cli.options import Device, Drafts, Dtype, Json, Model, load_llm
+from treespec.cli.options import Device, Drafts, Dtype, Json, Model, load_llm, status
 
 
 def _not_yet(option: typer.CallbackParam, value: Any) -> Any:
@@ -51,7 +51,9 @@ def autotune(
     if show:
         entries = costs.load_all()
     else:
-        entries = [_measure(load_llm(model, draft, None, device, dtype), seconds)]
+        with status("loading"):
+            llm = load_llm(model, draft, None, device, dtype)
+        entries = [_measure(llm, seconds)]
     file = costs.costs_file()
     if as_json:
         print_json({"file": str(file), "curves": entries})
@@ -91,6 +93,8 @@ def _describe(entry: dict[str, Any]) -> str:
         f"target   {models[0]}, {key['dtype']}",
     ]
     if models[1:]:
-        lines.append(f"drafts   {', '.join(models[1:])}: {1000 * entry['draft_seconds']:.2f} ms a level, all together")
+        lines.append(
+            f"drafts   {', '.join(models[1:])}: {1000 * entry['draft_seconds']:.2f} ms per level, all together"
+        )
     body = [(str(n), f"{ms:.2f}", f"{ms / times[0]:.2f}", f"{n / ms:.2f}") for n, ms in zip(rows, times, strict=True)]
-    return "\n".join([*lines, "", table([("rows", "ms a pass", "to one row", "rows per ms"), *body])])
+    return "\n".join([*lines, "", table([("rows", "ms per pass", "relative", "rows per ms"), *body])])

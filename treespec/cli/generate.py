@@ -23,11 +23,12 @@ from treespec.cli.options import (
     load_llm,
     read_prompt,
     spec_config,
+    status,
 )
 
 if TYPE_CHECKING:
     from treespec.llm import LLM
-    from treespec.request import RequestOutput, StreamChunk
+    from treespec.request import RequestOutput, SamplingParams, StreamChunk
 
 
 def generate(
@@ -59,14 +60,16 @@ def generate(
     if no_spec and (nodes, max_depth, branching) != (None, None, None):
         raise usage_error("--no-spec is plain decoding; drop it, or drop --nodes, --max-depth and --branching")
     text = read_prompt(prompt, file)
-    from treespec.request import SamplingParams
 
-    def params(seed: int | None) -> SamplingParams:
+    def params(seed: int | None) -> "SamplingParams":
+        from treespec.request import SamplingParams
+
         return SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
 
-    params(seed)  # refuses bad values before anything is loaded
-    spec = spec_config(nodes, max_depth, branching)
-    llm = load_llm(model, [] if no_spec else draft, "off" if no_spec else spec, device, dtype)
+    with status("loading"):
+        params(seed)  # refuses bad values before anything is loaded
+        spec = spec_config(nodes, max_depth, branching)
+        llm = load_llm(model, [] if no_spec else draft, "off" if no_spec else spec, device, dtype)
     given = encoded(text, llm)
     shown = text if isinstance(given, str) else " ".join(map(str, given))
     if shows_colour(sys.stdout):

@@ -25,9 +25,7 @@ def run_reporting(main: Callable[..., Any], args: Sequence[str] | None, **option
     try:
         code = main(given, **(options | {"standalone_mode": False}))
     except UsageError as error:
-        context = getattr(error, "ctx", None)
-        hint = f" (see {context.command_path} --help)" if context else ""
-        _report("UsageError", error.format_message() + hint, as_json)  # type: ignore[attr-defined]
+        _report("UsageError", error.format_message(), as_json)  # type: ignore[attr-defined]
         code = 2
     except (ValueError, OSError) as error:
         if not _is_users(error):
@@ -65,8 +63,9 @@ def _report(kind: str, message: str, as_json: bool) -> None:
 
 
 def print_json(document: dict[str, Any]) -> None:
-    """The one JSON document of a command."""
-    typer.echo(json.dumps(document, indent=2))
+    """The one JSON document of a command, a line per key."""
+    lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in document.items())
+    typer.echo(f"{{\n{lines}\n}}")
 
 
 def shows_colour(stream: TextIO) -> bool:

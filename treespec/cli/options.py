@@ -102,10 +102,9 @@ def load_llm(
     model: str | None, drafts: list[str] | None, spec: "SpecConfig | str | None", device: str, dtype: str
 ) -> "LLM":
     """An engine for one request at a time."""
-    with status("loading"):
-        from treespec.llm import LLM
+    from treespec.llm import LLM
 
-        return LLM(model, drafts, spec, device=device, dtype=dtype, max_num_seqs=1)
+    return LLM(model, drafts, spec, device=device, dtype=dtype, max_num_seqs=1)
 
 
 @contextmanager

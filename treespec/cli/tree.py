@@ -22,6 +22,7 @@ from treespec.cli.options import (
     load_llm,
     read_prompt,
     spec_config,
+    status,
 )
 
 if TYPE_CHECKING:
@@ -59,8 +60,9 @@ def tree(
     if number is not None and number < 1:
         raise usage_error(f"--round {number}: rounds count from 1")
     text = read_prompt(prompt, file)
-    spec = spec_config(nodes or (None if branching else NODES), max_depth, branching)
-    llm = load_llm(model, draft, spec, device, dtype)
+    with status("loading"):
+        spec = spec_config(nodes or (None if branching else NODES), max_depth, branching)
+        llm = load_llm(model, draft, spec, device, dtype)
     from treespec.drawing import to_svg, to_text
     from treespec.errors import RequestError
     from treespec.observe import picture, record_rounds

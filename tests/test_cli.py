@@ -1,0 +1,450 @@
+"""The command line: what each option does, what is printed where, and how it ends."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from tokenizers import ByteLevelBPETokenizer
+from typer.testing import CliRunner
+
+import treespec.engine
+from tests.models import make_draft, make_llama
+from treespec import LLM, SamplingParams, SpecConfig, costs
+from treespec.cli import app
+from treespec.cli.group import shows_colour, table
+from treespec.observe import node_texts, record_rounds, watch
+from treespec.tree import TokenTree
+from treespec.verify import Verified, verify_greedy
+
+ROOT = Path(__file__).resolve().parents[1]
+PROMPT = "def add(a, b):\n    return"
+VOCAB = 320
+
+
+class Models(NamedTuple):
+    """Folders of a target, of drafts that resemble it, and of a target without a tokenizer."""
+
+    target: Path
+    drafts: list[Path]
+    bare: Path
+
+    @property
+    def arguments(self) -> list[str]:
+        return ["--model", str(self.target), *(part for path in self.drafts for part in ("--draft", str(path)))]
+
+
+class Ran(NamedTuple):
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def document(self) -> dict[str, Any]:
+        return json.loads(self.stdout)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    folder = tmp_path_factory.mktemp("models")
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator([Path(__file__).read_text()], VOCAB, show_progress=False)
+    bare = make_llama(folder / "bare", 0, vocab_size=VOCAB, eos_token_id=None, bos_token_id=None)
+    target = make_draft(folder / "target", bare, 0, noise=0.0)
+    drafts = [make_draft(folder / name, bare, seed, 0.07) for seed, name in enumerate(("ssm-a", "ssm-b"), start=1)]
+    for path in (target, *drafts):
+        tokenizer.save(str(path / "tokenizer.json"))
+        (path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    return Models(target, drafts, bare)
+
+
+@pytest.fixture(scope="module")
+def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Curves are measured once for all tests, and never in the cache folder of whoever runs them."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_home))
+
+
+@pytest.fixture(scope="module")
+def llm(models: Models) -> Iterator[LLM]:
+    engine = LLM(models.target, models.drafts, SpecConfig(nodes=16), max_num_seqs=1)
+    yield engine
+    engine.engine.check_integrity()
+
+
+@pytest.fixture
+def loaded(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
+    """Commands get the module's engine instead of loading one of their own."""
+    for command in ("generate", "tree"):
+        monkeypatch.setattr(f"treespec.cli.{command}.load_llm", lambda *given: llm)
+    return llm
+
+
+def run(*arguments: str | Path, code: int = 0, stdin: str | bytes = "") -> Ran:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin)
+    assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
+    assert result.exit_code == code, result.output
+    return Ran(result.exit_code, result.stdout, result.stderr)
+
+
+def program(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=os.environ | env, capture_output=True, text=True, timeout=120
+    )
+
+
+# --- generate
+
+
+def test_generate_prints_prompt_and_text(models: Models) -> None:
+    ran = run("generate", PROMPT, *models.arguments, "--max-tokens", 20, "--nodes", 8)
+    document = run("generate", PROMPT, *models.arguments, "--max-tokens", 20, "--nodes", 8, "--json").document
+    assert ran.stdout == PROMPT + document["text"] + "\n"
+    assert "20 tokens in" in ran.stderr and "finish reason: length" in ran.stderr
+    assert f"{document['target_passes']} target passes" in ran.stderr
+    assert "acceptance length" in ran.stderr and "ssm-a" in ran.stderr and "ssm-b" in ran.stderr
+
+
+def test_generate_json(loaded: LLM) -> None:
+    ran = run("generate", PROMPT, "--max-tokens", 24, "--json")
+    document = ran.document
+    assert list(document) == [
+        "text", "token_ids", "finish_reason", "target_passes", "acceptance_length", "accepted_by_source", "seconds",
+        "tokens_per_second",
+    ]  # fmt: skip
+    [output] = loaded.generate(PROMPT, SamplingParams(max_tokens=24))
+    assert document["token_ids"] == output.outputs[0].token_ids and document["text"] == output.outputs[0].text
+    assert document["finish_reason"] == "length"
+    assert document["acceptance_length"] == 24 / document["target_passes"] > 1
+    assert document["tokens_per_second"] == pytest.approx(24 / document["seconds"])
+    assert document["accepted_by_source"].keys() <= {"ssm-a", "ssm-b"} and ran.stderr == ""
+
+
+def test_no_spec_is_plain_decoding(models: Models) -> None:
+    plain = run("generate", PROMPT, *models.arguments, "--max-tokens", 16, "--no-spec", "--json").document
+    assert plain["target_passes"] == 16 and plain["acceptance_length"] == 1 and plain["accepted_by_source"] == {}
+    fixed = ["--branching", "3,2", "--max-depth", "2", "--device", "cpu", "--dtype", "float32"]
+    tree = run("generate", PROMPT, *models.arguments, "--max-tokens", 16, *fixed, "--json").document
+    assert tree["token_ids"] == plain["token_ids"] and tree["target_passes"] < 16
+
+
+def test_check_says_identical(loaded: LLM) -> None:
+    ran = run("generate", PROMPT, "--max-tokens", 24, "--check")
+    assert ran.stderr.rstrip().endswith("identical to plain decoding: 24 tokens")
+    assert run("generate", PROMPT, "--max-tokens", 24, "--check", "--json", "--seed", 5).document["identical"] is True
+
+
+def test_check_finds_a_planted_difference(loaded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = run("generate", PROMPT, "--max-tokens", 24, "--json").document["token_ids"]
+    rounds = []
+
+    def one_wrong(tree: TokenTree, choices: Any) -> Verified:
+        found = verify_greedy(tree, choices)
+        if len(tree) > 1:
+            rounds.append(found)
+        return found._replace(bonus=(found.bonus + 1) % VOCAB) if len(tree) > 1 and len(rounds) == 2 else found
+
+    monkeypatch.setattr(treespec.engine, "verify_greedy", one_wrong)
+    ran = run("generate", PROMPT, "--max-tokens", 24, "--check", "--json", code=1)
+    position = sum(len(found.path) for found in rounds[:2]) - 1
+    assert ran.document["identical"] is False
+    assert ran.document["first_difference"] == {
+        "index": position, "token": (right[position] + 1) % VOCAB, "plain_token": right[position]
+    }  # fmt: skip
+    rounds.clear()
+    ran = run("generate", PROMPT, "--max-tokens", 24, "--check", code=1)
+    assert "NOT identical" in ran.stderr and f"output position {position} " in ran.stderr
+    assert f"token {right[position]} " in ran.stderr
+
+
+def test_stream_prints_the_same(loaded: LLM) -> None:
+    whole = run("generate", PROMPT, "--max-tokens", 40)
+    streamed = run("generate", PROMPT, "--max-tokens", 40, "--stream", "--check")
+    assert streamed.stdout == whole.stdout
+
+
+def test_prompts_from_a_file_and_from_a_pipe(loaded: LLM, tmp_path: Path) -> None:
+    (tmp_path / "prompt").write_text("x = 1\n")
+    options = ["--max-tokens", "8", "--json"]
+    expected = run("generate", "x = 1\n", *options).document["token_ids"]
+    for given, stdin in (
+        (["--file", str(tmp_path / "prompt")], ""),
+        (["--file", "-"], "x = 1\n"),
+        ([], "x = 1\n"),
+    ):
+        assert run("generate", *given, *options, stdin=stdin).document["token_ids"] == expected
+
+
+def test_token_ids_where_there_is_no_tokenizer(models: Models) -> None:
+    bare = ["--model", str(models.bare), "--max-tokens", "6"]
+    document = run("generate", "12, 7 301", *bare, "--json").document
+    assert document["text"] is None and len(document["token_ids"]) == 6
+    for stream in ([], ["--stream"]):
+        assert (
+            run("generate", "12, 7 301", *bare, *stream).stdout
+            == " ".join(map(str, [12, 7, 301, *document["token_ids"]])) + "\n"
+        )
+    assert "no tokenizer" in run("generate", "twelve", *bare, code=2).stderr
+
+
+# --- errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "named"),
+    [
+        (["x", "--model", "/nowhere/at-all"], "FileNotFoundError", "/nowhere/at-all"),
+        (["x", "--file", "y"], "UsageError", "--file y"),
+        (["--file", "/nowhere/prompt"], "FileNotFoundError", "/nowhere/prompt"),
+        (["x", "--nodes", "many"], "ConfigError", "nodes='many'"),
+        (["x", "--nodes", "-3"], "ConfigError", "nodes=-3"),
+        (["x", "--max-tokens", "0"], "ConfigError", "max_tokens=0"),
+        (["x", "--max-tokens", "some"], "UsageError", "--max-tokens"),
+        (["x", "--temperature", "0.7"], "ConfigError", "temperature=0.7 is not implemented yet"),
+        (["x", "--max-depth", "0"], "ConfigError", "max_depth=0"),
+        (["x", "--branching", "a,b"], "UsageError", "--branching a,b"),
+        (["x", "--branching", "900,900"], "ConfigError", "branching"),
+        (["x", "--no-spec", "--nodes", "4"], "UsageError", "--no-spec"),
+        (["x", "--stream"], "UsageError", "--stream"),
+        (["x", "--maxtokens", "4"], "UsageError", "--maxtokens"),
+        ([], "UsageError", "empty"),
+    ],
+)
+def test_errors_are_documents(arguments: list[str], kind: str, named: str) -> None:
+    ran = run("generate", *arguments, "--json", code=2)
+    assert ran.document.keys() == {"error"} and ran.document["error"].keys() == {"type", "message"}
+    assert ran.document["error"]["type"] == kind and named in ran.document["error"]["message"]
+    assert ran.stderr == ""
+    if "--stream" not in arguments:
+        ran = run("generate", *arguments, code=2)
+        assert ran.stdout == "" and ran.stderr.startswith("error: ") and named in ran.stderr
+
+
+def test_errors_of_the_engine(loaded: LLM, models: Models) -> None:
+    ran = run("generate", "z" * 2000, "--json", code=2)
+    assert ran.document["error"]["type"] == "RequestError" and "max_model_len" in ran.document["error"]["message"]
+    not_utf8 = run("generate", stdin=b"\xff\xfe", code=2)
+    assert "UTF-8" in not_utf8.stderr
+    ran = run("tree", PROMPT, "--round", "999", code=2)
+    assert "--round 999" in ran.stderr and "valid: 1 to" in ran.stderr
+    assert "--round 0" in run("tree", PROMPT, "--round", 0, code=2).stderr
+
+
+def test_options_of_a_bad_device_or_dtype(models: Models) -> None:
+    assert "dtype='int3'" in run("generate", "x", *models.arguments, "--dtype", "int3", code=2).stderr
+    assert "device='abacus'" in run("tree", "x", *models.arguments, "--device", "abacus", code=2).stderr
+
+
+def test_a_bug_keeps_its_traceback(loaded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Verified:
+        raise ValueError("no user's error")
+
+    monkeypatch.setattr(treespec.engine, "verify_greedy", broken)
+    result = CliRunner().invoke(app, ["generate", PROMPT])
+    assert isinstance(result.exception, ValueError) and result.exit_code == 1
+    loaded.engine.check_integrity()
+
+
+def test_ctrl_c(loaded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> Verified:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(treespec.engine, "verify_greedy", interrupted)
+    run("generate", PROMPT, code=130)
+    loaded.engine.check_integrity()
+
+
+@pytest.mark.parametrize("command", ["bench", "serve"])
+def test_commands_to_come(command: str) -> None:
+    assert f"treespec {command} is not implemented yet" in run(command, "--anything", "x", code=2).stderr
+    assert f"treespec {command} is not" in run(command, "--json", code=2).document["error"]["message"]
+
+
+def test_unknown_commands_and_the_weights(models: Models) -> None:
+    assert "generat" in run("generat", "x", "--json", code=2).document["error"]["message"]
+    assert "inspect" in run("weights", "--help").stdout and "inspect" in run("weights").stdout
+    assert run("weights", "inspect", models.target, "--json").document["family"] == "llama"
+    assert run("weights", "verify", models.target, "--json").document["ok"] is True
+    assert run("weights", "inspect", "/nowhere", "--json", code=2).document["error"]["type"] == "FileNotFoundError"
+    assert run("weights", "inspect", "--json", code=2).document["error"]["type"] == "UsageError"
+    assert "generate" in run().stdout and run("--version").stdout.startswith("treespec ")
+
+
+# --- tree
+
+
+def test_the_drawn_tree_is_the_real_one(loaded: LLM) -> None:
+    output = loaded.generate(PROMPT, SamplingParams(max_tokens=64))[0]
+    sequence = output.prompt_token_ids + output.outputs[0].token_ids
+    at = len(output.prompt_token_ids)
+    for number in range(1, 6):
+        document = run("tree", PROMPT, "--round", number, "--json").document
+        tokens, path = document["tokens"], document["path"]
+        assert len(tokens) == 16 and document["round"] == number
+        assert document["context"] == sequence[: at - 1] and tokens[0] == sequence[at - 1]
+        assert document["emitted"] == [tokens[i] for i in path[1:]] + [document["bonus"]]
+        assert document["emitted"] == sequence[at : at + len(document["emitted"])]
+        assert [document["parents"][i] for i in path] == [-1, *path[:-1]]
+        assert [document["depths"][i] for i in path] == list(range(len(path)))
+        assert document["sources"][0] == [] and document["probs"][0] is None
+        assert all(document["sources"][1:]) and all(0 < p <= 1 for p in document["probs"][1:])
+        assert {len(document[key]) for key in ("tokens", "texts", "parents", "depths", "sources", "probs")} == {16}
+        at += len(document["emitted"])
+
+
+def test_tree_as_text_and_svg(loaded: LLM, tmp_path: Path) -> None:
+    ran = run("tree", PROMPT, "--svg", tmp_path / "tree.svg")
+    document = run("tree", PROMPT, "--json").document
+    first, *lines = ran.stdout.splitlines()
+    assert first.startswith(f"round {document['round']}, the best of the first 8: they accepted ")
+    accepted = [int(count) for count in first.split("accepted ")[1].split()[:8]]
+    assert accepted[document["round"] - 1] == max(accepted) == len(document["path"]) - 1 > 0
+    assert sum("●" in line or "○" in line for line in lines) == 16 + 1  # the legend
+    assert f"accepted {max(accepted)} of 15 drafted nodes + 1 bonus token" in ran.stdout and "\x1b" not in ran.stdout
+    root = ElementTree.parse(tmp_path / "tree.svg").getroot()
+    groups = [group.get("class") for group in root.iter("{http://www.w3.org/2000/svg}g")]
+    assert groups.count("on") == max(accepted) and groups.count("off") == 15 - max(accepted)
+    assert str(tmp_path / "tree.svg") in ran.stderr
+    assert "missing" in run("tree", PROMPT, "--svg", tmp_path / "missing" / "tree.svg", code=2).stderr
+
+
+def test_tree_options(models: Models) -> None:
+    fixed = run("tree", PROMPT, *models.arguments, "--branching", "3,2", "--round", 1, "--json").document
+    assert fixed["depths"] == [0, 1, 1, 1, 2, 2, 2, 2, 2, 2]
+    alone = run("tree", "5 6 7", "--model", models.bare, "--json")
+    assert alone.document["tokens"] == [7] and alone.document["texts"] == ["[7]"]
+    assert "no draft" in alone.stderr
+
+
+def test_watching_a_stop_inside_the_path(llm: LLM) -> None:
+    deep = max(record_rounds(llm, PROMPT, 8), key=lambda each: each.accepted)
+    assert deep.accepted >= 2
+    stop = deep.emitted[0]
+    with watch(llm.engine) as rounds:
+        [output] = llm.generate(PROMPT, SamplingParams(max_tokens=64, stop_token_ids=[stop]))
+    emitted = [token for each in rounds for token in each.emitted]
+    assert emitted == output.outputs[0].token_ids and emitted[-1] == stop
+    assert [each.number for each in rounds] == list(range(1, len(rounds) + 1))
+    assert "commit" not in vars(llm.engine)
+    texts, bonus = node_texts(deep, llm.get_tokenizer())
+    context = llm.get_tokenizer().decode(deep.context)
+    shown = "".join(texts[node] for node in deep.path) + str(bonus)
+    assert context + shown == llm.get_tokenizer().decode([*deep.context, int(deep.tree.tokens[0]), *deep.emitted])
+
+
+# --- autotune
+
+
+def test_autotune_stores_shows_and_is_used(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert "no curves are stored" in run("autotune", "--show").stdout
+    measured = run("autotune", *models.arguments, "--seconds", "0.3", "--json").document
+    [curve] = measured["curves"]
+    assert Path(measured["file"]) == tmp_path / "treespec" / "costs.json"
+    assert curve["rows"][0] == 1 and len(curve["rows"]) == len(curve["verify_seconds"]) and curve["draft_seconds"] > 0
+    assert curve["names"] == ["target", "ssm-a", "ssm-b"]
+    shown = run("autotune", "--show")
+    assert run("autotune", "--show", "--json").document["curves"] == [curve]
+    lines = shown.stdout.splitlines()
+    head = next(i for i, line in enumerate(lines) if line.startswith("rows "))
+    table = [line.split() for line in lines[head + 1 : head + 1 + len(curve["rows"])]]
+    assert [int(row[0]) for row in table] == curve["rows"] and table[0][2] == "1.00"
+    assert "ssm-b" in shown.stdout and measured["file"] in shown.stdout
+
+    def must_not_measure(*_: Any) -> None:
+        raise AssertionError("the stored curve was not used")
+
+    monkeypatch.setattr(costs, "measure", must_not_measure)
+    used = LLM(models.target, models.drafts).stats()["cost_curve"]
+    assert used["rows"] == curve["rows"] and used["verify_seconds"] == curve["verify_seconds"]
+
+
+def test_a_broken_entry_is_skipped_alone(tmp_path: Path) -> None:
+    curve = treespec.planner.CostCurve((1, 8), (0.1, 0.2), 0.01)
+    key = {"device": "cpu", "processor": "p", "dtype": "float32", "threads": 1, "torch": "2", "models": []}
+    file = costs.save(curve, key, tmp_path)
+    [good] = json.loads(file.read_text())
+    broken = [3, {}, {"key": {}}, good | {"rows": [1]}, good | {"verify_seconds": ["slow", 2]}, good | {"key": 7}]
+    file.write_text(json.dumps([*broken, good]))
+    assert costs.load_all(tmp_path) == [good] and costs.load(key, tmp_path) == curve
+    file.write_text("{")
+    assert costs.load_all(tmp_path) == []
+
+
+def test_a_small_cache_still_has_a_curve(models: Models) -> None:
+    small = LLM(models.target, [models.drafts[0]], max_num_seqs=1, max_model_len=16)
+    assert small.stats()["cost_curve"]["rows"][0] == 1
+    small.engine.check_integrity()
+
+
+@pytest.mark.parametrize("option", ["--aot", "--heads=4", "--kv-heads=2", "--head-dim=64", "--nodes=8", "--context=9"])
+def test_kernel_options_to_come(option: str) -> None:
+    message = run("autotune", option, "--json", code=2).document["error"]["message"]
+    assert option.split("=")[0] in message and "not implemented yet" in message
+
+
+def test_seconds_are_bounded() -> None:
+    assert "--seconds 0" in run("autotune", "--seconds", 0, code=2).stderr
+
+
+# --- as programs
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    code = (
+        "import sys; from treespec.cli import app\n"
+        "try: app(sys.argv[1:])\n"
+        "except SystemExit as end: assert not end.code\n"
+        "assert not {'torch', 'transformers', 'numpy'} & sys.modules.keys()"
+    )
+    for arguments in (["--help"], ["generate", "--help"], ["--version"]):
+        done = program("-c", code, *arguments)
+        assert done.returncode == 0, done.stderr
+    assert "--check" in program("-m", "treespec", "generate", "--help", COLUMNS="200").stdout
+
+
+def test_the_program(models: Models) -> None:
+    done = program("-m", "treespec", "generate", PROMPT, *models.arguments, "--max-tokens", "8", "--check", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["identical"] is True
+    assert done.stderr.splitlines()[-1] == "identical to plain decoding: 8 tokens"
+    done = program("-m", "treespec", "generate", PROMPT, "--file", "also")
+    assert (done.returncode, done.stdout) == (2, "") and "Traceback" not in done.stderr
+
+
+def test_the_autotune_script(models: Models) -> None:
+    run("autotune", *models.arguments, "--seconds", "0.1")
+    path = os.pathsep.join([".", "kernels", "weights"])
+    done = program("kernels/autotune.py", "--show", PYTHONPATH=path)
+    assert done.returncode == 0 and "rows per ms" in done.stdout, done.stderr
+    done = program("kernels/autotune.py", "--aot", "--json")
+    assert done.returncode == 2 and "--aot" in json.loads(done.stdout)["error"]["message"]
+
+
+def test_colour_only_where_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert shows_colour(Terminal()) and not shows_colour(io.StringIO())
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not shows_colour(Terminal())
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setenv("TERM", "dumb")
+    assert not shows_colour(Terminal())
+
+
+def test_tables_are_aligned() -> None:
+    assert table([("name", "n"), ("a", "12")]) == "name   n\na     12"

@@ -28,49 +28,54 @@ def differing_rows(model: Decoder, pool: Tensor, seed: int = 0) -> list[str]:
         What differed, a line each; empty where every comparison was equal.
     """
     rng = np.random.default_rng(seed)
-    pool = pool[:1]
+    available = pool.shape[2] - 1
+    pages = 1 + np.arange(min(_PAGES, available))
+    other = 1 + len(pages) + np.arange(len(pages)) if available >= 2 * len(pages) else pages
+    found = []
+    for prefix in (p for p in _PREFIXES if p + len(_PARENTS) <= len(pages) * PAGE_SIZE):
+        prompt, tree = (rng.integers(model.vocab_size, size=size) for size in (prefix, len(_PARENTS)))
+        found += _differing_behind(model, pool[:1], prompt, tree, pages, other)
+    pool[:, :, torch.from_numpy(np.union1d(pages, other)).to(pool.device)] = 0
+    return found
+
+
+def _differing_behind(
+    model: Decoder, pool: Tensor, prompt: np.ndarray, tree: np.ndarray, pages: np.ndarray, other: np.ndarray
+) -> list[str]:
+    """What differs behind one prompt, with its pages and those of a twin in the same batch."""
+    prefix, found = len(prompt), []
     depths = np.zeros(len(_PARENTS), dtype=np.int64)
     visible = np.eye(len(_PARENTS), dtype=bool)
     for node in range(1, len(_PARENTS)):
         depths[node] = depths[_PARENTS[node]] + 1
         visible[node] |= visible[_PARENTS[node]]
-    found = []
-    largest = model.min_rows if model.min_rows > 2 else PAGE_SIZE * _PAGES  # where rows are fixed, no pass has more
-    available = pool.shape[2] - 1
-    pages, other = 1 + np.arange(_PAGES), 1 + (_PAGES + np.arange(_PAGES)) % available
-    if available < 2 * _PAGES:
-        pages = other = 1 + np.arange(min(_PAGES, available))
-    for prefix in (p for p in _PREFIXES if p + len(_PARENTS) <= len(pages) * PAGE_SIZE):
-        prompt = rng.integers(model.vocab_size, size=prefix)
-        tree = rng.integers(model.vocab_size, size=len(_PARENTS))
-        rows = RequestRows(prefix, np.arange(len(tree)), depths, visible, depths, pages)
 
-        def run(rows: list[RequestRows], tokens: np.ndarray) -> Tensor:
-            hidden = model.forward(torch.from_numpy(tokens).to(model.device), model.plan(rows), pool, num_layers=1)
-            return model.logits(hidden[: len(tokens)])
+    def run(rows: list[RequestRows], tokens: np.ndarray) -> Tensor:
+        hidden = model.forward(torch.from_numpy(tokens).to(model.device), model.plan(rows), pool, num_layers=1)
+        return model.logits(hidden[: len(tokens)])
 
-        def prefill(chunk: int, pages: np.ndarray) -> Tensor:
-            parts = [
-                run([RequestRows.chain(at, min(chunk, prefix - at), pages)], prompt[at : at + chunk])
-                for at in range(0, prefix, chunk)
-            ]
-            return torch.cat(parts)
+    def prefill(chunk: int, pages: np.ndarray) -> Tensor:
+        starts = range(0, prefix, chunk)
+        parts = [RequestRows.chain(start, min(chunk, prefix - start), pages) for start in starts]
+        return torch.cat([run([part], prompt[part.positions]) for part in parts])
 
-        whole = prefill(largest, pages)
-        for chunk in (1, 7):
-            if not torch.equal(prefill(chunk, pages), whole):
-                found.append(f"a prompt of {prefix} tokens in chunks of {chunk}")
-        in_tree = run([rows], tree)
-        if other is not pages:
-            prefill(largest, other)
-            twin = RequestRows(prefix, rows.nodes, depths, visible, depths, other)
-            if not torch.equal(run([twin, rows], np.concatenate([tree, tree]))[len(tree) :], in_tree):
-                found.append(f"a tree behind {prefix} tokens, in a batch")
-        for node in (0, 5, 10, 12):
-            path = np.flatnonzero(visible[node])
-            for depth, step in enumerate(path):
-                alone = run([RequestRows.chain(prefix + depth, 1, pages)], tree[step : step + 1])
-            if not torch.equal(alone[0], in_tree[node]):
-                found.append(f"node {node} of a tree behind {prefix} tokens")
-    pool[:, :, torch.from_numpy(np.union1d(pages, other)).to(pool.device)] = 0
+    def tree_rows(pages: np.ndarray) -> RequestRows:
+        return RequestRows(prefix, np.arange(len(tree)), depths, visible, depths, pages)
+
+    largest = model.min_rows if model.min_rows > 2 else prefix  # where rows are fixed, no pass has more
+    whole = prefill(largest, pages)
+    for chunk in (1, 7):
+        if not torch.equal(prefill(chunk, pages), whole):
+            found.append(f"a prompt of {prefix} tokens in chunks of {chunk}")
+    in_tree = run([tree_rows(pages)], tree)
+    if other is not pages:
+        prefill(largest, other)
+        twins = run([tree_rows(other), tree_rows(pages)], np.concatenate([tree, tree]))
+        if not torch.equal(twins[len(tree) :], in_tree):
+            found.append(f"a tree behind {prefix} tokens, in a batch")
+    for node in (0, 5, 10, 12):
+        for depth, step in enumerate(np.flatnonzero(visible[node])):
+            alone = run([RequestRows.chain(prefix + depth, 1, pages)], tree[step : step + 1])
+        if not torch.equal(alone[0], in_tree[node]):
+            found.append(f"node {node} of a tree behind {prefix} tokens")
     return found

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from treespec.cache import KVCache
-from treespec.models.decoder import Decoder
+from treespec.models.decoder import Decoder, Pass
 from treespec.request import Request
 from treespec.tree import Draws, TokenTree
 from treespec_kernels.tree_batch import RequestRows
@@ -247,8 +247,11 @@ class SsmDrafter:
         """One pass of every SSM: probabilities [num_ssms, len(scored), vocab] of the scored rows."""
         ids = torch.from_numpy(tokens)
         results = []
+        layouts: dict[tuple[object, ...], Pass] = {}  # SSMs of one shape share a plan: it takes a tenth of their pass
         for model, pool in zip(self.models, self.cache.pools[1:], strict=True):
-            hidden = model.forward(ids.to(model.device), model.plan(rows), pool)
+            if model.plan_key not in layouts:
+                layouts[model.plan_key] = model.plan(rows)
+            hidden = model.forward(ids.to(model.device), layouts[model.plan_key], pool)
             if scored is not None:
                 logits = model.logits(hidden, torch.from_numpy(scored).to(model.device))
                 results.append(torch.softmax(logits.float(), -1).cpu())

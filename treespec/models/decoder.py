@@ -6,6 +6,7 @@ the number of torch calls, about 25 a layer, so projections are fused and residu
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -94,6 +95,12 @@ class Decoder:
         self.head = Linear(self.embed if shape.tied else weights.pop("lm_head"), None, linear)
         assert not weights, f"weights without a place: {sorted(weights)}"
         self.inv_freq = config.inv_freq.to(self.device)
+
+    @cached_property
+    def plan_key(self) -> tuple[object, ...]:
+        """Models of equal keys can share a `Pass`."""
+        rope = (tuple(self.config.inv_freq.tolist()), self.config.rope_scale)
+        return self.heads, self.kv_heads, self.head_dim, self.min_rows, rope, self.attention.name, self.device
 
     @property
     def nbytes(self) -> int:

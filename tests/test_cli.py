@@ -10,16 +10,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 from tokenizers import ByteLevelBPETokenizer
 from typer.testing import CliRunner
 
 import treespec.engine
-from tests.models import make_draft, make_llama
+from tests.models import CURVE, make_draft, make_llama, open_llm, tree_of
 from treespec import LLM, SamplingParams, SpecConfig, costs
 from treespec.cli import app
 from treespec.cli.group import shows_colour, table
-from treespec.observe import node_texts, record_rounds, watch
+from treespec.observe import Round, picture, record_rounds, watch
 from treespec.tree import TokenTree
 from treespec.verify import Verified, verify_greedy
 
@@ -65,29 +66,36 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 @pytest.fixture(scope="module")
-def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
+def llm(models: Models) -> Iterator[LLM]:
+    engine = open_llm(models.target, models.drafts, spec=SpecConfig(nodes=16), max_num_seqs=1)
+    yield engine
+    engine.engine.check_integrity()
+
+
+@pytest.fixture(scope="module")
+def cache_home(llm: LLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder that knows a curve for `models`, so that no command measures one."""
+    folder = tmp_path_factory.mktemp("cache")
+    key = costs.cost_key(llm.engine.runner, llm.engine.ssms, llm.config.num_threads)
+    costs.save(CURVE, key, folder / "treespec")
+    return folder
 
 
 @pytest.fixture(autouse=True)
 def own_cache(cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Curves are measured once for all tests, and never in the cache folder of whoever runs them."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache_home))
-
-
-@pytest.fixture(scope="module")
-def llm(models: Models) -> Iterator[LLM]:
-    engine = LLM(models.target, models.drafts, SpecConfig(nodes=16), max_num_seqs=1)
-    yield engine
-    engine.engine.check_integrity()
 
 
 @pytest.fixture
 def loaded(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
     """Commands get the module's engine instead of loading one of their own."""
+    lend(llm, monkeypatch)
+    return llm
+
+
+def lend(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     for command in ("generate", "tree"):
         monkeypatch.setattr(f"treespec.cli.{command}.load_llm", lambda *given: llm)
-    return llm
 
 
 def run(*arguments: str | Path, code: int = 0, stdin: str | bytes = "") -> Ran:
@@ -185,16 +193,17 @@ def test_prompts_from_a_file_and_from_a_pipe(loaded: LLM, tmp_path: Path) -> Non
         assert run("generate", *given, *options, stdin=stdin).document["token_ids"] == expected
 
 
-def test_token_ids_where_there_is_no_tokenizer(models: Models) -> None:
-    bare = ["--model", str(models.bare), "--max-tokens", "6"]
-    document = run("generate", "12, 7 301", *bare, "--json").document
+def test_token_ids_where_there_is_no_tokenizer(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    lend(open_llm(models.bare), monkeypatch)
+    document = run("generate", "12, 7 301", "--max-tokens", 6, "--json").document
     assert document["text"] is None and len(document["token_ids"]) == 6
-    for stream in ([], ["--stream"]):
-        assert (
-            run("generate", "12, 7 301", *bare, *stream).stdout
-            == " ".join(map(str, [12, 7, 301, *document["token_ids"]])) + "\n"
-        )
-    assert "no tokenizer" in run("generate", "twelve", *bare, code=2).stderr
+    printed = " ".join(map(str, [12, 7, 301, *document["token_ids"]])) + "\n"
+    assert run("generate", "12, 7 301", "--max-tokens", 6).stdout == printed
+    assert run("generate", "12, 7 301", "--max-tokens", 6, "--stream").stdout == printed
+    assert "no tokenizer" in run("generate", "twelve", code=2).stderr
+    alone = run("tree", "5 6 7", "--json")
+    assert alone.document["tokens"] == [7] and alone.document["texts"] == ["[7]"]
+    assert "no draft" in alone.stderr
 
 
 # --- errors
@@ -321,25 +330,32 @@ def test_tree_as_text_and_svg(loaded: LLM, tmp_path: Path) -> None:
 def test_tree_options(models: Models) -> None:
     fixed = run("tree", PROMPT, *models.arguments, "--branching", "3,2", "--round", 1, "--json").document
     assert fixed["depths"] == [0, 1, 1, 1, 2, 2, 2, 2, 2, 2]
-    alone = run("tree", "5 6 7", "--model", models.bare, "--json")
-    assert alone.document["tokens"] == [7] and alone.document["texts"] == ["[7]"]
-    assert "no draft" in alone.stderr
 
 
 def test_watching_a_stop_inside_the_path(llm: LLM) -> None:
-    deep = max(record_rounds(llm, PROMPT, 8), key=lambda each: each.accepted)
-    assert deep.accepted >= 2
-    stop = deep.emitted[0]
+    before: list[int] = []
+    for each in record_rounds(llm, PROMPT, 20):
+        new = [token for token in each.emitted[:-2] if token not in before]
+        if new:
+            break
+        before += each.emitted
     with watch(llm.engine) as rounds:
-        [output] = llm.generate(PROMPT, SamplingParams(max_tokens=64, stop_token_ids=[stop]))
-    emitted = [token for each in rounds for token in each.emitted]
-    assert emitted == output.outputs[0].token_ids and emitted[-1] == stop
-    assert [each.number for each in rounds] == list(range(1, len(rounds) + 1))
+        [output] = llm.generate(PROMPT, SamplingParams(max_tokens=200, stop_token_ids=[new[0]]))
+    assert [token for one in rounds for token in one.emitted] == output.outputs[0].token_ids
+    assert rounds[-1].emitted[-1] == new[0] and rounds[-1].bonus is None and rounds[-1].number == each.number
+    assert [one.number for one in rounds] == list(range(1, len(rounds) + 1))
     assert "commit" not in vars(llm.engine)
-    texts, bonus = node_texts(deep, llm.get_tokenizer())
-    context = llm.get_tokenizer().decode(deep.context)
-    shown = "".join(texts[node] for node in deep.path) + str(bonus)
-    assert context + shown == llm.get_tokenizer().decode([*deep.context, int(deep.tree.tokens[0]), *deep.emitted])
+
+
+def test_texts_of_nodes_follow_their_own_path(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    context, [root, *path] = tokenizer.encode("def add("), tokenizer.encode("self, other")
+    tree = tree_of(root, {tuple(path[:depth]): 0.5 for depth in range(1, len(path))} | {(path[0], root): 0.2})
+    accepted = [0, *(node for node in range(1, len(tree)) if tree.tokens[node] == path[tree.depths[node] - 1])]
+    shown = picture(Round(1, context, tree, np.array(accepted), path[-1], "r"), tokenizer)
+    assert (
+        shown.context + "".join(shown.tokens[node] for node in shown.path) + str(shown.bonus) == "def add(self, other"
+    )
 
 
 # --- autotune

@@ -14,7 +14,7 @@ from treespec import costs
 from treespec.cache import KVCache, pages_for
 from treespec.config import EngineConfig, ModelConfig, SpecConfig
 from treespec.drafters.base import Drafter
-from treespec.drafters.ssm import SsmDrafter
+from treespec.drafters.ssm import MAX_SLOTS, SsmDrafter
 from treespec.engine import Engine
 from treespec.errors import ConfigError, DraftError, ExactnessError, KernelError, ModelError
 from treespec.models.attention import ATTENTIONS, make_attention
@@ -30,7 +30,6 @@ logger = logging.getLogger("treespec")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FIXED_ROWS = 64  # rows of every pass where the linear layers are not row-invariant
-SCRATCH = 64  # slots for a token tree beside the configured nodes; drafts grow at most this many
 
 
 @dataclass(frozen=True)
@@ -171,7 +170,7 @@ def build(
     linear, fixed_rows = resolve_linear(computed, where, exact, spec)
     kind = resolve_attention(attention, where)
     shapes = [target.shape, *(config.shape for _, config in ssm_configs)]
-    scratch = max(spec.max_nodes, SCRATCH)
+    scratch = max(spec.max_nodes, MAX_SLOTS)
     cache_dtype = make_attention(kind, target.shape, computed, where).cache_dtype
     length = resolve_max_model_len(max_model_len, target, shapes, cache_dtype, max_num_seqs, scratch, where)
 

@@ -92,6 +92,8 @@ class Engine:
                 self.cache.scrub_slots(request.pages, request.context_len, len(tree))
                 tree = TokenTree.root(request.tokens[-1])
                 choices = self.runner.forward([request], [tree])[0]
+                request.target_passes += 1
+                request.nodes_verified += 1
             if choices.finite:
                 scored.append(Scored(request, tree, choices.tokens))
             else:

@@ -84,17 +84,13 @@ class LLM:
             RequestError: no request could be served. Where others of the batch could, the bad ones come back with
                 finish_reason "error" and `error`.
         """
-        outputs: dict[str, RequestOutput] = {}
-        requests, refused = self._requests(prompts, sampling_params, spec)
-        for finished in self._run(requests):
-            if finished.finished:
-                outputs[finished.request_id] = self._output(finished)
-        if not requests and refused:
-            raise RequestError(next(iter(refused.values())).error)
-        results = [*outputs.values(), *refused.values()]
-        if all(output.error for output in results):
-            raise RequestError(results[0].error)
-        return sorted(results, key=lambda output: self._order[output.request_id])
+        entries = self._requests(prompts, sampling_params, spec)
+        for _ in self._run([entry for entry in entries if isinstance(entry, Request)]):
+            pass
+        outputs = [self._output(entry) if isinstance(entry, Request) else entry for entry in entries]
+        if outputs and all(output.error for output in outputs):
+            raise RequestError(outputs[0].error)
+        return outputs
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, spec: SpecConfig | str | None = None
@@ -106,10 +102,9 @@ class LLM:
         Raises:
             RequestError: before the first chunk, or where the request fails on the way.
         """
-        requests, refused = self._requests([prompt], sampling_params, spec, stream=True)
-        if refused:
-            raise RequestError(next(iter(refused.values())).error)
-        request, emitted = requests[0], 0
+        request, emitted = self._requests([prompt], sampling_params, spec, stream=True)[0], 0
+        if isinstance(request, RequestOutput):
+            raise RequestError(request.error)
         for _ in self._run([request]):
             tokens = request.output_token_ids[emitted:]
             emitted += len(tokens)
@@ -181,8 +176,8 @@ class LLM:
 
     def _requests(
         self, prompts: Any, params: Any, spec: SpecConfig | str | None, stream: bool = False
-    ) -> tuple[list[Request], dict[str, RequestOutput]]:
-        """Requests for the good prompts, and finished outputs with an error for the others."""
+    ) -> list[Request | RequestOutput]:
+        """By prompt: a request, or, where it is bad, its finished output with the error."""
         listed = _as_list(prompts)
         if params is None:
             params = SamplingParams()
@@ -198,33 +193,22 @@ class LLM:
                 f"a tree of {resolved.max_nodes} nodes, but this engine keeps {self.config.max_tree_slots} slots for "
                 "one; give the larger SpecConfig to LLM"
             )
-        good, refused = [], {}
-        self._order: dict[str, int] = {}
-        for index, (prompt, one) in enumerate(zip(listed, each, strict=True)):
+        entries: list[Request | RequestOutput] = []
+        for prompt, one in zip(listed, each, strict=True):
             text = prompt if isinstance(prompt, str) else None
-            request = Request([], one, resolved, text)
-            self._order[request.request_id] = index
             try:
                 tokens = self._encode(prompt)
                 self._check_length(tokens, one)
             except RequestError as error:
-                logger.warning("prompt %d was refused: %s", index, error)
-                metrics = request.metrics()
-                failed = CompletionOutput(0, None, [], "error")
-                refused[request.request_id] = RequestOutput(
-                    request.request_id, text, [], [failed], True, metrics, str(error)
-                )
+                logger.warning("prompt %d was refused: %s", len(entries), error)
+                failed = Request([], one, resolved, text, error=str(error), finish_reason="error")
+                entries.append(self._output(failed))
                 continue
-            good.append(
-                Request(
-                    tokens, one, resolved, text,
-                    max_tokens=min(one.max_tokens, self.config.max_model_len - len(tokens)),
-                    eos_token_ids=self._built.target.eos_token_ids,
-                    detokenizer=self._detokenizer(tokens, one) if stream or one.stop else None,
-                    request_id=request.request_id,
-                )
-            )  # fmt: skip
-        return good, refused
+            request = Request(tokens, one, resolved, text, eos_token_ids=self._built.target.eos_token_ids)
+            request.max_tokens = min(one.max_tokens, self.config.max_model_len - len(tokens))
+            request.detokenizer = self._detokenizer(tokens, one) if stream or one.stop else None
+            entries.append(request)
+        return entries
 
     def _encode(self, prompt: Any) -> list[int]:
         if isinstance(prompt, dict):

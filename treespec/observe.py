@@ -91,34 +91,19 @@ def watch(engine: Engine) -> Iterator[list[Round]]:
         del engine.commit  # the class's own again
 
 
-def node_texts(each: Round, tokenizer: Any) -> tuple[list[str], str | None]:
-    """The text that every node adds to what is before it, and that of the bonus token; [id] without a tokenizer."""
-    tree = each.tree
-    before = each.context[-_WINDOW:]
-    texts = []
-    for node in range(len(tree)):
-        above = [*before, *tree.tokens[tree.path_to(node)].tolist()]
-        texts.append(_last_text(above, tokenizer))
-    bonus = None
-    if each.bonus is not None:
-        bonus = _last_text([*before, *tree.tokens[each.path].tolist(), each.bonus], tokenizer)
-    return texts, bonus
-
-
 def picture(each: Round, tokenizer: Any) -> RoundPicture:
-    """A round, ready to be drawn."""
-    tree = each.tree
-    texts, bonus = node_texts(each, tokenizer)
+    """A round, ready to be drawn. A node's text is what it adds to the text before it; [id] without a tokenizer."""
+    tree, before = each.tree, each.context[-_WINDOW:]
+    paths = [tree.tokens[tree.path_to(node)].tolist() for node in range(len(tree))]
     context = each.context[-_CONTEXT:]
-    before = "".join(f"[{t}]" for t in context) if tokenizer is None else tokenizer.decode(context)
     return RoundPicture(
-        tokens=texts,
+        tokens=[_last_text([*before, *path], tokenizer) for path in paths],
         parents=tree.parents.tolist(),
         sources=[tree.sources_of(node) for node in range(len(tree))],
         probs=[None, *tree.probs[1:].tolist()],
         path=each.path.tolist(),
-        bonus=bonus,
-        context=before,
+        bonus=None if each.bonus is None else _last_text([*before, *paths[each.path[-1]], each.bonus], tokenizer),
+        context="".join(f"[{t}]" for t in context) if tokenizer is None else tokenizer.decode(context),
     )
 
 

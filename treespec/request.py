@@ -217,6 +217,11 @@ class Request:
         return len(self.tokens) - self.num_prompt
 
     @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """Tokens that end this request."""
+        return self.params.stop_token_ids + (() if self.params.ignore_eos else self.eos_token_ids)
+
+    @property
     def tokens_left(self) -> int:
         return self.max_tokens - self.num_generated
 

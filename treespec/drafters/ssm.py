@@ -7,6 +7,7 @@ and one slot table, and hold the K/V of every node that was expanded: after a co
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from treespec_kernels.tree_batch import RequestRows
 
 MAX_CHILDREN = 8  # proposals of one SSM at one node
 MAX_FRONTIER = 8  # nodes of one depth that the dynamic policy expands
+MAX_SLOTS = 64  # nodes of one tree that the dynamic policy expands; more would leave the packed attention's reach
 
 
 def topk_rows(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -62,24 +64,35 @@ GrowthRule = Callable[[int, list[list[np.ndarray]]], bool]
 """(levels grown, values of each tree's candidates by level) -> whether another level is worth drafting."""
 
 
-@dataclass
-class _Growth:
-    """Candidates of one request's tree while it grows. Lists are by level; level 0 is the root."""
+class _Level(NamedTuple):
+    """The candidates of one depth."""
 
-    request: Request
-    plan: DraftPlan
-    tokens: list[np.ndarray]
-    parents: list[np.ndarray]  # indices over all levels
-    probs: list[np.ndarray]
-    values: list[np.ndarray]
-    proposed: list[np.ndarray]  # [level size, num_ssms] q of each proposal, 0 where an SSM did not propose the token
-    frontier: np.ndarray  # candidates that are expanded next, indices over all levels
-    slots: list[int]  # candidates that were expanded, in the order of their draft slots
-    masks: np.ndarray  # bool [num slots, num slots], which expanded nodes see which
+    tokens: np.ndarray
+    parents: np.ndarray  # indices over all levels
+    probs: np.ndarray  # of the mixture
+    values: np.ndarray  # product of probs along the path
+    proposed: np.ndarray  # bool [size, num_ssms], who proposed the token
+    draft_probs: np.ndarray  # [size, num_ssms], each proposer's own probability
+
+
+class _Growth:
+    """One request's tree while it grows. Nodes are counted over all levels; level 0 is the root."""
+
+    def __init__(self, request: Request, plan: DraftPlan, num_ssms: int):
+        self.request, self.plan = request, plan
+        one, nobody = np.ones(1), np.zeros((1, num_ssms))
+        self.levels = [_Level(np.array([request.tokens[-1]]), np.array([-1]), one, one, nobody.astype(bool), nobody)]
+        self.frontier = np.zeros(1, dtype=np.int64)  # nodes that are expanded next
+        self.slots: list[int] = []  # nodes that were expanded, in the order of their draft slots
+        self.masks = np.zeros((0, 0), dtype=bool)  # [num slots, num slots], which of them see which
 
     @property
-    def size(self) -> int:
-        return sum(len(level) for level in self.tokens)
+    def values(self) -> list[np.ndarray]:
+        return [level.values for level in self.levels]
+
+    def all(self, field: str) -> np.ndarray:
+        """A field of all levels, in the order of the nodes."""
+        return np.concatenate([getattr(level, field) for level in self.levels])
 
 
 class SsmDrafter:
@@ -107,7 +120,8 @@ class SsmDrafter:
             plans: what to grow, by request.
             keep_growing: asked before each further level of the adaptive trees.
         """
-        growths = [self._start(request, plan) for request, plan in zip(requests, plans, strict=True)]
+        pairs = zip(requests, plans, strict=True)
+        growths = [_Growth(request, plan, len(self.models)) for request, plan in pairs]
         active, level = [growth for growth in growths if growth.plan.max_depth > 0], 0
         while active:
             self._grow(active, level)
@@ -141,13 +155,6 @@ class SsmDrafter:
         """Take the K/V of all committed positions as computed: measuring repeats a round without committing it."""
         self._valid[request.request_id] = request.context_len
 
-    def _start(self, request: Request, plan: DraftPlan) -> _Growth:
-        one, root = np.ones(1), np.zeros(1, dtype=np.int64)
-        return _Growth(
-            request, plan, [np.array([request.tokens[-1]])], [root - 1], [one], [one],
-            [np.zeros((1, len(self.models)))], root, [], np.zeros((0, 0), dtype=bool),
-        )  # fmt: skip
-
     def _grow(self, growths: list[_Growth], level: int) -> None:
         """Expand every frontier by one level."""
         probs = self._score_roots(growths) if level == 0 else self._score_frontiers(growths)
@@ -180,23 +187,20 @@ class SsmDrafter:
         picked = best[node, column]
         tokens, probs = ids[node, picked], np.minimum(mixture[node, picked], 1.0)
         by_ssm = ids.reshape(count, num_ssms, width)[node]  # [new, num_ssms, width]
-        proposed = ((by_ssm == tokens[:, None, None]) * q.transpose(1, 0, 2)[node]).sum(2)
+        matches = by_ssm == tokens[:, None, None]
         parents = growth.frontier[node]
-        known = np.concatenate(growth.values)
+        known = growth.all("values")
         values = known[parents] * probs
-        offset = len(known)
-        growth.tokens.append(tokens)
-        growth.parents.append(parents)
-        growth.probs.append(probs)
-        growth.values.append(values)
-        growth.proposed.append(proposed)
-        if growth.plan.branching:
-            growth.frontier = offset + np.arange(len(tokens))
-        else:
+        draft_probs = (matches * q.transpose(1, 0, 2)[node]).sum(2)
+        growth.levels.append(_Level(tokens, parents, probs, values, matches.any(2), draft_probs))
+        goes_on = ~np.isin(tokens, growth.request.end_tokens)  # nothing is emitted below an end token
+        if not growth.plan.branching:
             everything, budget = np.concatenate([known, values]), growth.plan.nodes
             floor = np.partition(everything, -budget)[-budget] if len(everything) > budget else 0.0
-            top = np.argsort(-values, kind="stable")[:MAX_FRONTIER]
-            growth.frontier = offset + np.sort(top[values[top] >= floor])  # others cannot be among the best `budget`
+            goes_on &= values >= floor  # others cannot be among the best `budget`
+            room = min(MAX_FRONTIER, MAX_SLOTS - len(growth.slots))
+            goes_on[np.argsort(-values, kind="stable")[room:]] = False
+        growth.frontier = len(known) + np.flatnonzero(goes_on)
 
     def _score_roots(self, growths: list[_Growth]) -> Tensor:
         """Catch up on committed tokens, root included: [num_ssms, num growths, vocab] probabilities after the root."""
@@ -226,10 +230,9 @@ class SsmDrafter:
     def _score_frontiers(self, growths: list[_Growth]) -> Tensor:
         rows, tokens = [], []
         for g in growths:
-            all_tokens, all_parents = np.concatenate(g.tokens), np.concatenate(g.parents)
             first, count = len(g.slots), len(g.frontier)
             slot_of = {node: slot for slot, node in enumerate(g.slots)}
-            above = [slot_of[int(parent)] for parent in all_parents[g.frontier]]
+            above = [slot_of[int(parent)] for parent in g.all("parents")[g.frontier]]
             grown = np.zeros((first + count, first + count), dtype=bool)
             grown[:first, :first] = g.masks
             grown[first:, :first] = g.masks[above]
@@ -240,7 +243,7 @@ class SsmDrafter:
             rows.append(
                 RequestRows(g.request.context_len, nodes, depths[first:], grown[first:], depths, g.request.pages)
             )
-            tokens.append(all_tokens[g.frontier])
+            tokens.append(g.all("tokens")[g.frontier])
         return self._forward(rows, np.concatenate(tokens), np.arange(sum(r.num_rows for r in rows)))
 
     def _forward(self, rows: list[RequestRows], tokens: np.ndarray, scored: np.ndarray | None) -> Tensor:
@@ -259,15 +262,19 @@ class SsmDrafter:
 
     def _finish(self, growth: _Growth) -> TokenTree:
         """The request's candidates as a tree, one draw per SSM that proposed a node."""
-        parents, proposed = np.concatenate(growth.parents), np.concatenate(growth.proposed)
-        depths = np.repeat(np.arange(len(growth.tokens)), [len(level) for level in growth.tokens])
-        children, sources = np.nonzero(proposed)
-        draws = Draws(parents[children], children, sources, proposed[children, sources].astype(np.float64))
+        parents = growth.all("parents")
+        children, sources = np.nonzero(growth.all("proposed"))
+        draft_probs = growth.all("draft_probs")[children, sources].astype(np.float64)
         tree = TokenTree(
-            np.concatenate(growth.tokens), parents, depths, np.concatenate(growth.probs), draws, self.names
+            tokens=growth.all("tokens"),
+            parents=parents,
+            depths=np.repeat(np.arange(len(growth.levels)), [len(level.tokens) for level in growth.levels]),
+            probs=growth.all("probs"),
+            draws=Draws(parents[children], children, sources, draft_probs),
+            source_names=self.names,
         )
-        slot_of_node = np.full(len(tree), -1, dtype=np.int64)
-        slot_of_node[growth.slots] = np.arange(len(growth.slots))
         if growth.slots:
+            slot_of_node = np.full(len(tree), -1, dtype=np.int64)
+            slot_of_node[growth.slots] = np.arange(len(growth.slots))
             self._slot_of_node[growth.request.request_id] = slot_of_node
         return tree

@@ -426,7 +426,7 @@ def test_help_does_not_wait_for_torch() -> None:
     for arguments in (["--help"], ["generate", "--help"], ["--version"]):
         done = program("-c", code, *arguments)
         assert done.returncode == 0, done.stderr
-    assert "--check" in program("-m", "treespec", "generate", "--help", COLUMNS="200").stdout
+    assert "Decode plainly" in program("-m", "treespec", "generate", "--help", COLUMNS="200").stdout
 
 
 def test_the_program(models: Models) -> None:

@@ -70,7 +70,7 @@ def test_two_hundred_prompts(dtype: torch.dtype) -> None:
     """200 prompts of 128 tokens each, by tokens alone; the draft is the first of the target's two layers."""
     root = new_folder("two")
     target = make_llama(root / "target", 7, dtype, num_hidden_layers=2, faint_after=1)
-    llm = open_llm(target, [first_layers(root / "first", target, 1)], max_num_seqs=8)
+    llm = open_llm(target, [first_layers(root / "first", target, 1)], max_num_seqs=25)
     prompts = random_prompts([1 + i * 7 % 120 for i in range(200)], seed=3)
     plain = llm.generate(prompts, greedy(128), spec="off")
     trees = llm.generate(prompts, greedy(128), spec=SpecConfig(branching=(3, 2, 1)))

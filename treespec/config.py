@@ -196,24 +196,27 @@ class ModelConfig:
 
 
 def _rope(folder: Path, raw: dict[str, Any], shape: ModelShape, length: int) -> tuple[torch.Tensor, float]:
+    """Frequencies [head_dim / 2] and the factor on cos and sin. Scaled types are computed by transformers."""
+    parameters = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(parameters, dict):
+        raise ModelError(f"{folder}: rope_parameters={parameters!r}; expected an object")
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind == "default":  # importing transformers takes two seconds
+        theta = parameters.get("rope_theta", raw.get("rope_theta", 10000.0))
+        if isinstance(theta, bool) or not isinstance(theta, int | float) or not theta > 0:
+            raise ModelError(f"{folder}: rope_theta={theta!r}; expected a positive number")
+        exponent = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
+        return 1.0 / (float(theta) ** exponent), 1.0
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    try:
-        config = AutoConfig.for_model(**{k: v for k, v in raw.items() if k != "architectures"})
-    except (ValueError, TypeError, KeyError) as error:
-        raise ModelError(f"{folder}: config.json is refused by transformers: {error}") from error
-    parameters = getattr(config, "rope_parameters", None) or {}
-    kind = parameters.get("rope_type", "default")
-    if kind == "default":
-        exponent = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
-        return 1.0 / (float(parameters.get("rope_theta", 10000.0)) ** exponent), 1.0
     if kind not in ROPE_INIT_FUNCTIONS:
         raise ModelError(f"{folder}: rope_type={kind!r}; supported: default, {', '.join(ROPE_INIT_FUNCTIONS)}")
     try:
+        config = AutoConfig.for_model(**{name: value for name, value in raw.items() if name != "architectures"})
         inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](config, device=torch.device("cpu"), seq_len=length)
-    except (KeyError, TypeError) as error:
-        raise ModelError(f"{folder}: rope_parameters={parameters!r}: {error} is missing or wrong") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{folder}: rope_parameters={parameters!r} are refused: {error}") from error
     return inv_freq.float(), float(scale)
 
 

@@ -108,7 +108,9 @@ def _star_pass(runner: Runner, request: Request, rows: int) -> None:
     star = RequestRows(request.context_len, nodes, depths, visible, depths, request.pages)
     target = runner.target
     hidden = target.forward(
-        torch.ones(rows, dtype=torch.int64, device=target.device), target.plan([star]), runner.cache.pools[0]
+        torch.ones(rows, dtype=torch.int64, device=target.device),
+        target.plan([star], runner.cache.pools[0]),
+        runner.cache.pools[0],
     )
     target.logits(hidden[:rows]).max(-1)
     if target.device.type == "cuda":

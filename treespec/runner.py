@@ -81,4 +81,4 @@ class Runner:
 
     def _hidden(self, rows: list[RequestRows], tokens: np.ndarray) -> Tensor:
         ids = torch.from_numpy(tokens).to(self.target.device)
-        return self.target.forward(ids, self.target.plan(rows), self.cache.pools[0])
+        return self.target.forward(ids, self.target.plan(rows, self.cache.pools[0]), self.cache.pools[0])

@@ -51,7 +51,7 @@ def _differing_behind(
         visible[node] |= visible[_PARENTS[node]]
 
     def run(rows: list[RequestRows], tokens: np.ndarray) -> Tensor:
-        hidden = model.forward(torch.from_numpy(tokens).to(model.device), model.plan(rows), pool, num_layers=1)
+        hidden = model.forward(torch.from_numpy(tokens).to(model.device), model.plan(rows, pool), pool, num_layers=1)
         return model.logits(hidden[: len(tokens)])
 
     def prefill(chunk: int, pages: np.ndarray) -> Tensor:

@@ -253,7 +253,7 @@ class SsmDrafter:
         layouts: dict[tuple[object, ...], Pass] = {}  # SSMs of one shape share a plan: it takes a tenth of their pass
         for model, pool in zip(self.models, self.cache.pools[1:], strict=True):
             if model.plan_key not in layouts:
-                layouts[model.plan_key] = model.plan(rows)
+                layouts[model.plan_key] = model.plan(rows, pool)
             hidden = model.forward(ids.to(model.device), layouts[model.plan_key], pool)
             if scored is not None:
                 logits = model.logits(hidden, torch.from_numpy(scored).to(model.device))

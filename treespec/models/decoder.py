@@ -38,7 +38,7 @@ class Pass:
 
     num_rows: int
     rotation: tuple[Tensor, Tensor]  # cos and signed sin, fp32 [num_rows, 1, head_dim]
-    slots: Tensor  # int64 [num_rows * num_kv_heads]: rows of the cache viewed as [-1, head_dim]
+    slots: Tensor  # int64 [num_rows * 2 * num_kv_heads]: where a row's K and V go in a layer's pool viewed as [-1, D]
     attention: Any
 
 
@@ -110,14 +110,15 @@ class Decoder:
         head = self.head.nbytes
         return self.embed.nbytes + norms + self.final_norm.nbytes + head + sum(part.nbytes for part in linears)
 
-    def plan(self, requests: list[RequestRows]) -> Pass:
-        """Lay out a pass over the rows of `requests`, in their order."""
+    def plan(self, requests: list[RequestRows], kv: Tensor) -> Pass:
+        """Lay out a pass over the rows of `requests`, in their order, over the pool `kv` that `forward` gets."""
         positions = np.concatenate([rows.positions for rows in requests])
         pages, offsets = (np.concatenate(parts) for parts in zip(*(rows.slots for rows in requests), strict=True))
         missing = self.min_rows - len(positions)
         if missing > 0:  # padding rows write to the null page's first slot and are seen by nobody
             positions, pages, offsets = (np.pad(part, (0, missing)) for part in (positions, pages, offsets))
-        slots = (pages[:, None] * self.kv_heads + np.arange(self.kv_heads)) * PAGE_SIZE + offsets[:, None]
+        head = (pages[:, None] * self.kv_heads + np.arange(self.kv_heads)) * PAGE_SIZE + offsets[:, None]
+        slots = np.concatenate([head, head + kv.shape[2] * self.kv_heads * PAGE_SIZE], axis=1)  # K, then V
         angle = torch.from_numpy(positions).to(self.device, torch.float32)[:, None] * self.inv_freq
         cos, sin = angle.cos() * self.config.rope_scale, angle.sin() * self.config.rope_scale
         rotation = torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
@@ -144,25 +145,25 @@ class Decoder:
             tokens = F.pad(tokens, (0, layout.num_rows - len(tokens)))
         x = F.embedding(tokens, self.embed)
         for layer, cache in zip(self.layers[:num_layers], kv, strict=False):
-            x = self._attend(layer, x, layout, cache[0], cache[1])
+            x = self._attend(layer, x, layout, cache)
             h = F.rms_norm(x, x.shape[1:], layer.mlp_norm, self.config.norm_eps)
-            x = layer.down.add(layer.up.mul(h, layer.gate.silu(h)), x)
+            x = layer.down(layer.gate.silu(h).mul_(layer.up(h))).add_(x)
         return F.rms_norm(x, x.shape[1:], self.final_norm, self.config.norm_eps)
 
-    def _attend(self, layer: _Layer, x: Tensor, layout: Pass, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+    def _attend(self, layer: _Layer, x: Tensor, layout: Pass, cache: Tensor) -> Tensor:
+        """Attention with its residual; cache: [2, num_pages, kv_heads, PAGE_SIZE, head_dim], the layer's pool."""
         num_rows, heads, kv_heads, head_dim = len(x), self.heads, self.kv_heads, self.head_dim
         qkv = layer.qkv(F.rms_norm(x, x.shape[1:], layer.attn_norm, self.config.norm_eps))
         qkv = qkv.float().view(num_rows, heads + 2 * kv_heads, head_dim)
         cos, sin = layout.rotation
         qk = qkv[:, : heads + kv_heads]
-        # Separate products and a sum: each is rounded by itself, in vector body and tail alike.
-        qk = (qk * cos).add_(qk.roll(head_dim // 2, -1).mul_(sin))
-        k, v = qk[:, heads:], qkv[:, heads + kv_heads :]
-        cache_dtype = k_cache.dtype
-        k_cache.view(-1, head_dim).index_copy_(0, layout.slots, k.reshape(-1, head_dim).to(cache_dtype))
-        v_cache.view(-1, head_dim).index_copy_(0, layout.slots, v.reshape(-1, head_dim).to(cache_dtype))
-        out = self.attention(qk[:, :heads].to(cache_dtype), k_cache, v_cache, layout.attention, head_dim**-0.5)
-        return layer.o.add(out.view(num_rows, heads * head_dim).to(self.dtype), x)
+        turned = qk.roll(head_dim // 2, -1).mul_(sin)
+        qk.mul_(cos).add_(turned)  # not addcmul: each product and the sum are rounded alone, in body and tail alike
+        new = qkv[:, heads:].reshape(-1, head_dim)  # K and V of a row side by side, as in `layout.slots`
+        cache.view(-1, head_dim).index_copy_(0, layout.slots, new.to(cache.dtype))
+        k_cache, v_cache = cache
+        out = self.attention(qk[:, :heads].to(cache.dtype), k_cache, v_cache, layout.attention, head_dim**-0.5)
+        return layer.o(out.view(num_rows, heads * head_dim).to(self.dtype)).add_(x)
 
     def logits(self, hidden: Tensor, rows: Sequence[int] | Tensor | None = None) -> Tensor:
         """[n, vocab] logits of chosen rows of `hidden`, or of all, in the model's dtype."""

@@ -25,7 +25,7 @@ from treespec.tree import Draws, TokenTree
 EOS = 0
 VOCAB = 512
 NOISES = (0.04, 0.07, 0.1)  # of the three drafts, relative to each tensor's own spread
-CURVE = CostCurve((1, 64), (1e-3, 1.6e-3), 1e-5)
+CURVE = CostCurve((1, 16, 64), (1e-3, 1.15e-3, 1.6e-3), 1e-5)
 """Costs under which an automatic tree is worth growing; measuring takes a second per engine and says other things."""
 
 SHAPE = {
@@ -167,7 +167,7 @@ class OracleDrafter:
         self.released.append(request.request_id)
 
     def _tree(self, tokens: list[int], max_depth: int) -> TokenTree:
-        truth = next(t for t in self.truths if t[: len(tokens)] == tokens)
+        truth = next((t for t in self.truths if t[: len(tokens)] == tokens), tokens)
         coming = truth[len(tokens) : len(tokens) + min(self.depth, max_depth)]
         paths: dict[tuple[int, ...], float] = {}
         for level, token in enumerate(coming):

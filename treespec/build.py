@@ -24,11 +24,13 @@ from treespec.runner import Runner
 from treespec.scheduler import Scheduler
 from treespec.selftest import differing_rows
 from treespec_kernels.linear import LinearImpl, onednn_available
+from treespec_kernels.tree_batch import PAGE_SIZE
 from treespec_weights import default_folder, default_names, load_weights, read_vocabulary
 
 logger = logging.getLogger("treespec")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+START_SECONDS = 0.5  # for measuring costs where `treespec autotune` has stored none
 FIXED_ROWS = 64  # rows of every pass where the linear layers are not row-invariant
 
 
@@ -65,6 +67,8 @@ def resolve_drafts(model: object, drafts: Sequence[Any] | None) -> tuple[list[tu
     """Names and folders of the SSMs, and the drafter objects, that `drafts` stands for."""
     if isinstance(drafts, str | os.PathLike):
         raise ConfigError(f"drafts={drafts!r}; valid: a list, such as [{str(drafts)!r}]")
+    if drafts is not None and not isinstance(drafts, Sequence):
+        raise ConfigError(f"drafts={drafts!r}; valid: None, or a list of folders, hub ids or Drafter objects")
     if drafts is None:
         names = [name for name in default_names() if name.startswith("ssm-")] if model is None else []
         return [(name, default_folder(name)) for name in names], []
@@ -72,7 +76,8 @@ def resolve_drafts(model: object, drafts: Sequence[Any] | None) -> tuple[list[tu
     objects: list[Drafter] = []
     for draft in drafts:
         if isinstance(draft, str | os.PathLike):
-            folder = default_folder(str(draft)) if str(draft) in default_names() else resolve_model(draft)
+            embedded = str(draft) in default_names() and not Path(draft).exists()
+            folder = default_folder(str(draft)) if embedded else resolve_model(draft)
             name = folder.resolve().name
             taken = sum(1 for known, _ in folders if known == name or known.startswith(f"{name}#"))
             folders.append((name if not taken else f"{name}#{taken + 1}", folder))
@@ -80,7 +85,7 @@ def resolve_drafts(model: object, drafts: Sequence[Any] | None) -> tuple[list[tu
             objects.append(draft)
         else:
             raise ConfigError(
-                f"drafts: {draft!r} is neither a folder, a hub id nor a Drafter (propose, commit, release)"
+                f"drafts: {draft!r} is neither a folder, a hub id nor a Drafter (name, propose, commit, release)"
             )
     return folders, objects
 
@@ -90,7 +95,7 @@ def resolve_device(device: str | torch.device) -> torch.device:
         chosen = (
             torch.device("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else torch.device(device)
         )
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise ConfigError(f'device={device!r}; valid: "auto", "cpu", "cuda", "cuda:0"') from error
     if chosen.type not in ("cpu", "cuda"):
         raise ConfigError(f'device={device!r} is not supported; valid: "auto", "cpu", "cuda"')
@@ -118,24 +123,46 @@ def resolve_dtype(dtype: str | torch.dtype, stored: torch.dtype, device: torch.d
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that are free now."""
+    """Bytes that are free now; on a CPU within the limit of the control group."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # macOS has the first two and not the third, Windows none
+        free = 8 << 30
+        logger.warning("the free memory is unknown here; assuming %d GiB", free >> 30)
+    try:
+        group = Path("/sys/fs/cgroup")
+        left = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
+    except (OSError, ValueError):  # no control group, or no limit
+        return free
+    return max(min(free, left), 0)
 
 
 def resolve_max_model_len(
-    asked: int | None, target: ModelConfig, shapes: Sequence[Any], cache_dtype: torch.dtype, seqs: int, scratch: int,
+    asked: int | None,
+    target: ModelConfig,
+    bytes_per_page: int,
+    seqs: int,
+    scratch: int,
     device: torch.device,
-) -> int:  # fmt: skip
-    """None = the smaller of the config's and what half of the free memory holds for `seqs` requests."""
+) -> int:
+    """None = the smaller of the config's and what half of the free memory holds for `seqs` requests.
+
+    Raises ConfigError where the cache does not fit into memory.
+    """
+    free = free_memory(device)
     if asked is not None:
-        if isinstance(asked, bool) or not isinstance(asked, int) or not 2 <= asked <= target.max_positions:
+        if not 2 <= asked <= target.max_positions:
             raise ConfigError(f"max_model_len={asked!r}; valid: an int from 2 to the model's {target.max_positions}")
+        needed = seqs * pages_for(asked + scratch) * bytes_per_page
+        if needed > free:
+            raise ConfigError(
+                f"max_num_seqs={seqs} requests of max_model_len={asked} need {needed / 2**30:.1f} GiB of cache, and "
+                f"{free / 2**30:.1f} GiB are free; lower one of them"
+            )
         return asked
-    per_page = KVCache.bytes_per_page(shapes, cache_dtype)
-    pages = free_memory(device) // 2 // per_page // seqs
-    holds = pages * 64 - scratch
+    holds = free // 2 // bytes_per_page // seqs * PAGE_SIZE - scratch
     if holds < 2:
         raise ConfigError(f"half of the free memory holds no context for max_num_seqs={seqs}; lower max_num_seqs")
     length = min(target.max_positions, holds)
@@ -159,6 +186,12 @@ def build(
     for name, value in (("max_num_seqs", max_num_seqs), ("prefill_chunk", prefill_chunk)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{name}={value!r}; valid: an int of at least 1")
+    if max_model_len is not None and (isinstance(max_model_len, bool) or not isinstance(max_model_len, int)):
+        raise ConfigError(f"max_model_len={max_model_len!r}; valid: an int of at least 2, or None")
+    if not isinstance(exact, bool):
+        raise ConfigError(f"exact={exact!r}; valid: True or False")
+    if model is not None and not isinstance(model, str | os.PathLike):
+        raise ConfigError(f"model={model!r}; valid: a folder, a hub id, or None for the embedded target")
     where = resolve_device(device)
     target = ModelConfig.from_hf(resolve_model(model), max_model_len)
     ssm_folders, drafters = resolve_drafts(model, drafts)
@@ -172,7 +205,8 @@ def build(
     shapes = [target.shape, *(config.shape for _, config in ssm_configs)]
     scratch = max(spec.max_nodes, MAX_SLOTS)
     cache_dtype = make_attention(kind, target.shape, computed, where).cache_dtype
-    length = resolve_max_model_len(max_model_len, target, shapes, cache_dtype, max_num_seqs, scratch, where)
+    page = KVCache.bytes_per_page(shapes, cache_dtype)
+    length = resolve_max_model_len(max_model_len, target, page, max_num_seqs, scratch, where)
 
     def load(config: ModelConfig, min_rows: int) -> Decoder:
         weights = load_weights(config.folder, config.shape, config.rules, computed, where)
@@ -183,7 +217,7 @@ def build(
     cache = KVCache(shapes, max_num_seqs * pages_for(length + scratch), cache_dtype, where)
     runner = Runner(decoder, cache, fixed_rows)
     if exact:
-        _prove(decoder, cache, attention)
+        _prove(decoder, cache, attention, max(prefill_chunk, max_num_seqs * spec.max_nodes))
     ssms = None
     if ssm_configs:  # a draft's bits decide nothing, so its rows are never padded
         ssms = SsmDrafter([load(config, 2) for _, config in ssm_configs], [name for name, _ in ssm_configs], cache)
@@ -199,7 +233,9 @@ def build(
         linear=linear,
         attention=decoder.attention.name,
     )
-    curve = costs.load(costs.cost_key(runner, ssms, config.num_threads)) or costs.measure(runner, ssms)
+    curve = costs.load(costs.cost_key(runner, ssms, config.num_threads))
+    if curve is None:  # without a source of guesses it decides nothing
+        curve = costs.measure(runner, ssms, START_SECONDS if ssms or drafters else 0.0)
     scheduler = Scheduler(cache, max_num_seqs, config.prefill_chunk, scratch)
     engine = Engine(runner, scheduler, Planner(curve), ssms, drafters, length)
     memory = {
@@ -230,13 +266,13 @@ def resolve_attention(attention: str, device: torch.device) -> str:
     return attention if attention != "auto" else "cpu-packed" if device.type == "cpu" else "triton"
 
 
-def _prove(decoder: Decoder, cache: KVCache, attention: str) -> None:
+def _prove(decoder: Decoder, cache: KVCache, attention: str, largest_pass: int) -> None:
     """Run the self-test; where packed attention fails it and was not asked for, take the gathered one and say so."""
-    found = differing_rows(decoder, cache.pools[0])
+    found = differing_rows(decoder, cache.pools[0], largest_pass)
     if found and attention == "auto" and decoder.attention.name == "cpu-packed":
         logger.warning("packed attention is not exact on this machine (%s); using the gathered one", found[0])
         decoder.attention = make_attention("cpu-gathered", decoder.config.shape, decoder.dtype, decoder.device)
-        found = differing_rows(decoder, cache.pools[0])
+        found = differing_rows(decoder, cache.pools[0], largest_pass)
     if found:
         raise ExactnessError(
             f"trees would not have the bits of plain decoding with attention={decoder.attention.name!r}, "

@@ -81,17 +81,18 @@ class KVCache:
         if scrub:
             self.scrub(pages)
 
+    @torch.inference_mode()
     def scrub(self, pages: np.ndarray) -> None:
         """Zero pages in every pool."""
         for pool in self.pools:
             pool[:, :, torch.from_numpy(pages).to(pool.device)] = 0
 
-    def scrub_slots(self, pages: np.ndarray, first: int, count: int) -> None:
-        """Zero `count` logical slots from `first` on in every pool."""
-        logical = np.arange(first, min(first + count, len(pages) * PAGE_SIZE))
+    def scrub_slots(self, pool: int, pages: np.ndarray, first: int, count: int) -> None:
+        """Zero `count` logical slots from `first` on in one pool."""
+        logical = np.arange(first, first + count)
         page, offset = torch.from_numpy(pages[logical // PAGE_SIZE]), torch.from_numpy(logical % PAGE_SIZE)
-        for pool in self.pools:
-            pool[:, :, page.to(pool.device), :, offset.to(pool.device)] = 0
+        device = self.pools[pool].device
+        self.pools[pool][:, :, page.to(device), :, offset.to(device)] = 0
 
     def commit(
         self, pool: int, pages: Sequence[np.ndarray], context_lens: Sequence[int], paths: Sequence[np.ndarray]

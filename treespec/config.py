@@ -1,5 +1,6 @@
 """Frozen configurations: what a user may set, resolved and checked before anything is built."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -10,12 +11,11 @@ from treespec.errors import ConfigError, ModelError, reject_unknown
 from treespec_weights.files import resolve_folder
 from treespec_weights.rules import FamilyRules, ModelShape, family_of, read_config
 
-Policy = Literal["auto", "static", "dynamic"]
-
 POLICIES = ("auto", "static", "dynamic", "sequoia")
 VERIFICATIONS = ("coupled", "naive", "rejection", "traversal")
 SOURCES = ("ssm", "lookup", "suffix", "medusa", "eagle", "mlp")
 MAX_NODES = 1024
+AUTO_NODES = 32  # the largest automatic tree; passes over more rows were never worth it on a CPU
 
 _PENDING_POLICIES = ("sequoia",)
 _PENDING_VERIFICATIONS = ("rejection", "traversal")
@@ -33,14 +33,15 @@ class SpecConfig:
 
     Args:
         nodes: rows of the target pass per request, root included (16 = 15 drafted tokens). "auto" follows the measured
-            cost of a pass and the drafts' probabilities, and may shrink a tree to nothing; an int is obeyed; 0 and 1
-            mean plain decoding.
+            cost of a pass and the drafts' probabilities, and may shrink a tree to nothing. An int is obeyed, as far as
+            the drafts have so many proposals within `max_depth`; 0 and 1 mean plain decoding.
         max_depth: the deepest level that is drafted.
         policy: "dynamic" grows the nodes with the largest probability, "static" gives every node of depth d the
             `branching[d]` likeliest children, "auto" is "dynamic", or "static" where `branching` is given.
         branching: children per node by depth, for "static".
         verification: "coupled" or "naive"; greedily both are the walk along the target's argmax.
-        sources: which sources draft; None = all at hand.
+        sources: which kinds of source draft; None = all at hand, () = none. `Drafter` objects given to `LLM` always do,
+            unless it is ().
 
     Raises:
         ConfigError: an unknown keyword, a value out of range, a contradiction, an option without implementation.
@@ -53,17 +54,22 @@ class SpecConfig:
     verification: str
     sources: tuple[str, ...] | None
 
-    def __init__(self, **options: Any) -> None:
-        defaults: dict[str, Any] = {
-            "nodes": "auto", "max_depth": 6, "policy": "auto", "branching": None, "verification": "coupled",
-            "sources": None,
-        }  # fmt: skip
-        reject_unknown("SpecConfig", options, defaults)
-        for name, value in (defaults | options).items():
+    def __init__(
+        self,
+        *,
+        nodes: int | Literal["auto"] = "auto",
+        max_depth: int = 6,
+        policy: str = "auto",
+        branching: Sequence[int] | None = None,
+        verification: str = "coupled",
+        sources: Sequence[str] | None = None,
+        **unknown: Any,
+    ) -> None:
+        names = [field.name for field in fields(SpecConfig)]
+        reject_unknown("SpecConfig", unknown, names)
+        for name, value in zip(names, (nodes, max_depth, policy, branching, verification, sources), strict=True):
             object.__setattr__(self, name, tuple(value) if isinstance(value, list) else value)
         self._check()
-        if self.policy == "auto":
-            object.__setattr__(self, "policy", "static" if self.branching else "dynamic")
 
     def _check(self) -> None:
         nodes = self.nodes
@@ -123,7 +129,7 @@ class SpecConfig:
             return 1
         if self.branching:
             return self.static_nodes
-        return 64 if self.nodes == "auto" else int(self.nodes)
+        return AUTO_NODES if self.nodes == "auto" else int(self.nodes)
 
     @property
     def is_plain(self) -> bool:
@@ -183,16 +189,28 @@ class ModelConfig:
         activation = raw.get("hidden_act", "silu")
         if activation not in ("silu", "swish"):
             raise ModelError(f"{folder}: hidden_act={activation!r}; supported: 'silu'")
-        max_positions = int(raw.get("max_position_embeddings", 2048))
+        max_positions = _number(folder, raw, "max_position_embeddings", 2048, int)
+        eps = _number(folder, raw, "rms_norm_eps", 1e-6, float)
         inv_freq, scale = _rope(folder, raw, shape, min(max_model_len or max_positions, max_positions))
         stored = raw.get("dtype") or raw.get("torch_dtype") or "float32"
-        dtype = getattr(torch, stored, None)
-        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ModelError(f"{folder}: dtype={stored!r}; supported: float32, bfloat16, float16")
+        dtype = _DTYPES.get(stored) if isinstance(stored, str) else None
+        if dtype is None:
+            raise ModelError(f"{folder}: dtype={stored!r}; supported: {', '.join(_DTYPES)}")
         return cls(
-            folder, rules, shape, float(raw.get("rms_norm_eps", 1e-6)), inv_freq, scale, max_positions, dtype,
+            folder, rules, shape, eps, inv_freq, scale, max_positions, dtype,
             _eos_token_ids(folder, raw),
         )  # fmt: skip
+
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def _number(folder: Path, raw: dict[str, Any], key: str, default: float, kind: type) -> Any:
+    """A positive number of config.json."""
+    value = raw.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float) or not value > 0:
+        raise ModelError(f"{folder}: {key}={value!r} in config.json; expected a positive {kind.__name__}")
+    return kind(value)
 
 
 def _rope(folder: Path, raw: dict[str, Any], shape: ModelShape, length: int) -> tuple[torch.Tensor, float]:
@@ -201,6 +219,8 @@ def _rope(folder: Path, raw: dict[str, Any], shape: ModelShape, length: int) -> 
     if not isinstance(parameters, dict):
         raise ModelError(f"{folder}: rope_parameters={parameters!r}; expected an object")
     kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if not isinstance(kind, str):
+        raise ModelError(f"{folder}: rope_type={kind!r}; expected a name such as 'default'")
     if kind == "default":  # importing transformers takes two seconds
         theta = parameters.get("rope_theta", raw.get("rope_theta", 10000.0))
         if isinstance(theta, bool) or not isinstance(theta, int | float) or not theta > 0:
@@ -226,9 +246,10 @@ def _eos_token_ids(folder: Path, raw: dict[str, Any]) -> tuple[int, ...]:
     value = raw.get("eos_token_id")
     if (folder / "generation_config.json").is_file():
         value = read_json(folder, "generation_config.json").get("eos_token_id", value)
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list) else (int(value),)
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if any(isinstance(token, bool) or not isinstance(token, int) or token < 0 for token in ids):
+        raise ModelError(f"{folder}: eos_token_id={value!r}; expected a token id or a list of them")
+    return tuple(ids)
 
 
 @dataclass(frozen=True)
@@ -249,6 +270,3 @@ class EngineConfig:
     num_threads: int
     linear: str
     attention: str
-
-    def replace(self, **changes: Any) -> "EngineConfig":
-        return EngineConfig(**({f.name: getattr(self, f.name) for f in fields(self)} | changes))

@@ -11,19 +11,20 @@ from typing import Any
 import numpy as np
 import torch
 
+from treespec.cache import pages_for
 from treespec.config import SpecConfig
 from treespec.drafters.ssm import DraftPlan, SsmDrafter
 from treespec.errors import ConfigError
 from treespec.planner import CostCurve
 from treespec.request import Request, SamplingParams
 from treespec.runner import Runner
-from treespec.tree import TokenTree
 from treespec_kernels.tree_batch import PAGE_SIZE, RequestRows
 
 CONTEXT = 128  # committed positions while measuring
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 SCRATCH = 64  # slots behind the rows, for drafting
 DRAFT_LEVELS = 3
+REQUESTS = 4  # how many at once, to see what each adds
 
 
 def cache_folder() -> Path:
@@ -75,52 +76,65 @@ def measure(
     Raises:
         ConfigError: no page of the cache is free.
     """
-    cache, request = runner.cache, Request([1], SamplingParams(), SpecConfig.off())
+    cache = runner.cache
     slots = min(cache.num_free * PAGE_SIZE, CONTEXT + ROWS[-1] + SCRATCH)
     if not slots:
         raise ConfigError("a cost curve needs free pages in the cache; measure an idle engine")
     context = min(CONTEXT, slots // 4)
     fitting = tuple(n for n in ROWS if n <= max(slots - context - SCRATCH, 8))
-    request.tokens = [1] * (context + 1)
-    request.prompt_token_ids = request.tokens
-    request.pages = cache.reserve(request.request_id, slots)
+    requests = [Request([1] * (context + 1), SamplingParams(), SpecConfig.off()) for _ in range(REQUESTS)]
+    requests = requests[: cache.num_free // pages_for(slots)]
+    for request in requests:
+        request.pages = cache.reserve(request.request_id, slots)
     try:
-        runner.prefill([request], [context])
-        [first] = _least([lambda: runner.forward([request], [TokenTree.root(1)])], 2)
+        for request in requests:
+            runner.prefill([request], [context])
+        [first] = _least([partial(_star_pass, runner, requests[:1], 1)], 2)
         quick = first * len(fitting) * 6 < seconds
         rows = fitting if quick else tuple(n for n in fitting if n in (1, 8, 16))
-        runs: list[Callable[[], None]] = [partial(_star_pass, runner, request, n) for n in rows]
+        runs: list[Callable[[], None]] = [partial(_star_pass, runner, requests[:1], n) for n in rows]
+        runs.append(partial(_star_pass, runner, requests, 1))
         if ssms is not None:
-            runs.append(partial(_draft, ssms, request))
+            runs += [partial(_draft, ssms, requests[:1]), partial(_draft, ssms, requests)]
         times = _least(runs, 3 if quick else 1, seconds, advance)
     finally:
-        cache.release(request.request_id, scrub=True)
-        if ssms is not None:
-            ssms.release(request)
-    return CostCurve(rows, tuple(times[: len(rows)]), times[-1] / DRAFT_LEVELS if ssms is not None else 0.0)
+        for request in requests:
+            cache.release(request.request_id, scrub=True)
+            if ssms is not None:
+                ssms.release(request)
+    verify, further = tuple(times[: len(rows)]), max(len(requests) - 1, 1)
+    alone = CostCurve(rows, verify, 0.0)
+    request_seconds = max(times[len(rows)] - float(alone.verify(len(requests))), 0.0) / further
+    drafts = [time / DRAFT_LEVELS for time in times[len(rows) + 1 :]] or [0.0, 0.0]
+    return CostCurve(rows, verify, drafts[0], request_seconds, max(drafts[1] - drafts[0], 0.0) / further)
 
 
-def _star_pass(runner: Runner, request: Request, rows: int) -> None:
+def _star_pass(runner: Runner, requests: Sequence[Request], rows: int) -> None:
+    """A pass over a star of `rows` nodes for each request, as far as the choice of its tokens."""
     nodes = np.arange(rows)
     depths = np.minimum(nodes, 1)
     visible = np.eye(rows, dtype=bool)
     visible[:, 0] = True
-    star = RequestRows(request.context_len, nodes, depths, visible, depths, request.pages)
-    target = runner.target
-    hidden = target.forward(
-        torch.ones(rows, dtype=torch.int64, device=target.device),
-        target.plan([star], runner.cache.pools[0]),
-        runner.cache.pools[0],
-    )
-    target.logits(hidden[:rows]).max(-1)
+    stars = [
+        RequestRows(r.context_len, nodes, depths, visible, depths, r.pages)
+        if rows > 1
+        else RequestRows.chain(r.context_len, 1, r.pages)
+        for r in requests
+    ]
+    target, pool = runner.target, runner.cache.pools[0]
+    tokens = torch.ones(rows * len(requests), dtype=torch.int64, device=target.device)
+    hidden = target.forward(tokens, target.plan(stars, pool), pool)
+    target.logits(hidden[: len(tokens)]).max(-1)
     if target.device.type == "cuda":
         torch.cuda.synchronize()
 
 
-def _draft(ssms: SsmDrafter, request: Request) -> None:
-    ssms.propose([request], [DraftPlan(DRAFT_LEVELS, 16)], lambda level, values: True)
-    ssms.release(request)
-    ssms.assume_context(request)
+def _draft(ssms: SsmDrafter, requests: Sequence[Request]) -> None:
+    plans = [DraftPlan(DRAFT_LEVELS, 16)] * len(requests)
+    ssms.propose(requests, plans, lambda level, values: True)
+    for request in requests:
+        ssms.release(request)
+        ssms.assume_context(request)
 
 
 def _least(
@@ -167,6 +181,8 @@ def save(curve: CostCurve, key: dict[str, Any], folder: Path | None = None, name
             "rows": list(curve.rows),
             "verify_seconds": list(curve.verify_seconds),
             "draft_seconds": curve.draft_seconds,
+            "request_seconds": curve.request_seconds,
+            "draft_request_seconds": curve.draft_request_seconds,
         }
     )
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
@@ -199,14 +215,28 @@ def _is_entry(entry: Any) -> bool:
             "rows": [_, *_] as rows,
             "verify_seconds": list(times),
             "draft_seconds": int() | float(),
+            "request_seconds": int() | float(),
+            "draft_request_seconds": int() | float(),
         }:
-            return len(rows) == len(times) and all(isinstance(x, int | float) and x > 0 for x in rows + times)
+            ascending = all(isinstance(x, int | float) and x > 0 for x in rows + times) and rows == sorted(set(rows))
+            return ascending and len(rows) == len(times)
     return False
+
+
+def curve_of(entry: dict[str, Any]) -> CostCurve:
+    """The curve of a stored entry."""
+    return CostCurve(
+        tuple(entry["rows"]),
+        tuple(entry["verify_seconds"]),
+        entry["draft_seconds"],
+        entry["request_seconds"],
+        entry["draft_request_seconds"],
+    )
 
 
 def load(key: dict[str, Any], folder: Path | None = None) -> CostCurve | None:
     """The stored curve of exactly this machine and these models, or None."""
     for entry in load_all(folder):
         if entry["key"] == key:
-            return CostCurve(tuple(entry["rows"]), tuple(entry["verify_seconds"]), entry["draft_seconds"])
+            return curve_of(entry)
     return None

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 
 _BROKEN = "\ufffd"  # what a decoder writes for bytes that are no character, or not yet
 _WINDOW = 6  # tokens decoded ahead of the new ones
-_LONGEST_CHARACTER = 4  # tokens: a character has at most 4 bytes
 
 
 class Detokenizer:
@@ -25,33 +24,34 @@ class Detokenizer:
         self, decode: Callable[[list[int]], str], prompt: Sequence[int], stop: Sequence[str], include_stop: bool
     ):
         self._decode, self._stop, self._include_stop = decode, tuple(stop), include_stop
-        self._tokens = list(prompt[-_WINDOW:])
-        self._before = decode(self._tokens)  # text of the tokens that were there before the newest piece
-        self._start = 0
-        self._pending = len(self._tokens)  # first token whose text is not in `text` yet
+        self._window = list(prompt[-_WINDOW:])  # tokens since a point where characters were whole, and a few before
+        self._known = len(self._whole_characters(decode(self._window)))  # characters of the window that are in `text`
         self.text = ""
         self.stopped_by: str | None = None
         self._released = 0
 
     def push(self, token: int) -> bool:
         """Add a token; True where the text now holds a stop string. `text` then ends there."""
-        self._tokens.append(token)
-        whole = self._decode(self._tokens[self._start :])
-        waiting = len(self._tokens) - self._pending
-        if whole.endswith(_BROKEN) and waiting < _LONGEST_CHARACTER:
-            return False
-        self._add(whole)
+        self.push_all([token])
         return self.stopped_by is not None
 
     def push_all(self, tokens: Sequence[int]) -> None:
-        """Add a whole output at once, where nobody watches it grow."""
-        self._tokens.extend(tokens)
-        self.flush()
+        """Add tokens. Bytes at the end that are no whole character wait for the rest of it."""
+        self._window.extend(tokens)
+        decoded = self._decode(self._window)
+        whole = self._whole_characters(decoded)
+        self._add(whole[self._known :])
+        self._known = max(self._known, len(whole))
+        if len(whole) == len(decoded):
+            self._window = self._window[-_WINDOW:]
+            self._known = len(self._whole_characters(self._decode(self._window)))
 
     def flush(self) -> None:
-        """The output has ended: take in what was waiting for the rest of a character."""
-        if self._pending < len(self._tokens) and self.stopped_by is None:
-            self._add(self._decode(self._tokens[self._start :]))
+        """The output has ended: what was waiting for the rest of a character is shown as it is."""
+        if self.stopped_by is None:
+            decoded = self._decode(self._window)
+            self._add(decoded[self._known :])
+            self._known = len(decoded)
 
     def release(self, ended: bool) -> str:
         """Text that was not handed out yet and cannot change any more."""
@@ -60,16 +60,15 @@ class Detokenizer:
         self._released += len(piece)
         return piece
 
-    def _add(self, whole: str) -> None:
-        searched = len(self.text)
-        self.text += whole[len(self._before) :]
-        self._pending = len(self._tokens)
-        self._start = max(self._pending - _WINDOW, 0)
-        self._before = self._decode(self._tokens[self._start :])
-        self._cut_at_stop(searched)
+    @staticmethod
+    def _whole_characters(text: str) -> str:
+        """`text` without what later bytes may still turn into another character."""
+        return text.rstrip(_BROKEN)
 
-    def _cut_at_stop(self, searched: int) -> None:
-        """End the text at the stop string that appears first; of several at one place, at the longest."""
+    def _add(self, piece: str) -> None:
+        """Append, and end the text at the stop string that appears first; of several at one place, at the longest."""
+        searched = len(self.text)
+        self.text += piece
         found = []
         for stop in self._stop:
             at = self.text.find(stop, max(searched - len(stop) + 1, 0))

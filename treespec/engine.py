@@ -1,12 +1,13 @@
 """The engine: one round after another."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import NamedTuple
 
 import numpy as np
 
 from treespec.cache import KVCache
-from treespec.drafters.base import Drafter
+from treespec.drafters.base import Drafter, check_proposal
 from treespec.drafters.ssm import SsmDrafter
 from treespec.metrics import Stats
 from treespec.planner import Planner
@@ -55,13 +56,19 @@ class Engine:
     def step(self) -> list[Request]:
         """One round. Returns the requests that took part in it; those that ended have a `finish_reason`."""
         batch = self.scheduler.next()
-        self.runner.prefill(batch.prefill, batch.counts)
+        self.prefill(batch.prefill, batch.counts)
         trees = self.propose(batch.decode)
         scored = self.forward(batch.decode, trees)
         verified = [verify_greedy(tree, choices) for _, tree, choices in scored]
         self.commit(scored, verified)
         self.update(batch.decode)
         return batch.decode
+
+    def prefill(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
+        """The next `counts[i]` prompt tokens of each request, through the target and its SSMs."""
+        self.runner.prefill(requests, counts)
+        if self.ssms is not None:
+            self.ssms.prefill([request for request in requests if not request.spec.is_plain])
 
     def propose(self, requests: Sequence[Request]) -> list[TokenTree]:
         """Every source drafts; one merged tree per request, cut to what is worth verifying."""
@@ -70,7 +77,10 @@ class Engine:
         if self.ssms is not None:
             proposals.append((self.ssms, self.ssms.propose(requests, plans, self.planner.keep_growing)))
         for drafter in self.drafters:
-            proposals.append((drafter, drafter.propose(requests, [plan.max_depth for plan in plans])))
+            trees = drafter.propose(requests, [plan.max_depth for plan in plans])
+            vocab = self.runner.target.vocab_size
+            pairs = zip(requests, trees, strict=True)
+            proposals.append((drafter, [check_proposal(drafter.name, r, tree, vocab) for r, tree in pairs]))
         ids = [request.request_id for request in requests]
         self._proposed = [(drafter, dict(zip(ids, trees, strict=True))) for drafter, trees in proposals]
         if not proposals:
@@ -89,7 +99,7 @@ class Engine:
             request.target_passes += 1
             request.nodes_verified += len(tree)
             if not choices.finite and len(tree) > 1:
-                self.cache.scrub_slots(request.pages, request.context_len, len(tree))
+                self.cache.scrub_slots(0, request.pages, request.context_len, len(tree))
                 tree = TokenTree.root(request.tokens[-1])
                 choices = self.runner.forward([request], [tree])[0]
                 request.target_passes += 1
@@ -125,14 +135,15 @@ class Engine:
                 self.finish(request, request.ended)
 
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
-        """End a request and free all that it holds."""
+        """End a request and free all that it holds, whatever a drafter does about it."""
         if request.finished:
             return
-        self.scheduler.finish(request, reason, error)
-        for drafter in [self.ssms, *self.drafters]:
-            if drafter is not None:
-                drafter.release(request)
-        self.stats.add_finished(request)
+        with ExitStack() as releases:
+            for drafter in [self.ssms, *self.drafters]:
+                if drafter is not None:
+                    releases.callback(drafter.release, request)
+            self.scheduler.finish(request, reason, error)
+            self.stats.add_finished(request)
 
     def check_integrity(self) -> None:
         """Assert what must hold between rounds: pages add up, and caches agree with the tokens."""

@@ -34,7 +34,7 @@ class RequestError(TreespecError):
 
 
 class ModelError(TreespecError):
-    """A target that cannot be run as asked, or that computes NaN."""
+    """A model that cannot be run as asked: its folder, its config, its architecture."""
 
 
 class DraftError(TreespecError):
@@ -57,7 +57,7 @@ def reject_unknown(kind: str, given: Iterable[str], valid: Collection[str]) -> N
         given: the keywords, or the one-element list of a choice, that the user wrote.
         valid: all that would be accepted.
     """
-    unknown = [name for name in given if name not in valid]
+    unknown = [name if isinstance(name, str) else repr(name) for name in given if name not in valid]
     if not unknown:
         return
     parts = []

@@ -1,8 +1,11 @@
 """LLM: the Python API, with the names of vLLM's offline one."""
 
+import inspect
 import logging
+import operator
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -12,11 +15,11 @@ from treespec.config import SpecConfig
 from treespec.detokenizer import Detokenizer
 from treespec.errors import ConfigError, RequestError, reject_unknown
 from treespec.request import CompletionOutput, Request, RequestOutput, SamplingParams, StreamChunk
+from treespec_kernels.tree_batch import PAGE_SIZE
 
 logger = logging.getLogger("treespec")
 
 Prompt = str | Sequence[int] | dict[str, list[int]]
-_OPTIONS = ("attention", "prefill_chunk")
 
 
 class LLM:
@@ -54,16 +57,16 @@ class LLM:
         exact: bool = True,
         max_num_seqs: int = 8,
         max_model_len: int | None = None,
-        **options: Any,
+        attention: str = "auto",
+        prefill_chunk: int = 512,
+        **unknown: Any,
     ):
-        valid = ("model", "drafts", "spec", "tokenizer", "device", "dtype", "exact", "max_num_seqs", "max_model_len")
-        reject_unknown("LLM", options, [*valid, *_OPTIONS])
+        reject_unknown("LLM", unknown, list(inspect.signature(LLM).parameters)[:-1])
         self.spec = SpecConfig.resolve(spec, SpecConfig())
         with torch.inference_mode():
             self._built: Built = build(
-                model, drafts, self.spec, device, dtype, exact, max_num_seqs, max_model_len,
-                options.get("attention", "auto"), options.get("prefill_chunk", 512),
-            )  # fmt: skip
+                model, drafts, self.spec, device, dtype, exact, max_num_seqs, max_model_len, attention, prefill_chunk
+            )
         self.engine, self.config = self._built.engine, self._built.config
         self._tokenizer = _load_tokenizer(tokenizer, self._built.target.folder)
 
@@ -106,7 +109,7 @@ class LLM:
         if isinstance(request, RequestOutput):
             raise RequestError(request.error)
         for _ in self._run([request]):
-            tokens = request.output_token_ids[emitted:]
+            tokens = request.tokens[request.num_prompt + emitted :]
             emitted += len(tokens)
             if request.error is not None:
                 raise RequestError(request.error)
@@ -117,7 +120,10 @@ class LLM:
             yield StreamChunk(request.request_id, text, tokens, request.finish_reason, final)
 
     def abort(self, request_id: str) -> None:
-        """End a request and free its slot, wherever it stands. An unknown or finished one is left alone."""
+        """End a request and free its slot, wherever it stands. An unknown or finished one is left alone.
+
+        Call it between the chunks of a stream, from the thread that reads them: an engine has no lock.
+        """
         request = self.engine.scheduler.find(request_id)
         if request is not None:
             self.engine.finish(request, "abort")
@@ -138,7 +144,8 @@ class LLM:
                 "exact": config.exact,
                 "attention": config.attention,
                 "linear": config.linear,
-                "attention_tile": 64,
+                "attention_tile": PAGE_SIZE,
+                "fixed_rows": self.engine.runner.max_rows,
                 "tuned_file": None,
             },
             "drafts": [*drafts, *(drafter.name for drafter in self.engine.drafters)],
@@ -154,25 +161,38 @@ class LLM:
 
     def _run(self, requests: Sequence[Request]) -> Iterator[Request]:
         """Step until all of `requests` have ended; yields each after every round that it took part in."""
-        open_requests = {request.request_id for request in requests}
-        for request in requests:
-            self.engine.scheduler.add(request)
+        threads = torch.get_num_threads()
+        if threads != self.config.num_threads:
+            raise ConfigError(
+                f"torch has {threads} threads now and had {self.config.num_threads} when this engine proved its bits; "
+                f"call torch.set_num_threads({self.config.num_threads}), or build a new LLM"
+            )
+        open_requests = {request.request_id: request for request in requests}
         try:
+            for request in requests:
+                self.engine.scheduler.add(request)
             while open_requests:
-                with torch.inference_mode():
-                    touched = self.engine.step()
-                for request in touched:
-                    if request.request_id in open_requests:
-                        if request.finished:
-                            open_requests.remove(request.request_id)
-                        yield request
-                for request in requests:  # aborted from outside
-                    if request.finished and request.request_id in open_requests:
-                        open_requests.remove(request.request_id)
+                self._step()
+                for request in list(open_requests.values()):
+                    if request.finished:  # in this round, by an abort, or while another call was stepping
+                        del open_requests[request.request_id]
+                    if request.finished or request.num_generated:
                         yield request
         finally:  # Ctrl-C, an error, or a caller that stopped listening: nothing stays behind
-            for request in requests:
-                self.engine.finish(request, "abort")
+            with ExitStack() as ends:
+                for request in requests:
+                    ends.callback(self.engine.finish, request, "abort")
+
+    def _step(self) -> None:
+        """One round. Where it breaks off in the middle, what ran in it is in no known state and ends."""
+        try:
+            with torch.inference_mode():
+                self.engine.step()
+        except BaseException:
+            with ExitStack() as ends:
+                for request in list(self.engine.scheduler.running):
+                    ends.callback(self.engine.finish, request, "abort")
+            raise
 
     def _requests(
         self, prompts: Any, params: Any, spec: SpecConfig | str | None, stream: bool = False
@@ -188,6 +208,8 @@ class LLM:
             if not isinstance(one, SamplingParams):
                 raise ConfigError(f"sampling_params={one!r}; valid: a SamplingParams, or a list of them")
         resolved = SpecConfig.resolve(spec, self.spec)
+        if resolved.sources and "ssm" in resolved.sources and self.engine.ssms is None:
+            raise ConfigError(f"sources={resolved.sources!r}, but this engine has no SSMs; give LLM drafts=[...]")
         if resolved.max_nodes > self.config.max_tree_slots:
             raise ConfigError(
                 f"a tree of {resolved.max_nodes} nodes, but this engine keeps {self.config.max_tree_slots} slots for "
@@ -195,13 +217,14 @@ class LLM:
             )
         entries: list[Request | RequestOutput] = []
         for prompt, one in zip(listed, each, strict=True):
-            text = prompt if isinstance(prompt, str) else None
+            text, tokens = prompt if isinstance(prompt, str) else None, []
             try:
                 tokens = self._encode(prompt)
                 self._check_length(tokens, one)
             except RequestError as error:
                 logger.warning("prompt %d was refused: %s", len(entries), error)
-                failed = Request([], one, resolved, text, error=str(error), finish_reason="error")
+                failed = Request(tokens, one, resolved, text, error=str(error), finish_reason="error")
+                self.engine.stats.add_finished(failed)
                 entries.append(self._output(failed))
                 continue
             request = Request(tokens, one, resolved, text, eos_token_ids=self._built.target.eos_token_ids)
@@ -211,21 +234,25 @@ class LLM:
         return entries
 
     def _encode(self, prompt: Any) -> list[int]:
+        """Token ids of a prompt. Raises RequestError where it is none."""
         if isinstance(prompt, dict):
-            reject_unknown("prompt", prompt, ["prompt_token_ids"])
+            if list(prompt) != ["prompt_token_ids"]:
+                raise RequestError(f'prompt {prompt!r}; a dict has the key "prompt_token_ids" and no other')
             prompt = prompt["prompt_token_ids"]
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise RequestError(f"a text prompt {prompt[:40]!r}, but the model has no tokenizer; give token ids")
-            tokens = list(self._tokenizer.encode(prompt))
-        else:
-            tokens = list(prompt)
-        if not tokens:
-            raise RequestError(f"an empty prompt ({prompt!r}); give at least one token")
+            prompt = self._tokenizer.encode(prompt)
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+            raise RequestError(f"prompt {prompt!r}; valid: text, a list of token ids, or {{'prompt_token_ids': [...]}}")
+        if not len(prompt):
+            raise RequestError("an empty prompt; give at least one token")
         vocab = self._built.target.shape.vocab_size
-        for token in tokens:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
+        tokens = []
+        for token in prompt:
+            if isinstance(token, bool) or not hasattr(token, "__index__") or not 0 <= operator.index(token) < vocab:
                 raise RequestError(f"prompt token {token!r}; valid: ints from 0 to {vocab - 1}")
+            tokens.append(operator.index(token))
         return tokens
 
     def _check_length(self, tokens: list[int], params: SamplingParams) -> None:
@@ -272,7 +299,7 @@ def _as_list(prompts: Any) -> list[Any]:
         raise ConfigError("prompts is a tensor; give lists of token ids (tensor.tolist())")
     if not isinstance(prompts, Sequence):
         raise ConfigError(f"prompts={prompts!r}; valid: text, token ids, or a list of those")
-    if prompts and all(isinstance(item, int) for item in prompts):
+    if len(prompts) and all(hasattr(item, "__index__") for item in prompts):
         return [list(prompts)]
     return list(prompts)
 

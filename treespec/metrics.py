@@ -9,7 +9,7 @@ from treespec.request import Request
 
 @dataclass
 class Stats:
-    """Counts since the engine was built, over finished and running requests alike."""
+    """Counts since the engine was built. A request is added when it ends, refused ones too; `rounds` run along."""
 
     requests: int = 0
     failed_requests: int = 0

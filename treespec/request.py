@@ -3,7 +3,7 @@
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import numpy as np
@@ -13,23 +13,6 @@ from treespec.detokenizer import Detokenizer
 from treespec.errors import ConfigError, reject_unknown
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-
-# Options of the API whose implementation has not landed, with the value that means "unused".
-_PENDING: dict[str, Any] = {
-    "n": 1,
-    "temperature": 0.0,
-    "top_k": 0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "bad_words": None,
-    "min_tokens": 0,
-    "logprobs": None,
-    "logit_bias": None,
-    "logits_processors": None,
-}
 
 
 @dataclass(frozen=True, init=False)
@@ -54,39 +37,58 @@ class SamplingParams:
         ConfigError: an unknown keyword, a value out of range, an option without implementation.
     """
 
-    max_tokens: int
-    stop: tuple[str, ...]
-    include_stop_str_in_output: bool
-    stop_token_ids: tuple[int, ...]
-    ignore_eos: bool
-    skip_special_tokens: bool
-    seed: int | None
+    max_tokens: int = 128
+    stop: str | Sequence[str] = ()
+    include_stop_str_in_output: bool = False
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    seed: int | None = None
+    n: int = 1
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    bad_words: Sequence[str] | None = None
+    min_tokens: int = 0
+    logprobs: int | None = None
+    logit_bias: dict[int, float] | None = None
+    logits_processors: Sequence[Any] | None = None
 
     def __init__(self, **options: Any) -> None:
-        defaults: dict[str, Any] = {
-            "max_tokens": 128, "stop": (), "include_stop_str_in_output": False, "stop_token_ids": (),
-            "ignore_eos": False, "skip_special_tokens": True, "seed": None,
-        }  # fmt: skip
-        reject_unknown("SamplingParams", options, [*defaults, *_PENDING])
-        self._check_pending(options)
-        values = defaults | {name: value for name, value in options.items() if name in defaults}
-        stop = values["stop"]
-        values["stop"] = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
-        values["stop_token_ids"] = tuple(values["stop_token_ids"] or ())
-        for name, value in values.items():
+        defaults = {field.name: field.default for field in fields(SamplingParams)}
+        reject_unknown("SamplingParams", options, defaults)
+        for name, value in (defaults | options).items():
             object.__setattr__(self, name, value)
+        for name in _PENDING:
+            self._check_pending(name, defaults[name], getattr(self, name))
+        stop = (self.stop,) if isinstance(self.stop, str) else self._tuple("stop", "a string or a list of strings")
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", self._tuple("stop_token_ids", "a list of token ids"))
         self._check()
 
+    def _tuple(self, name: str, valid: str) -> tuple[Any, ...]:
+        value = getattr(self, name)
+        if value is None:
+            return ()
+        if not isinstance(value, list | tuple):
+            raise ConfigError(f"{name}={value!r}; valid: {valid}")
+        return tuple(value)
+
     @staticmethod
-    def _check_pending(options: dict[str, Any]) -> None:
-        for name, neutral in _PENDING.items():
-            value = options.get(name, neutral)
-            unused = value is None or value == neutral or value == [] or (name == "top_k" and value == -1)
-            if unused and not isinstance(value, bool):
-                continue
-            if isinstance(value, int | float) and (value < 0 or value != value) and "penalty" not in name:
-                raise ConfigError(f"{name}={value!r} is out of range; valid now: {neutral!r}")
-            raise not_yet(name, value, f"{neutral!r}, that is greedy decoding")
+    def _check_pending(name: str, neutral: Any, value: Any) -> None:
+        empty = value is None or (isinstance(value, list | tuple | dict) and not value)
+        if empty or (name == "top_k" and isinstance(value, int) and value == -1):
+            return
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if number and value == neutral:
+            return
+        if number and "penalty" not in name and not value >= 0:
+            raise ConfigError(f"{name}={value!r} is out of range; valid now: {neutral!r}")
+        raise not_yet(name, value, f"{neutral!r}, that is greedy decoding")
 
     def _check(self) -> None:
         if isinstance(self.max_tokens, bool) or not isinstance(self.max_tokens, int) or self.max_tokens < 1:
@@ -97,6 +99,16 @@ class SamplingParams:
             raise ConfigError(f"stop_token_ids={self.stop_token_ids!r}; valid: token ids")
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
             raise ConfigError(f"seed={self.seed!r}; valid: an int or None")
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r}; valid: True or False")
+
+
+# Options of the API whose implementation has not landed: their neutral values only.
+_PENDING = (
+    "n", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "bad_words", "min_tokens", "logprobs", "logit_bias", "logits_processors",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -194,6 +206,8 @@ class Request:
     error: str | None = None
     arrival: float = field(default_factory=time.perf_counter)
     first_token_at: float | None = None
+    finished_at: float | None = None
+    poisoned: bool = False  # a draft computed NaN: its slots must not reach the next holder of the pages
     target_passes: int = 0
     prefill_passes: int = 0
     nodes_verified: int = 0
@@ -219,7 +233,7 @@ class Request:
     @property
     def end_tokens(self) -> tuple[int, ...]:
         """Tokens that end this request."""
-        return self.params.stop_token_ids + (() if self.params.ignore_eos else self.eos_token_ids)
+        return (*self.params.stop_token_ids, *(() if self.params.ignore_eos else self.eos_token_ids))
 
     @property
     def tokens_left(self) -> int:
@@ -264,7 +278,7 @@ class Request:
                 only[sources[0]] = only.get(sources[0], 0) + 1
 
     def metrics(self) -> RequestMetrics:
-        now = time.perf_counter()
+        end = self.finished_at or time.perf_counter()
         return RequestMetrics(
             target_passes=self.target_passes,
             prefill_passes=self.prefill_passes,
@@ -274,6 +288,6 @@ class Request:
             accepted_only_by_source=dict(self.accepted_only_by_source),
             nodes_verified=self.nodes_verified,
             ttft=None if self.first_token_at is None else self.first_token_at - self.arrival,
-            seconds=now - self.arrival,
+            seconds=end - self.arrival,
             seed=self.params.seed,
         )

@@ -12,7 +12,7 @@ from treespec.cache import KVCache
 from treespec.models.decoder import Decoder
 from treespec.request import Request
 from treespec.tree import TokenTree
-from treespec_kernels.tree_batch import RequestRows
+from treespec_kernels.tree_batch import PAGE_SIZE, RequestRows
 
 
 class Choices(NamedTuple):
@@ -27,6 +27,7 @@ class Choices(NamedTuple):
 
 def tree_rows(request: Request, tree: TokenTree) -> RequestRows:
     """A tree's rows behind the request's committed positions."""
+    assert request.context_len + len(tree) <= len(request.pages) * PAGE_SIZE, "a tree outgrew its request's pages"
     if len(tree) == 1:
         return RequestRows.chain(request.context_len, 1, request.pages)
     return RequestRows(
@@ -81,4 +82,5 @@ class Runner:
 
     def _hidden(self, rows: list[RequestRows], tokens: np.ndarray) -> Tensor:
         ids = torch.from_numpy(tokens).to(self.target.device)
+        assert self.max_rows is None or len(tokens) <= self.max_rows, "a pass outgrew the fixed number of rows"
         return self.target.forward(ids, self.target.plan(rows, self.cache.pools[0]), self.cache.pools[0])

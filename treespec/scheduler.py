@@ -1,5 +1,6 @@
 """Who runs next: admission, prefill budget, ends. No tensors."""
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -68,10 +69,11 @@ class Scheduler:
 
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         """End a request wherever it is, and free its slot and pages."""
-        request.finish_reason, request.error = reason, error
+        request.finish_reason, request.error, request.finished_at = reason, error, time.perf_counter()
         if request in self.running:
             self.running.remove(request)
-            self.cache.release(request.request_id, scrub=reason == "error")
+            # Whoever did not end by its own tokens may have left NaN behind, computed and never looked at.
+            self.cache.release(request.request_id, scrub=request.poisoned or reason not in ("stop", "length"))
         elif request in self.waiting:
             self.waiting.remove(request)
 

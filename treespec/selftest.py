@@ -11,17 +11,21 @@ from torch import Tensor
 from treespec.models.decoder import Decoder
 from treespec_kernels.tree_batch import PAGE_SIZE, RequestRows
 
-_PREFIXES = (1, PAGE_SIZE - 4, 2 * PAGE_SIZE - 1, 2 * PAGE_SIZE + 30)
+# Borders of tiles, and six tiles: torch sums more than four of them in another way.
+_PREFIXES = (1, PAGE_SIZE - 4, 2 * PAGE_SIZE - 1, 5 * PAGE_SIZE + 30)
 _PARENTS = np.array([-1, 0, 0, 0, 1, 1, 2, 4, 4, 7, 8, 9, 11])  # 13 nodes, 7 deep: it crosses tile borders
-_PAGES = 4  # of one request
+_WIDE = np.maximum(np.arange(2 * PAGE_SIZE) - 9, 0)  # parents of a tree too large for the packed attention
+_WIDE[0] = -1
+_PAGES = 8  # of one request
 
 
-def differing_rows(model: Decoder, pool: Tensor, seed: int = 0) -> list[str]:
+def differing_rows(model: Decoder, pool: Tensor, largest_pass: int = 512, seed: int = 0) -> list[str]:
     """Compare plain decoding with trees, batches and chunks on one layer.
 
     Args:
         model: the target.
         pool: its K/V pool with nothing in it; the pages used are zeroed afterwards.
+        largest_pass: rows of the largest pass that the engine will make.
         seed: of the random tokens.
 
     Returns:
@@ -30,52 +34,66 @@ def differing_rows(model: Decoder, pool: Tensor, seed: int = 0) -> list[str]:
     rng = np.random.default_rng(seed)
     available = pool.shape[2] - 1
     pages = 1 + np.arange(min(_PAGES, available))
-    other = 1 + len(pages) + np.arange(len(pages)) if available >= 2 * len(pages) else pages
+    twin = 1 + len(pages) + np.arange(len(pages)) if available >= 2 * len(pages) else None
+    room = len(pages) * PAGE_SIZE
     found = []
-    for prefix in (p for p in _PREFIXES if p + len(_PARENTS) <= len(pages) * PAGE_SIZE):
-        prompt, tree = (rng.integers(model.vocab_size, size=size) for size in (prefix, len(_PARENTS)))
-        found += _differing_behind(model, pool[:1], prompt, tree, pages, other)
-    pool[:, :, torch.from_numpy(np.union1d(pages, other)).to(pool.device)] = 0
+    for prefix in (p for p in _PREFIXES if p + len(_PARENTS) <= room):
+        found += _behind_prompt(model, pool[:1], rng.integers(model.vocab_size, size=prefix), _PARENTS, pages, twin)
+    if model.min_rows <= 2:  # where rows are fixed, no pass is larger
+        if 30 + len(_WIDE) <= room:
+            found += _behind_prompt(model, pool[:1], rng.integers(model.vocab_size, size=30), _WIDE, pages, None)
+        prompt = rng.integers(model.vocab_size, size=min(largest_pass, room))
+        if not torch.equal(
+            _prefill(model, pool[:1], prompt, 64, pages), _prefill(model, pool[:1], prompt, room, pages)
+        ):
+            found.append(f"a pass of {len(prompt)} rows")
+    touched = pages if twin is None else np.union1d(pages, twin)
+    pool[:, :, torch.from_numpy(touched).to(pool.device)] = 0
     return found
 
 
-def _differing_behind(
-    model: Decoder, pool: Tensor, prompt: np.ndarray, tree: np.ndarray, pages: np.ndarray, other: np.ndarray
+def _hidden(model: Decoder, pool: Tensor, rows: list[RequestRows], tokens: np.ndarray) -> Tensor:
+    """[num tokens, hidden_size] after one layer. NaN, which equals nothing, becomes 0: weights may hold it."""
+    ids = torch.from_numpy(tokens).to(model.device)
+    return model.forward(ids, model.plan(rows, pool), pool, num_layers=1)[: len(tokens)].nan_to_num()
+
+
+def _prefill(model: Decoder, pool: Tensor, prompt: np.ndarray, chunk: int, pages: np.ndarray) -> Tensor:
+    starts = range(0, len(prompt), chunk)
+    parts = [RequestRows.chain(start, min(chunk, len(prompt) - start), pages) for start in starts]
+    return torch.cat([_hidden(model, pool, [part], prompt[part.positions]) for part in parts])
+
+
+def _behind_prompt(
+    model: Decoder, pool: Tensor, prompt: np.ndarray, parents: np.ndarray, pages: np.ndarray, twin: np.ndarray | None
 ) -> list[str]:
-    """What differs behind one prompt, with its pages and those of a twin in the same batch."""
+    """What differs of a prompt and of a tree behind it; `twin` are the pages of a second request of the same batch."""
     prefix, found = len(prompt), []
-    depths = np.zeros(len(_PARENTS), dtype=np.int64)
-    visible = np.eye(len(_PARENTS), dtype=bool)
-    for node in range(1, len(_PARENTS)):
-        depths[node] = depths[_PARENTS[node]] + 1
-        visible[node] |= visible[_PARENTS[node]]
-
-    def run(rows: list[RequestRows], tokens: np.ndarray) -> Tensor:
-        hidden = model.forward(torch.from_numpy(tokens).to(model.device), model.plan(rows, pool), pool, num_layers=1)
-        return model.logits(hidden[: len(tokens)])
-
-    def prefill(chunk: int, pages: np.ndarray) -> Tensor:
-        starts = range(0, prefix, chunk)
-        parts = [RequestRows.chain(start, min(chunk, prefix - start), pages) for start in starts]
-        return torch.cat([run([part], prompt[part.positions]) for part in parts])
+    tree = (np.arange(len(parents)) * 7919 + prefix) % model.vocab_size
+    depths = np.zeros(len(parents), dtype=np.int64)
+    visible = np.eye(len(parents), dtype=bool)
+    for node in range(1, len(parents)):
+        depths[node] = depths[parents[node]] + 1
+        visible[node] |= visible[parents[node]]
 
     def tree_rows(pages: np.ndarray) -> RequestRows:
         return RequestRows(prefix, np.arange(len(tree)), depths, visible, depths, pages)
 
-    largest = model.min_rows if model.min_rows > 2 else prefix  # where rows are fixed, no pass has more
-    whole = prefill(largest, pages)
+    largest = model.min_rows if model.min_rows > 2 else prefix
+    whole = _prefill(model, pool, prompt, largest, pages)
     for chunk in (1, 7):
-        if not torch.equal(prefill(chunk, pages), whole):
+        if not torch.equal(_prefill(model, pool, prompt, chunk, pages), whole):
             found.append(f"a prompt of {prefix} tokens in chunks of {chunk}")
-    in_tree = run([tree_rows(pages)], tree)
-    if other is not pages:
-        prefill(largest, other)
-        twins = run([tree_rows(other), tree_rows(pages)], np.concatenate([tree, tree]))
-        if not torch.equal(twins[len(tree) :], in_tree):
-            found.append(f"a tree behind {prefix} tokens, in a batch")
-    for node in (0, 5, 10, 12):
+    hidden = _hidden(model, pool, [tree_rows(pages)], tree)
+    logits = model.logits(hidden)
+    if twin is not None:
+        _prefill(model, pool, prompt, largest, twin)
+        both = _hidden(model, pool, [tree_rows(twin), tree_rows(pages)], np.concatenate([tree, tree]))
+        if not torch.equal(both[len(tree) :], hidden) or not torch.equal(model.logits(both)[len(tree) :], logits):
+            found.append(f"a tree of {len(tree)} nodes behind {prefix} tokens, in a batch")
+    for node in (0, 5, 10, len(tree) - 1):
         for depth, step in enumerate(np.flatnonzero(visible[node])):
-            alone = run([RequestRows.chain(prefix + depth, 1, pages)], tree[step : step + 1])
-        if not torch.equal(alone[0], in_tree[node]):
-            found.append(f"node {node} of a tree behind {prefix} tokens")
+            alone = _hidden(model, pool, [RequestRows.chain(prefix + depth, 1, pages)], tree[step : step + 1])
+        if not torch.equal(alone[0], hidden[node]) or not torch.equal(model.logits(alone)[0], logits[node]):
+            found.append(f"node {node} of a tree of {len(tree)} nodes behind {prefix} tokens")
     return found

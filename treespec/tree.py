@@ -101,29 +101,41 @@ class TokenTree:
         assert (parents[1:] >= 0).all(), "a kept node lost its parent"
         return TokenTree(self.tokens[nodes], parents, self.depths[nodes], self.probs[nodes], draws, self.source_names)
 
+    def find_problem(self) -> str | None:
+        """The first invariant of verification and mask that does not hold; None where all do."""
+        if self.parents[0] != -1 or self.depths[0] != 0:
+            return "node 0 must have parent -1 and depth 0"
+        below = np.arange(1, len(self))
+        if (self.parents[1:] < 0).any() or (self.parents[1:] >= below).any():
+            return "a parent must precede its child"
+        if (self.depths[1:] != self.depths[self.parents[1:]] + 1).any():
+            return "a child must be one deeper than its parent"
+        if len(np.unique(np.stack([self.parents[1:], self.tokens[1:]], 1), axis=0)) != len(below):
+            return "siblings must carry different tokens"
+        draws = self.draws
+        if not len(draws.parents) == len(draws.children) == len(draws.sources) == len(draws.probs):
+            return "draws must have one parent, child, source and prob each"
+        if set(draws.children.tolist()) != set(below.tolist()) or (self.parents[draws.children] != draws.parents).any():
+            return "every node below the root needs a draw from its parent"
+        if len(draws.sources) and not 0 <= draws.sources.min() <= draws.sources.max() < len(self.source_names):
+            return "a draw's source must be an index into source_names"
+        return None
+
     def check_integrity(self) -> None:
-        """Assert the invariants that verification and the mask rely on."""
-        order = np.arange(len(self))
-        assert self.parents[0] == -1 and self.depths[0] == 0
-        assert (self.parents[1:] >= 0).all() and (self.parents < order).all(), "a parent must precede its child"
-        assert (self.depths[1:] == self.depths[self.parents[1:]] + 1).all()
-        siblings = np.stack([self.parents[1:], self.tokens[1:]], 1)
-        assert len(np.unique(siblings, axis=0)) == len(self) - 1, "siblings must carry different tokens"
-        assert (self.parents[self.draws.children] == self.draws.parents).all()
-        assert set(self.draws.children.tolist()) == set(range(1, len(self))), "every node needs a draw"
+        """Assert that `find_problem` finds none."""
+        problem = self.find_problem()
+        assert problem is None, problem
 
 
-def merge(trees: Sequence[TokenTree], weights: Sequence[float] | None = None) -> TokenTree:
+def merge(trees: Sequence[TokenTree]) -> TokenTree:
     """The union of trees over the same root, as a trie: nodes are equal where their paths are (SpecInfer, section 3).
 
     Equal tokens under different parents stay apart. Every draw of every tree is kept, in the order of the trees, so
     that a token of two sources is one node with two draws. Nodes are numbered by depth, and within a depth in the
-    order in which they were first drawn.
+    order in which they were first drawn. Of several estimates of a node's probability the largest counts.
 
     Args:
         trees: at least one; all roots carry the same token.
-        weights: of each tree in the estimate of a node's probability, which is the weighted mean of the trees'
-            own (a tree that lacks the node counts as 0); None = each tree speaks alone, the largest counts.
 
     Raises:
         ValueError: the roots differ.
@@ -136,14 +148,12 @@ def merge(trees: Sequence[TokenTree], weights: Sequence[float] | None = None) ->
     names = tuple(dict.fromkeys(name for tree in trees for name in tree.source_names))
     paths: dict[tuple[int, ...], float] = {(): 1.0}
     path_of = []
-    for i, tree in enumerate(trees):
+    for tree in trees:
         own: list[tuple[int, ...]] = [()]
         for node in range(1, len(tree)):
             path = (*own[tree.parents[node]], int(tree.tokens[node]))
             own.append(path)
-            share = float(tree.probs[node]) * (1.0 if weights is None else weights[i])
-            known = paths.get(path, 0.0)
-            paths[path] = max(known, share) if weights is None else known + share
+            paths[path] = max(paths.get(path, 0.0), float(tree.probs[node]))
         path_of.append(own)
     ordered = sorted(paths, key=len)  # stable: first drawn first within a depth
     index = {path: i for i, path in enumerate(ordered)}

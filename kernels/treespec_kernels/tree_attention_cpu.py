@@ -17,6 +17,7 @@ product the same shape, so that it holds under weaker facts; it is also what tre
 bits where both hold.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -31,7 +32,8 @@ AttentionMode = Literal["packed", "gathered"]
 MAX_CHAIN = 2 * PAGE_SIZE
 """Summands of one matrix product in slot order; one chain was measured up to 192."""
 
-_ROW_MULTIPLE = 4
+_ROW_MULTIPLE = 4  # rows of a product
+_FOLD_MULTIPLE = 64  # columns of the sum over tiles: torch adds a remainder of fewer in another order from 5 tiles on
 _SCORE_BYTES = 16 << 20  # rows of a long prefill chunk are taken in blocks whose scores fit in the last-level cache
 
 
@@ -146,9 +148,7 @@ def _plan_gathered(rows: RequestRows, first: int) -> _Gather:
     return _Gather(first, first + rows.num_rows, torch.from_numpy(slots), torch.from_numpy(hidden.reshape(shape)))
 
 
-def tree_attention_cpu(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: CpuAttentionPlan, scale: float, out: Tensor | None = None
-) -> Tensor:
+def tree_attention_cpu(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: CpuAttentionPlan, scale: float) -> Tensor:
     """Attention of the rows of a pass to their own paths.
 
     Args:
@@ -157,12 +157,11 @@ def tree_attention_cpu(
             row sees may hold any *finite* value.
         plan: from `plan_tree_attention_cpu`.
         scale: factor on the scores, 1 / sqrt(head_dim) as a rule.
-        out: where to write, like q.
 
     Returns:
         fp32 [num_rows, num_heads, head_dim].
     """
-    out = torch.zeros_like(q) if out is None else out
+    out = torch.zeros_like(q)
     q = q * scale
     for block in plan.blocks:
         if isinstance(block, _Gather):
@@ -172,13 +171,19 @@ def tree_attention_cpu(
     return out
 
 
+def _padded_rows(rows: int, width: int) -> int:
+    """Rows to compute for `rows`, so that neither a product nor the sum over tiles has a remainder."""
+    step = max(_ROW_MULTIPLE, _FOLD_MULTIPLE // math.gcd(_FOLD_MULTIPLE, width))
+    return -(-rows // step) * step
+
+
 def _attend_packed(q: Tensor, k_cache: Tensor, v_cache: Tensor, block: _Block, ones: Tensor, out: Tensor) -> None:
     k, v = k_cache[block.pages], v_cache[block.pages]  # [num_tiles, Hkv, PAGE_SIZE, D], a view where pages are in line
     num_tiles, kv_heads, _, head_dim = k.shape
     rows, heads = block.last_row - block.first_row, q.shape[1]
     group, full = heads // kv_heads, block.num_full
     m = rows * group
-    padded = -(-m // _ROW_MULTIPLE) * _ROW_MULTIPLE
+    padded = _padded_rows(m, kv_heads * head_dim)
 
     q_rows = q[block.first_row : block.last_row].view(rows, kv_heads, group, head_dim).permute(1, 0, 2, 3)
     q_tiles = torch.empty(num_tiles, kv_heads, padded, head_dim)
@@ -222,7 +227,7 @@ def _attend_gathered(q: Tensor, k_cache: Tensor, v_cache: Tensor, block: _Gather
     rows, columns = block.slots.shape
     num_tiles, heads = columns // PAGE_SIZE, q.shape[1]
     group = heads // kv_heads
-    padded = -(-group // _ROW_MULTIPLE) * _ROW_MULTIPLE
+    padded = _padded_rows(group, kv_heads * head_dim)
     page, offset = block.slots // PAGE_SIZE, block.slots % PAGE_SIZE
     for row in range(rows):  # one row at a time: the batch count of a product is then the row's own
         index = (page[row], slice(None), offset[row])

@@ -5,13 +5,14 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from treespec.errors import DraftError
 from treespec.request import Request
 from treespec.tree import TokenTree
 
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Proposes trees. A drafter can only cost time: whatever it proposes, the output is the target's.
+    """Proposes trees. A drafter can only cost time: whatever it proposes, the output is the target's, or an error.
 
     `request.tokens` are the prompt and the output so far; the last of them is the root of the tree to propose.
     """
@@ -30,3 +31,30 @@ class Drafter(Protocol):
 
     def release(self, request: Request) -> None:
         """Forget a request that has ended."""
+
+
+def check_proposal(name: str, request: Request, tree: object, vocab_size: int) -> TokenTree:
+    """What a drafter from outside proposed, if it is a tree over the request's root.
+
+    Raises:
+        DraftError: it is not, named with the drafter. Nothing of it has reached the cache.
+    """
+
+    def refuse(what: str) -> DraftError:
+        return DraftError(f"drafter {name!r} proposed {what} for request {request.request_id}")
+
+    if not isinstance(tree, TokenTree):
+        raise refuse(f"{type(tree).__name__} instead of a TokenTree")
+    sizes = {len(tree.tokens), len(tree.parents), len(tree.depths), len(tree.probs)}
+    if len(sizes) != 1 or 0 in sizes:
+        raise refuse(f"tokens, parents, depths and probs of sizes {sorted(sizes)}; they must be equal, at least 1")
+    if tree.tokens[0] != request.tokens[-1]:
+        raise refuse(f"a tree over token {tree.tokens[0]}; the root is the last token, {request.tokens[-1]}")
+    if tree.tokens.min() < 0 or tree.tokens.max() >= vocab_size:
+        raise refuse(f"tokens from {tree.tokens.min()} to {tree.tokens.max()}; valid: 0 to {vocab_size - 1}")
+    if not (np.isfinite(tree.probs).all() and tree.probs.min() >= 0 and tree.probs.max() <= 1):
+        raise refuse(f"probs from {tree.probs.min()} to {tree.probs.max()}; valid: 0 to 1")
+    problem = tree.find_problem()
+    if problem is not None:
+        raise refuse(f"a malformed tree: {problem}")
+    return tree

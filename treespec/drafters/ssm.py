@@ -21,6 +21,7 @@ from treespec_kernels.tree_batch import RequestRows
 
 MAX_CHILDREN = 8  # proposals of one SSM at one node
 MAX_FRONTIER = 8  # nodes of one depth that the dynamic policy expands
+CATCH_UP = 256  # committed tokens that the SSMs take in at once after a pause
 MAX_SLOTS = 64  # nodes of one tree that the dynamic policy expands; more would leave the packed attention's reach
 
 
@@ -132,6 +133,17 @@ class SsmDrafter:
                 active = [growth for growth in active if not growth.plan.adaptive]
         return [self._finish(growth) for growth in growths]
 
+    def prefill(self, requests: Sequence[Request]) -> None:
+        """Compute the SSMs' K/V of all positions that the target has committed."""
+        behind = [(r, self._valid.get(r.request_id, 0)) for r in requests]
+        behind = [(r, start) for r, start in behind if start < r.context_len]
+        if not behind:
+            return
+        rows = [RequestRows.chain(start, r.context_len - start, r.pages) for r, start in behind]
+        self._forward(rows, np.array([t for r, start in behind for t in r.tokens[start : r.context_len]]), None)
+        for request, _ in behind:
+            self._valid[request.request_id] = request.context_len
+
     def commit(self, requests: Sequence[Request], paths: Sequence[np.ndarray]) -> None:
         """Keep the K/V of accepted nodes. `paths[i]`: accepted nodes of the proposed tree, from the root on."""
         pages, context_lens, slots = [], [], []
@@ -161,6 +173,11 @@ class SsmDrafter:
         widest = max(growth.plan.children(level) for growth in growths)
         num_ssms, rows, vocab = probs.shape
         proposals, columns = topk_rows(probs.view(-1, vocab), widest)
+        if not torch.isfinite(proposals).all():  # NaN is the largest of values: an SSM that overflowed stays silent
+            probs = probs.nan_to_num(0.0)
+            proposals, columns = topk_rows(probs.view(-1, vocab), widest)
+            for growth in growths:
+                growth.request.poisoned = True
         width = proposals.shape[1]
         ids = columns.view(num_ssms, rows, width).transpose(0, 1).reshape(rows, -1)  # [rows, num_ssms * width]
         mixture = probs.mean(0).gather(1, ids) if num_ssms > 1 else proposals.view(rows, -1)
@@ -216,15 +233,14 @@ class SsmDrafter:
             g.slots, g.masks = [0], np.ones((1, 1), dtype=bool)
         return self._forward(rows, np.array(tokens), last)
 
-    def _prefill(self, request: Request, chunk: int = 256) -> int:
-        """Bring the SSMs' caches to within `chunk` tokens of the root; returns the first position still to do."""
+    def _prefill(self, request: Request) -> int:
+        """Bring the SSMs' caches to within a chunk of the root, after a pause; returns the first position to do."""
         # The bonus token may be among the expanded nodes, but the root is always scored anew.
         start = min(self._valid.get(request.request_id, 0), request.context_len)
-        while len(request.tokens) - start > chunk:
-            rows = RequestRows.chain(start, chunk, request.pages)
-            tokens = np.array(request.tokens[start : start + chunk])
-            self._forward([rows], tokens, None)
-            start += chunk
+        while len(request.tokens) - start > CATCH_UP:
+            rows = RequestRows.chain(start, CATCH_UP, request.pages)
+            self._forward([rows], np.array(request.tokens[start : start + CATCH_UP]), None)
+            start += CATCH_UP
         return start
 
     def _score_frontiers(self, growths: list[_Growth]) -> Tensor:

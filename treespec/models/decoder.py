@@ -56,7 +56,9 @@ class _Layer:
             assert weight is not None
             return Linear(weight, take(*(f"{name}_bias" for name in names)), impl)
 
-        self.attn_norm, self.mlp_norm = weights.pop(f"layers.{i}.attn_norm"), weights.pop(f"layers.{i}.mlp_norm")
+        # Cloned like the embedding: a mapped tensor keeps the whole file mapped.
+        self.attn_norm = weights.pop(f"layers.{i}.attn_norm").clone()
+        self.mlp_norm = weights.pop(f"layers.{i}.mlp_norm").clone()
         self.qkv = linear("q", "k", "v")
         self.o = linear("o")
         self.gate, self.up, self.down = linear("gate"), linear("up"), linear("down")
@@ -87,7 +89,6 @@ class Decoder:
         self.config, self.attention, self.linear, self.min_rows = config, attention, linear, min_rows
         self.heads, self.kv_heads, self.head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
         self.vocab_size = shape.vocab_size
-        # A mapped embedding would keep the whole file mapped; the head is packed, the table is gathered from.
         self.embed = weights.pop("embed").clone()
         self.dtype, self.device = self.embed.dtype, self.embed.device
         self.layers = [_Layer(weights, i, linear) for i in range(shape.num_layers)]

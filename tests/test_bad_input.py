@@ -1,0 +1,265 @@
+"""Bad input: each error derives from ValueError or is an OSError, and names the bad value and what would be valid."""
+
+import dataclasses
+import json
+import math
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models import CURVE, greedy, make_llama, open_llm, random_prompts, tiny, tiny_llm
+from tests.speech import add_tokenizer, speaking_folder
+from treespec import LLM, SamplingParams, SpecConfig, costs
+from treespec.errors import CheckpointError, ConfigError, DraftError, KernelError, ModelError
+
+# --- parameters
+
+SPEC_CASES: list[tuple[dict[str, Any], str]] = [
+    ({"nodes": -1}, "nodes=-1"),
+    ({"nodes": 1025}, "nodes=1025"),
+    ({"nodes": 2.0}, "nodes=2.0"),
+    ({"nodes": "16"}, "nodes='16'"),
+    ({"nodes": True}, "nodes=True"),
+    ({"nodes": None}, "nodes=None"),
+    ({"nodes": math.nan}, "nodes=nan"),
+    ({"max_depth": 0}, "max_depth=0"),
+    ({"max_depth": -3}, "max_depth=-3"),
+    ({"max_depth": 65}, "max_depth=65"),
+    ({"max_depth": 2.5}, "max_depth=2.5"),
+    ({"policy": "dynamik"}, "'dynamik' (did you mean 'dynamic'?)"),
+    ({"policy": 5}, "5"),
+    ({"policy": None}, "None"),
+    ({"policy": "static"}, 'policy="static" needs branching'),
+    ({"policy": "dynamic", "branching": (2, 1)}, "branching=(2, 1)"),
+    ({"policy": "sequoia"}, "policy='sequoia' is not implemented yet"),
+    ({"verification": "coupld"}, "did you mean 'coupled'"),
+    ({"verification": 3}, "3"),
+    ({"verification": "rejection"}, "verification='rejection' is not implemented yet"),
+    ({"verification": "traversal"}, "verification='traversal' is not implemented yet"),
+    ({"branching": ()}, "branching=()"),
+    ({"branching": (0,)}, "branching=(0,)"),
+    ({"branching": (-2, 1)}, "branching=(-2, 1)"),
+    ({"branching": (65,)}, "branching=(65,)"),
+    ({"branching": (2.5,)}, "branching=(2.5,)"),
+    ({"branching": 3}, "branching=3"),
+    ({"branching": "42"}, "branching='42'"),
+    ({"branching": (1,) * 7}, "branching=(1, 1, 1, 1, 1, 1, 1)"),
+    ({"branching": (64, 64)}, "makes 4161 nodes"),
+    ({"branching": (2, 2), "nodes": 9}, "nodes=9"),
+    ({"sources": "ssm"}, "sources='ssm'"),
+    ({"sources": ("sms",)}, "did you mean 'ssm'"),
+    ({"sources": (1,)}, "1"),
+    ({"sources": 7}, "sources=7"),
+    *[({"sources": (s,)}, f"sources='{s}' is not implemented yet") for s in "lookup suffix medusa eagle mlp".split()],
+    ({"node": 5}, "unknown 'node' (did you mean 'nodes'?)"),
+    ({"max_dept": 5, "polciy": "x"}, "'max_dept' (did you mean 'max_depth'?), 'polciy' (did you mean 'policy'?)"),
+]
+
+SAMPLING_CASES: list[tuple[dict[str, Any], str]] = [
+    ({"max_tokens": 0}, "max_tokens=0"),
+    ({"max_tokens": -5}, "max_tokens=-5"),
+    ({"max_tokens": 2.0}, "max_tokens=2.0"),
+    ({"max_tokens": None}, "max_tokens=None"),
+    ({"max_tokens": "9"}, "max_tokens='9'"),
+    ({"stop": ""}, "stop=('',)"),
+    ({"stop": ["a", ""]}, "stop=('a', '')"),
+    ({"stop": [3]}, "stop=(3,)"),
+    ({"stop": 3}, "stop=3"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids=(-1,)"),
+    ({"stop_token_ids": [2.5]}, "stop_token_ids=(2.5,)"),
+    ({"stop_token_ids": ["a"]}, "stop_token_ids=('a',)"),
+    ({"stop_token_ids": 7}, "stop_token_ids=7"),
+    ({"seed": "x"}, "seed='x'"),
+    ({"seed": 1.5}, "seed=1.5"),
+    ({"n": 2}, "n=2 is not implemented yet"),
+    ({"n": 0}, "n=0"),
+    ({"n": -1}, "n=-1"),
+    ({"temperature": 0.7}, "temperature=0.7 is not implemented yet"),
+    ({"temperature": -0.1}, "temperature=-0.1"),
+    ({"temperature": math.nan}, "temperature=nan"),
+    ({"temperature": math.inf}, "temperature=inf"),
+    ({"temperature": "hot"}, "temperature='hot'"),
+    ({"top_k": 5}, "top_k=5 is not implemented yet"),
+    ({"top_p": 0.9}, "top_p=0.9 is not implemented yet"),
+    ({"top_p": -1.0}, "top_p=-1.0"),
+    ({"min_p": 0.1}, "min_p=0.1 is not implemented yet"),
+    ({"repetition_penalty": 1.2}, "repetition_penalty=1.2 is not implemented yet"),
+    ({"presence_penalty": -1}, "presence_penalty=-1 is not implemented yet"),
+    ({"frequency_penalty": 0.5}, "frequency_penalty=0.5 is not implemented yet"),
+    ({"bad_words": ["x"]}, "bad_words=['x'] is not implemented yet"),
+    ({"min_tokens": 3}, "min_tokens=3 is not implemented yet"),
+    ({"logprobs": 1}, "logprobs=1 is not implemented yet"),
+    ({"logit_bias": {3: 1.0}}, "logit_bias={3: 1.0} is not implemented yet"),
+    ({"logits_processors": [print]}, "logits_processors="),
+    ({"max_token": 5}, "unknown 'max_token' (did you mean 'max_tokens'?)"),
+    ({"temprature": 0}, "unknown 'temprature' (did you mean 'temperature'?)"),
+]
+
+
+@pytest.mark.parametrize("options, message", SPEC_CASES, ids=[str(case[0])[:60] for case in SPEC_CASES])
+def test_spec_config(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        SpecConfig(**options)
+
+
+@pytest.mark.parametrize("options, message", SAMPLING_CASES, ids=[str(case[0])[:60] for case in SAMPLING_CASES])
+def test_sampling_params(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        SamplingParams(**options)
+
+
+def test_neutral_values_of_pending_options_pass() -> None:
+    SamplingParams(
+        n=1, temperature=0, top_k=-1, top_p=1, min_p=0, repetition_penalty=1.0, presence_penalty=0, bad_words=[],
+        frequency_penalty=0.0, min_tokens=0, logprobs=None, logit_bias=None, logits_processors=None, stop=None,
+        stop_token_ids=None, seed=7,
+    )  # fmt: skip
+    assert SpecConfig(policy="auto", verification="naive", sources=["ssm"]).sources == ("ssm",)
+
+
+def test_configurations_are_frozen() -> None:
+    for frozen, name in ((SpecConfig(), "nodes"), (SamplingParams(), "max_tokens"), (tiny_llm().config, "dtype")):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(frozen, name, 3)
+
+
+LLM_CASES: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"max_num_seq": 3}, ConfigError, "unknown 'max_num_seq' (did you mean 'max_num_seqs'?)"),
+    ({"max_num_seqs": 0}, ConfigError, "max_num_seqs=0"),
+    ({"max_num_seqs": -1}, ConfigError, "max_num_seqs=-1"),
+    ({"max_num_seqs": 1.5}, ConfigError, "max_num_seqs=1.5"),
+    ({"max_num_seqs": True}, ConfigError, "max_num_seqs=True"),
+    ({"max_num_seqs": 10**12}, ConfigError, "1000000000000"),
+    ({"max_num_seqs": 10**12, "max_model_len": None}, ConfigError, "max_num_seqs=1000000000000"),
+    ({"max_model_len": 1}, ConfigError, "max_model_len=1"),
+    ({"max_model_len": 0}, ConfigError, "max_model_len=0"),
+    ({"max_model_len": -7}, ConfigError, "max_model_len=-7"),
+    ({"max_model_len": 1025}, ConfigError, "max_model_len=1025; valid: an int from 2 to the model's 1024"),
+    ({"max_model_len": "64"}, ConfigError, "max_model_len='64'"),
+    ({"prefill_chunk": 0}, ConfigError, "prefill_chunk=0"),
+    ({"prefill_chunk": "all"}, ConfigError, "prefill_chunk='all'"),
+    ({"dtype": "float64"}, ConfigError, "dtype='float64'"),
+    ({"dtype": torch.float64}, ConfigError, "torch.float64"),
+    ({"dtype": 16}, ConfigError, "dtype=16"),
+    ({"device": "gpu"}, ConfigError, "device='gpu'"),
+    ({"device": "meta"}, ConfigError, "device='meta'"),
+    ({"device": None}, ConfigError, "device=None"),
+    ({"attention": "flash"}, KernelError, "attention='flash'; valid: 'auto', 'cpu-packed', 'cpu-gathered', 'triton'"),
+    ({"attention": "triton"}, KernelError, "triton"),
+    ({"attention": None}, KernelError, "attention=None"),
+    ({"spec": "on"}, ConfigError, "spec='on'"),
+    ({"spec": 16}, ConfigError, "spec=16"),
+    ({"drafts": "ssm-1"}, ConfigError, "drafts='ssm-1'; valid: a list"),
+    ({"drafts": [3]}, ConfigError, "3 is neither a folder"),
+    ({"drafts": 3}, ConfigError, "drafts=3"),
+    ({"drafts": ["/no/such/folder"]}, OSError, "/no/such/folder"),
+    ({"model": "/no/such/folder"}, OSError, "/no/such/folder"),
+    ({"model": 7}, ConfigError, "model=7"),
+    ({"tokenizer": 5}, ConfigError, "tokenizer=5"),
+    ({"tokenizer": "/no/such/folder"}, ConfigError, "/no/such/folder"),
+]
+
+
+@pytest.mark.parametrize("options, error, message", LLM_CASES, ids=[str(case[0])[:60] for case in LLM_CASES])
+def test_llm(options: dict[str, Any], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs, "load", lambda key: CURVE)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(error, match=re.escape(message)):
+        LLM(**({"model": tiny()[0], "device": "cpu", "max_model_len": 64} | options))
+
+
+def test_a_missing_hub_model_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match="'nobody/has-this'"):
+        LLM("nobody/has-this", device="cpu")
+
+
+@pytest.mark.parametrize("length, seqs", [(2, 1), (64, 1), (64, 2), (128, 1)])
+def test_small_engines_are_valid(length: int, seqs: int) -> None:
+    """What the message of `max_model_len` calls valid is, with a cost curve measured on the spot as well."""
+    prompt = random_prompts((min(length - 1, 40),))[0]
+    llm = LLM(tiny()[0], drafts=tiny()[1][:1], device="cpu", max_model_len=length, max_num_seqs=seqs)
+    (output,) = llm.generate(prompt, greedy(8))
+    assert len(output.outputs[0].token_ids) == min(8, length - len(prompt))
+
+
+# --- checkpoints
+
+
+def broken_copy(folder: Path, change: Callable[[Path], object]) -> Path:
+    shutil.copytree(tiny()[0], folder)
+    change(folder)
+    return folder
+
+
+def edit_config(**changes: Any) -> Callable[[Path], object]:
+    def edit(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return edit
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def climb(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder.parent / "outside.safetensors")
+    index = {"metadata": {}, "weight_map": {"model.norm.weight": "../outside.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+CHECKPOINTS: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
+    "truncated": (truncate, CheckpointError, "model.safetensors"),
+    "climbing": (climb, CheckpointError, "../outside.safetensors"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), CheckpointError, "safetensors"),
+    "no config": (lambda f: (f / "config.json").unlink(), CheckpointError, "config.json"),
+    "empty config": (lambda f: (f / "config.json").write_text(""), CheckpointError, "config.json"),
+    "other family": (edit_config(model_type="mamba"), CheckpointError, "'mamba'"),
+    "more layers": (edit_config(num_hidden_layers=4), CheckpointError, "model.layers.3"),
+    "fewer layers": (edit_config(num_hidden_layers=2), CheckpointError, "model.layers.2"),
+    "other size": (edit_config(intermediate_size=130), CheckpointError, "130"),
+    "other activation": (edit_config(hidden_act="gelu"), ModelError, "'gelu'"),
+    "other rope": (edit_config(rope_parameters={"rope_type": "swirl", "rope_theta": 1e4}), ModelError, "swirl"),
+    "no rope factor": (edit_config(rope_parameters={"rope_type": "linear", "rope_theta": 1e4}), ModelError, "factor"),
+    "absurd context": (edit_config(max_position_embeddings=-1), ValueError, "-1"),
+    "context of text": (edit_config(max_position_embeddings="long"), ValueError, "long"),
+    "absurd norm": (edit_config(rms_norm_eps="tiny"), ValueError, "tiny"),
+    "other dtype": (edit_config(dtype="int8"), ModelError, "'int8'"),
+    "end token of text": (edit_config(eos_token_id="end"), ValueError, "end"),
+}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_checkpoints(name: str, tmp_path: Path) -> None:
+    change, error, message = CHECKPOINTS[name]
+    folder = broken_copy(tmp_path / "model", change)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    for attempt in (
+        lambda: open_llm(folder, max_model_len=None),
+        lambda: open_llm(tiny()[0], [folder], max_model_len=None),
+    ):
+        with pytest.raises(error, match=re.escape(message)) as caught:
+            attempt()
+        assert "model" in str(caught.value), "the folder is not named"
+        if name == "end token of text":
+            break  # a draft's end token is nobody's business
+
+
+def test_a_draft_of_another_vocabulary(tmp_path: Path) -> None:
+    other = make_llama(tmp_path / "other", 3, vocab_size=500)
+    with pytest.raises(DraftError, match=r"other .*vocabulary of 500 tokens, the target .* one of 512"):
+        open_llm(tiny()[0], [other])
+
+
+def test_a_draft_of_another_tokenizer(tmp_path: Path) -> None:
+    other = add_tokenizer(broken_copy(tmp_path / "other", lambda f: None), salt="zqzq")
+    with pytest.raises(DraftError, match=r"other .*has another tokenizer"):
+        open_llm(speaking_folder(), [other])

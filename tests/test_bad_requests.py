@@ -1,0 +1,187 @@
+"""Bad requests and bad drafters: the request is refused or ends alone, and the engine goes on."""
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.models import VOCAB, greedy, open_llm, random_prompts, tiny, tiny_llm, tree_of
+from tests.speech import speaking_llm
+from treespec import SamplingParams, SpecConfig
+from treespec.errors import ConfigError, DraftError, RequestError, TreespecError
+from treespec.request import Request
+from treespec.tree import Draws, TokenTree
+
+TREE = SpecConfig(nodes=16, max_depth=5)
+
+PROMPTS: list[tuple[Any, str]] = [
+    ("", "an empty prompt"),
+    ([[]], "an empty prompt"),
+    ({"prompt_token_ids": []}, "an empty prompt"),
+    ([1, 2, 512], "prompt token 512; valid: ints from 0 to 511"),
+    ([-1], "prompt token -1"),
+    ([[1, 2.5]], "2.5"),
+    ([[1, True]], "True"),
+    ([["a", "b"]], "'a'"),
+    ([[None]], "None"),
+    ([None], "None"),
+    ([3.5], "3.5"),
+    (None, "None"),
+    (7, "7"),
+    ({}, "prompt_token_ids"),
+    ({"prompt": "x"}, "prompt_token_ids"),
+    ({"prompt_token_ids": None}, "None"),
+    (torch.tensor([1, 2]), "tensor"),
+    ([torch.tensor([1, 2])], "tensor"),
+    ([1] * 256, "a prompt of 256 tokens, but max_model_len=256"),
+    ([1] * 5000, "a prompt of 5000 tokens"),
+    (b"bytes", "b'bytes'"),
+]
+
+
+@pytest.mark.parametrize("prompt, message", PROMPTS, ids=[str(case[0])[:40] for case in PROMPTS])
+def test_prompts(prompt: Any, message: str) -> None:
+    llm = speaking_llm()
+    with pytest.raises((RequestError, ConfigError), match=re.escape(message)):
+        llm.generate(prompt, greedy(2))
+    with pytest.raises((RequestError, ConfigError), match=re.escape(message)):
+        list(llm.stream(prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt, greedy(2)))
+    llm.engine.check_integrity()
+    assert llm.engine.scheduler.is_idle
+
+
+def test_token_ids_of_numpy() -> None:
+    (expected,) = tiny_llm().generate([3, 4, 5], greedy(3))
+    for prompt in (np.array([3, 4, 5]), [np.int64(3), np.int64(4), np.int64(5)]):
+        try:
+            (output,) = tiny_llm().generate(prompt, greedy(3))
+        except TreespecError as error:
+            assert "token ids" in str(error) or "int" in str(error)
+        else:
+            assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
+def test_bad_prompts_among_good_ones() -> None:
+    """The good ones finish; the bad ones come back in their places with the reason."""
+    llm = speaking_llm()
+    good = random_prompts((5, 30))
+    expected = [o.outputs[0].token_ids for o in llm.generate(good, greedy(6))]
+    outputs = llm.generate(["", good[0], [9999], [1] * 400, good[1]], greedy(6), TREE)
+    assert [o.outputs[0].finish_reason for o in outputs] == ["error", "length", "error", "error", "length"]
+    assert [o.outputs[0].token_ids for o in outputs] == [[], expected[0], [], [], expected[1]]
+    assert "empty prompt" in str(outputs[0].error) and "9999" in str(outputs[2].error)
+    assert "400 tokens" in str(outputs[3].error)
+    assert all(o.finished for o in outputs) and len({o.request_id for o in outputs}) == 5
+    assert outputs[1].error is None
+
+
+CALLS: list[tuple[dict[str, Any], str]] = [
+    ({"sampling_params": {"max_tokens": 3}}, "sampling_params={'max_tokens': 3}"),
+    ({"sampling_params": 3}, "sampling_params=3"),
+    ({"sampling_params": [SamplingParams()] * 2}, "2 sampling_params for 1 prompts"),
+    ({"sampling_params": ["x"]}, "'x'"),
+    ({"spec": "on"}, "spec='on'"),
+    ({"spec": 16}, "spec=16"),
+    ({"spec": SpecConfig(nodes=65)}, "a tree of 65 nodes, but this engine keeps 64"),
+    ({"spec": SpecConfig(branching=(8, 8))}, "a tree of 73 nodes"),
+]
+
+
+@pytest.mark.parametrize("options, message", CALLS, ids=[str(case[0])[:60] for case in CALLS])
+def test_calls(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        tiny_llm().generate([1, 2, 3], **options)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        list(tiny_llm().stream([1, 2, 3], **options))
+
+
+def test_text_without_a_tokenizer() -> None:
+    with pytest.raises(RequestError, match=r"a text prompt 'hello', but the model has no tokenizer; give token ids"):
+        tiny_llm().generate("hello")
+    with pytest.raises(RequestError, match=r"stop=\('x',\) needs a tokenizer; use stop_token_ids"):
+        tiny_llm().generate([1, 2], SamplingParams(stop="x"))
+
+
+# --- drafters that do not keep the rules: "whatever it proposes, the output is the target's"
+
+
+def bare_tree(tokens: list[int], parents: list[int], probs: list[float] | None = None) -> TokenTree:
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    children = np.arange(1, len(tokens))
+    zeros = np.zeros(len(children), dtype=np.int64)
+    return TokenTree(
+        np.array(tokens), np.array(parents), np.array(depths), np.array(probs or [0.5] * len(tokens)),
+        Draws(np.array(parents[1:], dtype=np.int64), children, zeros, np.ones(len(children))), ("bad",),
+    )  # fmt: skip
+
+
+class BadDrafter:
+    """Proposes whatever `make(request)` returns."""
+
+    name = "bad"
+
+    def __init__(self, make: Any):
+        self.make = make
+
+    def propose(self, requests: Sequence[Request], max_depths: Sequence[int]) -> list[TokenTree]:
+        return [self.make(request) for request in requests]
+
+    def commit(self, requests: Sequence[Request], paths: Sequence[np.ndarray]) -> None:
+        pass
+
+    def release(self, request: Request) -> None:
+        pass
+
+
+TRUTH = 24
+
+
+def true_next(request: Request) -> list[int]:
+    """What the target goes on with."""
+    (whole,) = tiny_llm(ssms=(0,)).generate(request.prompt_token_ids, greedy(TRUTH + 8), "off")
+    done = len(request.tokens) - request.num_prompt
+    return whole.outputs[0].token_ids[done : done + 4]
+
+
+def deep_and_wide(root: int, depth: int, width: int) -> TokenTree:
+    paths = {tuple(range(10, 10 + d)): 0.9 for d in range(1, depth + 1)}
+    return tree_of(root, paths | {(100 + i,): 0.8 for i in range(width)}, "bad")
+
+
+BAD_TREES: dict[str, Any] = {
+    "wrong root": lambda r: bare_tree([(r.tokens[-1] + 1) % VOCAB, 5], [-1, 0]),
+    "equal siblings": lambda r: bare_tree([r.tokens[-1], true_next(r)[0], true_next(r)[0]], [-1, 0, 0]),
+    "token out of range": lambda r: bare_tree([r.tokens[-1], VOCAB], [-1, 0]),
+    "negative token": lambda r: bare_tree([r.tokens[-1], -1], [-1, 0]),
+    "huge": lambda r: deep_and_wide(r.tokens[-1], 300, 200),
+    "too deep": lambda r: deep_and_wide(r.tokens[-1], 60, 0),
+    "no nodes": lambda r: bare_tree([], []),
+    "nothing": lambda r: None,
+    "probabilities of NaN": lambda r: bare_tree([r.tokens[-1], *true_next(r)[:2]], [-1, 0, 1], [1.0, math.nan, 0.5]),
+    "probabilities above one": lambda r: bare_tree([r.tokens[-1], *true_next(r)[:2]], [-1, 0, 1], [1.0, 7.0, 9.0]),
+}
+
+
+@pytest.mark.parametrize("name", BAD_TREES)
+@pytest.mark.parametrize("spec", ["auto", "nodes", "static"])
+def test_a_bad_drafter_changes_no_token(name: str, spec: str) -> None:
+    """Its tree is used as far as it is sound, or refused with an error that names the drafter; never other tokens."""
+    chosen = {"auto": SpecConfig(), "nodes": TREE, "static": SpecConfig(branching=(2, 2))}[spec]
+    prompts = random_prompts((200, 20))
+    expected = [o.outputs[0].token_ids for o in tiny_llm(ssms=(0,)).generate(prompts, greedy(TRUTH), "off")]
+    for others in ((), tiny()[1][:1]):
+        llm = open_llm(tiny()[0], [*others, BadDrafter(BAD_TREES[name])], max_num_seqs=2)
+        try:
+            outputs = llm.generate(prompts, greedy(TRUTH), chosen)
+        except DraftError as error:
+            assert "bad" in str(error)
+        else:
+            assert [o.outputs[0].token_ids for o in outputs] == expected
+        llm.engine.check_integrity()
+        assert llm.engine.scheduler.is_idle

@@ -1,0 +1,257 @@
+"""Token trees: merge as the union of path sets with every draw kept, and the greedy walk."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.models import greedy, random_prompts, tiny_llm
+from treespec import SpecConfig
+from treespec.drafters.ssm import topk_rows
+from treespec.observe import watch
+from treespec.tree import Draws, TokenTree, merge
+from treespec.verify import verify_greedy
+
+ROOT = 5
+NAMES = ("a", "b", "c")
+Path = tuple[int, ...]
+Draw = tuple[Path, str, float]
+
+
+def build(paths: Sequence[Path], probs: Sequence[float], draws: Sequence[Draw], names: tuple[str, ...]) -> TokenTree:
+    """A tree with the given nodes below the root, in this order."""
+    index = {(): 0} | {path: i for i, path in enumerate(paths, start=1)}
+    parents = np.array([-1] + [index[path[:-1]] for path in paths])
+    children = np.array([index[path] for path, _, _ in draws], dtype=np.int64)
+    return TokenTree(
+        tokens=np.array([ROOT] + [path[-1] for path in paths]),
+        parents=parents,
+        depths=np.array([0] + [len(path) for path in paths]),
+        probs=np.array([1.0, *probs]),
+        draws=Draws(
+            parents[children],
+            children,
+            np.array([names.index(name) for _, name, _ in draws], dtype=np.int64),
+            np.array([q for _, _, q in draws], dtype=np.float64),
+        ),
+        source_names=names,
+    )
+
+
+@st.composite
+def trees(draw: st.DrawFn, max_nodes: int = 12) -> TokenTree:
+    """A tree over few tokens, so that trees overlap; nodes in any order that puts parents first, several draws each."""
+    names = draw(st.permutations(NAMES).map(lambda p: tuple(p[:2])))
+    paths: list[Path] = []
+    for _ in range(draw(st.integers(0, max_nodes))):
+        above = draw(st.sampled_from([(), *paths]))
+        path = (*above, draw(st.integers(0, 3)))
+        if path not in paths:
+            paths.append(path)
+    probability = st.floats(0.0, 1.0, allow_nan=False)
+    probs = [draw(probability) for _ in paths]
+    draws = [(path, draw(st.sampled_from(names)), draw(probability)) for path in paths]
+    draws += [
+        (path, draw(st.sampled_from(names)), draw(probability)) for path in paths if draw(st.booleans())
+    ]  # the same node again
+    draws = draw(st.permutations(draws))
+    return build(paths, probs, draws, names)
+
+
+def paths_of(tree: TokenTree) -> list[Path]:
+    """The tokens below the root that lead to each node, by node."""
+    found: list[Path] = []
+    for node in range(len(tree)):
+        parent = int(tree.parents[node])
+        found.append(() if parent < 0 else (*found[parent], int(tree.tokens[node])))
+    return found
+
+
+def draws_of(tree: TokenTree) -> list[Draw]:
+    paths, names = paths_of(tree), tree.source_names
+    each = zip(tree.draws.children, tree.draws.sources, tree.draws.probs, strict=True)
+    return [(paths[child], names[source], float(q)) for child, source, q in each]
+
+
+def probs_of(tree: TokenTree) -> dict[Path, float]:
+    return dict(zip(paths_of(tree), tree.probs.tolist(), strict=True))
+
+
+@given(st.lists(trees(), min_size=1, max_size=4))
+def test_merge_is_the_union_of_paths(several: list[TokenTree]) -> None:
+    merged = merge(several)
+    paths = paths_of(merged)
+    assert set(paths) == {path for tree in several for path in paths_of(tree)}
+    assert len(paths) == len(set(paths)), "siblings carry different tokens"
+    merged.check_integrity()
+    assert merged.tokens[0] == ROOT
+    for path, prob in probs_of(merged).items():
+        assert prob == max(probs_of(tree).get(path, 0.0) for tree in several)
+
+
+@given(st.lists(trees(), min_size=2, max_size=4))
+def test_merge_keeps_every_draw_in_order(several: list[TokenTree]) -> None:
+    merged = merge(several)
+    assert draws_of(merged) == [each for tree in several for each in draws_of(tree)]
+    assert (merged.draws.parents == merged.parents[merged.draws.children]).all()
+    for node, path in enumerate(paths_of(merged)):
+        sources = [name for drawn, name, _ in draws_of(merged) if drawn == path]
+        assert merged.sources_of(node) == tuple(dict.fromkeys(sources))
+
+
+@given(trees(), trees(), trees())
+def test_merge_is_commutative_associative_idempotent(a: TokenTree, b: TokenTree, c: TokenTree) -> None:
+    def content(tree: TokenTree) -> tuple[dict[Path, float], Counter[Draw]]:
+        return probs_of(tree), Counter(draws_of(tree))
+
+    assert content(merge([a, b])) == content(merge([b, a]))
+    assert content(merge([merge([a, b]), c])) == content(merge([a, merge([b, c])])) == content(merge([a, b, c]))
+    assert probs_of(merge([a, a])) == probs_of(a)
+    assert Counter(draws_of(merge([a, a]))) == Counter(draws_of(a) * 2)
+    assert probs_of(merge([a, TokenTree.root(ROOT)])) == probs_of(a)
+
+
+@given(st.lists(trees(), min_size=2, max_size=3))
+def test_merge_by_weights_is_the_weighted_mean(several: list[TokenTree]) -> None:
+    weights = [0.5, 0.3, 0.2][: len(several)]
+    merged = merge(several, weights)
+    for path, prob in probs_of(merged).items():
+        if path:
+            expected = sum(w * probs_of(tree).get(path, 0.0) for w, tree in zip(weights, several, strict=True))
+            assert prob == pytest.approx(expected)
+    assert merged.probs[0] == 1.0
+
+
+def test_different_roots_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"different roots.*\[5, 6\]"):
+        merge([TokenTree.root(5), TokenTree.root(6)])
+
+
+@given(trees(max_nodes=20))
+def test_values_and_the_mask(tree: TokenTree) -> None:
+    paths, probs = paths_of(tree), probs_of(tree)
+    for node, path in enumerate(paths):
+        value = np.prod([probs[path[:depth]] for depth in range(len(path) + 1)])
+        assert tree.values[node] == pytest.approx(float(value))
+        if node:
+            assert tree.values[node] <= tree.values[tree.parents[node]]
+        ancestors = [i for i, other in enumerate(paths) if path[: len(other)] == other]
+        assert np.flatnonzero(tree.visible[node]).tolist() == ancestors
+        assert [paths[i] for i in tree.path_to(node)] == [path[:depth] for depth in range(len(path) + 1)]
+
+
+@given(trees(max_nodes=20), st.data())
+def test_keep(tree: TokenTree, data: st.DataObject) -> None:
+    paths = paths_of(tree)
+    wanted = data.draw(st.lists(st.integers(0, len(tree) - 1)))
+    kept = sorted({int(i) for node in [0, *wanted] for i in tree.path_to(node)})
+    smaller = tree.keep(np.array(kept))
+    chosen = {paths[i] for i in kept}
+    assert paths_of(smaller) == [paths[i] for i in kept]
+    assert probs_of(smaller) == {path: prob for path, prob in probs_of(tree).items() if path in chosen}
+    assert draws_of(smaller) == [each for each in draws_of(tree) if each[0] in chosen]
+    assert smaller.source_names == tree.source_names
+    smaller.check_integrity()
+
+
+def test_keep_refuses_an_orphan() -> None:
+    chain = build([(1,), (1, 2)], [0.5, 0.5], [((1,), "a", 0.5), ((1, 2), "a", 0.5)], ("a",))
+    with pytest.raises(AssertionError, match="lost its parent"):
+        chain.keep(np.array([0, 2]))
+
+
+@given(trees(max_nodes=20), st.data())
+def test_the_greedy_walk(tree: TokenTree, data: st.DataObject) -> None:
+    choices = np.array(data.draw(st.lists(st.integers(0, 3), min_size=len(tree), max_size=len(tree))))
+    path = [0]
+    while True:
+        below = [
+            node
+            for node in range(len(tree))
+            if tree.parents[node] == path[-1] and tree.tokens[node] == choices[path[-1]]
+        ]
+        if not below:
+            break
+        assert len(below) == 1
+        path.append(below[0])
+    verified = verify_greedy(tree, choices)
+    assert verified.path.tolist() == path
+    assert verified.bonus == choices[path[-1]]
+
+
+# --- trees of a running engine
+
+
+@pytest.mark.parametrize("name", ["dynamic", "auto", "static", "fixed"])
+def test_trees_of_the_engine(name: str) -> None:
+    """Sound, within budget and depth, every node drawn, and values are what drafts said."""
+    spec = {
+        "dynamic": SpecConfig(nodes=24, max_depth=5),
+        "auto": SpecConfig(max_depth=4),
+        "static": SpecConfig(branching=(4, 2, 1)),
+        "fixed": SpecConfig(nodes=2, max_depth=3),
+    }[name]
+    llm = tiny_llm()
+    with watch(llm.engine) as rounds:
+        llm.generate(random_prompts((5, 40, 61)), greedy(16), spec=spec)
+    assert len(rounds) > 9
+    sizes = [len(each.tree) for each in rounds]
+    for each in rounds:
+        each.tree.check_integrity()
+        assert len(each.tree) <= spec.max_nodes
+        assert each.tree.depths.max() <= spec.max_depth
+        assert (each.tree.probs <= 1.0).all() and (each.tree.draws.probs <= 1.0).all()
+        assert set(each.tree.source_names) <= {"ssm-1", "ssm-2", "ssm-3"}
+    if name == "static":
+        whole = [each.tree for each in rounds if each.tree.depths.max() == 3]
+        assert whole and all(len(tree) == 1 + 4 + 8 + 8 for tree in whole)
+        for tree in whole:
+            children = Counter(tree.parents[1:].tolist())
+            assert all(children[node] == (4, 2, 1, 0)[tree.depths[node]] for node in range(len(tree)))
+    if name in ("dynamic", "fixed"):
+        assert max(sizes) == spec.max_nodes
+
+
+def test_attribution_is_a_recount_of_the_rounds() -> None:
+    """accepted_by_source and accepted_only_by_source against the draws of every accepted node."""
+    llm = tiny_llm()
+    before = llm.stats()
+    with watch(llm.engine) as rounds:
+        outputs = llm.generate(random_prompts((5, 40, 61)), greedy(24), spec=SpecConfig(nodes=16))
+    total: Counter[str] = Counter()
+    for output in outputs:
+        by_source: Counter[str] = Counter()
+        only: Counter[str] = Counter()
+        accepted, nodes = 0, 0
+        for each in (each for each in rounds if each.request_id == output.request_id):
+            nodes += len(each.tree)
+            for node in each.path[1:]:
+                drawn = each.tree.draws.sources[each.tree.draws.children == node].tolist()
+                names = {each.tree.source_names[source] for source in drawn}
+                by_source.update(names)
+                only.update(names if len(names) == 1 else ())
+                accepted += 1
+        metrics = output.metrics
+        assert metrics.accepted_by_source == dict(by_source)
+        assert metrics.accepted_only_by_source == dict(only)
+        assert metrics.nodes_verified == nodes
+        assert metrics.generated_tokens == metrics.target_passes + accepted
+        total += by_source
+    grown = Counter(llm.stats()["accepted_by_source"])
+    grown.subtract(before["accepted_by_source"])
+    assert +grown == total
+
+
+@pytest.mark.parametrize("width", [8, 100, 512, 1024, 4096])
+@pytest.mark.parametrize("k", [1, 3, 8])
+def test_topk_of_rows(width: int, k: int) -> None:
+    generator = torch.Generator().manual_seed(width)
+    for x in (torch.rand(5, width, generator=generator), torch.rand(3, width, generator=generator).round(decimals=2)):
+        values, columns = topk_rows(x, k)
+        assert torch.equal(values, x.topk(k, dim=1).values)
+        assert torch.equal(x.gather(1, columns), values)
+        assert all(len(set(row)) == k for row in columns.tolist())

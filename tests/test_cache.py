@@ -215,21 +215,22 @@ def test_scrub_on_release() -> None:
     cache.check_integrity()
 
 
-@pytest.mark.parametrize("first, count", [(0, 1), (60, 10), (100, 1000), (64, 64)])
-def test_scrub_of_slots(first: int, count: int) -> None:
+@pytest.mark.parametrize("pool", [0, 1])
+@pytest.mark.parametrize("first, count", [(0, 1), (60, 10), (100, 92), (64, 64), (5, 0)])
+def test_scrub_of_slots(first: int, count: int, pool: int) -> None:
     cache = new_cache(5)
     cache.reserve("other", PAGE_SIZE)
     pages = cache.reserve("a", 3 * PAGE_SIZE)[::-1].copy()  # scattered: not in ascending order
-    for pool in cache.pools:
-        pool.fill_(7.0)
-    cache.scrub_slots(pages, first, count)
-    for pool in cache.pools:
-        logical = pool[:, :, pages].permute(2, 4, 0, 1, 3, 5).reshape(3 * PAGE_SIZE, -1)
-        zeroed = torch.zeros(3 * PAGE_SIZE, dtype=torch.bool)
-        zeroed[first : first + count] = True
-        assert torch.equal((logical == 0).all(1), zeroed)
-        assert (logical[~zeroed] == 7).all()
-        assert (pool[:, :, [0, 1, 5]] == 7).all()
+    for each in cache.pools:
+        each.fill_(7.0)
+    cache.scrub_slots(pool, pages, first, count)
+    logical = cache.pools[pool][:, :, pages].permute(2, 4, 0, 1, 3, 5).reshape(3 * PAGE_SIZE, -1)
+    zeroed = torch.zeros(3 * PAGE_SIZE, dtype=torch.bool)
+    zeroed[first : first + count] = True
+    assert torch.equal((logical == 0).all(1), zeroed)
+    assert (logical[~zeroed] == 7).all()
+    assert (cache.pools[pool][:, :, [0, 1, 5]] == 7).all()
+    assert (cache.pools[1 - pool] == 7).all(), "another pool was touched"
 
 
 def test_integrity_sees_what_is_wrong() -> None:

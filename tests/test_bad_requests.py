@@ -23,7 +23,7 @@ PROMPTS: list[tuple[Any, str]] = [
     ([[]], "an empty prompt"),
     ({"prompt_token_ids": []}, "an empty prompt"),
     ([1, 2, 512], "prompt token 512; valid: ints from 0 to 511"),
-    ([-1], "prompt token -1"),
+    ([-1], "-1; valid: "),
     ([[1, 2.5]], "2.5"),
     ([[1, True]], "True"),
     ([["a", "b"]], "'a'"),

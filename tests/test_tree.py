@@ -115,17 +115,6 @@ def test_merge_is_commutative_associative_idempotent(a: TokenTree, b: TokenTree,
     assert probs_of(merge([a, TokenTree.root(ROOT)])) == probs_of(a)
 
 
-@given(st.lists(trees(), min_size=2, max_size=3))
-def test_merge_by_weights_is_the_weighted_mean(several: list[TokenTree]) -> None:
-    weights = [0.5, 0.3, 0.2][: len(several)]
-    merged = merge(several, weights)
-    for path, prob in probs_of(merged).items():
-        if path:
-            expected = sum(w * probs_of(tree).get(path, 0.0) for w, tree in zip(weights, several, strict=True))
-            assert prob == pytest.approx(expected)
-    assert merged.probs[0] == 1.0
-
-
 def test_different_roots_are_refused() -> None:
     with pytest.raises(ValueError, match=r"different roots.*\[5, 6\]"):
         merge([TokenTree.root(5), TokenTree.root(6)])

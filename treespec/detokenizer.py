@@ -32,11 +32,16 @@ class Detokenizer:
 
     def push(self, token: int) -> bool:
         """Add a token; True where the text now holds a stop string. `text` then ends there."""
-        self.push_all([token])
+        self._extend([token])
         return self.stopped_by is not None
 
     def push_all(self, tokens: Sequence[int]) -> None:
-        """Add tokens. Bytes at the end that are no whole character wait for the rest of it."""
+        """Add a whole output at once, where nobody watches it grow."""
+        self._extend(tokens)
+        self.flush()
+
+    def _extend(self, tokens: Sequence[int]) -> None:
+        """Bytes at the end that are no whole character wait for the rest of it."""
         self._window.extend(tokens)
         decoded = self._decode(self._window)
         whole = self._whole_characters(decoded)

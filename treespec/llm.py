@@ -2,12 +2,13 @@
 
 import inspect
 import logging
-import operator
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from numbers import Integral
 from typing import Any
 
+import numpy as np
 import torch
 
 from treespec.build import Built, build
@@ -87,7 +88,7 @@ class LLM:
             RequestError: no request could be served. Where others of the batch could, the bad ones come back with
                 finish_reason "error" and `error`.
         """
-        entries = self._requests(prompts, sampling_params, spec)
+        entries = self._requests(_as_list(prompts), sampling_params, spec)
         for _ in self._run([entry for entry in entries if isinstance(entry, Request)]):
             pass
         outputs = [self._output(entry) if isinstance(entry, Request) else entry for entry in entries]
@@ -195,15 +196,14 @@ class LLM:
             raise
 
     def _requests(
-        self, prompts: Any, params: Any, spec: SpecConfig | str | None, stream: bool = False
+        self, prompts: list[Any], params: Any, spec: SpecConfig | str | None, stream: bool = False
     ) -> list[Request | RequestOutput]:
         """By prompt: a request, or, where it is bad, its finished output with the error."""
-        listed = _as_list(prompts)
         if params is None:
             params = SamplingParams()
-        each = list(params) if isinstance(params, Sequence) else [params] * len(listed)
-        if len(each) != len(listed):
-            raise ConfigError(f"{len(each)} sampling_params for {len(listed)} prompts; give one, or one for each")
+        each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
+        if len(each) != len(prompts):
+            raise ConfigError(f"{len(each)} sampling_params for {len(prompts)} prompts; give one, or one for each")
         for one in each:
             if not isinstance(one, SamplingParams):
                 raise ConfigError(f"sampling_params={one!r}; valid: a SamplingParams, or a list of them")
@@ -216,7 +216,7 @@ class LLM:
                 "one; give the larger SpecConfig to LLM"
             )
         entries: list[Request | RequestOutput] = []
-        for prompt, one in zip(listed, each, strict=True):
+        for prompt, one in zip(prompts, each, strict=True):
             text, tokens = prompt if isinstance(prompt, str) else None, []
             try:
                 tokens = self._encode(prompt)
@@ -250,9 +250,9 @@ class LLM:
         vocab = self._built.target.shape.vocab_size
         tokens = []
         for token in prompt:
-            if isinstance(token, bool) or not hasattr(token, "__index__") or not 0 <= operator.index(token) < vocab:
+            if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= int(token) < vocab:
                 raise RequestError(f"prompt token {token!r}; valid: ints from 0 to {vocab - 1}")
-            tokens.append(operator.index(token))
+            tokens.append(int(token))
         return tokens
 
     def _check_length(self, tokens: list[int], params: SamplingParams) -> None:
@@ -295,11 +295,11 @@ def _as_list(prompts: Any) -> list[Any]:
     """One prompt or several, as a list of prompts."""
     if isinstance(prompts, str | dict):
         return [prompts]
-    if isinstance(prompts, torch.Tensor):
-        raise ConfigError("prompts is a tensor; give lists of token ids (tensor.tolist())")
-    if not isinstance(prompts, Sequence):
+    if isinstance(prompts, np.ndarray):
+        prompts = prompts.tolist()
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
         raise ConfigError(f"prompts={prompts!r}; valid: text, token ids, or a list of those")
-    if len(prompts) and all(hasattr(item, "__index__") for item in prompts):
+    if len(prompts) and all(isinstance(item, Integral) for item in prompts):
         return [list(prompts)]
     return list(prompts)
 

@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from treespec import LLM, SamplingParams
+from treespec import LLM, SamplingParams, selftest
+from treespec.models.decoder import Decoder
 from treespec.planner import CostCurve
 from treespec.request import Request
 from treespec.tree import Draws, TokenTree
@@ -98,10 +99,22 @@ def tiny(dtype: torch.dtype = torch.float32) -> tuple[Path, tuple[Path, ...]]:
     return target, tuple(drafts)
 
 
-def open_llm(model: Path, drafts: Iterable[Any] = (), **options: Any) -> LLM:
-    """An engine on the CPU, with `CURVE` for its costs."""
-    with mock.patch("treespec.costs.load", lambda key: CURVE):
+def open_llm(model: Path, drafts: Iterable[Any] = (), prove: bool = False, **options: Any) -> LLM:
+    """An engine on the CPU, with `CURVE` for its costs. The self-test, most of its start, runs once for each shape."""
+    proof = selftest.differing_rows if prove else _differing_rows_once
+    with mock.patch("treespec.costs.load", lambda key: CURVE), mock.patch("treespec.build.differing_rows", proof):
         return LLM(model, drafts=list(drafts), **({"device": "cpu", "max_model_len": 256} | options))
+
+
+_proofs: dict[Any, list[str]] = {}
+
+
+def _differing_rows_once(decoder: Decoder, pool: torch.Tensor, *rest: Any) -> list[str]:
+    how = (decoder.dtype, decoder.attention.name, decoder.linear, decoder.min_rows, torch.get_num_threads())
+    key = (decoder.config.shape, min(pool.shape[2], 17), how, rest)
+    if key not in _proofs:
+        _proofs[key] = selftest.differing_rows(decoder, pool, *rest)
+    return _proofs[key]
 
 
 @functools.cache

@@ -170,7 +170,9 @@ def test_half_precision(dtype: torch.dtype, config: dict[str, Any], tmp_path: Pa
     """As far from fp32 as transformers is, and finite."""
     folder = make_llama(tmp_path / "model", 40, dtype, **config)
     (tokens,) = random_prompts((LENGTH,))
-    ours = our_logits(open_llm(folder), tokens).float()
+    ours = our_logits(open_llm(folder, dtype=dtype), tokens)
+    assert ours.dtype == dtype
+    ours = ours.float()
     theirs, exact = their_logits(folder, tokens, dtype).float(), their_logits(folder, tokens)
     assert ours.isfinite().all()
 

@@ -253,7 +253,7 @@ def test_faulty_merges(fault: Any, guards: list[str]) -> None:
 def faulty_engine(plant: Callable[[Patch], None]) -> LLM:
     with Patch.context() as patch:
         plant(patch)
-        return open_llm(tiny()[0], attention="cpu-packed")
+        return open_llm(tiny()[0], prove=True, attention="cpu-packed")
 
 
 def bits_by_rows(original: Callable[..., Tensor]) -> Callable[..., Tensor]:

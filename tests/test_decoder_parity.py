@@ -67,7 +67,8 @@ def our_logits(llm: LLM, tokens: list[int]) -> Tensor:
     rows = []
     with torch.inference_mode():
         # Every position's logits: the prompt as one-node trees too, once it is prefilled.
-        engine.runner.prefill([request], [half])
+        while request.context_len < half:
+            engine.runner.prefill([request], [min(llm.config.prefill_chunk, half - request.context_len)])
         for position in range(half):
             replay = Request(tokens[: position + 1], SamplingParams(), SpecConfig.off(), max_tokens=1)
             replay.pages, replay.context_len = request.pages, position

@@ -43,7 +43,7 @@ class CostCurve:
         """Seconds of a pass over `rows` rows of `requests` requests, linear between and beyond what was measured."""
         x, y = self._measured
         # Beyond the last point at the mean slope of the upper half: two neighbours may measure alike by chance.
-        middle = len(x) // 2
+        middle = (len(x) - 1) // 2
         slope = (y[-1] - y[middle]) / (x[-1] - x[middle]) if len(x) > 1 else y[-1] / x[-1]
         beyond = np.maximum(np.asarray(rows) - x[-1], 0) * slope
         return np.interp(rows, x, y) + beyond + (requests - 1) * self.request_seconds

@@ -15,7 +15,7 @@ POLICIES = ("auto", "static", "dynamic", "sequoia")
 VERIFICATIONS = ("coupled", "naive", "rejection", "traversal")
 SOURCES = ("ssm", "lookup", "suffix", "medusa", "eagle", "mlp")
 MAX_NODES = 1024
-AUTO_NODES = 32  # the largest automatic tree; passes over more rows were never worth it on a CPU
+AUTO_NODES = 32  # the largest automatic tree
 
 _PENDING_POLICIES = ("sequoia",)
 _PENDING_VERIFICATIONS = ("rejection", "traversal")

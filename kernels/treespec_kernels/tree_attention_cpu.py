@@ -2,7 +2,7 @@
 
 A row sums over *position tiles*: positions [64 t, 64 (t + 1)) form tile t whatever the tree looks like. Its scores are
 taken against its global maximum (exact in any order), each tile's weighted sum of V is one matrix product over the
-tile, and tiles are added in order. Plain decoding is the same computation for a one-node tree.
+tile, and tiles are added in one fixed order. Plain decoding is the same computation for a one-node tree.
 
 Two facts about the fp32 matrix product (MKL through `torch.bmm`, measured on AVX-512) carry the fast path, and the
 engine's self-test proves them anew on every machine before it relies on them:
@@ -13,8 +13,8 @@ engine's self-test proves them anew on every machine before it relies on them:
 Hence tree nodes need not be gathered into position order: a parent's slot precedes its child's, so in slot order a
 path's keys stand in position order with masked slots between them, and masked slots weigh exactly 0. `packed` computes
 all rows of a request at once in slot order. `gathered` copies each row's keys into position order and gives every
-product the same shape, so that it holds under weaker facts; it is also what trees above 64 nodes use. Both give equal
-bits where both hold.
+product the same shape, so that it holds under weaker facts; it is also what trees use whose tail passes `MAX_CHAIN`
+slots. Both give equal bits where both hold.
 """
 
 import math
@@ -47,9 +47,7 @@ class _Block(NamedTuple):
     num_tail: int
     hidden: Tensor  # bool [num_tail, 1, num_rows, 1, PAGE_SIZE]
     slot_order: bool  # tail slots cross into another tile, out of position order
-    position_tiles: tuple[
-        Tensor, ...
-    ]  # fp32 [num_tail * PAGE_SIZE] each: 1 where a tail slot's position is in the tile
+    position_tiles: tuple[Tensor, ...]  # fp32 [num_tail * PAGE_SIZE] each: 1 where a tail slot lies in the tile
 
 
 class _Gather(NamedTuple):
@@ -61,7 +59,7 @@ class _Gather(NamedTuple):
 
 @dataclass(frozen=True)
 class CpuAttentionPlan:
-    """Work of one pass, the same for all layers. `num_rows` includes nothing but the rows of the requests."""
+    """Work of one pass, the same for all layers. `num_rows` are the requests' own, padding not counted."""
 
     num_rows: int
     blocks: tuple[_Block | _Gather, ...]

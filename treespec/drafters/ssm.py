@@ -28,8 +28,8 @@ MAX_SLOTS = 64  # nodes of one tree that the dynamic policy expands; more would 
 def topk_rows(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest values of each row and their columns, descending; x: [num_rows, width].
 
-    Narrows to the k blocks with the largest maxima first: the k largest lie in them. torch.topk over the whole row
-    took 5 times as long at a width of 4,096 and 8 rows.
+    Narrows to the k blocks with the largest maxima first: the k largest lie in them. For 24 rows and k = 8 on one
+    thread: 62 us against torch.topk's 84 at a width of 4,096, 452 against 2,283 at 131,072.
     """
     rows, width = x.shape
     block = 64

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -22,12 +23,20 @@ from transformers import LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from treespec_training import data, distill, evaluate, models, tokenizer, train
+from treespec_training import data, distill, evaluate, models, rendered, tokenizer, train
 from treespec_training.export import export, rounded
 from treespec_training.files import write_json
 
-DRAFTS = ("ssm-1", "ssm-2", "ssm-3")
+# The drafts, with each one's shares of the kinds of text: every one is good at something and knows a little of the rest.
+DRAFTS = {
+    "ssm-1": {"code": 0.8, "prose": 0.1, "data": 0.1},
+    "ssm-2": {"code": 0.1, "prose": 0.8, "data": 0.1},
+    "ssm-3": {"code": 0.1, "prose": 0.1, "data": 0.8},
+}
 PEAK_RATE = {"target": 4e-3, "draft": 3e-3}
+SHALLOW = 0.3  # of the target's schedule, trained with a third of its layers
+SHORT_WINDOWS = 0.8  # of the target's schedule on windows of half the length: a quarter more tokens a second
+SHALLOW_WINDOWS = 500_000_000  # windows are numbered apart from the deep model's steps
 
 
 @dataclass(frozen=True)
@@ -47,9 +56,9 @@ class Settings:
         return 384 if self.tiny else 4096
 
     @property
-    def batch(self) -> tuple[int, int]:
-        """Windows per step of the target, lessons per step of a draft."""
-        return (2, 4) if self.tiny else (8, 8)
+    def lessons_per_step(self) -> int:
+        """Of a draft."""
+        return 4 if self.tiny else 8
 
     @property
     def window(self) -> int:
@@ -57,10 +66,16 @@ class Settings:
         return 64 if self.tiny else 512
 
     def shape(self, name: str) -> dict[str, int]:
-        """Configuration of a model."""
-        if self.tiny:
-            return (models.TINY_TARGET if name == "target" else models.TINY_DRAFT) | models.TINY_ATTENTION
-        return (models.TARGET if name == "target" else models.DRAFT) | models.ATTENTION
+        """Configuration of a model; "shallow" is the target with a third of its layers."""
+        target, draft = (models.TINY_TARGET, models.TINY_DRAFT) if self.tiny else (models.TARGET, models.DRAFT)
+        if name == "shallow":
+            target = target | {"num_hidden_layers": max(target["num_hidden_layers"] // 3, 1)}
+        attention = models.TINY_ATTENTION if self.tiny else models.ATTENTION
+        return (target if name in ("target", "shallow") else draft) | attention
+
+    def shares_of(self, shares: dict[str, float]) -> list[float]:
+        """Shares of the kinds of text in use."""
+        return [shares[kind] for kind in self.kinds]
 
 
 class Build:
@@ -92,7 +107,10 @@ class Build:
         s = self.settings
         roots = [Path(root) for root in s.text_roots]
         documents = data.folder_documents(roots) if roots else data.installed_documents()
-        training, held_out = data.select(documents, s.kinds, s.held_out, s.package_cap, s.seed)
+        halves = data.select(documents, ("code", *s.kinds), s.held_out, s.package_cap, s.seed)
+        # Rendered after the split, so that a copy of a held-out file is not rendered either.
+        everything = (chain.from_iterable((d, *rendered.rendered(d)) for d in half) for half in halves)
+        training, held_out = ([d for d in half if d.kind in s.kinds] for half in everything)
         if not training or not held_out:
             raise ValueError(f"{len(training)} training and {len(held_out)} held-out documents; both are needed")
         data.write_documents(training, self.work / "train.jsonl")
@@ -118,16 +136,31 @@ class Build:
         return data.Mixture(streams, data.SHARES, self.settings.seed)
 
     def target(self, text: data.Mixture) -> LlamaForCausalLM:
-        """Train the target: `target.pt`."""
+        """Train the target, first with a third of its layers: `shallow.pt`, `target.pt`."""
         s = self.settings
-        model = models.build(s.shape("target"), s.vocab_size, s.seed).to(self.device)
         loss = torch.compile(models.next_token_loss) if self.args.compile else models.next_token_loss
 
-        def loss_of(model: torch.nn.Module, step: int, done: float) -> tuple[torch.Tensor, int]:
-            windows = torch.from_numpy(text.windows(step, s.batch[0], s.window + 1)).to(self.device)
-            return loss(model, windows), windows[:, 1:].numel()
+        def loss_of(first: int) -> train.LossFunction:
+            def compute(model: torch.nn.Module, step: int, done: float) -> tuple[torch.Tensor, int]:
+                length = s.window // 2 if done < SHORT_WINDOWS else s.window
+                cut, _ = text.windows(first + step, max(self.args.batch_tokens // length, 1), length + 1)
+                windows = torch.from_numpy(cut).to(self.device)
+                return loss(model, windows), windows[:, 1:].numel()
 
-        return self._train("target", model, loss_of, self.args.target_minutes, PEAK_RATE["target"])
+            return compute
+
+        def build(name: str) -> LlamaForCausalLM:
+            return models.build(s.shape(name), s.vocab_size, s.seed).to(self.device)
+
+        minutes, rate = self.args.target_minutes, PEAK_RATE["target"]
+        model = build("target")
+        if (self.work / "target.pt").exists():
+            self.progress["shallow"] = train.read_progress(self.work / "shallow.pt")
+        else:
+            budget = train.Budget(minutes, self.args.max_steps, end=SHALLOW)
+            models.stack(self._train("shallow", build("shallow"), loss_of(SHALLOW_WINDOWS), budget, rate), model)
+        budget = train.Budget(minutes, self.args.max_steps, start=SHALLOW)
+        return self._train("target", model, loss_of(0), budget, rate)
 
     def lessons(self, target: LlamaForCausalLM, text: data.Mixture) -> tuple[distill.Lessons, distill.Lessons]:
         """Let the target read training text and continue it: `lessons/`."""
@@ -150,18 +183,19 @@ class Build:
         """Distil one draft: `ssm-*.pt`. Its embedding starts as the target's."""
         s = self.settings
         model = models.build(s.shape(name), s.vocab_size, s.seed + 1 + index).to(self.device)
+        shares = s.shares_of(DRAFTS[name])
         with torch.no_grad():
             model.get_input_embeddings().weight.copy_(target.get_input_embeddings().weight)
         loss = torch.compile(distill.distillation_loss) if self.args.compile else distill.distillation_loss
         curriculum = distill.Curriculum(
-            text, continued, earlier, self.args.hit_weight, s.batch[1], s.seed + 1 + index, loss
+            text, continued, shares, earlier, self.args.hit_weight, s.lessons_per_step, s.seed + 1 + index, loss
         )
-        return self._train(name, model, curriculum, self.args.ssm_minutes, PEAK_RATE["draft"])
+        budget = train.Budget(self.args.ssm_minutes, self.args.max_steps)
+        return self._train(name, model, curriculum, budget, PEAK_RATE["draft"])
 
     def _train(
-        self, name: str, model: LlamaForCausalLM, loss_of: train.LossFunction, minutes: float, rate: float
+        self, name: str, model: LlamaForCausalLM, loss_of: train.LossFunction, budget: train.Budget, rate: float
     ) -> LlamaForCausalLM:
-        budget = train.Budget(minutes, self.args.max_steps)
         checkpoint = self.work / f"{name}.pt"
         self.progress[name] = train.train(name, model, loss_of, budget, rate, checkpoint, self.pause)
         return model.eval()
@@ -178,13 +212,13 @@ class Build:
         streams = {kind: data.Stream(self.work / f"heldout-{kind}.bin") for kind in s.kinds}
         entries = {}
         for name, model in evaluated.items():
-            progress = self.progress[name]
+            parts = [self.progress[part] for part in (("shallow", name) if name == "target" else (name,))]
             entries[name] = {
                 "parameters": sum(parameter.numel() for parameter in model.parameters()),
                 "held_out_loss": evaluate.held_out_losses(model, streams),
-                "steps": progress.step,
-                "tokens": progress.tokens,
-                "minutes": round(progress.elapsed / 60, 1),
+                "steps": sum(part.step for part in parts),
+                "tokens": sum(part.tokens for part in parts),
+                "minutes": round(sum(part.elapsed for part in parts) / 60, 1),
                 "window": s.window if name == "target" else distill.LENGTH,
             }
             print(name, entries[name]["held_out_loss"], figures["agreement"].get(name, ""), flush=True)
@@ -193,7 +227,8 @@ class Build:
             "models": entries,
             **figures,
             "lessons": {"tokens": self.progress["lessons"].tokens, "shards": self.progress["lessons"].step},
-            "settings": asdict(s) | {"hit_weight": self.args.hit_weight, "peak_rate": PEAK_RATE},
+            "settings": asdict(s)
+            | {"hit_weight": self.args.hit_weight, "peak_rate": PEAK_RATE, "draft_shares": DRAFTS, "shallow": SHALLOW},
             "packages": data.summary(data.read_documents(self.work / "train.jsonl")),
             "held_out_packages": data.summary(held_out),
             "device": f"{self.device.type}, {torch.get_num_threads()} threads",
@@ -214,14 +249,15 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=cache / "treespec" / "train", help="folder for everything between")
     parser.add_argument("--out", type=Path, default=here / "treespec_weights" / "default", help="folder of the result")
     parser.add_argument("--resume", action="store_true", help="go on with what the work folder holds")
-    parser.add_argument("--target-minutes", type=float, default=48, help="training time of the target")
+    parser.add_argument("--target-minutes", type=float, default=130, help="training time of the target")
     parser.add_argument("--continuation-minutes", type=float, default=5, help="time to make the drafts' lessons")
     parser.add_argument("--ssm-minutes", type=float, default=6, help="training time of each draft")
+    parser.add_argument("--batch-tokens", type=int, default=4096, help="tokens of one step of the target")
     parser.add_argument("--max-steps", type=int, help="steps per stage instead of minutes")
     parser.add_argument("--hit-weight", type=float, default=0.3, help="boost-tuning: weight where earlier drafts hit")
-    parser.add_argument("--kinds", nargs="+", choices=data.KINDS, default=["code"], help="kinds of text")
+    parser.add_argument("--kinds", nargs="+", choices=data.KINDS, default=list(data.KINDS), help="kinds of text")
     parser.add_argument("--held-out", nargs="+", default=list(data.HELD_OUT), help="packages never trained on")
-    parser.add_argument("--package-cap", type=int, default=12_000_000, help="most characters of a package and kind")
+    parser.add_argument("--package-cap", type=int, default=8_000_000, help="most characters of a package and kind")
     parser.add_argument(
         "--text-root", type=Path, action="append", default=[], help="use this folder's packages instead"
     )

@@ -16,7 +16,7 @@ from treespec_training.files import atomic_write_text, replacing
 
 END_OF_TEXT = "<|endoftext|>"
 KINDS = ("code", "prose", "data")
-SHARES = {"code": 0.8, "prose": 0.1, "data": 0.1}  # of the training windows, normalised over the kinds in use
+SHARES = {"code": 0.4, "prose": 0.3, "data": 0.3}  # of the training windows, normalised over the kinds in use
 SUFFIXES = {
     "code": (".py",),
     "prose": (".md", ".rst", ".txt"),
@@ -32,7 +32,7 @@ SKIPPED_FOLDERS = frozenset(
     {"_vendor", "vendor", "_vendored", "third_party", "site-packages", "__pycache__", "licenses"}
 )
 SKIPPED_STEMS = ("license", "licence", "copying", "notice", "authors", "record", "top_level", "entry_points")
-MAX_FILE_BYTES = {"code": 256_000, "prose": 256_000, "data": 64_000}
+MAX_FILE_BYTES = {"code": 256_000, "prose": 256_000, "data": 256_000}
 
 
 @dataclass(frozen=True)
@@ -229,13 +229,17 @@ class Mixture:
         self.shares /= self.shares.sum()
         self.seed = seed
 
-    def windows(self, step: int, count: int, length: int) -> np.ndarray:
-        """Cut random windows. Returns int64 [count, length]. Raises ValueError where a stream is shorter."""
+    def windows(self, step: int, count: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Cut random windows. Returns int64 [count, length] and the index of each window's stream, [count].
+
+        Raises ValueError where a stream is shorter.
+        """
         rng = np.random.default_rng((self.seed, step))
         rows = []
-        for choice in rng.choice(len(self.streams), count, p=self.shares):
+        choices = rng.choice(len(self.streams), count, p=self.shares)
+        for choice in choices:
             tokens = self.streams[choice].tokens
             if len(tokens) <= length:
                 raise ValueError(f"a kind of text has {len(tokens)} tokens; windows of {length} need more of it")
             rows.append(self.streams[choice].windows([rng.integers(0, len(tokens) - length)], length))
-        return np.concatenate(rows)
+        return np.concatenate(rows), choices

@@ -35,12 +35,13 @@ class Lessons:
     """Sequences and the target's view of each next token.
 
     tokens: uint16 [count, LENGTH]; top_ids: uint16 [count, LENGTH - 1, TOP], most probable first;
-    top_logprobs: float16, same shape.
+    top_logprobs: float16, same shape; kinds: int64 [count], the kind of text that a sequence was cut from.
     """
 
     tokens: np.ndarray
     top_ids: np.ndarray
     top_logprobs: np.ndarray
+    kinds: np.ndarray
 
     @staticmethod
     def load(paths: Sequence[Path]) -> "Lessons":
@@ -60,31 +61,35 @@ def _top(logits: Tensor) -> tuple[Tensor, Tensor]:
     return ids, logprobs
 
 
-def _lessons(tokens: Tensor, tops: Sequence[tuple[Tensor, Tensor]]) -> Lessons:
+def _lessons(tokens: Tensor, tops: Sequence[tuple[Tensor, Tensor]], kinds: np.ndarray) -> Lessons:
     ids = torch.cat([top[0] for top in tops], 1)
     logprobs = torch.cat([top[1] for top in tops], 1)
     return Lessons(
         tokens.cpu().numpy().astype(np.uint16),
         ids.cpu().numpy().astype(np.uint16),
         logprobs.cpu().numpy().astype(np.float16),
+        kinds,
     )
 
 
 @torch.inference_mode()
-def text_lessons(target: LlamaForCausalLM, windows: Tensor) -> Lessons:
-    """The target's view of real text. windows: int64 [count, LENGTH]."""
+def text_lessons(target: LlamaForCausalLM, windows: Tensor, kinds: np.ndarray) -> Lessons:
+    """The target's view of real text. windows: int64 [count, LENGTH]; kinds: [count]."""
     tops = [_top(target(input_ids=part[:, :-1], use_cache=False).logits) for part in windows.split(16)]
     joined = [(torch.cat([top[0] for top in tops]), torch.cat([top[1] for top in tops]))]
-    return _lessons(windows, joined)
+    return _lessons(windows, joined, kinds)
 
 
 @torch.inference_mode()
-def continuation_lessons(target: LlamaForCausalLM, prompts: Tensor, length: int, generator: torch.Generator) -> Lessons:
+def continuation_lessons(
+    target: LlamaForCausalLM, prompts: Tensor, kinds: np.ndarray, length: int, generator: torch.Generator
+) -> Lessons:
     """Continue prompts, the first half greedily, the second half at temperature 0.7.
 
     Args:
         target: in evaluation mode.
         prompts: int64 [count, prompt length].
+        kinds: [count], of the prompts.
         length: tokens of each result, prompt included.
         generator: the noise, on the model's device.
     """
@@ -100,7 +105,7 @@ def continuation_lessons(target: LlamaForCausalLM, prompts: Tensor, length: int,
         probs = (last[greedy_rows:] / TEMPERATURE).softmax(-1)
         inputs[greedy_rows:] = torch.multinomial(probs, 1, generator=generator)
         tokens = torch.cat([tokens, inputs], 1)
-    return _lessons(tokens, tops)
+    return _lessons(tokens, tops, kinds)
 
 
 def make_lessons(
@@ -120,14 +125,16 @@ def make_lessons(
         pause.check()
         started = time.monotonic()
         shard = progress.step
-        windows = torch.from_numpy(text.windows(FIRST_WINDOW + shard, batch, LENGTH)).to(device)
+        cut, kinds = text.windows(FIRST_WINDOW + shard, batch, LENGTH)
+        windows = torch.from_numpy(cut).to(device)
         if done < TEXT_SHARE:
-            text_lessons(teacher, windows).save(folder / f"text-{shard:04}.npz")
+            text_lessons(teacher, windows, kinds).save(folder / f"text-{shard:04}.npz")
         else:
             rng = np.random.default_rng((text.seed, 1, shard))
             generator = torch.Generator(device).manual_seed(int(rng.integers(2**62)))
             prompts = windows[:, : int(rng.integers(*PROMPT_LENGTHS))]
-            continuation_lessons(teacher, prompts, LENGTH, generator).save(folder / f"continued-{shard:04}.npz")
+            lessons = continuation_lessons(teacher, prompts, kinds, LENGTH, generator)
+            lessons.save(folder / f"continued-{shard:04}.npz")
         progress.step += 1
         progress.tokens += windows.numel()
         progress.elapsed += time.monotonic() - started
@@ -169,11 +176,18 @@ def missed(drafts: Sequence[LlamaForCausalLM], lessons: Lessons) -> np.ndarray:
     return result
 
 
+def _odds(lessons: Lessons, shares: Sequence[float]) -> np.ndarray:
+    """How often each lesson is drawn, so that each kind of text that has lessons gets its share: [count]."""
+    odds = np.array(shares, float)[lessons.kinds] / np.bincount(lessons.kinds, minlength=len(shares))[lessons.kinds]
+    return odds / odds.sum()
+
+
 class Curriculum:
     """A draft's loss function for `train`: text lessons first, then the target's continuations.
 
     Args:
         text, continued: the two kinds of lessons.
+        shares: of the lessons of each kind of text in what is learned from, [num kinds].
         earlier: drafts trained before this one; where one of them already finds the target's choice, a position's
             weight is `hit_weight`, elsewhere 1 (boost-tuning; 1 switches it off).
         batch: lessons per step.
@@ -185,6 +199,7 @@ class Curriculum:
         self,
         text: Lessons,
         continued: Lessons,
+        shares: Sequence[float],
         earlier: Sequence[LlamaForCausalLM],
         hit_weight: float,
         batch: int,
@@ -192,7 +207,7 @@ class Curriculum:
         loss: Callable[..., Tensor] = distillation_loss,
     ) -> None:
         self.phases = [
-            (lessons, np.where(missed(earlier, lessons), 1.0, hit_weight).astype(np.float32))
+            (lessons, np.where(missed(earlier, lessons), 1.0, hit_weight).astype(np.float32), _odds(lessons, shares))
             for lessons in (text, continued)
         ]
         self.batch, self.seed, self.loss = batch, seed, loss
@@ -200,8 +215,8 @@ class Curriculum:
     def __call__(self, model: nn.Module, step: int, done: float) -> tuple[Tensor, int]:
         """One step's loss and its number of tokens."""
         phase = int(done >= TEXT_PHASE)
-        lessons, weights = self.phases[phase]
-        rows = np.random.default_rng((self.seed, 2, step)).integers(0, len(lessons.tokens), self.batch)
+        lessons, weights, odds = self.phases[phase]
+        rows = np.random.default_rng((self.seed, 2, step)).choice(len(odds), self.batch, p=odds)
         device = next(model.parameters()).device
         arrays = (lessons.tokens[rows].astype(np.int64), lessons.top_ids[rows].astype(np.int64))
         tokens, ids = (torch.from_numpy(array).to(device) for array in arrays)

@@ -48,3 +48,17 @@ def next_token_loss(model: torch.nn.Module, windows: Tensor) -> Tensor:
     """Mean cross-entropy in nats per token. windows: int64 [batch, length + 1]."""
     logits = logits_of(model, windows[:, :-1])
     return F.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
+
+
+def stack(shallow: LlamaForCausalLM, deep: LlamaForCausalLM) -> None:
+    """Start a deep model as copies of a shallow one's layers, its whole pile repeated (arXiv 2405.15319, G_direct).
+
+    A shallow model learns the common patterns at a fraction of the cost.
+    """
+    weights = shallow.state_dict()
+    layers = shallow.config.num_hidden_layers
+    for i in range(layers, deep.config.num_hidden_layers):
+        prefix = f"model.layers.{i % layers}."
+        for name in [name for name in weights if name.startswith(prefix)]:
+            weights[name.replace(prefix, f"model.layers.{i}.")] = weights[name]
+    deep.load_state_dict(weights)

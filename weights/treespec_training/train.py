@@ -54,15 +54,21 @@ class PauseRequest:
 
 @dataclass(frozen=True)
 class Budget:
-    """How long a stage runs: minutes of training time, or a number of steps where `max_steps` is given."""
+    """How long a stage runs: minutes of training time, or a number of steps where `max_steps` is given.
+
+    A stage may be a part of a longer one, from `start` to `end` of its schedule, both in [0, 1]; minutes and steps are
+    the whole one's.
+    """
 
     minutes: float
     max_steps: int | None = None
+    start: float = 0.0
+    end: float = 1.0
 
     def progress(self, step: int, elapsed: float) -> float:
-        """The share of the budget that is spent, in [0, 1]."""
+        """The share of the budget that is spent, in [start, end]."""
         spent = step / self.max_steps if self.max_steps is not None else elapsed / (60 * self.minutes)
-        return min(1.0, spent)
+        return min(self.end, self.start + spent)
 
 
 @dataclass
@@ -116,6 +122,11 @@ def load_checkpoint(path: Path, model: nn.Module, optimizers: list[torch.optim.O
     return Progress(**state["progress"])
 
 
+def read_progress(path: Path) -> Progress:
+    """How far a checkpoint has come."""
+    return Progress(**torch.load(path, map_location="cpu", weights_only=True, mmap=True)["progress"])
+
+
 def train(
     name: str,
     model: nn.Module,
@@ -135,7 +146,7 @@ def train(
     model.train()
     log = ProgressLog(name, progress)
     last_save = time.monotonic()
-    while (done := budget.progress(progress.step, progress.elapsed)) < 1:
+    while (done := budget.progress(progress.step, progress.elapsed)) < budget.end:
         if pause.requested:
             save_checkpoint(checkpoint, model, optimizers, progress)
             raise Paused

@@ -52,10 +52,10 @@ SPEC_CASES: list[tuple[dict[str, Any], str]] = [
     ({"branching": (64, 64)}, "makes 4161 nodes"),
     ({"branching": (2, 2), "nodes": 9}, "nodes=9"),
     ({"sources": "ssm"}, "sources='ssm'"),
-    ({"sources": ("sms",)}, "did you mean 'ssm'"),
+    ({"max_ssms": 0}, "max_ssms=0"),
     ({"sources": (1,)}, "1"),
     ({"sources": 7}, "sources=7"),
-    *[({"sources": (s,)}, f"sources='{s}' is not implemented yet") for s in "lookup suffix medusa eagle mlp".split()],
+    *[({"sources": (s,)}, f"sources='{s}' is not implemented yet") for s in "suffix medusa eagle mlp".split()],
     ({"node": 5}, "unknown 'node' (did you mean 'nodes'?)"),
     ({"max_dept": 5, "polciy": "x"}, "'max_dept' (did you mean 'max_depth'?), 'polciy' (did you mean 'policy'?)"),
 ]
@@ -111,6 +111,17 @@ def test_spec_config(options: dict[str, Any], message: str) -> None:
 def test_sampling_params(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         SamplingParams(**options)
+
+
+def test_sources_that_an_engine_does_not_have() -> None:
+    """A name is the engine's to know: the config takes it, the call refuses it."""
+    (prompt,) = random_prompts((5,))
+    with pytest.raises(ConfigError, match=re.escape("did you mean 'ssm-1'? this engine has 'ssm', 'ssm-1', 'ssm-2'")):
+        tiny_llm().generate(prompt, spec=SpecConfig(sources=("smm-1",)))
+    with pytest.raises(ConfigError, match="this engine has 'lookup'"):
+        open_llm(tiny()[0]).generate(prompt, spec=SpecConfig(sources=("ssm",)))
+    with pytest.raises(ConfigError, match="did you mean 'lookup'"):
+        open_llm(tiny()[0], spec=SpecConfig(sources=("lokup",)))
 
 
 def test_neutral_values_of_pending_options_pass() -> None:

@@ -10,6 +10,7 @@ import torch
 from tests.exactness import differences, run
 from tests.models import greedy, open_llm, random_prompts, tiny
 from treespec import LLM, SpecConfig
+from treespec.drafters.trust import Trust
 from treespec.observe import Round, watch
 from treespec.tree import TokenTree
 
@@ -31,7 +32,8 @@ def test_a_draft_that_is_the_target_loses_nothing(copies: int, depth: int, dtype
     prompts = random_prompts(LENGTHS)
     plain = run(llm, prompts, greedy(TOKENS))
     # Equal logits of bf16 may tie, so that the likeliest two are needed.
-    specs = [SpecConfig(branching=(width,) * depth, max_depth=12) for width in (1, 2, 3) if width**depth < 40]
+    shapes = [(width,) * depth for width in (1, 2, 3) if width**depth < 40]
+    specs = [SpecConfig(branching=shape, max_depth=12, sources=("ssm",)) for shape in shapes]
     for spec in specs[dtype == torch.bfloat16 :]:
         tree = run(llm, prompts, greedy(TOKENS), spec)
         assert not differences(plain, tree)
@@ -60,9 +62,18 @@ def assert_same_tree(a: TokenTree, b: TokenTree) -> None:
         assert np.array_equal(getattr(a.draws, name), getattr(b.draws, name)), name
 
 
-@pytest.mark.parametrize(
-    "spec", [SpecConfig(nodes=24, max_depth=5), SpecConfig(branching=(3, 2, 1))], ids=["24", "321"]
-)
+@pytest.fixture
+def equal_trust(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights of the SSMs, which remember more than the tokens of a new request's prompt, stay equal."""
+    monkeypatch.setattr(Trust, "weights", lambda self, ssms: np.full(len(ssms), 1 / len(ssms)))
+
+
+SSMS_24 = SpecConfig(nodes=24, max_depth=5, sources=("ssm",))
+SSMS_321 = SpecConfig(branching=(3, 2, 1), sources=("ssm",))
+
+
+@pytest.mark.usefixtures("equal_trust")
+@pytest.mark.parametrize("spec", [SSMS_24, SSMS_321], ids=["24", "321"])
 def test_a_tree_does_not_depend_on_the_rounds_before(spec: SpecConfig) -> None:
     """Each tree of a run equals the first tree of a new request with the same tokens, to the last bit."""
     llm = open_llm(tiny()[0], tiny()[1][1:], max_num_seqs=4)
@@ -76,11 +87,12 @@ def test_a_tree_does_not_depend_on_the_rounds_before(spec: SpecConfig) -> None:
         assert_same_tree(tree, fresh[key])
 
 
+@pytest.mark.usefixtures("equal_trust")
 def test_a_pause_is_caught_up() -> None:
     """Rounds without drafting leave a gap in the SSMs' caches; the next tree does not show it."""
     llm = open_llm(tiny()[0], tiny()[1][:2])
     (prompt,) = random_prompts((40,))
-    spec = SpecConfig(nodes=24, max_depth=4)
+    spec = SpecConfig(nodes=24, max_depth=4, sources=("ssm",))
     plans = llm.engine.planner.draft_plans
     calls = 0
 
@@ -88,7 +100,7 @@ def test_a_pause_is_caught_up() -> None:
         nonlocal calls
         calls += 1
         result = plans(requests, max_model_len)
-        return [type(plan)(0, 1) for plan in result] if 3 < calls < 9 else result
+        return [type(plan)(0, 0, 1) for plan in result] if 3 < calls < 9 else result
 
     with watch(llm.engine) as rounds, mock.patch.object(llm.engine.planner, "draft_plans", paused):
         (output,) = llm.generate(prompt, greedy(40), spec=spec)
@@ -105,7 +117,7 @@ def test_attribution_of_equal_drafts() -> None:
     """Two copies of one draft: both are named, neither was alone."""
     target, drafts = tiny()
     llm = open_llm(target, [drafts[0], drafts[0]])
-    (output,) = llm.generate(random_prompts((30,))[0], greedy(24), SpecConfig(nodes=16))
+    (output,) = llm.generate(random_prompts((30,))[0], greedy(24), SpecConfig(nodes=16, sources=("ssm",)))
     assert set(output.metrics.accepted_by_source) == {"ssm-1", "ssm-1#2"}
     assert len(set(output.metrics.accepted_by_source.values())) == 1
     assert output.metrics.accepted_only_by_source == {}
@@ -118,7 +130,7 @@ def test_drafts_in_another_order_give_the_same_trees() -> None:
     trees = []
     for order in (drafts[:2], drafts[1::-1]):
         with watch((llm := open_llm(target, order)).engine) as rounds:
-            llm.generate(prompt, greedy(20), SpecConfig(nodes=16))
+            llm.generate(prompt, greedy(20), SpecConfig(nodes=16, sources=("ssm",)))
         trees.append([each.tree for each in rounds])
     for a, b in zip(*trees, strict=True):
         assert np.array_equal(np.sort(a.tokens), np.sort(b.tokens))

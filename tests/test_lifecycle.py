@@ -17,8 +17,9 @@ TREE = SpecConfig(nodes=16, max_depth=5)
 
 def idle(llm: LLM) -> bool:
     llm.engine.check_integrity()
-    drafts = llm.engine.ssms
-    forgotten = drafts is None or not (drafts._valid or drafts._slot_of_node)
+    drafts, lookup = llm.engine.ssms, llm.engine.lookup
+    forgotten = drafts is None or not drafts._states
+    forgotten &= lookup is None or not (lookup._own or lookup._guesses)
     return llm.engine.scheduler.is_idle and forgotten
 
 

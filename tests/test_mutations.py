@@ -141,7 +141,7 @@ def test_a_draft_cache_that_is_not_compacted() -> None:
         with pytest.raises(AssertionError):
             test_drafts.test_a_draft_that_is_the_target_loses_nothing(1, 4, torch.float32)
         with pytest.raises(AssertionError):
-            test_drafts.test_a_tree_does_not_depend_on_the_rounds_before(SpecConfig(branching=(3, 2, 1)))
+            test_drafts.test_a_tree_does_not_depend_on_the_rounds_before(test_drafts.SSMS_321)
 
 
 def test_a_draft_cache_that_counts_one_position_too_many() -> None:
@@ -150,13 +150,13 @@ def test_a_draft_cache_that_counts_one_position_too_many() -> None:
     def greedy_count(self: SsmDrafter, requests: Any, paths: Any) -> None:
         original(self, requests, paths)
         for request in requests:
-            if request.request_id in self._valid:
-                self._valid[request.request_id] += 1
+            if request.request_id in self._states:
+                self._states[request.request_id].valid += 1
 
     with Patch.context() as patch:
         patch.setattr(SsmDrafter, "commit", greedy_count)
         with pytest.raises(AssertionError):
-            test_drafts.test_a_tree_does_not_depend_on_the_rounds_before(SpecConfig(branching=(3, 2, 1)))
+            test_drafts.test_a_tree_does_not_depend_on_the_rounds_before(test_drafts.SSMS_321)
 
 
 # --- faults in verification

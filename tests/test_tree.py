@@ -194,7 +194,7 @@ def test_trees_of_the_engine(name: str) -> None:
         assert len(each.tree) <= spec.max_nodes
         assert each.tree.depths.max() <= spec.max_depth
         assert (each.tree.probs <= 1.0).all() and (each.tree.draws.probs <= 1.0).all()
-        assert set(each.tree.source_names) <= {"ssm-1", "ssm-2", "ssm-3"}
+        assert set(each.tree.source_names) <= {"ssm-1", "ssm-2", "ssm-3", "lookup"}
     if name == "static":
         whole = [each.tree for each in rounds if each.tree.depths.max() == 3]
         assert whole and all(len(tree) == 1 + 4 + 8 + 8 for tree in whole)

@@ -14,6 +14,7 @@ from treespec import costs
 from treespec.cache import KVCache, pages_for
 from treespec.config import EngineConfig, ModelConfig, SpecConfig
 from treespec.drafters.base import Drafter
+from treespec.drafters.lookup import LookupDrafter
 from treespec.drafters.ssm import MAX_SLOTS, SsmDrafter
 from treespec.engine import Engine
 from treespec.errors import ConfigError, DraftError, ExactnessError, KernelError, ModelError
@@ -195,8 +196,9 @@ def build(
     where = resolve_device(device)
     target = ModelConfig.from_hf(resolve_model(model), max_model_len)
     ssm_folders, drafters = resolve_drafts(model, drafts)
-    if spec.sources is not None and "ssm" not in spec.sources:
-        ssm_folders = []
+    spec.check_sources([name for name, _ in ssm_folders])
+    if spec.sources is not None:
+        ssm_folders = [(name, folder) for name, folder in ssm_folders if spec.allows("ssm", name)]
     ssm_configs = [(name, ModelConfig.from_hf(path, max_model_len)) for name, path in ssm_folders]
     _check_vocabularies(target, ssm_configs)
     computed = resolve_dtype(dtype, target.dtype, where)
@@ -234,10 +236,11 @@ def build(
         attention=decoder.attention.name,
     )
     curve = costs.load(costs.cost_key(runner, ssms, config.num_threads))
-    if curve is None:  # without a source of guesses it decides nothing
-        curve = costs.measure(runner, ssms, START_SECONDS if ssms or drafters else 0.0)
+    if curve is None:
+        curve = costs.measure(runner, ssms, START_SECONDS)
     scheduler = Scheduler(cache, max_num_seqs, config.prefill_chunk, scratch)
-    engine = Engine(runner, scheduler, Planner(curve), ssms, drafters, length)
+    lookup = LookupDrafter() if spec.allows("lookup", "lookup") else None
+    engine = Engine(runner, scheduler, Planner(curve), ssms, lookup, drafters, length)
     memory = {
         "target_weights": decoder.nbytes,
         "draft_weights": sum(draft.nbytes for draft in ssms.models) if ssms else 0,

@@ -1,5 +1,6 @@
 """Frozen configurations: what a user may set, resolved and checked before anything is built."""
 
+import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -19,7 +20,7 @@ AUTO_NODES = 32  # the largest automatic tree
 
 _PENDING_POLICIES = ("sequoia",)
 _PENDING_VERIFICATIONS = ("rejection", "traversal")
-_PENDING_SOURCES = ("lookup", "suffix", "medusa", "eagle", "mlp")
+_PENDING_SOURCES = ("suffix", "medusa", "eagle", "mlp")
 
 
 def not_yet(option: str, value: object, valid: str) -> ConfigError:
@@ -40,8 +41,10 @@ class SpecConfig:
             `branching[d]` likeliest children, "auto" is "dynamic", or "static" where `branching` is given.
         branching: children per node by depth, for "static".
         verification: "coupled" or "naive"; greedily both are the walk along the target's argmax.
-        sources: which kinds of source draft; None = all at hand, () = none. `Drafter` objects given to `LLM` always do,
-            unless it is ().
+        sources: who drafts: "ssm" for all SSMs, an SSM's own name for it alone, "lookup" for what followed the same
+            tokens before; None = all at hand, () = none. `Drafter` objects given to `LLM` always do, unless it is ().
+        max_ssms: the most SSMs that draft in one round, those that the request's text speaks for; None = all, or, with
+            nodes="auto", those that are worth their time.
 
     Raises:
         ConfigError: an unknown keyword, a value out of range, a contradiction, an option without implementation.
@@ -53,6 +56,7 @@ class SpecConfig:
     branching: tuple[int, ...] | None
     verification: str
     sources: tuple[str, ...] | None
+    max_ssms: int | None
 
     def __init__(
         self,
@@ -63,11 +67,13 @@ class SpecConfig:
         branching: Sequence[int] | None = None,
         verification: str = "coupled",
         sources: Sequence[str] | None = None,
+        max_ssms: int | None = None,
         **unknown: Any,
     ) -> None:
         names = [field.name for field in fields(SpecConfig)]
         reject_unknown("SpecConfig", unknown, names)
-        for name, value in zip(names, (nodes, max_depth, policy, branching, verification, sources), strict=True):
+        given = (nodes, max_depth, policy, branching, verification, sources, max_ssms)
+        for name, value in zip(names, given, strict=True):
             object.__setattr__(self, name, tuple(value) if isinstance(value, list) else value)
         self._check()
 
@@ -85,12 +91,14 @@ class SpecConfig:
             raise not_yet("verification", self.verification, '"coupled", "naive"')
         self._check_branching()
         if self.sources is not None:
-            if not isinstance(self.sources, tuple):
-                raise ConfigError(f"sources={self.sources!r}; valid: None or a tuple such as ('ssm',)")
-            reject_unknown("SpecConfig sources", self.sources, SOURCES)
+            if not isinstance(self.sources, tuple) or not all(isinstance(source, str) for source in self.sources):
+                raise ConfigError(f"sources={self.sources!r}; valid: None or a tuple such as ('ssm', 'lookup')")
             for source in self.sources:
                 if source in _PENDING_SOURCES:
-                    raise not_yet("sources", source, '"ssm"')
+                    raise not_yet("sources", source, '"ssm", an SSM\'s name, "lookup"')
+        ssms = self.max_ssms
+        if ssms is not None and (isinstance(ssms, bool) or not isinstance(ssms, int) or ssms < 1):
+            raise ConfigError(f"max_ssms={ssms!r}; valid: None or an int of at least 1")
 
     def _check_branching(self) -> None:
         if self.branching is None:
@@ -130,6 +138,19 @@ class SpecConfig:
         if self.branching:
             return self.static_nodes
         return AUTO_NODES if self.nodes == "auto" else int(self.nodes)
+
+    def allows(self, kind: str, name: str) -> bool:
+        """Whether a source of this kind and name may draft."""
+        return self.sources is None or kind in self.sources or name in self.sources
+
+    def check_sources(self, names: Sequence[str]) -> None:
+        """Raise ConfigError where a source is neither a kind nor one of these SSMs."""
+        here = ("ssm", *names, "lookup") if names else ("lookup",)
+        for source in self.sources or ():
+            if source not in here:
+                close = difflib.get_close_matches(source, here, n=1)
+                hint = f"did you mean {close[0]!r}? " if close else ""
+                raise ConfigError(f"sources={self.sources!r}: {hint}this engine has {', '.join(map(repr, here))}")
 
     @property
     def is_plain(self) -> bool:

@@ -82,7 +82,7 @@ def measure(
         raise ConfigError("a cost curve needs free pages in the cache; measure an idle engine")
     context = min(CONTEXT, slots // 4)
     fitting = tuple(n for n in ROWS if n <= max(slots - context - SCRATCH, 8))
-    requests = [Request([1] * (context + 1), SamplingParams(), SpecConfig.off()) for _ in range(REQUESTS)]
+    requests = [Request([1] * (context + 1), SamplingParams(), SpecConfig()) for _ in range(REQUESTS)]
     requests = requests[: cache.num_free // pages_for(slots)]
     for request in requests:
         request.pages = cache.reserve(request.request_id, slots)
@@ -95,7 +95,8 @@ def measure(
         runs: list[Callable[[], None]] = [partial(_star_pass, runner, requests[:1], n) for n in rows]
         runs.append(partial(_star_pass, runner, requests, 1))
         if ssms is not None:
-            runs += [partial(_draft, ssms, requests[:1]), partial(_draft, ssms, requests)]
+            runs += [partial(_draft, ssms, requests[:1], 1), partial(_draft, ssms, requests[:1], None)]
+            runs.append(partial(_draft, ssms, requests, 1))
         times = _least(runs, 3 if quick else 1, seconds, advance)
     finally:
         for request in requests:
@@ -105,8 +106,9 @@ def measure(
     verify, further = tuple(times[: len(rows)]), max(len(requests) - 1, 1)
     alone = CostCurve(rows, verify, 0.0)
     request_seconds = max(times[len(rows)] - float(alone.verify(len(requests))), 0.0) / further
-    drafts = [time / DRAFT_LEVELS for time in times[len(rows) + 1 :]] or [0.0, 0.0]
-    return CostCurve(rows, verify, drafts[0], request_seconds, max(drafts[1] - drafts[0], 0.0) / further)
+    one, every, batch = [time / DRAFT_LEVELS for time in times[len(rows) + 1 :]] or [0.0, 0.0, 0.0]
+    ssm_seconds = max(every - one, 0.0) / (len(ssms.models) - 1) if ssms is not None and len(ssms.models) > 1 else 0.0
+    return CostCurve(rows, verify, one, request_seconds, max(batch - one, 0.0) / further, ssm_seconds)
 
 
 def _star_pass(runner: Runner, requests: Sequence[Request], rows: int) -> None:
@@ -129,8 +131,8 @@ def _star_pass(runner: Runner, requests: Sequence[Request], rows: int) -> None:
         torch.cuda.synchronize()
 
 
-def _draft(ssms: SsmDrafter, requests: Sequence[Request]) -> None:
-    plans = [DraftPlan(DRAFT_LEVELS, 16)] * len(requests)
+def _draft(ssms: SsmDrafter, requests: Sequence[Request], max_ssms: int | None) -> None:
+    plans = [DraftPlan(DRAFT_LEVELS, DRAFT_LEVELS, 16, max_ssms=max_ssms)] * len(requests)
     ssms.propose(requests, plans, lambda level, values: True)
     for request in requests:
         ssms.release(request)
@@ -183,6 +185,7 @@ def save(curve: CostCurve, key: dict[str, Any], folder: Path | None = None, name
             "draft_seconds": curve.draft_seconds,
             "request_seconds": curve.request_seconds,
             "draft_request_seconds": curve.draft_request_seconds,
+            "ssm_seconds": curve.ssm_seconds,
         }
     )
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
@@ -217,6 +220,7 @@ def _is_entry(entry: Any) -> bool:
             "draft_seconds": int() | float(),
             "request_seconds": int() | float(),
             "draft_request_seconds": int() | float(),
+            "ssm_seconds": int() | float(),
         }:
             ascending = all(isinstance(x, int | float) and x > 0 for x in rows + times) and rows == sorted(set(rows))
             return ascending and len(rows) == len(times)
@@ -231,6 +235,7 @@ def curve_of(entry: dict[str, Any]) -> CostCurve:
         entry["draft_seconds"],
         entry["request_seconds"],
         entry["draft_request_seconds"],
+        entry["ssm_seconds"],
     )
 
 

@@ -8,7 +8,8 @@ import numpy as np
 
 from treespec.cache import KVCache
 from treespec.drafters.base import Drafter, check_proposal
-from treespec.drafters.ssm import SsmDrafter
+from treespec.drafters.lookup import LookupDrafter
+from treespec.drafters.ssm import Drafted, SsmDrafter
 from treespec.metrics import Stats
 from treespec.planner import Planner
 from treespec.request import FinishReason, Request
@@ -34,7 +35,8 @@ class Engine:
         scheduler: admission.
         planner: what to draft and how much of it to verify.
         ssms: the SSM group, or None.
-        drafters: further sources.
+        lookup: prompt lookup, or None.
+        drafters: further sources, from outside.
         max_model_len: positions of the longest request.
     """
 
@@ -44,11 +46,13 @@ class Engine:
         scheduler: Scheduler,
         planner: Planner,
         ssms: SsmDrafter | None,
+        lookup: LookupDrafter | None,
         drafters: Sequence[Drafter],
         max_model_len: int,
     ):
         self.runner, self.scheduler, self.planner = runner, scheduler, planner
-        self.ssms, self.drafters, self.max_model_len = ssms, list(drafters), max_model_len
+        self.ssms, self.lookup, self.drafters = ssms, lookup, list(drafters)
+        self.max_model_len = max_model_len
         self.cache: KVCache = runner.cache
         self.stats = Stats()
         self._proposed: list[tuple[Drafter | SsmDrafter, dict[str, TokenTree]]] = []
@@ -71,22 +75,32 @@ class Engine:
             self.ssms.prefill([request for request in requests if not request.spec.is_plain])
 
     def propose(self, requests: Sequence[Request]) -> list[TokenTree]:
-        """Every source drafts; one merged tree per request, cut to what is worth verifying."""
+        """Every source drafts; one merged tree per request, cut to what is worth verifying.
+
+        Sources that cost no pass come first; the SSMs grow their trees over them.
+        """
+        self._proposed = []
+        if not requests:
+            return []
         plans = self.planner.draft_plans(requests, self.max_model_len)
+        roots = [TokenTree.root(request.tokens[-1]) for request in requests]
         proposals: list[tuple[Drafter | SsmDrafter, list[TokenTree]]] = []
-        if self.ssms is not None:
-            proposals.append((self.ssms, self.ssms.propose(requests, plans, self.planner.keep_growing)))
         for drafter in self.drafters:
             trees = drafter.propose(requests, [plan.max_depth for plan in plans])
             vocab = self.runner.target.vocab_size
             pairs = zip(requests, trees, strict=True)
             proposals.append((drafter, [check_proposal(drafter.name, r, tree, vocab) for r, tree in pairs]))
+        if self.lookup is not None:
+            allowed = [request.spec.allows("lookup", "lookup") for request in requests]
+            depths = [plan.max_depth if may else 0 for plan, may in zip(plans, allowed, strict=True)]
+            proposals.append((self.lookup, self.lookup.propose(requests, depths)))
+        merged = [merge(trees) for trees in zip(roots, *(trees for _, trees in proposals), strict=True)]
+        if self.ssms is not None:
+            merged = self.ssms.propose(requests, plans, self.planner.keep_growing, merged)
+            proposals.append((self.ssms, merged))
         ids = [request.request_id for request in requests]
         self._proposed = [(drafter, dict(zip(ids, trees, strict=True))) for drafter, trees in proposals]
-        if not proposals:
-            return [TokenTree.root(request.tokens[-1]) for request in requests]
-        merged = [merge(trees) for trees in zip(*(trees for _, trees in proposals), strict=True)]
-        return self.planner.cut(requests, merged)
+        return self.planner.cut(requests, merged, self.ssms.drafted if self.ssms is not None else Drafted(0, 0))
 
     def forward(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> list[Scored]:
         """ONE target pass over all nodes of all requests. A request that computes NaN ends here, alone.
@@ -139,7 +153,7 @@ class Engine:
         if request.finished:
             return
         with ExitStack() as releases:
-            for drafter in [self.ssms, *self.drafters]:
+            for drafter in [self.ssms, self.lookup, *self.drafters]:
                 if drafter is not None:
                     releases.callback(drafter.release, request)
             self.scheduler.finish(request, reason, error)

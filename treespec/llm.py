@@ -208,8 +208,7 @@ class LLM:
             if not isinstance(one, SamplingParams):
                 raise ConfigError(f"sampling_params={one!r}; valid: a SamplingParams, or a list of them")
         resolved = SpecConfig.resolve(spec, self.spec)
-        if resolved.sources and "ssm" in resolved.sources and self.engine.ssms is None:
-            raise ConfigError(f"sources={resolved.sources!r}, but this engine has no SSMs; give LLM drafts=[...]")
+        resolved.check_sources(self.engine.ssms.names if self.engine.ssms else ())
         if resolved.max_nodes > self.config.max_tree_slots:
             raise ConfigError(
                 f"a tree of {resolved.max_nodes} nodes, but this engine keeps {self.config.max_tree_slots} slots for "

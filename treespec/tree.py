@@ -143,6 +143,7 @@ def merge(trees: Sequence[TokenTree]) -> TokenTree:
     roots = {int(tree.tokens[0]) for tree in trees}
     if len(roots) != 1:
         raise ValueError(f"trees with different roots cannot be merged: {sorted(roots)}")
+    trees = [tree for tree in trees if len(tree) > 1] or trees[:1]
     if len(trees) == 1:
         return trees[0]
     names = tuple(dict.fromkeys(name for tree in trees for name in tree.source_names))

@@ -1,12 +1,14 @@
 """Several small speculative models (SSMs) that grow one token tree in lockstep.
 
-At each depth every SSM scores the whole frontier; each proposes its likeliest tokens at each node; their union goes
-on. A child's probability is the mean of all SSMs' probabilities, whoever proposed it. So the SSMs share one topology
-and one slot table, and hold the K/V of every node that was expanded: after a commit they catch up on one or two tokens.
+At each depth the SSMs score the whole frontier; each proposes its likeliest tokens at each node; their union goes on,
+together with what other sources have proposed there. A child's probability is the mean of the SSMs' probabilities,
+weighted by how well each has foretold the request's text so far. So the SSMs share one topology and one slot table, and
+hold the K/V of every node that was expanded: after a commit they catch up on one or two tokens. An SSM that the text
+does not speak for rests, and reads what it missed in one pass now and then.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -14,15 +16,18 @@ import torch
 from torch import Tensor
 
 from treespec.cache import KVCache
+from treespec.drafters.forest import Candidates, Forest, Shape
+from treespec.drafters.trust import WINDOW, Trust
 from treespec.models.decoder import Decoder, Pass
 from treespec.request import Request
-from treespec.tree import Draws, TokenTree
+from treespec.tree import TokenTree
 from treespec_kernels.tree_batch import RequestRows
 
 MAX_CHILDREN = 8  # proposals of one SSM at one node
 MAX_FRONTIER = 8  # nodes of one depth that the dynamic policy expands
 CATCH_UP = 256  # committed tokens that the SSMs take in at once after a pause
 MAX_SLOTS = 64  # nodes of one tree that the dynamic policy expands; more would leave the packed attention's reach
+REST = 16  # verified tokens after which a resting SSM reads what it missed
 
 
 def topk_rows(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -47,53 +52,52 @@ def topk_rows(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 class DraftPlan:
     """What to grow for one request.
 
-    `nodes` is how many nodes the tree will be cut to: only nodes that can be among them are expanded. `branching` gives
-    the children per node by depth (static policy); None lets probabilities decide.
+    `max_depth` bounds every source, `levels` those that SSMs draft. `nodes` is how many nodes the tree will be cut to: only nodes that can be among them are expanded. `branching` gives
+    the children per node by depth (static policy); None lets probabilities decide. `price` is what one more SSM costs,
+    as a share of a round: an SSM whose guesses are not expected to be worth it rests. `max_ssms` is how many may draft.
     """
 
     max_depth: int
+    levels: int
     nodes: int
     branching: tuple[int, ...] | None = None
     adaptive: bool = False  # stop growing as soon as another level is not expected to pay
+    price: float = 0.0
+    max_ssms: int | None = None
 
-    def children(self, level: int) -> int:
-        """The most children of a node at depth `level`."""
-        return self.branching[level] if self.branching else MAX_CHILDREN
+
+class Drafted(NamedTuple):
+    """What a round of drafting did: levels, and passes of one SSM over one level."""
+
+    levels: int
+    passes: int
 
 
 GrowthRule = Callable[[int, list[list[np.ndarray]]], bool]
-"""(levels grown, values of each tree's candidates by level) -> whether another level is worth drafting."""
+"""(levels grown, values of each growing adaptive tree by level) -> whether another level is worth drafting."""
 
 
-class _Level(NamedTuple):
-    """The candidates of one depth."""
+class _Scored(NamedTuple):
+    """An SSM's probabilities of some rows of the frontier, [len(rows), vocab]."""
 
-    tokens: np.ndarray
-    parents: np.ndarray  # indices over all levels
-    probs: np.ndarray  # of the mixture
-    values: np.ndarray  # product of probs along the path
-    proposed: np.ndarray  # bool [size, num_ssms], who proposed the token
-    draft_probs: np.ndarray  # [size, num_ssms], each proposer's own probability
+    ssm: int
+    rows: np.ndarray
+    probs: Tensor
 
 
-class _Growth:
-    """One request's tree while it grows. Nodes are counted over all levels; level 0 is the root."""
+@dataclass
+class _State:
+    """What is kept of a request between rounds. Slots are those of the tree's expanded nodes in the SSMs' pools."""
 
-    def __init__(self, request: Request, plan: DraftPlan, num_ssms: int):
-        self.request, self.plan = request, plan
-        one, nobody = np.ones(1), np.zeros((1, num_ssms))
-        self.levels = [_Level(np.array([request.tokens[-1]]), np.array([-1]), one, one, nobody.astype(bool), nobody)]
-        self.frontier = np.zeros(1, dtype=np.int64)  # nodes that are expanded next
-        self.slots: list[int] = []  # nodes that were expanded, in the order of their draft slots
-        self.masks = np.zeros((0, 0), dtype=bool)  # [num slots, num slots], which of them see which
-
-    @property
-    def values(self) -> list[np.ndarray]:
-        return [level.values for level in self.levels]
-
-    def all(self, field: str) -> np.ndarray:
-        """A field of all levels, in the order of the nodes."""
-        return np.concatenate([getattr(level, field) for level in self.levels])
+    trust: Trust
+    valid: np.ndarray  # int64 [num_ssms]: positions with K/V in each SSM's pool
+    weights: np.ndarray  # float64 [num_ssms], 0 where it rests
+    active: list[int] = field(default_factory=list)  # the SSMs that draft in this round
+    masks: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), dtype=bool))  # [slots, slots], who sees whom
+    first_slots: list[int] = field(default_factory=list)  # of each level
+    probs: list[dict[int, np.ndarray]] = field(default_factory=list)  # by level and SSM: [slots of the level, vocab]
+    slot_of_node: np.ndarray | None = None  # of the proposed tree
+    settled: tuple[int, np.ndarray] | None = None  # (position of the root, accepted slots): not scored yet
 
 
 class SsmDrafter:
@@ -105,192 +109,281 @@ class SsmDrafter:
         cache: the engine's; pool i + 1 belongs to SSM i.
     """
 
+    name = "ssm"
+
     def __init__(self, models: Sequence[Decoder], names: Sequence[str], cache: KVCache):
-        self.name = "ssm"
         self.models, self.names, self.cache = list(models), tuple(names), cache
-        self._valid: dict[str, int] = {}  # positions with K/V in the SSMs' pools
-        self._slot_of_node: dict[str, np.ndarray] = {}  # draft slot of each proposed node, -1 where it was not expanded
+        self.drafted = Drafted(0, 0)  # in the last round
+        self._states: dict[str, _State] = {}
 
     def propose(
-        self, requests: Sequence[Request], plans: Sequence[DraftPlan], keep_growing: GrowthRule
+        self,
+        requests: Sequence[Request],
+        plans: Sequence[DraftPlan],
+        keep_growing: GrowthRule,
+        seeds: Sequence[TokenTree] | None = None,
     ) -> list[TokenTree]:
-        """One tree per request over its last token; the one-node tree where the plan's depth is 0.
+        """One tree per request over its last token; the seed alone where the plan's depth is 0.
 
         Args:
             requests: prefilled, with their pages.
             plans: what to grow, by request.
             keep_growing: asked before each further level of the adaptive trees.
+            seeds: what other sources proposed, by request.
         """
-        pairs = zip(requests, plans, strict=True)
-        growths = [_Growth(request, plan, len(self.models)) for request, plan in pairs]
-        active, level = [growth for growth in growths if growth.plan.max_depth > 0], 0
-        while active:
-            self._grow(active, level)
-            level += 1
-            active = [growth for growth in active if level < growth.plan.max_depth and len(growth.frontier)]
-            adaptive = [growth.values for growth in active if growth.plan.adaptive]
-            if adaptive and not keep_growing(level, adaptive):
-                active = [growth for growth in active if not growth.plan.adaptive]
-        return [self._finish(growth) for growth in growths]
+        if seeds is None:
+            seeds = [TokenTree.root(request.tokens[-1]) for request in requests]
+        states = [self._state(request) for request in requests]
+        drafting = [plan.levels > 0 and bool(self._allowed(r)) for r, plan in zip(requests, plans, strict=True)]
+        self._choose([row for row in zip(requests, states, plans, drafting, strict=True) if row[3]])
+        shapes = [
+            Shape(plan.levels if drafts else 0, plan.nodes, plan.branching, request.end_tokens)
+            for request, plan, drafts in zip(requests, plans, drafting, strict=True)
+        ]
+        forest = Forest(seeds, shapes, len(self.models), MAX_CHILDREN, MAX_FRONTIER, MAX_SLOTS)
+        adaptive = np.array([plan.adaptive for plan in plans], dtype=bool)
+        passes = 0
+        while len(forest.frontier.nodes):
+            score = self._score if forest.depth else self._score_roots
+            scored = score(requests, states, forest)
+            passes += len(scored)
+            forest.extend(self._candidates(requests, states, forest, scored))
+            growing = np.unique(forest.frontier.owners)
+            values = [forest.values_by_level(owner) for owner in growing[adaptive[growing]].tolist()]
+            if values and not keep_growing(forest.depth, values):
+                forest.stop(adaptive)
+        self.drafted = Drafted(forest.depth, passes)
+        trees = []
+        for state, drafts, (tree, slot_of_node) in zip(states, drafting, forest.finish(self.names), strict=True):
+            state.slot_of_node = slot_of_node if drafts else None
+            trees.append(tree)
+        return trees
 
     def prefill(self, requests: Sequence[Request]) -> None:
-        """Compute the SSMs' K/V of all positions that the target has committed."""
-        behind = [(r, self._valid.get(r.request_id, 0)) for r in requests]
-        behind = [(r, start) for r, start in behind if start < r.context_len]
-        if not behind:
-            return
-        rows = [RequestRows.chain(start, r.context_len - start, r.pages) for r, start in behind]
-        self._forward(rows, np.array([t for r, start in behind for t in r.tokens[start : r.context_len]]), None)
-        for request, _ in behind:
-            self._valid[request.request_id] = request.context_len
+        """Compute the SSMs' K/V of all positions that the target has committed, and score them on what they read."""
+        for ssm in range(len(self.models)):
+            self._read(ssm, [request for request in requests if ssm in self._allowed(request)])
 
     def commit(self, requests: Sequence[Request], paths: Sequence[np.ndarray]) -> None:
         """Keep the K/V of accepted nodes. `paths[i]`: accepted nodes of the proposed tree, from the root on."""
-        pages, context_lens, slots = [], [], []
+        moves: list[tuple[_State, Request, np.ndarray]] = []
         for request, path in zip(requests, paths, strict=True):
-            if request.request_id not in self._slot_of_node:
-                continue
-            kept = self._slot_of_node.pop(request.request_id)[path]
-            kept = kept[np.logical_and.accumulate(kept >= 0)]  # up to the first node that was not expanded
-            pages.append(request.pages)
-            context_lens.append(request.context_len)
-            slots.append(kept)
-            self._valid[request.request_id] = request.context_len + len(kept)
-        for pool in range(1, 1 + len(self.models)):
-            self.cache.commit(pool, pages, context_lens, slots)
+            state = self._states.get(request.request_id)
+            if state is not None and state.slot_of_node is not None:
+                kept = state.slot_of_node[path]
+                kept = kept[np.logical_and.accumulate(kept >= 0)]  # up to the first node that was not expanded
+                state.slot_of_node, state.settled = None, (request.context_len, kept)
+                moves.append((state, request, kept))
+        for ssm in range(len(self.models)):
+            own = [(request, kept) for state, request, kept in moves if ssm in state.active]
+            pages, lengths = [request.pages for request, _ in own], [request.context_len for request, _ in own]
+            self.cache.commit(1 + ssm, pages, lengths, [kept for _, kept in own])
+        for state, request, kept in moves:
+            state.valid[state.active] = request.context_len + len(kept)
 
     def release(self, request: Request) -> None:
-        self._valid.pop(request.request_id, None)
-        self._slot_of_node.pop(request.request_id, None)
+        self._states.pop(request.request_id, None)
 
     def assume_context(self, request: Request) -> None:
         """Take the K/V of all committed positions as computed: measuring repeats a round without committing it."""
-        self._valid[request.request_id] = request.context_len
+        self._state(request).valid[:] = request.context_len
 
-    def _grow(self, growths: list[_Growth], level: int) -> None:
-        """Expand every frontier by one level."""
-        probs = self._score_roots(growths) if level == 0 else self._score_frontiers(growths)
-        widest = max(growth.plan.children(level) for growth in growths)
-        num_ssms, rows, vocab = probs.shape
-        proposals, columns = topk_rows(probs.view(-1, vocab), widest)
-        if not torch.isfinite(proposals).all():  # NaN is the largest of values: an SSM that overflowed stays silent
-            probs = probs.nan_to_num(0.0)
-            proposals, columns = topk_rows(probs.view(-1, vocab), widest)
-            for growth in growths:
-                growth.request.poisoned = True
-        width = proposals.shape[1]
-        ids = columns.view(num_ssms, rows, width).transpose(0, 1).reshape(rows, -1)  # [rows, num_ssms * width]
-        mixture = probs.mean(0).gather(1, ids) if num_ssms > 1 else proposals.view(rows, -1)
-        all_ids, all_mixture = ids.numpy(), mixture.double().numpy()
-        all_q = proposals.view(num_ssms, rows, width).numpy()
-        first = 0
-        for growth in growths:
-            part = slice(first, first + len(growth.frontier))
-            self._extend(growth, level, all_ids[part], all_mixture[part], all_q[:, part])
-            first = part.stop
+    def weights(self, request: Request) -> dict[str, float]:
+        """How far each SSM is trusted with a running request, by name; sum 1."""
+        allowed = self._allowed(request)
+        trust = self._state(request).trust.weights(allowed)
+        return {self.names[ssm]: float(weight) for ssm, weight in zip(allowed, trust, strict=True)}
 
-    def _extend(self, growth: _Growth, level: int, ids: np.ndarray, mixture: np.ndarray, q: np.ndarray) -> None:
-        """Add the union of the SSMs' proposals below a frontier, and choose the next frontier."""
-        num_ssms, count, width = q.shape
-        # Merge: equal tokens under one node become one child. The first of its columns stands for it.
-        order = np.argsort(ids, axis=1, kind="stable")
-        ranked = np.take_along_axis(ids, order, 1)
-        repeated = np.zeros_like(ids, dtype=bool)
-        np.put_along_axis(repeated, order[:, 1:], ranked[:, 1:] == ranked[:, :-1], 1)
-        best = np.argsort(np.where(repeated, -1.0, mixture), axis=1, kind="stable")[:, ::-1]
-        best = best[:, : growth.plan.children(level)]
-        keep = ~np.take_along_axis(repeated, best, 1)
-        node, column = np.nonzero(keep)
-        picked = best[node, column]
-        tokens, probs = ids[node, picked], np.minimum(mixture[node, picked], 1.0)
-        by_ssm = ids.reshape(count, num_ssms, width)[node]  # [new, num_ssms, width]
-        matches = by_ssm == tokens[:, None, None]
-        parents = growth.frontier[node]
-        known = growth.all("values")
-        values = known[parents] * probs
-        draft_probs = (matches * q.transpose(1, 0, 2)[node]).sum(2)
-        growth.levels.append(_Level(tokens, parents, probs, values, matches.any(2), draft_probs))
-        goes_on = ~np.isin(tokens, growth.request.end_tokens)  # nothing is emitted below an end token
-        if not growth.plan.branching:
-            everything, budget = np.concatenate([known, values]), growth.plan.nodes
-            floor = np.partition(everything, -budget)[-budget] if len(everything) > budget else 0.0
-            goes_on &= values >= floor  # others cannot be among the best `budget`
-            room = min(MAX_FRONTIER, MAX_SLOTS - len(growth.slots))
-            goes_on[np.argsort(-values, kind="stable")[room:]] = False
-        growth.frontier = len(known) + np.flatnonzero(goes_on)
+    def _state(self, request: Request) -> _State:
+        if request.request_id not in self._states:
+            count = len(self.models)
+            state = _State(Trust(count), np.zeros(count, dtype=np.int64), np.zeros(count))
+            self._states[request.request_id] = state
+        return self._states[request.request_id]
 
-    def _score_roots(self, growths: list[_Growth]) -> Tensor:
-        """Catch up on committed tokens, root included: [num_ssms, num growths, vocab] probabilities after the root."""
-        starts = [self._prefill(g.request) for g in growths]
-        rows = [
-            RequestRows.chain(start, len(g.request.tokens) - start, g.request.pages)
-            for g, start in zip(growths, starts, strict=True)
-        ]
-        tokens = [token for g, start in zip(growths, starts, strict=True) for token in g.request.tokens[start:]]
-        last = np.cumsum([r.num_rows for r in rows]) - 1
-        for g in growths:
-            self._valid[g.request.request_id] = g.request.context_len
-            g.slots, g.masks = [0], np.ones((1, 1), dtype=bool)
-        return self._forward(rows, np.array(tokens), last)
+    def _allowed(self, request: Request) -> list[int]:
+        """The SSMs that may draft for a request."""
+        return [ssm for ssm, name in enumerate(self.names) if request.spec.allows("ssm", name)]
 
-    def _prefill(self, request: Request) -> int:
-        """Bring the SSMs' caches to within a chunk of the root, after a pause; returns the first position to do."""
-        # The bonus token may be among the expanded nodes, but the root is always scored anew.
-        start = min(self._valid.get(request.request_id, 0), request.context_len)
-        while len(request.tokens) - start > CATCH_UP:
-            rows = RequestRows.chain(start, CATCH_UP, request.pages)
-            self._forward([rows], np.array(request.tokens[start : start + CATCH_UP]), None)
-            start += CATCH_UP
-        return start
+    def _choose(self, rows: Sequence[tuple[Request, _State, DraftPlan, bool]]) -> None:
+        """Score what was verified since, and decide who drafts for each request."""
+        for request, state, _, _ in rows:
+            self._settle(request, state)
+        for ssm in range(len(self.models)):
+            missed = [r for r, s, _, _ in rows if ssm in self._allowed(r) and r.context_len - s.valid[ssm] >= REST]
+            self._read(ssm, missed)
+        for request, state, plan, _ in rows:
+            allowed = self._allowed(request)
+            weights = state.trust.weights(allowed)
+            order = np.argsort(-weights, kind="stable")[: plan.max_ssms]
+            worth = order[(weights[order] > plan.price) | (order == order[0])]
+            state.active = [allowed[i] for i in np.sort(worth)]
+            state.weights = np.zeros(len(self.models))
+            state.weights[state.active] = weights[np.sort(worth)] / weights[worth].sum()
 
-    def _score_frontiers(self, growths: list[_Growth]) -> Tensor:
-        rows, tokens = [], []
-        for g in growths:
-            first, count = len(g.slots), len(g.frontier)
-            slot_of = {node: slot for slot, node in enumerate(g.slots)}
-            above = [slot_of[int(parent)] for parent in g.all("parents")[g.frontier]]
+    def _settle(self, request: Request, state: _State) -> None:
+        """Score the SSMs that drafted in the last round on the tokens that followed the accepted nodes."""
+        if state.settled is None or len(self.models) == 1:
+            return
+        (root, kept), state.settled = state.settled, None
+        for ssm in state.active:
+            rows = [
+                self_probs[ssm][slot - first] for self_probs, first, slot in zip(state.probs, state.first_slots, kept)
+            ]
+            following = request.tokens[root + 1 : root + 1 + len(rows)]
+            state.trust.observe(ssm, root + 1, np.array([row[token] for row, token in zip(rows, following)]))
+
+    def _read(self, ssm: int, requests: Sequence[Request]) -> None:
+        """Bring an SSM to the committed positions of these requests, and score it on the tokens it reads."""
+        while behind := [r for r in requests if self._state(r).valid[ssm] < r.context_len]:
+            starts = [int(self._state(r).valid[ssm]) for r in behind]
+            stops = [min(start + CATCH_UP, r.context_len) for start, r in zip(starts, behind, strict=True)]
+            chains = list(zip(behind, starts, stops, strict=True))
+            wanted = [stop - max(start, stop - WINDOW) if len(self.models) > 1 else 0 for _, start, stop in chains]
+            ends = np.cumsum([stop - start for _, start, stop in chains])
+            scored = np.concatenate([np.arange(end - n, end) for end, n in zip(ends, wanted, strict=True)])
+            rows = [RequestRows.chain(start, stop - start, r.pages) for r, start, stop in chains]
+            tokens = np.array([token for r, start, stop in chains for token in r.tokens[start:stop]])
+            probs = self._forward(ssm, rows, tokens, scored, {}).numpy()
+            first = 0
+            for (request, _, stop), count in zip(chains, wanted, strict=True):
+                state = self._state(request)
+                state.valid[ssm] = stop
+                following = request.tokens[stop - count + 1 : stop + 1]
+                seen = probs[np.arange(first, first + count), following]
+                state.trust.observe(ssm, stop - count + 1, seen)
+                first += count
+
+    def _score_roots(self, requests: Sequence[Request], states: Sequence[_State], forest: Forest) -> list[_Scored]:
+        """Each SSM's probabilities after the roots, having caught up on committed tokens."""
+        owners = forest.frontier.owners.tolist()
+        for owner in owners:
+            states[owner].masks = np.ones((1, 1), dtype=bool)
+            states[owner].first_slots, states[owner].probs = [0], [{}]
+        results: list[_Scored] = []
+        layouts: dict[object, Pass] = {}
+        for ssm in range(len(self.models)):
+            own = [row for row, owner in enumerate(owners) if ssm in states[owner].active]
+            if not own:
+                continue
+            served = [(requests[owners[row]], states[owners[row]]) for row in own]
+            self._read(ssm, [r for r, state in served if r.context_len - state.valid[ssm] >= CATCH_UP])
+            # The bonus token may be among the expanded nodes, but the root is always scored anew.
+            starts = [min(int(state.valid[ssm]), r.context_len) for r, state in served]
+            chains = [
+                RequestRows.chain(start, r.context_len + 1 - start, r.pages)
+                for (r, _), start in zip(served, starts, strict=True)
+            ]
+            tokens = np.array([t for (r, _), start in zip(served, starts, strict=True) for t in r.tokens[start:]])
+            last = np.cumsum([chain.num_rows for chain in chains]) - 1
+            scored = last if len(self.models) == 1 else np.arange(len(tokens))
+            probs = self._forward(ssm, chains, tokens, scored, layouts, (tuple(own), tuple(starts)))
+            if len(self.models) > 1:
+                for (request, state), start, end in zip(served, starts, last, strict=True):
+                    read = probs[end - request.context_len + start : end].numpy()
+                    following = request.tokens[start + 1 :]
+                    state.trust.observe(ssm, start + 1, read[np.arange(len(read)), following])
+                probs = probs[last]
+            for row, (request, state) in enumerate(served):
+                state.valid[ssm] = request.context_len
+                state.probs[0][ssm] = probs[row : row + 1].numpy()
+            results.append(_Scored(ssm, np.array(own), probs))
+        return results
+
+    def _score(self, requests: Sequence[Request], states: Sequence[_State], forest: Forest) -> list[_Scored]:
+        """Each SSM's probabilities after the nodes of the frontier."""
+        at = forest.frontier
+        owners, starts = np.unique(at.owners, return_index=True)
+        bounds = [*starts.tolist(), len(at.owners)]
+        parts = {owner: slice(bounds[i], bounds[i + 1]) for i, owner in enumerate(owners.tolist())}
+        rows = {}
+        for owner, part in parts.items():
+            state, request = states[owner], requests[owner]
+            first, count = len(state.masks), part.stop - part.start
             grown = np.zeros((first + count, first + count), dtype=bool)
-            grown[:first, :first] = g.masks
-            grown[first:, :first] = g.masks[above]
-            grown[np.arange(first, first + count), np.arange(first, first + count)] = True
-            g.masks, g.slots = grown, g.slots + g.frontier.tolist()
-            depths = grown.sum(1) - 1
+            grown[:first, :first] = state.masks
+            grown[first:, :first] = state.masks[at.above[part]]
             nodes = np.arange(first, first + count)
-            rows.append(
-                RequestRows(g.request.context_len, nodes, depths[first:], grown[first:], depths, g.request.pages)
-            )
-            tokens.append(g.all("tokens")[g.frontier])
-        return self._forward(rows, np.concatenate(tokens), np.arange(sum(r.num_rows for r in rows)))
+            grown[nodes, nodes] = True
+            state.masks = grown
+            state.first_slots.append(first)
+            state.probs.append({})
+            depths = grown.sum(1) - 1
+            rows[owner] = RequestRows(
+                request.context_len, nodes, depths[first:], grown[first:], depths, request.pages
+            )  # fmt: skip
+        results: list[_Scored] = []
+        layouts: dict[object, Pass] = {}
+        for ssm in range(len(self.models)):
+            own = [owner for owner in parts if ssm in states[owner].active]
+            if not own:
+                continue
+            index = np.concatenate([np.arange(parts[owner].start, parts[owner].stop) for owner in own])
+            everything = np.arange(len(index))
+            served = [rows[owner] for owner in own]
+            probs = self._forward(ssm, served, at.tokens[index], everything, layouts, tuple(own))
+            first = 0
+            for owner, each in zip(own, served, strict=True):
+                states[owner].probs[-1][ssm] = probs[first : first + each.num_rows].numpy()
+                first += each.num_rows
+            results.append(_Scored(ssm, index, probs))
+        return results
 
-    def _forward(self, rows: list[RequestRows], tokens: np.ndarray, scored: np.ndarray | None) -> Tensor:
-        """One pass of every SSM: probabilities [num_ssms, len(scored), vocab] of the scored rows."""
-        ids = torch.from_numpy(tokens)
-        results = []
-        layouts: dict[tuple[object, ...], Pass] = {}  # SSMs of one shape share a plan: it takes a tenth of their pass
-        for model, pool in zip(self.models, self.cache.pools[1:], strict=True):
-            if model.plan_key not in layouts:
-                layouts[model.plan_key] = model.plan(rows, pool)
-            hidden = model.forward(ids.to(model.device), layouts[model.plan_key], pool)
-            if scored is not None:
-                logits = model.logits(hidden, torch.from_numpy(scored).to(model.device))
-                results.append(torch.softmax(logits.float(), -1).cpu())
-        return torch.stack(results) if results else torch.empty(0)
+    def _candidates(
+        self, requests: Sequence[Request], states: Sequence[_State], forest: Forest, scored: Sequence[_Scored]
+    ) -> Candidates:
+        """The union of the SSMs' proposals and the seeds' below each row of the frontier."""
+        at, count = forest.frontier, len(self.models)
+        widest = max(forest.children_at(owner) for owner in at.owners.tolist())
+        seeds = forest.seed_tokens()
+        best = []
+        for each in scored:
+            values, columns = topk_rows(each.probs, widest)
+            if not torch.isfinite(values).all():  # NaN is the largest of values: an SSM that overflowed stays silent
+                each.probs.nan_to_num_(0.0, 0.0, 0.0)
+                values, columns = topk_rows(each.probs, widest)
+                for owner in at.owners[each.rows]:
+                    requests[owner].poisoned = True
+            best.append((values.numpy(), columns.numpy()))
+        num_rows = len(at.nodes)
+        if len(scored) == count == 1 and not seeds.shape[1]:
+            probs, ids = best[0]
+            alone = np.ones((1, *ids.shape), dtype=bool)
+            return Candidates(ids, probs[None].astype(np.float64), alone, np.ones((num_rows, 1)))
+        width = best[0][1].shape[1]
+        tokens = np.full((num_rows, len(scored) * width + seeds.shape[1]), -1)
+        tokens[:, len(scored) * width :] = seeds
+        for i, (each, (_, ids)) in enumerate(zip(scored, best, strict=True)):
+            tokens[each.rows, i * width : (i + 1) * width] = ids
+        ssm_probs = np.zeros((count, *tokens.shape))
+        proposed = np.zeros(ssm_probs.shape, dtype=bool)
+        for each, (probs, _) in zip(scored, best, strict=True):
+            asked = tokens[each.rows]
+            found = np.take_along_axis(each.probs.numpy(), np.maximum(asked, 0), 1) * (asked >= 0)
+            ssm_probs[each.ssm, each.rows] = found
+            proposed[each.ssm, each.rows] = (found >= probs[:, -1:]) & (asked >= 0)
+        weights = np.stack([state.weights for state in states])[at.owners]
+        return Candidates(tokens, ssm_probs, proposed, weights)
 
-    def _finish(self, growth: _Growth) -> TokenTree:
-        """The request's candidates as a tree, one draw per SSM that proposed a node."""
-        parents = growth.all("parents")
-        children, sources = np.nonzero(growth.all("proposed"))
-        draft_probs = growth.all("draft_probs")[children, sources].astype(np.float64)
-        tree = TokenTree(
-            tokens=growth.all("tokens"),
-            parents=parents,
-            depths=np.repeat(np.arange(len(growth.levels)), [len(level.tokens) for level in growth.levels]),
-            probs=growth.all("probs"),
-            draws=Draws(parents[children], children, sources, draft_probs),
-            source_names=self.names,
-        )
-        if growth.slots:
-            slot_of_node = np.full(len(tree), -1, dtype=np.int64)
-            slot_of_node[growth.slots] = np.arange(len(growth.slots))
-            self._slot_of_node[growth.request.request_id] = slot_of_node
-        return tree
+    def _forward(
+        self,
+        ssm: int,
+        rows: list[RequestRows],
+        tokens: np.ndarray,
+        scored: np.ndarray,
+        layouts: dict[object, Pass],
+        key: object = None,
+    ) -> Tensor:
+        """One pass of an SSM: its probabilities [len(scored), vocab] of the scored rows.
+
+        SSMs of one shape share a plan where `key` says that their rows are the same: it takes a tenth of their pass.
+        """
+        model, pool = self.models[ssm], self.cache.pools[1 + ssm]
+        if (model.plan_key, key) not in layouts:
+            layouts[model.plan_key, key] = model.plan(rows, pool)
+        hidden = model.forward(torch.from_numpy(tokens).to(model.device), layouts[model.plan_key, key], pool)
+        if not len(scored):
+            return torch.empty(0, model.vocab_size)
+        every = len(scored) == len(tokens)
+        logits = model.logits(hidden[: len(tokens)] if every else hidden, None if every else torch.from_numpy(scored))
+        return torch.softmax(logits.float(), -1).cpu()

@@ -1,0 +1,292 @@
+"""Trees of several requests while they grow, one level of all of them at a time."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from treespec.tree import Draws, TokenTree
+
+
+class Frontier(NamedTuple):
+    """The nodes that are scored next, those of one tree side by side. All int64 but `values`; [num rows] each."""
+
+    nodes: np.ndarray  # over all levels of all trees
+    tokens: np.ndarray
+    owners: np.ndarray  # which tree
+    seeds: np.ndarray  # the same node among the seeds' nodes, -1 where it is none
+    above: np.ndarray  # draft slot of the parent in its tree, -1 at the root
+    values: np.ndarray  # product of probs along the path
+
+
+class Candidates(NamedTuple):
+    """What the SSMs and the seeds say below each row of the frontier.
+
+    tokens: int64 [num rows, width], -1 where there is none; a row may name a token twice.
+    ssm_probs: float64 [num ssms, num rows, width], each SSM's probability, 0 where it did not draft.
+    proposed: bool [num ssms, num rows, width], whether the token is among those that the SSM proposes.
+    weights: float64 [num rows, num ssms], of the mixture, sum 1.
+    """
+
+    tokens: np.ndarray
+    ssm_probs: np.ndarray
+    proposed: np.ndarray
+    weights: np.ndarray
+
+
+class _Level(NamedTuple):
+    """Nodes of one depth, in the order of their trees and parents."""
+
+    tokens: np.ndarray
+    parents: np.ndarray
+    owners: np.ndarray
+    seeds: np.ndarray
+    probs: np.ndarray
+    values: np.ndarray
+    proposed: np.ndarray  # bool [size, num_ssms]
+    draft_probs: np.ndarray  # [size, num_ssms]
+
+
+class _Seeds:
+    """The trees that are grown over, side by side. Node i of tree t is number `first[t] + i`."""
+
+    def __init__(self, trees: Sequence[TokenTree]):
+        sizes = np.array([len(tree) for tree in trees])
+        self.trees, self.first = trees, np.concatenate([[0], np.cumsum(sizes)])
+        self.tokens = np.concatenate([tree.tokens for tree in trees])
+        self.probs = np.concatenate([tree.probs for tree in trees])
+        parents = np.concatenate([tree.parents for tree in trees])
+        shift = np.repeat(self.first[:-1], sizes)
+        below = np.flatnonzero(parents >= 0)
+        self.parents = parents + shift  # a root's own is meaningless
+        order = below[np.argsort(self.parents[below], kind="stable")]
+        ranked = self.parents[order]
+        place = np.arange(len(order)) - np.searchsorted(ranked, ranked)
+        self.width = int(place.max(initial=-1)) + 1
+        self.children = np.full((len(parents) + 1, self.width), -1)  # the last row is for nodes that are no seed
+        self.children[ranked, place] = order
+        self.any = len(below) > 0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What one tree may become. `branching` is the children per node by depth, None lets values decide."""
+
+    max_depth: int
+    nodes: int
+    branching: tuple[int, ...] | None
+    end_tokens: tuple[int, ...]
+
+
+class Forest:
+    """One tree per request, over its root and what other sources have proposed (the seeds).
+
+    Args:
+        seeds: by request; their roots are the trees' roots.
+        shapes: by request.
+        num_ssms: sources of the draws to come.
+        max_children: proposals at one node.
+        max_frontier, max_slots: nodes of one tree that are expanded, at one depth and in all.
+    """
+
+    def __init__(
+        self, seeds: Sequence[TokenTree], shapes: Sequence[Shape], num_ssms: int, max_children: int,
+        max_frontier: int, max_slots: int,
+    ):  # fmt: skip
+        count = len(seeds)
+        self.shapes, self.num_ssms = shapes, num_ssms
+        self.max_children, self.max_frontier, self.max_slots = max_children, max_frontier, max_slots
+        self.seeds = _Seeds(seeds)
+        roots, trees, one = self.seeds.first[:-1], np.arange(count), np.ones(count)
+        nobody = np.zeros((count, num_ssms), dtype=bool)
+        tokens = self.seeds.tokens[roots]
+        self._levels = [_Level(tokens, np.full(count, -1), trees, roots, one, one, nobody, nobody.astype(float))]
+        self._size = count
+        self.slots: list[list[np.ndarray]] = [[] for _ in seeds]  # nodes that were expanded, by tree, by level
+        self._num_slots = np.zeros(count, dtype=np.int64)
+        self._values: list[list[np.ndarray]] = [[np.ones(1)] for _ in seeds]  # by tree, by level
+        grows = np.array([shape.max_depth > 0 for shape in shapes], dtype=bool)
+        everything = Frontier(trees, tokens, trees, roots, np.full(count, -1), one)
+        self.frontier = Frontier(*(part[grows] for part in everything))
+
+    @property
+    def depth(self) -> int:
+        """Levels grown."""
+        return len(self._levels) - 1
+
+    def seed_tokens(self) -> np.ndarray:
+        """int64 [frontier rows, width]: what the seeds propose below each row, -1 where nothing."""
+        seeds = self.seeds
+        if not seeds.any:
+            return np.empty((len(self.frontier.nodes), 0), dtype=np.int64)
+        below = seeds.children[self.frontier.seeds]
+        return np.where(below >= 0, seeds.tokens[below], -1)
+
+    def extend(self, candidates: Candidates) -> None:
+        """Add the merged candidates below the frontier, and choose the next frontier."""
+        at = self.frontier
+        rows, columns, probs, seeds = self._merge(candidates)
+        tokens = candidates.tokens[rows, columns]
+        values = at.values[rows] * probs
+        self._levels.append(
+            _Level(
+                tokens, at.nodes[rows], at.owners[rows], seeds, probs, values,
+                candidates.proposed[:, rows, columns].T, candidates.ssm_probs[:, rows, columns].T,
+            )
+        )  # fmt: skip
+        slots = np.empty(len(at.nodes), dtype=np.int64)  # the frontier's rows take the next slots of their trees
+        owners, starts = np.unique(at.owners, return_index=True)
+        bounds = [*starts.tolist(), len(at.nodes)]
+        chosen, edges = [], np.searchsorted(at.owners[rows], owners).tolist() + [len(rows)]
+        for i, owner in enumerate(owners.tolist()):
+            part = slice(bounds[i], bounds[i + 1])
+            first, size = int(self._num_slots[owner]), part.stop - part.start
+            slots[part] = np.arange(first, first + size)
+            self._num_slots[owner] += size
+            self.slots[owner].append(at.nodes[part])
+            new = slice(edges[i], edges[i + 1])
+            self._values[owner].append(values[new])
+            chosen.append(new.start + self._chosen(owner, tokens[new], values[new]))
+        going = np.concatenate(chosen)
+        rows = rows[going]
+        self.frontier = Frontier(
+            self._size + going, tokens[going], at.owners[rows], seeds[going], slots[rows], values[going]
+        )
+        self._size += len(tokens)
+
+    def _merge(self, candidates: Candidates) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Equal tokens under one node become one child: (row, column, prob, seed) of the children, by row."""
+        tokens = candidates.tokens
+        count, width = tokens.shape
+        if self.num_ssms == 1:
+            mixture = candidates.ssm_probs[0]
+        else:
+            mixture = np.einsum("srk,rs->rk", candidates.ssm_probs, candidates.weights)
+        mixture = np.minimum(mixture, 1.0)
+        named = self.seeds.width if self.seeds.any else 0
+        first = tokens >= 0
+        if self.num_ssms > 1 or named:
+            order = np.argsort(tokens, axis=1, kind="stable")
+            ranked = np.take_along_axis(tokens, order, 1)
+            again = np.zeros_like(first)
+            np.put_along_axis(again, order[:, 1:], ranked[:, 1:] == ranked[:, :-1], 1)
+            first &= ~again  # the first of equal columns stands for all
+        seeds = np.full((count, width), -1)
+        if named:
+            below = self.seeds.children[self.frontier.seeds]  # [count, named]
+            same = (tokens[:, :, None] == self.seeds.tokens[below][:, None, :]) & (below >= 0)[:, None, :]
+            seeds = np.where(same.any(2), np.take_along_axis(below, same.argmax(2), 1), -1)
+            mixture = self._with_seeds(mixture, seeds, first)
+        limits = np.array([self.children_at(owner) for owner in range(len(self.shapes))])[self.frontier.owners]
+        best = np.argsort(np.where(first, -mixture, 1.0), axis=1, kind="stable")
+        keep = np.take_along_axis(first, best, 1) & (np.arange(width) < limits[:, None])
+        rows, places = np.nonzero(keep)
+        columns = best[rows, places]
+        return rows, columns, mixture[rows, columns], seeds[rows, columns]
+
+    def _with_seeds(self, mixture: np.ndarray, seeds: np.ndarray, first: np.ndarray) -> np.ndarray:
+        """Probabilities of tokens that SSMs and seeds speak of: two opinions by their odds; the rest shares what is left."""
+        own = np.where(seeds >= 0, self.seeds.probs[seeds], 0.0)
+        both = combine(own, mixture)
+        named = (seeds >= 0) & first
+        taken, before = (both * named).sum(1), (mixture * named).sum(1)
+        scale = np.minimum((1 - taken) / np.maximum(1 - before, 1e-9), 1.0)
+        return np.where(seeds >= 0, both / np.maximum(taken, 1.0)[:, None], mixture * np.maximum(scale, 0.0)[:, None])
+
+    def children_at(self, owner: int) -> int:
+        """The most children of a node of the frontier."""
+        branching = self.shapes[owner].branching
+        return branching[min(self.depth, len(branching) - 1)] if branching else self.max_children
+
+    def _chosen(self, owner: int, tokens: np.ndarray, values: np.ndarray) -> np.ndarray:
+        """Which of a tree's newest nodes are expanded next."""
+        shape = self.shapes[owner]
+        if self.depth >= shape.max_depth:
+            return np.empty(0, dtype=np.int64)
+        going = ~np.isin(tokens, shape.end_tokens) if shape.end_tokens else np.ones(len(tokens), dtype=bool)
+        if not shape.branching:
+            going &= values > 0
+            everything = np.concatenate(self._values[owner])
+            if len(everything) > shape.nodes:  # others cannot be among the best `nodes`
+                going &= values >= np.partition(everything, -shape.nodes)[-shape.nodes]
+            room = min(self.max_frontier, self.max_slots - int(self._num_slots[owner]))
+            going[np.argsort(-values, kind="stable")[max(room, 0) :]] = False
+        return np.flatnonzero(going)
+
+    def stop(self, owners: np.ndarray) -> None:
+        """Grow these trees no further; bool [num trees]."""
+        going = ~owners[self.frontier.owners]
+        self.frontier = Frontier(*(part[going] for part in self.frontier))
+
+    def values_by_level(self, owner: int) -> list[np.ndarray]:
+        """A tree's values, by depth."""
+        return self._values[owner]
+
+    def finish(self, names: Sequence[str]) -> list[tuple[TokenTree, np.ndarray]]:
+        """The trees, seeds and all, and the draft slot of each node, -1 where it was not expanded.
+
+        Args:
+            names: of the SSMs.
+        """
+        joined = _Level(*(np.concatenate(parts) for parts in zip(*self._levels, strict=True)))
+        depths = np.repeat(np.arange(len(self._levels)), [len(level.tokens) for level in self._levels])
+        return [self._finish(owner, joined, depths, names) for owner in range(len(self.shapes))]
+
+    def _finish(
+        self, owner: int, nodes: _Level, depths: np.ndarray, names: Sequence[str]
+    ) -> tuple[TokenTree, np.ndarray]:
+        own = np.flatnonzero(nodes.owners == owner)
+        slot_of_node = np.full(len(own), -1)
+        if self.slots[owner]:
+            expanded = np.searchsorted(own, np.concatenate(self.slots[owner]))
+            slot_of_node[expanded] = np.arange(len(expanded))
+        parents = nodes.parents[own]
+        parents[1:] = np.searchsorted(own, parents[1:])
+        children, sources = np.nonzero(nodes.proposed[own])
+        draws = Draws(parents[children], children, sources, nodes.draft_probs[own][children, sources])
+        tree = TokenTree(nodes.tokens[own], parents, depths[own], nodes.probs[own], draws, tuple(names))
+        seed = self.seeds.trees[owner]
+        if len(seed) > 1:
+            complete = not self.shapes[owner].branching or not self.slots[owner]
+            tree = _join(tree, seed, nodes.seeds[own] - self.seeds.first[owner], complete)
+            slot_of_node = np.concatenate([slot_of_node, np.full(len(tree) - len(own), -1)])
+        return tree, slot_of_node
+
+
+def combine(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """One probability out of two opinions on the same event: their odds are multiplied."""
+    a, b = np.clip(a, 1e-4, 0.999), np.clip(b, 1e-4, 0.999)
+    agree = a * b
+    return agree / (agree + (1 - a) * (1 - b))
+
+
+def _join(tree: TokenTree, seed: TokenTree, seed_of_node: np.ndarray, complete: bool) -> TokenTree:
+    """Add the seed's draws, last, and, where `complete`, its nodes that the tree lacks, behind the tree's own.
+
+    seed_of_node: int64 [num_nodes], negative where a node is none of the seed's. Nodes stay in an order in which parents
+    precede children; within the result they are not sorted by depth.
+    """
+    node_of_seed = np.full(len(seed), -1)
+    known = np.flatnonzero(seed_of_node >= 0)
+    node_of_seed[seed_of_node[known]] = known
+    rest = np.flatnonzero(node_of_seed < 0) if complete else np.empty(0, dtype=np.int64)
+    node_of_seed[rest] = len(tree) + np.arange(len(rest))
+    drawn = np.flatnonzero(node_of_seed[seed.draws.children] >= 0)
+    own = seed.draws
+    names = tree.source_names + tuple(name for name in seed.source_names if name not in tree.source_names)
+    index = np.array([names.index(name) for name in seed.source_names], dtype=np.int64)
+    draws = Draws(
+        np.concatenate([tree.draws.parents, node_of_seed[own.parents[drawn]]]),
+        np.concatenate([tree.draws.children, node_of_seed[own.children[drawn]]]),
+        np.concatenate([tree.draws.sources, index[own.sources[drawn]]]),
+        np.concatenate([tree.draws.probs, own.probs[drawn]]),
+    )
+    return TokenTree(
+        np.concatenate([tree.tokens, seed.tokens[rest]]),
+        np.concatenate([tree.parents, node_of_seed[seed.parents[rest]]]),
+        np.concatenate([tree.depths, seed.depths[rest]]),
+        np.concatenate([tree.probs, seed.probs[rest]]),
+        draws,
+        names,
+    )

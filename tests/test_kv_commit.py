@@ -10,8 +10,9 @@ from treespec_kernels.testing import kv_commit_inputs
 CASES = "kv_commit_cases.py"
 
 
-def test_ref() -> None:
-    run_cases(CASES, {"TREESPEC_KV_COMMIT": "ref"})
+@pytest.mark.parametrize("implementation", ["ref", "cpu"])
+def test_on_the_cpu(implementation: str) -> None:
+    run_cases(CASES, {"TREESPEC_KV_COMMIT": implementation})
 
 
 def test_triton_in_the_interpreter() -> None:

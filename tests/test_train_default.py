@@ -62,7 +62,7 @@ def text_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def options(text_root: Path, folder: Path) -> list[str]:
     toy = ["--tiny", "--max-steps", "4", "--no-compile", "--device", "cpu", "--prompts", "6", "--new-tokens", "8"]
-    text = ["--text-root", str(text_root), "--held-out", "secret"]
+    text = ["--text-root", str(text_root), "--held-out", "secret", "--compare"]
     return [*toy, *text, "--work", str(folder / "work"), "--out", str(folder / "default")]
 
 
@@ -102,6 +102,12 @@ def test_held_out_package_is_never_trained_on(script: ModuleType, built: Path) -
     assert not any("secret" in document.text for document in training), "a copied file counts too"
     prompts = json.loads((built / "default" / "heldout_prompts.json").read_text())
     assert prompts and {prompt["package"] for prompt in prompts} == {"secret"}
+
+
+@pytest.mark.parametrize(("name", "layers"), [("generalist", 1), ("triple", 3)])
+def test_drafts_to_compare_with(built: Path, name: str, layers: int) -> None:
+    model = AutoModelForCausalLM.from_pretrained(built / "work" / "compare" / name)
+    assert model.config.num_hidden_layers == layers and model.dtype == torch.bfloat16
 
 
 def test_report(built: Path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treespec_kernels.kv_commit import kv_commit_ref, kv_commit_triton
+from treespec_kernels.kv_commit import kv_commit_cpu, kv_commit_triton
 from treespec_kernels.tree_batch import PAGE_SIZE
 from treespec_weights.rules import ModelShape
 
@@ -108,6 +108,10 @@ class KVCache:
         if not moving:
             return
         device = self.pools[pool].device
+        if device.type == "cpu":
+            own, bases = [pages[i] for i in moving], [context_lens[i] for i in moving]
+            kv_commit_cpu(self.pools[pool], own, bases, [paths[i] for i in moving])
+            return
 
         def table(rows: list[np.ndarray]) -> Tensor:
             width = max(len(row) for row in rows)
@@ -116,8 +120,7 @@ class KVCache:
                 padded[i, : len(row)] = row
             return torch.from_numpy(padded).to(device)
 
-        commit = kv_commit_triton if device.type == "cuda" else kv_commit_ref
-        commit(
+        kv_commit_triton(
             self.pools[pool],
             table([pages[i] for i in moving]),
             torch.tensor([context_lens[i] for i in moving], dtype=torch.int32, device=device),

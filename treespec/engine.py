@@ -84,6 +84,8 @@ class Engine:
             return []
         plans = self.planner.draft_plans(requests, self.max_model_len)
         roots = [TokenTree.root(request.tokens[-1]) for request in requests]
+        if not any(plan.max_depth for plan in plans):
+            return roots
         proposals: list[tuple[Drafter | SsmDrafter, list[TokenTree]]] = []
         for drafter in self.drafters:
             trees = drafter.propose(requests, [plan.max_depth for plan in plans])

@@ -24,15 +24,17 @@ from transformers import LlamaForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from treespec_training import data, distill, evaluate, models, rendered, tokenizer, train
-from treespec_training.export import export, rounded
+from treespec_training.export import export, rounded, write_folder
 from treespec_training.files import write_json
 
-# The drafts, with each one's shares of the kinds of text: every one is good at something and knows a little of the rest.
+# The drafts and their shares of the kinds of text: each is good at one and knows a little of the others.
 DRAFTS = {
     "ssm-1": {"code": 0.8, "prose": 0.1, "data": 0.1},
     "ssm-2": {"code": 0.1, "prose": 0.8, "data": 0.1},
     "ssm-3": {"code": 0.1, "prose": 0.1, "data": 0.8},
 }
+# What the drafts are measured against: one that knows everything a little, of one's size and with all three's layers.
+COMPARED = {"generalist": 1, "triple": len(DRAFTS)}
 PEAK_RATE = {"target": 4e-3, "draft": 3e-3}
 SHALLOW = 0.3  # of the target's schedule, trained with a third of its layers
 SHORT_WINDOWS = 0.8  # of the target's schedule on windows of half the length: a quarter more tokens a second
@@ -71,11 +73,12 @@ class Settings:
         if name == "shallow":
             target = target | {"num_hidden_layers": max(target["num_hidden_layers"] // 3, 1)}
         attention = models.TINY_ATTENTION if self.tiny else models.ATTENTION
+        draft = draft | {"num_hidden_layers": COMPARED.get(name, 1) * draft["num_hidden_layers"]}
         return (target if name in ("target", "shallow") else draft) | attention
 
-    def shares_of(self, shares: dict[str, float]) -> list[float]:
-        """Shares of the kinds of text in use."""
-        return [shares[kind] for kind in self.kinds]
+    def shares_of(self, name: str) -> list[float]:
+        """A draft's shares of the kinds of text in use."""
+        return [DRAFTS[name][kind] if name in DRAFTS else 1.0 for kind in self.kinds]
 
 
 class Build:
@@ -99,6 +102,10 @@ class Build:
             for index, name in enumerate(DRAFTS):
                 drafts.append(self.draft(name, index, target, drafts, text, continued))
             self.finish(target, dict(zip(DRAFTS, drafts, strict=True)))
+            if self.args.compare:
+                for index, name in enumerate(COMPARED, start=len(DRAFTS)):
+                    model = self.draft(name, index, target, [], text, continued)
+                    write_folder(self.work / "compare" / name, model, self.tokenizer)
 
     def text(self) -> None:
         """Collect and split the text: `train.jsonl`, `heldout.jsonl`."""
@@ -183,7 +190,7 @@ class Build:
         """Distil one draft: `ssm-*.pt`. Its embedding starts as the target's."""
         s = self.settings
         model = models.build(s.shape(name), s.vocab_size, s.seed + 1 + index).to(self.device)
-        shares = s.shares_of(DRAFTS[name])
+        shares = s.shares_of(name)
         with torch.no_grad():
             model.get_input_embeddings().weight.copy_(target.get_input_embeddings().weight)
         loss = torch.compile(distill.distillation_loss) if self.args.compile else distill.distillation_loss
@@ -268,6 +275,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         action=argparse.BooleanOptionalAction,
         default=shutil.which("g++") is not None,
         help="compile the training step (a quarter faster on a CPU)",
+    )
+    parser.add_argument(
+        "--compare", action="store_true", help="also train drafts to compare with, into the work folder's compare/"
     )
     parser.add_argument("--prompts", type=int, default=256, help="held-out prompts to evaluate on and export")
     parser.add_argument("--new-tokens", type=int, default=128, help="tokens the target continues each of them by")

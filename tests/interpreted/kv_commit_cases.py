@@ -7,13 +7,21 @@ import random
 import pytest
 import torch
 
-from treespec_kernels.kv_commit import kv_commit_ref, kv_commit_triton
+from treespec_kernels.kv_commit import kv_commit_cpu, kv_commit_ref, kv_commit_triton
 from treespec_kernels.testing import KvCommitInputs, kv_commit_inputs, path_to, tree_parents
 
 IMPLEMENTATION = os.environ["TREESPEC_KV_COMMIT"]
-kv_commit = {"ref": kv_commit_ref, "triton": kv_commit_triton}[IMPLEMENTATION]
-DEVICE = "cpu" if IMPLEMENTATION == "ref" or os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
-ROUNDS = 300 if IMPLEMENTATION == "ref" else 25
+
+
+def from_host(cache: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor, *paths: torch.Tensor) -> None:
+    """`kv_commit_cpu`, with the tables of the others cut to what each request has."""
+    chosen = [row[:count].long().numpy() for row, count in zip(*paths, strict=True)]
+    kv_commit_cpu(cache, list(table.long().numpy()), lengths.tolist(), chosen)
+
+
+kv_commit = {"ref": kv_commit_ref, "cpu": from_host, "triton": kv_commit_triton}[IMPLEMENTATION]
+DEVICE = "cpu" if IMPLEMENTATION != "triton" or os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+ROUNDS = 25 if IMPLEMENTATION == "triton" else 300
 
 
 def committed(inputs: KvCommitInputs) -> torch.Tensor:

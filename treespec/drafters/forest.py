@@ -23,16 +23,20 @@ class Frontier(NamedTuple):
 class Candidates(NamedTuple):
     """What the SSMs and the seeds say below each row of the frontier.
 
+    ssms: those that scored the frontier, or a part of it.
     tokens: int64 [num rows, width], -1 where there is none; a row may name a token twice.
-    ssm_probs: float64 [num ssms, num rows, width], each SSM's probability, 0 where it did not draft.
-    proposed: bool [num ssms, num rows, width], whether the token is among those that the SSM proposes.
-    weights: float64 [num rows, num ssms], of the mixture, sum 1.
+    ssm_probs: float64 [len(ssms), num rows, width], each SSM's probability, 0 where it did not draft.
+    proposed: bool [len(ssms), num rows, width], whether the token is among those that the SSM proposes.
+    weights: float64 [num rows, len(ssms)], of the mixture, sum 1; None for one SSM.
+    ranked: whether every row names its tokens in falling order of probability, each once.
     """
 
+    ssms: Sequence[int]
     tokens: np.ndarray
     ssm_probs: np.ndarray
     proposed: np.ndarray
-    weights: np.ndarray
+    weights: np.ndarray | None
+    ranked: bool
 
 
 class _Level(NamedTuple):
@@ -129,25 +133,31 @@ class Forest:
         rows, columns, probs, seeds = self._merge(candidates)
         tokens = candidates.tokens[rows, columns]
         values = at.values[rows] * probs
-        self._levels.append(
-            _Level(
-                tokens, at.nodes[rows], at.owners[rows], seeds, probs, values,
-                candidates.proposed[:, rows, columns].T, candidates.ssm_probs[:, rows, columns].T,
-            )
-        )  # fmt: skip
         slots = np.empty(len(at.nodes), dtype=np.int64)  # the frontier's rows take the next slots of their trees
-        owners, starts = np.unique(at.owners, return_index=True)
-        bounds = [*starts.tolist(), len(at.nodes)]
-        chosen, edges = [], np.searchsorted(at.owners[rows], owners).tolist() + [len(rows)]
-        for i, owner in enumerate(owners.tolist()):
-            part = slice(bounds[i], bounds[i + 1])
-            first, size = int(self._num_slots[owner]), part.stop - part.start
-            slots[part] = np.arange(first, first + size)
-            self._num_slots[owner] += size
-            self.slots[owner].append(at.nodes[part])
+        begins = [0, *(np.flatnonzero(np.diff(at.owners)) + 1).tolist()]
+        owners, ends = at.owners[begins].tolist(), [*begins[1:], len(at.nodes)]
+        edges = [*np.searchsorted(rows, begins).tolist(), len(rows)]
+        kept, chosen = [], []
+        for i, (owner, begin, end) in enumerate(zip(owners, begins, ends, strict=True)):
+            first = int(self._num_slots[owner])
+            slots[begin:end] = np.arange(first, first + end - begin)
+            self._num_slots[owner] += end - begin
+            self.slots[owner].append(at.nodes[begin:end])
             new = slice(edges[i], edges[i + 1])
-            self._values[owner].append(values[new])
-            chosen.append(new.start + self._chosen(owner, tokens[new], values[new]))
+            keep, going = self._choose(owner, tokens[new], values[new], seeds[new] >= 0)
+            self._values[owner].append(values[new][keep])
+            kept.append(new.start + keep)
+            chosen.append(sum(map(len, kept[:-1])) + going)
+        keep = np.concatenate(kept)
+        rows, columns, tokens, seeds = rows[keep], columns[keep], tokens[keep], seeds[keep]
+        probs, values = probs[keep], values[keep]
+        proposed = np.zeros((len(keep), self.num_ssms), dtype=bool)
+        draft_probs = np.zeros((len(keep), self.num_ssms))
+        proposed[:, candidates.ssms] = candidates.proposed[:, rows, columns].T
+        draft_probs[:, candidates.ssms] = candidates.ssm_probs[:, rows, columns].T
+        self._levels.append(
+            _Level(tokens, at.nodes[rows], at.owners[rows], seeds, probs, values, proposed, draft_probs)
+        )
         going = np.concatenate(chosen)
         rows = rows[going]
         self.frontier = Frontier(
@@ -157,36 +167,36 @@ class Forest:
 
     def _merge(self, candidates: Candidates) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Equal tokens under one node become one child: (row, column, prob, seed) of the children, by row."""
-        tokens = candidates.tokens
+        tokens, ssm_probs = candidates.tokens, candidates.ssm_probs
         count, width = tokens.shape
-        if self.num_ssms == 1:
-            mixture = candidates.ssm_probs[0]
+        limits = np.array([self.children_at(owner) for owner in range(len(self.shapes))])[self.frontier.owners]
+        within = np.arange(width) < limits[:, None]
+        if candidates.ranked:
+            rows, columns = np.nonzero(within)
+            return rows, columns, np.minimum(ssm_probs[0, rows, columns], 1.0), np.full(len(rows), -1)
+        if candidates.weights is None:
+            mixture = ssm_probs[0]
         else:
-            mixture = np.einsum("srk,rs->rk", candidates.ssm_probs, candidates.weights)
+            mixture = (ssm_probs * candidates.weights.T[:, :, None]).sum(0)
         mixture = np.minimum(mixture, 1.0)
-        named = self.seeds.width if self.seeds.any else 0
-        first = tokens >= 0
-        if self.num_ssms > 1 or named:
-            order = np.argsort(tokens, axis=1, kind="stable")
-            ranked = np.take_along_axis(tokens, order, 1)
-            again = np.zeros_like(first)
-            np.put_along_axis(again, order[:, 1:], ranked[:, 1:] == ranked[:, :-1], 1)
-            first &= ~again  # the first of equal columns stands for all
+        order = np.argsort(tokens, axis=1, kind="stable")
+        ranked = np.take_along_axis(tokens, order, 1)
+        first = np.ones_like(within)  # the first of equal columns stands for all
+        np.put_along_axis(first, order[:, 1:], ranked[:, 1:] != ranked[:, :-1], 1)
+        first &= tokens >= 0
         seeds = np.full((count, width), -1)
-        if named:
+        if self.seeds.any:
             below = self.seeds.children[self.frontier.seeds]  # [count, named]
             same = (tokens[:, :, None] == self.seeds.tokens[below][:, None, :]) & (below >= 0)[:, None, :]
             seeds = np.where(same.any(2), np.take_along_axis(below, same.argmax(2), 1), -1)
             mixture = self._with_seeds(mixture, seeds, first)
-        limits = np.array([self.children_at(owner) for owner in range(len(self.shapes))])[self.frontier.owners]
         best = np.argsort(np.where(first, -mixture, 1.0), axis=1, kind="stable")
-        keep = np.take_along_axis(first, best, 1) & (np.arange(width) < limits[:, None])
-        rows, places = np.nonzero(keep)
+        rows, places = np.nonzero(np.take_along_axis(first, best, 1) & within)
         columns = best[rows, places]
         return rows, columns, mixture[rows, columns], seeds[rows, columns]
 
     def _with_seeds(self, mixture: np.ndarray, seeds: np.ndarray, first: np.ndarray) -> np.ndarray:
-        """Probabilities of tokens that SSMs and seeds speak of: two opinions by their odds; the rest shares what is left."""
+        """Probabilities where SSMs and seeds both speak: of two opinions the odds; the rest shares what is left."""
         own = np.where(seeds >= 0, self.seeds.probs[seeds], 0.0)
         both = combine(own, mixture)
         named = (seeds >= 0) & first
@@ -199,20 +209,28 @@ class Forest:
         branching = self.shapes[owner].branching
         return branching[min(self.depth, len(branching) - 1)] if branching else self.max_children
 
-    def _chosen(self, owner: int, tokens: np.ndarray, values: np.ndarray) -> np.ndarray:
-        """Which of a tree's newest nodes are expanded next."""
-        shape = self.shapes[owner]
-        if self.depth >= shape.max_depth:
-            return np.empty(0, dtype=np.int64)
+    def _choose(
+        self, owner: int, tokens: np.ndarray, values: np.ndarray, seeded: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Which of a tree's new nodes stay, and which of those that stay are expanded next; indices."""
+        shape, keep = self.shapes[owner], np.arange(len(tokens))
+        if not shape.branching:
+            everything = np.concatenate([*self._values[owner], values])
+            if len(everything) > shape.nodes:  # others cannot be among the best `nodes`; the seeds' stay in any case
+                least = np.partition(everything, -shape.nodes)[-shape.nodes]
+                keep = np.flatnonzero((values >= least) | seeded)
+            else:
+                least = 0.0
+            tokens, values = tokens[keep], values[keep]
+        if self.depth + 1 >= shape.max_depth:
+            return keep, np.empty(0, dtype=np.int64)
         going = ~np.isin(tokens, shape.end_tokens) if shape.end_tokens else np.ones(len(tokens), dtype=bool)
         if not shape.branching:
-            going &= values > 0
-            everything = np.concatenate(self._values[owner])
-            if len(everything) > shape.nodes:  # others cannot be among the best `nodes`
-                going &= values >= np.partition(everything, -shape.nodes)[-shape.nodes]
-            room = min(self.max_frontier, self.max_slots - int(self._num_slots[owner]))
-            going[np.argsort(-values, kind="stable")[max(room, 0) :]] = False
-        return np.flatnonzero(going)
+            going &= (values >= least) & (values > 0)
+            room = max(min(self.max_frontier, self.max_slots - int(self._num_slots[owner])), 0)
+            if len(values) > room:
+                going[np.argsort(-values, kind="stable")[room:]] = False
+        return keep, np.flatnonzero(going)
 
     def stop(self, owners: np.ndarray) -> None:
         """Grow these trees no further; bool [num trees]."""
@@ -264,8 +282,8 @@ def combine(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def _join(tree: TokenTree, seed: TokenTree, seed_of_node: np.ndarray, complete: bool) -> TokenTree:
     """Add the seed's draws, last, and, where `complete`, its nodes that the tree lacks, behind the tree's own.
 
-    seed_of_node: int64 [num_nodes], negative where a node is none of the seed's. Nodes stay in an order in which parents
-    precede children; within the result they are not sorted by depth.
+    seed_of_node: int64 [num_nodes], negative where a node is none of the seed's. Parents precede their children in the
+    result, but nodes are not sorted by depth.
     """
     node_of_seed = np.full(len(seed), -1)
     known = np.flatnonzero(seed_of_node >= 0)

@@ -52,16 +52,21 @@ def topk_rows(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 class DraftPlan:
     """What to grow for one request.
 
-    `max_depth` bounds every source, `levels` those that SSMs draft. `nodes` is how many nodes the tree will be cut to: only nodes that can be among them are expanded. `branching` gives
-    the children per node by depth (static policy); None lets probabilities decide. `price` is what one more SSM costs,
-    as a share of a round: an SSM whose guesses are not expected to be worth it rests. `max_ssms` is how many may draft.
+    Args:
+        max_depth: bounds every source.
+        levels: bounds what SSMs draft.
+        nodes: how many nodes the tree will be cut to: only nodes that can be among them are expanded.
+        branching: children per node by depth (static policy); None lets probabilities decide.
+        adaptive: stop growing as soon as another level is not expected to pay.
+        price: the trust that an SSM must have to draft: with less its guesses are not worth its time.
+        max_ssms: how many may draft; None = all.
     """
 
     max_depth: int
     levels: int
     nodes: int
     branching: tuple[int, ...] | None = None
-    adaptive: bool = False  # stop growing as soon as another level is not expected to pay
+    adaptive: bool = False
     price: float = 0.0
     max_ssms: int | None = None
 
@@ -227,11 +232,9 @@ class SsmDrafter:
             return
         (root, kept), state.settled = state.settled, None
         for ssm in state.active:
-            rows = [
-                self_probs[ssm][slot - first] for self_probs, first, slot in zip(state.probs, state.first_slots, kept)
-            ]
-            following = request.tokens[root + 1 : root + 1 + len(rows)]
-            state.trust.observe(ssm, root + 1, np.array([row[token] for row, token in zip(rows, following)]))
+            levels = zip(state.probs, state.first_slots, kept.tolist(), request.tokens[root + 1 :], strict=False)
+            seen = [probs[ssm][slot - first, token] for probs, first, slot, token in levels]
+            state.trust.observe(ssm, root + 1, np.array(seen))
 
     def _read(self, ssm: int, requests: Sequence[Request]) -> None:
         """Bring an SSM to the committed positions of these requests, and score it on the tokens it reads."""
@@ -333,7 +336,7 @@ class SsmDrafter:
         self, requests: Sequence[Request], states: Sequence[_State], forest: Forest, scored: Sequence[_Scored]
     ) -> Candidates:
         """The union of the SSMs' proposals and the seeds' below each row of the frontier."""
-        at, count = forest.frontier, len(self.models)
+        at = forest.frontier
         widest = max(forest.children_at(owner) for owner in at.owners.tolist())
         seeds = forest.seed_tokens()
         best = []
@@ -345,25 +348,27 @@ class SsmDrafter:
                 for owner in at.owners[each.rows]:
                     requests[owner].poisoned = True
             best.append((values.numpy(), columns.numpy()))
-        num_rows = len(at.nodes)
-        if len(scored) == count == 1 and not seeds.shape[1]:
+        ssms = [each.ssm for each in scored]
+        if len(scored) == 1 and not seeds.shape[1]:
             probs, ids = best[0]
             alone = np.ones((1, *ids.shape), dtype=bool)
-            return Candidates(ids, probs[None].astype(np.float64), alone, np.ones((num_rows, 1)))
+            return Candidates(ssms, ids, probs[None].astype(np.float64), alone, None, True)
         width = best[0][1].shape[1]
-        tokens = np.full((num_rows, len(scored) * width + seeds.shape[1]), -1)
+        tokens = np.full((len(at.nodes), len(scored) * width + seeds.shape[1]), -1)
         tokens[:, len(scored) * width :] = seeds
         for i, (each, (_, ids)) in enumerate(zip(scored, best, strict=True)):
             tokens[each.rows, i * width : (i + 1) * width] = ids
-        ssm_probs = np.zeros((count, *tokens.shape))
+        ssm_probs = np.zeros((len(scored), *tokens.shape))
         proposed = np.zeros(ssm_probs.shape, dtype=bool)
-        for each, (probs, _) in zip(scored, best, strict=True):
+        for i, (each, (probs, _)) in enumerate(zip(scored, best, strict=True)):
             asked = tokens[each.rows]
             found = np.take_along_axis(each.probs.numpy(), np.maximum(asked, 0), 1) * (asked >= 0)
-            ssm_probs[each.ssm, each.rows] = found
-            proposed[each.ssm, each.rows] = (found >= probs[:, -1:]) & (asked >= 0)
-        weights = np.stack([state.weights for state in states])[at.owners]
-        return Candidates(tokens, ssm_probs, proposed, weights)
+            ssm_probs[i, each.rows] = found
+            proposed[i, each.rows] = (found >= probs[:, -1:]) & (asked >= 0)
+        weights = None
+        if len(scored) > 1:
+            weights = np.stack([state.weights[ssms] for state in states])[at.owners]
+        return Candidates(ssms, tokens, ssm_probs, proposed, weights, False)
 
     def _forward(
         self,

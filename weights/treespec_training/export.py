@@ -114,6 +114,14 @@ def rounded(model: LlamaForCausalLM) -> LlamaForCausalLM:
     return copy.deepcopy(model).to(torch.bfloat16).to(torch.float32).eval()
 
 
+def write_folder(folder: Path, model: LlamaForCausalLM, tokenizer: Tokenizer) -> None:
+    """Write a model in bfloat16 with its tokenizer files."""
+    copy.deepcopy(model).to(torch.bfloat16).cpu().save_pretrained(folder)
+    as_pretrained(tokenizer, MAX_LENGTH).save_pretrained(folder)
+    for file in folder.iterdir():
+        file.chmod(0o644)  # safetensors writes for the owner only
+
+
 def export(
     out: Path, models: dict[str, LlamaForCausalLM], tokenizer: Tokenizer, report: dict, prompts: Sequence[dict]
 ) -> None:
@@ -130,11 +138,8 @@ def export(
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".export-") as name:
         staging = Path(name)
         for folder, model in models.items():
-            copy.deepcopy(model).to(torch.bfloat16).cpu().save_pretrained(staging / folder)
-            as_pretrained(tokenizer, MAX_LENGTH).save_pretrained(staging / folder)
+            write_folder(staging / folder, model, tokenizer)
             atomic_write_text(staging / folder / "README.md", model_card(folder, report, model))
-            for file in (staging / folder).iterdir():
-                file.chmod(0o644)  # safetensors writes for the owner only
         for folder in models:
             if (out / folder).exists():
                 (out / folder).rename(staging / f"{folder}.old")

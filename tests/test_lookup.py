@@ -1,0 +1,145 @@
+"""Prompt lookup against a search token by token, its counts, and what it does inside the engine."""
+
+import numpy as np
+import pytest
+
+from tests.exactness import differences, run
+from tests.models import greedy, random_prompts, tiny_llm
+from treespec import SpecConfig
+from treespec.drafters.lookup import MATCHES, MAX_MATCH, PLACES, LookupDrafter, find_matches
+from treespec.request import Request, SamplingParams
+from treespec.tree import TokenTree
+
+LOOKUP = SpecConfig(nodes=16, sources=("lookup",))
+
+
+def request_of(tokens: list[int]) -> Request:
+    return Request(tokens, SamplingParams(), LOOKUP)
+
+
+def propose(drafter: LookupDrafter, request: Request, depth: int) -> TokenTree:
+    (tree,) = drafter.propose([request], [depth])
+    tree.check_integrity()
+    return tree
+
+
+def naive_matches(tokens: list[int]) -> list[tuple[int, int]]:
+    """(last position, length) of every earlier occurrence of the end, best first."""
+    found = []
+    for end in range(len(tokens) - 1):
+        length = 0
+        while length < MAX_MATCH and end >= length and tokens[end - length] == tokens[-1 - length]:
+            length += 1
+        if length:
+            found.append((end, length))
+    return sorted(found, key=lambda match: (-match[1], -match[0]))[:MATCHES]
+
+
+def paths_of(tree: TokenTree) -> set[tuple[int, ...]]:
+    return {tuple(tree.tokens[tree.path_to(node)[1:]].tolist()) for node in range(len(tree))}
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_against_a_search_token_by_token(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, rng.integers(2, 12), rng.integers(1, 90)).tolist()
+    depth = int(rng.integers(1, 8))
+    matches = naive_matches(tokens)
+    if len(tokens) > 1:
+        ends, lengths = find_matches(np.array(tokens))
+        assert list(zip(ends.tolist(), lengths.tolist(), strict=True)) == matches
+    expected: set[tuple[int, ...]] = {()}
+    for end, _ in matches:
+        text = list(tokens)
+        for step in range(depth):  # a continuation that reaches the end goes on with what it wrote itself
+            text.append(text[end + 1 + step])
+        path = text[len(tokens) :]
+        expected |= {tuple(path[: i + 1]) for i in range(depth)}
+    tree = propose(LookupDrafter(), request_of(tokens), depth)
+    assert paths_of(tree) == expected
+    assert len(tree) == len(expected), "every path once"
+    if matches:
+        assert tree.tokens[1] == tokens[matches[0][0] + 1], "the best match's token comes first"
+
+
+def test_a_longer_match_is_believed_more_and_a_later_place_less() -> None:
+    tree = propose(LookupDrafter(), request_of([7, 1, 2, 3, 9, 2, 5, 1, 2]), 2)
+    children = np.flatnonzero(tree.parents == 0)
+    assert tree.tokens[children].tolist() == [3, 5], "two tokens matched before 3, one before 5"
+    assert tree.probs[children[0]] > tree.probs[children[1]] > 0
+
+
+def test_counts_follow_what_held() -> None:
+    """A text that always goes on as before is believed in the end; one that never does is not."""
+    for holds in (True, False):
+        drafter, request = LookupDrafter(), request_of([1, 2, 3, 1, 2])
+        for _ in range(40):
+            tree = propose(drafter, request, 1)
+            drafter.commit([request], [np.array([0, 1] if holds else [0])])
+        assert (tree.probs[1] > 0.9) == holds and (tree.probs[1] < 0.1) != holds
+        other = propose(drafter, request_of([1, 2, 3, 1, 2]), 1)
+        assert (other.probs[1] > 0.7) == holds, "other requests learn from it too"
+
+
+def test_every_guess_below_the_path_is_counted_once() -> None:
+    drafter, request = LookupDrafter(), request_of([7, 1, 2, 3, 9, 2, 5, 1, 2])
+    tree = propose(drafter, request, 3)
+    path = tree.path_to(int(np.flatnonzero(tree.depths == 2)[0]))
+    drafter.commit([request], [path])
+    tested = sum(int((tree.parents == node).sum()) for node in path)
+    assert drafter._counts.trials.sum() == tested and drafter._counts.hits.sum() == len(path) - 1
+    drafter.commit([request], [path])
+    assert drafter._counts.trials.sum() == tested, "a proposal is judged once"
+    assert drafter._counts.trials.shape == (PLACES, MAX_MATCH + 1)
+
+
+def test_release_forgets() -> None:
+    drafter, request = LookupDrafter(), request_of([1, 2, 1, 2])
+    propose(drafter, request, 2)
+    drafter.commit([request], [np.array([0])])
+    propose(drafter, request, 2)
+    drafter.release(request)
+    drafter.release(request)
+    assert not drafter._own and not drafter._guesses
+
+
+@pytest.mark.parametrize("tokens", [[5], [5, 6], list(range(50))])
+def test_nothing_to_match(tokens: list[int]) -> None:
+    assert len(propose(LookupDrafter(), request_of(tokens), 4)) == 1
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        LOOKUP,
+        SpecConfig(nodes=16),
+        SpecConfig(),
+        SpecConfig(branching=(1, 1, 1), sources=("lookup",)),
+        SpecConfig(branching=(3, 2, 1)),
+        SpecConfig(nodes=9, sources=("ssm-2", "lookup")),
+    ],
+    ids=["lookup", "everything", "auto", "chain", "static", "named"],
+)
+def test_tokens_are_those_of_plain_decoding(spec: SpecConfig, batch: int) -> None:
+    """On prompts that repeat themselves, where guesses are many and deep."""
+    llm = tiny_llm(max_num_seqs=4)
+    prompts = [p * 3 for p in random_prompts((17, 20, 9, 31))[:batch]]
+    plain = run(llm, prompts, greedy(50), "off")
+    tree = run(llm, prompts, greedy(50), spec)
+    assert not differences(plain, tree)
+    for output in tree.outputs:
+        assert set(output.metrics.accepted_by_source) <= {"ssm-1", "ssm-2", "ssm-3", "lookup"}
+        if spec.sources == ("lookup",):
+            assert set(output.metrics.accepted_by_source) <= {"lookup"}
+
+
+def test_a_copied_text_is_guessed() -> None:
+    """The target's own continuation, once in the prompt, is found again where decoding repeats it."""
+    llm = tiny_llm()
+    (start,) = random_prompts((12,))
+    written = run(llm, [start], greedy(60), "off").outputs[0].outputs[0].token_ids
+    drafter = llm.engine.lookup
+    request = request_of(start + written + start[-3:] + written[:4])
+    tree = propose(drafter, request, 6)
+    assert tuple(written[4:10]) in paths_of(tree)

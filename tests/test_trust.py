@@ -1,0 +1,137 @@
+"""Weights of the SSMs: who foretold the text is believed, soon, and per request; what is emitted never changes."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.exactness import differences, run
+from tests.models import greedy, make_draft, new_folder, open_llm, random_prompts, tiny
+from treespec import LLM, SpecConfig
+from treespec.drafters import ssm
+from treespec.drafters.trust import FADING, LEAST, WINDOW, WORST, Trust
+
+SSMS = SpecConfig(nodes=12, max_depth=3, sources=("ssm",))
+
+
+def naive_weights(scores: list[dict[int, float]]) -> np.ndarray:
+    """The specification: fading sums over the latest positions that all have in an unbroken run."""
+    last = min(max(own) for own in scores)
+    total = np.zeros(len(scores))
+    for age in range(WINDOW):
+        if not all(last - age in own for own in scores):
+            break
+        for i, own in enumerate(scores):
+            total[i] += FADING**age * max(np.log(max(own[last - age], 1e-9)), WORST)
+    weights = np.exp(total - total.max())
+    return LEAST + (1 - len(scores) * LEAST) * weights / weights.sum()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_against_a_dictionary(seed: int) -> None:
+    """Chunks of random length, one SSM ahead of the other, gaps, and positions that are told twice."""
+    rng = np.random.default_rng(seed)
+    trust, scores, ends = Trust(3), [{}, {}, {}], [1, 1, 1]
+    for _ in range(60):
+        i, count = rng.integers(3), rng.integers(1, 9)
+        if ends[i] - min(ends) > WINDOW - 16:  # none is ever further ahead
+            i = int(np.argmin(ends))
+        start = ends[i] + (rng.integers(1, 5) if rng.random() < 0.05 else -rng.integers(0, 2))
+        start = max(start, 1)
+        if start > ends[i]:
+            scores[i].clear()  # a gap makes forget
+        probs = rng.uniform(0, 1, count) ** 3
+        trust.observe(int(i), int(start), probs)
+        for position, prob in enumerate(probs, start=start):
+            scores[i].setdefault(position, prob)
+        ends[i] = max(ends[i], start + count)
+    if all(scores) and len(set.intersection(*(set(own) for own in scores))):
+        assert np.allclose(trust.weights([0, 1, 2]), naive_weights(scores))
+
+
+def test_without_scores_all_are_equal() -> None:
+    trust = Trust(3)
+    trust.observe(0, 1, np.array([0.9, 0.9]))
+    assert trust.weights([0, 1, 2]).tolist() == [1 / 3] * 3
+    assert trust.weights([1]).tolist() == [1.0]
+
+
+def test_it_turns_with_the_text() -> None:
+    """Forty tokens of the one's kind, then of the other's: within sixteen tokens the weights have turned."""
+    trust = Trust(2)
+    for i, probs in enumerate(((0.8, 0.2), (0.2, 0.8))):
+        for own, prob in enumerate(probs):
+            trust.observe(own, 1 + 40 * i, np.full(40, prob))
+        assert trust.weights([0, 1])[i] > 0.95
+    trust.observe(0, 81, np.full(16, 0.8))
+    trust.observe(1, 81, np.full(16, 0.2))
+    assert trust.weights([0, 1])[0] > 0.5
+
+
+@pytest.fixture(scope="module")
+def good_and_bad() -> LLM:
+    """A draft that is nearly the target beside two that know next to nothing."""
+    target, drafts = tiny()
+    bad = [make_draft(new_folder("bad") / f"bad-{i}", target, 10 + i, 2.0) for i in range(2)]
+    return open_llm(target, [bad[0], drafts[0], bad[1]], max_num_seqs=4)
+
+
+def test_the_prompt_is_enough_to_know_whom_to_trust(good_and_bad: LLM) -> None:
+    engine = good_and_bad.engine
+    plain = run(good_and_bad, random_prompts((60,)), greedy(60), "off").outputs[0]
+    prompt = plain.prompt_token_ids + plain.outputs[0].token_ids  # what the target would write
+    seen = []
+    original = engine.ssms.propose
+
+    def propose(requests: list, *rest: object) -> list:
+        trees = original(requests, *rest)
+        seen.append(engine.ssms.weights(requests[0]))
+        return trees
+
+    engine.ssms.propose = propose
+    try:
+        good_and_bad.generate(prompt, greedy(12), spec=SSMS)
+    finally:
+        del engine.ssms.propose
+    assert seen[0]["ssm-1"] > 0.9, "in the first round"
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_one_ssm_in_a_round_is_the_trusted_one(good_and_bad: LLM, batch: int) -> None:
+    """`max_ssms=1` drafts nearly as well as the best SSM alone, though nobody has named it; tokens stay."""
+    prompts = random_prompts((40, 50, 60, 33))[:batch]
+    plain = run(good_and_bad, prompts, greedy(60), "off")
+    passes = {}
+    for name, spec in {
+        "best": SpecConfig(nodes=12, max_depth=3, sources=("ssm-1",)),
+        "worst": SpecConfig(nodes=12, max_depth=3, sources=("bad-0",)),
+        "one": SpecConfig(nodes=12, max_depth=3, sources=("ssm",), max_ssms=1),
+        "all": SSMS,
+    }.items():
+        tree = run(good_and_bad, prompts, greedy(60), spec)
+        assert not differences(plain, tree), name
+        passes[name] = sum(output.metrics.target_passes for output in tree.outputs)
+    assert passes["one"] < (passes["best"] + passes["worst"]) / 2, passes
+    assert passes["all"] < (passes["best"] + passes["worst"]) / 2, passes
+
+
+def test_resting_ssms_read_what_they_missed(good_and_bad: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their scores stay at most REST tokens behind, and their K/V are those of an SSM that never rested."""
+    drafter = good_and_bad.engine.ssms
+    lags = []
+    original = drafter.propose
+
+    def propose(requests: list, *rest: object) -> list:
+        trees = original(requests, *rest)
+        state = drafter._states[requests[0].request_id]
+        lags.append((requests[0].context_len - state.valid).max())
+        return trees
+
+    monkeypatch.setattr(drafter, "propose", propose)
+    good_and_bad.generate(random_prompts((40,)), greedy(80), spec=SpecConfig(nodes=12, max_ssms=1, sources=("ssm",)))
+    assert 0 < max(lags) < ssm.REST
+
+
+def test_an_ssm_alone_needs_no_scores() -> None:
+    llm = open_llm(tiny()[0], tiny()[1][:1])
+    run(llm, random_prompts((30,)), greedy(20), SSMS)
+    assert torch.equal(llm.engine.cache.pools[1].isfinite().all(), torch.tensor(True))

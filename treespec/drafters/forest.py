@@ -191,6 +191,8 @@ class Forest:
             seeds = np.where(same.any(2), np.take_along_axis(below, same.argmax(2), 1), -1)
             mixture = self._with_seeds(mixture, seeds, first)
         best = np.argsort(np.where(first, -mixture, 1.0), axis=1, kind="stable")
+        free = np.array([not shape.branching for shape in self.shapes])[self.frontier.owners]
+        within |= np.take_along_axis(seeds >= 0, best, 1) & free[:, None]  # or it would come back with its old value
         rows, places = np.nonzero(np.take_along_axis(first, best, 1) & within)
         columns = best[rows, places]
         return rows, columns, mixture[rows, columns], seeds[rows, columns]

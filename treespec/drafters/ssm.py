@@ -72,10 +72,11 @@ class DraftPlan:
 
 
 class Drafted(NamedTuple):
-    """What a round of drafting did: levels, and passes of one SSM over one level."""
+    """What a round of drafting did: levels, passes of one SSM, and those counted once for each request in them."""
 
     levels: int
     passes: int
+    request_passes: int = 0
 
 
 GrowthRule = Callable[[int, list[list[np.ndarray]]], bool]
@@ -119,6 +120,7 @@ class SsmDrafter:
     def __init__(self, models: Sequence[Decoder], names: Sequence[str], cache: KVCache):
         self.models, self.names, self.cache = list(models), tuple(names), cache
         self.drafted = Drafted(0, 0)  # in the last round
+        self._passes = self._request_passes = 0
         self._states: dict[str, _State] = {}
 
     def propose(
@@ -138,6 +140,7 @@ class SsmDrafter:
         """
         if seeds is None:
             seeds = [TokenTree.root(request.tokens[-1]) for request in requests]
+        self._passes = self._request_passes = 0
         states = [self._state(request) for request in requests]
         drafting = [plan.levels > 0 and bool(self._allowed(r)) for r, plan in zip(requests, plans, strict=True)]
         self._choose([row for row in zip(requests, states, plans, drafting, strict=True) if row[3]])
@@ -147,17 +150,15 @@ class SsmDrafter:
         ]
         forest = Forest(seeds, shapes, len(self.models), MAX_CHILDREN, MAX_FRONTIER, MAX_SLOTS)
         adaptive = np.array([plan.adaptive for plan in plans], dtype=bool)
-        passes = 0
         while len(forest.frontier.nodes):
             score = self._score if forest.depth else self._score_roots
             scored = score(requests, states, forest)
-            passes += len(scored)
             forest.extend(self._candidates(requests, states, forest, scored))
             growing = np.unique(forest.frontier.owners)
             values = [forest.values_by_level(owner) for owner in growing[adaptive[growing]].tolist()]
             if values and not keep_growing(forest.depth, values):
                 forest.stop(adaptive)
-        self.drafted = Drafted(forest.depth, passes)
+        self.drafted = Drafted(forest.depth, self._passes, self._request_passes)
         trees = []
         for state, drafts, (tree, slot_of_node) in zip(states, drafting, forest.finish(self.names), strict=True):
             state.slot_of_node = slot_of_node if drafts else None
@@ -383,6 +384,8 @@ class SsmDrafter:
 
         SSMs of one shape share a plan where `key` says that their rows are the same: it takes a tenth of their pass.
         """
+        self._passes += 1
+        self._request_passes += len(rows)
         model, pool = self.models[ssm], self.cache.pools[1 + ssm]
         if (model.plan_key, key) not in layouts:
             layouts[model.plan_key, key] = model.plan(rows, pool)

@@ -1,0 +1,178 @@
+"""Does the merge earn its place? Acceptance of merged sources against each alone, paired, by kind of text.
+
+    python perf/merge.py                                     # held-out prompts, the embedded models
+    python perf/merge.py --compare FOLDER --json out.json    # and one generalist draft, and one of all three's size
+
+At equal nodes: every SSM alone; the three merged; the three merged with one of them drafting in each round, the one
+that the text speaks for (equal draft time); lookup alone; lookup and SSMs. All modes decode the same tokens, which is
+checked, so that a prompt's target passes can be compared: acceptance length (`tau`, tokens per target pass, bonus token
+included) over all prompts and over those whose output does not loop (distinct 4-grams above a half), with the paired
+bootstrap's 95 % interval of the difference over prompts. `draft passes` counts forward passes of one SSM over one level
+for each target pass.
+"""
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from treespec import LLM, SamplingParams, SpecConfig
+from treespec_weights import default_folder, default_names
+
+LOOPING = 0.5  # outputs with a smaller share of distinct 4-grams are called looping
+RESAMPLES = 4000
+
+
+def distinct_share(tokens: Sequence[int]) -> float:
+    """Distinct 4-grams over all 4-grams."""
+    grams = [tuple(tokens[i : i + 4]) for i in range(len(tokens) - 3)]
+    return len(set(grams)) / len(grams) if grams else 1.0
+
+
+def balanced(entries: Sequence[dict[str, str]], count: int) -> list[dict[str, str]]:
+    """`count` prompts, each kind and package in turn."""
+    groups: dict[tuple[str, str], list[dict[str, str]]] = {}
+    for entry in entries:
+        groups.setdefault((entry["kind"], entry["package"]), []).append(entry)
+    kinds: dict[str, list[dict[str, str]]] = {}
+    for (kind, _), members in groups.items():
+        kinds.setdefault(kind, [])
+    for kind, own in kinds.items():
+        queues = [list(members) for (k, _), members in groups.items() if k == kind]
+        while any(queues):
+            own += [queue.pop(0) for queue in queues if queue]
+    return [own[i] for i in range(count) for own in kinds.values() if i < len(own)][:count]
+
+
+@contextmanager
+def counting_passes(llm: LLM) -> Iterator[Counter[str]]:
+    """Counts the SSMs' passes of a run from outside."""
+    total: Counter[str] = Counter()
+    ssms, original = llm.engine.ssms, llm.engine.ssms.propose
+
+    def propose(*args: Any) -> Any:
+        trees = original(*args)
+        total["passes"] += ssms.drafted.request_passes
+        return trees
+
+    ssms.propose = propose
+    try:
+        yield total
+    finally:
+        del ssms.propose
+
+
+def tau(tokens: np.ndarray, passes: np.ndarray, chosen: np.ndarray | slice = slice(None)) -> float:
+    """Tokens per target pass over chosen prompts."""
+    return float(tokens[chosen].sum() / passes[chosen].sum())
+
+
+def interval(tokens: np.ndarray, ours: np.ndarray, theirs: np.ndarray, chosen: np.ndarray) -> list[float]:
+    """The paired bootstrap's 95 % interval of the difference of acceptance lengths, prompts resampled."""
+    rng = np.random.default_rng(0)
+    index = np.flatnonzero(chosen)
+    if not len(index):
+        return [float("nan")] * 2
+    picks = index[rng.integers(0, len(index), (RESAMPLES, len(index)))]
+    summed = tokens[picks].sum(1)
+    return np.percentile(summed / ours[picks].sum(1) - summed / theirs[picks].sum(1), [2.5, 97.5]).tolist()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=120)
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--nodes", type=int, nargs="+", default=[8, 16, 32])
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--compare", type=Path, help="a folder of further drafts, one folder each")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    ssms = [name for name in default_names() if name.startswith("ssm-")]
+    others = sorted(folder for folder in args.compare.iterdir() if folder.is_dir()) if args.compare else []
+    entries = json.loads((default_folder("target").parent / "heldout_prompts.json").read_text())
+    entries = balanced(entries, args.prompts)
+    llm = LLM(drafts=[*ssms, *map(str, others)], dtype=args.dtype, max_num_seqs=args.batch)
+    merged, one = (*ssms,), {"max_ssms": 1}
+    modes: dict[str, dict[str, Any]] = {name: {"sources": (name,)} for name in [*ssms, *(f.name for f in others)]}
+    modes |= {"SSMs merged": {"sources": merged}, "SSMs, one a round": {"sources": merged} | one}
+    modes |= {"lookup": {"sources": ("lookup",)}, "SSMs and lookup": {"sources": (*merged, "lookup")}}
+    modes |= {"SSMs and lookup, one a round": {"sources": (*merged, "lookup")} | one}
+    texts, params = [entry["text"] for entry in entries], SamplingParams(max_tokens=args.max_tokens, ignore_eos=True)
+    plain = [output.outputs[0].token_ids for output in llm.generate(texts, params, spec="off")]
+    kinds = np.array([entry["kind"] for entry in entries])
+    tokens = np.array([len(own) for own in plain])
+    lively = np.array([distinct_share(own) > LOOPING for own in plain])
+    passes: dict[tuple[int, str], np.ndarray] = {}
+    rows, differing = [], 0
+    for nodes in args.nodes:
+        for mode, options in modes.items():
+            with counting_passes(llm) as counted:
+                outputs = llm.generate(texts, params, spec=SpecConfig(nodes=nodes, **options))
+            differing += sum(o.outputs[0].token_ids != own for o, own in zip(outputs, plain, strict=True))
+            own = passes[nodes, mode] = np.array([output.metrics.target_passes for output in outputs])
+            unique = sum((Counter(output.metrics.accepted_only_by_source) for output in outputs), Counter[str]())
+            row = {"nodes": nodes, "mode": mode, "tau": tau(tokens, own), "tau_not_looping": tau(tokens, own, lively)}
+            row |= {f"tau_{kind}": tau(tokens, own, kinds == kind) for kind in sorted(set(kinds))}
+            row["draft_passes_per_round"] = counted["passes"] / int(own.sum())
+            row["accepted_only_by_source"] = dict(unique)
+            rows.append(row)
+            print(
+                f"{nodes:3} {mode:30} tau {row['tau']:.3f}, not looping {row['tau_not_looping']:.3f}; "
+                + ", ".join(f"{kind} {row[f'tau_{kind}']:.3f}" for kind in sorted(set(kinds)))
+                + f"; draft passes per round {row['draft_passes_per_round']:.2f}",
+                flush=True,
+            )
+    claims = [claim for nodes in args.nodes for claim in compare(nodes, passes, tokens, kinds, ssms)]
+    for claim in claims:
+        low, high = claim["interval"]
+        print(f"{claim['nodes']:3} {claim['ours']} over {claim['theirs']}, {claim['over']}: "
+              f"{claim['difference']:+.3f} [{low:+.3f}, {high:+.3f}], ratio {claim['ratio']:.3f}")  # fmt: skip
+    setup = {
+        "prompts": len(texts), "kinds": dict(Counter(kinds.tolist())), "max_tokens": args.max_tokens,
+        "not_looping": int(lively.sum()), "distinct_4grams": float(np.mean([distinct_share(own) for own in plain])),
+        "batch": args.batch, "dtype": str(llm.config.dtype).removeprefix("torch."), "device": str(llm.config.device),
+        "threads": llm.config.num_threads, "torch": torch.__version__, "outputs_that_differ": differing,
+    }  # fmt: skip
+    print(", ".join(f"{name} {value}" for name, value in setup.items()))
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps({"setup": setup, "rows": rows, "claims": claims}, indent=1) + "\n")
+
+
+def compare(
+    nodes: int, passes: dict[tuple[int, str], np.ndarray], tokens: np.ndarray, kinds: np.ndarray, ssms: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    """Merged modes against every single SSM, over all and by kind, and with lookup against without."""
+    everything = np.ones(len(tokens), dtype=bool)
+
+    def claim(ours: str, theirs: str, over: str, chosen: np.ndarray) -> dict[str, Any]:
+        a, b = passes[nodes, ours], passes[nodes, theirs]
+        return {
+            "nodes": nodes, "ours": ours, "theirs": theirs, "over": over,
+            "difference": tau(tokens, a, chosen) - tau(tokens, b, chosen),
+            "ratio": tau(tokens, a, chosen) / tau(tokens, b, chosen), "interval": interval(tokens, a, b, chosen),
+        }  # fmt: skip
+
+    singles = [mode for n, mode in passes if n == nodes and ("SSM" not in mode and mode != "lookup")]
+    for ours in ("SSMs merged", "SSMs, one a round"):
+        for single in singles:
+            yield claim(ours, single, "all", everything)
+        for kind in sorted(set(kinds)):
+            best = max(ssms, key=lambda name, own=kinds == kind: tau(tokens, passes[nodes, name], own))
+            yield claim(ours, best, f"{kind} (its best)", kinds == kind)
+    for theirs in ("SSMs merged", "lookup"):
+        yield claim("SSMs and lookup", theirs, "all", everything)
+
+
+if __name__ == "__main__":
+    main()

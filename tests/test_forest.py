@@ -1,0 +1,135 @@
+"""Growing trees against a dictionary of paths: the merge of SSMs and seeds, budgets, frontiers, what is left of seeds."""
+
+import numpy as np
+import pytest
+
+from tests.models import tree_of
+from treespec.drafters.forest import Candidates, Forest, Shape, combine
+from treespec.tree import TokenTree
+
+VOCAB = 12
+NAMES = ("a", "b")
+Path = tuple[int, ...]
+
+
+class Speaker:
+    """SSMs whose probabilities are a function of the path."""
+
+    def __init__(self, seed: int, num_ssms: int):
+        self.seed, self.num_ssms = seed, num_ssms
+
+    def probs(self, ssm: int, path: Path) -> np.ndarray:
+        rng = np.random.default_rng((self.seed, ssm, *path))
+        weights = rng.exponential(size=VOCAB) ** 2
+        return weights / weights.sum()
+
+    def candidates(self, paths: list[Path], seeds: np.ndarray, width: int, weights: np.ndarray) -> Candidates:
+        probs = np.stack([[self.probs(ssm, path) for path in paths] for ssm in range(self.num_ssms)])
+        best = np.argsort(-probs, axis=2)[:, :, :width]
+        tokens = np.concatenate([*best, seeds], axis=1)
+        asked = np.stack([np.take_along_axis(p, np.maximum(tokens, 0), 1) * (tokens >= 0) for p in probs])
+        least = np.stack([np.take_along_axis(p, b, 1)[:, -1:] for p, b in zip(probs, best, strict=True)])
+        proposed = (asked >= least) & (tokens >= 0)
+        return Candidates(range(self.num_ssms), tokens, asked, proposed, np.tile(weights, (len(paths), 1)), False)
+
+
+def grow(forest: Forest, speaker: Speaker, weights: np.ndarray, width: int) -> list[list[Path]]:
+    """Grow to the end; the expanded paths of each tree, by level."""
+    path_of: dict[int, Path] = {i: () for i in range(len(forest.shapes))}
+    expanded: list[list[Path]] = [[] for _ in forest.shapes]
+    while len(forest.frontier.nodes):
+        at = forest.frontier
+        paths = [path_of[node] for node in at.nodes.tolist()]
+        for owner, path in zip(at.owners.tolist(), paths, strict=True):
+            expanded[owner].append(path)
+        forest.extend(speaker.candidates(paths, forest.seed_tokens(), width, weights))
+        level = forest._levels[-1]
+        first = forest._size - len(level.tokens)
+        for i, (token, parent) in enumerate(zip(level.tokens.tolist(), level.parents.tolist(), strict=True)):
+            path_of[first + i] = (*path_of[parent], token)
+    return expanded
+
+
+def paths_of(tree: TokenTree) -> list[Path]:
+    return [tuple(tree.tokens[tree.path_to(node)[1:]].tolist()) for node in range(len(tree))]
+
+
+def expected_probs(speaker: Speaker, path: Path, weights: np.ndarray, width: int, seed: dict[Path, float]) -> dict:
+    """Children of a path with their probabilities, merged by hand."""
+    probs = [speaker.probs(ssm, path) for ssm in range(speaker.num_ssms)]
+    named = {token for p in probs for token in np.argsort(-p)[:width].tolist()}
+    hinted = {c[-1]: value for c, value in seed.items() if c[:-1] == path and len(c) == len(path) + 1}
+    mixture = {t: float(weights @ [p[t] for p in probs]) for t in named | set(hinted)}
+    both = {t: float(combine(np.array(hinted[t]), np.array(mixture[t]))) for t in hinted}
+    taken, before = sum(both.values()), sum(mixture[t] for t in hinted)
+    rest = max(min((1 - taken) / max(1 - before, 1e-9), 1.0), 0.0)
+    return {t: both[t] / max(taken, 1.0) if t in hinted else mixture[t] * rest for t in mixture}
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_merge_against_a_dictionary(seed: int) -> None:
+    """Every node's probability, who proposed it, and that nothing of the best `nodes` is missing."""
+    rng = np.random.default_rng(seed)
+    speaker, weights, width = Speaker(seed, 2), rng.dirichlet([1, 1]), 4
+    hints: list[dict[Path, float]] = [{}, {(1,): 0.7, (2,): 0.2, (1, 3): 0.8, (1, 3, 5): 0.9, (1, 3, 5, 7): 0.9}]
+    seeds = [TokenTree.root(3), tree_of(4, hints[1], "lookup")]
+    nodes = int(rng.integers(4, 20))
+    shapes = [Shape(3, nodes, None, ()), Shape(3, nodes, None, (9,))]
+    forest = Forest(seeds, shapes, 2, 6, 8, 64)
+    expanded = grow(forest, speaker, weights, width)
+    for owner, (tree, slot_of_node) in enumerate(forest.finish(NAMES)):
+        tree.check_integrity()
+        paths = paths_of(tree)
+        assert len(set(paths)) == len(paths)
+        assert [paths[n] for n in np.argsort(slot_of_node)[(slot_of_node < 0).sum() :]] == expanded[owner]
+        for node, path in enumerate(paths[1:], start=1):
+            if path[:-1] in expanded[owner]:
+                own = expected_probs(speaker, path[:-1], weights, width, hints[owner])
+                assert tree.probs[node] == pytest.approx(own[path[-1]]), path
+            else:
+                assert tree.probs[node] == hints[owner][path], "a seed's node that no SSM scored keeps its own"
+            says = {name for ssm, name in enumerate(NAMES) if path[:-1] in expanded[owner]
+                    and path[-1] in np.argsort(-speaker.probs(ssm, path[:-1]))[:width]}  # fmt: skip
+            assert set(tree.sources_of(node)) == says | ({"lookup"} if path in hints[owner] else set())
+        assert all(9 not in path for path in expanded[1]), "nothing is drafted below an end token"
+        assert set(hints[owner]) <= set(paths), "seeds stay whole"
+        best = np.sort(tree.values)[-nodes:].min()
+        for path in expanded[owner]:  # whatever was left out below an expanded node is worth less
+            children = expected_probs(speaker, path, weights, width, hints[owner])
+            value = tree.values[paths.index(path)]
+            left = [p for t, p in sorted(children.items(), key=lambda c: -c[1])[:6] if (*path, t) not in paths]
+            assert not left or value * max(left) <= best + 1e-12
+
+
+def test_a_seed_that_the_ssms_doubt_loses_value_and_one_they_share_gains() -> None:
+    doubted, shared = combine(np.array([0.6, 0.6]), np.array([0.05, 0.7]))
+    assert doubted < 0.1 and shared > 0.75
+
+
+@pytest.mark.parametrize("branching", [(3, 2), (1, 1, 1), (2,)])
+def test_static_trees_have_their_shape(branching: tuple[int, ...]) -> None:
+    """Seeds compete for the places of a fixed shape and add none."""
+    hints = {(1,): 0.9, (1, 2): 0.9, (1, 2, 3): 0.9, (1, 2, 3, 4): 0.9}
+    forest = Forest([tree_of(0, hints, "lookup")], [Shape(len(branching), 64, branching, ())], 2, 6, 8, 64)
+    grow(forest, Speaker(5, 2), np.array([0.5, 0.5]), 6)
+    ((tree, _),) = forest.finish(NAMES)
+    tree.check_integrity()
+    for depth, children in enumerate(branching):
+        for node in np.flatnonzero(tree.depths == depth):
+            assert (tree.parents == node).sum() == children
+    assert len(tree) == 1 + sum(int(np.prod(branching[: i + 1])) for i in range(len(branching)))
+
+
+def test_limits_of_the_frontier() -> None:
+    forest = Forest([TokenTree.root(1)], [Shape(9, 500, None, ())], 2, 6, max_frontier=5, max_slots=17)
+    expanded = grow(forest, Speaker(1, 2), np.array([0.5, 0.5]), 6)
+    by_depth = np.bincount([len(path) for path in expanded[0]])
+    assert by_depth.max() == 5 and by_depth.sum() == 17
+
+
+def test_a_tree_without_levels_is_its_seed() -> None:
+    hints = {(1,): 0.5, (2,): 0.25, (1, 1): 0.5}
+    forest = Forest([tree_of(8, hints, "lookup"), TokenTree.root(2)], [Shape(0, 16, None, ())] * 2, 2, 6, 8, 64)
+    assert not len(forest.frontier.nodes)
+    (seeded, slots), (root, _) = forest.finish(NAMES)
+    assert paths_of(seeded) == [(), *sorted(hints, key=len)] and len(root) == 1 and (slots == -1).all()

@@ -41,7 +41,7 @@ def balanced(entries: Sequence[dict[str, str]], count: int) -> list[dict[str, st
     for entry in entries:
         groups.setdefault((entry["kind"], entry["package"]), []).append(entry)
     kinds: dict[str, list[dict[str, str]]] = {}
-    for (kind, _), members in groups.items():
+    for kind, _ in groups:
         kinds.setdefault(kind, [])
     for kind, own in kinds.items():
         queues = [list(members) for (k, _), members in groups.items() if k == kind]

@@ -1,4 +1,4 @@
-"""Growing trees against a dictionary of paths: the merge of SSMs and seeds, budgets, frontiers, what is left of seeds."""
+"""Growing trees against a dictionary of paths: the merge of SSMs and seeds, budgets, frontiers."""
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ class Speaker:
 
 def grow(forest: Forest, speaker: Speaker, weights: np.ndarray, width: int) -> list[list[Path]]:
     """Grow to the end; the expanded paths of each tree, by level."""
-    path_of: dict[int, Path] = {i: () for i in range(len(forest.shapes))}
+    path_of: dict[int, Path] = dict.fromkeys(range(len(forest.shapes)), ())
     expanded: list[list[Path]] = [[] for _ in forest.shapes]
     while len(forest.frontier.nodes):
         at = forest.frontier
@@ -101,9 +101,13 @@ def test_merge_against_a_dictionary(seed: int) -> None:
             assert not left or value * max(left) <= best + 1e-12
 
 
-def test_a_seed_that_the_ssms_doubt_loses_value_and_one_they_share_gains() -> None:
-    doubted, shared = combine(np.array([0.6, 0.6]), np.array([0.05, 0.7]))
-    assert doubted < 0.1 and shared > 0.75
+def test_two_opinions() -> None:
+    """Both count, the seed's more; the result is a probability whatever the opinions are."""
+    grid = np.linspace(0, 1, 21)
+    table = combine(grid[:, None], grid[None, :])
+    assert ((table > 0) & (table < 1)).all()
+    assert (np.diff(table, axis=0) >= 0).all() and (np.diff(table, axis=1) >= 0).all()
+    assert combine(np.array(0.9), np.array(0.1)) > combine(np.array(0.1), np.array(0.9))
 
 
 @pytest.mark.parametrize("branching", [(3, 2), (1, 1, 1), (2,)])

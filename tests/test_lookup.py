@@ -139,7 +139,5 @@ def test_a_copied_text_is_guessed() -> None:
     llm = tiny_llm()
     (start,) = random_prompts((12,))
     written = run(llm, [start], greedy(60), "off").outputs[0].outputs[0].token_ids
-    drafter = llm.engine.lookup
-    request = request_of(start + written + start[-3:] + written[:4])
-    tree = propose(drafter, request, 6)
+    tree = propose(LookupDrafter(), request_of(start + written + start[-3:] + written[:4]), 6)
     assert tuple(written[4:10]) in paths_of(tree)

@@ -15,7 +15,7 @@ from treespec.cache import pages_for
 from treespec.config import SpecConfig
 from treespec.drafters.ssm import DraftPlan, SsmDrafter
 from treespec.errors import ConfigError
-from treespec.planner import CostCurve
+from treespec.planner import CostCurve, Planner
 from treespec.request import Request, SamplingParams
 from treespec.runner import Runner
 from treespec_kernels.tree_batch import PAGE_SIZE, RequestRows
@@ -133,7 +133,7 @@ def _star_pass(runner: Runner, requests: Sequence[Request], rows: int) -> None:
 
 def _draft(ssms: SsmDrafter, requests: Sequence[Request], max_ssms: int | None) -> None:
     plans = [DraftPlan(DRAFT_LEVELS, DRAFT_LEVELS, 16, max_ssms=max_ssms)] * len(requests)
-    ssms.propose(requests, plans, lambda level, values: True)
+    ssms.propose(requests, plans, Planner(CostCurve((1,), (1.0,), 0.0)))  # these trees are not adaptive: never asked
     for request in requests:
         ssms.release(request)
         ssms.assume_context(request)

@@ -98,7 +98,7 @@ class Engine:
             proposals.append((self.lookup, self.lookup.propose(requests, depths)))
         merged = [merge(trees) for trees in zip(roots, *(trees for _, trees in proposals), strict=True)]
         if self.ssms is not None:
-            merged = self.ssms.propose(requests, plans, self.planner.keep_growing, merged)
+            merged = self.ssms.propose(requests, plans, self.planner, merged)
             proposals.append((self.ssms, merged))
         ids = [request.request_id for request in requests]
         self._proposed = [(drafter, dict(zip(ids, trees, strict=True))) for drafter, trees in proposals]

@@ -1,9 +1,9 @@
 """How large a tree is worth its pass: budget and topology from measured cost and drafted probabilities.
 
 A drafted node's value is the product of edge probabilities on its path, the chance that it is accepted. With
-candidates sorted by value, a prefix of N of them gives G(N) = (requests + sum of values) / (draft time + verify
-time(N)) tokens per second; the planner takes the N of the largest G, over all requests of the batch at once. So trees
-shrink by themselves as the batch grows, down to nothing.
+candidates sorted by value, the planner takes the prefix of N of them with the largest (sum of values) - rate * verify
+time(N), over all requests of the batch at once, where `rate` is what rounds bring in tokens per second; that maximises
+tokens per second over many rounds. So trees shrink by themselves as the batch grows, down to nothing.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,9 @@ from treespec.tree import TokenTree
 PAUSE = 64  # rounds of plain decoding after speculation was seen to cost more than it saves
 LONGEST_PAUSE = 1024  # each pause in a row doubles
 _MEMORY = 0.05  # weight of the newest round in the running mean
-_WORTH_A_ROW = 0.03  # about the least value for which a further row pays: one costs 1 to 3 % of a pass
+_USUAL_REACH = 0.7  # what a first level is assumed to hold before one was tried
+_REACH_MEMORY = 0.15
+_RECOVERY = 0.005  # of what was assumed at first, with each round in which nothing is drafted
 _HOPE = 1.2  # what speculation is assumed to gain before it was tried, and after a pause
 
 
@@ -67,19 +69,28 @@ def is_adaptive(spec: SpecConfig) -> bool:
 
 
 class Planner:
-    """Chooses what to draft and what to keep of it."""
+    """Chooses what to draft and what to keep of it.
+
+    Time has a price: `rate`, the tokens that a second is worth when it is spent as in the rounds before. A level is
+    drafted, and a node verified, where the tokens that it promises are worth its time.
+    """
+
+    least_value = 0.03  # of a node that is worth a row: one costs 1 to 3 % of a pass
 
     def __init__(self, cost: CostCurve):
         self.cost = cost
         self._gain = _HOPE  # running mean: tokens per modelled second of automatic trees, over plain decoding's
+        self._reach = _USUAL_REACH  # running mean: share of its open mass that a first level holds
+        self._truth = 1.0  # running ratio of accepted tokens to those that the trees' values promised
+        self._levels = 2.0  # running mean of levels drafted in a round
         self._pause, self._paused_rounds = PAUSE, 0
-        self._levels, self._emitted = 2.0, 2.0  # running means of automatic rounds: levels drafted, tokens a request
-        self._drafted = Drafted(0, 0)
+        self._requests, self._drafted, self._reach_learned = 1, Drafted(0, 0), False
 
     def draft_plans(self, requests: Sequence[Request], max_model_len: int) -> list[DraftPlan]:
         """What to draft for each request; depth 0 where nothing is worth drafting."""
         self._paused_rounds = max(self._paused_rounds - 1, 0)
-        price = self._price_of_an_ssm(len(requests))
+        self._requests = len(requests)
+        price = self._price_of_an_ssm()
         plans = []
         for request in requests:
             spec = request.spec
@@ -89,37 +100,37 @@ class Planner:
             if spec.is_plain:
                 depth = 0
             levels = 0 if adaptive and self._paused_rounds else depth
-            owns = price if adaptive else 0.0
+            least_trust = price if adaptive else 0.0
             plans.append(
-                DraftPlan(depth, levels, spec.max_nodes, spec.branching, adaptive, owns, spec.max_ssms)
+                DraftPlan(depth, levels, spec.max_nodes, spec.branching, adaptive, least_trust, spec.max_ssms)
             )  # fmt: skip
         return plans
 
-    def _price_of_an_ssm(self, requests: int) -> float:
-        """The weight that an SSM must have to be worth its time: leaving it out loses at most its weight's share of
-        the guessed tokens, running it costs its share of a round."""
-        levels = max(self._levels, 1.0)
-        rows = requests * (1 + 2 * levels)
-        seconds = float(self.cost.verify(rows, requests)) + levels * self.cost.draft_seconds
-        guessed = max(1 - 1 / self._emitted, 0.1)
-        return levels * self.cost.ssm_seconds / seconds / guessed
+    @property
+    def rate(self) -> float:
+        """Tokens that a second is worth in this batch."""
+        return max(self._gain, 1.0) * self._requests / float(self.cost.verify(self._requests, self._requests))
 
-    def keep_growing(self, level: int, values: list[list[np.ndarray]]) -> bool:
-        """Whether another level is expected to pay: its gain per second against the rate without it.
+    def _price_of_an_ssm(self) -> float:
+        """The trust that a further SSM must have: leaving it out loses at most its share of the drafted tokens."""
+        promised = self._truth * self._reach * max(self._levels, 1.0) * self._requests
+        return self.rate * max(self._levels, 1.0) * self.cost.ssm_seconds / max(promised, 1e-9)
 
-        A level's mass is the sum of its values that are worth a row, the chance that it is reached. The next one's is
-        estimated as if the mass went on to fall as it fell last.
-        """
-        count = len(values)
-        seconds = self.cost.draft(Drafted(level, level), count) + float(self.cost.verify(count * (2 + level), count))
-        further = self.cost.draft(Drafted(1, 1), count)
-        gain, accepted = 0.0, 0.0
-        for tree in values:
-            masses = [float(each[each > _WORTH_A_ROW].sum()) for each in tree]
-            accepted += min(sum(masses), len(masses))
-            before = min(masses[-2], 1.0)
-            gain += min(masses[-1], before) ** 2 / before if before > 0 else 0.0
-        return gain * seconds > accepted * further
+    def worth_a_level(self, open_mass: np.ndarray, reached: np.ndarray | None) -> bool:
+        """Whether another level promises more tokens than its time is worth. A level is expected to hold as large a
+        share of the mass that is open to it as the one before it held."""
+        if reached is None:
+            promised = self._reach * float(open_mass.sum())
+        else:
+            promised = float((open_mass * np.minimum(reached, 1.0)).sum())
+            self._first_reach(reached)
+        return self._truth * promised > self.rate * self.cost.draft(Drafted(1, 1), self._requests)
+
+    def _first_reach(self, reached: np.ndarray) -> None:
+        """Learn what a first level holds; later ones of the round say nothing of it."""
+        if not self._reach_learned:
+            self._reach += _REACH_MEMORY * (float(np.minimum(reached, 1.0).mean()) - self._reach)
+            self._reach_learned = True
 
     def cut(self, requests: Sequence[Request], trees: Sequence[TokenTree], drafted: Drafted) -> list[TokenTree]:
         """Keep of each tree what its configuration asks for, or, for "auto", what pays in this batch.
@@ -128,7 +139,7 @@ class Planner:
             requests, trees: side by side.
             drafted: what the SSMs did for them.
         """
-        self._drafted = drafted
+        self._drafted, self._reach_learned = drafted, False
         kept = [_best(tree, request.spec.max_nodes) for request, tree in zip(requests, trees, strict=True)]
         free = [i for i, request in enumerate(requests) if is_adaptive(request.spec) and len(kept[i]) > 1]
         if not free:
@@ -139,9 +150,9 @@ class Planner:
         depth = np.concatenate([kept[i].depths[1:] for i in free])
         order = np.lexsort((depth, -value))  # a parent stays ahead of a child of equal value
         fixed_rows = sum(len(tree) for i, tree in enumerate(kept) if i not in free) + len(free)
-        gains = len(requests) + np.concatenate([[0.0], np.cumsum(value[order])])
+        promised = self._truth * np.concatenate([[0.0], np.cumsum(value[order])])
         seconds = self.cost.verify(fixed_rows + np.arange(len(order) + 1), len(requests))
-        count = int(np.argmax(gains / (self.cost.draft(drafted, len(requests)) + seconds)))
+        count = int(np.argmax(promised - self.rate * seconds))
         owner, node = owner[order[:count]], node[order[:count]]
         for i in free:
             kept[i] = kept[i].keep(np.concatenate([[0], np.sort(node[owner == i])]))
@@ -153,14 +164,21 @@ class Planner:
 
         Seconds are the cost curve's: they do not shake, and a pause depends on tokens alone.
         """
-        if not self._drafted.levels or not any(is_adaptive(request.spec) for request in requests):
+        if not any(is_adaptive(request.spec) for request in requests):
             return
-        count, rows = len(requests), sum(len(tree) for tree in trees)
-        seconds = self.cost.draft(self._drafted, count) + float(self.cost.verify(rows, count))
+        count, rows, drafted = len(requests), sum(len(tree) for tree in trees), self._drafted
+        seconds = self.cost.draft(drafted, count) + float(self.cost.verify(rows, count))
         gain = sum(emitted) / count * float(self.cost.verify(count, count)) / seconds
         self._gain += _MEMORY * (gain - self._gain)
-        self._levels += _MEMORY * (self._drafted.levels - self._levels)
-        self._emitted += _MEMORY * (sum(emitted) / count - self._emitted)
+        if rows > count:
+            promised = sum(float(tree.values[1:].sum()) for tree in trees)
+            error = (sum(emitted) - count - self._truth * promised) / count
+            self._truth = min(max(self._truth + _MEMORY * error, 0.1), 1.2)
+        if not drafted.levels:  # what is not tried cannot be learned: hope returns slowly
+            self._reach += _RECOVERY * (_USUAL_REACH - self._reach)
+            self._truth += _RECOVERY * (1.0 - self._truth)
+            return
+        self._levels += _MEMORY * (drafted.levels - self._levels)
         if self._gain < 1:
             self._paused_rounds, self._gain = self._pause, _HOPE
             self._pause = min(2 * self._pause, LONGEST_PAUSE)

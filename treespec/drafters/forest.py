@@ -8,6 +8,8 @@ import numpy as np
 
 from treespec.tree import Draws, TokenTree
 
+_SEED_WEIGHT, _MIXTURE_WEIGHT, _AGREEMENT = 1.2, 0.2, 1.0
+
 
 class Frontier(NamedTuple):
     """The nodes that are scored next, those of one tree side by side. All int64 but `values`; [num rows] each."""
@@ -239,9 +241,21 @@ class Forest:
         going = ~owners[self.frontier.owners]
         self.frontier = Frontier(*(part[going] for part in self.frontier))
 
-    def values_by_level(self, owner: int) -> list[np.ndarray]:
-        """A tree's values, by depth."""
-        return self._values[owner]
+    def open_mass(self) -> np.ndarray:
+        """float64 [num trees]: the chance that the frontier is reached and no seed says what follows."""
+        at, seeds = self.frontier, self.seeds
+        values = at.values
+        if seeds.any:
+            below = seeds.children[at.seeds]
+            values = values * np.maximum(1 - (seeds.probs[below] * (below >= 0)).sum(1), 0.0)
+        return np.bincount(at.owners, values, minlength=len(self.shapes))
+
+    def level_mass(self, least: float) -> np.ndarray:
+        """float64 [num trees]: the chance that the newest level is reached, by nodes of at least this value that are no
+        seed's."""
+        level = self._levels[-1]
+        counted = (level.values >= least) & (level.seeds < 0)
+        return np.bincount(level.owners[counted], level.values[counted], minlength=len(self.shapes))
 
     def finish(self, names: Sequence[str]) -> list[tuple[TokenTree, np.ndarray]]:
         """The trees, seeds and all, and the draft slot of each node, -1 where it was not expanded.
@@ -274,11 +288,14 @@ class Forest:
         return tree, slot_of_node
 
 
-def combine(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """One probability out of two opinions on the same event: their odds are multiplied."""
-    a, b = np.clip(a, 1e-4, 0.999), np.clip(b, 1e-4, 0.999)
-    agree = a * b
-    return agree / (agree + (1 - a) * (1 - b))
+def combine(seed: np.ndarray, mixture: np.ndarray) -> np.ndarray:
+    """One probability out of two opinions on the same event: a weighted sum of their log-odds.
+
+    The weights are a fit to guesses of prompt lookup that SSMs scored too. A small SSM knows little of repetition, so
+    its doubt about a long match counts for little.
+    """
+    a, b = (np.log(p / (1 - p)) for p in (np.clip(seed, 1e-4, 0.999), np.clip(mixture, 1e-4, 0.999)))
+    return 1 / (1 + np.exp(-(_SEED_WEIGHT * a + _MIXTURE_WEIGHT * b + _AGREEMENT)))
 
 
 def _join(tree: TokenTree, seed: TokenTree, seed_of_node: np.ndarray, complete: bool) -> TokenTree:

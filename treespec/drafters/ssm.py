@@ -7,9 +7,9 @@ hold the K/V of every node that was expanded: after a commit they catch up on on
 does not speak for rests, and reads what it missed in one pass now and then.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -79,8 +79,20 @@ class Drafted(NamedTuple):
     request_passes: int = 0
 
 
-GrowthRule = Callable[[int, list[list[np.ndarray]]], bool]
-"""(levels grown, values of each growing adaptive tree by level) -> whether another level is worth drafting."""
+class GrowthRule(Protocol):
+    """Decides whether another level of the adaptive trees is worth drafting."""
+
+    least_value: float  # of a node that is worth a row of the target pass
+
+    def worth_a_level(self, open_mass: np.ndarray, reached: np.ndarray | None) -> bool:
+        """Asked before each level, the first too.
+
+        Args:
+            open_mass: float64 [num trees], the chance that a tree's frontier is reached and no other source says what
+                follows.
+            reached: float64 [num trees], which share of the last level's open mass its nodes turned out to hold; None
+                before the first level.
+        """
 
 
 class _Scored(NamedTuple):
@@ -127,7 +139,7 @@ class SsmDrafter:
         self,
         requests: Sequence[Request],
         plans: Sequence[DraftPlan],
-        keep_growing: GrowthRule,
+        rule: GrowthRule,
         seeds: Sequence[TokenTree] | None = None,
     ) -> list[TokenTree]:
         """One tree per request over its last token; the seed alone where the plan's depth is 0.
@@ -135,7 +147,7 @@ class SsmDrafter:
         Args:
             requests: prefilled, with their pages.
             plans: what to grow, by request.
-            keep_growing: asked before each further level of the adaptive trees.
+            rule: asked before each level of the adaptive trees.
             seeds: what other sources proposed, by request.
         """
         if seeds is None:
@@ -150,20 +162,35 @@ class SsmDrafter:
         ]
         forest = Forest(seeds, shapes, len(self.models), MAX_CHILDREN, MAX_FRONTIER, MAX_SLOTS)
         adaptive = np.array([plan.adaptive for plan in plans], dtype=bool)
+        before: np.ndarray | None = None
         while len(forest.frontier.nodes):
+            if adaptive.any():
+                before = self._stop_where_nothing_pays(forest, adaptive, rule, before)
+                if not len(forest.frontier.nodes):
+                    break
             score = self._score if forest.depth else self._score_roots
             scored = score(requests, states, forest)
             forest.extend(self._candidates(requests, states, forest, scored))
-            growing = np.unique(forest.frontier.owners)
-            values = [forest.values_by_level(owner) for owner in growing[adaptive[growing]].tolist()]
-            if values and not keep_growing(forest.depth, values):
-                forest.stop(adaptive)
         self.drafted = Drafted(forest.depth, self._passes, self._request_passes)
         trees = []
         for state, drafts, (tree, slot_of_node) in zip(states, drafting, forest.finish(self.names), strict=True):
             state.slot_of_node = slot_of_node if drafts else None
             trees.append(tree)
         return trees
+
+    def _stop_where_nothing_pays(
+        self, forest: Forest, adaptive: np.ndarray, rule: GrowthRule, before: np.ndarray | None
+    ) -> np.ndarray:
+        """Ask the rule about the next level. `before`: the open masses of the last one; returns this one's."""
+        growing = np.unique(forest.frontier.owners)
+        growing = growing[adaptive[growing]]
+        opened = forest.open_mass()
+        reached = None
+        if before is not None:
+            reached = forest.level_mass(rule.least_value)[growing] / np.maximum(before[growing], 1e-9)
+        if len(growing) and not rule.worth_a_level(opened[growing], reached):
+            forest.stop(adaptive)
+        return opened
 
     def prefill(self, requests: Sequence[Request]) -> None:
         """Compute the SSMs' K/V of all positions that the target has committed, and score them on what they read."""

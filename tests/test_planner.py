@@ -1,0 +1,134 @@
+"""The planner: what pays is drafted and verified, what does not is not, in modelled seconds."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+
+from tests.exactness import differences, run
+from tests.models import greedy, make_draft, new_folder, open_llm, random_prompts, tiny, tree_of
+from treespec import LLM, SpecConfig
+from treespec.drafters.ssm import Drafted
+from treespec.observe import watch
+from treespec.planner import CostCurve, Planner
+from treespec.request import Request, SamplingParams
+from treespec.tree import TokenTree
+
+COST = CostCurve((1, 16, 64), (1e-3, 1.3e-3, 3e-3), draft_seconds=2e-4, request_seconds=1e-4, ssm_seconds=1e-4)
+AUTO = SpecConfig()
+
+
+def request_of(spec: SpecConfig = AUTO) -> Request:
+    return Request([1, 2, 3], SamplingParams(max_tokens=100), spec)
+
+
+def random_tree(rng: np.random.Generator, nodes: int) -> TokenTree:
+    paths: dict[tuple[int, ...], float] = {}
+    while len(paths) < nodes:
+        above = [(), *paths][rng.integers(len(paths) + 1)]
+        if len(above) < 5:
+            paths[(*above, int(rng.integers(1, 400)))] = float(rng.uniform(0, 0.9))
+    return tree_of(3, paths)
+
+
+def planner_at(gain: float, requests: list[Request]) -> Planner:
+    planner = Planner(COST)
+    planner.draft_plans(requests, 256)
+    planner._gain = gain
+    return planner
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_cut_keeps_what_is_worth_its_rows(batch: int) -> None:
+    """Against every possible number of rows: the best by tokens promised less the price of their time."""
+    rng = np.random.default_rng(batch)
+    for gain in (1.0, 1.5, 3.0):
+        requests = [request_of() for _ in range(batch)]
+        trees = [random_tree(rng, int(rng.integers(1, 24))) for _ in requests]
+        planner = planner_at(gain, requests)
+        kept = planner.cut(requests, trees, Drafted(2, 2))
+        for tree in kept:
+            tree.check_integrity()
+        values = np.sort(np.concatenate([tree.values[1:] for tree in trees]))[::-1]
+        worth = [values[:n].sum() - planner.rate * float(COST.verify(batch + n, batch)) for n in range(len(values) + 1)]
+        assert sum(map(len, kept)) - batch == int(np.argmax(worth))
+        assert np.concatenate([tree.values[1:] for tree in kept]).sum() == pytest.approx(
+            values[: np.argmax(worth)].sum()
+        )
+
+
+def test_an_int_is_obeyed() -> None:
+    requests = [request_of(SpecConfig(nodes=7)), request_of()]
+    trees = [random_tree(np.random.default_rng(i), 20) for i in range(2)]
+    planner = planner_at(50.0, requests)  # time is too dear for any node
+    assert [len(tree) for tree in planner.cut(requests, trees, Drafted(1, 1))] == [7, 1]
+
+
+def test_a_level_is_drafted_where_it_promises_more_than_its_time() -> None:
+    planner = planner_at(1.5, [request_of()])
+    price = 1.5 / 1e-3 * 2e-4
+    for opened, reached in itertools.product((0.1, 0.4, 0.9), (0.2, 0.5, 0.9)):
+        decision = planner.worth_a_level(np.array([opened]), np.array([reached]))
+        assert decision == (opened * reached > price)
+    assert not planner.worth_a_level(np.array([0.05]), None), "another source says already what follows"
+    assert planner.worth_a_level(np.array([1.0]), None)
+
+
+def test_dear_ssms_need_trust() -> None:
+    cheap, dear = (
+        Planner(dataclasses.replace(COST, ssm_seconds=seconds)).draft_plans([request_of()], 256)[0].price
+        for seconds in (1e-6, 2e-3)
+    )
+    assert 0 < cheap < 0.01 and dear > 1
+    assert Planner(COST).draft_plans([request_of(SpecConfig(nodes=16))], 256)[0].price == 0, "an int is obeyed"
+
+
+def modelled_speedup(llm: LLM, spec: SpecConfig, tokens: int) -> tuple[float, float]:
+    """(speed-up over plain decoding, share of rounds with drafting), in the cost curve's seconds."""
+    engine, cost = llm.engine, llm.engine.planner.cost
+    drafted: list[Drafted] = []
+    cut = engine.planner.cut
+
+    def observed(requests: list, trees: list, levels: Drafted) -> list:
+        drafted.append(levels)
+        return cut(requests, trees, levels)
+
+    engine.planner.cut = observed
+    try:
+        with watch(engine) as rounds:
+            llm.generate(random_prompts((40,)), greedy(tokens), spec=spec)
+    finally:
+        del engine.planner.cut
+    seconds = sum(float(cost.verify(len(each.tree))) for each in rounds) + sum(cost.draft(d, 1) for d in drafted)
+    return tokens * float(cost.verify(1)) / seconds, sum(d.levels > 0 for d in drafted) / len(rounds)
+
+
+@pytest.fixture(scope="module")
+def drafts() -> dict[str, LLM]:
+    """Engines with a draft that is nearly the target, and with one that knows nothing; drafting costs a fifth."""
+    target, good = tiny()
+    bad = make_draft(new_folder("bad") / "bad", target, 10, 3.0)
+    llms = {"good": open_llm(target, [good[0]], max_num_seqs=4), "bad": open_llm(target, [bad], max_num_seqs=4)}
+    for llm in llms.values():
+        llm.engine.planner.cost = COST
+    return llms
+
+
+def test_good_guesses_are_used(drafts: dict[str, LLM]) -> None:
+    speedup, share = modelled_speedup(drafts["good"], AUTO, 150)
+    assert speedup > 1.5 and share > 0.8
+
+
+def test_useless_guesses_cost_next_to_nothing(drafts: dict[str, LLM]) -> None:
+    modelled_speedup(drafts["bad"], AUTO, 100)  # learns that they are useless
+    speedup, share = modelled_speedup(drafts["bad"], AUTO, 190)
+    assert speedup > 0.97 and share < 0.2
+
+
+@pytest.mark.parametrize("name", ["good", "bad"])
+def test_tokens_do_not_depend_on_the_planner(drafts: dict[str, LLM], name: str) -> None:
+    prompts = random_prompts((10, 40, 25))
+    plain = run(drafts[name], prompts, greedy(40), "off")
+    for _ in range(2):
+        assert not differences(plain, run(drafts[name], prompts, greedy(40), AUTO))

@@ -1,4 +1,4 @@
-"""The command line: `treespec generate | tree | weights | autotune`, and names kept for `bench` and `serve`.
+"""The command line: `treespec generate | bench | tree | weights | autotune`, and a name kept for `serve`.
 
 Nothing here imports torch before a command needs it: `treespec --help` answers at once.
 """
@@ -9,13 +9,14 @@ from typing import Annotated
 import typer
 
 from treespec import __version__
-from treespec.cli import autotune, generate, tree
+from treespec.cli import autotune, bench, generate, tree
 from treespec.cli.group import Commands, usage_error
 
 _PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}
 
 app = typer.Typer(cls=Commands, add_completion=False, pretty_exceptions_enable=False)
 app.command()(generate.generate)
+app.command(cls=bench.SeveralValues)(bench.bench)
 app.command()(tree.tree)
 app.command()(autotune.autotune)
 
@@ -49,16 +50,10 @@ def weights(ctx: typer.Context) -> None:
 
 
 @app.command(context_settings=_PASS_ON)
-def bench(ctx: typer.Context) -> None:
-    """Not implemented yet: measure speed against plain decoding."""
-    raise _no_command_yet("bench")
-
-
-@app.command(context_settings=_PASS_ON)
 def serve(ctx: typer.Context) -> None:
     """Not implemented yet: answer over HTTP."""
     raise _no_command_yet("serve")
 
 
 def _no_command_yet(name: str) -> Exception:
-    return usage_error(f"treespec {name} is not implemented yet; valid now: generate, tree, weights, autotune")
+    return usage_error(f"treespec {name} is not implemented yet; valid now: generate, bench, tree, weights, autotune")

@@ -1,0 +1,136 @@
+"""What is compared: our own ways to decode, and those of transformers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+from treespec.config import SpecConfig
+from treespec.errors import ConfigError
+
+PLAIN = "plain"
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One of our own modes.
+
+    Args:
+        name: what `--only` and the JSON call it; without spaces and commas.
+        label: what the table calls it.
+        options: of the `SpecConfig`; None is plain decoding.
+    """
+
+    name: str
+    label: str
+    options: dict[str, Any] | None
+
+    @property
+    def spec(self) -> SpecConfig | str:
+        return "off" if self.options is None else SpecConfig(**self.options)
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """What the JSON says of the mode."""
+        options = self.options or {"nodes": 1}
+        branching = options.get("branching")
+        return {
+            "engine": "treespec",
+            "label": self.label,
+            "nodes": 1 + len(branching) if branching else options["nodes"],
+            "k": len(branching) if branching else None,
+            "sources": [] if self.options is None else list(options.get("sources", ())) or "all",
+        }
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A mode of transformers.
+
+    Args:
+        name, label: as `Mode`.
+        kind: what kind of generation.
+        draft: name of the assistant model, for "assisted".
+        k: tokens drafted per round, for "assisted" and "lookup"; None is transformers' own schedule.
+    """
+
+    name: str
+    label: str
+    kind: Literal["plain", "assisted", "lookup"]
+    draft: str | None = None
+    k: int | None = None
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        return {
+            "engine": "transformers",
+            "label": self.label,
+            "nodes": None if self.k is None else 1 + self.k,
+            "k": self.k,
+            "sources": [] if self.kind == "plain" else [self.draft or "lookup"],
+        }
+
+    @property
+    def batch_one_only(self) -> bool:
+        """transformers drafts for one request at a time."""
+        return self.kind != "plain"
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The modes of a run, plain decoding first."""
+
+    ours: list[Mode] = field(default_factory=list)
+    peers: list[Peer] = field(default_factory=list)
+
+
+def our_modes(ssms: Sequence[str], k_values: Sequence[int], nodes: Sequence[int]) -> list[Mode]:
+    """Plain decoding; the chain of each length; a tree of each source, alone and together; what is done by default.
+
+    Args:
+        ssms: names of the SSMs.
+        k_values: lengths of the chains.
+        nodes: rows of the target pass, by tree.
+    """
+    modes = [Mode(PLAIN, "plain decoding", None)]
+    if ssms:
+        for k in k_values:
+            chain = {"policy": "static", "branching": (1,) * k, "max_depth": max(6, k), "sources": ("ssm",)}
+            modes.append(Mode(f"chain-k{k}", f"chain, K={k}", chain))
+    alone = [(name, name, (name,)) for name in ssms] if len(ssms) > 1 else []
+    merged = [("ssms", "all SSMs" if len(ssms) > 1 else ssms[0], ("ssm",))] if ssms else []
+    lookup = [("lookup", "lookup", ("lookup",))]
+    everything = [("everything", "SSMs + lookup", ("ssm", "lookup"))] if ssms else []
+    for count in nodes:
+        for name, label, sources in (*alone, *merged, *lookup, *everything):
+            options = {"nodes": count, "sources": sources}
+            modes.append(Mode(f"tree-{name}-n{count}", f"{label}, {count} nodes", options))
+    modes.append(Mode("auto", 'everything, nodes="auto"', {"nodes": "auto"}))
+    return modes
+
+
+def peer_modes(ssms: Sequence[str], k_values: Sequence[int]) -> list[Peer]:
+    """transformers plain, assisted by each SSM at each K and at its own schedule, and with prompt lookup at each K."""
+    peers = [Peer("hf-plain", "transformers plain", "plain")]
+    for name in ssms:
+        for k in (*k_values, None):
+            end, shown = ("own", "own schedule") if k is None else (f"k{k}", f"K={k}")
+            peers.append(Peer(f"hf-assisted-{name}-{end}", f"transformers, {name}, {shown}", "assisted", name, k))
+    return peers + [Peer(f"hf-lookup-k{k}", f"transformers, lookup, K={k}", "lookup", k=k) for k in k_values]
+
+
+def select(ours: Sequence[Mode], peers: Sequence[Peer], only: Sequence[str]) -> Selection:
+    """The modes whose names match one of `only` (all where it is empty), and plain decoding, the baseline.
+
+    Raises:
+        ConfigError: a name or pattern that matches nothing.
+    """
+    names = [mode.name for mode in (*ours, *peers)]
+    for pattern in only:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ConfigError(f"--only {pattern}: no such mode; valid: {', '.join(names)}, and patterns such as tree-*")
+
+    def wanted(name: str) -> bool:
+        return not only or name == PLAIN or any(fnmatchcase(name, pattern) for pattern in only)
+
+    return Selection([mode for mode in ours if wanted(mode.name)], [peer for peer in peers if wanted(peer.name)])

@@ -1,0 +1,108 @@
+"""transformers on the same weights, prompts and dtype: plain, assisted by an SSM, and with prompt lookup."""
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from treespec.bench.measure import Sample, groups
+from treespec.bench.modes import Peer
+from treespec.errors import ModelError
+
+
+class Transformers:
+    """transformers' models of a target and its SSMs.
+
+    Everything is transformers' own default but for what makes it comparable: greedy, no end token, and, where a peer
+    has a K, that every round drafts K tokens.
+
+    Args:
+        target: the target's folder.
+        drafts: the SSMs' folders by name.
+        device, dtype: as the engine that they are compared with.
+    """
+
+    def __init__(self, target: Path, drafts: Mapping[str, Path], device: torch.device, dtype: torch.dtype):
+        self.device = device
+        self._target = _load(target, device, dtype)
+        self._drafts = {name: _load(folder, device, dtype) for name, folder in drafts.items()}
+        self._passes = 0
+        self._target.register_forward_pre_hook(self._count)
+
+    def run(self, peer: Peer, prompts: Sequence[list[int]], max_tokens: int, batch: int) -> Sample:
+        """Decode all prompts, `batch` at once, shorter ones padded on the left. Prefill is a run to the first token.
+
+        Raises:
+            ModelError: transformers did not make `max_tokens` tokens.
+        """
+        assert batch == 1 or not peer.batch_one_only, f"{peer.name} has batch 1 only"
+        sample, options = Sample(), self._options(peer)
+        for group in groups(prompts, batch):
+            first, _ = self._generate(group, 1, options)
+            self._passes = 0
+            total, made = self._generate(group, max_tokens, options)
+            decode = max(total - first, 0.0) if max_tokens > 1 else total
+            sample.total_seconds += total
+            sample.decode_seconds += decode
+            for tokens in made:
+                if len(tokens) != max_tokens:
+                    raise ModelError(f"{peer.name} made {len(tokens)} tokens where {max_tokens} were asked for")
+                rest = max(len(tokens) - 1, 1)
+                sample.tokens.append(tokens)
+                sample.decoded += rest
+                sample.ttft.append(first)
+                sample.per_token.append(decode / rest)
+                sample.passes.append(self._passes)
+        return sample
+
+    def _generate(
+        self, prompts: list[list[int]], max_tokens: int, options: dict[str, Any]
+    ) -> tuple[float, list[list[int]]]:
+        """Seconds, and the new tokens of each prompt."""
+        width = max(map(len, prompts))
+        ids = torch.zeros(len(prompts), width, dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for row, prompt in enumerate(prompts):
+            ids[row, width - len(prompt) :] = torch.tensor(prompt)
+            mask[row, width - len(prompt) :] = 1
+        ids, mask = ids.to(self.device), mask.to(self.device)
+        with torch.inference_mode():
+            start = time.perf_counter()
+            result = self._target.generate(
+                input_ids=ids, attention_mask=mask, max_new_tokens=max_tokens, do_sample=False, **options
+            )
+            tokens = result[:, width:].tolist()  # waits for the device
+            seconds = time.perf_counter() - start
+        return seconds, tokens
+
+    def _options(self, peer: Peer) -> dict[str, Any]:
+        if peer.kind == "plain":
+            return {}
+        if peer.kind == "lookup":
+            return {"prompt_lookup_num_tokens": peer.k}
+        assert peer.draft is not None
+        assistant = self._drafts[peer.draft]
+        own = assistant.generation_config
+        if peer.k is None:
+            own.num_assistant_tokens = own.num_assistant_tokens_schedule = own.assistant_confidence_threshold = None
+        else:
+            own.num_assistant_tokens, own.num_assistant_tokens_schedule = peer.k, "constant"
+            own.assistant_confidence_threshold = 0.0
+        return {"assistant_model": assistant}
+
+    def _count(self, module: object, args: object) -> None:
+        self._passes += 1
+
+
+def _load(folder: Path, device: torch.device, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM, GenerationConfig, logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).to(device).eval()
+    # A fresh one: a model's own may ask for sampling or penalties. Without an end token outputs have equal lengths.
+    model.generation_config = GenerationConfig(pad_token_id=0)
+    model.config.eos_token_id = None
+    return model

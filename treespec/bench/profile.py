@@ -1,0 +1,123 @@
+"""Where the time of a round goes, and what was accepted, seen from outside the engine.
+
+`profiled` replaces bound methods of an engine by timed ones and puts everything back: the engine holds no timing code.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from treespec.engine import Engine, Scored
+from treespec.verify import Verified
+
+MEANING = {
+    "draft": "all sources propose",
+    "merge": "plan, merge and cut the trees",
+    "forward": "the target pass",
+    "verify": "find the accepted path",
+    "commit": "emit, compact the caches",
+    "update": "let go of what has ended",
+    "host": "the rest of the round",
+}
+
+
+class Timer:
+    """The seconds of all calls of what it wraps, and when the last of them ended."""
+
+    def __init__(self) -> None:
+        self.total, self.ended = 0.0, 0.0
+
+    def wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **options: Any) -> Any:
+            start = time.perf_counter()
+            result = original(*args, **options)
+            self.ended = time.perf_counter()
+            self.total += self.ended - start
+            return result
+
+        return timed
+
+
+class Profile:
+    """What happened since `profiled` was opened.
+
+    Attributes:
+        rounds: rounds with at least one tree.
+        accepted: trees by how many accepted drafted tokens they emitted.
+    """
+
+    def __init__(self) -> None:
+        self.rounds = 0
+        self.accepted: Counter[int] = Counter()
+        self.verify_seconds = 0.0
+        self.timers = {name: Timer() for name in ("step", "prefill", "draft", "propose", "forward", "commit", "update")}
+
+    @property
+    def prefill_seconds(self) -> float:
+        """Seconds in prompts, the SSMs' share included."""
+        return self.timers["prefill"].total
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds by part, as in `MEANING`. They add up to all rounds without prefill."""
+        total = {name: timer.total for name, timer in self.timers.items()}
+        parts = {
+            "draft": total["draft"],
+            "merge": total["propose"] - total["draft"],
+            "forward": total["forward"],
+            "verify": self.verify_seconds,
+            "commit": total["commit"],
+            "update": total["update"],
+        }
+        return parts | {"host": total["step"] - total["prefill"] - sum(parts.values())}
+
+
+def reach(accepted: Counter[int]) -> list[float]:
+    """The share of trees whose accepted path reached depth 1, 2, ...; `accepted` counts trees by accepted tokens."""
+    total, deepest = accepted.total(), max(accepted, default=0)
+    return [sum(n for depth, n in accepted.items() if depth >= d) / total for d in range(1, deepest + 1)]
+
+
+@contextmanager
+def profiled(engine: Engine) -> Iterator[Profile]:
+    """Measure an engine while the context is open. Open it between rounds."""
+    profile = Profile()
+    timers = profile.timers
+
+    def watched(commit: Callable[..., None]) -> Callable[..., None]:
+        """Commit, timed; what the round accepted; and verification, which lies between the target pass and it."""
+        timed = timers["commit"].wrap(commit)
+
+        def commit_and_count(scored: Sequence[Scored], verified: Sequence[Verified]) -> None:
+            profile.verify_seconds += time.perf_counter() - timers["forward"].ended
+            before = [len(each.request.tokens) for each in scored]
+            timed(scored, verified)
+            profile.rounds += bool(scored)
+            for (request, _, _), (path, _), length in zip(scored, verified, before, strict=True):
+                profile.accepted[min(len(path) - 1, len(request.tokens) - length)] += 1  # a stop may lie in the path
+
+        return commit_and_count
+
+    with ExitStack() as restore:
+
+        def replace(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+            restore.callback(_put_back, owner, name, vars(owner).get(name))
+            setattr(owner, name, wrap(getattr(owner, name)))
+
+        for source in (engine.ssms, *engine.drafters):
+            if source is not None:
+                replace(source, "propose", timers["draft"].wrap)
+        for name in ("step", "prefill", "propose", "forward", "update"):
+            replace(engine, name, timers[name].wrap)
+        replace(engine, "commit", watched)
+        yield profile
+
+
+def _put_back(owner: Any, name: str, own: Any) -> None:
+    """An instance's attribute as it was: its own, where it had one, or else its class's."""
+    if own is None:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, own)

@@ -1,0 +1,153 @@
+"""From samples to figures: one JSON document, whose names mirror vLLM's where it has one."""
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from treespec.bench.measure import Sample
+from treespec.bench.modes import PLAIN, Mode, Peer
+from treespec.bench.profile import reach
+from treespec.bench.prompts import Prompt
+
+LOOPING = 0.5  # outputs with a smaller share of distinct 4-grams are called looping
+
+DEFINITIONS = {
+    "acceptance_length": "output tokens per target pass, the target's own token included; plain decoding has 1.00",
+    "acceptance_length_not_looping": f"the same over prompts whose plain output has more than {LOOPING:.0%} distinct "
+    "4-grams",
+    "acceptance_by_depth": "share of target passes whose accepted path reached depth 1, 2, ...",
+    "output_throughput": "output tokens per second of decoding, prefill not counted; median of the repeats",
+    "speedup": "decoding time per token of our plain decoding over the mode's, in the same repeat and batch; median, "
+    "least and largest of the repeats",
+    "e2e_speedup": "the same with prefill, the drafts' share included",
+    "mean_ttft_ms": "from a request's arrival to its first token, prefill included; for transformers a run of one token",
+    "p50_itl_ms": "a request's decoding time over its tokens; percentiles over requests and repeats",
+    "nodes_per_pass": "rows of the target pass per request, root included",
+    "mismatches": "output tokens that differ from our plain decoding; the most of any repeat",
+    "distinct_4grams": "share of distinct 4-grams of the outputs, mean over prompts",
+    "efficiency": "speedup / (acceptance_length / (pass_ratio + draft_share)): what is left of the gain that the "
+    "passes allow",
+    "pass_ratio": "mean target pass over a mean target pass of plain decoding",
+    "draft_share": "mean drafting time of a round over a mean target pass of plain decoding",
+}
+
+
+def distinct_share(tokens: Sequence[int]) -> float:
+    """Distinct 4-grams over all 4-grams; 1 where there is none."""
+    grams = [tuple(tokens[i : i + 4]) for i in range(len(tokens) - 3)]
+    return len(set(grams)) / len(grams) if grams else 1.0
+
+
+def mismatches(outputs: Sequence[Sequence[int]], plain: Sequence[Sequence[int]]) -> int:
+    """Positions at which outputs differ from plain decoding's, a missing token included."""
+    pairs = zip(outputs, plain, strict=True)
+    return sum(a != b for ours, theirs in pairs for a, b in itertools.zip_longest(ours, theirs))
+
+
+def summarise(
+    mode: Mode | Peer, samples: Sequence[Sample], plain: Sequence[Sample], prompts: Sequence[Prompt]
+) -> dict[str, Any]:
+    """A mode's figures over its repeats.
+
+    Args:
+        mode: what was measured.
+        samples: one per repeat.
+        plain: plain decoding of the same repeats and batch.
+        prompts: in the samples' order.
+    """
+    reference = plain[0].tokens
+    lively = [i for i, tokens in enumerate(reference) if distinct_share(tokens) > LOOPING]
+    kinds = sorted({prompt.kind for prompt in prompts if prompt.kind is not None})
+    by_kind = {kind: _tau(samples, [i for i, p in enumerate(prompts) if p.kind == kind]) for kind in kinds}
+    speedups = _ratios(plain, samples, lambda sample: sample.seconds_per_token)
+    rates = [1 / sample.seconds_per_token for sample in samples]
+    per_token = sorted(1000 * seconds for sample in samples for seconds in sample.per_token)
+    figures: dict[str, Any] = {
+        "mode": mode.name,
+        **mode.figures,
+        "total_output_tokens": sum(map(len, samples[0].tokens)),
+        "output_throughput": statistics.median(rates),
+        "output_throughput_min": min(rates),
+        "output_throughput_max": max(rates),
+        "mean_ttft_ms": statistics.mean(1000 * seconds for sample in samples for seconds in sample.ttft),
+        "p50_itl_ms": percentile(per_token, 50),
+        "p99_itl_ms": percentile(per_token, 99),
+        "speedup": statistics.median(speedups),
+        "speedup_min": min(speedups),
+        "speedup_max": max(speedups),
+        "e2e_speedup": statistics.median(_ratios(plain, samples, lambda sample: sample.total_seconds)),
+        "acceptance_length": _tau(samples, range(len(reference))),
+        "acceptance_length_not_looping": _tau(samples, lively),
+        "acceptance_length_by_kind": by_kind,
+        "acceptance_by_depth": None,
+        "accepted_by_source": None,
+        "nodes_per_pass": None,
+        "mismatches": max(mismatches(sample.tokens, reference) for sample in samples),
+        "distinct_4grams": statistics.mean(distinct_share(tokens) for tokens in samples[0].tokens),
+        "efficiency": None,
+        "pass_ratio": None,
+        "draft_share": None,
+        "profile_ms": None,
+    }
+    return figures | (_inside(samples, plain) if isinstance(mode, Mode) else {})
+
+
+def _inside(samples: Sequence[Sample], plain: Sequence[Sample]) -> dict[str, Any]:
+    """What is known of our own modes alone."""
+    accepted = sum((sample.accepted for sample in samples[1:]), samples[0].accepted.copy())
+    sources = sum((sample.accepted_by_source for sample in samples[1:]), samples[0].accepted_by_source.copy())
+    figures: dict[str, Any] = {
+        "acceptance_by_depth": reach(accepted),
+        "accepted_by_source": dict(sources),
+        "nodes_per_pass": sum(s.nodes or 0 for s in samples) / sum(sum(s.passes) for s in samples),
+        "profile_ms": {
+            part: statistics.median(1000 * sample.parts[part] / sample.rounds for sample in samples)
+            for part in samples[0].parts
+        },
+    }
+    if samples is plain:
+        return figures
+    ratios, shares, efficiencies = [], [], []
+    for sample, base in zip(samples, plain, strict=True):
+        plain_pass = base.parts["forward"] / base.rounds
+        ratios.append(sample.parts["forward"] / sample.rounds / plain_pass)
+        shares.append(sample.parts["draft"] / sample.rounds / plain_pass)
+        possible = _tau([sample], range(len(sample.tokens))) / (ratios[-1] + shares[-1])
+        efficiencies.append(base.seconds_per_token / sample.seconds_per_token / possible)
+    return figures | {
+        "efficiency": statistics.median(efficiencies),
+        "pass_ratio": statistics.median(ratios),
+        "draft_share": statistics.median(shares),
+    }
+
+
+def _ratios(plain: Sequence[Sample], samples: Sequence[Sample], cost: Callable[[Sample], float]) -> list[float]:
+    return [cost(base) / cost(sample) for base, sample in zip(plain, samples, strict=True)]
+
+
+def _tau(samples: Sequence[Sample], chosen: Sequence[int]) -> float | None:
+    """Tokens per target pass over the chosen prompts; None without one."""
+    tokens = sum(len(sample.tokens[i]) for sample in samples for i in chosen)
+    passes = sum(sample.passes[i] for sample in samples for i in chosen)
+    return tokens / passes if passes else None
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """The smallest value that at least `percent` % of the ascending values do not exceed."""
+    return ordered[max(math.ceil(len(ordered) * percent / 100) - 1, 0)]
+
+
+def best(modes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """The fastest mode of each group, by name: what a user would pick after trying all."""
+    groups = {
+        "ours": [m for m in modes if m["engine"] == "treespec" and m["mode"] != PLAIN],
+        "assisted": [m for m in modes if m["mode"].startswith("hf-assisted-")],
+        "lookup": [m for m in modes if m["mode"].startswith("hf-lookup-")],
+    }
+    return {
+        name: max(members, key=lambda each: each["output_throughput"])["mode"]
+        for name, members in groups.items()
+        if members
+    }

@@ -1,0 +1,237 @@
+"""A whole benchmark: models, prompts, modes, repeats, one document."""
+
+import platform
+import resource
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import treespec
+from treespec.bench.measure import Sample, interleave, run_ours
+from treespec.bench.modes import PLAIN, Mode, Peer, Selection, our_modes, peer_modes, select
+from treespec.bench.peers import Transformers
+from treespec.bench.prompts import Prompt, choose, read_prompts
+from treespec.bench.report import DEFINITIONS, best, summarise
+from treespec.build import resolve_drafts, resolve_model
+from treespec.config import AUTO_NODES, ModelConfig, SpecConfig
+from treespec.costs import cost_key
+from treespec.errors import ConfigError
+from treespec.llm import LLM
+from treespec_weights import default_folder
+
+WHY_BATCH_ONE = "transformers drafts for one request at a time, so they have batch 1 only"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to measure.
+
+    Args:
+        model, drafts: as `LLM`.
+        prompts: a file of prompts; None is the embedded held-out ones.
+        samples: how many of them.
+        max_tokens: output tokens of each.
+        k_values: tokens drafted per round, for chains and peers.
+        nodes: rows of the target pass, for trees.
+        batches: requests decoded at once.
+        repeats: how often every mode runs.
+        warmup: prompts that every mode decodes before, not counted.
+        peers: whether transformers takes part.
+        only: names or patterns of modes; empty = all.
+        device, dtype: as `LLM`.
+        seed: of the choice of prompts.
+    """
+
+    model: str | Path | None = None
+    drafts: Sequence[str] | None = None
+    prompts: Path | None = None
+    samples: int = 12
+    max_tokens: int = 128
+    k_values: tuple[int, ...] = (3, 5, 7)
+    nodes: tuple[int, ...] = (16,)
+    batches: tuple[int, ...] = (1,)
+    repeats: int = 3
+    warmup: int = 1
+    peers: bool = True
+    only: tuple[str, ...] = ()
+    device: str = "auto"
+    dtype: str = "auto"
+    seed: int = 0
+
+
+def bench(
+    options: Options,
+    grown: dict[str, Any] | None = None,
+    progress: Callable[[int, int], object] = lambda done, total: None,
+) -> dict[str, Any]:
+    """Measure, and return the document that `--json` prints.
+
+    Args:
+        options: what to measure.
+        grown: how the target was grown, where it was.
+        progress: called with the runs that are done and their number.
+
+    Raises:
+        ConfigError: a mode, a prompt file or a value that is refused. As `LLM` otherwise.
+    """
+    target = resolve_model(options.model)
+    folders = dict(resolve_drafts(options.model, options.drafts)[0])
+    ours = our_modes(list(folders), options.k_values, options.nodes)
+    selection = select(ours, peer_modes(list(folders), options.k_values) if options.peers else [], options.only)
+    specs = {mode.name: mode.spec for mode in selection.ours}  # refuses bad values before anything is loaded
+    llm = LLM(
+        target, [*folders.values()], _widest(specs.values()), device=options.device, dtype=options.dtype,
+        max_num_seqs=max(options.batches),
+    )  # fmt: skip
+    prompts, left_out = _prompts(options, llm)
+    ids = [list(prompt.content) for prompt in prompts]
+    memory = {"peak_with_ours": _peak_mib()}
+    needed = {peer.draft for peer in selection.peers}
+    drafts = {name: folder for name, folder in folders.items() if name in needed}
+    peers = Transformers(target, drafts, llm.config.device, llm.config.dtype) if selection.peers else None
+    per_batch = [_runs(batch, options, selection, specs, llm, peers, ids) for batch in options.batches]
+    total = (options.repeats + 1) * sum(map(len, per_batch))
+    done = Counter[str]()
+
+    def tick() -> None:
+        done["runs"] += 1
+        progress(done["runs"], total)
+
+    runs = []
+    for batch, by_mode in zip(options.batches, per_batch, strict=True):
+        for run in by_mode.values():
+            run(options.warmup * batch)
+            tick()
+        samples = interleave({name: partial(run, None) for name, run in by_mode.items()}, options.repeats, tick)
+        runs.append(_summary(batch, samples, selection, prompts))
+    memory["peak_with_all"] = _peak_mib()
+    memory |= {name: size / 2**20 for name, size in llm.stats()["memory"].items()}
+    frozen = llm.stats()["frozen"]
+    return {
+        "model": "embedded target" if options.model is None else str(options.model),
+        "drafts": list(folders),
+        "grown": grown,
+        "device": frozen["device"],
+        "processor": _processor(llm),
+        "dtype": frozen["dtype"],
+        "threads": frozen["threads"],
+        "versions": {
+            "treespec": treespec.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+        "commit": _commit(),
+        "seed": options.seed,
+        "num_prompts": len(prompts),
+        "prompts_left_out": left_out,
+        "kinds": dict(Counter(prompt.kind or "of no kind" for prompt in prompts)),
+        "total_input_tokens": sum(map(len, ids)),
+        "max_tokens": options.max_tokens,
+        "repeats": options.repeats,
+        "memory_mib": memory,
+        "attention": frozen["attention"],
+        "linear": frozen["linear"],
+        "exact": frozen["exact"],
+        "runs": runs,
+        "definitions": DEFINITIONS,
+    }
+
+
+Run = Callable[[int | None], Sample]
+"""One mode over the first n prompts, or over all."""
+
+
+def _runs(
+    batch: int,
+    options: Options,
+    selection: Selection,
+    specs: dict[str, SpecConfig | str],
+    llm: LLM,
+    peers: Transformers | None,
+    ids: list[list[int]],
+) -> dict[str, Run]:
+    """What to run at one batch size, by mode."""
+
+    def ours(mode: Mode) -> Run:
+        return lambda count: run_ours(llm, specs[mode.name], ids[:count], options.max_tokens, batch)
+
+    def theirs(peer: Peer) -> Run:
+        assert peers is not None
+        return lambda count: peers.run(peer, ids[:count], options.max_tokens, batch)
+
+    runs = {mode.name: ours(mode) for mode in selection.ours}
+    return runs | {peer.name: theirs(peer) for peer in selection.peers if batch == 1 or not peer.batch_one_only}
+
+
+def _summary(
+    batch: int, samples: dict[str, list[Sample]], selection: Selection, prompts: list[Prompt]
+) -> dict[str, Any]:
+    plain, modes = samples[PLAIN], (*selection.ours, *selection.peers)
+    figures = [summarise(mode, samples[mode.name], plain, prompts) for mode in modes if mode.name in samples]
+    left_out = [peer.name for peer in selection.peers if peer.name not in samples]
+    return {
+        "batch": batch,
+        "best": best(figures),
+        "peers_left_out": left_out,
+        "why_left_out": WHY_BATCH_ONE if left_out else None,
+        "modes": figures,
+    }
+
+
+def _prompts(options: Options, llm: LLM) -> tuple[list[Prompt], int]:
+    """The chosen prompts as token ids, and how many of the file had no room in the context."""
+    path = options.prompts or default_folder("target").parent / "heldout_prompts.json"
+    tokenizer, room, known = llm.get_tokenizer(), llm.config.max_model_len - options.max_tokens, read_prompts(path)
+    if tokenizer is None and any(isinstance(prompt.content, str) for prompt in known):
+        raise ConfigError(f"{path} holds text, but the model has no tokenizer; give prompt_token_ids")
+    encoded = [p if isinstance(p.content, list) else p._replace(content=tokenizer.encode(p.content)) for p in known]
+    fitting = [prompt for prompt in encoded if 0 < len(prompt.content) <= room]
+    if not fitting:
+        raise ConfigError(
+            f"no prompt of {path} has room: {llm.config.max_model_len} positions without --max-tokens "
+            f"{options.max_tokens} leave {room}"
+        )
+    return choose(fitting, options.samples, options.seed), len(encoded) - len(fitting)
+
+
+def _widest(specs: Any) -> SpecConfig:
+    """A configuration whose trees are as large as the largest of `specs`: the engine keeps room for it."""
+    largest = max([AUTO_NODES, *(spec.max_nodes for spec in specs if isinstance(spec, SpecConfig))])
+    return SpecConfig(nodes=largest)
+
+
+def _processor(llm: LLM) -> str:
+    device, engine = llm.config.device, llm.engine
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return str(cost_key(engine.runner, engine.ssms, llm.config.num_threads)["processor"])
+
+
+def _peak_mib() -> float:
+    """The largest resident size of this process so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**20 if sys.platform == "darwin" else 2**10)
+
+
+def _commit() -> str | None:
+    """The commit of the checkout that runs, with "-dirty" where files differ from it; None where it is none."""
+    root = Path(treespec.__file__).resolve().parents[1]
+    if not (root / ".git").exists():
+        return None
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"],
+            capture_output=True, text=True, timeout=20, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

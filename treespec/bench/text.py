@@ -1,0 +1,130 @@
+"""The document for a reader: header, tables, legend."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from treespec.bench.profile import MEANING
+from treespec.bench.report import LOOPING
+from treespec.cli.group import table
+
+LEGEND = f"""\
+speed-up           decoding time per token of our plain decoding over the mode's, in the same repeat: median
+                   (least..largest of the repeats); prefill is in ttft alone
+acceptance length  output tokens per target pass, the target's own token included (plain decoding: 1.00);
+                   "lively" leaves out outputs with at most {LOOPING:.0%} distinct 4-grams: loops are easy to guess
+efficiency         speed-up / (acceptance length / (pass ratio + draft share)): what is left of what passes allow
+differ             output tokens that are not our plain decoding's (must be 0 for our own modes)"""
+
+
+def header(document: Mapping[str, Any]) -> str:
+    """What was measured, on what."""
+    versions, grown = document["versions"], document["grown"]
+    commit = f", commit {document['commit']}" if document["commit"] else ""
+    threads = f"{document['threads']} thread{'' if document['threads'] == 1 else 's'}"
+    lines = [
+        f"machine   {document['processor']}, {document['device']}, {threads}",
+        f"versions  {', '.join(f'{name} {version}' for name, version in versions.items())}{commit}",
+        f"models    {document['model']}, drafts {', '.join(document['drafts']) or 'none'}, {document['dtype']}",
+        f"prompts   {document['num_prompts']} ({_kinds(document['kinds'])}), "
+        f"{document['total_input_tokens']} tokens; {document['max_tokens']} output tokens each, greedy, "
+        f"{document['repeats']} repeats, seed {document['seed']}",
+    ]
+    if document["prompts_left_out"]:
+        lines.append(f"          {document['prompts_left_out']} prompts left out: no room for them in the context")
+    if grown:
+        lines.append(
+            f"grown     all figures: a grown target of {grown['parameters'] / 1e6:.0f} M parameters ({grown['shape']}) "
+            f"with the tokens of {grown['of']}"
+        )
+    return "\n".join(lines)
+
+
+def body(document: Mapping[str, Any], profile: bool) -> str:
+    """The tables of every batch size, and the legend."""
+    parts = []
+    for run in document["runs"]:
+        modes = run["modes"]
+        title = f"batch {run['batch']}" + (", grown" if document["grown"] else "")
+        parts += [_speed(title, modes), *_comparisons(run)]
+        if run["peers_left_out"]:
+            parts.append(f"left out: {', '.join(run['peers_left_out'])}: {run['why_left_out']}")
+        parts.append(_acceptance(title, modes))
+        if profile:
+            parts.append(_profile(title, modes))
+    memory = document["memory_mib"]
+    used = ", ".join(f"{name.replace('_', ' ')} {mib:.0f} MiB" for name, mib in memory.items())
+    return "\n\n".join([*parts, LEGEND, f"memory  {used}"])
+
+
+def _speed(title: str, modes: Sequence[Mapping[str, Any]]) -> str:
+    head = (title, "tokens/s", "speed-up", "", "ms/token p50", "p99", "ttft ms", "nodes", "efficiency", "differ")
+    rows = [
+        (
+            mode["label"],
+            f"{mode['output_throughput']:.0f}",
+            f"{mode['speedup']:.2f}",
+            f"({mode['speedup_min']:.2f}..{mode['speedup_max']:.2f})",
+            f"{mode['p50_itl_ms']:.2f}",
+            f"{mode['p99_itl_ms']:.2f}",
+            f"{mode['mean_ttft_ms']:.1f}",
+            _number(mode["nodes_per_pass"], ".1f"),
+            _number(mode["efficiency"], ".2f"),
+            str(mode["mismatches"]),
+        )
+        for mode in modes
+    ]
+    return table([head, *rows])
+
+
+def _comparisons(run: Mapping[str, Any]) -> list[str]:
+    """How our fastest mode stands to the fastest of each kind of peer."""
+    by_name, best = {mode["mode"]: mode for mode in run["modes"]}, run["best"]
+    if "ours" not in best:
+        return []
+    ours = by_name[best["ours"]]
+    names = {"transformers plain": "hf-plain", "transformers assisted, best K": best.get("assisted")}
+    names["transformers prompt lookup, best K"] = best.get("lookup")
+    lines = [
+        f"{ours['label']} is {ours['speedup'] / by_name[name]['speedup']:.2f} times {kind} ({by_name[name]['label']})"
+        for kind, name in names.items()
+        if name in by_name
+    ]
+    return ["\n".join(lines)] if lines else []
+
+
+def _acceptance(title: str, modes: Sequence[Mapping[str, Any]]) -> str:
+    kinds = sorted({kind for mode in modes for kind in mode["acceptance_length_by_kind"]})
+    deepest = max(len(mode["acceptance_by_depth"] or ()) for mode in modes)
+    depths = [f"depth {d}" if d == 1 else str(d) for d in range(1, deepest + 1)]
+    head = (f"{title}, acceptance length", "all", "lively", *kinds, *depths)
+    rows = []
+    for mode in modes:
+        shares = mode["acceptance_by_depth"] or ()
+        lengths = [mode["acceptance_length"], mode["acceptance_length_not_looping"]]
+        lengths += [mode["acceptance_length_by_kind"].get(kind) for kind in kinds]
+        cells = [f"{share:.0%}" for share in shares] + [""] * (deepest - len(shares))
+        rows.append((mode["label"], *(_number(length, ".2f") for length in lengths), *cells))
+    return table([head, *rows])
+
+
+def _profile(title: str, modes: Sequence[Mapping[str, Any]]) -> str:
+    head = (f"{title}, ms per round", *MEANING, "all", "pass ratio", "draft share")
+    rows = []
+    for mode in modes:
+        if mode["profile_ms"] is None:
+            continue
+        parts = mode["profile_ms"]
+        total = sum(parts.values())
+        cells = [f"{ms:.2f} {ms / total:4.0%}" for ms in parts.values()]
+        ratios = (_number(mode["pass_ratio"], ".2f"), _number(mode["draft_share"], ".2f"))
+        rows.append((mode["label"], *cells, f"{total:.2f}", *ratios))
+    meaning = ", ".join(f"{name}: {what}" for name, what in MEANING.items())
+    return f"{table([head, *rows])}\n{meaning}"
+
+
+def _kinds(kinds: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)

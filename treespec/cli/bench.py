@@ -1,0 +1,190 @@
+"""`treespec bench`: speed against plain decoding and against transformers, in one run."""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from treespec.cli.group import Command, print_json, usage_error
+from treespec.cli.options import Device, Drafts, Dtype, Json, Model, status
+
+if TYPE_CHECKING:
+    from treespec.bench.run import Options
+
+_SEVERAL = ("--k-values", "--nodes", "--batch", "--only")
+PICTURES = (".png", ".svg", ".pdf")
+
+
+class SeveralValues(Command):
+    """A command whose options of several values take them after one flag: `--nodes 8 16` or `--nodes 8,16`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, repeat_flags(args))
+
+
+def repeat_flags(args: Sequence[str]) -> list[str]:
+    """`--nodes 8 16` as `--nodes 8 --nodes 16`, for the options of several values."""
+    result: list[str] = []
+    flag, first = None, False
+    for arg in args:
+        if arg.startswith("-"):
+            flag = arg.partition("=")[0]
+            flag, first = (flag, "=" not in arg) if flag in _SEVERAL else (None, False)
+        elif flag is not None and not first:
+            result.append(flag)
+        else:
+            first = False
+        result.append(arg)
+    return result
+
+
+def _several(flag: str, default: str, text: str) -> Any:
+    return typer.Option(flag, metavar="N...", help=f"{text} Several: {flag} {default}, or with commas.")
+
+
+def bench(
+    model: Model = None,
+    draft: Drafts = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            "--prompts",
+            metavar="FILE",
+            help="JSONL of Spec-Bench (turns), HumanEval (prompt) or plain (prompt, text). Default: held-out texts.",
+        ),
+    ] = None,
+    samples: Annotated[int, typer.Option("--samples", min=1, metavar="N", help="How many prompts.")] = 12,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=2, metavar="N", help="Output tokens of each.")] = 128,
+    k_values: Annotated[
+        list[str] | None, _several("--k-values", "3 5 7", "Tokens drafted per round, by chains and by transformers.")
+    ] = None,
+    nodes: Annotated[list[str] | None, _several("--nodes", "8 16 32", "Rows of the target pass. Default: 16.")] = None,
+    batch: Annotated[list[str] | None, _several("--batch", "1 2 4 8", "Prompts decoded at once. Default: 1.")] = None,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, metavar="N", help="Runs of every mode.")] = 3,
+    warmup: Annotated[int, typer.Option("--warmup", min=0, metavar="N", help="Batches that do not count.")] = 1,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", metavar="MODE...", help="Modes by name or pattern, such as 'tree-*'.")
+    ] = None,
+    no_peers: Annotated[bool, typer.Option("--no-peers", help="Without transformers.")] = False,
+    grow: Annotated[
+        str | None,
+        typer.Option(
+            "--grow",
+            metavar="SIZE",
+            help="Measure the target's function in a larger shape of about SIZE parameters, such as 120M or 0.5B: "
+            "the cost is the larger model's, the tokens are the target's.",
+        ),
+    ] = None,
+    grow_vocab: Annotated[
+        int | None, typer.Option("--grow-vocab", metavar="N", help="Grow the vocabulary too, the drafts' with it.")
+    ] = None,
+    keep: Annotated[Path | None, typer.Option("--keep", metavar="DIR", help="Keep the grown models there.")] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    threads: Annotated[int | None, typer.Option("--threads", min=1, metavar="N", help="Default: torch's own.")] = None,
+    seed: Annotated[
+        int, typer.Option("--seed", metavar="S", help="Chooses the prompts, and a grown model's random weights.")
+    ] = 0,
+    profile: Annotated[bool, typer.Option("--profile", help="Print where the time of a round goes.")] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="F", help="Draw speed-up and acceptance by depth: .png, .svg or .pdf."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the JSON there too.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure speed: our plain decoding, chains and trees, and transformers, all in one run.
+
+    Same weights, prompts and dtype; every repeat runs every mode once, in rotating order. Prefill is reported apart.
+    """
+    from treespec.bench.run import Options
+
+    if (grow_vocab, keep) != (None, None) and grow is None:
+        raise usage_error("--grow-vocab and --keep go with --grow SIZE")
+    for path in (plot, out, keep):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise usage_error(f"{path}: there is no folder {path.absolute().parent}")
+    if plot is not None:
+        _check_plot(plot)
+    options = Options(
+        model=model,
+        drafts=draft,
+        prompts=prompts,
+        samples=samples,
+        max_tokens=max_tokens,
+        k_values=integers("--k-values", k_values, (3, 5, 7)),
+        nodes=integers("--nodes", nodes, (16,), least=2),
+        batches=integers("--batch", batch, (1,)),
+        repeats=repeats,
+        warmup=warmup,
+        peers=not no_peers,
+        only=tuple(name for value in only or () for name in value.split(",")),
+        device=device,
+        dtype=dtype,
+        seed=seed,
+    )
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+    document = _measure(options, grow, grow_vocab, keep)
+    if out is not None:
+        out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    if plot is not None:
+        from treespec.bench.plot import draw
+
+        draw(document, plot)
+    if as_json:
+        print_json(document)
+        return
+    from treespec.bench.text import body, header
+
+    typer.echo(f"{header(document)}\n\n{body(document, profile)}")
+
+
+def integers(flag: str, given: Sequence[str] | None, default: tuple[int, ...], least: int = 1) -> tuple[int, ...]:
+    """The whole numbers after a flag, separated by spaces or commas; each once."""
+    parts = [part for value in given or () for part in value.split(",") if part]
+    if any(not part.isdecimal() or int(part) < least for part in parts):
+        raise usage_error(f"{flag} {' '.join(given or ())}: valid are whole numbers from {least} on, such as 3 5 7")
+    return tuple(dict.fromkeys(map(int, parts))) or default
+
+
+def _check_plot(path: Path) -> None:
+    if path.suffix not in PICTURES:
+        raise usage_error(f"--plot {path}: valid are files that end with {', '.join(PICTURES)}")
+    from importlib.util import find_spec
+
+    if find_spec("matplotlib") is None:
+        raise usage_error("--plot needs matplotlib; pip install treespec[perf]")
+
+
+def _measure(options: "Options", grow: str | None, vocab: int | None, keep: Path | None) -> dict[str, Any]:
+    from treespec.bench.run import bench as measure
+
+    with ExitStack() as folders, _progress() as progress:
+        if grow is None:
+            return measure(options, None, progress)
+        from treespec.bench.grow import grown
+
+        with status("growing"):
+            options, facts = folders.enter_context(grown(options, grow, vocab, keep))
+        return measure(options, facts, progress)
+
+
+@contextmanager
+def _progress() -> Iterator[Any]:
+    """A bar on a terminal: (runs done, runs in all) -> None."""
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    with tqdm(desc="measuring", unit="run", leave=False, disable=not sys.stderr.isatty()) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield show

@@ -151,3 +151,24 @@ def best(modes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         for name, members in groups.items()
         if members
     }
+
+
+def comparisons(fastest: Mapping[str, str], samples: Mapping[str, Sequence[Sample]]) -> list[dict[str, Any]]:
+    """How many times faster ours are than the fastest of each kind of peer: median, least and largest of the repeats.
+
+    Args:
+        fastest: from `best`.
+        samples: of every mode, by name.
+    """
+    ours = dict.fromkeys([PLAIN, "auto", *([fastest["ours"]] if "ours" in fastest else [])])
+    peers = [name for name in ("hf-plain", fastest.get("assisted"), fastest.get("lookup")) if name is not None]
+    result = []
+    for mode in ours:
+        for peer in peers:
+            if mode in samples and peer in samples:
+                ratios = _ratios(samples[peer], samples[mode], lambda sample: sample.seconds_per_token)
+                result.append(
+                    {"mode": mode, "peer": peer, "times": statistics.median(ratios), "times_min": min(ratios),
+                     "times_max": max(ratios)}
+                )  # fmt: skip
+    return result

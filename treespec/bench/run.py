@@ -15,6 +15,7 @@ import torch
 import transformers
 
 import treespec
+from treespec.bench.grow import Grown
 from treespec.bench.measure import Sample, interleave, run_ours
 from treespec.bench.modes import PLAIN, Mode, Peer, Selection, our_modes, peer_modes, select
 from treespec.bench.peers import Transformers
@@ -69,14 +70,14 @@ class Options:
 
 def bench(
     options: Options,
-    grown: dict[str, Any] | None = None,
+    grown: Grown | None = None,
     progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> dict[str, Any]:
     """Measure, and return the document that `--json` prints.
 
     Args:
         options: what to measure.
-        grown: how the target was grown, where it was.
+        grown: how the target was grown, where it was; then the small one decodes the prompts too.
         progress: called with the runs that are done and their number.
 
     Raises:
@@ -112,13 +113,19 @@ def bench(
             tick()
         samples = interleave({name: partial(run, None) for name, run in by_mode.items()}, options.repeats, tick)
         runs.append(_summary(batch, samples, selection, prompts))
+        plain = samples[PLAIN][0].tokens
     memory["peak_with_all"] = _peak_mib()
     memory |= {name: size / 2**20 for name, size in llm.stats()["memory"].items()}
     frozen = llm.stats()["frozen"]
+    ancestry = None
+    if grown is not None:
+        small = LLM(grown.source, [], "off", device=options.device, dtype=llm.config.dtype, max_num_seqs=1)
+        tokens = run_ours(small, "off", ids, options.max_tokens, 1).tokens
+        ancestry = grown.figures | {"tokens_unlike_the_small_one": mismatches(plain, tokens)}
     return {
-        "model": "embedded target" if options.model is None else str(options.model),
+        "model": grown.of if grown else "embedded target" if options.model is None else str(options.model),
         "drafts": list(folders),
-        "grown": grown,
+        "grown": ancestry,
         "device": frozen["device"],
         "processor": _processor(llm),
         "dtype": frozen["dtype"],
@@ -181,6 +188,7 @@ def _summary(
     return {
         "batch": batch,
         "best": best(figures),
+        "comparisons": comparisons(best(figures), samples),
         "peers_left_out": left_out,
         "why_left_out": WHY_BATCH_ONE if left_out else None,
         "modes": figures,

@@ -34,7 +34,7 @@ def header(document: Mapping[str, Any]) -> str:
     if grown:
         lines.append(
             f"grown     all figures: a grown target of {grown['parameters'] / 1e6:.0f} M parameters ({grown['shape']}) "
-            f"with the tokens of {grown['of']}"
+            f"that computes the function of {grown['of']}; {grown['tokens_unlike_the_small_one']} of its tokens differ"
         )
     return "\n".join(lines)
 
@@ -45,7 +45,7 @@ def body(document: Mapping[str, Any], profile: bool) -> str:
     for run in document["runs"]:
         modes = run["modes"]
         title = f"batch {run['batch']}" + (", grown" if document["grown"] else "")
-        parts += [_speed(title, modes), *_comparisons(run)]
+        parts += [_speed(title, modes), *_comparisons(title, run)]
         if run["peers_left_out"]:
             parts.append(f"left out: {', '.join(run['peers_left_out'])}: {run['why_left_out']}")
         parts.append(_acceptance(title, modes))
@@ -76,20 +76,23 @@ def _speed(title: str, modes: Sequence[Mapping[str, Any]]) -> str:
     return table([head, *rows])
 
 
-def _comparisons(run: Mapping[str, Any]) -> list[str]:
-    """How our fastest mode stands to the fastest of each kind of peer."""
-    by_name, best = {mode["mode"]: mode for mode in run["modes"]}, run["best"]
-    if "ours" not in best:
+def _comparisons(title: str, run: Mapping[str, Any]) -> list[str]:
+    """How our plain decoding, the default and our fastest mode stand to the fastest of each kind of peer."""
+    if not run["comparisons"]:
         return []
-    ours = by_name[best["ours"]]
-    names = {"transformers plain": "hf-plain", "transformers assisted, best K": best.get("assisted")}
-    names["transformers prompt lookup, best K"] = best.get("lookup")
-    lines = [
-        f"{ours['label']} is {ours['speedup'] / by_name[name]['speedup']:.2f} times {kind} ({by_name[name]['label']})"
-        for kind, name in names.items()
-        if name in by_name
+    labels = {mode["mode"]: mode["label"] for mode in run["modes"]}
+    named = {run["best"].get("assisted"): " (the best K and draft)", run["best"].get("lookup"): " (the best K)"}
+    rows = [
+        (
+            labels[each["mode"]],
+            f"{each['times']:.2f}",
+            f"({each['times_min']:.2f}..{each['times_max']:.2f})",
+            labels[each["peer"]] + named.get(each["peer"], ""),
+        )
+        for each in run["comparisons"]
     ]
-    return ["\n".join(lines)] if lines else []
+    width = max(len(row[-1]) for row in rows)
+    return [table([(title, "times as fast", "", "as".ljust(width)), *((*r[:-1], r[-1].ljust(width)) for r in rows)])]
 
 
 def _acceptance(title: str, modes: Sequence[Mapping[str, Any]]) -> str:

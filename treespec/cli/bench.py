@@ -172,8 +172,8 @@ def _measure(options: "Options", grow: str | None, vocab: int | None, keep: Path
         from treespec.bench.grow import grown
 
         with status("growing"):
-            options, facts = folders.enter_context(grown(options, grow, vocab, keep))
-        return measure(options, facts, progress)
+            options, how = folders.enter_context(grown(options, grow, vocab, keep))
+        return measure(options, how, progress)
 
 
 @contextmanager

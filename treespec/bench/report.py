@@ -22,7 +22,7 @@ DEFINITIONS = {
     "speedup": "decoding time per token of our plain decoding over the mode's, in the same repeat and batch; median, "
     "least and largest of the repeats",
     "e2e_speedup": "the same with prefill, the drafts' share included",
-    "mean_ttft_ms": "from a request's arrival to its first token, prefill included; for transformers a run of one token",
+    "mean_ttft_ms": "from a request's arrival to its first token, prefill included; transformers: a run of one token",
     "p50_itl_ms": "a request's decoding time over its tokens; percentiles over requests and repeats",
     "nodes_per_pass": "rows of the target pass per request, root included",
     "mismatches": "output tokens that differ from our plain decoding; the most of any repeat",

@@ -20,9 +20,9 @@ from treespec.bench.measure import Sample, interleave, run_ours
 from treespec.bench.modes import PLAIN, Mode, Peer, Selection, our_modes, peer_modes, select
 from treespec.bench.peers import Transformers
 from treespec.bench.prompts import Prompt, choose, read_prompts
-from treespec.bench.report import DEFINITIONS, best, summarise
+from treespec.bench.report import DEFINITIONS, best, comparisons, mismatches, summarise
 from treespec.build import resolve_drafts, resolve_model
-from treespec.config import AUTO_NODES, ModelConfig, SpecConfig
+from treespec.config import AUTO_NODES, SpecConfig
 from treespec.costs import cost_key
 from treespec.errors import ConfigError
 from treespec.llm import LLM

@@ -16,7 +16,7 @@ computes with random weights and reaches nothing:
 
 A product with a zero is zero as long as the other factor is finite; random weights of usual size see to that. So every
 sum has the terms of the small model and zeros. A library may add the terms of a longer row in other groups: oneDNN does
-where the small model's row no longer lies in one of its blocks (704 MLP units among 2,112, say). Then logits differ in
+where the small model's row no longer lies in one of its blocks (in fp32 704 MLP units among 2,048; in bf16 among 2,112, not among 2,048 or 4,096). Then logits differ in
 their last bits, as they do between machines; the benchmark counts the tokens that do.
 """
 
@@ -100,7 +100,8 @@ def grown_shape(shape: ModelShape, size: int, vocab: int | None = None) -> Model
     wide = replace(full, num_layers=layers)
     one_unit = replace(wide, intermediate_size=wide.intermediate_size + 1).num_parameters() - wide.num_parameters()
     units = wide.intermediate_size + (size - wide.num_parameters()) / one_unit
-    return replace(wide, intermediate_size=max(shape.intermediate_size, 64 * round(units / 64)))
+    step = max(64, wide.hidden_size // 4)  # as real models have it
+    return replace(wide, intermediate_size=max(shape.intermediate_size, step * round(units / step)))
 
 
 def _wide(shape: ModelShape, ratio: int, vocab: int, layers: int, widen: int) -> ModelShape:

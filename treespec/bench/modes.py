@@ -125,7 +125,7 @@ def select(ours: Sequence[Mode], peers: Sequence[Peer], only: Sequence[str]) -> 
     Raises:
         ConfigError: a name or pattern that matches nothing.
     """
-    names = [mode.name for mode in (*ours, *peers)]
+    names = [mode.name for mode in ours] + [peer.name for peer in peers]
     for pattern in only:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(f"--only {pattern}: no such mode; valid: {', '.join(names)}, and patterns such as tree-*")

@@ -55,8 +55,11 @@ def _speed(axes: Any, modes: list[Mapping[str, Any]], batch: int) -> None:
     axes.errorbar(speedups, range(len(modes)), xerr=(below, above), fmt="none", ecolor="black", elinewidth=1, capsize=2)
     axes.axvline(1.0, color=BASELINE, linewidth=1, linestyle="--", zorder=0)
     widest = max(mode["speedup_max"] for mode in modes)
+    clear = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # of the line at 1
     for row, mode in enumerate(modes):
-        axes.text(mode["speedup_max"] + 0.015 * widest, row, f"{mode['speedup']:.2f}", va="center", fontsize=8)
+        axes.text(
+            mode["speedup_max"] + 0.015 * widest, row, f"{mode['speedup']:.2f}", va="center", fontsize=8, bbox=clear
+        )
     axes.set_xlim(0, 1.1 * widest)
     axes.set_yticks(range(len(modes)), [mode["label"] for mode in modes], fontsize=9)
     axes.set_xlabel("speed-up over our plain decoding (median; line: least to largest repeat)", fontsize=9)
@@ -78,10 +81,10 @@ def _acceptance(axes: Any, modes: list[Mapping[str, Any]], depths: int) -> None:
     for row, mode in enumerate(modes):
         for depth, share in enumerate(mode["acceptance_by_depth"] or (), start=1):
             axes.barh(row, 1, left=depth - 0.5, height=1, color=shades(share), edgecolor="white", linewidth=0.5)
-            shade = "white" if share > 0.6 else "black"
+            shade = "white" if share > 0.75 else "black"
             axes.text(depth, row, f"{share:.0%}", ha="center", va="center", fontsize=8, color=shade)
         length = mode["acceptance_length"]
-        axes.text(depths + 1.1, row, f"{length:.2f}", ha="center", va="center", fontsize=8)
+        axes.text(depths + 1.1, row, f"{length:.2f}", ha="center", va="center", fontsize=8, bbox=clear)
     axes.set_xlim(0.5, depths + 1.7)
     axes.set_xticks([*range(1, depths + 1), depths + 1.1], [*map(str, range(1, depths + 1)), "tokens\nper pass"])
     axes.tick_params(axis="y", left=False, labelleft=False)

@@ -83,15 +83,12 @@ def _entries(text: str, path: Path) -> Iterator[tuple[Any, str]]:
 def _prompt(entry: Any, where: str) -> Prompt:
     if not isinstance(entry, dict):
         raise ConfigError(f"{where}: a JSON {type(entry).__name__}, not an object; {VALID}")
-    content: Any
-    if "turns" in entry:
-        turns = entry["turns"]
-        content, name = (turns[0] if isinstance(turns, list) and turns else None), "turns"
-    else:
-        name = next((key for key in ("prompt", "text", "prompt_token_ids") if key in entry), None)
-        if name is None:
-            raise ConfigError(f"{where}: keys {', '.join(map(repr, entry)) or 'none'}; {VALID}")
-        content = entry[name]
+    name = next((key for key in ("turns", "prompt", "text", "prompt_token_ids") if key in entry), None)
+    if name is None:
+        raise ConfigError(f"{where}: keys {', '.join(map(repr, entry)) or 'none'}; {VALID}")
+    content = entry[name]
+    if name == "turns":
+        content = content[0] if isinstance(content, list) and content else None
     is_ids = isinstance(content, list) and all(type(token) is int for token in content)
     if not content or not (is_ids if name == "prompt_token_ids" else isinstance(content, str)):
         raise ConfigError(f"{where}: {name!r} holds {str(content)[:40]!r}, which is no prompt; {VALID}")

@@ -28,7 +28,8 @@ DEFINITIONS = {
     "mismatches": "output tokens that differ from our plain decoding; the most of any repeat",
     "distinct_4grams": "share of distinct 4-grams of the outputs, mean over prompts",
     "efficiency": "speedup / (acceptance_length / (pass_ratio + draft_share)): what is left of the gain that the "
-    "passes allow",
+    "passes allow; in a batch, whose requests end at different times, tokens per round over plain decoding's stand "
+    "for the acceptance length",
     "pass_ratio": "mean target pass over a mean target pass of plain decoding",
     "draft_share": "mean drafting time of a round over a mean target pass of plain decoding",
 }
@@ -114,7 +115,8 @@ def _inside(samples: Sequence[Sample], plain: Sequence[Sample]) -> dict[str, Any
         plain_pass = base.parts["forward"] / base.rounds
         ratios.append(sample.parts["forward"] / sample.rounds / plain_pass)
         shares.append(sample.parts["draft"] / sample.rounds / plain_pass)
-        possible = _tau([sample], range(len(sample.tokens))) / (ratios[-1] + shares[-1])
+        gain = sample.decoded / sample.rounds / (base.decoded / base.rounds)  # the acceptance length, at batch 1
+        possible = gain / (ratios[-1] + shares[-1])
         efficiencies.append(base.seconds_per_token / sample.seconds_per_token / possible)
     return figures | {
         "efficiency": statistics.median(efficiencies),

@@ -1,7 +1,6 @@
 """A whole benchmark: models, prompts, modes, repeats, one document."""
 
 import platform
-import resource
 import subprocess
 import sys
 from collections import Counter
@@ -93,7 +92,7 @@ def bench(
         max_num_seqs=max(options.batches),
     )  # fmt: skip
     prompts, left_out = _prompts(options, llm)
-    ids = [list(prompt.content) for prompt in prompts]
+    ids = [prompt.content for prompt in prompts if isinstance(prompt.content, list)]
     memory = {"peak_with_ours": _peak_mib()}
     needed = {peer.draft for peer in selection.peers}
     drafts = {name: folder for name, folder in folders.items() if name in needed}
@@ -140,7 +139,7 @@ def bench(
         "seed": options.seed,
         "num_prompts": len(prompts),
         "prompts_left_out": left_out,
-        "kinds": dict(Counter(prompt.kind or "of no kind" for prompt in prompts)),
+        "kinds": dict(Counter(prompt.kind for prompt in prompts if prompt.kind is not None)),
         "total_input_tokens": sum(map(len, ids)),
         "max_tokens": options.max_tokens,
         "repeats": options.repeats,
@@ -182,7 +181,8 @@ def _runs(
 def _summary(
     batch: int, samples: dict[str, list[Sample]], selection: Selection, prompts: list[Prompt]
 ) -> dict[str, Any]:
-    plain, modes = samples[PLAIN], (*selection.ours, *selection.peers)
+    plain = samples[PLAIN]
+    modes: list[Mode | Peer] = [*selection.ours, *selection.peers]
     figures = [summarise(mode, samples[mode.name], plain, prompts) for mode in modes if mode.name in samples]
     left_out = [peer.name for peer in selection.peers if peer.name not in samples]
     return {
@@ -226,6 +226,8 @@ def _processor(llm: LLM) -> str:
 
 def _peak_mib() -> float:
     """The largest resident size of this process so far."""
+    import resource  # there is none on Windows
+
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (2**20 if sys.platform == "darwin" else 2**10)
 

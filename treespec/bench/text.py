@@ -25,7 +25,7 @@ def header(document: Mapping[str, Any]) -> str:
         f"machine   {document['processor']}, {document['device']}, {threads}",
         f"versions  {', '.join(f'{name} {version}' for name, version in versions.items())}{commit}",
         f"models    {document['model']}, drafts {', '.join(document['drafts']) or 'none'}, {document['dtype']}",
-        f"prompts   {document['num_prompts']} ({_kinds(document['kinds'])}), "
+        f"prompts   {document['num_prompts']}{_kinds(document['kinds'])}, "
         f"{document['total_input_tokens']} tokens; {document['max_tokens']} output tokens each, greedy, "
         f"{document['repeats']} repeats, seed {document['seed']}",
     ]
@@ -126,7 +126,7 @@ def _profile(title: str, modes: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _kinds(kinds: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    return f" ({', '.join(f'{count} {kind}' for kind, count in kinds.items())})" if kinds else ""
 
 
 def _number(value: float | None, form: str) -> str:

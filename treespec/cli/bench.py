@@ -101,8 +101,6 @@ def bench(
 
     Same weights, prompts and dtype; every repeat runs every mode once, in rotating order. Prefill is reported apart.
     """
-    from treespec.bench.run import Options
-
     if (grow_vocab, keep) != (None, None) and grow is None:
         raise usage_error("--grow-vocab and --keep go with --grow SIZE")
     for path in (plot, out, keep):
@@ -110,15 +108,20 @@ def bench(
             raise usage_error(f"{path}: there is no folder {path.absolute().parent}")
     if plot is not None:
         _check_plot(plot)
+    sizes = {
+        "k_values": integers("--k-values", k_values, (3, 5, 7)),
+        "nodes": integers("--nodes", nodes, (16,), least=2),
+        "batches": integers("--batch", batch, (1,)),
+    }
+    from treespec.bench.run import Options
+
     options = Options(
         model=model,
         drafts=draft,
         prompts=prompts,
         samples=samples,
         max_tokens=max_tokens,
-        k_values=integers("--k-values", k_values, (3, 5, 7)),
-        nodes=integers("--nodes", nodes, (16,), least=2),
-        batches=integers("--batch", batch, (1,)),
+        **sizes,
         repeats=repeats,
         warmup=warmup,
         peers=not no_peers,

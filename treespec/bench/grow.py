@@ -15,9 +15,9 @@ computes with random weights and reaches nothing:
   elsewhere, turn into a large negative logit. So such a model needs padded dimensions and its own head.
 
 A product with a zero is zero as long as the other factor is finite; random weights of usual size see to that. So every
-sum has the terms of the small model and zeros. A library may add the terms of a longer row in other groups: oneDNN does
-where the small model's row no longer lies in one of its blocks (in fp32 704 MLP units among 2,048; in bf16 among 2,112, not among 2,048 or 4,096). Then logits differ in
-their last bits, as they do between machines; the benchmark counts the tokens that do.
+sum has the small model's terms, and zeros. A library may group the terms of a longer row otherwise (oneDNN: 704 MLP
+units among 2,048; not among 1,024). Then logits differ in their last bits, as they do between machines, and the
+benchmark counts the tokens that do.
 """
 
 import json
@@ -105,13 +105,12 @@ def grown_shape(shape: ModelShape, size: int, vocab: int | None = None) -> Model
 
 
 def _wide(shape: ModelShape, ratio: int, vocab: int, layers: int, widen: int) -> ModelShape:
-    """`shape` with a hidden dimension of `ratio` times the width, heads to match and an MLP of `widen` times that."""
-    hidden, group = shape.hidden_size * ratio, shape.num_heads // shape.num_kv_heads
-    kv_heads = max(shape.num_kv_heads, math.ceil(hidden / shape.head_dim / group) if ratio > 1 else 0)
+    """`shape` with hidden dimension and heads times `ratio`, and an MLP of `widen` times that width."""
+    hidden = shape.hidden_size * ratio
     return replace(
-        shape, hidden_size=hidden, num_layers=layers, num_kv_heads=kv_heads, num_heads=kv_heads * group,
-        intermediate_size=max(shape.intermediate_size, widen * hidden), vocab_size=vocab,
-        tied=shape.tied and vocab == shape.vocab_size,
+        shape, hidden_size=hidden, num_layers=layers, num_heads=shape.num_heads * ratio,
+        num_kv_heads=shape.num_kv_heads * ratio, intermediate_size=max(shape.intermediate_size, widen * hidden),
+        vocab_size=vocab, tied=shape.tied and vocab == shape.vocab_size,
     )  # fmt: skip
 
 

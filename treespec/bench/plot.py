@@ -84,7 +84,7 @@ def _acceptance(axes: Any, modes: list[Mapping[str, Any]], depths: int) -> None:
             shade = "white" if share > 0.75 else "black"
             axes.text(depth, row, f"{share:.0%}", ha="center", va="center", fontsize=8, color=shade)
         length = mode["acceptance_length"]
-        axes.text(depths + 1.1, row, f"{length:.2f}", ha="center", va="center", fontsize=8, bbox=clear)
+        axes.text(depths + 1.1, row, f"{length:.2f}", ha="center", va="center", fontsize=8)
     axes.set_xlim(0.5, depths + 1.7)
     axes.set_xticks([*range(1, depths + 1), depths + 1.1], [*map(str, range(1, depths + 1)), "tokens\nper pass"])
     axes.tick_params(axis="y", left=False, labelleft=False)

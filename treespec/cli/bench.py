@@ -152,8 +152,9 @@ def bench(
 def integers(flag: str, given: Sequence[str] | None, default: tuple[int, ...], least: int = 1) -> tuple[int, ...]:
     """The whole numbers after a flag, separated by spaces or commas; each once."""
     parts = [part for value in given or () for part in value.split(",") if part]
-    if any(not part.isdecimal() or int(part) < least for part in parts):
-        raise usage_error(f"{flag} {' '.join(given or ())}: valid are whole numbers from {least} on, such as 3 5 7")
+    for part in parts:
+        if not part.isdecimal() or int(part) < least:
+            raise usage_error(f"{flag} {part}: valid are whole numbers from {least} on, such as 3 5 7")
     return tuple(dict.fromkeys(map(int, parts))) or default
 
 

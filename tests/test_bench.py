@@ -1,0 +1,424 @@
+"""`treespec bench`: what it counts, what it prints, what it refuses. Nothing here depends on a time."""
+
+import json
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import treespec.engine
+from tests.models import OracleDrafter, greedy, make_llama, new_folder, open_llm, random_prompts, tiny, tiny_llm
+from treespec import LLM, SpecConfig
+from treespec.bench.measure import Sample, groups, interleave, run_ours
+from treespec.bench.modes import PLAIN, Mode, our_modes, peer_modes, select
+from treespec.bench.profile import MEANING, profiled, reach
+from treespec.bench.prompts import Prompt, choose, read_prompts
+from treespec.bench.report import best, comparisons, distinct_share, mismatches, percentile, summarise
+from treespec.bench.run import Options, bench
+from treespec.cli import app
+from treespec.cli.bench import integers, repeat_flags
+from treespec.engine import Scored
+from treespec.errors import ConfigError
+from treespec.tree import TokenTree
+from treespec.verify import Verified, verify_greedy
+from treespec_weights import default_folder
+
+MODES = ["chain-k3", "tree-ssm-2-n8", "tree-ssms-n8", "auto", "hf-plain", "hf-assisted-ssm-1-k3", "hf-lookup-k3"]
+FIGURES = {
+    "mode", "engine", "label", "nodes", "k", "sources", "total_output_tokens", "output_throughput", "mean_ttft_ms",
+    "p50_itl_ms", "p99_itl_ms", "speedup", "speedup_min", "speedup_max", "acceptance_length",
+    "acceptance_length_not_looping", "acceptance_length_by_kind", "acceptance_by_depth", "mismatches",
+    "distinct_4grams", "nodes_per_pass", "efficiency", "pass_ratio", "draft_share", "profile_ms",
+}  # fmt: skip
+
+
+@pytest.fixture
+def ids_file(tmp_path: Path) -> Path:
+    """Prompts of two kinds for models without a tokenizer."""
+    lines = [
+        json.dumps({"prompt_token_ids": tokens, "kind": "data" if i % 2 else "code"})
+        for i, tokens in enumerate(random_prompts([5, 9, 17, 30]))
+    ]
+    path = tmp_path / "ids.jsonl"
+    path.write_text("\n".join(lines))
+    return path
+
+
+@pytest.fixture
+def lent(monkeypatch: pytest.MonkeyPatch) -> LLM:
+    """The benchmark gets an engine that is there already."""
+    llm = tiny_llm()
+    monkeypatch.setattr("treespec.bench.run.LLM", lambda *given, **options: llm)
+    return llm
+
+
+def arguments(ids_file: Path, *more: object) -> list[str]:
+    target, drafts = tiny()
+    models = ["--model", target, *(part for draft in drafts for part in ("--draft", draft))]
+    sizes = ["--samples", 3, "--max-tokens", 12, "--repeats", 2, "--k-values", 3, "--nodes", 8]
+    return [str(each) for each in ("bench", *models, "--prompts", ids_file, *sizes, *more)]
+
+
+def run(*given: object, code: int = 0) -> Any:
+    result = CliRunner().invoke(app, [str(each) for each in given])
+    assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
+    assert result.exit_code == code, result.output
+    return result
+
+
+def options(ids_file: Path, **more: Any) -> Options:
+    target, drafts = tiny()
+    small: dict[str, Any] = {"samples": 3, "max_tokens": 8, "repeats": 1, "warmup": 0, "k_values": (3,), "nodes": (8,)}
+    small |= {"model": target, "drafts": [str(draft) for draft in drafts], "prompts": ids_file}
+    return Options(**(small | more))
+
+
+# --- prompts
+
+
+@pytest.mark.parametrize(
+    "entry, expected",
+    [
+        ({"question_id": 81, "category": "writing", "turns": ["first", "second"]}, Prompt("first", "writing")),
+        ({"task_id": "HumanEval/0", "prompt": "def f():", "entry_point": "f", "test": "x"}, Prompt("def f():")),
+        ({"prompt": "plain"}, Prompt("plain")),
+        ({"text": "t", "package": "p", "kind": "code"}, Prompt("t", "code", "p")),
+        ({"prompt_token_ids": [3, 1]}, Prompt([3, 1])),
+    ],
+)
+def test_prompt_forms(entry: dict[str, Any], expected: Prompt, tmp_path: Path) -> None:
+    lines, listed = tmp_path / "prompts.jsonl", tmp_path / "prompts.json"
+    lines.write_text(f"{json.dumps(entry)}\n\n{json.dumps(entry)}\n")
+    listed.write_text(json.dumps([entry, entry], indent=1))
+    assert read_prompts(lines) == read_prompts(listed) == [expected, expected]
+
+
+@pytest.mark.parametrize(
+    "text, where",
+    [
+        ('{"prompt": "a"}\n{"prompt": 3}', "line 2: 'prompt' holds '3'"),
+        ('{"prompt": "a"}\n\n{"question": "a"}', "line 3: keys 'question'"),
+        ('{"turns": []}', "line 1: 'turns' holds"),
+        ('{"turns": "text"}', "line 1: 'turns' holds"),
+        ('{"prompt": ""}', "line 1: 'prompt' holds ''"),
+        ('{"prompt_token_ids": ["a"]}', "line 1: 'prompt_token_ids' holds"),
+        ('{"prompt": "a"}\nnot JSON', "line 2: no JSON"),
+        ('[{"prompt": "a"}, 7]', "entry 2: a JSON int"),
+        ('[{"prompt": "a"},\n', "line 2: no JSON"),
+        ("", "holds no prompt"),
+        ("[]", "holds no prompt"),
+    ],
+)
+def test_bad_prompt_files(text: str, where: str, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_prompts(path)
+    assert str(path) in str(caught.value) and where in str(caught.value)
+    path.write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match="UTF-8"):
+        read_prompts(path)
+
+
+def test_embedded_prompts_are_balanced() -> None:
+    known = read_prompts(default_folder("target").parent / "heldout_prompts.json")
+    chosen = choose(known, 24, seed=0)
+    kinds = Counter(prompt.kind for prompt in chosen)
+    assert len(chosen) == 24 and max(kinds.values()) - min(kinds.values()) <= 1
+    for kind in kinds:
+        packages = Counter(prompt.package for prompt in chosen if prompt.kind == kind)
+        assert max(packages.values()) - min(packages.values()) <= 1
+    assert choose(known, 24, seed=0) == chosen != choose(known, 24, seed=1)
+    assert choose(known, 10**6, seed=0) == known
+
+
+# --- what is counted
+
+
+def test_mismatches_counts_every_position() -> None:
+    plain = [[1, 2, 3, 4], [5, 6]]
+    assert mismatches(plain, plain) == 0
+    assert mismatches([[1, 9, 3, 8], [5, 6]], plain) == 2
+    assert mismatches([[1, 2], [5, 6, 7]], plain) == 3
+
+
+def test_a_planted_fault_is_reported(ids_file: Path, lent: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = options(ids_file, only=("tree-ssms-n8",), peers=False)
+    [plain, tree] = bench(chosen)["runs"][0]["modes"]
+    assert plain["mismatches"] == tree["mismatches"] == 0
+
+    def wrong_bonus(tree: TokenTree, choices: np.ndarray) -> Verified:
+        path, bonus = verify_greedy(tree, choices)
+        return Verified(path, (bonus + (len(tree) > 1)) % 512)
+
+    monkeypatch.setattr(treespec.engine, "verify_greedy", wrong_bonus)
+    [plain, tree] = bench(chosen)["runs"][0]["modes"]
+    assert plain["mismatches"] == 0 and tree["mismatches"] > 0
+
+
+class ScriptedEngine:
+    """Rounds of one request, as (accepted drafted tokens, emitted tokens): it may stop inside its path."""
+
+    def __init__(self, rounds: list[tuple[int, int]]):
+        self.ssms, self.drafters, self.rounds = None, [], rounds
+        self.request = SimpleNamespace(tokens=[0])
+
+    def step(self) -> None:
+        accepted, _ = self.rounds[0]
+        self.forward()
+        scored = [Scored(self.request, TokenTree.root(0), np.zeros(1))]  # type: ignore[arg-type]
+        self.commit(scored, [Verified(np.arange(1 + accepted), 7)])
+
+    def commit(self, scored: list[Scored], verified: list[Verified]) -> None:
+        _, emitted = self.rounds.pop(0)
+        self.request.tokens += [7] * emitted
+
+    def forward(self) -> None:
+        pass
+
+    prefill = propose = update = forward
+
+
+def test_acceptance_by_depth_of_a_scripted_engine() -> None:
+    engine = ScriptedEngine([(3, 4), (0, 1), (1, 2), (5, 2)])
+    with profiled(engine) as profile:  # type: ignore[arg-type]
+        while engine.rounds:
+            engine.step()
+    assert profile.rounds == 4 and profile.accepted == {3: 1, 0: 1, 1: 1, 2: 1}
+    assert reach(profile.accepted) == [0.75, 0.5, 0.25]
+
+
+def test_acceptance_of_an_oracle() -> None:
+    target, _ = tiny()
+    prompts = random_prompts([6, 11])
+    plain = open_llm(target).generate(prompts, greedy(16), spec="off")
+    truths = [output.prompt_token_ids + output.outputs[0].token_ids for output in plain]
+    llm = open_llm(target, [OracleDrafter(truths, depth=3)])
+    sample = run_ours(llm, SpecConfig(nodes=16), prompts, 16, batch=1)
+    assert sample.tokens == [output.outputs[0].token_ids for output in plain]
+    assert sample.passes == [4, 4] and sample.rounds == 8 and sample.decoded == 32
+    assert sample.accepted == {3: 8} and reach(sample.accepted) == [1.0, 1.0, 1.0]
+    assert sample.accepted_by_source == {"oracle": 24}
+    assert run_ours(llm, SpecConfig(nodes=16), prompts, 16, batch=2).rounds == 4
+
+
+def test_looping_outputs_are_left_out() -> None:
+    lively, looping = list(range(40)), [1, 2] * 20
+    assert distinct_share(lively) == 1.0 and distinct_share(looping) < 0.1 and distinct_share([1]) == 1.0
+    prompts = [Prompt([1], "code"), Prompt([1], "data")]
+    plain = _sample([lively, looping], passes=[40, 40])
+    tree = _sample([lively, looping], passes=[20, 10])
+    figures = summarise(Mode("m", "m", {"nodes": 8}), [tree], [plain], prompts)
+    assert figures["acceptance_length"] == 80 / 30 and figures["acceptance_length_not_looping"] == 2.0
+    assert figures["acceptance_length_by_kind"] == {"code": 2.0, "data": 4.0}
+
+
+def test_speedup_is_within_a_repeat_and_efficiency_by_its_definition() -> None:
+    prompts = [Prompt([1])]
+    slow, fast = _sample([list(range(8))], [8], seconds=8.0), _sample([list(range(8))], [8], seconds=4.0)
+    trees = [_sample([list(range(8))], [2], seconds=4.0, draft=1.0), _sample([list(range(8))], [2], seconds=1.0)]
+    figures = summarise(Mode("m", "m", {"nodes": 8}), trees, [slow, fast], prompts)
+    assert (figures["speedup_min"], figures["speedup"], figures["speedup_max"]) == (2.0, 3.0, 4.0)
+    assert figures["output_throughput"] == (2 + 8) / 2
+    # Plain passes took 1 and 0.5 s, the trees' 1.5 s with drafting of 0.5 s, and 0.5 s without.
+    expected = [2.0 / (4 / (1.5 + 0.5)), 4.0 / (4 / (0.5 / 0.5))]
+    assert figures["efficiency"] == pytest.approx(sum(expected) / 2)
+
+
+def _sample(tokens: list[list[int]], passes: list[int], seconds: float = 1.0, draft: float = 0.0) -> Sample:
+    count, rounds = sum(map(len, tokens)), sum(passes)
+    parts = dict.fromkeys(MEANING, 0.0) | {"draft": draft, "forward": seconds - draft}
+    return Sample(
+        tokens=tokens, decode_seconds=seconds, decoded=count, total_seconds=seconds, ttft=[0.1] * len(tokens),
+        per_token=[seconds / count] * len(tokens), passes=passes, nodes=rounds, accepted=Counter({0: rounds}),
+        rounds=rounds, parts=parts,
+    )  # fmt: skip
+
+
+def test_best_and_comparisons() -> None:
+    names = [PLAIN, "auto", "hf-plain", "hf-assisted-a-k3", "hf-assisted-b-own"]
+    rates = dict(zip(names, (1.0, 4.0, 0.5, 1.0, 2.0), strict=True))
+    samples = {name: [_sample([[1] * 8], [8], seconds=8 / rate)] * 2 for name, rate in rates.items()}
+    modes = [
+        {"mode": name, "engine": "transformers" if "hf" in name else "treespec", "output_throughput": rate}
+        for name, rate in rates.items()
+    ]
+    fastest = best(modes)
+    assert fastest == {"ours": "auto", "assisted": "hf-assisted-b-own"}
+    found = {(each["mode"], each["peer"]): each["times"] for each in comparisons(fastest, samples)}
+    assert found["auto", "hf-assisted-b-own"] == 2.0 and found[PLAIN, "hf-plain"] == 2.0
+    assert percentile(list(range(1, 101)), 50) == 50 and percentile([3.0], 99) == 3.0
+
+
+# --- how it runs
+
+
+def test_the_profile_restores_the_engine() -> None:
+    llm = tiny_llm()
+    before = set(vars(llm.engine)), set(vars(llm.engine.ssms))
+    with pytest.raises(ZeroDivisionError), profiled(llm.engine) as profile:
+        assert "step" in vars(llm.engine) and "propose" in vars(llm.engine.ssms)
+        llm.generate(random_prompts([5]), greedy(6), spec=SpecConfig(nodes=8))
+        raise ZeroDivisionError
+    assert (set(vars(llm.engine)), set(vars(llm.engine.ssms))) == before
+    assert list(profile.parts) == list(MEANING) and profile.prefill_seconds > 0
+    assert all(seconds > 0 for seconds in profile.parts.values())
+    own = sum(profile.parts.values()) + profile.prefill_seconds
+    assert own == pytest.approx(profile.timers["step"].total)
+
+
+def test_every_repeat_runs_every_mode_in_another_order() -> None:
+    ran: list[str] = []
+    runs = {name: lambda name=name: ran.append(name) or Sample() for name in "abcd"}
+    samples = interleave(runs, 3)
+    orders = ["".join(ran[i : i + 4]) for i in range(0, 12, 4)]
+    assert all(sorted(order) == list("abcd") for order in orders) and len(set(orders)) == 3
+    assert {name: len(each) for name, each in samples.items()} == dict.fromkeys("abcd", 3)
+    assert list(groups([[1], [2], [3]], 2)) == [[[1], [2]], [[3]]]
+
+
+def test_modes() -> None:
+    ours, peers = our_modes(["x", "y"], [3, 5], [8]), peer_modes(["x", "y"], [3])
+    assert [mode.name for mode in ours] == [
+        "plain", "chain-k3", "chain-k5", "tree-x-n8", "tree-y-n8", "tree-ssms-n8", "tree-lookup-n8",
+        "tree-everything-n8", "auto",
+    ]  # fmt: skip
+    assert [peer.name for peer in peers] == [
+        "hf-plain", "hf-assisted-x-k3", "hf-assisted-x-own", "hf-assisted-y-k3", "hf-assisted-y-own", "hf-lookup-k3",
+    ]  # fmt: skip
+    assert [mode.name for mode in our_modes([], [3], [8])] == ["plain", "tree-lookup-n8", "auto"]
+    assert "tree-x-n8" not in [mode.name for mode in our_modes(["x"], [3], [8])], "one SSM alone is all SSMs"
+    chosen = select(ours, peers, ["tree-?-*", "hf-plain"])
+    assert [mode.name for mode in chosen.ours] == ["plain", "tree-x-n8", "tree-y-n8"]
+    assert [peer.name for peer in chosen.peers] == ["hf-plain"]
+    with pytest.raises(ConfigError, match="--only nothing: no such mode; valid: plain, chain-k3"):
+        select(ours, peers, ["nothing"])
+
+
+def test_document_of_all_kinds_of_modes(ids_file: Path, lent: LLM) -> None:
+    more = options(ids_file, only=("chain-k3", "tree-ssms-n8", "auto", "hf-*"), batches=(1, 2), repeats=2, warmup=1)
+    document = bench(more)
+    json.dumps(document)
+    assert document["num_prompts"] == 3 and document["kinds"] == {"code": 2, "data": 1}
+    assert document["dtype"] == "float32" and document["versions"]["transformers"] and document["grown"] is None
+    single, pair = document["runs"]
+    assert (single["batch"], pair["batch"]) == (1, 2) and single["peers_left_out"] == []
+    assert all("assisted" in name or "lookup" in name for name in pair["peers_left_out"])
+    assert "hf-plain" in [mode["mode"] for mode in pair["modes"]] and "one request at a time" in pair["why_left_out"]
+    assert set(single["best"]) == {"ours", "assisted", "lookup"} and set(pair["best"]) == {"ours"}
+    for mode in single["modes"] + pair["modes"]:
+        assert mode.keys() >= FIGURES
+        assert mode["total_output_tokens"] == 24
+        assert mode["mismatches"] == 0, mode["mode"]  # float32: transformers too
+        assert mode["speedup_min"] <= mode["speedup"] <= mode["speedup_max"]
+        assert 1 <= mode["acceptance_length"] <= 8
+        assert (mode["profile_ms"] is None) == (mode["engine"] == "transformers")
+    by_name = {mode["mode"]: mode for mode in single["modes"]}
+    assert by_name["plain"]["acceptance_length"] == by_name["hf-plain"]["acceptance_length"] == 1.0
+    assert by_name["plain"]["speedup"] == 1.0 and by_name["plain"]["acceptance_by_depth"] == []
+    assert by_name["chain-k3"]["nodes"] == 4 and len(by_name["chain-k3"]["acceptance_by_depth"]) <= 3
+    tree = by_name["tree-ssms-n8"]
+    emitted = 1 + sum(tree["acceptance_by_depth"])
+    assert tree["acceptance_length"] == pytest.approx(emitted, abs=0.15)  # the last round may end inside its path
+
+
+# --- the command
+
+
+def test_prints_tables(ids_file: Path, lent: LLM) -> None:
+    ran = run(*arguments(ids_file, "--only", "chain-k3", "tree-ssms-n8", "hf-plain", "--profile"))
+    for part in ("float32", "3 (2 code, 1 data)", "plain decoding", "chain, K=3", "all SSMs, 8 nodes",
+                 "transformers plain", "times as fast", "acceptance length", "ms per round", "efficiency",
+                 "output tokens per target pass"):  # fmt: skip
+        assert part in ran.stdout, part
+    assert "grown" not in ran.stdout
+
+
+def test_prints_one_document(ids_file: Path, lent: LLM, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    ran = run(*arguments(ids_file, "--only", "chain-k3", "--no-peers", "--json", "--out", out))
+    assert json.loads(ran.stdout) == json.loads(out.read_text())
+    assert [mode["mode"] for mode in json.loads(ran.stdout)["runs"][0]["modes"]] == ["plain", "chain-k3"]
+
+
+def test_grown_figures_say_so(tmp_path: Path, ids_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, drafts = tiny()
+    monkeypatch.setattr(
+        "treespec.bench.run.LLM",
+        lambda model, given, spec, **rest: open_llm(model, [drafts[0]] if given else [], max_num_seqs=1),
+    )
+    given = ["--model", target, "--draft", drafts[0], "--prompts", ids_file, "--samples", 2, "--max-tokens", 8,
+             "--repeats", 1, "--warmup", 0, "--only", "tree-ssms-n16", "--grow", "4M"]  # fmt: skip
+    ran = run("bench", *given)
+    assert f"that computes the function of {target}; 0 of its tokens differ" in ran.stdout
+    tables = [line for line in ran.stdout.splitlines() if line.startswith("batch")]
+    assert tables and all("grown" in line for line in tables)
+    document = json.loads(run("bench", *given, "--json").stdout)
+    assert document["grown"]["parameters"] == pytest.approx(4e6, rel=0.1)
+    assert document["grown"]["tokens_unlike_the_small_one"] == 0
+
+
+def test_plot_writes_a_picture(ids_file: Path, lent: LLM, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plot = tmp_path / "plot.svg"
+    run(*arguments(ids_file, "--only", "chain-k3", "auto", "hf-plain", "--batch", "1,2", "--plot", plot))
+    assert ElementTree.parse(plot).getroot().tag.endswith("svg")
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (["--only", "nothing"], "--only nothing: no such mode"),
+        (["--nodes", "1"], "--nodes 1: valid are whole numbers from 2 on"),
+        (["--k-values", "5", "x"], "--k-values x: valid are whole numbers from 1 on"),
+        (["--batch", "0"], "--batch 0"),
+        (["--grow", "huge"], "--grow huge: valid are sizes"),
+        (["--grow-vocab", "600"], "go with --grow SIZE"),
+        (["--plot", "plot.txt"], ".png, .svg, .pdf"),
+        (["--out", "no/such/folder/out.json"], "there is no folder"),
+        (["--max-tokens", "1000"], "has room"),
+        (["--samples", "0"], "--samples"),
+    ],
+)
+def test_bad_options(given: list[str], message: str, ids_file: Path, lent: LLM) -> None:
+    given = given if "--only" in given else [*given, "--only", "chain-k3"]
+    ran = run(*arguments(ids_file, *given), code=2)
+    assert message in " ".join(ran.stderr.split())
+    document = json.loads(run(*arguments(ids_file, *given, "--json"), code=2).stdout)
+    assert message in document["error"]["message"]
+
+
+def test_text_prompts_need_a_tokenizer(tmp_path: Path, lent: LLM) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "text"}\n')
+    ran = run(*arguments(path, "--only", "chain-k3"), code=2)
+    assert "no tokenizer; give prompt_token_ids" in ran.stderr
+
+
+def test_plot_without_matplotlib_says_what_to_install(
+    ids_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None)
+    ran = run(*arguments(ids_file, "--plot", tmp_path / "plot.png"), code=2)
+    assert "pip install treespec[perf]" in ran.stderr
+
+
+def test_several_values_after_one_flag() -> None:
+    given = ["--k-values", "3", "5", "--json", "--nodes=8", "16", "--model", "m", "--batch", "1,2"]
+    assert repeat_flags(given) == [
+        "--k-values", "3", "--k-values", "5", "--json", "--nodes=8", "--nodes", "16", "--model", "m", "--batch", "1,2",
+    ]  # fmt: skip
+    assert integers("--batch", ["1,2", "4"], (1,)) == (1, 2, 4)
+    assert integers("--batch", None, (1,)) == (1,) and integers("--batch", ["2,2"], (1,)) == (2,)
+
+
+def test_a_user_s_models_may_have_no_draft(tmp_path: Path, ids_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = make_llama(new_folder("alone"), 5)
+    monkeypatch.setattr("treespec.bench.run.LLM", lambda model, drafts, spec, **rest: open_llm(model, drafts))
+    document = bench(Options(model=target, prompts=ids_file, max_tokens=8, repeats=1, only=("hf-*",)))
+    assert document["drafts"] == [] and all(mode["mismatches"] == 0 for mode in document["runs"][0]["modes"])

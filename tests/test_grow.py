@@ -1,0 +1,167 @@
+"""Grown models: a larger shape, the same function."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.models import SHAPE, VOCAB, greedy, make_llama, new_folder, open_llm, random_prompts
+from treespec.bench.grow import grow, grown, grown_shape, parse_size
+from treespec.bench.run import Options
+from treespec.errors import CheckpointError, ConfigError
+from treespec_weights import LLAMA, ModelShape, default_folder, read_config, verify_checkpoint
+
+AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+def shape_of(folder: Path) -> ModelShape:
+    return ModelShape.from_hf(read_config(folder), LLAMA, folder)
+
+
+def larger(folder: Path, vocab: int = VOCAB, ratio: int = 4) -> ModelShape:
+    """More of everything."""
+    shape = shape_of(folder)
+    return replace(
+        shape, hidden_size=ratio * shape.hidden_size, num_layers=5, num_heads=8, num_kv_heads=4, vocab_size=vocab,
+        intermediate_size=320, tied=shape.tied and vocab == shape.vocab_size,
+    )  # fmt: skip
+
+
+def logits(folder: Path, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """transformers' logits [batch, length, vocab]."""
+    with torch.inference_mode():
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()(ids).logits
+
+
+@pytest.mark.parametrize("size, parameters", [("900K", 900_000), ("120M", 120_000_000), ("0.5b", 500_000_000)])
+def test_sizes(size: str, parameters: int) -> None:
+    assert parse_size(size) == parameters
+
+
+@pytest.mark.parametrize("size", ["", "big", "-1M", "0M", "12", "1.5", "1e9B", "7BB"])
+def test_bad_sizes_are_refused(size: str) -> None:
+    with pytest.raises(ConfigError, match=r"--grow .*120M, 0\.5B"):
+        parse_size(size)
+
+
+@pytest.mark.parametrize("size", ["20M", "60M", "120M", "0.5B", "3B", "7B"])
+def test_shapes_are_like_real_models(size: str) -> None:
+    old = shape_of(default_folder("target"))
+    new = grown_shape(old, parse_size(size))
+    assert abs(new.num_parameters() / parse_size(size) - 1) < 0.05
+    assert new.num_layers >= old.num_layers and new.intermediate_size >= 2 * new.hidden_size
+    assert new.num_heads * new.head_dim == new.hidden_size
+    assert new.num_heads // new.num_kv_heads == old.num_heads // old.num_kv_heads
+
+
+def test_a_model_does_not_shrink() -> None:
+    old = shape_of(default_folder("target"))
+    with pytest.raises(ConfigError, match=r"--grow 5M: this model can be grown from \d+M on"):
+        grown_shape(old, parse_size("5M"))
+    with pytest.raises(ConfigError, match=r"--grow-vocab 100: the model has \d+ tokens already"):
+        grown_shape(old, parse_size("1B"), 100)
+
+
+VARIANTS = {
+    "untied": {},
+    "tied": {"tie_word_embeddings": True},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "eps": {"rms_norm_eps": 1e-3},
+}
+
+
+@pytest.mark.parametrize("vocab", [VOCAB, 3 * VOCAB])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_grown_logits_are_the_small_model_s(variant: str, vocab: int, tmp_path: Path) -> None:
+    small = make_llama(tmp_path / "small", 0, **VARIANTS[variant])
+    grow(small, tmp_path / "grown", larger(small, vocab), seed=1)
+    assert verify_checkpoint(tmp_path / "grown").ok
+    ids = torch.tensor(random_prompts([40, 40]))
+    for dtype, bound in ((torch.float64, 1e-12), (torch.float32, 1e-4), (torch.bfloat16, 0.1)):
+        small_logits, grown_logits = logits(small, ids, dtype), logits(tmp_path / "grown", ids, dtype)
+        own, added = grown_logits[..., :VOCAB], grown_logits[..., VOCAB:]
+        assert (own - small_logits).abs().max() <= bound * small_logits.abs().max()
+        assert not added.numel() or (added.amax(-1) < own.amin(-1) - 10).all(), "an added token could be chosen"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [VOCAB, 2 * VOCAB])
+def test_grown_tokens_are_the_small_model_s(dtype: torch.dtype, vocab: int, tmp_path: Path) -> None:
+    small = make_llama(tmp_path / "small", 0, dtype)
+    grow(small, tmp_path / "grown", larger(small, vocab), seed=1)
+    results = []
+    for folder in (small, tmp_path / "grown"):
+        llm, seen = open_llm(folder), []
+        forward = llm.engine.runner.logits
+
+        def seeing(*given, forward=forward, seen=seen) -> torch.Tensor:
+            seen.append(forward(*given)[:, :VOCAB].clone())
+            return seen[-1]
+
+        llm.engine.runner.logits = seeing
+        outputs = llm.generate(random_prompts([3, 70]), greedy(24), spec="off")
+        results.append(([output.outputs[0].token_ids for output in outputs], torch.cat(seen)))
+    (tokens, small_logits), (grown_tokens, grown_logits) = results
+    assert grown_tokens == tokens
+    if AVX512:  # there rows as short as these are summed in one group, with zeros behind or without
+        assert torch.equal(grown_logits, small_logits)
+
+
+def test_what_is_added_computes_and_reaches_nothing(tmp_path: Path) -> None:
+    from treespec_weights import load_weights
+
+    small = make_llama(tmp_path / "small", 0)
+    shape = larger(small)
+    grow(small, tmp_path / "grown", shape, seed=1)
+    weights = load_weights(tmp_path / "grown", shape, LLAMA)
+    assert not weights["layers.4.o"].any() and not weights["layers.4.down"].any()
+    for name in ("q", "k", "v", "gate", "up", "attn_norm"):
+        assert weights[f"layers.4.{name}"].std() > 0.01
+        assert (weights[f"layers.0.{name}"] != 0).all(), "zeros would be a model that costs less on some hardware"
+    grow(small, tmp_path / "again", shape, seed=1)
+    again = load_weights(tmp_path / "again", shape, LLAMA)
+    assert all(torch.equal(again[name], tensor) for name, tensor in weights.items())
+
+
+def test_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("treespec.bench.grow.SHARD_BYTES", 1 << 20)
+    small = make_llama(tmp_path / "small", 0)
+    grow(small, tmp_path / "grown", larger(small), seed=1)
+    assert len(list((tmp_path / "grown").glob("*.safetensors"))) > 2
+    assert verify_checkpoint(tmp_path / "grown").ok
+
+
+def test_float16_has_no_room_for_more_vocabulary(tmp_path: Path) -> None:
+    small = make_llama(tmp_path / "small", 0, torch.float16)
+    with pytest.raises(ConfigError, match="float16"):
+        grow(small, tmp_path / "grown", larger(small, 2 * VOCAB), seed=1)
+
+
+def test_the_folder_is_removed_unless_kept(tmp_path: Path) -> None:
+    small = make_llama(tmp_path / "small", 0)
+    draft = make_llama(new_folder("drafts") / "ssm-x", 1, num_hidden_layers=1)
+    options = Options(model=small, drafts=[str(draft)])
+    with grown(options, "4M", None, None) as (larger_options, how):
+        folder = Path(str(larger_options.model))
+        assert shape_of(folder) == how.shape and larger_options.drafts == [str(draft)]
+        assert how.figures["parameters"] == how.shape.num_parameters()
+    assert not folder.exists()
+    with grown(options, "4M", 2 * VOCAB, tmp_path / "kept") as (larger_options, how):
+        assert [Path(each).name for each in larger_options.drafts or ()] == ["ssm-x"]
+    assert shape_of(tmp_path / "kept" / "target") == how.shape
+    assert shape_of(tmp_path / "kept" / "ssm-x").vocab_size == 2 * VOCAB == how.shape.vocab_size
+    assert SHAPE["vocab_size"] == VOCAB
+
+
+def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    with (
+        pytest.raises(FileNotFoundError, match="nowhere"),
+        grown(Options(model=tmp_path / "nowhere"), "1B", None, None),
+    ):
+        pass
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(CheckpointError, match="gpt2"), grown(Options(model=tmp_path / "other"), "1B", None, None):
+        pass

@@ -28,7 +28,6 @@ from treespec.tree import TokenTree
 from treespec.verify import Verified, verify_greedy
 from treespec_weights import default_folder
 
-MODES = ["chain-k3", "tree-ssm-2-n8", "tree-ssms-n8", "auto", "hf-plain", "hf-assisted-ssm-1-k3", "hf-lookup-k3"]
 FIGURES = {
     "mode", "engine", "label", "nodes", "k", "sources", "total_output_tokens", "output_throughput", "mean_ttft_ms",
     "p50_itl_ms", "p99_itl_ms", "speedup", "speedup_min", "speedup_max", "acceptance_length",
@@ -165,7 +164,7 @@ class ScriptedEngine:
     """Rounds of one request, as (accepted drafted tokens, emitted tokens): it may stop inside its path."""
 
     def __init__(self, rounds: list[tuple[int, int]]):
-        self.ssms, self.drafters, self.rounds = None, [], rounds
+        self.ssms, self.lookup, self.drafters, self.rounds = None, None, [], rounds
         self.request = SimpleNamespace(tokens=[0])
 
     def step(self) -> None:
@@ -260,12 +259,12 @@ def test_best_and_comparisons() -> None:
 
 def test_the_profile_restores_the_engine() -> None:
     llm = tiny_llm()
-    before = set(vars(llm.engine)), set(vars(llm.engine.ssms))
+    before = [set(vars(owner)) for owner in (llm.engine, llm.engine.ssms, llm.engine.lookup)]
     with pytest.raises(ZeroDivisionError), profiled(llm.engine) as profile:
         assert "step" in vars(llm.engine) and "propose" in vars(llm.engine.ssms)
         llm.generate(random_prompts([5]), greedy(6), spec=SpecConfig(nodes=8))
         raise ZeroDivisionError
-    assert (set(vars(llm.engine)), set(vars(llm.engine.ssms))) == before
+    assert [set(vars(owner)) for owner in (llm.engine, llm.engine.ssms, llm.engine.lookup)] == before
     assert list(profile.parts) == list(MEANING) and profile.prefill_seconds > 0
     assert all(seconds > 0 for seconds in profile.parts.values())
     own = sum(profile.parts.values()) + profile.prefill_seconds
@@ -285,7 +284,7 @@ def test_every_repeat_runs_every_mode_in_another_order() -> None:
 def test_modes() -> None:
     ours, peers = our_modes(["x", "y"], [3, 5], [8]), peer_modes(["x", "y"], [3])
     assert [mode.name for mode in ours] == [
-        "plain", "chain-k3", "chain-k5", "tree-x-n8", "tree-y-n8", "tree-ssms-n8", "tree-lookup-n8",
+        "plain", "chain-k3", "chain-k5", "tree-x-n8", "tree-y-n8", "tree-ssms-n8", "tree-trusted-n8", "tree-lookup-n8",
         "tree-everything-n8", "auto",
     ]  # fmt: skip
     assert [peer.name for peer in peers] == [
@@ -301,7 +300,7 @@ def test_modes() -> None:
 
 
 def test_document_of_all_kinds_of_modes(ids_file: Path, lent: LLM) -> None:
-    more = options(ids_file, only=("chain-k3", "tree-ssms-n8", "auto", "hf-*"), batches=(1, 2), repeats=2, warmup=1)
+    more = options(ids_file, batches=(1, 2), repeats=2, warmup=1)
     document = bench(more)
     json.dumps(document)
     assert document["num_prompts"] == 3 and document["kinds"] == {"code": 2, "data": 1}

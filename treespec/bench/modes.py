@@ -99,11 +99,14 @@ def our_modes(ssms: Sequence[str], k_values: Sequence[int], nodes: Sequence[int]
             modes.append(Mode(f"chain-k{k}", f"chain, K={k}", chain))
     alone = [(name, name, (name,)) for name in ssms] if len(ssms) > 1 else []
     merged = [("ssms", "all SSMs" if len(ssms) > 1 else ssms[0], ("ssm",))] if ssms else []
+    if len(ssms) > 1:  # the drafting time of one, whoever is trusted most in the round
+        merged.append(("trusted", "one SSM a round", ("ssm",)))
     lookup = [("lookup", "lookup", ("lookup",))]
     everything = [("everything", "SSMs + lookup", ("ssm", "lookup"))] if ssms else []
     for count in nodes:
         for name, label, sources in (*alone, *merged, *lookup, *everything):
-            options = {"nodes": count, "sources": sources}
+            options: dict[str, Any] = {"nodes": count, "sources": sources}
+            options |= {"max_ssms": 1} if name == "trusted" else {}
             modes.append(Mode(f"tree-{name}-n{count}", f"{label}, {count} nodes", options))
     modes.append(Mode("auto", 'everything, nodes="auto"', {"nodes": "auto"}))
     return modes

@@ -106,7 +106,7 @@ def profiled(engine: Engine) -> Iterator[Profile]:
             restore.callback(_put_back, owner, name, vars(owner).get(name))
             setattr(owner, name, wrap(getattr(owner, name)))
 
-        for source in (engine.ssms, *engine.drafters):
+        for source in (engine.ssms, engine.lookup, *engine.drafters):
             if source is not None:
                 replace(source, "propose", timers["draft"].wrap)
         for name in ("step", "prefill", "propose", "forward", "update"):

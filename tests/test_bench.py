@@ -3,6 +3,7 @@
 import json
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 import treespec.engine
 from tests.models import OracleDrafter, greedy, make_llama, new_folder, open_llm, random_prompts, tiny, tiny_llm
 from treespec import LLM, SpecConfig
-from treespec.bench.measure import Sample, groups, interleave, run_ours
+from treespec.bench.measure import Run, Sample, interleave, run_ours
 from treespec.bench.modes import PLAIN, Mode, our_modes, peer_modes, select
 from treespec.bench.profile import MEANING, profiled, reach
 from treespec.bench.prompts import Prompt, choose, read_prompts
@@ -198,12 +199,13 @@ def test_acceptance_of_an_oracle() -> None:
     plain = open_llm(target).generate(prompts, greedy(16), spec="off")
     truths = [output.prompt_token_ids + output.outputs[0].token_ids for output in plain]
     llm = open_llm(target, [OracleDrafter(truths, depth=3)])
-    sample = run_ours(llm, SpecConfig(nodes=16), prompts, 16, batch=1)
+    run = {"tree": lambda batch: run_ours(llm, SpecConfig(nodes=16), batch, 16)}
+    [sample] = interleave(run, prompts, batch=1, repeats=1)["tree"]
     assert sample.tokens == [output.outputs[0].token_ids for output in plain]
     assert sample.passes == [4, 4] and sample.rounds == 8 and sample.decoded == 32
     assert sample.accepted == {3: 8} and reach(sample.accepted) == [1.0, 1.0, 1.0]
-    assert sample.accepted_by_source == {"oracle": 24}
-    assert run_ours(llm, SpecConfig(nodes=16), prompts, 16, batch=2).rounds == 4
+    assert sample.accepted_by_source["oracle"] == 24
+    assert interleave(run, prompts, batch=2, repeats=1)["tree"][0].rounds == 4
 
 
 def test_looping_outputs_are_left_out() -> None:
@@ -271,14 +273,23 @@ def test_the_profile_restores_the_engine() -> None:
     assert own == pytest.approx(profile.timers["step"].total)
 
 
-def test_every_repeat_runs_every_mode_in_another_order() -> None:
-    ran: list[str] = []
-    runs = {name: lambda name=name: ran.append(name) or Sample() for name in "abcd"}
-    samples = interleave(runs, 3)
-    orders = ["".join(ran[i : i + 4]) for i in range(0, 12, 4)]
-    assert all(sorted(order) == list("abcd") for order in orders) and len(set(orders)) == 3
-    assert {name: len(each) for name, each in samples.items()} == dict.fromkeys("abcd", 3)
-    assert list(groups([[1], [2], [3]], 2)) == [[[1], [2]], [[3]]]
+def test_every_batch_is_decoded_by_every_mode_in_turn() -> None:
+    ran: list[tuple[str, int]] = []
+
+    def mode(name: str) -> Run:
+        def run(prompts: Sequence[list[int]]) -> Sample:
+            ran.append((name, len(prompts)))
+            return Sample(tokens=list(prompts), decoded=len(prompts), nodes=1, parts={"draft": 1.0})
+
+        return run
+
+    samples = interleave({name: mode(name) for name in "abc"}, [[1], [2], [3]], batch=2, repeats=2)
+    assert [count for _, count in ran] == [2, 2, 2, 1, 1, 1] * 2
+    orders = ["".join(name for name, _ in ran[i : i + 3]) for i in range(0, 12, 3)]
+    assert orders == ["abc", "bca", "cab", "abc"]
+    assert {name: len(each) for name, each in samples.items()} == dict.fromkeys("abc", 2)
+    for sample in samples["b"]:
+        assert sample.tokens == [[1], [2], [3]] and (sample.decoded, sample.nodes, sample.parts) == (3, 2, {"draft": 2})
 
 
 def test_modes() -> None:

@@ -1,9 +1,12 @@
-"""Runs the modes, interleaved, and keeps what each run took."""
+"""Runs the modes, interleaved batch by batch, and keeps what each took.
 
-import time
+A mode does not run through all prompts while the others wait: every batch is decoded by every mode in turn, so that
+whatever else happens on the machine for some seconds meets all of them.
+"""
+
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 
 from treespec.bench.profile import profiled
 from treespec.config import SpecConfig
@@ -14,7 +17,7 @@ from treespec.request import SamplingParams
 
 @dataclass
 class Sample:
-    """One run of one mode over all prompts. Lists have one entry per prompt, in their order; seconds throughout.
+    """What one mode did with some prompts. Lists have one entry per prompt, in their order; seconds throughout.
 
     Attributes:
         tokens: output token ids.
@@ -49,65 +52,68 @@ class Sample:
         """Of the whole run, decoding only."""
         return self.decode_seconds / self.decoded
 
+    def add(self, other: "Sample") -> None:
+        """Take in what the same mode did with the next prompts."""
+        for each in fields(Sample):
+            mine, more = getattr(self, each.name), getattr(other, each.name)
+            if each.name == "parts":
+                self.parts = {part: mine.get(part, 0.0) + seconds for part, seconds in more.items()}
+            elif each.name == "nodes":
+                self.nodes = None if more is None else (mine or 0) + more
+            else:
+                setattr(self, each.name, mine + more)
 
-def run_ours(llm: LLM, spec: SpecConfig | str, prompts: Sequence[list[int]], max_tokens: int, batch: int) -> Sample:
-    """Decode all prompts, `batch` at once; the next ones start when all of a batch have ended.
 
-    Seconds are the requests' own, from arrival to end: making text of the tokens is not in them.
+def run_ours(llm: LLM, spec: SpecConfig | str, prompts: Sequence[list[int]], max_tokens: int) -> Sample:
+    """Decode prompts as one batch; seconds are the requests' own, from arrival to end, without making text of tokens.
 
     Raises:
         RequestError: a prompt was refused.
     """
-    params, sample = SamplingParams(max_tokens=max_tokens, ignore_eos=True), Sample(nodes=0)
     with profiled(llm.engine) as profile:
-        for group in groups(prompts, batch):
-            before = profile.prefill_seconds
-            outputs = llm.generate(group, params, spec=spec)
-            prefill = profile.prefill_seconds - before
-            total = max(output.metrics.seconds for output in outputs)
-            sample.decode_seconds += total - prefill
-            sample.total_seconds += total
-            for output in outputs:
-                if output.error is not None:
-                    raise RequestError(output.error)
-                metrics, tokens = output.metrics, output.outputs[0].token_ids
-                assert metrics.ttft is not None and sample.nodes is not None
-                sample.tokens.append(tokens)
-                sample.decoded += len(tokens)
-                sample.ttft.append(metrics.ttft)
-                sample.per_token.append((metrics.seconds - prefill) / len(tokens))
-                sample.passes.append(metrics.target_passes)
-                sample.nodes += metrics.nodes_verified
-                sample.accepted_by_source.update(metrics.accepted_by_source)
+        outputs = llm.generate(list(prompts), SamplingParams(max_tokens=max_tokens, ignore_eos=True), spec=spec)
+    prefill, total = profile.prefill_seconds, max(output.metrics.seconds for output in outputs)
+    sample = Sample(decode_seconds=total - prefill, total_seconds=total, nodes=0)
+    for output in outputs:
+        if output.error is not None:
+            raise RequestError(output.error)
+        metrics, tokens = output.metrics, output.outputs[0].token_ids
+        assert metrics.ttft is not None and sample.nodes is not None
+        sample.tokens.append(tokens)
+        sample.decoded += len(tokens)
+        sample.ttft.append(metrics.ttft)
+        sample.per_token.append((metrics.seconds - prefill) / len(tokens))
+        sample.passes.append(metrics.target_passes)
+        sample.nodes += metrics.nodes_verified
+        sample.accepted_by_source.update(metrics.accepted_by_source)
     sample.accepted, sample.rounds, sample.parts = profile.accepted, profile.rounds, profile.parts
     return sample
 
 
-def groups(prompts: Sequence[list[int]], batch: int) -> Iterator[list[list[int]]]:
-    """The prompts, `batch` at a time."""
-    for start in range(0, len(prompts), batch):
-        yield list(prompts[start : start + batch])
+Run = Callable[[Sequence[list[int]]], Sample]
+"""One mode over one batch."""
 
 
 def interleave(
-    runs: Mapping[str, Callable[[], Sample]], repeats: int, tick: Callable[[], object] = lambda: None
+    runs: Mapping[str, Run],
+    prompts: Sequence[list[int]],
+    batch: int,
+    repeats: int,
+    tick: Callable[[], object] = lambda: None,
 ) -> dict[str, list[Sample]]:
-    """Every mode once per repeat, so that what changes on the machine meets all of them.
+    """Every mode over all prompts, `repeats` times; one sample per mode and repeat.
 
-    Each repeat starts with another mode: what runs first or after a heavy one is not always the same.
+    The prompts come `batch` at a time: the next ones start when all of a batch have ended. Each batch is decoded by
+    every mode, and each begins with another mode: what runs first, or after a heavy one, is not always the same.
     """
     samples: dict[str, list[Sample]] = {name: [] for name in runs}
-    names = list(runs)
-    for repeat in range(repeats):
-        first = repeat * max(1, len(names) // repeats) % len(names)
-        for name in names[first:] + names[:first]:
-            samples[name].append(runs[name]())
-            tick()
+    names, turn = list(runs), 0
+    for _ in range(repeats):
+        for name in names:
+            samples[name].append(Sample())
+        for start in range(0, len(prompts), batch):
+            for name in names[turn:] + names[:turn]:
+                samples[name][-1].add(runs[name](prompts[start : start + batch]))
+                tick()
+            turn = (turn + 1) % len(names)
     return samples
-
-
-def timed(run: Callable[[], object]) -> float:
-    """Seconds of a call."""
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start

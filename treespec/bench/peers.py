@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from treespec.bench.measure import Sample, groups
+from treespec.bench.measure import Sample
 from treespec.bench.modes import Peer
 from treespec.errors import ModelError
 
@@ -31,34 +31,32 @@ class Transformers:
         self._passes = 0
         self._target.register_forward_pre_hook(self._count)
 
-    def run(self, peer: Peer, prompts: Sequence[list[int]], max_tokens: int, batch: int) -> Sample:
-        """Decode all prompts, `batch` at once, shorter ones padded on the left. Prefill is a run to the first token.
+    def run(self, peer: Peer, prompts: Sequence[list[int]], max_tokens: int) -> Sample:
+        """Decode prompts as one batch, shorter ones padded on the left. Prefill is a run to the first token.
+
+        Args:
+            peer: how.
+            prompts: one alone where the peer has batch 1 only.
+            max_tokens: at least 2.
 
         Raises:
             ModelError: transformers did not make `max_tokens` tokens.
         """
-        assert batch == 1 or not peer.batch_one_only, f"{peer.name} has batch 1 only"
-        sample, options = Sample(), self._options(peer)
-        for group in groups(prompts, batch):
-            first, _ = self._generate(group, 1, options)
-            self._passes = 0
-            total, made = self._generate(group, max_tokens, options)
-            decode = max(total - first, 0.0) if max_tokens > 1 else total
-            sample.total_seconds += total
-            sample.decode_seconds += decode
-            for tokens in made:
-                if len(tokens) != max_tokens:
-                    raise ModelError(f"{peer.name} made {len(tokens)} tokens where {max_tokens} were asked for")
-                rest = max(len(tokens) - 1, 1)
-                sample.tokens.append(tokens)
-                sample.decoded += rest
-                sample.ttft.append(first)
-                sample.per_token.append(decode / rest)
-                sample.passes.append(self._passes)
-        return sample
+        assert len(prompts) == 1 or not peer.batch_one_only, f"{peer.name} has batch 1 only"
+        options = self._options(peer)
+        first, _ = self._generate(prompts, 1, options)
+        self._passes = 0
+        total, made = self._generate(prompts, max_tokens, options)
+        if any(len(tokens) != max_tokens for tokens in made):
+            raise ModelError(f"{peer.name} made {list(map(len, made))} tokens where {max_tokens} each were asked for")
+        decode, rest = max(total - first, 0.0), max_tokens - 1
+        return Sample(
+            tokens=made, decode_seconds=decode, decoded=rest * len(made), total_seconds=total, ttft=[first] * len(made),
+            per_token=[decode / rest] * len(made), passes=[self._passes] * len(made), rounds=self._passes,
+        )  # fmt: skip
 
     def _generate(
-        self, prompts: list[list[int]], max_tokens: int, options: dict[str, Any]
+        self, prompts: Sequence[list[int]], max_tokens: int, options: dict[str, Any]
     ) -> tuple[float, list[list[int]]]:
         """Seconds, and the new tokens of each prompt."""
         width = max(map(len, prompts))

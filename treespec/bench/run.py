@@ -1,12 +1,12 @@
 """A whole benchmark: models, prompts, modes, repeats, one document."""
 
+import math
 import platform
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import transformers
 
 import treespec
 from treespec.bench.grow import Grown
-from treespec.bench.measure import Sample, interleave, run_ours
+from treespec.bench.measure import Run, Sample, interleave, run_ours
 from treespec.bench.modes import PLAIN, Mode, Peer, Selection, our_modes, peer_modes, select
 from treespec.bench.peers import Transformers
 from treespec.bench.prompts import Prompt, choose, read_prompts
@@ -43,7 +43,7 @@ class Options:
         nodes: rows of the target pass, for trees.
         batches: requests decoded at once.
         repeats: how often every mode runs.
-        warmup: prompts that every mode decodes before, not counted.
+        warmup: batches that every mode decodes before, not counted.
         peers: whether transformers takes part.
         only: names or patterns of modes; empty = all.
         device, dtype: as `LLM`.
@@ -77,7 +77,7 @@ def bench(
     Args:
         options: what to measure.
         grown: how the target was grown, where it was; then the small one decodes the prompts too.
-        progress: called with the runs that are done and their number.
+        progress: called with the batches that are done, one for each mode, and their number.
 
     Raises:
         ConfigError: a mode, a prompt file or a value that is refused. As `LLM` otherwise.
@@ -97,20 +97,19 @@ def bench(
     needed = {peer.draft for peer in selection.peers}
     drafts = {name: folder for name, folder in folders.items() if name in needed}
     peers = Transformers(target, drafts, llm.config.device, llm.config.dtype) if selection.peers else None
-    per_batch = [_runs(batch, options, selection, specs, llm, peers, ids) for batch in options.batches]
-    total = (options.repeats + 1) * sum(map(len, per_batch))
-    done = Counter[str]()
+    per_batch = [_runs(batch, options, selection, specs, llm, peers) for batch in options.batches]
+    rounds = [options.warmup + options.repeats * math.ceil(len(ids) / batch) for batch in options.batches]
+    total, done = sum(n * len(by_mode) for n, by_mode in zip(rounds, per_batch, strict=True)), Counter[str]()
 
     def tick() -> None:
-        done["runs"] += 1
-        progress(done["runs"], total)
+        done["batches"] += 1
+        progress(done["batches"], total)
 
     runs = []
     for batch, by_mode in zip(options.batches, per_batch, strict=True):
-        for run in by_mode.values():
-            run(options.warmup * batch)
-            tick()
-        samples = interleave({name: partial(run, None) for name, run in by_mode.items()}, options.repeats, tick)
+        for _ in range(options.warmup):
+            interleave(by_mode, ids[:batch], batch, 1, tick)
+        samples = interleave(by_mode, ids, batch, options.repeats, tick)
         runs.append(_summary(batch, samples, selection, prompts))
         plain = samples[PLAIN][0].tokens
     memory["peak_with_all"] = _peak_mib()
@@ -119,8 +118,8 @@ def bench(
     ancestry = None
     if grown is not None:
         small = LLM(grown.source, [], "off", device=options.device, dtype=llm.config.dtype, max_num_seqs=1)
-        tokens = run_ours(small, "off", ids, options.max_tokens, 1).tokens
-        ancestry = grown.figures | {"tokens_unlike_the_small_one": mismatches(plain, tokens)}
+        [sample] = interleave({PLAIN: lambda each: run_ours(small, "off", each, options.max_tokens)}, ids, 1, 1)[PLAIN]
+        ancestry = grown.figures | {"tokens_unlike_the_small_one": mismatches(plain, sample.tokens)}
     return {
         "model": grown.of if grown else "embedded target" if options.model is None else str(options.model),
         "drafts": list(folders),
@@ -152,10 +151,6 @@ def bench(
     }
 
 
-Run = Callable[[int | None], Sample]
-"""One mode over the first n prompts, or over all."""
-
-
 def _runs(
     batch: int,
     options: Options,
@@ -163,16 +158,15 @@ def _runs(
     specs: dict[str, SpecConfig | str],
     llm: LLM,
     peers: Transformers | None,
-    ids: list[list[int]],
 ) -> dict[str, Run]:
     """What to run at one batch size, by mode."""
 
     def ours(mode: Mode) -> Run:
-        return lambda count: run_ours(llm, specs[mode.name], ids[:count], options.max_tokens, batch)
+        return lambda prompts: run_ours(llm, specs[mode.name], prompts, options.max_tokens)
 
     def theirs(peer: Peer) -> Run:
         assert peers is not None
-        return lambda count: peers.run(peer, ids[:count], options.max_tokens, batch)
+        return lambda prompts: peers.run(peer, prompts, options.max_tokens)
 
     runs = {mode.name: ours(mode) for mode in selection.ours}
     return runs | {peer.name: theirs(peer) for peer in selection.peers if batch == 1 or not peer.batch_one_only}

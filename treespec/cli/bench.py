@@ -99,7 +99,7 @@ def bench(
 ) -> None:
     """Measure speed: our plain decoding, chains and trees, and transformers, all in one run.
 
-    Same weights, prompts and dtype; every repeat runs every mode once, in rotating order. Prefill is reported apart.
+    Same weights, prompts and dtype; every batch is decoded by every mode in turn. Prefill is reported apart.
     """
     if (grow_vocab, keep) != (None, None) and grow is None:
         raise usage_error("--grow-vocab and --keep go with --grow SIZE")
@@ -182,10 +182,10 @@ def _measure(options: "Options", grow: str | None, vocab: int | None, keep: Path
 
 @contextmanager
 def _progress() -> Iterator[Any]:
-    """A bar on a terminal: (runs done, runs in all) -> None."""
+    """A bar on a terminal: (batches done, batches in all) -> None."""
     from tqdm import tqdm  # type: ignore[import-untyped]
 
-    with tqdm(desc="measuring", unit="run", leave=False, disable=not sys.stderr.isatty()) as bar:
+    with tqdm(desc="measuring", unit="batch", leave=False, disable=not sys.stderr.isatty()) as bar:
 
         def show(done: int, total: int) -> None:
             bar.total = total

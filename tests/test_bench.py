@@ -365,7 +365,7 @@ def test_grown_figures_say_so(tmp_path: Path, ids_file: Path, monkeypatch: pytes
     given = ["--model", target, "--draft", drafts[0], "--prompts", ids_file, "--samples", 2, "--max-tokens", 8,
              "--repeats", 1, "--warmup", 0, "--only", "tree-ssms-n16", "--grow", "4M"]  # fmt: skip
     ran = run("bench", *given)
-    assert f"that computes the function of {target}; 0 of its tokens differ" in ran.stdout
+    assert f"it computes the function of {target}: 0 of its tokens differ" in ran.stdout
     tables = [line for line in ran.stdout.splitlines() if line.startswith("batch")]
     assert tables and all("grown" in line for line in tables)
     document = json.loads(run("bench", *given, "--json").stdout)

@@ -1,5 +1,6 @@
 """The document for a reader: header, tables, legend."""
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,10 +33,12 @@ def header(document: Mapping[str, Any]) -> str:
     if document["prompts_left_out"]:
         lines.append(f"          {document['prompts_left_out']} prompts left out: no room for them in the context")
     if grown:
-        lines.append(
-            f"grown     all figures: a grown target of {grown['parameters'] / 1e6:.0f} M parameters ({grown['shape']}) "
-            f"that computes the function of {grown['of']}; {grown['tokens_unlike_the_small_one']} of its tokens differ"
-        )
+        lines += [
+            f"grown     all figures are of a grown target of {grown['parameters'] / 1e6:.0f} M parameters",
+            f"          ({grown['shape']});",
+            f"          it computes the function of {grown['of']}: {grown['tokens_unlike_the_small_one']} of its tokens "
+            "differ",
+        ]
     return "\n".join(lines)
 
 
@@ -121,8 +124,8 @@ def _profile(title: str, modes: Sequence[Mapping[str, Any]]) -> str:
         cells = [f"{ms:.2f} {ms / total:4.0%}" for ms in parts.values()]
         ratios = (_number(mode["pass_ratio"], ".2f"), _number(mode["draft_share"], ".2f"))
         rows.append((mode["label"], *cells, f"{total:.2f}", *ratios))
-    meaning = ", ".join(f"{name}: {what}" for name, what in MEANING.items())
-    return f"{table([head, *rows])}\n{meaning}"
+    meaning = "; ".join(f"{name}: {what}" for name, what in MEANING.items())
+    return "\n".join([table([head, *rows]), *textwrap.wrap(meaning, 118)])
 
 
 def _kinds(kinds: Mapping[str, int]) -> str:

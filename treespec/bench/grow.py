@@ -264,7 +264,7 @@ def grown(options: "Options", size: str, vocab: int | None, keep: Path | None) -
         folders = [str(folder) for _, folder in drafts]
         if shape.vocab_size > old.vocab_size:
             folders = _grow_drafts(drafts, root, shape.vocab_size, options.seed)
-        name = "the embedded target" if options.model is None else str(options.model)
+        name = "embedded target" if options.model is None else str(options.model)
         yield replace(options, model=root / "target", drafts=folders), Grown(source, shape, name)
 
 

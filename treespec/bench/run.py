@@ -113,6 +113,8 @@ def bench(
         runs.append(_summary(batch, samples, selection, prompts))
         plain = samples[PLAIN][0].tokens
     memory["peak_with_all"] = _peak_mib()
+    if llm.config.device.type == "cuda":
+        memory["peak_on_the_gpu"] = torch.cuda.max_memory_allocated(llm.config.device) / 2**20
     memory |= {name: size / 2**20 for name, size in llm.stats()["memory"].items()}
     frozen = llm.stats()["frozen"]
     ancestry = None

@@ -321,9 +321,11 @@ def test_document_of_all_kinds_of_modes(ids_file: Path, lent: LLM) -> None:
     assert all("assisted" in name or "lookup" in name for name in pair["peers_left_out"])
     assert "hf-plain" in [mode["mode"] for mode in pair["modes"]] and "one request at a time" in pair["why_left_out"]
     assert set(single["best"]) == {"ours", "assisted", "lookup"} and set(pair["best"]) == {"ours"}
+    assert (single["num_prompts"], pair["num_prompts"]) == (3, 2), "every batch is full"
+    assert {mode["total_output_tokens"] for mode in single["modes"]} == {24}
+    assert {mode["total_output_tokens"] for mode in pair["modes"]} == {16}
     for mode in single["modes"] + pair["modes"]:
         assert mode.keys() >= FIGURES
-        assert mode["total_output_tokens"] == 24
         assert mode["mismatches"] == 0, mode["mode"]  # float32: transformers too
         assert mode["speedup_min"] <= mode["speedup"] <= mode["speedup_max"]
         assert 1 <= mode["acceptance_length"] <= 8
@@ -393,6 +395,7 @@ def test_plot_writes_a_picture(ids_file: Path, lent: LLM, tmp_path: Path) -> Non
         (["--out", "no/such/folder/out.json"], "there is no folder"),
         (["--max-tokens", "1000"], "has room"),
         (["--samples", "0"], "--samples"),
+        (["--batch", "1,4"], "--batch 4, but there are 3 prompts; give more --samples"),
     ],
 )
 def test_bad_options(given: list[str], message: str, ids_file: Path, lent: LLM) -> None:

@@ -1,6 +1,5 @@
 """A whole benchmark: models, prompts, modes, repeats, one document."""
 
-import math
 import platform
 import subprocess
 import sys
@@ -98,7 +97,7 @@ def bench(
     drafts = {name: folder for name, folder in folders.items() if name in needed}
     peers = Transformers(target, drafts, llm.config.device, llm.config.dtype) if selection.peers else None
     per_batch = [_runs(batch, options, selection, specs, llm, peers) for batch in options.batches]
-    rounds = [options.warmup + options.repeats * math.ceil(len(ids) / batch) for batch in options.batches]
+    rounds = [options.warmup + options.repeats * (len(ids) // batch) for batch in options.batches]
     total, done = sum(n * len(by_mode) for n, by_mode in zip(rounds, per_batch, strict=True)), Counter[str]()
 
     def tick() -> None:
@@ -109,8 +108,9 @@ def bench(
     for batch, by_mode in zip(options.batches, per_batch, strict=True):
         for _ in range(options.warmup):
             interleave(by_mode, ids[:batch], batch, 1, tick)
-        samples = interleave(by_mode, ids, batch, options.repeats, tick)
-        runs.append(_summary(batch, samples, selection, prompts))
+        whole = len(ids) // batch * batch  # so that every batch is full
+        samples = interleave(by_mode, ids[:whole], batch, options.repeats, tick)
+        runs.append(_summary(batch, samples, selection, prompts[:whole]))
         plain = samples[PLAIN][0].tokens
     memory["peak_with_all"] = _peak_mib()
     if llm.config.device.type == "cuda":
@@ -120,7 +120,8 @@ def bench(
     ancestry = None
     if grown is not None:
         small = LLM(grown.source, [], "off", device=options.device, dtype=llm.config.dtype, max_num_seqs=1)
-        [sample] = interleave({PLAIN: lambda each: run_ours(small, "off", each, options.max_tokens)}, ids, 1, 1)[PLAIN]
+        run: dict[str, Run] = {PLAIN: lambda each: run_ours(small, "off", each, options.max_tokens)}
+        [sample] = interleave(run, ids[: len(plain)], 1, 1)[PLAIN]
         ancestry = grown.figures | {"tokens_unlike_the_small_one": mismatches(plain, sample.tokens)}
     return {
         "model": grown.of if grown else "embedded target" if options.model is None else str(options.model),
@@ -183,6 +184,7 @@ def _summary(
     left_out = [peer.name for peer in selection.peers if peer.name not in samples]
     return {
         "batch": batch,
+        "num_prompts": len(prompts),
         "best": best(figures),
         "comparisons": comparisons(best(figures), samples),
         "peers_left_out": left_out,
@@ -204,7 +206,10 @@ def _prompts(options: Options, llm: LLM) -> tuple[list[Prompt], int]:
             f"no prompt of {path} has room: {llm.config.max_model_len} positions without --max-tokens "
             f"{options.max_tokens} leave {room}"
         )
-    return choose(fitting, options.samples, options.seed), len(encoded) - len(fitting)
+    chosen = choose(fitting, options.samples, options.seed)
+    if len(chosen) < max(options.batches):
+        raise ConfigError(f"--batch {max(options.batches)}, but there are {len(chosen)} prompts; give more --samples")
+    return chosen, len(encoded) - len(fitting)
 
 
 def _widest(specs: Any) -> SpecConfig:

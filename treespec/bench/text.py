@@ -47,7 +47,7 @@ def body(document: Mapping[str, Any], profile: bool) -> str:
     parts = []
     for run in document["runs"]:
         modes = run["modes"]
-        title = f"batch {run['batch']}" + (", grown" if document["grown"] else "")
+        title = f"batch {run['batch']}, {run['num_prompts']} prompts" + (", grown" if document["grown"] else "")
         parts += [_speed(title, modes), *_comparisons(title, run)]
         if run["peers_left_out"]:
             parts.append(f"left out: {', '.join(run['peers_left_out'])}: {run['why_left_out']}")

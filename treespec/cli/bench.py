@@ -63,7 +63,9 @@ def bench(
         list[str] | None, _several("--k-values", "3 5 7", "Tokens drafted per round, by chains and by transformers.")
     ] = None,
     nodes: Annotated[list[str] | None, _several("--nodes", "8 16 32", "Rows of the target pass. Default: 16.")] = None,
-    batch: Annotated[list[str] | None, _several("--batch", "1 2 4 8", "Prompts decoded at once. Default: 1.")] = None,
+    batch: Annotated[
+        list[str] | None, _several("--batch", "1 2 4 8", "Prompts decoded at once; every batch is full. Default: 1.")
+    ] = None,
     repeats: Annotated[int, typer.Option("--repeats", min=1, metavar="N", help="Runs of every mode.")] = 3,
     warmup: Annotated[int, typer.Option("--warmup", min=0, metavar="N", help="Batches that do not count.")] = 1,
     only: Annotated[

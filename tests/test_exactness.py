@@ -194,7 +194,7 @@ def test_an_oracle_beside_the_ssms() -> None:
         by_source, only = output.metrics.accepted_by_source, output.metrics.accepted_only_by_source
         assert set(by_source) == {"ssm-1", "ssm-2", "ssm-3", "oracle"}
         assert by_source["oracle"] == ORACLE_TOKENS - output.metrics.target_passes
-        assert only.get("oracle", 0) > 0
+        assert all(by_source[name] <= by_source["oracle"] for name in ("ssm-1", "ssm-2", "ssm-3"))
         assert not only.keys() & {"ssm-1", "ssm-2", "ssm-3"}  # whatever they found, the oracle had too
 
 

@@ -17,8 +17,9 @@ product the same shape, so that it holds under weaker facts; it is also what tre
 slots. Both give equal bits where both hold.
 """
 
+import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -50,6 +51,26 @@ class _Block(NamedTuple):
     position_tiles: tuple[Tensor, ...]  # fp32 [num_tail * PAGE_SIZE] each: 1 where a tail slot lies in the tile
 
 
+class _Workspace(NamedTuple):
+    """Buffers of one block and their views, made once for all layers: views cost as much as the arithmetic on them."""
+
+    q: Tensor  # to fill: [num_tiles, Hkv, num_rows, group, D]
+    q_flat: Tensor  # [num_tiles * Hkv, padded rows, D], 0 in the padding
+    scores: Tensor  # [num_tiles, Hkv, padded rows, PAGE_SIZE]
+    scores_flat: Tensor
+    tail: Tensor  # of the scores: [num_tail, Hkv, num_rows, group, PAGE_SIZE]
+    peak: Tensor  # [1, Hkv, padded rows, 1]
+    ones: Tensor  # [num_tiles * Hkv, PAGE_SIZE, 16]
+    summed: Tensor  # [num_parts, Hkv, padded rows, D], weighted V by tile of positions
+    summed_flat: Tensor  # of the tiles that stand alone: [num * Hkv, padded rows, D]
+    mass: Tensor  # [num_parts, Hkv, padded rows, 16]
+    mass_flat: Tensor
+    total: Tensor  # [Hkv, padded rows, D]
+    value: Tensor  # of the total, as the output has it: [num_rows, Hkv, group, D]
+    total_mass: Tensor  # [Hkv, padded rows, 16]
+    divisor: Tensor  # [num_rows, Hkv, group, 1]
+
+
 class _Gather(NamedTuple):
     first_row: int
     last_row: int
@@ -63,11 +84,18 @@ class CpuAttentionPlan:
 
     num_rows: int
     blocks: tuple[_Block | _Gather, ...]
-    ones: Tensor  # fp32 [1, MAX_CHAIN, 16]: row sums are matrix products too, so that they follow the same chain
+    workspaces: dict[int, _Workspace] = field(default_factory=dict)  # by block, made by the first layer
+
+
+@functools.cache
+def _ones() -> Tensor:
+    """fp32 [1, MAX_CHAIN, 16]: row sums are matrix products too, so that they follow the same chain."""
+    with torch.inference_mode(False):
+        return torch.ones(1, MAX_CHAIN, 16)
 
 
 def _page_index(pages: np.ndarray) -> slice | Tensor:
-    if np.array_equal(pages, np.arange(pages[0], pages[0] + len(pages))):
+    if len(pages) == 1 or bool((pages[1:] - pages[:-1] == 1).all()):
         return slice(int(pages[0]), int(pages[0]) + len(pages))
     return torch.from_numpy(np.ascontiguousarray(pages, dtype=np.int64))
 
@@ -87,7 +115,7 @@ def plan_tree_attention_cpu(
         else:
             blocks.append(_plan_packed_tree(rows, first))
         first += rows.num_rows
-    return CpuAttentionPlan(first, tuple(blocks), torch.ones(1, MAX_CHAIN, 16))
+    return CpuAttentionPlan(first, tuple(blocks))
 
 
 def _plan_chain(rows: RequestRows, first: int, num_heads: int) -> list[_Block]:
@@ -159,13 +187,16 @@ def tree_attention_cpu(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: CpuAtt
     Returns:
         fp32 [num_rows, num_heads, head_dim].
     """
-    out = torch.zeros_like(q)
-    q = q * scale
-    for block in plan.blocks:
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if len(q) > plan.num_rows:
+        out[plan.num_rows :] = 0
+    for i, block in enumerate(plan.blocks):
         if isinstance(block, _Gather):
-            _attend_gathered(q, k_cache, v_cache, block, plan.ones, out)
+            _attend_gathered(q * scale, k_cache, v_cache, block, out)
         else:
-            _attend_packed(q, k_cache, v_cache, block, plan.ones, out)
+            if i not in plan.workspaces:
+                plan.workspaces[i] = _workspace(block, q.shape[1], k_cache.shape[1], q.shape[2])
+            _attend_packed(q, k_cache, v_cache, block, plan.workspaces[i], scale, out)
     return out
 
 
@@ -175,51 +206,71 @@ def _padded_rows(rows: int, width: int) -> int:
     return -(-rows // step) * step
 
 
-def _attend_packed(q: Tensor, k_cache: Tensor, v_cache: Tensor, block: _Block, ones: Tensor, out: Tensor) -> None:
+def _workspace(block: _Block, heads: int, kv_heads: int, head_dim: int) -> _Workspace:
+    rows, group, full = block.last_row - block.first_row, heads // kv_heads, block.num_full
+    num_tiles, m = full + block.num_tail, rows * group
+    padded = _padded_rows(m, kv_heads * head_dim)
+    alone = full if block.slot_order else num_tiles
+    num_parts = full + len(block.position_tiles) if block.slot_order else num_tiles
+
+    q = torch.empty(num_tiles, kv_heads, padded, head_dim)
+    if padded > m:
+        q[:, :, m:] = 0
+    scores = torch.empty(num_tiles, kv_heads, padded, PAGE_SIZE)
+    summed, mass = torch.empty(num_parts, kv_heads, padded, head_dim), torch.empty(num_parts, kv_heads, padded, 16)
+    total, total_mass = torch.empty(kv_heads, padded, head_dim), torch.empty(kv_heads, padded, 16)
+    return _Workspace(
+        q=q[:, :, :m].view(num_tiles, kv_heads, rows, group, head_dim),
+        q_flat=q.view(-1, padded, head_dim),
+        scores=scores,
+        scores_flat=scores.view(-1, padded, PAGE_SIZE),
+        tail=scores[full:, :, :m].view(block.num_tail, kv_heads, rows, group, PAGE_SIZE),
+        peak=torch.empty(1, kv_heads, padded, 1),
+        ones=_ones()[:, :PAGE_SIZE].expand(alone * kv_heads, -1, -1),
+        summed=summed,
+        summed_flat=summed[:alone].view(-1, padded, head_dim),
+        mass=mass,
+        mass_flat=mass[:alone].view(-1, padded, 16),
+        total=total,
+        value=total[:, :m].view(kv_heads, rows, group, head_dim).transpose(0, 1),
+        total_mass=total_mass,
+        divisor=total_mass[:, :m, :1].view(kv_heads, rows, group, 1).transpose(0, 1),
+    )
+
+
+def _attend_packed(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block: _Block, work: _Workspace, scale: float, out: Tensor
+) -> None:
     k, v = k_cache[block.pages], v_cache[block.pages]  # [num_tiles, Hkv, PAGE_SIZE, D], a view where pages are in line
     num_tiles, kv_heads, _, head_dim = k.shape
-    rows, heads = block.last_row - block.first_row, q.shape[1]
-    group, full = heads // kv_heads, block.num_full
-    m = rows * group
-    padded = _padded_rows(m, kv_heads * head_dim)
+    own = slice(block.first_row, block.last_row)
+    q_rows = q[own].view(work.value.shape).transpose(0, 1)
+    torch.mul(q_rows.expand(work.q.shape), scale, out=work.q)
+    torch.bmm(work.q_flat, k.view(-1, PAGE_SIZE, head_dim).transpose(1, 2), out=work.scores_flat)
+    work.tail.masked_fill_(block.hidden, float("-inf"))
+    torch.amax(work.scores, (0, 3), keepdim=True, out=work.peak)
+    work.scores.sub_(work.peak).exp_()  # the weights
 
-    q_rows = q[block.first_row : block.last_row].view(rows, kv_heads, group, head_dim).permute(1, 0, 2, 3)
-    q_tiles = torch.empty(num_tiles, kv_heads, padded, head_dim)
-    if padded > m:
-        q_tiles[:, :, m:] = 0
-    q_tiles[:, :, :m].view(num_tiles, kv_heads, rows, group, head_dim).copy_(q_rows)
-
-    scores = torch.bmm(q_tiles.view(-1, padded, head_dim), k.view(-1, PAGE_SIZE, head_dim).transpose(1, 2))
-    scores = scores.view(num_tiles, kv_heads, padded, PAGE_SIZE)
-    tail = scores[full:, :, :m].view(block.num_tail, kv_heads, rows, group, PAGE_SIZE)
-    tail.masked_fill_(block.hidden, float("-inf"))
-    weights = scores.sub_(scores.amax(dim=(0, 3), keepdim=True)).exp_()
-
-    if not block.slot_order:
-        flat = weights.view(-1, padded, PAGE_SIZE)
-        summed = torch.bmm(flat, v.view(-1, PAGE_SIZE, head_dim)).view(num_tiles, kv_heads, padded, head_dim)
-        mass = torch.bmm(flat, ones[:, :PAGE_SIZE].expand(len(flat), -1, -1)).view(num_tiles, kv_heads, padded, 16)
-    else:
-        num_parts = full + len(block.position_tiles)
-        summed = torch.empty(num_parts, kv_heads, padded, head_dim)
-        mass = torch.empty(num_parts, kv_heads, padded, 16)
-        if full:
-            flat = weights[:full].view(-1, padded, PAGE_SIZE)
-            torch.bmm(flat, v[:full].view(-1, PAGE_SIZE, head_dim), out=summed[:full].view(-1, padded, head_dim))
-            torch.bmm(flat, ones[:, :PAGE_SIZE].expand(len(flat), -1, -1), out=mass[:full].view(-1, padded, 16))
-        columns = block.num_tail * PAGE_SIZE
-        w_tail = weights[full:].permute(1, 2, 0, 3).reshape(kv_heads, padded, columns)
+    alone = len(work.summed_flat)  # tiles whose slots stand in position order, times KV heads
+    if alone:
+        weights = work.scores_flat[:alone]
+        torch.bmm(weights, v.view(-1, PAGE_SIZE, head_dim)[:alone], out=work.summed_flat)
+        torch.bmm(weights, work.ones, out=work.mass_flat)
+    if block.slot_order:
+        columns, full = block.num_tail * PAGE_SIZE, block.num_full
+        w_tail = work.scores[full:].permute(1, 2, 0, 3).reshape(kv_heads, -1, columns)
         v_tail = v[full:].permute(1, 0, 2, 3).reshape(kv_heads, columns, head_dim)
+        ones = _ones()[:, :columns].expand(kv_heads, -1, -1)
         for part, in_tile in enumerate(block.position_tiles, start=full):
             w_tile = w_tail * in_tile
-            torch.bmm(w_tile, v_tail, out=summed[part])
-            torch.bmm(w_tile, ones[:, :columns].expand(kv_heads, -1, -1), out=mass[part])
-    target = out[block.first_row : block.last_row].view(rows, kv_heads, group, head_dim).permute(1, 0, 2, 3)
-    value = summed.sum(0)[:, :m].view(kv_heads, rows, group, head_dim)
-    torch.div(value, mass.sum(0)[:, :m, :1].reshape(kv_heads, rows, group, 1), out=target)
+            torch.bmm(w_tile, v_tail, out=work.summed[part])
+            torch.bmm(w_tile, ones, out=work.mass[part])
+    torch.sum(work.summed, 0, out=work.total)
+    torch.sum(work.mass, 0, out=work.total_mass)
+    torch.div(work.value, work.divisor, out=out[own].view(work.value.shape))
 
 
-def _attend_gathered(q: Tensor, k_cache: Tensor, v_cache: Tensor, block: _Gather, ones: Tensor, out: Tensor) -> None:
+def _attend_gathered(q: Tensor, k_cache: Tensor, v_cache: Tensor, block: _Gather, out: Tensor) -> None:
     """Every row alone: each product has the same shape [4 or more, D] x [D, PAGE_SIZE], whatever the pass."""
     _, kv_heads, _, head_dim = k_cache.shape
     rows, columns = block.slots.shape
@@ -248,7 +299,7 @@ def _attend_gathered(q: Tensor, k_cache: Tensor, v_cache: Tensor, block: _Gather
         weights = scores.sub_(scores.amax(dim=(0, 3), keepdim=True)).exp_().view(-1, padded, PAGE_SIZE)
         summed = torch.bmm(weights, v).view(num_tiles, kv_heads, padded, head_dim).sum(0)
         mass = (
-            torch.bmm(weights, ones[:, :PAGE_SIZE].expand(len(weights), -1, -1))
+            torch.bmm(weights, _ones()[:, :PAGE_SIZE].expand(len(weights), -1, -1))
             .view(num_tiles, kv_heads, padded, 16)
             .sum(0)
         )

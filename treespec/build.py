@@ -19,6 +19,7 @@ from treespec.drafters.ssm import MAX_SLOTS, SsmDrafter
 from treespec.engine import Engine
 from treespec.errors import ConfigError, DraftError, ExactnessError, KernelError, ModelError
 from treespec.models.attention import ATTENTIONS, make_attention
+from treespec.models.compiled import CompiledDecoder, check_compiled
 from treespec.models.decoder import Decoder
 from treespec.planner import Planner
 from treespec.runner import Runner
@@ -182,6 +183,7 @@ def build(
     max_model_len: int | None,
     attention: str,
     prefill_chunk: int,
+    compile: bool = False,
 ) -> Built:
     """Build an engine. Arguments and errors as `LLM`."""
     for name, value in (("max_num_seqs", max_num_seqs), ("prefill_chunk", prefill_chunk)):
@@ -189,8 +191,9 @@ def build(
             raise ConfigError(f"{name}={value!r}; valid: an int of at least 1")
     if max_model_len is not None and (isinstance(max_model_len, bool) or not isinstance(max_model_len, int)):
         raise ConfigError(f"max_model_len={max_model_len!r}; valid: an int of at least 2, or None")
-    if not isinstance(exact, bool):
-        raise ConfigError(f"exact={exact!r}; valid: True or False")
+    for name, flag in (("exact", exact), ("compile", compile)):
+        if not isinstance(flag, bool):
+            raise ConfigError(f"{name}={flag!r}; valid: True or False")
     if model is not None and not isinstance(model, str | os.PathLike):
         raise ConfigError(f"model={model!r}; valid: a folder, a hub id, or None for the embedded target")
     where = resolve_device(device)
@@ -202,7 +205,12 @@ def build(
     ssm_configs = [(name, ModelConfig.from_hf(path, max_model_len)) for name, path in ssm_folders]
     _check_vocabularies(target, ssm_configs)
     computed = resolve_dtype(dtype, target.dtype, where)
-    linear, fixed_rows = resolve_linear(computed, where, exact, spec)
+    if compile:
+        if attention != "auto":
+            raise KernelError(f"attention={attention!r}, but compile=True has its own; leave it at 'auto'")
+        for config in (target, *(draft for _, draft in ssm_configs)):
+            check_compiled(config, computed, where)
+    linear, fixed_rows = ("compiled", None) if compile else resolve_linear(computed, where, exact, spec)
     kind = resolve_attention(attention, where)
     shapes = [target.shape, *(config.shape for _, config in ssm_configs)]
     scratch = max(spec.max_nodes, MAX_SLOTS)
@@ -212,6 +220,8 @@ def build(
 
     def load(config: ModelConfig, min_rows: int) -> Decoder:
         weights = load_weights(config.folder, config.shape, config.rules, computed, where)
+        if compile:
+            return CompiledDecoder(config, weights, costs.cache_folder() / "compiled")
         op = make_attention(kind, config.shape, computed, where)
         return Decoder(config, weights, op, linear, min_rows)
 
@@ -234,6 +244,7 @@ def build(
         num_threads=torch.get_num_threads(),
         linear=linear,
         attention=decoder.attention.name,
+        compile=compile,
     )
     curve = costs.load(costs.cost_key(runner, ssms, config.num_threads))
     if curve is None:

@@ -291,3 +291,4 @@ class EngineConfig:
     num_threads: int
     linear: str
     attention: str
+    compile: bool

@@ -41,6 +41,8 @@ class LLM:
             memory holds for `max_num_seqs` requests.
         attention: an implementation of tree attention by name ("cpu-packed", "cpu-gathered", "triton"); "auto" picks.
         prefill_chunk: prompt rows computed in one step.
+        compile: run passes on a CPU through code that this machine's C++ compiler builds at the first use (seconds) and
+            that is kept in the user's cache folder. Float32 and bfloat16; under the same proof as the rest.
 
     Raises:
         ConfigError, ModelError, DraftError, CheckpointError, ExactnessError, KernelError: all of them ValueErrors.
@@ -60,14 +62,16 @@ class LLM:
         max_model_len: int | None = None,
         attention: str = "auto",
         prefill_chunk: int = 512,
+        compile: bool = False,
         **unknown: Any,
     ):
         reject_unknown("LLM", unknown, list(inspect.signature(LLM).parameters)[:-1])
         self.spec = SpecConfig.resolve(spec, SpecConfig())
         with torch.inference_mode():
             self._built: Built = build(
-                model, drafts, self.spec, device, dtype, exact, max_num_seqs, max_model_len, attention, prefill_chunk
-            )
+                model, drafts, self.spec, device, dtype, exact, max_num_seqs, max_model_len, attention, prefill_chunk,
+                compile,
+            )  # fmt: skip
         self.engine, self.config = self._built.engine, self._built.config
         self._tokenizer = _load_tokenizer(tokenizer, self._built.target.folder)
 
@@ -145,6 +149,7 @@ class LLM:
                 "exact": config.exact,
                 "attention": config.attention,
                 "linear": config.linear,
+                "compile": config.compile,
                 "attention_tile": PAGE_SIZE,
                 "fixed_rows": self.engine.runner.max_rows,
                 "tuned_file": None,

@@ -242,7 +242,7 @@ def _attend_packed(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block: _Block, work: _Workspace, scale: float, out: Tensor
 ) -> None:
     k, v = k_cache[block.pages], v_cache[block.pages]  # [num_tiles, Hkv, PAGE_SIZE, D], a view where pages are in line
-    num_tiles, kv_heads, _, head_dim = k.shape
+    _, kv_heads, _, head_dim = k.shape
     own = slice(block.first_row, block.last_row)
     q_rows = q[own].view(work.value.shape).transpose(0, 1)
     torch.mul(q_rows.expand(work.q.shape), scale, out=work.q)

@@ -7,7 +7,7 @@ costs on a CPU is the number of torch calls, at 1 to 15 us each, so they are few
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ class Pass:
     """A pass laid out for one model: positions and slots of its rows, and the attention's plan."""
 
     num_rows: int
-    rotation: tuple[Tensor, Tensor]  # cos and signed sin, fp32 [num_rows, 1, head_dim]
+    rotation: Tensor  # cos and signed sin, fp32 [num_rows, 2, head_dim]
     slots: Tensor  # int64 [num_rows * 2 * num_kv_heads]: where a row's K and V go in a layer's pool viewed as [-1, D]
     attention: Any
 
@@ -66,7 +66,7 @@ class _Stream:
         return both[:, : self.size].contiguous()  # a copy of 1.3 us: oneDNN takes 2 us more for strided rows
 
 
-class _Rotation:
+class Rotation:
     """RoPE by position, computed once an engine and grown as positions come up.
 
     A position's row is computed once and never again, so its bits cannot depend on what was asked for beside it.
@@ -76,8 +76,8 @@ class _Rotation:
         self.inv_freq, self.scale = inv_freq, scale
         self._table = torch.empty(0, 2, 2 * len(inv_freq), device=inv_freq.device)
 
-    def at(self, positions: np.ndarray) -> tuple[Tensor, Tensor]:
-        """cos and signed sin, fp32 [num_rows, 1, head_dim] each."""
+    def at(self, positions: np.ndarray) -> Tensor:
+        """cos and signed sin, fp32 [num_rows, 2, head_dim]."""
         known, needed = len(self._table), int(positions.max()) + 1
         if needed > known:
             more = torch.arange(known, max(needed, 2 * known, 1024), device=self.inv_freq.device)
@@ -85,8 +85,7 @@ class _Rotation:
             cos, sin = angle.cos() * self.scale, angle.sin() * self.scale
             rows = torch.stack((torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)), 1)
             self._table = torch.cat((self._table, rows))
-        chosen = self._table[torch.from_numpy(positions).to(self._table.device)]
-        return chosen[:, :1], chosen[:, 1:]
+        return self._table[torch.from_numpy(positions).to(self._table.device)]
 
 
 class _Layer:
@@ -128,7 +127,7 @@ class Decoder:
         config: ModelConfig,
         weights: dict[str, Tensor],
         attention: Attention,
-        linear: LinearImpl,
+        linear: LinearImpl | Literal["compiled"],
         min_rows: int = 2,
     ):
         shape = config.shape
@@ -137,11 +136,17 @@ class Decoder:
         self.vocab_size = shape.vocab_size
         self.embed = weights.pop("embed").clone()  # a mapped tensor keeps the whole file mapped
         self.dtype, self.device = self.embed.dtype, self.embed.device
-        self.layers = [_Layer(weights, i, linear) for i in range(shape.num_layers)]
-        self.final_norm = mirrored(weights.pop("final_norm"))
-        self.head = Linear(self.embed if shape.tied else weights.pop("lm_head"), None, linear)
+        self.rotation = Rotation(config.inv_freq.to(self.device), config.rope_scale)
+        self._take(weights)
         assert not weights, f"weights without a place: {sorted(weights)}"
-        self._rotation = _Rotation(config.inv_freq.to(self.device), config.rope_scale)
+
+    def _take(self, weights: dict[str, Tensor]) -> None:
+        """Layers, final norm and head."""
+        shape = self.config.shape
+        assert self.linear != "compiled"
+        self.layers = [_Layer(weights, i, self.linear) for i in range(shape.num_layers)]
+        self.final_norm = mirrored(weights.pop("final_norm"))
+        self.head = Linear(self.embed if shape.tied else weights.pop("lm_head"), None, self.linear)
 
     @cached_property
     def plan_key(self) -> tuple[object, ...]:
@@ -174,7 +179,7 @@ class Decoder:
         slots = (first[:, None] + steps).reshape(-1)
         return Pass(
             len(positions),
-            self._rotation.at(positions),
+            self.rotation.at(positions),
             torch.from_numpy(slots).to(self.device),
             self.attention.plan(requests, len(positions)),
         )
@@ -193,19 +198,22 @@ class Decoder:
         """
         if len(tokens) < layout.num_rows:
             tokens = F.pad(tokens, (0, layout.num_rows - len(tokens)))
+        rotation = layout.rotation.split(1, 1)
         stream = _Stream(F.embedding(tokens, self.embed), self.config.norm_eps)
         for layer, cache in zip(self.layers[:num_layers], kv, strict=False):
-            stream.x.add_(self._attend(layer, stream.norm(layer.attn_norm), layout, cache))
+            stream.x.add_(self._attend(layer, stream.norm(layer.attn_norm), rotation, layout, cache))
             h = stream.norm(layer.mlp_norm)
             stream.x.add_(layer.down(layer.gate.silu(h).mul_(layer.up(h))))
         return stream.norm(self.final_norm)
 
-    def _attend(self, layer: _Layer, x: Tensor, layout: Pass, cache: Tensor) -> Tensor:
+    def _attend(
+        self, layer: _Layer, x: Tensor, rotation: tuple[Tensor, ...], layout: Pass, cache: Tensor
+    ) -> Tensor:
         """Attention of normed rows; cache: [2, num_pages, kv_heads, PAGE_SIZE, head_dim], the layer's pool."""
         heads, head_dim = self.heads, self.head_dim
         qkv = layer.qkv(x).float().view(len(x), -1, head_dim)
         qk = qkv[:, : heads + self.kv_heads]
-        cos, sin = layout.rotation
+        cos, sin = rotation
         turned = qk.roll(head_dim // 2, -1).mul_(sin)
         qk.mul_(cos).add_(turned)  # not addcmul: each product and the sum are rounded alone, in body and tail alike
         new = qkv[:, heads:].reshape(-1, head_dim)  # K and V of a row side by side, as in `layout.slots`

@@ -1,0 +1,404 @@
+// A decoder's pass on a CPU in one call. Compiled on the user's machine for one head size and one dtype: HEAD_DIM, BF16.
+//
+// A row's bits depend on nothing but the row, by construction:
+//  - no -ffast-math and -ffp-contract=off, so that the compiler may vectorise but not change the result of an operation;
+//  - an element of a matrix product is one chain over its summands, however many rows are computed beside it;
+//  - scores are stored by *position*, wherever the keys lie, and everything after them runs over positions in order;
+//  - threads share out rows, heads and columns, never a sum.
+// Hidden sizes are multiples of 16, so that no vector has a remainder.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int64_t LANES = 16, PANEL = 64, PAGE = 64, VECS = PANEL / LANES, HEAD_VECS = HEAD_DIM / LANES;
+typedef float vec __attribute__((vector_size(64)));
+typedef int32_t ivec __attribute__((vector_size(64)));
+typedef uint32_t uvec __attribute__((vector_size(64)));
+typedef uint16_t hvec __attribute__((vector_size(32)));
+#if BF16
+typedef uint16_t scalar;
+#else
+typedef float scalar;
+#endif
+
+template <class V, class T> inline V load(const T* p) { V v; std::memcpy(&v, p, sizeof v); return v; }
+inline void store(float* p, vec v) { std::memcpy(p, &v, sizeof v); }
+inline vec splat(float x) { return x - vec{}; }
+
+inline vec fma(vec a, vec b, vec c) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+    for (int i = 0; i < LANES; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return c;
+#endif
+}
+
+inline float to_float(uint16_t x) { uint32_t bits = uint32_t(x) << 16; float y; std::memcpy(&y, &bits, 4); return y; }
+inline float to_float(float x) { return x; }
+
+inline void store(uint16_t* p, vec v) {
+#if defined(__AVX512BF16__)
+    const __m256bh rounded = _mm512_cvtneps_pbh((__m512)v);
+#else
+    const uvec bits = (uvec)v, even = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16, quiet = (bits >> 16) | 0x40;
+    const hvec rounded = __builtin_convertvector((uvec)(v == v ? (ivec)even : (ivec)quiet), hvec);
+#endif
+    std::memcpy(p, &rounded, sizeof rounded);
+}
+
+// Two vectors become one: the halves of each are added. Four levels of it are the sums of 16 vectors.
+#define FOLD(a, b, LOW, HIGH) (__builtin_shufflevector(a, b, LOW) + __builtin_shufflevector(a, b, HIGH))
+#define LOW8 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23
+#define HIGH8 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31
+#define LOW4 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27
+#define HIGH4 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31
+#define LOW2 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29
+#define HIGH2 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31
+#define LOW1 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
+#define HIGH1 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
+
+inline vec sums(vec v[16]) {  // lane i: the sum of v[i]
+    for (int i = 0; i < 8; i++) v[i] = FOLD(v[2 * i], v[2 * i + 1], LOW8, HIGH8);
+    for (int i = 0; i < 4; i++) v[i] = FOLD(v[2 * i], v[2 * i + 1], LOW4, HIGH4);
+    for (int i = 0; i < 2; i++) v[i] = FOLD(v[2 * i], v[2 * i + 1], LOW2, HIGH2);
+    return FOLD(v[0], v[1], LOW1, HIGH1);
+}
+
+inline float sum(vec v) {
+    v = FOLD(v, v, LOW8, HIGH8);
+    v = FOLD(v, v, LOW4, HIGH4);
+    v = FOLD(v, v, LOW2, HIGH2);
+    v = FOLD(v, v, LOW1, HIGH1);
+    return v[0];
+}
+
+inline vec exp(vec x) {  // within 2 units in the last place; exactly 0 below -87
+    const vec z = x < -87.0f ? splat(-87.0f) : x > 88.0f ? splat(88.0f) : x;
+    const vec n = (z * 1.44269504f + 12582912.0f) - 12582912.0f;  // rounded to the nearest integer
+    vec r = fma(n, splat(-0.693359375f), z);
+    r = fma(n, splat(2.12194440e-4f), r);
+    vec y = splat(1.9875691500e-4f);
+    for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+        y = fma(y, r, splat(c));
+    y = fma(y, r * r, r) + 1.0f;
+    const vec power = (vec)((__builtin_convertvector(n, ivec) + 127) << 23);
+    return x < -87.0f ? vec{} : y * power;
+}
+
+}  // namespace
+
+extern "C" {
+
+struct Linear {  // weight: [panels of 64 outputs][inputs][64], bf16 with pairs of inputs side by side
+    const scalar* weight;
+    const float* bias;  // of whole panels, or null
+    int64_t inputs, outputs;
+};
+
+struct Layer {
+    const float *attn_norm, *mlp_norm;
+    Linear qkv, o, gate_up, down;
+};
+
+struct Model {
+    const Layer* layers;
+    const scalar* embed;
+    const float* final_norm;
+    int64_t hidden, heads, kv_heads, mlp, threads;
+    float eps, scale;
+};
+
+struct Batch {
+    int64_t num_rows, num_layers;
+    const int64_t *tokens, *slots;   // [num_rows]; slot = page * PAGE + offset of the row's own K and V
+    const int64_t *tables, *direct;  // [num_rows]: where its request's pages begin; how many positions they give
+    const int64_t *starts, *counts;  // [num_rows]: the slots of its further positions among `paths`
+    const int64_t *pages, *paths;
+    const float* rotation;  // [num_rows, 2, HEAD_DIM]: cos, signed sin
+    float* cache;           // [num_layers, 2, num_pages, kv_heads, PAGE, HEAD_DIM]
+    int64_t num_pages;
+    scalar* out;  // [num_rows, hidden]
+};
+
+}  // extern "C"
+
+namespace {
+
+enum Then { STORE, ADD, ROUND };
+
+template <int ROWS>
+void multiply(const Linear& layer, int64_t panel, const scalar* x, void* out, Then then) {
+    const int64_t k = layer.inputs;
+    const scalar* w = layer.weight + panel * PANEL * k;
+    vec acc[ROWS][VECS] = {};
+#if BF16
+    for (int64_t i = 0; i < k; i += 2, w += 2 * PANEL) {
+        for (int64_t r = 0; r < ROWS; r++) {
+#if defined(__AVX512BF16__)
+            const __m512bh pair = (__m512bh)_mm512_set1_epi32(load<int32_t>(x + r * k + i));
+            for (int64_t j = 0; j < VECS; j++)
+                acc[r][j] = (vec)_mm512_dpbf16_ps((__m512)acc[r][j], load<__m512bh>(w + 2 * LANES * j), pair);
+#else
+            const vec even = splat(to_float(x[r * k + i])), odd = splat(to_float(x[r * k + i + 1]));
+            for (int64_t j = 0; j < VECS; j++) {
+                const uvec pairs = load<uvec>(w + 2 * LANES * j);
+                acc[r][j] = fma((vec)(pairs << 16), even, acc[r][j]);
+                acc[r][j] = fma((vec)(pairs & 0xffff0000u), odd, acc[r][j]);
+            }
+#endif
+        }
+    }
+#else
+    for (int64_t i = 0; i < k; i++, w += PANEL)
+        for (int64_t r = 0; r < ROWS; r++)
+            for (int64_t j = 0; j < VECS; j++)
+                acc[r][j] = fma(load<vec>(w + LANES * j), splat(x[r * k + i]), acc[r][j]);
+#endif
+    for (int64_t r = 0; r < ROWS; r++)
+        for (int64_t j = 0; j < VECS; j++) {
+            const int64_t column = panel * PANEL + LANES * j, width = std::min(LANES, layer.outputs - column);
+            if (width <= 0) break;
+            vec y = acc[r][j];
+            if (layer.bias) y += load<vec>(layer.bias + column);
+            if (then == ROUND) {
+                scalar rounded[LANES];
+                store(rounded, y);
+                std::memcpy((scalar*)out + r * layer.outputs + column, rounded, width * sizeof(scalar));
+            } else {
+                float* p = (float*)out + r * layer.outputs + column;
+                store(p, then == ADD ? load<vec>(p) + y : y);
+            }
+        }
+}
+
+void linear(const Linear& layer, const scalar* x, int64_t rows, void* out, Then then, int threads) {
+    const int64_t size = then == ROUND ? sizeof(scalar) : sizeof(float);
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t panel = 0; panel < (layer.outputs + PANEL - 1) / PANEL; panel++)
+        for (int64_t r = 0; r < rows; r += 6) {  // 6 rows: 24 accumulators and 4 weights in 32 registers
+            const scalar* from = x + r * layer.inputs;
+            void* to = (char*)out + r * layer.outputs * size;
+            switch (std::min<int64_t>(rows - r, 6)) {
+                case 1: multiply<1>(layer, panel, from, to, then); break;
+                case 2: multiply<2>(layer, panel, from, to, then); break;
+                case 3: multiply<3>(layer, panel, from, to, then); break;
+                case 4: multiply<4>(layer, panel, from, to, then); break;
+                case 5: multiply<5>(layer, panel, from, to, then); break;
+                default: multiply<6>(layer, panel, from, to, then);
+            }
+        }
+}
+
+void rms_norm(const float* x, const float* weight, int64_t size, float eps, scalar* out) {
+    vec squares = {};
+    for (int64_t i = 0; i < size; i += LANES) squares = fma(load<vec>(x + i), load<vec>(x + i), squares);
+    const vec scale = splat(1.0f / std::sqrt(sum(squares) / float(size) + eps));
+    for (int64_t i = 0; i < size; i += LANES) store(out + i, load<vec>(x + i) * scale * load<vec>(weight + i));
+}
+
+void rotate(const float* x, const float* rotation, float scale, float* out) {
+    constexpr int64_t HALF = HEAD_DIM / 2;
+    for (int64_t i = 0; i < HALF; i++) {
+        out[i] = (x[i] * rotation[i] + x[i + HALF] * rotation[HEAD_DIM + i]) * scale;
+        out[i + HALF] = (x[i + HALF] * rotation[i + HALF] + x[i] * rotation[HEAD_DIM + i + HALF]) * scale;
+    }
+}
+
+// The scores of 16 keys; key i lies at keys + i * step, or where `scattered` says.
+template <bool SCATTERED>
+void dots(const float* q, const float* keys, const float* const* scattered, float* out) {
+    vec products[LANES];
+    for (int64_t i = 0; i < LANES; i++) {
+        const float* key = SCATTERED ? scattered[i] : keys + i * HEAD_DIM;
+        products[i] = load<vec>(q) * load<vec>(key);
+        for (int64_t j = 1; j < HEAD_VECS; j++)
+            products[i] = fma(load<vec>(q + LANES * j), load<vec>(key + LANES * j), products[i]);
+    }
+    store(out, sums(products));
+}
+
+// Adds `count` weighted values to the sums of HEADS heads; weights: [HEADS, stride].
+template <int HEADS, bool SCATTERED>
+void weigh(const float* weights, int64_t stride, int64_t count, const float* values, const float* const* scattered,
+           float* sums) {
+    vec acc[HEADS][HEAD_VECS];
+    std::memcpy(acc, sums, sizeof acc);
+    for (int64_t p = 0; p < count; p++) {
+        const float* value = SCATTERED ? scattered[p] : values + p * HEAD_DIM;
+        for (int64_t g = 0; g < HEADS; g++) {
+            const vec weight = splat(weights[g * stride + p]);
+            for (int64_t j = 0; j < HEAD_VECS; j++) acc[g][j] = fma(load<vec>(value + LANES * j), weight, acc[g][j]);
+        }
+    }
+    std::memcpy(sums, acc, sizeof acc);
+}
+
+template <bool SCATTERED>
+void weigh(int64_t group, const float* weights, int64_t stride, int64_t count, const float* values,
+           const float* const* scattered, float* sums) {
+    int64_t g = 0;  // several heads at once: their chains hide each other's latency, up to 16 accumulators
+    for (; HEAD_VECS <= 4 && g + 4 <= group; g += 4)
+        weigh<4, SCATTERED>(weights + g * stride, stride, count, values, scattered, sums + g * HEAD_DIM);
+    for (; g + 2 <= group; g += 2)
+        weigh<2, SCATTERED>(weights + g * stride, stride, count, values, scattered, sums + g * HEAD_DIM);
+    for (; g < group; g++)
+        weigh<1, SCATTERED>(weights + g * stride, stride, count, values, scattered, sums + g * HEAD_DIM);
+}
+
+void softmax(float* s, int64_t length, int64_t stride) {  // not divided by its sum yet
+    std::fill(s + length, s + stride, -INFINITY);
+    vec best = splat(-INFINITY);
+    for (int64_t p = 0; p < stride; p += LANES) {
+        const vec x = load<vec>(s + p);
+        best = x > best ? x : best;
+    }
+    float most = best[0];
+    for (int64_t i = 1; i < LANES; i++) most = std::max(most, best[i]);
+    for (int64_t p = 0; p < stride; p += LANES) store(s + p, exp(load<vec>(s + p) - most));
+}
+
+// Rows [first, last) and one KV head, a page of keys after the other for all of them: it stays in the L1 cache.
+// q: row r's heads of the group at q + r * q_step, scaled; out likewise. k, v: of the head, in page 0.
+void attend(const Batch& batch, int64_t first, int64_t last, const float* k, const float* v, int64_t kv_heads,
+            int64_t group, const float* q, int64_t q_step, scalar* out, int64_t out_step) {
+    static thread_local std::vector<float> scores, totals;
+    static thread_local std::vector<const float*> scattered;
+    const int64_t page_step = kv_heads * PAGE * HEAD_DIM, rows = last - first;
+    int64_t longest = 0, most_direct = 0;
+    for (int64_t r = first; r < last; r++) {
+        longest = std::max(longest, batch.direct[r] + batch.counts[r]);
+        most_direct = std::max(most_direct, batch.direct[r]);
+    }
+    const int64_t stride = (longest + LANES - 1) / LANES * LANES;
+    scores.resize(rows * group * stride);
+    totals.assign(rows * group * HEAD_DIM, 0.0f);
+    const auto scores_of = [&](int64_t r) { return scores.data() + (r - first) * group * stride; };
+    const auto totals_of = [&](int64_t r) { return totals.data() + (r - first) * group * HEAD_DIM; };
+    const auto page_of = [&](int64_t r, int64_t start) {
+        return batch.pages[batch.tables[r] + start / PAGE] * page_step;
+    };
+    const auto find = [&](const float* cache, int64_t r, int64_t d) {  // where the row's d-th further position lies
+        const int64_t slot = batch.paths[batch.starts[r] + d];
+        return cache + slot / PAGE * page_step + slot % PAGE * HEAD_DIM;
+    };
+
+    for (int64_t start = 0; start < most_direct; start += PAGE)
+        for (int64_t r = first; r < last; r++) {
+            const int64_t count = std::min(batch.direct[r] - start, PAGE);
+            for (int64_t p = 0; p < count; p += LANES)  // the last may reach beyond: overwritten below
+                for (int64_t g = 0; g < group; g++)
+                    dots<false>(q + r * q_step + g * HEAD_DIM, k + page_of(r, start) + p * HEAD_DIM, nullptr,
+                                scores_of(r) + g * stride + start + p);
+        }
+    for (int64_t r = first; r < last; r++) {
+        const int64_t direct = batch.direct[r], count = batch.counts[r];
+        for (int64_t d = 0; d < count; d += LANES) {
+            const float* keys[LANES];
+            float chunk[LANES];
+            const int64_t width = std::min(LANES, count - d);
+            for (int64_t i = 0; i < LANES; i++) keys[i] = find(k, r, d + std::min(i, width - 1));
+            for (int64_t g = 0; g < group; g++) {
+                dots<true>(q + r * q_step + g * HEAD_DIM, nullptr, keys, chunk);
+                std::memcpy(scores_of(r) + g * stride + direct + d, chunk, width * sizeof(float));
+            }
+        }
+        for (int64_t g = 0; g < group; g++) softmax(scores_of(r) + g * stride, direct + count, stride);
+    }
+    for (int64_t start = 0; start < most_direct; start += PAGE)
+        for (int64_t r = first; r < last; r++) {
+            const int64_t count = std::min(batch.direct[r] - start, PAGE);
+            if (count > 0)
+                weigh<false>(group, scores_of(r) + start, stride, count, v + page_of(r, start), nullptr, totals_of(r));
+        }
+    for (int64_t r = first; r < last; r++) {
+        scattered.resize(batch.counts[r]);
+        for (size_t d = 0; d < scattered.size(); d++) scattered[d] = find(v, r, d);
+        weigh<true>(group, scores_of(r) + batch.direct[r], stride, scattered.size(), nullptr, scattered.data(),
+                    totals_of(r));
+        for (int64_t g = 0; g < group; g++) {
+            vec mass = {};
+            for (int64_t p = 0; p < stride; p += LANES) mass += load<vec>(scores_of(r) + g * stride + p);
+            const vec total = splat(sum(mass));
+            for (int64_t i = 0; i < HEAD_DIM; i += LANES)
+                store(out + r * out_step + g * HEAD_DIM + i, load<vec>(totals_of(r) + g * HEAD_DIM + i) / total);
+        }
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+// The rows' hidden states after the final norm. Writes their K and V to their slots of the cache.
+void treespec_forward(const Model* model, const Batch* batch) {
+    const int64_t n = batch->num_rows, hidden = model->hidden, heads = model->heads, kv_heads = model->kv_heads;
+    const int64_t width = (heads + 2 * kv_heads) * HEAD_DIM, mlp = model->mlp, group = heads / kv_heads;
+    const int threads = int(model->threads);
+    const int64_t block = std::max<int64_t>(1, std::min<int64_t>(16, n * kv_heads / threads));  // rows that share pages
+    const int64_t pool = batch->num_pages * kv_heads * PAGE * HEAD_DIM;
+    static thread_local std::vector<float> stream, wide;
+    static thread_local std::vector<scalar> narrow;
+    stream.resize(n * hidden);
+    wide.resize(n * std::max(width, 2 * mlp));
+    narrow.resize(n * std::max({hidden, heads * HEAD_DIM, mlp}));
+    float *x = stream.data(), *y = wide.data();
+    scalar* a = narrow.data();
+    for (int64_t r = 0; r < n; r++)
+        for (int64_t i = 0; i < hidden; i++) x[r * hidden + i] = to_float(model->embed[batch->tokens[r] * hidden + i]);
+
+    for (int64_t l = 0; l < batch->num_layers; l++) {
+        const Layer& layer = model->layers[l];
+        float *k = batch->cache + 2 * l * pool, *v = k + pool;
+        for (int64_t r = 0; r < n; r++) rms_norm(x + r * hidden, layer.attn_norm, hidden, model->eps, a + r * hidden);
+        linear(layer.qkv, a, n, y, STORE, threads);
+        for (int64_t r = 0; r < n; r++) {
+            const float* rotation = batch->rotation + r * 2 * HEAD_DIM;
+            float turned[HEAD_DIM];
+            for (int64_t h = 0; h < heads + kv_heads; h++) {
+                float* head = y + r * width + h * HEAD_DIM;
+                rotate(head, rotation, h < heads ? model->scale : 1.0f, turned);
+                std::memcpy(head, turned, sizeof turned);
+            }
+            const int64_t slot = batch->slots[r], first = (slot / PAGE * kv_heads * PAGE + slot % PAGE) * HEAD_DIM;
+            for (int64_t h = 0; h < kv_heads; h++) {
+                const float* key = y + r * width + (heads + h) * HEAD_DIM;
+                std::memcpy(k + first + h * PAGE * HEAD_DIM, key, sizeof turned);
+                std::memcpy(v + first + h * PAGE * HEAD_DIM, key + kv_heads * HEAD_DIM, sizeof turned);
+            }
+        }
+#pragma omp parallel for collapse(2) num_threads(threads) if (threads > 1)
+        for (int64_t h = 0; h < kv_heads; h++)
+            for (int64_t r = 0; r < n; r += block) {
+                const int64_t head = h * group * HEAD_DIM, page = h * PAGE * HEAD_DIM;
+                attend(*batch, r, std::min(r + block, n), k + page, v + page, kv_heads, group, y + head, width,
+                       a + head, heads * HEAD_DIM);
+            }
+        linear(layer.o, a, n, x, ADD, threads);
+        for (int64_t r = 0; r < n; r++) rms_norm(x + r * hidden, layer.mlp_norm, hidden, model->eps, a + r * hidden);
+        linear(layer.gate_up, a, n, y, STORE, threads);
+        for (int64_t r = 0; r < n; r++)
+            for (int64_t i = 0; i < mlp; i += LANES) {
+                const vec gate = load<vec>(y + r * 2 * mlp + i), up = load<vec>(y + r * 2 * mlp + mlp + i);
+                store(a + r * mlp + i, gate / (1.0f + exp(-gate)) * up);
+            }
+        linear(layer.down, a, n, x, ADD, threads);
+    }
+    for (int64_t r = 0; r < n; r++)
+        rms_norm(x + r * hidden, model->final_norm, hidden, model->eps, batch->out + r * hidden);
+}
+
+// [num_rows, inputs] -> [num_rows, outputs], both in the model's dtype.
+void treespec_linear(const Linear* layer, const scalar* x, int64_t num_rows, scalar* out, int64_t threads) {
+    linear(*layer, x, num_rows, out, ROUND, int(threads));
+}
+
+}  // extern "C"

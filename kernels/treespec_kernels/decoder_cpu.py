@@ -1,0 +1,293 @@
+"""A decoder's whole pass on a CPU in one call of C++, compiled on the user's machine.
+
+The source is `decoder_cpu.cpp`; its specification is the eager decoder in treespec/models/decoder.py. A small model's
+eager pass spends most of its time between operations: 25 torch calls a layer at 1 to 15 us each. Inductor does not help:
+half a layer (o, norm, MLP) took 110 us compiled by it and 80 us eagerly, 2 rows of 256 on one thread.
+
+Needed is a C++ compiler (`$CXX`, c++, g++ or clang++) and nothing else, no headers of torch or Python. A library takes
+2 seconds to build and is kept; its name holds a hash of the source, the flags and what the compiler says of the machine.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treespec_kernels.tree_batch import PAGE_SIZE, RequestRows
+
+SOURCE = Path(__file__).with_name("decoder_cpu.cpp")
+DTYPES = (torch.bfloat16, torch.float32)
+
+# No -ffast-math, no contraction: the compiler must keep the result of every operation, so vectorising changes no bit.
+_FLAGS = "-std=c++17 -O3 -march=native -ffp-contract=off -fno-math-errno -fopenmp -fPIC -shared -Wno-psabi".split()
+_LANES, _PANEL = 16, 64
+
+
+class CompileError(RuntimeError):
+    """No compiler, or one that refuses the source."""
+
+
+class _Linear(ctypes.Structure):
+    _fields_ = (
+        ("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("inputs", ctypes.c_int64), ("outputs", ctypes.c_int64),
+    )  # fmt: skip
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        ("attn_norm", ctypes.c_void_p), ("mlp_norm", ctypes.c_void_p),
+        ("qkv", _Linear), ("o", _Linear), ("gate_up", _Linear), ("down", _Linear),
+    )  # fmt: skip
+
+
+class _Model(ctypes.Structure):
+    _fields_ = (
+        ("layers", ctypes.POINTER(_Layer)), ("embed", ctypes.c_void_p), ("final_norm", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("hidden", "heads", "kv_heads", "mlp", "threads")),
+        ("eps", ctypes.c_float), ("scale", ctypes.c_float),
+    )  # fmt: skip
+
+
+_POINTERS = ("tokens", "slots", "tables", "direct", "starts", "counts", "pages", "paths", "rotation", "cache")
+
+
+class _Batch(ctypes.Structure):
+    _fields_ = (
+        ("num_rows", ctypes.c_int64), ("num_layers", ctypes.c_int64), *((name, ctypes.c_void_p) for name in _POINTERS),
+        ("num_pages", ctypes.c_int64), ("out", ctypes.c_void_p),
+    )  # fmt: skip
+
+
+@functools.cache
+def find_compiler() -> tuple[str, ...]:
+    """The command of the C++ compiler. Raises CompileError where there is none."""
+    named = os.environ.get("CXX")
+    for command in [shlex.split(named)] if named else [["c++"], ["g++"], ["clang++"]]:
+        if shutil.which(command[0]):
+            return tuple(command)
+    raise CompileError(f"no C++ compiler: {f'CXX={named!r} is none' if named else 'neither c++, g++ nor clang++ here'}")
+
+
+def _run(command: Sequence[str], stdin: str = "") -> str:
+    done = subprocess.run(command, input=stdin, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise CompileError(f"{shlex.join(command)} failed: {done.stderr.strip()[-500:]}")
+    return done.stdout
+
+
+@functools.cache
+def build(head_dim: int, dtype: torch.dtype, folder: Path) -> ctypes.CDLL:
+    """The library for one head size and one dtype, built into `folder` where it does not lie there yet.
+
+    Raises:
+        CompileError: there is no compiler, or it fails.
+    """
+    compiler = find_compiler()
+    macros = _run([*compiler, *_FLAGS, "-x", "c++", "-dM", "-E", "-"])  # version, and the instructions of this machine
+    defines = [f"-DHEAD_DIM={head_dim}", f"-DBF16={int(dtype == torch.bfloat16)}"]
+    key = hashlib.sha256("\n".join([SOURCE.read_text(), macros, *compiler, *_FLAGS, *defines]).encode()).hexdigest()
+    path = folder / f"decoder_cpu-{key[:24]}.so"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:  # renamed at the end: two processes may build at once
+            built = Path(scratch) / path.name
+            _run([*compiler, *_FLAGS, *defines, str(SOURCE), "-o", str(built)])
+            os.replace(built, path)
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise CompileError(f"{path} does not load: {error}") from error
+    library.treespec_forward.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+    library.treespec_linear.argtypes = (
+        ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64
+    )  # fmt: skip
+    library.treespec_forward.restype = library.treespec_linear.restype = None
+    return library
+
+
+def pack(weight: Tensor) -> Tensor:
+    """[outputs, inputs] -> [panels, inputs, 64], bf16 with pairs of inputs side by side: [panels, inputs / 2, 64, 2]."""
+    outputs, inputs = weight.shape
+    panels = -(-outputs // _PANEL)
+    whole = torch.nn.functional.pad(weight, (0, 0, 0, panels * _PANEL - outputs)).view(panels, _PANEL, inputs)
+    if weight.dtype == torch.bfloat16:
+        return whole.view(panels, _PANEL, inputs // 2, 2).transpose(1, 2).contiguous()
+    return whole.transpose(1, 2).contiguous()
+
+
+class LayerWeights(NamedTuple):
+    """One layer's, projections [out_features, in_features] in the model's dtype; gate and up stacked."""
+
+    attn_norm: Tensor
+    mlp_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    o: Tensor
+    o_bias: Tensor | None
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+
+class CompiledPlan(NamedTuple):
+    """Which slots the rows of a pass see, the same for all layers and models."""
+
+    num_rows: int
+    slots: Tensor  # int64 [num_rows], page * PAGE_SIZE + offset of each row's own K and V
+    rows: Tensor  # int64 [4, num_rows]: first page of the table, positions through it, first of the paths, how many
+    pages: Tensor  # int64, the requests' pages one after the other
+    paths: Tensor  # int64, slots of tree nodes in the order of their positions
+
+
+def plan_compiled(requests: Sequence[RequestRows]) -> CompiledPlan:
+    """Lay out a pass over the rows of all requests, in their order.
+
+    A row finds its committed positions through its request's pages, a chain's further ones too, and a tree node's path
+    slot by slot. The pass stores scores by position, so it cannot tell a node from the same token decoded alone.
+    """
+    slots, rows, pages, paths = [], [], [], []
+    first_page = first_path = 0
+    for request in requests:
+        page, offset = request.slots
+        slots.append(page * PAGE_SIZE + offset)
+        part = np.zeros((4, request.num_rows), dtype=np.int64)
+        part[0] = first_page
+        if request.is_chain:
+            part[1] = request.positions + 1
+        else:
+            logical = request.context_len + request.ancestors  # [num_rows, max depth + 1], padded
+            width = logical.shape[1]
+            part[1] = request.context_len
+            part[2] = first_path + width * np.arange(request.num_rows)
+            part[3] = request.depths + 1
+            paths.append((request.pages[logical // PAGE_SIZE] * PAGE_SIZE + logical % PAGE_SIZE).reshape(-1))
+            first_path += logical.size
+        rows.append(part)
+        pages.append(request.pages)
+        first_page += len(request.pages)
+
+    def join(parts: list[np.ndarray]) -> Tensor:
+        whole = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1) if parts else np.zeros(1, np.int64)
+        return torch.from_numpy(np.ascontiguousarray(whole, dtype=np.int64))
+
+    return CompiledPlan(sum(part.shape[1] for part in rows), join(slots), join(rows), join(pages), join(paths))
+
+
+class CompiledModel:
+    """Packed weights and the library that runs them.
+
+    Args:
+        library: from `build`, for this head size and dtype.
+        embed: [vocab, hidden], read at every pass.
+        layers: in order.
+        final_norm: [hidden].
+        head: [vocab, hidden].
+        num_heads, num_kv_heads, head_dim, norm_eps: of the architecture. Sizes are multiples of 16 (`misfit`).
+        num_threads: that share a pass. No bit depends on it.
+    """
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        embed: Tensor,
+        layers: Sequence[LayerWeights],
+        final_norm: Tensor,
+        head: Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        norm_eps: float,
+        num_threads: int,
+    ):
+        self._library, self._threads = library, num_threads
+        self._held: list[Tensor] = [embed]  # what the structures point to
+        self.dtype, self.vocab_size, self.hidden_size = embed.dtype, head.shape[0], embed.shape[1]
+        self._layers = (_Layer * len(layers))(
+            *(
+                _Layer(
+                    self._floats(layer.attn_norm), self._floats(layer.mlp_norm),
+                    self._linear(layer.qkv, layer.qkv_bias), self._linear(layer.o, layer.o_bias),
+                    self._linear(layer.gate_up, layer.gate_up_bias), self._linear(layer.down, layer.down_bias),
+                )
+                for layer in layers
+            )
+        )  # fmt: skip
+        self._model = _Model(
+            self._layers, embed.data_ptr(), self._floats(final_norm), self.hidden_size, num_heads, num_kv_heads,
+            layers[0].down.shape[1], num_threads, norm_eps, head_dim**-0.5,
+        )  # fmt: skip
+        self._head = self._linear(head, None)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights as they are held."""
+        return sum(tensor.nbytes for tensor in self._held)
+
+    def _hold(self, tensor: Tensor) -> int:
+        self._held.append(tensor)
+        return tensor.data_ptr()
+
+    def _floats(self, tensor: Tensor) -> int:
+        return self._hold(tensor.float().contiguous().clone())
+
+    def _linear(self, weight: Tensor, bias: Tensor | None) -> _Linear:
+        outputs, inputs = weight.shape
+        padded = None if bias is None else torch.nn.functional.pad(bias.float(), (0, -outputs % _PANEL))
+        return _Linear(self._hold(pack(weight)), None if padded is None else self._floats(padded), inputs, outputs)
+
+    def forward(
+        self, tokens: Tensor, plan: CompiledPlan, rotation: Tensor, kv: Tensor, num_layers: int | None = None
+    ) -> Tensor:
+        """Hidden states after the final norm, [num_rows, hidden_size]. Writes the rows' K/V to their slots.
+
+        Args:
+            tokens: int64 [num_rows].
+            plan: from `plan_compiled`.
+            rotation: fp32 [num_rows, 2, head_dim], cos and signed sin, contiguous.
+            kv: fp32 [num_layers, 2, num_pages, num_kv_heads, PAGE_SIZE, head_dim], contiguous.
+            num_layers: how many to run; None = all.
+        """
+        assert tokens.dtype == torch.int64 and tokens.is_contiguous() and len(tokens) == plan.num_rows
+        assert rotation.is_contiguous() and kv.is_contiguous() and kv.dtype == rotation.dtype == torch.float32
+        layers = len(self._layers) if num_layers is None else num_layers
+        out = torch.empty(plan.num_rows, self.hidden_size, dtype=self.dtype)
+        rows, step = plan.rows.data_ptr(), plan.num_rows * 8
+        batch = _Batch(
+            plan.num_rows, layers, tokens.data_ptr(), plan.slots.data_ptr(), rows, rows + step, rows + 2 * step,
+            rows + 3 * step, plan.pages.data_ptr(), plan.paths.data_ptr(), rotation.data_ptr(), kv.data_ptr(),
+            kv.shape[2], out.data_ptr(),
+        )  # fmt: skip
+        self._library.treespec_forward(ctypes.byref(self._model), ctypes.byref(batch))
+        return out
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [num_rows, hidden_size] -> [num_rows, vocab_size], both in the model's dtype."""
+        assert hidden.dtype == self.dtype and hidden.shape[1] == self.hidden_size
+        hidden = hidden.contiguous()
+        out = torch.empty(len(hidden), self.vocab_size, dtype=self.dtype)
+        self._library.treespec_linear(
+            ctypes.byref(self._head), hidden.data_ptr(), len(hidden), out.data_ptr(), self._threads
+        )
+        return out
+
+
+def misfit(hidden: int, mlp: int, head_dim: int, dtype: torch.dtype) -> str | None:
+    """Why a model cannot be compiled, or None."""
+    if dtype not in DTYPES:
+        return f"dtype {dtype}; valid: float32, bfloat16"
+    for name, size in (("hidden size", hidden), ("MLP size", mlp), ("head size", head_dim)):
+        if size % _LANES:
+            return f"a {name} of {size}, which is no multiple of {_LANES}"
+    return None

@@ -1,0 +1,123 @@
+"""The decoder with its pass compiled by the machine's C++ compiler: one call for all layers, for small models on a CPU.
+
+Another implementation of the same passes under the same self-test. Its bits are its own: equal for plain decoding and
+trees, not equal to the eager decoder's.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from treespec.config import ModelConfig
+from treespec.errors import KernelError
+from treespec.models.decoder import Decoder, Pass
+from treespec_kernels.decoder_cpu import (
+    CompiledModel,
+    CompileError,
+    LayerWeights,
+    build,
+    find_compiler,
+    misfit,
+    plan_compiled,
+)
+from treespec_kernels.tree_batch import RequestRows
+
+
+class CompiledAttention:
+    """Tree attention inside the compiled pass: it can be planned, not called."""
+
+    name = "compiled"
+    cache_dtype = torch.float32
+
+    def plan(self, requests: list[RequestRows], num_rows: int) -> Any:
+        return plan_compiled(requests)
+
+    def __call__(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Any, scale: float) -> Tensor:
+        raise AssertionError("the compiled pass attends in one call with everything else")
+
+
+def check_compiled(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse before anything is loaded.
+
+    Raises:
+        KernelError: compile=True on another device than a CPU, without a compiler, or for a model that does not fit.
+    """
+    if device.type != "cpu":
+        raise KernelError(f"compile=True is for a CPU, the device is {device}; use compile=False")
+    shape = config.shape
+    reason = misfit(shape.hidden_size, shape.intermediate_size, shape.head_dim, dtype)
+    if reason:
+        raise KernelError(f"{config.folder}: compile=True does not support {reason}; use compile=False")
+    try:
+        find_compiler()
+    except CompileError as error:
+        raise KernelError(f"compile=True: {error}; install one, name it in CXX, or use compile=False") from error
+
+
+class CompiledDecoder(Decoder):
+    """A `Decoder` whose passes run in the compiled library.
+
+    Args:
+        config, weights: as the decoder's.
+        folder: where libraries are kept.
+
+    Raises:
+        KernelError: the library cannot be built.
+    """
+
+    def __init__(self, config: ModelConfig, weights: dict[str, Tensor], folder: Path):
+        self._folder = folder
+        super().__init__(config, weights, CompiledAttention(), "compiled", min_rows=1)
+
+    def _take(self, weights: dict[str, Tensor]) -> None:
+        shape = self.config.shape
+
+        def stacked(i: int, *names: str) -> Tensor | None:
+            parts = [weights.pop(f"layers.{i}.{name}", None) for name in names]
+            present = [part for part in parts if part is not None]
+            return torch.cat(present) if present else None
+
+        def needed(i: int, *names: str) -> Tensor:
+            tensor = stacked(i, *names)
+            assert tensor is not None
+            return tensor
+
+        layers = [
+            LayerWeights(
+                needed(i, "attn_norm"), needed(i, "mlp_norm"),
+                needed(i, "q", "k", "v"), stacked(i, "q_bias", "k_bias", "v_bias"),
+                needed(i, "o"), stacked(i, "o_bias"),
+                needed(i, "gate", "up"), stacked(i, "gate_bias", "up_bias"),
+                needed(i, "down"), stacked(i, "down_bias"),
+            )
+            for i in range(shape.num_layers)
+        ]  # fmt: skip
+        head = self.embed if shape.tied else weights.pop("lm_head")
+        try:
+            library = build(self.head_dim, self.dtype, self._folder)
+        except CompileError as error:
+            raise KernelError(f"compile=True: {error}") from error
+        self.model = CompiledModel(
+            library, self.embed, layers, weights.pop("final_norm"), head, self.heads, self.kv_heads, self.head_dim,
+            self.config.norm_eps, torch.get_num_threads(),
+        )  # fmt: skip
+
+    @property
+    def nbytes(self) -> int:
+        return self.model.nbytes
+
+    def plan(self, requests: list[RequestRows], kv: Tensor) -> Pass:
+        positions = np.concatenate([rows.positions for rows in requests])
+        plan = plan_compiled(requests)
+        return Pass(plan.num_rows, self.rotation.at(positions), plan.slots, plan)
+
+    def forward(self, tokens: Tensor, layout: Pass, kv: Tensor, num_layers: int | None = None) -> Tensor:
+        return self.model.forward(tokens, layout.attention, layout.rotation, kv[:num_layers], len(kv[:num_layers]))
+
+    def logits(self, hidden: Tensor, rows: Sequence[int] | Tensor | None = None) -> Tensor:
+        return self.model.logits(hidden if rows is None else F.embedding(torch.as_tensor(rows), hidden))

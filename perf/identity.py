@@ -121,6 +121,7 @@ def main() -> int:
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--threads", type=int, help="torch threads; default: torch's own")
+    parser.add_argument("--compile", action="store_true", help="LLM(compile=True)")
     parser.add_argument("--json", type=Path, help="write the results there")
     args = parser.parse_args()
     if args.threads:
@@ -134,7 +135,7 @@ def main() -> int:
     print(f"{'dtype':9} {'batch':>5}  {'drafts':24} {'tokens':>7} {'differ':>6} {'logit rows':>10} {'tau':>5} {'s':>6}")
     for dtype, batch in itertools.product(args.dtypes, args.batches):
         for subset in subsets:
-            llm = LLM(model, drafts=subset, dtype=dtype, max_num_seqs=batch)
+            llm = LLM(model, drafts=subset, dtype=dtype, max_num_seqs=batch, compile=args.compile)
             recorder = LogitRecorder(llm.engine)
             prompts = read_prompts(args.prompts, llm.get_tokenizer(), llm.engine.runner.target.vocab_size)
             if subset is subsets[0]:
@@ -157,6 +158,7 @@ def main() -> int:
     if reference is not None:
         print(f"plain against transformers, float32: {reference}")
     report = {"nodes": args.nodes, "threads": torch.get_num_threads(), "torch": torch.__version__}
+    report["compile"] = args.compile
     report |= {"runs": results, "transformers": reference}
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -205,12 +205,12 @@ def build(
     ssm_configs = [(name, ModelConfig.from_hf(path, max_model_len)) for name, path in ssm_folders]
     _check_vocabularies(target, ssm_configs)
     computed = resolve_dtype(dtype, target.dtype, where)
+    linear, fixed_rows = resolve_linear(computed, where, exact, spec, compile)
     if compile:
         if attention != "auto":
             raise KernelError(f"attention={attention!r}, but compile=True has its own; leave it at 'auto'")
-        for config in (target, *(draft for _, draft in ssm_configs)):
-            check_compiled(config, computed, where)
-    linear, fixed_rows = ("compiled", None) if compile else resolve_linear(computed, where, exact, spec)
+        for model_config in (target, *(draft for _, draft in ssm_configs)):
+            check_compiled(model_config, computed, where)
     kind = resolve_attention(attention, where)
     shapes = [target.shape, *(config.shape for _, config in ssm_configs)]
     scratch = max(spec.max_nodes, MAX_SLOTS)
@@ -261,9 +261,11 @@ def build(
 
 
 def resolve_linear(
-    dtype: torch.dtype, device: torch.device, exact: bool, spec: SpecConfig
-) -> tuple[LinearImpl, int | None]:
+    dtype: torch.dtype, device: torch.device, exact: bool, spec: SpecConfig, compile: bool = False
+) -> tuple[LinearImpl | Literal["compiled"], int | None]:
     """The implementation of linear layers, and the fixed number of rows of every pass where exactness needs one."""
+    if compile:
+        return "compiled", None
     if device.type == "cpu" and onednn_available(dtype):
         return "onednn", None
     if not exact:

@@ -1,11 +1,12 @@
 """A decoder's whole pass on a CPU in one call of C++, compiled on the user's machine.
 
 The source is `decoder_cpu.cpp`; its specification is the eager decoder in treespec/models/decoder.py. A small model's
-eager pass spends most of its time between operations: 25 torch calls a layer at 1 to 15 us each. Inductor does not help:
-half a layer (o, norm, MLP) took 110 us compiled by it and 80 us eagerly, 2 rows of 256 on one thread.
+eager pass spends most of its time between operations: 25 torch calls a layer at 1 to 15 us each. Inductor does not
+help: half a layer (o, norm, MLP) took 110 us compiled by it and 80 us eagerly, 2 rows of 256 on one thread.
 
 Needed is a C++ compiler (`$CXX`, c++, g++ or clang++) and nothing else, no headers of torch or Python. A library takes
-2 seconds to build and is kept; its name holds a hash of the source, the flags and what the compiler says of the machine.
+2 seconds to build and is kept; its name holds a hash of the source, the command and the compiler's own macros, that
+is its version and the instructions of the machine.
 """
 
 import ctypes
@@ -69,7 +70,6 @@ class _Batch(ctypes.Structure):
     )  # fmt: skip
 
 
-@functools.cache
 def find_compiler() -> tuple[str, ...]:
     """The command of the C++ compiler. Raises CompileError where there is none."""
     named = os.environ.get("CXX")
@@ -87,22 +87,27 @@ def _run(command: Sequence[str], stdin: str = "") -> str:
 
 
 @functools.cache
-def build(head_dim: int, dtype: torch.dtype, folder: Path) -> ctypes.CDLL:
+def build(compiler: tuple[str, ...], head_dim: int, dtype: torch.dtype, folder: Path) -> ctypes.CDLL:
     """The library for one head size and one dtype, built into `folder` where it does not lie there yet.
 
+    Args:
+        compiler: from `find_compiler`: the program, and flags that follow ours.
+        head_dim, dtype: a multiple of 16; float32 or bfloat16.
+        folder: made where it is missing.
+
     Raises:
-        CompileError: there is no compiler, or it fails.
+        CompileError: the compiler fails, or its library does not load.
     """
-    compiler = find_compiler()
-    macros = _run([*compiler, *_FLAGS, "-x", "c++", "-dM", "-E", "-"])  # version, and the instructions of this machine
     defines = [f"-DHEAD_DIM={head_dim}", f"-DBF16={int(dtype == torch.bfloat16)}"]
-    key = hashlib.sha256("\n".join([SOURCE.read_text(), macros, *compiler, *_FLAGS, *defines]).encode()).hexdigest()
+    command = [compiler[0], *_FLAGS, *compiler[1:], *defines]
+    macros = _run([*command, "-x", "c++", "-dM", "-E", "-"])  # the compiler's version, and this machine's instructions
+    key = hashlib.sha256("\n".join([SOURCE.read_text(), macros, *command]).encode()).hexdigest()
     path = folder / f"decoder_cpu-{key[:24]}.so"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:  # renamed at the end: two processes may build at once
             built = Path(scratch) / path.name
-            _run([*compiler, *_FLAGS, *defines, str(SOURCE), "-o", str(built)])
+            _run([*command, str(SOURCE), "-o", str(built)])
             os.replace(built, path)
     try:
         library = ctypes.CDLL(str(path))
@@ -117,7 +122,7 @@ def build(head_dim: int, dtype: torch.dtype, folder: Path) -> ctypes.CDLL:
 
 
 def pack(weight: Tensor) -> Tensor:
-    """[outputs, inputs] -> [panels, inputs, 64], bf16 with pairs of inputs side by side: [panels, inputs / 2, 64, 2]."""
+    """[outputs, inputs] -> [panels, inputs, 64]; bf16 with pairs of inputs together, [panels, inputs / 2, 64, 2]."""
     outputs, inputs = weight.shape
     panels = -(-outputs // _PANEL)
     whole = torch.nn.functional.pad(weight, (0, 0, 0, panels * _PANEL - outputs)).view(panels, _PANEL, inputs)

@@ -99,7 +99,7 @@ class CompiledDecoder(Decoder):
         ]  # fmt: skip
         head = self.embed if shape.tied else weights.pop("lm_head")
         try:
-            library = build(self.head_dim, self.dtype, self._folder)
+            library = build(find_compiler(), self.head_dim, self.dtype, self._folder)
         except CompileError as error:
             raise KernelError(f"compile=True: {error}") from error
         self.model = CompiledModel(

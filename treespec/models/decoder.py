@@ -206,9 +206,7 @@ class Decoder:
             stream.x.add_(layer.down(layer.gate.silu(h).mul_(layer.up(h))))
         return stream.norm(self.final_norm)
 
-    def _attend(
-        self, layer: _Layer, x: Tensor, rotation: tuple[Tensor, ...], layout: Pass, cache: Tensor
-    ) -> Tensor:
+    def _attend(self, layer: _Layer, x: Tensor, rotation: tuple[Tensor, ...], layout: Pass, cache: Tensor) -> Tensor:
         """Attention of normed rows; cache: [2, num_pages, kv_heads, PAGE_SIZE, head_dim], the layer's pool."""
         heads, head_dim = self.heads, self.head_dim
         qkv = layer.qkv(x).float().view(len(x), -1, head_dim)

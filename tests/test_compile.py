@@ -1,0 +1,208 @@
+"""compile=True: the pass in C++ has the promises of the eager one, under the same self-test."""
+
+import functools
+import math
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.exactness import Run, differences, run, threads
+from tests.models import (
+    VOCAB,
+    OracleDrafter,
+    greedy,
+    make_draft,
+    make_llama,
+    new_folder,
+    open_llm,
+    random_prompts,
+    tiny,
+    tiny_llm,
+)
+from treespec import LLM, SpecConfig, costs
+from treespec.errors import ConfigError, ExactnessError, KernelError
+from treespec_kernels.decoder_cpu import CompiledModel, CompileError, build, find_compiler
+from treespec_kernels.tree_batch import RequestRows
+
+try:
+    COMPILER = find_compiler()
+except CompileError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+DTYPES = [torch.float32, torch.bfloat16]
+LENGTHS = (1, 2, 9, 31, 62, 63, 64, 65, 126)
+SPECS = {
+    "16": SpecConfig(nodes=16),
+    "40": SpecConfig(nodes=40, max_depth=4),
+    "auto": SpecConfig(),
+    "static chain": SpecConfig(branching=(1, 1, 1, 1, 1)),
+}
+both_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Built here, not in the user's cache."""
+    folder = tmp_path_factory.mktemp("cache")
+    with mock.patch.object(costs, "cache_folder", lambda: folder):
+        yield folder / "compiled"
+
+
+@functools.cache
+def plain_run(dtype: torch.dtype) -> Run:
+    return run(tiny_llm(dtype, (), compile=True), random_prompts(LENGTHS), greedy(20))
+
+
+@both_dtypes
+def test_trees_give_the_bits_of_plain_decoding(dtype: torch.dtype) -> None:
+    plain, llm = plain_run(dtype), tiny_llm(dtype, compile=True)
+    for name, spec in SPECS.items():
+        tree = run(llm, plain.prompts, greedy(20), spec)
+        assert not (found := differences(plain, tree)), (name, found[:10])
+        assert tree.acceptance_length > 1.2, name
+
+
+@both_dtypes
+def test_every_node_has_the_bits_of_plain_decoding(dtype: torch.dtype) -> None:
+    """Rejected nodes too: the tokens of each node's path, decoded plainly as prompts."""
+    llm = tiny_llm(dtype, compile=True)
+    tree = run(llm, random_prompts((61, 120)), greedy(4), SPECS["40"])
+    plain = run(llm, [list(prefix) for prefix in tree.logits], greedy(1), "off")
+    assert len(plain.logits) > 80
+    assert not [len(p) for p in plain.logits if not torch.equal(plain.logits[p], tree.logits[p])]
+
+
+@both_dtypes
+def test_company_chunks_and_places_change_nothing(dtype: torch.dtype) -> None:
+    plain = plain_run(dtype)
+    for chunk, seqs in ((1, 1), (7, 3), (512, 8)):
+        llm = tiny_llm(dtype, (0, 2), prefill_chunk=chunk, max_num_seqs=seqs, compile=True)
+        assert not differences(plain, run(llm, plain.prompts, greedy(20), "off"))
+        assert not differences(plain, run(llm, plain.prompts, greedy(20), SPECS["16"]))
+
+
+@both_dtypes
+def test_deep_accepts(dtype: torch.dtype) -> None:
+    plain = plain_run(dtype)
+    spec = SpecConfig(nodes=200, max_depth=12)  # beyond the reach of the eager packed attention
+    oracle = OracleDrafter(plain.sequences, 9, wrong=8, bushy=True)
+    tree = run(open_llm(tiny(dtype)[0], [oracle], spec=spec, compile=True), plain.prompts, greedy(20), spec)
+    assert not differences(plain, tree)
+    assert tree.acceptance_length == 10
+
+
+@both_dtypes
+def test_thread_counts_change_nothing(dtype: torch.dtype) -> None:
+    """Not even between engines: threads share out rows, heads and columns, never a sum. 8 heads of 32 over 4."""
+    root = new_folder("wide")
+    sizes = {"hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 8, "num_key_value_heads": 4}
+    target = make_llama(root / "target", 5, dtype, **sizes, head_dim=32, num_hidden_layers=2)
+    draft = make_draft(root / "ssm", target, 1, 0.05)
+    runs = []
+    for count in (1, 2):
+        with threads(count):
+            llm = open_llm(target, [draft], max_model_len=768, compile=True)
+            prompts = random_prompts((700, 129, 5))
+            runs += [run(llm, prompts, greedy(6), spec) for spec in ("off", SPECS["40"])]
+    assert not any(differences(runs[0], other) for other in runs[1:])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_close_to_the_eager_pass(bias: bool) -> None:
+    """In float32; odd vocabularies, biases, groups of one and of three heads."""
+    sizes: dict[str, Any] = {"vocab_size": VOCAB + 5, "hidden_size": 48, "intermediate_size": 80}
+    sizes |= {"num_attention_heads": 3, "num_key_value_heads": 1 if bias else 3, "head_dim": 48}
+    target = make_llama(new_folder("odd"), 3, attention_bias=bias, mlp_bias=bias, tie_word_embeddings=bias, **sizes)
+    logits = []
+    for compiled in (False, True):
+        llm = open_llm(target, compile=compiled)
+        model, pool = llm.engine.runner.target, llm.engine.cache.pools[0]
+        tokens = torch.arange(100) * 31 % VOCAB
+        rows = RequestRows.chain(0, 100, np.array([2, 1]))
+        with torch.inference_mode():
+            logits.append(model.logits(model.forward(tokens, model.plan([rows], pool), pool)[:100]))
+    error = (logits[0] - logits[1]).abs().max() / logits[0].std()
+    assert error < 1e-4
+
+
+def test_without_the_widest_instructions() -> None:
+    """The source's own vectors instead of AVX-512: other bits, the same promise."""
+    generic = (COMPILER[0], "-march=x86-64-v3") if torch.cpu._is_avx2_supported() else COMPILER
+    with mock.patch("treespec.models.compiled.find_compiler", lambda: generic):
+        for dtype in DTYPES:
+            llm = open_llm(tiny(dtype)[0], tiny(dtype)[1][:1], prove=True, compile=True)
+            prompts = random_prompts((9, 62))
+            plain = run(llm, prompts, greedy(12), "off")
+            assert not differences(plain, run(llm, prompts, greedy(12), SPECS["16"]))
+
+
+def test_what_is_frozen_says_so() -> None:
+    for compiled in (False, True):
+        frozen = tiny_llm(torch.float32, (), compile=compiled).stats()["frozen"]
+        assert frozen["compile"] is compiled
+        assert (frozen["attention"] == "compiled") is (frozen["linear"] == "compiled") is compiled
+
+
+def test_a_library_is_built_once(libraries: Path) -> None:
+    build.cache_clear()
+    built = {path: path.stat().st_mtime_ns for path in libraries.iterdir()}
+    open_llm(tiny()[0], compile=True)
+    assert built == {path: path.stat().st_mtime_ns for path in libraries.iterdir()}
+
+
+@pytest.mark.parametrize("name", ["forward", "logits"])
+def test_the_self_test_refuses_what_is_not_exact(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = getattr(CompiledModel, name)
+
+    def faulty(self: CompiledModel, x: Tensor, *rest: Any) -> Tensor:
+        y = original(self, x, *rest)
+        return y * (1 + 2**-22) if len(x) % 3 == 1 else y
+
+    monkeypatch.setattr(CompiledModel, name, faulty)
+    with pytest.raises(ExactnessError, match=r"plain decoding.*compiled"):
+        open_llm(tiny()[0], prove=True, compile=True)
+
+
+def test_nan_ends_its_own_request_alone() -> None:
+    llm = open_llm(tiny()[0], tiny()[1][:1], max_num_seqs=3, compile=True)
+    good = random_prompts((5, 70, 30), vocab=VOCAB - 1)
+    expected = [output.outputs[0].token_ids for output in llm.generate(good, greedy(12), "off")]
+    with torch.inference_mode():
+        llm.engine.runner.target.embed[VOCAB - 1] = math.nan
+    outputs = llm.generate([good[0], [*good[1], VOCAB - 1, 5], *good[1:]], greedy(12), SPECS["16"])
+    assert "NaN" in str(outputs.pop(1).error)
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+
+
+@pytest.mark.parametrize(
+    "options, error, words",
+    [
+        ({"compile": 1}, ConfigError, "compile=1; valid: True or False"),
+        ({"attention": "cpu-packed"}, KernelError, "attention='cpu-packed'.*leave it at 'auto'"),
+        ({"dtype": "float16"}, KernelError, "float16.*compile=False"),
+    ],
+)
+def test_refusals(options: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        LLM(tiny()[0], **({"device": "cpu", "compile": True} | options))
+
+
+def test_a_size_that_does_not_fit_is_refused() -> None:
+    target = make_llama(new_folder("uneven"), 0, intermediate_size=100)
+    with pytest.raises(KernelError, match=r"MLP size of 100.*multiple of 16"):
+        LLM(target, device="cpu", compile=True)
+
+
+@pytest.mark.parametrize(
+    "command, words", [("no-such-compiler", "CXX='no-such-compiler'"), ("false", "false .* failed")]
+)
+def test_no_compiler_is_an_error(command: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never a silent fallback."""
+    monkeypatch.setenv("CXX", command)
+    with pytest.raises(KernelError, match=words):
+        LLM(tiny()[0], device="cpu", compile=True)

@@ -217,7 +217,7 @@ void rotate(const float* x, const float* rotation, float scale, float* out) {
     }
 }
 
-// The scores of 16 keys; key i lies at keys + i * step, or where `scattered` says.
+// The scores of 16 keys, in line or where `scattered` says.
 template <bool SCATTERED>
 void dots(const float* q, const float* keys, const float* const* scattered, float* out) {
     vec products[LANES];

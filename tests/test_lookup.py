@@ -73,12 +73,23 @@ def test_counts_follow_what_held() -> None:
     """A text that always goes on as before is believed in the end; one that never does is not."""
     for holds in (True, False):
         drafter, request = LookupDrafter(), request_of([1, 2, 3, 1, 2])
-        for _ in range(40):
+        for _ in range(30):
             tree = propose(drafter, request, 1)
             drafter.commit([request], [np.array([0, 1] if holds else [0])])
-        assert (tree.probs[1] > 0.9) == holds and (tree.probs[1] < 0.1) != holds
+        assert tree.probs[1] > 0.9 if holds else tree.probs[1] < 0.05
         other = propose(drafter, request_of([1, 2, 3, 1, 2]), 1)
-        assert (other.probs[1] > 0.7) == holds, "other requests learn from it too"
+        assert other.probs[1] > 0.85 if holds else other.probs[1] < 0.3, "other requests learn from it too"
+
+
+def test_hopeless_guesses_are_left_out_and_tried_again() -> None:
+    drafter, request = LookupDrafter(), request_of([1, 2, 3, 1, 2])
+    sizes = []
+    for _ in range(2000):
+        sizes.append(len(propose(drafter, request, 1)))
+        drafter.commit([request], [np.array([0])])
+    assert min(sizes) == 1, "at some point it is given up"
+    quiet = sizes.index(1)
+    assert 2 in sizes[quiet:] and sizes[quiet:].count(2) < 0.2 * len(sizes[quiet:]), "and tried now and then"
 
 
 def test_every_guess_below_the_path_is_counted_once() -> None:

@@ -83,7 +83,8 @@ def test_export_loads(built: Path, name: str) -> None:
     assert model.generation_config.eos_token_id == 0
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert len(tokenizer) == model.config.vocab_size and tokenizer.eos_token_id == 0
-    assert "held out" in (folder / "README.md").read_text()
+    card = (folder / "README.md").read_text()
+    assert "held out" in card and ("It saw" in card) == (name != "target")
     logits = model(input_ids=torch.tensor([tokenizer.encode("def f(x):")])).logits
     assert torch.isfinite(logits).all()
 
@@ -114,8 +115,11 @@ def test_report(built: Path) -> None:
     report = json.loads((built / "default" / "report.json").read_text())
     assert set(report["models"]) == set(FOLDERS)
     assert set(report["agreement"]) == {*FOLDERS[1:], "union"}
-    for shares in report["agreement"].values():
-        assert 0 <= shares["top1"] <= shares["top2"] <= shares["top4"] <= 1
+    assert set(report["agreement_by_kind"]) == {"code", "prose", "data"}
+    for table in (report["agreement"], *report["agreement_by_kind"].values()):
+        for name, shares in table.items():
+            assert 0 <= shares.get("only", 0) <= shares["top1"] <= shares["top2"] <= shares["top4"] <= 1
+            assert shares["top1"] <= table["union"]["top1"], name
     assert report["models"]["target"]["steps"] == 5, "two of the shallow model, three of the deep one"
 
 

@@ -11,7 +11,7 @@ from treespec.drafters.base import Drafter, check_proposal
 from treespec.drafters.lookup import LookupDrafter
 from treespec.drafters.ssm import Drafted, SsmDrafter
 from treespec.metrics import Stats
-from treespec.planner import Planner
+from treespec.planner import Planner, is_adaptive
 from treespec.request import FinishReason, Request
 from treespec.runner import Runner
 from treespec.scheduler import Scheduler
@@ -69,10 +69,13 @@ class Engine:
         return batch.decode
 
     def prefill(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
-        """The next `counts[i]` prompt tokens of each request, through the target and its SSMs."""
+        """The next `counts[i]` prompt tokens of each request, through the target and its SSMs.
+
+        Where the planner decides, the SSMs read the prompt when they draft for the first time: they may never.
+        """
         self.runner.prefill(requests, counts)
         if self.ssms is not None:
-            self.ssms.prefill([request for request in requests if not request.spec.is_plain])
+            self.ssms.prefill([r for r in requests if not (r.spec.is_plain or is_adaptive(r.spec))])
 
     def propose(self, requests: Sequence[Request]) -> list[TokenTree]:
         """Every source drafts; one merged tree per request, cut to what is worth verifying.

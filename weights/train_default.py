@@ -213,9 +213,9 @@ class Build:
         held_out = list(data.read_documents(self.work / "heldout.jsonl"))
         prompts = evaluate.cut_prompts(held_out, self.tokenizer, self.args.prompts, s.seed)
         evaluated = {name: rounded(model) for name, model in {"target": target, **drafts}.items()}
-        figures = evaluate.agreement_report(
-            evaluated, [self.tokenizer.encode(p.text).ids for p in prompts], self.args.new_tokens
-        )
+        ids = [self.tokenizer.encode(prompt.text).ids for prompt in prompts]
+        kinds = [prompt.kind for prompt in prompts]
+        figures = evaluate.agreement_report(evaluated, ids, kinds, self.args.new_tokens)
         streams = {kind: data.Stream(self.work / f"heldout-{kind}.bin") for kind in s.kinds}
         entries = {}
         for name, model in evaluated.items():
@@ -230,6 +230,8 @@ class Build:
             }
             print(name, entries[name]["held_out_loss"], figures["agreement"].get(name, ""), flush=True)
         print("union", figures["agreement"]["union"], flush=True)
+        for kind, shares in figures["agreement_by_kind"].items():
+            print(kind, {name: own["top1"] for name, own in shares.items()}, flush=True)
         report = {
             "models": entries,
             **figures,

@@ -45,7 +45,7 @@ class Options:
         warmup: batches that every mode decodes before, not counted.
         peers: whether transformers takes part.
         only: names or patterns of modes; empty = all.
-        device, dtype: as `LLM`.
+        device, dtype, compile: as `LLM`; transformers runs as it is.
         seed: of the choice of prompts.
     """
 
@@ -63,6 +63,7 @@ class Options:
     only: tuple[str, ...] = ()
     device: str = "auto"
     dtype: str = "auto"
+    compile: bool = False
     seed: int = 0
 
 
@@ -88,7 +89,7 @@ def bench(
     specs = {mode.name: mode.spec for mode in selection.ours}  # refuses bad values before anything is loaded
     llm = LLM(
         target, [*folders.values()], _widest(specs.values()), device=options.device, dtype=options.dtype,
-        max_num_seqs=max(options.batches),
+        max_num_seqs=max(options.batches), compile=options.compile,
     )  # fmt: skip
     prompts, left_out = _prompts(options, llm)
     ids = [prompt.content for prompt in prompts if isinstance(prompt.content, list)]

@@ -23,7 +23,8 @@ def header(document: Mapping[str, Any]) -> str:
     commit = f", commit {document['commit']}" if document["commit"] else ""
     threads = f"{document['threads']} thread{'' if document['threads'] == 1 else 's'}"
     lines = [
-        f"machine   {document['processor']}, {document['device']}, {threads}",
+        f"machine   {document['processor']}, {document['device']}, {threads}"
+        + (", passes compiled (compile=True)" if document["linear"] == "compiled" else ""),
         f"versions  {', '.join(f'{name} {version}' for name, version in versions.items())}{commit}",
         f"models    {document['model']}, drafts {', '.join(document['drafts']) or 'none'}, {document['dtype']}",
         f"prompts   {document['num_prompts']}{_kinds(document['kinds'])}, "

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from treespec.cli.group import Command, print_json, usage_error
-from treespec.cli.options import Device, Drafts, Dtype, Json, Model, status
+from treespec.cli.options import Compile, Device, Drafts, Dtype, Json, Model, status
 
 if TYPE_CHECKING:
     from treespec.bench.run import Options
@@ -87,6 +87,7 @@ def bench(
     keep: Annotated[Path | None, typer.Option("--keep", metavar="DIR", help="Keep the grown models there.")] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    compile: Compile = False,
     threads: Annotated[int | None, typer.Option("--threads", min=1, metavar="N", help="Default: torch's own.")] = None,
     seed: Annotated[
         int, typer.Option("--seed", metavar="S", help="Chooses the prompts, and a grown model's random weights.")
@@ -130,6 +131,7 @@ def bench(
         only=tuple(name for value in only or () for name in value.split(",")),
         device=device,
         dtype=dtype,
+        compile=compile,
         seed=seed,
     )
     if threads is not None:

@@ -10,6 +10,7 @@ import typer
 from treespec.cli.group import print_json, shows_colour, table, usage_error
 from treespec.cli.options import (
     Branching,
+    Compile,
     Device,
     Drafts,
     Dtype,
@@ -49,6 +50,7 @@ def generate(
     stream: Annotated[bool, typer.Option("--stream", help="Print text as it comes.")] = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    compile: Compile = False,
     as_json: Json = False,
 ) -> None:
     """Continue a prompt.
@@ -69,7 +71,7 @@ def generate(
     with status("loading"):
         params(seed)  # refuses bad values before anything is loaded
         spec = spec_config(nodes, max_depth, branching)
-        llm = load_llm(model, [] if no_spec else draft, "off" if no_spec else spec, device, dtype)
+        llm = load_llm(model, [] if no_spec else draft, "off" if no_spec else spec, device, dtype, compile)
     given = encoded(text, llm)
     shown = text if isinstance(given, str) else " ".join(map(str, given))
     if shows_colour(sys.stdout):

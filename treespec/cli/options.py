@@ -52,6 +52,9 @@ Branching = Annotated[
 ]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
 Dtype = Annotated[str, typer.Option("--dtype", help="auto (the checkpoint's), float32, bfloat16 or float16.")]
+Compile = Annotated[
+    bool, typer.Option("--compile", help="Passes as one call of C++, built on this machine (a CPU, a C++ compiler).")
+]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else there.")]
 
 
@@ -99,12 +102,17 @@ def spec_config(nodes: str | None, max_depth: int | None, branching: str | None)
 
 
 def load_llm(
-    model: str | None, drafts: list[str] | None, spec: "SpecConfig | str | None", device: str, dtype: str
+    model: str | None,
+    drafts: list[str] | None,
+    spec: "SpecConfig | str | None",
+    device: str,
+    dtype: str,
+    compile: bool = False,
 ) -> "LLM":
     """An engine for one request at a time."""
     from treespec.llm import LLM
 
-    return LLM(model, drafts, spec, device=device, dtype=dtype, max_num_seqs=1)
+    return LLM(model, drafts, spec, device=device, dtype=dtype, max_num_seqs=1, compile=compile)
 
 
 @contextmanager

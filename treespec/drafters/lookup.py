@@ -19,6 +19,8 @@ PLACES = 3  # among siblings; the third stands for all later ones
 REACH = 8192  # tokens that are searched, counted from the end
 PRIOR_TRIALS = 12.0  # what the prior counts for against observed guesses
 GLOBAL_TRIALS = 6.0  # what all requests' counts count for against the request's own
+FADING = 0.998  # of what was counted, with each round: guesses that never hold are tried again some day
+LEAST = 0.02  # probability of the best first guess below which none is proposed: it is not worth a row
 
 
 def _prior() -> np.ndarray:
@@ -39,6 +41,11 @@ class Counts:
         """Count guesses; int64, int64 and bool [num guesses]."""
         np.add.at(self.trials, (places, lengths), 1)
         np.add.at(self.hits, (places, lengths), hits)
+
+    def fade(self) -> None:
+        """Let what was counted count for less."""
+        self.trials *= FADING
+        self.hits *= FADING
 
     def rates(self, prior: np.ndarray, weight: float) -> np.ndarray:
         """The share that held, drawn towards `prior` as if `weight` guesses had been seen; [PLACES, MAX_MATCH + 1]."""
@@ -66,6 +73,8 @@ class LookupDrafter:
 
     def propose(self, requests: Sequence[Request], max_depths: Sequence[int]) -> list[TokenTree]:
         """One tree per request over its last token, at most `max_depths[i]` deep; the one-node tree without a match."""
+        for counts in (self._counts, *self._own.values()):
+            counts.fade()
         common = self._counts.rates(self._prior, PRIOR_TRIALS)
         trees = []
         for request, depth in zip(requests, max_depths, strict=True):
@@ -115,7 +124,7 @@ def find_matches(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _guess(tokens: np.ndarray, depth: int, rates: np.ndarray) -> _Guess | None:
-    """The tree of the best matches' continuations; None without a match or depth."""
+    """The tree of the best matches' continuations; None without depth, a match, or hope."""
     ends, lengths = find_matches(tokens) if depth > 0 else (np.empty(0), np.empty(0))
     if not len(ends):
         return None
@@ -137,6 +146,8 @@ def _guess(tokens: np.ndarray, depth: int, rates: np.ndarray) -> _Guess | None:
     places = np.minimum(places, PLACES - 1)
     matched = np.minimum(lengths[match] + level, MAX_MATCH)
     probs = rates[places, matched]
+    if probs[level == 0].max() < LEAST:
+        return None
     nodes = 1 + np.arange(len(match))
     tree = TokenTree(
         tokens=np.concatenate([tokens[-1:], coming[match, level]]),

@@ -95,6 +95,11 @@ class GrowthRule(Protocol):
         """
 
 
+def _open_mass(seed: TokenTree) -> float:
+    """The chance that a seed does not say what follows its root."""
+    return max(1.0 - float(seed.probs[seed.parents == 0].sum()), 0.0)
+
+
 class _Scored(NamedTuple):
     """An SSM's probabilities of some rows of the frontier, [len(rows), vocab]."""
 
@@ -153,18 +158,26 @@ class SsmDrafter:
         if seeds is None:
             seeds = [TokenTree.root(request.tokens[-1]) for request in requests]
         self._passes = self._request_passes = 0
+        adaptive = np.array([plan.adaptive for plan in plans], dtype=bool)
+        drafting = np.array([p.levels > 0 and bool(self._allowed(r)) for r, p in zip(requests, plans, strict=True)])
+        asked = np.flatnonzero(adaptive & drafting)
+        if len(asked) and not rule.worth_a_level(np.array([_open_mass(seeds[i]) for i in asked.tolist()]), None):
+            drafting[asked] = False
+        if not drafting.any():
+            self.drafted = Drafted(0, 0)
+            return list(seeds)
         states = [self._state(request) for request in requests]
-        drafting = [plan.levels > 0 and bool(self._allowed(r)) for r, plan in zip(requests, plans, strict=True)]
-        self._choose([row for row in zip(requests, states, plans, drafting, strict=True) if row[3]])
+        self._choose(
+            [row for row, drafts in zip(zip(requests, states, plans, strict=True), drafting, strict=True) if drafts]
+        )
         shapes = [
             Shape(plan.levels if drafts else 0, plan.nodes, plan.branching, request.end_tokens)
             for request, plan, drafts in zip(requests, plans, drafting, strict=True)
         ]
         forest = Forest(seeds, shapes, len(self.models), MAX_CHILDREN, MAX_FRONTIER, MAX_SLOTS)
-        adaptive = np.array([plan.adaptive for plan in plans], dtype=bool)
-        before: np.ndarray | None = None
+        before = forest.open_mass()
         while len(forest.frontier.nodes):
-            if adaptive.any():
+            if forest.depth and adaptive.any():
                 before = self._stop_where_nothing_pays(forest, adaptive, rule, before)
                 if not len(forest.frontier.nodes):
                     break
@@ -179,15 +192,13 @@ class SsmDrafter:
         return trees
 
     def _stop_where_nothing_pays(
-        self, forest: Forest, adaptive: np.ndarray, rule: GrowthRule, before: np.ndarray | None
+        self, forest: Forest, adaptive: np.ndarray, rule: GrowthRule, before: np.ndarray
     ) -> np.ndarray:
         """Ask the rule about the next level. `before`: the open masses of the last one; returns this one's."""
         growing = np.unique(forest.frontier.owners)
         growing = growing[adaptive[growing]]
         opened = forest.open_mass()
-        reached = None
-        if before is not None:
-            reached = forest.level_mass(rule.least_value)[growing] / np.maximum(before[growing], 1e-9)
+        reached = forest.level_mass(rule.least_value)[growing] / np.maximum(before[growing], 1e-9)
         if len(growing) and not rule.worth_a_level(opened[growing], reached):
             forest.stop(adaptive)
         return opened
@@ -238,14 +249,14 @@ class SsmDrafter:
         """The SSMs that may draft for a request."""
         return [ssm for ssm, name in enumerate(self.names) if request.spec.allows("ssm", name)]
 
-    def _choose(self, rows: Sequence[tuple[Request, _State, DraftPlan, bool]]) -> None:
+    def _choose(self, rows: Sequence[tuple[Request, _State, DraftPlan]]) -> None:
         """Score what was verified since, and decide who drafts for each request."""
-        for request, state, _, _ in rows:
+        for request, state, _ in rows:
             self._settle(request, state)
         for ssm in range(len(self.models)):
-            missed = [r for r, s, _, _ in rows if ssm in self._allowed(r) and r.context_len - s.valid[ssm] >= REST]
+            missed = [r for r, s, _ in rows if ssm in self._allowed(r) and r.context_len - s.valid[ssm] >= REST]
             self._read(ssm, missed)
-        for request, state, plan, _ in rows:
+        for request, state, plan in rows:
             allowed = self._allowed(request)
             weights = state.trust.weights(allowed)
             order = np.argsort(-weights, kind="stable")[: plan.max_ssms]

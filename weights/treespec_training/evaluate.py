@@ -112,25 +112,40 @@ def distinct_4grams(sequences: Sequence[Tensor], prompt_lengths: Sequence[int]) 
 
 
 def agreement(ranks_per_draft: dict[str, Tensor]) -> dict[str, dict[str, float]]:
-    """Share of target tokens within each draft's top 1, 2, 4, and within any draft's.
+    """Share of target tokens within each draft's top 1, 2, 4, and within any draft's; `only`: within the top 1 of this
+    draft and of no other.
 
     ranks_per_draft: name -> int64 [positions], the same positions for every draft.
     """
-    rows = {**ranks_per_draft, "union": torch.stack(list(ranks_per_draft.values())).amin(0)}
-    return {
-        name: {f"top{top}": round((rank < top).float().mean().item(), 4) for top in TOPS} for name, rank in rows.items()
-    }
+    stacked = torch.stack(list(ranks_per_draft.values()))
+    alone = (stacked == 0) & ((stacked == 0).sum(0) == 1)
+    rows = {**ranks_per_draft, "union": stacked.amin(0)}
+    shares = {name: {f"top{top}": _share(rank < top) for top in TOPS} for name, rank in rows.items()}
+    for name, own in zip(ranks_per_draft, alone, strict=True):
+        shares[name]["only"] = _share(own)
+    return shares
+
+
+def _share(hits: Tensor) -> float:
+    return round(hits.float().mean().item(), 4)
 
 
 def agreement_report(
-    models: dict[str, LlamaForCausalLM], prompts: Sequence[list[int]], new_tokens: int
+    models: dict[str, LlamaForCausalLM], prompts: Sequence[list[int]], kinds: Sequence[str], new_tokens: int
 ) -> dict[str, object]:
-    """Continue prompts greedily with `models["target"]` and rank its tokens by all other models."""
+    """Continue prompts greedily with `models["target"]` and rank its tokens by all other models: over all prompts, and
+    by the kind of each prompt."""
     sequences = greedy_continuations(models["target"], prompts, new_tokens)
     lengths = [len(prompt) for prompt in prompts]
-    drafts = {name: torch.cat(ranks(m, sequences, lengths)) for name, m in models.items() if name != "target"}
+    drafts = {name: ranks(model, sequences, lengths) for name, model in models.items() if name != "target"}
+
+    def over(chosen: Sequence[int]) -> dict[str, dict[str, float]]:
+        return agreement({name: torch.cat([own[i] for i in chosen]) for name, own in drafts.items()})
+
+    by_kind = {kind: [i for i, own in enumerate(kinds) if own == kind] for kind in dict.fromkeys(kinds)}
     return {
-        "agreement": agreement(drafts),
+        "agreement": over(range(len(prompts))),
+        "agreement_by_kind": {kind: over(chosen) for kind, chosen in by_kind.items()},
         "prompts": len(prompts),
         "new_tokens": new_tokens,
         "distinct_4grams": round(distinct_4grams(sequences, lengths), 4),

@@ -46,8 +46,10 @@ be tried and tested offline. It continues text of the kinds it saw; it answers n
 
 ## Text and licences
 
-The training text was read from installed packages whose metadata states a permissive licence. The text itself is not
-part of this folder. Packages by licence:
+The training text was read from installed packages whose metadata states a permissive licence: Python source; prose,
+which is manuals and docstrings printed as pages; and structured data, which is data files, and signatures, constants
+and messages of the source printed as JSON, YAML, TOML, tables and logs. The text itself is not part of this folder.
+Packages by licence:
 
 {licenses}
 
@@ -63,14 +65,25 @@ folders holds the settings, the package list and all figures of this build.
 def _figures(name: str, report: dict) -> str:
     losses = ", ".join(f"{kind} {value:.3f}" for kind, value in report["models"][name]["held_out_loss"].items())
     lines = [f"- loss, nats per token: {losses}"]
-    shares = report["agreement"]
-    if name in shares:
-        texts = [f"{label[3:]}: {value:.3f}" for label, value in shares[name].items()]
-        lines.append(
-            "- share of tokens of the target's greedy continuations that are among this draft's k most probable, "
-            f"by k: {', '.join(texts)} ({report['prompts']} prompts, {report['new_tokens']} tokens each)"
-        )
+    if name in report["agreement"]:
+        lines += [
+            "",
+            f"Share of the tokens of the target's greedy continuations ({report['prompts']} prompts, "
+            f"{report['new_tokens']} tokens each) that are among this draft's k most probable ones, and those that are "
+            "its first choice and no other draft's:",
+            "",
+            "| text | k = 1 | k = 2 | k = 4 | its alone |",
+            "|---|---|---|---|---|",
+        ]
+        for kind, shares in {"all": report["agreement"], **report["agreement_by_kind"]}.items():
+            lines.append(f"| {kind} | " + " | ".join(f"{share:.3f}" for share in shares[name].values()) + " |")
     return "\n".join(lines)
+
+
+def _speciality(name: str, report: dict) -> str:
+    shares = report["settings"]["draft_shares"].get(name, {})
+    used = {kind: share for kind, share in shares.items() if kind in report["settings"]["kinds"]}
+    return f" It saw {max(used, key=used.__getitem__)} most of all." if len(set(used.values())) > 1 else ""
 
 
 def model_card(name: str, report: dict, model: LlamaForCausalLM) -> str:
@@ -82,7 +95,8 @@ def model_card(name: str, report: dict, model: LlamaForCausalLM) -> str:
         by_license.setdefault(facts["license"], []).append(package)
     purpose = {
         True: "The target: the model whose output is wanted.",
-        False: "A draft model (SSM), distilled from the target in the folder beside it: it guesses the target's words.",
+        False: "A draft model (SSM), distilled from the target in the folder beside it: it guesses the target's words."
+        + _speciality(name, report),
     }[name == "target"]
     return CARD.format(
         card_license="apache-2.0",

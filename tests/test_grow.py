@@ -105,7 +105,9 @@ def test_grown_tokens_are_the_small_model_s(dtype: torch.dtype, vocab: int, tmp_
         results.append(([output.outputs[0].token_ids for output in outputs], torch.cat(seen)))
     (tokens, small_logits), (grown_tokens, grown_logits) = results
     assert grown_tokens == tokens
-    if AVX512:  # there rows as short as these are summed in one group, with zeros behind or without
+    # The order in which a norm sums a row depends on its width: in fp32 the last bits differ. bf16 rounds them away,
+    # and its products sum rows as short as these in one group on AVX-512, with zeros behind or without.
+    if AVX512 and dtype == torch.bfloat16:
         assert torch.equal(grown_logits, small_logits)
 
 

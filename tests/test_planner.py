@@ -111,7 +111,7 @@ def drafts() -> dict[str, LLM]:
     bad = make_draft(new_folder("bad") / "bad", target, 10, 3.0)
     llms = {"good": open_llm(target, [good[0]], max_num_seqs=4), "bad": open_llm(target, [bad], max_num_seqs=4)}
     for llm in llms.values():
-        llm.engine.planner.cost = COST
+        llm.engine.planner = Planner(COST)
     return llms
 
 

@@ -98,11 +98,14 @@ class Engine:
         if self.lookup is not None:
             allowed = [request.spec.allows("lookup", "lookup") for request in requests]
             depths = [plan.max_depth if may else 0 for plan, may in zip(plans, allowed, strict=True)]
-            proposals.append((self.lookup, self.lookup.propose(requests, depths)))
+            trees = self.lookup.propose(requests, depths)
+            if any(len(tree) > 1 for tree in trees):
+                proposals.append((self.lookup, trees))
         merged = [merge(trees) for trees in zip(roots, *(trees for _, trees in proposals), strict=True)]
         if self.ssms is not None:
             merged = self.ssms.propose(requests, plans, self.planner, merged)
-            proposals.append((self.ssms, merged))
+            if self.ssms.drafted.levels:
+                proposals.append((self.ssms, merged))
         ids = [request.request_id for request in requests]
         self._proposed = [(drafter, dict(zip(ids, trees, strict=True))) for drafter, trees in proposals]
         return self.planner.cut(requests, merged, self.ssms.drafted if self.ssms is not None else Drafted(0, 0))
@@ -176,7 +179,7 @@ class Engine:
 def _follow(tree: TokenTree, tokens: Sequence[int]) -> np.ndarray:
     """The longest path of `tree` that `tokens` follow below its root, int64 node indices from the root on."""
     path = [0]
-    for token in tokens:
+    for token in tokens if len(tree) > 1 else ():
         below = np.flatnonzero((tree.parents == path[-1]) & (tree.tokens == token))
         if not len(below):
             break

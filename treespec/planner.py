@@ -22,8 +22,9 @@ LONGEST_PAUSE = 1024  # each pause in a row doubles
 _MEMORY = 0.05  # weight of the newest round in the running mean
 _USUAL_REACH = 0.7  # what a first level is assumed to hold before one was tried
 _REACH_MEMORY = 0.15
-_RECOVERY = 0.005  # of what was assumed at first, with each round in which nothing is drafted
-_HOPE = 1.2  # what speculation is assumed to gain before it was tried, and after a pause
+_TRUTH_MEMORY = 0.1
+_RECOVERY = 0.0015  # of what was assumed at first, with each round in which nothing is drafted
+_HOPE, _SECOND_HOPE = 1.2, 1.08  # what speculation is assumed to gain before it was tried, and after a pause
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class Planner:
 
     def __init__(self, cost: CostCurve):
         self.cost = cost
+        self._known_seconds: dict[tuple[int, int], float] = {}
         self._gain = _HOPE  # running mean: tokens per modelled second of automatic trees, over plain decoding's
         self._reach = _USUAL_REACH  # running mean: share of its open mass that a first level holds
         self._truth = 1.0  # running ratio of accepted tokens to those that the trees' values promised
@@ -109,10 +111,19 @@ class Planner:
     @property
     def rate(self) -> float:
         """Tokens that a second is worth in this batch."""
-        return max(self._gain, 1.0) * self._requests / float(self.cost.verify(self._requests, self._requests))
+        return max(self._gain, 1.0) * self._requests / self._seconds(self._requests, self._requests)
+
+    def _seconds(self, rows: int, requests: int) -> float:
+        """The cost curve at one point, looked up once: each round asks for a few of the same."""
+        key = rows, requests
+        if key not in self._known_seconds:
+            self._known_seconds[key] = float(self.cost.verify(rows, requests))
+        return self._known_seconds[key]
 
     def _price_of_an_ssm(self) -> float:
         """The trust that a further SSM must have: leaving it out loses at most its share of the drafted tokens."""
+        if not self.cost.ssm_seconds:
+            return 0.0
         promised = self._truth * self._reach * max(self._levels, 1.0) * self._requests
         return self.rate * max(self._levels, 1.0) * self.cost.ssm_seconds / max(promised, 1e-9)
 
@@ -167,20 +178,20 @@ class Planner:
         if not any(is_adaptive(request.spec) for request in requests):
             return
         count, rows, drafted = len(requests), sum(len(tree) for tree in trees), self._drafted
-        seconds = self.cost.draft(drafted, count) + float(self.cost.verify(rows, count))
-        gain = sum(emitted) / count * float(self.cost.verify(count, count)) / seconds
+        seconds = self.cost.draft(drafted, count) + self._seconds(rows, count)
+        gain = sum(emitted) / count * self._seconds(count, count) / seconds
         self._gain += _MEMORY * (gain - self._gain)
         if rows > count:
             promised = sum(float(tree.values[1:].sum()) for tree in trees)
             error = (sum(emitted) - count - self._truth * promised) / count
-            self._truth = min(max(self._truth + _MEMORY * error, 0.1), 1.2)
+            self._truth = min(max(self._truth + _TRUTH_MEMORY * error, 0.1), 1.2)
         if not drafted.levels:  # what is not tried cannot be learned: hope returns slowly
             self._reach += _RECOVERY * (_USUAL_REACH - self._reach)
             self._truth += _RECOVERY * (1.0 - self._truth)
             return
         self._levels += _MEMORY * (drafted.levels - self._levels)
         if self._gain < 1:
-            self._paused_rounds, self._gain = self._pause, _HOPE
+            self._paused_rounds, self._gain = self._pause, _SECOND_HOPE
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
         elif self._gain > _HOPE:
             self._pause = PAUSE

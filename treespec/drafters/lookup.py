@@ -19,7 +19,9 @@ PLACES = 3  # among siblings; the third stands for all later ones
 REACH = 8192  # tokens that are searched, counted from the end
 PRIOR_TRIALS = 12.0  # what the prior counts for against observed guesses
 GLOBAL_TRIALS = 6.0  # what all requests' counts count for against the request's own
-FADING = 0.998  # of what was counted, with each round: guesses that never hold are tried again some day
+FADING = 0.94  # of what was counted, every FADING_ROUNDS: guesses that never hold are tried again some day
+FADING_ROUNDS = 32
+BARREN = 16  # searches without an accepted guess after which every second one is left out
 LEAST = 0.02  # probability of the best first guess below which none is proposed: it is not worth a row
 
 
@@ -52,6 +54,30 @@ class Counts:
         return (self.hits + weight * prior) / (self.trials + weight)
 
 
+class _Text:
+    """A request's tokens as an array that grows with it: converting a list of 1,000 takes 40 us.
+
+    `barren` counts the searches since a guess was accepted.
+    """
+
+    def __init__(self) -> None:
+        self._buffer, self._length = np.empty(1024, dtype=np.int64), 0
+        self.barren = 0
+
+    def due(self) -> bool:
+        """Whether to search in this round: seldom where searching has found nothing for long."""
+        self.barren += 1
+        return self.barren <= BARREN or (self.barren % 2 == 0 and (self.barren <= 4 * BARREN or self.barren % 4 == 0))
+
+    def follow(self, tokens: list[int]) -> np.ndarray:
+        """int64 [len(tokens)], a view; `tokens` only ever grow."""
+        if len(tokens) > len(self._buffer):
+            self._buffer = np.concatenate([self._buffer, np.empty(len(tokens), dtype=np.int64)])
+        self._buffer[self._length : len(tokens)] = tokens[self._length :]
+        self._length = len(tokens)
+        return self._buffer[: self._length]
+
+
 @dataclass
 class _Guess:
     """A proposed tree, with each node's place among its siblings and length of match; the root's entries are 0."""
@@ -68,19 +94,27 @@ class LookupDrafter:
 
     def __init__(self) -> None:
         self._prior, self._counts = _prior(), Counts()
+        self._rounds = 0
         self._own: dict[str, Counts] = {}
+        self._texts: dict[str, _Text] = {}
         self._guesses: dict[str, _Guess] = {}
 
     def propose(self, requests: Sequence[Request], max_depths: Sequence[int]) -> list[TokenTree]:
         """One tree per request over its last token, at most `max_depths[i]` deep; the one-node tree without a match."""
-        for counts in (self._counts, *self._own.values()):
-            counts.fade()
+        self._rounds += 1
+        if self._rounds % FADING_ROUNDS == 0:
+            for counts in (self._counts, *self._own.values()):
+                counts.fade()
         common = self._counts.rates(self._prior, PRIOR_TRIALS)
         trees = []
         for request, depth in zip(requests, max_depths, strict=True):
+            if not depth:
+                trees.append(TokenTree.root(request.tokens[-1]))
+                continue
             own = self._own.get(request.request_id)
             rates = common if own is None else own.rates(common, GLOBAL_TRIALS)
-            guess = _guess(np.array(request.tokens[-REACH:]), depth, rates)
+            text = self._texts.setdefault(request.request_id, _Text())
+            guess = _guess(text.follow(request.tokens)[-REACH:], depth, rates) if text.due() else None
             if guess is None:
                 self._guesses.pop(request.request_id, None)
                 trees.append(TokenTree.root(request.tokens[-1]))
@@ -95,6 +129,8 @@ class LookupDrafter:
             guess = self._guesses.pop(request.request_id, None)
             if guess is None:
                 continue
+            if len(path) > 1:
+                self._texts[request.request_id].barren = 0
             tested = np.flatnonzero(np.isin(guess.tree.parents, path))
             result = guess.places[tested], guess.lengths[tested], np.isin(tested, path)
             self._counts.add(*result)
@@ -103,6 +139,7 @@ class LookupDrafter:
     def release(self, request: Request) -> None:
         """Forget a request."""
         self._own.pop(request.request_id, None)
+        self._texts.pop(request.request_id, None)
         self._guesses.pop(request.request_id, None)
 
 
@@ -124,8 +161,8 @@ def find_matches(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _guess(tokens: np.ndarray, depth: int, rates: np.ndarray) -> _Guess | None:
-    """The tree of the best matches' continuations; None without depth, a match, or hope."""
-    ends, lengths = find_matches(tokens) if depth > 0 else (np.empty(0), np.empty(0))
+    """The tree of the best matches' continuations; None without a match or hope."""
+    ends, lengths = find_matches(tokens)
     if not len(ends):
         return None
     steps = np.arange(depth)

@@ -97,7 +97,7 @@ class GrowthRule(Protocol):
 
 def _open_mass(seed: TokenTree) -> float:
     """The chance that a seed does not say what follows its root."""
-    return max(1.0 - float(seed.probs[seed.parents == 0].sum()), 0.0)
+    return max(1.0 - float(seed.probs[seed.parents == 0].sum()), 0.0) if len(seed) > 1 else 1.0
 
 
 class _Scored(NamedTuple):
@@ -139,6 +139,7 @@ class SsmDrafter:
         self.drafted = Drafted(0, 0)  # in the last round
         self._passes = self._request_passes = 0
         self._states: dict[str, _State] = {}
+        self._by_sources: dict[tuple[str, ...] | None, list[int]] = {}
 
     def propose(
         self,
@@ -158,12 +159,11 @@ class SsmDrafter:
         if seeds is None:
             seeds = [TokenTree.root(request.tokens[-1]) for request in requests]
         self._passes = self._request_passes = 0
-        adaptive = np.array([plan.adaptive for plan in plans], dtype=bool)
-        drafting = np.array([p.levels > 0 and bool(self._allowed(r)) for r, p in zip(requests, plans, strict=True)])
-        asked = np.flatnonzero(adaptive & drafting)
-        if len(asked) and not rule.worth_a_level(np.array([_open_mass(seeds[i]) for i in asked.tolist()]), None):
-            drafting[asked] = False
-        if not drafting.any():
+        drafting = [p.levels > 0 and bool(self._allowed(r)) for r, p in zip(requests, plans, strict=True)]
+        asked = [i for i, plan in enumerate(plans) if plan.adaptive and drafting[i]]
+        if asked and not rule.worth_a_level(np.array([_open_mass(seeds[i]) for i in asked]), None):
+            drafting = [drafts and not plan.adaptive for drafts, plan in zip(drafting, plans, strict=True)]
+        if not any(drafting):
             self.drafted = Drafted(0, 0)
             return list(seeds)
         states = [self._state(request) for request in requests]
@@ -174,6 +174,7 @@ class SsmDrafter:
             Shape(plan.levels if drafts else 0, plan.nodes, plan.branching, request.end_tokens)
             for request, plan, drafts in zip(requests, plans, drafting, strict=True)
         ]
+        adaptive = np.array([plan.adaptive for plan in plans], dtype=bool)
         forest = Forest(seeds, shapes, len(self.models), MAX_CHILDREN, MAX_FRONTIER, MAX_SLOTS)
         before = forest.open_mass()
         while len(forest.frontier.nodes):
@@ -247,7 +248,10 @@ class SsmDrafter:
 
     def _allowed(self, request: Request) -> list[int]:
         """The SSMs that may draft for a request."""
-        return [ssm for ssm, name in enumerate(self.names) if request.spec.allows("ssm", name)]
+        sources = request.spec.sources
+        if sources not in self._by_sources:
+            self._by_sources[sources] = [i for i, name in enumerate(self.names) if request.spec.allows("ssm", name)]
+        return self._by_sources[sources]
 
     def _choose(self, rows: Sequence[tuple[Request, _State, DraftPlan]]) -> None:
         """Score what was verified since, and decide who drafts for each request."""

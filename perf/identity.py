@@ -3,9 +3,10 @@
     python perf/identity.py                                     # everything, on the embedded models
     python perf/identity.py --prompts 16 --dtypes bfloat16 --batches 8 --json out.json
 
-For every dtype, batch size and subset of the drafts, all prompts are decoded with trees and compared with plain
-decoding of the same engine: differing tokens, and logits of accepted nodes that are not `torch.equal`. In float32 plain
-decoding is compared with transformers, teacher-forced on the same tokens. Exits with 1 where anything differs.
+For every dtype and batch size, all prompts are decoded with trees and compared with plain decoding of the same engine:
+trees of every subset of the drafts, of all with one drafting in a round, of lookup, of everything, and automatic ones.
+Counted are differing tokens, and logits of accepted nodes that are not `torch.equal`. In float32 plain decoding is
+compared with transformers, teacher-forced on the same tokens. Exits with 1 where anything differs.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import itertools
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +75,21 @@ def read_prompts(count: int, tokenizer: Any, vocab: int) -> list[list[int]]:
         lengths = torch.randint(1, 160, (count,), generator=generator).tolist()
         return [torch.randint(1, vocab, (n,), generator=generator).tolist() for n in lengths]
     path = default_folder("target").parent / "heldout_prompts.json"
-    texts = [entry["text"] for entry in json.loads(path.read_text())]
+    by_kind: dict[str, list[str]] = {}
+    for entry in json.loads(path.read_text()):
+        by_kind.setdefault(entry["kind"], []).append(entry["text"])
+    texts = [text for row in itertools.zip_longest(*by_kind.values()) for text in row if text is not None]
     return [tokenizer.encode(text) for text in itertools.islice(itertools.cycle(texts), count)]
+
+
+def modes(names: Sequence[str], nodes: int) -> dict[str, SpecConfig]:
+    """What is compared with plain decoding."""
+    subsets = [s for n in range(1, len(names) + 1) for s in itertools.combinations(names, n)]
+    result = {",".join(subset): SpecConfig(nodes=nodes, sources=subset) for subset in subsets}
+    if len(names) > 1:
+        result["one a round"] = SpecConfig(nodes=nodes, sources=("ssm",), max_ssms=1)
+    result["lookup"] = SpecConfig(nodes=nodes, sources=("lookup",))
+    return result | {"everything": SpecConfig(nodes=nodes), "auto": SpecConfig()}
 
 
 def compare(plain: list[RequestOutput], tree: list[RequestOutput], logits: list[Tensor], own: list[Tensor]) -> Any:
@@ -128,21 +143,21 @@ def main() -> int:
         torch.set_num_threads(args.threads)
     model = Path(args.model) if args.model else default_folder("target")
     drafts = args.draft or [name for name in default_names() if name.startswith("ssm-")]
-    subsets = [list(s) for n in range(1, len(drafts) + 1) for s in itertools.combinations(drafts, n)]
-    params, spec = SamplingParams(max_tokens=args.max_tokens, ignore_eos=True), SpecConfig(nodes=args.nodes)
+    params = SamplingParams(max_tokens=args.max_tokens, ignore_eos=True)
     results: list[dict[str, Any]] = []
     reference: dict[str, Any] | None = None
-    print(f"{'dtype':9} {'batch':>5}  {'drafts':24} {'tokens':>7} {'differ':>6} {'logit rows':>10} {'tau':>5} {'s':>6}")
+    print(
+        f"{'dtype':9} {'batch':>5}  {'sources':24} {'tokens':>7} {'differ':>6} {'logit rows':>10} {'tau':>5} {'s':>6}"
+    )
     for dtype, batch in itertools.product(args.dtypes, args.batches):
-        for subset in subsets:
-            llm = LLM(model, drafts=subset, dtype=dtype, max_num_seqs=batch, compile=args.compile)
-            recorder = LogitRecorder(llm.engine)
-            prompts = read_prompts(args.prompts, llm.get_tokenizer(), llm.engine.runner.target.vocab_size)
-            if subset is subsets[0]:
-                plain = llm.generate(prompts, params, spec="off")
-                plain_logits = recorder.take(plain)
-                if dtype == "float32" and reference is None:
-                    reference = against_transformers(model, plain, plain_logits)
+        llm = LLM(model, drafts=drafts, dtype=dtype, max_num_seqs=batch, compile=args.compile)
+        recorder = LogitRecorder(llm.engine)
+        prompts = read_prompts(args.prompts, llm.get_tokenizer(), llm.engine.runner.target.vocab_size)
+        plain = llm.generate(prompts, params, spec="off")
+        plain_logits = recorder.take(plain)
+        if dtype == "float32" and reference is None:
+            reference = against_transformers(model, plain, plain_logits)
+        for mode, spec in modes(llm.engine.ssms.names if llm.engine.ssms else (), args.nodes).items():
             start = time.perf_counter()
             tree = llm.generate(prompts, params, spec=spec)
             seconds = time.perf_counter() - start
@@ -150,10 +165,10 @@ def main() -> int:
             llm.engine.check_integrity()
             passes = sum(output.metrics.target_passes for output in tree)
             total = sum(output.metrics.generated_tokens for output in tree)
-            row = {"dtype": dtype, "batch": batch, "drafts": [Path(d).name for d in subset], "tokens": total}
-            row |= {"differing_tokens": tokens, "differing_logit_rows": rows, "acceptance_length": total / passes}
-            results.append(row | {"seconds": seconds})
-            print(f"{dtype:9} {batch:5}  {','.join(row['drafts']):24} {total:7} {tokens:6} {rows:10} "
+            row = {"dtype": dtype, "batch": batch, "sources": mode, "tokens": total, "differing_tokens": tokens}
+            row |= {"differing_logit_rows": rows, "acceptance_length": total / passes, "seconds": seconds}
+            results.append(row)
+            print(f"{dtype:9} {batch:5}  {mode:24} {total:7} {tokens:6} {rows:10} "
                   f"{total / passes:5.2f} {seconds:6.1f}", flush=True)  # fmt: skip
     if reference is not None:
         print(f"plain against transformers, float32: {reference}")

@@ -194,6 +194,7 @@ class Build:
         with torch.no_grad():
             model.get_input_embeddings().weight.copy_(target.get_input_embeddings().weight)
         loss = torch.compile(distill.distillation_loss) if self.args.compile else distill.distillation_loss
+        earlier = earlier if self.args.hit_weight < 1 else []
         curriculum = distill.Curriculum(
             text, continued, shares, earlier, self.args.hit_weight, s.lessons_per_step, s.seed + 1 + index, loss
         )

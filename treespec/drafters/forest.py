@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -111,6 +112,7 @@ class Forest:
         self._size = count
         self.slots: list[list[np.ndarray]] = [[] for _ in seeds]  # nodes that were expanded, by tree, by level
         self._num_slots = np.zeros(count, dtype=np.int64)
+        self._least = np.zeros(count)  # value that a node must have to be among the best
         self._values: list[list[np.ndarray]] = [[np.ones(1)] for _ in seeds]  # by tree, by level
         grows = np.array([shape.max_depth > 0 for shape in shapes], dtype=bool)
         everything = Frontier(trees, tokens, trees, roots, np.full(count, -1), one)
@@ -132,72 +134,67 @@ class Forest:
     def extend(self, candidates: Candidates) -> None:
         """Add the merged candidates below the frontier, and choose the next frontier."""
         at = self.frontier
-        rows, columns, probs, seeds = self._merge(candidates)
-        tokens = candidates.tokens[rows, columns]
-        values = at.values[rows] * probs
+        mixture, valid, seeded = self._merge(candidates)
+        values = at.values[:, None] * mixture
+        starts = [0, *(np.flatnonzero(at.owners[1:] != at.owners[:-1]) + 1).tolist()]
+        owners = at.owners[starts].tolist()
+        parts = [slice(*bounds) for bounds in pairwise([*starts, len(at.nodes)])]
         slots = np.empty(len(at.nodes), dtype=np.int64)  # the frontier's rows take the next slots of their trees
-        begins = [0, *(np.flatnonzero(np.diff(at.owners)) + 1).tolist()]
-        owners, ends = at.owners[begins].tolist(), [*begins[1:], len(at.nodes)]
-        edges = [*np.searchsorted(rows, begins).tolist(), len(rows)]
-        kept, chosen = [], []
-        for i, (owner, begin, end) in enumerate(zip(owners, begins, ends, strict=True)):
-            first = int(self._num_slots[owner])
-            slots[begin:end] = np.arange(first, first + end - begin)
-            self._num_slots[owner] += end - begin
-            self.slots[owner].append(at.nodes[begin:end])
-            new = slice(edges[i], edges[i + 1])
-            keep, going = self._choose(owner, tokens[new], values[new], seeds[new] >= 0)
-            self._values[owner].append(values[new][keep])
-            kept.append(new.start + keep)
-            chosen.append(sum(map(len, kept[:-1])) + going)
-        keep = np.concatenate(kept)
-        rows, columns, tokens, seeds = rows[keep], columns[keep], tokens[keep], seeds[keep]
-        probs, values = probs[keep], values[keep]
-        proposed = np.zeros((len(keep), self.num_ssms), dtype=bool)
-        draft_probs = np.zeros((len(keep), self.num_ssms))
+        for owner, part in zip(owners, parts, strict=True):
+            first, count = self._num_slots[owner], part.stop - part.start
+            slots[part] = np.arange(first, first + count)
+            self._num_slots[owner] += count
+            self.slots[owner].append(at.nodes[part])
+            self._keep(owner, values[part], valid[part], None if seeded is None else seeded[part])
+        rows, columns = np.nonzero(valid)
+        tokens, values = candidates.tokens[rows, columns], values[rows, columns]
+        seeds = np.full(len(rows), -1) if seeded is None else seeded[rows, columns]
+        proposed = np.zeros((len(rows), self.num_ssms), dtype=bool)
+        draft_probs = np.zeros((len(rows), self.num_ssms))
         proposed[:, candidates.ssms] = candidates.proposed[:, rows, columns].T
         draft_probs[:, candidates.ssms] = candidates.ssm_probs[:, rows, columns].T
-        self._levels.append(
-            _Level(tokens, at.nodes[rows], at.owners[rows], seeds, probs, values, proposed, draft_probs)
+        level = _Level(
+            tokens, at.nodes[rows], at.owners[rows], seeds, mixture[rows, columns], values, proposed, draft_probs
         )
-        going = np.concatenate(chosen)
-        rows = rows[going]
+        self._levels.append(level)
+        edges = np.searchsorted(rows, [*starts, len(at.nodes)]).tolist()
+        going = []
+        for owner, (begin, end) in zip(owners, pairwise(edges), strict=True):
+            self._values[owner].append(values[begin:end])
+            going.append(begin + self._expanded(owner, tokens[begin:end], values[begin:end]))
+        chosen = np.concatenate(going)
         self.frontier = Frontier(
-            self._size + going, tokens[going], at.owners[rows], seeds[going], slots[rows], values[going]
+            self._size + chosen,
+            tokens[chosen],
+            level.owners[chosen],
+            seeds[chosen],
+            slots[rows[chosen]],
+            values[chosen],
         )
         self._size += len(tokens)
 
-    def _merge(self, candidates: Candidates) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Equal tokens under one node become one child: (row, column, prob, seed) of the children, by row."""
+    def _merge(self, candidates: Candidates) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Equal tokens under one node become one child: by row and column its probability, whether the column stands
+        for it, and which seed's node it is (-1 for none; None where there are no seeds)."""
         tokens, ssm_probs = candidates.tokens, candidates.ssm_probs
-        count, width = tokens.shape
-        limits = np.array([self.children_at(owner) for owner in range(len(self.shapes))])[self.frontier.owners]
-        within = np.arange(width) < limits[:, None]
-        if candidates.ranked:
-            rows, columns = np.nonzero(within)
-            return rows, columns, np.minimum(ssm_probs[0, rows, columns], 1.0), np.full(len(rows), -1)
         if candidates.weights is None:
             mixture = ssm_probs[0]
         else:
             mixture = (ssm_probs * candidates.weights.T[:, :, None]).sum(0)
         mixture = np.minimum(mixture, 1.0)
+        if candidates.ranked:
+            return mixture, np.ones(tokens.shape, dtype=bool), None
         order = np.argsort(tokens, axis=1, kind="stable")
         ranked = np.take_along_axis(tokens, order, 1)
-        first = np.ones_like(within)  # the first of equal columns stands for all
+        first = np.ones(tokens.shape, dtype=bool)  # the first of equal columns stands for all
         np.put_along_axis(first, order[:, 1:], ranked[:, 1:] != ranked[:, :-1], 1)
         first &= tokens >= 0
-        seeds = np.full((count, width), -1)
-        if self.seeds.any:
-            below = self.seeds.children[self.frontier.seeds]  # [count, named]
-            same = (tokens[:, :, None] == self.seeds.tokens[below][:, None, :]) & (below >= 0)[:, None, :]
-            seeds = np.where(same.any(2), np.take_along_axis(below, same.argmax(2), 1), -1)
-            mixture = self._with_seeds(mixture, seeds, first)
-        best = np.argsort(np.where(first, -mixture, 1.0), axis=1, kind="stable")
-        free = np.array([not shape.branching for shape in self.shapes])[self.frontier.owners]
-        within |= np.take_along_axis(seeds >= 0, best, 1) & free[:, None]  # or it would come back with its old value
-        rows, places = np.nonzero(np.take_along_axis(first, best, 1) & within)
-        columns = best[rows, places]
-        return rows, columns, mixture[rows, columns], seeds[rows, columns]
+        if not self.seeds.any:
+            return mixture, first, None
+        below = self.seeds.children[self.frontier.seeds]  # [num rows, named]
+        same = (tokens[:, :, None] == self.seeds.tokens[below][:, None, :]) & (below >= 0)[:, None, :]
+        seeds = np.where(same.any(2), np.take_along_axis(below, same.argmax(2), 1), -1)
+        return self._with_seeds(mixture, seeds, first), first, seeds
 
     def _with_seeds(self, mixture: np.ndarray, seeds: np.ndarray, first: np.ndarray) -> np.ndarray:
         """Probabilities where SSMs and seeds both speak: of two opinions the odds; the rest shares what is left."""
@@ -213,28 +210,35 @@ class Forest:
         branching = self.shapes[owner].branching
         return branching[min(self.depth, len(branching) - 1)] if branching else self.max_children
 
-    def _choose(
-        self, owner: int, tokens: np.ndarray, values: np.ndarray, seeded: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Which of a tree's new nodes stay, and which of those that stay are expanded next; indices."""
-        shape, keep = self.shapes[owner], np.arange(len(tokens))
+    def _keep(self, owner: int, values: np.ndarray, valid: np.ndarray, seeds: np.ndarray | None) -> None:
+        """Narrow `valid` to those of a tree's new nodes that stay; all [num rows, width]."""
+        shape = self.shapes[owner]
+        if shape.branching:
+            ranks = np.argsort(np.argsort(np.where(valid, -values, 1.0), axis=1, kind="stable"), axis=1)
+            valid &= ranks < self.children_at(owner)
+            return
+        everything = np.concatenate([*self._values[owner], values[valid]])
+        if len(everything) > shape.nodes:  # others cannot be among the best `nodes`
+            self._least[owner] = np.partition(everything, -shape.nodes)[-shape.nodes]
+            stays = values >= self._least[owner]
+            if seeds is not None:
+                stays |= seeds >= 0  # left out, they would come back with their old value
+            valid &= stays
+
+    def _expanded(self, owner: int, tokens: np.ndarray, values: np.ndarray) -> np.ndarray:
+        """Which of a tree's newest nodes are expanded next; indices."""
+        shape = self.shapes[owner]
+        if self.depth >= shape.max_depth:
+            return np.empty(0, dtype=np.int64)
+        going = np.ones(len(tokens), dtype=bool)
+        for token in shape.end_tokens:  # nothing is emitted below one
+            going &= tokens != token
         if not shape.branching:
-            everything = np.concatenate([*self._values[owner], values])
-            if len(everything) > shape.nodes:  # others cannot be among the best `nodes`; the seeds' stay in any case
-                least = np.partition(everything, -shape.nodes)[-shape.nodes]
-                keep = np.flatnonzero((values >= least) | seeded)
-            else:
-                least = 0.0
-            tokens, values = tokens[keep], values[keep]
-        if self.depth + 1 >= shape.max_depth:
-            return keep, np.empty(0, dtype=np.int64)
-        going = ~np.isin(tokens, shape.end_tokens) if shape.end_tokens else np.ones(len(tokens), dtype=bool)
-        if not shape.branching:
-            going &= (values >= least) & (values > 0)
+            going &= (values > 0) & (values >= self._least[owner])
             room = max(min(self.max_frontier, self.max_slots - int(self._num_slots[owner])), 0)
             if len(values) > room:
                 going[np.argsort(-values, kind="stable")[room:]] = False
-        return keep, np.flatnonzero(going)
+        return np.flatnonzero(going)
 
     def stop(self, owners: np.ndarray) -> None:
         """Grow these trees no further; bool [num trees]."""

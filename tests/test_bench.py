@@ -296,7 +296,7 @@ def test_modes() -> None:
     ours, peers = our_modes(["x", "y"], [3, 5], [8]), peer_modes(["x", "y"], [3])
     assert [mode.name for mode in ours] == [
         "plain", "chain-k3", "chain-k5", "tree-x-n8", "tree-y-n8", "tree-ssms-n8", "tree-trusted-n8", "tree-lookup-n8",
-        "tree-everything-n8", "auto",
+        "tree-everything-n8", "tree-trusted-lookup-n8", "auto",
     ]  # fmt: skip
     assert [peer.name for peer in peers] == [
         "hf-plain", "hf-assisted-x-k3", "hf-assisted-x-own", "hf-assisted-y-k3", "hf-assisted-y-own", "hf-lookup-k3",

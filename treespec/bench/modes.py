@@ -103,10 +103,12 @@ def our_modes(ssms: Sequence[str], k_values: Sequence[int], nodes: Sequence[int]
         merged.append(("trusted", "one SSM a round", ("ssm",)))
     lookup = [("lookup", "lookup", ("lookup",))]
     everything = [("everything", "SSMs + lookup", ("ssm", "lookup"))] if ssms else []
+    if len(ssms) > 1:
+        everything.append(("trusted-lookup", "one SSM a round + lookup", ("ssm", "lookup")))
     for count in nodes:
         for name, label, sources in (*alone, *merged, *lookup, *everything):
             options: dict[str, Any] = {"nodes": count, "sources": sources}
-            options |= {"max_ssms": 1} if name == "trusted" else {}
+            options |= {"max_ssms": 1} if name.startswith("trusted") else {}
             modes.append(Mode(f"tree-{name}-n{count}", f"{label}, {count} nodes", options))
     modes.append(Mode("auto", 'everything, nodes="auto"', {"nodes": "auto"}))
     return modes

@@ -9,7 +9,7 @@ import numpy as np
 
 from treespec.tree import Draws, TokenTree
 
-_SEED_WEIGHT, _MIXTURE_WEIGHT, _AGREEMENT = 1.2, 0.2, 1.0
+_SEED_WEIGHT, _MIXTURE_WEIGHT, _AGREEMENT = 0.9, 0.3, 1.0
 
 
 class Frontier(NamedTuple):

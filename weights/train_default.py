@@ -233,6 +233,7 @@ class Build:
         print("union", figures["agreement"]["union"], flush=True)
         for kind, shares in figures["agreement_by_kind"].items():
             print(kind, {name: own["top1"] for name, own in shares.items()}, flush=True)
+        threads = torch.get_num_threads()
         report = {
             "models": entries,
             **figures,
@@ -241,7 +242,7 @@ class Build:
             | {"hit_weight": self.args.hit_weight, "peak_rate": PEAK_RATE, "draft_shares": DRAFTS, "shallow": SHALLOW},
             "packages": data.summary(data.read_documents(self.work / "train.jsonl")),
             "held_out_packages": data.summary(held_out),
-            "device": f"{self.device.type}, {torch.get_num_threads()} threads",
+            "device": f"{self.device.type}, {threads} thread{'s' * (threads > 1)}",
             "versions": {name: metadata.version(name) for name in ("torch", "transformers", "tokenizers", "numpy")}
             | {"python": platform.python_version()},
         }

@@ -31,7 +31,7 @@ be tried and tested offline. It continues text of the kinds it saw; it answers n
 | | |
 |---|---|
 | architecture | `LlamaForCausalLM`, tied embeddings, no biases |
-| parameters | {parameters:,} ({layers} layers, hidden {hidden}, MLP {mlp}) |
+| parameters | {parameters:,} ({layers}, hidden {hidden}, MLP {mlp}) |
 | attention | {heads} heads of {head_dim}, {kv_heads} KV heads |
 | context | {context} positions, trained on windows of {window} tokens |
 | tokenizer | byte-level BPE, {vocab} tokens, lossless, shared by target and drafts |
@@ -103,7 +103,7 @@ def model_card(name: str, report: dict, model: LlamaForCausalLM) -> str:
         name=name,
         purpose=purpose,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        layers=config.num_hidden_layers,
+        layers=f"{config.num_hidden_layers} layer{'s' * (config.num_hidden_layers > 1)}",
         hidden=config.hidden_size,
         heads=config.num_attention_heads,
         head_dim=config.head_dim,

@@ -23,16 +23,10 @@ import numpy as np
 import torch
 
 from treespec import LLM, SamplingParams, SpecConfig
+from treespec.bench.report import LOOPING, distinct_share
 from treespec_weights import default_folder, default_names
 
-LOOPING = 0.5  # outputs with a smaller share of distinct 4-grams are called looping
 RESAMPLES = 4000
-
-
-def distinct_share(tokens: Sequence[int]) -> float:
-    """Distinct 4-grams over all 4-grams."""
-    grams = [tuple(tokens[i : i + 4]) for i in range(len(tokens) - 3)]
-    return len(set(grams)) / len(grams) if grams else 1.0
 
 
 def balanced(entries: Sequence[dict[str, str]], count: int) -> list[dict[str, str]]:

@@ -189,8 +189,9 @@ def test_stop_tokens_inside_an_accepted_path(at: int) -> None:
     llm = tiny_llm()
     prompt, said = [7, 8, 9], [100 + i for i in range(24)]
     params = greedy(24, stop_token_ids=[100 + at, 100 + at + 3, 5])
+    alone = SpecConfig(nodes=32, max_depth=8, sources=("lookup",))  # the SSMs, not scripted, would doubt the oracle
     with scripted(llm, [prompt + said]) as oracle, checked(llm):
-        (output,) = llm.generate(prompt, params, TREE)
+        (output,) = llm.generate(prompt, params, alone)
     completion = output.outputs[0]
     assert completion.token_ids == said[: at + 1]
     assert (completion.finish_reason, completion.stop_reason) == ("stop", 100 + at)

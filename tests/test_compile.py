@@ -24,8 +24,8 @@ from tests.models import (
     tiny,
     tiny_llm,
 )
-from treespec import LLM, SpecConfig, costs
-from treespec.errors import ConfigError, ExactnessError, KernelError
+from treespec import SpecConfig, costs
+from treespec.errors import ExactnessError
 from treespec_kernels.decoder_cpu import CompiledModel, CompileError, build, find_compiler
 from treespec_kernels.tree_batch import RequestRows
 
@@ -177,32 +177,3 @@ def test_nan_ends_its_own_request_alone() -> None:
     outputs = llm.generate([good[0], [*good[1], VOCAB - 1, 5], *good[1:]], greedy(12), SPECS["16"])
     assert "NaN" in str(outputs.pop(1).error)
     assert [output.outputs[0].token_ids for output in outputs] == expected
-
-
-@pytest.mark.parametrize(
-    "options, error, words",
-    [
-        ({"compile": 1}, ConfigError, "compile=1; valid: True or False"),
-        ({"attention": "cpu-packed"}, KernelError, "attention='cpu-packed'.*leave it at 'auto'"),
-        ({"dtype": "float16"}, KernelError, "float16.*compile=False"),
-    ],
-)
-def test_refusals(options: dict[str, Any], error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        LLM(tiny()[0], **({"device": "cpu", "compile": True} | options))
-
-
-def test_a_size_that_does_not_fit_is_refused() -> None:
-    target = make_llama(new_folder("uneven"), 0, intermediate_size=100)
-    with pytest.raises(KernelError, match=r"MLP size of 100.*multiple of 16"):
-        LLM(target, device="cpu", compile=True)
-
-
-@pytest.mark.parametrize(
-    "command, words", [("no-such-compiler", "CXX='no-such-compiler'"), ("false", "false .* failed")]
-)
-def test_no_compiler_is_an_error(command: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Never a silent fallback."""
-    monkeypatch.setenv("CXX", command)
-    with pytest.raises(KernelError, match=words):
-        LLM(tiny()[0], device="cpu", compile=True)

@@ -185,7 +185,8 @@ def oracle_llm(dtype: torch.dtype) -> LLM:
 
 def test_an_oracle_beside_the_ssms() -> None:
     """Its tree and theirs are merged; the deep path is the oracle's, and sources are told apart."""
-    target, drafts = tiny()
+    target, root = tiny()[0], new_folder("weak")  # better SSMs, following the oracle's path, would find all of it too
+    drafts = [make_draft(root / f"ssm-{i}", target, i, 0.5) for i in (1, 2, 3)]
     plain = oracle_truth(torch.float32)
     llm = open_llm(target, [*drafts, OracleDrafter(plain.sequences, 7, wrong=1)])
     tree = assert_exact(llm, plain, SpecConfig(nodes=64, max_depth=7))
@@ -194,7 +195,7 @@ def test_an_oracle_beside_the_ssms() -> None:
         by_source, only = output.metrics.accepted_by_source, output.metrics.accepted_only_by_source
         assert set(by_source) == {"ssm-1", "ssm-2", "ssm-3", "oracle"}
         assert by_source["oracle"] == ORACLE_TOKENS - output.metrics.target_passes
-        assert all(by_source[name] <= by_source["oracle"] for name in ("ssm-1", "ssm-2", "ssm-3"))
+        assert only.get("oracle", 0) > 0
         assert not only.keys() & {"ssm-1", "ssm-2", "ssm-3"}  # whatever they found, the oracle had too
 
 

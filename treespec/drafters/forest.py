@@ -295,8 +295,8 @@ class Forest:
 def combine(seed: np.ndarray, mixture: np.ndarray) -> np.ndarray:
     """One probability out of two opinions on the same event: a weighted sum of their log-odds.
 
-    The weights are a fit to guesses of prompt lookup that SSMs scored too. A small SSM knows little of repetition, so
-    its doubt about a long match counts for little.
+    The weights lie between two fits to guesses of prompt lookup that one-layer SSMs scored too. Such an SSM knows
+    little of repetition, so its doubt about a long match counts for little.
     """
     a, b = (np.log(p / (1 - p)) for p in (np.clip(seed, 1e-4, 0.999), np.clip(mixture, 1e-4, 0.999)))
     return 1 / (1 + np.exp(-(_SEED_WEIGHT * a + _MIXTURE_WEIGHT * b + _AGREEMENT)))

@@ -11,7 +11,7 @@ from tests.models import greedy, make_draft, new_folder, open_llm, random_prompt
 from treespec import LLM, SpecConfig
 from treespec.drafters.ssm import Drafted
 from treespec.observe import watch
-from treespec.planner import CostCurve, Planner
+from treespec.planner import CostCurve, Planner, RoundSeconds
 from treespec.request import Request, SamplingParams
 from treespec.tree import TokenTree
 
@@ -33,9 +33,10 @@ def random_tree(rng: np.random.Generator, nodes: int) -> TokenTree:
 
 
 def planner_at(gain: float, requests: list[Request]) -> Planner:
+    """Time is worth `gain` times what plain decoding makes of it; tokens of all requests are worth the same."""
     planner = Planner(COST)
-    planner.draft_plans(requests, 256)
-    planner._gain = gain
+    planner.draft_plans(requests, 256, others_wait=True)
+    planner._outlook.gain = gain
     return planner
 
 
@@ -51,7 +52,8 @@ def test_cut_keeps_what_is_worth_its_rows(batch: int) -> None:
         for tree in kept:
             tree.check_integrity()
         values = np.sort(np.concatenate([tree.values[1:] for tree in trees]))[::-1]
-        worth = [values[:n].sum() - planner.rate * float(COST.verify(batch + n, batch)) for n in range(len(values) + 1)]
+        price = planner.rate
+        worth = [values[:n].sum() - price * float(COST.verify(batch + n, batch)) for n in range(len(values) + 1)]
         assert sum(map(len, kept)) - batch == int(np.argmax(worth))
         assert np.concatenate([tree.values[1:] for tree in kept]).sum() == pytest.approx(
             values[: np.argmax(worth)].sum()
@@ -68,11 +70,82 @@ def test_an_int_is_obeyed() -> None:
 def test_a_level_is_drafted_where_it_promises_more_than_its_time() -> None:
     planner = planner_at(1.5, [request_of()])
     price = 1.5 / 1e-3 * 2e-4
+    only = np.array([0])
     for opened, reached in itertools.product((0.1, 0.4, 0.9), (0.2, 0.5, 0.9)):
-        decision = planner.worth_a_level(np.array([opened]), np.array([reached]))
-        assert decision == (opened * reached > price)
-    assert not planner.worth_a_level(np.array([0.05]), None), "another source says already what follows"
-    assert planner.worth_a_level(np.array([1.0]), None)
+        decision = planner.worth_a_level(only, np.array([opened]), np.array([reached]))
+        assert decision.tolist() == [opened * reached > price]
+    assert not planner.worth_a_level(only, np.array([0.05]), None), "another source says already what follows"
+    assert planner.worth_a_level(only, np.array([1.0]), None)
+
+
+def test_only_trees_that_pay_grow_on() -> None:
+    dear = dataclasses.replace(COST, draft_request_seconds=1e-4)
+    planner = Planner(dear)
+    planner.draft_plans([request_of()] * 3, 256, others_wait=True)
+    price = planner.rate * 1e-4
+    opened, reached = np.array([0.9, 0.5 * price, 0.9]), np.ones(3)
+    assert planner.worth_a_level(np.arange(3), opened, reached).tolist() == [True, False, True]
+    assert not planner.worth_a_level(np.arange(3), np.full(3, 1.1 * price), reached).any(), (
+        "the level itself has a cost"
+    )
+
+
+def test_tokens_count_for_the_request_that_ends_last() -> None:
+    """One of four has nothing that can be guessed: the batch ends with it, whatever the others do."""
+    requests = [request_of() for _ in range(4)]
+    for request, speed in zip(requests, (1, 3, 3, 3), strict=True):
+        request.target_passes = 10
+        request.tokens += [7] * (10 * speed)
+    planner = Planner(COST)
+    planner.draft_plans(requests, 256)
+    own_share = 1 - float(COST.verify(3, 3) / COST.verify(4, 4))
+    assert planner._worth[0] == 1 and planner._worth[1:] == pytest.approx(own_share, abs=0.01)
+    planner.draft_plans(requests, 256, others_wait=True)
+    assert (planner._worth == 1).all(), "each that ends makes room for another"
+
+
+def test_measured_seconds_correct_the_curve() -> None:
+    """Drafting that takes thrice its modelled time is drafted less; a machine twice as slow changes nothing."""
+    for slowness in (1.0, 2.0):
+        planner, request = Planner(COST), request_of()
+        for _ in range(100):
+            planner.draft_plans([request], 256)
+            tree = planner.cut([request], [tree_of(3, {(5,): 0.9})], Drafted(1, 1, 1))[0]
+            seconds = np.array([3 * COST.draft(1, 1, 1), 0.0, float(COST.verify(len(tree))), 1e-4])
+            planner.observe([request], [tree], [2], RoundSeconds(*(slowness * seconds)))
+        assert planner._outlook.draft_scale == pytest.approx(3, rel=0.01)
+        assert planner._outlook.host == pytest.approx(1e-4, rel=0.01)
+        modelled = planner_at(planner._outlook.gain, [request])
+        masses = np.linspace(0.05, 1, 20)
+        first = [p.worth_a_level(np.zeros(20, dtype=np.int64), masses, np.ones(20)).sum() for p in (planner, modelled)]
+        assert first[0] <= first[1]
+    ignorant = Planner(COST, learns_seconds=False)
+    ignorant.draft_plans([request], 256)
+    ignorant.observe([request], [tree], [2], RoundSeconds(*seconds))
+    assert ignorant._outlook.draft_scale == 1
+
+
+@pytest.mark.parametrize("drafts", [True, False])
+def test_what_loses_rests_for_longer_and_longer(drafts: bool) -> None:
+    """Trees whose guesses never hold: what is lost before each rest is bounded, and rests double."""
+    planner, request = Planner(COST, learns_seconds=False), request_of()
+    asked = []
+    for _ in range(600):
+        plan = planner.draft_plans([request], 256)[0]
+        asked.append(plan.levels > 0 if drafts else plan.max_depth > 0)
+        if asked[-1]:
+            planner.cut([request], [tree_of(3, {(5,): 0.9})], Drafted(1, 1, 1) if drafts else Drafted(0, 0))
+        planner.observe([request], [tree_of(3, {(5,): 0.9} if asked[-1] else {})], [1])
+    rests = [sum(1 for _ in group) for kind, group in itertools.groupby(asked) if not kind]
+    assert rests[:3] == [63, 127, 255] and sum(asked) < 120
+
+
+def test_a_long_prompt_is_not_read_for_a_few_tokens() -> None:
+    planner = Planner(dataclasses.replace(COST, read_seconds=1e-5))
+    few, many = request_of(), Request([1, 2, 3], SamplingParams(max_tokens=5000), AUTO)
+    few.max_tokens = 8
+    assert [plan.levels > 0 for plan in planner.draft_plans([few, many], 9000, [3000, 3000])] == [False, True]
+    assert [plan.levels > 0 for plan in planner.draft_plans([few, many], 9000, [0, 0])] == [True, True]
 
 
 def test_dear_ssms_need_trust() -> None:
@@ -100,7 +173,8 @@ def modelled_speedup(llm: LLM, spec: SpecConfig, tokens: int) -> tuple[float, fl
             llm.generate(random_prompts((40,)), greedy(tokens), spec=spec)
     finally:
         del engine.planner.cut
-    seconds = sum(float(cost.verify(len(each.tree))) for each in rounds) + sum(cost.draft(d, 1) for d in drafted)
+    seconds = sum(float(cost.verify(len(each.tree))) for each in rounds)
+    seconds += sum(cost.draft(d.levels, d.passes, d.request_passes) for d in drafted)
     return tokens * float(cost.verify(1)) / seconds, sum(d.levels > 0 for d in drafted) / len(rounds)
 
 
@@ -111,7 +185,7 @@ def drafts() -> dict[str, LLM]:
     bad = make_draft(new_folder("bad") / "bad", target, 10, 3.0)
     llms = {"good": open_llm(target, [good[0]], max_num_seqs=4), "bad": open_llm(target, [bad], max_num_seqs=4)}
     for llm in llms.values():
-        llm.engine.planner = Planner(COST)
+        llm.engine.planner = Planner(COST, learns_seconds=False)
     return llms
 
 

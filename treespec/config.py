@@ -156,6 +156,11 @@ class SpecConfig:
     def is_plain(self) -> bool:
         return self.nodes in (0, 1) or self.sources == ()
 
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether the planner sizes the trees."""
+        return self.nodes == "auto" and self.branching is None
+
     @classmethod
     def off(cls) -> Self:
         """Plain decoding: one-node trees."""

@@ -24,6 +24,7 @@ CONTEXT = 128  # committed positions while measuring
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 SCRATCH = 64  # slots behind the rows, for drafting
 DRAFT_LEVELS = 3
+STAR_ROWS = 4  # of each tree where several requests bring one
 REQUESTS = 4  # how many at once, to see what each adds
 
 
@@ -90,14 +91,14 @@ def measure(
         for request in requests:
             runner.prefill([request], [context])
         [first] = _least([partial(_star_pass, runner, requests[:1], 1)], 2)
-        quick = first * len(fitting) * 6 < seconds
+        quick = first * len(fitting) * 12 < seconds
         rows = fitting if quick else tuple(n for n in fitting if n in (1, 8, 16))
         runs: list[Callable[[], None]] = [partial(_star_pass, runner, requests[:1], n) for n in rows]
-        runs.append(partial(_star_pass, runner, requests, 1))
+        runs += [partial(_star_pass, runner, requests, 1), partial(_star_pass, runner, requests, STAR_ROWS)]
         if ssms is not None:
             runs += [partial(_draft, ssms, requests[:1], 1), partial(_draft, ssms, requests[:1], None)]
-            runs.append(partial(_draft, ssms, requests, 1))
-        times = _least(runs, 3 if quick else 1, seconds, advance)
+            runs += [partial(_draft, ssms, requests, None), partial(_read, ssms, requests[:1])]
+        times = _least(runs, 2 if quick else 1, seconds, advance)
     finally:
         for request in requests:
             cache.release(request.request_id, scrub=True)
@@ -105,10 +106,25 @@ def measure(
                 ssms.release(request)
     verify, further = tuple(times[: len(rows)]), max(len(requests) - 1, 1)
     alone = CostCurve(rows, verify, 0.0)
-    request_seconds = max(times[len(rows)] - float(alone.verify(len(requests))), 0.0) / further
-    one, every, batch = [time / DRAFT_LEVELS for time in times[len(rows) + 1 :]] or [0.0, 0.0, 0.0]
-    ssm_seconds = max(every - one, 0.0) / (len(ssms.models) - 1) if ssms is not None and len(ssms.models) > 1 else 0.0
-    return CostCurve(rows, verify, one, request_seconds, max(batch - one, 0.0) / further, ssm_seconds)
+    plain, stars = times[len(rows) : len(rows) + 2]
+    request_seconds = max(plain - float(alone.verify(len(requests))), 0.0) / further
+    apart = float(alone.verify(STAR_ROWS * len(requests))) + further * request_seconds
+    tree_seconds = max(stars - apart, 0.0) / further
+    if ssms is None:
+        return CostCurve(rows, verify, 0.0, request_seconds, tree_seconds=tree_seconds)
+    one, every, batch, read = times[len(rows) + 2 :]
+    count = len(ssms.models)
+    levels = DRAFT_LEVELS
+    return CostCurve(
+        rows,
+        verify,
+        draft_seconds=one / levels,
+        request_seconds=request_seconds,
+        draft_request_seconds=max(batch - every, 0.0) / (levels * count * further),
+        ssm_seconds=max(every - one, 0.0) / (levels * max(count - 1, 1)),
+        read_seconds=read / (count * requests[0].context_len),
+        tree_seconds=tree_seconds,
+    )
 
 
 def _star_pass(runner: Runner, requests: Sequence[Request], rows: int) -> None:
@@ -139,6 +155,13 @@ def _draft(ssms: SsmDrafter, requests: Sequence[Request], max_ssms: int | None) 
         ssms.assume_context(request)
 
 
+def _read(ssms: SsmDrafter, requests: Sequence[Request]) -> None:
+    """Let all SSMs read all that is committed."""
+    for request in requests:
+        ssms.release(request)
+    ssms.prefill(requests)
+
+
 def _least(
     runs: Sequence[Callable[[], object]],
     least_runs: int,
@@ -150,10 +173,11 @@ def _least(
         run()
     best, start, count, share = [float("inf")] * len(runs), time.perf_counter(), 0, 0.0
     while count < least_runs or share < 1:
-        for i, run in enumerate(runs):
-            before = time.perf_counter()
-            run()
-            best[i] = min(best[i], time.perf_counter() - before)
+        for i in range(len(runs)) if count % 2 else reversed(range(len(runs))):
+            for _ in range(2):  # the first of the two finds the caches, and the clock rate, as another run left them
+                before = time.perf_counter()
+                runs[i]()
+                best[i] = min(best[i], time.perf_counter() - before)
         count += 1
         share = min((time.perf_counter() - start) / seconds, 1.0) if seconds else 1.0
         advance(share)
@@ -186,6 +210,8 @@ def save(curve: CostCurve, key: dict[str, Any], folder: Path | None = None, name
             "request_seconds": curve.request_seconds,
             "draft_request_seconds": curve.draft_request_seconds,
             "ssm_seconds": curve.ssm_seconds,
+            "read_seconds": curve.read_seconds,
+            "tree_seconds": curve.tree_seconds,
         }
     )
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
@@ -221,6 +247,8 @@ def _is_entry(entry: Any) -> bool:
             "request_seconds": int() | float(),
             "draft_request_seconds": int() | float(),
             "ssm_seconds": int() | float(),
+            "read_seconds": int() | float(),
+            "tree_seconds": int() | float(),
         }:
             ascending = all(isinstance(x, int | float) and x > 0 for x in rows + times) and rows == sorted(set(rows))
             return ascending and len(rows) == len(times)
@@ -236,6 +264,8 @@ def curve_of(entry: dict[str, Any]) -> CostCurve:
         entry["request_seconds"],
         entry["draft_request_seconds"],
         entry["ssm_seconds"],
+        entry["read_seconds"],
+        entry["tree_seconds"],
     )
 
 

@@ -1,7 +1,9 @@
 """The engine: one round after another."""
 
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +13,7 @@ from treespec.drafters.base import Drafter, check_proposal
 from treespec.drafters.lookup import LookupDrafter
 from treespec.drafters.ssm import Drafted, SsmDrafter
 from treespec.metrics import Stats
-from treespec.planner import Planner, is_adaptive
+from treespec.planner import Planner, RoundSeconds
 from treespec.request import FinishReason, Request
 from treespec.runner import Runner
 from treespec.scheduler import Scheduler
@@ -25,6 +27,20 @@ class Scored(NamedTuple):
     request: Request
     tree: TokenTree
     choices: np.ndarray
+
+
+@dataclass
+class _Clock:
+    """Measures a round from the first draft to the commit, in seconds."""
+
+    began: float
+    draft: float = 0.0
+    forward: float = 0.0
+
+    def stop(self, read: float) -> RoundSeconds:
+        """The round's parts. `read`: what of `draft` was reading."""
+        host = time.perf_counter() - self.began - self.draft - self.forward
+        return RoundSeconds(self.draft - read, read, self.forward, host)
 
 
 class Engine:
@@ -55,6 +71,7 @@ class Engine:
         self.max_model_len = max_model_len
         self.cache: KVCache = runner.cache
         self.stats = Stats()
+        self._clock = _Clock(0.0)
         self._proposed: list[tuple[Drafter | SsmDrafter, dict[str, TokenTree]]] = []
 
     def step(self) -> list[Request]:
@@ -75,7 +92,7 @@ class Engine:
         """
         self.runner.prefill(requests, counts)
         if self.ssms is not None:
-            self.ssms.prefill([r for r in requests if not (r.spec.is_plain or is_adaptive(r.spec))])
+            self.ssms.prefill([r for r in requests if not (r.spec.is_plain or r.spec.is_adaptive)])
 
     def propose(self, requests: Sequence[Request]) -> list[TokenTree]:
         """Every source drafts; one merged tree per request, cut to what is worth verifying.
@@ -83,11 +100,15 @@ class Engine:
         Sources that cost no pass come first; the SSMs grow their trees over them.
         """
         self._proposed = []
+        self._clock = _Clock(time.perf_counter())
         if not requests:
             return []
-        plans = self.planner.draft_plans(requests, self.max_model_len)
+        unread = None
+        if self.ssms is not None:
+            unread = [self.ssms.unread(request) if request.spec.is_adaptive else 0 for request in requests]
+        plans = self.planner.draft_plans(requests, self.max_model_len, unread, bool(self.scheduler.waiting))
         roots = [TokenTree.root(request.tokens[-1]) for request in requests]
-        if not any(plan.max_depth for plan in plans):
+        if not any(plan.max_depth or plan.levels for plan in plans):
             return roots
         proposals: list[tuple[Drafter | SsmDrafter, list[TokenTree]]] = []
         for drafter in self.drafters:
@@ -98,12 +119,14 @@ class Engine:
         if self.lookup is not None:
             allowed = [request.spec.allows("lookup", "lookup") for request in requests]
             depths = [plan.max_depth if may else 0 for plan, may in zip(plans, allowed, strict=True)]
-            trees = self.lookup.propose(requests, depths)
+            trees = self.lookup.propose(requests, depths, self.planner.least_value)
             if any(len(tree) > 1 for tree in trees):
                 proposals.append((self.lookup, trees))
         merged = [merge(trees) for trees in zip(roots, *(trees for _, trees in proposals), strict=True)]
         if self.ssms is not None:
+            began = time.perf_counter()
             merged = self.ssms.propose(requests, plans, self.planner, merged)
+            self._clock.draft = time.perf_counter() - began
             if self.ssms.drafted.levels:
                 proposals.append((self.ssms, merged))
         ids = [request.request_id for request in requests]
@@ -117,7 +140,10 @@ class Engine:
         0 * NaN. So such a tree is passed again as plain decoding would: its root, on clean slots.
         """
         scored = []
-        for request, tree, choices in zip(requests, trees, self.runner.forward(requests, trees), strict=True):
+        began = time.perf_counter()
+        chosen = self.runner.forward(requests, trees)
+        self._clock.forward = time.perf_counter() - began
+        for request, tree, choices in zip(requests, trees, chosen, strict=True):
             request.target_passes += 1
             request.nodes_verified += len(tree)
             if not choices.finite and len(tree) > 1:
@@ -147,7 +173,9 @@ class Engine:
         for request, tokens in zip(requests, emitted, strict=True):
             request.tokens.extend(tokens)
             request.context_len += len(tokens)
-        self.planner.observe(requests, [s.tree for s in scored], [len(tokens) for tokens in emitted])
+        drafted = self.ssms.drafted if self.ssms is not None else Drafted(0, 0)
+        seconds = self._clock.stop(drafted.read_seconds)
+        self.planner.observe(requests, [s.tree for s in scored], [len(tokens) for tokens in emitted], seconds)
 
     def update(self, requests: Sequence[Request]) -> None:
         """Let go of what has ended."""
@@ -178,10 +206,10 @@ class Engine:
 
 def _follow(tree: TokenTree, tokens: Sequence[int]) -> np.ndarray:
     """The longest path of `tree` that `tokens` follow below its root, int64 node indices from the root on."""
-    path = [0]
-    for token in tokens if len(tree) > 1 else ():
-        below = np.flatnonzero((tree.parents == path[-1]) & (tree.tokens == token))
-        if not len(below):
+    path, parents, own = [0], tree.parents.tolist(), tree.tokens.tolist()
+    for node in range(1, len(tree)):  # parents precede their children
+        if len(path) > len(tokens):
             break
-        path.append(int(below[0]))
+        if parents[node] == path[-1] and own[node] == tokens[len(path) - 1]:
+            path.append(node)
     return np.array(path, dtype=np.int64)

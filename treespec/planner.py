@@ -9,22 +9,31 @@ tokens per second over many rounds. So trees shrink by themselves as the batch g
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
-from treespec.config import SpecConfig
 from treespec.drafters.ssm import Drafted, DraftPlan
 from treespec.request import Request
 from treespec.tree import TokenTree
 
-PAUSE = 64  # rounds of plain decoding after speculation was seen to cost more than it saves
+PAUSE = 64  # rounds of rest after speculation was seen to cost more than it saves
 LONGEST_PAUSE = 1024  # each pause in a row doubles
-_MEMORY = 0.05  # weight of the newest round in the running mean
+_CREDIT, _SECOND_CREDIT, _LARGEST_CREDIT = 3.0, 1.0, 5.0
+_MARGIN = 0.04  # gain that counts as none: about the error of modelled seconds
+_MEMORY = 0.03  # weight of the newest round in the running mean
 _USUAL_REACH = 0.7  # what a first level is assumed to hold before one was tried
 _REACH_MEMORY = 0.15
 _TRUTH_MEMORY = 0.1
 _RECOVERY = 0.0015  # of what was assumed at first, with each round in which nothing is drafted
 _HOPE, _SECOND_HOPE = 1.2, 1.08  # what speculation is assumed to gain before it was tried, and after a pause
+_FEW_ROWS = 16  # over which the price of a row is taken: the times of two neighbours may be alike by chance
+_LARGEST_VALUE = 0.3  # where rows seem dearer, guesses are made all the same: else nothing is learned of them
+_SPEED_PRIOR = 4  # rounds of plain decoding that a request's own speed is drawn towards
+_SHARPNESS = 8  # a request expected to end after nine tenths of the time counts as the last one by half
+_SECONDS_MEMORY = 0.1
+_LARGEST_STEP = 2.0  # factor between a measured time and the learned one beyond which it counts as a disturbance
+_USUAL_HOST = 1 / 3  # the host's time of plain rounds over that of others, before both were seen
 
 
 @dataclass(frozen=True)
@@ -34,8 +43,11 @@ class CostCurve:
     Args:
         rows, verify_seconds: a target pass of one request over so many rows.
         draft_seconds: one level of one SSM for one request, host work included.
+        request_seconds: what each further request adds to a target pass, beside rows.
+        tree_seconds: what it adds to that where it brings a tree of several nodes.
+        draft_request_seconds: what each further request adds to a pass of one SSM.
         ssm_seconds: what each further SSM adds to a level.
-        request_seconds, draft_request_seconds: what each further request adds to a pass and to a level, beside rows.
+        read_seconds: an SSM's for one token of a prompt.
     """
 
     rows: tuple[int, ...]
@@ -44,98 +56,257 @@ class CostCurve:
     request_seconds: float = 0.0
     draft_request_seconds: float = 0.0
     ssm_seconds: float = 0.0
+    read_seconds: float = 0.0
+    tree_seconds: float = 0.0
 
-    def verify(self, rows: np.ndarray | float, requests: int = 1) -> np.ndarray:
-        """Seconds of a pass over `rows` rows of `requests` requests, linear between and beyond what was measured."""
+    def verify(self, rows: np.ndarray | float, requests: int = 1, trees: np.ndarray | int = 0) -> np.ndarray:
+        """Seconds of a pass, linear between and beyond what was measured.
+
+        Args:
+            rows: in all.
+            requests: in all.
+            trees: requests with more than one row.
+        """
         x, y = self._measured
         # Beyond the last point at the mean slope of the upper half: two neighbours may measure alike by chance.
         middle = (len(x) - 1) // 2
         slope = (y[-1] - y[middle]) / (x[-1] - x[middle]) if len(x) > 1 else y[-1] / x[-1]
         beyond = np.maximum(np.asarray(rows) - x[-1], 0) * slope
-        return np.interp(rows, x, y) + beyond + (requests - 1) * self.request_seconds
+        return (
+            np.interp(rows, x, y)
+            + beyond
+            + (requests - 1) * self.request_seconds
+            + np.maximum(trees - 1, 0) * self.tree_seconds
+        )
 
-    def draft(self, drafted: Drafted, requests: int) -> float:
-        """Seconds of a round's drafting for `requests` requests."""
-        level = self.draft_seconds + (requests - 1) * self.draft_request_seconds
-        return drafted.levels * level + (drafted.passes - drafted.levels) * self.ssm_seconds
+    def draft(self, levels: float, passes: float, request_passes: float) -> float:
+        """Seconds of a round's drafting, prompts left out.
+
+        Args:
+            levels: of the trees.
+            passes: of one SSM.
+            request_passes: passes, counted once for each request in them.
+        """
+        further = max(request_passes - passes, 0.0)
+        return (
+            levels * self.draft_seconds
+            + (passes - levels) * self.ssm_seconds
+            + further * self.draft_request_seconds
+        )  # fmt: skip
 
     @cached_property
     def _measured(self) -> tuple[np.ndarray, np.ndarray]:
-        return np.array(self.rows, float), np.maximum.accumulate(self.verify_seconds)
+        # Fewer rows never take longer: where they seem to, the measurement was disturbed.
+        return np.array(self.rows, float), np.minimum.accumulate(self.verify_seconds[::-1])[::-1]
 
 
-def is_adaptive(spec: SpecConfig) -> bool:
-    """Whether the planner sizes this configuration's trees."""
-    return spec.nodes == "auto" and spec.branching is None
+class RoundSeconds(NamedTuple):
+    """What a round took, measured.
+
+    Attributes:
+        draft: the SSMs' drafting, without `read`.
+        read: prompts and what else the SSMs had missed.
+        forward: the target pass.
+        host: everything else.
+    """
+
+    draft: float
+    read: float
+    forward: float
+    host: float
+
+
+class _Hope:
+    """Whether a way to speculate gains. It may lose a few rounds' time; then it rests, each time for longer."""
+
+    def __init__(self) -> None:
+        self.gain = _HOPE  # running mean: its tokens per second over plain decoding's
+        self.resting = 0  # rounds
+        self._credit = _CREDIT  # what it may still lose, in rounds of plain decoding
+        self._pause = PAUSE
+
+    def observe(self, gain: float, rounds: float) -> None:
+        """Learn from a round that was decoded this way and took as long as `rounds` of plain decoding."""
+        self.gain += _MEMORY * (gain - self.gain)
+        self._credit += (gain - 1 - _MARGIN) * rounds
+        if self._credit < 0:
+            self.resting, self._credit, self.gain = self._pause, _SECOND_CREDIT, max(self.gain, _SECOND_HOPE)
+            self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        elif self._credit > _LARGEST_CREDIT:
+            self._credit, self._pause = _LARGEST_CREDIT, PAUSE
+
+    def miss(self) -> None:
+        """Learn from a round that was not decoded this way: what is not tried cannot be learned, hope returns."""
+        self.gain += _RECOVERY * (_HOPE - self.gain)
+
+
+class _Outlook:
+    """What was learned at one size of batch: there are few sizes, and what pays for one request may not for eight."""
+
+    def __init__(self) -> None:
+        self.gain = _HOPE  # running mean over all rounds that speculate
+        self.ssms, self.free = _Hope(), _Hope()  # rounds with SSMs, and with sources that cost no pass alone
+        # Per request, in seconds of the cost curve, where nothing is drafted and where it is; None before it was seen.
+        self.plain_host: float | None = None
+        self.host: float | None = None
+        self.draft_scale = 1.0  # measured over modelled seconds
+
+    def host_seconds(self, drafting: bool) -> float:
+        """The host's work on one request."""
+        if drafting:
+            return self.host if self.host is not None else 0.0
+        return self.plain_host if self.plain_host is not None else _USUAL_HOST * self.host_seconds(True)
+
+
+def _learned(known: float, seen: float) -> float:
+    """A running mean of times that a disturbance moves by little."""
+    return known + _SECONDS_MEMORY * (min(max(seen, known / _LARGEST_STEP), known * _LARGEST_STEP) - known)
 
 
 class Planner:
     """Chooses what to draft and what to keep of it.
 
     Time has a price: `rate`, the tokens that a second is worth when it is spent as in the rounds before. A level is
-    drafted, and a node verified, where the tokens that it promises are worth its time.
+    drafted, and a node verified, where the tokens that it promises are worth its time. Where drafting gains nothing
+    over plain decoding, it rests: SSMs, and sources that cost no pass, each for themselves.
+
+    Args:
+        cost: this machine's curve.
+        learns_seconds: whether times measured in rounds correct the curve's: each part's share of a round counts,
+            relative to the target pass, so that a busy machine does not look like dear drafting.
     """
 
-    least_value = 0.03  # of a node that is worth a row: one costs 1 to 3 % of a pass
-
-    def __init__(self, cost: CostCurve):
-        self.cost = cost
-        self._known_seconds: dict[tuple[int, int], float] = {}
-        self._gain = _HOPE  # running mean: tokens per modelled second of automatic trees, over plain decoding's
+    def __init__(self, cost: CostCurve, learns_seconds: bool = True):
+        self.cost, self.learns_seconds = cost, learns_seconds
+        self._known_seconds: dict[tuple[int, int, int], float] = {}
+        self._outlooks: dict[int, _Outlook] = {}
         self._reach = _USUAL_REACH  # running mean: share of its open mass that a first level holds
-        self._truth = 1.0  # running ratio of accepted tokens to those that the trees' values promised
-        self._levels = 2.0  # running mean of levels drafted in a round
-        self._pause, self._paused_rounds = PAUSE, 0
+        # Running ratio of accepted tokens to those that the trees' values promised, without and with SSMs.
+        self._truth = {False: 1.0, True: 1.0}
+        self._passes_per_level = 1.0  # running mean of rounds with drafting
+        self._read_scale = 1.0  # measured over modelled seconds
+        self._worth = np.ones(1)  # of a token, by request
         self._requests, self._drafted, self._reach_learned = 1, Drafted(0, 0), False
+        self._asks_free = False  # whether sources that cost no pass are asked in this round
 
-    def draft_plans(self, requests: Sequence[Request], max_model_len: int) -> list[DraftPlan]:
-        """What to draft for each request; depth 0 where nothing is worth drafting."""
-        self._paused_rounds = max(self._paused_rounds - 1, 0)
-        self._requests = len(requests)
+    def draft_plans(
+        self,
+        requests: Sequence[Request],
+        max_model_len: int,
+        unread: Sequence[int] | None = None,
+        others_wait: bool = False,
+    ) -> list[DraftPlan]:
+        """What to draft for each request; depth 0 where nothing is worth drafting.
+
+        Args:
+            requests: of this round.
+            max_model_len: positions of the longest request.
+            unread: tokens that SSMs would have to read first, summed over the SSMs, by request; None: nothing.
+            others_wait: whether a request that ends makes room for another.
+        """
+        self._requests, self._drafted = len(requests), Drafted(0, 0)
+        outlook = self._outlook
+        self._worth = np.ones(len(requests)) if others_wait else self._worth_of_tokens(requests)
+        for hope in (outlook.ssms, outlook.free):
+            hope.resting = max(hope.resting - 1, 0)
+        # Before other sources have spoken: where SSMs are not worth a level now, they will not be later.
+        drafts = self.worth_a_level(np.arange(len(requests)), np.ones(len(requests)), None).tolist()
         price = self._price_of_an_ssm()
         plans = []
-        for request in requests:
+        for i, request in enumerate(requests):
             spec = request.spec
             room = min(request.tokens_left - 1, max_model_len - len(request.tokens) - 1)
             depth = min(spec.max_depth, len(spec.branching) if spec.branching else spec.max_depth, max(room, 0))
-            adaptive = is_adaptive(spec)
+            adaptive = spec.is_adaptive
             if spec.is_plain:
                 depth = 0
-            levels = 0 if adaptive and self._paused_rounds else depth
+            levels = depth
+            if adaptive and outlook.free.resting:
+                depth = 0
+            if adaptive and levels:
+                reading = unread[i] * self.cost.read_seconds * self._read_scale if unread is not None else 0.0
+                if outlook.ssms.resting or not drafts[i] or reading > self._saving(request):
+                    levels = 0
             least_trust = price if adaptive else 0.0
             plans.append(
                 DraftPlan(depth, levels, spec.max_nodes, spec.branching, adaptive, least_trust, spec.max_ssms)
             )  # fmt: skip
+        self._asks_free = any(plan.max_depth for plan in plans)
         return plans
 
     @property
     def rate(self) -> float:
         """Tokens that a second is worth in this batch."""
-        return max(self._gain, 1.0) * self._requests / self._seconds(self._requests, self._requests)
+        return max(self._outlook.gain, 1.0) * float(self._worth.sum()) / self._plain_seconds
 
-    def _seconds(self, rows: int, requests: int) -> float:
+    def _worth_of_tokens(self, requests: Sequence[Request]) -> np.ndarray:
+        """What a token is worth to each request of a batch that ends with its last one; float64 [num requests].
+
+        One brings the end nearer where its request is the last; elsewhere it saves no more than that request's own
+        share of a round.
+        """
+        count = len(requests)
+        if count == 1:
+            return np.ones(1)
+        own_share = 1 - self._seconds(count - 1, count - 1) / self._seconds(count, count)
+        left = [r.tokens_left * (r.target_passes + _SPEED_PRIOR) / (r.num_generated + _SPEED_PRIOR) for r in requests]
+        lateness = np.array(left) / max(left)
+        return own_share + (1 - own_share) * lateness**_SHARPNESS
+
+    @property
+    def least_value(self) -> float:
+        """The value of a node that is worth its row of the target pass."""
+        count = self._requests
+        row = (self._seconds(count + _FEW_ROWS, count) - self._seconds(count, count)) / _FEW_ROWS
+        return min(self.rate * row / float(self._worth.max()), _LARGEST_VALUE)
+
+    @property
+    def _outlook(self) -> _Outlook:
+        size = self._requests.bit_length()
+        if size not in self._outlooks:
+            self._outlooks[size] = _Outlook()
+        return self._outlooks[size]
+
+    @property
+    def _plain_seconds(self) -> float:
+        """A round of plain decoding."""
+        count = self._requests
+        return self._seconds(count, count) + count * self._outlook.host_seconds(False)
+
+    def _seconds(self, rows: int, requests: int, trees: int = 0) -> float:
         """The cost curve at one point, looked up once: each round asks for a few of the same."""
-        key = rows, requests
+        key = rows, requests, trees
         if key not in self._known_seconds:
-            self._known_seconds[key] = float(self.cost.verify(rows, requests))
+            self._known_seconds[key] = float(self.cost.verify(rows, requests, trees))
         return self._known_seconds[key]
+
+    def _saving(self, request: Request) -> float:
+        """Seconds that SSMs may save until a request has all its tokens."""
+        share = 1 - 1 / max(self._outlook.ssms.gain, 1.0)
+        return request.tokens_left * self._plain_seconds / self._requests * share
 
     def _price_of_an_ssm(self) -> float:
         """The trust that a further SSM must have: leaving it out loses at most its share of the drafted tokens."""
-        if not self.cost.ssm_seconds:
-            return 0.0
-        promised = self._truth * self._reach * max(self._levels, 1.0) * self._requests
-        return self.rate * max(self._levels, 1.0) * self.cost.ssm_seconds / max(promised, 1e-9)
+        count, cost = self._requests, self.cost
+        level = (cost.ssm_seconds + (count - 1) * cost.draft_request_seconds) * self._outlook.draft_scale
+        return self.rate * level / max(self._truth[True] * self._reach * count, 1e-9)
 
-    def worth_a_level(self, open_mass: np.ndarray, reached: np.ndarray | None) -> bool:
-        """Whether another level promises more tokens than its time is worth. A level is expected to hold as large a
+    def worth_a_level(self, trees: np.ndarray, open_mass: np.ndarray, reached: np.ndarray | None) -> np.ndarray:
+        """Which trees' next level promises more tokens than its time is worth. A level is expected to hold as large a
         share of the mass that is open to it as the one before it held."""
         if reached is None:
-            promised = self._reach * float(open_mass.sum())
+            promised = self._reach * open_mass
         else:
-            promised = float((open_mass * np.minimum(reached, 1.0)).sum())
+            promised = open_mass * np.minimum(reached, 1.0)
             self._first_reach(reached)
-        return self._truth * promised > self.rate * self.cost.draft(Drafted(1, 1), self._requests)
+        promised = self._truth[True] * promised * self._worth[trees]
+        passes = self._passes_per_level
+        second = self.rate * self._outlook.draft_scale
+        grows = promised > second * passes * self.cost.draft_request_seconds
+        count = int(grows.sum())
+        if promised[grows].sum() <= second * self.cost.draft(1, passes, passes * count):
+            grows[:] = False
+        return grows
 
     def _first_reach(self, reached: np.ndarray) -> None:
         """Learn what a first level holds; later ones of the round say nothing of it."""
@@ -152,49 +323,83 @@ class Planner:
         """
         self._drafted, self._reach_learned = drafted, False
         kept = [_best(tree, request.spec.max_nodes) for request, tree in zip(requests, trees, strict=True)]
-        free = [i for i, request in enumerate(requests) if is_adaptive(request.spec) and len(kept[i]) > 1]
+        free = [i for i, request in enumerate(requests) if request.spec.is_adaptive and len(kept[i]) > 1]
         if not free:
             return kept
         owner = np.concatenate([np.full(len(kept[i]) - 1, i) for i in free])
         node = np.concatenate([np.arange(1, len(kept[i])) for i in free])
-        value = np.concatenate([kept[i].values[1:] for i in free])
+        value = np.concatenate([kept[i].values[1:] * self._worth[i] for i in free])
         depth = np.concatenate([kept[i].depths[1:] for i in free])
         order = np.lexsort((depth, -value))  # a parent stays ahead of a child of equal value
-        fixed_rows = sum(len(tree) for i, tree in enumerate(kept) if i not in free) + len(free)
-        promised = self._truth * np.concatenate([[0.0], np.cumsum(value[order])])
-        seconds = self.cost.verify(fixed_rows + np.arange(len(order) + 1), len(requests))
+        fixed = [len(tree) for i, tree in enumerate(kept) if i not in free]
+        fixed_rows, fixed_trees = sum(fixed) + len(free), sum(size > 1 for size in fixed)
+        promised = self._truth[drafted.levels > 0] * np.concatenate([[0.0], np.cumsum(value[order])])
+        first_nodes = np.zeros(len(order), dtype=np.int64)  # 1 where a request gets its first node
+        first_nodes[np.unique(owner[order], return_index=True)[1]] = 1
+        grown = np.concatenate([[0], np.cumsum(first_nodes)]) + fixed_trees
+        seconds = self.cost.verify(fixed_rows + np.arange(len(order) + 1), len(requests), grown)
         count = int(np.argmax(promised - self.rate * seconds))
         owner, node = owner[order[:count]], node[order[:count]]
         for i in free:
             kept[i] = kept[i].keep(np.concatenate([[0], np.sort(node[owner == i])]))
         return kept
 
-    def observe(self, requests: Sequence[Request], trees: Sequence[TokenTree], emitted: Sequence[int]) -> None:
-        """Learn from a round. Where automatic trees emit fewer tokens per second than plain decoding would, the SSMs
-        pause.
+    def observe(
+        self,
+        requests: Sequence[Request],
+        trees: Sequence[TokenTree],
+        emitted: Sequence[int],
+        seconds: RoundSeconds | None = None,
+    ) -> None:
+        """Learn from a round: where automatic trees emit fewer tokens per second than plain decoding would, they rest.
 
-        Seconds are the cost curve's: they do not shake, and a pause depends on tokens alone.
+        Args:
+            requests, trees, emitted: side by side; `emitted` counts tokens.
+            seconds: what the round took; None: as the cost curve says.
         """
-        if not any(is_adaptive(request.spec) for request in requests):
+        if not requests:
             return
-        count, rows, drafted = len(requests), sum(len(tree) for tree in trees), self._drafted
-        seconds = self.cost.draft(drafted, count) + self._seconds(rows, count)
-        gain = sum(emitted) / count * self._seconds(count, count) / seconds
-        self._gain += _MEMORY * (gain - self._gain)
-        if rows > count:
-            promised = sum(float(tree.values[1:].sum()) for tree in trees)
-            error = (sum(emitted) - count - self._truth * promised) / count
-            self._truth = min(max(self._truth + _TRUTH_MEMORY * error, 0.1), 1.2)
+        count, rows, drafted, outlook = len(requests), sum(len(tree) for tree in trees), self._drafted, self._outlook
+        verify_seconds = self._seconds(rows, count, sum(len(tree) > 1 for tree in trees))
+        modelled = self.cost.draft(drafted.levels, drafted.passes, drafted.request_passes)
+        speculates = self._asks_free or drafted.levels > 0
+        if seconds is not None and self.learns_seconds:
+            self._learn_seconds(seconds, verify_seconds, modelled, speculates)
         if not drafted.levels:  # what is not tried cannot be learned: hope returns slowly
             self._reach += _RECOVERY * (_USUAL_REACH - self._reach)
-            self._truth += _RECOVERY * (1.0 - self._truth)
+            self._truth[True] += _RECOVERY * (1.0 - self._truth[True])
+            outlook.ssms.miss()
+        if not speculates or not any(request.spec.is_adaptive for request in requests):
             return
-        self._levels += _MEMORY * (drafted.levels - self._levels)
-        if self._gain < 1:
-            self._paused_rounds, self._gain = self._pause, _SECOND_HOPE
-            self._pause = min(2 * self._pause, LONGEST_PAUSE)
-        elif self._gain > _HOPE:
-            self._pause = PAUSE
+        spent = verify_seconds + modelled * outlook.draft_scale + count * outlook.host_seconds(True)
+        rounds = spent / self._plain_seconds
+        gain = float(self._worth @ emitted / self._worth.sum()) / rounds
+        outlook.gain += _MEMORY * (gain - outlook.gain)
+        if rows > count:
+            promised = sum(float(tree.values[1:].sum()) for tree in trees)
+            truth = self._truth[drafted.levels > 0]
+            error = (sum(emitted) - count - truth * promised) / count
+            self._truth[drafted.levels > 0] = min(max(truth + _TRUTH_MEMORY * error, 0.1), 1.2)
+        if drafted.levels:
+            outlook.ssms.observe(gain, rounds)
+            self._passes_per_level += _MEMORY * (drafted.passes / drafted.levels - self._passes_per_level)
+        else:
+            outlook.free.observe(gain, rounds)
+
+    def _learn_seconds(self, seconds: RoundSeconds, verify_seconds: float, modelled: float, speculates: bool) -> None:
+        """Correct the curve: each part in units of the same round's target pass."""
+        count, outlook = self._requests, self._outlook
+        unit = seconds.forward / verify_seconds
+        host = seconds.host / unit / count
+        if not speculates:
+            outlook.plain_host = host if outlook.plain_host is None else _learned(outlook.plain_host, host)
+            return
+        outlook.host = host if outlook.host is None else _learned(outlook.host, host)
+        if modelled:
+            outlook.draft_scale = _learned(outlook.draft_scale, seconds.draft / unit / modelled)
+        read = self._drafted.read_tokens * self.cost.read_seconds
+        if read:
+            self._read_scale = _learned(self._read_scale, seconds.read / unit / read)
 
 
 def _best(tree: TokenTree, nodes: int) -> TokenTree:

@@ -70,11 +70,10 @@ class TokenTree:
     @cached_property
     def values(self) -> np.ndarray:
         """float64 [num_nodes]: product of `probs` along each node's path, the probability that it is accepted."""
-        value = self.probs.copy()
-        for depth in range(1, int(self.depths.max()) + 1):
-            level = np.flatnonzero(self.depths == depth)
-            value[level] *= value[self.parents[level]]
-        return value
+        value, parents = self.probs.tolist(), self.parents.tolist()
+        for node in range(1, len(value)):  # parents precede their children
+            value[node] *= value[parents[node]]
+        return np.array(value)
 
     def sources_of(self, node: int) -> tuple[str, ...]:
         """Names of the sources that proposed a node, in draw order, each once."""

@@ -32,8 +32,8 @@ def verify_greedy(tree: TokenTree, choices: np.ndarray) -> Verified:
         tree: num_nodes nodes; siblings carry different tokens.
         choices: int64 [num_nodes], the target's argmax after each node.
     """
-    chosen = np.ones(len(tree), dtype=bool)
-    chosen[1:] = tree.tokens[1:] == choices[tree.parents[1:]]
-    accepted = np.flatnonzero(~(tree.visible & ~chosen).any(axis=1))  # all nodes on its path were chosen
-    last = accepted[-1]  # accepted nodes form one path, and parents precede children
-    return Verified(accepted, int(choices[last]))
+    path, parents, tokens, wanted = [0], tree.parents.tolist(), tree.tokens.tolist(), choices.tolist()
+    for node in range(1, len(tree)):  # parents precede their children
+        if parents[node] == path[-1] and tokens[node] == wanted[path[-1]]:
+            path.append(node)
+    return Verified(np.array(path, dtype=np.int64), wanted[path[-1]])

@@ -11,6 +11,7 @@ import os
 import platform
 import shutil
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -23,6 +24,7 @@ from transformers import LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from treespec import LLM
 from treespec_training import data, distill, evaluate, models, rendered, tokenizer, train
 from treespec_training.export import export, rounded, write_folder
 from treespec_training.files import write_json
@@ -173,8 +175,15 @@ class Build:
         """Let the target read training text and continue it: `lessons/`."""
         folder = self.work / "lessons"
         budget = train.Budget(self.args.continuation_minutes, self.args.max_steps)
-        batch = 8 if self.settings.tiny else 128
-        self.progress["lessons"] = distill.make_lessons(rounded(target), text, folder, budget, batch, self.pause)
+        batch = 8 if self.settings.tiny else 64
+        reader = rounded(target)
+        with tempfile.TemporaryDirectory() as name:
+            write_folder(Path(name), reader, self.tokenizer)
+            teacher = LLM(
+                name, [], "off", device=self.device, dtype="bfloat16", max_num_seqs=batch,
+                max_model_len=distill.LENGTH, compile=self.args.compile and self.device.type == "cpu",
+            ).engine.runner  # fmt: skip
+        self.progress["lessons"] = distill.make_lessons(reader, teacher, text, folder, budget, batch, self.pause)
         halves = [sorted(folder.glob(f"{name}-*.npz")) for name in ("text", "continued")]
         return distill.Lessons.load(halves[0]), distill.Lessons.load(halves[1])
 

@@ -22,7 +22,7 @@ GLOBAL_TRIALS = 6.0  # what all requests' counts count for against the request's
 FADING = 0.94  # of what was counted, every FADING_ROUNDS: guesses that never hold are tried again some day
 FADING_ROUNDS = 32
 BARREN = 16  # searches without an accepted guess after which every second one is left out
-LEAST = 0.02  # probability of the best first guess below which none is proposed: it is not worth a row
+LEAST = 0.02  # probability of the best first guess below which none is proposed
 
 
 def _prior() -> np.ndarray:
@@ -39,10 +39,10 @@ class Counts:
         self.trials = np.zeros((PLACES, MAX_MATCH + 1))
         self.hits = np.zeros((PLACES, MAX_MATCH + 1))
 
-    def add(self, places: np.ndarray, lengths: np.ndarray, hits: np.ndarray) -> None:
-        """Count guesses; int64, int64 and bool [num guesses]."""
-        np.add.at(self.trials, (places, lengths), 1)
-        np.add.at(self.hits, (places, lengths), hits)
+    def add(self, trials: np.ndarray, hits: np.ndarray) -> None:
+        """Count guesses and those that held; [PLACES, MAX_MATCH + 1] each."""
+        self.trials += trials
+        self.hits += hits
 
     def fade(self) -> None:
         """Let what was counted count for less."""
@@ -86,6 +86,11 @@ class _Guess:
     places: np.ndarray
     lengths: np.ndarray
 
+    def count(self, nodes: np.ndarray) -> np.ndarray:
+        """How many of these nodes have which place and length; [PLACES, MAX_MATCH + 1]."""
+        cells = self.places[nodes] * (MAX_MATCH + 1) + self.lengths[nodes]
+        return np.bincount(cells, minlength=PLACES * (MAX_MATCH + 1)).reshape(PLACES, MAX_MATCH + 1)
+
 
 class LookupDrafter:
     """Proposes what followed the same tokens before. Costs no model pass."""
@@ -99,8 +104,16 @@ class LookupDrafter:
         self._texts: dict[str, _Text] = {}
         self._guesses: dict[str, _Guess] = {}
 
-    def propose(self, requests: Sequence[Request], max_depths: Sequence[int]) -> list[TokenTree]:
-        """One tree per request over its last token, at most `max_depths[i]` deep; the one-node tree without a match."""
+    def propose(
+        self, requests: Sequence[Request], max_depths: Sequence[int], least_value: float = 0.0
+    ) -> list[TokenTree]:
+        """One tree per request over its last token, at most `max_depths[i]` deep; the one-node tree without a match.
+
+        Args:
+            requests: of this round.
+            max_depths: by request.
+            least_value: a request whose best first guess is less probable gets none; one of an automatic tree.
+        """
         self._rounds += 1
         if self._rounds % FADING_ROUNDS == 0:
             for counts in (self._counts, *self._own.values()):
@@ -114,7 +127,8 @@ class LookupDrafter:
             own = self._own.get(request.request_id)
             rates = common if own is None else own.rates(common, GLOBAL_TRIALS)
             text = self._texts.setdefault(request.request_id, _Text())
-            guess = _guess(text.follow(request.tokens)[-REACH:], depth, rates) if text.due() else None
+            least = max(least_value if request.spec.is_adaptive else 0.0, LEAST)
+            guess = _guess(text.follow(request.tokens)[-REACH:], depth, rates, least) if text.due() else None
             if guess is None:
                 self._guesses.pop(request.request_id, None)
                 trees.append(TokenTree.root(request.tokens[-1]))
@@ -131,8 +145,10 @@ class LookupDrafter:
                 continue
             if len(path) > 1:
                 self._texts[request.request_id].barren = 0
-            tested = np.flatnonzero(np.isin(guess.tree.parents, path))
-            result = guess.places[tested], guess.lengths[tested], np.isin(tested, path)
+            on_path = np.zeros(len(guess.tree), dtype=bool)
+            on_path[path] = True
+            tested = 1 + np.flatnonzero(on_path[guess.tree.parents[1:]])
+            result = guess.count(tested), guess.count(tested[on_path[tested]])
             self._counts.add(*result)
             self._own.setdefault(request.request_id, Counts()).add(*result)
 
@@ -148,22 +164,19 @@ def find_matches(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     equally long ones the most recent first. int64 [num matches] each; lengths up to MAX_MATCH."""
     last = len(tokens) - 1
     ends = np.flatnonzero(tokens[:-1] == tokens[-1])[::-1]
-    lengths = np.ones(len(ends), dtype=np.int64)
-    alive = np.arange(len(ends))
-    for back in range(1, MAX_MATCH):
-        alive = alive[ends[alive] >= back]
-        alive = alive[tokens[ends[alive] - back] == tokens[last - back]]
-        if not len(alive):
-            break
-        lengths[alive] += 1
+    back = np.arange(min(MAX_MATCH, last))
+    before = ends[:, None] - back
+    same = (tokens[before] == tokens[last - back]) & (before >= 0)  # a negative index wraps around
+    lengths = np.logical_and.accumulate(same, axis=1).sum(1)
     best = np.argsort(-lengths, kind="stable")[:MATCHES]
     return ends[best], lengths[best]
 
 
-def _guess(tokens: np.ndarray, depth: int, rates: np.ndarray) -> _Guess | None:
-    """The tree of the best matches' continuations; None without a match or hope."""
+def _guess(tokens: np.ndarray, depth: int, rates: np.ndarray, least: float) -> _Guess | None:
+    """The tree of the best matches' continuations; None without a match, or where the first is less probable than
+    `least`."""
     ends, lengths = find_matches(tokens)
-    if not len(ends):
+    if not len(ends) or rates[0, lengths[0]] < least:
         return None
     steps = np.arange(depth)
     period = len(tokens) - 1 - ends  # a continuation that reaches the end of the text goes on as a loop
@@ -183,8 +196,6 @@ def _guess(tokens: np.ndarray, depth: int, rates: np.ndarray) -> _Guess | None:
     places = np.minimum(places, PLACES - 1)
     matched = np.minimum(lengths[match] + level, MAX_MATCH)
     probs = rates[places, matched]
-    if probs[level == 0].max() < LEAST:
-        return None
     nodes = 1 + np.arange(len(match))
     tree = TokenTree(
         tokens=np.concatenate([tokens[-1:], coming[match, level]]),

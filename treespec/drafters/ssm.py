@@ -7,6 +7,7 @@ hold the K/V of every node that was expanded: after a commit they catch up on on
 does not speak for rests, and reads what it missed in one pass now and then.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -53,7 +54,7 @@ class DraftPlan:
     """What to grow for one request.
 
     Args:
-        max_depth: bounds every source.
+        max_depth: bounds the sources that cost no pass.
         levels: bounds what SSMs draft.
         nodes: how many nodes the tree will be cut to: only nodes that can be among them are expanded.
         branching: children per node by depth (static policy); None lets probabilities decide.
@@ -72,22 +73,34 @@ class DraftPlan:
 
 
 class Drafted(NamedTuple):
-    """What a round of drafting did: levels, passes of one SSM, and those counted once for each request in them."""
+    """What a round of drafting did.
+
+    Attributes:
+        levels: of the trees.
+        passes: of one SSM over a level.
+        request_passes: the same, counted once for each request in them.
+        read_tokens, read_seconds: committed tokens that SSMs had missed, summed over the SSMs, and their time.
+    """
 
     levels: int
     passes: int
     request_passes: int = 0
+    read_tokens: int = 0
+    read_seconds: float = 0.0
 
 
 class GrowthRule(Protocol):
     """Decides whether another level of the adaptive trees is worth drafting."""
 
-    least_value: float  # of a node that is worth a row of the target pass
+    @property
+    def least_value(self) -> float:
+        """The value of a node that is worth its row of the target pass."""
 
-    def worth_a_level(self, open_mass: np.ndarray, reached: np.ndarray | None) -> bool:
-        """Asked before each level, the first too.
+    def worth_a_level(self, trees: np.ndarray, open_mass: np.ndarray, reached: np.ndarray | None) -> np.ndarray:
+        """Which of these trees grow by another level; bool [num trees]. Asked before each level, the first too.
 
         Args:
+            trees: int64 [num trees], their requests' places in the batch.
             open_mass: float64 [num trees], the chance that a tree's frontier is reached and no other source says what
                 follows.
             reached: float64 [num trees], which share of the last level's open mass its nodes turned out to hold; None
@@ -137,7 +150,8 @@ class SsmDrafter:
     def __init__(self, models: Sequence[Decoder], names: Sequence[str], cache: KVCache):
         self.models, self.names, self.cache = list(models), tuple(names), cache
         self.drafted = Drafted(0, 0)  # in the last round
-        self._passes = self._request_passes = 0
+        self._passes = self._request_passes = self._read_tokens = 0
+        self._read_seconds = 0.0
         self._states: dict[str, _State] = {}
         self._by_sources: dict[tuple[str, ...] | None, list[int]] = {}
 
@@ -158,11 +172,14 @@ class SsmDrafter:
         """
         if seeds is None:
             seeds = [TokenTree.root(request.tokens[-1]) for request in requests]
-        self._passes = self._request_passes = 0
+        self._passes = self._request_passes = self._read_tokens = 0
+        self._read_seconds = 0.0
         drafting = [p.levels > 0 and bool(self._allowed(r)) for r, p in zip(requests, plans, strict=True)]
-        asked = [i for i, plan in enumerate(plans) if plan.adaptive and drafting[i]]
-        if asked and not rule.worth_a_level(np.array([_open_mass(seeds[i]) for i in asked]), None):
-            drafting = [drafts and not plan.adaptive for drafts, plan in zip(drafting, plans, strict=True)]
+        asked = np.array([i for i, plan in enumerate(plans) if plan.adaptive and drafting[i]], dtype=np.int64)
+        if len(asked):
+            grows = rule.worth_a_level(asked, np.array([_open_mass(seeds[i]) for i in asked]), None)
+            for i in asked[~grows]:
+                drafting[i] = False
         if not any(drafting):
             self.drafted = Drafted(0, 0)
             return list(seeds)
@@ -185,7 +202,9 @@ class SsmDrafter:
             score = self._score if forest.depth else self._score_roots
             scored = score(requests, states, forest)
             forest.extend(self._candidates(requests, states, forest, scored))
-        self.drafted = Drafted(forest.depth, self._passes, self._request_passes)
+        self.drafted = Drafted(
+            forest.depth, self._passes, self._request_passes, self._read_tokens, self._read_seconds
+        )  # fmt: skip
         trees = []
         for state, drafts, (tree, slot_of_node) in zip(states, drafting, forest.finish(self.names), strict=True):
             state.slot_of_node = slot_of_node if drafts else None
@@ -200,8 +219,10 @@ class SsmDrafter:
         growing = growing[adaptive[growing]]
         opened = forest.open_mass()
         reached = forest.level_mass(rule.least_value)[growing] / np.maximum(before[growing], 1e-9)
-        if len(growing) and not rule.worth_a_level(opened[growing], reached):
-            forest.stop(adaptive)
+        if len(growing):
+            stops = np.zeros(len(adaptive), dtype=bool)
+            stops[growing] = ~rule.worth_a_level(growing, opened[growing], reached)
+            forest.stop(stops)
         return opened
 
     def prefill(self, requests: Sequence[Request]) -> None:
@@ -232,6 +253,11 @@ class SsmDrafter:
     def assume_context(self, request: Request) -> None:
         """Take the K/V of all committed positions as computed: measuring repeats a round without committing it."""
         self._state(request).valid[:] = request.context_len
+
+    def unread(self, request: Request) -> int:
+        """Committed tokens that SSMs must read before they can draft, summed over the SSMs; 0 where they keep up."""
+        valid, allowed = self._state(request).valid, self._allowed(request)
+        return sum(max(request.context_len - int(valid[ssm]) - REST, 0) for ssm in allowed)
 
     def weights(self, request: Request) -> dict[str, float]:
         """How far each SSM is trusted with a running request, by name; sum 1."""
@@ -281,6 +307,7 @@ class SsmDrafter:
 
     def _read(self, ssm: int, requests: Sequence[Request]) -> None:
         """Bring an SSM to the committed positions of these requests, and score it on the tokens it reads."""
+        began = time.perf_counter()
         while behind := [r for r in requests if self._state(r).valid[ssm] < r.context_len]:
             starts = [int(self._state(r).valid[ssm]) for r in behind]
             stops = [min(start + CATCH_UP, r.context_len) for start, r in zip(starts, behind, strict=True)]
@@ -299,6 +326,8 @@ class SsmDrafter:
                 seen = probs[np.arange(first, first + count), following]
                 state.trust.observe(ssm, stop - count + 1, seen)
                 first += count
+            self._read_tokens += len(tokens)
+        self._read_seconds += time.perf_counter() - began
 
     def _score_roots(self, requests: Sequence[Request], states: Sequence[_State], forest: Forest) -> list[_Scored]:
         """Each SSM's probabilities after the roots, having caught up on committed tokens."""
@@ -324,6 +353,7 @@ class SsmDrafter:
             last = np.cumsum([chain.num_rows for chain in chains]) - 1
             scored = last if len(self.models) == 1 else np.arange(len(tokens))
             probs = self._forward(ssm, chains, tokens, scored, layouts, (tuple(own), tuple(starts)))
+            self._passes, self._request_passes = self._passes + 1, self._request_passes + len(own)
             if len(self.models) > 1:
                 for (request, state), start, end in zip(served, starts, last, strict=True):
                     read = probs[end - request.context_len + start : end].numpy()
@@ -368,6 +398,7 @@ class SsmDrafter:
             everything = np.arange(len(index))
             served = [rows[owner] for owner in own]
             probs = self._forward(ssm, served, at.tokens[index], everything, layouts, tuple(own))
+            self._passes, self._request_passes = self._passes + 1, self._request_passes + len(own)
             first = 0
             for owner, each in zip(own, served, strict=True):
                 states[owner].probs[-1][ssm] = probs[first : first + each.num_rows].numpy()
@@ -426,8 +457,6 @@ class SsmDrafter:
 
         SSMs of one shape share a plan where `key` says that their rows are the same: it takes a tenth of their pass.
         """
-        self._passes += 1
-        self._request_passes += len(rows)
         model, pool = self.models[ssm], self.cache.pools[1 + ssm]
         if (model.plan_key, key) not in layouts:
             layouts[model.plan_key, key] = model.plan(rows, pool)

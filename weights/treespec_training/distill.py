@@ -14,8 +14,10 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
+from treespec.runner import Runner
+from treespec_kernels.tree_batch import RequestRows
 from treespec_training.data import Mixture
 from treespec_training.files import replacing, write_json
 from treespec_training.models import logits_of
@@ -82,42 +84,59 @@ def text_lessons(target: LlamaForCausalLM, windows: Tensor, kinds: np.ndarray) -
 
 @torch.inference_mode()
 def continuation_lessons(
-    target: LlamaForCausalLM, prompts: Tensor, kinds: np.ndarray, length: int, generator: torch.Generator
+    teacher: Runner, prompts: Tensor, kinds: np.ndarray, length: int, generator: torch.Generator
 ) -> Lessons:
     """Continue prompts, the first half greedily, the second half at temperature 0.7.
 
     Args:
-        target: in evaluation mode.
+        teacher: runs the target; its cache has room for all of them at once.
         prompts: int64 [count, prompt length].
         kinds: [count], of the prompts.
         length: tokens of each result, prompt included.
         generator: the noise, on the model's device.
     """
-    greedy_rows = len(prompts) // 2
-    cache = DynamicCache()
-    tokens, inputs = prompts, prompts
+    target, cache, greedy_rows = teacher.target, teacher.cache, len(prompts) // 2
+    names = [f"lesson {row}" for row in range(len(prompts))]
+    pages = [cache.reserve(name, length) for name in names]
+    tokens = inputs = prompts
     tops = []
     while tokens.shape[1] < length:
-        logits = target(input_ids=inputs, past_key_values=cache, use_cache=True).logits
+        past = tokens.shape[1] - inputs.shape[1]
+        rows = [RequestRows.chain(past, inputs.shape[1], own) for own in pages]
+        hidden = target.forward(inputs.flatten(), target.plan(rows, cache.pools[0]), cache.pools[0])
+        logits = target.logits(hidden[: inputs.numel()]).unflatten(0, inputs.shape)
         tops.append(_top(logits))
-        last = logits[:, -1].float()
-        inputs = last.argmax(-1, keepdim=True)
-        probs = (last[greedy_rows:] / TEMPERATURE).softmax(-1)
+        inputs = tops[-1][0][:, -1:, 0].clone()
+        probs = (logits[greedy_rows:, -1].float() / TEMPERATURE).softmax(-1)
         inputs[greedy_rows:] = torch.multinomial(probs, 1, generator=generator)
         tokens = torch.cat([tokens, inputs], 1)
+    for name in names:
+        cache.release(name)
     return _lessons(tokens, tops, kinds)
 
 
 def make_lessons(
-    target: LlamaForCausalLM, text: Mixture, folder: Path, budget: Budget, batch: int, pause: PauseRequest
+    target: LlamaForCausalLM,
+    teacher: Runner,
+    text: Mixture,
+    folder: Path,
+    budget: Budget,
+    batch: int,
+    pause: PauseRequest,
 ) -> Progress:
     """Fill `folder` with shards `text-*.npz` and `continued-*.npz` until the budget is spent; resumes by shard.
+
+    Args:
+        target, teacher: the same model, to read whole windows and to continue them.
+        text: where the windows come from.
+        folder, budget, pause: as said.
+        batch: lessons of a shard.
 
     Raises:
         Paused: a signal came between two shards.
     """
     device = next(target.parameters()).device
-    teacher = target.to(torch.bfloat16).eval()
+    reader = target.to(torch.bfloat16).eval()
     state_file = folder / "progress.json"
     progress = Progress(**json.loads(state_file.read_text())) if state_file.exists() else Progress()
     log = ProgressLog("lessons", progress)
@@ -128,7 +147,7 @@ def make_lessons(
         cut, kinds = text.windows(FIRST_WINDOW + shard, batch, LENGTH)
         windows = torch.from_numpy(cut).to(device)
         if done < TEXT_SHARE:
-            text_lessons(teacher, windows, kinds).save(folder / f"text-{shard:04}.npz")
+            text_lessons(reader, windows, kinds).save(folder / f"text-{shard:04}.npz")
         else:
             rng = np.random.default_rng((text.seed, 1, shard))
             generator = torch.Generator(device).manual_seed(int(rng.integers(2**62)))

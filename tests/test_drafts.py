@@ -96,10 +96,10 @@ def test_a_pause_is_caught_up() -> None:
     plans = llm.engine.planner.draft_plans
     calls = 0
 
-    def paused(requests: list[object], max_model_len: int) -> list[object]:
+    def paused(requests: list[object], *others: object) -> list[object]:
         nonlocal calls
         calls += 1
-        result = plans(requests, max_model_len)
+        result = plans(requests, *others)
         return [type(plan)(0, 0, 1) for plan in result] if 3 < calls < 9 else result
 
     with watch(llm.engine) as rounds, mock.patch.object(llm.engine.planner, "draft_plans", paused):

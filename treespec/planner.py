@@ -4,6 +4,9 @@ A drafted node's value is the product of edge probabilities on its path, the cha
 candidates sorted by value, the planner takes the prefix of N of them with the largest (sum of values) - rate * verify
 time(N), over all requests of the batch at once, where `rate` is what rounds bring in tokens per second; that maximises
 tokens per second over many rounds. So trees shrink by themselves as the batch grows, down to nothing.
+
+Times are a measured curve's, corrected by what rounds really take; what gains nothing rests. A rest is decided by
+modelled seconds and counted tokens, so a disturbance of one round decides nothing.
 """
 
 from collections.abc import Sequence
@@ -19,6 +22,7 @@ from treespec.tree import TokenTree
 
 PAUSE = 64  # rounds of rest after speculation was seen to cost more than it saves
 LONGEST_PAUSE = 1024  # each pause in a row doubles
+# What speculation may lose before it rests, in rounds of plain decoding: at first, after a rest, and at most.
 _CREDIT, _SECOND_CREDIT, _LARGEST_CREDIT = 3.0, 1.0, 5.0
 _MARGIN = 0.04  # gain that counts as none: about the error of modelled seconds
 _MEMORY = 0.03  # weight of the newest round in the running mean
@@ -204,7 +208,9 @@ class Planner:
             unread: tokens that SSMs would have to read first, summed over the SSMs, by request; None: nothing.
             others_wait: whether a request that ends makes room for another.
         """
-        self._requests, self._drafted = len(requests), Drafted(0, 0)
+        self._requests, self._drafted, self._asks_free = len(requests), Drafted(0, 0), False
+        if all(request.spec.is_plain for request in requests):
+            return [DraftPlan(0, 0, 1)] * len(requests)
         outlook = self._outlook
         self._worth = np.ones(len(requests)) if others_wait else self._worth_of_tokens(requests)
         for hope in (outlook.ssms, outlook.free):

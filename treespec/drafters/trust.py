@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 WINDOW = 64  # verified tokens that count at most
-FADING = 0.94  # of a token's weight with each token after it
-WORST = -4.0  # log-probability below which a miss counts no worse: one odd token must not decide
+FADING = 0.96  # of a token's weight with each token after it
+WORST = -6.0  # log-probability below which a miss counts no worse: one odd token must not decide
 LEAST = 0.02  # weight that every SSM keeps, so that it comes back as soon as the text is its own again
 
 

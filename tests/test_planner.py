@@ -144,8 +144,8 @@ def test_a_long_prompt_is_not_read_for_a_few_tokens() -> None:
     planner = Planner(dataclasses.replace(COST, read_seconds=1e-5))
     few, many = request_of(), Request([1, 2, 3], SamplingParams(max_tokens=5000), AUTO)
     few.max_tokens = 8
-    assert [plan.levels > 0 for plan in planner.draft_plans([few, many], 9000, [3000, 3000])] == [False, True]
-    assert [plan.levels > 0 for plan in planner.draft_plans([few, many], 9000, [0, 0])] == [True, True]
+    assert [plan.levels > 0 for plan in planner.draft_plans([few, many], 9000, lambda _: 3000)] == [False, True]
+    assert [plan.levels > 0 for plan in planner.draft_plans([few, many], 9000, lambda _: 0)] == [True, True]
 
 
 def test_dear_ssms_need_trust() -> None:

@@ -103,9 +103,7 @@ class Engine:
         self._clock = _Clock(time.perf_counter())
         if not requests:
             return []
-        unread = None
-        if self.ssms is not None:
-            unread = [self.ssms.unread(request) if request.spec.is_adaptive else 0 for request in requests]
+        unread = self.ssms.unread if self.ssms is not None else None
         plans = self.planner.draft_plans(requests, self.max_model_len, unread, bool(self.scheduler.waiting))
         roots = [TokenTree.root(request.tokens[-1]) for request in requests]
         if not any(plan.max_depth or plan.levels for plan in plans):

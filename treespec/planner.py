@@ -9,7 +9,7 @@ Times are a measured curve's, corrected by what rounds really take; what gains n
 modelled seconds and counted tokens, so a disturbance of one round decides nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -197,7 +197,7 @@ class Planner:
         self,
         requests: Sequence[Request],
         max_model_len: int,
-        unread: Sequence[int] | None = None,
+        unread: Callable[[Request], int] | None = None,
         others_wait: bool = False,
     ) -> list[DraftPlan]:
         """What to draft for each request; depth 0 where nothing is worth drafting.
@@ -205,16 +205,18 @@ class Planner:
         Args:
             requests: of this round.
             max_model_len: positions of the longest request.
-            unread: tokens that SSMs would have to read first, summed over the SSMs, by request; None: nothing.
+            unread: tokens that SSMs would have to read first, summed over the SSMs; None: nothing.
             others_wait: whether a request that ends makes room for another.
         """
         self._requests, self._drafted, self._asks_free = len(requests), Drafted(0, 0), False
         if all(request.spec.is_plain for request in requests):
             return [DraftPlan(0, 0, 1)] * len(requests)
         outlook = self._outlook
-        self._worth = np.ones(len(requests)) if others_wait else self._worth_of_tokens(requests)
         for hope in (outlook.ssms, outlook.free):
             hope.resting = max(hope.resting - 1, 0)
+        if outlook.free.resting and not self._may_draft() and all(request.spec.is_adaptive for request in requests):
+            return [DraftPlan(0, 0, 1)] * len(requests)  # a round as short as plain decoding's
+        self._worth = np.ones(len(requests)) if others_wait else self._worth_of_tokens(requests)
         # Before other sources have spoken: where SSMs are not worth a level now, they will not be later.
         drafts = self.worth_a_level(np.arange(len(requests)), np.ones(len(requests)), None).tolist()
         price = self._price_of_an_ssm()
@@ -230,9 +232,11 @@ class Planner:
             if adaptive and outlook.free.resting:
                 depth = 0
             if adaptive and levels:
-                reading = unread[i] * self.cost.read_seconds * self._read_scale if unread is not None else 0.0
-                if outlook.ssms.resting or not drafts[i] or reading > self._saving(request):
+                if outlook.ssms.resting or not drafts[i]:
                     levels = 0
+                elif unread is not None:
+                    reading = unread(request) * self.cost.read_seconds * self._read_scale
+                    levels = levels if reading <= self._saving(request) else 0
             least_trust = price if adaptive else 0.0
             plans.append(
                 DraftPlan(depth, levels, spec.max_nodes, spec.branching, adaptive, least_trust, spec.max_ssms)
@@ -244,6 +248,14 @@ class Planner:
     def rate(self) -> float:
         """Tokens that a second is worth in this batch."""
         return max(self._outlook.gain, 1.0) * float(self._worth.sum()) / self._plain_seconds
+
+    def _may_draft(self) -> bool:
+        """Whether a level of SSMs could pay at all: as `worth_a_level`, were all mass open and every request's level as
+        cheap as one's."""
+        outlook = self._outlook
+        promised = self._truth[True] * self._reach * self._plain_seconds
+        level = self.cost.draft(1, self._passes_per_level, self._passes_per_level) * outlook.draft_scale
+        return not outlook.ssms.resting and promised > max(outlook.gain, 1.0) * level
 
     def _worth_of_tokens(self, requests: Sequence[Request]) -> np.ndarray:
         """What a token is worth to each request of a batch that ends with its last one; float64 [num requests].

@@ -20,10 +20,10 @@ from treespec.drafters.ssm import Drafted, DraftPlan
 from treespec.request import Request
 from treespec.tree import TokenTree
 
-PAUSE = 64  # rounds of rest after speculation was seen to cost more than it saves
+PAUSE = 128  # rounds of rest after speculation was seen to cost more than it saves
 LONGEST_PAUSE = 1024  # each pause in a row doubles
 # What speculation may lose before it rests, in rounds of plain decoding: at first, after a rest, and at most.
-_CREDIT, _SECOND_CREDIT, _LARGEST_CREDIT = 3.0, 1.0, 5.0
+_CREDIT, _SECOND_CREDIT, _LARGEST_CREDIT = 2.0, 1.0, 4.0
 _MARGIN = 0.04  # gain that counts as none: about the error of modelled seconds
 _MEMORY = 0.03  # weight of the newest round in the running mean
 _USUAL_REACH = 0.7  # what a first level is assumed to hold before one was tried
@@ -129,10 +129,11 @@ class _Hope:
         self._credit = _CREDIT  # what it may still lose, in rounds of plain decoding
         self._pause = PAUSE
 
-    def observe(self, gain: float, rounds: float) -> None:
-        """Learn from a round that was decoded this way and took as long as `rounds` of plain decoding."""
+    def observe(self, gain: float, rounds: float, paid: float = 0.0) -> None:
+        """Learn from a round that was decoded this way and took as long as `rounds` of plain decoding; `paid`: rounds
+        that were spent once, for many to come."""
         self.gain += _MEMORY * (gain - self.gain)
-        self._credit += (gain - 1 - _MARGIN) * rounds
+        self._credit += (gain - 1 - _MARGIN) * rounds - paid
         if self._credit < 0:
             self.resting, self._credit, self.gain = self._pause, _SECOND_CREDIT, max(self.gain, _SECOND_HOPE)
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
@@ -399,7 +400,9 @@ class Planner:
             error = (sum(emitted) - count - truth * promised) / count
             self._truth[drafted.levels > 0] = min(max(truth + _TRUTH_MEMORY * error, 0.1), 1.2)
         if drafted.levels:
-            outlook.ssms.observe(gain, rounds)
+            # A request that reads its prompt for itself earns it back; in a batch all wait for it.
+            read = drafted.read_tokens * self.cost.read_seconds * self._read_scale if count > 1 else 0.0
+            outlook.ssms.observe(gain, rounds, read / self._plain_seconds)
             self._passes_per_level += _MEMORY * (drafted.passes / drafted.levels - self._passes_per_level)
         else:
             outlook.free.observe(gain, rounds)

@@ -274,7 +274,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ssm-minutes", type=float, default=18, help="training time of each draft")
     parser.add_argument("--batch-tokens", type=int, default=4096, help="tokens of one step of the target")
     parser.add_argument("--max-steps", type=int, help="steps per stage instead of minutes")
-    parser.add_argument("--hit-weight", type=float, default=0.3, help="boost-tuning: weight where earlier drafts hit")
+    parser.add_argument("--hit-weight", type=float, default=1.0, help="boost-tuning: weight where earlier drafts hit")
     parser.add_argument("--kinds", nargs="+", choices=data.KINDS, default=list(data.KINDS), help="kinds of text")
     parser.add_argument("--held-out", nargs="+", default=list(data.HELD_OUT), help="packages never trained on")
     parser.add_argument("--package-cap", type=int, default=8_000_000, help="most characters of a package and kind")

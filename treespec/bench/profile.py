@@ -1,6 +1,7 @@
 """Where the time of a round goes, and what was accepted, seen from outside the engine.
 
-`profiled` replaces bound methods of an engine by timed ones and puts everything back: the engine holds no timing code.
+`profiled` replaces bound methods of an engine by timed ones and puts everything back: the engine itself measures no
+more than its planner needs.
 """
 
 import time

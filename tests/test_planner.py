@@ -140,6 +140,15 @@ def test_what_loses_rests_for_longer_and_longer(drafts: bool) -> None:
     assert rests[:2] == [127, 255] and sum(asked) < 120
 
 
+def test_a_request_that_failed_does_not_count() -> None:
+    """The target computed NaN for one of three: the round is learned from the two others."""
+    planner, requests = Planner(COST), [request_of() for _ in range(3)]
+    planner.draft_plans(requests, 256)
+    trees = planner.cut(requests, [tree_of(3, {(5,): 0.9})] * 3, Drafted(1, 1, 3))
+    planner.observe(requests[1:], trees[1:], [4, 4], RoundSeconds(1e-3, 0.0, 1e-3, 1e-4))
+    assert planner._outlook.gain > 1.2
+
+
 def test_a_long_prompt_is_not_read_for_a_few_tokens() -> None:
     planner = Planner(dataclasses.replace(COST, read_seconds=1e-5))
     few, many = request_of(), Request([1, 2, 3], SamplingParams(max_tokens=5000), AUTO)

@@ -190,7 +190,8 @@ class Planner:
         self._truth = {False: 1.0, True: 1.0}
         self._passes_per_level = 1.0  # running mean of rounds with drafting
         self._read_scale = 1.0  # measured over modelled seconds
-        self._worth = np.ones(1)  # of a token, by request
+        self._batch: Sequence[Request] = ()
+        self._worth = np.ones(1)  # of a token, by request of the batch
         self._requests, self._drafted, self._reach_learned = 1, Drafted(0, 0), False
         self._asks_free = False  # whether sources that cost no pass are asked in this round
 
@@ -217,6 +218,7 @@ class Planner:
             hope.resting = max(hope.resting - 1, 0)
         if outlook.free.resting and not self._may_draft() and all(request.spec.is_adaptive for request in requests):
             return [DraftPlan(0, 0, 1)] * len(requests)  # a round as short as plain decoding's
+        self._batch = requests
         self._worth = np.ones(len(requests)) if others_wait else self._worth_of_tokens(requests)
         # Before other sources have spoken: where SSMs are not worth a level now, they will not be later.
         drafts = self.worth_a_level(np.arange(len(requests)), np.ones(len(requests)), None).tolist()
@@ -392,7 +394,8 @@ class Planner:
             return
         spent = verify_seconds + modelled * outlook.draft_scale + count * outlook.host_seconds(True)
         rounds = spent / self._plain_seconds
-        gain = float(self._worth @ emitted / self._worth.sum()) / rounds
+        places = {request: place for place, request in enumerate(self._batch)}  # some may have failed since
+        gain = float(np.average(emitted, weights=self._worth[[places[request] for request in requests]])) / rounds
         outlook.gain += _MEMORY * (gain - outlook.gain)
         if rows > count:
             promised = sum(float(tree.values[1:].sum()) for tree in trees)

@@ -15,12 +15,18 @@ class Draws:
         parents, children: int64 [num_draws], node indices.
         sources: int64 [num_draws], indices into the tree's `source_names`.
         probs: float64 [num_draws], q of the source for the child; 1 for a deterministic source.
+        rows: int64 [num_draws], which of the tree's `draft_probs` a token was drawn from at random, -1 where it was
+            chosen without chance; None where all were.
+        excluded: by draw, the tokens that could not come up: the draw's law is its row without them, renormalised;
+            None where nothing was excluded.
     """
 
     parents: np.ndarray
     children: np.ndarray
     sources: np.ndarray
     probs: np.ndarray
+    rows: np.ndarray | None = None
+    excluded: tuple[tuple[int, ...], ...] | None = None
 
     @classmethod
     def none(cls) -> "Draws":
@@ -40,6 +46,7 @@ class TokenTree:
             root's is 1); a mixture where several sources speak.
         draws: who proposed which child.
         source_names: names for `draws.sources`.
+        draft_probs: the laws that `draws.rows` names, float [vocab] each, sum 1.
     """
 
     tokens: np.ndarray
@@ -48,6 +55,7 @@ class TokenTree:
     probs: np.ndarray
     draws: Draws
     source_names: tuple[str, ...]
+    draft_probs: tuple[np.ndarray, ...] = ()
 
     @classmethod
     def root(cls, token: int) -> "TokenTree":
@@ -85,7 +93,11 @@ class TokenTree:
         return np.flatnonzero(self.visible[node])
 
     def keep(self, nodes: np.ndarray) -> "TokenTree":
-        """The tree of the given nodes (ascending, root and all ancestors among them), renumbered."""
+        """The tree of the given nodes (ascending, root and all ancestors among them), renumbered.
+
+        Of a tree with random draws none may be left out: what is kept would no longer follow the draws' laws.
+        """
+        assert self.draws.rows is None or len(nodes) == len(self), "a random draw was removed"
         new_index = np.full(len(self), -1, dtype=np.int64)
         new_index[nodes] = np.arange(len(nodes))
         kept = new_index[self.draws.children] >= 0
@@ -116,6 +128,13 @@ class TokenTree:
             return "draws must have one parent, child, source and prob each"
         if set(draws.children.tolist()) != set(below.tolist()) or (self.parents[draws.children] != draws.parents).any():
             return "every node below the root needs a draw from its parent"
+        if draws.rows is not None:
+            if len(draws.rows) != len(draws.parents) or (
+                draws.excluded is not None and len(draws.excluded) != len(draws.parents)
+            ):
+                return "rows and excluded must have one entry for each draw"
+            if len(draws.rows) and not -1 <= draws.rows.min() <= draws.rows.max() < len(self.draft_probs):
+                return "a draw's row must be an index into draft_probs, or -1"
         if len(draws.sources) and not 0 <= draws.sources.min() <= draws.sources.max() < len(self.source_names):
             return "a draw's source must be an index into source_names"
         return None
@@ -159,6 +178,7 @@ def merge(trees: Sequence[TokenTree]) -> TokenTree:
     index = {path: i for i, path in enumerate(ordered)}
     children = np.array([index[path_of[i][c]] for i, tree in enumerate(trees) for c in tree.draws.children], np.int64)
     parents = np.array([-1] + [index[path[:-1]] for path in ordered[1:]], dtype=np.int64)
+    rows, excluded = _merge_laws(trees)
     return TokenTree(
         tokens=np.array([roots.pop()] + [path[-1] for path in ordered[1:]], dtype=np.int64),
         parents=parents,
@@ -169,6 +189,22 @@ def merge(trees: Sequence[TokenTree]) -> TokenTree:
             children,
             np.array([names.index(tree.source_names[s]) for tree in trees for s in tree.draws.sources], np.int64),
             np.concatenate([tree.draws.probs for tree in trees]),
+            rows,
+            excluded,
         ),
         source_names=names,
+        draft_probs=tuple(law for tree in trees for law in tree.draft_probs),
     )
+
+
+def _merge_laws(trees: Sequence[TokenTree]) -> tuple[np.ndarray | None, tuple[tuple[int, ...], ...] | None]:
+    """`rows` and `excluded` of the trees' draws, side by side."""
+    if all(tree.draws.rows is None for tree in trees):
+        return None, None
+    rows, excluded, first = [], [], 0
+    for tree in trees:
+        count, own = len(tree.draws.parents), tree.draws.rows
+        rows.append(np.full(count, -1) if own is None else np.where(own >= 0, own + first, -1))
+        excluded += [()] * count if tree.draws.excluded is None else tree.draws.excluded
+        first += len(tree.draft_probs)
+    return np.concatenate(rows), tuple(excluded)

@@ -69,7 +69,7 @@ def scripted(llm: LLM, sequences: Sequence[Sequence[int]], depth: int = 8) -> It
             for node, (token, parent) in enumerate(zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)):
                 prefixes.append((*(prefixes[parent] if node else request.tokens[:-1]), token))
             said = [continuation.get(prefix, 1 + (prefix[-1] * 7 + len(prefix)) % (VOCAB - 1)) for prefix in prefixes]
-            results.append(Choices(np.array(said), choices.finite))
+            results.append(choices._replace(tokens=np.array(said)))
         return results
 
     oracle = OracleDrafter(sequences, depth)

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 from tests.models import VOCAB, greedy, make_llama, open_llm, random_prompts
 from treespec import LLM, SpecConfig
 from treespec.config import ModelConfig
-from treespec.request import Request, SamplingParams
+from treespec.params import SamplingParams
+from treespec.request import Request
 from treespec.tree import TokenTree
 from treespec_kernels.testing import assert_close
 

@@ -7,7 +7,8 @@ from tests.exactness import differences, run
 from tests.models import greedy, random_prompts, tiny_llm
 from treespec import SpecConfig
 from treespec.drafters.lookup import MATCHES, MAX_MATCH, PLACES, LookupDrafter, find_matches
-from treespec.request import Request, SamplingParams
+from treespec.params import SamplingParams
+from treespec.request import Request
 from treespec.tree import TokenTree
 
 LOOKUP = SpecConfig(nodes=16, sources=("lookup",))

@@ -11,8 +11,9 @@ from tests.models import greedy, make_draft, new_folder, open_llm, random_prompt
 from treespec import LLM, SpecConfig
 from treespec.drafters.ssm import Drafted
 from treespec.observe import watch
+from treespec.params import SamplingParams
 from treespec.planner import CostCurve, Planner, RoundSeconds
-from treespec.request import Request, SamplingParams
+from treespec.request import Request
 from treespec.tree import TokenTree
 
 COST = CostCurve((1, 16, 64), (1e-3, 1.3e-3, 3e-3), draft_seconds=2e-4, request_seconds=1e-4, ssm_seconds=1e-4)

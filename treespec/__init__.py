@@ -8,12 +8,13 @@ __all__ = ["LLM", "RequestOutput", "SamplingParams", "SpecConfig", "__version__"
 if TYPE_CHECKING:
     from treespec.config import SpecConfig
     from treespec.llm import LLM
-    from treespec.request import RequestOutput, SamplingParams
+    from treespec.params import SamplingParams
+    from treespec.request import RequestOutput
 
 _HOME = {
     "LLM": "treespec.llm",
     "RequestOutput": "treespec.request",
-    "SamplingParams": "treespec.request",
+    "SamplingParams": "treespec.params",
     "SpecConfig": "treespec.config",
 }
 

@@ -14,12 +14,13 @@ from treespec_weights.rules import FamilyRules, ModelShape, family_of, read_conf
 
 POLICIES = ("auto", "static", "dynamic", "sequoia")
 VERIFICATIONS = ("coupled", "naive", "rejection", "traversal")
+RANDOM_DRAWS = ("rejection", "traversal")  # rules that hold for children drawn at random from a draft's law
+DRAWS = ("cross-source", "without-replacement", "with-replacement")
 SOURCES = ("ssm", "lookup", "suffix", "medusa", "eagle", "mlp")
 MAX_NODES = 1024
 AUTO_NODES = 32  # the largest automatic tree
 
 _PENDING_POLICIES = ("sequoia",)
-_PENDING_VERIFICATIONS = ("rejection", "traversal")
 _PENDING_SOURCES = ("suffix", "medusa", "eagle", "mlp")
 
 
@@ -38,9 +39,15 @@ class SpecConfig:
             the drafts have so many proposals within `max_depth`; 0 and 1 mean plain decoding.
         max_depth: the deepest level that is drafted.
         policy: "dynamic" grows the nodes with the largest probability, "static" gives every node of depth d the
-            `branching[d]` likeliest children, "auto" is "dynamic", or "static" where `branching` is given.
+            `branching[d]` likeliest children, "auto" is "static" where `branching` is given, and else "dynamic", or, for
+            rules that need every drawn token, as many draws at each node as its probability is worth.
         branching: children per node by depth, for "static".
-        verification: "coupled" or "naive"; greedily both are the walk along the target's argmax.
+        verification: how a sampled token is accepted; greedily all are the walk along the target's argmax. "coupled":
+            drafts guess the target's choice with the target's own noise; "naive": without it. Both emit the very tokens
+            of plain decoding with the same seed. "rejection" (SpecInfer, arXiv 2305.09781) and "traversal" (arXiv
+            2505.12398) draw children at random and keep the distribution, not the tokens. See `treespec.verify`.
+        draws: of "rejection" and "traversal". "cross-source": no token twice below one node, whichever SSM draws;
+            "without-replacement": no SSM draws one twice; "with-replacement": independent draws.
         sources: who drafts: "ssm" for all SSMs, an SSM's own name for it alone, "lookup" for what followed the same
             tokens before; None = all at hand, () = none. `Drafter` objects given to `LLM` always do, unless it is ().
         max_ssms: the most SSMs that draft in one round, those that the request's text speaks for; None = all, or, with
@@ -55,6 +62,7 @@ class SpecConfig:
     policy: str
     branching: tuple[int, ...] | None
     verification: str
+    draws: str
     sources: tuple[str, ...] | None
     max_ssms: int | None
 
@@ -66,13 +74,14 @@ class SpecConfig:
         policy: str = "auto",
         branching: Sequence[int] | None = None,
         verification: str = "coupled",
+        draws: str = "cross-source",
         sources: Sequence[str] | None = None,
         max_ssms: int | None = None,
         **unknown: Any,
     ) -> None:
         names = [field.name for field in fields(SpecConfig)]
         reject_unknown("SpecConfig", unknown, names)
-        given = (nodes, max_depth, policy, branching, verification, sources, max_ssms)
+        given = (nodes, max_depth, policy, branching, verification, draws, sources, max_ssms)
         for name, value in zip(names, given, strict=True):
             object.__setattr__(self, name, tuple(value) if isinstance(value, list) else value)
         self._check()
@@ -87,8 +96,17 @@ class SpecConfig:
         reject_unknown("SpecConfig verification", [self.verification], VERIFICATIONS)
         if self.policy in _PENDING_POLICIES:
             raise not_yet("policy", self.policy, '"auto", "static", "dynamic"')
-        if self.verification in _PENDING_VERIFICATIONS:
-            raise not_yet("verification", self.verification, '"coupled", "naive"')
+        reject_unknown("SpecConfig draws", [self.draws], DRAWS)
+        if self.verification in RANDOM_DRAWS and self.policy == "dynamic":
+            raise ConfigError(
+                f'policy="dynamic" keeps the likeliest of the drawn tokens, and verification={self.verification!r} '
+                'needs every one of them; use policy="auto" or "static", or verification="coupled" or "naive"'
+            )
+        if self.verification not in RANDOM_DRAWS and self.draws != DRAWS[0]:
+            raise ConfigError(
+                f'draws={self.draws!r} goes with verification="rejection" or "traversal"; {self.verification!r} draws '
+                "nothing at random"
+            )
         self._check_branching()
         if self.sources is not None:
             if not isinstance(self.sources, tuple) or not all(isinstance(source, str) for source in self.sources):

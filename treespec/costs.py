@@ -15,8 +15,9 @@ from treespec.cache import pages_for
 from treespec.config import SpecConfig
 from treespec.drafters.ssm import DraftPlan, SsmDrafter
 from treespec.errors import ConfigError
+from treespec.params import SamplingParams
 from treespec.planner import CostCurve, Planner
-from treespec.request import Request, SamplingParams
+from treespec.request import Request
 from treespec.runner import Runner
 from treespec_kernels.tree_batch import PAGE_SIZE, RequestRows
 

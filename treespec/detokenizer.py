@@ -29,9 +29,11 @@ class Detokenizer:
         self.text = ""
         self.stopped_by: str | None = None
         self._released = 0
+        self._may_stop = True
 
-    def push(self, token: int) -> bool:
-        """Add a token; True where the text now holds a stop string. `text` then ends there."""
+    def push(self, token: int, may_stop: bool = True) -> bool:
+        """Add a token; True where it brought a stop string, and `may_stop`. `text` then ends there."""
+        self._may_stop = may_stop
         self._extend([token])
         return self.stopped_by is not None
 
@@ -75,7 +77,7 @@ class Detokenizer:
         searched = len(self.text)
         self.text += piece
         found = []
-        for stop in self._stop:
+        for stop in self._stop if self._may_stop else ():
             at = self.text.find(stop, max(searched - len(stop) + 1, 0))
             if at >= 0:
                 found.append((at, -len(stop), stop))

@@ -12,21 +12,30 @@ from treespec.cache import KVCache
 from treespec.drafters.base import Drafter, check_proposal
 from treespec.drafters.lookup import LookupDrafter
 from treespec.drafters.ssm import Drafted, SsmDrafter
+from treespec.errors import RequestError
 from treespec.metrics import Stats
 from treespec.planner import Planner, RoundSeconds
 from treespec.request import FinishReason, Request
-from treespec.runner import Runner
+from treespec.runner import Choices, Runner
+from treespec.sampling import logprobs_of
 from treespec.scheduler import Scheduler
 from treespec.tree import TokenTree, merge
 from treespec.verify import Verified, verify_greedy
 
 
 class Scored(NamedTuple):
-    """A request's tree with the target's greedy choice after each node, int64 [num_nodes]."""
+    """A request's tree and what the target says after each of its nodes."""
 
     request: Request
     tree: TokenTree
-    choices: np.ndarray
+    choices: Choices
+
+
+class Decided(NamedTuple):
+    """A scored tree and what verification made of it."""
+
+    scored: Scored
+    verified: Verified
 
 
 @dataclass
@@ -80,8 +89,8 @@ class Engine:
         self.prefill(batch.prefill, batch.counts)
         trees = self.propose(batch.decode)
         scored = self.forward(batch.decode, trees)
-        verified = [verify_greedy(tree, choices) for _, tree, choices in scored]
-        self.commit(scored, verified)
+        decided = self.verify(scored)
+        self.commit(decided)
         self.update(batch.decode)
         return batch.decode
 
@@ -151,19 +160,32 @@ class Engine:
                 request.target_passes += 1
                 request.nodes_verified += 1
             if choices.finite:
-                scored.append(Scored(request, tree, choices.tokens))
+                scored.append(Scored(request, tree, choices))
             else:
                 self.finish(request, "error", f"the target computed NaN or infinity at position {request.context_len}")
         return scored
 
-    def commit(self, scored: Sequence[Scored], verified: Sequence[Verified]) -> None:
+    def verify(self, scored: Sequence[Scored]) -> list[Decided]:
+        """Which nodes are accepted, by each request's rule. A request that cannot be decided ends here, alone."""
+        decided = []
+        for each in scored:
+            try:
+                decided.append(Decided(each, _verify(*each)))
+            except RequestError as error:
+                self.finish(each.request, "error", str(error))
+        return decided
+
+    def commit(self, decided: Sequence[Decided]) -> None:
         """Emit what was verified, up to a stop, and compact every cache to it."""
-        requests, paths, emitted = [s.request for s in scored], [], []
-        for (request, tree, _), (path, bonus) in zip(scored, verified, strict=True):
+        requests, paths, emitted = [each.scored.request for each in decided], [], []
+        for (request, tree, choices), (path, bonus) in decided:
             tokens = request.accept([*tree.tokens[path[1:]].tolist(), bonus])
             emitted.append(tokens)
             paths.append(path[: len(tokens)])
             request.count_accepted([tree.sources_of(node) for node in path[1 : 1 + len(tokens)]])
+            if (count := request.params.logprobs) is not None:
+                rows = choices.logits[paths[-1].tolist()]
+                request.logprobs += [logprobs_of(row, token, count) for row, token in zip(rows, tokens, strict=True)]
         self.cache.commit(0, [r.pages for r in requests], [r.context_len for r in requests], paths)
         for drafter, trees in self._proposed:
             own = [_follow(trees[r.request_id], tokens) for r, tokens in zip(requests, emitted, strict=True)]
@@ -173,7 +195,9 @@ class Engine:
             request.context_len += len(tokens)
         drafted = self.ssms.drafted if self.ssms is not None else Drafted(0, 0)
         seconds = self._clock.stop(drafted.read_seconds)
-        self.planner.observe(requests, [s.tree for s in scored], [len(tokens) for tokens in emitted], seconds)
+        self.planner.observe(
+            requests, [each.scored.tree for each in decided], [len(tokens) for tokens in emitted], seconds
+        )
 
     def update(self, requests: Sequence[Request]) -> None:
         """Let go of what has ended."""
@@ -200,6 +224,17 @@ class Engine:
             assert request.needs_prefill or request.context_len == len(request.tokens) - 1, request.request_id
         if self.scheduler.is_idle:
             assert self.cache.num_free == self.cache.num_pages, "an idle engine holds pages"
+
+
+def _verify(request: Request, tree: TokenTree, choices: Choices) -> Verified:
+    """One request's tree by its rule."""
+    sampler = request.sampler
+    if sampler is None:
+        assert choices.tokens is not None
+        return verify_greedy(tree, choices.tokens)
+    if request.draws_at_random and len(tree) > 1:
+        return sampler.verify_drawn(request.spec.verification, tree, choices.logits, request.tokens)
+    return sampler.walk(tree, choices.logits, request.tokens, request.tokens_left)
 
 
 def _follow(tree: TokenTree, tokens: Sequence[int]) -> np.ndarray:

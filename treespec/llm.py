@@ -6,22 +6,19 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from numbers import Integral
 from typing import Any
 
-import numpy as np
 import torch
 
 from treespec.build import Built, build
 from treespec.config import SpecConfig
-from treespec.detokenizer import Detokenizer
 from treespec.errors import ConfigError, RequestError, reject_unknown
-from treespec.request import CompletionOutput, Request, RequestOutput, SamplingParams, StreamChunk
+from treespec.intake import Intake, Prompt, as_list
+from treespec.params import SamplingParams
+from treespec.request import Request, RequestOutput, StreamChunk
 from treespec_kernels.tree_batch import PAGE_SIZE
 
 logger = logging.getLogger("treespec")
-
-Prompt = str | Sequence[int] | dict[str, list[int]]
 
 
 class LLM:
@@ -74,7 +71,11 @@ class LLM:
                 compile,
             )  # fmt: skip
         self.engine, self.config = self._built.engine, self._built.config
-        self._tokenizer = _load_tokenizer(tokenizer, self._built.target.folder)
+        self._tokenizer, target = _load_tokenizer(tokenizer, self._built.target.folder), self._built.target
+        self._intake = Intake(
+            self._tokenizer, target.shape.vocab_size, target.eos_token_ids, self.config.max_model_len,
+            self.engine.runner.target.device,
+        )  # fmt: skip
 
     def generate(
         self,
@@ -93,11 +94,11 @@ class LLM:
             RequestError: no request could be served. Where others of the batch could, the bad ones come back with
                 finish_reason "error" and `error`.
         """
-        entries = self._requests(_as_list(prompts), sampling_params, spec)
-        for _ in self._run([entry for entry in entries if isinstance(entry, Request)]):
+        entries = self._requests(as_list(prompts), sampling_params, spec)
+        for _ in self._run([request for entry in entries if isinstance(entry, list) for request in entry]):
             pass
-        outputs = [self._output(entry) if isinstance(entry, Request) else entry for entry in entries]
-        if outputs and all(output.error for output in outputs):
+        outputs = [self._intake.output(entry) if isinstance(entry, list) else entry for entry in entries]
+        if outputs and all(one.finish_reason == "error" for output in outputs for one in output.outputs):
             raise RequestError(outputs[0].error)
         return outputs
 
@@ -111,27 +112,27 @@ class LLM:
         Raises:
             RequestError: before the first chunk, or where the request fails on the way.
         """
-        request, emitted = self._requests([prompt], sampling_params, spec, stream=True)[0], 0
-        if isinstance(request, RequestOutput):
-            raise RequestError(request.error)
-        for _ in self._run([request]):
-            tokens = request.tokens[request.num_prompt + emitted :]
-            emitted += len(tokens)
+        samples = self._requests([prompt], sampling_params, spec, stream=True)[0]
+        if isinstance(samples, RequestOutput):
+            raise RequestError(samples.error)
+        emitted = [0] * len(samples)
+        for request in self._run(samples):
+            tokens = request.output_token_ids[emitted[request.sample] :]
+            emitted[request.sample] += len(tokens)
             if request.error is not None:
                 raise RequestError(request.error)
             if request.finished and request.detokenizer is not None:
                 request.detokenizer.flush()
             text = request.detokenizer.release(request.finished) if request.detokenizer is not None else None
-            final = self._output(request) if request.finished else None
-            yield StreamChunk(request.request_id, text, tokens, request.finish_reason, final)
+            final = self._intake.output(samples) if all(sample.finished for sample in samples) else None
+            yield StreamChunk(request.output_id, text, tokens, request.finish_reason, final, request.sample)
 
     def abort(self, request_id: str) -> None:
         """End a request and free its slot, wherever it stands. An unknown or finished one is left alone.
 
         Call it between the chunks of a stream, from the thread that reads them: an engine has no lock.
         """
-        request = self.engine.scheduler.find(request_id)
-        if request is not None:
+        for request in self.engine.scheduler.find(request_id):
             self.engine.finish(request, "abort")
 
     def get_tokenizer(self) -> Any:
@@ -203,8 +204,8 @@ class LLM:
 
     def _requests(
         self, prompts: list[Any], params: Any, spec: SpecConfig | str | None, stream: bool = False
-    ) -> list[Request | RequestOutput]:
-        """By prompt: a request, or, where it is bad, its finished output with the error."""
+    ) -> list[list[Request] | RequestOutput]:
+        """By prompt: its samples, or, where it is bad, its finished output with the error."""
         if params is None:
             params = SamplingParams()
         each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
@@ -220,93 +221,9 @@ class LLM:
                 f"a tree of {resolved.max_nodes} nodes, but this engine keeps {self.config.max_tree_slots} slots for "
                 "one; give the larger SpecConfig to LLM"
             )
-        entries: list[Request | RequestOutput] = []
-        for prompt, one in zip(prompts, each, strict=True):
-            text, tokens = prompt if isinstance(prompt, str) else None, []
-            try:
-                tokens = self._encode(prompt)
-                self._check_length(tokens, one)
-            except RequestError as error:
-                logger.warning("prompt %d was refused: %s", len(entries), error)
-                failed = Request(tokens, one, resolved, text, error=str(error), finish_reason="error")
-                self.engine.stats.add_finished(failed)
-                entries.append(self._output(failed))
-                continue
-            request = Request(tokens, one, resolved, text, eos_token_ids=self._built.target.eos_token_ids)
-            request.max_tokens = min(one.max_tokens, self.config.max_model_len - len(tokens))
-            request.detokenizer = self._detokenizer(tokens, one) if stream or one.stop else None
-            entries.append(request)
+        entries = [self._intake.requests(p, one, resolved, stream) for p, one in zip(prompts, each, strict=True)]
+        self.engine.stats.add_refused(sum(isinstance(entry, RequestOutput) for entry in entries))
         return entries
-
-    def _encode(self, prompt: Any) -> list[int]:
-        """Token ids of a prompt. Raises RequestError where it is none."""
-        if isinstance(prompt, dict):
-            if list(prompt) != ["prompt_token_ids"]:
-                raise RequestError(f'prompt {prompt!r}; a dict has the key "prompt_token_ids" and no other')
-            prompt = prompt["prompt_token_ids"]
-        if isinstance(prompt, str):
-            if self._tokenizer is None:
-                raise RequestError(f"a text prompt {prompt[:40]!r}, but the model has no tokenizer; give token ids")
-            prompt = self._tokenizer.encode(prompt)
-        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
-            raise RequestError(f"prompt {prompt!r}; valid: text, a list of token ids, or {{'prompt_token_ids': [...]}}")
-        if not len(prompt):
-            raise RequestError("an empty prompt; give at least one token")
-        vocab = self._built.target.shape.vocab_size
-        tokens = []
-        for token in prompt:
-            if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= int(token) < vocab:
-                raise RequestError(f"prompt token {token!r}; valid: ints from 0 to {vocab - 1}")
-            tokens.append(int(token))
-        return tokens
-
-    def _check_length(self, tokens: list[int], params: SamplingParams) -> None:
-        limit = self.config.max_model_len
-        if len(tokens) >= limit:
-            raise RequestError(
-                f"a prompt of {len(tokens)} tokens, but max_model_len={limit} leaves room for at most {limit - 1}; "
-                "shorten it, or raise max_model_len"
-            )
-        if params.stop and self._tokenizer is None:
-            raise RequestError(f"stop={params.stop!r} needs a tokenizer; use stop_token_ids")
-
-    def _detokenizer(self, prompt: Sequence[int], params: SamplingParams) -> Detokenizer | None:
-        if self._tokenizer is None:
-            return None
-        tokenizer, skip = self._tokenizer, params.skip_special_tokens
-
-        def decode(tokens: list[int]) -> str:
-            return tokenizer.decode(tokens, skip_special_tokens=skip)
-
-        return Detokenizer(decode, prompt, params.stop, params.include_stop_str_in_output)
-
-    def _output(self, request: Request) -> RequestOutput:
-        tokens = request.output_token_ids
-        detokenizer = request.detokenizer
-        if detokenizer is None and (detokenizer := self._detokenizer(request.prompt_token_ids, request.params)):
-            shown = tokens[:-1] if request.ended == "stop" else tokens  # the end token is not text
-            detokenizer.push_all(shown)
-        if detokenizer is not None:
-            detokenizer.flush()
-        text = None if detokenizer is None else detokenizer.text
-        completion = CompletionOutput(0, text, tokens, request.finish_reason, request.stop_reason)
-        return RequestOutput(
-            request.request_id, request.prompt, request.prompt_token_ids, [completion], True, request.metrics(),
-            request.error,
-        )  # fmt: skip
-
-
-def _as_list(prompts: Any) -> list[Any]:
-    """One prompt or several, as a list of prompts."""
-    if isinstance(prompts, str | dict):
-        return [prompts]
-    if isinstance(prompts, np.ndarray):
-        prompts = prompts.tolist()
-    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
-        raise ConfigError(f"prompts={prompts!r}; valid: text, token ids, or a list of those")
-    if len(prompts) and all(isinstance(item, Integral) for item in prompts):
-        return [list(prompts)]
-    return list(prompts)
 
 
 def _load_tokenizer(tokenizer: Any, folder: os.PathLike[str]) -> Any:

@@ -21,6 +21,11 @@ class Stats:
     accepted_by_source: Counter[str] = field(default_factory=Counter)
     accepted_only_by_source: Counter[str] = field(default_factory=Counter)
 
+    def add_refused(self, count: int) -> None:
+        """Count prompts that were refused before they became requests."""
+        self.requests += count
+        self.failed_requests += count
+
     def add_finished(self, request: Request) -> None:
         """Add a request's own counts when it ends."""
         self.requests += 1

@@ -9,11 +9,10 @@ import numpy as np
 
 from treespec.config import SpecConfig
 from treespec.drawing import RoundPicture
-from treespec.engine import Engine, Scored
+from treespec.engine import Decided, Engine
 from treespec.llm import LLM, Prompt
-from treespec.request import SamplingParams
+from treespec.params import SamplingParams
 from treespec.tree import TokenTree
-from treespec.verify import Verified
 
 _WINDOW = 8  # tokens decoded ahead of one whose text is wanted
 _CONTEXT = 64  # tokens of context in a picture
@@ -74,10 +73,10 @@ def watch(engine: Engine) -> Iterator[list[Round]]:
     rounds: list[Round] = []
     commit = engine.commit
 
-    def commit_and_record(scored: Sequence[Scored], verified: Sequence[Verified]) -> None:
-        before = [list(request.tokens) for request, _, _ in scored]
-        commit(scored, verified)
-        for (request, tree, _), (path, bonus), tokens in zip(scored, verified, before, strict=True):
+    def commit_and_record(decided: Sequence[Decided]) -> None:
+        before = [list(each.scored.request.tokens) for each in decided]
+        commit(decided)
+        for ((request, tree, _), (path, bonus)), tokens in zip(decided, before, strict=True):
             emitted = len(request.tokens) - len(tokens)
             complete = emitted == len(path)  # accepted nodes and the bonus token; fewer after a stop in the path
             kept = path if complete else path[: 1 + emitted]

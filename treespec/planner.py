@@ -338,13 +338,22 @@ class Planner:
     def cut(self, requests: Sequence[Request], trees: Sequence[TokenTree], drafted: Drafted) -> list[TokenTree]:
         """Keep of each tree what its configuration asks for, or, for "auto", what pays in this batch.
 
+        A tree with random draws stays whole: to leave one out for its token would spoil the law of the others.
+
         Args:
             requests, trees: side by side.
             drafted: what the SSMs did for them.
         """
         self._drafted, self._reach_learned = drafted, False
-        kept = [_best(tree, request.spec.max_nodes) for request, tree in zip(requests, trees, strict=True)]
-        free = [i for i, request in enumerate(requests) if request.spec.is_adaptive and len(kept[i]) > 1]
+        kept = [
+            tree if tree.draws.rows is not None else _best(tree, request.spec.max_nodes)
+            for request, tree in zip(requests, trees, strict=True)
+        ]
+        free = [
+            i
+            for i, request in enumerate(requests)
+            if request.spec.is_adaptive and len(kept[i]) > 1 and kept[i].draws.rows is None
+        ]
         if not free:
             return kept
         owner = np.concatenate([np.full(len(kept[i]) - 1, i) for i in free])

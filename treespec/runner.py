@@ -16,13 +16,15 @@ from treespec_kernels.tree_batch import PAGE_SIZE, RequestRows
 
 
 class Choices(NamedTuple):
-    """The target's greedy choice after each node of one request's tree.
+    """What the target says after each node of one request's tree.
 
-    `tokens`: int64 [num_nodes]. `finite`: whether every row's largest logit is a finite number.
+    `tokens`: int64 [num_nodes], the argmax; None where the request's sampler chooses. `finite`: whether the pass
+    computed finite numbers. `logits`: [num_nodes, vocab].
     """
 
-    tokens: np.ndarray
+    tokens: np.ndarray | None
     finite: bool
+    logits: Tensor
 
 
 def tree_rows(request: Request, tree: TokenTree) -> RequestRows:
@@ -67,11 +69,21 @@ class Runner:
             half = len(requests) // 2
             return self.forward(requests[:half], trees[:half]) + self.forward(requests[half:], trees[half:])
         logits = self.logits(requests, trees)
-        best, tokens = logits.max(dim=-1)  # the first of equal logits
-        finite, chosen = torch.isfinite(best).cpu().numpy(), tokens.cpu().numpy()
-        bounds = np.cumsum([0] + [len(tree) for tree in trees])
+        bounds = list(itertools.pairwise(np.cumsum([0] + [len(tree) for tree in trees]).tolist()))
+        # Where a hidden state is not finite, none of its logits is: one column tells, and the rows that a sampler
+        # looks at it checks itself.
+        best, chosen = logits[:, 0], None
+        if any(request.sampler is None for request in requests):
+            best, tokens = logits.max(dim=-1)  # the first of equal logits
+            chosen = tokens.cpu().numpy()
+        finite = torch.isfinite(best).cpu().numpy()
         return [
-            Choices(chosen[start:stop], bool(finite[start:stop].all())) for start, stop in itertools.pairwise(bounds)
+            Choices(
+                chosen[start:stop] if chosen is not None and request.sampler is None else None,
+                bool(finite[start:stop].all()),
+                logits[start:stop],
+            )
+            for request, (start, stop) in zip(requests, bounds, strict=True)
         ]
 
     def logits(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> Tensor:

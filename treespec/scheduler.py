@@ -2,7 +2,6 @@
 
 import time
 from collections import deque
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from treespec.cache import KVCache
@@ -77,6 +76,6 @@ class Scheduler:
         elif request in self.waiting:
             self.waiting.remove(request)
 
-    def find(self, request_id: str) -> Request | None:
-        candidates: Sequence[Request] = [*self.running, *self.waiting]
-        return next((request for request in candidates if request.request_id == request_id), None)
+    def find(self, request_id: str) -> list[Request]:
+        """The open samples of a user's request."""
+        return [request for request in [*self.running, *self.waiting] if request.output_id == request_id]

@@ -1,7 +1,7 @@
 """Token trees: what the sources guess, merged by path, with the provenance of every draw."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -112,6 +112,12 @@ class TokenTree:
         assert (parents[1:] >= 0).all(), "a kept node lost its parent"
         return TokenTree(self.tokens[nodes], parents, self.depths[nodes], self.probs[nodes], draws, self.source_names)
 
+    def without_chance(self) -> "TokenTree":
+        """The same tree with every draw taken as chosen: for rules that do not ask how it came to be."""
+        if self.draws.rows is None:
+            return self
+        return replace(self, draws=replace(self.draws, rows=None, excluded=None), draft_probs=())
+
     def find_problem(self) -> str | None:
         """The first invariant of verification and mask that does not hold; None where all do."""
         if self.parents[0] != -1 or self.depths[0] != 0:
@@ -201,7 +207,8 @@ def _merge_laws(trees: Sequence[TokenTree]) -> tuple[np.ndarray | None, tuple[tu
     """`rows` and `excluded` of the trees' draws, side by side."""
     if all(tree.draws.rows is None for tree in trees):
         return None, None
-    rows, excluded, first = [], [], 0
+    rows, first = [], 0
+    excluded: list[tuple[int, ...]] = []
     for tree in trees:
         count, own = len(tree.draws.parents), tree.draws.rows
         rows.append(np.full(count, -1) if own is None else np.where(own >= 0, own + first, -1))

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from treespec.engine import Engine, Scored
-from treespec.verify import Verified
+from treespec.engine import Decided, Engine
 
 MEANING = {
     "draft": "all sources propose",
@@ -25,17 +24,16 @@ MEANING = {
 
 
 class Timer:
-    """The seconds of all calls of what it wraps, and when the last of them ended."""
+    """The seconds of all calls of what it wraps."""
 
     def __init__(self) -> None:
-        self.total, self.ended = 0.0, 0.0
+        self.total = 0.0
 
     def wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **options: Any) -> Any:
             start = time.perf_counter()
             result = original(*args, **options)
-            self.ended = time.perf_counter()
-            self.total += self.ended - start
+            self.total += time.perf_counter() - start
             return result
 
         return timed
@@ -52,8 +50,8 @@ class Profile:
     def __init__(self) -> None:
         self.rounds = 0
         self.accepted: Counter[int] = Counter()
-        self.verify_seconds = 0.0
-        self.timers = {name: Timer() for name in ("step", "prefill", "draft", "propose", "forward", "commit", "update")}
+        names = ("step", "prefill", "draft", "propose", "forward", "verify", "commit", "update")
+        self.timers = {name: Timer() for name in names}
 
     @property
     def prefill_seconds(self) -> float:
@@ -68,7 +66,7 @@ class Profile:
             "draft": total["draft"],
             "merge": total["propose"] - total["draft"],
             "forward": total["forward"],
-            "verify": self.verify_seconds,
+            "verify": total["verify"],
             "commit": total["commit"],
             "update": total["update"],
         }
@@ -88,15 +86,14 @@ def profiled(engine: Engine) -> Iterator[Profile]:
     timers = profile.timers
 
     def watched(commit: Callable[..., None]) -> Callable[..., None]:
-        """Commit, timed; what the round accepted; and verification, which lies between the target pass and it."""
+        """Commit, timed, and what the round accepted."""
         timed = timers["commit"].wrap(commit)
 
-        def commit_and_count(scored: Sequence[Scored], verified: Sequence[Verified]) -> None:
-            profile.verify_seconds += time.perf_counter() - timers["forward"].ended
-            before = [len(each.request.tokens) for each in scored]
-            timed(scored, verified)
-            profile.rounds += bool(scored)
-            for (request, _, _), (path, _), length in zip(scored, verified, before, strict=True):
+        def commit_and_count(decided: Sequence[Decided]) -> None:
+            before = [len(each.scored.request.tokens) for each in decided]
+            timed(decided)
+            profile.rounds += bool(decided)
+            for ((request, _, _), (path, _)), length in zip(decided, before, strict=True):
                 profile.accepted[min(len(path) - 1, len(request.tokens) - length)] += 1  # a stop may lie in the path
 
         return commit_and_count
@@ -110,7 +107,7 @@ def profiled(engine: Engine) -> Iterator[Profile]:
         for source in (engine.ssms, engine.lookup, *engine.drafters):
             if source is not None:
                 replace(source, "propose", timers["draft"].wrap)
-        for name in ("step", "prefill", "propose", "forward", "update"):
+        for name in ("step", "prefill", "propose", "forward", "verify", "update"):
             replace(engine, name, timers[name].wrap)
         replace(engine, "commit", watched)
         yield profile

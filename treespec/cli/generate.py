@@ -64,7 +64,7 @@ def generate(
     text = read_prompt(prompt, file)
 
     def params(seed: int | None) -> "SamplingParams":
-        from treespec.request import SamplingParams
+        from treespec.params import SamplingParams
 
         return SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
 

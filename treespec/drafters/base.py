@@ -57,4 +57,13 @@ def check_proposal(name: str, request: Request, tree: object, vocab_size: int) -
     problem = tree.find_problem()
     if problem is not None:
         raise refuse(f"a malformed tree: {problem}")
+    if not request.draws_at_random:
+        return tree.without_chance()
+    for law in tree.draft_probs:
+        if law.shape != (vocab_size,) or not (np.isfinite(law).all() and law.min() >= 0 and abs(law.sum() - 1) < 1e-3):
+            raise refuse(f"draft_probs that are no probabilities of {vocab_size} tokens")
+    if tree.draws.rows is not None and len(tree) > request.spec.max_nodes:
+        raise refuse(
+            f"{len(tree)} nodes drawn at random, none of which may be left out, where {request.spec.max_nodes} are allowed"
+        )
     return tree

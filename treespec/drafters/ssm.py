@@ -10,6 +10,7 @@ does not speak for rests, and reads what it missed in one pass now and then.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -17,10 +18,13 @@ import torch
 from torch import Tensor
 
 from treespec.cache import KVCache
+from treespec.drafters.drawn import DrawnForest, Laws
 from treespec.drafters.forest import Candidates, Forest, Shape
 from treespec.drafters.trust import WINDOW, Trust
 from treespec.models.decoder import Decoder, Pass
+from treespec.oracle import RandomOracle
 from treespec.request import Request
+from treespec.sampling import topk_rows
 from treespec.tree import TokenTree
 from treespec_kernels.tree_batch import RequestRows
 
@@ -29,24 +33,6 @@ MAX_FRONTIER = 8  # nodes of one depth that the dynamic policy expands
 CATCH_UP = 256  # committed tokens that the SSMs take in at once after a pause
 MAX_SLOTS = 64  # nodes of one tree that the dynamic policy expands; more would leave the packed attention's reach
 REST = 16  # verified tokens after which a resting SSM reads what it missed
-
-
-def topk_rows(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest values of each row and their columns, descending; x: [num_rows, width].
-
-    Narrows to the k blocks with the largest maxima first: the k largest lie in them. For 24 rows and k = 8 on one
-    thread: 62 us against torch.topk's 84 at a width of 4,096, 452 against 2,283 at 131,072.
-    """
-    rows, width = x.shape
-    block = 64
-    k = min(k, width)
-    if width % block or width // block <= k:
-        return x.topk(k, dim=1)
-    blocks = x.view(rows, width // block, block)
-    best = blocks.amax(2).topk(k, dim=1, sorted=False).indices
-    narrowed = blocks.gather(1, best[:, :, None].expand(-1, -1, block)).view(rows, k * block)
-    values, columns = narrowed.topk(k, dim=1)
-    return values, best.gather(1, columns // block) * block + columns % block
 
 
 @dataclass(frozen=True)
@@ -133,6 +119,7 @@ class _State:
     first_slots: list[int] = field(default_factory=list)  # of each level
     probs: list[dict[int, np.ndarray]] = field(default_factory=list)  # by level and SSM: [slots of the level, vocab]
     slot_of_node: np.ndarray | None = None  # of the proposed tree
+    oracle: RandomOracle | None = None  # of random draws
     settled: tuple[int, np.ndarray] | None = None  # (position of the root, accepted slots): not scored yet
 
 
@@ -183,37 +170,68 @@ class SsmDrafter:
         if not any(drafting):
             self.drafted = Drafted(0, 0)
             return list(seeds)
-        states = [self._state(request) for request in requests]
-        self._choose(
-            [row for row, drafts in zip(zip(requests, states, plans, strict=True), drafting, strict=True) if drafts]
-        )
-        shapes = [
-            Shape(plan.levels if drafts else 0, plan.nodes, plan.branching, request.end_tokens)
-            for request, plan, drafts in zip(requests, plans, drafting, strict=True)
-        ]
-        adaptive = np.array([plan.adaptive for plan in plans], dtype=bool)
-        forest = Forest(seeds, shapes, len(self.models), MAX_CHILDREN, MAX_FRONTIER, MAX_SLOTS)
+        self._choose([(r, self._state(r), p) for r, p, drafts in zip(requests, plans, drafting, strict=True) if drafts])
+        places = np.arange(len(requests))
+        random = np.array([request.draws_at_random for request in requests], dtype=bool)
+        trees, levels = list(seeds), 0
+        for group in (places[~random], places[random]):
+            if not any(drafting[i] for i in group):
+                continue
+            states = [self._state(requests[i]) for i in group]
+            own = [requests[i] for i in group]
+            shapes = [
+                Shape(plans[i].levels if drafting[i] else 0, plans[i].nodes, plans[i].branching, requests[i].end_tokens)
+                for i in group
+            ]
+            forest = self._forest(own, states, [plans[i] for i in group], shapes, [seeds[i] for i in group], rule)
+            self._grow(own, states, forest, group, np.array([plan.adaptive for plan in plans], dtype=bool), rule)
+            levels += forest.depth
+            for i, state, (tree, slot_of_node) in zip(group, states, forest.finish(self.names), strict=True):
+                state.slot_of_node = slot_of_node if drafting[i] else None
+                trees[i] = tree
+        self.drafted = Drafted(levels, self._passes, self._request_passes, self._read_tokens, self._read_seconds)
+        return trees
+
+    def _forest(
+        self, requests: Sequence[Request], states: Sequence[_State], plans: Sequence[DraftPlan],
+        shapes: Sequence[Shape], seeds: Sequence[TokenTree], rule: GrowthRule,
+    ) -> Forest | DrawnForest:  # fmt: skip
+        """The trees of requests that all draw at random, or none of them, before their first level."""
+        if not requests[0].draws_at_random:
+            return Forest(seeds, shapes, len(self.models), MAX_CHILDREN, MAX_FRONTIER, MAX_SLOTS)
+        for request, state in zip(requests, states, strict=True):
+            if state.oracle is None and request.sampler is not None:
+                state.oracle = RandomOracle(request.sampler.draft_generator())
+        oracles = [state.oracle for state in states if state.oracle is not None]
+        modes = [request.spec.draws for request in requests]
+        # A tree of a fixed number of nodes has about that many draws with a chance of more than its share.
+        leasts = [rule.least_value if plan.adaptive else 1 / plan.nodes for plan in plans]
+        fills = [not plan.adaptive for plan in plans]
+        return DrawnForest(seeds, shapes, oracles, modes, leasts, fills, MAX_FRONTIER, MAX_SLOTS)
+
+    def _grow(
+        self, requests: Sequence[Request], states: Sequence[_State], forest: Forest | DrawnForest,
+        places: np.ndarray, adaptive: np.ndarray, rule: GrowthRule,
+    ) -> None:  # fmt: skip
+        """Score and extend level by level. `places`: of these requests in the batch; `adaptive`: of the batch."""
         before = forest.open_mass()
         while len(forest.frontier.nodes):
-            if forest.depth and adaptive.any():
-                before = self._stop_where_nothing_pays(forest, adaptive, rule, before)
+            if forest.depth and adaptive[places].any():
+                before = self._stop_where_nothing_pays(forest, places, adaptive[places], rule, before)
                 if not len(forest.frontier.nodes):
                     break
             score = self._score if forest.depth else self._score_roots
             scored = score(requests, states, forest)
-            forest.extend(self._candidates(requests, states, forest, scored))
-        self.drafted = Drafted(
-            forest.depth, self._passes, self._request_passes, self._read_tokens, self._read_seconds
-        )  # fmt: skip
-        trees = []
-        for state, drafts, (tree, slot_of_node) in zip(states, drafting, forest.finish(self.names), strict=True):
-            state.slot_of_node = slot_of_node if drafts else None
-            trees.append(tree)
-        return trees
+            if isinstance(forest, Forest):
+                forest.extend(self._candidates(requests, states, forest, scored))
+            else:
+                laws = [Laws(each.ssm, each.rows, each.probs.numpy()) for each in scored]
+                forest.extend(laws, [state.weights for state in states])
 
     def _stop_where_nothing_pays(
-        self, forest: Forest, adaptive: np.ndarray, rule: GrowthRule, before: np.ndarray
-    ) -> np.ndarray:
+        self, forest: Forest | DrawnForest, places: np.ndarray, adaptive: np.ndarray, rule: GrowthRule,
+        before: np.ndarray,
+    ) -> np.ndarray:  # fmt: skip
         """Ask the rule about the next level. `before`: the open masses of the last one; returns this one's."""
         growing = np.unique(forest.frontier.owners)
         growing = growing[adaptive[growing]]
@@ -221,7 +239,7 @@ class SsmDrafter:
         reached = forest.level_mass(rule.least_value)[growing] / np.maximum(before[growing], 1e-9)
         if len(growing):
             stops = np.zeros(len(adaptive), dtype=bool)
-            stops[growing] = ~rule.worth_a_level(growing, opened[growing], reached)
+            stops[growing] = ~rule.worth_a_level(places[growing], opened[growing], reached)
             forest.stop(stops)
         return opened
 
@@ -329,7 +347,9 @@ class SsmDrafter:
             self._read_tokens += len(tokens)
         self._read_seconds += time.perf_counter() - began
 
-    def _score_roots(self, requests: Sequence[Request], states: Sequence[_State], forest: Forest) -> list[_Scored]:
+    def _score_roots(
+        self, requests: Sequence[Request], states: Sequence[_State], forest: Forest | DrawnForest
+    ) -> list[_Scored]:
         """Each SSM's probabilities after the roots, having caught up on committed tokens."""
         owners = forest.frontier.owners.tolist()
         for owner in owners:
@@ -352,7 +372,12 @@ class SsmDrafter:
             tokens = np.array([t for (r, _), start in zip(served, starts, strict=True) for t in r.tokens[start:]])
             last = np.cumsum([chain.num_rows for chain in chains]) - 1
             scored = last if len(self.models) == 1 else np.arange(len(tokens))
-            probs = self._forward(ssm, chains, tokens, scored, layouts, (tuple(own), tuple(starts)))
+            rows = np.arange(len(own)) if len(self.models) == 1 else last
+            guessed = [
+                (request, slice(row, row + 1), request.context_len + 1)
+                for (request, _), row in zip(served, rows.tolist(), strict=True)
+            ]
+            probs = self._forward(ssm, chains, tokens, scored, layouts, guessed, (tuple(own), tuple(starts)))
             self._passes, self._request_passes = self._passes + 1, self._request_passes + len(own)
             if len(self.models) > 1:
                 for (request, state), start, end in zip(served, starts, last, strict=True):
@@ -366,12 +391,14 @@ class SsmDrafter:
             results.append(_Scored(ssm, np.array(own), probs))
         return results
 
-    def _score(self, requests: Sequence[Request], states: Sequence[_State], forest: Forest) -> list[_Scored]:
+    def _score(
+        self, requests: Sequence[Request], states: Sequence[_State], forest: Forest | DrawnForest
+    ) -> list[_Scored]:
         """Each SSM's probabilities after the nodes of the frontier."""
         at = forest.frontier
         owners, starts = np.unique(at.owners, return_index=True)
-        bounds = [*starts.tolist(), len(at.owners)]
-        parts = {owner: slice(bounds[i], bounds[i + 1]) for i, owner in enumerate(owners.tolist())}
+        bounds = pairwise([*starts.tolist(), len(at.owners)])
+        parts = {owner: slice(*bound) for owner, bound in zip(owners.tolist(), bounds, strict=True)}
         rows = {}
         for owner, part in parts.items():
             state, request = states[owner], requests[owner]
@@ -397,12 +424,13 @@ class SsmDrafter:
             index = np.concatenate([np.arange(parts[owner].start, parts[owner].stop) for owner in own])
             everything = np.arange(len(index))
             served = [rows[owner] for owner in own]
-            probs = self._forward(ssm, served, at.tokens[index], everything, layouts, tuple(own))
+            bounds = pairwise(np.cumsum([0] + [each.num_rows for each in served]).tolist())
+            own_rows = {owner: slice(*bound) for owner, bound in zip(own, bounds, strict=True)}
+            guessed = [(requests[o], part, requests[o].context_len + 1 + forest.depth) for o, part in own_rows.items()]
+            probs = self._forward(ssm, served, at.tokens[index], everything, layouts, guessed, tuple(own))
             self._passes, self._request_passes = self._passes + 1, self._request_passes + len(own)
-            first = 0
-            for owner, each in zip(own, served, strict=True):
-                states[owner].probs[-1][ssm] = probs[first : first + each.num_rows].numpy()
-                first += each.num_rows
+            for owner, part in own_rows.items():
+                states[owner].probs[-1][ssm] = probs[part].numpy()
             results.append(_Scored(ssm, index, probs))
         return results
 
@@ -451,11 +479,14 @@ class SsmDrafter:
         tokens: np.ndarray,
         scored: np.ndarray,
         layouts: dict[object, Pass],
+        guessed: Sequence[tuple[Request, slice, int]] = (),
         key: object = None,
     ) -> Tensor:
         """One pass of an SSM: its probabilities [len(scored), vocab] of the scored rows.
 
         SSMs of one shape share a plan where `key` says that their rows are the same: it takes a tenth of their pass.
+        `guessed` names, for a part of the scored rows, the request and the position of the token that they guess: its
+        temperature and noise go into their probabilities.
         """
         model, pool = self.models[ssm], self.cache.pools[1 + ssm]
         if (model.plan_key, key) not in layouts:
@@ -465,4 +496,8 @@ class SsmDrafter:
             return torch.empty(0, model.vocab_size)
         every = len(scored) == len(tokens)
         logits = model.logits(hidden[: len(tokens)] if every else hidden, None if every else torch.from_numpy(scored))
-        return torch.softmax(logits.float(), -1).cpu()
+        logits = logits.float()
+        for request, part, position in guessed:
+            if request.sampler is not None:
+                request.sampler.temper(logits[part], position, request.spec.verification == "coupled")
+        return torch.softmax(logits, -1).cpu()

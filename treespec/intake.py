@@ -1,0 +1,187 @@
+"""From prompts and parameters to requests, and from finished requests to what the user gets."""
+
+import inspect
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
+
+import numpy as np
+import torch
+
+from treespec.config import SpecConfig
+from treespec.detokenizer import Detokenizer
+from treespec.errors import ConfigError, RequestError
+from treespec.params import SamplingParams
+from treespec.request import CompletionOutput, Request, RequestMetrics, RequestOutput, new_request_id
+from treespec.sampler import Sampler, new_seed
+from treespec.sampling import Logprob
+
+logger = logging.getLogger("treespec")
+
+Prompt = str | Sequence[int] | dict[str, list[int]]
+
+
+@dataclass(frozen=True)
+class Intake:
+    """What requests are made with.
+
+    Args:
+        tokenizer: with `encode` and `decode`, or None.
+        vocab_size, eos_token_ids: of the target.
+        max_model_len: positions of the longest request.
+        device: of the target's logits.
+    """
+
+    tokenizer: Any
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int
+    device: torch.device
+
+    def requests(
+        self, prompt: Any, params: SamplingParams, spec: SpecConfig, stream: bool = False
+    ) -> list[Request] | RequestOutput:
+        """The samples of a prompt, or, where it is bad, its finished output with the error."""
+        text, tokens = prompt if isinstance(prompt, str) else None, []
+        request_id = new_request_id()
+        try:
+            tokens = self._encode(prompt)
+            self._check(tokens, params)
+            seed = params.seed if params.seed is not None or params.temperature == 0 else new_seed()
+            return [self._request(request_id, tokens, text, params, spec, seed, i, stream) for i in range(params.n)]
+        except RequestError as error:
+            logger.warning("prompt %r was refused: %s", str(prompt)[:40], error)
+            failed = Request(tokens, params, spec, text, error=str(error), finish_reason="error")
+            failed.request_id, failed.seed = request_id, params.seed
+            return self.output([failed])
+
+    def _request(
+        self, request_id: str, tokens: list[int], text: str | None, params: SamplingParams, spec: SpecConfig,
+        seed: int | None, sample: int, stream: bool,
+    ) -> Request:  # fmt: skip
+        request = Request(tokens, params, spec, text, eos_token_ids=self.eos_token_ids, seed=seed)
+        request.output_id, request.sample = request_id, sample
+        request.request_id = request_id if params.n == 1 else f"{request_id}.{sample}"
+        request.max_tokens = min(params.max_tokens, self.max_model_len - len(tokens))
+        request.detokenizer = self.detokenizer(tokens, params) if stream or params.stop else None
+        if not params.is_argmax:
+            spellings = self._spell(params.bad_words)
+            request.sampler = Sampler(
+                params, tokens, request.end_tokens, spellings, self.vocab_size, self.device, seed or 0, sample
+            )  # fmt: skip
+        return request
+
+    def _encode(self, prompt: Any) -> list[int]:
+        """Token ids of a prompt. Raises RequestError where it is none."""
+        if isinstance(prompt, dict):
+            if list(prompt) != ["prompt_token_ids"]:
+                raise RequestError(f'prompt {prompt!r}; a dict has the key "prompt_token_ids" and no other')
+            prompt = prompt["prompt_token_ids"]
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError(f"a text prompt {prompt[:40]!r}, but the model has no tokenizer; give token ids")
+            prompt = self.tokenizer.encode(prompt)
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+            raise RequestError(f"prompt {prompt!r}; valid: text, a list of token ids, or {{'prompt_token_ids': [...]}}")
+        if not len(prompt):
+            raise RequestError("an empty prompt; give at least one token")
+        tokens = []
+        for token in prompt:
+            if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= int(token) < self.vocab_size:
+                raise RequestError(f"prompt token {token!r}; valid: ints from 0 to {self.vocab_size - 1}")
+            tokens.append(int(token))
+        return tokens
+
+    def _check(self, tokens: list[int], params: SamplingParams) -> None:
+        """Raise RequestError where the parameters do not fit the prompt, the model or its tokenizer."""
+        limit = self.max_model_len
+        if len(tokens) >= limit:
+            raise RequestError(
+                f"a prompt of {len(tokens)} tokens, but max_model_len={limit} leaves room for at most {limit - 1}; "
+                "shorten it, or raise max_model_len"
+            )
+        if self.tokenizer is None:
+            if params.stop:
+                raise RequestError(f"stop={params.stop!r} needs a tokenizer; use stop_token_ids")
+            if params.bad_words:
+                raise RequestError(f"bad_words={params.bad_words!r} needs a tokenizer; use logit_bias")
+        if params.logprobs is not None and params.logprobs > self.vocab_size:
+            raise RequestError(f"logprobs={params.logprobs}; the vocabulary has {self.vocab_size} tokens")
+        for token in params.logit_bias or {}:
+            if token >= self.vocab_size:
+                raise RequestError(f"logit_bias: token {token}; valid: 0 to {self.vocab_size - 1}")
+
+    def _spell(self, words: Sequence[str]) -> list[list[int]]:
+        """Token ids of each word, as it stands and behind a space."""
+        if not words:
+            return []
+        encode, options = self.tokenizer.encode, {}
+        if "add_special_tokens" in inspect.signature(encode).parameters:
+            options["add_special_tokens"] = False
+        spellings: list[list[int]] = []
+        for word in words:
+            for text in (word.lstrip(), " " + word.lstrip()):
+                ids = [int(token) for token in encode(text, **options)]
+                if not ids:
+                    raise RequestError(f"bad_words: {word!r} has no tokens")
+                if ids not in spellings:
+                    spellings.append(ids)
+        return spellings
+
+    def detokenizer(self, prompt: Sequence[int], params: SamplingParams) -> Detokenizer | None:
+        """For the text of an output; None without a tokenizer."""
+        if self.tokenizer is None:
+            return None
+        tokenizer, skip = self.tokenizer, params.skip_special_tokens
+
+        def decode(tokens: list[int]) -> str:
+            return tokenizer.decode(tokens, skip_special_tokens=skip)
+
+        return Detokenizer(decode, prompt, params.stop, params.include_stop_str_in_output)
+
+    def output(self, samples: Sequence[Request]) -> RequestOutput:
+        """What the user gets of a prompt's finished samples."""
+        first = samples[0]
+        error = next((sample.error for sample in samples if sample.error), None)
+        return RequestOutput(
+            first.output_id, first.prompt, first.prompt_token_ids, [self._completion(sample) for sample in samples],
+            True, RequestMetrics.of(samples), error,
+        )  # fmt: skip
+
+    def _completion(self, request: Request) -> CompletionOutput:
+        tokens = request.output_token_ids
+        detokenizer = request.detokenizer
+        if detokenizer is None and (detokenizer := self.detokenizer(request.prompt_token_ids, request.params)):
+            shown = tokens[:-1] if request.ended == "stop" else tokens  # the end token is not text
+            detokenizer.push_all(shown)
+        if detokenizer is not None:
+            detokenizer.flush()
+        text = None if detokenizer is None else detokenizer.text
+        logprobs, total = None, None
+        if request.params.logprobs is not None:
+            logprobs = [self._named(found) for found in request.logprobs]
+            total = sum(found[token].logprob for found, token in zip(logprobs, tokens, strict=True))
+        return CompletionOutput(
+            request.sample, text, tokens, request.finish_reason, request.stop_reason, logprobs, total
+        )  # fmt: skip
+
+    def _named(self, found: dict[int, Logprob]) -> dict[int, Logprob]:
+        """With the tokens' texts."""
+        if self.tokenizer is None:
+            return found
+        return {token: each._replace(decoded_token=self.tokenizer.decode([token])) for token, each in found.items()}
+
+
+def as_list(prompts: Any) -> list[Any]:
+    """One prompt or several, as a list of prompts."""
+    if isinstance(prompts, str | dict):
+        return [prompts]
+    if isinstance(prompts, np.ndarray):
+        prompts = prompts.tolist()
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+        raise ConfigError(f"prompts={prompts!r}; valid: text, token ids, or a list of those")
+    if len(prompts) and all(isinstance(item, Integral) for item in prompts):
+        return [list(prompts)]
+    return list(prompts)

@@ -1,0 +1,186 @@
+"""What a user may ask of a request's tokens: `SamplingParams`, checked where it is made."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from treespec.errors import ConfigError, reject_unknown
+
+LEAST_TEMPERATURE = 1e-4  # below it, logits over the temperature may overflow
+MAX_SEED = 2**64 - 1
+
+
+@dataclass(frozen=True, init=False)
+class SamplingParams:
+    """How a request's tokens are chosen and when it ends. Names are vLLM's; the defaults are not.
+
+    Here temperature is 0 (greedy) and max_tokens 128; vLLM's defaults are 1.0 and 16.
+
+    The target's logits become probabilities in this order: logit_bias, bad_words, min_tokens, repetition_, frequency_
+    and presence_penalty, logits_processors, temperature, top_k, top_p, min_p. Each node of a token tree has its own
+    ancestors for its past, in the very code of plain decoding.
+
+    Args:
+        max_tokens: the most tokens to generate.
+        min_tokens: as many are generated before an end token or a stop string may end the output.
+        stop: a string or several; `text` ends before the first that appears, `token_ids` with the token that
+            completed it.
+        include_stop_str_in_output: keep the stop string in `text`.
+        stop_token_ids: tokens that end the request like the model's end token: in `token_ids`, not in `text`.
+        ignore_eos: go on past the model's end token.
+        skip_special_tokens: leave special tokens out of `text`.
+        n: how many outputs; they share the prompt's cache. Several need a temperature.
+        temperature: 0 is greedy, and then top_k, top_p and min_p change nothing.
+        seed: of the noise; a request without one draws one and reports it in its metrics. The same seed gives the same
+            tokens, whatever is drafted and whatever else is in the batch, unless `verification` is "rejection" or
+            "traversal".
+        top_k: only the k likeliest tokens; 0 or -1 = all. Of equal logits the lower ids count as likelier.
+        top_p: only the likeliest tokens that together have this probability, after top_k.
+        min_p: only tokens with at least this share of the likeliest one's probability.
+        repetition_penalty: logits of tokens in prompt or output are divided by it where positive, multiplied where
+            negative.
+        frequency_penalty: taken from a token's logit for each time it is in the output.
+        presence_penalty: taken from the logit of every token in the output.
+        bad_words: texts that are not written, as far as the tokenizer spells them in one way, with or without a space
+            before them.
+        logit_bias: token id to what is added to its logit.
+        logits_processors: Hugging Face's: called with (input_ids [1, length], scores [1, vocab] float32) and returning
+            scores, once per decided token with that token's own past. They may be called for tokens that are not
+            emitted in the end, and not in turn, so they must not keep what they saw.
+        logprobs: how many of the likeliest tokens to report at each position, beside the chosen one: of the model's
+            own logits, before everything above.
+
+    Raises:
+        ConfigError: an unknown keyword, a value out of range, a contradiction.
+    """
+
+    max_tokens: int = 128
+    min_tokens: int = 0
+    stop: str | Sequence[str] = ()
+    include_stop_str_in_output: bool = False
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    n: int = 1
+    temperature: float = 0.0
+    seed: int | None = None
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    bad_words: Sequence[str] = ()
+    logit_bias: dict[int, float] | None = None
+    logits_processors: Sequence[Any] = ()
+    logprobs: int | None = None
+
+    def __init__(self, **options: Any) -> None:
+        defaults = {field.name: field.default for field in fields(SamplingParams)}
+        reject_unknown("SamplingParams", options, defaults)
+        for name, value in (defaults | options).items():
+            object.__setattr__(self, name, value)
+        stop = (self.stop,) if isinstance(self.stop, str) else self._tuple("stop", "a string or a list of strings")
+        object.__setattr__(self, "stop", stop)
+        for name, valid in _LISTS.items():
+            object.__setattr__(self, name, self._tuple(name, valid))
+        self._check_ends()
+        self._check_numbers()
+        self._check_choices()
+
+    def _tuple(self, name: str, valid: str) -> tuple[Any, ...]:
+        value = getattr(self, name)
+        if value is None:
+            return ()
+        if not isinstance(value, list | tuple):
+            raise ConfigError(f"{name}={value!r}; valid: {valid}")
+        return tuple(value)
+
+    @property
+    def transforms_logits(self) -> bool:
+        """Whether anything but a temperature and truncation changes what is chosen."""
+        penalties = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1, 0, 0)
+        return bool(
+            penalties or self.bad_words or self.logit_bias or self.logits_processors or self.min_tokens
+        )  # fmt: skip
+
+    @property
+    def is_argmax(self) -> bool:
+        """Whether the tokens are the argmax of the model's own logits."""
+        return self.temperature == 0 and not self.transforms_logits
+
+    def _check_ends(self) -> None:
+        if any(not isinstance(text, str) or not text for text in self.stop):
+            raise ConfigError(f"stop={self.stop!r}; valid: non-empty strings")
+        if any(not _is_int(token, 0) for token in self.stop_token_ids):
+            raise ConfigError(f"stop_token_ids={self.stop_token_ids!r}; valid: token ids")
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r}; valid: True or False")
+
+    def _check_numbers(self) -> None:
+        for name, least, valid in _INTS:
+            if not _is_int(getattr(self, name), least):
+                raise ConfigError(f"{name}={getattr(self, name)!r}; valid: {valid}")
+        for name, (low, high), valid in _FLOATS:
+            value = getattr(self, name)
+            if not _is_number(value) or not low <= value <= high:
+                raise ConfigError(f"{name}={value!r}; valid: {valid}")
+        if 0 < self.temperature < LEAST_TEMPERATURE:
+            raise ConfigError(f"temperature={self.temperature!r}; valid: 0 (greedy), or {LEAST_TEMPERATURE} and more")
+        for name in ("top_p", "repetition_penalty"):
+            if getattr(self, name) == 0:
+                raise ConfigError(f"{name}=0; valid: more than 0")
+        if self.seed is not None and not (_is_int(self.seed, 0) and self.seed <= MAX_SEED):
+            raise ConfigError(f"seed={self.seed!r}; valid: an int from 0 to 2**64 - 1, or None")
+        if self.logprobs is not None and not _is_int(self.logprobs, 0):
+            raise ConfigError(f"logprobs={self.logprobs!r}; valid: None, or an int of at least 0")
+        if self.min_tokens > self.max_tokens:
+            raise ConfigError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
+        if self.n > 1 and self.temperature == 0:
+            raise ConfigError(f"n={self.n} with temperature=0: all would be the same; give a temperature, or n=1")
+
+    def _check_choices(self) -> None:
+        if any(not isinstance(word, str) or not word.strip() for word in self.bad_words):
+            raise ConfigError(f"bad_words={self.bad_words!r}; valid: strings that are not blank")
+        bias = self.logit_bias if self.logit_bias is not None else {}
+        if not isinstance(bias, dict):
+            raise ConfigError(f"logit_bias={bias!r}; valid: a dict of token ids to numbers")
+        for token, value in bias.items():
+            if not _is_int(token, 0) or not _is_number(value):
+                raise ConfigError(f"logit_bias={{{token!r}: {value!r}}}; valid: token ids to finite numbers")
+        for processor in self.logits_processors:
+            if not callable(processor):
+                raise ConfigError(
+                    f"logits_processors: {processor!r} cannot be called; valid: Hugging Face's processors"
+                )
+
+
+_LISTS = {
+    "stop_token_ids": "a list of token ids",
+    "bad_words": "a list of strings",
+    "logits_processors": "a list of Hugging Face's processors",
+}
+_INTS = (
+    ("max_tokens", 1, "an int of at least 1"),
+    ("min_tokens", 0, "an int of at least 0"),
+    ("n", 1, "an int of at least 1"),
+    ("top_k", -1, "an int of at least 1, or 0 or -1 for all tokens"),
+)
+_FLOATS = (
+    ("temperature", (0, math.inf), "0 (greedy) or a finite positive number"),
+    ("top_p", (0, 1), "more than 0, at most 1"),
+    ("min_p", (0, 1), "0 to 1"),
+    ("repetition_penalty", (0, math.inf), "a finite positive number; 1 is none"),
+    ("frequency_penalty", (-2, 2), "-2 to 2"),
+    ("presence_penalty", (-2, 2), "-2 to 2"),
+)
+
+
+def _is_int(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,155 @@
+"""What one request's tokens are chosen by: its transforms, its noise, and the walk through its trees."""
+
+import secrets
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treespec.errors import RequestError
+from treespec.noise import Noise
+from treespec.params import SamplingParams
+from treespec.sampling import Transforms
+from treespec.tree import TokenTree
+from treespec.oracle import RandomOracle
+from treespec.verify import Verified, verify_drawn
+
+_VERIFY_STREAM, _DRAFT_STREAM = 1 << 32, 2 << 32  # added to the sample's number in a generator's key
+
+
+def new_seed() -> int:
+    """A seed for a request that has none; below 2**53, so that every reader of JSON keeps it whole."""
+    return secrets.randbits(53)
+
+
+class Sampler:
+    """Chooses the tokens of one request that does not simply take the argmax.
+
+    Args:
+        params: of the request.
+        prompt: its tokens.
+        end_tokens: tokens that end it.
+        bad_words: token ids of each spelling.
+        vocab_size, device: of the target's logits.
+        seed: of the noise.
+        sample: which of the request's samples.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt: Sequence[int],
+        end_tokens: Sequence[int],
+        bad_words: Sequence[Sequence[int]],
+        vocab_size: int,
+        device: torch.device,
+        seed: int,
+        sample: int = 0,
+    ):
+        self.params, self.temperature, self._device = params, params.temperature, device
+        self._end_tokens = frozenset(end_tokens)
+        self._transforms = Transforms(params, len(prompt), end_tokens, bad_words, vocab_size, device)
+        self.noise = Noise(seed, sample, vocab_size)
+        self._key = seed, sample
+        self._oracle: RandomOracle | None = None
+
+    def choose(self, logits: Tensor, tokens: Sequence[int], ancestors: Sequence[int] = ()) -> int:
+        """The token that plain decoding emits here: argmax of scores plus noise, greedily of scores alone.
+
+        Args:
+            logits: [vocab], the target's.
+            tokens: prompt and output so far.
+            ancestors: what a path of the tree adds to them.
+
+        Raises:
+            RequestError: a processor failed, no token is left, or the target computed NaN or infinity.
+        """
+        scores = self._transforms.scores(logits, tokens, ancestors)
+        position = len(tokens) + len(ancestors)
+        if self.temperature > 0:
+            scores = scores + torch.from_numpy(self.noise.row(position)).to(self._device)
+        token = int(scores.argmax())
+        self._check(scores[token], logits, position)
+        return token
+
+    def target_probs(self, logits: Tensor, tokens: Sequence[int], ancestors: Sequence[int]) -> np.ndarray:
+        """float32 [vocab], p. Arguments and errors as `choose`; temperature above 0."""
+        probs = torch.softmax(self._transforms.scores(logits, tokens, ancestors), -1)
+        self._check(probs[0], logits, len(tokens) + len(ancestors))
+        return probs.cpu().numpy()
+
+    def walk(self, tree: TokenTree, logits: Tensor, tokens: Sequence[int], most: int) -> Verified:
+        """Naive verification: go on to the child that carries the target's choice, until there is none.
+
+        As the choice at a node depends on its past and on noise of its own, the emitted tokens are those of plain
+        decoding. Below a token that ends the request nothing is chosen.
+
+        Args:
+            tree: num_nodes nodes.
+            logits: [num_nodes, vocab].
+            tokens: prompt and output, up to the root.
+            most: tokens that the request may still emit.
+        """
+        below = list(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True))
+        children = {key: node for node, key in enumerate(below) if node}
+        path = [0]
+        ancestors: list[int] = []
+        while True:
+            token = self.choose(logits[path[-1]], tokens, ancestors)
+            child = children.get((path[-1], token))
+            if child is None or token in self._end_tokens or len(path) >= most:
+                self.noise.forget(len(tokens) + len(ancestors))
+                return Verified(np.array(path, dtype=np.int64), token)
+            path.append(child)
+            ancestors.append(token)
+
+    def temper(self, logits: Tensor, position: int, coupled: bool) -> None:
+        """Make a draft's logits say what the target's choice at `position` will be.
+
+        With the noise of that choice added, softmax is the law of the choice of a target whose own log-probabilities
+        differ from the draft's by further Gumbel noise; so it serves as a probability of the coupled choice.
+
+        Args:
+            logits: float32 [num_rows, vocab], changed in place.
+            position: of the token that is guessed.
+            coupled: whether to add the noise.
+        """
+        if self.temperature > 0:
+            logits.div_(self.temperature)
+            if coupled:
+                logits.add_(torch.from_numpy(self.noise.row(position)).to(logits.device))
+
+    def verify_drawn(self, rule: str, tree: TokenTree, logits: Tensor, tokens: Sequence[int]) -> Verified:
+        """Verification of a tree whose children were drawn at random, by the rule "rejection" or "traversal"."""
+
+        def target(node: int) -> np.ndarray:
+            ancestors = tree.tokens[tree.path_to(node)[1:]].tolist()
+            return self.target_probs(logits[node], tokens, ancestors)
+
+        if self._oracle is None:
+            self._oracle = RandomOracle(self.generator(_VERIFY_STREAM))
+        [verified] = verify_drawn(rule, [tree], [target], [self._oracle])
+        return verified
+
+    def draft_generator(self) -> np.random.Generator:
+        """Randomness for draws of drafts, independent of verification's."""
+        return self.generator(_DRAFT_STREAM)
+
+    def generator(self, stream: int) -> np.random.Generator:
+        """Randomness of this request alone, so that nothing else in the batch moves it."""
+        seed, sample = self._key
+        return np.random.Generator(np.random.Philox(key=np.array([seed, sample + stream], np.uint64)))
+
+    def _check(self, score: Tensor, logits: Tensor, position: int) -> None:
+        """Raise where the best score is none."""
+        if bool(torch.isfinite(score)):
+            return
+        if not bool(torch.isfinite(logits.float().max())):
+            raise RequestError(f"the target computed NaN or infinity at position {position - 1}")
+        if bool(torch.isnan(score)) or float(score) > 0:
+            raise RequestError(f"the logits processors made NaN or infinity at position {position}")
+        raise RequestError(
+            f"no token is left at position {position}: bad_words, logit_bias, min_tokens or logits_processors exclude "
+            "them all"
+        )

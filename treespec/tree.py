@@ -201,7 +201,9 @@ def _merge_laws(trees: Sequence[TokenTree]) -> tuple[np.ndarray | None, tuple[tu
     """`rows` and `excluded` of the trees' draws, side by side."""
     if all(tree.draws.rows is None for tree in trees):
         return None, None
-    rows, excluded, first = [], [], 0
+    rows: list[np.ndarray] = []
+    excluded: list[tuple[int, ...]] = []
+    first = 0
     for tree in trees:
         count, own = len(tree.draws.parents), tree.draws.rows
         rows.append(np.full(count, -1) if own is None else np.where(own >= 0, own + first, -1))

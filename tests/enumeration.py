@@ -1,0 +1,289 @@
+"""Exact laws by replaying every branch of a random program, and the programs: tiny targets, drafts and ways to draft.
+
+A program takes an oracle and returns a result. `outcomes` runs it once for each sequence of answers that the oracle can
+give, depth first, with the probability of each. Drafting is such a program, verification another.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise, product
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from treespec.oracle import Oracle
+from treespec.tree import Draws, TokenTree
+from treespec.verify import verify_drawn_one, verify_tree
+
+Path = tuple[int, ...]
+Answers = tuple[int, ...]
+T = TypeVar("T")
+
+
+class Branching:
+    """An oracle that gives the answers of a script and then the first possible ones, and keeps what it passed by."""
+
+    def __init__(self, script: Sequence[int]):
+        self.script = script
+        self.answers: list[int] = []
+        self.open: list[list[int]] = []  # at each question, the answers after the one given
+        self.weight = 1.0
+
+    def _answer(self, weights: Sequence[float]) -> int:
+        possible = [i for i, weight in enumerate(weights) if weight > 0]
+        asked = len(self.answers)
+        given = self.script[asked] if asked < len(self.script) else possible[0]
+        self.answers.append(given)
+        self.open.append([i for i in possible if i > given])
+        self.weight *= weights[given] / sum(weights)
+        return given
+
+    def choose(self, weights: np.ndarray) -> int:
+        return self._answer(weights.tolist())
+
+    def flip(self, p: float) -> bool:
+        return bool(self._answer((1.0 - p, p)))
+
+
+def outcomes(program: Callable[[Oracle], T]) -> Iterator[tuple[float, Answers, T]]:
+    """Every run of the program: its probability, the oracle's answers, the result."""
+    script: list[int] | None = []
+    while script is not None:
+        oracle = Branching(script)
+        result = program(oracle)
+        yield oracle.weight, tuple(oracle.answers), result
+        script = None
+        for asked in reversed(range(len(oracle.answers))):
+            if oracle.open[asked]:
+                script = [*oracle.answers[:asked], oracle.open[asked][0]]
+                break
+
+
+# --- targets and drafts
+
+
+class World(NamedTuple):
+    """A target and sources over a few tokens: a law for each prefix below the root."""
+
+    vocab: int
+    depth: int  # of the deepest draft
+    target: dict[Path, np.ndarray]
+    sources: tuple[dict[Path, np.ndarray], ...]
+
+    def joint(self, prefix: Path = ()) -> np.ndarray:
+        """[vocab] * (depth + 1 - len(prefix)): the target's law of the tokens that follow the prefix."""
+        if len(prefix) > self.depth:
+            return np.ones(())
+        law = self.target[prefix]
+        return np.stack([law[token] * self.joint((*prefix, token)) for token in range(self.vocab)])
+
+
+def random_law(rng: np.random.Generator, vocab: int, zeros: float = 0.2) -> np.ndarray:
+    """float64 [vocab], uneven, each entry 0 with probability `zeros` unless all would be."""
+    law = rng.exponential(size=vocab) ** 1.5
+    keep = rng.random(vocab) >= zeros
+    law = law * keep if keep.any() else law
+    law /= law.sum()
+    law.flags.writeable = False  # what verification gets on loan
+    return law
+
+
+def random_world(seed: int, vocab: int, depth: int, sources: int = 2, zeros: float = 0.2, same: bool = False) -> World:
+    """Another law for every prefix and source; every fourth draft law is the target's, with `same` all of them."""
+    rng = np.random.default_rng(seed)
+    prefixes = [path for length in range(depth + 1) for path in product(range(vocab), repeat=length)]
+    target = {path: random_law(rng, vocab, zeros) for path in prefixes}
+    drafts = tuple(
+        {path: target[path] if same or rng.random() < 0.25 else random_law(rng, vocab, zeros) for path in prefixes}
+        for _ in range(sources)
+    )
+    return World(vocab, depth, target, drafts)
+
+
+# --- drafting
+
+
+class Proposal(NamedTuple):
+    """One draw that is made at every node of a depth.
+
+    `how`: "free" (independent of other draws), "own" (without what this source drew at the node), "cross" (without
+    what any source drew there), "top" (without chance: the source's likeliest token), "next" (the likeliest that is not
+    a child yet).
+    """
+
+    source: int
+    how: str
+
+
+Scheme = Sequence[Sequence[Proposal]]  # by depth
+
+
+def law_of(tree: TokenTree, draw: int) -> np.ndarray | None:
+    """float64 [vocab]: what the draw's token came from; None where there was no chance."""
+    rows, excluded = tree.draws.rows, tree.draws.excluded
+    if rows is None or rows[draw] < 0:
+        return None
+    return restricted(tree.draft_probs[rows[draw]], excluded[draw] if excluded else ())
+
+
+def restricted(row: np.ndarray, excluded: Sequence[int]) -> np.ndarray:
+    law = row.astype(np.float64)
+    law[list(excluded)] = 0.0
+    return law / law.sum()
+
+
+def paths_of(tree: TokenTree) -> list[Path]:
+    """The tokens below the root that lead to each node."""
+    paths: list[Path] = [()]
+    for node in range(1, len(tree)):
+        paths.append((*paths[tree.parents[node]], int(tree.tokens[node])))
+    return paths
+
+
+class Builder:
+    """A tree as it is drafted, draw by draw; `node` with a parent and token finds it or makes it."""
+
+    def __init__(self) -> None:
+        self.parents, self.tokens, self.depths = [-1], [0], [0]
+        self.draws: list[tuple[int, int, int, int, tuple[int, ...]]] = []  # parent, child, source, row, excluded
+        self.rows: list[np.ndarray] = []
+
+    def node(self, parent: int, token: int) -> int:
+        for other in range(1, len(self.tokens)):
+            if (self.parents[other], self.tokens[other]) == (parent, token):
+                return other
+        self.parents.append(parent)
+        self.tokens.append(token)
+        self.depths.append(self.depths[parent] + 1)
+        return len(self.tokens) - 1
+
+    def path(self, node: int) -> Path:
+        return () if node == 0 else (*self.path(self.parents[node]), self.tokens[node])
+
+    def drawn(self, parent: int, source: int | None = None) -> tuple[int, ...]:
+        """Tokens drawn at a node so far, by one source or any, each once."""
+        tokens = [self.tokens[child] for at, child, by, *_ in self.draws if at == parent and source in (None, by)]
+        return tuple(dict.fromkeys(tokens))
+
+    def add(self, parent: int, token: int, source: int, law: np.ndarray | None, excluded: tuple[int, ...] = ()) -> int:
+        """Record a draw. The law's row is shared with the draws before it where it is the very same array."""
+        row = -1
+        if law is not None:
+            row = next((i for i, other in enumerate(self.rows) if other is law), len(self.rows))
+            self.rows[row:] = self.rows[row:] or [law]
+        child = self.node(parent, token)
+        self.draws.append((parent, child, source, row, excluded))
+        return child
+
+    def tree(self) -> TokenTree:
+        columns = np.array([draw[:4] for draw in self.draws], dtype=np.int64).reshape(-1, 4).T
+        parents, children, sources, rows = columns
+        excluded = tuple(draw[4] for draw in self.draws)
+        tree = TokenTree(
+            tokens=np.array(self.tokens),
+            parents=np.array(self.parents),
+            depths=np.array(self.depths),
+            probs=np.ones(len(self.tokens)),
+            draws=Draws(parents, children, sources, np.ones(len(self.draws)), rows, excluded),
+            source_names=tuple(f"s{i}" for i in range(8)),
+            draft_probs=tuple(self.rows),
+        )  # fmt: skip
+        tree.check_integrity()
+        return tree
+
+
+def draft(world: World, scheme: Scheme, oracle: Oracle) -> TokenTree:
+    """Every source at every node of a level, then the next level. A source without a token left makes no draw."""
+    built, level = Builder(), [0]
+    for proposals in scheme:
+        children: list[int] = []
+        for node in level:
+            for source, how in proposals:
+                law = world.sources[source][built.path(node)]
+                excluded = {"own": built.drawn(node, source), "cross": built.drawn(node), "next": built.drawn(node)}
+                left = law.copy()
+                left[list(excluded.get(how, ()))] = 0.0
+                if not left.any():
+                    continue
+                if how in ("top", "next"):
+                    child = built.add(node, int(left.argmax()), source, None)
+                else:
+                    child = built.add(node, oracle.choose(left), source, law, excluded.get(how, ()))
+                if child not in children:
+                    children.append(child)
+        level = children
+    return built.tree()
+
+
+# --- verifying
+
+
+Verifier = Callable[[TokenTree, World, Oracle], tuple[list[int], int]]
+
+
+def reference(rule: str) -> Verifier:
+    """`verify_tree`, with the laws that the tree's draws came from."""
+
+    def verify(tree: TokenTree, world: World, oracle: Oracle) -> tuple[list[int], int]:
+        laws: list[np.ndarray] = []
+        draws = []
+        for i, (parent, child) in enumerate(
+            zip(tree.draws.parents.tolist(), tree.draws.children.tolist(), strict=True)
+        ):
+            law = law_of(tree, i)
+            draws.append((parent, child, None if law is None else len(laws)))
+            laws += [] if law is None else [law]
+        target = np.stack([world.target[path] for path in paths_of(tree)])
+        rows = np.stack(laws) if laws else np.empty((0, world.vocab))
+        return verify_tree(rule, tree.tokens.tolist(), tree.parents.tolist(), draws, target, rows, oracle)
+
+    return verify
+
+
+def engine(rule: str) -> Verifier:
+    """`verify_drawn` for one request."""
+
+    def verify(tree: TokenTree, world: World, oracle: Oracle) -> tuple[list[int], int]:
+        paths = paths_of(tree)
+        verified = verify_drawn_one(rule, tree, lambda node: world.target[paths[node]], oracle)
+        return verified.path.tolist(), verified.bonus
+
+    return verify
+
+
+Drafts = Sequence[tuple[float, TokenTree]]
+
+
+def drafts_of(drafter: Callable[[Oracle], TokenTree]) -> Drafts:
+    """Every tree that can be drafted, with its probability."""
+    return [(weight, tree) for weight, _, tree in outcomes(drafter)]
+
+
+def output_law(world: World, drafts: Drafts, verifier: Verifier) -> tuple[np.ndarray, float]:
+    """The law of the first depth + 1 tokens, short outputs continued by the target, and the mean accepted length."""
+    law, accepted = np.zeros((world.vocab,) * (world.depth + 1)), 0.0
+    futures: dict[Path, np.ndarray] = {}
+    for drafted, tree in drafts:
+        paths = paths_of(tree)
+        for verified, (path, token) in runs(tree, world, verifier).values():
+            assert path[0] == 0 and all(tree.parents[node] == above for above, node in pairwise(path)), path
+            output = (*paths[path[-1]], token)
+            if output not in futures:
+                futures[output] = world.joint(output)
+            law[output] += drafted * verified * futures[output]
+            accepted += drafted * verified * (len(path) - 1)
+    return law, accepted
+
+
+def runs(tree: TokenTree, world: World, verifier: Verifier) -> dict[Answers, tuple[float, tuple[list[int], int]]]:
+    """Every run of a verifier on one tree, by the answers that the oracle gave: its probability and result."""
+    return {answers: (weight, result) for weight, answers, result in outcomes(lambda o: verifier(tree, world, o))}
+
+
+def total_variation(a: np.ndarray, b: np.ndarray) -> float:
+    assert a.shape == b.shape
+    return float(np.abs(a - b).sum()) / 2
+
+
+def distance(world: World, drafts: Drafts, verifier: Verifier) -> float:
+    """Total variation between what is emitted and the target's own law."""
+    return total_variation(output_law(world, drafts, verifier)[0], world.joint())

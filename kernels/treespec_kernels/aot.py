@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from .kv_commit import BLOCK_J, NUM_WARPS
+from . import coupled_choice, kv_commit
 from .tree_attention import TreeAttentionConfig
 from .triton_launch import block_of_head_dim, require_triton
 
@@ -27,6 +27,7 @@ from .triton_launch import block_of_head_dim, require_triton
 SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
 
 PAGE_SIZE = 64
+VOCAB = 128256
 _TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
@@ -67,7 +68,7 @@ def compile_shape(target: str, shape: KernelShape, config: TreeAttentionConfig |
         ValueError: an unknown target, no triton, or a process with TRITON_INTERPRET.
     """
     require_triton("aot")
-    from . import kv_commit_kernels, tree_attention_kernels
+    from . import coupled_choice_kernels, kv_commit_kernels, tree_attention_kernels
 
     config = config or TreeAttentionConfig.default(shape.dtype, shape.head_dim)
     block_d, element = block_of_head_dim(shape.head_dim), _TYPES[shape.dtype]
@@ -88,12 +89,18 @@ def compile_shape(target: str, shape: KernelShape, config: TreeAttentionConfig |
         "NUM_KV_HEADS": shape.num_kv_heads,
         "HEAD_DIM": shape.head_dim,
         "PAGE_SIZE": PAGE_SIZE,
-        "BLOCK_J": BLOCK_J,
+        "BLOCK_J": kv_commit.BLOCK_J,
         "BLOCK_D": block_d,
     }
     partials = dict.fromkeys(("partial_acc", "partial_max", "partial_sum"), "*fp32")
     tensors = dict.fromkeys(("q", "k_cache", "v_cache", "out"), f"*{element}") | partials
     integer = {"kv_cache": "*i32" if element == "fp32" else "*i16"}
+    choice = dict.fromkeys(("seeds", "samples", "positions", "tokens"), "*i64") | {
+        "scores": f"*{element}",
+        "temperatures": "*fp32",
+        "best_values": "*fp32",
+        "finite": "*i1",
+    }
     return [
         _compile(
             target,
@@ -116,7 +123,23 @@ def compile_shape(target: str, shape: KernelShape, config: TreeAttentionConfig |
             kv_commit_kernels.move_path,
             integer,
             move_constants,
-            {"num_warps": NUM_WARPS, "enable_fp_fusion": False},
+            {"num_warps": kv_commit.NUM_WARPS, "enable_fp_fusion": False},
+            described,
+        ),
+        _compile(
+            target,
+            coupled_choice_kernels.choose_in_blocks,
+            choice,
+            {"BLOCK_V": coupled_choice.BLOCK_V},
+            {"num_warps": coupled_choice.NUM_WARPS, "enable_fp_fusion": False},
+            described,
+        ),
+        _compile(
+            target,
+            coupled_choice_kernels.choose_of_blocks,
+            choice,
+            {"NUM_BLOCKS": -(-VOCAB // coupled_choice.BLOCK_V), "BLOCK_B": coupled_choice.block_of_blocks(VOCAB)},
+            {"num_warps": 1, "enable_fp_fusion": False},
             described,
         ),
     ]
@@ -148,7 +171,7 @@ def _compile(
         if name in constants:
             signature[name] = "constexpr"
             continue
-        is_integer = name.startswith("stride_") or name == "max_path"
+        is_integer = name.startswith("stride_") or name in ("max_path", "vocab")
         signature[name] = types.get(name, "i32" if is_integer else "*i32")
         if name not in unspecialised and signature[name] != "fp32":
             attributes[(index,)] = [["tt.divisibility", 16]]  # as the launcher sees aligned tensors and head sizes

@@ -83,7 +83,7 @@ class KVCache:
         assert 0 <= count <= len(free), "admission checks can_reserve first"
         assert self._holders[shared].all(), "a page to share is held by nobody"
         own = free[:count]
-        runs = np.flatnonzero(free[count - 1 :] - free[: len(free) - count + 1] == count - 1) if count else ()
+        runs = np.flatnonzero(free[count - 1 :] - free[: len(free) - count + 1] == count - 1) if count else NO_PAGES
         if len(runs):
             own = free[runs[0] : runs[0] + count]
         pages = np.concatenate((shared, own))

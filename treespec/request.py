@@ -4,13 +4,16 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from treespec.config import SpecConfig, not_yet
 from treespec.detokenizer import Detokenizer
 from treespec.errors import ConfigError, reject_unknown
+
+if TYPE_CHECKING:
+    from treespec.scheduler import PromptGroup
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -186,7 +189,8 @@ class Request:
 
     `context_len` counts the positions whose target K/V are committed: len(tokens) - 1 once the prompt is prefilled.
     `max_tokens` is the parameters' own, cut to what the context holds. `ended` is set when a token ends the output,
-    `finish_reason` when the engine has let go of the request.
+    `finish_reason` when the engine has let go of the request. `group`: the samples of one prompt that this one shares
+    its prompt with; `sample` says which of them it is.
     """
 
     prompt_token_ids: list[int]
@@ -196,6 +200,8 @@ class Request:
     max_tokens: int = 0
     eos_token_ids: tuple[int, ...] = ()
     detokenizer: Detokenizer | None = None
+    group: "PromptGroup | None" = None
+    sample: int = 0
     request_id: str = field(default_factory=lambda: f"req-{next(_ids)}")
     tokens: list[int] = field(init=False)
     context_len: int = 0

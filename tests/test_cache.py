@@ -237,18 +237,23 @@ def test_integrity_sees_what_is_wrong() -> None:
     def broken(change: str) -> KVCache:
         cache = new_cache(6)
         pages = cache.reserve("a", 2 * PAGE_SIZE)
-        if change == "held twice":
+        if change == "uncounted":
             cache._held["b"] = pages[:1]
         elif change == "lost":
             cache._held.pop("a")
         elif change == "free and held":
-            cache._free[pages[0]] = True
+            cache._holders[pages[0]] = 0
+        elif change == "twice":
+            cache._held["a"] = pages[[0, 0]]
+        elif change == "stale":
+            cache._dirty[6] = True
         else:
-            cache._free[0] = True
+            cache._holders[0] = 1
         return cache
 
     for change, message in {
-        "held twice": "held twice", "lost": "lost", "free and held": "both free and held", "null": "null page",
+        "uncounted": "more often than counted", "lost": "lost", "free and held": "more often than counted",
+        "twice": "holds a page twice", "stale": "not scrubbed", "null": "null page",
     }.items():  # fmt: skip
         with pytest.raises(AssertionError, match=message):
             broken(change).check_integrity()

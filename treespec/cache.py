@@ -3,6 +3,8 @@
 A request holds the same pages in every pool, so all models of an engine share one slot table: logical slot j of a
 request is position j while committed, and scratch for the token tree behind that. Page 0 belongs to nobody: padding
 rows write there.
+
+Samples of one prompt share the full pages of it. A page with several holders is never written.
 """
 
 from collections.abc import Sequence
@@ -14,6 +16,8 @@ from torch import Tensor
 from treespec_kernels.kv_commit import kv_commit_cpu, kv_commit_triton
 from treespec_kernels.tree_batch import PAGE_SIZE
 from treespec_weights.rules import ModelShape
+
+NO_PAGES = np.empty(0, dtype=np.int64)
 
 
 def pages_for(num_slots: int) -> int:
@@ -33,9 +37,9 @@ class KVCache:
     def __init__(self, shapes: Sequence[ModelShape], num_pages: int, dtype: torch.dtype, device: torch.device | str):
         self.num_pages = num_pages
         self.pools = [self.allocate(shape, num_pages + 1, dtype, device) for shape in shapes]
-        self._free = np.ones(num_pages + 1, dtype=bool)
-        self._free[0] = False
         self._held: dict[str, np.ndarray] = {}
+        self._holders = np.zeros(num_pages + 1, dtype=np.int64)  # of each page
+        self._dirty = np.zeros(num_pages + 1, dtype=bool)  # pages to be zeroed once nobody holds them
 
     @staticmethod
     def allocate(shape: ModelShape, num_pages: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
@@ -55,41 +59,82 @@ class KVCache:
 
     @property
     def num_free(self) -> int:
-        return int(self._free.sum())
+        return self.num_pages - int(np.count_nonzero(self._holders))
 
-    def can_reserve(self, num_slots: int) -> bool:
-        return pages_for(num_slots) <= self.num_free
+    def num_holders(self, pages: np.ndarray) -> np.ndarray:
+        """How many hold each of these pages, int64 like `pages`. With more than one, a page must not be written."""
+        return self._holders[pages]
 
-    def reserve(self, request_id: str, num_slots: int) -> np.ndarray:
-        """Give a request its pages, int64 [pages_for(num_slots)], in line where a run of that length is free."""
-        count = pages_for(num_slots)
-        free = np.flatnonzero(self._free)
+    def can_reserve(self, num_slots: int, num_shared: int = 0) -> bool:
+        """Whether pages for so many slots are free, not counting those that are shared."""
+        return pages_for(num_slots) - num_shared <= self.num_free
+
+    def reserve(self, request_id: str, num_slots: int, shared: np.ndarray = NO_PAGES) -> np.ndarray:
+        """Give a request its pages, int64 [pages_for(num_slots)], in line where a run of that length is free.
+
+        Args:
+            request_id: the holder.
+            num_slots: that it needs.
+            shared: int64, pages of another holder that stand in the first places; none of them is to be written.
+        """
+        count = pages_for(num_slots) - len(shared)
+        free = 1 + np.flatnonzero(self._holders[1:] == 0)
         assert request_id not in self._held, f"{request_id} holds pages already"
-        assert count <= len(free), "admission checks can_reserve first"
-        pages = free[:count]
-        runs = np.flatnonzero(free[count - 1 :] - free[: len(free) - count + 1] == count - 1)
+        assert 0 <= count <= len(free), "admission checks can_reserve first"
+        assert self._holders[shared].all(), "a page to share is held by nobody"
+        own = free[:count]
+        runs = np.flatnonzero(free[count - 1 :] - free[: len(free) - count + 1] == count - 1) if count else NO_PAGES
         if len(runs):
-            pages = free[runs[0] : runs[0] + count]
-        self._free[pages] = False
+            own = free[runs[0] : runs[0] + count]
+        pages = np.concatenate((shared, own))
+        self._holders[pages] += 1
         self._held[request_id] = pages
         return pages
 
     def release(self, request_id: str, scrub: bool = False) -> None:
-        """Take a request's pages back. `scrub` zeroes them: 0 * NaN from a stale slot would poison the next holder."""
+        """Take a request's pages back. `scrub` zeroes them: 0 * NaN from a stale slot would poison the next holder.
+
+        Pages that others hold as well stay as they are, and are zeroed when the last of them lets go.
+        """
         pages = self._held.pop(request_id)
-        self._free[pages] = True
-        if scrub:
-            self.scrub(pages)
+        self._holders[pages] -= 1
+        self._dirty[pages] |= scrub
+        stale = pages[(self._holders[pages] == 0) & self._dirty[pages]]
+        if len(stale):
+            self.scrub(stale)
+
+    def hand_over(self, request_id: str, heir: str, num_slots: int, scrub: bool = False) -> np.ndarray:
+        """Release a request, but leave the pages of its first `num_slots` slots to an heir, and return them.
+
+        What stands behind these slots in the last page is zeroed.
+        """
+        pages = self.reserve(heir, num_slots, self._held[request_id][: pages_for(num_slots)])
+        self.release(request_id, scrub)
+        if num_slots % PAGE_SIZE:
+            for pool in range(len(self.pools)):
+                self.scrub_slots(pool, pages, num_slots, PAGE_SIZE - num_slots % PAGE_SIZE)
+        return pages
+
+    @torch.inference_mode()
+    def copy_slots(self, source: int, page: int, count: int) -> None:
+        """Copy the first `count` slots of a page to another, in every pool."""
+        assert self._holders[page] == 1, "a shared page is never written"
+        self._dirty[page] |= self._dirty[source]
+        for pool in self.pools:
+            pool[:, :, page, :, :count] = pool[:, :, source, :, :count]
 
     @torch.inference_mode()
     def scrub(self, pages: np.ndarray) -> None:
         """Zero pages in every pool."""
+        self._dirty[pages] = False
         for pool in self.pools:
             pool[:, :, torch.from_numpy(pages).to(pool.device)] = 0
 
+    @torch.inference_mode()
     def scrub_slots(self, pool: int, pages: np.ndarray, first: int, count: int) -> None:
         """Zero `count` logical slots from `first` on in one pool."""
         logical = np.arange(first, first + count)
+        assert (self._holders[pages[logical // PAGE_SIZE]] == 1).all(), "a shared page is never written"
         page, offset = torch.from_numpy(pages[logical // PAGE_SIZE]), torch.from_numpy(logical % PAGE_SIZE)
         device = self.pools[pool].device
         self.pools[pool][:, :, page.to(device), :, offset.to(device)] = 0
@@ -129,11 +174,14 @@ class KVCache:
         )
 
     def check_integrity(self) -> None:
-        """Assert that every page is free or held once, and the null page neither."""
-        count = np.zeros(self.num_pages + 1, dtype=int)
-        for pages in self._held.values():
-            np.add.at(count, pages, 1)
-        assert count.max(initial=0) <= 1, f"pages held twice: {np.flatnonzero(count > 1).tolist()}"
-        lost = np.flatnonzero(count + self._free != 1)[1:]
-        assert count[0] == 0 and not self._free[0], "the null page was handed out"
-        assert not len(lost), f"pages lost or both free and held: {lost.tolist()}"
+        """Assert that every page is counted as often as it is held, the null page never, and free pages are clean."""
+        count = np.zeros(self.num_pages + 1, dtype=np.int64)
+        for holder, pages in self._held.items():
+            assert len(np.unique(pages)) == len(pages), f"{holder} holds a page twice: {pages.tolist()}"
+            count[pages] += 1
+        assert count[0] == 0 == self._holders[0], "the null page was handed out"
+        uncounted, lost = np.flatnonzero(count > self._holders), np.flatnonzero(count < self._holders)
+        assert not len(uncounted), f"pages held more often than counted: {uncounted.tolist()}"
+        assert not len(lost), f"pages lost, counted and held by nobody: {lost.tolist()}"
+        stale = np.flatnonzero(self._dirty & (count == 0))
+        assert not len(stale), f"free pages that were not scrubbed: {stale.tolist()}"

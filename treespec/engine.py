@@ -18,7 +18,7 @@ from treespec.planner import Planner, RoundSeconds
 from treespec.request import FinishReason, Request
 from treespec.runner import Choices, Runner
 from treespec.sampling import logprobs_of
-from treespec.scheduler import Scheduler
+from treespec.scheduler import Batch, Scheduler
 from treespec.tree import TokenTree, merge
 from treespec.verify import Verified, verify_greedy
 
@@ -86,7 +86,7 @@ class Engine:
     def step(self) -> list[Request]:
         """One round. Returns the requests that took part in it; those that ended have a `finish_reason`."""
         batch = self.scheduler.next()
-        self.prefill(batch.prefill, batch.counts)
+        self.prefill(batch)
         trees = self.propose(batch.decode)
         scored = self.forward(batch.decode, trees)
         decided = self.verify(scored)
@@ -94,14 +94,17 @@ class Engine:
         self.update(batch.decode)
         return batch.decode
 
-    def prefill(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
-        """The next `counts[i]` prompt tokens of each request, through the target and its SSMs.
+    def prefill(self, batch: Batch) -> None:
+        """The prompt chunks of this step, through the target and its SSMs.
 
-        Where the planner decides, the SSMs read the prompt when they draft for the first time: they may never.
+        Where the planner decides, the SSMs read the prompt when they draft for the first time: they may never. But what
+        several samples share is not written later, so one of them reads it for all.
         """
-        self.runner.prefill(requests, counts)
+        self.runner.prefill(batch.prefill, batch.counts)
         if self.ssms is not None:
-            self.ssms.prefill([r for r in requests if not (r.spec.is_plain or r.spec.is_adaptive)])
+            reading = [r for r in batch.prefill if r.group is not None or not r.spec.is_adaptive]
+            self.ssms.prefill([r for r in reading if not r.spec.is_plain])
+            self.ssms.fork(batch.forked)
 
     def propose(self, requests: Sequence[Request]) -> list[TokenTree]:
         """Every source drafts; one merged tree per request, cut to what is worth verifying.
@@ -220,6 +223,7 @@ class Engine:
     def check_integrity(self) -> None:
         """Assert what must hold between rounds: pages add up, and caches agree with the tokens."""
         self.cache.check_integrity()
+        self.scheduler.check_integrity()
         for request in self.scheduler.running:
             assert request.needs_prefill or request.context_len == len(request.tokens) - 1, request.request_id
         if self.scheduler.is_idle:

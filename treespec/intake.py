@@ -17,6 +17,7 @@ from treespec.params import SamplingParams
 from treespec.request import CompletionOutput, Request, RequestMetrics, RequestOutput, new_request_id
 from treespec.sampler import Sampler, new_seed
 from treespec.sampling import Logprob
+from treespec.scheduler import PromptGroup
 
 logger = logging.getLogger("treespec")
 
@@ -50,12 +51,17 @@ class Intake:
             tokens = self._encode(prompt)
             self._check(tokens, params)
             seed = params.seed if params.seed is not None or params.temperature == 0 else new_seed()
-            return [self._request(request_id, tokens, text, params, spec, seed, i, stream) for i in range(params.n)]
+            samples = [self._request(request_id, tokens, text, params, spec, seed, i, stream) for i in range(params.n)]
         except RequestError as error:
             logger.warning("prompt %r was refused: %s", str(prompt)[:40], error)
             failed = Request(tokens, params, spec, text, error=str(error), finish_reason="error")
             failed.request_id, failed.seed = request_id, params.seed
             return self.output([failed])
+        if len(samples) > 1:
+            group = PromptGroup()
+            for sample in samples:
+                sample.group = group
+        return samples
 
     def _request(
         self, request_id: str, tokens: list[int], text: str | None, params: SamplingParams, spec: SpecConfig,

@@ -31,7 +31,8 @@ class Stats:
         self.requests += 1
         self.failed_requests += request.finish_reason == "error"
         self.target_passes += request.target_passes
-        self.prefill_tokens += min(request.context_len, request.num_prompt - 1)
+        if request.prefill_passes:  # no sample of a prompt that another one computed
+            self.prefill_tokens += min(request.context_len, request.num_prompt - 1)
         self.generated_tokens += request.num_generated
         self.nodes_verified += request.nodes_verified
         self.accepted_by_source.update(request.accepted_by_source)

@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -14,6 +14,9 @@ from treespec.detokenizer import Detokenizer
 from treespec.params import SamplingParams
 from treespec.sampler import Sampler
 from treespec.sampling import Logprob
+
+if TYPE_CHECKING:
+    from treespec.scheduler import PromptGroup
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -125,9 +128,9 @@ class Request:
     """A request inside the engine. `tokens` are prompt and output; the last one is the next tree's root.
 
     `context_len` counts the positions whose target K/V are committed: len(tokens) - 1 once the prompt is prefilled.
-    `output_id` names it to the user, who sees the samples of one prompt as one request. `max_tokens` is the parameters'
-    own, cut to what the context holds. `ended` is set when a token ends the output, `finish_reason` when the engine has
-    let go of the request.
+    `output_id` names it to the user, who sees the samples of one prompt as one request: `group` is what they share,
+    `sample` which of them this is. `max_tokens` is the parameters' own, cut to what the context holds. `ended` is set
+    when a token ends the output, `finish_reason` when the engine has let go of the request.
     """
 
     prompt_token_ids: list[int]
@@ -139,9 +142,10 @@ class Request:
     detokenizer: Detokenizer | None = None
     sampler: Sampler | None = None  # None takes the argmax of the model's logits
     seed: int | None = None
+    group: "PromptGroup | None" = None
+    sample: int = 0
     request_id: str = field(default_factory=new_request_id)
     output_id: str = ""
-    sample: int = 0
     tokens: list[int] = field(init=False)
     context_len: int = 0
     pages: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))

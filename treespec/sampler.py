@@ -9,10 +9,10 @@ from torch import Tensor
 
 from treespec.errors import RequestError
 from treespec.noise import Noise
+from treespec.oracle import RandomOracle
 from treespec.params import SamplingParams
 from treespec.sampling import Transforms
 from treespec.tree import TokenTree
-from treespec.oracle import RandomOracle
 from treespec.verify import Verified, verify_drawn
 
 _VERIFY_STREAM, _DRAFT_STREAM = 1 << 32, 2 << 32  # added to the sample's number in a generator's key

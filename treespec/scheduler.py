@@ -1,19 +1,64 @@
 """Who runs next: admission, prefill budget, ends. No tensors."""
 
+import itertools
 import time
 from collections import deque
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from treespec.cache import KVCache
+import numpy as np
+
+from treespec.cache import NO_PAGES, KVCache
+from treespec.drafters.trust import Trust
 from treespec.request import FinishReason, Request
+from treespec_kernels.tree_batch import PAGE_SIZE
 
 
 class Batch(NamedTuple):
-    """One step's work: prompt chunks to compute (`counts` rows each), and requests that decode."""
+    """One step's work.
+
+    Attributes:
+        prefill, counts: prompt chunks to compute, `counts[i]` rows of each.
+        forked: samples that have entered with a prompt that another one computed.
+        decode: requests that decode, those that `forked` among them.
+    """
 
     prefill: list[Request]
     counts: list[int]
+    forked: list[Request]
     decode: list[Request]
+
+
+_ids = itertools.count()
+
+
+@dataclass(eq=False)
+class PromptGroup:
+    """Samples of one prompt: requests with the same prompt and spec, which share the K/V of the prompt.
+
+    The first that enters is the leader and computes the prompt. The others wait until it has a token, which proves the
+    prompt's K/V to be finite. Then they enter with the prompt's full pages and a copy of its last, partly filled one.
+    Where the leader ends, a running sample takes its place. Where none runs, the group itself keeps the prompt's pages
+    for the next one, which takes them over and leads. A leader that ends before its first token leaves nothing.
+
+    Attributes:
+        group_id: under which the group holds pages.
+        leader: a running sample whose pages hold the prompt, or will.
+        kept: pages of the prompt that the group holds; None where a sample leads, or nothing is computed.
+        waiting: samples that have not entered.
+        trust: in the SSMs, after the prompt.
+    """
+
+    group_id: str = field(default_factory=lambda: f"group-{next(_ids)}")
+    leader: Request | None = field(default=None, repr=False)
+    kept: np.ndarray | None = None
+    waiting: int = 0
+    trust: Trust | None = None
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether samples that enter now would have to wait for the leader."""
+        return self.leader is not None and not self.leader.num_generated
 
 
 class Scheduler:
@@ -36,6 +81,13 @@ class Scheduler:
         return not self.waiting and not self.running
 
     def add(self, request: Request) -> None:
+        group = request.group
+        if group is not None:
+            if group.waiting:
+                other = next(other for other in reversed(self.waiting) if other.group is group)
+                same = request.prompt_token_ids == other.prompt_token_ids and request.spec == other.spec
+                assert same, f"{request.request_id} has not the prompt and spec of {group.group_id}"
+            group.waiting += 1
         self.waiting.append(request)
 
     def slots_needed(self, request: Request) -> int:
@@ -43,14 +95,22 @@ class Scheduler:
         return request.num_prompt + request.max_tokens + self.scratch
 
     def next(self) -> Batch:
-        """Admit what fits, in order of arrival; then prompt chunks up to the budget, and all that can decode."""
-        while self.waiting and len(self.running) < self.max_num_seqs:
-            needed = self.slots_needed(self.waiting[0])
-            if not self.cache.can_reserve(needed):
+        """Admit what fits, in order of arrival; then prompt chunks up to the budget, and all that can decode.
+
+        A sample whose prompt is being computed lets others pass; as soon as it is computed it stands before them again.
+        """
+        forked, place = [], 0
+        while place < len(self.waiting) and len(self.running) < self.max_num_seqs:
+            request = self.waiting[place]
+            if request.group is not None and request.group.is_computing:
+                place += 1
+            elif not self._has_room(request):
                 break
-            request = self.waiting.popleft()
-            request.pages = self.cache.reserve(request.request_id, needed)
-            self.running.append(request)
+            else:
+                del self.waiting[place]
+                self._admit(request)
+                if request.context_len:
+                    forked.append(request)
         prefill, counts, budget = [], [], self.prefill_chunk
         for request in self.running:
             if request.needs_prefill and budget:
@@ -64,7 +124,57 @@ class Scheduler:
             if not request.needs_prefill
             or (request in prefill and request.context_len + counts[prefill.index(request)] == request.num_prompt - 1)
         ]
-        return Batch(prefill, counts, ready)
+        return Batch(prefill, counts, forked, ready)
+
+    def _has_room(self, request: Request) -> bool:
+        """Whether the request's pages are free. An idle engine takes back what groups of requests behind it keep: their
+        next sample computes the prompt anew."""
+        needed, shared = self.slots_needed(request), len(_shared_pages(request))
+        if not self.running:
+            for other in reversed(self.waiting):
+                if self.cache.can_reserve(needed, shared):
+                    break
+                if other.group is not None and other.group is not request.group:
+                    self._drop(other.group)
+        return self.cache.can_reserve(needed, shared)
+
+    def _admit(self, request: Request) -> None:
+        """Give a request its pages; where its group has the prompt in the cache, with the prompt."""
+        shared = _shared_pages(request)
+        request.pages = self.cache.reserve(request.request_id, self.slots_needed(request), shared)
+        self.running.append(request)
+        group, prefix = request.group, request.num_prompt - 1
+        if group is None:
+            return
+        group.waiting -= 1
+        leader = group.leader
+        if leader is None:
+            group.leader = request
+            if group.kept is not None:
+                self._drop(group)
+                request.context_len = prefix
+            return
+        if prefix % PAGE_SIZE:
+            tail = len(shared)
+            self.cache.copy_slots(leader.pages[tail], request.pages[tail], prefix % PAGE_SIZE)
+        request.context_len, request.poisoned = prefix, leader.poisoned
+
+    def _drop(self, group: PromptGroup) -> None:
+        """Let go of the pages that a group keeps, if it does."""
+        if group.kept is not None:
+            self.cache.release(group.group_id)
+            group.kept = None
+
+    def _leave(self, request: Request, scrub: bool) -> None:
+        """Free a request's pages, or leave the prompt to those of its group that come after it."""
+        group = request.group
+        if group is not None and group.leader is request:
+            group.leader = next((other for other in self.running if other.group is group), None)
+            if group.leader is None and group.waiting and request.num_generated:
+                prefix = request.num_prompt - 1
+                group.kept = self.cache.hand_over(request.request_id, group.group_id, prefix, scrub)
+                return
+        self.cache.release(request.request_id, scrub)
 
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         """End a request wherever it is, and free its slot and pages."""
@@ -72,10 +182,36 @@ class Scheduler:
         if request in self.running:
             self.running.remove(request)
             # Whoever did not end by its own tokens may have left NaN behind, computed and never looked at.
-            self.cache.release(request.request_id, scrub=request.poisoned or reason not in ("stop", "length"))
+            self._leave(request, scrub=request.poisoned or reason not in ("stop", "length"))
         elif request in self.waiting:
             self.waiting.remove(request)
+            if request.group is not None:
+                request.group.waiting -= 1
+                if not request.group.waiting:
+                    self._drop(request.group)
 
     def find(self, request_id: str) -> list[Request]:
         """The open samples of a user's request."""
         return [request for request in [*self.running, *self.waiting] if request.output_id == request_id]
+
+    def check_integrity(self) -> None:
+        """Assert that every group knows its samples, and holds pages only where one of them waits and none runs."""
+        for request in [*self.running, *self.waiting]:
+            group = request.group
+            if group is None:
+                continue
+            running = [other for other in self.running if other.group is group]
+            assert group.waiting == sum(other.group is group for other in self.waiting), group.group_id
+            assert (group.leader in running) == bool(running), f"{group.group_id} is led by nobody, or one that is gone"
+            assert group.kept is None or (group.waiting and not running), f"{group.group_id} keeps pages for nobody"
+
+
+def _shared_pages(request: Request) -> np.ndarray:
+    """The pages with which a waiting request would enter: of its leader the full ones of the prompt, of those that the
+    group keeps all."""
+    group, prefix = request.group, request.num_prompt - 1
+    if group is None:
+        return NO_PAGES
+    if group.kept is not None:
+        return group.kept
+    return NO_PAGES if group.leader is None else group.leader.pages[: prefix // PAGE_SIZE]

@@ -247,6 +247,22 @@ class SsmDrafter:
         """Compute the SSMs' K/V of all positions that the target has committed, and score them on what they read."""
         for ssm in range(len(self.models)):
             self._read(ssm, [request for request in requests if ssm in self._allowed(request)])
+        for request in requests:
+            if request.group is not None:
+                request.group.trust = self._state(request).trust.copy()
+
+    def fork(self, requests: Sequence[Request]) -> None:
+        """Begin samples whose pages hold the prompt: as read by the leader of their group, with the trust it had then.
+
+        So no SSM writes to the prompt's pages again.
+        """
+        for request in requests:
+            if request.spec.is_plain:
+                continue
+            assert request.group is not None and request.group.trust is not None, "nobody has read the prompt"
+            state = self._state(request)
+            state.trust = request.group.trust.copy()
+            state.valid[self._allowed(request)] = request.num_prompt - 1
 
     def commit(self, requests: Sequence[Request], paths: Sequence[np.ndarray]) -> None:
         """Keep the K/V of accepted nodes. `paths[i]`: accepted nodes of the proposed tree, from the root on."""

@@ -5,6 +5,7 @@ arXiv 2510.20064), on the prompt too. The weights are those of Bayes for a mixtu
 then: recent tokens count, older ones fade. They shape what is drafted, never what is emitted.
 """
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -31,6 +32,10 @@ class Trust:
         self.known = np.zeros(self.num_ssms, dtype=np.int64)
         self._begin = np.zeros(self.num_ssms, dtype=np.int64)  # of the positions scored without a gap
         self._scores = np.zeros((self.num_ssms, 2 * WINDOW))  # by position modulo its width
+
+    def copy(self) -> "Trust":
+        """The same scores, to go on from apart."""
+        return copy.deepcopy(self)
 
     def observe(self, ssm: int, first: int, probs: np.ndarray) -> None:
         """An SSM's probabilities of the verified tokens at positions `first`, `first` + 1, ...; float [num tokens].

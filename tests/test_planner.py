@@ -9,7 +9,7 @@ import pytest
 from tests.exactness import differences, run
 from tests.models import greedy, make_draft, new_folder, open_llm, random_prompts, tiny, tree_of
 from treespec import LLM, SpecConfig
-from treespec.drafters.ssm import Drafted
+from treespec.drafters.plan import Drafted
 from treespec.observe import watch
 from treespec.params import SamplingParams
 from treespec.planner import CostCurve, Planner, RoundSeconds

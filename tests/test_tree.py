@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tests.models import greedy, random_prompts, tiny_llm
 from treespec import SpecConfig
-from treespec.drafters.ssm import topk_rows
 from treespec.observe import watch
+from treespec.sampling import topk_rows
 from treespec.tree import Draws, TokenTree, merge
 from treespec.verify import verify_greedy
 

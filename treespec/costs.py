@@ -13,7 +13,8 @@ import torch
 
 from treespec.cache import pages_for
 from treespec.config import SpecConfig
-from treespec.drafters.ssm import DraftPlan, SsmDrafter
+from treespec.drafters.plan import DraftPlan
+from treespec.drafters.ssm import SsmDrafter
 from treespec.errors import ConfigError
 from treespec.params import SamplingParams
 from treespec.planner import CostCurve, Planner

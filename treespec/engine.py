@@ -11,7 +11,8 @@ import numpy as np
 from treespec.cache import KVCache
 from treespec.drafters.base import Drafter, check_proposal
 from treespec.drafters.lookup import LookupDrafter
-from treespec.drafters.ssm import Drafted, SsmDrafter
+from treespec.drafters.plan import Drafted
+from treespec.drafters.ssm import SsmDrafter
 from treespec.errors import RequestError
 from treespec.metrics import Stats
 from treespec.planner import Planner, RoundSeconds

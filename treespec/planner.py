@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from treespec.drafters.ssm import Drafted, DraftPlan
+from treespec.drafters.plan import Drafted, DraftPlan
 from treespec.request import Request
 from treespec.tree import TokenTree
 

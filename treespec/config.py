@@ -39,8 +39,8 @@ class SpecConfig:
             the drafts have so many proposals within `max_depth`; 0 and 1 mean plain decoding.
         max_depth: the deepest level that is drafted.
         policy: "dynamic" grows the nodes with the largest probability, "static" gives every node of depth d the
-            `branching[d]` likeliest children, "auto" is "static" where `branching` is given, and else "dynamic", or, for
-            rules that need every drawn token, as many draws at each node as its probability is worth.
+            `branching[d]` likeliest children, "auto" is "static" where `branching` is given, and else "dynamic", or,
+            for rules that need every drawn token, as many draws at each node as its probability is worth.
         branching: children per node by depth, for "static".
         verification: how a sampled token is accepted; greedily all are the walk along the target's argmax. "coupled":
             drafts guess the target's choice with the target's own noise; "naive": without it. Both emit the very tokens

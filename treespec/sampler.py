@@ -1,5 +1,6 @@
 """What one request's tokens are chosen by: its transforms, its noise, and the walk through its trees."""
 
+import math
 import secrets
 from collections.abc import Sequence
 
@@ -7,11 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treespec.config import RANDOM_DRAWS
 from treespec.errors import RequestError
 from treespec.noise import Noise
 from treespec.oracle import RandomOracle
 from treespec.params import SamplingParams
-from treespec.sampling import Transforms
+from treespec.sampling import Transforms, truncate_rows
 from treespec.tree import TokenTree
 from treespec.verify import Verified, verify_drawn
 
@@ -69,15 +71,15 @@ class Sampler:
         position = len(tokens) + len(ancestors)
         if self.temperature > 0:
             scores = scores + torch.from_numpy(self.noise.row(position)).to(self._device)
-        token = int(scores.argmax())
-        self._check(scores[token], logits, position)
-        return token
+        best, token = scores.max(0)  # the first of equal ones
+        self._check(float(best), logits, position)
+        return int(token)
 
     def target_probs(self, logits: Tensor, tokens: Sequence[int], ancestors: Sequence[int]) -> np.ndarray:
         """float32 [vocab], p. Arguments and errors as `choose`; temperature above 0."""
-        probs = torch.softmax(self._transforms.scores(logits, tokens, ancestors), -1)
-        self._check(probs[0], logits, len(tokens) + len(ancestors))
-        return probs.cpu().numpy()
+        scores = self._transforms.scores(logits, tokens, ancestors)
+        self._check(float(scores.max()), logits, len(tokens) + len(ancestors))
+        return torch.softmax(scores, -1).cpu().numpy()
 
     def walk(self, tree: TokenTree, logits: Tensor, tokens: Sequence[int], most: int) -> Verified:
         """Naive verification: go on to the child that carries the target's choice, until there is none.
@@ -104,20 +106,23 @@ class Sampler:
             path.append(child)
             ancestors.append(token)
 
-    def temper(self, logits: Tensor, position: int, coupled: bool) -> None:
+    def temper(self, logits: Tensor, position: int, rule: str) -> None:
         """Make a draft's logits say what the target's choice at `position` will be.
 
-        With the noise of that choice added, softmax is the law of the choice of a target whose own log-probabilities
-        differ from the draft's by further Gumbel noise; so it serves as a probability of the coupled choice.
+        Coupled, the noise of that choice is added; then softmax is the law of the choice of a target whose own
+        log-probabilities differ from the draft's by further Gumbel noise, so it serves as a child's probability. What is
+        drawn at random is truncated as the target is; coupled guesses gain nothing by it.
 
         Args:
             logits: float32 [num_rows, vocab], changed in place.
             position: of the token that is guessed.
-            coupled: whether to add the noise.
+            rule: of verification.
         """
         if self.temperature > 0:
             logits.div_(self.temperature)
-            if coupled:
+            if rule in RANDOM_DRAWS:
+                truncate_rows(logits, self.params)
+            elif rule == "coupled":
                 logits.add_(torch.from_numpy(self.noise.row(position)).to(logits.device))
 
     def verify_drawn(self, rule: str, tree: TokenTree, logits: Tensor, tokens: Sequence[int]) -> Verified:
@@ -141,13 +146,13 @@ class Sampler:
         seed, sample = self._key
         return np.random.Generator(np.random.Philox(key=np.array([seed, sample + stream], np.uint64)))
 
-    def _check(self, score: Tensor, logits: Tensor, position: int) -> None:
+    def _check(self, best: float, logits: Tensor, position: int) -> None:
         """Raise where the best score is none."""
-        if bool(torch.isfinite(score)):
+        if math.isfinite(best):
             return
         if not bool(torch.isfinite(logits.float().max())):
             raise RequestError(f"the target computed NaN or infinity at position {position - 1}")
-        if bool(torch.isnan(score)) or float(score) > 0:
+        if math.isnan(best) or best > 0:
             raise RequestError(f"the logits processors made NaN or infinity at position {position}")
         raise RequestError(
             f"no token is left at position {position}: bad_words, logit_bias, min_tokens or logits_processors exclude "

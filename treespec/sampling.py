@@ -15,6 +15,9 @@ from treespec.errors import RequestError
 from treespec.params import SamplingParams
 
 
+_NUCLEUS = 64  # of a draft's tokens, the likeliest of which are looked at for truncation
+
+
 class Transforms:
     """Turns a row of logits into the scores that one request samples from, in the order that `SamplingParams` gives.
 
@@ -178,6 +181,31 @@ def nucleus_size(scores: Tensor, top_p: float) -> int:
         if count >= len(scores):
             return len(scores)  # the sums' roundings differ
         count *= 4
+
+
+def truncate_rows(logits: Tensor, params: SamplingParams) -> None:
+    """Exclude, in place, what top_k, top_p and min_p would leave out of a draft's own law.
+
+    A draft need not truncate as exactly as the target does: ties at the border stay, and a nucleus of more than
+    `_NUCLEUS` tokens is left whole.
+
+    Args:
+        logits: float32 [num_rows, vocab], over the temperature already.
+        params: of the request.
+    """
+    wide = logits.shape[1]
+    if params.min_p > 0:
+        least = logits.amax(1, keepdim=True) + float(np.log(params.min_p))
+        logits.masked_fill_(logits < least, -torch.inf)
+    if 0 < params.top_k < min(wide, _NUCLEUS):
+        least = topk_rows(logits, params.top_k)[0][:, -1:]
+        logits.masked_fill_(logits < least, -torch.inf)
+    if params.top_p < 1:
+        best = topk_rows(torch.softmax(logits, 1), _NUCLEUS)[0]
+        inside = (best.cumsum(1) - best < params.top_p).sum(1, keepdim=True)
+        values = topk_rows(logits, best.shape[1])[0]
+        least = torch.where(inside < best.shape[1], values.gather(1, inside - 1), -torch.inf)
+        logits.masked_fill_(logits < least, -torch.inf)
 
 
 class Logprob(NamedTuple):

@@ -64,6 +64,6 @@ def check_proposal(name: str, request: Request, tree: object, vocab_size: int) -
             raise refuse(f"draft_probs that are no probabilities of {vocab_size} tokens")
     if tree.draws.rows is not None and len(tree) > request.spec.max_nodes:
         raise refuse(
-            f"{len(tree)} nodes drawn at random, none of which may be left out, and {request.spec.max_nodes} are allowed"
+            f"{len(tree)} nodes drawn at random, none of which may be left out; allowed are {request.spec.max_nodes}"
         )
     return tree

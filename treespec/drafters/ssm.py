@@ -457,5 +457,5 @@ class SsmDrafter:
         logits = logits.float()
         for request, part, position in guessed:
             if request.sampler is not None:
-                request.sampler.temper(logits[part], position, request.spec.verification == "coupled")
+                request.sampler.temper(logits[part], position, request.spec.verification)
         return torch.softmax(logits, -1).cpu()

@@ -76,7 +76,7 @@ class Runner:
         if any(request.sampler is None for request in requests):
             best, tokens = logits.max(dim=-1)  # the first of equal logits
             chosen = tokens.cpu().numpy()
-        finite = torch.isfinite(best).cpu().numpy()
+        finite = np.isfinite(best.float().cpu().numpy())
         return [
             Choices(
                 chosen[start:stop] if chosen is not None and request.sampler is None else None,

@@ -14,7 +14,6 @@ from torch import Tensor
 from treespec.errors import RequestError
 from treespec.params import SamplingParams
 
-
 _NUCLEUS = 64  # of a draft's tokens, the likeliest of which are looked at for truncation
 
 

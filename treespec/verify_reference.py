@@ -57,7 +57,10 @@ def verify_tree(
     _check_draws(tokens, parents, draws, target_probs.shape[1], draft_probs)
     below: list[list[tuple[int, np.ndarray]]] = [[] for _ in tokens]
     for parent, child, q in draws:
-        below[parent].append((child, np.eye(target_probs.shape[1])[tokens[child]] if q is None else draft_probs[q]))
+        law = np.zeros(target_probs.shape[1]) if q is None else draft_probs[q]
+        if q is None:
+            law[tokens[child]] = 1.0
+        below[parent].append((child, law))
     if rule == "naive":
         return _naive(tokens, parents, target_probs, oracle)
     if rule == "rejection":

@@ -15,7 +15,7 @@ from treespec.oracle import RandomOracle
 from treespec.params import SamplingParams
 from treespec.sampling import Transforms, truncate_rows
 from treespec.tree import TokenTree
-from treespec.verify import Verified, verify_drawn
+from treespec.verify import Verified, verify_drawn_one
 
 _VERIFY_STREAM, _DRAFT_STREAM = 1 << 32, 2 << 32  # added to the sample's number in a generator's key
 
@@ -134,8 +134,7 @@ class Sampler:
 
         if self._oracle is None:
             self._oracle = RandomOracle(self.generator(_VERIFY_STREAM))
-        [verified] = verify_drawn(rule, [tree], [target], [self._oracle])
-        return verified
+        return verify_drawn_one(rule, tree, target, self._oracle)
 
     def draft_generator(self) -> np.random.Generator:
         """Randomness for draws of drafts, independent of verification's."""

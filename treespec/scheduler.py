@@ -40,7 +40,7 @@ class PromptGroup:
     The first that enters is the leader and computes the prompt. The others wait until it has a token, which proves the
     prompt's K/V to be finite. Then they enter with the prompt's full pages and a copy of its last, partly filled one.
     Where the leader ends, a running sample takes its place. Where none runs, the group itself keeps the prompt's pages
-    for the next one, which takes them over and leads. A leader that ends before its first token leaves nothing.
+    for the next one, which takes them over and leads. A leader that ends before the prompt is proven leaves nothing.
 
     Attributes:
         group_id: under which the group holds pages.

@@ -39,7 +39,7 @@ class PromptGroup:
     The first that enters is the leader and computes the prompt. The others wait until it has a token, which proves the
     prompt's K/V to be finite. Then they enter with the prompt's full pages and a copy of its last, partly filled one.
     Where the leader ends, a running sample takes its place. Where none runs, the group itself keeps the prompt's pages
-    for the next one, which takes them over and leads. A leader that ends before its first token leaves nothing.
+    for the next one, which takes them over and leads. A leader that ends before the prompt is proven leaves nothing.
 
     Attributes:
         group_id: under which the group holds pages.
@@ -58,7 +58,7 @@ class PromptGroup:
     @property
     def is_computing(self) -> bool:
         """Whether samples that enter now would have to wait for the leader."""
-        return self.leader is not None and not self.leader.num_generated
+        return self.leader is not None and not _has_prompt(self.leader)
 
 
 class Scheduler:
@@ -170,7 +170,7 @@ class Scheduler:
         group = request.group
         if group is not None and group.leader is request:
             group.leader = next((other for other in self.running if other.group is group), None)
-            if group.leader is None and group.waiting and request.num_generated:
+            if group.leader is None and group.waiting and _has_prompt(request):
                 prefix = request.num_prompt - 1
                 group.kept = self.cache.hand_over(request.request_id, group.group_id, prefix, scrub)
                 return
@@ -204,6 +204,12 @@ class Scheduler:
             assert group.waiting == sum(other.group is group for other in self.waiting), group.group_id
             assert (group.leader in running) == bool(running), f"{group.group_id} is led by nobody, or one that is gone"
             assert group.kept is None or (group.waiting and not running), f"{group.group_id} keeps pages for nobody"
+
+
+def _has_prompt(request: Request) -> bool:
+    """Whether a running sample's pages hold the whole prompt, and a token has proven it to be finite: its own, or one
+    of the sample that computed it."""
+    return bool(request.num_generated or (request.context_len and not request.prefill_passes))
 
 
 def _shared_pages(request: Request) -> np.ndarray:

@@ -1,0 +1,155 @@
+"""Samples of one prompt, driven through an engine under guard: what the tests of shared pages have in common."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tests.exactness import Prefix, recorded
+from tests.models import VOCAB, greedy
+from tests.speech import altered_logits
+from treespec import LLM, SpecConfig
+from treespec.cache import KVCache
+from treespec.models.decoder import Decoder
+from treespec.request import Request
+from treespec.scheduler import PromptGroup
+from treespec.tree import TokenTree
+from treespec_kernels.tree_batch import PAGE_SIZE
+
+
+def samples(llm: LLM, prompt: list[int], counts: Sequence[int], spec: Any = "off", group: bool = True) -> list[Request]:
+    """A request for each of `counts`, the tokens that it is to generate; of one group, or on their own."""
+    shared = PromptGroup() if group else None
+    resolved = SpecConfig.resolve(spec, llm.spec)
+    return [
+        Request(prompt, greedy(count), resolved, group=shared, sample=sample) for sample, count in enumerate(counts)
+    ]
+
+
+_NOISE = 3.0 * torch.randn((8, VOCAB), generator=torch.Generator().manual_seed(9))
+
+
+def part_ways(request: Request, tree: TokenTree, logits: Tensor) -> None:
+    """Add noise of the sample's own: samples say different things, whatever else is in the batch."""
+    logits += _NOISE[request.sample % len(_NOISE)]
+
+
+@dataclass
+class Driven:
+    """What a drive has seen.
+
+    Attributes:
+        logits, unequal: as `recorded`, before any noise.
+        peak: the most pages that were held at a time.
+        running: the running requests after each step.
+    """
+
+    logits: dict[Prefix, Tensor]
+    unequal: list[Prefix]
+    peak: int = 0
+    running: list[list[Request]] = field(default_factory=list)
+
+
+def drive(llm: LLM, requests: Sequence[Request], change: Any = part_ways) -> Driven:
+    """Run requests to their end, as `LLM` does, checking every step and every write."""
+    engine = llm.engine
+    with recorded(llm) as (logits, unequal), altered_logits(llm, change), guarded(llm):
+        driven, step = Driven(logits, unequal), engine.step
+
+        def watched() -> list[Request]:
+            touched = step()
+            driven.running.append(list(engine.scheduler.running))
+            return touched
+
+        reserve = engine.cache.reserve
+
+        def counted(*args: Any, **options: Any) -> np.ndarray:
+            pages = reserve(*args, **options)
+            driven.peak = max(driven.peak, engine.cache.num_pages - engine.cache.num_free)
+            return pages
+
+        with mock.patch.object(engine, "step", watched), mock.patch.object(engine.cache, "reserve", counted):
+            for _ in llm._run(requests):
+                pass
+    assert engine.scheduler.is_idle
+    return driven
+
+
+@contextmanager
+def guarded(llm: LLM) -> Iterator[None]:
+    """While the block runs no write targets a page with several holders, such pages keep their bits in every step, and
+    pages and groups add up after it."""
+    cache, scheduler, step = llm.engine.cache, llm.engine.scheduler, llm.engine.step
+    plan, commit = Decoder.plan, KVCache.commit
+
+    def assert_own(pages: np.ndarray) -> None:
+        assert (cache.num_holders(pages) == 1).all(), f"a write to shared pages: {np.unique(pages).tolist()}"
+
+    def checked_plan(self: Decoder, requests: Any, kv: Tensor) -> Any:
+        for rows in requests:
+            assert_own(rows.slots[0])
+        return plan(self, requests, kv)
+
+    def checked_commit(self: KVCache, pool: int, pages: Any, lens: Any, paths: Any) -> None:
+        for own, length, path in zip(pages, lens, paths, strict=True):
+            assert_own(own[(length + np.arange(len(path))) // PAGE_SIZE])
+        commit(self, pool, pages, lens, paths)
+
+    def checked_step() -> list[Request]:
+        several = np.flatnonzero(cache.num_holders(np.arange(cache.num_pages + 1)) > 1)
+        before = [pool[:, :, several].clone() for pool in cache.pools]
+        touched = step()
+        kept = cache.num_holders(several) > 0  # those that are free now may have been zeroed
+        for pool, bits in zip(cache.pools, before, strict=True):
+            now, then = (x[:, :, torch.from_numpy(kept)].contiguous() for x in (pool[:, :, several], bits))
+            assert torch.equal(now.view(torch.int16), then.view(torch.int16)), "a shared page has changed"
+        cache.check_integrity()
+        scheduler.check_integrity()
+        return touched
+
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(Decoder, "plan", checked_plan))
+        patches.enter_context(mock.patch.object(KVCache, "commit", checked_commit))
+        patches.enter_context(mock.patch.object(llm.engine, "step", checked_step))
+        yield
+
+
+@contextmanager
+def few_pages(llm: LLM, count: int) -> Iterator[None]:
+    """Leave an engine `count` free pages while the block runs."""
+    cache = llm.engine.cache
+    cache.reserve("hoard", (cache.num_free - count) * PAGE_SIZE)
+    try:
+        yield
+        assert cache.num_free == count, "pages are lost"
+    finally:
+        cache.release("hoard")
+
+
+def assert_clean(llm: LLM) -> None:
+    """Nothing is held or remembered, and no stale NaN waits for the next request."""
+    llm.engine.check_integrity()
+    assert llm.engine.scheduler.is_idle
+    assert llm.engine.ssms is None or not llm.engine.ssms._states
+    for pool in llm.engine.cache.pools:
+        assert pool[:, :, 1:].isfinite().all(), "stale NaN or infinity is left for the next request"
+
+
+def departures(alone: Driven, shared: Driven, pairs: Sequence[tuple[Request, Request]]) -> list[str]:
+    """Where samples that share depart from those on their own, a line each."""
+    found = [f"sample {b.sample}: {a.tokens} {b.tokens}" for a, b in pairs if a.tokens != b.tokens]
+    found += [f"logits after {len(prefix)} tokens, computed twice" for prefix in [*alone.unequal, *shared.unequal]]
+    common = alone.logits.keys() & shared.logits.keys()
+    for prefix in common:
+        if not torch.equal(alone.logits[prefix], shared.logits[prefix]):
+            found.append(f"logits after {len(prefix)} tokens")
+    for request, _ in pairs:  # every prefix of the output was scored
+        for end in range(request.num_prompt, len(request.tokens)):
+            if tuple(request.tokens[:end]) not in common:
+                found.append(f"the prefix of {end} tokens was never scored")
+    return found

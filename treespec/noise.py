@@ -8,7 +8,7 @@ padding, sampled output is that of plain decoding with the same seed.
 import numpy as np
 
 _LAST = np.float32(1 - 2**-24)  # the largest float32 below 1; a rounded 1 would make the noise infinite
-_WORDS = 32  # a row's integers come in whole runs of so many 64-bit words, so that no token falls into a vector's tail
+_RUN = 64  # rows are computed in whole runs of so many tokens, so that none falls into a vector's tail
 
 
 def integers(seed: int, sample: int, position: int, vocab_size: int) -> np.ndarray:
@@ -24,8 +24,12 @@ def integers(seed: int, sample: int, position: int, vocab_size: int) -> np.ndarr
         vocab_size: how many tokens. A larger one leaves the integers of the others as they are.
     """
     key, counter = np.array([seed, sample], np.uint64), np.array([0, 0, position, 0], np.uint64)
-    words = np.random.Philox(key=key, counter=counter).random_raw(-(-vocab_size // (2 * _WORDS)) * _WORDS)
+    words = np.random.Philox(key=key, counter=counter).random_raw(_whole_runs(vocab_size) // 2)
     return words.astype("<u8", copy=False).view("<u4")[:vocab_size]
+
+
+def _whole_runs(vocab_size: int) -> int:
+    return -(-vocab_size // _RUN) * _RUN
 
 
 def gumbel(uniform: np.ndarray) -> np.ndarray:
@@ -57,7 +61,8 @@ class Noise:
     def row(self, position: int) -> np.ndarray:
         """float32 [vocab_size], of the token that is chosen at `position`."""
         if position not in self._rows:
-            self._rows[position] = gumbel(integers(self.seed, self.sample, position, self.vocab_size))
+            row = gumbel(integers(self.seed, self.sample, position, _whole_runs(self.vocab_size)))
+            self._rows[position] = row[: self.vocab_size]
         return self._rows[position]
 
     def forget(self, position: int) -> None:

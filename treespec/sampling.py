@@ -157,15 +157,20 @@ def topk_rows(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def keep_best(scores: Tensor, count: int) -> Tensor:
-    """Scores [vocab] with -inf for all but the `count` best; of equal ones the lower ids are better."""
+    """Scores [vocab] with -inf for all but the `count` best; of equal ones the lower ids are better. NaN is kept."""
     if count >= len(scores):
         return scores
+    return scores.masked_fill(~_best(scores, count), -torch.inf)
+
+
+def _best(scores: Tensor, count: int) -> Tensor:
+    """bool [vocab], where the `count` best scores are, and every NaN."""
     least = topk_rows(scores[None], count)[0][0, -1]
-    kept = scores >= least
-    spare = int(kept.sum()) - count
-    if spare:  # logits of bfloat16 tie in percents of rows
-        kept[torch.nonzero(scores == least)[-spare:, 0]] = False
-    return scores.masked_fill(~kept, -torch.inf)
+    best = ~(scores < least)
+    spare = int(best.sum()) - count
+    if spare > 0:  # logits of bfloat16 tie in percents of rows
+        best[torch.nonzero(scores == least)[-spare:, 0]] = False
+    return best
 
 
 def nucleus_size(scores: Tensor, top_p: float) -> int:
@@ -208,7 +213,8 @@ def truncate_rows(logits: Tensor, params: SamplingParams) -> None:
 
 
 class Logprob(NamedTuple):
-    """A token's log-probability in the model's own distribution, and its rank there, 1 for the likeliest."""
+    """A token's log-probability in the model's own distribution, and its rank there, 1 for the likeliest. Of equal
+    logits the lower ids count as likelier."""
 
     logprob: float
     rank: int
@@ -223,10 +229,13 @@ def logprobs_of(logits: Tensor, token: int, count: int) -> dict[int, Logprob]:
         token: the chosen one, first in the result.
         count: how many more; at most the vocabulary.
     """
-    row = torch.log_softmax(logits.float(), -1)
-    rank = int((row > row[token]).sum()) + 1
-    values, ids = topk_rows(row[None], count) if count else (row[None, :0], row[None, :0])
+    raw = logits.float()
+    row = torch.log_softmax(raw, -1)
+    rank = int((raw > raw[token]).sum() + (raw[:token] == raw[token]).sum()) + 1
     found = {token: Logprob(float(row[token]), rank)}
-    for place, (value, other) in enumerate(zip(values[0].tolist(), ids[0].tolist(), strict=True), start=1):
-        found.setdefault(int(other), Logprob(value, place))
+    if count:
+        ids = torch.nonzero(_best(raw, count))[:, 0]
+        ids = ids[raw[ids].sort(descending=True, stable=True).indices]
+        for place, (value, other) in enumerate(zip(row[ids].tolist(), ids.tolist(), strict=True), start=1):
+            found.setdefault(other, Logprob(value, place))
     return found

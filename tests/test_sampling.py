@@ -1,0 +1,586 @@
+"""Transforms against Hugging Face's own processors, ties and edges of truncation, and logprobs."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import (
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from treespec import SamplingParams
+from treespec.errors import RequestError
+from treespec.sampling import Transforms, keep_best, logprobs_of, nucleus_size, topk_rows
+
+VOCABS = (5, 63, 64, 100, 4096, 4099)
+CPU = torch.device("cpu")
+PROMPT = [3, 1, 4, 1, 0]
+OUTPUT = [2, 3, 2, 2]
+PATH = [4, 2, 0]
+HOT = {"temperature": 1.0}
+
+
+def random_logits(vocab: int, seed: int = 0, dtype: torch.dtype = torch.float32, spread: float = 3.0) -> Tensor:
+    return (torch.randn(vocab, generator=torch.Generator().manual_seed(seed)) * spread).to(dtype)
+
+
+def transform(
+    logits: Tensor,
+    prompt: Sequence[int] = (1,),
+    output: Sequence[int] = (),
+    path: Sequence[int] = (),
+    ends: Sequence[int] = (0,),
+    bad_words: Sequence[Sequence[int]] = (),
+    **options: Any,
+) -> Tensor:
+    params = SamplingParams(**options)
+    transforms = Transforms(params, len(prompt), ends, bad_words, len(logits), CPU)
+    return transforms.scores(logits, [*prompt, *output], list(path))
+
+
+def hugging(scores: Tensor, processors: Sequence[Any], tokens: Sequence[int] = (1,)) -> Tensor:
+    """Scores after Hugging Face's processors, one after another."""
+    ids, row = torch.tensor([list(tokens)]), scores.float()[None]
+    for processor in processors:
+        row = processor(ids, row.clone())
+    return row[0]
+
+
+def counted(frequency: float, presence: float) -> Callable[[Tensor, Tensor], Tensor]:
+    """Frequency and presence penalty over the output, in numpy."""
+
+    def penalise(ids: Tensor, scores: Tensor) -> Tensor:
+        row = scores[0].numpy().copy()
+        for token in set(ids[0, len(PROMPT) :].tolist()):
+            row[token] -= np.float32(ids[0, len(PROMPT) :].tolist().count(token)) * np.float32(frequency)
+            row[token] -= np.float32(presence)
+        return torch.from_numpy(row)[None]
+
+    return penalise
+
+
+def kept(scores: Tensor) -> list[int]:
+    return torch.nonzero(scores > -math.inf)[:, 0].tolist()
+
+
+def assert_same(ours: Tensor, theirs: Tensor) -> None:
+    """The same tokens are left, with the same scores but for rounding."""
+    assert ours.dtype == torch.float32 and not ours.isnan().any()
+    assert kept(ours) == kept(theirs)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+# --- each alone
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", VOCABS)
+@pytest.mark.parametrize("value", [1e-3, 0.3, 0.7, 1.0, 1.9, 100.0])
+def test_temperature(value: float, vocab: int, dtype: torch.dtype) -> None:
+    logits = random_logits(vocab, dtype=dtype)
+    assert torch.equal(transform(logits, temperature=value), hugging(logits, [TemperatureLogitsWarper(value)]))
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+@pytest.mark.parametrize("value", [1, 2, 5, 63, 64, 65, 4095, 4096, 10**9])
+def test_top_k(value: int, vocab: int) -> None:
+    for seed in range(3):
+        logits = random_logits(vocab, seed)
+        ours = transform(logits, top_k=value, **HOT)
+        assert_same(ours, hugging(logits, [TopKLogitsWarper(value)]))
+        assert len(kept(ours)) == min(value, vocab)
+
+
+@pytest.mark.parametrize("value", [0, -1])
+def test_top_k_of_all(value: int) -> None:
+    logits = random_logits(100)
+    assert torch.equal(transform(logits, top_k=value, **HOT), logits)
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+@pytest.mark.parametrize("value", [1e-300, 1e-6, 0.1, 0.5, 0.9, 0.99])
+def test_top_p(value: float, vocab: int) -> None:
+    for seed in range(3):
+        logits = random_logits(vocab, seed)
+        assert_same(transform(logits, top_p=value, **HOT), hugging(logits, [TopPLogitsWarper(value)]))
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+@pytest.mark.parametrize("value", [1e-9, 0.01, 0.1, 0.5, 0.99, 1.0])
+def test_min_p(value: float, vocab: int) -> None:
+    for seed in range(3):
+        logits = random_logits(vocab, seed)
+        assert_same(transform(logits, min_p=value, **HOT), hugging(logits, [MinPLogitsWarper(value)]))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("value", [0.5, 1.3, 10.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_repetition_penalty_over_prompt_and_output(dtype: torch.dtype, value: float, temperature: float) -> None:
+    logits = random_logits(20, dtype=dtype)
+    logits[2] = 0.0
+    ours = transform(logits, PROMPT, OUTPUT, PATH, repetition_penalty=value, temperature=temperature)
+    assert torch.equal(ours, hugging(logits, [RepetitionPenaltyLogitsProcessor(value)], [*PROMPT, *OUTPUT, *PATH]))
+
+
+@pytest.mark.parametrize("frequency, presence", [(0.7, 0.0), (0.0, 1.1), (-2.0, 2.0), (0.3, 0.2)])
+def test_frequency_and_presence_penalty_over_the_output(frequency: float, presence: float) -> None:
+    logits = random_logits(20)
+    ours = transform(logits, PROMPT, OUTPUT, PATH, frequency_penalty=frequency, presence_penalty=presence)
+    times = {2: 4, 3: 1, 4: 1, 0: 1}
+    for token in range(20):
+        penalty = times.get(token, 0) * frequency + (token in times) * presence
+        assert float(ours[token]) == pytest.approx(float(logits[token]) - penalty, abs=1e-5)
+        assert token in times or ours[token] == logits[token]
+
+
+def test_penalties_follow_the_path_and_forget_it() -> None:
+    """One request's transforms, called for node after node and round after round, are those made anew for each."""
+    options = {"repetition_penalty": 1.4, "frequency_penalty": 0.5, "presence_penalty": -0.3}
+    transforms, rng = Transforms(SamplingParams(**options), len(PROMPT), (0,), (), 20, CPU), np.random.default_rng(0)
+    tokens = list(PROMPT)
+    for round_ in range(12):
+        logits = random_logits(20, round_)
+        for _ in range(4):
+            path = rng.integers(0, 20, rng.integers(0, 5)).tolist()
+            expected = transform(logits, PROMPT, tokens[len(PROMPT) :], path, **options)
+            assert torch.equal(transforms.scores(logits, tokens, path), expected)
+        tokens += rng.integers(0, 20, rng.integers(1, 4)).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logit_bias(dtype: torch.dtype) -> None:
+    logits, bias = random_logits(20, dtype=dtype), {3: 2.5, 0: -100.0, 19: 1e-3, 7: 0.0}
+    theirs = SequenceBiasLogitsProcessor([[[token], value] for token, value in bias.items()])
+    assert torch.equal(transform(logits, logit_bias=bias), hugging(logits, [theirs]))
+
+
+BAD_WORDS = [[5], [2, 7], [0, 8], [4, 2, 0, 9], [1, 0, 2, 3, 2, 2, 4, 2, 0, 10], [9] * 40, [2, 0, 9], [3, 3, 11]]
+
+
+@pytest.mark.parametrize("path", [[], [4], [4, 2], [4, 2, 0], [3], [3, 3]], ids=str)
+@pytest.mark.parametrize("output", [[], [2], [2, 3, 2, 2], [3]], ids=str)
+def test_bad_words(output: list[int], path: list[int]) -> None:
+    """Their beginnings may lie in the prompt, the output or the path, and across them."""
+    logits = random_logits(20)
+    theirs = hugging(logits, [NoBadWordsLogitsProcessor(BAD_WORDS)], [*PROMPT, *output, *path])
+    assert_same(transform(logits, PROMPT, output, path, bad_words=BAD_WORDS), theirs)
+
+
+def test_a_bad_word_longer_than_the_text() -> None:
+    logits = random_logits(20)
+    for word in ([1, 1, 5], [6, 1, 5], [1, 1, 1, 5], [5, 5]):
+        assert kept(transform(logits, [1], bad_words=[word])) == list(range(20)), word
+
+
+@pytest.mark.parametrize("written", range(6))
+def test_min_tokens(written: int) -> None:
+    """Output and path count, the prompt does not; an end token outside the vocabulary is none."""
+    logits, ends = random_logits(20), [0, 7]
+    theirs = MinNewTokensLengthLogitsProcessor(len(PROMPT), 4, ends)
+    for split in range(written + 1):
+        output, path = [2] * split, [3] * (written - split)
+        ours = transform(logits, PROMPT, output, path, ends=[*ends, 25], min_tokens=4)
+        assert torch.equal(ours, hugging(logits, [theirs], [*PROMPT, *output, *path]))
+    assert kept(transform(logits, PROMPT, [2] * written, ends=[], min_tokens=4)) == list(range(20))
+
+
+# --- together
+
+
+ORDERED = {
+    "logit_bias": {3: 5.0, 2: 7.0, 4: 4.0, 11: -1.0}, "min_tokens": 9, "repetition_penalty": 1.3,
+    "frequency_penalty": 0.4, "presence_penalty": 0.3, "temperature": 0.9, "top_k": 12, "top_p": 0.9, "min_p": 0.05,
+}  # fmt: skip
+
+
+def in_order(options: dict[str, Any], doubled: Callable[[Any, Tensor], Tensor]) -> list[Any]:
+    """Hugging Face's processors in the order that `SamplingParams` documents."""
+    bias = [[[token], value] for token, value in options["logit_bias"].items()]
+    return [
+        SequenceBiasLogitsProcessor(bias),
+        NoBadWordsLogitsProcessor([[5], [2, 0, 9], [6]]),
+        MinNewTokensLengthLogitsProcessor(len(PROMPT), options["min_tokens"], [0]),
+        RepetitionPenaltyLogitsProcessor(options["repetition_penalty"]),
+        counted(options["frequency_penalty"], options["presence_penalty"]),
+        doubled,
+        TemperatureLogitsWarper(options["temperature"]),
+        TopKLogitsWarper(options["top_k"]),
+        TopPLogitsWarper(options["top_p"]),
+        MinPLogitsWarper(options["min_p"]),
+    ]
+
+
+def flatten(ids: Any, scores: Tensor) -> Tensor:
+    """Notices whether it comes before or after anything else, as it is not linear."""
+    return torch.where(scores > 2, 2 + (scores - 2).clamp(min=0) ** 0.7, scores - 0.1 * ids.shape[1])
+
+
+@pytest.mark.parametrize("vocab", [63, 64, 100, 4096, 4099])
+@pytest.mark.parametrize("seed", range(4))
+def test_all_in_the_documented_order(seed: int, vocab: int) -> None:
+    logits = random_logits(vocab, seed, spread=1.0)
+    ours = transform(
+        logits, PROMPT, OUTPUT, PATH, bad_words=[[5], [2, 0, 9], [6]], logits_processors=[flatten], **ORDERED
+    )  # fmt: skip
+    processors = in_order(ORDERED, flatten)
+    tokens = [*PROMPT, *OUTPUT, *PATH]
+    theirs = hugging(logits, processors, tokens)
+    assert_same(ours, theirs)
+    assert 1 < len(kept(ours)) <= 12
+
+
+@pytest.mark.parametrize("first, second", [(0, 3), (3, 4), (4, 5), (5, 6), (6, 8), (7, 8), (8, 9)])
+def test_that_order_would_be_noticed(first: int, second: int) -> None:
+    """The test above can tell two steps from the same the other way round."""
+    tokens = [*PROMPT, *OUTPUT, *PATH]
+    swapped = in_order(ORDERED, flatten)
+    swapped[first], swapped[second] = swapped[second], swapped[first]
+    differs = 0
+    for seed in range(4):
+        logits = random_logits(100, seed, spread=1.0)
+        a, b = hugging(logits, in_order(ORDERED, flatten), tokens), hugging(logits, swapped, tokens)
+        differs += kept(a) != kept(b) or not torch.allclose(a, b, rtol=1e-4)
+    assert differs
+
+
+@settings(max_examples=120)
+@given(
+    st.sampled_from([5, 63, 64, 100, 300]),
+    st.integers(0, 2**31),
+    st.fixed_dictionaries(
+        {
+            "temperature": st.floats(0.05, 3),
+            "top_k": st.integers(1, 120),
+            "top_p": st.floats(0.01, 0.999),
+            "min_p": st.floats(0, 0.5),
+            "repetition_penalty": st.floats(0.5, 2),
+            "frequency_penalty": st.floats(-2, 2),
+            "presence_penalty": st.floats(-2, 2),
+            "min_tokens": st.integers(0, 20),
+            "logit_bias": st.dictionaries(st.integers(0, 4), st.floats(-5, 5, width=32), min_size=1),
+        }
+    ),
+)
+def test_any_parameters(vocab: int, seed: int, options: dict[str, Any]) -> None:
+    """Against the same in float64, except where a token lies on the edge of a truncation."""
+    logits = random_logits(vocab, seed)
+    ours = transform(logits, PROMPT, OUTPUT, PATH, logits_processors=[flatten], **options)
+    tokens = [*PROMPT, *OUTPUT, *PATH]
+    processors = in_order(options, flatten)
+    del processors[1]
+    before = hugging(logits, processors[:-3], tokens).double()[None]
+    edges = [TopKLogitsWarper(options["top_k"])(None, before)]
+    for slack in (-1e-6, 1e-6):
+        cut = TopPLogitsWarper(options["top_p"] + slack)(None, edges[0])
+        for factor in (1 - 1e-5, 1 + 1e-5):
+            edges.append(MinPLogitsWarper(options["min_p"] * factor)(None, cut))
+    fewest, most = (set(kept(function([e[0] for e in edges[1:]]))) for function in (_least, _greatest))
+    assert fewest <= set(kept(ours)) <= most
+    left = kept(ours)
+    torch.testing.assert_close(ours[left].double(), before[0][left], rtol=1e-5, atol=1e-5)
+
+
+def _least(rows: list[Tensor]) -> Tensor:
+    return torch.stack(rows).amin(0)
+
+
+def _greatest(rows: list[Tensor]) -> Tensor:
+    return torch.stack(rows).amax(0)
+
+
+# --- ties and edges
+
+
+def tied(vocab: int, seed: int, levels: int = 5) -> Tensor:
+    return torch.randint(-levels, levels, (vocab,), generator=torch.Generator().manual_seed(seed)) / 2
+
+
+def likeliest_first(scores: Tensor) -> list[int]:
+    """All tokens, of equal scores the lower ids first."""
+    return sorted(range(len(scores)), key=lambda token: (-float(scores[token]), token))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_top_k_of_ties_keeps_exactly_k_and_the_lower_ids(vocab: int, dtype: torch.dtype) -> None:
+    for seed, k in enumerate([1, 2, 3, 7, 30, 62, 64, 100, 2000]):
+        for logits in (tied(vocab, seed).to(dtype), torch.zeros(vocab, dtype=dtype)):
+            ours = transform(logits, top_k=k, **HOT)
+            assert kept(ours) == sorted(likeliest_first(logits)[:k])
+
+
+def test_top_k_of_rounded_logits() -> None:
+    """Of bfloat16's 4,099 logits many are the same."""
+    logits = random_logits(4099, dtype=torch.bfloat16)
+    assert logits.unique().numel() < 2500
+    for k in (5, 50, 500):
+        assert kept(transform(logits, top_k=k, temperature=0.8)) == sorted(likeliest_first(logits)[:k])
+
+
+@pytest.mark.parametrize("vocab", [5, 63, 64, 100, 4099])
+def test_top_p_of_ties_keeps_the_lower_ids(vocab: int) -> None:
+    for value in (0.01, 0.25, 0.5, 0.75, 0.9):
+        ours = kept(transform(torch.zeros(vocab), top_p=value, **HOT))
+        assert ours == list(range(math.ceil(value * vocab - 1e-6)))
+    for seed in range(8):
+        logits, value = tied(vocab, seed), 0.13 * (seed + 1) - 0.05
+        order = likeliest_first(logits)
+        shares = logits.double().softmax(0)[order].cumsum(0)
+        count = int((shares < value - 1e-7).sum()) + 1
+        assert kept(transform(logits, top_p=value, **HOT)) == sorted(order[:count])
+
+
+@pytest.mark.parametrize("width", [1, 63, 64, 65, 255, 256, 257, 1024, 1025])
+@pytest.mark.parametrize("vocab", [1100, 4096, 4099])
+def test_wide_nuclei(vocab: int, width: int) -> None:
+    """As many tokens share nearly all of the probability, scattered over the vocabulary."""
+    logits = torch.full((vocab,), -20.0)
+    wide = torch.randperm(vocab, generator=torch.Generator().manual_seed(width))[:width]
+    logits[wide] = torch.linspace(1, 0, width)
+    least = float(logits.double().softmax(0)[wide[-1]])  # the share of the last that belongs
+    rest = 1 - float(logits.double().softmax(0)[wide].sum())
+    whole = 1 - rest - least / 2
+    assert kept(transform(logits, top_p=whole, **HOT)) == sorted(wide.tolist())
+    for value in (0.3, 0.9):
+        assert_same(transform(logits, top_p=value, **HOT), hugging(logits, [TopPLogitsWarper(value)]))
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_a_tiny_top_p_is_the_argmax(vocab: int) -> None:
+    for value in (5e-324, 1e-300, 1e-40, 1e-9):
+        for logits in (random_logits(vocab), random_logits(vocab, dtype=torch.bfloat16), torch.zeros(vocab)):
+            assert kept(transform(logits, top_p=value, **HOT)) == [int(logits.argmax())]
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_a_top_p_just_below_one_cuts_only_what_rounds_away(vocab: int) -> None:
+    for seed in range(5):
+        logits = random_logits(vocab, seed)
+        ours = transform(logits, top_p=1 - 2**-53, **HOT)
+        lost = logits.double().softmax(0)[ours == -math.inf].sum()
+        assert len(kept(ours)) >= 1 and lost < 1e-7
+    assert kept(transform(torch.zeros(vocab), top_p=1 - 2**-53, **HOT)) == list(range(vocab))
+    assert torch.equal(transform(logits, top_p=1, **HOT), logits)
+
+
+def test_min_p_of_one_keeps_all_of_the_likeliest() -> None:
+    logits = tied(100, 3)
+    assert kept(transform(logits, min_p=1.0, temperature=0.7)) == torch.nonzero(logits == logits.max())[:, 0].tolist()
+
+
+def test_truncations_work_on_what_the_ones_before_left() -> None:
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
+    assert kept(transform(logits, top_p=0.75, **HOT)) == [0, 1, 2]
+    assert kept(transform(logits, top_k=3, top_p=0.75, **HOT)) == [0, 1]  # 0.7 / 0.9 are enough
+    assert kept(transform(logits, top_k=3, top_p=0.75, min_p=0.8, **HOT)) == [0]
+    assert kept(transform(logits, top_p=0.75, temperature=0.5)) == [0, 1]  # 0.16 and 0.09 of 0.30
+
+
+def test_greedy_is_not_truncated() -> None:
+    logits = random_logits(20)
+    scores = transform(logits, top_k=1, top_p=0.1, min_p=1.0, logit_bias={3: 1.0})
+    assert kept(scores) == list(range(20))
+
+
+def test_excluded_tokens_stay_excluded() -> None:
+    logits = random_logits(100)
+    logits[::2] = -math.inf
+    options = {"top_k": 80, "top_p": 0.9999999, "min_p": 1e-9, "temperature": 0.3, "frequency_penalty": 1.0}
+    scores = transform(logits, PROMPT, OUTPUT, **options, repetition_penalty=1.2)
+    assert not scores.isnan().any() and all(token % 2 for token in kept(scores))
+
+
+@pytest.mark.parametrize("options", [{"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}, {"top_k": 3, "min_p": 0.1}, {}])
+def test_nan_is_never_hidden_by_a_truncation(options: dict[str, Any]) -> None:
+    """It is an error, and whoever chooses sees it in the scores."""
+    for places in ([7], [0, 1, 2, 3, 4], range(100)):
+        logits = random_logits(100)
+        logits[list(places)] = math.nan
+        scores = transform(logits, **options, **HOT)
+        assert math.isnan(float(scores[scores.argmax()])), places
+
+
+# --- processors
+
+
+def test_processors_get_each_nodes_own_past() -> None:
+    calls: list[tuple[Tensor, Tensor]] = []
+
+    def spy(ids: Tensor, scores: Tensor) -> Tensor:
+        calls.append((ids, scores.clone()))
+        ids.fill_(0)
+        return scores.add_(1)  # their own copy to spoil
+
+    params = SamplingParams(logits_processors=[spy, spy], temperature=0.5, logit_bias={3: 1.0})
+    transforms = Transforms(params, len(PROMPT), (0,), (), 20, CPU)
+    for path in ([], [4], [4, 2], [9]):
+        logits = random_logits(20, len(path), torch.bfloat16)
+        tokens = [*PROMPT, *OUTPUT]
+        scores = transforms.scores(logits, tokens, path)
+        assert tokens == [*PROMPT, *OUTPUT]
+        biased = logits.float() + torch.eye(20)[3]
+        assert torch.equal(scores, (biased + 2) / 0.5)
+        for i, (ids, seen) in enumerate(calls):
+            assert ids.dtype == torch.int64 and ids.shape == (1, len(tokens) + len(path))
+            assert seen.dtype == torch.float32 and seen.shape == (1, 20)
+            assert torch.equal(seen[0], biased + i)
+        calls.clear()
+
+    seen_ids: list[list[int]] = []
+    keeping = SamplingParams(logits_processors=[lambda ids, s: (seen_ids.append(ids[0].tolist()), s)[1]])
+    transforms = Transforms(keeping, len(PROMPT), (0,), (), 20, CPU)
+    for path in ([], [4], [4, 2], [9]):
+        transforms.scores(random_logits(20), [*PROMPT, *OUTPUT], path)
+    assert seen_ids == [[*PROMPT, *OUTPUT, *path] for path in ([], [4], [4, 2], [9])]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_processors_may_return_another_floating_type(dtype: torch.dtype) -> None:
+    logits = random_logits(20)
+    scores = transform(logits, logits_processors=[lambda ids, scores: scores.to(dtype)])
+    assert scores.dtype == torch.float32 and torch.equal(scores, logits.to(dtype).float())
+
+
+def failing(ids: Tensor, scores: Tensor) -> Tensor:
+    raise KeyError("oh")
+
+
+BAD_PROCESSORS: list[tuple[Any, str]] = [
+    (failing, "logits processor failing failed: KeyError: 'oh'"),
+    (lambda ids, scores: None, "returned NoneType instead of a tensor"),
+    (lambda ids, scores: scores.tolist(), "returned list instead of a tensor"),
+    (lambda ids, scores: scores[0], r"returned torch.float32 \[20\]; expected floating point \[1, 20\]"),
+    (lambda ids, scores: scores[:, :19], r"returned torch.float32 \[1, 19\]"),
+    (lambda ids, scores: scores.expand(2, -1), r"returned torch.float32 \[2, 20\]"),
+    (lambda ids, scores: scores.long(), r"returned torch.int64 \[1, 20\]"),
+    (lambda ids, scores: scores > 0, r"returned torch.bool \[1, 20\]"),
+    (TopKLogitsWarper, "logits processor TopKLogitsWarper failed: "),  # the class, not one of it
+]
+
+
+@pytest.mark.parametrize("processor, message", BAD_PROCESSORS, ids=[message[:40] for _, message in BAD_PROCESSORS])
+def test_bad_processors(processor: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        transform(random_logits(20), logits_processors=[processor])
+
+
+# --- what is left as it was
+
+
+EVERY = ORDERED | {"logits_processors": [flatten]}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("only", [*EVERY, "bad_words", "all", "none"])
+def test_logits_are_left_as_they_were(only: str, dtype: torch.dtype) -> None:
+    options = EVERY if only == "all" else {name: value for name, value in EVERY.items() if name == only}
+    for temperature in (0.0, 0.7):
+        logits = random_logits(100, dtype=dtype)
+        before = logits.clone()
+        chosen = {"temperature": temperature} | options
+        words = [[5], [2, 0, 9]] if only in ("all", "bad_words") else ()
+        scores = transform(logits, PROMPT, OUTPUT, PATH, bad_words=words, **chosen)
+        scores = scores + 1
+        assert torch.equal(logits, before)
+
+
+def test_a_row_of_a_matrix_is_as_good_as_one_alone() -> None:
+    """Bits do not depend on what stands beside it."""
+    rows = torch.stack([random_logits(4099, seed) for seed in range(5)])
+    for i, row in enumerate(rows):
+        assert torch.equal(
+            transform(row, PROMPT, OUTPUT, PATH, **EVERY), transform(rows[i].clone(), PROMPT, OUTPUT, PATH, **EVERY)
+        )
+
+
+# --- the parts
+
+
+@settings(max_examples=100)
+@given(st.integers(1, 400), st.integers(1, 420), st.integers(0, 2**31), st.booleans())
+def test_topk_rows(width: int, k: int, seed: int, ties: bool) -> None:
+    width = width * 64 if seed % 2 else width
+    x = torch.stack([tied(width, seed), tied(width, seed + 1)]) if ties else random_logits(2 * width, seed).view(2, -1)
+    values, columns = topk_rows(x, k)
+    expected = x.sort(descending=True).values[:, :k]
+    assert torch.equal(values, expected)
+    assert torch.equal(x.gather(1, columns), values)
+    assert all(row.unique().numel() == values.shape[1] for row in columns)
+
+
+@settings(max_examples=100)
+@given(st.integers(1, 300), st.integers(1, 310), st.integers(0, 2**31))
+def test_keep_best(vocab: int, count: int, seed: int) -> None:
+    scores = tied(vocab, seed, levels=3)
+    result = keep_best(scores, count)
+    assert kept(result) == sorted(likeliest_first(scores)[:count])
+    assert torch.equal(result[kept(result)], scores[kept(result)])
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 2000), st.floats(1e-6, 1, exclude_max=True), st.integers(0, 2**31))
+def test_nucleus_size(vocab: int, top_p: float, seed: int) -> None:
+    scores = random_logits(vocab, seed, spread=seed % 5 + 0.1)
+    shares = scores.double().softmax(0).sort(descending=True).values.cumsum(0)
+    size = nucleus_size(scores, top_p)
+    assert 1 <= size <= vocab
+    assert float(shares[size - 1]) >= top_p - 1e-6
+    assert size == 1 or float(shares[size - 2]) < top_p + 1e-6
+
+
+# --- logprobs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_logprobs_are_those_of_log_softmax(vocab: int, dtype: torch.dtype) -> None:
+    for count in (0, 1, 3, 5, vocab):
+        if count > vocab:
+            continue
+        logits = random_logits(vocab, count, dtype)
+        before = logits.clone()
+        expected = torch.log_softmax(logits.float(), 0)
+        order = likeliest_first(logits)
+        ranks = {token: rank for rank, token in enumerate(order, start=1)}
+        for token in (order[0], order[1], order[vocab // 2], order[-1]):
+            found = logprobs_of(logits, token, count)
+            assert next(iter(found)) == token
+            assert list(found)[1:] == [other for other in order[:count] if other != token]
+            for other, each in found.items():
+                assert each.logprob == float(expected[other])
+                assert each.rank == ranks[other] and each.decoded_token is None
+        assert torch.equal(logits, before)
+
+
+def test_ranks_of_ties_count_the_lower_ids_first() -> None:
+    """Whatever is chosen, each token has one rank, and the same tokens are listed."""
+    logits = torch.tensor([0.0, 2.0, 1.0, 2.0, 1.0, 1.0, 2.0])
+    ranks = {1: 1, 3: 2, 6: 3, 2: 4, 4: 5, 5: 6, 0: 7}
+    for token in range(7):
+        for count in range(8):
+            found = logprobs_of(logits, token, count)
+            assert {other: each.rank for other, each in found.items()} == {
+                other: rank for other, rank in ranks.items() if rank <= count or other == token
+            }
+
+
+def test_logprobs_of_forbidden_tokens() -> None:
+    logits = random_logits(64)
+    logits[::2] = -math.inf
+    found = logprobs_of(logits, 4, 40)
+    assert found[4].logprob == -math.inf and found[4].rank == 32 + 3
+    assert len(found) == 40 and {each.rank for each in found.values()} == set(range(1, 41))

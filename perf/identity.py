@@ -1,12 +1,16 @@
 """Tree against plain decoding, and plain decoding against transformers: tokens, and logits bit for bit.
 
     python perf/identity.py                                     # everything, on the embedded models
-    python perf/identity.py --prompts 16 --dtypes bfloat16 --batches 8 --json out.json
+    python perf/identity.py --prompts 16 --dtypes bfloat16 --batches 8 --out out.json
+    python perf/identity.py --sampling --compile --shard 1/2 --out half-1.json    # sampled: see identity_sampled.py
+    python perf/identity.py --merge half-1.json half-2.json --out sampled.json
 
 For every dtype and batch size, all prompts are decoded with trees and compared with plain decoding of the same engine:
 trees of every subset of the drafts, of all with one drafting in a round, of lookup, of everything, and automatic ones.
 Counted are differing tokens, and logits of accepted nodes that are not `torch.equal`. In float32 plain decoding is
-compared with transformers, teacher-forced on the same tokens. Exits with 1 where anything differs.
+compared with transformers, teacher-forced on the same tokens. With --sampling: tokens of coupled sampling against plain
+decoding with the same seeds, over settings, all subsets of the drafts, dtypes and batch sizes. Exits with 1 where
+anything differs.
 """
 
 import argparse
@@ -18,12 +22,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import identity_sampled as sampled
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from treespec import LLM, RequestOutput, SamplingParams, SpecConfig
-from treespec.engine import Engine, Scored
+from treespec.engine import Decided, Engine
 from treespec.runner import Runner
 from treespec_weights import default_folder, default_names
 
@@ -47,13 +52,13 @@ class LogitRecorder:
                 start += len(tree)
             return result
 
-        def recording(scored: list[Scored], verified: Any) -> None:
-            for (request, tree, _), (path, _) in zip(scored, verified, strict=True):
+        def recording(decided: Sequence[Decided]) -> None:
+            for (request, tree, _), (path, _) in decided:
                 rows = self._last[request.request_id, len(tree)]
                 for depth, node in enumerate(path):
                     self.rows[request.request_id, request.context_len + depth] = rows[node].clone()
             self._last.clear()
-            commit(scored, verified)
+            commit(decided)
 
         runner.logits, engine.commit = logits, recording  # type: ignore[method-assign]
 
@@ -137,12 +142,59 @@ def main() -> int:
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--threads", type=int, help="torch threads; default: torch's own")
     parser.add_argument("--compile", action="store_true", help="LLM(compile=True)")
-    parser.add_argument("--json", type=Path, help="write the results there")
+    parser.add_argument("--json", "--out", dest="out", type=Path, help="write the results there")
+    parser.add_argument("--sampling", action="store_true", help="sampled tokens instead; goes on where --out stands")
+    parser.add_argument("--settings", nargs="+", default=list(sampled.SETTINGS), choices=list(sampled.SETTINGS))
+    parser.add_argument("--shard", default="1/1", help="with --sampling: 2/3 is every third prompt from the second on")
+    parser.add_argument("--merge", nargs="+", type=Path, metavar="FILE", help="one document of the shards' ones")
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
-    model = Path(args.model) if args.model else default_folder("target")
+    try:
+        if args.merge:
+            document = sampled.merge([json.loads(path.read_text()) for path in args.merge])
+        elif args.sampling:
+            document = sample(args)
+        else:
+            return greedy(args)
+    except ValueError as error:
+        parser.error(str(error))
+    if args.out and args.merge:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(document, indent=1) + "\n")
+    print(sampled.describe(document))
+    return int(document["totals"]["differing_tokens"] > 0)
+
+
+def sample(args: argparse.Namespace) -> dict[str, Any]:
+    """Coupled sampling against plain decoding."""
+    setup = {
+        "model": args.model, "drafts": args.draft, "prompts": args.prompts, "max_tokens": args.max_tokens,
+        "nodes": args.nodes, "dtypes": args.dtypes, "batches": args.batches,
+        "settings": {name: sampled.SETTINGS[name] for name in args.settings}, "verification": "coupled",
+        "first_seed": sampled.FIRST_SEED, "compile": args.compile, "shard": sampled.parse_shard(args.shard),
+        "threads": torch.get_num_threads(), "torch": torch.__version__,
+    }  # fmt: skip
+
+    def open_llm(dtype: str) -> LLM:
+        model, drafts = models(args)
+        return LLM(model, drafts=drafts, dtype=dtype, max_num_seqs=sampled.PLAIN_BATCH, compile=args.compile)
+
+    def prompts(llm: LLM) -> list[list[int]]:
+        return read_prompts(args.prompts, llm.get_tokenizer(), llm.engine.runner.target.vocab_size)
+
+    return sampled.run(open_llm, prompts, setup, args.out)
+
+
+def models(args: argparse.Namespace) -> tuple[Path, list[str]]:
+    """The target's folder, and the drafts."""
     drafts = args.draft or [name for name in default_names() if name.startswith("ssm-")]
+    return Path(args.model) if args.model else default_folder("target"), drafts
+
+
+def greedy(args: argparse.Namespace) -> int:
+    """Trees against plain decoding, and that against transformers."""
+    model, drafts = models(args)
     params = SamplingParams(max_tokens=args.max_tokens, ignore_eos=True)
     results: list[dict[str, Any]] = []
     reference: dict[str, Any] | None = None
@@ -175,9 +227,9 @@ def main() -> int:
     report = {"nodes": args.nodes, "threads": torch.get_num_threads(), "torch": torch.__version__}
     report["compile"] = args.compile
     report |= {"runs": results, "transformers": reference}
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
     bad = any(row["differing_tokens"] or row["differing_logit_rows"] for row in results)
     unexplained = reference is not None and reference["agree"] + reference["rounding_ties"] < reference["tokens"]
     return int(bad or unexplained)

@@ -138,7 +138,7 @@ def bench(
             "transformers": transformers.__version__,
             "python": platform.python_version(),
         },
-        "commit": _commit(),
+        "commit": commit(),
         "seed": options.seed,
         "num_prompts": len(prompts),
         "prompts_left_out": left_out,
@@ -234,7 +234,7 @@ def _peak_mib() -> float:
     return peak / (2**20 if sys.platform == "darwin" else 2**10)
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """The commit of the checkout that runs, with "-dirty" where files differ from it; None where it is none."""
     root = Path(treespec.__file__).resolve().parents[1]
     if not (root / ".git").exists():

@@ -1,0 +1,248 @@
+"""Sampled output against plain decoding with the same seeds: tokens. `perf/identity.py --sampling` runs it.
+
+Every cell of the grid, dtype x setting x subset of the SSMs x batch size, decodes all prompts with coupled trees and
+counts the tokens that differ from plain decoding by the same engine, which runs once for each dtype and setting, in
+batches of `PLAIN_BATCH`. A prompt has the same seed everywhere. The document is written after every cell, and a run
+that was broken off goes on behind the last one: what is in the file is not computed again.
+
+Shards share the prompts: each runs the whole grid over its own ones, and `merge` adds their documents up.
+"""
+
+import hashlib
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from treespec import LLM, RequestOutput, SamplingParams, SpecConfig
+from treespec.bench.run import commit
+
+PLAIN_BATCH = 8
+FIRST_SEED = 1000  # of prompt 0; the next prompt has the next seed
+SETTINGS: dict[str, dict[str, Any]] = {
+    "T=0.7": {"temperature": 0.7},
+    "T=1": {"temperature": 1.0},
+    "top-p": {"temperature": 1.0, "top_p": 0.9},
+    "penalties": {
+        "temperature": 0.8, "repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.2,
+    },
+}  # fmt: skip
+KEYS = ("dtype", "setting", "sources", "batch")
+SUMS = ("tokens", "differing_tokens", "outputs_that_differ", "target_passes", "seconds", "cpu_seconds")
+ROWS_SHOWN = 8  # of the differences in one cell
+
+
+class Prompt(NamedTuple):
+    """A prompt's number among all shards', which makes its seed, and its tokens."""
+
+    index: int
+    tokens: list[int]
+
+
+def subsets(names: Sequence[str]) -> list[tuple[str, ...]]:
+    """All of `names` that are not empty, the small ones first."""
+    return [s for n in range(1, len(names) + 1) for s in itertools.combinations(names, n)]
+
+
+def parse_shard(text: str) -> tuple[int, int]:
+    """(2, 3) from "2/3": the second of three."""
+    number, _, count = text.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        raise ValueError(f"--shard {text}: valid are 1/1, 1/2, 2/2 and so on")
+    return int(number), int(count)
+
+
+def run(
+    open_llm: Callable[[str], LLM],
+    read_prompts: Callable[[LLM], list[list[int]]],
+    setup: dict[str, Any],
+    out: Path | None,
+) -> dict[str, Any]:
+    """Run what is left of the grid; the document, which is in `out` too.
+
+    Args:
+        open_llm: an engine of a dtype that decodes `PLAIN_BATCH` requests at once.
+        read_prompts: of all shards together.
+        setup: what the document says of the run: at least dtypes, settings, batches, max_tokens, nodes and shard.
+
+    Raises:
+        ValueError: `out` holds the document of another run, a batch is too large, or a request failed.
+    """
+    if max(setup["batches"]) > PLAIN_BATCH:
+        raise ValueError(f"--batches {max(setup['batches'])}: valid with --sampling are 1 to {PLAIN_BATCH}")
+    document = _open(out, setup)
+    document["commits"] = list(dict.fromkeys([*document.get("commits", ()), commit()]))
+    rows = {_key(row): row for row in document["rows"]}
+    number, count = setup["shard"]
+    began, computed = time.perf_counter(), 0
+    for dtype in setup["dtypes"]:
+        llm = open_llm(dtype)
+        names = tuple(llm.engine.ssms.names) if llm.engine.ssms else ()
+        known = read_prompts(llm)
+        prompts = [Prompt(i, tokens) for i, tokens in enumerate(known)][number - 1 :: count]
+        distinct = len({tuple(tokens) for tokens in known})
+        document |= {"ssms": list(names), "prompts_of_shard": len(prompts), "distinct_prompts": distinct}
+        cells = list(itertools.product(setup["settings"], subsets(names), setup["batches"]))
+        for setting, group in itertools.groupby(cells, key=lambda cell: cell[0]):
+            left = [(*s, b) for _, *s, b in group if _key((dtype, setting, ",".join(*s), b)) not in rows]
+            if not left:
+                continue
+            plain, row = _decode(llm, prompts, setting, "off", PLAIN_BATCH, setup["max_tokens"])
+            _keep_plain(document, {"dtype": dtype, "setting": setting} | row | {"sha256": _digest(plain)})
+            _log(f"{dtype:9} {setting:10} plain: {row['tokens'] / row['seconds']:.0f} tokens/s")
+            for sources, batch in left:
+                spec = SpecConfig(nodes=setup["nodes"], sources=sources)
+                ours, row = _decode(llm, prompts, setting, spec, batch, setup["max_tokens"])
+                llm.engine.check_integrity()
+                where = {"dtype": dtype, "setting": setting, "sources": ",".join(sources), "batch": batch}
+                rows[_key(where)] = where | row | compare(prompts, ours, plain)
+                document["rows"] = list(rows.values())
+                document["totals"] = totals(document["rows"])
+                _write(out, document)
+                computed += 1
+                total = len(setup["dtypes"]) * len(cells)
+                to_go = (time.perf_counter() - began) / computed * (total - len(rows))
+                _log(f"{_line(rows[_key(where)])}  cell {len(rows)} of {total}, about {to_go / 60:.0f} min to go")
+    document["complete"] = True
+    _write(out, document)
+    return document
+
+
+def compare(prompts: Sequence[Prompt], ours: Sequence[Sequence[int]], plain: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Tokens that differ, missing ones too, and where the first of some outputs do."""
+    differing, found = 0, []
+    for prompt, mine, theirs in zip(prompts, ours, plain, strict=True):
+        places = [i for i, (a, b) in enumerate(itertools.zip_longest(mine, theirs)) if a != b]
+        differing += len(places)
+        found += [{"prompt": prompt.index, "position": places[0]}] if places else []
+    return {"differing_tokens": differing, "outputs_that_differ": len(found), "first_differences": found[:ROWS_SHOWN]}
+
+
+def totals(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Sums over cells."""
+    result = {"cells": len(rows)} | {name: sum(row[name] for row in rows) for name in SUMS}
+    return result | {"acceptance_length": result["tokens"] / result["target_passes"] if rows else None}
+
+
+def merge(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One document of all shards.
+
+    Raises:
+        ValueError: they are not all shards of one run, each complete.
+    """
+    setups = [{k: v for k, v in document["setup"].items() if k != "shard"} for document in documents]
+    shards = sorted(tuple(document["setup"]["shard"]) for document in documents)
+    if any(setup != setups[0] for setup in setups):
+        raise ValueError("the files are of different runs: their setups differ")
+    if shards != [(i, shards[0][1]) for i in range(1, shards[0][1] + 1)]:
+        raise ValueError(f"the files are shards {', '.join(f'{i}/{n}' for i, n in shards)}; valid: each of them once")
+    for document in documents:
+        if not document["complete"]:
+            raise ValueError(f"shard {document['setup']['shard'][0]} has only {len(document['rows'])} cells yet")
+    merged: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for document in documents:
+        for row in document["rows"]:
+            into = merged.setdefault(_key(row), {key: row[key] for key in KEYS} | {"first_differences": []})
+            into |= {name: into.get(name, 0) + row[name] for name in SUMS}
+            into["acceptance_length"] = into["tokens"] / into["target_passes"]
+            into["first_differences"] = (into["first_differences"] + row["first_differences"])[:ROWS_SHOWN]
+    rows = list(merged.values())
+    prompts = sum(document["prompts_of_shard"] for document in documents)
+    result = {"setup": setups[0], "shards": len(documents), "ssms": documents[0]["ssms"], "prompts": prompts}
+    result |= {"distinct_prompts": documents[0]["distinct_prompts"], "totals": totals(rows)}
+    result["commits"] = list(dict.fromkeys(each for document in documents for each in document["commits"]))
+    result["by"] = {key: dict(_totals_by(rows, key)) for key in KEYS}
+    return result | {"rows": rows, "complete": True}
+
+
+def describe(document: dict[str, Any]) -> str:
+    """The rows and the sum, for a reader."""
+    total = document["totals"]
+    return "\n".join(
+        [
+            f"{'dtype':9} {'setting':10} {'sources':24} {'batch':>5} {'tokens':>8} {'differ':>6} {'tau':>5} {'s':>7}",
+            *map(_line, document["rows"]),
+            f"{total['differing_tokens']} of {total['tokens']} tokens differ, {total['cells']} cells, "
+            f"{total['seconds'] / 3600:.2f} hours, {total['cpu_seconds'] / 3600:.2f} of a core",
+        ]
+    )
+
+
+def _decode(
+    llm: LLM, prompts: Sequence[Prompt], setting: str, spec: SpecConfig | str, batch: int, max_tokens: int
+) -> tuple[list[list[int]], dict[str, Any]]:
+    """Every prompt's tokens, and what it took; a batch starts when the one before has ended, or, for the engine's own
+    batch size, as soon as there is room."""
+    options = SETTINGS[setting] | {"max_tokens": max_tokens, "ignore_eos": True}
+    params = [SamplingParams(seed=FIRST_SEED + prompt.index, **options) for prompt in prompts]
+    step = len(prompts) if batch == PLAIN_BATCH else batch
+    outputs: list[RequestOutput] = []
+    began, worked = time.perf_counter(), time.process_time()
+    for at in range(0, len(prompts), step):
+        given = [prompt.tokens for prompt in prompts[at : at + step]]
+        outputs += llm.generate(given, params[at : at + step], spec=spec)
+    took = {"seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - worked}
+    for output in outputs:
+        if output.error is not None:
+            raise ValueError(output.error)
+    tokens = [output.outputs[0].token_ids for output in outputs]
+    count, passes = sum(map(len, tokens)), sum(output.metrics.target_passes for output in outputs)
+    figures = {"tokens": count, "target_passes": passes, "acceptance_length": count / passes}
+    return tokens, figures | took
+
+
+def _keep_plain(document: dict[str, Any], row: dict[str, Any]) -> None:
+    """Plain decoding's row; a run that goes on must find the tokens that it found before."""
+    for known in document["plain"]:
+        if (known["dtype"], known["setting"]) == (row["dtype"], row["setting"]):
+            if known["sha256"] != row["sha256"]:
+                raise ValueError(f"plain decoding, {row['dtype']}, {row['setting']}: not the tokens of the run before")
+            return
+    document["plain"].append(row)
+
+
+def _totals_by(rows: Sequence[dict[str, Any]], key: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    for value in dict.fromkeys(row[key] for row in rows):
+        yield str(value), totals([row for row in rows if row[key] == value])
+
+
+def _open(out: Path | None, setup: dict[str, Any]) -> dict[str, Any]:
+    if out is None or not out.exists():
+        return {"setup": setup, "complete": False, "plain": [], "rows": [], "totals": totals([])}
+    document = json.loads(out.read_text())
+    if document.get("setup") != json.loads(json.dumps(setup)):
+        raise ValueError(f"{out} holds another run: {document.get('setup')}; name another file, or remove it")
+    _log(f"{out}: going on after {len(document['rows'])} cells")
+    return document
+
+
+def _write(out: Path | None, document: dict[str, Any]) -> None:
+    """At once, so that a run that is broken off leaves a whole document."""
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        part = out.with_name(out.name + ".part")
+        part.write_text(json.dumps(document, indent=1) + "\n")
+        os.replace(part, out)
+
+
+def _key(row: Any) -> tuple[Any, ...]:
+    return tuple(row[key] for key in KEYS) if isinstance(row, dict) else tuple(row)
+
+
+def _digest(outputs: Sequence[Sequence[int]]) -> str:
+    return hashlib.sha256(json.dumps(outputs).encode()).hexdigest()
+
+
+def _line(row: dict[str, Any]) -> str:
+    return (
+        f"{row['dtype']:9} {row['setting']:10} {row['sources']:24} {row['batch']:5} {row['tokens']:8} "
+        f"{row['differing_tokens']:6} {row['acceptance_length']:5.2f} {row['seconds']:7.1f}"
+    )
+
+
+def _log(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -51,6 +51,18 @@ def test_the_example_runs(tmp_path: Path) -> None:
     assert "def fibonacci(n):" in done.stdout
 
 
+@needs_weights
+def test_the_examples_of_sampling_run(tmp_path: Path) -> None:
+    section = README.split("\n### Sampling\n")[1].split("\n### ")[0]
+    blocks = re.findall(r"^```python\n(.*?)\n```$", section, flags=re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 2
+    shown = ["assert len({c.text for c in output.outputs}) == 3 and len(output.outputs[0].logprobs[0]) >= 2"]
+    shown += ["assert path[0] == 0 and 0 <= token < 3"]
+    code = "\n".join([fenced("The names are those of vLLM's offline API."), *blocks, *shown])
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_map_leads_somewhere() -> None:
     links = re.findall(r"\]\(([^)#]+)\)", README)
     paths = [link for link in links if "://" not in link]

@@ -1,0 +1,183 @@
+"""Which verification rule accepts most? All rules on the same trees, and each in a run of its own.
+
+    python perf/rules.py                                     # held-out prompts, the embedded models, temperature 0.8
+    python perf/rules.py --prompts 90 --seeds 4 --compile --json out.json
+
+*On the same trees*: runs draw trees of one static topology and go on by "rejection"; each of their trees is verified
+`REPEATS` more times by every rule, with randomness of its own. All rules keep the target's distribution, so the trees
+are such as any of them would meet. This pairs the rules round by round. Coupled sampling draws nothing at random, so it
+has no part in it. *In runs of their own*, the same topology, prompts and seeds: each rule goes its own way, and "naive"
+and "coupled" have the likeliest children. Tokens per target pass, the last one included (`tau`), with the bootstrap's
+95 % interval over prompts, of the paired differences too.
+"""
+
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from merge import RESAMPLES, balanced
+from torch import Tensor
+from tqdm import tqdm
+
+from treespec import LLM, RequestOutput, SamplingParams, SpecConfig
+from treespec.config import DRAWS
+from treespec.sampler import Sampler
+from treespec.tree import TokenTree
+from treespec.verify import RandomOracle, Verified, verify_drawn_one
+from treespec_weights import default_folder
+
+REPEATS = 4
+FIRST_SEED = 1000
+RULES = ("naive", "rejection", "traversal", "coupled")
+PAIRS = (("rejection", "naive"), ("traversal", "rejection"), ("coupled", "naive"), ("coupled", "traversal"))
+
+
+@contextmanager
+def verified_by_all(rng: np.random.Generator) -> Iterator[dict[int, dict[str, list[int]]]]:
+    """Tokens that each rule would have emitted, by seed: every tree of the block's runs is verified by all."""
+    lengths: dict[int, dict[str, list[int]]] = {}
+    original = Sampler.verify_drawn
+
+    def verify(self: Sampler, rule: str, tree: TokenTree, logits: Tensor, tokens: Sequence[int]) -> Verified:
+        rows: dict[int, np.ndarray] = {}
+
+        def target(node: int) -> np.ndarray:
+            if node not in rows:
+                ancestors = tree.tokens[tree.path_to(node)[1:]].tolist()
+                rows[node] = self.target_probs(logits[node], tokens, ancestors)
+            return rows[node]
+
+        own = lengths.setdefault(self.noise.seed, {name: [] for name in RULES[:3]})
+        chosen, oracle = tree.without_chance(), RandomOracle(rng)
+        for _ in range(REPEATS):
+            for name in RULES[:3]:  # the lemma with one-hot laws is the naive rule
+                how = ("rejection", chosen) if name == "naive" else (name, tree)
+                own[name].append(len(verify_drawn_one(*how, target, oracle).path))
+        return original(self, rule, tree, logits, tokens)
+
+    with mock.patch.object(Sampler, "verify_drawn", verify):
+        yield lengths
+
+
+class Counted:
+    """Tokens and target passes by prompt, int64 [num_prompts] each."""
+
+    def __init__(self, tokens: Sequence[int], passes: Sequence[int]):
+        self.tokens, self.passes = np.array(tokens), np.array(passes)
+
+    def tau(self, picks: np.ndarray | slice = slice(None)) -> np.ndarray:
+        """Tokens per pass over chosen prompts; picks: [..., num_prompts]."""
+        return self.tokens[picks].sum(-1) / self.passes[picks].sum(-1)
+
+
+def by_prompt(outputs: Sequence[RequestOutput], seeds: int) -> Counted:
+    """Sums over the seeds of each prompt, whose outputs stand side by side."""
+    each = [outputs[i : i + seeds] for i in range(0, len(outputs), seeds)]
+    return Counted(
+        [sum(output.metrics.generated_tokens for output in own) for own in each],
+        [sum(output.metrics.target_passes for output in own) for own in each],
+    )
+
+
+def figures(counted: dict[str, Counted]) -> dict[str, Any]:
+    """Acceptance lengths and their differences with intervals, prompts resampled."""
+    count = len(next(iter(counted.values())).tokens)
+    picks = np.random.default_rng(0).integers(0, count, (RESAMPLES, count))
+    resampled = {rule: own.tau(picks) for rule, own in counted.items()}
+
+    def row(value: float, values: np.ndarray) -> dict[str, Any]:
+        return {"value": float(value), "interval": np.percentile(values, [2.5, 97.5]).tolist()}
+
+    differences = {
+        f"{ours} - {theirs}": row(counted[ours].tau() - counted[theirs].tau(), resampled[ours] - resampled[theirs])
+        for ours, theirs in PAIRS
+        if ours in counted and theirs in counted
+    }
+    return {"tau": {rule: row(own.tau(), resampled[rule]) for rule, own in counted.items()}, "difference": differences}
+
+
+def show(title: str, found: dict[str, Any]) -> None:
+    print(title)
+    for kind, rows in found.items():
+        for name, row in rows.items():
+            low, high = row["interval"]
+            sign = "+" if kind == "difference" else ""
+            print(f"  {kind:10} {name:22} {row['value']:{sign}.3f}  [{low:{sign}.3f}, {high:{sign}.3f}]", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=90)
+    parser.add_argument("--seeds", type=int, default=2, help="runs of each prompt")
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0.8)
+    parser.add_argument("--branching", type=int, nargs="+", default=[3, 2, 1])
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    entries = json.loads((default_folder("target").parent / "heldout_prompts.json").read_text())
+    entries = balanced(entries, args.prompts)
+    llm = LLM(dtype=args.dtype, compile=args.compile, max_num_seqs=args.batch)
+    texts = [entry["text"] for entry in entries for _ in range(args.seeds)]
+    params = [
+        SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens, ignore_eos=True, seed=FIRST_SEED + i)
+        for i in range(len(texts))
+    ]
+
+    def run(rule: str, draws: str = DRAWS[0]) -> list[RequestOutput]:
+        spec = SpecConfig(branching=args.branching, verification=rule, draws=draws, sources=("ssm",))
+        return llm.generate(texts, params, spec=spec)
+
+    own, same, shown = (
+        {},
+        {},
+        tqdm(total=len(DRAWS) + len(RULES), leave=False, desc="runs", disable=not sys.stderr.isatty()),
+    )
+    for draws in DRAWS:
+        with verified_by_all(np.random.default_rng(0)) as lengths:
+            outputs = run("rejection", draws)
+        counted = {}
+        for rule in RULES[:3]:
+            each = [lengths[output.metrics.seed][rule] for output in outputs]
+            joined = [[*itertools.chain(*each[i : i + args.seeds])] for i in range(0, len(each), args.seeds)]
+            counted[rule] = Counted([sum(some) for some in joined], [len(some) for some in joined])
+        same[draws] = figures(counted)
+        shown.update()
+    for rule in RULES:
+        own[rule] = by_prompt(run(rule), args.seeds)
+        shown.update()
+    shown.close()
+    document = {
+        "setup": {
+            "prompts": len(entries), "seeds": args.seeds, "max_tokens": args.max_tokens, "branching": args.branching,
+            "temperature": args.temperature, "batch": args.batch, "compile": args.compile,
+            "dtype": str(llm.config.dtype).removeprefix("torch."), "threads": llm.config.num_threads,
+            "torch": torch.__version__, "repeats_on_the_same_trees": REPEATS, "sources": list(llm.engine.ssms.names),
+        },
+        "same_trees": same,
+        "own_runs": figures(own),
+    }  # fmt: skip
+    for draws, found in same.items():
+        show(f"on the same trees, {draws}", found)
+    show("in runs of their own, cross-source", document["own_runs"])
+    print(", ".join(f"{name} {value}" for name, value in document["setup"].items()))
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

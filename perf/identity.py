@@ -138,6 +138,7 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--nodes", type=int, default=16)
+    parser.add_argument("--max-depth", type=int, default=6, help="with --sampling: of a tree")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--threads", type=int, help="torch threads; default: torch's own")
@@ -170,7 +171,7 @@ def sample(args: argparse.Namespace) -> dict[str, Any]:
     """Coupled sampling against plain decoding."""
     setup = {
         "model": args.model, "drafts": args.draft, "prompts": args.prompts, "max_tokens": args.max_tokens,
-        "nodes": args.nodes, "dtypes": args.dtypes, "batches": args.batches,
+        "nodes": args.nodes, "max_depth": args.max_depth, "dtypes": args.dtypes, "batches": args.batches,
         "settings": {name: sampled.SETTINGS[name] for name in args.settings}, "verification": "coupled",
         "first_seed": sampled.FIRST_SEED, "compile": args.compile, "shard": sampled.parse_shard(args.shard),
         "threads": torch.get_num_threads(), "torch": torch.__version__,

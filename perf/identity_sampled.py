@@ -67,7 +67,8 @@ def run(
     Args:
         open_llm: an engine of a dtype that decodes `PLAIN_BATCH` requests at once.
         read_prompts: of all shards together.
-        setup: what the document says of the run: at least dtypes, settings, batches, max_tokens, nodes and shard.
+        setup: what the document says of the run: at least dtypes, settings, batches, max_tokens, nodes, max_depth and
+            shard.
 
     Raises:
         ValueError: `out` holds the document of another run, a batch is too large, or a request failed.
@@ -95,7 +96,7 @@ def run(
             _keep_plain(document, {"dtype": dtype, "setting": setting} | row | {"sha256": _digest(plain)})
             _log(f"{dtype:9} {setting:10} plain: {row['tokens'] / row['seconds']:.0f} tokens/s")
             for sources, batch in left:
-                spec = SpecConfig(nodes=setup["nodes"], sources=sources)
+                spec = SpecConfig(nodes=setup["nodes"], max_depth=setup["max_depth"], sources=sources)
                 ours, row = _decode(llm, prompts, setting, spec, batch, setup["max_tokens"])
                 llm.engine.check_integrity()
                 where = {"dtype": dtype, "setting": setting, "sources": ",".join(sources), "batch": batch}

@@ -16,8 +16,7 @@ from tests.speech import altered_logits
 from treespec import LLM, SpecConfig
 from treespec.cache import KVCache
 from treespec.models.decoder import Decoder
-from treespec.request import Request
-from treespec.scheduler import PromptGroup
+from treespec.request import PromptGroup, Request
 from treespec.tree import TokenTree
 from treespec_kernels.tree_batch import PAGE_SIZE
 

@@ -14,10 +14,9 @@ from treespec.config import SpecConfig
 from treespec.detokenizer import Detokenizer
 from treespec.errors import ConfigError, RequestError
 from treespec.params import SamplingParams
-from treespec.request import CompletionOutput, Request, RequestMetrics, RequestOutput, new_request_id
+from treespec.request import CompletionOutput, PromptGroup, Request, RequestMetrics, RequestOutput, new_request_id
 from treespec.sampler import Sampler, new_seed
 from treespec.sampling import Logprob
-from treespec.scheduler import PromptGroup
 
 logger = logging.getLogger("treespec")
 

@@ -5,18 +5,16 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 
 from treespec.config import RANDOM_DRAWS, SpecConfig
 from treespec.detokenizer import Detokenizer
+from treespec.drafters.trust import Trust
 from treespec.params import SamplingParams
 from treespec.sampler import Sampler
 from treespec.sampling import Logprob
-
-if TYPE_CHECKING:
-    from treespec.scheduler import PromptGroup
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -123,6 +121,38 @@ def new_request_id() -> str:
     return f"req-{next(_ids)}"
 
 
+_group_ids = itertools.count()
+
+
+@dataclass(eq=False)
+class PromptGroup:
+    """Samples of one prompt: requests with the same prompt and spec, which share the K/V of the prompt.
+
+    The first that enters is the leader and computes the prompt. The others wait until it has a token, which proves the
+    prompt's K/V to be finite. Then they enter with the prompt's full pages and a copy of its last, partly filled one.
+    Where the leader ends, a running sample takes its place. Where none runs, the group itself keeps the prompt's pages
+    for the next one, which takes them over and leads. A leader that ends before the prompt is proven leaves nothing.
+
+    Attributes:
+        group_id: under which the group holds pages.
+        leader: a running sample whose pages hold the prompt, or will.
+        kept: pages of the prompt that the group holds; None where a sample leads, or nothing is computed.
+        waiting: samples that have not entered.
+        trust: in the SSMs, after the prompt.
+    """
+
+    group_id: str = field(default_factory=lambda: f"group-{next(_group_ids)}")
+    leader: "Request | None" = field(default=None, repr=False)
+    kept: np.ndarray | None = None
+    waiting: int = 0
+    trust: Trust | None = None
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether samples that enter now would have to wait for the leader."""
+        return self.leader is not None and not self.leader.has_proven_prompt
+
+
 @dataclass(eq=False)
 class Request:
     """A request inside the engine. `tokens` are prompt and output; the last one is the next tree's root.
@@ -142,7 +172,7 @@ class Request:
     detokenizer: Detokenizer | None = None
     sampler: Sampler | None = None  # None takes the argmax of the model's logits
     seed: int | None = None
-    group: "PromptGroup | None" = None
+    group: PromptGroup | None = None
     sample: int = 0
     request_id: str = field(default_factory=new_request_id)
     output_id: str = ""
@@ -198,6 +228,12 @@ class Request:
     @property
     def needs_prefill(self) -> bool:
         return self.context_len < self.num_prompt - 1
+
+    @property
+    def has_proven_prompt(self) -> bool:
+        """Whether a running sample's pages hold the whole prompt, and a token has proven it to be finite: its own, or
+        one of the sample that computed it."""
+        return bool(self.num_generated or (self.context_len and not self.prefill_passes))
 
     @property
     def finished(self) -> bool:

@@ -1,16 +1,13 @@
 """Who runs next: admission, prefill budget, ends. No tensors."""
 
-import itertools
 import time
 from collections import deque
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
 from treespec.cache import NO_PAGES, KVCache
-from treespec.drafters.trust import Trust
-from treespec.request import FinishReason, Request
+from treespec.request import FinishReason, PromptGroup, Request
 from treespec_kernels.tree_batch import PAGE_SIZE
 
 
@@ -27,38 +24,6 @@ class Batch(NamedTuple):
     counts: list[int]
     forked: list[Request]
     decode: list[Request]
-
-
-_ids = itertools.count()
-
-
-@dataclass(eq=False)
-class PromptGroup:
-    """Samples of one prompt: requests with the same prompt and spec, which share the K/V of the prompt.
-
-    The first that enters is the leader and computes the prompt. The others wait until it has a token, which proves the
-    prompt's K/V to be finite. Then they enter with the prompt's full pages and a copy of its last, partly filled one.
-    Where the leader ends, a running sample takes its place. Where none runs, the group itself keeps the prompt's pages
-    for the next one, which takes them over and leads. A leader that ends before the prompt is proven leaves nothing.
-
-    Attributes:
-        group_id: under which the group holds pages.
-        leader: a running sample whose pages hold the prompt, or will.
-        kept: pages of the prompt that the group holds; None where a sample leads, or nothing is computed.
-        waiting: samples that have not entered.
-        trust: in the SSMs, after the prompt.
-    """
-
-    group_id: str = field(default_factory=lambda: f"group-{next(_ids)}")
-    leader: Request | None = field(default=None, repr=False)
-    kept: np.ndarray | None = None
-    waiting: int = 0
-    trust: Trust | None = None
-
-    @property
-    def is_computing(self) -> bool:
-        """Whether samples that enter now would have to wait for the leader."""
-        return self.leader is not None and not _has_prompt(self.leader)
 
 
 class Scheduler:
@@ -170,7 +135,7 @@ class Scheduler:
         group = request.group
         if group is not None and group.leader is request:
             group.leader = next((other for other in self.running if other.group is group), None)
-            if group.leader is None and group.waiting and _has_prompt(request):
+            if group.leader is None and group.waiting and request.has_proven_prompt:
                 prefix = request.num_prompt - 1
                 group.kept = self.cache.hand_over(request.request_id, group.group_id, prefix, scrub)
                 return
@@ -204,12 +169,6 @@ class Scheduler:
             assert group.waiting == sum(other.group is group for other in self.waiting), group.group_id
             assert (group.leader in running) == bool(running), f"{group.group_id} is led by nobody, or one that is gone"
             assert group.kept is None or (group.waiting and not running), f"{group.group_id} keeps pages for nobody"
-
-
-def _has_prompt(request: Request) -> bool:
-    """Whether a running sample's pages hold the whole prompt, and a token has proven it to be finite: its own, or one
-    of the sample that computed it."""
-    return bool(request.num_generated or (request.context_len and not request.prefill_passes))
 
 
 def _shared_pages(request: Request) -> np.ndarray:

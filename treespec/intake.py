@@ -119,7 +119,7 @@ class Intake:
                 raise RequestError(f"logit_bias: token {token}; valid: 0 to {self.vocab_size - 1}")
 
     def _spell(self, words: Sequence[str]) -> list[list[int]]:
-        """Token ids of each word, as it stands and behind a space."""
+        """Token ids of each word, as it stands and behind a space, where the model has these tokens."""
         if not words:
             return []
         encode, options = self.tokenizer.encode, {}
@@ -131,7 +131,7 @@ class Intake:
                 ids = [int(token) for token in encode(text, **options)]
                 if not ids:
                     raise RequestError(f"bad_words: {word!r} has no tokens")
-                if ids not in spellings:
+                if ids not in spellings and max(ids) < self.vocab_size:
                     spellings.append(ids)
         return spellings
 

@@ -115,7 +115,7 @@ class LLM:
         samples = self._requests([prompt], sampling_params, spec, stream=True)[0]
         if isinstance(samples, RequestOutput):
             raise RequestError(samples.error)
-        emitted = [0] * len(samples)
+        emitted, left = [0] * len(samples), len(samples)
         for request in self._run(samples):
             tokens = request.output_token_ids[emitted[request.sample] :]
             emitted[request.sample] += len(tokens)
@@ -124,7 +124,8 @@ class LLM:
             if request.finished and request.detokenizer is not None:
                 request.detokenizer.flush()
             text = request.detokenizer.release(request.finished) if request.detokenizer is not None else None
-            final = self._intake.output(samples) if all(sample.finished for sample in samples) else None
+            left -= request.finished  # several may end in one round, and only the last chunk has them all
+            final = None if left else self._intake.output(samples)
             yield StreamChunk(request.output_id, text, tokens, request.finish_reason, final, request.sample)
 
     def abort(self, request_id: str) -> None:

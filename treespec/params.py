@@ -9,6 +9,7 @@ from treespec.errors import ConfigError, reject_unknown
 
 LEAST_TEMPERATURE = 1e-4  # below it, logits over the temperature may overflow
 MAX_SEED = 2**64 - 1
+_MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
 
 
 @dataclass(frozen=True, init=False)
@@ -183,4 +184,5 @@ def _is_int(value: Any, least: int) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether it is a number that float32 can hold: logits are computed in it."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MAX_FLOAT32

@@ -85,20 +85,29 @@ class Sampler:
         """Naive verification: go on to the child that carries the target's choice, until there is none.
 
         As the choice at a node depends on its past and on noise of its own, the emitted tokens are those of plain
-        decoding. Below a token that ends the request nothing is chosen.
+        decoding. Below a token that ends the request nothing is chosen. Where a later choice fails, the tokens before it
+        are emitted, as plain decoding would have: the next walk fails at its root.
 
         Args:
             tree: num_nodes nodes.
             logits: [num_nodes, vocab].
             tokens: prompt and output, up to the root.
             most: tokens that the request may still emit.
+
+        Raises:
+            RequestError: as `choose`, at the root.
         """
         below = list(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True))
         children = {key: node for node, key in enumerate(below) if node}
         path = [0]
         ancestors: list[int] = []
         while True:
-            token = self.choose(logits[path[-1]], tokens, ancestors)
+            try:
+                token = self.choose(logits[path[-1]], tokens, ancestors)
+            except RequestError:
+                if not ancestors:
+                    raise
+                return Verified(np.array(path[:-1], dtype=np.int64), ancestors[-1])
             child = children.get((path[-1], token))
             if child is None or token in self._end_tokens or len(path) >= most:
                 self.noise.forget(len(tokens) + len(ancestors))
@@ -152,7 +161,7 @@ class Sampler:
         if not bool(torch.isfinite(logits.float().max())):
             raise RequestError(f"the target computed NaN or infinity at position {position - 1}")
         if math.isnan(best) or best > 0:
-            raise RequestError(f"the logits processors made NaN or infinity at position {position}")
+            raise RequestError(f"penalties or logits_processors made NaN or infinity at position {position}")
         raise RequestError(
             f"no token is left at position {position}: bad_words, logit_bias, min_tokens or logits_processors exclude "
             "them all"

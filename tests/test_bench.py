@@ -23,7 +23,7 @@ from treespec.bench.report import best, comparisons, distinct_share, mismatches,
 from treespec.bench.run import Options, bench
 from treespec.cli import app
 from treespec.cli.bench import integers, repeat_flags
-from treespec.engine import Scored
+from treespec.engine import Decided, Scored
 from treespec.errors import ConfigError
 from treespec.tree import TokenTree
 from treespec.verify import Verified, verify_greedy
@@ -171,17 +171,17 @@ class ScriptedEngine:
     def step(self) -> None:
         accepted, _ = self.rounds[0]
         self.forward()
-        scored = [Scored(self.request, TokenTree.root(0), np.zeros(1))]  # type: ignore[arg-type]
-        self.commit(scored, [Verified(np.arange(1 + accepted), 7)])
+        scored = Scored(self.request, TokenTree.root(0), np.zeros(1))  # type: ignore[arg-type]
+        self.commit([Decided(scored, Verified(np.arange(1 + accepted), 7))])
 
-    def commit(self, scored: list[Scored], verified: list[Verified]) -> None:
+    def commit(self, decided: list[Decided]) -> None:
         _, emitted = self.rounds.pop(0)
         self.request.tokens += [7] * emitted
 
     def forward(self) -> None:
         pass
 
-    prefill = propose = update = forward
+    prefill = propose = update = verify = forward
 
 
 def test_acceptance_by_depth_of_a_scripted_engine() -> None:
@@ -199,7 +199,7 @@ def test_acceptance_of_an_oracle() -> None:
     plain = open_llm(target).generate(prompts, greedy(16), spec="off")
     truths = [output.prompt_token_ids + output.outputs[0].token_ids for output in plain]
     llm = open_llm(target, [OracleDrafter(truths, depth=3)])
-    run = {"tree": lambda batch: run_ours(llm, SpecConfig(nodes=16), batch, 16)}
+    run = {"tree": lambda batch, seeds: run_ours(llm, SpecConfig(nodes=16), batch, 16)}
     [sample] = interleave(run, prompts, batch=1, repeats=1)["tree"]
     assert sample.tokens == [output.outputs[0].token_ids for output in plain]
     assert sample.passes == [4, 4] and sample.rounds == 8 and sample.decoded == 32
@@ -268,7 +268,7 @@ def test_the_profile_restores_the_engine() -> None:
         raise ZeroDivisionError
     assert [set(vars(owner)) for owner in (llm.engine, llm.engine.ssms, llm.engine.lookup)] == before
     assert list(profile.parts) == list(MEANING) and profile.prefill_seconds > 0
-    assert all(seconds > 0 for seconds in profile.parts.values())
+    assert all((seconds > 0) == (part != "noise") for part, seconds in profile.parts.items()), "greedy has no noise"
     own = sum(profile.parts.values()) + profile.prefill_seconds
     assert own == pytest.approx(profile.timers["step"].total)
 
@@ -277,7 +277,7 @@ def test_every_batch_is_decoded_by_every_mode_in_turn() -> None:
     ran: list[tuple[str, int]] = []
 
     def mode(name: str) -> Run:
-        def run(prompts: Sequence[list[int]]) -> Sample:
+        def run(prompts: Sequence[list[int]], seeds: Sequence[int]) -> Sample:
             ran.append((name, len(prompts)))
             return Sample(tokens=list(prompts), decoded=len(prompts), nodes=1, parts={"draft": 1.0})
 

@@ -128,7 +128,7 @@ def test_generate_json(loaded: LLM) -> None:
     document = ran.document
     assert list(document) == [
         "text", "token_ids", "finish_reason", "target_passes", "acceptance_length", "accepted_by_source", "seconds",
-        "tokens_per_second",
+        "tokens_per_second", "seed",
     ]  # fmt: skip
     [output] = loaded.generate(PROMPT, SamplingParams(max_tokens=24))
     assert document["token_ids"] == output.outputs[0].token_ids and document["text"] == output.outputs[0].text
@@ -219,7 +219,6 @@ def test_token_ids_where_there_is_no_tokenizer(models: Models, monkeypatch: pyte
         (["x", "--nodes", "-3"], "ConfigError", "nodes=-3"),
         (["x", "--max-tokens", "0"], "ConfigError", "max_tokens=0"),
         (["x", "--max-tokens", "some"], "UsageError", "--max-tokens"),
-        (["x", "--temperature", "0.7"], "ConfigError", "temperature=0.7 is not implemented yet"),
         (["x", "--max-depth", "0"], "ConfigError", "max_depth=0"),
         (["x", "--branching", "a,b"], "UsageError", "--branching a,b"),
         (["x", "--branching", "900,900"], "ConfigError", "branching"),

@@ -64,14 +64,32 @@ class Sample:
                 setattr(self, each.name, mine + more)
 
 
-def run_ours(llm: LLM, spec: SpecConfig | str, prompts: Sequence[list[int]], max_tokens: int) -> Sample:
+def run_ours(
+    llm: LLM,
+    spec: SpecConfig | str,
+    prompts: Sequence[list[int]],
+    max_tokens: int,
+    temperature: float = 0.0,
+    seeds: Sequence[int] = (),
+) -> Sample:
     """Decode prompts as one batch; seconds are the requests' own, from arrival to end, without making text of tokens.
+
+    Args:
+        llm, spec: the engine, and how to speculate.
+        prompts: token ids.
+        max_tokens: of each; no end token ends one.
+        temperature: 0 is greedy.
+        seeds: one for each prompt, above temperature 0.
 
     Raises:
         RequestError: a prompt was refused.
     """
+    params = [SamplingParams(max_tokens=max_tokens, ignore_eos=True)] * len(prompts)
+    if temperature > 0:
+        each = {"max_tokens": max_tokens, "ignore_eos": True, "temperature": temperature}
+        params = [SamplingParams(seed=seed, **each) for seed in seeds]
     with profiled(llm.engine) as profile:
-        outputs = llm.generate(list(prompts), SamplingParams(max_tokens=max_tokens, ignore_eos=True), spec=spec)
+        outputs = llm.generate(list(prompts), params, spec=spec)
     prefill, total = profile.prefill_seconds, max(output.metrics.seconds for output in outputs)
     sample = Sample(decode_seconds=total - prefill, total_seconds=total, nodes=0)
     for output in outputs:
@@ -90,8 +108,13 @@ def run_ours(llm: LLM, spec: SpecConfig | str, prompts: Sequence[list[int]], max
     return sample
 
 
-Run = Callable[[Sequence[list[int]]], Sample]
-"""One mode over one batch."""
+Run = Callable[[Sequence[list[int]], Sequence[int]], Sample]
+"""One mode over one batch: prompts, and the seed of each."""
+
+
+def sampling_seed(seed: int, repeat: int, prompt: int) -> int:
+    """The seed that every mode gives to a prompt in one repeat."""
+    return (seed % 2**31 << 32) + (repeat << 16) + prompt
 
 
 def interleave(
@@ -100,20 +123,24 @@ def interleave(
     batch: int,
     repeats: int,
     tick: Callable[[], object] = lambda: None,
+    seed: int = 0,
 ) -> dict[str, list[Sample]]:
     """Every mode over all prompts, `repeats` times; one sample per mode and repeat.
 
     The prompts come `batch` at a time: the next ones start when all of a batch have ended. Each batch is decoded by
-    every mode, and each begins with another mode: what runs first, or after a heavy one, is not always the same.
+    every mode, and each begins with another mode: what runs first, or after a heavy one, is not always the same. Each
+    repeat has seeds of its own, the same for every mode; `seed` chooses them.
     """
     samples: dict[str, list[Sample]] = {name: [] for name in runs}
     names, turn = list(runs), 0
-    for _ in range(repeats):
+    for repeat in range(repeats):
         for name in names:
             samples[name].append(Sample())
         for start in range(0, len(prompts), batch):
+            given = prompts[start : start + batch]
+            seeds = [sampling_seed(seed, repeat, prompt) for prompt in range(start, start + len(given))]
             for name in names[turn:] + names[:turn]:
-                samples[name][-1].add(runs[name](prompts[start : start + batch]))
+                samples[name][-1].add(runs[name](given, seeds))
                 tick()
             turn = (turn + 1) % len(names)
     return samples

@@ -19,11 +19,13 @@ class Mode:
         name: what `--only` and the JSON call it; without spaces and commas.
         label: what the table calls it.
         options: of the `SpecConfig`; None is plain decoding.
+        keeps_tokens: whether its tokens are to be those of plain decoding with the same seed.
     """
 
     name: str
     label: str
     options: dict[str, Any] | None
+    keeps_tokens: bool = True
 
     @property
     def spec(self) -> SpecConfig | str:
@@ -32,14 +34,16 @@ class Mode:
     @property
     def figures(self) -> dict[str, Any]:
         """What the JSON says of the mode."""
-        options = self.options or {"nodes": 1}
-        branching = options.get("branching")
+        spec = SpecConfig.resolve(self.spec, SpecConfig())
+        branching = spec.branching
         return {
             "engine": "treespec",
             "label": self.label,
-            "nodes": 1 + len(branching) if branching else options["nodes"],
-            "k": len(branching) if branching else None,
-            "sources": [] if self.options is None else list(options.get("sources", ())) or "all",
+            "nodes": spec.static_nodes if branching else spec.nodes,
+            "k": len(branching) if branching and set(branching) == {1} else None,
+            "branching": list(branching) if branching else None,
+            "verification": None if spec.is_plain else spec.verification,
+            "sources": [] if spec.is_plain else list(spec.sources or ()) or "all",
         }
 
 
@@ -67,6 +71,8 @@ class Peer:
             "label": self.label,
             "nodes": None if self.k is None else 1 + self.k,
             "k": self.k,
+            "branching": None,
+            "verification": None,
             "sources": [] if self.kind == "plain" else [self.draft or "lookup"],
         }
 

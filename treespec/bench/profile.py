@@ -1,7 +1,7 @@
 """Where the time of a round goes, and what was accepted, seen from outside the engine.
 
-`profiled` replaces bound methods of an engine by timed ones and puts everything back: the engine itself measures no
-more than its planner needs.
+`profiled` replaces bound methods of an engine, and the noise's own, by timed ones and puts everything back: the engine
+itself measures no more than its planner needs.
 """
 
 import time
@@ -11,12 +11,14 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from treespec.engine import Decided, Engine
+from treespec.noise import Noise
 
 MEANING = {
     "draft": "all sources propose",
     "merge": "plan, merge and cut the trees",
     "forward": "the target pass",
-    "verify": "find the accepted path",
+    "verify": "from logits to the accepted path",
+    "noise": "draw a position's noise, for drafts and target once",
     "commit": "emit, compact the caches",
     "update": "let go of what has ended",
     "host": "the rest of the round",
@@ -24,17 +26,27 @@ MEANING = {
 
 
 class Timer:
-    """The seconds of all calls of what it wraps."""
+    """The seconds of all calls of what it wraps.
 
-    def __init__(self) -> None:
-        self.total = 0.0
+    Args:
+        around: timers whose calls may contain this one's; while one of them runs, these seconds are not its own.
+    """
+
+    def __init__(self, around: "Sequence[Timer]" = ()) -> None:
+        self.total, self.running, self.around = 0.0, False, around
 
     def wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **options: Any) -> Any:
+            self.running = True
             start = time.perf_counter()
-            result = original(*args, **options)
-            self.total += time.perf_counter() - start
-            return result
+            try:
+                return original(*args, **options)
+            finally:
+                seconds = time.perf_counter() - start
+                self.running = False
+                self.total += seconds
+                for outer in self.around:
+                    outer.total -= seconds if outer.running else 0.0
 
         return timed
 
@@ -52,6 +64,7 @@ class Profile:
         self.accepted: Counter[int] = Counter()
         names = ("step", "prefill", "draft", "propose", "forward", "verify", "commit", "update")
         self.timers = {name: Timer() for name in names}
+        self.timers["noise"] = Timer([self.timers[name] for name in ("draft", "verify", "propose")])
 
     @property
     def prefill_seconds(self) -> float:
@@ -67,6 +80,7 @@ class Profile:
             "merge": total["propose"] - total["draft"],
             "forward": total["forward"],
             "verify": total["verify"],
+            "noise": total["noise"],
             "commit": total["commit"],
             "update": total["update"],
         }
@@ -110,6 +124,7 @@ def profiled(engine: Engine) -> Iterator[Profile]:
         for name in ("step", "prefill", "propose", "forward", "verify", "update"):
             replace(engine, name, timers[name].wrap)
         replace(engine, "commit", watched)
+        replace(Noise, "row", timers["noise"].wrap)
         yield profile
 
 

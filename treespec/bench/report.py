@@ -25,13 +25,20 @@ DEFINITIONS = {
     "mean_ttft_ms": "from a request's arrival to its first token, prefill included; transformers: a run of one token",
     "p50_itl_ms": "a request's decoding time over its tokens; percentiles over requests and repeats",
     "nodes_per_pass": "rows of the target pass per request, root included",
-    "mismatches": "output tokens that differ from our plain decoding; the most of any repeat",
+    "mismatches": "output tokens that differ from our plain decoding, sampled with the same seeds; the most of any "
+    "repeat. None for verification by rejection or traversal: at a temperature they have other tokens by design, from "
+    "the same distribution",
     "distinct_4grams": "share of distinct 4-grams of the outputs, mean over prompts",
     "efficiency": "speedup / (acceptance_length / (pass_ratio + draft_share)): what is left of the gain that the "
     "passes allow; in a batch, whose requests end at different times, tokens per round over plain decoding's stand "
     "for the acceptance length",
     "pass_ratio": "mean target pass over a mean target pass of plain decoding",
     "draft_share": "mean drafting time of a round over a mean target pass of plain decoding",
+    "verify_share": "verification's share of a round: logits to probabilities, choices, the walk; without noise",
+    "noise_share": "share of a round that the noise of sampled tokens takes, whether drafting or verification asked "
+    "for it first",
+    "rules": "acceptance lengths of verification rules on one topology and their differences on the same prompts and "
+    "seeds: [value, low, high] of the bootstrap over prompts, all repeats of a prompt together",
 }
 
 
@@ -48,7 +55,11 @@ def mismatches(outputs: Sequence[Sequence[int]], plain: Sequence[Sequence[int]])
 
 
 def summarise(
-    mode: Mode | Peer, samples: Sequence[Sample], plain: Sequence[Sample], prompts: Sequence[Prompt]
+    mode: Mode | Peer,
+    samples: Sequence[Sample],
+    plain: Sequence[Sample],
+    prompts: Sequence[Prompt],
+    sampled: bool = False,
 ) -> dict[str, Any]:
     """A mode's figures over its repeats.
 
@@ -57,9 +68,10 @@ def summarise(
         samples: one per repeat.
         plain: plain decoding of the same repeats and batch.
         prompts: in the samples' order.
+        sampled: whether every repeat has seeds of its own.
     """
-    reference = plain[0].tokens
-    lively = [i for i, tokens in enumerate(reference) if distinct_share(tokens) > LOOPING]
+    shares = [statistics.mean(distinct_share(base.tokens[i]) for base in plain) for i in range(len(prompts))]
+    lively = [i for i, share in enumerate(shares) if share > LOOPING]
     kinds = sorted({prompt.kind for prompt in prompts if prompt.kind is not None})
     by_kind = {kind: _tau(samples, [i for i, p in enumerate(prompts) if p.kind == kind]) for kind in kinds}
     speedups = _ratios(plain, samples, lambda sample: sample.seconds_per_token)
@@ -79,20 +91,29 @@ def summarise(
         "speedup_min": min(speedups),
         "speedup_max": max(speedups),
         "e2e_speedup": statistics.median(_ratios(plain, samples, lambda sample: sample.total_seconds)),
-        "acceptance_length": _tau(samples, range(len(reference))),
+        "acceptance_length": _tau(samples, range(len(prompts))),
         "acceptance_length_not_looping": _tau(samples, lively),
         "acceptance_length_by_kind": by_kind,
         "acceptance_by_depth": None,
         "accepted_by_source": None,
         "nodes_per_pass": None,
-        "mismatches": max(mismatches(sample.tokens, reference) for sample in samples),
+        "mismatches": _mismatches(mode, samples, plain, sampled),
         "distinct_4grams": statistics.mean(distinct_share(tokens) for tokens in samples[0].tokens),
         "efficiency": None,
         "pass_ratio": None,
         "draft_share": None,
+        "verify_share": None,
+        "noise_share": None,
         "profile_ms": None,
     }
     return figures | (_inside(samples, plain) if isinstance(mode, Mode) else {})
+
+
+def _mismatches(mode: Mode | Peer, samples: Sequence[Sample], plain: Sequence[Sample], sampled: bool) -> int | None:
+    if isinstance(mode, Mode) and not mode.keeps_tokens:
+        return None
+    reference = plain if sampled else [plain[0]] * len(plain)
+    return max(mismatches(own.tokens, base.tokens) for own, base in zip(samples, reference, strict=True))
 
 
 def _inside(samples: Sequence[Sample], plain: Sequence[Sample]) -> dict[str, Any]:
@@ -108,6 +129,8 @@ def _inside(samples: Sequence[Sample], plain: Sequence[Sample]) -> dict[str, Any
             for part in samples[0].parts
         },
     }
+    for part in ("verify", "noise"):
+        figures[f"{part}_share"] = statistics.median(s.parts[part] / sum(s.parts.values()) for s in samples)
     if samples is plain:
         return figures
     ratios, shares, efficiencies = [], [], []

@@ -19,11 +19,13 @@ from treespec.bench.modes import PLAIN, Mode, Peer, Selection, our_modes, peer_m
 from treespec.bench.peers import Transformers
 from treespec.bench.prompts import Prompt, choose, read_prompts
 from treespec.bench.report import DEFINITIONS, best, comparisons, mismatches, summarise
+from treespec.bench.rules import default_branching, intervals, rule_modes
 from treespec.build import resolve_drafts, resolve_model
 from treespec.config import AUTO_NODES, SpecConfig
 from treespec.costs import cost_key
 from treespec.errors import ConfigError
 from treespec.llm import LLM
+from treespec.params import SamplingParams
 from treespec_weights import default_folder
 
 WHY_BATCH_ONE = "transformers drafts for one request at a time, so they have batch 1 only"
@@ -41,12 +43,15 @@ class Options:
         k_values: tokens drafted per round, for chains and peers.
         nodes: rows of the target pass, for trees.
         batches: requests decoded at once.
+        temperature: 0 is greedy; above, every repeat has seeds of its own, and transformers takes no part.
+        verification: rules to compare on fixed trees, instead of the modes; empty = none.
+        branching: children by depth of those trees; None makes one for each of `nodes`.
         repeats: how often every mode runs.
         warmup: batches that every mode decodes before, not counted.
         peers: whether transformers takes part.
         only: names or patterns of modes; empty = all.
         device, dtype, compile: as `LLM`; transformers runs as it is.
-        seed: of the choice of prompts.
+        seed: of the choice of prompts, and of what is sampled.
     """
 
     model: str | Path | None = None
@@ -57,6 +62,9 @@ class Options:
     k_values: tuple[int, ...] = (3, 5, 7)
     nodes: tuple[int, ...] = (16,)
     batches: tuple[int, ...] = (1,)
+    temperature: float = 0.0
+    verification: tuple[str, ...] = ()
+    branching: tuple[int, ...] | None = None
     repeats: int = 3
     warmup: int = 1
     peers: bool = True
@@ -84,8 +92,7 @@ def bench(
     """
     target = resolve_model(options.model)
     folders = dict(resolve_drafts(options.model, options.drafts)[0])
-    ours = our_modes(list(folders), options.k_values, options.nodes)
-    selection = select(ours, peer_modes(list(folders), options.k_values) if options.peers else [], options.only)
+    selection = _selection(options, list(folders))
     specs = {mode.name: mode.spec for mode in selection.ours}  # refuses bad values before anything is loaded
     llm = LLM(
         target, [*folders.values()], _widest(specs.values()), device=options.device, dtype=options.dtype,
@@ -108,10 +115,10 @@ def bench(
     runs = []
     for batch, by_mode in zip(options.batches, per_batch, strict=True):
         for _ in range(options.warmup):
-            interleave(by_mode, ids[:batch], batch, 1, tick)
+            interleave(by_mode, ids[:batch], batch, 1, tick, options.seed)
         whole = len(ids) // batch * batch  # so that every batch is full
-        samples = interleave(by_mode, ids[:whole], batch, options.repeats, tick)
-        runs.append(_summary(batch, samples, selection, prompts[:whole]))
+        samples = interleave(by_mode, ids[:whole], batch, options.repeats, tick, options.seed)
+        runs.append(_summary(batch, samples, selection, prompts[:whole], options))
         plain = samples[PLAIN][0].tokens
     memory["peak_with_all"] = _peak_mib()
     if llm.config.device.type == "cuda":
@@ -121,8 +128,8 @@ def bench(
     ancestry = None
     if grown is not None:
         small = LLM(grown.source, [], "off", device=options.device, dtype=llm.config.dtype, max_num_seqs=1)
-        run: dict[str, Run] = {PLAIN: lambda each: run_ours(small, "off", each, options.max_tokens)}
-        [sample] = interleave(run, ids[: len(plain)], 1, 1)[PLAIN]
+        run: dict[str, Run] = {PLAIN: _ours(small, "off", options)}
+        [sample] = interleave(run, ids[: len(plain)], 1, 1, seed=options.seed)[PLAIN]
         ancestry = grown.figures | {"tokens_unlike_the_small_one": mismatches(plain, sample.tokens)}
     return {
         "model": grown.of if grown else "embedded target" if options.model is None else str(options.model),
@@ -140,6 +147,7 @@ def bench(
         },
         "commit": commit(),
         "seed": options.seed,
+        "temperature": options.temperature,
         "num_prompts": len(prompts),
         "prompts_left_out": left_out,
         "kinds": dict(Counter(prompt.kind for prompt in prompts if prompt.kind is not None)),
@@ -165,23 +173,41 @@ def _runs(
 ) -> dict[str, Run]:
     """What to run at one batch size, by mode."""
 
-    def ours(mode: Mode) -> Run:
-        return lambda prompts: run_ours(llm, specs[mode.name], prompts, options.max_tokens)
-
     def theirs(peer: Peer) -> Run:
         assert peers is not None
-        return lambda prompts: peers.run(peer, prompts, options.max_tokens)
+        return lambda prompts, seeds: peers.run(peer, prompts, options.max_tokens)
 
-    runs = {mode.name: ours(mode) for mode in selection.ours}
+    runs = {mode.name: _ours(llm, specs[mode.name], options) for mode in selection.ours}
     return runs | {peer.name: theirs(peer) for peer in selection.peers if batch == 1 or not peer.batch_one_only}
 
 
+def _ours(llm: LLM, spec: SpecConfig | str, options: Options) -> Run:
+    return lambda prompts, seeds: run_ours(llm, spec, prompts, options.max_tokens, options.temperature, seeds)
+
+
+def _selection(options: Options, ssms: list[str]) -> Selection:
+    """The modes that were asked for.
+
+    Raises:
+        ConfigError: as `select`; rules without an SSM; a bad temperature or topology.
+    """
+    SamplingParams(temperature=options.temperature)
+    sampled = options.temperature > 0
+    if options.verification:
+        if not ssms:
+            raise ConfigError("--verification compares what becomes of SSMs' drafts, and there is no SSM; give --draft")
+        branchings = [options.branching] if options.branching else list(map(default_branching, options.nodes))
+        return select(rule_modes(options.verification, branchings, sampled), [], options.only)
+    peers = [] if sampled or not options.peers else peer_modes(ssms, options.k_values)
+    return select(our_modes(ssms, options.k_values, options.nodes), peers, options.only)
+
+
 def _summary(
-    batch: int, samples: dict[str, list[Sample]], selection: Selection, prompts: list[Prompt]
+    batch: int, samples: dict[str, list[Sample]], selection: Selection, prompts: list[Prompt], options: Options
 ) -> dict[str, Any]:
-    plain = samples[PLAIN]
+    plain, sampled = samples[PLAIN], options.temperature > 0
     modes: list[Mode | Peer] = [*selection.ours, *selection.peers]
-    figures = [summarise(mode, samples[mode.name], plain, prompts) for mode in modes if mode.name in samples]
+    figures = [summarise(mode, samples[mode.name], plain, prompts, sampled) for mode in modes if mode.name in samples]
     left_out = [peer.name for peer in selection.peers if peer.name not in samples]
     return {
         "batch": batch,
@@ -190,6 +216,7 @@ def _summary(
         "comparisons": comparisons(best(figures), samples),
         "peers_left_out": left_out,
         "why_left_out": WHY_BATCH_ONE if left_out else None,
+        "rules": intervals(selection.ours[1:], samples) if options.verification else None,
         "modes": figures,
     }
 

@@ -15,6 +15,10 @@ acceptance length  output tokens per target pass, the target's own token include
                    "lively" leaves out outputs with at most {LOOPING:.0%} distinct 4-grams: loops are easy to guess
 efficiency         speed-up / (acceptance length / (pass ratio + draft share)): what is left of what passes allow
 differ             output tokens that are not our plain decoding's (must be 0 for our own modes)"""
+RULES_LEGEND = """\
+95 % interval      of the bootstrap over prompts, all repeats of a prompt together; differences are paired
+verify, noise      shares of a round: from logits to the accepted path; the noise of sampled tokens, shared with drafts
+differ "-"         not counted for rejection and traversal: other tokens by design, from the same distribution"""
 
 
 def header(document: Mapping[str, Any]) -> str:
@@ -28,11 +32,17 @@ def header(document: Mapping[str, Any]) -> str:
         f"versions  {', '.join(f'{name} {version}' for name, version in versions.items())}{commit}",
         f"models    {document['model']}, drafts {', '.join(document['drafts']) or 'none'}, {document['dtype']}",
         f"prompts   {document['num_prompts']}{_kinds(document['kinds'])}, "
-        f"{document['total_input_tokens']} tokens; {document['max_tokens']} output tokens each, greedy, "
+        f"{document['total_input_tokens']} tokens; {document['max_tokens']} output tokens each, {_how(document)}, "
         f"{document['repeats']} repeats, seed {document['seed']}",
     ]
     if document["prompts_left_out"]:
         lines.append(f"          {document['prompts_left_out']} prompts left out: no room for them in the context")
+    if document["temperature"]:
+        lines.append("sampling  every repeat has seeds of its own, the same for all modes; transformers takes no part")
+    if any(run["rules"] for run in document["runs"]):
+        trees = {",".join(map(str, m["branching"])): m["nodes"] for m in document["runs"][0]["modes"] if m["branching"]}
+        shapes = "; ".join(f"{branching} ({nodes} nodes)" for branching, nodes in trees.items())
+        lines.append(f"trees     {shapes}: children by depth, the same for every rule; only SSMs draft")
     if grown:
         lines += [
             f"grown     all figures are of a grown target of {grown['parameters'] / 1e6:.0f} M parameters",
@@ -49,7 +59,7 @@ def body(document: Mapping[str, Any], profile: bool) -> str:
     for run in document["runs"]:
         modes = run["modes"]
         title = f"batch {run['batch']}, {run['num_prompts']} prompts" + (", grown" if document["grown"] else "")
-        parts += [_speed(title, modes), *_comparisons(title, run)]
+        parts += [_speed(title, modes), *_comparisons(title, run), *_rules(title, run)]
         if run["peers_left_out"]:
             parts.append(f"left out: {', '.join(run['peers_left_out'])}: {run['why_left_out']}")
         parts.append(_acceptance(title, modes))
@@ -57,7 +67,12 @@ def body(document: Mapping[str, Any], profile: bool) -> str:
             parts.append(_profile(title, modes))
     memory = document["memory_mib"]
     used = ", ".join(f"{name.replace('_', ' ')} {mib:.0f} MiB" for name, mib in memory.items())
-    return "\n\n".join([*parts, LEGEND, f"memory  {used}"])
+    legends = [LEGEND, RULES_LEGEND] if any(run["rules"] for run in document["runs"]) else [LEGEND]
+    return "\n\n".join([*parts, "\n".join(legends), f"memory  {used}"])
+
+
+def _how(document: Mapping[str, Any]) -> str:
+    return f"temperature {document['temperature']:g}" if document["temperature"] else "greedy"
 
 
 def _speed(title: str, modes: Sequence[Mapping[str, Any]]) -> str:
@@ -73,7 +88,7 @@ def _speed(title: str, modes: Sequence[Mapping[str, Any]]) -> str:
             f"{mode['mean_ttft_ms']:.1f}",
             _number(mode["nodes_per_pass"], ".1f"),
             _number(mode["efficiency"], ".2f"),
-            str(mode["mismatches"]),
+            "-" if mode["mismatches"] is None else str(mode["mismatches"]),
         )
         for mode in modes
     ]
@@ -99,6 +114,25 @@ def _comparisons(title: str, run: Mapping[str, Any]) -> list[str]:
     return [table([(title, "times as fast", "", "as".ljust(width)), *((*r[:-1], r[-1].ljust(width)) for r in rows)])]
 
 
+def _rules(title: str, run: Mapping[str, Any]) -> list[str]:
+    """Verification rules side by side, and their differences."""
+    if not run["rules"]:
+        return []
+    modes = {mode["mode"]: mode for mode in run["modes"]}
+    rows = [(f"{title}, by rule", "tokens per pass", "95 % interval", "ms per round", "verify", "noise")]
+    for each in run["rules"]["acceptance_lengths"]:
+        mode, (length, low, high) = modes[each["mode"]], each["acceptance_length"]
+        total = sum(mode["profile_ms"].values())
+        shares = (f"{mode[f'{part}_share']:.1%}" for part in ("verify", "noise"))
+        rows.append((mode["label"], f"{length:.3f}", f"{low:.3f}..{high:.3f}", f"{total:.2f}", *shares))
+    differences = [(f"{title}, differences", "tokens per pass", "95 % interval")]
+    for each in run["rules"]["differences"]:
+        difference, low, high = each["difference"]
+        label = f"{modes[each['mode']]['label']}, less {modes[each['minus']]['verification']}"
+        differences.append((label, f"{difference:+.3f}", f"{low:+.3f}..{high:+.3f}"))
+    return [table(rows)] + ([table(differences)] if differences[1:] else [])
+
+
 def _acceptance(title: str, modes: Sequence[Mapping[str, Any]]) -> str:
     kinds = sorted({kind for mode in modes for kind in mode["acceptance_length_by_kind"]})
     deepest = max(len(mode["acceptance_by_depth"] or ()) for mode in modes)
@@ -115,18 +149,20 @@ def _acceptance(title: str, modes: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _profile(title: str, modes: Sequence[Mapping[str, Any]]) -> str:
-    head = (f"{title}, ms per round", *MEANING, "all", "pass ratio", "draft share")
+    profiles = [mode["profile_ms"] for mode in modes if mode["profile_ms"] is not None]
+    meaning = {name: what for name, what in MEANING.items() if name != "noise" or any(own[name] for own in profiles)}
+    head = (f"{title}, ms per round", *meaning, "all", "pass ratio", "draft share")
     rows = []
     for mode in modes:
         if mode["profile_ms"] is None:
             continue
         parts = mode["profile_ms"]
         total = sum(parts.values())
-        cells = [f"{ms:.2f} {ms / total:4.0%}" for ms in parts.values()]
+        cells = [f"{ms:.2f} {ms / total:4.0%}" for ms in map(parts.get, meaning)]
         ratios = (_number(mode["pass_ratio"], ".2f"), _number(mode["draft_share"], ".2f"))
         rows.append((mode["label"], *cells, f"{total:.2f}", *ratios))
-    meaning = "; ".join(f"{name}: {what}" for name, what in MEANING.items())
-    return "\n".join([table([head, *rows]), *textwrap.wrap(meaning, 118)])
+    legend = "; ".join(f"{name}: {what}" for name, what in meaning.items())
+    return "\n".join([table([head, *rows]), *textwrap.wrap(legend, 118)])
 
 
 def _kinds(kinds: Mapping[str, int]) -> str:

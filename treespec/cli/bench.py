@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from treespec.cli.group import Command, print_json, usage_error
-from treespec.cli.options import Compile, Device, Drafts, Dtype, Json, Model, status
+from treespec.cli.options import Compile, Device, Drafts, Dtype, Json, Model, parse_branching, status
 
 if TYPE_CHECKING:
     from treespec.bench.run import Options
 
-_SEVERAL = ("--k-values", "--nodes", "--batch", "--only")
+_SEVERAL = ("--k-values", "--nodes", "--batch", "--only", "--verification")
 PICTURES = (".png", ".svg", ".pdf")
 
 
@@ -66,6 +66,31 @@ def bench(
     batch: Annotated[
         list[str] | None, _several("--batch", "1 2 4 8", "Prompts decoded at once; every batch is full. Default: 1.")
     ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            "--temperature",
+            metavar="T",
+            help="Sample; every repeat has seeds of its own, the same for all modes, without transformers. Default: 0, "
+            "greedy; with --verification 0.8.",
+        ),
+    ] = None,
+    verification: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--verification",
+            metavar="RULE...",
+            help="Compare verification rules on one fixed tree instead: coupled, naive, rejection, traversal, or all.",
+        ),
+    ] = None,
+    branching: Annotated[
+        str | None,
+        typer.Option(
+            "--branching",
+            metavar="A,B,C",
+            help="That tree's children by depth, such as 3,2,1. Default: one of about --nodes nodes.",
+        ),
+    ] = None,
     repeats: Annotated[int, typer.Option("--repeats", min=1, metavar="N", help="Runs of every mode.")] = 3,
     warmup: Annotated[int, typer.Option("--warmup", min=0, metavar="N", help="Batches that do not count.")] = 1,
     only: Annotated[
@@ -90,7 +115,8 @@ def bench(
     compile: Compile = False,
     threads: Annotated[int | None, typer.Option("--threads", min=1, metavar="N", help="Default: torch's own.")] = None,
     seed: Annotated[
-        int, typer.Option("--seed", metavar="S", help="Chooses the prompts, and a grown model's random weights.")
+        int,
+        typer.Option("--seed", metavar="S", help="Of the prompts' choice, of sampling, of a grown model's weights."),
     ] = 0,
     profile: Annotated[bool, typer.Option("--profile", help="Print where the time of a round goes.")] = False,
     plot: Annotated[
@@ -103,7 +129,10 @@ def bench(
     """Measure speed: our plain decoding, chains and trees, and transformers, all in one run.
 
     Same weights, prompts and dtype; every batch is decoded by every mode in turn. Prefill is reported apart.
+    With --verification: rules of verification instead, at a temperature, on one fixed tree that SSMs alone draft.
     """
+    if branching is not None and (not verification or nodes):
+        raise usage_error("--branching is the tree of --verification, instead of --nodes")
     if (grow_vocab, keep) != (None, None) and grow is None:
         raise usage_error("--grow-vocab and --keep go with --grow SIZE")
     for path in (plot, out, keep):
@@ -116,8 +145,10 @@ def bench(
         "nodes": integers("--nodes", nodes, (16,), least=2),
         "batches": integers("--batch", batch, (1,)),
     }
+    from treespec.bench.rules import TEMPERATURE, parse_rules
     from treespec.bench.run import Options
 
+    rules = parse_rules(verification or ())
     options = Options(
         model=model,
         drafts=draft,
@@ -125,6 +156,9 @@ def bench(
         samples=samples,
         max_tokens=max_tokens,
         **sizes,
+        temperature=temperature if temperature is not None else TEMPERATURE if rules else 0.0,
+        verification=rules,
+        branching=None if branching is None else parse_branching(branching),
         repeats=repeats,
         warmup=warmup,
         peers=not no_peers,

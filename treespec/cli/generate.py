@@ -20,6 +20,7 @@ from treespec.cli.options import (
     Model,
     Nodes,
     Prompt,
+    Verification,
     encoded,
     load_llm,
     read_prompt,
@@ -29,7 +30,11 @@ from treespec.cli.options import (
 
 if TYPE_CHECKING:
     from treespec.llm import LLM
-    from treespec.request import RequestOutput, SamplingParams, StreamChunk
+    from treespec.params import SamplingParams
+    from treespec.request import CompletionOutput, RequestOutput, StreamChunk
+
+MOST_AT_ONCE = 8  # samples that are decoded side by side
+DRAWING_RULES = ("rejection", "traversal")  # as RANDOM_DRAWS, which would import torch
 
 
 def generate(
@@ -39,7 +44,20 @@ def generate(
     draft: Drafts = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", help="The most tokens to generate.")] = 128,
     temperature: Annotated[float, typer.Option("--temperature", metavar="T", help="0 is greedy.")] = 0.0,
-    seed: Annotated[int | None, typer.Option("--seed", metavar="S", help="The seed of sampling.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option("--top-p", metavar="P", help="Only the likeliest tokens that have P together.")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option("--top-k", metavar="K", help="Only the K likeliest tokens.")] = None,
+    min_p: Annotated[
+        float | None, typer.Option("--min-p", metavar="P", help="Only tokens with P times the likeliest one's share.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", metavar="S", help="The seed of sampling. Default: a new one, reported.")
+    ] = None,
+    samples: Annotated[
+        int, typer.Option("-n", "--samples", metavar="N", help="How many outputs; several need a temperature.")
+    ] = 1,
+    verification: Verification = None,
     nodes: Nodes = None,
     max_depth: MaxDepth = None,
     branching: Branching = None,
@@ -59,19 +77,35 @@ def generate(
     """
     if stream and as_json:
         raise usage_error("--stream prints text as it comes, --json one document at the end; drop one of them")
-    if no_spec and (nodes, max_depth, branching) != (None, None, None):
-        raise usage_error("--no-spec is plain decoding; drop it, or drop --nodes, --max-depth and --branching")
+    if stream and samples > 1:
+        raise usage_error(f"--stream prints one text as it comes, and -n {samples} makes several; drop one of them")
+    if no_spec and (nodes, max_depth, branching, verification) != (None, None, None, None):
+        raise usage_error(
+            "--no-spec is plain decoding; drop it, or drop --nodes, --max-depth, --branching and --verification"
+        )
+    truncation = {
+        name: value for name, value in (("top_p", top_p), ("top_k", top_k), ("min_p", min_p)) if value is not None
+    }
+    if truncation and temperature == 0:
+        flags = " and ".join(f"--{name.replace('_', '-')}" for name in truncation)
+        raise usage_error(f"{flags} without --temperature: at temperature 0 the likeliest token is always taken")
+    if check and temperature > 0 and verification in DRAWING_RULES:
+        raise usage_error(
+            f"--check compares tokens, and --verification {verification} keeps the distribution of plain decoding, not "
+            "its tokens; use --verification coupled or naive, or drop --check"
+        )
     text = read_prompt(prompt, file)
 
     def params(seed: int | None) -> "SamplingParams":
         from treespec.params import SamplingParams
 
-        return SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+        return SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, n=samples, **truncation)
 
     with status("loading"):
         params(seed)  # refuses bad values before anything is loaded
-        spec = spec_config(nodes, max_depth, branching)
-        llm = load_llm(model, [] if no_spec else draft, "off" if no_spec else spec, device, dtype, compile)
+        spec = spec_config(nodes, max_depth, branching, verification)
+        at_once = min(samples, MOST_AT_ONCE)
+        llm = load_llm(model, [] if no_spec else draft, "off" if no_spec else spec, device, dtype, compile, at_once)
     given = encoded(text, llm)
     shown = text if isinstance(given, str) else " ".join(map(str, given))
     if shows_colour(sys.stdout):
@@ -82,20 +116,24 @@ def generate(
     if stream:
         typer.echo()
     elif not as_json:
-        typer.echo(shown + _readable(output))
+        for completion in output.outputs:
+            if samples > 1:
+                typer.echo(f"--- output {completion.index + 1} of {samples} ---")
+            typer.echo(shown + _readable(completion))
     difference = None
     if check:
         plain = _decode(llm, given, params(output.metrics.seed), "off", None)
-        difference = first_difference(output.outputs[0].token_ids, plain.outputs[0].token_ids)
+        difference = first_of_outputs(output, plain)
     if as_json:
         print_json(_document(output, check, difference))
     else:
-        typer.echo(_summary(output), err=True)
+        typer.echo(_summary(output, temperature > 0), err=True)
+    plainly = "plain decoding" + (f" with seed {output.metrics.seed}" if temperature > 0 else "")
     if difference is not None:
-        typer.echo(f"NOT identical to plain decoding: {_describe(difference, llm)}", err=True)
+        typer.echo(f"NOT identical to {plainly}: {_describe(difference, llm)}", err=True)
         raise typer.Exit(1)
     if check:
-        typer.echo(f"identical to plain decoding: {_count(output.metrics.generated_tokens, 'token')}", err=True)
+        typer.echo(f"identical to {plainly}: {_count(output.metrics.generated_tokens, 'token')}", err=True)
 
 
 def first_difference(tokens: list[int], plain: list[int]) -> dict[str, int | None] | None:
@@ -103,6 +141,15 @@ def first_difference(tokens: list[int], plain: list[int]) -> dict[str, int | Non
     for index, (ours, theirs) in enumerate(itertools.zip_longest(tokens, plain)):
         if ours != theirs:
             return {"index": index, "token": ours, "plain_token": theirs}
+    return None
+
+
+def first_of_outputs(ours: "RequestOutput", plain: "RequestOutput") -> dict[str, Any] | None:
+    """`first_difference` of the first output that has one, and, of several, which one that is."""
+    for own, other in zip(ours.outputs, plain.outputs, strict=True):
+        found = first_difference(own.token_ids, other.token_ids)
+        if found is not None:
+            return ({"output": own.index} if len(ours.outputs) > 1 else {}) | found
     return None
 
 
@@ -115,7 +162,7 @@ def _decode(
     hidden = on_chunk is not None or not sys.stderr.isatty()
     doing = "decoding plainly" if spec == "off" else "generating"
     output = None
-    with tqdm(total=params.max_tokens, desc=doing, unit="token", leave=False, disable=hidden) as bar:
+    with tqdm(total=params.max_tokens * params.n, desc=doing, unit="token", leave=False, disable=hidden) as bar:
         for chunk in llm.stream(prompt, params, spec):
             bar.update(len(chunk.token_ids))
             if on_chunk is not None:
@@ -131,12 +178,11 @@ def _print_chunk(chunk: "StreamChunk") -> None:
     sys.stdout.flush()
 
 
-def _readable(output: "RequestOutput") -> str:
-    completion = output.outputs[0]
+def _readable(completion: "CompletionOutput") -> str:
     return completion.text if completion.text is not None else "".join(f" {token}" for token in completion.token_ids)
 
 
-def _document(output: "RequestOutput", check: bool, difference: dict[str, int | None] | None) -> dict[str, Any]:
+def _document(output: "RequestOutput", check: bool, difference: dict[str, Any] | None) -> dict[str, Any]:
     completion, metrics = output.outputs[0], output.metrics
     document: dict[str, Any] = {
         "text": completion.text,
@@ -147,7 +193,13 @@ def _document(output: "RequestOutput", check: bool, difference: dict[str, int | 
         "accepted_by_source": metrics.accepted_by_source,
         "seconds": metrics.seconds,
         "tokens_per_second": metrics.generated_tokens / metrics.seconds,
+        "seed": metrics.seed,
     }
+    if len(output.outputs) > 1:
+        document["outputs"] = [
+            {"text": each.text, "token_ids": each.token_ids, "finish_reason": each.finish_reason}
+            for each in output.outputs
+        ]
     if check:
         document["identical"] = difference is None
     if difference is not None:
@@ -155,14 +207,15 @@ def _document(output: "RequestOutput", check: bool, difference: dict[str, int | 
     return document
 
 
-def _summary(output: "RequestOutput") -> str:
-    """What the output took, for a reader."""
+def _summary(output: "RequestOutput", sampled: bool) -> str:
+    """What the output took, for a reader; with several, all of them together."""
     metrics = output.metrics
+    reasons = ", ".join(str(each.finish_reason) for each in output.outputs)
     tokens, passes = metrics.generated_tokens, metrics.target_passes
     lines = [
         "",
         f"{_count(tokens, 'token')} in {metrics.seconds:.2f} s ({tokens / metrics.seconds:.0f} tokens/s), "
-        f"finish reason: {output.outputs[0].finish_reason}",
+        f"finish reason: {reasons}" + (f", seed {metrics.seed}" if sampled else ""),
         f"{_count(passes, 'target pass')}, acceptance length {metrics.acceptance_length:.2f} tokens per pass",
     ]
     if metrics.accepted_by_source:
@@ -172,7 +225,7 @@ def _summary(output: "RequestOutput") -> str:
     return "\n".join(lines)
 
 
-def _describe(difference: dict[str, int | None], llm: "LLM") -> str:
+def _describe(difference: dict[str, Any], llm: "LLM") -> str:
     tokenizer = llm.get_tokenizer()
 
     def name(token: int | None) -> str:
@@ -181,7 +234,8 @@ def _describe(difference: dict[str, int | None], llm: "LLM") -> str:
         return f"token {token}" + (f" ({tokenizer.decode([token])!r})" if tokenizer is not None else "")
 
     ours, plain = name(difference["token"]), name(difference["plain_token"])
-    return f"output position {difference['index']} (counted from 0) has {ours}, plain decoding {plain}"
+    which = f"output {difference['output'] + 1}, position" if "output" in difference else "output position"
+    return f"{which} {difference['index']} (counted from 0) has {ours}, plain decoding {plain}"
 
 
 def _count(number: int, noun: str) -> str:

@@ -50,6 +50,15 @@ Branching = Annotated[
     str | None,
     typer.Option("--branching", metavar="A,B,C", help="A fixed tree: children of each node by depth, such as 4,2,1."),
 ]
+Verification = Annotated[
+    str | None,
+    typer.Option(
+        "--verification",
+        metavar="RULE",
+        help="How sampled tokens are accepted: coupled (the default) or naive, which keep the very tokens of plain "
+        "decoding, or rejection or traversal, which keep their distribution.",
+    ),
+]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
 Dtype = Annotated[str, typer.Option("--dtype", help="auto (the checkpoint's), float32, bfloat16 or float16.")]
 Compile = Annotated[
@@ -85,7 +94,16 @@ def encoded(prompt: str, llm: "LLM") -> str | list[int]:
     return prompt
 
 
-def spec_config(nodes: str | None, max_depth: int | None, branching: str | None) -> "SpecConfig":
+def parse_branching(text: str) -> tuple[int, ...]:
+    """Children by depth."""
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise usage_error(f"--branching {text}: valid are children by depth, such as 4,2,1")
+    return tuple(map(int, text.split(",")))
+
+
+def spec_config(
+    nodes: str | None, max_depth: int | None, branching: str | None, verification: str | None = None
+) -> "SpecConfig":
     """How to speculate, from options; those that were not given keep their defaults."""
     from treespec.config import SpecConfig
 
@@ -95,9 +113,9 @@ def spec_config(nodes: str | None, max_depth: int | None, branching: str | None)
     if max_depth is not None:
         given["max_depth"] = max_depth
     if branching is not None:
-        if not re.fullmatch(r"\d+(,\d+)*", branching):
-            raise usage_error(f"--branching {branching}: valid are children by depth, such as 4,2,1")
-        given["branching"] = tuple(map(int, branching.split(",")))
+        given["branching"] = parse_branching(branching)
+    if verification is not None:
+        given["verification"] = verification
     return SpecConfig(**given)
 
 
@@ -108,11 +126,12 @@ def load_llm(
     device: str,
     dtype: str,
     compile: bool = False,
+    max_num_seqs: int = 1,
 ) -> "LLM":
-    """An engine for one request at a time."""
+    """An engine, for one request at a time unless `max_num_seqs` says otherwise."""
     from treespec.llm import LLM
 
-    return LLM(model, drafts, spec, device=device, dtype=dtype, max_num_seqs=1, compile=compile)
+    return LLM(model, drafts, spec, device=device, dtype=dtype, max_num_seqs=max_num_seqs, compile=compile)
 
 
 @contextmanager

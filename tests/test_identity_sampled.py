@@ -1,0 +1,134 @@
+"""`perf/identity.py --sampling`: what it counts, how it goes on, how shards are merged."""
+
+import functools
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.models import random_prompts, tiny_llm
+from treespec import LLM
+
+PROMPTS = random_prompts([5, 9, 17, 4, 11])
+
+
+@functools.cache
+def sampled() -> ModuleType:
+    path = Path(__file__).resolve().parents[1] / "perf" / "identity_sampled.py"
+    spec = importlib.util.spec_from_file_location("identity_sampled", path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def setup(shard: tuple[int, int] = (1, 1), **more: Any) -> dict[str, Any]:
+    settings = {name: sampled().SETTINGS[name] for name in ("T=1", "penalties")}
+    known = {"dtypes": ["float32"], "batches": [1, 8], "settings": settings, "max_tokens": 6, "nodes": 8}
+    return known | {"shard": shard} | more
+
+
+def engine(dtype: str) -> LLM:
+    return tiny_llm(ssms=(0, 1))
+
+
+def run(out: Path | None, llm: Any = engine, **more: Any) -> dict[str, Any]:
+    return sampled().run(llm, lambda llm: PROMPTS, setup(**more), out)
+
+
+def test_all_cells_are_identical(tmp_path: Path) -> None:
+    document = run(tmp_path / "out.json")
+    assert json.loads((tmp_path / "out.json").read_text())["rows"] == document["rows"]
+    assert document["complete"] and document["totals"]["cells"] == 2 * 3 * 2 and document["distinct_prompts"] == 5
+    assert document["totals"]["differing_tokens"] == 0 and document["totals"]["tokens"] == 12 * 5 * 6
+    assert {row["sources"] for row in document["rows"]} == {"ssm-1", "ssm-2", "ssm-1,ssm-2"}
+    assert [(row["setting"], row["tokens"]) for row in document["plain"]] == [("T=1", 30), ("penalties", 30)]
+    assert "0 of 360 tokens differ, 12 cells" in sampled().describe(document)
+
+
+def test_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, decode, calls = tmp_path / "out.json", sampled()._decode, []
+
+    def stops(*given: Any) -> Any:
+        calls.append(given)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return decode(*given)
+
+    monkeypatch.setattr(sampled(), "_decode", stops)
+    with pytest.raises(KeyboardInterrupt):
+        run(out, batches=[8])
+    assert not (left := json.loads(out.read_text()))["complete"] and len(left["rows"]) == 3
+    document = run(out, batches=[8])
+    assert document["complete"] and len(document["rows"]) == 6 and document["rows"][:3] == left["rows"]
+    assert len(calls) == 5 + 1 + 3, "plain decoding and the cells that were left"
+    run(out, batches=[8])
+    assert len(calls) == 9
+    with pytest.raises(ValueError, match="holds another run"):
+        run(out, batches=[1])
+
+
+def test_a_run_that_goes_on_finds_the_same_plain_tokens(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    document = run(out, batches=[8])
+    document["rows"].pop()
+    document["plain"][-1]["sha256"] = "0"
+    out.write_text(json.dumps(document))
+    with pytest.raises(ValueError, match="penalties: not the tokens of the run before"):
+        run(out, batches=[8])
+
+
+def test_shards_add_up_to_the_whole(tmp_path: Path) -> None:
+    whole = run(None, batches=[8])
+    shards = [run(tmp_path / f"{i}.json", batches=[8], shard=(i, 2)) for i in (1, 2)]
+    shards = [json.loads((tmp_path / f"{i}.json").read_text()) for i in (1, 2)]
+    assert [shard["prompts_of_shard"] for shard in shards] == [3, 2]
+    merged = sampled().merge(shards[::-1])
+    keys = ("dtype", "setting", "sources", "batch", "tokens", "target_passes", "acceptance_length", "differing_tokens")
+    by_key = {tuple(row[key] for key in keys) for row in whole["rows"]}
+    assert {tuple(row[key] for key in keys) for row in merged["rows"]} == by_key
+    assert merged["prompts"] == 5 and merged["by"]["setting"]["T=1"]["cells"] == 3
+    for wrong, message in (
+        (shards[:1], "shards 1/2; valid: each"),
+        ([shards[0], shards[0]], "1/2, 1/2"),
+        ([shards[0], shards[1] | {"complete": False}], "shard 2 has only 6 cells yet"),
+        ([shards[0], shards[1] | {"setup": shards[1]["setup"] | {"nodes": 9}}], "different runs"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sampled().merge(wrong)
+
+
+def test_differences_are_counted_and_placed() -> None:
+    prompts = [sampled().Prompt(i, [1]) for i in (4, 6)]
+    found = sampled().compare(prompts, [[1, 2, 3], [1, 2]], [[1, 2, 3], [1, 9, 4]])
+    assert found == {
+        "differing_tokens": 2, "outputs_that_differ": 1, "first_differences": [{"prompt": 6, "position": 1}]
+    }  # fmt: skip
+
+
+def test_a_wrong_engine_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = sampled()._decode
+
+    def other_seed(llm: LLM, prompts: Any, setting: str, spec: Any, *rest: Any) -> Any:
+        given = prompts if spec == "off" else [prompt._replace(index=prompt.index + 1) for prompt in prompts]
+        return decode(llm, given, setting, spec, *rest)
+
+    monkeypatch.setattr(sampled(), "_decode", other_seed)
+    document = run(None, batches=[8], settings={"T=1": sampled().SETTINGS["T=1"]})
+    assert document["totals"]["differing_tokens"] > 0 and document["rows"][0]["first_differences"]
+
+
+@pytest.mark.parametrize("text", ["0/2", "3/2", "2", "a/b", "1/"])
+def test_bad_shards(text: str) -> None:
+    assert sampled().parse_shard("2/3") == (2, 3)
+    with pytest.raises(ValueError, match=f"--shard {text}"):
+        sampled().parse_shard(text)
+
+
+def test_batches_that_do_not_fit() -> None:
+    with pytest.raises(ValueError, match="--batches 16: valid with --sampling are 1 to 8"):
+        run(None, batches=[16])

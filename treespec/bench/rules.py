@@ -1,0 +1,117 @@
+"""Verification rules compared: on one fixed topology, with the same prompts and seeds, and with intervals."""
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from treespec.bench.measure import Sample
+from treespec.bench.modes import PLAIN, Mode
+from treespec.config import RANDOM_DRAWS, VERIFICATIONS, SpecConfig
+from treespec.errors import ConfigError
+
+TEMPERATURE = 0.8  # where rules are compared and none was given
+RESAMPLES, COVERAGE = 2000, 0.95
+PAIRS = (("traversal", "rejection"), ("rejection", "naive"), ("coupled", "naive"), ("traversal", "coupled"))
+_WIDEST, _DEEPEST = 4, 6
+
+
+def default_branching(nodes: int) -> tuple[int, ...]:
+    """Children by depth, such as (3, 2, 1), of a tree that grows narrower, with `nodes` nodes or the most below that.
+
+    Of several the one with the least sum: neither a star nor a chain; then the deepest.
+
+    Args:
+        nodes: at least 2, root included.
+    """
+    shapes: list[tuple[int, ...]] = [()]
+    for shape in shapes:  # grows while it is read
+        if len(shape) < _DEEPEST:
+            longer = [(*shape, k) for k in range(1, (shape or (_WIDEST,))[-1] + 1)]
+            shapes += [each for each in longer if _size(each) <= nodes]
+    return max(shapes[1:], key=lambda shape: (_size(shape), -sum(shape), len(shape), shape))
+
+
+@cache
+def _size(branching: tuple[int, ...]) -> int:
+    return SpecConfig(branching=branching).static_nodes
+
+
+def rule_modes(rules: Sequence[str], branchings: Sequence[tuple[int, ...]], sampled: bool) -> list[Mode]:
+    """Plain decoding, and each rule on each topology. Only SSMs draft: what is looked up has no probabilities.
+
+    Args:
+        rules: of `VERIFICATIONS`.
+        branchings: children by depth.
+        sampled: whether tokens are sampled; greedily all rules keep the tokens.
+
+    Raises:
+        ConfigError: a topology that is refused.
+    """
+    modes = [Mode(PLAIN, "plain decoding", None)]
+    for branching in branchings:
+        topology: dict[str, Any] = {
+            "branching": branching,
+            "max_depth": max(_DEEPEST, len(branching)),
+            "sources": ("ssm",),
+        }
+        size = SpecConfig(**topology).static_nodes
+        for rule in rules:
+            name, keeps = f"{rule}-n{size}", not (sampled and rule in RANDOM_DRAWS)
+            modes.append(Mode(name, f"{rule}, {size} nodes", topology | {"verification": rule}, keeps))
+    return modes
+
+
+def parse_rules(given: Sequence[str]) -> tuple[str, ...]:
+    """Rules from what a user wrote: names, with commas or apart, or "all"; each once, in the order of `VERIFICATIONS`.
+
+    Raises:
+        ConfigError: an unknown rule.
+    """
+    names = [name for value in given for name in value.split(",") if name]
+    for name in names:
+        if name not in ("all", *VERIFICATIONS):
+            raise ConfigError(f"--verification {name}: valid are {', '.join(VERIFICATIONS)}, or all")
+    return tuple(rule for rule in VERIFICATIONS if rule in names or "all" in names)
+
+
+def intervals(modes: Sequence[Mode], samples: Mapping[str, Sequence[Sample]]) -> dict[str, Any]:
+    """Acceptance lengths of rules and their paired differences, each with its bootstrap interval over prompts.
+
+    Prompts are drawn with replacement, all repeats of one together, the same ones for every mode.
+
+    Args:
+        modes: rules on their topologies.
+        samples: of every mode, by name; at least one prompt.
+    """
+    by_rule: dict[int, dict[str, str]] = {}
+    figures: dict[str, np.ndarray] = {}
+    for mode in modes:
+        spec = SpecConfig.resolve(mode.spec, SpecConfig())
+        by_rule.setdefault(spec.static_nodes, {})[spec.verification] = mode.name
+        own = samples[mode.name]
+        tokens = np.array([[len(tokens) for tokens in sample.tokens] for sample in own]).sum(0)
+        passes = np.array([sample.passes for sample in own]).sum(0)
+        figures[mode.name] = _resampled(tokens, passes)
+    lengths = [{"mode": mode.name, "acceptance_length": _interval(figures[mode.name])} for mode in modes]
+    pairs = [
+        {"mode": named[a], "minus": named[b], "difference": _interval(figures[named[a]] - figures[named[b]])}
+        for named in by_rule.values()
+        for a, b in PAIRS
+        if a in named and b in named
+    ]
+    return {"resamples": RESAMPLES, "coverage": COVERAGE, "acceptance_lengths": lengths, "differences": pairs}
+
+
+def _resampled(tokens: np.ndarray, passes: np.ndarray) -> np.ndarray:
+    """Tokens per pass of all prompts, and then of each resample; the same prompts in every call."""
+    count = len(tokens)
+    picks = np.random.default_rng(0).integers(0, count, (RESAMPLES, count))
+    return np.concatenate([[tokens.sum() / passes.sum()], tokens[picks].sum(1) / passes[picks].sum(1)])
+
+
+def _interval(values: np.ndarray) -> list[float]:
+    """[value, low, high]."""
+    outside = (1 - COVERAGE) / 2
+    return [float(values[0]), *np.quantile(values[1:], [outside, 1 - outside]).tolist()]

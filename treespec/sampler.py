@@ -83,7 +83,7 @@ class Sampler:
         """Naive verification: go on to the child that carries the target's choice, until there is none.
 
         As the choice at a node depends on its past and on noise of its own, the emitted tokens are those of plain
-        decoding. Below a token that ends the request nothing is chosen. Where a later choice fails, the tokens before it
+        decoding. Below a token that ends the request nothing is chosen. Where a later choice fails, tokens before it
         are emitted, as plain decoding would have: the next walk fails at its root.
 
         Args:

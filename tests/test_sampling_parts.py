@@ -1,0 +1,109 @@
+"""What sampling is made of: the likeliest of rows, nuclei, logprobs."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.test_sampling import (
+    EVERY,
+    OUTPUT,
+    PATH,
+    PROMPT,
+    VOCABS,
+    kept,
+    likeliest_first,
+    random_logits,
+    tied,
+    transform,
+)
+from treespec.sampling import keep_best, logprobs_of, nucleus_size, topk_rows
+
+# --- the parts
+
+
+@settings(max_examples=100)
+@given(st.integers(1, 400), st.integers(1, 420), st.integers(0, 2**31), st.booleans())
+def test_topk_rows(width: int, k: int, seed: int, ties: bool) -> None:
+    width = width * 64 if seed % 2 else width
+    x = torch.stack([tied(width, seed), tied(width, seed + 1)]) if ties else random_logits(2 * width, seed).view(2, -1)
+    values, columns = topk_rows(x, k)
+    expected = x.sort(descending=True).values[:, :k]
+    assert torch.equal(values, expected)
+    assert torch.equal(x.gather(1, columns), values)
+    assert all(row.unique().numel() == values.shape[1] for row in columns)
+
+
+@settings(max_examples=100)
+@given(st.integers(1, 300), st.integers(1, 310), st.integers(0, 2**31))
+def test_keep_best(vocab: int, count: int, seed: int) -> None:
+    scores = tied(vocab, seed, levels=3)
+    result = keep_best(scores, count)
+    assert kept(result) == sorted(likeliest_first(scores)[:count])
+    assert torch.equal(result[kept(result)], scores[kept(result)])
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 2000), st.floats(1e-6, 1, exclude_max=True), st.integers(0, 2**31))
+def test_nucleus_size(vocab: int, top_p: float, seed: int) -> None:
+    scores = random_logits(vocab, seed, spread=seed % 5 + 0.1)
+    shares = scores.double().softmax(0).sort(descending=True).values.cumsum(0)
+    size = nucleus_size(scores, top_p)
+    assert 1 <= size <= vocab
+    assert float(shares[size - 1]) >= top_p - 1e-6
+    assert size == 1 or float(shares[size - 2]) < top_p + 1e-6
+
+
+# --- logprobs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_logprobs_are_those_of_log_softmax(vocab: int, dtype: torch.dtype) -> None:
+    for count in (0, 1, 3, 5, vocab):
+        if count > vocab:
+            continue
+        logits = random_logits(vocab, count, dtype)
+        before = logits.clone()
+        expected = torch.log_softmax(logits.float(), 0)
+        order = likeliest_first(logits)
+        ranks = {token: rank for rank, token in enumerate(order, start=1)}
+        for token in (order[0], order[1], order[vocab // 2], order[-1]):
+            found = logprobs_of(logits, token, count)
+            assert next(iter(found)) == token
+            assert list(found)[1:] == [other for other in order[:count] if other != token]
+            for other, each in found.items():
+                assert each.logprob == float(expected[other])
+                assert each.rank == ranks[other] and each.decoded_token is None
+        assert torch.equal(logits, before)
+
+
+def test_ranks_of_ties_count_the_lower_ids_first() -> None:
+    """Whatever is chosen, each token has one rank, and the same tokens are listed."""
+    logits = torch.tensor([0.0, 2.0, 1.0, 2.0, 1.0, 1.0, 2.0])
+    ranks = {1: 1, 3: 2, 6: 3, 2: 4, 4: 5, 5: 6, 0: 7}
+    for token in range(7):
+        for count in range(8):
+            found = logprobs_of(logits, token, count)
+            assert {other: each.rank for other, each in found.items()} == {
+                other: rank for other, rank in ranks.items() if rank <= count or other == token
+            }
+
+
+def test_logprobs_of_forbidden_tokens() -> None:
+    logits = random_logits(64)
+    logits[::2] = -math.inf
+    found = logprobs_of(logits, 4, 40)
+    assert found[4].logprob == -math.inf and found[4].rank == 32 + 3
+    assert len(found) == 40 and {each.rank for each in found.values()} == set(range(1, 41))
+
+
+def test_a_row_of_a_matrix_is_as_good_as_one_alone() -> None:
+    """Bits do not depend on what stands beside it."""
+    rows = torch.stack([random_logits(4099, seed) for seed in range(5)])
+    for i, row in enumerate(rows):
+        assert torch.equal(
+            transform(row, PROMPT, OUTPUT, PATH, **EVERY), transform(rows[i].clone(), PROMPT, OUTPUT, PATH, **EVERY)
+        )

@@ -130,16 +130,16 @@ def totals(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def merge(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One document of all shards.
+    """One document of some shards, or of all: `complete` says which.
 
     Raises:
-        ValueError: they are not all shards of one run, each complete.
+        ValueError: they are not shards of one run, each complete and given once.
     """
     setups = [{k: v for k, v in document["setup"].items() if k != "shard"} for document in documents]
     shards = sorted(tuple(document["setup"]["shard"]) for document in documents)
     if any(setup != setups[0] for setup in setups):
         raise ValueError("the files are of different runs: their setups differ")
-    if shards != [(i, shards[0][1]) for i in range(1, shards[0][1] + 1)]:
+    if len(set(shards)) < len(shards) or len({count for _, count in shards}) > 1:
         raise ValueError(f"the files are shards {', '.join(f'{i}/{n}' for i, n in shards)}; valid: each of them once")
     for document in documents:
         if not document["complete"]:
@@ -153,11 +153,11 @@ def merge(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
             into["first_differences"] = (into["first_differences"] + row["first_differences"])[:ROWS_SHOWN]
     rows = list(merged.values())
     prompts = sum(document["prompts_of_shard"] for document in documents)
-    result = {"setup": setups[0], "shards": len(documents), "ssms": documents[0]["ssms"], "prompts": prompts}
+    result = {"setup": setups[0], "shards": shards, "ssms": documents[0]["ssms"], "prompts": prompts}
     result |= {"distinct_prompts": documents[0]["distinct_prompts"], "totals": totals(rows)}
     result["commits"] = list(dict.fromkeys(each for document in documents for each in document["commits"]))
     result["by"] = {key: dict(_totals_by(rows, key)) for key in KEYS}
-    return result | {"rows": rows, "complete": True}
+    return result | {"rows": rows, "complete": len(shards) == shards[0][1]}
 
 
 def describe(document: dict[str, Any]) -> str:

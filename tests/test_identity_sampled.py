@@ -91,9 +91,11 @@ def test_shards_add_up_to_the_whole(tmp_path: Path) -> None:
     keys = ("dtype", "setting", "sources", "batch", "tokens", "target_passes", "acceptance_length", "differing_tokens")
     by_key = {tuple(row[key] for key in keys) for row in whole["rows"]}
     assert {tuple(row[key] for key in keys) for row in merged["rows"]} == by_key
+    half = sampled().merge(shards[:1])
+    assert merged["complete"] and not half["complete"] and half["prompts"] == 3 and half["shards"] == [(1, 2)]
     assert merged["prompts"] == 5 and merged["by"]["setting"]["T=1"]["cells"] == 3
     for wrong, message in (
-        (shards[:1], "shards 1/2; valid: each"),
+        ([shards[0], shards[1] | {"setup": shards[1]["setup"] | {"shard": (2, 3)}}], "1/2, 2/3"),
         ([shards[0], shards[0]], "1/2, 1/2"),
         ([shards[0], shards[1] | {"complete": False}], "shard 2 has only 6 cells yet"),
         ([shards[0], shards[1] | {"setup": shards[1]["setup"] | {"nodes": 9}}], "different runs"),

@@ -28,7 +28,14 @@ def sampled() -> ModuleType:
 
 def setup(shard: tuple[int, int] = (1, 1), **more: Any) -> dict[str, Any]:
     settings = {name: sampled().SETTINGS[name] for name in ("T=1", "penalties")}
-    known = {"dtypes": ["float32"], "batches": [1, 8], "settings": settings, "max_tokens": 6, "nodes": 8}
+    known = {
+        "dtypes": ["float32"],
+        "batches": [1, 8],
+        "settings": settings,
+        "max_tokens": 6,
+        "nodes": 8,
+        "max_depth": 6,
+    }
     return known | {"shard": shard} | more
 
 

@@ -16,6 +16,8 @@ from treespec.oracle import RandomOracle
 from treespec.tree import Draws, TokenTree
 
 _LEAST_MASS = 1e-6  # of a law's tokens that were not drawn yet, below which nothing more is drawn from it
+_MOST_REPEATS = 16  # draws in a row at one node that bring nothing new, after which none are made there: where they are
+# independent, a law that is nearly certain would take a million to bring another token
 
 
 class Laws(NamedTuple):
@@ -34,6 +36,7 @@ class _Node:
         self.left = 1.0  # of the mixture's mass: what was not drawn
         self.drawn: list[tuple[int, int]] = []  # (SSM, token) in draw order
         self.rows: dict[int, int] = {}  # of each law among the tree's
+        self.repeats = 0  # draws in a row that brought nothing new
 
 
 class _Tree:
@@ -80,6 +83,7 @@ class _Tree:
             self.draws.append((node.index, child, ssm, float(law[token]) / mass, node.rows[ssm], excluded))
             node.drawn.append((ssm, token))
             node.left -= share if new else 0.0
+            node.repeats = 0 if new else node.repeats + 1
             return child
         return None
 
@@ -108,7 +112,7 @@ class _Tree:
                 self.draw(node)
             return
         while len(self.tokens) < self.room and node.left * self.values[node.index] > self.least:
-            if self.draw(node) is None:
+            if self.draw(node) is None or node.repeats == _MOST_REPEATS:
                 break
 
     def fill(self) -> None:
@@ -116,8 +120,7 @@ class _Tree:
         open_nodes = list(self.scored)
         while open_nodes and len(self.tokens) < self.room:
             node = max(open_nodes, key=lambda node: node.left * self.values[node.index])
-            before = len(self.tokens)
-            if self.draw(node) is None or (len(self.tokens) == before and node.left <= _LEAST_MASS):
+            if node.repeats >= _MOST_REPEATS or self.draw(node) is None or (node.repeats and node.left <= _LEAST_MASS):
                 open_nodes.remove(node)
 
     def finish(self, names: Sequence[str]) -> tuple[TokenTree, np.ndarray]:

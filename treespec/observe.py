@@ -50,14 +50,22 @@ class Round:
         return tokens if self.bonus is None else [*tokens, self.bonus]
 
 
-def record_rounds(llm: LLM, prompt: Prompt, count: int, spec: SpecConfig | str | None = None) -> list[Round]:
-    """The first `count` rounds of a prompt's greedy continuation; fewer where it ends before.
+def record_rounds(
+    llm: LLM,
+    prompt: Prompt,
+    count: int,
+    spec: SpecConfig | str | None = None,
+    temperature: float = 0.0,
+    seed: int | None = None,
+) -> list[Round]:
+    """The first `count` rounds of a prompt's continuation; fewer where it ends before.
 
     Raises:
         RequestError: as `LLM.stream`.
     """
     deepest = SpecConfig.resolve(spec, llm.spec).max_depth
-    params = SamplingParams(max_tokens=count * (deepest + 1))  # so that no tree is cut by the end of the output
+    most = count * (deepest + 1)  # so that no tree is cut by the end of the output
+    params = SamplingParams(max_tokens=most, temperature=temperature, seed=seed)
     with watch(llm.engine) as rounds:
         own: list[Round] = []
         for chunk in llm.stream(prompt, params, spec):

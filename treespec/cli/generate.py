@@ -20,6 +20,8 @@ from treespec.cli.options import (
     Model,
     Nodes,
     Prompt,
+    Seed,
+    Temperature,
     Verification,
     encoded,
     load_llm,
@@ -43,7 +45,7 @@ def generate(
     model: Model = None,
     draft: Drafts = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", help="The most tokens to generate.")] = 128,
-    temperature: Annotated[float, typer.Option("--temperature", metavar="T", help="0 is greedy.")] = 0.0,
+    temperature: Temperature = 0.0,
     top_p: Annotated[
         float | None, typer.Option("--top-p", metavar="P", help="Only the likeliest tokens that have P together.")
     ] = None,
@@ -51,9 +53,7 @@ def generate(
     min_p: Annotated[
         float | None, typer.Option("--min-p", metavar="P", help="Only tokens with P times the likeliest one's share.")
     ] = None,
-    seed: Annotated[
-        int | None, typer.Option("--seed", metavar="S", help="The seed of sampling. Default: a new one, reported.")
-    ] = None,
+    seed: Seed = None,
     samples: Annotated[
         int, typer.Option("-n", "--samples", metavar="N", help="How many outputs; several need a temperature.")
     ] = 1,

@@ -50,6 +50,8 @@ Branching = Annotated[
     str | None,
     typer.Option("--branching", metavar="A,B,C", help="A fixed tree: children of each node by depth, such as 4,2,1."),
 ]
+Temperature = Annotated[float, typer.Option("--temperature", metavar="T", help="0 is greedy.")]
+Seed = Annotated[int | None, typer.Option("--seed", metavar="S", help="The seed of sampling. Default: a new one.")]
 Verification = Annotated[
     str | None,
     typer.Option(

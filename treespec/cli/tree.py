@@ -18,6 +18,9 @@ from treespec.cli.options import (
     Model,
     Nodes,
     Prompt,
+    Seed,
+    Temperature,
+    Verification,
     encoded,
     load_llm,
     read_prompt,
@@ -40,6 +43,9 @@ def tree(
     nodes: Nodes = None,
     max_depth: MaxDepth = None,
     branching: Branching = None,
+    temperature: Temperature = 0.0,
+    seed: Seed = None,
+    verification: Verification = None,
     number: Annotated[
         int | None,
         typer.Option(
@@ -61,13 +67,13 @@ def tree(
         raise usage_error(f"--round {number}: rounds count from 1")
     text = read_prompt(prompt, file)
     with status("loading"):
-        spec = spec_config(nodes or (None if branching else NODES), max_depth, branching)
+        spec = spec_config(nodes or (None if branching else NODES), max_depth, branching, verification)
         llm = load_llm(model, draft, spec, device, dtype)
     from treespec.drawing import to_svg, to_text
     from treespec.errors import RequestError
     from treespec.observe import picture, record_rounds
 
-    rounds = record_rounds(llm, encoded(text, llm), number or FIRST_ROUNDS)
+    rounds = record_rounds(llm, encoded(text, llm), number or FIRST_ROUNDS, None, temperature, seed)
     if number is not None and number > len(rounds):
         raise RequestError(f"--round {number}, but the output ended in round {len(rounds)}; valid: 1 to {len(rounds)}")
     shown = rounds[number - 1] if number is not None else max(rounds, key=lambda each: each.accepted)

@@ -64,8 +64,8 @@ class _Tree:
         counts = dict.fromkeys(node.laws, 0)
         for ssm, _ in node.drawn:
             counts[ssm] += 1
-        # Who draws follows from whom the text speaks for, and how often each has drawn here.
-        for ssm in sorted(node.laws, key=lambda ssm: -node.weights[ssm] / (1 + counts[ssm])):
+        # In turn, beginning with the one that the text speaks for: another's guess adds more than a second of its own.
+        for ssm in sorted(node.laws, key=lambda ssm: (counts[ssm], -node.weights[ssm])):
             law, excluded = node.laws[ssm], self._excluded(node, ssm)
             if excluded:
                 law = law.copy()

@@ -25,7 +25,7 @@ from treespec.oracle import RandomOracle
 from treespec.planner import CostCurve
 from treespec.sampler import _VERIFY_STREAM, Sampler
 from treespec.tree import TokenTree
-from treespec.verify import verify_drawn
+from treespec.verify import verify_drawn_one
 
 ALPHA = 1e-6
 VOCAB, LENGTH, SAMPLES = 8, 3, 1200
@@ -210,10 +210,10 @@ def test_the_joint_law_of_lookup_alone_and_of_separate_prompts() -> None:
 def altered_verification(change: Callable[[TokenTree], TokenTree]) -> Callable[[Patch], None]:
     """Verification sees another tree than was drawn."""
 
-    def verify(rule: str, trees: Sequence[TokenTree], *rest: Any) -> Any:
-        return verify_drawn(rule, [change(tree) for tree in trees], *rest)
+    def verify(rule: str, tree: TokenTree, *rest: Any) -> Any:
+        return verify_drawn_one(rule, change(tree), *rest)
 
-    return lambda patch: patch.setattr(sampler, "verify_drawn", verify)
+    return lambda patch: patch.setattr(sampler, "verify_drawn_one", verify)
 
 
 def everything_possible(tree: TokenTree) -> TokenTree:

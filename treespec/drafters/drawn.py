@@ -51,8 +51,8 @@ class _Tree:
         self.laws: list[np.ndarray] = []
         self.scored: list[_Node] = []
         self.slot_of_node: dict[int, int] = {}
-        # Half of the rows at most are for what other sources propose, the likeliest of it.
-        room = (shape.nodes - 1) // 2
+        # Half of the rows at most are for what other sources propose, the likeliest of it, where something is drawn.
+        room = (shape.nodes - 1) // (2 if shape.max_depth else 1)
         seed = seed.without_chance()
         best = np.lexsort((seed.depths, -seed.values))[: 1 + room]
         worth = best if fills else best[seed.values[best] > least]

@@ -4,6 +4,7 @@ import functools
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -191,3 +192,36 @@ def test_a_bad_drafter_changes_no_token(name: str, spec: str) -> None:
             assert [o.outputs[0].token_ids for o in outputs] == expected
         llm.engine.check_integrity()
         assert llm.engine.scheduler.is_idle
+
+
+def drawn_chain(request: Request, tokens: list[int], law: np.ndarray, excluded: Any = None) -> TokenTree:
+    """Tokens one below the other, each said to be drawn from the same law."""
+    tree = bare_tree([request.tokens[-1], *tokens], list(range(-1, len(tokens))))
+    rows = np.zeros(len(tokens), dtype=np.int64)
+    return replace(tree, draws=replace(tree.draws, rows=rows, excluded=excluded), draft_probs=(law,))
+
+
+UNIFORM, HALF = np.full(VOCAB, 1 / VOCAB), np.repeat([2 / VOCAB, 0.0], VOCAB // 2)
+BAD_DRAWS: dict[str, tuple[Any, str]] = {
+    "impossible": (lambda r: drawn_chain(r, [VOCAB - 1], HALF), "token 511 as drawn from row 0"),
+    "excluded itself": (lambda r: drawn_chain(r, [3], UNIFORM, ((3,),)), "token 3 as drawn from row 0"),
+    "excluded beyond": (lambda r: drawn_chain(r, [3], UNIFORM, ((VOCAB,),)), r"excluded tokens \(512,\)"),
+    "no law": (lambda r: drawn_chain(r, [3], UNIFORM * 2), "no probabilities of 512 tokens"),
+    "short law": (lambda r: drawn_chain(r, [3], UNIFORM[:9]), "no probabilities of 512 tokens"),
+    "too many": (lambda r: drawn_chain(r, [3] * 16, UNIFORM), "drew 17 nodes at random"),
+    "too deep": (lambda r: drawn_chain(r, [3] * 300, UNIFORM), "at most 256 are possible"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_DRAWS)
+def test_bad_random_draws_are_refused(name: str) -> None:
+    """Their rule of verification would not hold; to the rules that ask for no law the tree is as good as any."""
+    make, message = BAD_DRAWS[name]
+    llm = open_llm(tiny()[0], [BadDrafter(make)], max_num_seqs=2)
+    (prompt,) = random_prompts((20,))
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=8, ignore_eos=True)
+    with pytest.raises(DraftError, match=f"bad.*{message}"):
+        llm.generate(prompt, params, SpecConfig(nodes=16, verification="rejection"))
+    llm.engine.check_integrity()
+    expected = llm.generate(prompt, params, "off")[0].outputs[0].token_ids
+    assert llm.generate(prompt, params, SpecConfig(nodes=16))[0].outputs[0].token_ids == expected

@@ -86,11 +86,11 @@ def test_check_finds_a_planted_difference(loaded: LLM, monkeypatch: pytest.Monke
         return verified._replace(bonus=(verified.bonus + 1) % 512) if wrong else verified
 
     monkeypatch.setattr(treespec.sampler.Sampler, "walk", one_wrong)
-    document = run(*HOT, "--seed", 5, "--check", "--json", code=1).document
+    document = run(*HOT, "--nodes", 8, "--seed", 5, "--check", "--json", code=1).document
     position = found[0]
     assert document["identical"] is False and document["first_difference"]["index"] == position
     found.clear()
-    assert f"seed 5: output position {position} " in run(*HOT, "--seed", 5, "--check", code=1).stderr
+    assert f"seed 5: output position {position} " in run(*HOT, "--nodes", 8, "--seed", 5, "--check", code=1).stderr
 
 
 def test_several_outputs(asked: list[Any], loaded: LLM) -> None:

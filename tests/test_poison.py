@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.models import VOCAB, OracleDrafter, greedy, new_folder, open_llm, random_prompts, tiny, tree_of
 from tests.speech import altered_logits, checked
-from treespec import LLM, SpecConfig
+from treespec import LLM, SamplingParams, SpecConfig
 from treespec.errors import RequestError
 from treespec.request import Request
 from treespec.tree import TokenTree
@@ -180,6 +180,29 @@ def test_a_draft_that_computes_nan_costs_only_time(spec: SpecConfig) -> None:
             outputs = llm.generate(prompts, greedy(16), spec)
         assert tokens_of(outputs) == expected
         assert all(output.error is None for output in outputs)
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection", "traversal"])
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"top_k": 9, "min_p": 0.01}], ids=["plain", "top_p", "top_k"])
+def test_a_draft_that_computes_nan_leaves_nothing_behind(rule: str, options: dict[str, Any]) -> None:
+    """Not for the next request on its pages either."""
+    good = tiny()[1][0]
+    llm = open_llm(tiny()[0], [good])
+    (prompt,) = safe_prompts(9)
+    params = [SamplingParams(temperature=1.0, seed=s, max_tokens=12, ignore_eos=True, **options) for s in range(4)]
+    spec = SpecConfig(branching=(2, 1), verification=rule)
+    model = llm.engine.ssms.models[0]
+    embed = model.embed.clone()
+    with torch.inference_mode():
+        model.embed.fill_(math.nan)
+    with checked(llm):
+        outputs = llm.generate([prompt] * 4, params, spec)
+    assert all(output.error is None and output.metrics.acceptance_length == 1 for output in outputs)
+    assert all(bool(torch.isfinite(pool).all()) for pool in llm.engine.cache.pools)
+    with torch.inference_mode():
+        model.embed.copy_(embed)
+    outputs = llm.generate([prompt] * 4, params, spec)
+    assert sum(output.metrics.target_passes for output in outputs) < 44, "the SSM is dead on these pages"
 
 
 def test_equal_logits_choose_the_first_token() -> None:

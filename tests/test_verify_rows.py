@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.enumeration import Builder, Path, Proposal, World, draft, engine, paths_of, reference
+from tests.enumeration import Builder, Path, Proposal, World, draft, engine, outcomes, paths_of, reference
 from treespec.errors import ConfigError
-from treespec.oracle import RandomOracle
-from treespec.tree import TokenTree
+from treespec.oracle import Oracle, RandomOracle
+from treespec.tree import Draws, TokenTree
 from treespec.verify import verify_drawn, verify_drawn_one, verify_tree
 
 RULES = ("rejection", "traversal")
@@ -201,6 +201,49 @@ def test_only_rows_that_matter_are_asked_for() -> None:
         asked.clear()
         assert verify_drawn_one(rule, tree, target, Scripted(*answers)).path.tolist() == path
         assert asked == read, rule
+
+
+@pytest.mark.parametrize("rule", ["rejection", "traversal"])
+@pytest.mark.parametrize("draws", [1, 2, 3])
+def test_a_node_without_a_law_ends_the_output(rule: str, draws: int) -> None:
+    """Nothing is asked below it, and the tokens up to it keep their law."""
+    root, later = np.array([0.7, 0.2, 0.1]), np.array([0.1, 0.3, 0.6])
+    draft = np.array([0.3, 0.2, 0.5])
+    ends = 2  # after this token there is no law
+
+    def program(oracle: Oracle) -> tuple[int, ...]:
+        paths: list[tuple[int, ...]] = []
+        drawn: list[tuple[tuple[int, ...], int]] = []
+        for _ in range(draws):
+            drawn.append(((), oracle.choose(draft)))
+        for token in dict.fromkeys(token for _, token in drawn):
+            drawn.append(((token,), oracle.choose(draft)))  # below a token without a law too
+        paths = [(), *dict.fromkeys((*above, token) for above, token in drawn)]
+        parents = np.array([-1, *(paths.index(path[:-1]) for path in paths[1:])])
+        children = np.array([paths.index((*above, token)) for above, token in drawn])
+        zeros = np.zeros(len(drawn), dtype=np.int64)
+        tree = TokenTree(
+            np.array([0, *(path[-1] for path in paths[1:])]), parents, np.array([len(path) for path in paths]),
+            np.ones(len(paths)), Draws(parents[children], children, zeros, np.ones(len(drawn)), zeros), ("a",),
+            (draft,),
+        )  # fmt: skip
+
+        def target(node: int) -> np.ndarray | None:
+            return root if node == 0 else None if paths[node][-1] == ends else later
+
+        path, bonus = verify_drawn_one(rule, tree, target, oracle)
+        tokens = (*tree.tokens[path[1:]].tolist(), bonus)
+        assert ends not in tokens[:-1], "something follows a node without a law"
+        if len(tokens) == 1 and tokens[0] != ends:
+            tokens = (*tokens, oracle.choose(later))
+        return tokens[:2]
+
+    law: dict[tuple[int, ...], float] = {}
+    for weight, _, tokens in outcomes(program):
+        law[tokens] = law.get(tokens, 0.0) + weight
+    expected = {(ends,): root[ends]} | {(a, b): root[a] * later[b] for a in (0, 1) for b in range(3)}
+    assert law.keys() == expected.keys()
+    assert sum(abs(law[tokens] - p) for tokens, p in expected.items()) / 2 < 1e-12
 
 
 @pytest.mark.parametrize("rule", RULES)

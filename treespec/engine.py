@@ -13,7 +13,7 @@ from treespec.drafters.base import Drafter, check_proposal
 from treespec.drafters.lookup import LookupDrafter
 from treespec.drafters.plan import Drafted
 from treespec.drafters.ssm import SsmDrafter
-from treespec.errors import RequestError
+from treespec.errors import DraftError, RequestError
 from treespec.metrics import Stats
 from treespec.planner import Planner, RoundSeconds
 from treespec.request import FinishReason, Request
@@ -133,7 +133,10 @@ class Engine:
             trees = self.lookup.propose(requests, depths, self.planner.least_value)
             if any(len(tree) > 1 for tree in trees):
                 proposals.append((self.lookup, trees))
-        merged = [merge(trees) for trees in zip(roots, *(trees for _, trees in proposals), strict=True)]
+        merged = [
+            _merged(request, [root, *trees])
+            for request, root, *trees in zip(requests, roots, *(trees for _, trees in proposals), strict=True)
+        ]
         if self.ssms is not None:
             began = time.perf_counter()
             merged = self.ssms.propose(requests, plans, self.planner, merged)
@@ -148,7 +151,8 @@ class Engine:
         """ONE target pass over all nodes of all requests. A request that computes NaN ends here, alone.
 
         A drafted token may overflow where the target's own would not, and one NaN in a tree reaches the other nodes as
-        0 * NaN. So such a tree is passed again as plain decoding would: its root, on clean slots.
+        0 * NaN. So such a tree is passed again as plain decoding would: its root, on clean slots. (A tree of random
+        draws is thereby dropped for what was drawn: in all of "rejection" and "traversal" this alone moves the law.)
         """
         scored = []
         began = time.perf_counter()
@@ -240,6 +244,24 @@ def _verify(request: Request, tree: TokenTree, choices: Choices) -> Verified:
     if request.draws_at_random and len(tree) > 1:
         return sampler.verify_drawn(request.spec.verification, tree, choices.logits, request.tokens)
     return sampler.walk(tree, choices.logits, request.tokens, request.tokens_left)
+
+
+def _merged(request: Request, trees: Sequence[TokenTree]) -> TokenTree:
+    """What sources without a pass propose for a request. Random draws stay whole, so others give way to them.
+
+    Raises:
+        DraftError: there are more of them than the request's nodes. Nothing has reached the cache.
+    """
+    tree = merge(trees)
+    if tree.draws.rows is None or len(tree) <= request.spec.max_nodes:
+        return tree
+    tree = merge([trees[0], *(each for each in trees if each.draws.rows is not None)])
+    if len(tree) > request.spec.max_nodes:
+        raise DraftError(
+            f"{', '.join(tree.source_names)} drew {len(tree)} nodes at random for request {request.request_id}, none "
+            f"of which may be left out; nodes={request.spec.max_nodes} allows so many, the root included"
+        )
+    return tree
 
 
 def _follow(tree: TokenTree, tokens: Sequence[int]) -> np.ndarray:

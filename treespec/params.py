@@ -44,7 +44,7 @@ class SamplingParams:
         frequency_penalty: taken from a token's logit for each time it is in the output.
         presence_penalty: taken from the logit of every token in the output.
         bad_words: texts that are not written, as far as the tokenizer spells them in one way, with or without a space
-            before them.
+            before them. The prompt's end counts as their beginning, too.
         logit_bias: token id to what is added to its logit.
         logits_processors: Hugging Face's: called with (input_ids [1, length], scores [1, vocab] float32) and returning
             scores, once per decided token with that token's own past. They may be called for tokens that are not

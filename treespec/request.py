@@ -217,9 +217,14 @@ class Request:
         return (*self.params.stop_token_ids, *(() if self.params.ignore_eos else self.eos_token_ids))
 
     @property
+    def is_sampled(self) -> bool:
+        """Whether it has a temperature."""
+        return self.sampler is not None and self.sampler.temperature > 0
+
+    @property
     def draws_at_random(self) -> bool:
         """Whether drafts draw tokens at random for it, and the rule of verification counts on that."""
-        return self.spec.verification in RANDOM_DRAWS and self.sampler is not None and self.sampler.temperature > 0
+        return self.is_sampled and self.spec.verification in RANDOM_DRAWS
 
     @property
     def tokens_left(self) -> int:

@@ -137,9 +137,16 @@ class Sampler:
     def verify_drawn(self, rule: str, tree: TokenTree, logits: Tensor, tokens: Sequence[int]) -> Verified:
         """Verification of a tree whose children were drawn at random, by the rule "rejection" or "traversal"."""
 
-        def target(node: int) -> np.ndarray:
+        def target(node: int) -> np.ndarray | None:
+            if node and int(tree.tokens[node]) in self._end_tokens:
+                return None
             ancestors = tree.tokens[tree.path_to(node)[1:]].tolist()
-            return self.target_probs(logits[node], tokens, ancestors)
+            try:
+                return self.target_probs(logits[node], tokens, ancestors)
+            except RequestError:
+                if not node:
+                    raise
+                return None  # as in plain decoding the token before is emitted, and the next round fails at its root
 
         if self._oracle is None:
             self._oracle = RandomOracle(self.generator(_VERIFY_STREAM))
@@ -161,7 +168,9 @@ class Sampler:
         if not bool(torch.isfinite(logits.float().max())):
             raise RequestError(f"the target computed NaN or infinity at position {position - 1}")
         if math.isnan(best) or best > 0:
-            raise RequestError(f"penalties or logits_processors made NaN or infinity at position {position}")
+            raise RequestError(
+                f"logit_bias, penalties or logits_processors made NaN or infinity at position {position}"
+            )
         raise RequestError(
             f"no token is left at position {position}: bad_words, logit_bias, min_tokens or logits_processors exclude "
             "them all"

@@ -135,7 +135,7 @@ def _process(processor: object, scores: Tensor, tokens: Sequence[int], ancestors
             f"logits processor {name} returned {result.dtype} {list(result.shape)}; expected floating point "
             f"[1, {len(scores)}]"
         )
-    return result[0].float()
+    return result[0].to(scores.device, torch.float32)
 
 
 def topk_rows(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -206,7 +206,7 @@ def truncate_rows(logits: Tensor, params: SamplingParams) -> None:
         logits.masked_fill_(logits < least, -torch.inf)
     if params.top_p < 1:
         best = topk_rows(torch.softmax(logits, 1), _NUCLEUS)[0]
-        inside = (best.cumsum(1) - best < params.top_p).sum(1, keepdim=True)
+        inside = (best.cumsum(1) - best < params.top_p).sum(1, keepdim=True).clamp(min=1)  # 0 where a row is NaN
         values = topk_rows(logits, best.shape[1])[0]
         least = torch.where(inside < best.shape[1], values.gather(1, inside - 1), -torch.inf)
         logits.masked_fill_(logits < least, -torch.inf)

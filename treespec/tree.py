@@ -97,7 +97,9 @@ class TokenTree:
 
         Of a tree with random draws none may be left out: what is kept would no longer follow the draws' laws.
         """
-        assert self.draws.rows is None or len(nodes) == len(self), "a random draw was removed"
+        if self.draws.rows is not None:
+            assert len(nodes) == len(self), "a random draw was removed"
+            return self
         new_index = np.full(len(self), -1, dtype=np.int64)
         new_index[nodes] = np.arange(len(nodes))
         kept = new_index[self.draws.children] >= 0

@@ -37,8 +37,8 @@ Children chosen without chance may depend on the draws before them; they belong 
 traversal accepts the most and naive the least, in the mean over drafting. Exact enumeration found the same for trees,
 but not where a child without chance, or where the next draw is made, depends on what was drawn.
 
-`verify_tree` is the readable reference, for any caller; `verify_drawn` the engine's version, which reads whole rows
-only where it must.
+`verify_tree` is the readable reference, for any caller; `verify_drawn_one` is the engine's version, which reads whole
+rows only where it must, and `verify_drawn` the same for several requests.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,6 +49,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from treespec.config import RANDOM_DRAWS
 from treespec.errors import reject_unknown
 from treespec.oracle import Oracle, RandomOracle
 from treespec.tree import TokenTree
@@ -56,9 +57,8 @@ from treespec.verify_reference import verify_tree
 
 __all__ = ["Oracle", "RandomOracle", "Verified", "verify_drawn", "verify_drawn_one", "verify_greedy", "verify_tree"]
 
-DRAWN_RULES = ("rejection", "traversal")
 _MAX_SCALE = 1e30  # beyond, in float32, 0 times it is NaN; a node's acceptance is then below 1e-30 of what it was
-TargetProbs = Callable[[int], np.ndarray]
+TargetProbs = Callable[[int], np.ndarray | None]
 
 
 class Verified(NamedTuple):
@@ -98,7 +98,8 @@ def verify_drawn(
         trees: one for each request. A draw's law is the row of `draft_probs` that `draws.rows` names, without the
             tokens of `draws.excluded`, renormalised over the others; -1 or no `rows` at all is a one-hot law.
         targets: for each request, what gives float32 or float64 [vocab], the target's law after a node. Only nodes
-            whose law matters are asked for, in any order; nothing is written to what it returns.
+            whose law matters are asked for, in any order; nothing is written to what it returns. None, which is not for
+            the root, ends the output there: where the node is accepted, its own token is the last one.
         oracles: for each request, its randomness.
 
     Raises:
@@ -111,7 +112,7 @@ def verify_drawn(
 
 def verify_drawn_one(rule: str, tree: TokenTree, target: TargetProbs, oracle: Oracle) -> Verified:
     """`verify_drawn` for one request."""
-    reject_unknown("verification rule", [rule], DRAWN_RULES)
+    reject_unknown("verification rule", [rule], RANDOM_DRAWS)
     below = _draws_below(tree)
     return _rejection(below, target, oracle) if rule == "rejection" else _traversal(below, target, oracle)
 
@@ -206,30 +207,41 @@ class _Residual:
 
 
 def _rejection(below: Sequence[Sequence[_Draw]], target: TargetProbs, oracle: Oracle) -> Verified:
-    path = [0]
+    path, token = [0], None
     while True:
-        left = _Residual(target(path[-1]))
+        law = target(path[-1])
+        if law is None:
+            assert token is not None, "the root has a law"
+            return Verified(np.array(path[:-1], dtype=np.int64), token)
+        left = _Residual(law)
         for draw in below[path[-1]]:
             chance = left.chance(draw)
             accepted = chance > 0 and oracle.flip(chance)
             if accepted or (not left.turn_down(draw) and chance > 0):
                 path.append(draw.child)
+                token = draw.token
                 break
         else:  # no child can be what is drawn now: their tokens have nothing left
             return Verified(np.array(path, dtype=np.int64), oracle.choose(left.law))
 
 
 def _traversal(below: Sequence[Sequence[_Draw]], target: TargetProbs, oracle: Oracle) -> Verified:
-    def visit(node: int, accept: float) -> tuple[list[int], int] | None:
+    def visit(node: int, accept: float, token: int | None = None) -> tuple[list[int], int] | None:
         """With probability `accept` the path from the leaf's end up to `node`, and the token after it."""
-        if not below[node]:  # a leaf's law matters only once it is accepted
-            return ([node], oracle.choose(target(node))) if oracle.flip(accept) else None
-        left = _Residual(target(node), accept)
+        if not below[node] and not oracle.flip(accept):  # a leaf's law matters only once it is accepted
+            return None
+        law = target(node)
+        if law is None:
+            assert token is not None, "the root has a law"
+            return ([], token) if not below[node] or oracle.flip(accept) else None
+        if not below[node]:
+            return [node], oracle.choose(law)
+        left = _Residual(law, accept)
         for draw in below[node]:
             chance = left.chance(draw)
-            found = visit(draw.child, chance) if chance > 0 else None
+            found = visit(draw.child, chance, draw.token) if chance > 0 else None
             if found is None and not left.turn_down(draw) and chance > 0:
-                found = visit(draw.child, 1.0)
+                found = visit(draw.child, 1.0, draw.token)
             if found is not None:
                 found[0].append(node)
                 return found

@@ -8,6 +8,7 @@ import numpy as np
 from treespec.errors import DraftError
 from treespec.request import Request
 from treespec.tree import TokenTree
+from treespec.verify_reference import MAX_DEPTH
 
 
 @runtime_checkable
@@ -60,10 +61,16 @@ def check_proposal(name: str, request: Request, tree: object, vocab_size: int) -
     if not request.draws_at_random:
         return tree.without_chance()
     for law in tree.draft_probs:
-        if law.shape != (vocab_size,) or not (np.isfinite(law).all() and law.min() >= 0 and abs(law.sum() - 1) < 1e-3):
+        if law.shape != (vocab_size,) or not (np.isfinite(law).all() and law.min() >= 0 and abs(law.sum() - 1) < 1e-5):
             raise refuse(f"draft_probs that are no probabilities of {vocab_size} tokens")
-    if tree.draws.rows is not None and len(tree) > request.spec.max_nodes:
-        raise refuse(
-            f"{len(tree)} nodes drawn at random, none of which may be left out; allowed are {request.spec.max_nodes}"
-        )
+    if tree.draws.rows is not None:
+        rows, excluded = tree.draws.rows.tolist(), tree.draws.excluded or [()] * len(tree.draws.rows)
+        for child, row, out in zip(tree.draws.children.tolist(), rows, excluded, strict=True):
+            token = int(tree.tokens[child])
+            if row >= 0 and (token in out or not tree.draft_probs[row][token] > 0):
+                raise refuse(f"token {token} as drawn from row {row} of its draft_probs, where it cannot come up")
+            if any(not 0 <= other < vocab_size for other in out):
+                raise refuse(f"excluded tokens {out}; valid: 0 to {vocab_size - 1}")
+        if tree.depths.max() > MAX_DEPTH:
+            raise refuse(f"a tree of depth {tree.depths.max()}; at most {MAX_DEPTH} are possible")
     return tree

@@ -41,6 +41,18 @@ def _open_mass(seed: TokenTree) -> float:
     return max(1.0 - float(seed.probs[seed.parents == 0].sum()), 0.0) if len(seed) > 1 else 1.0
 
 
+def _softmax_at(logits: np.ndarray, token: int) -> float:
+    """The probability of one token."""
+    return float(np.exp(logits[token] - logits.max()) / np.exp(logits - logits.max()).sum())
+
+
+class _Rows(NamedTuple):
+    """An SSM's probabilities as drafts are made by, and its own logits; float32 [num rows, vocab] each."""
+
+    probs: Tensor
+    logits: Tensor
+
+
 class _Scored(NamedTuple):
     """An SSM's probabilities of some rows of the frontier, [len(rows), vocab]."""
 
@@ -59,7 +71,8 @@ class _State:
     active: list[int] = field(default_factory=list)  # the SSMs that draft in this round
     masks: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), dtype=bool))  # [slots, slots], who sees whom
     first_slots: list[int] = field(default_factory=list)  # of each level
-    probs: list[dict[int, np.ndarray]] = field(default_factory=list)  # by level and SSM: [slots of the level, vocab]
+    # By level and SSM, the SSM's own probabilities, or its logits where a temperature changed them: [slots, vocab].
+    scores: list[dict[int, np.ndarray]] = field(default_factory=list)
     slot_of_node: np.ndarray | None = None  # of the proposed tree
     oracle: RandomOracle | None = None  # of random draws
     settled: tuple[int, np.ndarray] | None = None  # (position of the root, accepted slots): not scored yet
@@ -167,6 +180,10 @@ class SsmDrafter:
             if isinstance(forest, Forest):
                 forest.extend(self._candidates(requests, states, forest, scored))
             else:
+                for each in scored:  # what overflowed stays silent, and must not reach the next holder of its slots
+                    broken = ~torch.isfinite(each.probs).all(1).numpy()
+                    for owner in forest.frontier.owners[each.rows[broken]]:
+                        requests[owner].poisoned = True
                 laws = [Laws(each.ssm, each.rows, each.probs.numpy()) for each in scored]
                 forest.extend(laws, [state.weights for state in states])
 
@@ -277,8 +294,10 @@ class SsmDrafter:
             return
         (root, kept), state.settled = state.settled, None
         for ssm in state.active:
-            levels = zip(state.probs, state.first_slots, kept.tolist(), request.tokens[root + 1 :], strict=False)
-            seen = [probs[ssm][slot - first, token] for probs, first, slot, token in levels]
+            levels = zip(state.scores, state.first_slots, kept.tolist(), request.tokens[root + 1 :], strict=False)
+            rows = [(scores[ssm][slot - first], token) for scores, first, slot, token in levels]
+            # Not what was drafted by, into which the noise of that very token may have gone.
+            seen = [_softmax_at(row, token) if request.is_sampled else row[token] for row, token in rows]
             state.trust.observe(ssm, root + 1, np.array(seen))
 
     def _read(self, ssm: int, requests: Sequence[Request]) -> None:
@@ -293,7 +312,7 @@ class SsmDrafter:
             scored = np.concatenate([np.arange(end - n, end) for end, n in zip(ends, wanted, strict=True)])
             rows = [RequestRows.chain(start, stop - start, r.pages) for r, start, stop in chains]
             tokens = np.array([token for r, start, stop in chains for token in r.tokens[start:stop]])
-            probs = self._forward(ssm, rows, tokens, scored, {}).numpy()
+            probs = self._forward(ssm, rows, tokens, scored, {}).probs.numpy()
             first = 0
             for (request, _, stop), count in zip(chains, wanted, strict=True):
                 state = self._state(request)
@@ -312,7 +331,7 @@ class SsmDrafter:
         owners = forest.frontier.owners.tolist()
         for owner in owners:
             states[owner].masks = np.ones((1, 1), dtype=bool)
-            states[owner].first_slots, states[owner].probs = [0], [{}]
+            states[owner].first_slots, states[owner].scores = [0], [{}]
         results: list[_Scored] = []
         layouts: dict[object, Pass] = {}
         for ssm in range(len(self.models)):
@@ -335,17 +354,17 @@ class SsmDrafter:
                 (request, slice(row, row + 1), request.context_len + 1)
                 for (request, _), row in zip(served, rows.tolist(), strict=True)
             ]
-            probs = self._forward(ssm, chains, tokens, scored, layouts, guessed, (tuple(own), tuple(starts)))
+            probs, logits = self._forward(ssm, chains, tokens, scored, layouts, guessed, (tuple(own), tuple(starts)))
             self._passes, self._request_passes = self._passes + 1, self._request_passes + len(own)
             if len(self.models) > 1:
                 for (request, state), start, end in zip(served, starts, last, strict=True):
                     read = probs[end - request.context_len + start : end].numpy()
                     following = request.tokens[start + 1 :]
                     state.trust.observe(ssm, start + 1, read[np.arange(len(read)), following])
-                probs = probs[last]
+                probs, logits = probs[last], logits[last]
             for row, (request, state) in enumerate(served):
                 state.valid[ssm] = request.context_len
-                state.probs[0][ssm] = probs[row : row + 1].numpy()
+                state.scores[0][ssm] = (logits if request.is_sampled else probs)[row : row + 1].numpy()
             results.append(_Scored(ssm, np.array(own), probs))
         return results
 
@@ -368,7 +387,7 @@ class SsmDrafter:
             grown[nodes, nodes] = True
             state.masks = grown
             state.first_slots.append(first)
-            state.probs.append({})
+            state.scores.append({})
             depths = grown.sum(1) - 1
             rows[owner] = RequestRows(
                 request.context_len, nodes, depths[first:], grown[first:], depths, request.pages
@@ -385,10 +404,10 @@ class SsmDrafter:
             bounds = pairwise(np.cumsum([0] + [each.num_rows for each in served]).tolist())
             own_rows = {owner: slice(*bound) for owner, bound in zip(own, bounds, strict=True)}
             guessed = [(requests[o], part, requests[o].context_len + 1 + forest.depth) for o, part in own_rows.items()]
-            probs = self._forward(ssm, served, at.tokens[index], everything, layouts, guessed, tuple(own))
+            probs, logits = self._forward(ssm, served, at.tokens[index], everything, layouts, guessed, tuple(own))
             self._passes, self._request_passes = self._passes + 1, self._request_passes + len(own)
             for owner, part in own_rows.items():
-                states[owner].probs[-1][ssm] = probs[part].numpy()
+                states[owner].scores[-1][ssm] = (logits if requests[owner].is_sampled else probs)[part].numpy()
             results.append(_Scored(ssm, index, probs))
         return results
 
@@ -439,8 +458,8 @@ class SsmDrafter:
         layouts: dict[object, Pass],
         guessed: Sequence[tuple[Request, slice, int]] = (),
         key: object = None,
-    ) -> Tensor:
-        """One pass of an SSM: its probabilities [len(scored), vocab] of the scored rows.
+    ) -> _Rows:
+        """One pass of an SSM over some rows; the scores of the scored ones.
 
         SSMs of one shape share a plan where `key` says that their rows are the same: it takes a tenth of their pass.
         `guessed` names, for a part of the scored rows, the request and the position of the token that they guess: its
@@ -451,11 +470,13 @@ class SsmDrafter:
             layouts[model.plan_key, key] = model.plan(rows, pool)
         hidden = model.forward(torch.from_numpy(tokens).to(model.device), layouts[model.plan_key, key], pool)
         if not len(scored):
-            return torch.empty(0, model.vocab_size)
+            return _Rows(torch.empty(0, model.vocab_size), torch.empty(0, model.vocab_size))
         every = len(scored) == len(tokens)
         logits = model.logits(hidden[: len(tokens)] if every else hidden, None if every else torch.from_numpy(scored))
         logits = logits.float()
-        for request, part, position in guessed:
-            if request.sampler is not None:
-                request.sampler.temper(logits[part], position, request.spec.verification)
-        return torch.softmax(logits, -1).cpu()
+        sampled = [guess for guess in guessed if guess[0].is_sampled]
+        tempered = logits.clone() if sampled else logits
+        for request, part, position in sampled:
+            assert request.sampler is not None
+            request.sampler.temper(tempered[part], position, request.spec.verification)
+        return _Rows(torch.softmax(tempered, -1).cpu(), logits.cpu() if sampled else logits)

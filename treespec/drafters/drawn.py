@@ -32,7 +32,8 @@ class _Node:
     """A node that was scored: what its children can be drawn from."""
 
     def __init__(self, index: int, weights: np.ndarray, laws: dict[int, np.ndarray]):
-        self.index, self.weights, self.laws = index, weights, laws
+        self.index, self.laws = index, laws
+        self.weights = weights / max(sum(weights[ssm] for ssm in laws), 1e-9)  # of those that have a law here
         self.left = 1.0  # of the mixture's mass: what was not drawn
         self.drawn: list[tuple[int, int]] = []  # (SSM, token) in draw order
         self.rows: dict[int, int] = {}  # of each law among the tree's
@@ -52,9 +53,9 @@ class _Tree:
         self.scored: list[_Node] = []
         self.slot_of_node: dict[int, int] = {}
         # Half of the rows at most are for what other sources propose, the likeliest of it, where something is drawn.
-        room = (shape.nodes - 1) // (2 if shape.max_depth else 1)
+        most_seeds = (shape.nodes - 1) // (2 if shape.max_depth else 1)
         seed = seed.without_chance()
-        best = np.lexsort((seed.depths, -seed.values))[: 1 + room]
+        best = np.lexsort((seed.depths, -seed.values))[: 1 + most_seeds]
         worth = best if fills else best[seed.values[best] > least]
         self.seed = seed if shape.branching else seed.keep(np.sort(worth))
         self.room = shape.nodes - (0 if shape.branching else len(self.seed) - 1)

@@ -75,7 +75,7 @@ def test_check_is_refused_where_tokens_are_others_by_design(rule: str, asked: li
     assert greedy["identical"] is True
 
 
-def test_check_finds_a_planted_difference(loaded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_finds_a_planted_difference(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     walk, found = treespec.sampler.Sampler.walk, []
 
     def one_wrong(self: Any, tree: Any, logits: Any, tokens: Any, most: int) -> Any:

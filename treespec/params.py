@@ -99,12 +99,15 @@ class SamplingParams:
         return tuple(value)
 
     @property
+    def has_penalties(self) -> bool:
+        """Whether tokens that were written already have other scores."""
+        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1, 0, 0)
+
+    @property
     def transforms_logits(self) -> bool:
         """Whether anything but a temperature and truncation changes what is chosen."""
-        penalties = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1, 0, 0)
-        return bool(
-            penalties or self.bad_words or self.logit_bias or self.logits_processors or self.min_tokens
-        )  # fmt: skip
+        others = self.bad_words or self.logit_bias or self.logits_processors or self.min_tokens
+        return self.has_penalties or bool(others)
 
     @property
     def is_argmax(self) -> bool:

@@ -14,6 +14,7 @@ from treespec_kernels.tree_attention import (
     tree_attention_ref,
     tree_attention_triton,
 )
+from treespec_kernels.triton_launch import target_of
 
 CASES = "tree_attention_cases.py"
 SMALL = TreeAttentionConfig(16, 16, 4, 2, SegmentPartition(short=32, long=64, long_from=64))
@@ -98,9 +99,27 @@ def test_the_plan_refuses_what_does_not_fit() -> None:
         TreeAttentionConfig.default(torch.int8, 64)
     with pytest.raises(ValueError, match="head_dim 512 is not supported; use 1 to 256"):
         TreeAttentionConfig.default(torch.float16, 512)
+    with pytest.raises(ValueError, match="head_dim 512 is not supported; use 1 to 256"):
+        plan_tree_attention([3], [1], [0], **(MODEL | {"head_dim": 512}), config=SMALL)
+    with pytest.raises(ValueError, match="window is 0; it must be 1 or more, or None for all positions"):
+        plan_tree_attention([3], [1], [0], **MODEL, window=0)
     plan = plan_tree_attention([3], [2], [0, 1], **MODEL, capacity=PlanCapacity(2, 2, 2, 2))
     with pytest.raises(ValueError, match="plan with more"):
         plan.refill([3], [3], [0, 1, 1])
+
+
+@pytest.mark.parametrize("target", [None, "sm_80", "sm_90", "sm_100", "gfx942"])
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 192, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+def test_a_sweep_begins_with_the_default(target: str | None, head_dim: int, dtype: torch.dtype) -> None:
+    candidates = TreeAttentionConfig.candidates(dtype, head_dim, target)
+    assert candidates[0] == TreeAttentionConfig.default(dtype, head_dim, target)
+    assert len(set(candidates)) == len(candidates) > 4
+    assert all(config.block_n <= 64 for config in candidates)  # a masked pass takes no more
+
+
+def test_a_cpu_is_no_target() -> None:
+    assert target_of("cpu") is None
 
 
 def test_the_op_refuses_what_does_not_fit() -> None:

@@ -33,20 +33,54 @@ class CoupledChoice(NamedTuple):
     finite: torch.Tensor
 
 
+def gumbel_integers_of_row(seed: int, sample: int, position: int, vocab: int) -> np.ndarray:
+    """The integers x of one row, [vocab] uint32. A larger vocabulary leaves those of the other tokens as they are.
+
+    Args:
+        seed, sample, position: 0 to 2**64 - 1.
+        vocab: how many tokens.
+    """
+    key = np.array([seed, sample], dtype=np.uint64)
+    counter = np.array([0, 0, position, 0], dtype=np.uint64)  # numpy increments it before its first block
+    words = np.random.Philox(key=key, counter=counter).random_raw(-(-vocab // 8) * 4)
+    return words.astype("<u8", copy=False).view("<u4")[:vocab].astype(np.uint32, copy=False)
+
+
 def gumbel_integers_ref(seeds: np.ndarray, samples: np.ndarray, positions: np.ndarray, vocab: int) -> np.ndarray:
     """The integers x, [rows, vocab] uint32, of three [rows] int64 or uint64 arrays, whose bits count as uint64."""
-    words = np.empty((len(seeds), -(-vocab // 8) * 4), dtype="<u8")
-    keys = np.stack([seeds.astype(np.uint64), samples.astype(np.uint64)], axis=1)
-    for row, (key, position) in enumerate(zip(keys, positions.astype(np.uint64), strict=True)):
-        counter = np.array([0, 0, position, 0], dtype=np.uint64)  # numpy increments before its first block
-        words[row] = np.random.Philox(key=key, counter=counter).random_raw(words.shape[1])
-    return words.view("<u4")[:, :vocab].astype(np.uint32, copy=False)
+    integers = np.empty((len(seeds), vocab), dtype=np.uint32)
+    numbers = (array.astype(np.uint64).tolist() for array in (seeds, samples, positions))
+    for row, (seed, sample, position) in enumerate(zip(*numbers, strict=True)):
+        integers[row] = gumbel_integers_of_row(seed, sample, position, vocab)
+    return integers
 
 
 def gumbel_ref(integers: np.ndarray) -> np.ndarray:
     """g of uint32 integers of any shape, in float32 throughout; between -2.82 and 22.88."""
-    w = (integers.astype(np.float32) + np.float32(0.5)) * np.float32(2**-32)
-    return -np.log(-np.log1p(-np.minimum(w, np.float32(1 - 2**-24))))
+    w = integers.astype(np.float32)
+    w += np.float32(0.5)  # in place: a row of 128 k is half a megabyte, and the engine computes one for every token
+    w *= np.float32(2**-32)
+    np.minimum(w, np.float32(1 - 2**-24), out=w)
+    np.negative(w, out=w)
+    np.log1p(w, out=w)
+    np.negative(w, out=w)
+    np.log(w, out=w)
+    return np.negative(w, out=w)
+
+
+def coupled_values_ref(
+    scores: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    samples: torch.Tensor,
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    """[rows, vocab] float32 on the CPU: what `coupled_choice_ref` takes the argmax of. A NaN has become +inf."""
+    keys = (tensor.cpu().numpy() for tensor in (seeds, samples, positions))
+    noise = torch.from_numpy(gumbel_ref(gumbel_integers_ref(*keys, scores.shape[1])))
+    plain, temperature = scores.float().cpu(), temperatures.cpu()[:, None]
+    values = torch.where(temperature == 0, plain, plain / temperature + noise)
+    return values.masked_fill(values.isnan(), float("inf"))
 
 
 def coupled_choice_ref(
@@ -73,11 +107,7 @@ def coupled_choice_ref(
         ValueError: a shape, dtype or device that does not fit.
     """
     check_coupled_choice(scores, temperatures, seeds, samples, positions)
-    keys = (tensor.cpu().numpy() for tensor in (seeds, samples, positions))
-    noise = torch.from_numpy(gumbel_ref(gumbel_integers_ref(*keys, scores.shape[1])))
-    plain, temperature = scores.float().cpu(), temperatures.cpu()[:, None]
-    values = torch.where(temperature == 0, plain, plain / temperature + noise)
-    values = values.masked_fill(values.isnan(), float("inf"))
+    values = coupled_values_ref(scores, temperatures, seeds, samples, positions)
     tokens = values.argmax(dim=1, keepdim=True)
     finite = values.gather(1, tokens).isfinite()
     return CoupledChoice(tokens[:, 0].to(scores.device), finite[:, 0].to(scores.device))

@@ -9,10 +9,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .aot_spec import KernelShape, KernelSpec
+
 
 @triton.jit
 def gumbel_integers(o_block, seed, sample, position):
-    """The integers of tokens 8 * o_block to 8 * o_block + 7 of each element, in that order: [8 * n] uint32 of [n].
+    """The integers of tokens 8 * o_block to 8 * o_block + 7 of each element, in that order: [.., 8n] uint32 of [.., n].
 
     seed, sample and position are scalars whose bits are taken as uint64.
     """
@@ -46,6 +48,20 @@ def gumbel(x):
 
 
 @triton.jit
+def coupled_values(plain, o_philox, row, temperatures, seeds, samples, positions):
+    """What a choice compares, of float32 scores [.., 8n] of one row, where o_philox [.., n] is the token / 8.
+
+    A NaN becomes +inf, as it must not get lost in comparisons.
+    """
+    values = plain
+    temperature = tl.load(temperatures + row)
+    if temperature != 0:
+        x = gumbel_integers(o_philox, tl.load(seeds + row), tl.load(samples + row), tl.load(positions + row))
+        values = tl.div_rn(plain, temperature) + gumbel(x)
+    return tl.where(values == values, values, float("inf"))
+
+
+@triton.jit
 def choose_in_blocks(
     scores,  # [rows, vocab]
     temperatures,  # [rows] fp32
@@ -63,13 +79,9 @@ def choose_in_blocks(
     i_block = tl.program_id(1)
     o_v = i_block * BLOCK_V + tl.arange(0, BLOCK_V)
     m_v = o_v < vocab
-    values = tl.load(scores + row * stride_scores + o_v, mask=m_v, other=0.0).to(tl.float32)
-    temperature = tl.load(temperatures + row)
-    if temperature != 0:
-        o_philox = i_block * (BLOCK_V // 8) + tl.arange(0, BLOCK_V // 8)
-        x = gumbel_integers(o_philox, tl.load(seeds + row), tl.load(samples + row), tl.load(positions + row))
-        values = tl.div_rn(values, temperature) + gumbel(x)
-    values = tl.where(values == values, values, float("inf"))  # a NaN must not get lost in comparisons
+    plain = tl.load(scores + row * stride_scores + o_v, mask=m_v, other=0.0).to(tl.float32)
+    o_philox = i_block * (BLOCK_V // 8) + tl.arange(0, BLOCK_V // 8)
+    values = coupled_values(plain, o_philox, row, temperatures, seeds, samples, positions)
     values = tl.where(m_v, values, float("-inf"))
     value, at = tl.max(values, axis=0, return_indices=True, return_indices_tie_break_left=True)
     o_best = row * tl.num_programs(1) + i_block
@@ -93,3 +105,24 @@ def choose_of_blocks(
     value, i_block = tl.max(values, axis=0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(tokens + row, tl.load(best_tokens + row * NUM_BLOCKS + i_block).to(tl.int64))
     tl.store(finite + row, (value > float("-inf")) & (value < float("inf")))
+
+
+def aot_specs(shape: KernelShape, target: str | None = None) -> list[KernelSpec]:
+    """What a model of this shape launches."""
+    from .coupled_choice import BLOCK_V, NUM_WARPS, block_of_blocks
+
+    types = dict.fromkeys(("seeds", "samples", "positions", "tokens"), "*i64") | {
+        "scores": f"*{shape.element}",
+        "temperatures": "*fp32",
+        "best_values": "*fp32",
+        "finite": "*i1",
+        "vocab": "i32",
+    }
+    num_blocks = -(-shape.vocab_size // BLOCK_V)
+    of_blocks = {"NUM_BLOCKS": num_blocks, "BLOCK_B": block_of_blocks(shape.vocab_size)}
+    config = {"dtype": shape.element, "vocab_size": shape.vocab_size}
+    options = {"num_warps": NUM_WARPS, "enable_fp_fusion": False}
+    return [
+        KernelSpec(choose_in_blocks, types, {"BLOCK_V": BLOCK_V}, options, config),
+        KernelSpec(choose_of_blocks, types, of_blocks, options | {"num_warps": 1}, config),
+    ]

@@ -10,13 +10,15 @@ decoding is one row of depth 0 with ancestors [[0]]; a prefill chunk is a chain.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
+from .tree_attention_config import SegmentPartition as SegmentPartition
+from .tree_attention_config import TreeAttentionConfig as TreeAttentionConfig
 from .tree_attention_plan import PlanCapacity as PlanCapacity
-from .tree_attention_plan import SegmentPartition as SegmentPartition
-from .tree_attention_plan import TreeAttentionConfig as TreeAttentionConfig
 from .tree_attention_plan import TreeAttentionPlan as TreeAttentionPlan
+from .tree_attention_plan import check_window
 from .tree_attention_plan import plan_tree_attention as plan_tree_attention
 from .triton_launch import block_of_head_dim, check_last_strides, check_launch, require_triton
 
@@ -32,6 +34,7 @@ def tree_attention_ref(
     depths: torch.Tensor,
     ancestors: torch.Tensor,
     scale: float,
+    window: int | None = None,
 ) -> torch.Tensor:
     """The specification: one row at a time, softmax(scale * q k^T) v over the row's positions, in fp32.
 
@@ -45,20 +48,23 @@ def tree_attention_ref(
         ancestors: [num_rows, max_depth + 1] int32; `ancestors[r, j]` for j <= depths[r] is the tree index of the row's
             ancestor at depth j (j = depth: the row's own node), the rest is ignored.
         scale: multiplies the scores, usually head_dim ** -0.5.
+        window: how many positions a row reads, its own included (a sliding window); None: all.
 
     Returns:
         [num_rows, num_heads, head_dim] in q's dtype.
 
     Raises:
-        ValueError: a shape, dtype or device that does not fit.
+        ValueError: a shape, dtype or device that does not fit, a window that holds nothing.
     """
     check_tree_attention(q, k_cache, v_cache, row_request, context_lens, page_table, depths, ancestors)
+    check_window(window)
     page_size, group = k_cache.shape[2], q.shape[1] // k_cache.shape[1]
     out = torch.empty_like(q)
     for row, request in enumerate(row_request.tolist()):
         length, depth = int(context_lens[request]), int(depths[row])
         committed = torch.arange(length, device=q.device)
         slots = torch.cat([committed, length + ancestors[row, : depth + 1].long()])  # column = absolute position
+        slots = slots if window is None else slots[-window:]
         pages = page_table[request, slots // page_size].long()
         keys = k_cache[pages, :, slots % page_size].float().repeat_interleave(group, dim=1)  # [n, num_heads, head_dim]
         values = v_cache[pages, :, slots % page_size].float().repeat_interleave(group, dim=1)
@@ -78,6 +84,7 @@ def tree_attention_triton(
     depths: torch.Tensor,
     ancestors: torch.Tensor,
     scale: float,
+    window: int | None = None,
     plan: TreeAttentionPlan,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -94,8 +101,34 @@ def tree_attention_triton(
         ValueError: a shape, dtype, stride or device that does not fit, or triton that cannot run here.
     """
     check_tree_attention(q, k_cache, v_cache, row_request, context_lens, page_table, depths, ancestors)
+    check_plan(q, k_cache, out, window, False, plan)
+    check_last_strides(ancestors=ancestors)
+    require_triton("tree_attention")
+    from .tree_attention_kernels import attend_items
+
+    caches = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
+    tables = {"context_lens": context_lens, "page_table": page_table, "depths": depths}
+    return run_plan("tree_attention", attend_items, **caches, **tables, seen=ancestors, scale=scale, plan=plan, out=out)
+
+
+def run_plan(
+    op: str,
+    kernel: Any,
+    *,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    context_lens: torch.Tensor,
+    page_table: torch.Tensor,
+    depths: torch.Tensor,
+    seen: torch.Tensor,
+    scale: float,
+    plan: TreeAttentionPlan,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    """Runs a kernel over the plan's items and combines the segments. `seen` says which nodes a row sees, in the form
+    that the kernel takes."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
-    _check_plan(q, k_cache, out, plan)
     check_last_strides(
         q=q,
         k_cache=k_cache,
@@ -104,12 +137,10 @@ def tree_attention_triton(
         context_lens=context_lens,
         page_table=page_table,
         depths=depths,
-        ancestors=ancestors,
     )
-    require_triton("tree_attention")
-    from . import tree_attention_kernels as kernels
+    from .tree_attention_kernels import combine_segments
 
-    check_launch("tree_attention", kernels.attend_items, q)
+    check_launch(op, kernel, q)
     num_rows, num_heads, head_dim = q.shape
     if num_rows == 0:
         return out
@@ -119,7 +150,7 @@ def tree_attention_triton(
     for items, num_items in ((plan.packed_items, plan.num_packed_items), (plan.node_items, plan.num_node_items)):
         if len(items) == 0:
             continue
-        kernels.attend_items[(len(items), num_kv_heads)](
+        kernel[(len(items), num_kv_heads)](
             q,
             k_cache,
             v_cache,
@@ -129,16 +160,19 @@ def tree_attention_triton(
             items,
             num_items,
             plan.first_partial,
+            plan.first_segment,
+            plan.num_segments,
             page_table,
             context_lens,
             depths,
-            ancestors,
+            seen,
             scale * math.log2(math.e),
+            plan.window or 0,
             *q.stride()[:2],
             *k_cache.stride()[:3],
             *v_cache.stride()[:3],
             page_table.stride(0),
-            ancestors.stride(0),
+            seen.stride(0),
             NUM_HEADS=num_heads,
             GROUP=num_heads // num_kv_heads,
             HEAD_DIM=head_dim,
@@ -146,16 +180,18 @@ def tree_attention_triton(
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
             BLOCK_D=block_d,
+            HAS_WINDOW=plan.window is not None,
             FIXED_ORDER_DOT=config.fixed_order_dot,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
             enable_fp_fusion=False,
         )
-    kernels.combine_segments[(num_rows, num_heads)](
+    combine_segments[(num_rows, num_heads)](
         plan.partial_acc,
         plan.partial_max,
         plan.partial_sum,
         plan.first_partial,
+        plan.num_segments,
         out,
         *out.stride()[:2],
         NUM_HEADS=num_heads,
@@ -167,16 +203,30 @@ def tree_attention_triton(
     return out
 
 
-def _check_plan(q: torch.Tensor, k_cache: torch.Tensor, out: torch.Tensor, plan: TreeAttentionPlan) -> None:
+def check_plan(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    out: torch.Tensor | None,
+    window: int | None,
+    masked: bool,
+    plan: TreeAttentionPlan,
+) -> None:
+    """Raises ValueError where the plan is not of this pass, or `out` not like q."""
     planned = (plan.num_heads, plan.num_kv_heads, plan.head_dim, plan.dtype)
     given = (q.shape[1], k_cache.shape[1], q.shape[2], q.dtype)
     if planned != given:
         raise ValueError(f"the plan is for (heads, KV heads, head_dim, dtype) {planned}, q and cache have {given}")
+    if plan.window != window:
+        raise ValueError(f"the plan is for window {plan.window} and the pass has {window}; plan for that window")
+    if plan.masked != masked:
+        raise ValueError(
+            f"the plan is for tree_attention{'_masked' * plan.masked}; plan {'with' if masked else 'without'} row_slots"
+        )
     if plan.capacity.rows != q.shape[0]:
         raise ValueError(f"the plan holds {plan.capacity.rows} rows and q has {q.shape[0]}; plan this pass")
     if plan.first_partial.device != q.device:
         raise ValueError(f"the plan is on {plan.first_partial.device} and q on {q.device}; plan for that device")
-    if (out.shape, out.dtype, out.device) != (q.shape, q.dtype, q.device):
+    if out is not None and (out.shape, out.dtype, out.device) != (q.shape, q.dtype, q.device):
         raise ValueError(f"out is {list(out.shape)} {out.dtype} on {out.device}; expected that of q")
 
 
@@ -191,6 +241,24 @@ def check_tree_attention(
     ancestors: torch.Tensor,
 ) -> None:
     """Host-side checks of shapes, dtypes and devices; values on a device are never read."""
+    tables = {"row_request": row_request, "context_lens": context_lens, "page_table": page_table, "depths": depths}
+    check_pass(q, k_cache, v_cache, **tables)
+    if ancestors.dim() != 2 or ancestors.shape[0] != len(q):
+        raise ValueError(f"ancestors has shape {list(ancestors.shape)}; expected [{len(q)}, max_depth + 1]")
+    check_integers(q, torch.int32, ancestors=ancestors)
+
+
+def check_pass(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    row_request: torch.Tensor,
+    context_lens: torch.Tensor,
+    page_table: torch.Tensor,
+    depths: torch.Tensor,
+) -> None:
+    """The part of `check_tree_attention` that does not depend on how a tree is given."""
     if q.dim() != 3:
         raise ValueError(f"q has shape {list(q.shape)}; expected [num_rows, num_heads, head_dim]")
     num_rows, num_heads, head_dim = q.shape
@@ -211,21 +279,19 @@ def check_tree_attention(
     for name, tensor in (("row_request", row_request), ("depths", depths)):
         if tuple(tensor.shape) != (num_rows,):
             raise ValueError(f"{name} has shape {list(tensor.shape)}; expected [{num_rows}] as q has {num_rows} rows")
-    if ancestors.dim() != 2 or ancestors.shape[0] != num_rows:
-        raise ValueError(f"ancestors has shape {list(ancestors.shape)}; expected [{num_rows}, max_depth + 1]")
     for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
         if tensor.dtype != q.dtype:
             raise ValueError(f"{name} has dtype {tensor.dtype} and q {q.dtype}; they must be equal")
-    integers = {
-        "row_request": row_request,
-        "context_lens": context_lens,
-        "page_table": page_table,
-        "depths": depths,
-        "ancestors": ancestors,
-    }
-    for name, tensor in integers.items():
-        if tensor.dtype != torch.int32:
-            raise ValueError(f"{name} has dtype {tensor.dtype}; convert it to torch.int32")
-    for name, tensor in {"k_cache": k_cache, "v_cache": v_cache, **integers}.items():
+        if tensor.device != q.device:
+            raise ValueError(f"{name} is on {tensor.device} and q on {q.device}; move it there")
+    tables = {"row_request": row_request, "context_lens": context_lens, "page_table": page_table, "depths": depths}
+    check_integers(q, torch.int32, **tables)
+
+
+def check_integers(q: torch.Tensor, dtype: torch.dtype, **tensors: torch.Tensor) -> None:
+    """Raises ValueError for another dtype, or another device than that of q."""
+    for name, tensor in tensors.items():
+        if tensor.dtype != dtype:
+            raise ValueError(f"{name} has dtype {tensor.dtype}; convert it to {dtype}")
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device} and q on {q.device}; move it there")

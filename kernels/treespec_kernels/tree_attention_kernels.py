@@ -7,23 +7,60 @@ the shared part. `combine_segments` then folds a row's segments from left to rig
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from typing import Any
+
 import triton
 import triton.language as tl
 
+from .aot_spec import PAGE_SIZE, KernelShape, KernelSpec
+from .dot import dot
+from .tree_attention_config import TreeAttentionConfig
+from .triton_launch import block_of_head_dim
+
 
 @triton.jit
-def _dot(a, b, acc, FIXED_ORDER: tl.constexpr):
-    """acc + a @ b in fp32. `FIXED_ORDER` sums every element in one order, for the interpreter, whose dot is BLAS."""
-    if FIXED_ORDER:
-        product = a.to(tl.float32)[:, :, None] * b.to(tl.float32)[None, :, :]
-        acc += tl.sum(product, axis=1)
-    else:
-        acc = tl.dot(a, b, acc, input_precision="ieee")
-    return acc
+def attend_tile(b_q, b_k, b_v, m_scores, scale_log2, b_max, b_sum, b_acc, FIXED_ORDER_DOT: tl.constexpr):
+    """The state (max in units of log2, sum, accumulator) after one more tile of keys and values."""
+    BLOCK_M: tl.constexpr = b_q.shape[0]
+    BLOCK_N: tl.constexpr = b_k.shape[0]
+    b_scores = dot(b_q, tl.trans(b_k), tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32), FIXED_ORDER_DOT)
+    b_scores *= scale_log2
+    b_scores = tl.where(m_scores, b_scores, float("-inf"))
+    b_new_max = tl.maximum(b_max, tl.max(b_scores, axis=1))
+    # -inf minus -inf is NaN: a row that has seen no key yet subtracts 0. A fully masked tile is an exact no-op.
+    b_shift = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
+    b_weights = tl.exp2(b_scores - b_shift[:, None])
+    b_decay = tl.exp2(b_max - b_shift)
+    b_sum = b_sum * b_decay + tl.sum(b_weights, axis=1)
+    b_acc = dot(b_weights.to(b_v.dtype), b_v, b_acc * b_decay[:, None], FIXED_ORDER_DOT)
+    return b_new_max, b_sum, b_acc
+
+
+@triton.jit
+def find_partials(
+    p_item,
+    first_partial,
+    first_segment,
+    num_segments,
+    i_kv_head,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Where the item's (row, head) pairs have their partial results, and which of them have one: a row of a chain may
+    end before this segment, a row's window may begin after it, and padding has no segment."""
+    o_m = tl.load(p_item + 2) + tl.arange(0, BLOCK_M)
+    m_m = o_m < tl.load(p_item + 3)
+    row = o_m // GROUP
+    row_segment = tl.load(p_item + 6) - tl.load(first_segment + row, mask=m_m, other=0)
+    m_partial = m_m & (row_segment >= 0) & (row_segment < tl.load(num_segments + row, mask=m_m, other=0))
+    partial = (tl.load(first_partial + row, mask=m_m, other=0) + row_segment).to(tl.int64)
+    return partial * NUM_HEADS + i_kv_head * GROUP + o_m % GROUP, m_partial
 
 
 # Sizes that follow the batch and the tree stay unspecialised: one binary serves every pass.
-@triton.jit(do_not_specialize=["stride_page_table", "stride_ancestors"])
+@triton.jit(do_not_specialize=["window", "stride_page_table", "stride_ancestors"])
 def attend_items(
     q,  # [num_rows, num_heads, HEAD_DIM]
     k_cache,  # [num_pages, num_kv_heads, PAGE_SIZE, HEAD_DIM]
@@ -33,12 +70,15 @@ def attend_items(
     partial_sum,
     items,  # [capacity, 8] int32: request, slot_row, m_lo, m_hi, key_lo, key_hi, segment, continues
     num_items,  # [1] int32
-    first_partial,  # [num_rows + 1] int32
+    first_partial,  # [num_rows] int32, and so the next two
+    first_segment,
+    num_segments,
     page_table,
     context_lens,
     depths,
     ancestors,
     scale_log2,
+    window,
     stride_q_row,
     stride_q_head,
     stride_k_page,
@@ -56,20 +96,21 @@ def attend_items(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
     FIXED_ORDER_DOT: tl.constexpr,
 ):
     i_item = tl.program_id(0)
     i_kv_head = tl.program_id(1).to(tl.int64)
-    if i_item >= tl.load(num_items):
-        return
     p_item = items + i_item.to(tl.int64) * 8
+    key_lo = tl.load(p_item + 4)
+    key_hi = tl.load(p_item + 5)
+    # A static layout has empty items; past the count of a host's plan stands anything.
+    if (i_item >= tl.load(num_items)) | (key_lo >= key_hi):
+        return
     request = tl.load(p_item).to(tl.int64)
     slot_row = tl.load(p_item + 1).to(tl.int64)
     m_lo = tl.load(p_item + 2)
     m_hi = tl.load(p_item + 3)
-    key_lo = tl.load(p_item + 4)
-    key_hi = tl.load(p_item + 5)
-    segment = tl.load(p_item + 6)
     continues = tl.load(p_item + 7)
     context_len = tl.load(context_lens + request)
 
@@ -83,14 +124,13 @@ def attend_items(
     p_q = q + row[:, None] * stride_q_row + head[:, None] * stride_q_head + o_d[None, :]
     b_q = tl.load(p_q, mask=m_m[:, None] & m_d[None, :], other=0.0)
 
-    # A row of a chain may end before this segment; then it has no partial here.
-    m_partial = m_m & (position >= key_lo)
-    partial = (tl.load(first_partial + row, mask=m_m, other=0) + segment).to(tl.int64) * NUM_HEADS + head
-    p_acc = partial_acc + partial[:, None] * HEAD_DIM + o_d[None, :]
-    m_acc = m_partial[:, None] & m_d[None, :]
+    partial, m_partial = find_partials(
+        p_item, first_partial, first_segment, num_segments, i_kv_head, NUM_HEADS, GROUP, BLOCK_M
+    )
     m_state = m_partial & (o_m < m_lo + continues * BLOCK_M)
     b_max = tl.load(partial_max + partial, mask=m_state, other=float("-inf"))
     b_sum = tl.load(partial_sum + partial, mask=m_state, other=0.0)
+    p_acc = partial_acc + partial[:, None] * HEAD_DIM + o_d[None, :]
     b_acc = tl.load(p_acc, mask=m_state[:, None] & m_d[None, :], other=0.0)
     # The state is stored again below, perhaps by other threads than those that loaded it.
     tl.debug_barrier()
@@ -117,22 +157,19 @@ def attend_items(
             p_v_head[None, :] + (page * stride_v_page + offset * stride_v_slot)[:, None], mask=m_kv, other=0.0
         )
 
-        b_scores = _dot(b_q, tl.trans(b_k), tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32), FIXED_ORDER_DOT)
-        b_scores *= scale_log2
         m_scores = m_n[None, :] & (o_n[None, :] <= position[:, None])
-        b_scores = tl.where(m_scores, b_scores, float("-inf"))
-        b_new_max = tl.maximum(b_max, tl.max(b_scores, axis=1))
-        # -inf minus -inf is NaN: a row that has seen no key yet subtracts 0. A fully masked tile is an exact no-op.
-        b_shift = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
-        b_weights = tl.exp2(b_scores - b_shift[:, None])
-        b_decay = tl.exp2(b_max - b_shift)
-        b_sum = b_sum * b_decay + tl.sum(b_weights, axis=1)
-        b_acc = _dot(b_weights.to(b_v.dtype), b_v, b_acc * b_decay[:, None], FIXED_ORDER_DOT)
-        b_max = b_new_max
+        if HAS_WINDOW:
+            m_scores = m_scores & (o_n[None, :] > position[:, None] - window)
+        b_max, b_sum, b_acc = attend_tile(b_q, b_k, b_v, m_scores, scale_log2, b_max, b_sum, b_acc, FIXED_ORDER_DOT)
 
+    # Found again rather than kept in registers over the loop.
+    partial, m_partial = find_partials(
+        p_item, first_partial, first_segment, num_segments, i_kv_head, NUM_HEADS, GROUP, BLOCK_M
+    )
     tl.store(partial_max + partial, b_max, mask=m_partial)
     tl.store(partial_sum + partial, b_sum, mask=m_partial)
-    tl.store(p_acc, b_acc, mask=m_acc)
+    p_acc = partial_acc + partial[:, None] * HEAD_DIM + tl.arange(0, BLOCK_D)[None, :]
+    tl.store(p_acc, b_acc, mask=m_partial[:, None] & (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :])
 
 
 @triton.jit
@@ -141,6 +178,7 @@ def combine_segments(
     partial_max,
     partial_sum,
     first_partial,
+    num_segments,
     out,  # [num_rows, NUM_HEADS, HEAD_DIM]
     stride_out_row,
     stride_out_head,
@@ -153,11 +191,10 @@ def combine_segments(
     o_d = tl.arange(0, BLOCK_D)
     m_d = o_d < HEAD_DIM
     first = tl.load(first_partial + row).to(tl.int64)
-    num_segments = tl.load(first_partial + row + 1) - tl.load(first_partial + row)
     b_max = tl.full([1], float("-inf"), dtype=tl.float32)
     b_sum = tl.zeros([1], dtype=tl.float32)
     b_acc = tl.zeros([BLOCK_D], dtype=tl.float32)
-    for segment in range(num_segments):
+    for segment in range(tl.load(num_segments + row)):
         partial = (first + segment) * NUM_HEADS + head
         s_max = tl.load(partial_max + partial)
         s_sum = tl.load(partial_sum + partial)
@@ -172,3 +209,56 @@ def combine_segments(
     # A padding row of a captured graph has no partial: 0 / 1. A NaN of the row's own keys stays a NaN.
     b_out = b_acc / tl.where(b_sum == 0.0, 1.0, b_sum)
     tl.store(out + row * stride_out_row + head * stride_out_head + o_d, b_out.to(out.dtype.element_ty), mask=m_d)
+
+
+def aot_specs(shape: KernelShape, target: str | None = None) -> list[KernelSpec]:
+    """The default configuration, with and without a sliding window."""
+    config = TreeAttentionConfig.default(shape.dtype, shape.head_dim, target)
+    combine = KernelSpec(
+        kernel=combine_segments,
+        types=_types(shape),
+        constants=_constants(shape),
+        options={"num_warps": 1, "enable_fp_fusion": False},
+        config=_described(shape),
+    )
+    return [*(aot_spec(shape, config, window) for window in (False, True)), combine]
+
+
+def aot_spec(shape: KernelShape, config: TreeAttentionConfig, window: bool, kernel: Any = attend_items) -> KernelSpec:
+    """One configuration of a kernel over work items."""
+    return KernelSpec(
+        kernel=kernel,
+        types=_types(shape),
+        constants=_constants(shape)
+        | {
+            "GROUP": shape.num_heads // shape.num_kv_heads,
+            "PAGE_SIZE": PAGE_SIZE,
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "HAS_WINDOW": window,
+            "FIXED_ORDER_DOT": False,
+        },
+        options={"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False},
+        config=_described(shape) | {"window": window} | asdict(config),
+    )
+
+
+def _types(shape: KernelShape) -> dict[str, str]:
+    return (
+        dict.fromkeys(("q", "k_cache", "v_cache", "out"), f"*{shape.element}")
+        | dict.fromkeys(("partial_acc", "partial_max", "partial_sum"), "*fp32")
+        | {"num_items": "*i32", "num_segments": "*i32", "ancestor_words": "*i64"}
+        | {"scale_log2": "fp32", "window": "i32"}
+    )
+
+
+def _constants(shape: KernelShape) -> dict[str, int | bool]:
+    return {
+        "NUM_HEADS": shape.num_heads,
+        "HEAD_DIM": shape.head_dim,
+        "BLOCK_D": block_of_head_dim(shape.head_dim),
+    }
+
+
+def _described(shape: KernelShape) -> dict[str, Any]:
+    return {"dtype": shape.element, "head_dim": shape.head_dim, "group": shape.num_heads // shape.num_kv_heads}

@@ -9,78 +9,31 @@ and one range of positions inside one segment:
 - a request that is a chain (a single row is one) needs packed items alone: all its rows see the same slots.
 
 As the root advances, a position moves from node items to packed items; both run the same compiled kernel.
+
+The plan of a *masked* pass (see `tree_attention_masked`) has packed items alone, over logical slots in place of
+positions: up to the last node that a row of the tile sees.
+
+Under a sliding window a row at position p reads p - window + 1 .. p. An item starts at the first tile that one of its
+rows reads, and what lies before a row's own window is masked: a fully masked tile changes nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from .tree_attention_config import TreeAttentionConfig, check_supported
+from .triton_launch import target_of
+
 # Columns of a work item. Rows and heads are one axis: m = row * group + head within the KV group.
 ITEM_FIELDS = ("request", "slot_row", "m_lo", "m_hi", "key_lo", "key_hi", "segment", "continues")
 
-
-@dataclass(frozen=True)
-class SegmentPartition:
-    """Segments of `short` positions below `long_from`, of `long` positions from there on."""
-
-    short: int = 256
-    long: int = 1024
-    long_from: int = 8192
-
-    def __post_init__(self) -> None:
-        if self.short < 1 or self.long < 1 or self.long_from < 0 or self.long_from % self.short:
-            raise ValueError(f"{self}: sizes must be positive and long_from a multiple of short")
-
-    def segment_of(self, position: np.ndarray) -> np.ndarray:
-        beyond = np.maximum(position - self.long_from, 0)
-        return np.minimum(position, self.long_from) // self.short + beyond // self.long
-
-    def start_of(self, segment: np.ndarray) -> np.ndarray:
-        num_short = self.long_from // self.short
-        return np.minimum(segment, num_short) * self.short + np.maximum(segment - num_short, 0) * self.long
-
-
-@dataclass(frozen=True)
-class TreeAttentionConfig:
-    """What the bits depend on beside the inputs: frozen for an engine's life. Launch options are part of it, because
-    another number of warps may reduce a tile in another order."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    partition: SegmentPartition = field(default_factory=SegmentPartition)
-    fixed_order_dot: bool = False  # for tests in the interpreter, whose dot is BLAS and not row-invariant
-
-    def __post_init__(self) -> None:
-        for name in ("block_m", "block_n"):
-            size = getattr(self, name)
-            if size < 16 or size & (size - 1):
-                raise ValueError(f"{name} is {size}; it must be a power of two, 16 or more")
-        for name in ("short", "long", "long_from"):
-            if getattr(self.partition, name) % self.block_n:
-                raise ValueError(f"{name} of {self.partition} is not a multiple of block_n {self.block_n}")
-
-    @classmethod
-    def default(cls, dtype: torch.dtype, head_dim: int) -> TreeAttentionConfig:
-        """The shipped configuration. M = 64 is one `wgmma` on sm_90: 16 nodes of a group of 4 heads in one tile.
-        float32 has no exact matrix instruction; its tiles are the largest that spill on neither sm_80 nor sm_90."""
-        if dtype not in (torch.float16, torch.bfloat16, torch.float32):
-            raise ValueError(f"dtype {dtype} is not supported; use float16, bfloat16 or float32")
-        if not 1 <= head_dim <= 256:
-            raise ValueError(f"head_dim {head_dim} is not supported; use 1 to 256")
-        if dtype == torch.float32 and head_dim <= 128:
-            return cls(block_m=16, block_n=16, num_warps=4, num_stages=2)
-        if dtype == torch.float32:
-            return cls(block_m=16, block_n=32, num_warps=8, num_stages=2)
-        if head_dim <= 64:
-            return cls(block_m=64, block_n=64, num_warps=4, num_stages=3)
-        return cls(block_m=64, block_n=64 if head_dim <= 128 else 32, num_warps=8, num_stages=3)
+MAX_NODES = 256
+"""Nodes of a tree of `tree_attention_masked`: 4 words of 64 bits."""
 
 
 class PlanCapacity(NamedTuple):
@@ -105,11 +58,15 @@ class TreeAttentionPlan:
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    window: int | None  # positions that a row reads, its own included; None: all
+    masked: bool  # whether it is for `tree_attention_masked`
     packed_items: torch.Tensor  # [capacity.packed_items, 8] int32, columns ITEM_FIELDS
     num_packed_items: torch.Tensor  # [1] int32
     node_items: torch.Tensor  # [capacity.node_items, 8] int32
     num_node_items: torch.Tensor  # [1] int32
-    first_partial: torch.Tensor  # [capacity.rows + 1] int32: row r has partials first_partial[r] + segment
+    first_partial: torch.Tensor  # [capacity.rows] int32: where the partials of a row's segments begin
+    first_segment: torch.Tensor  # [capacity.rows] int32: the first segment of which a row reads a position
+    num_segments: torch.Tensor  # [capacity.rows] int32: how many it reads of; 0 for padding
     partial_acc: torch.Tensor  # [capacity.partials, num_heads, head_dim] float32, not normalised
     partial_max: torch.Tensor  # [capacity.partials, num_heads] float32, in units of log2
     partial_sum: torch.Tensor  # [capacity.partials, num_heads] float32
@@ -117,7 +74,69 @@ class TreeAttentionPlan:
     @property
     def capacity(self) -> PlanCapacity:
         return PlanCapacity(
-            self.first_partial.numel() - 1, len(self.packed_items), len(self.node_items), len(self.partial_max)
+            len(self.first_partial), len(self.packed_items), len(self.node_items), len(self.partial_max)
+        )
+
+    @classmethod
+    def allocate(
+        cls,
+        capacity: PlanCapacity,
+        config: TreeAttentionConfig,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        window: int | None,
+        masked: bool,
+    ) -> TreeAttentionPlan:
+        """Buffers of these sizes, not yet filled; arguments as in `plan_tree_attention`.
+
+        Raises:
+            ValueError: a dtype or head_dim that is not supported, heads that do not divide, an empty window.
+        """
+        check_supported(dtype, head_dim)
+        group_of(num_heads, num_kv_heads)
+        check_window(window)
+        if masked and config.block_n > 64:
+            raise ValueError(f"block_n is {config.block_n}; a masked plan takes 64 at most, as a word has 64 bits")
+
+        def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        return cls(
+            config=config,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            dtype=dtype,
+            window=window,
+            masked=masked,
+            packed_items=empty(capacity.packed_items, len(ITEM_FIELDS)),
+            num_packed_items=empty(1),
+            node_items=empty(capacity.node_items, len(ITEM_FIELDS)),
+            num_node_items=empty(1),
+            first_partial=empty(capacity.rows),
+            first_segment=empty(capacity.rows),
+            num_segments=empty(capacity.rows),
+            partial_acc=empty(capacity.partials, num_heads, head_dim, dtype=torch.float32),
+            partial_max=empty(capacity.partials, num_heads, dtype=torch.float32),
+            partial_sum=empty(capacity.partials, num_heads, dtype=torch.float32),
+        )
+
+    def with_partials(self, count: int) -> TreeAttentionPlan:
+        """The same plan with fresh memory for so many partial results."""
+
+        def empty(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=torch.float32, device=self.partial_acc.device)
+
+        heads = self.num_heads
+        return replace(
+            self,
+            partial_acc=empty(count, heads, self.head_dim),
+            partial_max=empty(count, heads),
+            partial_sum=empty(count, heads),
         )
 
     def refill(
@@ -126,23 +145,27 @@ class TreeAttentionPlan:
         rows_per_request: Sequence[int],
         depths: Sequence[int],
         chains: Sequence[bool] | None = None,
+        row_slots: Sequence[int] | None = None,
     ) -> None:
         """Plans another pass into the same buffers; arguments as in `plan_tree_attention`.
 
         Raises:
-            ValueError: the pass does not fit the capacity, which it names.
+            ValueError: the pass does not fit the capacity, which it names, or is not of this plan's kind.
         """
-        work = _work_items(
-            context_lens, rows_per_request, depths, chains, self.num_heads // self.num_kv_heads, self.config
-        )
+        if self.masked != (row_slots is not None):
+            raise ValueError("row_slots are for a masked plan, and a masked plan needs them")
+        group = group_of(self.num_heads, self.num_kv_heads)
+        work = _work_items(context_lens, rows_per_request, depths, chains, row_slots, group, self.config, self.window)
         if any(needed > held for needed, held in zip(work.capacity, self.capacity, strict=True)):
             raise ValueError(f"the pass needs {work.capacity} and the plan holds {self.capacity}; plan with more")
         self.packed_items[: len(work.packed)].copy_(torch.from_numpy(work.packed))
         self.node_items[: len(work.node)].copy_(torch.from_numpy(work.node))
         self.num_packed_items.fill_(len(work.packed))
         self.num_node_items.fill_(len(work.node))
-        self.first_partial[: len(work.first_partial)].copy_(torch.from_numpy(work.first_partial))
-        self.first_partial[len(work.first_partial) :].fill_(work.capacity.partials)
+        for name in ("first_partial", "first_segment", "num_segments"):
+            held, values = getattr(self, name), getattr(work, name)
+            held[: len(values)].copy_(torch.from_numpy(values))
+            held[len(values) :].zero_()
 
 
 def plan_tree_attention(
@@ -156,6 +179,8 @@ def plan_tree_attention(
     dtype: torch.dtype,
     device: torch.device | str,
     chains: Sequence[bool] | None = None,
+    row_slots: Sequence[int] | None = None,
+    window: int | None = None,
     config: TreeAttentionConfig | None = None,
     capacity: PlanCapacity | None = None,
 ) -> TreeAttentionPlan:
@@ -169,46 +194,54 @@ def plan_tree_attention(
         device: where the attention runs.
         chains: per request, whether every row is an ancestor of the next one (a prefill chunk). Such rows share all
             keys and are not gathered one by one. None: only requests of one row. It changes the cost, never the bits.
-        config: None takes `TreeAttentionConfig.default(dtype, head_dim)`.
+        row_slots: the tree index of every row, for a plan of `tree_attention_masked`; None: of `tree_attention`.
+        window: positions that a row reads, its own included; None: all.
+        config: None takes `TreeAttentionConfig.default` for the device.
         capacity: sizes of the buffers; None takes exactly what this pass needs.
 
     Raises:
         ValueError: lengths that do not fit each other, negative values, a chain whose depths do not ascend.
     """
-    if num_kv_heads < 1 or num_heads % num_kv_heads:
-        raise ValueError(f"{num_heads} query heads are not a multiple of {num_kv_heads} KV heads")
-    config = config or TreeAttentionConfig.default(dtype, head_dim)
+    config = config or TreeAttentionConfig.default(dtype, head_dim, target_of(device))
     if capacity is None:
-        capacity = _work_items(
-            context_lens, rows_per_request, depths, chains, num_heads // num_kv_heads, config
-        ).capacity
-
-    def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
-
-    plan = TreeAttentionPlan(
-        config=config,
+        check_window(window)
+        group = group_of(num_heads, num_kv_heads)
+        work = _work_items(context_lens, rows_per_request, depths, chains, row_slots, group, config, window)
+        capacity = work.capacity
+    plan = TreeAttentionPlan.allocate(
+        capacity,
+        config,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         dtype=dtype,
-        packed_items=empty(capacity.packed_items, len(ITEM_FIELDS), dtype=torch.int32),
-        num_packed_items=empty(1, dtype=torch.int32),
-        node_items=empty(capacity.node_items, len(ITEM_FIELDS), dtype=torch.int32),
-        num_node_items=empty(1, dtype=torch.int32),
-        first_partial=empty(capacity.rows + 1, dtype=torch.int32),
-        partial_acc=empty(capacity.partials, num_heads, head_dim, dtype=torch.float32),
-        partial_max=empty(capacity.partials, num_heads, dtype=torch.float32),
-        partial_sum=empty(capacity.partials, num_heads, dtype=torch.float32),
+        device=device,
+        window=window,
+        masked=row_slots is not None,
     )
-    plan.refill(context_lens, rows_per_request, depths, chains)
+    plan.refill(context_lens, rows_per_request, depths, chains, row_slots)
     return plan
+
+
+def group_of(num_heads: int, num_kv_heads: int) -> int:
+    """Query heads per KV head. Raises ValueError where they do not divide."""
+    if num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise ValueError(f"{num_heads} query heads are not a multiple of {num_kv_heads} KV heads")
+    return num_heads // num_kv_heads
+
+
+def check_window(window: int | None) -> None:
+    """Raises ValueError where a window holds nothing."""
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}; it must be 1 or more, or None for all positions")
 
 
 class _WorkItems(NamedTuple):
     packed: np.ndarray  # [num_packed, 8] int32
     node: np.ndarray  # [num_node, 8] int32
-    first_partial: np.ndarray  # [num_rows + 1] int32
+    first_partial: np.ndarray  # [num_rows] int32, and so the next two
+    first_segment: np.ndarray
+    num_segments: np.ndarray
     capacity: PlanCapacity
 
 
@@ -217,8 +250,10 @@ def _work_items(
     rows_per_request: Sequence[int],
     depths: Sequence[int],
     chains: Sequence[bool] | None,
+    row_slots: Sequence[int] | None,
     group: int,
     config: TreeAttentionConfig,
+    window: int | None,
 ) -> _WorkItems:
     """Vectorised over all requests, rows and segments: a pass may have thousands of items."""
     lengths, num_rows_of, depth = (np.array(x, dtype=np.int64) for x in (context_lens, rows_per_request, depths))
@@ -240,18 +275,31 @@ def _work_items(
     if (same_chain & (depth[1:] <= depth[:-1])).any():
         raise ValueError(f"depths {depth.tolist()} of a chain must ascend")
 
-    position = lengths[request] + depth
-    first_partial = np.concatenate([[0], np.cumsum(config.partition.segment_of(position) + 1)])
+    position = reach = lengths[request] + depth
+    start = np.zeros_like(position) if window is None else np.maximum(position - window + 1, 0)
+    if row_slots is not None:
+        own = np.array(row_slots, dtype=np.int64)
+        if len(own) != len(depth) or (own < 0).any() or (own >= MAX_NODES).any():
+            raise ValueError(f"row_slots {own.tolist()}: one tree index per row is needed, 0 to {MAX_NODES - 1}")
+        reach = lengths[request] + own
+        start = np.minimum(start, lengths[request])
+        chain = np.ones_like(chain)  # packed items alone
+    start_tile = start // config.block_n * config.block_n
+    first_segment = config.partition.segment_of(start)
+    num_segments = config.partition.segment_of(reach) + 1 - first_segment
+    first_partial = np.cumsum(num_segments) - num_segments
 
-    # Packed: M tiles over all rows of a request; a chain's tile reaches up to its own last row.
+    # Packed: M tiles over all rows of a request. A chain's tile reaches as far as one of its rows.
     first_m = (np.cumsum(num_rows_of) - num_rows_of) * group
     of_tile, i_tile = _enumerate((num_rows_of * group + config.block_m - 1) // config.block_m)
     m_lo = first_m[of_tile] + i_tile * config.block_m
     m_hi = np.minimum(m_lo + config.block_m, first_m[of_tile] + num_rows_of[of_tile] * group)
-    last_row = (m_hi - 1) // group
+    first_row, last_row = m_lo // group, (m_hi - 1) // group
+    spans = np.stack([first_row, last_row + 1], axis=1).ravel()
+    key_lo = np.minimum.reduceat(np.append(start_tile, 0), spans)[::2]  # the rows of a tile ascend in no order
     root_tile = lengths // config.block_n * config.block_n
-    key_hi = np.where(chain[of_tile], position[last_row] + 1, root_tile[of_tile])
-    packed = _cut(of_tile, last_row, m_lo, m_hi, np.zeros_like(key_hi), key_hi, config)
+    key_hi = np.where(chain[of_tile], np.maximum.reduceat(np.append(reach, 0), spans)[::2] + 1, root_tile[of_tile])
+    packed = _cut(of_tile, last_row, m_lo, m_hi, key_lo, key_hi, np.zeros_like(key_lo), config)
     # M tiles of one segment follow each other, so that they find its keys in L2.
     packed = packed[np.argsort(packed[:, ITEM_FIELDS.index("segment")], kind="stable")]
 
@@ -261,10 +309,14 @@ def _work_items(
     row = tree_rows[of_row]
     m_lo = row * group + i_tile * config.block_m
     m_hi = np.minimum(m_lo + config.block_m, (row + 1) * group)
-    node = _cut(request[row], row, m_lo, m_hi, root_tile[request[row]], position[row] + 1, config)
+    key_lo = np.maximum(root_tile[request[row]], start_tile[row])
+    # A row whose window begins at the root's tile or later has nothing to continue from.
+    shared = start[row] < root_tile[request[row]]
+    node = _cut(request[row], row, m_lo, m_hi, key_lo, position[row] + 1, shared, config)
 
-    capacity = PlanCapacity(len(depth), len(packed), len(node), int(first_partial[-1]))
-    return _WorkItems(packed.astype(np.int32), node.astype(np.int32), first_partial.astype(np.int32), capacity)
+    capacity = PlanCapacity(len(depth), len(packed), len(node), int(num_segments.sum()))
+    arrays = (packed, node, first_partial, first_segment, num_segments)
+    return _WorkItems(*(array.astype(np.int32) for array in arrays), capacity)
 
 
 def _enumerate(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -280,12 +332,15 @@ def _cut(
     m_hi: np.ndarray,
     key_lo: np.ndarray,
     key_hi: np.ndarray,
+    shared: np.ndarray,
     config: TreeAttentionConfig,
 ) -> np.ndarray:
-    """Cuts [key_lo, key_hi) of every entry at the segment borders. Returns items, [num_items, 8] int64."""
+    """Cuts [key_lo, key_hi) of every entry at the segment borders. Returns items, [num_items, 8] int64: one that begins
+    inside its segment, of a `shared` entry, continues what a packed item left there."""
     first = config.partition.segment_of(key_lo)
     owner, offset = _enumerate(np.where(key_hi > key_lo, config.partition.segment_of(key_hi - 1) - first + 1, 0))
     segment = first[owner] + offset
     start, end = config.partition.start_of(segment), config.partition.start_of(segment + 1)
     lo, hi = np.maximum(key_lo[owner], start), np.minimum(key_hi[owner], end)
-    return np.stack([request[owner], slot_row[owner], m_lo[owner], m_hi[owner], lo, hi, segment, lo > start], axis=1)
+    continues = (lo > start) & shared[owner].astype(bool)
+    return np.stack([request[owner], slot_row[owner], m_lo[owner], m_hi[owner], lo, hi, segment, continues], axis=1)

@@ -12,6 +12,17 @@ def block_of_head_dim(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
+def target_of(device: torch.device | str) -> str | None:
+    """What a device's kernels are compiled for, such as "sm_90" or "gfx942"; None for one that is no GPU."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return None
+    if torch.version.hip:
+        return str(torch.cuda.get_device_properties(device).gcnArchName).split(":")[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
 def require_triton(op: str) -> None:
     """Raises ValueError where triton is not installed, before the kernels are imported."""
     if importlib.util.find_spec("triton") is None:

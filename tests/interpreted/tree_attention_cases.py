@@ -64,7 +64,7 @@ def plan_of(inputs: TreeAttentionInputs, config: TreeAttentionConfig, **options:
 
 def attend(inputs: TreeAttentionInputs, config: TreeAttentionConfig, **options: Any) -> torch.Tensor:
     out = torch.full_like(inputs.q, float("nan"))
-    plan = plan_of(inputs, config, **options)
+    plan = plan_of(inputs, config, window=inputs.rows.get("window"), **options)
     assert tree_attention_triton(inputs.q, inputs.k_cache, inputs.v_cache, **inputs.rows, plan=plan, out=out) is out
     return out
 
@@ -167,10 +167,26 @@ def decoded_alone(
             "depths": integers(0),
             "ancestors": integers(0)[None],
             "scale": inputs.rows["scale"],
+            "window": inputs.rows.get("window"),
         },
         plan={"context_lens": [len(source) - 1], "rows_per_request": [1], "depths": [0]},
     )
     return attend(alone, config)[0]
+
+
+def assert_bits_of_plain_decoding(
+    inputs: TreeAttentionInputs, parents: list[list[int]], config: TreeAttentionConfig
+) -> None:
+    out = attend(inputs, config)
+    different = []
+    row = 0
+    for request, tree in enumerate(parents):
+        length = inputs.plan["context_lens"][request]
+        for node in range(len(tree)):
+            if not torch.equal(out[row], decoded_alone(inputs, request, tree, node, row, config)):
+                different.append(f"node {node} behind {length} positions, path {path_to(tree, node)}")
+            row += 1
+    assert not different, f"{len(different)} of {row} rows differ in bits:\n" + "\n".join(different)
 
 
 @tiny
@@ -201,15 +217,7 @@ def test_a_tree_node_has_the_bits_of_plain_decoding(
         page_size=16,
     )
     config = exact(SMALL)
-    out = attend(inputs, config)
-    different = []
-    row = 0
-    for request, tree in enumerate(parents):
-        for node in range(len(tree)):
-            if not torch.equal(out[row], decoded_alone(inputs, request, tree, node, row, config)):
-                different.append(f"{shapes.split()[request]} node {node}, path {path_to(tree, node)}")
-            row += 1
-    assert not different, f"{len(different)} of {row} rows differ in bits:\n" + "\n".join(different)
+    assert_bits_of_plain_decoding(inputs, parents, config)
 
 
 @tiny
@@ -231,6 +239,32 @@ def test_bits_do_not_follow_the_batch_the_rows_or_the_chain_flag(dtype: torch.dt
     )
     assert torch.equal(attend(some, config), out[kept])
     assert torch.equal(attend(some, config, chains=[False, True]), out[kept])
+
+
+# Windows that begin before the root's tile, in it, and inside the tree; of one tile, across segments, of one position.
+@pytest.mark.parametrize("window", [1, 2, 7, 16, 17, 33, 64, 200])
+def test_windows(window: int) -> None:
+    parents = trees("random chain star random", [7, 5, 3, 3])
+    inputs = tree_attention_inputs(
+        [64, 30, 79, 3], parents, num_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32, device=DEVICE
+    )
+    inputs.rows["window"] = window
+    assert_matches_ref(inputs, SMALL)
+    out = attend(inputs, exact(SMALL))
+    assert torch.equal(attend(inputs, exact(SMALL), chains=[False, True, False, False]), out)
+    if window in (2, 17):
+        assert_bits_of_plain_decoding(inputs, parents, exact(SMALL))
+
+
+def test_what_lies_before_the_window_is_not_read() -> None:
+    inputs = tree_attention_inputs(
+        [200], trees("random", [5]), num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32, device=DEVICE
+    )
+    inputs.rows["window"] = 20
+    out = attend(inputs, exact(SMALL))
+    for cache in (inputs.k_cache, inputs.v_cache):
+        cache[inputs.rows["page_table"][0, :2].long()] = float("nan")
+    assert torch.equal(attend(inputs, exact(SMALL)), out)
 
 
 @tiny

@@ -1,0 +1,49 @@
+"""What an op tells the ahead-of-time compiler: for a model's shape, which kernels are compiled and how."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+PAGE_SIZE = 64
+TRITON_TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+
+@dataclass(frozen=True)
+class KernelShape:
+    """The part of a model that kernels are compiled for."""
+
+    dtype: torch.dtype
+    head_dim: int
+    num_heads: int
+    num_kv_heads: int
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+
+    @property
+    def element(self) -> str:
+        """Triton's name of the dtype."""
+        return TRITON_TYPES[self.dtype]
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """One kernel, ready to be compiled.
+
+    Args:
+        kernel: the `triton.jit` function.
+        types: argument name to Triton type ("*bf16", "fp32", "i64"). Of the others, what is named `stride_*` or `num_*`
+            is an i32 and the rest points to int32.
+        constants: the constexpr arguments.
+        options: num_warps, num_stages, enable_fp_fusion.
+        config: what a reader of the report is told.
+    """
+
+    kernel: Any
+    types: dict[str, str]
+    constants: dict[str, int | bool]
+    options: dict[str, Any]
+    config: dict[str, Any]

@@ -1,0 +1,17 @@
+"""The matrix product of the kernels. Import this module only where triton is installed."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def dot(a, b, acc, FIXED_ORDER: tl.constexpr):
+    """acc + a @ b in fp32. `FIXED_ORDER` sums every element in one order, for the interpreter, whose dot is BLAS."""
+    if FIXED_ORDER:
+        product = a.to(tl.float32)[:, :, None] * b.to(tl.float32)[None, :, :]
+        acc += tl.sum(product, axis=1)
+    else:
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+    return acc

@@ -1,0 +1,86 @@
+"""What ops over the rows of a pass share: their parameters by group, and the checks of how rows lie in memory.
+
+Models of equal shape run stacked: a parameter then has a leading dimension of groups, and the rows of a pass fall into
+as many runs of equal length, group 0's first.
+"""
+
+from __future__ import annotations
+
+import torch
+
+FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def by_row(parameter: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """A parameter [width] or [groups, width] as fp32, broadcast to [num_rows, width]."""
+    stacked = parameter.float().reshape(-1, parameter.shape[-1])
+    return stacked.repeat_interleave(num_rows // len(stacked), dim=0)
+
+
+def rows_per_group(parameter: torch.Tensor, num_rows: int) -> int:
+    """How many consecutive rows read the same row of `parameter`, [width] or [groups, width]."""
+    return num_rows if parameter.dim() == 1 else num_rows // parameter.shape[0]
+
+
+def sum_of_splits(x: torch.Tensor) -> torch.Tensor:
+    """fp32 [rows, width] of rows in their dtype, or of partials [splits, rows, width], added from the left."""
+    if x.dim() == 2:
+        return x.float()
+    total = x[0].clone()
+    for partial in x[1:]:
+        total += partial
+    return total
+
+
+def check_parameter(name: str, parameter: torch.Tensor, num_rows: int, width: int, dtype: torch.dtype) -> None:
+    """Raises ValueError where `parameter` is not [width] or [groups, width] with groups that divide the rows."""
+    if parameter.dim() not in (1, 2) or parameter.shape[-1] != width or parameter.numel() == 0:
+        raise ValueError(f"{name} has shape {list(parameter.shape)}; expected [{width}] or [groups, {width}]")
+    if parameter.dim() == 2 and num_rows % parameter.shape[0]:
+        raise ValueError(f"{name} has {parameter.shape[0]} groups, which do not divide {num_rows} rows")
+    if parameter.dtype != dtype:
+        raise ValueError(f"{name} has dtype {parameter.dtype}; convert it to {dtype}")
+
+
+def check_partials(name: str, x: torch.Tensor) -> None:
+    """Raises ValueError where `x` is not fp32 [splits, rows, width] with one split or more."""
+    if x.shape[0] == 0 or x.dtype != torch.float32:
+        raise ValueError(
+            f"{name} has shape {list(x.shape)} and dtype {x.dtype}; "
+            "expected [splits, rows, width] partial sums in torch.float32, one split or more"
+        )
+
+
+def check_devices(device: torch.device, **tensors: torch.Tensor | None) -> None:
+    """Raises ValueError where a tensor is not on `device`."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != device:
+            raise ValueError(f"{name} is on {tensor.device} and the rows on {device}; move it there")
+
+
+def check_contiguous(**tensors: torch.Tensor | None) -> None:
+    """Raises ValueError where a tensor is not contiguous."""
+    for name, tensor in tensors.items():
+        if tensor is not None and not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} has strides {list(tensor.stride())} for shape {list(tensor.shape)}; make it contiguous"
+            )
+
+
+def split_rows(name: str, x: torch.Tensor) -> int:
+    """The distance between the splits of partials [splits, rows, width] in rows, which must be contiguous in a split.
+
+    So a split may lie in a buffer of more rows. 0 for rows without splits.
+
+    Raises:
+        ValueError: another layout.
+    """
+    if x.dim() == 2 or x.shape[0] == 1:
+        check_contiguous(**{name: x if x.dim() == 2 else x[0]})
+        return 0
+    if not x[0].is_contiguous() or x.stride(0) % x.shape[2]:
+        raise ValueError(
+            f"{name} has strides {list(x.stride())} for shape {list(x.shape)}; "
+            "expected contiguous rows, and splits a number of rows apart"
+        )
+    return x.stride(0) // x.shape[2]

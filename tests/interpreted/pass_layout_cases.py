@@ -1,0 +1,271 @@
+"""Cases of pass_layout, run by tests/test_pass_layout.py: in Triton's interpreter in a process of its own, and on a GPU
+where there is one. Attention over a layout has the bits of attention over the host's plan."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from triton.runtime.interpreter import InterpretedFunction
+
+from treespec_kernels.pass_layout import DeviceLayout, pass_layout_ref
+from treespec_kernels.pass_layout_kernels import lay_out_pass
+from treespec_kernels.testing import TreeAttentionInputs, path_to, tree_attention_inputs, tree_parents
+from treespec_kernels.tree_attention import (
+    SegmentPartition,
+    TreeAttentionConfig,
+    plan_tree_attention,
+    tree_attention_triton,
+)
+from treespec_kernels.tree_attention_masked import ancestor_masks, tree_attention_masked_triton
+
+INTERPRETED = isinstance(lay_out_pass, InterpretedFunction)
+DEVICE = "cpu" if INTERPRETED else "cuda"
+PAGE = 16
+
+# Segments [0, 32), [32, 64), [64, 128), [128, 192) ... in tiles of 16 positions: every border lies near. Segments of
+# one tile, and long ones that are shorter than the short ones.
+PARTITIONS = [SegmentPartition(32, 64, 64), SegmentPartition(16, 48, 32), SegmentPartition(64, 32, 128)]
+SMALL = TreeAttentionConfig(16, 16, 4, 2, PARTITIONS[0], fixed_order_dot=INTERPRETED)
+GARBAGE = 1 << 20  # a tree slot in no page table: to read it is an error
+
+
+class Padded:
+    """The pass of some nodes of `trees`, with padding rows strewn in, and what the host's plan computes for it."""
+
+    def __init__(
+        self,
+        lengths: list[int],
+        trees: list[list[int]],
+        nodes: list[list[int]],
+        rows_per_request: int,
+        width: int,
+        *,
+        num_heads: int = 2,
+        num_kv_heads: int = 1,
+        head_dim: int = 16,
+        dtype: torch.dtype = torch.float32,
+        strewn: bool = True,
+        seed: int = 0,
+    ) -> None:
+        choose = random.Random(seed)
+        shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "dtype": dtype}
+        self.inputs = inputs = tree_attention_inputs(
+            lengths, trees, nodes=nodes, **shape, device=DEVICE, page_size=PAGE, seed=seed
+        )
+        num_requests = len(lengths)
+        places = [
+            sorted(choose.sample(range(rows_per_request), len(chosen))) if strewn else range(len(chosen))
+            for chosen in nodes
+        ]
+        self.rows = torch.tensor(
+            [request * rows_per_request + place for request in range(num_requests) for place in places[request]],
+            dtype=torch.long,
+            device=DEVICE,
+        )
+        num_rows = num_requests * rows_per_request
+
+        def padded(values: torch.Tensor, padding: float, columns: int | None = None) -> torch.Tensor:
+            if columns is not None:
+                values = torch.nn.functional.pad(values[:, :columns], (0, max(0, columns - values.shape[1])))
+            whole = torch.full((num_rows, *values.shape[1:]), padding, dtype=values.dtype, device=DEVICE)
+            whole[self.rows] = values
+            return whole
+
+        by_request = (num_requests, rows_per_request)
+        self.q = padded(inputs.q, float("nan"))
+        self.depths = padded(inputs.rows["depths"], -1).view(by_request)
+        own = torch.tensor([node for chosen in nodes for node in chosen], dtype=torch.int32, device=DEVICE)
+        self.row_slots = padded(own, GARBAGE).view(by_request)
+        self.ancestors = padded(inputs.rows["ancestors"], GARBAGE, width).view(*by_request, width)
+        self.context_lens, self.page_table = inputs.rows["context_lens"], inputs.rows["page_table"]
+        self.shape = shape
+
+    def planned(self, config: TreeAttentionConfig, chain: bool, window: int | None = None) -> torch.Tensor:
+        """The rows by the host's plan; padding is 0."""
+        inputs: TreeAttentionInputs = self.inputs
+        chains = [chain] * len(self.context_lens)
+        plan = plan_tree_attention(
+            **inputs.plan, **self.shape, device=DEVICE, config=config, chains=chains, window=window
+        )
+        rows = inputs.rows | {"window": window}
+        out = torch.zeros_like(self.q)
+        out[self.rows] = tree_attention_triton(inputs.q, inputs.k_cache, inputs.v_cache, **rows, plan=plan)
+        return out
+
+    def laid_out(self, layout: DeviceLayout, *, given: bool = True) -> torch.Tensor:
+        """The rows by the layout, from poisoned buffers."""
+        plan = layout.plan
+        for buffer in (plan.packed_items, plan.node_items, plan.first_segment, plan.num_segments):
+            buffer.fill_(-77)
+        for buffer in (plan.partial_acc, plan.partial_max, plan.partial_sum):
+            buffer.fill_(float("nan"))
+        layout.positions.fill_(-77)
+        layout.slots.fill_(-77)
+        tree = (self.row_slots, self.ancestors) if given else ()
+        arguments = layout.fill(self.context_lens, self.page_table, self.depths, *tree)
+        for items in (plan.packed_items, plan.node_items):
+            assert (items >= 0).all(), "every item is written"
+        out = torch.full_like(self.q, float("nan"))
+        scale = self.inputs.rows["scale"]
+        attend = tree_attention_triton if layout.tree_slots is None else tree_attention_masked_triton
+        return attend(self.q, self.inputs.k_cache, self.inputs.v_cache, **arguments, scale=scale, out=out)
+
+    def layout(self, config: TreeAttentionConfig, chain: bool, max_context: int, **options: object) -> DeviceLayout:
+        return DeviceLayout.allocate(
+            *self.depths.shape,
+            self.ancestors.shape[2],
+            chain=chain,
+            max_context=max_context,
+            **self.shape,
+            device=DEVICE,
+            config=config,
+            page_size=PAGE,
+            **options,
+        )
+
+
+def assert_same(padded: Padded, layout: DeviceLayout, window: int | None = None, *, given: bool = True) -> None:
+    out = padded.laid_out(layout, given=given)
+    expected = padded.planned(layout.plan.config, layout.chain, window)
+    different = (out != expected).flatten(1).any(1) | out.isnan().flatten(1).any(1)
+    assert not different.any(), (
+        f"rows {different.nonzero().flatten().tolist()} differ; context_lens {padded.context_lens.tolist()}, "
+        f"depths {padded.depths.tolist()}"
+    )
+    places = pass_layout_ref(padded.context_lens, padded.page_table, padded.depths, padded.row_slots, page_size=PAGE)
+    assert torch.equal(layout.positions, places.positions)
+    assert torch.equal(layout.slots, places.slots)
+
+
+def random_trees(sizes: list[int], seed: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    kinds = ["random", "star", "chain"]
+    return [tree_parents(kinds[i % 3], max(size, 1), generator) for i, size in enumerate(sizes)]
+
+
+BORDERS = [0, 1, 15, 16, 17, 31, 32, 33, 47, 48, 63, 64, 65, 79, 80, 127, 128, 129]
+# Every third length, each time from another one on: together all of them.
+partitions = pytest.mark.parametrize("first, partition", list(enumerate(PARTITIONS)), ids=["32-64", "16-48", "64-32"])
+
+
+@partitions
+def test_trees_around_borders(first: int, partition: SegmentPartition) -> None:
+    sizes = [5, 3, 4, 1, 4, 6]
+    trees = random_trees(sizes, first)
+    padded = Padded(BORDERS[first::3], trees, [list(range(n)) for n in sizes], 6, 6, seed=first)
+    assert_same(padded, padded.layout(replace(SMALL, partition=partition), False, max(BORDERS)))
+
+
+@partitions
+def test_chains_around_borders(first: int, partition: SegmentPartition) -> None:
+    counts = [1, 7, 0, 3, 4, 9]
+    trees = [list(range(-1, 8))] * 6
+    padded = Padded(BORDERS[first::3], trees, [list(range(n)) for n in counts], 9, 9, strewn=False)
+    layout = padded.layout(replace(SMALL, partition=partition), True, max(BORDERS))
+    assert layout.plan.capacity.node_items == 0
+    assert_same(padded, layout, given=first == 0)
+
+
+def test_deep_trees_cross_segments() -> None:
+    trees = [list(range(-1, 49)), random_trees([50], 3)[0], list(range(-1, 39))]
+    padded = Padded([27, 61, 0], trees, [[0, 1, 20, 49, 37], [5, 49, 33], [38]], 5, 50)
+    assert_same(padded, padded.layout(SMALL, False, 70))
+
+
+@pytest.mark.parametrize("chain", [False, True], ids=["trees", "chains"])
+def test_one_layout_serves_every_pass(chain: bool) -> None:
+    """As under a captured graph: nothing of an earlier pass is left, idle requests and all of them included."""
+    layout = None
+    for seed in range(5):
+        choose = random.Random(seed)
+        lengths = [choose.choice([choose.randrange(140), *BORDERS]) for _ in range(3)]
+        sizes = [choose.choice([0, 1, choose.randint(1, 7)]) for _ in range(3)] if seed else [0, 0, 0]
+        trees = [list(range(-1, 6))] * 3 if chain else random_trees([7] * 3, seed)
+        nodes = [list(range(n)) if chain else sorted(choose.sample(range(7), n)) for n in sizes]
+        if sum(sizes) == 0:
+            nodes[0] = [0]  # the host's plan needs a row; the layout below gets none
+        padded = Padded(lengths, trees, nodes, 7, 7, strewn=not chain, seed=seed)
+        layout = layout or padded.layout(SMALL, chain, 140)
+        if sum(sizes) == 0:
+            padded.depths.fill_(-1)
+            assert torch.equal(padded.laid_out(layout), torch.zeros_like(padded.q))
+            assert not layout.slots.any() and not layout.positions.any()
+        else:
+            assert_same(padded, layout)
+
+
+@pytest.mark.parametrize("num_heads, num_kv_heads, head_dim", [(3, 1, 24), (20, 1, 16), (4, 2, 16)], ids=str)
+@pytest.mark.parametrize("chain", [False, True], ids=["trees", "chains"])
+def test_groups(num_heads: int, num_kv_heads: int, head_dim: int, chain: bool) -> None:
+    sizes = [6, 0, 4]
+    trees = [list(range(-1, 5))] * 3 if chain else random_trees(sizes, 2)
+    padded = Padded(
+        [30, 12, 64],
+        trees,
+        [list(range(n)) for n in sizes],
+        7,
+        6,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=torch.float16,
+        strewn=not chain,
+    )
+    assert_same(padded, padded.layout(SMALL, chain, 64))
+
+
+@pytest.mark.parametrize("window", [1, 5, 17, 40, 100])
+@pytest.mark.parametrize("chain", [False, True], ids=["trees", "chains"])
+def test_windows(window: int, chain: bool) -> None:
+    lengths, sizes = [0, 17, 64, 79, 130], [2, 6, 3, 0, 6]
+    trees = [list(range(-1, 5))] * 5 if chain else random_trees([6] * 5, window)
+    padded = Padded(lengths, trees, [list(range(n)) for n in sizes], 6, 6, strewn=not chain)
+    assert_same(padded, padded.layout(SMALL, chain, 130, window=window), window)
+
+
+@pytest.mark.parametrize("window", [None, 5, 40])
+def test_masked_trees(window: int | None) -> None:
+    """The bits of the host's masked plan; words as the host builds them."""
+    lengths, sizes = [0, 17, 63, 130, 5], [6, 1, 70, 6, 0]
+    trees = random_trees([max(size, 1) for size in sizes], 5)
+    nodes = [list(range(n)) if n < 70 else [0, 3, 31, 32, 62, 63, 64, 69] for n in sizes]
+    width = 1 + max(len(path_to(tree, node)) for tree, chosen in zip(trees, nodes, strict=True) for node in chosen)
+    padded = Padded(lengths, trees, nodes, 9, width)
+    layout = padded.layout(SMALL, False, 130, window=window, tree_slots=70)
+    out = padded.laid_out(layout)
+    words = np.concatenate(
+        [
+            np.pad(ancestor_masks(tree, window), ((0, 0), (0, 2)))[chosen, :2]
+            for tree, chosen in zip(trees, nodes, strict=True)
+            if chosen
+        ]
+    )
+    words = torch.from_numpy(words).to(DEVICE)
+    assert torch.equal(layout.ancestor_words[padded.rows], words)
+    own = padded.row_slots.view(-1)[padded.rows].tolist()
+    inputs = padded.inputs
+    plan = plan_tree_attention(**inputs.plan, **padded.shape, device=DEVICE, config=SMALL, window=window, row_slots=own)
+    rows = {name: value for name, value in inputs.rows.items() if name != "ancestors"} | {"window": window}
+    expected = tree_attention_masked_triton(
+        inputs.q, inputs.k_cache, inputs.v_cache, **rows, ancestor_words=words, plan=plan
+    )
+    assert torch.equal(out[padded.rows], expected)
+    padding = torch.ones(len(out), dtype=torch.bool)
+    padding[padded.rows] = False
+    assert not out[padding].any()
+
+
+def test_rows_that_do_not_fit_count_as_padding() -> None:
+    """Past the page table, past the layout's context, past its width: nothing is read or written there."""
+    padded = Padded([20, 60, 20, 20], random_trees([4] * 4, 0), [[0, 1, 2, 3]] * 4, 4, 4, strewn=False)
+    layout = padded.layout(SMALL, False, 40)
+    padded.row_slots[2, 3] = padded.page_table.shape[1] * PAGE - 20  # the first slot behind the table
+    padded.depths[3, 1] = 4
+    out = padded.laid_out(layout)
+    expected = padded.planned(SMALL, False)
+    gone = [4, 5, 6, 7, 11, 13]
+    kept = [row for row in range(16) if row not in gone]
+    assert torch.equal(out[kept], expected[kept])
+    assert not out[gone].any() and not layout.slots[gone].any()

@@ -1,0 +1,246 @@
+"""Cases of row_topk, for the implementation that TREESPEC_ROW_TOPK names: run by tests/test_row_topk.py, for Triton in
+a process of its own."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from treespec_kernels.coupled_choice import coupled_choice_ref, coupled_choice_triton, gumbel_integers_ref
+from treespec_kernels.lm_head import block_stats_ref
+from treespec_kernels.row_topk import BLOCK, RowTopk, row_topk_ref, row_topk_triton
+
+TRITON = os.environ["TREESPEC_ROW_TOPK"] == "triton"
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if TRITON and not INTERPRETED else "cpu"
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+VOCABS = [1, 5, 63, 64, 1000, 4099]
+KS = [1, 2, 8, 16]
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.fixture(autouse=True)
+def poisoned_allocations() -> Iterator[None]:
+    """`torch.empty` fills with NaN or the largest integer, so a partial result that nobody wrote shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(64, device=DEVICE).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def random_logits(rows: int, vocab: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    """In the middle of rows of NaN; about half of them have an equal."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.full((rows, vocab + 24), NAN)
+    logits[:, 16 : 16 + vocab] = (torch.randn(rows, vocab, generator=generator) * 64).round() / 32
+    return logits.to(DEVICE, dtype)[:, 16 : 16 + vocab]
+
+
+def noise_of(rows: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    """A third of the temperatures is 0."""
+    generator = torch.Generator().manual_seed(seed)
+    keys = {
+        "temperatures": torch.tensor([1.0, 0.0, 0.5, 0.8, 0.0, 1.3])[torch.arange(rows) % 6],
+        "seeds": torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator),
+        "samples": torch.arange(rows) // 2,
+        "positions": torch.randint(2**17, (rows,), generator=generator),
+    }
+    return {name: tensor.to(DEVICE) for name, tensor in keys.items()}
+
+
+def topk(logits: torch.Tensor, k: int, **arguments: Any) -> RowTopk:
+    top = row_topk_triton(logits, k, **arguments) if TRITON else row_topk_ref(logits, k, **arguments)
+    rows = len(logits)
+    assert [(tuple(t.shape), t.dtype) for t in top] == [
+        ((rows, k), torch.int32),
+        ((rows, k), torch.float32),
+        ((rows,), torch.float32),
+        ((rows,), torch.bool),
+    ]
+    assert all(tensor.device == logits.device for tensor in top)
+    return RowTopk(*(tensor.cpu() for tensor in top))
+
+
+def equal(some: RowTopk, others: RowTopk) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
+
+
+def best_first(values: np.ndarray, k: int) -> np.ndarray:
+    """The model: by falling value, of equals by rising token."""
+    return np.argsort(-values, axis=1, kind="stable")[:, :k]
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+@pytest.mark.parametrize("rows, k", [(1, 16), (2, 8), (7, 2), (33, 1), (33, 5)])
+def test_the_best_logits_in_order(rows: int, k: int, vocab: int) -> None:
+    k, dtype = min(k, vocab), DTYPES[(rows + k) % 3]
+    logits = random_logits(rows, vocab, dtype, seed=rows)
+    top, values = topk(logits, k), logits.float().cpu().numpy()
+    assert np.array_equal(top.tokens.numpy(), best_first(values, k))
+    assert np.array_equal(top.values.numpy(), np.take_along_axis(values, best_first(values, k), axis=1))
+    assert top.finite.all()
+    torch.testing.assert_close(top.lse.double(), logits.double().cpu().logsumexp(dim=1), rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("vocab, k", [(vocab, k) for vocab in VOCABS for k in KS if k <= vocab])
+def test_the_best_with_noise(vocab: int, k: int) -> None:
+    """Against float64; where two values are that close, logarithms may differ in their last bits."""
+    rows = 6
+    logits, noise = random_logits(rows, vocab, DTYPES[k % 3], seed=k), noise_of(rows, seed=vocab)
+    top = topk(logits, k, **noise)
+    keys = [noise[name].cpu().numpy() for name in ("seeds", "samples", "positions")]
+    w = np.minimum((gumbel_integers_ref(*keys, vocab) + 0.5) * 2.0**-32, 1 - 2.0**-24)
+    values, temperatures = logits.double().cpu().numpy(), noise["temperatures"].double().cpu().numpy()
+    drawn = temperatures != 0
+    values[drawn] = values[drawn] / temperatures[drawn, None] - np.log(-np.log1p(-w[drawn]))
+    expected = best_first(values, k)
+    sorted_values = np.take_along_axis(values, best_first(values, min(k + 1, vocab)), axis=1)
+    decided = ~drawn | (np.abs(np.diff(sorted_values, axis=1)) > 1e-5).all(axis=1)
+    assert decided.sum() >= 5
+    assert np.array_equal(top.tokens.numpy()[decided], expected[decided])
+    np.testing.assert_allclose(top.values.numpy(), sorted_values[:, :k], rtol=1e-6, atol=5e-6)
+    largest = values.max(axis=1, keepdims=True)
+    lse = np.log(np.exp(values - largest).sum(axis=1)) + largest[:, 0]
+    np.testing.assert_allclose(top.lse.numpy(), lse, rtol=2e-6, atol=2e-6)
+    assert top.finite.all()
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_one_with_noise_is_the_coupled_choice(vocab: int) -> None:
+    rows = 12 if INTERPRETED else 1000
+    coupled_choice = coupled_choice_triton if TRITON else coupled_choice_ref
+    logits, noise = random_logits(rows, vocab, DTYPES[vocab % 3]), noise_of(rows)
+    logits[3, vocab // 2], logits[4, vocab // 2], logits[9], logits[10] = NAN, INF, -INF, -INF
+    chosen = coupled_choice(logits, *noise.values())
+    for k in (1, *range(3, min(vocab, 3) + 1)):
+        top = topk(logits, k, **noise)
+        assert torch.equal(top.tokens[:, 0].long(), chosen.tokens.cpu())
+        assert torch.equal(top.finite, chosen.finite.cpu())
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_one_without_a_temperature_is_argmax(vocab: int) -> None:
+    logits = random_logits(3, vocab)
+    noise = noise_of(3) | {"temperatures": torch.zeros(3, device=DEVICE)}
+    plain = topk(logits, 1)
+    assert torch.equal(plain.tokens[:, 0].long(), logits.cpu().argmax(dim=1))
+    assert equal(topk(logits, 1, **noise), plain)
+    many = min(vocab, 16)
+    assert equal(topk(logits, many, **noise), topk(logits, many))
+
+
+def test_bits_are_equal_for_a_row_alone_and_in_company() -> None:
+    logits, noise = random_logits(7, 300), noise_of(7)
+    for arguments in ({}, noise):
+        company = topk(logits, 8, **arguments)
+        for row in (0, 1, 6):
+            own = {name: tensor[row : row + 1] for name, tensor in arguments.items()}
+            assert equal(topk(logits[row : row + 1], 8, **own), RowTopk(*(t[row : row + 1] for t in company)))
+        order = torch.randperm(7, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+        shuffled = topk(logits[order], 8, **{name: tensor[order] for name, tensor in arguments.items()})
+        assert equal(shuffled, RowTopk(*(tensor[order.cpu()] for tensor in company)))
+
+
+def test_equal_values_go_by_rising_token() -> None:
+    """In one block, over the border of two, and in more blocks than are read; +0 and -0 are equal."""
+    vocab = 4 * BLOCK + 20
+    logits = torch.full((5, vocab), -3.0, device=DEVICE)
+    places = [
+        [4, 3, 77],
+        [BLOCK, BLOCK - 1, 3 * BLOCK],
+        [BLOCK * i + 9 for i in (4, 3, 2, 1)],
+        [vocab - 1, vocab - 2, 5],
+    ]
+    for row, tied in enumerate(places):
+        logits[row, tied] = 1.0
+    for k in (1, 2, 3):
+        expected = [sorted(tied)[:k] for tied in places] + [[0, 1, 2][:k]]
+        assert topk(logits, k).tokens.tolist() == expected
+    zeros = torch.zeros(1, 3 * BLOCK, device=DEVICE)
+    zeros[0, [0, 2, BLOCK]] = -0.0
+    assert topk(zeros, 4).tokens.tolist() == [[0, 1, 2, 3]]
+    assert topk(zeros, 16).tokens.tolist() == [list(range(16))]
+
+
+def test_negative_values_are_in_order() -> None:
+    numbers = torch.tensor([-1e-45, -3e38, -1.0, -0.0, -2.0, 1e-45, -INF, -1e-30], device=DEVICE)
+    top = topk(numbers[None], 8)
+    assert top.tokens.tolist() == [[5, 3, 0, 7, 2, 4, 1, 6]]
+    assert torch.equal(top.values[0], numbers.cpu()[top.tokens[0].long()]) and top.finite.all()
+
+
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("temperature", [None, 0.0, 0.9])
+def test_masked_tokens_come_last_and_in_order(temperature: float | None, k: int) -> None:
+    vocab = 3 * BLOCK + 7
+    noise = {} if temperature is None else noise_of(4) | {"temperatures": torch.full((4,), temperature, device=DEVICE)}
+    logits = torch.full((4, vocab), -INF, device=DEVICE)
+    logits[0, [BLOCK + 1, 2 * BLOCK]] = torch.tensor([50.0, 0.0], device=DEVICE)
+    logits[1, vocab - 1] = 0.0
+    logits[2, 1] = 0.0
+    top = topk(logits, k, **noise)
+    expected = [[BLOCK + 1, 2 * BLOCK, 0], [vocab - 1, 0, 1], [1, 0, 2], [0, 1, 2]]
+    assert top.tokens.tolist() == [tokens[:k] for tokens in expected]
+    assert top.finite.tolist() == [True, True, True, False]
+    assert top.lse[:3].isfinite().all() and top.lse[3] == -INF and (top.values[3] == -INF).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("temperature", [None, 0.0, 0.9])
+def test_nan_and_infinity_are_reported(temperature: float | None, k: int, dtype: torch.dtype) -> None:
+    vocab = BLOCK + 30
+    noise = {} if temperature is None else noise_of(6) | {"temperatures": torch.full((6,), temperature, device=DEVICE)}
+    logits = random_logits(6, vocab, dtype)
+    clean = topk(logits, k, **noise)
+    logits[0, 3] = NAN
+    logits[1, vocab - 1] = NAN
+    logits[2, [5, BLOCK + 9]] = torch.tensor([INF, NAN], device=DEVICE, dtype=dtype)
+    logits[3, :] = NAN
+    logits[4, BLOCK + 1] = INF
+    top = topk(logits, k, **noise)
+    assert top.tokens[:5, 0].tolist() == [3, vocab - 1, 5, 0, BLOCK + 1]
+    assert top.finite.tolist() == [False] * 5 + [True]
+    assert (top.lse[:5] == INF).all() and (top.values[:5, 0] == INF).all()
+    assert equal(RowTopk(*(t[5:] for t in top)), RowTopk(*(t[5:] for t in clean)))
+    if k > 1:
+        assert top.tokens[2, 1] == BLOCK + 9 and top.tokens[3].tolist() == list(range(k))
+
+
+def test_a_temperature_that_is_no_number_is_reported() -> None:
+    noise = noise_of(2) | {"temperatures": torch.tensor([NAN, 1.0], device=DEVICE)}
+    assert topk(random_logits(2, 100), 2, **noise).finite.tolist() == [False, True]
+
+
+@pytest.mark.skipif(not TRITON, reason="about the kernels")
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_a_given_summary_changes_nothing(vocab: int) -> None:
+    """Neither do other blocks: the log-sum-exp alone may differ in its last bits."""
+    logits = random_logits(3, vocab, torch.float16)
+    for k, block in ((1, 16), (1, 1024), (min(vocab, 16), 16), (min(vocab, 9), 128)):
+        plain, stats = topk(logits, k), block_stats_ref(logits, block)
+        for top in (topk(logits, k, stats=stats), topk(logits, k, block=block)):
+            assert equal(top._replace(lse=plain.lse), plain)
+            torch.testing.assert_close(top.lse, plain.lse, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.skipif(not TRITON, reason="about the kernels")
+@pytest.mark.parametrize("block", [16, 1024])
+def test_other_blocks_draw_alike(block: int) -> None:
+    logits, noise = random_logits(3, 4099), noise_of(3)
+    plain = topk(logits, 16, **noise)
+    assert equal(topk(logits, 16, **noise, block=block)._replace(lse=plain.lse), plain)
+
+
+def test_no_rows() -> None:
+    assert len(topk(random_logits(1, 5)[:0], 2).lse) == 0
+
+
+def test_inputs_are_not_changed() -> None:
+    logits, noise = random_logits(3, 100), noise_of(3)
+    before = [tensor.clone() for tensor in (logits, *noise.values())]
+    topk(logits, 4, **noise)
+    assert all(torch.equal(a, b) for a, b in zip((logits, *noise.values()), before, strict=True))

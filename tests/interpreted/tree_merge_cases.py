@@ -1,0 +1,189 @@
+"""Cases of tree_root and tree_merge, for the implementation that TREESPEC_TREE_MERGE names: run by
+tests/test_tree_merge.py, for Triton in a process of its own. Everything is compared by equality, with the specification
+in every tensor and with a dictionary of paths in what the next pass sees."""
+
+import copy
+import dataclasses
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from tests.growth import KINDS, Sizes, Trie, assert_frontier, assert_trees, mixtures, poison, proposals
+from treespec_kernels.device_trees import DeviceForest
+from treespec_kernels.tree_merge import tree_merge_ref, tree_merge_triton
+from treespec_kernels.tree_root import tree_root_ref, tree_root_triton
+from treespec_kernels.tree_select import tree_select_ref
+
+IMPLEMENTATION = os.environ["TREESPEC_TREE_MERGE"]
+DEVICE = "cpu" if IMPLEMENTATION != "triton" or os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+tree_root = {"ref": tree_root_ref, "triton": tree_root_triton}[IMPLEMENTATION]
+tree_merge = {"ref": tree_merge_ref, "triton": tree_merge_triton}[IMPLEMENTATION]
+
+SHAPES = [
+    Sizes(1, 1, 1, 1, 1),
+    Sizes(1, 1, 1, 1, 5),  # a chain
+    Sizes(2, 2, 1, 7, 1),  # a star
+    Sizes(3, 3, 3, 2, 4),
+    Sizes(2, 1, 5, 3, 3),
+    Sizes(2, 5, 2, 3, 2),
+    Sizes(1, 4, 8, 8, 3),
+]
+# The interpreter takes a second for the larger ones: every kind of one shape, and two kinds of each other.
+CASES = [
+    pytest.param(sizes, kind, id=f"{sizes}-{kind}")
+    for i, sizes in enumerate(SHAPES)
+    for j, kind in enumerate(KINDS)
+    if IMPLEMENTATION == "ref" or i == 3 or (i - j) % len(KINDS) < 2
+]
+INF, NAN = float("inf"), float("nan")
+
+
+def assert_same(actual: DeviceForest, expected: DeviceForest) -> None:
+    for field in dataclasses.fields(DeviceForest):
+        a, e = getattr(actual, field.name).cpu(), getattr(expected, field.name)
+        wrong = (a != e).nonzero()  # NaN differs from itself
+        assert len(wrong) == 0, f"{field.name} differs at {wrong[:4].tolist()}: {a[*wrong[0]]}, expected {e[*wrong[0]]}"
+
+
+class Growth:
+    """The implementation, the specification and the model, side by side."""
+
+    def __init__(self, sizes: Sizes, roots: list[int]):
+        self.forest, self.expected = sizes.forest(DEVICE), sizes.forest()
+        self.tries = [Trie(root, sizes.frontier) for root in roots]
+        poison(self.forest)
+        self.root_tokens = torch.tensor(roots, dtype=torch.int32)
+        tree_root(self.forest, self.root_tokens.to(DEVICE))
+        tree_root_ref(self.expected, self.root_tokens)
+        self.check()
+
+    def check(self) -> None:
+        assert_same(self.forest, self.expected)
+        assert_frontier(self.forest, self.tries)
+
+    def merge(self, tokens: torch.Tensor, probs: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> None:
+        arguments = (tokens, probs, weights, ends)
+        tree_merge(self.forest, *(tensor.to(DEVICE) for tensor in arguments))
+        tree_merge_ref(self.expected, *arguments)
+        for request, trie in enumerate(self.tries):
+            own = set(ends[request].tolist())
+            trie.merge(tokens[:, request].numpy(), probs[:, request].numpy(), weights[request].numpy(), own)
+        self.check()
+
+    def all_candidates(self) -> None:
+        """Every candidate, by the selection of all of them."""
+        requests, count = len(self.tries), 1 + self.forest.max_depth * self.forest.candidates
+        least, deepest = torch.full((requests,), -INF), torch.full((requests,), 99, dtype=torch.int32)
+        trees = tree_select_ref(self.expected, self.root_tokens, count, least, deepest)
+        assert_trees(trees, self.tries, count, least, deepest)
+
+
+@pytest.mark.parametrize(("sizes", "kind"), CASES)
+def test_growth(sizes: Sizes, kind: str) -> None:
+    """Of several requests one may sit the round out; the number of end tokens varies from none to two."""
+    seed = KINDS.index(kind)
+    rng = np.random.default_rng(seed)
+    idle = seed % (sizes.requests + 1) if sizes.requests > 1 else None
+    growth = Growth(sizes, [-1 if request == idle else 100 + request for request in range(sizes.requests)])
+    ends = torch.from_numpy(rng.integers(-1, sizes.proposals + 3, (sizes.requests, seed % 3)).astype(np.int32))
+    for _ in range(sizes.depth):
+        growth.merge(*proposals(sizes, kind, rng), mixtures(sizes, rng), ends)
+    growth.all_candidates()
+
+
+def test_a_forest_is_started_again() -> None:
+    sizes, rng = Sizes(2, 2, 2, 2, 2), np.random.default_rng(0)
+    growth = Growth(sizes, [5, 6])
+    growth.merge(*proposals(sizes, "random", rng), mixtures(sizes, rng), torch.full((2, 1), -1, dtype=torch.int32))
+    fresh = Growth(sizes, [7, -1])
+    tree_root(growth.forest, fresh.root_tokens.to(DEVICE))
+    assert_same(growth.forest, fresh.expected)
+
+
+def test_a_forest_at_its_depth_stays() -> None:
+    sizes, rng = Sizes(1, 2, 2, 2, 1), np.random.default_rng(0)
+    growth, ends = Growth(sizes, [5]), torch.zeros(1, 0, dtype=torch.int32)
+    growth.merge(*proposals(sizes, "random", rng), torch.full((1, 2), 0.5), ends)
+    before = copy.deepcopy(growth.forest)
+    arguments = (*proposals(sizes, "random", rng), torch.full((1, 2), 0.5), ends)
+    tree_merge(growth.forest, *(tensor.to(DEVICE) for tensor in arguments))
+    tree_merge_ref(growth.expected, *arguments)
+    assert_same(growth.forest, growth.expected)
+    for field in dataclasses.fields(DeviceForest):
+        assert torch.equal(getattr(growth.forest, field.name), getattr(before, field.name))
+
+
+def level_of(tokens: list, probs: list, weights: list[float], ends: list[int], frontier: int = 4) -> DeviceForest:
+    """The forest after one level of one request; tokens and probs: [G][C] below the root."""
+    sizes = Sizes(1, len(tokens), frontier, len(tokens[0]), 2)
+    said = torch.zeros(sizes.ssms, 1, frontier, sizes.proposals, dtype=torch.int32)
+    chance = torch.full(said.shape, NAN)  # no frontier node there: must not be heard
+    said[:, 0, 0], chance[:, 0, 0] = torch.tensor(tokens, dtype=torch.int32), torch.tensor(probs)
+    growth = Growth(sizes, [1])
+    growth.merge(said, chance, torch.tensor([weights]), torch.tensor([ends], dtype=torch.int32))
+    return growth.forest
+
+
+def test_equal_tokens_become_one_by_hand() -> None:
+    forest = level_of([[7, 8], [9, 7]], [[0.5, 0.25], [0.75, 0.25]], [0.5, 0.5], [-1])
+    assert forest.cand_tokens[0, 0, :4].tolist() == [7, 8, 9, -1]
+    assert forest.cand_values[0, 0, :4].tolist() == [0.375, 0.125, 0.375, -INF]
+    assert forest.cand_masks[0, 0, :4].tolist() == [0b11, 0b01, 0b10, 0]
+    assert forest.cand_parents[0, 0, :4].tolist() == [-1] * 4
+    assert forest.frontier[0].tolist() == [0, 2, 1, -1]  # equal values: the first in order
+    assert forest.frontier_tokens[0].tolist() == [7, 9, 8, 0]
+    assert forest.cand_slots[0, 0, :4].tolist() == [1, 3, 2, -1]
+    assert forest.frontier_ancestors[0].tolist() == [[0, 1, 1], [0, 2, 2], [0, 3, 3], [0, 0, 0]]
+
+
+def test_what_is_no_number_is_not_heard() -> None:
+    """What one SSM breaks, the other says: the token keeps the share of the one that is sound."""
+    forest = level_of([[7, 8, 9], [7, 8, 4]], [[NAN, INF, 0.5], [0.5, 0.25, -INF]], [0.5, 0.5], [-1])
+    assert forest.cand_tokens[0, 0, :6].tolist() == [-1, -1, 9, 7, 8, -1]
+    assert forest.cand_values[0, 0, :6].tolist() == [-INF, -INF, 0.25, 0.25, 0.125, -INF]
+    assert forest.cand_masks[0, 0, :6].tolist() == [0, 0, 0b01, 0b10, 0b10, 0]
+    silent = level_of([[7], [7]], [[0.5], [0.5]], [NAN, 0.5], [-1])
+    assert silent.cand_values[0, 0, :2].tolist() == [-INF, 0.25]
+
+
+def test_sums_are_capped_and_ordered() -> None:
+    """In float32 (2^-25 + 2^-25) + 1/2 and (1/2 + 2^-25) + 2^-25 differ; the first SSM's share comes first."""
+    small = 2.0**-25
+    forward = level_of([[7], [7], [7]], [[small], [small], [0.5]], [1.0, 1.0, 1.0], [-1])
+    backward = level_of([[7], [7], [7]], [[0.5], [small], [small]], [1.0, 1.0, 1.0], [-1])
+    assert forward.cand_values[0, 0, 0].item() == 0.5 + 2 * small
+    assert backward.cand_values[0, 0, 0].item() == 0.5
+    capped = level_of([[7], [7]], [[0.75], [3e38]], [1.0, 1.0], [-1])
+    assert capped.cand_values[0, 0, 0].item() == 1.0
+
+
+def test_end_tokens_are_candidates_and_never_expanded() -> None:
+    forest = level_of([[7, 8, 9]], [[0.6, 0.3, 0.1]], [1.0], [8, 7, -1])
+    assert forest.cand_tokens[0, 0, :3].tolist() == [7, 8, 9]
+    assert forest.frontier_tokens[0].tolist() == [9, 0, 0, 0]
+
+
+def test_proposals_may_be_views() -> None:
+    """Every stack of equal SSMs writes its part of a larger tensor."""
+    sizes, rng = Sizes(2, 3, 3, 2, 2), np.random.default_rng(0)
+    growth, ends = Growth(sizes, [3, 4]), torch.full((2, 2), -1, dtype=torch.int32)
+    for _ in range(2):
+        tokens, probs = proposals(sizes, "random", rng)
+        wide = torch.full((2, 3, 5, 4), NAN)
+        wide[..., 1:3] = probs.permute(1, 0, 2, 3).repeat_interleave(2, 2)[:, :, :5]
+        tokens_view = torch.full((3, 2, 3, 8), 99, dtype=torch.int32)
+        tokens_view[..., 3:5] = tokens
+        probs_view = wide.permute(1, 0, 2, 3)[:, :, ::2, 1:3]
+        assert torch.equal(probs_view, probs) and not probs_view.is_contiguous()
+        growth.merge(tokens_view[..., 3:5], probs_view, mixtures(sizes, rng), ends)
+
+
+def test_inputs_are_not_changed() -> None:
+    sizes, rng = Sizes(2, 2, 2, 2, 2), np.random.default_rng(0)
+    growth = Growth(sizes, [3, 4])
+    arguments = [*proposals(sizes, "random", rng), mixtures(sizes, rng), torch.zeros(2, 1, dtype=torch.int32)]
+    given = [tensor.clone().to(DEVICE) for tensor in arguments]
+    tree_merge(growth.forest, *given)
+    assert all(torch.equal(tensor.cpu(), copied) for tensor, copied in zip(given, arguments, strict=True))

@@ -1,0 +1,152 @@
+"""Cases of tree_select, for the implementation that TREESPEC_TREE_SELECT names: run by tests/test_tree_select.py, for
+Triton in a process of its own. Forests are grown by the specification of tree_merge; what is selected is compared with
+a dictionary of paths, by equality and padding included."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from tests.growth import KINDS, Sizes, Trie, assert_trees, mixtures, poison, proposals
+from treespec_kernels.device_trees import DeviceForest, DeviceTrees
+from treespec_kernels.tree_merge import tree_merge_ref
+from treespec_kernels.tree_root import tree_root_ref
+from treespec_kernels.tree_select import tree_select_ref, tree_select_triton
+
+IMPLEMENTATION = os.environ["TREESPEC_TREE_SELECT"]
+DEVICE = "cpu" if IMPLEMENTATION != "triton" or os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+tree_select = {"ref": tree_select_ref, "triton": tree_select_triton}[IMPLEMENTATION]
+
+SHAPES = [
+    Sizes(1, 1, 1, 1, 1),
+    Sizes(2, 1, 1, 1, 5),  # a chain
+    Sizes(2, 2, 1, 7, 1),  # a star
+    Sizes(3, 3, 3, 2, 4),
+    Sizes(2, 1, 5, 3, 3),
+]
+# The interpreter takes a second for the larger ones: two kinds of most shapes.
+CASES = [
+    pytest.param(sizes, kind, id=f"{sizes}-{kind}")
+    for i, sizes in enumerate(SHAPES)
+    for j, kind in enumerate(KINDS)
+    if IMPLEMENTATION == "ref" or (i - j) % len(KINDS) < 2 or (i == 3 and j < 4)
+]
+ROUNDS = 1 if IMPLEMENTATION == "triton" else 8
+INF, NAN = float("inf"), float("nan")
+
+
+def grown(
+    sizes: Sizes, kind: str, rng: np.random.Generator, *, levels: int | None = None, roots: list[int] | None = None
+) -> tuple[DeviceForest, list[Trie], torch.Tensor]:
+    """A forest of so many levels, or of all, the same as tries, and the root tokens."""
+    roots = [100 + request for request in range(sizes.requests)] if roots is None else roots
+    forest, tries = sizes.forest(), [Trie(root, sizes.frontier) for root in roots]
+    root_tokens = torch.tensor(roots, dtype=torch.int32)
+    poison(forest)
+    tree_root_ref(forest, root_tokens)
+    ends = torch.from_numpy(rng.integers(-1, sizes.proposals + 3, (sizes.requests, 2)).astype(np.int32))
+    for _ in range(sizes.depth if levels is None else levels):
+        tokens, probs, weights = *proposals(sizes, kind, rng), mixtures(sizes, rng)
+        tree_merge_ref(forest, tokens, probs, weights, ends)
+        for request, trie in enumerate(tries):
+            own = tokens[:, request].numpy(), probs[:, request].numpy(), weights[request].numpy()
+            trie.merge(*own, set(ends[request].tolist()))
+    return forest, tries, root_tokens
+
+
+def assert_selects(
+    growth: tuple[DeviceForest, list[Trie], torch.Tensor],
+    nodes: int,
+    least: list[float],
+    deepest: list[int],
+    capacity: int | None = None,
+) -> DeviceTrees:
+    forest, tries, root_tokens = growth
+    trees = DeviceTrees.allocate(
+        forest.num_requests, nodes=capacity or nodes, max_depth=forest.max_depth, device=DEVICE
+    )
+    poison(trees)
+    moved = DeviceForest(**{name: getattr(forest, name).to(DEVICE) for name in forest.__dataclass_fields__})
+    limits = torch.tensor(least), torch.tensor(deepest, dtype=torch.int32)
+    written = tree_select(moved, root_tokens.to(DEVICE), nodes, *(limit.to(DEVICE) for limit in limits), out=trees)
+    assert written is trees
+    assert_trees(trees, tries, nodes, *limits)
+    return trees
+
+
+@pytest.mark.parametrize(("sizes", "kind"), CASES)
+def test_the_best_nodes(sizes: Sizes, kind: str) -> None:
+    rng = np.random.default_rng(KINDS.index(kind))
+    growth, count = grown(sizes, kind, rng), sizes.requests
+    everything = 1 + max(len(trie.nodes) for trie in growth[1])
+    for nodes in sorted({1, 2, everything, *rng.integers(2, everything + 4, ROUNDS).tolist()}):
+        assert_selects(growth, nodes, [-INF] * count, [99] * count)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_limits_of_each_request(kind: str) -> None:
+    rng, sizes = np.random.default_rng(1), Sizes(4, 2, 4, 3, 4)
+    growth = grown(sizes, kind, rng, roots=[5, -1, 0, 7])
+    for _ in range(ROUNDS):
+        values = [node.value for node in growth[1][0].nodes.values()]
+        least = [float(rng.choice(values)) for _ in range(4)] if values else [0.0] * 4  # at ties with the limit, too
+        assert_selects(growth, int(rng.integers(1, 20)), least, rng.integers(-1, 6, 4).tolist(), capacity=20)
+    assert_selects(growth, 9, [0.0, 0.0, NAN, INF], [99, 99, 99, 99])
+
+
+@pytest.mark.parametrize("levels", [0, 1, 2, 3])
+def test_forests_that_are_not_grown_out(levels: int) -> None:
+    """Levels that were not grown hold poison. The last frontier was never run, so no draft holds its nodes."""
+    rng, sizes = np.random.default_rng(2), Sizes(2, 2, 3, 3, 3)
+    growth = grown(sizes, "random", rng, levels=levels)
+    for name in (name for name in growth[0].__dataclass_fields__ if name.startswith("cand_")):
+        tensor = getattr(growth[0], name)[:, levels:]
+        tensor.fill_(0.5 if tensor.dtype == torch.float32 else 7)
+    trees = assert_selects(growth, 12, [0.0, 0.0], [99, 99])
+    held = trees.slots[trees.depths >= levels]
+    assert (held == -1).all() and (levels == 0 or (trees.slots[:, 0] == 0).all())
+
+
+def test_a_request_may_want_the_root_alone() -> None:
+    growth = grown(Sizes(3, 2, 3, 3, 2), "random", np.random.default_rng(3), roots=[4, 5, -1])
+    trees = assert_selects(growth, 8, [0.0, 0.0, 0.0], [0, 2, 2])
+    assert trees.num_nodes.tolist() == [1, 8, 0]
+
+
+def test_each_request_may_want_another_number() -> None:
+    """As data: what is out of range counts as the nearest number that is not."""
+    count, capacity = 5, 8
+    forest, _, root_tokens = grown(Sizes(count, 2, 3, 3, 2), "random", np.random.default_rng(6))
+    moved = DeviceForest(**{name: getattr(forest, name).to(DEVICE) for name in forest.__dataclass_fields__})
+    wanted = torch.tensor([1, 0, 5, 8, 99], dtype=torch.int32)
+    limits = torch.zeros(count), torch.full((count,), 9, dtype=torch.int32)
+
+    def select(nodes: torch.Tensor | int) -> DeviceTrees:
+        trees = DeviceTrees.allocate(count, nodes=capacity, max_depth=forest.max_depth, device=DEVICE)
+        return tree_select(moved, root_tokens.to(DEVICE), nodes, *(limit.to(DEVICE) for limit in limits), out=trees)
+
+    together = select(wanted.to(DEVICE))
+    for request, nodes in enumerate([1, 1, 5, 8, 8]):
+        alone = select(nodes)
+        for name in together.__dataclass_fields__:
+            assert torch.equal(getattr(together, name)[request], getattr(alone, name)[request]), (request, name)
+    with pytest.raises(ValueError, match="nodes is a tensor, whose values are not read; give out"):
+        tree_select(moved, root_tokens.to(DEVICE), wanted.to(DEVICE), *(limit.to(DEVICE) for limit in limits))
+
+
+@pytest.mark.parametrize("kind", ["ties", "ones", "tiny"])
+def test_ties_and_underflow_at_real_size(kind: str) -> None:
+    """At every number of nodes the tree is connected, by equal values, by values of 1 and by values of 0."""
+    growth = grown(Sizes(1, 4, 8, 8, 4), kind, np.random.default_rng(4))
+    for nodes in (7, 64, 200) if IMPLEMENTATION == "triton" else (*range(1, 40), *range(40, 256, 20)):
+        assert_selects(growth, nodes, [0.0], [99], capacity=256)
+
+
+def test_trees_are_allocated_where_none_are_given() -> None:
+    forest, tries, root_tokens = grown(Sizes(2, 2, 3, 3, 2), "random", np.random.default_rng(5))
+    moved = DeviceForest(**{name: getattr(forest, name).to(DEVICE) for name in forest.__dataclass_fields__})
+    least, deepest = torch.zeros(2), torch.tensor([1, 2], dtype=torch.int32)
+    trees = tree_select(moved, root_tokens.to(DEVICE), 6, least.to(DEVICE), deepest.to(DEVICE))
+    assert (trees.max_nodes, trees.max_depth) == (6, 2)
+    assert_trees(trees, tries, 6, least, deepest)

@@ -1,0 +1,171 @@
+"""Cases of tree_walk, for the implementation that TREESPEC_TREE_WALK names: run by tests/test_tree_walk.py, for Triton
+in a process of its own. Compared by equality with `treespec.verify.verify_greedy`, which knows no padding."""
+
+import os
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from tests.growth import poison
+from treespec.tree import Draws, TokenTree
+from treespec.verify import verify_greedy
+from treespec_kernels.device_trees import DeviceTrees
+from treespec_kernels.testing import path_to, tree_parents
+from treespec_kernels.tree_walk import Walk, tree_walk_ref, tree_walk_triton
+
+IMPLEMENTATION = os.environ["TREESPEC_TREE_WALK"]
+DEVICE = "cpu" if IMPLEMENTATION != "triton" or os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+tree_walk = {"ref": tree_walk_ref, "triton": tree_walk_triton}[IMPLEMENTATION]
+ROUNDS = 12 if IMPLEMENTATION == "triton" else 100
+TOO_LARGE = 2**31 - 1
+
+
+def tree_of(parents: list[int], vocab: int, choose: random.Random) -> TokenTree:
+    """A tree whose siblings carry different tokens, few enough that they come up elsewhere too."""
+    paths = [path_to(parents, node) for node in range(len(parents))]
+    tokens: list[int] = []
+    for node, parent in enumerate(parents):
+        taken = {tokens[other] for other in range(node) if parents[other] == parent}
+        tokens.append(choose.choice([token for token in range(vocab + len(parents)) if token not in taken][:vocab]))
+    depths = np.array([len(path) - 1 for path in paths])
+    return TokenTree(np.array(tokens), np.array(parents), depths, np.ones(len(parents)), Draws.none(), ())
+
+
+def device_trees(trees: list[TokenTree | None], nodes: int, max_depth: int) -> DeviceTrees:
+    """The same on the device; None is idle. What padding may hold anything holds nonsense."""
+    made = DeviceTrees.allocate(len(trees), nodes=nodes, max_depth=max_depth)
+    for tensor in (made.tokens, made.parents, made.slots):
+        tensor.fill_(0)
+    for request, tree in enumerate(trees):
+        size = made.num_nodes[request] = 0 if tree is None else len(tree)
+        if tree is None:
+            continue
+        for name in ("tokens", "parents", "depths"):
+            getattr(made, name)[request, :size] = torch.from_numpy(getattr(tree, name))
+        for node in range(len(tree)):
+            path = torch.from_numpy(tree.path_to(node))
+            made.ancestors[request, node, : len(path)] = path
+        made.slots[request, :size] = torch.from_numpy(np.where(tree.depths < 3, 10 * np.arange(len(tree)), -1))
+    return DeviceTrees(**{name: getattr(made, name).to(DEVICE) for name in made.__dataclass_fields__})
+
+
+def walk(trees: DeviceTrees, choices: torch.Tensor, finite: torch.Tensor) -> Walk:
+    out = Walk.allocate(trees.num_requests, max_depth=trees.max_depth, device=DEVICE)
+    poison(out)
+    assert tree_walk(trees, choices.to(DEVICE), finite.to(DEVICE), out=out) is out
+    return Walk(*(tensor.cpu() for tensor in out))
+
+
+def assert_walks(
+    trees: list[TokenTree | None], choices: torch.Tensor, finite: torch.Tensor, max_depth: int
+) -> list[int]:
+    """Compares with `verify_greedy`, and what must stand beyond each path; returns the lengths."""
+    walked = walk(device_trees(trees, choices.shape[1], max_depth), choices, finite)
+    for request, tree in enumerate(trees):
+        length = int(walked.path_lens[request])
+        path, emitted = walked.paths[request].tolist(), walked.tokens[request].tolist()
+        held, slots = int(walked.slot_lens[request]), walked.slots[request].tolist()
+        assert path[length:] == [0] * (max_depth + 1 - length) and slots[held:] == [0] * (max_depth + 1 - held)
+        assert emitted[length:] == [-1] * (max_depth + 1 - length)
+        if tree is None or not finite[request, : len(tree)].all():
+            assert length == held == 0
+            continue
+        verified = verify_greedy(tree, choices[request, : len(tree)].long().numpy())
+        assert path[:length] == verified.path.tolist()
+        assert emitted[:length] == [*tree.tokens[verified.path[1:]].tolist(), verified.bonus]
+        assert slots[:held] == [10 * node for node in path[: min(length, 3)]]
+    return walked.path_lens.tolist()
+
+
+def all_choices(trees: list[TokenTree | None], kind: str, nodes: int, choose: random.Random) -> torch.Tensor:
+    """[B, nodes] int64: "accepted": along a path to a leaf, "rejected": no child's, "random": a child's or not."""
+    choices = torch.full((len(trees), nodes), TOO_LARGE)
+    for request, tree in enumerate(trees):
+        for node in range(0 if tree is None else len(tree)):
+            below = tree.tokens[tree.parents == node].tolist()
+            stops = kind == "rejected" or not below or (kind == "random" and choose.random() < 0.25)
+            choices[request, node] = 999 if stops else choose.choice(below)
+    return choices
+
+
+@pytest.mark.parametrize("kind", ["accepted", "rejected", "random"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
+def test_fuzz(kind: str, dtype: torch.dtype) -> None:
+    for seed in range(ROUNDS):
+        choose, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+        trees: list[TokenTree | None] = []
+        for _ in range(choose.randint(1, 4)):
+            shape, size = choose.choice(["chain", "star", "random", "idle"]), choose.choice([1, 2, 5, 13])
+            parents = [] if shape == "idle" else tree_parents(shape, size, generator)
+            trees.append(tree_of(parents, 4 if shape != "star" else 16, choose) if parents else None)
+        max_depth = max([int(tree.depths.max()) for tree in trees if tree] or [0]) + choose.randint(0, 2)
+        nodes = max([len(tree) for tree in trees if tree] or [1]) + choose.randint(0, 2)
+        choices = all_choices(trees, kind, nodes, choose).to(dtype)
+        finite = torch.ones(len(trees), nodes, dtype=torch.bool)
+        for request, tree in enumerate(trees):
+            finite[request, len(tree) if tree else 0 :] = False  # padding may be anything
+        if choose.random() < 0.3:
+            finite[choose.randrange(len(trees)), choose.randrange(nodes)] = False
+        try:
+            lengths = assert_walks(trees, choices, finite, max_depth)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+        for request, tree in enumerate(trees):
+            if kind == "rejected" and tree is not None and finite[request, : len(tree)].all():
+                assert lengths[request] == 1
+
+
+def test_a_chain_is_accepted_to_its_end() -> None:
+    choose = random.Random(0)
+    tree = tree_of(list(range(-1, 8)), 5, choose)
+    choices = all_choices([tree], "accepted", 9, choose)
+    assert assert_walks([tree], choices, torch.ones(1, 9, dtype=torch.bool), 8) == [9]
+
+
+def test_equal_tokens_elsewhere_do_not_mislead() -> None:
+    """Nodes 3 and 4 carry the wanted tokens below another parent than the path's."""
+    parents = [-1, 0, 0, 1, 1, 2]
+    tree = TokenTree(
+        np.array([9, 5, 6, 7, 8, 4]), np.array(parents), np.array([0, 1, 1, 2, 2, 2]), np.ones(6), Draws.none(), ()
+    )
+    choices = torch.tensor([[6, 7, 7, 1, 1, 1]])
+    assert assert_walks([tree], choices, torch.ones(1, 6, dtype=torch.bool), 2) == [2]
+
+
+def test_any_node_that_is_not_finite_empties_its_request_alone() -> None:
+    choose = random.Random(1)
+    trees: list[TokenTree | None] = [tree_of([-1, 0, 1], 3, choose), tree_of([-1, 0, 0], 3, choose)]
+    choices = all_choices(trees, "accepted", 4, choose)
+    for node in range(3):
+        finite = torch.ones(2, 4, dtype=torch.bool)
+        finite[0, node] = False
+        assert assert_walks(trees, choices, finite, 2) == [0, 2]
+    finite = torch.ones(2, 4, dtype=torch.bool)
+    finite[:, 3] = False  # padding
+    assert assert_walks(trees, choices, finite, 2) == [3, 2]
+
+
+def test_rows_may_lie_apart() -> None:
+    choose = random.Random(2)
+    trees: list[TokenTree | None] = [tree_of([-1, 0, 1], 3, choose), tree_of([-1, 0, 0], 3, choose)]
+    wide = torch.full((2, 7), TOO_LARGE)
+    wide[:, 2:5] = all_choices(trees, "accepted", 3, choose)
+    finite = torch.zeros(2, 6, dtype=torch.bool)
+    finite[:, 1:4] = True
+    assert assert_walks(trees, wide[:, 2:5], finite[:, 1:4], 2) == [3, 2]
+
+
+def test_a_real_size() -> None:
+    choose, generator = random.Random(3), torch.Generator().manual_seed(3)
+    trees: list[TokenTree | None] = [tree_of(tree_parents("random", 256, generator), 40, choose) for _ in range(2)]
+    max_depth = max(int(tree.depths.max()) for tree in trees if tree)
+    choices = all_choices(trees, "accepted", 256, choose)
+    assert min(assert_walks(trees, choices, torch.ones(2, 256, dtype=torch.bool), max_depth)) > 1
+
+
+def test_a_walk_is_allocated_where_none_is_given() -> None:
+    trees = device_trees([tree_of([-1], 3, random.Random(0))], 1, 0)
+    walked = tree_walk(trees, torch.tensor([[7]], device=DEVICE), torch.ones(1, 1, dtype=torch.bool, device=DEVICE))
+    assert [tensor.tolist() for tensor in walked] == [[[0]], [1], [[7]], [[0]], [1]]

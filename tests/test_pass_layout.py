@@ -1,0 +1,116 @@
+"""Pass layout: its sizes, what is refused, and the kernel's cases in the interpreter or on a GPU."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.child import run_cases, run_uninterpreted
+from treespec_kernels.pass_layout import DeviceLayout, pass_layout_ref
+from treespec_kernels.tree_attention import SegmentPartition, TreeAttentionConfig
+
+CASES = "pass_layout_cases.py"
+MODEL: dict[str, Any] = {
+    "num_heads": 8,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+    "dtype": torch.float32,
+    "device": "cpu",
+    "max_context": 100,
+    "config": TreeAttentionConfig(16, 16, 4, 2, SegmentPartition(32, 64, 64)),
+}
+
+
+def test_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    run_cases(CASES, {"TRITON_INTERPRET": "1"})
+
+
+@pytest.mark.gpu
+def test_on_a_gpu() -> None:
+    run_cases(CASES, {"TRITON_INTERPRET": "0"})
+
+
+def test_ref_places_rows_in_pages() -> None:
+    def integers(*values: Any) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    places = pass_layout_ref(
+        integers(5, 8),
+        integers([3, 9, 7], [1, 2, 4]),
+        integers([0, 2], [-1, 1]),
+        integers([0, 4], [99, 0]),
+        page_size=4,
+    )
+    assert places.positions.tolist() == [5, 7, 0, 9]
+    assert places.slots.tolist() == [9 * 4 + 1, 7 * 4 + 1, 0, 4 * 4]
+
+
+def test_sizes_follow_the_shape_alone() -> None:
+    layout = DeviceLayout.allocate(3, 10, 5, chain=False, **MODEL)
+    # 40 (row, head) pairs of a request in 3 M tiles; positions below 100 in 3 segments; 4 depths more touch 3, too.
+    # From the root's tile on a row touches at most 2 segments.
+    assert layout.plan.capacity == (30, 3 * 3 * 3, 30 * 2, 30 * 3)
+    chain = DeviceLayout.allocate(3, 10, 10, chain=True, **MODEL)
+    assert chain.plan.capacity == (30, 3 * 3 * 3, 0, 30 * 3)
+    windowed = DeviceLayout.allocate(3, 10, 5, chain=False, window=9, **(MODEL | {"max_context": 100_000}))
+    assert windowed.plan.capacity == (30, 3 * 3 * 2, 30 * 2, 30 * 2)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    for change, message in [
+        ({"num_requests": 0}, "num_requests is 0; it must be 1 or more"),
+        ({"width": 0}, "width is 0; it must be 1 or more"),
+        ({"max_context": -1}, "max_context is -1; it must not be negative"),
+        ({"window": 0}, "window is 0; it must be 1 or more, or None"),
+        ({"num_heads": 9}, "9 query heads are not a multiple of 2 KV heads"),
+    ]:
+        arguments = {"num_requests": 1, "rows_per_request": 2, "width": 2, "chain": False} | MODEL | change
+        with pytest.raises(ValueError, match=message):
+            DeviceLayout.allocate(**arguments)
+
+    layout = DeviceLayout.allocate(2, 3, 4, chain=False, **MODEL)
+    fitting = {
+        "context_lens": (2,),
+        "page_table": (2, 5),
+        "depths": (2, 3),
+        "row_slots": (2, 3),
+        "ancestors": (2, 3, 4),
+    }
+
+    def fill(**changed: torch.Tensor | None) -> None:
+        tensors: dict[str, Any] = {name: torch.zeros(shape, dtype=torch.int32) for name, shape in fitting.items()}
+        layout.fill(**(tensors | changed))
+
+    zeros = torch.zeros(2, 3, dtype=torch.int32)
+    with pytest.raises(ValueError, match="a layout of trees needs row_slots and ancestors"):
+        fill(ancestors=None)
+    with pytest.raises(ValueError, match=r"depths has shape \[6\]; this layout is for \[2, 3\]"):
+        fill(depths=zeros.view(-1))
+    with pytest.raises(ValueError, match=r"page_table has shape \[3, 2\]; this layout is for \[2, max_pages\]"):
+        fill(page_table=zeros.T)
+    with pytest.raises(ValueError, match=r"row_slots has strides \(1, 2\); make it contiguous"):
+        fill(row_slots=zeros.T.contiguous().T)
+    with pytest.raises(ValueError, match=r"context_lens has dtype torch\.int64; convert it to torch.int32"):
+        fill(context_lens=torch.zeros(2, dtype=torch.int64))
+    with pytest.raises(ValueError, match="depths is on meta and the layout on cpu; move it there"):
+        fill(depths=zeros.to("meta"))
+
+
+def test_cpu_tensors_are_refused_outside_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    script = (
+        "import torch\n"
+        "from treespec_kernels.pass_layout import DeviceLayout\n"
+        "layout = DeviceLayout.allocate(1, 1, 1, chain=True, max_context=1, num_heads=1, num_kv_heads=1, head_dim=16,\n"
+        "                               dtype=torch.float32, device='cpu')\n"
+        "zeros = torch.zeros(1, 1, dtype=torch.int32)\n"
+        "layout.fill(zeros[0], zeros, zeros)\n"
+    )
+    child = run_uninterpreted(script)
+    assert "ValueError: pass_layout: implementation 'triton' was asked for on CPU tensors" in child.stderr
+
+
+def test_importing_the_reference_imports_no_triton() -> None:
+    child = run_uninterpreted("import sys; sys.modules['triton'] = None; import treespec_kernels.pass_layout")
+    assert child.returncode == 0, child.stderr

@@ -1,0 +1,104 @@
+"""QKV and RoPE: the cases of each implementation, the CPU's decoder as their witness, and what is refused."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.child import run_cases, run_uninterpreted
+from treespec_kernels.qkv_rope import qkv_rope_ref, qkv_rope_triton
+
+CASES = "qkv_rope_cases.py"
+DECODER_CASES = "decoder_ops_cases.py"
+
+
+def environment(implementation: str) -> dict[str, str]:
+    return {"TREESPEC_QKV_ROPE": implementation, "TREESPEC_DECODER_OPS": implementation}
+
+
+@pytest.mark.parametrize("cases", [CASES, DECODER_CASES])
+def test_ref(cases: str) -> None:
+    run_cases(cases, environment("ref"))
+
+
+@pytest.mark.parametrize("cases", [CASES, DECODER_CASES])
+def test_triton_in_the_interpreter(cases: str) -> None:
+    pytest.importorskip("triton")
+    run_cases(cases, environment("triton") | {"TRITON_INTERPRET": "1"})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cases", [CASES, DECODER_CASES])
+def test_triton_on_a_gpu(cases: str) -> None:
+    run_cases(cases, environment("triton") | {"TRITON_INTERPRET": "0"})
+
+
+def fitting() -> dict[str, Any]:
+    """6 rows of 4 query heads and 2 KV heads of 8 dimensions."""
+    return {
+        "qkv": torch.zeros(6, 64),
+        "rotation": torch.zeros(10, 2, 8),
+        "positions": torch.zeros(6, dtype=torch.int32),
+        "slots": torch.zeros(6, dtype=torch.int64),
+        "kv_layer": torch.zeros(2, 3, 2, 16, 8),
+        "q_out": torch.zeros(6, 4, 8),
+    }
+
+
+REFUSED: list[tuple[str, torch.Tensor, str]] = [
+    ("q_out", torch.zeros(6, 32), r"q_out has shape \[6, 32\]; expected \[rows, num_heads, head_dim\]"),
+    ("q_out", torch.zeros(6, 4, 7), r"q_out has shape \[6, 4, 7\]; expected .*, head_dim even"),
+    ("q_out", torch.zeros(6, 4, 8).double(), r"q_out has dtype torch\.float64; use torch\.float32"),
+    ("q_out", torch.zeros(6, 4, 8).half(), r"qkv has dtype torch\.float32 and q_out torch\.float16; they must be"),
+    ("kv_layer", torch.zeros(3, 2, 16, 8), r"kv_layer has shape \[3, 2, 16, 8\]; expected \[2, num_pages"),
+    ("kv_layer", torch.zeros(2, 3, 2, 16, 10), r"kv_layer has shape \[2, 3, 2, 16, 10\]; .* page_size, 8\]"),
+    ("kv_layer", torch.zeros(2, 3, 2, 16, 8).half(), r"kv_layer has dtype torch\.float16 and q_out torch\.float32"),
+    ("qkv", torch.zeros(6, 63), r"qkv has shape \[6, 63\]; expected \[6, 64\] or partials \[splits, 6, 64\]"),
+    ("qkv", torch.zeros(2, 5, 64), r"qkv has shape \[2, 5, 64\]; expected \[6, 64\] or partials"),
+    ("qkv", torch.zeros(2, 6, 64).half(), r"qkv has shape \[2, 6, 64\] and dtype torch\.float16; .* partial sums"),
+    ("bias", torch.zeros(63), r"bias has shape \[63\]; expected \[64\] or \[groups, 64\]"),
+    ("bias", torch.zeros(4, 64), "bias has 4 groups, which do not divide 6 rows"),
+    ("bias", torch.zeros(64).half(), r"bias has dtype torch\.float16; convert it to torch\.float32"),
+    ("rotation", torch.zeros(10, 2, 4), r"rotation has shape \[10, 2, 4\]; expected \[max_positions, 2, 8\]"),
+    ("rotation", torch.zeros(10, 2, 8).half(), r"rotation has dtype torch\.float16; convert it to torch\.float32"),
+    ("positions", torch.zeros(5).int(), r"positions has shape \[5\]; expected \[6\] as q_out has 6 rows"),
+    ("positions", torch.zeros(6).long(), r"positions has dtype torch\.int64; convert it to torch\.int32"),
+    ("slots", torch.zeros(6).int(), r"slots has dtype torch\.int32; convert it to torch\.int64"),
+    ("slots", torch.zeros(6, device="meta").long(), "slots is on meta and the rows on cpu; move it there"),
+]
+
+REFUSED_BY_TRITON: list[tuple[str, torch.Tensor, str]] = [
+    ("qkv", torch.zeros(6, 128)[:, ::2], r"qkv has strides \[128, 2\] for shape \[6, 64\]; make it contiguous"),
+    ("qkv", torch.zeros(2, 6, 128)[..., :64], r"qkv has strides \[768, 128, 1\] .*; expected contiguous rows"),
+    ("q_out", torch.zeros(6, 5, 8)[:, :4], r"q_out has strides \[40, 8, 1\] .*; make it contiguous"),
+    ("kv_layer", torch.zeros(2, 3, 2, 16, 16)[..., ::2], "kv_layer has stride 2 over its last dimension"),
+]
+
+
+@pytest.mark.parametrize("qkv_rope", [qkv_rope_ref, qkv_rope_triton])
+@pytest.mark.parametrize(("name", "tensor", "message"), REFUSED)
+def test_what_does_not_fit_is_refused(qkv_rope: Any, name: str, tensor: torch.Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        qkv_rope(**(fitting() | {name: tensor}))
+
+
+@pytest.mark.parametrize(("name", "tensor", "message"), REFUSED_BY_TRITON)
+def test_triton_refuses_layouts(name: str, tensor: torch.Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        qkv_rope_triton(**(fitting() | {name: tensor}))
+
+
+def test_cpu_tensors_are_refused_outside_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    script = (
+        "from tests.test_qkv_rope import fitting\n"
+        "from treespec_kernels.qkv_rope import qkv_rope_triton\n"
+        "qkv_rope_triton(**fitting())\n"
+    )
+    child = run_uninterpreted(script)
+    assert "ValueError: qkv_rope: implementation 'triton' was asked for on CPU tensors" in child.stderr
+
+
+def test_importing_the_reference_imports_no_triton() -> None:
+    child = run_uninterpreted("import sys; sys.modules['triton'] = None; import treespec_kernels.qkv_rope")
+    assert child.returncode == 0, child.stderr

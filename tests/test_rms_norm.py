@@ -1,0 +1,84 @@
+"""RMSNorm: the cases of each implementation, and what is refused."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.child import run_cases, run_uninterpreted
+from treespec_kernels.rms_norm import rms_norm_ref, rms_norm_triton
+
+CASES = "rms_norm_cases.py"
+
+
+def test_ref() -> None:
+    run_cases(CASES, {"TREESPEC_RMS_NORM": "ref"})
+
+
+def test_triton_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    run_cases(CASES, {"TREESPEC_RMS_NORM": "triton", "TRITON_INTERPRET": "1"})
+
+
+@pytest.mark.gpu
+def test_triton_on_a_gpu() -> None:
+    run_cases(CASES, {"TREESPEC_RMS_NORM": "triton", "TRITON_INTERPRET": "0"})
+
+
+ROWS, WEIGHT, PARTIALS = torch.zeros(6, 8), torch.ones(8), torch.zeros(2, 6, 8)
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"x": ROWS[0]}, r"x has shape \[8\]; expected \[rows, hidden\] or partials \[splits, rows, hidden\]"),
+    ({"x": ROWS[:, :0]}, r"x has shape \[6, 0\]; expected \[rows, hidden\]"),
+    ({"x": ROWS.half()}, r"x has dtype torch\.float16 and weight torch\.float32; they must be equal"),
+    ({"weight": WEIGHT.double()}, r"weight has dtype torch\.float64; convert it to torch\.float32"),
+    ({"weight": WEIGHT[:7]}, r"weight has shape \[7\]; expected \[8\] or \[groups, 8\]"),
+    ({"weight": torch.ones(4, 8)}, "weight has 4 groups, which do not divide 6 rows"),
+    ({"weight": torch.ones(0, 8)}, r"weight has shape \[0, 8\]"),
+    ({"x": PARTIALS}, "residual is None; partials and a bias need a residual to be added to"),
+    ({"bias": WEIGHT}, "residual is None; partials and a bias need a residual to be added to"),
+    ({"x": PARTIALS.half(), "residual": ROWS}, r"x has shape \[2, 6, 8\] and dtype torch\.float16; expected \[splits"),
+    ({"x": PARTIALS[:0], "residual": ROWS}, r"x has shape \[0, 6, 8\] .* one split or more"),
+    ({"residual": ROWS[:5]}, r"residual has shape \[5, 8\] and dtype torch\.float32; expected \[6, 8\]"),
+    ({"residual": ROWS.half()}, r"residual has shape \[6, 8\] and dtype torch\.float16; .* in torch\.float32"),
+    ({"residual": ROWS, "bias": torch.ones(5, 8)}, "bias has 5 groups, which do not divide 6 rows"),
+    ({"residual": ROWS, "bias": WEIGHT.half()}, r"bias has dtype torch\.float16; convert it to torch\.float32"),
+    ({"weight": WEIGHT.to("meta")}, "weight is on meta and the rows on cpu; move it there"),
+]
+
+REFUSED_BY_TRITON: list[tuple[dict[str, Any], str]] = [
+    ({"out": torch.zeros(6, 7)}, r"out has shape \[6, 7\] and dtype torch\.float32; expected \[6, 8\]"),
+    ({"x": torch.zeros(6, 16)[:, ::2]}, r"x has strides \[16, 2\] for shape \[6, 8\]; make it contiguous"),
+    ({"residual": torch.zeros(6, 16)[:, :8]}, r"residual has strides \[16, 1\] .*; make it contiguous"),
+    ({"x": torch.zeros(2, 6, 16)[..., :8], "residual": ROWS}, r"x has strides \[96, 16, 1\] .* contiguous rows"),
+    ({"x": torch.zeros(50)[1:49].view(6, 8)}, "x starts 4 bytes behind a multiple of 16"),
+]
+
+
+@pytest.mark.parametrize("rms_norm", [rms_norm_ref, rms_norm_triton])
+@pytest.mark.parametrize(("arguments", "message"), REFUSED)
+def test_what_does_not_fit_is_refused(rms_norm: Any, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        rms_norm(**({"x": ROWS, "weight": WEIGHT, "eps": 1e-5} | arguments))
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED_BY_TRITON)
+def test_triton_refuses_layouts(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        rms_norm_triton(**({"x": ROWS, "weight": WEIGHT, "eps": 1e-5} | arguments))
+
+
+def test_cpu_tensors_are_refused_outside_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    script = (
+        "import torch\n"
+        "from treespec_kernels.rms_norm import rms_norm_triton\n"
+        "rms_norm_triton(torch.zeros(1, 8), torch.ones(8), 1e-5)\n"
+    )
+    child = run_uninterpreted(script)
+    assert "ValueError: rms_norm: implementation 'triton' was asked for on CPU tensors" in child.stderr
+
+
+def test_importing_the_reference_imports_no_triton() -> None:
+    child = run_uninterpreted("import sys; sys.modules['triton'] = None; import treespec_kernels.rms_norm")
+    assert child.returncode == 0, child.stderr

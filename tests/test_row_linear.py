@@ -1,0 +1,207 @@
+"""Row-invariant linear layer: the specification, configurations, what is refused, and the kernel's cases in the
+interpreter or on a GPU."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.child import run_cases, run_uninterpreted
+from treespec_kernels.row_linear import (
+    RowLinearConfig,
+    row_linear_partials_triton,
+    row_linear_ref,
+    row_linear_triton,
+)
+from treespec_kernels.testing import assert_close
+
+CASES = "row_linear_cases.py"
+CONFIG = RowLinearConfig(16, 32, 32, split_k=2, num_warps=4, num_stages=2)
+# (out_features, in_features, silu_gate) of an 8B, a 1B and a 0.5B decoder and of a tiny draft.
+SHAPES = [
+    *((6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 14336, False)),
+    *((3072, 2048, False), (2048, 2048, False), (16384, 2048, True), (2048, 8192, False)),
+    *((1152, 896, False), (896, 896, False), (9728, 896, True), (896, 4864, False)),
+    *((512, 256, False), (256, 256, False), (1376, 256, True), (256, 688, False), (1, 1, False)),
+]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def test_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    run_cases(CASES, {"TRITON_INTERPRET": "1"})
+
+
+@pytest.mark.gpu
+def test_on_a_gpu() -> None:
+    run_cases(CASES, {"TRITON_INTERPRET": "0"})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("groups", [[], [3]])
+def test_ref_is_a_linear_layer(dtype: torch.dtype, groups: list[int]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"x": (7, 63), "weight": (46, 63), "bias": (46,), "residual": (7, 46), "residual_of_half": (7, 23)}
+    t = {name: torch.randn(*groups, *shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+    bounds = {"max_error": 1e-5 + torch.finfo(dtype).eps * 8, "rms_error": 1e-6 + torch.finfo(dtype).eps}
+    x, weight, bias = t["x"], t["weight"], t["bias"]
+    y = x.double() @ weight.double().mT
+    assert_close(row_linear_ref(x, weight), y.to(dtype), **bounds)
+    y += bias.double().unsqueeze(-2)
+    expected = (y + t["residual"].double()).to(dtype)
+    assert_close(row_linear_ref(x, weight, bias=bias, residual=t["residual"]), expected, **bounds)
+    gated = F.silu(y[..., :23]) * y[..., 23:] + t["residual_of_half"].double()
+    actual = row_linear_ref(x, weight, bias=bias, residual=t["residual_of_half"], silu_gate=True)
+    assert_close(actual, gated.to(dtype), **bounds)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("out_features", "in_features", "silu_gate"), SHAPES)
+def test_configurations(dtype: torch.dtype, out_features: int, in_features: int, silu_gate: bool) -> None:
+    default = RowLinearConfig.default(dtype, out_features, in_features, silu_gate)
+    candidates = RowLinearConfig.candidates(dtype, out_features, in_features, silu_gate)
+    assert candidates[0] == default and len(set(candidates)) == len(candidates)
+    for config in candidates:
+        stage = (config.block_m + config.block_n) * config.block_k * dtype.itemsize
+        assert config.num_stages * stage <= 227 << 10
+        assert not config.fixed_order_dot
+    if out_features * in_features > 1 << 22:
+        # Fills an H200 (132 multiprocessors), each split with enough blocks to fill its pipeline.
+        programs = -(-out_features // default.block_n) * default.split_k
+        assert programs >= 96
+        assert in_features // default.block_k // default.split_k >= 4
+    if silu_gate:
+        assert default.split_k == 1
+
+
+def test_a_config_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="block_n is 24; it must be a power of two, 16 or more"):
+        RowLinearConfig(16, 24, 32, 1, 4, 2)
+    with pytest.raises(ValueError, match="block_m is 8; it must be a power of two, 16 or more"):
+        RowLinearConfig(8, 16, 32, 1, 4, 2)
+    with pytest.raises(ValueError, match="split_k is 0; it must be 1 or more"):
+        RowLinearConfig(16, 16, 32, 0, 4, 2)
+    for make in (RowLinearConfig.default, RowLinearConfig.candidates):
+        with pytest.raises(
+            ValueError, match=r"dtype torch\.float64 is not supported; use float16, bfloat16 or float32"
+        ):
+            make(torch.float64, 16, 16)
+        with pytest.raises(ValueError, match=r"the weight is \[0, 16\]; both must be 1 or more"):
+            make(torch.float32, 0, 16)
+
+
+X, WEIGHT = torch.zeros(5, 24), torch.zeros(8, 24)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weight": WEIGHT[0]}, r"weight has shape \[24\]; expected \[out_features, in_features\] or \[groups, "),
+        ({"weight": WEIGHT[:0]}, r"weight has shape \[0, 24\]; expected .* each 1 or more"),
+        ({"x": X[0]}, r"x has shape \[24\]; expected \[rows, 24\] as the weight is \[8, 24\]"),
+        ({"x": X[:, :-1]}, r"x has shape \[5, 23\]; expected \[rows, 24\]"),
+        ({"weight": WEIGHT.expand(2, 8, 24)}, r"x has shape \[5, 24\]; expected \[2, rows, 24\]"),
+        (
+            {"x": X.expand(3, 5, 24), "weight": WEIGHT.expand(2, 8, 24)},
+            r"x has shape \[3, 5, 24\]; expected \[2, rows, 24\]",
+        ),
+        ({"x": X.double()}, r"x has dtype torch\.float64; convert it to torch\.float32, torch\.bfloat16 or"),
+        ({"weight": WEIGHT.half()}, r"weight has dtype torch\.float16 and x torch\.float32; they must be equal"),
+        ({"bias": torch.zeros(5)}, r"bias has shape \[5\]; expected \[8\] as in the weight"),
+        ({"bias": torch.zeros(8).half()}, r"bias has dtype torch\.float16 and x torch\.float32"),
+        ({"residual": torch.zeros(5, 4)}, r"residual has shape \[5, 4\]; expected \[5, 8\]"),
+        ({"residual": torch.zeros(5, 8), "silu_gate": True}, r"residual has shape \[5, 8\]; expected \[5, 4\]"),
+        ({"weight": WEIGHT[:7], "silu_gate": True}, "silu_gate needs as many gates as ups, and the weight has 7 rows"),
+        ({"residual": torch.zeros(5, 8, device="meta")}, "residual is on meta and x on cpu; move it there"),
+    ],
+)
+@pytest.mark.parametrize("row_linear", [row_linear_ref, row_linear_triton])
+def test_what_does_not_fit_is_refused(
+    row_linear: Callable[..., torch.Tensor], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        row_linear(**{"x": X, "weight": WEIGHT} | options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"x": torch.zeros(24, 5).T}, "x has stride 5 over its last dimension; make it contiguous"),
+        ({"weight": torch.zeros(24, 8).T}, "weight has stride 8 over its last dimension; make it contiguous"),
+        ({"out": torch.zeros(8, 5).T}, "out has stride 5 over its last dimension; make it contiguous"),
+        ({"x": torch.zeros(5, 25)[:, :24]}, r"x has rows that do not start at multiples of 16 bytes \(address 0x.*"),
+        ({"x": torch.zeros(5, 28)[:, 1:25]}, r"x has rows .* strides \[28, 1\] of 4 bytes\); make it contiguous"),
+        ({"residual": torch.zeros(5, 9)[:, :8]}, "residual has rows that do not start at multiples of 16 bytes"),
+        ({"out": torch.zeros(5, 9)[:, 1:]}, "out has rows that do not start at multiples of 16 bytes"),
+        ({"out": torch.zeros(5, 9)}, r"out is \[5, 9\] torch\.float32 on cpu; expected \[5, 8\] torch\.float32 on cpu"),
+        ({"out": torch.zeros(5, 8).half()}, r"out is \[5, 8\] torch\.float16 on cpu; expected \[5, 8\] torch\.float32"),
+        ({"out": X.view(-1)[:40].view(5, 8)}, "out starts where x does, which other programs still read"),
+        ({"workspace": torch.zeros(79)}, "workspace has 79 elements and 80 are needed; see workspace_size"),
+        (
+            {"workspace": torch.zeros(80).half()},
+            r"workspace is torch\.float16 on cpu .*expected contiguous",
+        ),
+        ({"workspace": torch.zeros(160)[::2]}, r"workspace is .* with strides \[2\]; expected contiguous"),
+        ({"workspace": torch.zeros(84)[1:]}, "workspace has rows that do not start at multiples of 16 bytes"),
+    ],
+)
+def test_triton_refuses_memory_that_does_not_fit(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        row_linear_triton(**{"x": X, "weight": WEIGHT, "config": CONFIG} | options)
+
+
+def test_partials_refuse_what_does_not_fit() -> None:
+    with pytest.raises(ValueError, match=r"x has shape \[5, 23\]; expected \[rows, 24\]"):
+        row_linear_partials_triton(X[:, :-1], WEIGHT, config=CONFIG)
+    with pytest.raises(ValueError, match="workspace has 1 elements and 80 are needed"):
+        row_linear_partials_triton(X, WEIGHT, config=CONFIG, workspace=torch.zeros(1))
+
+
+def test_cpu_tensors_are_refused_outside_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    script = (
+        "import torch\n"
+        "from treespec_kernels.row_linear import row_linear_triton\n"
+        "row_linear_triton(torch.zeros(1, 16), torch.zeros(16, 16))\n"
+    )
+    child = run_uninterpreted(script)
+    assert "ValueError: row_linear: implementation 'triton' was asked for on CPU tensors" in child.stderr
+
+
+def test_no_argument_is_specialised() -> None:
+    """One binary for all row counts: nothing that a launch passes may choose another one."""
+    pytest.importorskip("triton")
+    script = (
+        "from treespec_kernels.row_linear_kernels import add_splits, multiply_rows\n"
+        "for kernel in (multiply_rows, add_splits):\n"
+        "    print([p.name for p in kernel.params if not p.is_constexpr and not p.do_not_specialize])\n"
+    )
+    child = run_uninterpreted(script)
+    assert child.stdout.split() == ["[]", "[]"], child.stderr
+
+
+def test_specs_name_every_constant_once() -> None:
+    pytest.importorskip("triton")
+    script = (
+        "import torch\n"
+        "from treespec_kernels.aot_spec import KernelShape\n"
+        "from treespec_kernels.row_linear_kernels import aot_specs\n"
+        "for dtype in (torch.bfloat16, torch.float32):\n"
+        "    for shape in ((128, 32, 8, 4096, 14336), (64, 4, 4, 256, 256)):\n"
+        "        specs = aot_specs(KernelShape(dtype, *shape, 1000))\n"
+        "        for spec in specs:\n"
+        "            assert specs.count(spec) == 1\n"
+        "            constants = {p.name for p in spec.kernel.params if p.is_constexpr}\n"
+        "            assert constants == set(spec.constants), constants ^ set(spec.constants)\n"
+        "        print(len(specs))\n"
+    )
+    child = run_uninterpreted(script)
+    # 8B: four layers and the sum of splits that o and down share. Tiny: nothing is split, o and down are one kernel.
+    assert child.stdout.split() == ["5", "3", "5", "3"], child.stderr
+
+
+def test_importing_the_reference_imports_no_triton() -> None:
+    child = run_uninterpreted("import sys; sys.modules['triton'] = None; import treespec_kernels.row_linear")
+    assert child.returncode == 0, child.stderr

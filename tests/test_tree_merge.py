@@ -1,0 +1,109 @@
+"""Tree merge and tree root: each implementation against a dictionary of paths, and what is refused."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.child import run_cases, run_uninterpreted
+from tests.growth import Sizes
+from treespec_kernels.device_trees import DeviceForest
+from treespec_kernels.tree_merge import tree_merge_ref, tree_merge_triton
+from treespec_kernels.tree_root import tree_root_ref, tree_root_triton
+
+CASES = "tree_merge_cases.py"
+
+
+def test_ref() -> None:
+    run_cases(CASES, {"TREESPEC_TREE_MERGE": "ref"})
+
+
+def test_triton_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    run_cases(CASES, {"TREESPEC_TREE_MERGE": "triton", "TRITON_INTERPRET": "1"})
+
+
+@pytest.mark.gpu
+def test_triton_on_a_gpu() -> None:
+    run_cases(CASES, {"TREESPEC_TREE_MERGE": "triton", "TRITON_INTERPRET": "0"})
+
+
+@pytest.mark.parametrize("tree_merge", [tree_merge_ref, tree_merge_triton])
+def test_what_does_not_fit_is_refused(tree_merge: Any) -> None:
+    forest = Sizes(2, 3, 4, 5, 2).forest()
+    fitting: dict[str, torch.Tensor] = {
+        "tokens": torch.zeros(3, 2, 4, 5, dtype=torch.int32),
+        "probs": torch.zeros(3, 2, 4, 5),
+        "weights": torch.ones(2, 3),
+        "end_tokens": torch.zeros(2, 1, dtype=torch.int32),
+    }
+
+    def merge(**wrong: torch.Tensor) -> None:
+        tree_merge(forest, **(fitting | wrong))
+
+    with pytest.raises(ValueError, match=r"tokens has shape \[3, 2, 5, 4\]; expected \[G, 2, 4, C\] with G \* 4 \* C"):
+        merge(tokens=fitting["tokens"].view(3, 2, 5, 4))
+    with pytest.raises(ValueError, match=r"tokens has shape \[2, 2, 4, 5\]; expected .* = 60 candidates as in the for"):
+        merge(tokens=fitting["tokens"][:2])
+    with pytest.raises(ValueError, match=r"tokens has dtype torch\.int64; convert it to torch\.int32"):
+        merge(tokens=fitting["tokens"].long())
+    with pytest.raises(ValueError, match=r"probs has shape \[3, 2, 4, 4\]; expected \[3, 2, 4, 5\] as in tokens"):
+        merge(probs=fitting["probs"][..., :4])
+    with pytest.raises(ValueError, match=r"probs has dtype torch\.float16; convert it to torch\.float32"):
+        merge(probs=fitting["probs"].half())
+    with pytest.raises(ValueError, match=r"weights has shape \[3, 2\]; expected \[2, 3\], \[B, G\]"):
+        merge(weights=fitting["weights"].T)
+    with pytest.raises(ValueError, match=r"end_tokens has shape \[1\]; expected \[2, E\]"):
+        merge(end_tokens=torch.zeros(1, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"end_tokens is on meta and the trees on cpu; move it there"):
+        merge(end_tokens=fitting["end_tokens"].to("meta"))
+
+
+def test_masks_have_no_room_for_more_ssms() -> None:
+    with pytest.raises(ValueError, match="num_ssms is 32; masks hold at most 31"):
+        Sizes(1, 32, 1, 1, 1).forest()
+    tokens = torch.zeros(32, 1, 1, 1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="of 32 SSMs; masks hold at most 31"):
+        tree_merge_ref(Sizes(1, 16, 1, 2, 1).forest(), tokens, tokens.float(), torch.ones(1, 32), tokens[0, 0])
+
+
+@pytest.mark.parametrize("tree_root", [tree_root_ref, tree_root_triton])
+def test_roots_that_do_not_fit_are_refused(tree_root: Any) -> None:
+    forest = Sizes(2, 1, 1, 1, 1).forest()
+    with pytest.raises(ValueError, match=r"root_tokens has shape \[3\]; expected \[2\], one for each request"):
+        tree_root(forest, torch.zeros(3, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"root_tokens has dtype torch\.int64; convert it to torch\.int32"):
+        tree_root(forest, torch.zeros(2, dtype=torch.int64))
+
+
+def test_forests_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ValueError, match="max_depth is 0; expected 1 or more"):
+        Sizes(1, 1, 1, 1, 0).forest()
+    with pytest.raises(ValueError, match="9 levels of 512 candidates are more than 4096"):
+        Sizes(1, 4, 16, 8, 9).forest()
+    tensors = {name: getattr(Sizes(2, 1, 3, 2, 2).forest(), name) for name in DeviceForest.__dataclass_fields__}
+    with pytest.raises(ValueError, match=r"cand_values has dtype torch\.int32; convert it to torch\.float32"):
+        DeviceForest(**(tensors | {"cand_values": tensors["cand_masks"]}))
+    with pytest.raises(ValueError, match=r"frontier_ancestors has shape \[2, 3\]; expected \[2, 3, 3\]"):
+        DeviceForest(**(tensors | {"frontier_ancestors": tensors["frontier"]}))
+    with pytest.raises(ValueError, match=r"frontier_slots has strides \(1, 2\); make it contiguous"):
+        DeviceForest(**(tensors | {"frontier_slots": torch.zeros(3, 2, dtype=torch.int32).T}))
+
+
+def test_cpu_tensors_are_refused_outside_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    script = (
+        "import torch\n"
+        "from treespec_kernels.device_trees import DeviceForest\n"
+        "from treespec_kernels.tree_root import tree_root_triton\n"
+        "forest = DeviceForest.allocate(1, frontier=1, num_ssms=1, proposals=1, max_depth=1)\n"
+        "tree_root_triton(forest, torch.zeros(1, dtype=torch.int32))\n"
+    )
+    child = run_uninterpreted(script)
+    assert "ValueError: tree_root: implementation 'triton' was asked for on CPU tensors" in child.stderr
+
+
+@pytest.mark.parametrize("module", ["tree_root", "tree_merge", "tree_select", "tree_walk"])
+def test_importing_the_reference_imports_no_triton(module: str) -> None:
+    child = run_uninterpreted(f"import sys; sys.modules['triton'] = None; import treespec_kernels.{module}")
+    assert child.returncode == 0, child.stderr

@@ -1,0 +1,64 @@
+"""Tree select: each implementation against a dictionary of paths, and what is refused."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.child import run_cases
+from tests.growth import Sizes
+from treespec_kernels.device_trees import DeviceTrees
+from treespec_kernels.tree_select import tree_select_ref, tree_select_triton
+
+CASES = "tree_select_cases.py"
+
+
+def test_ref() -> None:
+    run_cases(CASES, {"TREESPEC_TREE_SELECT": "ref"})
+
+
+def test_triton_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    run_cases(CASES, {"TREESPEC_TREE_SELECT": "triton", "TRITON_INTERPRET": "1"})
+
+
+@pytest.mark.gpu
+def test_triton_on_a_gpu() -> None:
+    run_cases(CASES, {"TREESPEC_TREE_SELECT": "triton", "TRITON_INTERPRET": "0"})
+
+
+@pytest.mark.parametrize("tree_select", [tree_select_ref, tree_select_triton])
+def test_what_does_not_fit_is_refused(tree_select: Any) -> None:
+    forest = Sizes(2, 1, 2, 2, 3).forest()
+    integers = torch.zeros(2, dtype=torch.int32)
+    fitting: dict[str, Any] = {
+        "root_tokens": integers, "nodes": 4, "least_values": torch.zeros(2), "max_depths": integers,
+        "out": DeviceTrees.allocate(2, nodes=4, max_depth=3),
+    }  # fmt: skip
+
+    def select(**wrong: Any) -> None:
+        tree_select(forest, **(fitting | wrong))
+
+    with pytest.raises(ValueError, match=r"root_tokens has shape \[1\]; expected \[2\], one for each request"):
+        select(root_tokens=integers[:1])
+    with pytest.raises(ValueError, match=r"least_values has dtype torch\.float64; convert it to torch\.float32"):
+        select(least_values=torch.zeros(2).double())
+    with pytest.raises(ValueError, match=r"max_depths is on meta and the trees on cpu; move it there"):
+        select(max_depths=integers.to("meta"))
+    with pytest.raises(ValueError, match="nodes is 0; expected 1 or more, as the root counts"):
+        select(nodes=0)
+    with pytest.raises(ValueError, match="nodes is 5; out holds 4"):
+        select(nodes=5)
+    with pytest.raises(ValueError, match="out has 2 requests and depth 2; expected 2 and 3 as in the forest"):
+        select(out=DeviceTrees.allocate(2, nodes=4, max_depth=2))
+
+
+def test_trees_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ValueError, match="nodes is 0; expected 1 or more"):
+        DeviceTrees.allocate(1, nodes=0, max_depth=1)
+    trees = DeviceTrees.allocate(2, nodes=3, max_depth=1)
+    tensors = {name: getattr(trees, name) for name in DeviceTrees.__dataclass_fields__}
+    with pytest.raises(ValueError, match=r"num_nodes has shape \[2, 3\]; expected \[2\]"):
+        DeviceTrees(**(tensors | {"num_nodes": trees.tokens}))
+    with pytest.raises(ValueError, match=r"ancestors has shape \[2, 3\]; expected \[B, N, D \+ 1\]"):
+        DeviceTrees(**(tensors | {"ancestors": trees.tokens}))

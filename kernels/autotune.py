@@ -1,4 +1,4 @@
-"""The kernel autotune runner: measures the cost of a target pass on this machine.
+"""The kernel autotune runner: sweeps kernels on a GPU, compiles them without one, measures what passes cost.
 
 The same command as `treespec autotune`.
 """

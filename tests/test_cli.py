@@ -356,61 +356,6 @@ def test_texts_of_nodes_follow_their_own_path(llm: LLM) -> None:
     )
 
 
-# --- autotune
-
-
-def test_autotune_stores_shows_and_is_used(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert "no curves are stored" in run("autotune", "--show").stdout
-    measured = run("autotune", *models.arguments, "--seconds", "0.3", "--json").document
-    [curve] = measured["curves"]
-    assert Path(measured["file"]) == tmp_path / "treespec" / "costs.json"
-    assert curve["rows"][0] == 1 and len(curve["rows"]) == len(curve["verify_seconds"]) and curve["draft_seconds"] > 0
-    assert curve["names"] == ["target", "ssm-a", "ssm-b"]
-    shown = run("autotune", "--show")
-    assert run("autotune", "--show", "--json").document["curves"] == [curve]
-    lines = shown.stdout.splitlines()
-    head = next(i for i, line in enumerate(lines) if line.startswith("rows "))
-    table = [line.split() for line in lines[head + 1 : head + 1 + len(curve["rows"])]]
-    assert [int(row[0]) for row in table] == curve["rows"] and table[0][2] == "1.00"
-    assert "ssm-b" in shown.stdout and measured["file"] in shown.stdout
-
-    def must_not_measure(*_: Any) -> None:
-        raise AssertionError("the stored curve was not used")
-
-    monkeypatch.setattr(costs, "measure", must_not_measure)
-    used = LLM(models.target, models.drafts).stats()["cost_curve"]
-    assert used["rows"] == curve["rows"] and used["verify_seconds"] == curve["verify_seconds"]
-
-
-def test_a_broken_entry_is_skipped_alone(tmp_path: Path) -> None:
-    curve = treespec.planner.CostCurve((1, 8), (0.1, 0.2), 0.01)
-    key = {"device": "cpu", "processor": "p", "dtype": "float32", "threads": 1, "torch": "2", "models": []}
-    file = costs.save(curve, key, tmp_path)
-    [good] = json.loads(file.read_text())
-    broken = [3, {}, {"key": {}}, good | {"rows": [1]}, good | {"verify_seconds": ["slow", 2]}, good | {"key": 7}]
-    file.write_text(json.dumps([*broken, good]))
-    assert costs.load_all(tmp_path) == [good] and costs.load(key, tmp_path) == curve
-    file.write_text("{")
-    assert costs.load_all(tmp_path) == []
-
-
-def test_a_small_cache_still_has_a_curve(models: Models) -> None:
-    small = LLM(models.target, [models.drafts[0]], max_num_seqs=1, max_model_len=16)
-    assert small.stats()["cost_curve"]["rows"][0] == 1
-    small.engine.check_integrity()
-
-
-@pytest.mark.parametrize("option", ["--aot", "--heads=4", "--kv-heads=2", "--head-dim=64", "--nodes=8", "--context=9"])
-def test_kernel_options_to_come(option: str) -> None:
-    message = run("autotune", option, "--json", code=2).document["error"]["message"]
-    assert option.split("=")[0] in message and "not implemented yet" in message
-
-
-def test_seconds_are_bounded() -> None:
-    assert "--seconds 0" in run("autotune", "--seconds", 0, code=2).stderr
-
-
 # --- as programs
 
 
@@ -434,15 +379,6 @@ def test_the_program(models: Models) -> None:
     assert done.stderr.splitlines()[-1] == "identical to plain decoding: 8 tokens"
     done = program("-m", "treespec", "generate", PROMPT, "--file", "also")
     assert (done.returncode, done.stdout) == (2, "") and "Traceback" not in done.stderr
-
-
-def test_the_autotune_script(models: Models) -> None:
-    run("autotune", *models.arguments, "--seconds", "0.1")
-    path = os.pathsep.join([".", "kernels", "weights"])
-    done = program("kernels/autotune.py", "--show", PYTHONPATH=path)
-    assert done.returncode == 0 and "rows per ms" in done.stdout, done.stderr
-    done = program("kernels/autotune.py", "--aot", "--json")
-    assert done.returncode == 2 and "--aot" in json.loads(done.stdout)["error"]["message"]
 
 
 def test_colour_only_where_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:

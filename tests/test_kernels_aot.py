@@ -4,10 +4,13 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from treespec_kernels.aot import SHARED_BYTES, default_shapes
+import treespec_kernels
+from tests.child import run_uninterpreted
+from treespec_kernels.aot import SHARED_BYTES, ops
 
 # Registers per thread, some tens above what Triton 3.6 and 3.9 give: a change that costs occupancy shows here.
 REGISTER_BOUND = {
@@ -16,33 +19,123 @@ REGISTER_BOUND = {
     "move_path": 64,
     "choose_in_blocks": 64,
     "choose_of_blocks": 32,
+    "project_to_vocab": 192,
+    "multiply_rows": 192,
+    "add_splits": 64,
+    "norm_rows": 96,
+    "rotate_and_write": 96,
+    "lay_out_pass": 80,
+    "attend_masked_items": 224,
+    "merge_level": 144,
+    "start_round": 48,
+    "propose_seeds": 112,
+    "select_nodes": 96,
+    "walk_down": 168,
+    "summarise_blocks": 64,
+    "select_of_blocks": 80,
 }
+
+# Planted into an op: a kernel with a wrong shape, and one whose tile does not fit a warp's registers.
+PLANTED = """
+import json
+import triton, triton.language as tl
+from treespec_kernels import aot, coupled_choice_kernels as kernels
+from treespec_kernels.aot_spec import KernelSpec
+
+@triton.jit
+def wrong(out, BLOCK: tl.constexpr):
+    tl.store(out + tl.arange(0, BLOCK), tl.zeros((BLOCK * 2,), tl.float32))
+
+@triton.jit
+def greedy(a, out, BLOCK: tl.constexpr):
+    o = tl.arange(0, BLOCK)
+    x = tl.load(a + o[:, None] * BLOCK + o[None, :])
+    tl.store(out + o[:, None] * BLOCK + o[None, :], tl.dot(x, x, input_precision="ieee"))
+
+"""
+
+
+def aot(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A process of its own: this one may have imported triton for the interpreter."""
+    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "treespec_kernels.aot", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=inherited | environment, check=False)
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_shipped_defaults_compile(target: str) -> None:
     pytest.importorskip("triton")
-    # A process of its own: this one may have imported triton for the interpreter.
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "treespec_kernels.aot", "--target", target]
-    child = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert child.returncode == 0, child.stdout + child.stderr
+    script = (
+        "import json; from treespec_kernels import aot\n"
+        "if __name__ == '__main__':\n"
+        "    shapes = [s for s in aot.default_shapes() if s.hidden_size != 2048]\n"  # differs from the others in sizes
+        f"    print(json.dumps(aot.compile_report(['{target}'], shapes)))"
+    )
+    child = run_uninterpreted(script)
+    assert child.returncode == 0, child.stderr
     report = json.loads(child.stdout)
     assert report["failed"] == []
     rows = report["targets"][target]
     assert {row["kernel"] for row in rows} == set(REGISTER_BOUND)
-    assert len(rows) == len(default_shapes()) * len(REGISTER_BOUND)
     for row in rows:
+        assert row.keys() == {"kernel", "config", "registers", "spills", "shared_bytes"}
         assert row["spills"] == 0, row
         assert row["shared_bytes"] <= SHARED_BYTES[target], row
         assert 0 < row["registers"] <= REGISTER_BOUND[row["kernel"]], row
-    shapes = {(row["config"]["dtype"], row["config"]["head_dim"]) for row in rows}
-    assert shapes == {(dtype, head_dim) for dtype in ("bf16", "fp16", "fp32") for head_dim in (64, 128)}
+    attended = [row["config"] for row in rows if row["kernel"] == "attend_items"]
+    assert {(c["dtype"], c["head_dim"]) for c in attended} == {
+        (d, h) for d in ("bf16", "fp16", "fp32") for h in (64, 128)
+    }
 
 
-def test_an_interpreted_process_cannot_compile() -> None:
+def test_every_op_says_what_it_compiles() -> None:
+    files = Path(treespec_kernels.__file__).parent.glob("*_kernels.py")
+    assert {path.stem.removesuffix("_kernels") for path in files} == set(ops())
+
+
+def test_what_does_not_compile_or_spills_has_failed(tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    command = [sys.executable, "-m", "treespec_kernels.aot", "--target", "sm_90"]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    child = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    script = PLANTED + (
+        "def aot_specs(shape, target):\n"
+        "    options = {'num_warps': 1, 'num_stages': 1}\n"
+        "    types = {'a': '*fp32', 'out': '*fp32'}\n"
+        "    return [KernelSpec(wrong, types, {'BLOCK': 16}, options, {'which': 'wrong'}),\n"
+        "            KernelSpec(greedy, types, {'BLOCK': 64}, options, {'which': 'greedy'})]\n"
+        "kernels.aot_specs = aot_specs\n"
+        "shapes = aot.default_shapes()[:2]\n"
+        "print(json.dumps(aot.compile_report(['sm_90'], shapes, ['coupled_choice'], jobs=1)))\n"
+    )
+    file = tmp_path / "planted.py"  # Triton reads the source of a kernel from its file
+    file.write_text(script)
+    child = run_uninterpreted(f"import runpy; runpy.run_path({str(file)!r}, run_name='__main__')")
+    assert child.returncode == 0, child.stderr
+    report = json.loads(child.stdout)
+    assert [row["kernel"] for row in report["targets"]["sm_90"]] == ["greedy"] * 2  # once per shape, compiled once
+    wrong, greedy = report["failed"][:2]
+    assert (wrong["kernel"], wrong["target"], wrong["config"]) == ("wrong", "sm_90", {"which": "wrong"})
+    assert "CompilationError" in wrong["message"]
+    assert greedy["spills"] > 0 and greedy["message"] == f"spills {greedy['spills']}"
+
+
+def test_a_failure_ends_with_1() -> None:
+    pytest.importorskip("triton")
+    failed = '{"targets": {"sm_90": []}, "failed": [{"kernel": "k"}]}'
+    script = (
+        "import sys, json; from treespec_kernels import aot\n"
+        f"aot.compile_report = lambda *given: json.loads('{failed}')\n"
+        "sys.argv = ['aot', '--target', 'sm_90']; sys.exit(aot.main())"
+    )
+    child = run_uninterpreted(script)
+    assert child.returncode == 1 and json.loads(child.stdout)["failed"] == [{"kernel": "k"}]
+
+
+def test_what_cannot_be_compiled_is_refused() -> None:
+    pytest.importorskip("triton")
+    child = aot("--target", "sm_90", TRITON_INTERPRET="1")
     assert "ValueError: aot: TRITON_INTERPRET is set" in child.stderr
+    script = "from treespec_kernels import aot; aot.compile_report(['sm_89x'], aot.default_shapes())"
+    assert "ValueError: aot: target 'sm_89x' is not known; use one of sm_80," in run_uninterpreted(script).stderr
+    script = "from treespec_kernels import aot; aot.specs_of('softmax', aot.default_shapes()[0])"
+    assert (
+        "ValueError: aot: op 'softmax' has no kernels; use one of coupled_choice," in run_uninterpreted(script).stderr
+    )

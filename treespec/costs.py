@@ -28,6 +28,7 @@ SCRATCH = 64  # slots behind the rows, for drafting
 DRAFT_LEVELS = 3
 STAR_ROWS = 4  # of each tree where several requests bring one
 REQUESTS = 4  # how many at once, to see what each adds
+ROUND_ROWS = 16  # of the pass by which numbers of threads are compared
 
 
 def cache_folder() -> Path:
@@ -277,3 +278,18 @@ def load(key: dict[str, Any], folder: Path | None = None) -> CostCurve | None:
         if entry["key"] == key:
             return curve_of(entry)
     return None
+
+
+def round_seconds(curve: CostCurve) -> float:
+    """What numbers of threads are compared by: a pass over `ROUND_ROWS` rows and `DRAFT_LEVELS` levels of one SSM."""
+    return float(curve.verify(ROUND_ROWS)) + DRAFT_LEVELS * curve.draft_seconds
+
+
+def by_threads(key: dict[str, Any], folder: Path | None = None) -> dict[int, float]:
+    """Seconds of a round by number of threads, ascending: of the stored curves that differ from `key` in that alone."""
+    found = {
+        entry["key"]["threads"]: round_seconds(curve_of(entry))
+        for entry in load_all(folder)
+        if entry["key"] | {"threads": 0} == key | {"threads": 0}
+    }
+    return dict(sorted(found.items()))

@@ -1,44 +1,36 @@
 """Ahead-of-time compilation: proves without a GPU that every kernel compiles for a real target and does not spill.
 
-`python -m treespec_kernels.aot --target sm_80 --target sm_90` compiles the shipped configurations and prints JSON.
-The process must run without TRITON_INTERPRET: an interpreted kernel cannot be compiled.
+`python -m treespec_kernels.aot --target sm_80 --target sm_90` compiles the shipped configurations and prints JSON. What
+is compiled each op says itself: `aot_specs` in its `<op>_kernels.py`. The process must run without TRITON_INTERPRET: an
+interpreted kernel cannot be compiled.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import itertools
 import json
+import multiprocessing
+import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from . import coupled_choice, kv_commit
-from .tree_attention import TreeAttentionConfig
-from .triton_launch import block_of_head_dim, require_triton
+from .aot_spec import KernelShape, KernelSpec
+from .triton_launch import require_triton
 
 # Bytes of shared memory that one block may take.
 SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
-
-PAGE_SIZE = 64
-VOCAB = 128256
-_TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
-
-
-@dataclass(frozen=True)
-class KernelShape:
-    """The part of a model that a kernel is compiled for."""
-
-    dtype: torch.dtype
-    head_dim: int
-    num_heads: int
-    num_kv_heads: int
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -52,133 +44,88 @@ class CompiledKernel:
     shared_bytes: int
 
 
-def default_shapes() -> tuple[KernelShape, ...]:
-    """Every dtype at head_dim 64 (as in a 1B Llama) and 128 (as in an 8B one)."""
+class _Task(NamedTuple):
+    """A spec by where it is found: a kernel cannot be sent to another process."""
+
+    target: str
+    op: str
+    shape: KernelShape
+    index: int
+
+
+def ops() -> tuple[str, ...]:
+    """The ops that have Triton kernels: every `<op>_kernels.py` of this package that lists some."""
+    modules = Path(__file__).parent.glob("*_kernels.py")
+    return tuple(sorted(path.stem.removesuffix("_kernels") for path in modules if "def aot_specs(" in path.read_text()))
+
+
+def default_shapes(dtypes: Iterable[torch.dtype] = DTYPES) -> tuple[KernelShape, ...]:
+    """The embedded target, a Llama of 1B and one of 8B, in every dtype."""
     return tuple(
-        KernelShape(dtype, head_dim, num_heads, num_kv_heads)
-        for dtype in (torch.bfloat16, torch.float16, torch.float32)
-        for head_dim, num_heads, num_kv_heads in ((64, 32, 8), (128, 32, 8))
+        KernelShape(dtype, *sizes)
+        for dtype in dtypes
+        for sizes in (
+            # head_dim, heads, KV heads, hidden, intermediate, vocabulary
+            (64, 4, 2, 256, 704, 4096),
+            (64, 32, 8, 2048, 8192, 128256),
+            (128, 32, 8, 4096, 14336, 128256),
+        )
     )
 
 
-def compile_shape(target: str, shape: KernelShape, config: TreeAttentionConfig | None = None) -> list[CompiledKernel]:
-    """Compiles every kernel for one model shape. `config` None takes the shipped default.
+def specs_of(op: str, shape: KernelShape, target: str | None = None) -> list[KernelSpec]:
+    """What `op` compiles for a model's shape; `target` None: where it has no configuration for one kind of GPU.
 
     Raises:
-        ValueError: an unknown target, no triton, or a process with TRITON_INTERPRET.
+        ValueError: an op without kernels, or no triton.
     """
     require_triton("aot")
-    from . import coupled_choice_kernels, kv_commit_kernels, tree_attention_kernels
-
-    config = config or TreeAttentionConfig.default(shape.dtype, shape.head_dim)
-    block_d, element = block_of_head_dim(shape.head_dim), _TYPES[shape.dtype]
-    described = {"dtype": element, "head_dim": shape.head_dim, "group": shape.num_heads // shape.num_kv_heads}
-    launch = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False}
-    attend_constants = {
-        "NUM_HEADS": shape.num_heads,
-        "GROUP": shape.num_heads // shape.num_kv_heads,
-        "HEAD_DIM": shape.head_dim,
-        "PAGE_SIZE": PAGE_SIZE,
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_D": block_d,
-        "FIXED_ORDER_DOT": False,
-    }
-    combine_constants = {"NUM_HEADS": shape.num_heads, "HEAD_DIM": shape.head_dim, "BLOCK_D": block_d}
-    move_constants = {
-        "NUM_KV_HEADS": shape.num_kv_heads,
-        "HEAD_DIM": shape.head_dim,
-        "PAGE_SIZE": PAGE_SIZE,
-        "BLOCK_J": kv_commit.BLOCK_J,
-        "BLOCK_D": block_d,
-    }
-    partials = dict.fromkeys(("partial_acc", "partial_max", "partial_sum"), "*fp32")
-    tensors = dict.fromkeys(("q", "k_cache", "v_cache", "out"), f"*{element}") | partials
-    integer = {"kv_cache": "*i32" if element == "fp32" else "*i16"}
-    choice = dict.fromkeys(("seeds", "samples", "positions", "tokens"), "*i64") | {
-        "scores": f"*{element}",
-        "temperatures": "*fp32",
-        "best_values": "*fp32",
-        "finite": "*i1",
-    }
-    return [
-        _compile(
-            target,
-            tree_attention_kernels.attend_items,
-            tensors | {"scale_log2": "fp32"},
-            attend_constants,
-            launch,
-            described | asdict(config),
-        ),
-        _compile(
-            target,
-            tree_attention_kernels.combine_segments,
-            tensors,
-            combine_constants,
-            {"num_warps": 1, "enable_fp_fusion": False},
-            described,
-        ),
-        _compile(
-            target,
-            kv_commit_kernels.move_path,
-            integer,
-            move_constants,
-            {"num_warps": kv_commit.NUM_WARPS, "enable_fp_fusion": False},
-            described,
-        ),
-        _compile(
-            target,
-            coupled_choice_kernels.choose_in_blocks,
-            choice,
-            {"BLOCK_V": coupled_choice.BLOCK_V},
-            {"num_warps": coupled_choice.NUM_WARPS, "enable_fp_fusion": False},
-            described,
-        ),
-        _compile(
-            target,
-            coupled_choice_kernels.choose_of_blocks,
-            choice,
-            {"NUM_BLOCKS": -(-VOCAB // coupled_choice.BLOCK_V), "BLOCK_B": coupled_choice.block_of_blocks(VOCAB)},
-            {"num_warps": 1, "enable_fp_fusion": False},
-            described,
-        ),
-    ]
+    if op not in ops():
+        raise ValueError(f"aot: op {op!r} has no kernels; use one of {', '.join(ops())}")
+    return importlib.import_module(f".{op}_kernels", __package__).aot_specs(shape, target)
 
 
-def _compile(
-    target: str,
-    kernel: Any,
-    types: dict[str, str],
-    constants: dict[str, int | bool],
-    options: dict[str, Any],
-    config: dict[str, Any],
-) -> CompiledKernel:
-    """Arguments that `types` does not name: strides are integers, everything else points to int32."""
+def compile_spec(target: str, spec: KernelSpec) -> CompiledKernel:
+    """Compiles one kernel, or takes it from Triton's cache.
+
+    Raises:
+        ValueError: an unknown target, or a process with TRITON_INTERPRET. What Triton raises is passed on.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    if not isinstance(kernel, triton.JITFunction):
-        raise ValueError("aot: TRITON_INTERPRET is set and an interpreted kernel cannot be compiled; unset it")
-    if target not in SHARED_BYTES:
-        raise ValueError(f"aot: target {target!r} is not known; use one of {', '.join(SHARED_BYTES)}")
+    _check_target(target)
+    _check_compiled(spec)
     is_cuda = target.startswith("sm_")
     gpu = GPUTarget("cuda", int(target[3:]), 32) if is_cuda else GPUTarget("hip", target, 64)
 
-    signature, attributes = {}, {}
+    kernel, signature, attributes = spec.kernel, {}, {}
     unspecialised = {parameter.name for parameter in kernel.params if parameter.do_not_specialize}
     for index, name in enumerate(kernel.arg_names):
-        if name in constants:
+        if name in spec.constants:
             signature[name] = "constexpr"
             continue
-        is_integer = name.startswith("stride_") or name in ("max_path", "vocab")
-        signature[name] = types.get(name, "i32" if is_integer else "*i32")
-        if name not in unspecialised and signature[name] != "fp32":
-            attributes[(index,)] = [["tt.divisibility", 16]]  # as the launcher sees aligned tensors and head sizes
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    compiled = triton.compile(source, target=gpu, options=options)
+        is_integer = name.startswith(("stride_", "num_"))
+        signature[name] = spec.types.get(name, "i32" if is_integer else "*i32")
+        if name not in unspecialised and not signature[name].startswith("fp"):
+            attributes[(index,)] = [["tt.divisibility", 16]]  # as the launcher sees aligned tensors and model sizes
+    source = ASTSource(fn=kernel, signature=signature, constexprs=spec.constants, attrs=attributes)
+    compiled = triton.compile(source, target=gpu, options=spec.options)
     registers, spills = _cuda_usage(compiled.asm["cubin"]) if is_cuda else _amd_usage(compiled.asm["amdgcn"])
-    return CompiledKernel(kernel.__name__, config, registers, spills, compiled.metadata.shared)
+    return CompiledKernel(kernel.__name__, spec.config, registers, spills, compiled.metadata.shared)
+
+
+def _check_target(target: str) -> None:
+    if target not in SHARED_BYTES:
+        raise ValueError(f"aot: target {target!r} is not known; use one of {', '.join(SHARED_BYTES)}")
+
+
+def _check_compiled(spec: KernelSpec) -> None:
+    import triton
+
+    if not isinstance(spec.kernel, triton.JITFunction):
+        raise ValueError("aot: TRITON_INTERPRET is set and an interpreted kernel cannot be compiled; unset it")
 
 
 def _cuda_usage(cubin: bytes) -> tuple[int, int]:
@@ -200,23 +147,95 @@ def _amd_usage(assembly: str) -> tuple[int, int]:
     return usage["vgpr_count"], usage["vgpr_spill_count"]
 
 
-def compile_report(targets: Iterable[str], shapes: Iterable[KernelShape]) -> dict[str, Any]:
-    """`{"targets": {target: [CompiledKernel as a dict]}, "failed": [...]}`. A spill or too much shared memory fails."""
-    report: dict[str, Any] = {"targets": {}, "failed": []}
-    shapes = tuple(shapes)
+def compile_report(
+    targets: Iterable[str],
+    shapes: Iterable[KernelShape],
+    only: Sequence[str] | None = None,
+    jobs: int | None = None,
+    advance: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, Any]:
+    """`{"targets": {target: [CompiledKernel as a dict]}, "failed": [{target, kernel, config, message}]}`.
+
+    What does not compile, spills or takes too much shared memory has failed; only the first is missing in `targets`.
+
+    Args:
+        targets: of `SHARED_BYTES`.
+        shapes: models to compile for.
+        only: the ops to compile; None takes all.
+        jobs: processes that compile; None takes one per core.
+        advance: told how many kernels of how many are compiled.
+
+    Raises:
+        ValueError: an unknown target or op, no triton, or a process with TRITON_INTERPRET.
+    """
+    targets, shapes = tuple(targets), tuple(shapes)
     for target in targets:
-        rows = [row for shape in shapes for row in compile_shape(target, shape)]
-        report["targets"][target] = [asdict(row) for row in rows]
-        for row in rows:
-            if row.spills or row.shared_bytes > SHARED_BYTES[target]:
-                report["failed"].append({"target": target, **asdict(row)})
+        _check_target(target)
+    distinct: dict[Any, _Task] = {}  # many kernels do not depend on all of a shape
+    asked: list[tuple[str, KernelSpec, Any]] = []
+    for target in targets:
+        for shape, op in itertools.product(shapes, only or ops()):
+            for index, spec in enumerate(specs_of(op, shape, target)):
+                _check_compiled(spec)
+                source = (target, op, spec.kernel.__name__, _items(spec.types), _items(spec.constants))
+                identity = (*source, _items(spec.options))
+                distinct.setdefault(identity, _Task(target, op, shape, index))
+                asked.append((target, spec, identity))
+    compiled = dict(zip(distinct, _compile_all(list(distinct.values()), jobs, advance), strict=True))
+    report: dict[str, Any] = {"targets": {target: [] for target in targets}, "failed": []}
+    for target, spec, identity in asked:
+        named = {"kernel": spec.kernel.__name__, "config": spec.config}
+        result = compiled[identity]
+        if isinstance(result, str):
+            report["failed"].append({"target": target, **named, "message": result})
+            continue
+        row = asdict(result) | named
+        report["targets"][target].append(row)
+        message = f"spills {row['spills']}" if row["spills"] else None
+        if row["shared_bytes"] > SHARED_BYTES[target]:
+            message = f"takes {row['shared_bytes']} bytes of shared memory; {target} has {SHARED_BYTES[target]}"
+        if message:
+            report["failed"].append({"target": target, **row, "message": message})
     return report
+
+
+def _items(mapping: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    return tuple(sorted(mapping.items()))
+
+
+def _compile_all(
+    tasks: Sequence[_Task], jobs: int | None, advance: Callable[[int, int], None]
+) -> list[CompiledKernel | str]:
+    """Compiled kernels in the order of the tasks, or what was wrong with them."""
+    jobs = min(len(os.sched_getaffinity(0)) if jobs is None else jobs, -(-len(tasks) // 8))  # a start costs seconds
+    results: dict[int, CompiledKernel | str] = {}
+    if jobs <= 1:
+        for index, task in enumerate(tasks):
+            results[index] = _compile_task(task)
+            advance(len(results), len(tasks))
+    else:
+        with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+            futures = {pool.submit(_compile_task, task): index for index, task in enumerate(tasks)}
+            for future in as_completed(futures):
+                results[futures[future]] = future.result()
+                advance(len(results), len(tasks))
+    return [results[index] for index in range(len(tasks))]
+
+
+def _compile_task(task: _Task) -> CompiledKernel | str:
+    try:
+        return compile_spec(task.target, specs_of(task.op, task.shape, task.target)[task.index])
+    except Exception as error:  # the compiler raises what its passes raise; the report names every kernel it fails on
+        return f"{type(error).__name__}: {error}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m treespec_kernels.aot", description=__doc__)
     parser.add_argument("--target", action="append", choices=sorted(SHARED_BYTES), required=True)
-    report = compile_report(parser.parse_args().target, default_shapes())
+    parser.add_argument("--op", action="append", choices=ops(), help="may be repeated; default: all")
+    parser.add_argument("--jobs", type=int, help="processes; default: one per core")
+    given = parser.parse_args()
+    report = compile_report(given.target, default_shapes(), given.op, given.jobs)
     print(json.dumps(report, indent=1))
     return 1 if report["failed"] else 0
 

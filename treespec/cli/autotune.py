@@ -1,100 +1,182 @@
-"""`treespec autotune`: measure what this machine's passes cost, once, so that every start knows it."""
+"""`treespec autotune`: measure this machine once, so that every start knows it: kernels, and what passes cost."""
 
-import sys
 from typing import Annotated, Any
 
 import typer
 
-from treespec.cli.group import print_json, table, usage_error
-from treespec.cli.options import Device, Drafts, Dtype, Json, Model, load_llm, status
+from treespec.cli import curves, kernels
+from treespec.cli.group import print_json, usage_error
+from treespec.cli.options import Device, Drafts, Dtype, Json, Model
+
+MAX_SECONDS = 24 * 3600
 
 
-def _not_yet(option: typer.CallbackParam, value: Any) -> Any:
-    if value:
-        raise usage_error(
-            f"{option.opts[0]} is not implemented yet: kernels are not tuned so far; valid now: --model, --draft, "
-            "--device, --dtype, --seconds, --show, --json"
-        )
-    return value
+def _size(name: str, what: str) -> Any:
+    return typer.Option(name, metavar="N", help=f"{what}, instead of --model's.", rich_help_panel="A model's shape")
 
 
-def _pending(name: str) -> Any:
-    """An option that the contract names and this version refuses."""
-    return typer.Option(name, hidden=True, callback=_not_yet)
+def _kernel(name: str, metavar: str, text: str) -> Any:
+    return typer.Option(name, metavar=metavar, help=text, rich_help_panel="Kernels")
 
 
 def autotune(
     model: Model = None,
     draft: Drafts = None,
-    show: Annotated[bool, typer.Option("--show", help="Print the stored curves; measure nothing.")] = False,
-    seconds: Annotated[float, typer.Option("--seconds", metavar="S", help="About how long to measure.")] = 5.0,
+    show: Annotated[bool, typer.Option("--show", help="Print what is stored; measure nothing.")] = False,
+    seconds: Annotated[
+        float, typer.Option("--seconds", metavar="S", help="About how long to measure a cost curve.")
+    ] = 5.0,
+    threads: Annotated[
+        int | None,
+        typer.Option("--threads", metavar="N", help="On a CPU: only so many. Default: 1, 2, 4 .. and all cores."),
+    ] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    heads: Annotated[int | None, _size("--heads", "Query heads")] = None,
+    kv_heads: Annotated[int | None, _size("--kv-heads", "KV heads")] = None,
+    head_dim: Annotated[int | None, _size("--head-dim", "The size of a head")] = None,
+    hidden: Annotated[int | None, _size("--hidden", "The hidden size")] = None,
+    intermediate: Annotated[int | None, _size("--intermediate", "The MLP's size")] = None,
+    vocab: Annotated[int | None, _size("--vocab", "The vocabulary's size")] = None,
+    layers: Annotated[int | None, _size("--layers", "Layers")] = None,
+    nodes: Annotated[int | None, _kernel("--nodes", "N", "Rows of a tree pass. Default: 32.")] = None,
+    context: Annotated[int | None, _kernel("--context", "N", "Committed positions. Default: 2048.")] = None,
+    ops: Annotated[
+        list[str] | None, _kernel("--ops", "OP", "Only these; repeated, or separated by commas. Default: all tunable.")
+    ] = None,
+    budget_seconds: Annotated[
+        float | None, _kernel("--budget-seconds", "S", "Begin no further configuration after it; another run goes on.")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what was measured.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is not a tuned file.")] = False,
+    aot: Annotated[
+        list[str] | None,
+        _kernel("--aot", "TARGET", "Only compile, without a GPU: sm_80, sm_90, sm_100 or gfx942; may be repeated."),
+    ] = None,
     as_json: Json = False,
-    aot: Annotated[bool, _pending("--aot")] = False,
-    heads: Annotated[int | None, _pending("--heads")] = None,
-    kv_heads: Annotated[int | None, _pending("--kv-heads")] = None,
-    head_dim: Annotated[int | None, _pending("--head-dim")] = None,
-    nodes: Annotated[str | None, _pending("--nodes")] = None,
-    context: Annotated[int | None, _pending("--context")] = None,
 ) -> None:
-    """Measure how long a target pass takes over 1 to 64 rows, and a level of drafting.
+    """Measure what this machine is best at, and keep it.
 
-    From this "auto" decides how large a tree is worth its pass. The curve is kept in the user's cache folder and used
-    by every later start with the same models, dtype and threads on this machine; without it each start measures
-    for a second.
+    On a GPU: sweeps the configurations of the kernels for a model's shapes, checks each against its reference, and
+    writes the fastest; then measures what a pass costs. On a CPU: how long a pass takes over 1 to 64 rows, and a level
+    of drafting, with 1, 2, 4 .. threads. From this "auto" decides how large a tree is worth its pass. What is
+    stored is used by every later start with the same models, dtype and versions on this machine.
     """
+    sizes = kernels.Sizes(heads, head_dim, kv_heads, hidden, intermediate, vocab, layers)
     if not 0 < seconds <= 3600:
         raise usage_error(f"--seconds {seconds:g}: valid are more than 0 and at most 3600")
-    from treespec import costs
-
+    if threads is not None and not 1 <= threads <= 1024:
+        raise usage_error(f"--threads {threads}: valid are whole numbers from 1 to 1024")
+    kernels.check_number("--nodes", nodes, kernels.MAX_NODES)
+    kernels.check_number("--context", context, kernels.MAX_CONTEXT)
+    kernels.check_number("--budget-seconds", budget_seconds, MAX_SECONDS)
     if show:
-        entries = costs.load_all()
-    else:
-        with status("loading"):
-            llm = load_llm(model, draft, None, device, dtype)
-        entries = [_measure(llm, seconds)]
-    file = costs.costs_file()
-    if as_json:
-        print_json({"file": str(file), "curves": entries})
+        _show(as_json)
         return
-    for entry in entries:
-        typer.echo(_describe(entry) + "\n")
-    if show and not entries:
-        typer.echo(f"no curves are stored in {file}; run treespec autotune")
+    from treespec.build import DTYPES, resolve_device
+    from treespec.errors import reject_unknown
+
+    reject_unknown("--dtype", [dtype], ("auto", *DTYPES))
+    computed = None if dtype == "auto" else DTYPES[dtype]
+    if aot:
+        raise typer.Exit(_aot(aot, ops, sizes, model, draft, computed, as_json))
+    where = resolve_device(device)
+    swept = {
+        "--ops": ops, "--nodes": nodes, "--context": context, "--budget-seconds": budget_seconds, "--fresh": fresh,
+        "--force": force,
+    }  # fmt: skip
+    of_kernels = [*sizes.given, *(name for name, value in swept.items() if value)]
+    if where.type == "cpu" and not (of_kernels and kernels.rehearses()):
+        if of_kernels:
+            raise usage_error(
+                f"{of_kernels[0]} is about kernels on a GPU, and torch sees none here; valid on a CPU: --model, "
+                "--draft, --dtype, --seconds, --threads, --show, --json, and --aot TARGET to compile kernels"
+            )
+        _measure_on_cpu(model, draft, dtype, seconds, threads, as_json)
+        return
+    if threads is not None:
+        raise usage_error(f"--threads {threads} is about a CPU; use --device cpu")
+    from treespec_kernels.workloads import ops as known_ops
+
+    if computed is None and where.type == "cpu":
+        computed = DTYPES["float32"]  # Triton's interpreter computes bfloat16 wrongly
+    shapes = kernels.shapes_of(sizes, model, draft, computed)
+    chosen = kernels.names("--ops", ops, known_ops())
+    found = kernels.tune_kernels(shapes, where, chosen, nodes or 32, context or 2048, budget_seconds, fresh, force)
+    document: dict[str, Any] = {"kernels": found}
+    if not as_json:
+        kernels.echo_tuned(found)
+    if not sizes.given and where.type == "cuda":
+        entry = curves.measure_here(model, draft, device, dtype, seconds, None)
+        document |= _curves([entry])
+        if not as_json:
+            typer.echo("")
+            _echo_curves(document)
+    if as_json:
+        print_json(document)
+
+
+def _aot(
+    targets: list[str], ops: list[str] | None, sizes: kernels.Sizes, model: str | None, drafts: list[str] | None,
+    dtype: Any, as_json: bool,
+) -> int:  # fmt: skip
+    """Compile ahead of time; the exit code."""
+    from dataclasses import replace
+
+    from treespec_kernels import aot
+
+    chosen = kernels.names("--aot", targets, aot.SHARED_BYTES) or []
+    if sizes.given or model is not None:
+        dtypes = [dtype] if dtype is not None else list(aot.DTYPES)
+        found = dict.fromkeys(shape.kernel for shape in kernels.shapes_of(sizes, model, drafts, None))
+        shapes = [replace(shape, dtype=each) for each in dtypes for shape in found]
     else:
-        typer.echo(f"{'stored' if show else 'written'} in {file}")
+        shapes = list(aot.default_shapes(aot.DTYPES if dtype is None else (dtype,)))
+    report = kernels.aot_report(chosen, kernels.names("--ops", ops, aot.ops()), shapes)
+    if as_json:
+        print_json(report)
+    else:
+        kernels.echo_aot(report)
+    return 1 if report["failed"] else 0
 
 
-def _measure(llm: Any, seconds: float) -> dict[str, Any]:
-    """Measure an engine's curve and store it; the entry that was stored."""
-    from tqdm import tqdm  # type: ignore[import-untyped]
+def _measure_on_cpu(
+    model: str | None, drafts: list[str] | None, dtype: str, seconds: float, threads: int | None, as_json: bool
+) -> None:
+    counts = curves.thread_counts()
+    if threads is not None or len(counts) == 1:
+        entries = [curves.measure_here(model, drafts, "cpu", dtype, seconds, threads)]
+    else:
+        entries = curves.measure_in_children(counts, model, drafts, dtype, seconds)
+    document = _curves(entries)
+    if as_json:
+        print_json(document)
+    else:
+        _echo_curves(document)
 
+
+def _show(as_json: bool) -> None:
     from treespec import costs
 
-    engine = llm.engine
-    shown = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}"
-    with tqdm(desc="measuring", total=1.0, leave=False, bar_format=shown, disable=not sys.stderr.isatty()) as bar:
-        curve = costs.measure(engine.runner, engine.ssms, seconds, lambda fraction: bar.update(fraction - bar.n))
-    key = costs.cost_key(engine.runner, engine.ssms, llm.config.num_threads)
-    names = [engine.runner.target.config.folder.name, *(engine.ssms.names if engine.ssms else ())]
-    costs.save(curve, key, names=names)
-    return next(entry for entry in costs.load_all() if entry["key"] == key)
+    document = _curves(costs.load_all()) | {"tuned": kernels.stored()}
+    if as_json:
+        print_json(document)
+        return
+    if document["curves"]:
+        _echo_curves(document, "stored")
+    else:
+        typer.echo(f"no curves are stored in {document['file']}; run treespec autotune")
+    kernels.echo_stored(document["tuned"])
 
 
-def _describe(entry: dict[str, Any]) -> str:
-    """A stored curve for a reader: where it holds, and the table."""
-    key, rows, times = entry["key"], entry["rows"], [1000 * s for s in entry["verify_seconds"]]
-    names = entry.get("names") or ["target", *(f"draft {i}" for i in range(1, len(key["models"])))]
-    models = [f"{name} ({shape[0]} x {shape[1]})" for name, shape in zip(names, key["models"], strict=False)]
-    threads = f"{key['threads']} thread{'' if key['threads'] == 1 else 's'}"
-    lines = [
-        f"machine  {key['processor']}, {key['device']}, {threads}, torch {key['torch']}",
-        f"target   {models[0]}, {key['dtype']}",
-    ]
-    if models[1:]:
-        lines.append(
-            f"drafts   {', '.join(models[1:])}: {1000 * entry['draft_seconds']:.2f} ms per level, all together"
-        )
-    body = [(str(n), f"{ms:.2f}", f"{ms / times[0]:.2f}", f"{n / ms:.2f}") for n, ms in zip(rows, times, strict=True)]
-    return "\n".join([*lines, "", table([("rows", "ms per pass", "relative", "rows per ms"), *body])])
+def _curves(entries: list[dict[str, Any]]) -> dict[str, Any]:
+    """The part of a document that is about curves; `threads` compares what is stored for the first of them."""
+    from treespec import costs
+
+    compared = curves.compare_threads(entries[0]["key"]) if entries else None
+    return {"file": str(costs.costs_file()), "curves": entries, "threads": compared}
+
+
+def _echo_curves(document: dict[str, Any], done: str = "written") -> None:
+    curves.echo_curves(document["curves"])
+    typer.echo(f"{done} in {document['file']}")

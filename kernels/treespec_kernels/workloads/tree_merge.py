@@ -1,0 +1,61 @@
+"""The growth of every tree of a batch, root and all levels: what a round of drafting adds to the SSMs' passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from .base import Setting, Tensors, Workload, equal
+from .forests import LEVELS, ForestInputs, forest_inputs, forest_key, num_bytes, tensors_of
+
+
+class TreeMergeWorkload(Workload[ForestInputs]):
+    """`tree_root`, and `tree_merge` for each of four levels."""
+
+    op = "tree_merge"
+
+    def __init__(self, setting: Setting, requests: int):
+        super().__init__(setting.device, setting.dtype)
+        self.requests = requests
+        self.key = forest_key()
+        self.load = f"requests {requests}, levels {LEVELS}"
+        made = forest_inputs(requests, torch.Generator().manual_seed(0))
+        self.bytes = num_bytes((made.tokens, made.probs, *tensors_of(made.forest)))
+        self.flops = 0
+
+    def make(self, generator: torch.Generator) -> ForestInputs:
+        return forest_inputs(self.requests, generator)
+
+    def run(self, config: Any, copy: int = 0) -> Tensors:
+        self.inputs[copy].grow()
+        return tensors_of(self.inputs[copy].forest)
+
+    def expected(self) -> Tensors:
+        return tensors_of(self.inputs[0].grown_by_reference())
+
+    def compare(self, actual: Tensors, expected: Tensors, config: Any) -> None:
+        names = self.inputs[0].forest.__dataclass_fields__
+        for name, own, right in zip(names, actual, expected, strict=True):
+            equal(own, right, name)
+
+    def alone(self, config: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """A request by itself."""
+        inputs = self.inputs[0]
+        company = [part.clone() for part in self.run(config)]
+        last = slice(self.requests - 1, self.requests)
+        single = inputs._replace(
+            forest=forest_inputs(1, torch.Generator(self.device).manual_seed(0)).forest,
+            roots=inputs.roots[last],
+            tokens=inputs.tokens[:, :, last],
+            probs=inputs.probs[:, :, last],
+            weights=inputs.weights[last],
+            end_tokens=inputs.end_tokens[last],
+        )
+        single.grow()
+        yield from zip((part[last] for part in company), tensors_of(single.forest), strict=True)
+
+
+def workloads(setting: Setting) -> list[Workload]:
+    return [TreeMergeWorkload(setting, requests) for requests in dict.fromkeys((1, setting.requests))]

@@ -1,0 +1,265 @@
+"""The whole sweep on the CPU, in Triton's interpreter: run by tests/test_tuning.py in a process of its own."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models import tiny
+from treespec.cli.kernels import Sizes, shapes_of
+from treespec.config import ModelConfig
+from treespec.models.attention import make_attention
+from treespec.models.triton_decoder import TritonDecoder, stacked
+from treespec_kernels import tuned, tuning
+from treespec_kernels.aot_spec import KernelShape
+from treespec_kernels.tree_attention import TreeAttentionConfig
+from treespec_kernels.tuning import Problem, SweepLog, Tuned, TuningError, measure, problems_of, tune
+from treespec_kernels.workloads import Setting, Workload, ops, tree_attention, workloads_of
+from treespec_weights import load_weights
+
+NAME = "A device"
+SETTING = Setting(
+    KernelShape(torch.float32, 16, 4, 2, 32, 48, 100),
+    torch.device("cpu"),
+    nodes=3,
+    context=20,
+    requests=2,
+    layers=2,
+    fixed_order_dot=True,
+)
+SLOW, FAST, EQUAL = (TreeAttentionConfig(16, size, 4, 2, fixed_order_dot=True) for size in (16, 32, 64))
+
+
+class PlannedClock:
+    """Runs everything, and says what the test planned: seconds by configuration."""
+
+    def __init__(self, seconds: dict[Any, float]):
+        self.planned, self.timed = seconds, []
+
+    def seconds(self, calls: Sequence[Callable[[], Any]]) -> float:
+        for call in calls:
+            call()
+        config = calls[0].args[0]
+        self.timed.append(config)
+        return self.planned[config]
+
+    def copies(self, num_bytes: int) -> int:
+        return 2
+
+    def copy_bandwidth(self) -> float:
+        return 1e9
+
+
+@pytest.fixture
+def problems(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
+    """Tree attention of one small tree, with three configurations to choose from."""
+    monkeypatch.setattr(tree_attention.TreeAttentionWorkload, "candidates", lambda self: [SLOW, FAST, EQUAL])
+    return problems_of([tree_attention.TreeAttentionWorkload(SETTING, 1, 3)])
+
+
+def clock() -> PlannedClock:
+    return PlannedClock({SLOW: 3.0, FAST: 1.0, EQUAL: 1.0})
+
+
+@pytest.mark.parametrize("op", ops())
+def test_every_workload_is_right_by_its_own_check(op: str) -> None:
+    for workload in workloads_of(SETTING, [op]):
+        assert workload.op == op and workload.bytes > 0 and workload.flops >= 0
+        assert json.loads(json.dumps(workload.key)) == workload.key
+        workload.prepare(2)
+        workload.check(workload.default)
+        workload.run(workload.default, 1)
+        for baseline in workload.baselines().values():
+            baseline(1)
+        workload.release()
+
+
+def test_the_fastest_is_kept(problems: list[Problem], tmp_path: Path) -> None:
+    timed = clock()
+    [found] = tune(problems, timed, SweepLog(tmp_path / "log", NAME))
+    assert timed.timed == [SLOW, FAST, EQUAL] and found.left == 0 and found.failed == []
+    assert found.best is not None and found.best.config == FAST
+    entry = found.entry(tuned.versions_of(NAME, found.problem.op))
+    assert entry is not None and entry.config["block_n"] == 32 and "fixed_order_dot" not in entry.config
+    assert (entry.microseconds, entry.default_microseconds) == (1e6, 3e6)
+    tuned.save_entries(tmp_path / "a-device.json", NAME, [entry])
+    configs = tuned.KernelConfigs.load("cuda", name=NAME, folders=[tmp_path])
+    assert configs.get(found.problem.op, found.problem.key, SLOW) == FAST
+
+
+def test_a_default_that_is_as_fast_stays(problems: list[Problem], tmp_path: Path) -> None:
+    planned = PlannedClock({SLOW: 1.0, FAST: 0.995, EQUAL: 2.0})
+    [found] = tune(problems, planned, SweepLog(tmp_path / "log", NAME))
+    assert found.best is not None and found.best.config == SLOW
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, change: Callable[[torch.Tensor], None]) -> None:
+    """`FAST` gives other results."""
+    right = tree_attention.tree_attention_triton
+
+    def planted(*given: Any, plan: Any, **named: Any) -> torch.Tensor:
+        out = right(*given, plan=plan, **named)
+        if replace(plan.config, fixed_order_dot=True) == FAST:
+            change(out)
+        return out
+
+    monkeypatch.setattr(tree_attention, "tree_attention_triton", planted)
+
+
+def one_wrong(out: torch.Tensor) -> None:
+    out[-1, 0, 0] += 0.1
+
+
+def last_bit_by_company(out: torch.Tensor) -> None:
+    if len(out) > 1:
+        out[0].view(torch.int32)[0, 0] += 1
+
+
+@pytest.mark.parametrize(
+    ("change", "said"), [(one_wrong, "max error"), (last_bit_by_company, "rows depend on the rows beside them")]
+)
+def test_a_wrong_kernel_is_refused_before_it_is_timed(
+    problems: list[Problem], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any, said: str
+) -> None:
+    plant(monkeypatch, change)
+    timed = clock()
+    [found] = tune(problems, timed, SweepLog(tmp_path / "log", NAME))
+    assert timed.timed == [SLOW, EQUAL] and found.best is not None and found.best.config == EQUAL
+    [failed] = found.failed
+    assert failed.config == FAST and said in str(failed.error)
+
+
+def test_a_kernel_that_cannot_run_has_failed(problems: list[Problem], monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*given: Any, **named: Any) -> None:
+        raise RuntimeError("out of shared memory")
+
+    monkeypatch.setattr(tree_attention, "tree_attention_triton", broken)
+    found = measure(problems[0], SLOW, clock())
+    assert found.error == "RuntimeError: out of shared memory" and found.seconds == {}
+    assert Tuned(problems[0], (found,), 2).best is None
+    assert Tuned(problems[0], (found,), 2).entry({}) is None
+
+
+def test_what_was_measured_is_not_measured_again(problems: list[Problem], tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    times = iter([0.0] * 4 + [100.0] * 20)  # the budget ends while the first configuration is measured
+
+    def hurried(monkeypatch: pytest.MonkeyPatch) -> list[Tuned]:
+        monkeypatch.setattr("treespec_kernels.tuning.time.monotonic", lambda: next(times))
+        return tune(problems, clock(), SweepLog(path, NAME), budget_seconds=50.0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        [first] = hurried(patch)
+    assert [m.config for m in first.measurements] == [SLOW] and first.left == 2
+    with path.open("a") as file:
+        file.write('{"what": {"op": ')  # as a process that was killed leaves it
+    timed = clock()
+    [second] = tune(problems, timed, SweepLog(path, NAME))
+    assert timed.timed == [FAST, EQUAL] and second.left == 0
+    timed = clock()
+    [third] = tune(problems, timed, SweepLog(path, NAME))
+    assert timed.timed == [] and third.best == second.best
+    log = SweepLog(path, NAME)
+    assert log.find(problems[0], SLOW) is not None and SweepLog(path, "Another").find(problems[0], SLOW) is None
+    log.forget()
+    assert not path.exists() and log.find(problems[0], SLOW) is None
+
+
+def test_a_change_of_the_kernels_is_measured_again(
+    problems: list[Problem], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tune(problems, clock(), SweepLog(tmp_path / "log", NAME))
+    monkeypatch.setattr(tuned, "source_hash", lambda op: "another")
+    timed = clock()
+    tune(problems, timed, SweepLog(tmp_path / "log", NAME))
+    assert timed.timed == [SLOW, FAST, EQUAL]
+
+
+def test_a_budget_is_shared(problems: list[Problem], tmp_path: Path) -> None:
+    [found] = tune(problems, clock(), SweepLog(tmp_path / "log", NAME), budget_seconds=-1.0)
+    assert found.left == 3 and found.best is None
+
+
+def test_a_broken_device_ends_the_sweep_and_is_remembered(
+    problems: list[Problem], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch, one_wrong)
+    log = SweepLog(tmp_path / "log", NAME)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuning, "_works", lambda device: False)
+        with pytest.raises(TuningError, match=r"broke the device .*; run again to go on without it"):
+            tune(problems, clock(), log)
+    timed = clock()
+    [found] = tune(problems, timed, SweepLog(tmp_path / "log", NAME))
+    assert timed.timed == [EQUAL] and [m.config for m in found.failed] == [FAST]
+
+
+def test_too_little_memory_is_no_configurations_fault(
+    problems: list[Problem], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*given: Any, **named: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(tree_attention, "tree_attention_triton", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        tune(problems, clock(), SweepLog(tmp_path / "log", NAME))
+    assert not (tmp_path / "log").exists()
+
+
+def test_other_processes_try_configurations_first() -> None:
+    problem = problems_of(workloads_of(SETTING, ["row_linear"]))[0]
+    missing = 99  # an index that no candidate has stands for a configuration that cannot run
+    assert tuning._compile([problem], [[0, missing, 1]], 2, float("inf")) == {
+        0: {missing: "IndexError: list index out of range"}
+    }
+    assert tuning._compile([problem], [[]], 2, float("inf")) == {}
+    assert tuning._compile([problem], [[0]], 2, float("-inf")) in ({}, {0: {}})
+
+
+def test_stacked_ssms_have_workloads_of_their_own() -> None:
+    for workload in workloads_of(replace(SETTING, groups=2), ["row_linear", "lm_head"])[-4:]:
+        assert workload.key["groups"] == 2
+        workload.check(workload.default)
+
+
+def test_loads_are_weighted() -> None:
+    loads: list[Workload] = [
+        tree_attention.TreeAttentionWorkload(SETTING, 1, 3, 0.5),
+        tree_attention.TreeAttentionWorkload(SETTING, 1, 1, 0.25),
+        tree_attention.TreeAttentionWorkload(SETTING, 1, 1, 9.0),
+        tree_attention.TreeAttentionWorkload(
+            replace(SETTING, shape=KernelShape(torch.float32, 32, 4, 2, 1, 1, 1)), 1, 1
+        ),
+    ]
+    several, other = problems_of(loads)
+    assert len(several.workloads) == 2 and len(other.workloads) == 1
+    assert several.mean({loads[0].load: 4.0, loads[1].load: 1.0}) == pytest.approx(3.0)
+
+
+def test_an_op_without_workloads_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"op 'softmax' has no workloads; valid: .*tree_attention"):
+        workloads_of(SETTING, ["softmax"])
+
+
+def test_an_engine_asks_for_what_is_tuned() -> None:
+    """The keys of the workloads are those under which an engine looks: of a target, and of two SSMs stacked."""
+    target, drafts = tiny()
+    configs = tuned.KernelConfigs()
+
+    def decoder(folder: Path) -> TritonDecoder:
+        config = ModelConfig.from_hf(folder)
+        weights = load_weights(config.folder, config.shape, config.rules, torch.float32, SETTING.device)
+        attention = make_attention("triton", config.shape, torch.float32, SETTING.device, configs)
+        return TritonDecoder(config, weights, attention, configs, True, 64)
+
+    decoder(target)
+    stacked([decoder(draft) for draft in drafts[:2]], configs)
+    shapes = shapes_of(Sizes(), str(target), [str(draft) for draft in drafts[:2]], torch.float32)
+    assert [shape.groups for shape in shapes] == [1, 2]
+    settings = [replace(SETTING, shape=shape.kernel, groups=shape.groups) for shape in shapes]
+    problems = problems_of(work for setting in settings for work in workloads_of(setting))
+    assert {problem.label for problem in problems} == set(configs.fallbacks)

@@ -1,0 +1,314 @@
+"""`treespec autotune`: what it measures where, what it prints, what it stores, and what it refuses."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tests.models import tiny
+from treespec import LLM, costs
+from treespec.build import _compare_threads
+from treespec.cli import app, curves
+from treespec.planner import CostCurve
+from treespec_kernels import aot, tuned
+
+ROOT = Path(__file__).resolve().parents[1]
+THREADS = torch.get_num_threads()
+KEY = {"device": "cpu", "processor": "p", "dtype": "float32", "threads": 1, "torch": "2", "models": [[1, 8]]}
+SMALL = "--heads 2 --kv-heads 1 --head-dim 16 --intermediate 32 --vocab 64 --nodes 2 --context 3".split()
+
+
+@pytest.fixture(autouse=True)
+def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(tuned, "package_folder", lambda: tmp_path / "package")
+
+
+def models() -> list[str]:
+    target, drafts = tiny()
+    return ["--model", str(target), *(part for draft in drafts[:2] for part in ("--draft", str(draft)))]
+
+
+def run(*arguments: object, code: int = 0) -> Any:
+    result = CliRunner().invoke(app, ["autotune", *map(str, arguments)])
+    assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
+    assert result.exit_code == code, result.output
+    return result
+
+
+def document(*arguments: object, code: int = 0) -> dict[str, Any]:
+    return json.loads(run(*arguments, "--json", code=code).stdout)
+
+
+def refusal(*arguments: object) -> str:
+    result = run(*arguments, code=2)
+    assert result.stdout == "" and result.stderr.startswith("error: ")
+    error = document(*arguments, code=2)["error"]
+    assert f"error: {error['message']}\n" == result.stderr
+    return error["message"]
+
+
+def program(*arguments: str, **environment: str | None) -> subprocess.CompletedProcess[str]:
+    given = {name: value for name, value in (os.environ | environment).items() if value is not None}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, timeout=300, check=False)
+
+
+def store(threads: int, pass_seconds: float, **key: Any) -> dict[str, Any]:
+    costs.save(CostCurve((1, 16), (pass_seconds, pass_seconds), 0.0), KEY | {"threads": threads} | key)
+    return KEY | {"threads": threads} | key
+
+
+# --- cost curves
+
+
+def test_a_curve_is_stored_shown_and_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "no curves are stored" in run("--show").stdout
+    measured = document(*models(), "--seconds", 0.3, "--threads", THREADS)
+    [curve] = measured["curves"]
+    assert Path(measured["file"]) == tmp_path / "treespec" / "costs.json"
+    assert curve["rows"][0] == 1 and len(curve["rows"]) == len(curve["verify_seconds"]) and curve["draft_seconds"] > 0
+    assert curve["names"] == ["target", "ssm-1", "ssm-2"]
+    assert measured["threads"].keys() == {"best", "round_ms"} and measured["threads"]["best"] == THREADS
+    assert measured["threads"]["round_ms"].keys() == {str(THREADS)}
+    shown = run("--show").stdout
+    again = document("--show")
+    assert again["curves"] == [curve] and again["tuned"] == []
+    lines = shown.splitlines()
+    head = next(i for i, line in enumerate(lines) if line.startswith("rows "))
+    table = [line.split() for line in lines[head + 1 : head + 1 + len(curve["rows"])]]
+    assert [int(row[0]) for row in table] == curve["rows"] and table[0][2] == "1.00"
+    assert "ssm-2" in shown and measured["file"] in shown and "best" not in shown
+
+    def must_not_measure(*_: Any) -> None:
+        raise AssertionError("the stored curve was not used")
+
+    monkeypatch.setattr(costs, "measure", must_not_measure)
+    target, drafts = tiny()
+    used = LLM(target, list(drafts[:2])).stats()["cost_curve"]
+    assert used["rows"] == curve["rows"] and used["verify_seconds"] == curve["verify_seconds"]
+
+
+def test_a_broken_entry_is_skipped_alone(tmp_path: Path) -> None:
+    curve = CostCurve((1, 8), (0.1, 0.2), 0.01)
+    file = costs.save(curve, KEY, tmp_path)
+    [good] = json.loads(file.read_text())
+    broken = [3, {}, {"key": {}}, good | {"rows": [1]}, good | {"verify_seconds": ["slow", 2]}, good | {"key": 7}]
+    file.write_text(json.dumps([*broken, good]))
+    assert costs.load_all(tmp_path) == [good] and costs.load(KEY, tmp_path) == curve
+    file.write_text("{")
+    assert costs.load_all(tmp_path) == []
+
+
+def test_a_small_cache_still_has_a_curve() -> None:
+    target, drafts = tiny()
+    small = LLM(target, [drafts[0]], max_num_seqs=1, max_model_len=16)
+    assert small.stats()["cost_curve"]["rows"][0] == 1
+    small.engine.check_integrity()
+
+
+# --- numbers of threads
+
+
+def test_each_number_of_threads_has_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    real = subprocess.run
+
+    def child(command: list[str], **options: Any) -> Any:
+        seen.append((command[command.index("--threads") + 1], options["env"]["OMP_NUM_THREADS"]))
+        if seen[-1][0] == "1":
+            return real(command, **options)
+        key = json.loads(costs.costs_file().read_text())[0]["key"] | {"threads": 2}
+        costs.save(CostCurve((1, 16), (9.0, 9.0), 0.0), key)
+        stored = json.dumps({"curves": [costs.load_all()[-1]]})
+        return subprocess.CompletedProcess(command, 0, stored, "")
+
+    monkeypatch.setattr(curves, "thread_counts", lambda: [1, 2])
+    monkeypatch.setattr(subprocess, "run", child)
+    measured = document(*models(), "--seconds", 0.1)
+    assert seen == [("1", "1"), ("2", "2")]
+    assert [curve["key"]["threads"] for curve in measured["curves"]] == [1, 2]
+    assert measured["threads"]["best"] == 1 and measured["threads"]["round_ms"]["2"] == 9000.0
+    shown = run("--show").stdout
+    assert ", 2 threads: 9000.00 ms, best: 1 (a round of 16 rows and 3 levels of drafting)" in shown
+
+
+def test_thread_counts_are_powers_of_two_and_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, counts in ((1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (16, [1, 2, 4, 8, 16])):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)), raising=False)
+        assert curves.thread_counts() == counts
+
+
+def test_a_childs_error_is_the_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(curves, "thread_counts", lambda: [1, 2])
+    for kind in ("ConfigError", "FileNotFoundError", "UsageError", "CheckpointWoe"):
+        ended = subprocess.CompletedProcess(
+            [], 2, json.dumps({"error": {"type": kind, "message": "what is wrong"}}), ""
+        )
+        monkeypatch.setattr(subprocess, "run", lambda *given, ended=ended, **options: ended)
+        found = document(code=2)["error"]
+        assert found["message"] == "what is wrong"
+        assert found["type"] == (kind if kind != "CheckpointWoe" else "TreespecError")
+    monkeypatch.setattr(
+        subprocess, "run", lambda *given, **options: subprocess.CompletedProcess([], 1, "", "Traceback")
+    )
+    with pytest.raises(RuntimeError, match="ended with 1"):
+        curves.measure_in_children([1], None, None, "auto", 1.0)
+
+
+def test_only_other_numbers_of_threads_are_compared() -> None:
+    key = store(1, 0.2)
+    store(4, 0.1)
+    store(2, 0.05, dtype="bfloat16")
+    assert costs.by_threads(key) == {1: pytest.approx(0.2), 4: pytest.approx(0.1)}
+    assert curves.compare_threads(key) == {"best": 4, "round_ms": {"1": pytest.approx(200), "4": pytest.approx(100)}}
+    assert curves.compare_threads(key | {"device": "cuda"}) is None
+
+
+def test_the_engine_says_that_other_threads_are_faster(caplog: pytest.LogCaptureFixture) -> None:
+    target, _ = tiny()
+    first = LLM(target, [])
+    key = costs.cost_key(first.engine.runner, None, first.config.num_threads)
+    for threads, seconds in ((THREADS, 0.2), (THREADS + 1, 0.1)):
+        costs.save(CostCurve((1, 16), (seconds, seconds), 0.0), key | {"threads": threads})
+    caplog.clear()
+    LLM(target, [])
+    said = [record.getMessage() for record in caplog.records if "OMP_NUM_THREADS" in record.getMessage()]
+    assert len(said) == 1 and f"set OMP_NUM_THREADS={THREADS + 1}" in said[0] and "200 ms" in said[0]
+    caplog.clear()
+    _compare_threads({1: 0.1, 2: 0.095}, 1)  # as good as equal
+    _compare_threads({2: 0.1, 4: 0.2}, 1)  # this number was not measured
+    _compare_threads({1: 0.1, 2: 0.2}, 1)
+    assert not caplog.records
+
+
+# --- ahead of time
+
+
+def test_kernels_are_compiled_for_a_target_without_a_gpu() -> None:
+    pytest.importorskip("triton")
+    options = ["--aot", "sm_90", "--ops", "coupled_choice", "--dtype", "float16"]
+    child = program("-m", "treespec", "autotune", *options, "--json", TRITON_INTERPRET=None)
+    assert child.returncode == 0, child.stderr
+    report = json.loads(child.stdout)
+    assert report.keys() == {"targets", "failed"} and report["failed"] == []
+    assert {row["kernel"] for row in report["targets"]["sm_90"]} == {"choose_in_blocks", "choose_of_blocks"}
+    assert {row["config"]["dtype"] for row in report["targets"]["sm_90"]} == {"fp16"}
+    child = program("kernels/autotune.py", *options, TRITON_INTERPRET=None, PYTHONPATH=".:kernels:weights")
+    assert child.returncode == 0, child.stderr
+    head, *lines = child.stdout.splitlines()
+    assert head.split() == ["kernel", "target", "compiled", "registers", "spills", "shared", "KB"]
+    assert [line.split()[:2] for line in lines] == [["choose_in_blocks", "sm_90"], ["choose_of_blocks", "sm_90"]]
+
+
+def test_what_fails_ahead_of_time_ends_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {}
+    failure = {"target": "sm_90", "kernel": "k", "config": {}, "message": "spills 8"}
+
+    def report(targets: list[str], shapes: list[Any], only: Any, advance: Any) -> dict[str, Any]:
+        asked.update(targets=targets, shapes=shapes, only=only)
+        return {"targets": {target: [] for target in targets}, "failed": [failure]}
+
+    monkeypatch.setattr(aot, "compile_report", report)
+    assert document("--aot", "sm_90", "--aot", "gfx942", *models(), code=1)["failed"] == [failure]
+    assert asked["targets"] == ["sm_90", "gfx942"] and asked["only"] is None
+    assert {shape.dtype for shape in asked["shapes"]} == set(aot.DTYPES)
+    assert (
+        len({replace(shape, dtype=torch.float32) for shape in asked["shapes"]}) == 1
+    )  # drafts have the target's shape
+    assert "failed: k for sm_90, {}: spills 8" in run("--aot", "sm_90", code=1).stdout
+
+
+# --- the sweep
+
+
+def test_a_rehearsal_of_the_sweep(tmp_path: Path) -> None:
+    """On a CPU, in Triton's interpreter: everything but the times is as on a GPU."""
+    pytest.importorskip("triton")
+
+    def autotune(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = ["-m", "treespec", "autotune", *SMALL, "--ops", "tree_attention", *arguments]
+        return program(*command, TRITON_INTERPRET="1")
+
+    child = autotune("--json")
+    assert child.returncode == 0, child.stderr
+    found = json.loads(child.stdout)["kernels"]
+    assert found["rehearsal"] and found["copy_bytes_per_second"] > 0
+    file = tmp_path / "treespec" / "tuned" / "triton-interpreter.json"
+    assert Path(found["file"]) == file
+    result = found["results"][0]
+    assert result.keys() == {"op", "key", "config", "default", "loads", "measured", "left", "failed"}
+    assert (result["op"], result["key"]) == ("tree_attention", {"dtype": "float32", "head_dim": 16, "group": 2})
+    assert result["measured"] > 0 and result["failed"] == []
+    assert {load["load"] for load in result["loads"]} >= {"requests 1, nodes 2, context 3"}
+    assert all(load["share_of_copy"] > 0 and load["default_microseconds"] > 0 for load in result["loads"])
+    [entry] = tuned.read_entries(file, "Triton interpreter") or ()
+    assert entry.key == result["key"] and entry.versions["source"] == tuned.source_hash("tree_attention")
+
+    child = autotune()  # nothing is measured again: the times are those of the first run
+    assert child.returncode == 0, child.stderr
+    assert f"{result['loads'][0]['microseconds']:.2f}" in child.stdout and "rehearsal" in child.stdout
+    shown = document("--show")["tuned"]
+    assert [(each["file"], each["entries"][0]["stale"]) for each in shown] == [(str(file), [])]
+    assert "tree_attention float32, group 2, head_dim 16" in run("--show").stdout
+
+    file.write_text("not ours")
+    child = autotune()
+    assert child.returncode == 2 and "--force" in child.stderr and file.read_text() == "not ours"
+    assert "not a tuned file" in run("--show").stdout
+    child = autotune("--force")
+    assert child.returncode == 0 and tuned.read_entries(file, "Triton interpreter") == [
+        replace(entry, measured=json.loads(file.read_text())["entries"][0]["measured"])
+    ]
+
+
+# --- errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--aot", "sm_91"], ["'sm_91' (did you mean 'sm_90'?)", "valid: gfx942, sm_100, sm_80, sm_90"]),
+        (["--aot", "sm_90", "--ops", "tree_atention"], ["did you mean 'tree_attention'?", "coupled_choice"]),
+        (["--aot", "sm_90", "--dtype", "float6"], ["'float6' (did you mean 'float16'?)", "bfloat16"]),
+        (["--aot", "sm_90", "--heads", "4"], ["--heads needs --head-dim, --intermediate, --vocab"]),
+        (["--aot", "sm_90", *SMALL, "--model", "m"], ["--heads describes a model, and --model names one"]),
+        (["--aot", "sm_90", *SMALL, "--kv-heads", "3"], ["--heads 2: not a multiple of --kv-heads 3"]),
+        (["--aot", "sm_90", *SMALL, "--vocab", "0"], ["--vocab 0: valid are whole numbers from 1 on"]),
+        (["--heads", "4"], ["--heads is about kernels on a GPU", "--aot TARGET"]),
+        (["--nodes", "8"], ["--nodes is about kernels on a GPU"]),
+        (["--fresh"], ["--fresh is about kernels on a GPU"]),
+        (["--nodes", "257"], ["--nodes 257: valid are numbers from 1 to 256"]),
+        (["--context", "0"], ["--context 0"]),
+        (["--budget-seconds", "0"], ["--budget-seconds 0: valid are numbers from 1 to 86400"]),
+        (["--seconds", "0"], ["--seconds 0"]),
+        (["--threads", "0"], ["--threads 0: valid are whole numbers from 1 to 1024"]),
+        (["--device", "tpu"], ["device='tpu'", '"cpu", "cuda"']),
+        (["--dtype", "bf16"], ["--dtype: unknown 'bf16'", "bfloat16"]),
+        (["--model", "/nowhere", "--threads", "1"], ["/nowhere"]),
+        (["--budget", "4"], ["--budget"]),
+    ],
+)
+def test_what_cannot_be_done_is_refused(arguments: list[str], said: list[str]) -> None:
+    message = refusal(*arguments)
+    assert all(part in message for part in said), message
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_gpu_that_is_not_there_is_refused() -> None:
+    assert "torch sees no GPU here" in refusal("--device", "cuda")
+
+
+def test_sizes_that_no_kernel_takes_are_refused() -> None:
+    pytest.importorskip("triton")
+    command = ["-m", "treespec", "autotune", *SMALL, "--head-dim", "512", "--json"]
+    child = program(*command, TRITON_INTERPRET="1")
+    assert child.returncode == 2, child.stderr
+    assert "head_dim 512 is not supported; use 1 to 256" in json.loads(child.stdout)["error"]["message"]

@@ -1,0 +1,205 @@
+"""Tuned files: what is read, what is skipped, what is never overwritten; and that a write is whole or not at all."""
+
+import json
+import logging
+import os
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from treespec_kernels import tuned
+from treespec_kernels.tree_attention_config import SegmentPartition, TreeAttentionConfig
+from treespec_kernels.tuned import KernelConfigs, TunedEntry, TunedFileError, versions_of
+
+GPU = "NVIDIA H200"
+KEY = {"dtype": "bfloat16", "head_dim": 128, "group": 4}
+DEFAULT = TreeAttentionConfig.default(torch.bfloat16, 128)
+
+
+def entry(**changes: Any) -> TunedEntry:
+    found = TunedEntry(
+        op="tree_attention",
+        key=KEY,
+        config={"block_m": 32, "block_n": 64, "num_warps": 4, "num_stages": 2, "partition": {"short": 128}},
+        microseconds=10.0,
+        default_microseconds=12.0,
+        loads={"nodes 32": {"microseconds": 10.0, "default_microseconds": 12.0, "weight": 1.0}},
+        versions=versions_of(GPU, "tree_attention"),
+        measured="2026-01-01T00:00:00+00:00",
+    )
+    return replace(found, **changes)
+
+
+def load(*folders: Path) -> KernelConfigs:
+    return KernelConfigs.load("cuda", name=GPU, folders=folders)
+
+
+def test_a_tuned_configuration_is_found_by_its_key(tmp_path: Path) -> None:
+    tuned.save_entries(tmp_path / "nvidia-h200.json", GPU, [entry()])
+    configs = load(tmp_path)
+    given = {"dtype": torch.bfloat16, "group": 4, "head_dim": 128}
+    expected = TreeAttentionConfig(32, 64, 4, 2, SegmentPartition(128, 1024, 8192))
+    assert configs.get("tree_attention", given, DEFAULT) == expected
+    assert configs.get("tree_attention", KEY, replace(DEFAULT, fixed_order_dot=True)).fixed_order_dot
+    for other in (KEY | {"head_dim": 64}, KEY | {"dtype": "float16"}, {"dtype": "bfloat16", "head_dim": 128}):
+        assert configs.get("tree_attention", other, DEFAULT) is DEFAULT
+    assert configs.get("lm_head", KEY, DEFAULT) is DEFAULT
+    assert configs.file == str(tmp_path / "nvidia-h200.json")
+    assert configs.tuned == ["tree_attention bfloat16, group 4, head_dim 128"]
+    assert len(configs.fallbacks) == 4 and "lm_head bfloat16, group 4, head_dim 128" in configs.fallbacks
+    assert configs.describe().startswith("1 of 5 kernel shapes tuned") and "lm_head" in configs.describe()
+
+
+def test_truth_is_a_number_in_keys() -> None:
+    configs = KernelConfigs([entry(op="row_linear", key={"dtype": "float16", "silu_gate": 1})])
+    assert configs.get("row_linear", {"silu_gate": True, "dtype": "torch.float16"}, DEFAULT) != DEFAULT
+    assert configs.get("row_linear", {"silu_gate": False, "dtype": "float16"}, DEFAULT) is DEFAULT
+
+
+def test_without_a_file_everything_falls_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for configs in (load(tmp_path), KernelConfigs.load("cpu")):
+        assert configs.get("tree_attention", KEY, DEFAULT) is DEFAULT
+        assert configs.file is None and configs.tuned == [] and len(configs.fallbacks) == 1
+        configs.get("tree_attention", KEY, DEFAULT)
+        assert len(configs.fallbacks) == 1
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("name", "version"), [("gpu", "NVIDIA H100"), ("triton", "1.0.0"), ("source", "another"), ("source", None)]
+)
+def test_a_stale_entry_is_skipped_alone(tmp_path: Path, name: str, version: str | None) -> None:
+    versions = versions_of(GPU, "tree_attention")
+    stale = versions | {name: version} if version else {k: v for k, v in versions.items() if k != name}
+    entries = [entry(versions=stale), entry(key=KEY | {"head_dim": 64})]
+    tuned.save_entries(tmp_path / "nvidia-h200.json", GPU, entries)
+    configs = load(tmp_path)
+    assert configs.get("tree_attention", KEY, DEFAULT) is DEFAULT
+    assert configs.get("tree_attention", KEY | {"head_dim": 64}, DEFAULT) != DEFAULT
+    [reason] = configs.stale
+    assert f"{name} {version}, now {versions[name]}" in reason and reason in configs.describe()
+
+
+def test_torch_driver_and_a_patch_of_triton_make_nothing_stale() -> None:
+    now = versions_of(GPU, "tree_attention")
+    assert entry(versions=now | {"torch": "2.11", "driver": "1"}).stale(now) == []
+    assert entry(versions=now | {"triton": "3.9.0"}).stale(now | {"triton": "3.9.1"}) == []
+    assert entry(versions=now | {"triton": "3.9.0"}).stale(now | {"triton": "3.10.0"}) != []
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[]", "null", '{"format": "another"}', '{"format": "treespec tuned kernels 1", "device": "NVIDIA H100", '
+     '"entries": []}', '{"format": "treespec tuned kernels 2", "device": "NVIDIA H200", "entries": []}', "\udcff"],
+)  # fmt: skip
+def test_a_corrupt_or_foreign_file_is_skipped_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: str
+) -> None:
+    path = tmp_path / "nvidia-h200.json"
+    path.write_text(content, errors="surrogateescape")
+    before = path.read_bytes()
+    with caplog.at_level(logging.WARNING):
+        configs = load(tmp_path)
+    assert configs.get("tree_attention", KEY, DEFAULT) is DEFAULT
+    [record] = caplog.records
+    assert str(path) in record.getMessage()
+    with pytest.raises(TunedFileError, match=r"is not a tuned file of NVIDIA H200; move it away, or .* --force"):
+        tuned.save_entries(path, GPU, [entry()])
+    assert path.read_bytes() == before
+    tuned.save_entries(path, GPU, [entry()], force=True)
+    assert load(tmp_path).get("tree_attention", KEY, DEFAULT) != DEFAULT
+
+
+def test_a_broken_entry_is_skipped_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "nvidia-h200.json"
+    tuned.save_entries(path, GPU, [entry()])
+    document = json.loads(path.read_text())
+    [good] = document["entries"]
+    keys = [KEY | {"head_dim": size} for size in (16, 32)]
+    broken = [3, {}, good | {"key": {"dtype": []}}, good | {"config": 7}, {k: v for k, v in good.items() if k != "op"}]
+    unknown = [good | {"key": keys[0], "config": {"tile": 7}}, good | {"key": keys[1], "config": {"block_m": 7}}]
+    path.write_text(json.dumps(document | {"entries": [*broken, good, *unknown]}))
+    configs = load(tmp_path)
+    assert configs.get("tree_attention", KEY, DEFAULT).block_m == 32
+    with caplog.at_level(logging.WARNING):
+        assert all(configs.get("tree_attention", key, DEFAULT) is DEFAULT for key in keys * 2)
+    assert len(caplog.records) == 2 and "tile" in caplog.text and "it must be a power of two" in caplog.text
+    assert len(configs.fallbacks) == 2
+
+
+def test_entries_are_merged_and_the_newest_wins(tmp_path: Path) -> None:
+    older, newer = entry(), entry(measured="2026-02-01T00:00:00+00:00", config={"block_m": 128})
+    other = entry(key=KEY | {"head_dim": 64})
+    user, package = tmp_path / "user", tmp_path / "package"
+    for first, second in ((older, newer), (newer, older)):
+        for folder, entries in ((user, [first]), (package, [second, other])):
+            tuned.save_entries(folder / "nvidia-h200.json", GPU, entries)
+        configs = load(user, package)
+        assert configs.get("tree_attention", KEY, DEFAULT).block_m == 128
+        assert configs.get("tree_attention", other.key, DEFAULT).block_m == 32
+        assert configs.files == (user / "nvidia-h200.json", package / "nvidia-h200.json")
+    tuned.save_entries(user / "nvidia-h200.json", GPU, [other])
+    assert {e.key["head_dim"] for e in tuned.read_entries(user / "nvidia-h200.json", GPU) or ()} == {64, 128}
+
+
+def test_a_write_that_fails_leaves_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "nvidia-h200.json"
+    tuned.save_entries(path, GPU, [entry()])
+    before = path.read_bytes()
+
+    def full(*_: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="no space"):
+        tuned.save_entries(path, GPU, [entry(key=KEY | {"head_dim": 64})])
+    assert path.read_bytes() == before and [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+def test_where_files_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert tuned.slug(GPU) == "nvidia-h200" and tuned.slug("AMD Instinct MI300X (x8)") == "amd-instinct-mi300x-x8"
+    assert tuned.user_folder() == tmp_path / "treespec" / "tuned"
+    package = tmp_path / "package" / "tuned"
+    monkeypatch.setattr(tuned, "package_folder", lambda: package)
+    package.parent.mkdir()
+    assert tuned.writable_folder() == package
+    monkeypatch.setattr(os, "access", lambda *given: False)
+    assert tuned.writable_folder() == tuned.user_folder()
+
+
+def test_the_hash_follows_the_kernels_and_what_they_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuned, "__file__", str(tmp_path / "tuned.py"))
+    assert tuned.source_hash("op") == "none"
+    texts = {"op_kernels": "from .dot import dot\nfrom .aot_spec import KernelSpec\n", "dot": "x = 1", "aot_spec": ""}
+    for name, text in texts.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    seen = [tuned.source_hash("op")]
+    for name in ("dot", "op_kernels"):
+        with (tmp_path / f"{name}.py").open("a") as file:
+            file.write("# more\n")
+        seen.append(tuned.source_hash("op"))
+    (tmp_path / "aot_spec.py").write_text("# more")
+    assert len(set(seen)) == 3 and tuned.source_hash("op") == seen[-1]
+
+
+@dataclass(frozen=True)
+class Inner:
+    size: int = 1
+
+
+@dataclass(frozen=True)
+class Outer:
+    block: int = 16
+    inner: Inner = field(default_factory=Inner)
+
+
+def test_configurations_survive_json() -> None:
+    config = Outer(32, Inner(5))
+    assert tuned.config_of(json.loads(json.dumps(tuned.config_fields(config))), Outer()) == config
+    assert tuned.config_of({"inner": {}}, config) == config
+    with pytest.raises(TypeError):
+        tuned.config_of({"blocks": 3}, config)

@@ -1,0 +1,140 @@
+"""The part of `treespec autotune` that measures cost curves, for each number of threads in a process of its own."""
+
+import builtins
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+
+from treespec.cli.group import table
+from treespec.cli.options import load_llm, status
+
+BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}"
+
+
+def measure_here(
+    model: str | None, drafts: list[str] | None, device: str, dtype: str, seconds: float, threads: int | None
+) -> dict[str, Any]:
+    """Measure an engine's curve in this process and store it; the entry that was stored."""
+    import torch
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    from treespec import costs
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    with status("loading"):
+        llm = load_llm(model, drafts, None, device, dtype)
+    engine = llm.engine
+    with tqdm(desc="measuring", total=1.0, leave=False, bar_format=BAR, disable=not sys.stderr.isatty()) as bar:
+        curve = costs.measure(engine.runner, engine.ssms, seconds, lambda fraction: bar.update(fraction - bar.n))
+    key = costs.cost_key(engine.runner, engine.ssms, llm.config.num_threads)
+    names = [engine.runner.target.config.folder.name, *(engine.ssms.names if engine.ssms else ())]
+    costs.save(curve, key, names=names)
+    return next(entry for entry in costs.load_all() if entry["key"] == key)
+
+
+def thread_counts() -> list[int]:
+    """1, 2, 4 .. and all cores of this process."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return sorted({1 << i for i in range(cores.bit_length()) if 1 << i <= cores} | {cores})
+
+
+def measure_in_children(
+    counts: Sequence[int], model: str | None, drafts: list[str] | None, dtype: str, seconds: float
+) -> list[dict[str, Any]]:
+    """The curve with each number of threads, which is fixed once an engine has proved its bits.
+
+    Raises:
+        What ended a child, as far as it is the user's: of the same type and message.
+        RuntimeError: a child that ended otherwise.
+    """
+    from tqdm import tqdm
+
+    options = ["--device", "cpu", "--dtype", dtype, "--seconds", str(seconds), "--json"]
+    options += ["--model", model] if model is not None else []
+    options += [part for draft in drafts or () for part in ("--draft", draft)]
+    entries = []
+    with tqdm(desc="measuring", total=len(counts), leave=False, disable=not sys.stderr.isatty()) as bar:
+        for count in counts:
+            bar.set_postfix_str(f"{count} thread{'s' * (count > 1)}")
+            command = [sys.executable, "-m", "treespec", "autotune", "--threads", str(count), *options]
+            paths = [path for path in sys.path if path]
+            environment = os.environ | {"OMP_NUM_THREADS": str(count), "PYTHONPATH": os.pathsep.join(paths)}
+            child = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+            if child.returncode == 2:
+                raise _error_of(json.loads(child.stdout)["error"])
+            if child.returncode != 0:
+                raise RuntimeError(f"{' '.join(command)} ended with {child.returncode}:\n{child.stderr}")
+            entries += json.loads(child.stdout)["curves"]
+            bar.update()
+    return entries
+
+
+def _error_of(error: dict[str, str]) -> Exception:
+    """A child's error as this process would have raised it."""
+    from treespec import errors
+    from treespec.cli.group import UsageError
+
+    for known in (UsageError, getattr(errors, error["type"], None), getattr(builtins, error["type"], None)):
+        if known is not None and known.__name__ == error["type"]:
+            return known(error["message"])
+    return errors.TreespecError(error["message"])
+
+
+def compare_threads(key: dict[str, Any]) -> dict[str, Any] | None:
+    """What is stored of this machine and these models with any number of threads; None on a GPU."""
+    from treespec import costs
+
+    seconds = costs.by_threads(key)
+    if key["device"] != "cpu" or not seconds:
+        return None
+    return {
+        "best": min(seconds, key=lambda number: seconds[number]),
+        "round_ms": {str(number): 1000 * value for number, value in seconds.items()},
+    }
+
+
+def describe(entry: dict[str, Any]) -> str:
+    """A stored curve for a reader: where it holds, and the table."""
+    key, rows, times = entry["key"], entry["rows"], [1000 * s for s in entry["verify_seconds"]]
+    names = entry.get("names") or ["target", *(f"draft {i}" for i in range(1, len(key["models"])))]
+    models = [f"{name} ({shape[0]} x {shape[1]})" for name, shape in zip(names, key["models"], strict=False)]
+    lines = [
+        f"machine  {key['processor']}, {key['device']}, {_threads(key['threads'])}, torch {key['torch']}",
+        f"target   {models[0]}, {key['dtype']}",
+    ]
+    if models[1:]:
+        lines.append(
+            f"drafts   {', '.join(models[1:])}: {1000 * entry['draft_seconds']:.2f} ms per level, all together"
+        )
+    body = [(str(n), f"{ms:.2f}", f"{ms / times[0]:.2f}", f"{n / ms:.2f}") for n, ms in zip(rows, times, strict=True)]
+    return "\n".join([*lines, "", table([("rows", "ms per pass", "relative", "rows per ms"), *body])])
+
+
+def describe_threads(compared: dict[str, Any]) -> str:
+    """One line: what a round takes with each number of threads, and which is best."""
+    from treespec.costs import DRAFT_LEVELS, ROUND_ROWS
+
+    times = ", ".join(f"{_threads(int(number))}: {ms:.2f} ms" for number, ms in compared["round_ms"].items())
+    what = f"a round of {ROUND_ROWS} rows and {DRAFT_LEVELS} levels of drafting"
+    return f"{times}, best: {compared['best']} ({what})"
+
+
+def echo_curves(entries: Sequence[dict[str, Any]]) -> None:
+    """Every curve, and after those of one model with several numbers of threads their comparison."""
+    for i, entry in enumerate(entries):
+        typer.echo(describe(entry) + "\n")
+        key = entry["key"] | {"threads": 0}
+        if all(later["key"] | {"threads": 0} != key for later in entries[i + 1 :]):
+            compared = compare_threads(entry["key"])
+            if compared is not None and len(compared["round_ms"]) > 1:
+                typer.echo(describe_threads(compared) + "\n")
+
+
+def _threads(number: int) -> str:
+    return f"{number} thread{'' if number == 1 else 's'}"

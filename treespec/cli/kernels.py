@@ -1,0 +1,346 @@
+"""The part of `treespec autotune` that is about kernels: the sweep on a GPU, and compilation without one."""
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from treespec.cli.group import table, usage_error
+
+if TYPE_CHECKING:
+    import torch
+
+    from treespec_kernels.aot_spec import KernelShape
+    from treespec_kernels.tuning import Tuned
+
+MAX_NODES = 256
+MAX_CONTEXT = 1 << 20
+MAX_JOBS = 16  # processes that compile; each holds the inputs of one workload on the GPU
+LISTED = 5  # failures that are printed; --json has all
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A model's shape by options, instead of --model."""
+
+    heads: int | None = None
+    head_dim: int | None = None
+    kv_heads: int | None = None
+    hidden: int | None = None
+    intermediate: int | None = None
+    vocab: int | None = None
+    layers: int | None = None
+
+    @property
+    def given(self) -> list[str]:
+        """The options that were used."""
+        return [f"--{name.replace('_', '-')}" for name, value in asdict(self).items() if value is not None]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model, or `groups` of equal shape that run as one."""
+
+    kernel: "KernelShape"
+    layers: int
+    groups: int = 1
+
+
+def shapes_of(sizes: Sizes, model: str | None, drafts: list[str] | None, dtype: "torch.dtype | None") -> list[Shape]:
+    """What to tune or compile for: the shape that options give, or the models' (the embedded ones by default).
+
+    Args:
+        dtype: None takes the checkpoint's, or bfloat16 where there is none.
+    """
+    import torch
+
+    from treespec_kernels.aot_spec import KernelShape
+
+    if sizes.given:
+        if model is not None or drafts:
+            raise usage_error(f"{sizes.given[0]} describes a model, and --model names one; use one of them")
+        missing = [f"--{name.replace('_', '-')}" for name in ("heads", "head_dim", "intermediate", "vocab")
+                   if getattr(sizes, name) is None]  # fmt: skip
+        if missing:
+            raise usage_error(f"{sizes.given[0]} needs {', '.join(missing)} too, or give --model")
+        for name, value in asdict(sizes).items():
+            if value is not None and value < 1:
+                raise usage_error(f"--{name.replace('_', '-')} {value}: valid are whole numbers from 1 on")
+        heads, head_dim = int(sizes.heads or 0), int(sizes.head_dim or 0)
+        kv_heads = sizes.kv_heads or heads
+        if heads % kv_heads:
+            raise usage_error(f"--heads {heads}: not a multiple of --kv-heads {kv_heads}")
+        kernel = KernelShape(
+            dtype or torch.bfloat16, head_dim, heads, kv_heads, sizes.hidden or heads * head_dim,
+            int(sizes.intermediate or 0), int(sizes.vocab or 0),
+        )  # fmt: skip
+        return [Shape(kernel, sizes.layers or 1)]
+    from treespec.build import resolve_drafts, resolve_model
+    from treespec.config import ModelConfig
+
+    target = ModelConfig.from_hf(resolve_model(model))
+    counts: dict[Shape, int] = {}
+    for config in (ModelConfig.from_hf(folder) for _, folder in resolve_drafts(model, drafts)[0]):
+        shape = Shape(_kernel_shape(config.shape, dtype or target.dtype), config.shape.num_layers)
+        counts[shape] = counts.get(shape, 0) + 1
+    own = Shape(_kernel_shape(target.shape, dtype or target.dtype), target.shape.num_layers)
+    stacked = [Shape(shape.kernel, shape.layers, groups) for shape, groups in counts.items()]
+    return list(dict.fromkeys([own, *stacked, *counts]))  # an SSM also runs alone: on prompts, or chosen for a round
+
+
+def _kernel_shape(shape: Any, dtype: "torch.dtype") -> "KernelShape":
+    from treespec_kernels.aot_spec import KernelShape
+
+    return KernelShape(
+        dtype, shape.head_dim, shape.num_heads, shape.num_kv_heads, shape.hidden_size, shape.intermediate_size,
+        shape.vocab_size,
+    )  # fmt: skip
+
+
+def names(flag: str, given: Sequence[str] | None, valid: Iterable[str]) -> list[str] | None:
+    """The values of an option that is repeated or separated by commas; None where it was not used."""
+    if not given:
+        return None
+    from treespec.errors import reject_unknown
+
+    chosen = [name for value in given for name in value.split(",") if name]
+    reject_unknown(flag, chosen, tuple(valid))
+    return list(dict.fromkeys(chosen))
+
+
+def check_number(flag: str, value: float | None, most: float) -> None:
+    if value is not None and not 1 <= value <= most:
+        raise usage_error(f"{flag} {value:g}: valid are numbers from 1 to {most:g}")
+
+
+# --- ahead of time
+
+
+def aot_report(targets: Sequence[str], only: list[str] | None, shapes: "Iterable[KernelShape]") -> dict[str, Any]:
+    """What `treespec_kernels.aot` says, without a GPU."""
+    from treespec_kernels import aot
+
+    with _bar("compiling") as show:
+        try:
+            return aot.compile_report(targets, shapes, only, advance=lambda done, total: show("", done, total))
+        except ValueError as error:
+            raise usage_error(str(error)) from error
+
+
+def echo_aot(report: dict[str, Any]) -> None:
+    """A line for each kernel and target: how often it was compiled, and the most that it takes."""
+    lines = [("kernel", "target", "compiled", "registers", "spills", "shared KB")]
+    for target, rows in report["targets"].items():
+        for kernel in dict.fromkeys(row["kernel"] for row in rows):
+            own = [row for row in rows if row["kernel"] == kernel]
+            most = {name: max(row[name] for row in own) for name in ("registers", "spills", "shared_bytes")}
+            shared = f"{most['shared_bytes'] / 1024:.1f}"
+            lines.append((kernel, target, str(len(own)), str(most["registers"]), str(most["spills"]), shared))
+    typer.echo(table(lines))
+    for failure in report["failed"]:
+        typer.echo(f"failed: {failure['kernel']} for {failure['target']}, {failure['config']}: {failure['message']}")
+
+
+# --- the sweep
+
+
+def rehearses() -> bool:
+    """Whether kernels run in Triton's interpreter: the sweep then runs on a CPU, and its times say nothing."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def tune_kernels(
+    shapes: Sequence[Shape],
+    device: "torch.device",
+    only: list[str] | None,
+    nodes: int,
+    context: int,
+    budget_seconds: float | None,
+    fresh: bool,
+    force: bool,
+) -> dict[str, Any]:
+    """Sweep, write the tuned file, and say what was found.
+
+    Raises:
+        UsageError: the file is something else and `force` is not given, or sizes that no kernel takes; before
+            anything is measured.
+        KernelError: a kernel broke the device, or memory does not suffice.
+    """
+    import torch
+
+    from treespec.errors import KernelError
+    from treespec_kernels import tuned, tuning, workloads
+    from treespec_kernels.clock import CudaClock, HostClock
+    from treespec_kernels.workloads import Setting
+
+    on_gpu = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if on_gpu else "Triton interpreter"
+    folder = tuned.writable_folder() if on_gpu else tuned.user_folder()
+    path = folder / f"{tuned.slug(name)}.json"
+    settings = [
+        Setting(
+            shape.kernel, device, nodes=nodes, context=context, groups=shape.groups, layers=shape.layers,
+            fixed_order_dot=not on_gpu,
+        )
+        for shape in shapes
+    ]  # fmt: skip
+    try:
+        if not force:
+            tuned.check_writable(path, name)
+        problems = tuning.problems_of(work for setting in settings for work in workloads.workloads_of(setting, only))
+        for problem in problems:
+            problem.workloads[0].candidates()  # refuses dtypes and sizes before anything is measured
+    except ValueError as error:
+        raise usage_error(str(error)) from error
+    log = tuning.SweepLog(tuned.user_folder() / f"{tuned.slug(name)}.log.jsonl", name)
+    if fresh:
+        log.forget()
+    clock = CudaClock(device) if on_gpu else HostClock()
+    bandwidth = clock.copy_bandwidth()
+    budget = float("inf") if budget_seconds is None else budget_seconds
+    jobs = min(MAX_JOBS, os.cpu_count() or 1) if on_gpu else 1
+    try:
+        with _bar("tuning") as show:
+            found = tuning.tune(problems, clock, log, budget_seconds=budget, jobs=jobs, advance=show)
+    except tuning.TuningError as error:
+        raise KernelError(str(error)) from error
+    except torch.OutOfMemoryError as error:
+        raise KernelError(
+            f"the workloads do not fit into {name}'s free memory; use smaller --ops, --nodes, --context or an idle GPU"
+        ) from error
+    entries = [entry for each in found if (entry := each.entry(tuned.versions_of(name, each.problem.op)))]
+    tuned.save_entries(path, name, entries, force)
+    return {
+        "file": str(path),
+        "device": name,
+        "copy_bytes_per_second": bandwidth,
+        "versions": tuned.versions_of(name, "") | {"source": None},
+        "rehearsal": not on_gpu,
+        "results": [_result(each, bandwidth) for each in found],
+    }
+
+
+def _result(found: "Tuned", bandwidth: float) -> dict[str, Any]:
+    from treespec_kernels.tuned import config_fields
+
+    best, default, problem = found.best, found.default, found.problem
+    loads = [] if best is None else [
+        {
+            "load": work.load,
+            "weight": work.weight,
+            "microseconds": 1e6 * best.seconds[work.load],
+            "default_microseconds": 1e6 * default.seconds[work.load] if default else None,
+            "share_of_copy": work.bytes / best.seconds[work.load] / bandwidth,
+        }
+        for work in problem.workloads
+    ]  # fmt: skip
+    return {
+        "op": problem.op,
+        "key": problem.key,
+        "config": config_fields(best.config) if best else None,
+        "default": config_fields(problem.workloads[0].default),
+        "loads": loads,
+        "measured": len(found.measurements) - len(found.failed),
+        "left": found.left,
+        "failed": [{"config": config_fields(each.config), "message": each.error} for each in found.failed],
+    }
+
+
+def echo_tuned(document: dict[str, Any]) -> None:
+    """The table of times, the configurations, and what went wrong."""
+    versions = document["versions"]
+    speed = document["copy_bytes_per_second"] / 1e12
+    typer.echo(
+        f"device   {document['device']}, copies {speed:.3g} TB/s, triton {versions['triton']}, "
+        f"torch {versions['torch']}, driver {versions['driver']}"
+    )
+    if document["rehearsal"]:
+        typer.echo("rehearsal in Triton's interpreter: the times below say nothing about a GPU")
+    lines = [("op", "us", "default us", "of copy", "")]
+    for result in document["results"]:
+        for load in result["loads"]:
+            default = load["default_microseconds"]
+            lines.append((
+                f"{_label(result)}, {load['load']}", f"{load['microseconds']:.2f}",
+                "failed" if default is None else f"{default:.2f}", f"{100 * load['share_of_copy']:.0f} %",
+                f"weight {load['weight']:g}",
+            ))  # fmt: skip
+    typer.echo(f"\n{table(lines)}\n")
+    for result in document["results"]:
+        chosen = "nothing measured" if result["config"] is None else _config(result)
+        typer.echo(f"{_label(result)}: {chosen}")
+        counts = [f"{result['measured']} measured"]
+        counts += [f"{len(result['failed'])} failed"] if result["failed"] else []
+        counts += [f"{result['left']} left; run again to go on"] if result["left"] else []
+        typer.echo(f"  {', '.join(counts)}")
+        for failure in result["failed"][:LISTED]:
+            typer.echo(f"  failed: {failure['config']}: {failure['message'].splitlines()[0]}")
+    typer.echo(f"\nwritten in {document['file']}")
+
+
+def _label(result: dict[str, Any]) -> str:
+    from treespec_kernels.tuned import label_of
+
+    return label_of(result["op"], result["key"])
+
+
+def _config(result: dict[str, Any]) -> str:
+    if result["config"] is None:
+        return "nothing to choose"
+    fields = ", ".join(f"{name} {value}" for name, value in result["config"].items() if name != "fixed_order_dot")
+    return f"{fields}{' (the default)' if result['config'] == result['default'] else ''}"
+
+
+def stored() -> list[dict[str, Any]]:
+    """Every tuned file of this machine's user and of the package, with what holds no more for this installation."""
+    from treespec_kernels import tuned
+
+    documents = []
+    for path in sorted({f for folder in (tuned.user_folder(), tuned.package_folder()) for f in folder.glob("*.json")}):
+        name = _device_of(path)
+        entries = (tuned.read_entries(path, name) if name else None) or []
+        listed = [asdict(each) | {"stale": each.stale(tuned.versions_of(str(name), each.op))} for each in entries]
+        documents.append({"file": str(path), "device": name, "entries": listed})
+    return documents
+
+
+def _device_of(path: Path) -> str | None:
+    """The device that a file says it is for."""
+    import json
+
+    try:
+        match json.loads(path.read_text(encoding="utf-8")):
+            case {"device": str(device)}:
+                return device
+    except (OSError, ValueError):
+        pass
+    return None
+
+
+def echo_stored(documents: Sequence[dict[str, Any]]) -> None:
+    for document in documents:
+        typer.echo(f"{document['file']}: {document['device'] or 'not a tuned file'}")
+        for entry in document["entries"]:
+            stale = f"; stale: {', '.join(entry['stale'])}" if entry["stale"] else ""
+            times = f"{entry['microseconds']:.2f} us, default {entry['default_microseconds']:.2f} us"
+            typer.echo(f"  {_label(entry)}: {times}{stale}")
+
+
+@contextmanager
+def _bar(doing: str) -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on a terminal: (what is at work, done, total) -> None."""
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    with tqdm(desc=doing, leave=False, disable=not sys.stderr.isatty()) as bar:
+
+        def show(label: str, done: int, total: int) -> None:
+            bar.total = total
+            bar.set_postfix_str(label, refresh=False)
+            bar.update(done - bar.n)
+
+        yield show

@@ -1,8 +1,16 @@
 """Settings for the whole suite."""
 
+import os
+
 import pytest
 import torch
 from hypothesis import settings
+
+# Side by side, each process computes on one core: threads that wait for a core that another process has cost far more
+# than they gain. Tests of several threads ask for them.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
 
 # An example's time depends on what else the machine does, so it says nothing about correctness.
 settings.register_profile("treespec", deadline=None)

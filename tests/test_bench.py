@@ -1,6 +1,7 @@
 """`treespec bench`: what it counts, what it prints, what it refuses. Nothing here depends on a time."""
 
 import json
+import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Sequence
@@ -25,6 +26,8 @@ from treespec.cli import app
 from treespec.cli.bench import integers, repeat_flags
 from treespec.engine import Decided, Scored
 from treespec.errors import ConfigError
+from treespec.rounds.engine import GraphEngine
+from treespec.rounds.planner import RoundSeconds
 from treespec.tree import TokenTree
 from treespec.verify import Verified, verify_greedy
 from treespec_weights import default_folder
@@ -191,6 +194,25 @@ def test_acceptance_by_depth_of_a_scripted_engine() -> None:
             engine.step()
     assert profile.rounds == 4 and profile.accepted == {3: 1, 0: 1, 1: 1, 2: 1}
     assert reach(profile.accepted) == [0.75, 0.5, 0.25]
+
+
+def test_captured_rounds_are_counted_and_split_as_their_graphs_take() -> None:
+    class Batch:
+        def run(self, requests: object, levels: int, nodes: int) -> list[Any]:
+            time.sleep(1e-3)
+            return [SimpleNamespace(tokens=[7] * count) for count in (4, 1, 0)]
+
+    engine = GraphEngine.__new__(GraphEngine)
+    seconds = RoundSeconds(first_level=2.0, next_level=1.0, verify={1: 4.0, 8: 5.0}, host=9.0)
+    batch = Batch()
+    rounds = SimpleNamespace(by_size={1: [batch]}, planners={1: SimpleNamespace(seconds=seconds)})
+    vars(engine).update(ssms=None, lookup=None, drafters=[], rounds=rounds)
+    with profiled(engine) as profile:
+        batch.run([], 4, 8)
+    assert profile.rounds == 1 and profile.accepted == {3: 1, 0: 1}, "a request that computed NaN accepted nothing"
+    draft, forward = profile.timers["draft"].total, profile.timers["forward"].total
+    assert draft > 0 and draft == pytest.approx(forward), "(2 + 3 * 1) : 5"
+    assert "run" not in vars(batch)
 
 
 def test_acceptance_of_an_oracle() -> None:

@@ -101,6 +101,8 @@ def test_shards_add_up_to_the_whole(tmp_path: Path) -> None:
     half = sampled().merge(shards[:1])
     assert merged["complete"] and not half["complete"] and half["prompts"] == 3 and half["shards"] == [(1, 2)]
     assert merged["prompts"] == 5 and merged["by"]["setting"]["T=1"]["cells"] == 3
+    later = sampled().merge([json.loads(json.dumps(half)), shards[1]])  # on top of what was merged before
+    assert later == sampled().merge(shards)
     for wrong, message in (
         ([shards[0], shards[1] | {"setup": shards[1]["setup"] | {"shard": (2, 3)}}], "1/2, 2/3"),
         ([shards[0], shards[0]], "1/2, 1/2"),

@@ -19,20 +19,27 @@ from treespec.drafters.ssm import MAX_SLOTS, SsmDrafter
 from treespec.engine import Engine
 from treespec.errors import ConfigError, DraftError, ExactnessError, KernelError, ModelError
 from treespec.models.attention import ATTENTIONS, make_attention
+from treespec.models.attention_triton import TritonAttention
 from treespec.models.compiled import CompiledDecoder, check_compiled
 from treespec.models.decoder import Decoder
-from treespec.planner import Planner
+from treespec.models.triton_decoder import TritonDecoder, is_interpreted
+from treespec.planner import CostCurve, Planner
+from treespec.rounds.build import captured_rounds, planned_bytes, release_cached, round_limits, stack_sizes
+from treespec.rounds.engine import GraphEngine
 from treespec.runner import Runner
 from treespec.scheduler import Scheduler
 from treespec.selftest import differing_rows
 from treespec_kernels.linear import LinearImpl, onednn_available
 from treespec_kernels.tree_batch import PAGE_SIZE
+from treespec_kernels.tuned import KernelConfigs
 from treespec_weights import default_folder, default_names, load_weights, read_vocabulary
 
 logger = logging.getLogger("treespec")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+LINEARS = ("onednn", "torch", "triton")
 START_SECONDS = 0.5  # for measuring costs where `treespec autotune` has stored none
+THREADS_MARGIN = 0.9  # another number of threads is named where it takes less of the time than this
 FIXED_ROWS = 64  # rows of every pass where the linear layers are not row-invariant
 
 
@@ -44,6 +51,8 @@ class Built:
     config: EngineConfig
     target: ModelConfig
     memory: dict[str, int]  # the plan, in bytes
+    tuned_file: str | None  # that the kernels' configurations were read from
+    default_kernels: tuple[str, ...]  # shapes that it says nothing of
 
 
 def resolve_model(model: str | os.PathLike[str] | None) -> Path:
@@ -103,6 +112,11 @@ def resolve_device(device: str | torch.device) -> torch.device:
         raise ConfigError(f'device={device!r} is not supported; valid: "auto", "cpu", "cuda"')
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f'device={device!r}, but torch sees no GPU here; use device="cpu" or "auto"')
+    if chosen.type == "cuda" and chosen.index not in (None, torch.cuda.current_device()):
+        raise ConfigError(
+            f"device={device!r}, but this process's current GPU is {torch.cuda.current_device()}; choose one by "
+            "CUDA_VISIBLE_DEVICES, or by torch.cuda.set_device before"
+        )
     return chosen
 
 
@@ -127,6 +141,7 @@ def resolve_dtype(dtype: str | torch.dtype, stored: torch.dtype, device: torch.d
 def free_memory(device: torch.device) -> int:
     """Bytes that are free now; on a CPU within the limit of the control group."""
     if device.type == "cuda":
+        release_cached(device)  # an engine before this one may have left some
         return torch.cuda.mem_get_info(device)[0]
     try:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -148,12 +163,18 @@ def resolve_max_model_len(
     seqs: int,
     scratch: int,
     device: torch.device,
+    held: int = 0,
 ) -> int:
     """None = the smaller of the config's and what half of the free memory holds for `seqs` requests.
 
-    Raises ConfigError where the cache does not fit into memory.
+    `held`: bytes that are to be taken for other things. Raises ConfigError where the cache does not fit into memory.
     """
-    free = free_memory(device)
+    free = free_memory(device) - held
+    if free <= 0:
+        raise ConfigError(
+            f"weights and captured rounds need {held / 2**30:.1f} GiB, and {(free + held) / 2**30:.1f} GiB of {device} "
+            "are free; take a smaller model, or lower max_num_seqs, max_model_len or nodes"
+        )
     if asked is not None:
         if not 2 <= asked <= target.max_positions:
             raise ConfigError(f"max_model_len={asked!r}; valid: an int from 2 to the model's {target.max_positions}")
@@ -184,6 +205,8 @@ def build(
     attention: str,
     prefill_chunk: int,
     compile: bool = False,
+    linear: str = "auto",
+    cuda_graphs: bool = True,
 ) -> Built:
     """Build an engine. Arguments and errors as `LLM`."""
     for name, value in (("max_num_seqs", max_num_seqs), ("prefill_chunk", prefill_chunk)):
@@ -191,7 +214,7 @@ def build(
             raise ConfigError(f"{name}={value!r}; valid: an int of at least 1")
     if max_model_len is not None and (isinstance(max_model_len, bool) or not isinstance(max_model_len, int)):
         raise ConfigError(f"max_model_len={max_model_len!r}; valid: an int of at least 2, or None")
-    for name, flag in (("exact", exact), ("compile", compile)):
+    for name, flag in (("exact", exact), ("compile", compile), ("cuda_graphs", cuda_graphs)):
         if not isinstance(flag, bool):
             raise ConfigError(f"{name}={flag!r}; valid: True or False")
     if model is not None and not isinstance(model, str | os.PathLike):
@@ -205,28 +228,46 @@ def build(
     ssm_configs = [(name, ModelConfig.from_hf(path, max_model_len)) for name, path in ssm_folders]
     _check_vocabularies(target, ssm_configs)
     computed = resolve_dtype(dtype, target.dtype, where)
-    linear, fixed_rows = resolve_linear(computed, where, exact, spec, compile)
+    kind = resolve_attention(attention, where)
+    products, fixed_rows = resolve_linear(linear, kind, computed, where, exact, spec, compile)
     if compile:
-        if attention != "auto":
-            raise KernelError(f"attention={attention!r}, but compile=True has its own; leave it at 'auto'")
+        for name, asked in (("attention", attention), ("linear", linear)):
+            if asked != "auto":
+                raise KernelError(f"{name}={asked!r}, but compile=True has its own; leave it at 'auto'")
         for model_config in (target, *(draft for _, draft in ssm_configs)):
             check_compiled(model_config, computed, where)
-    kind = resolve_attention(attention, where)
     shapes = [target.shape, *(config.shape for _, config in ssm_configs)]
     scratch = max(spec.max_nodes, MAX_SLOTS)
     cache_dtype = make_attention(kind, target.shape, computed, where).cache_dtype
     page = KVCache.bytes_per_page(shapes, cache_dtype)
-    length = resolve_max_model_len(max_model_len, target, page, max_num_seqs, scratch, where)
+    held = {}
+    if products == "triton" and where.type == "cuda":  # a CPU's memory is not divided so closely
+        longest = min(max_model_len or target.max_positions, target.max_positions)
+        held = {
+            "weights": sum(shape.num_parameters() for shape in shapes) * computed.itemsize,
+            "rounds": planned_bytes(
+                shapes, round_limits(spec, longest, scratch, len(ssm_configs)), max_num_seqs, prefill_chunk, computed
+            ),
+        }
+    length = resolve_max_model_len(max_model_len, target, page, max_num_seqs, scratch, where, sum(held.values()))
+
+    configs = KernelConfigs.load(where) if products == "triton" else None
 
     def load(config: ModelConfig, min_rows: int) -> Decoder:
         weights = load_weights(config.folder, config.shape, config.rules, computed, where)
         if compile:
             return CompiledDecoder(config, weights, costs.cache_folder() / "compiled")
-        op = make_attention(kind, config.shape, computed, where)
-        return Decoder(config, weights, op, linear, min_rows)
+        op = make_attention(kind, config.shape, computed, where, configs, exact)
+        if configs is not None:
+            assert isinstance(op, TritonAttention)
+            return TritonDecoder(config, weights, op, configs, exact, length + scratch)
+        assert products != "triton"
+        return Decoder(config, weights, op, products, min_rows)
 
     decoder = load(target, fixed_rows or 2)
-    cache = KVCache(shapes, max_num_seqs * pages_for(length + scratch), cache_dtype, where)
+    num_pages = max_num_seqs * pages_for(length + scratch)
+    stacks = None if configs is None else [1, *stack_sizes([config for _, config in ssm_configs])]
+    cache = KVCache(shapes, num_pages, cache_dtype, where, stacks)
     runner = Runner(decoder, cache, fixed_rows)
     if exact:
         _prove(decoder, cache, attention, max(prefill_chunk, max_num_seqs * spec.max_nodes))
@@ -242,31 +283,56 @@ def build(
         prefill_chunk=min(prefill_chunk, fixed_rows or prefill_chunk),
         max_tree_slots=scratch,
         num_threads=torch.get_num_threads(),
-        linear=linear,
+        linear=products,
         attention=decoder.attention.name,
         compile=compile,
     )
-    curve = costs.load(costs.cost_key(runner, ssms, config.num_threads))
-    if curve is None:
-        curve = costs.measure(runner, ssms, START_SECONDS)
+    if is_interpreted():
+        curve = CostCurve((1,), (1.0,), 0.1)  # times in Triton's interpreter say nothing, and take long
+    else:
+        key = costs.cost_key(runner, ssms, config.num_threads)
+        known = costs.load(key)
+        curve = known if known is not None else costs.measure(runner, ssms, START_SECONDS)
+        if known is not None and where.type == "cpu":
+            _compare_threads(costs.by_threads(key), config.num_threads)
+    if configs is not None:
+        logger.info("%s", configs.describe())
     scheduler = Scheduler(cache, max_num_seqs, config.prefill_chunk, scratch)
     lookup = LookupDrafter() if spec.allows("lookup", "lookup") else None
-    engine = Engine(runner, scheduler, Planner(curve), ssms, lookup, drafters, length)
+    captured_bytes = 0
+    parts = (runner, scheduler, Planner(curve), ssms, lookup, drafters, length)
+    if configs is None:
+        engine = Engine(*parts)
+    else:
+        rounds = captured_rounds(runner, ssms, configs, spec, length, scratch, max_num_seqs, cuda_graphs)
+        engine = GraphEngine(*parts, rounds)
+        captured_bytes = rounds.nbytes
     memory = {
         "target_weights": decoder.nbytes,
         "draft_weights": sum(draft.nbytes for draft in ssms.models) if ssms else 0,
         "kv_cache": cache.nbytes,
+        "captured_rounds": captured_bytes,
     }
-    return Built(engine, config, target, memory)
+    tuned_file = None if configs is None or configs.file is None else str(configs.file)
+    return Built(engine, config, target, memory, tuned_file, tuple(configs.fallbacks) if configs is not None else ())
 
 
 def resolve_linear(
-    dtype: torch.dtype, device: torch.device, exact: bool, spec: SpecConfig, compile: bool = False
-) -> tuple[LinearImpl | Literal["compiled"], int | None]:
+    linear: str, attention: str, dtype: torch.dtype, device: torch.device, exact: bool, spec: SpecConfig, compile: bool
+) -> tuple[LinearImpl | Literal["compiled", "triton"], int | None]:
     """The implementation of linear layers, and the fixed number of rows of every pass where exactness needs one."""
+    if linear not in ("auto", *LINEARS):
+        raise KernelError(f"linear={linear!r}; valid: 'auto', {', '.join(map(repr, LINEARS))}")
     if compile:
         return "compiled", None
-    if device.type == "cpu" and onednn_available(dtype):
+    available = device.type == "cpu" and onednn_available(dtype)
+    if linear == "onednn" and not available:
+        raise KernelError(f"linear='onednn' needs a CPU with fast {dtype}, the device is {device}; use linear='auto'")
+    if linear == "triton" and attention != "triton":
+        raise KernelError(f"linear='triton' goes with attention='triton', not with {attention!r}")
+    if linear == "triton" or (linear == "auto" and device.type == "cuda"):
+        return "triton", None
+    if linear in ("auto", "onednn") and available:
         return "onednn", None
     if not exact:
         return "torch", None
@@ -295,6 +361,19 @@ def _prove(decoder: Decoder, cache: KVCache, attention: str, largest_pass: int) 
             f"linear={decoder.linear!r}, {decoder.dtype}, {torch.get_num_threads()} threads: {'; '.join(found[:3])}. "
             "Use exact=False to go on"
         )
+
+
+def _compare_threads(seconds: dict[int, float], threads: int) -> None:
+    """Says where another number of threads was measured to be faster. None is chosen: bits may change with it."""
+    if threads not in seconds:
+        return
+    best = min(seconds, key=lambda number: seconds[number])
+    if seconds[best] < THREADS_MARGIN * seconds[threads]:
+        logger.warning(
+            "with %d threads a round took %.3g ms here, with %d %.3g ms (treespec autotune); "
+            "set OMP_NUM_THREADS=%d, or call torch.set_num_threads(%d) before LLM",
+            threads, 1000 * seconds[threads], best, 1000 * seconds[best], best, best,
+        )  # fmt: skip
 
 
 def _check_vocabularies(target: ModelConfig, drafts: Sequence[tuple[str, ModelConfig]]) -> None:

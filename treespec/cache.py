@@ -32,11 +32,26 @@ class KVCache:
         shapes: the models, target first; one pool each.
         num_pages: pages to hand out; one more is kept as the null page.
         dtype, device: of the pools.
+        stacks: how many neighbouring models share a tensor, so that they can run as one; their shapes are equal. None:
+            each has its own.
+
+    Attributes:
+        pools: by model, [num_layers, 2, num_pages + 1, num_kv_heads, PAGE_SIZE, head_dim].
+        stacked: by stack, the same with the pages of its models one behind another.
     """
 
-    def __init__(self, shapes: Sequence[ModelShape], num_pages: int, dtype: torch.dtype, device: torch.device | str):
+    def __init__(
+        self, shapes: Sequence[ModelShape], num_pages: int, dtype: torch.dtype, device: torch.device | str,
+        stacks: Sequence[int] | None = None,
+    ):  # fmt: skip
         self.num_pages = num_pages
-        self.pools = [self.allocate(shape, num_pages + 1, dtype, device) for shape in shapes]
+        self.pools: list[Tensor] = []
+        self.stacked: list[Tensor] = []
+        for count in stacks if stacks is not None else [1] * len(shapes):
+            shape = shapes[len(self.pools)]
+            self.stacked.append(self.allocate(shape, count * (num_pages + 1), dtype, device))
+            self.pools += self.stacked[-1].chunk(count, dim=2)
+        assert len(self.pools) == len(shapes), "stacks do not add up"
         self._held: dict[str, np.ndarray] = {}
         self._holders = np.zeros(num_pages + 1, dtype=np.int64)  # of each page
         self._dirty = np.zeros(num_pages + 1, dtype=bool)  # pages to be zeroed once nobody holds them

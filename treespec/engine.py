@@ -196,7 +196,7 @@ class Engine:
                 request.logprobs += [logprobs_of(row, token, count) for row, token in zip(rows, tokens, strict=True)]
         self.cache.commit(0, [r.pages for r in requests], [r.context_len for r in requests], paths)
         for drafter, trees in self._proposed:
-            own = [_follow(trees[r.request_id], tokens) for r, tokens in zip(requests, emitted, strict=True)]
+            own = [follow(trees[r.request_id], tokens) for r, tokens in zip(requests, emitted, strict=True)]
             drafter.commit(requests, own)
         for request, tokens in zip(requests, emitted, strict=True):
             request.tokens.extend(tokens)
@@ -264,7 +264,7 @@ def _merged(request: Request, trees: Sequence[TokenTree]) -> TokenTree:
     return tree
 
 
-def _follow(tree: TokenTree, tokens: Sequence[int]) -> np.ndarray:
+def follow(tree: TokenTree, tokens: Sequence[int]) -> np.ndarray:
     """The longest path of `tree` that `tokens` follow below its root, int64 node indices from the root on."""
     path, parents, own = [0], tree.parents.tolist(), tree.tokens.tolist()
     for node in range(1, len(tree)):  # parents precede their children

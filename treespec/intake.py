@@ -32,6 +32,7 @@ class Intake:
         vocab_size, eos_token_ids: of the target.
         max_model_len: positions of the longest request.
         device: of the target's logits.
+        kernel_noise: whether noise is computed by a kernel (`Sampler`).
     """
 
     tokenizer: Any
@@ -39,6 +40,7 @@ class Intake:
     eos_token_ids: tuple[int, ...]
     max_model_len: int
     device: torch.device
+    kernel_noise: bool = False
 
     def requests(
         self, prompt: Any, params: SamplingParams, spec: SpecConfig, stream: bool = False
@@ -74,7 +76,8 @@ class Intake:
         if not params.is_argmax:
             spellings = self._spell(params.bad_words)
             request.sampler = Sampler(
-                params, tokens, request.end_tokens, spellings, self.vocab_size, self.device, seed or 0, sample
+                params, tokens, request.end_tokens, spellings, self.vocab_size, self.device, seed or 0, sample,
+                self.kernel_noise,
             )  # fmt: skip
         return request
 

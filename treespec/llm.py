@@ -33,12 +33,15 @@ class LLM:
             one, prompts and outputs are token ids and `text` is None.
         device: "auto" (a GPU where there is one), "cpu", "cuda".
         dtype: "auto" (the checkpoint's; float32 on a CPU without bf16 instructions), a name, or a torch dtype.
-        exact: refuse to run where trees would not have the bits of plain decoding.
+        exact: refuse to run where trees would not have the bits of plain decoding. False lets a GPU take the vendor's
+            matrix products, and trees masked by bits.
         max_num_seqs: requests decoded at once.
         max_model_len: positions of the longest request; None = the smaller of the model's and what half of the free
             memory holds for `max_num_seqs` requests.
         attention: an implementation of tree attention by name ("cpu-packed", "cpu-gathered", "triton"); "auto" picks.
         prefill_chunk: prompt rows computed in one step.
+        linear: an implementation of linear layers by name ("onednn", "torch", "triton"); "auto" picks.
+        cuda_graphs: run rounds on a GPU from captured graphs; False launches every kernel by itself.
         compile: run passes on a CPU through code that this machine's C++ compiler builds at the first use (seconds) and
             that is kept in the user's cache folder. Float32 and bfloat16; under the same proof as the rest.
 
@@ -61,6 +64,8 @@ class LLM:
         attention: str = "auto",
         prefill_chunk: int = 512,
         compile: bool = False,
+        linear: str = "auto",
+        cuda_graphs: bool = True,
         **unknown: Any,
     ):
         reject_unknown("LLM", unknown, list(inspect.signature(LLM).parameters)[:-1])
@@ -68,13 +73,13 @@ class LLM:
         with torch.inference_mode():
             self._built: Built = build(
                 model, drafts, self.spec, device, dtype, exact, max_num_seqs, max_model_len, attention, prefill_chunk,
-                compile,
+                compile, linear, cuda_graphs,
             )  # fmt: skip
         self.engine, self.config = self._built.engine, self._built.config
         self._tokenizer, target = _load_tokenizer(tokenizer, self._built.target.folder), self._built.target
         self._intake = Intake(
             self._tokenizer, target.shape.vocab_size, target.eos_token_ids, self.config.max_model_len,
-            self.engine.runner.target.device,
+            self.engine.runner.target.device, kernel_noise=self.config.linear == "triton",
         )  # fmt: skip
 
     def generate(
@@ -155,7 +160,8 @@ class LLM:
                 "compile": config.compile,
                 "attention_tile": PAGE_SIZE,
                 "fixed_rows": self.engine.runner.max_rows,
-                "tuned_file": None,
+                "tuned_file": self._built.tuned_file,
+                "default_kernels": list(self._built.default_kernels),
             },
             "drafts": [*drafts, *(drafter.name for drafter in self.engine.drafters)],
             "max_model_len": config.max_model_len,

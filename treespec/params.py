@@ -110,6 +110,11 @@ class SamplingParams:
         return self.has_penalties or bool(others)
 
     @property
+    def truncates(self) -> bool:
+        """Whether tokens of little probability are left out."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    @property
     def is_argmax(self) -> bool:
         """Whether the tokens are the argmax of the model's own logits."""
         return self.temperature == 0 and not self.transforms_logits

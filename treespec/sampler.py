@@ -16,6 +16,7 @@ from treespec.params import SamplingParams
 from treespec.sampling import Transforms, truncate_rows
 from treespec.tree import TokenTree
 from treespec.verify import Verified, verify_drawn_one
+from treespec_kernels.coupled_choice import coupled_choice_triton
 
 _VERIFY_STREAM, _DRAFT_STREAM = 1 << 32, 2 << 32  # added to the sample's number in a generator's key
 
@@ -36,6 +37,8 @@ class Sampler:
         vocab_size, device: of the target's logits.
         seed: of the noise.
         sample: which of the request's samples.
+        kernel_noise: whether the noise is computed where the logits are, by the kernel that captured rounds use: its
+            logarithms may round otherwise than the host's, so an engine uses one of the two for everything.
     """
 
     def __init__(
@@ -48,12 +51,14 @@ class Sampler:
         device: torch.device,
         seed: int,
         sample: int = 0,
+        kernel_noise: bool = False,
     ):
         self.params, self.temperature, self._device = params, params.temperature, device
         self._end_tokens = frozenset(end_tokens)
         self._transforms = Transforms(params, len(prompt), end_tokens, bad_words, vocab_size, device)
         self.noise = Noise(seed, sample, vocab_size)
         self._key = seed, sample
+        self._kernel_noise = kernel_noise
         self._oracle: RandomOracle | None = None
 
     def choose(self, logits: Tensor, tokens: Sequence[int], ancestors: Sequence[int] = ()) -> int:
@@ -67,13 +72,35 @@ class Sampler:
         Raises:
             RequestError: a processor failed, no token is left, or the target computed NaN or infinity.
         """
-        scores = self._transforms.scores(logits, tokens, ancestors)
         position = len(tokens) + len(ancestors)
+        if self._kernel_noise and self.temperature > 0:
+            return self._choose_by_kernel(logits, tokens, ancestors, position)
+        scores = self._transforms.scores(logits, tokens, ancestors)
         if self.temperature > 0:
             scores = scores + torch.from_numpy(self.noise.row(position)).to(self._device)
         best, token = scores.max(0)  # the first of equal ones
         self._check(float(best), logits, position)
         return int(token)
+
+    def _choose_by_kernel(
+        self, logits: Tensor, tokens: Sequence[int], ancestors: Sequence[int], position: int
+    ) -> int:  # fmt: skip
+        """Temperature, noise and argmax in one pass. Where nothing else changes the logits, they go in as they are, as
+        in a captured round."""
+        alone = not self.params.transforms_logits and not self.params.truncates
+        scores = logits if alone else self._transforms.scores(logits, tokens, ancestors)
+        seed, sample = (np.uint64(word).astype(np.int64).item() for word in self._key)
+
+        def row(value: float, dtype: torch.dtype) -> Tensor:
+            return torch.full((1,), value, dtype=dtype, device=self._device)
+
+        chosen = coupled_choice_triton(
+            scores[None], row(self.temperature if alone else 1.0, torch.float32), row(seed, torch.int64),
+            row(sample, torch.int64), row(position, torch.int64),
+        )  # fmt: skip
+        if not bool(chosen.finite):
+            self._check(float(self._transforms.scores(logits, tokens, ancestors).max()), logits, position)
+        return int(chosen.tokens)
 
     def target_probs(self, logits: Tensor, tokens: Sequence[int], ancestors: Sequence[int]) -> np.ndarray:
         """float32 [vocab], p. Arguments and errors as `choose`; temperature above 0."""

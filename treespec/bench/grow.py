@@ -35,7 +35,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from treespec.build import resolve_drafts, resolve_model
+from treespec.build import resolve_device, resolve_drafts, resolve_model
 from treespec.errors import ConfigError
 from treespec_weights import LLAMA, ModelShape, family_of, load_weights, read_config
 from treespec_weights.files import resolve_folder
@@ -114,7 +114,7 @@ def _wide(shape: ModelShape, ratio: int, vocab: int, layers: int, widen: int) ->
     )  # fmt: skip
 
 
-def grow(source: Path, folder: Path, shape: ModelShape, seed: int) -> None:
+def grow(source: Path, folder: Path, shape: ModelShape, seed: int, device: torch.device | str = "cpu") -> None:
     """Write a Hugging Face folder that computes `source`'s function in the larger `shape`.
 
     Args:
@@ -122,6 +122,7 @@ def grow(source: Path, folder: Path, shape: ModelShape, seed: int) -> None:
         folder: where to write; made where it is missing.
         shape: at least as large as the source's in every respect, with a hidden dimension 4 ** n times as wide.
         seed: of the random weights.
+        device: where they are drawn (on a CPU by one thread). Another device draws others.
 
     Raises:
         ConfigError: the source is of another family. CheckpointError: it cannot be read.
@@ -138,7 +139,7 @@ def grow(source: Path, folder: Path, shape: ModelShape, seed: int) -> None:
     small = load_weights(source, old, rules)
     if old.tied and not shape.tied:
         small["lm_head"] = small["embed"].clone()
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     dtype = small["embed"].dtype
     if shape.vocab_size > old.vocab_size and dtype == torch.float16:
         raise ConfigError(f"{source}: float16 has no room for a grown vocabulary; valid: bfloat16, float32")
@@ -182,7 +183,8 @@ class _Growth:
             tensor = torch.zeros(size, dtype=dtype)
         else:
             spread = size[1] ** -0.5 if len(size) > 1 else 0.1
-            tensor = torch.empty(size, dtype=dtype).normal_(float(kind in _NORMS), spread, generator=generator)
+            tensor = torch.empty(size, dtype=dtype, device=generator.device)
+            tensor = tensor.normal_(float(kind in _NORMS), spread, generator=generator).cpu()
         if own is not None:
             scale = self.ratio**-0.5 if kind in _NORMS else 1.0
             tensor[tuple(slice(n) for n in own.shape)] = own * scale
@@ -260,7 +262,7 @@ def grown(options: "Options", size: str, vocab: int | None, keep: Path | None) -
     shape = grown_shape(old, parse_size(size), vocab)
     with ExitStack() as stack:
         root = keep if keep is not None else Path(stack.enter_context(TemporaryDirectory(prefix="treespec-grown-")))
-        grow(source, root / "target", shape, options.seed)
+        grow(source, root / "target", shape, options.seed, resolve_device(options.device))
         folders = [str(folder) for _, folder in drafts]
         if shape.vocab_size > old.vocab_size:
             folders = _grow_drafts(drafts, root, shape.vocab_size, options.seed)

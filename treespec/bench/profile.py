@@ -2,16 +2,23 @@
 
 `profiled` replaces bound methods of an engine, and the noise's own, by timed ones and puts everything back: the engine
 itself measures no more than its planner needs.
+
+A round that runs from captured graphs is one wait for the host. Its seconds are drafting and target pass (with merging,
+verification and commit, which are the graphs' own) in the proportion that the engine measured for these graphs alone.
 """
 
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from treespec.engine import Decided, Engine
 from treespec.noise import Noise
+from treespec.rounds.engine import GraphEngine
+from treespec.rounds.planner import RoundSeconds
+from treespec.rounds.verify import RoundResult
 
 MEANING = {
     "draft": "all sources propose",
@@ -112,6 +119,22 @@ def profiled(engine: Engine) -> Iterator[Profile]:
 
         return commit_and_count
 
+    def captured(run: Callable[..., list[RoundResult]], seconds: RoundSeconds) -> Callable[..., list[RoundResult]]:
+        """A captured round, timed, and what it accepted."""
+
+        def run_and_count(requests: Any, levels: int, nodes: int) -> list[RoundResult]:
+            start = time.perf_counter()
+            results = run(requests, levels, nodes)
+            took = time.perf_counter() - start
+            whole, verify = seconds.of(levels, nodes) - seconds.host, seconds.verify[nodes]
+            timers["draft"].total += took * (1 - verify / whole)
+            timers["forward"].total += took * verify / whole
+            profile.rounds += 1
+            profile.accepted.update(len(result.tokens) - 1 for result in results if result.tokens)
+            return results
+
+        return run_and_count
+
     with ExitStack() as restore:
 
         def replace(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -125,6 +148,11 @@ def profiled(engine: Engine) -> Iterator[Profile]:
             replace(engine, name, timers[name].wrap)
         replace(engine, "commit", watched)
         replace(Noise, "row", timers["noise"].wrap)
+        if isinstance(engine, GraphEngine):
+            for size, batches in engine.rounds.by_size.items():
+                seconds = engine.rounds.planners[size].seconds
+                for batch in batches:
+                    replace(batch, "run", partial(captured, seconds=seconds))
         yield profile
 
 

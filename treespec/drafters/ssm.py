@@ -9,18 +9,16 @@ does not speak for rests, and reads what it missed in one pass now and then.
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from treespec.cache import KVCache
 from treespec.drafters.drawn import DrawnForest, Laws
 from treespec.drafters.forest import Candidates, Forest, Shape
 from treespec.drafters.plan import Drafted, DraftPlan, GrowthRule
+from treespec.drafters.ssm_state import Rows, Scored, SsmState, open_mass, softmax_at
 from treespec.drafters.trust import WINDOW, Trust
 from treespec.models.decoder import Decoder, Pass
 from treespec.oracle import RandomOracle
@@ -34,48 +32,6 @@ MAX_FRONTIER = 8  # nodes of one depth that the dynamic policy expands
 CATCH_UP = 256  # committed tokens that the SSMs take in at once after a pause
 MAX_SLOTS = 64  # nodes of one tree that the dynamic policy expands; more would leave the packed attention's reach
 REST = 16  # verified tokens after which a resting SSM reads what it missed
-
-
-def _open_mass(seed: TokenTree) -> float:
-    """The chance that a seed does not say what follows its root."""
-    return max(1.0 - float(seed.probs[seed.parents == 0].sum()), 0.0) if len(seed) > 1 else 1.0
-
-
-def _softmax_at(logits: np.ndarray, token: int) -> float:
-    """The probability of one token."""
-    return float(np.exp(logits[token] - logits.max()) / np.exp(logits - logits.max()).sum())
-
-
-class _Rows(NamedTuple):
-    """An SSM's probabilities as drafts are made by, and its own logits; float32 [num rows, vocab] each."""
-
-    probs: Tensor
-    logits: Tensor
-
-
-class _Scored(NamedTuple):
-    """An SSM's probabilities of some rows of the frontier, [len(rows), vocab]."""
-
-    ssm: int
-    rows: np.ndarray
-    probs: Tensor
-
-
-@dataclass
-class _State:
-    """What is kept of a request between rounds. Slots are those of the tree's expanded nodes in the SSMs' pools."""
-
-    trust: Trust
-    valid: np.ndarray  # int64 [num_ssms]: positions with K/V in each SSM's pool
-    weights: np.ndarray  # float64 [num_ssms], 0 where it rests
-    active: list[int] = field(default_factory=list)  # the SSMs that draft in this round
-    masks: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), dtype=bool))  # [slots, slots], who sees whom
-    first_slots: list[int] = field(default_factory=list)  # of each level
-    # By level and SSM, the SSM's own probabilities, or its logits where a temperature changed them: [slots, vocab].
-    scores: list[dict[int, np.ndarray]] = field(default_factory=list)
-    slot_of_node: np.ndarray | None = None  # of the proposed tree
-    oracle: RandomOracle | None = None  # of random draws
-    settled: tuple[int, np.ndarray] | None = None  # (position of the root, accepted slots): not scored yet
 
 
 class SsmDrafter:
@@ -94,7 +50,7 @@ class SsmDrafter:
         self.drafted = Drafted(0, 0)  # in the last round
         self._passes = self._request_passes = self._read_tokens = 0
         self._read_seconds = 0.0
-        self._states: dict[str, _State] = {}
+        self._states: dict[str, SsmState] = {}
         self._by_sources: dict[tuple[str, ...] | None, list[int]] = {}
 
     def propose(
@@ -119,7 +75,7 @@ class SsmDrafter:
         drafting = [p.levels > 0 and bool(self._allowed(r)) for r, p in zip(requests, plans, strict=True)]
         asked = np.array([i for i, plan in enumerate(plans) if plan.adaptive and drafting[i]], dtype=np.int64)
         if len(asked):
-            grows = rule.worth_a_level(asked, np.array([_open_mass(seeds[i]) for i in asked]), None)
+            grows = rule.worth_a_level(asked, np.array([open_mass(seeds[i]) for i in asked]), None)
             for i in asked[~grows]:
                 drafting[i] = False
         if not any(drafting):
@@ -148,7 +104,7 @@ class SsmDrafter:
         return trees
 
     def _forest(
-        self, requests: Sequence[Request], states: Sequence[_State], plans: Sequence[DraftPlan],
+        self, requests: Sequence[Request], states: Sequence[SsmState], plans: Sequence[DraftPlan],
         shapes: Sequence[Shape], seeds: Sequence[TokenTree], rule: GrowthRule,
     ) -> Forest | DrawnForest:  # fmt: skip
         """The trees of requests that all draw at random, or none of them, before their first level."""
@@ -165,7 +121,7 @@ class SsmDrafter:
         return DrawnForest(seeds, shapes, oracles, modes, leasts, fills, MAX_FRONTIER, MAX_SLOTS)
 
     def _grow(
-        self, requests: Sequence[Request], states: Sequence[_State], forest: Forest | DrawnForest,
+        self, requests: Sequence[Request], states: Sequence[SsmState], forest: Forest | DrawnForest,
         places: np.ndarray, adaptive: np.ndarray, rule: GrowthRule,
     ) -> None:  # fmt: skip
         """Score and extend level by level. `places`: of these requests in the batch; `adaptive`: of the batch."""
@@ -225,7 +181,7 @@ class SsmDrafter:
 
     def commit(self, requests: Sequence[Request], paths: Sequence[np.ndarray]) -> None:
         """Keep the K/V of accepted nodes. `paths[i]`: accepted nodes of the proposed tree, from the root on."""
-        moves: list[tuple[_State, Request, np.ndarray]] = []
+        moves: list[tuple[SsmState, Request, np.ndarray]] = []
         for request, path in zip(requests, paths, strict=True):
             state = self._states.get(request.request_id)
             if state is not None and state.slot_of_node is not None:
@@ -252,16 +208,57 @@ class SsmDrafter:
         valid, allowed = self._state(request).valid, self._allowed(request)
         return sum(max(request.context_len - int(valid[ssm]) - REST, 0) for ssm in allowed)
 
+    def may_draft(self, request: Request) -> bool:
+        """Whether any SSM may draft for a request."""
+        return bool(self._allowed(request))
+
+    def catch_up(self, requests: Sequence[Request], width: int) -> None:
+        """Before a captured round: read what the SSMs have missed, but for the `width` tokens that it reads itself."""
+        for request in requests:
+            self._state(request).active = self._allowed(request)
+        for ssm in range(len(self.models)):
+            states = [(request, self._state(request)) for request in requests]
+            self._read(ssm, [r for r, s in states if ssm in s.active and r.context_len + 1 - s.valid[ssm] > width])
+
+    def first_unread(self, request: Request) -> int:
+        """The first position that one of the drafting SSMs has not read; the root's at most."""
+        state = self._state(request)
+        return min(int(state.valid[state.active].min()), request.context_len)
+
+    def round_weights(self, request: Request) -> np.ndarray:
+        """float64 [num_ssms]: the mixture's weights in a captured round, 0 for who is silent."""
+        state = self._state(request)
+        trust = state.trust.weights(state.active)
+        if request.spec.max_ssms is not None:
+            trust[np.argsort(-trust, kind="stable")[request.spec.max_ssms :]] = 0.0
+        weights = np.zeros(len(self.models))
+        weights[state.active] = trust / trust.sum()
+        return weights
+
+    def learn_round(self, request: Request, foretold: np.ndarray) -> None:
+        """After a captured round, before `request.tokens` grows: the SSMs have read all of them.
+
+        Args:
+            request: that took part.
+            foretold: [num_ssms, n], probabilities of its last n tokens.
+        """
+        state = self._state(request)
+        for ssm in state.active:
+            seen = np.nan_to_num(foretold[ssm], nan=0.0)
+            state.trust.observe(ssm, len(request.tokens) - len(seen), seen)
+        state.valid[state.active] = len(request.tokens)
+        state.slot_of_node = state.settled = None
+
     def weights(self, request: Request) -> dict[str, float]:
         """How far each SSM is trusted with a running request, by name; sum 1."""
         allowed = self._allowed(request)
         trust = self._state(request).trust.weights(allowed)
         return {self.names[ssm]: float(weight) for ssm, weight in zip(allowed, trust, strict=True)}
 
-    def _state(self, request: Request) -> _State:
+    def _state(self, request: Request) -> SsmState:
         if request.request_id not in self._states:
             count = len(self.models)
-            state = _State(Trust(count), np.zeros(count, dtype=np.int64), np.zeros(count))
+            state = SsmState(Trust(count), np.zeros(count, dtype=np.int64), np.zeros(count))
             self._states[request.request_id] = state
         return self._states[request.request_id]
 
@@ -272,7 +269,7 @@ class SsmDrafter:
             self._by_sources[sources] = [i for i, name in enumerate(self.names) if request.spec.allows("ssm", name)]
         return self._by_sources[sources]
 
-    def _choose(self, rows: Sequence[tuple[Request, _State, DraftPlan]]) -> None:
+    def _choose(self, rows: Sequence[tuple[Request, SsmState, DraftPlan]]) -> None:
         """Score what was verified since, and decide who drafts for each request."""
         for request, state, _ in rows:
             self._settle(request, state)
@@ -288,7 +285,7 @@ class SsmDrafter:
             state.weights = np.zeros(len(self.models))
             state.weights[state.active] = weights[np.sort(worth)] / weights[worth].sum()
 
-    def _settle(self, request: Request, state: _State) -> None:
+    def _settle(self, request: Request, state: SsmState) -> None:
         """Score the SSMs that drafted in the last round on the tokens that followed the accepted nodes."""
         if state.settled is None or len(self.models) == 1:
             return
@@ -297,7 +294,7 @@ class SsmDrafter:
             levels = zip(state.scores, state.first_slots, kept.tolist(), request.tokens[root + 1 :], strict=False)
             rows = [(scores[ssm][slot - first], token) for scores, first, slot, token in levels]
             # Not what was drafted by, into which the noise of that very token may have gone.
-            seen = [_softmax_at(row, token) if request.is_sampled else row[token] for row, token in rows]
+            seen = [softmax_at(row, token) if request.is_sampled else row[token] for row, token in rows]
             state.trust.observe(ssm, root + 1, np.array(seen))
 
     def _read(self, ssm: int, requests: Sequence[Request]) -> None:
@@ -307,7 +304,9 @@ class SsmDrafter:
             starts = [int(self._state(r).valid[ssm]) for r in behind]
             stops = [min(start + CATCH_UP, r.context_len) for start, r in zip(starts, behind, strict=True)]
             chains = list(zip(behind, starts, stops, strict=True))
-            wanted = [stop - max(start, stop - WINDOW) if len(self.models) > 1 else 0 for _, start, stop in chains]
+            # Only the last positions count.
+            several = len(self.models) > 1
+            wanted = [max(stop - max(start, r.context_len - WINDOW), 0) if several else 0 for r, start, stop in chains]
             ends = np.cumsum([stop - start for _, start, stop in chains])
             scored = np.concatenate([np.arange(end - n, end) for end, n in zip(ends, wanted, strict=True)])
             rows = [RequestRows.chain(start, stop - start, r.pages) for r, start, stop in chains]
@@ -325,14 +324,14 @@ class SsmDrafter:
         self._read_seconds += time.perf_counter() - began
 
     def _score_roots(
-        self, requests: Sequence[Request], states: Sequence[_State], forest: Forest | DrawnForest
-    ) -> list[_Scored]:
+        self, requests: Sequence[Request], states: Sequence[SsmState], forest: Forest | DrawnForest
+    ) -> list[Scored]:
         """Each SSM's probabilities after the roots, having caught up on committed tokens."""
         owners = forest.frontier.owners.tolist()
         for owner in owners:
             states[owner].masks = np.ones((1, 1), dtype=bool)
             states[owner].first_slots, states[owner].scores = [0], [{}]
-        results: list[_Scored] = []
+        results: list[Scored] = []
         layouts: dict[object, Pass] = {}
         for ssm in range(len(self.models)):
             own = [row for row, owner in enumerate(owners) if ssm in states[owner].active]
@@ -365,12 +364,12 @@ class SsmDrafter:
             for row, (request, state) in enumerate(served):
                 state.valid[ssm] = request.context_len
                 state.scores[0][ssm] = (logits if request.is_sampled else probs)[row : row + 1].numpy()
-            results.append(_Scored(ssm, np.array(own), probs))
+            results.append(Scored(ssm, np.array(own), probs))
         return results
 
     def _score(
-        self, requests: Sequence[Request], states: Sequence[_State], forest: Forest | DrawnForest
-    ) -> list[_Scored]:
+        self, requests: Sequence[Request], states: Sequence[SsmState], forest: Forest | DrawnForest
+    ) -> list[Scored]:
         """Each SSM's probabilities after the nodes of the frontier."""
         at = forest.frontier
         owners, starts = np.unique(at.owners, return_index=True)
@@ -392,7 +391,7 @@ class SsmDrafter:
             rows[owner] = RequestRows(
                 request.context_len, nodes, depths[first:], grown[first:], depths, request.pages
             )  # fmt: skip
-        results: list[_Scored] = []
+        results: list[Scored] = []
         layouts: dict[object, Pass] = {}
         for ssm in range(len(self.models)):
             own = [owner for owner in parts if ssm in states[owner].active]
@@ -408,11 +407,11 @@ class SsmDrafter:
             self._passes, self._request_passes = self._passes + 1, self._request_passes + len(own)
             for owner, part in own_rows.items():
                 states[owner].scores[-1][ssm] = (logits if requests[owner].is_sampled else probs)[part].numpy()
-            results.append(_Scored(ssm, index, probs))
+            results.append(Scored(ssm, index, probs))
         return results
 
     def _candidates(
-        self, requests: Sequence[Request], states: Sequence[_State], forest: Forest, scored: Sequence[_Scored]
+        self, requests: Sequence[Request], states: Sequence[SsmState], forest: Forest, scored: Sequence[Scored]
     ) -> Candidates:
         """The union of the SSMs' proposals and the seeds' below each row of the frontier."""
         at = forest.frontier
@@ -458,7 +457,7 @@ class SsmDrafter:
         layouts: dict[object, Pass],
         guessed: Sequence[tuple[Request, slice, int]] = (),
         key: object = None,
-    ) -> _Rows:
+    ) -> Rows:
         """One pass of an SSM over some rows; the scores of the scored ones.
 
         SSMs of one shape share a plan where `key` says that their rows are the same: it takes a tenth of their pass.
@@ -470,7 +469,7 @@ class SsmDrafter:
             layouts[model.plan_key, key] = model.plan(rows, pool)
         hidden = model.forward(torch.from_numpy(tokens).to(model.device), layouts[model.plan_key, key], pool)
         if not len(scored):
-            return _Rows(torch.empty(0, model.vocab_size), torch.empty(0, model.vocab_size))
+            return Rows(torch.empty(0, model.vocab_size), torch.empty(0, model.vocab_size))
         every = len(scored) == len(tokens)
         logits = model.logits(hidden[: len(tokens)] if every else hidden, None if every else torch.from_numpy(scored))
         logits = logits.float()
@@ -479,4 +478,4 @@ class SsmDrafter:
         for request, part, position in sampled:
             assert request.sampler is not None
             request.sampler.temper(tempered[part], position, request.spec.verification)
-        return _Rows(torch.softmax(tempered, -1).cpu(), logits.cpu() if sampled else logits)
+        return Rows(torch.softmax(tempered, -1).cpu(), logits.cpu() if sampled else logits)

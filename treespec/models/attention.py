@@ -14,6 +14,7 @@ from treespec_kernels.tree_attention_cpu import (
     tree_attention_cpu,
 )
 from treespec_kernels.tree_batch import RequestRows
+from treespec_kernels.tuned import KernelConfigs
 from treespec_weights.rules import ModelShape
 
 
@@ -36,8 +37,11 @@ class CpuAttention:
 ATTENTIONS = ("cpu-packed", "cpu-gathered", "triton")
 
 
-def make_attention(kind: str, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> Attention:
-    """The implementation of that name, for a model of that shape.
+def make_attention(
+    kind: str, shape: ModelShape, dtype: torch.dtype, device: torch.device, configs: KernelConfigs | None = None,
+    exact: bool = True,
+) -> Attention:  # fmt: skip
+    """The implementation of that name, for a model of that shape; `configs`: what was tuned for the device.
 
     Raises:
         KernelError: it cannot run on that device.
@@ -45,7 +49,7 @@ def make_attention(kind: str, shape: ModelShape, dtype: torch.dtype, device: tor
     if kind == "triton":
         from treespec.models.attention_triton import TritonAttention
 
-        return TritonAttention(shape.num_heads, shape.num_kv_heads, shape.head_dim, dtype, device)
+        return TritonAttention(shape.num_heads, shape.num_kv_heads, shape.head_dim, dtype, device, configs, exact)
     if device.type != "cpu":
         raise KernelError(f"attention={kind!r} runs on a CPU, the device is {device}; use attention='triton'")
     return CpuAttention(shape.num_heads, shape.num_kv_heads, "packed" if kind == "cpu-packed" else "gathered")

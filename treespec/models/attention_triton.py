@@ -1,7 +1,7 @@
 """The Triton tree-attention kernel as the decoder calls it."""
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,27 +12,22 @@ from treespec.errors import KernelError
 from treespec_kernels.tree_attention import (
     PlanCapacity,
     TreeAttentionConfig,
-    TreeAttentionPlan,
     plan_tree_attention,
     tree_attention_triton,
 )
+from treespec_kernels.tree_attention_masked import tree_attention_masked_triton
 from treespec_kernels.tree_batch import RequestRows
-
-
-@dataclass(frozen=True, eq=False)
-class _Pass:
-    """What the kernel reads beside q and the cache."""
-
-    plan: TreeAttentionPlan
-    row_request: Tensor
-    context_lens: Tensor
-    page_table: Tensor
-    depths: Tensor
-    ancestors: Tensor
+from treespec_kernels.triton_launch import target_of
+from treespec_kernels.tuned import KernelConfigs
 
 
 class TritonAttention:
-    """Exact tree attention on a GPU. The cache has the model's dtype.
+    """Tree attention on a GPU. The cache has the model's dtype.
+
+    Args:
+        num_heads, num_kv_heads, head_dim, dtype, device: of the model.
+        configs: what was tuned for the device.
+        exact: False lets captured rounds mask a tree by bits, which is faster and has not the bits of plain decoding.
 
     Raises:
         KernelError: no GPU, and triton's interpreter is not on (TRITON_INTERPRET=1 before triton is imported).
@@ -40,7 +35,10 @@ class TritonAttention:
 
     name = "triton"
 
-    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device,
+        configs: KernelConfigs | None = None, exact: bool = True,
+    ):  # fmt: skip
         interpreted = os.environ.get("TRITON_INTERPRET") == "1"
         if device.type != "cuda" and not interpreted:
             raise KernelError(
@@ -48,11 +46,16 @@ class TritonAttention:
                 "TRITON_INTERPRET=1 to run the kernels in Triton's interpreter"
             )
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.cache_dtype, self.device = dtype, device
+        self.cache_dtype, self.device, self.exact = dtype, device, exact
         # The interpreter's dot is BLAS, whose bits depend on the number of rows.
-        self.config = replace(TreeAttentionConfig.default(dtype, head_dim), fixed_order_dot=interpreted)
+        default = replace(TreeAttentionConfig.default(dtype, head_dim, target_of(device)), fixed_order_dot=interpreted)
+        self.config = default
+        if configs is not None:
+            group = num_heads // num_kv_heads
+            self.config = configs.get("tree_attention", {"dtype": dtype, "head_dim": head_dim, "group": group}, default)
 
-    def plan(self, requests: list[RequestRows], num_rows: int) -> _Pass:
+    def plan(self, requests: list[RequestRows], num_rows: int) -> dict[str, Any]:
+        """Arguments of the kernel beside q and the cache."""
         lengths = [rows.context_len for rows in requests]
         depths = np.concatenate([rows.depths for rows in requests])
         counts = [rows.num_rows for rows in requests]
@@ -78,28 +81,18 @@ class TritonAttention:
         for rows in requests:
             ancestors[first : first + rows.num_rows, : rows.ancestors.shape[1]] = rows.ancestors
             first += rows.num_rows
-        return _Pass(
-            plan,
-            self._tensor(np.pad(np.repeat(np.arange(len(requests)), counts), (0, num_rows - first))),
-            self._tensor(np.array(lengths)),
-            self._tensor(table),
-            self._tensor(np.pad(depths, (0, num_rows - first))),
-            self._tensor(ancestors),
-        )
+        return {
+            "row_request": self._tensor(np.pad(np.repeat(np.arange(len(requests)), counts), (0, num_rows - first))),
+            "context_lens": self._tensor(np.array(lengths)),
+            "page_table": self._tensor(table),
+            "depths": self._tensor(np.pad(depths, (0, num_rows - first))),
+            "ancestors": self._tensor(ancestors),
+            "plan": plan,
+        }
 
     def _tensor(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int32)).to(self.device)
 
-    def __call__(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: _Pass, scale: float) -> Tensor:
-        return tree_attention_triton(
-            q,
-            k_cache,
-            v_cache,
-            row_request=plan.row_request,
-            context_lens=plan.context_lens,
-            page_table=plan.page_table,
-            depths=plan.depths,
-            ancestors=plan.ancestors,
-            scale=scale,
-            plan=plan.plan,
-        )
+    def __call__(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: dict[str, Any], scale: float) -> Tensor:
+        kernel = tree_attention_masked_triton if "ancestor_words" in plan else tree_attention_triton
+        return kernel(q, k_cache, v_cache, scale=scale, **plan)

@@ -78,14 +78,19 @@ class Rotation:
 
     def at(self, positions: np.ndarray) -> Tensor:
         """cos and signed sin, fp32 [num_rows, 2, head_dim]."""
-        known, needed = len(self._table), int(positions.max()) + 1
-        if needed > known:
-            more = torch.arange(known, max(needed, 2 * known, 1024), device=self.inv_freq.device)
+        table = self.table(int(positions.max()) + 1)
+        return table[torch.from_numpy(positions).to(table.device)]
+
+    def table(self, num_positions: int) -> Tensor:
+        """The same of positions 0 to `num_positions` - 1, and perhaps of more, by position."""
+        known = len(self._table)
+        if num_positions > known:
+            more = torch.arange(known, max(num_positions, 2 * known, 1024), device=self.inv_freq.device)
             angle = more.float()[:, None] * self.inv_freq
             cos, sin = angle.cos() * self.scale, angle.sin() * self.scale
             rows = torch.stack((torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)), 1)
             self._table = torch.cat((self._table, rows))
-        return self._table[torch.from_numpy(positions).to(self._table.device)]
+        return self._table
 
 
 class _Layer:
@@ -127,7 +132,7 @@ class Decoder:
         config: ModelConfig,
         weights: dict[str, Tensor],
         attention: Attention,
-        linear: LinearImpl | Literal["compiled"],
+        linear: LinearImpl | Literal["compiled", "triton"],
         min_rows: int = 2,
     ):
         shape = config.shape
@@ -143,7 +148,7 @@ class Decoder:
     def _take(self, weights: dict[str, Tensor]) -> None:
         """Layers, final norm and head."""
         shape = self.config.shape
-        assert self.linear != "compiled"
+        assert self.linear != "compiled" and self.linear != "triton"
         self.layers = [_Layer(weights, i, self.linear) for i in range(shape.num_layers)]
         self.final_norm = mirrored(weights.pop("final_norm"))
         self.head = Linear(self.embed if shape.tied else weights.pop("lm_head"), None, self.linear)

@@ -1,0 +1,304 @@
+"""Stage `bits`: does a tree node have the bits of plain decoding on this device? Everything is compared for equality.
+
+Four questions: attention alone (a row of a tree against a pass of that row alone, whose path stands in a compacted
+cache), the linear layers alone (a row among 1 to 256 others), whole passes of large models of random weights (logits of
+a tree against its paths decoded token by token), and the engine (tokens and logits of trees against plain decoding,
+greedy and sampled, from captured rounds and step by step).
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpu import attention
+from gpu.models import Passes
+from gpu.setting import Setting
+from gpu.stage import Context, Measurement, op_module
+from treespec import LLM, SamplingParams
+from treespec_kernels.testing import path_to, tree_attention_inputs, tree_parents
+from treespec_kernels.tree_attention import TreeAttentionConfig, plan_tree_attention, tree_attention_triton
+from treespec_kernels.tuned import KernelConfigs
+from treespec_weights.rules import ModelShape
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Prefix lengths for attention, row counts for linear layers, and what the engine decodes."""
+
+    heads: tuple[tuple[int, int, int], ...]  # (query heads, KV heads, head_dim)
+    prefixes: tuple[int, ...]
+    nodes: int
+    rows: int
+    linears: tuple[tuple[int, int, bool], ...]  # (rows of the weight, in, silu_gate)
+    contexts: tuple[int, ...]  # behind which whole passes are compared
+    prompts: int
+    max_tokens: int
+    batches: tuple[int, ...]
+    modes: tuple[str, ...] | None = None  # of perf/identity.py; None = all
+
+
+# Borders of pages, of tiles, of short and of long segments, and nothing in particular.
+_BORDERS = [0, 1, 15, 16, 17, 33, 63, 64, 65, 100, 127, 128, 129, 191, 192, 193, 250, 255, 256, 257, 300, 383, 384, 500,
+            511, 512, 513, 700, 767, 768, 1000, 1023, 1024, 1025, 1500, 2047, 2048, 2049, 3333, 4095, 4096, 4097, 6000,
+            8180, 8191, 8192, 8193, 9215, 9216, 9217, 10240, 12000, 16383, 16384]  # fmt: skip
+ENGINE_SECONDS = 70.0  # after these no further mode begins
+REAL = Sizes(
+    heads=((32, 8, 128), (32, 8, 64), (28, 4, 128), (8, 8, 64), (16, 2, 96)),
+    prefixes=tuple(_BORDERS),
+    nodes=32,
+    rows=256,
+    linears=(
+        (6144, 4096, False),
+        (4096, 4096, False),
+        (28672, 4096, True),
+        (4096, 14336, False),
+        (2048, 8192, False),
+        (16384, 2048, True),
+        (1024, 1000, False),
+    ),
+    contexts=(37, 255, 256, 700, 2047),
+    prompts=12,
+    max_tokens=64,
+    batches=(1, 8),
+)
+DRY = Sizes(
+    heads=((2, 1, 16),), prefixes=(3, 17), nodes=3, rows=3, linears=((32, 32, False), (64, 32, True)), contexts=(5,),
+    prompts=2, max_tokens=6, batches=(2,), modes=("ssm-1", "auto"),
+)  # fmt: skip
+
+
+def measurements(setting: Setting) -> Iterator[Measurement]:
+    sizes = DRY if setting.dry else REAL
+    dtypes = [setting.dtype] if setting.dry else [torch.bfloat16, torch.float16, torch.float32]
+    for heads in sizes.heads:
+        for dtype in dtypes if heads == sizes.heads[0] else dtypes[:1]:
+            name = f"attention/{'x'.join(map(str, heads))}/{_name(dtype)}"
+            yield Measurement(name, partial(_attention, sizes, heads, dtype), 60.0)
+    for out_features, in_features, gate in sizes.linears:
+        name = f"row_linear/{out_features}x{in_features}{' silu_gate' if gate else ''}"
+        yield Measurement(name, partial(_linear, sizes, out_features, in_features, gate), 45.0)
+    for name, shape in {"8B": setting.target, "1B": setting.small}.items():
+        yield Measurement(f"decoder/{name}", partial(_decoder, sizes, shape), 90.0)
+    for batch in sizes.batches:
+        for how, options in DECODED.items():
+            yield Measurement(f"{how}/{_name(setting.dtype)}/batch{batch}",
+                              partial(_engine, sizes, batch, options), 110.0)  # fmt: skip
+
+
+DECODED: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "greedy, step by step": {"logprobs": 1},
+    "sampled": {"temperature": 0.8},
+    "sampled, step by step": {"temperature": 0.8, "top_p": 0.95},
+}
+"""How tokens are chosen. Captured rounds know neither log-probabilities nor top-p: such requests go step by step, where
+logits can be looked at too."""
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# --- attention
+
+
+def _attention(sizes: Sizes, heads: tuple[int, int, int], dtype: torch.dtype, context: Context) -> dict[str, Any]:
+    """Rows whose bits differ between a tree's pass and a pass of their own, over all prefixes and nodes."""
+    setting = context.setting
+    # The interpreter's dot is BLAS, whose bits follow the number of rows.
+    config = attention.configuration(dtype, heads[2], heads[0] // heads[1], setting.device)
+    config = replace(config, fixed_order_dot=setting.dry)
+    generator = torch.Generator().manual_seed(setting.seed)
+    compared, differing, worst, first = 0, 0, 0.0, None
+    for number, prefix in enumerate(sizes.prefixes):
+        kind = ("random", "random", "chain", "star")[number % 4]
+        parents = tree_parents(kind, sizes.nodes, generator)
+        shape = {"num_heads": heads[0], "num_kv_heads": heads[1], "head_dim": heads[2], "dtype": dtype}
+        inputs = tree_attention_inputs([prefix], [parents], **shape, device=setting.device, seed=prefix)
+        tree = _attend(inputs.q, inputs.k_cache, inputs.v_cache, inputs.rows, inputs.plan, config)
+        for node in range(len(parents)):
+            alone = _decoded_alone(inputs, prefix, path_to(parents, node), node, config)
+            compared += 1
+            if not torch.equal(tree[node], alone):
+                differing += 1
+                worst = max(worst, float((tree[node].float() - alone.float()).abs().max()))
+                first = first or f"{kind} behind {prefix} tokens, node {node}"
+    return {"rows": compared, "differing_rows": differing, "largest_difference": worst, "first": first}
+
+
+def _decoded_alone(inputs: Any, prefix: int, path: list[int], node: int, config: TreeAttentionConfig) -> Tensor:
+    """The node's row as plain decoding computes it: its path behind the prefix in consecutive slots, nothing else."""
+    device = inputs.q.device
+    source, target = prefix + torch.tensor(path, device=device), prefix + torch.arange(len(path), device=device)
+    pages, page_size = inputs.rows["page_table"][0].long(), inputs.k_cache.shape[2]
+    caches = []
+    for cache in (inputs.k_cache, inputs.v_cache):
+        compact = cache.clone()
+        compact[pages[target // page_size], :, target % page_size] = cache[
+            pages[source // page_size], :, source % page_size
+        ]
+        caches.append(compact)
+    length = prefix + len(path) - 1
+
+    def integers(*values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    rows = inputs.rows | {
+        "row_request": integers(0), "context_lens": integers(length), "depths": integers(0),
+        "ancestors": integers(0)[None],
+    }  # fmt: skip
+    plan = {"context_lens": [length], "rows_per_request": [1], "depths": [0]}
+    return _attend(inputs.q[node : node + 1], *caches, rows, plan, config)[0]
+
+
+def _attend(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: dict[str, Any], plan: dict[str, Any], config: TreeAttentionConfig
+) -> Tensor:
+    made = plan_tree_attention(
+        **plan, num_heads=q.shape[1], num_kv_heads=k_cache.shape[1], head_dim=q.shape[2], dtype=q.dtype,
+        device=q.device, config=config,
+    )  # fmt: skip
+    out = torch.full_like(q, float("nan"))
+    return tree_attention_triton(q, k_cache, v_cache, **rows, plan=made, out=out)
+
+
+# --- linear layers
+
+
+def _linear(sizes: Sizes, out_features: int, in_features: int, gate: bool, context: Context) -> dict[str, Any]:
+    """Row counts at which a row has other bits than among `sizes.rows`, and the error against fp32."""
+    op, setting = op_module("row_linear"), context.setting
+    key = {"dtype": setting.dtype, "out_features": out_features, "in_features": in_features, "silu_gate": gate}
+    default = op.RowLinearConfig.default(setting.dtype, out_features, in_features, silu_gate=gate)
+    config = KernelConfigs.load(setting.device).get("row_linear", key | {"groups": 1}, default)
+    options: dict[str, Any] = {"silu_gate": gate, "config": replace(config, fixed_order_dot=setting.dry)}
+    x = setting.random(sizes.rows, in_features)
+    weight = setting.random(out_features, in_features, scale=in_features**-0.5)
+    whole = op.row_linear_triton(x, weight, **options)
+    differing = []
+    for rows in range(1, sizes.rows):
+        # The same rows at the front of a shorter pass, and at its end behind others.
+        behind = torch.cat([x[rows:], x[:rows]])[-rows - 1 :]
+        same = torch.equal(op.row_linear_triton(x[:rows], weight, **options), whole[:rows])
+        if not same or not torch.equal(op.row_linear_triton(behind, weight, **options)[-rows:], whole[:rows]):
+            differing.append(rows)
+    expected = op.row_linear_ref(x.float(), weight.float(), bias=None, residual=None, silu_gate=gate).float()
+    error = float((whole.float() - expected).norm() / expected.norm())
+    figures = {"row_counts": sizes.rows - 1, "differing_row_counts": len(differing), "relative_error": error}
+    return figures | {"first": differing[:1], "config": str(options["config"])}
+
+
+# --- the decoder
+
+
+def _decoder(sizes: Sizes, shape: ModelShape, context: Context) -> dict[str, Any]:
+    """Nodes of a tree whose logits, after all layers, are not those of their path decoded token by token."""
+    opened = Passes(context.setting, shape, max(sizes.contexts), sizes.nodes)
+    generator = torch.Generator().manual_seed(context.setting.seed)
+    compared, differing, worst, first = 0, 0, 0.0, None
+    with torch.inference_mode():
+        for prefix in sizes.contexts:
+            parents = tree_parents("random", sizes.nodes, generator)
+            tokens = torch.randint(shape.vocab_size, (len(parents),), generator=generator).tolist()
+            tree = opened.prepare(prefix, parents, tokens)().clone()
+            for node in sorted({0, 1, *range(5, len(parents), 6), len(parents) - 1}):
+                for depth, step in enumerate(path_to(parents, node)):
+                    alone = opened.prepare(prefix + depth, [-1], [tokens[step]])()
+                compared += 1
+                if not torch.equal(tree[node], alone[0]):
+                    differing += 1
+                    worst = max(worst, float((tree[node].float() - alone[0].float()).abs().max()))
+                    first = first or f"behind {prefix} tokens, node {node}"
+    return {"rows": compared, "differing_rows": differing, "largest_difference": worst, "first": first}
+
+
+# --- the engine
+
+
+def _engine(sizes: Sizes, batch: int, options: dict[str, Any], context: Context) -> dict[str, Any]:
+    """Tokens, and logits where the engine hands them out, of trees against plain decoding of the embedded models."""
+    import identity
+
+    llm = context.keep(f"llm/{batch}", lambda: _open(context, batch))
+    recorder = context.keep(f"recorder/{batch}", lambda: identity.LogitRecorder(llm.engine))
+    prompts = identity.read_prompts(sizes.prompts, llm.get_tokenizer(), llm.engine.runner.target.vocab_size)
+    modes = identity.modes(llm.engine.ssms.names, 16)
+    common = {"max_tokens": sizes.max_tokens, "ignore_eos": True, **options}
+    params = [
+        SamplingParams(**common, **({"seed": 1000 + i} if "temperature" in options else {}))
+        for i in range(len(prompts))
+    ]
+    plain = llm.generate(prompts, params, spec="off")
+    plain_logits = _take(recorder, plain)
+    rows: list[dict[str, Any]] = []
+    started, left_out = time.perf_counter(), []
+    for mode in sizes.modes or _modes_of(modes, "temperature" in options):
+        began = time.perf_counter()
+        if began - started > ENGINE_SECONDS:
+            left_out.append(mode)
+            continue
+        tree = llm.generate(prompts, params, spec=modes[mode])
+        seconds = time.perf_counter() - began
+        logits = _take(recorder, tree)
+        comparable = plain_logits is not None and logits is not None
+        tokens, differing = identity.compare(plain, tree, *((plain_logits, logits) if comparable else ([], [])))
+        llm.engine.check_integrity()
+        made = sum(output.metrics.generated_tokens for output in tree)
+        passes = sum(output.metrics.target_passes for output in tree)
+        rows.append(
+            {"mode": mode, "tokens": made, "differing_tokens": tokens,
+             "differing_logit_rows": differing if comparable else None, "acceptance_length": made / passes,
+             "seconds": seconds}
+        )  # fmt: skip
+    compared = [row["differing_logit_rows"] for row in rows if row["differing_logit_rows"] is not None]
+    return {
+        "tokens": sum(row["tokens"] for row in rows),
+        "differing_tokens": sum(row["differing_tokens"] for row in rows),
+        "differing_logit_rows": sum(compared) if len(compared) == len(rows) else None,
+        "frozen": llm.stats()["frozen"],
+        "modes_left_out": left_out,
+        "modes": rows,
+    }
+
+
+def _open(context: Context, batch: int) -> LLM:
+    context.shared.clear()  # engines of other batches
+    return LLM(device=context.setting.device, dtype=context.setting.dtype, max_num_seqs=batch)
+
+
+def _modes_of(modes: dict[str, Any], sampled: bool) -> Sequence[str]:
+    """All of them; sampled, where each token costs more, those of several sources."""
+    return [name for name in modes if not sampled or name.count(",") == 2 or name in ("everything", "auto")]
+
+
+def _take(recorder: Any, outputs: Sequence[Any]) -> list[Tensor] | None:
+    """The logits behind every token; None where the engine has decided without handing them out."""
+    try:
+        return recorder.take(outputs)
+    except (KeyError, RuntimeError):
+        recorder.rows.clear()
+        return None
+
+
+def describe(document: dict[str, Any]) -> str:
+    lines = []
+    for name, figures in document["measurements"].items():
+        if "error" in figures:
+            lines.append(f"  {name:36} ERROR {figures['error'][:150]}")
+        elif name.startswith(("attention", "decoder")):
+            lines.append(f"  {name:36} {figures['differing_rows']} of {figures['rows']} rows differ"
+                         + (f", first {figures['first']}" if figures["first"] else ""))  # fmt: skip
+        elif name.startswith("row_linear"):
+            lines.append(f"  {name:36} {figures['differing_row_counts']} of {figures['row_counts']} row counts differ, "
+                         f"error {figures['relative_error']:.1e}")  # fmt: skip
+        else:
+            logits = figures["differing_logit_rows"]
+            lines.append(f"  {name:36} {figures['differing_tokens']} of {figures['tokens']} tokens differ, "
+                         f"logit rows: {'not handed out' if logits is None else logits}"
+                         + "".join(f", without {mode}" for mode in figures["modes_left_out"]))  # fmt: skip
+    return "\n".join(lines)

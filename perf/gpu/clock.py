@@ -1,0 +1,131 @@
+"""Times on a device: warmed up, by events, the median of repeats with its spread.
+
+Short kernels are timed in a captured graph of many calls, each on other buffers: so neither the launches nor the
+caches are what is measured.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+Call = Callable[[], object]
+
+
+class Times(NamedTuple):
+    """Microseconds of one call over repeats."""
+
+    median: float
+    low: float
+    high: float
+    repeats: int
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> "Times":
+        """low and high: the 10th and 90th percentile."""
+        ordered = sorted(samples)
+        last = len(ordered) - 1
+        return cls(statistics.median(ordered), ordered[round(0.1 * last)], ordered[round(0.9 * last)], len(ordered))
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        return {"us": round(self.median, 3), "us_p10": round(self.low, 3), "us_p90": round(self.high, 3),
+                "repeats": self.repeats}  # fmt: skip
+
+
+class Clock:
+    """Times calls on one device.
+
+    Args:
+        device: CUDA, timed by events, or CPU, where there are no graphs and nothing else to wait for.
+        warmup, repeats: calls that do not count, and that do.
+        seconds: a bound: no further repeat begins after it, once there are three.
+    """
+
+    def __init__(self, device: torch.device, warmup: int = 5, repeats: int = 50, seconds: float = 10.0):
+        self.device, self.warmup, self.repeats, self.seconds = device, warmup, repeats, seconds
+
+    def eager(self, *calls: Call) -> Times:
+        """A call as Python launches it: where the host is slower than the device, its time is in it."""
+        return self._times(lambda: _all(calls), len(calls))
+
+    def graphed(self, *calls: Call) -> Times:
+        """A call without the host: all of them in one captured graph."""
+        return self._times(self.capture(*calls), len(calls))
+
+    def capture(self, *calls: Call) -> Call:
+        """What replays `calls` in their order. They write to the same buffers every time."""
+        if self.device.type == "cpu":
+            return lambda: _all(calls)
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            for _ in range(2):  # compiles, loads modules and fills the allocator before the capture
+                _all(calls)
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        torch.cuda.synchronize(self.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            _all(calls)
+        return graph.replay
+
+    def _times(self, run: Call, count: int) -> Times:
+        began = time.perf_counter()
+        for _ in range(self.warmup):
+            run()
+        self.synchronize()
+        samples: list[float] = []
+        while len(samples) < self.repeats and (len(samples) < 3 or time.perf_counter() - began < self.seconds):
+            samples += self._samples(run, min(10, self.repeats - len(samples)), count)
+        return Times.of(samples)
+
+    def _samples(self, run: Call, repeats: int, count: int) -> list[float]:
+        """Microseconds of one of `count` calls, `repeats` times."""
+        if self.device.type == "cpu":
+            samples = []
+            for _ in range(repeats):
+                start = time.perf_counter()
+                run()
+                samples.append(1e6 * (time.perf_counter() - start) / count)
+            return samples
+        pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+        for start_event, end_event in pairs:
+            start_event.record()
+            run()
+            end_event.record()
+        self.synchronize()
+        return [1e3 * start_event.elapsed_time(end_event) / count for start_event, end_event in pairs]
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _all(calls: Sequence[Call]) -> None:
+    for call in calls:
+        call()
+
+
+def sets_for(bytes_of_one: int, cache_bytes: int, at_most: int = 64) -> int:
+    """How many sets of buffers take turns so that none is found in a cache."""
+    return max(1, min(at_most, math.ceil(cache_bytes / max(bytes_of_one, 1)) + 1))
+
+
+def copy_bandwidth(clock: Clock, size: int) -> dict[str, Any]:
+    """Bytes read and written per second by a copy on the device: the ceiling of what is bound by memory."""
+    source = torch.empty(size // 2, dtype=torch.bfloat16, device=clock.device).normal_()
+    target = torch.empty_like(source)
+    times = clock.eager(lambda: target.copy_(source))
+    moved = source.nbytes + target.nbytes
+    return times.figures | {"bytes": moved, "bytes_per_second": moved / (1e-6 * times.median)}
+
+
+def matmul_rate(clock: Clock, size: int, dtype: torch.dtype) -> dict[str, Any]:
+    """FLOP/s of a square matrix product on random data: the ceiling of what is bound by arithmetic."""
+    a, b = (torch.empty(size, size, dtype=dtype, device=clock.device).normal_() for _ in range(2))
+    out = torch.empty_like(a)
+    times = clock.eager(lambda: torch.mm(a, b, out=out))
+    return times.figures | {"flop_per_second": 2 * size**3 / (1e-6 * times.median)}

@@ -1,0 +1,126 @@
+"""Models to measure: random weights of a shape on the device, and the embedded target grown to a size.
+
+`open_decoder` is the only place that knows which class runs a pass on a GPU.
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu.setting import Setting, source_hash
+from treespec.bench.grow import grow, grown_shape, parse_size
+from treespec.cache import KVCache, pages_for
+from treespec.config import ModelConfig
+from treespec.models.attention import make_attention
+from treespec.models.triton_decoder import TritonDecoder
+from treespec_kernels.tree_batch import RequestRows
+from treespec_kernels.tuned import KernelConfigs
+from treespec_weights import LLAMA, ModelShape, default_folder, read_config
+
+
+def random_weights(setting: Setting, shape: ModelShape) -> dict[str, Tensor]:
+    """Every parameter of a shape, random, of the size that keeps activations near 1."""
+    return {
+        name: setting.random(*size, scale=size[1] ** -0.5) if len(size) > 1 else 1.0 + setting.random(*size, scale=0.1)
+        for name, size in shape.parameters().items()
+    }
+
+
+def config_of(setting: Setting, shape: ModelShape) -> ModelConfig:
+    """A Llama of that shape."""
+    exponent = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
+    return ModelConfig(
+        folder=Path("random"), rules=LLAMA, shape=shape, norm_eps=1e-5, inv_freq=1.0 / 500000.0**exponent,
+        rope_scale=1.0, max_positions=131072, dtype=setting.dtype, eos_token_ids=(),
+    )  # fmt: skip
+
+
+def open_decoder(setting: Setting, shape: ModelShape, exact: bool, num_positions: int) -> tuple[TritonDecoder, str]:
+    """A decoder of random weights, and what runs its passes.
+
+    Args:
+        exact: with the bits of plain decoding; False: what the engine takes instead.
+        num_positions: that will ever be asked for.
+    """
+    configs = KernelConfigs.load(setting.device)
+    attention = make_attention("triton", shape, setting.dtype, setting.device, configs)
+    weights = random_weights(setting, shape)
+    decoder = TritonDecoder(config_of(setting, shape), weights, attention, configs, exact, num_positions)
+    return decoder, f"TritonDecoder, exact={exact}: {configs.describe()}"
+
+
+class Passes:
+    """Target passes of one decoder over a cache of random K and V.
+
+    Args:
+        max_context, max_rows: of a request.
+        requests: decoded at once.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        shape: ModelShape,
+        max_context: int,
+        max_rows: int,
+        requests: int = 1,
+        exact: bool = True,
+    ):
+        self.shape, self.requests = shape, requests
+        self.decoder, self.how = open_decoder(setting, shape, exact, max_context + max_rows + 1)
+        per_request = pages_for(max_context + max_rows + 1)
+        dtype = self.decoder.attention.cache_dtype
+        self.pool = KVCache.allocate(shape, requests * per_request + 1, dtype, setting.device)
+        self.pool.normal_()
+        order = np.random.default_rng(setting.seed).permutation(requests * per_request) + 1
+        self.pages = order.reshape(requests, per_request)
+
+    def prepare(
+        self, context: int, parents: Sequence[int], tokens: Sequence[int] | None = None
+    ) -> Callable[[], Tensor]:
+        """One pass over a tree of every request, laid out: calling it launches all kernels up to the logits.
+
+        Args:
+            context: committed positions.
+            parents: of the tree.
+            tokens: of its nodes, the same for every request; None takes random ones.
+        """
+        depths = np.zeros(len(parents), dtype=np.int64)
+        visible = np.eye(len(parents), dtype=bool)
+        for node in range(1, len(parents)):
+            depths[node] = depths[parents[node]] + 1
+            visible[node] |= visible[parents[node]]
+        if len(parents) == 1:
+            rows = [RequestRows.chain(context, 1, pages) for pages in self.pages]
+        else:
+            nodes = np.arange(len(parents))
+            rows = [RequestRows(context, nodes, depths, visible, depths, pages) for pages in self.pages]
+        layout = self.decoder.plan(rows, self.pool)
+        if tokens is None:
+            tokens = np.random.default_rng(len(parents)).integers(self.shape.vocab_size, size=len(parents)).tolist()
+        ids = torch.tensor(list(tokens) * self.requests, device=self.decoder.device)
+        return lambda: self.decoder.logits(self.decoder.forward(ids, layout, self.pool))
+
+
+def shape_of_size(size: str) -> ModelShape:
+    """The shape of the embedded target grown to about `size` parameters."""
+    source = default_folder("target")
+    return grown_shape(ModelShape.from_hf(read_config(source), LLAMA, source), parse_size(size))
+
+
+def grown_folder(setting: Setting, size: str) -> Path:
+    """The embedded target grown to about `size` parameters; kept, so that the stages of one machine share it."""
+    root = Path(tempfile.gettempdir()) / f"treespec-gpu-{source_hash()}-{setting.seed}"
+    folder = root / size
+    if not folder.exists():
+        part = root / f"{size}.{os.getpid()}"
+        shutil.rmtree(part, ignore_errors=True)
+        grow(default_folder("target"), part, shape_of_size(size), setting.seed, setting.device)
+        part.rename(folder)  # whole, or not there
+    return folder

@@ -1,0 +1,45 @@
+"""The least bytes and operations of a pass, and the time that they take at best."""
+
+from treespec_weights.rules import ModelShape
+
+
+def weight_bytes(shape: ModelShape, itemsize: int) -> int:
+    """Weights that a pass reads whole: an embedding that is not the head too is only looked up."""
+    looked_up = 0 if shape.tied else shape.vocab_size * shape.hidden_size
+    return (shape.num_parameters() - looked_up) * itemsize
+
+
+def kv_bytes(shape: ModelShape, itemsize: int) -> int:
+    """K and V of one position in all layers."""
+    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * itemsize
+
+
+def pass_bytes(shape: ModelShape, rows: int, context: int, itemsize: int, requests: int = 1) -> int:
+    """Weights once, K and V of every position once, logits written. `rows` and `context` are a request's."""
+    logits = requests * rows * shape.vocab_size * itemsize
+    return (
+        weight_bytes(shape, itemsize) + requests * (context + rows) * kv_bytes(shape, itemsize) + logits
+    )  # what a split of keys or sums writes and reads again is an implementation's own affair
+
+
+def pass_flop(shape: ModelShape, rows: int, context: int, requests: int = 1) -> int:
+    """Multiplications and additions."""
+    embed = 0 if shape.tied else shape.vocab_size * shape.hidden_size
+    dense = 2 * (shape.num_parameters() - embed) * rows
+    attention = 4 * shape.num_layers * shape.num_heads * shape.head_dim * rows * (context + rows // 2)
+    return requests * (dense + attention)
+
+
+def attention_bytes(num_heads: int, num_kv_heads: int, head_dim: int, rows: int, context: int, itemsize: int) -> int:
+    """One layer's attention: K and V once, queries read, results written."""
+    return ((context + rows) * 2 * num_kv_heads + 2 * rows * num_heads) * head_dim * itemsize
+
+
+def linear_bytes(rows: int, out_features: int, in_features: int, itemsize: int) -> int:
+    return (rows * in_features + out_features * in_features + rows * out_features) * itemsize
+
+
+def floor_us(num_bytes: float, flop: float, bytes_per_second: float, flop_per_second: float | None) -> float:
+    """Microseconds under which no version runs."""
+    arithmetic = flop / flop_per_second if flop_per_second else 0.0
+    return 1e6 * max(num_bytes / bytes_per_second, arithmetic)

@@ -1,0 +1,32 @@
+"""All stages in the order of their priority."""
+
+from collections.abc import Sequence
+from functools import partial
+
+from gpu import bits, grown, kernels, ops, passes, rounds, tune
+from gpu.stage import Stage
+
+STAGES = (
+    Stage("ops", "a", "correctness of every kernel: tests marked gpu", ops.measurements, ops.describe),
+    Stage("bits", "a", "bits of trees against plain decoding", bits.measurements, bits.describe),
+    Stage("passes", "b", "8B target pass against the roofline", passes.measurements, passes.describe),
+    Stage("rounds", "b", "rounds of the grown 8B model, host gaps", rounds.measurements, rounds.describe),
+    Stage("autotune", "c", "kernel autotune", tune.measurements, tune.describe),
+    Stage("kernels", "d", "ops of an 8B layer against bandwidth and torch", kernels.measurements, kernels.describe),
+    Stage("grown1b", "e", "end to end, grown 1B", partial(grown.measurements, "1B"), grown.describe),
+    Stage("grown8b", "e", "end to end, grown 8B", partial(grown.measurements, "8B"), grown.describe),
+)
+
+
+def choose(names: Sequence[str]) -> list[Stage]:
+    """Stages by name or letter, in the order of priority; all where none is named.
+
+    Raises:
+        ValueError: a name that is none.
+    """
+    known = {stage.name for stage in STAGES} | {stage.letter for stage in STAGES}
+    for name in names:
+        if name not in known:
+            valid = ", ".join(f"{stage.name} ({stage.letter})" for stage in STAGES)
+            raise ValueError(f"--stage {name}: valid are {valid}")
+    return [stage for stage in STAGES if not names or stage.name in names or stage.letter in names]

@@ -1,0 +1,151 @@
+"""What the kernels and the engine must reach on a GPU, and what was measured of it."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from gpu import attention, kernels, passes, rounds
+
+Documents = Mapping[str, Mapping[str, Any]]  # results by stage: name of a measurement to figures
+
+
+class Target(NamedTuple):
+    """One requirement.
+
+    Args:
+        text: what it is about.
+        must: the bound, for a reader.
+        value: what was measured; None = it was not.
+        reached: whether a value reaches it.
+        shown: how a value is printed.
+    """
+
+    text: str
+    must: str
+    value: Callable[[Documents], float | None]
+    reached: Callable[[float], bool]
+    shown: str = "{:.2f}"
+
+
+def _figure(documents: Documents, stage: str, name: str, key: str) -> Any:
+    return documents.get(stage, {}).get(name, {}).get(key)
+
+
+def _ratio(above: float | None, below: float | None) -> float | None:
+    return above / below if above is not None and below else None
+
+
+def _sum(documents: Documents, stage: str, key: str, prefix: str) -> float | None:
+    """Over all measurements of a kind; None where one of them is missing or failed: a part proves nothing."""
+    found = [figures for name, figures in documents.get(stage, {}).items() if name.startswith(prefix)]
+    values = [figures.get(key) for figures in found]
+    return sum(values) if values and all(value is not None for value in values) else None
+
+
+def _pass_us(documents: Documents, nodes: int, exact: bool = True) -> float | None:
+    return _figure(documents, "passes", passes.key(passes.MAIN_CONTEXT, nodes, exact=exact), "graph_us")
+
+
+def _of_plain(nodes: int) -> Callable[[Documents], float | None]:
+    return lambda documents: _ratio(_pass_us(documents, nodes), _pass_us(documents, 1))
+
+
+def _exact_cost(documents: Documents) -> float | None:
+    """Of a round with 32 nodes; where the engine's rounds were not measured, of the pass alone, which is more."""
+    exact, fast = (_figure(documents, "rounds", rounds.key("tree32", e), "round_us") for e in (True, False))
+    ratio = _ratio(exact, fast) or _ratio(_pass_us(documents, 32), _pass_us(documents, 32, exact=False))
+    return None if ratio is None else ratio - 1.0
+
+
+def _largest_gap(documents: Documents) -> float | None:
+    names = [name for name in documents.get("rounds", {}) if name.endswith("/exact")]
+    gaps = [_figure(documents, "rounds", name, "gap_share") for name in names]
+    return max(gaps) if gaps and all(gap is not None for gap in gaps) else None
+
+
+def _gain_of_tau(documents: Documents) -> float | None:
+    """Speed-up over acceptance length of the fastest tree of the three SSMs, one request."""
+    modes: Iterable[Mapping[str, Any]] = _figure(documents, "grown8b", "batch1", "modes") or ()
+    trees = [mode for mode in modes if mode["mode"].startswith("tree-ssms")]
+    if not trees:
+        return None
+    fastest = max(trees, key=lambda mode: mode["speedup"])
+    return fastest["speedup"] / fastest["acceptance_length"]
+
+
+def _attention(context: int, nodes: int, variants: tuple[str, ...]) -> Callable[[Documents], float | None]:
+    """Microseconds of the fastest of some variants."""
+    case = attention.Case(context, nodes)
+    return lambda documents: attention.fastest(documents.get("kernels", {}), case, variants)
+
+
+def _masked_over_ours(documents: Documents) -> float | None:
+    """How many times faster than every form of masked SDPA, at 32 nodes and 8k."""
+    masked, ours = (_attention(8192, 32, variants)(documents) for variants in (attention.MASKED, (attention.OURS,)))
+    return _ratio(masked, ours)
+
+
+def _ours_over_flash(documents: Documents) -> float | None:
+    ours, flash = (_attention(8192, 32, variants)(documents) for variants in ((attention.OURS,), attention.FLASH))
+    return _ratio(ours, flash)
+
+
+def _attention_share(documents: Documents) -> float | None:
+    return _figure(documents, "kernels", attention.Case(32768, 32).key(attention.OURS), "share_of_copy")
+
+
+def _commit(documents: Documents) -> float | None:
+    return _figure(documents, "kernels", kernels.COMMIT, "us")
+
+
+TARGETS = (
+    Target("kernel tests on the device: failures", "0", lambda d: _sum(d, "ops", "failed", ""), lambda v: v == 0,
+           "{:.0f}"),
+    Target("attention: rows with differing bits", "0", lambda d: _sum(d, "bits", "differing_rows", "attention/"),
+           lambda v: v == 0, "{:.0f}"),
+    Target("row_linear: row counts with differing bits", "0",
+           lambda d: _sum(d, "bits", "differing_row_counts", "row_linear/"), lambda v: v == 0, "{:.0f}"),
+    Target("whole passes: nodes with differing logits", "0", lambda d: _sum(d, "bits", "differing_rows", "decoder/"),
+           lambda v: v == 0, "{:.0f}"),
+    Target("greedy trees: differing tokens", "0", lambda d: _sum(d, "bits", "differing_tokens", "greedy"),
+           lambda v: v == 0, "{:.0f}"),
+    Target("greedy trees: differing logit rows", "0", lambda d: _sum(d, "bits", "differing_logit_rows", "greedy, step"),
+           lambda v: v == 0, "{:.0f}"),
+    Target("sampled trees: differing tokens", "0", lambda d: _sum(d, "bits", "differing_tokens", "sampled"),
+           lambda v: v == 0, "{:.0f}"),
+    Target("exact mode against cuBLAS and packed mask, 32 nodes", "< 10 %", _exact_cost, lambda v: v < 0.10, "{:.1%}"),
+    Target("8B plain pass at 2k, share of copy bandwidth (first step)", ">= 65 %",
+           lambda d: _figure(d, "passes", passes.key(passes.MAIN_CONTEXT, 1), "share_of_copy"), lambda v: v >= 0.65,
+           "{:.1%}"),
+    Target("8B plain pass at 2k, share of copy bandwidth", ">= 80 %",
+           lambda d: _figure(d, "passes", passes.key(passes.MAIN_CONTEXT, 1), "share_of_copy"), lambda v: v >= 0.80,
+           "{:.1%}"),
+    Target("8B pass at 2k: 32 nodes against 1", "<= 1.10", _of_plain(32), lambda v: v <= 1.10, "{:.3f}"),
+    Target("8B pass at 2k: 64 nodes against 1", "<= 1.20", _of_plain(64), lambda v: v <= 1.20, "{:.3f}"),
+    Target("tree attention, 32 nodes x 8k: times masked SDPA", ">= 2.0", _masked_over_ours, lambda v: v >= 2.0),
+    Target("tree attention, 32 nodes x 8k: time over unmasked flash", "<= 1.25", _ours_over_flash,
+           lambda v: v <= 1.25),
+    Target("tree attention, 32 nodes x 32k: share of copy bandwidth", ">= 70 %", _attention_share, lambda v: v >= 0.70,
+           "{:.1%}"),
+    Target("KV commit of a path of 6 for 8B, microseconds", "< 10", _commit, lambda v: v < 10.0, "{:.1f}"),
+    Target("host gap, largest share of an 8B round", "< 5 %", _largest_gap, lambda v: v < 0.05, "{:.1%}"),
+    Target("grown 8B, three SSMs: speed-up over acceptance length", ">= 0.80", _gain_of_tau, lambda v: v >= 0.80),
+)  # fmt: skip
+
+
+def table(documents: Documents, dry: bool = False) -> str:
+    """All targets with what was measured; a dry run's times are of other sizes on another device, and say nothing."""
+    lines = [f"{'what it must reach':60} {'bound':>8} {'measured':>9}  verdict"]
+    for target in TARGETS:
+        value = target.value(documents)
+        if value is None or (dry and target.must != "0"):
+            shown, verdict = "-", "not measured"
+        else:
+            shown, verdict = target.shown.format(value), "reached" if target.reached(value) else "NOT REACHED"
+        lines.append(f"{target.text:60} {target.must:>8} {shown:>9}  {verdict}")
+    return "\n".join(lines)
+
+
+def wrong(documents: Documents) -> bool:
+    """Whether anything that must be equal, or pass, was measured and is not."""
+    exact = [target for target in TARGETS if target.must == "0"]
+    return any(value > 0 for target in exact if (value := target.value(documents)) is not None)

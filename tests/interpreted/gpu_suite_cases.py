@@ -1,0 +1,58 @@
+"""Stages of perf/gpu_suite.py on an engine whose rounds run on the device, in the interpreter: run by
+tests/test_gpu_suite.py. On a GPU every engine is one; the dry run's, on a CPU, is not."""
+
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.models import make_draft, make_llama, new_folder, open_llm
+from treespec import LLM, SpecConfig
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "perf"))
+
+import identity
+from gpu import bits, rounds
+from gpu.setting import Setting
+from gpu.stage import Context
+
+torch.set_num_threads(1)
+
+
+SPEC = SpecConfig(nodes=2, max_depth=1)  # two launches of a model a round: the interpreter takes seconds for each
+SMALL = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2,
+         "num_key_value_heads": 1, "vocab_size": 64}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    target = make_llama(new_folder("target"), 0, **SMALL)
+    draft = make_draft(new_folder("ssm-1"), target, 1, 0.05)
+    with mock.patch("treespec.build._prove"):  # minutes in the interpreter
+        return open_llm(target, [draft], spec=SPEC, attention="triton", linear="triton", max_num_seqs=1)
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> Context:
+    return Context(Setting(tmp_path, dry=True), {})
+
+
+def test_rounds(llm: LLM, context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "_open", lambda *given: llm)
+    monkeypatch.setattr(rounds, "WARM_ROUNDS", 1)
+    monkeypatch.setattr(rounds, "VOCABULARY", 64)
+    found = rounds._rounds(rounds.Sizes(None, 1, (2,)), 2, True, context)
+    assert found["round_us"] > 0 and found["planned_us"]["verify"].keys() == {"1", "2"}
+
+
+def test_bits(llm: LLM, context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bits, "_open", lambda *given: llm)
+    monkeypatch.setattr(identity, "read_prompts", lambda *given: [[5, 9, 2]])
+    monkeypatch.setattr(identity, "modes", lambda *given: {"ssm-1": SPEC})
+    sizes: Any = mock.Mock(prompts=1, max_tokens=2, modes=None)
+    found = bits._engine(sizes, 1, bits.DECODED["greedy"], context)
+    assert found["tokens"] == 2 and found["differing_tokens"] == 0
+    assert found["differing_logit_rows"] is None, "captured rounds do not hand them out"

@@ -1,0 +1,75 @@
+"""The engine whose rounds run on the device from end to end, in the interpreter: run by tests/test_graph_engine.py."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.models import greedy, make_draft, make_llama, new_folder, open_llm, random_prompts
+from treespec import LLM, SamplingParams, SpecConfig
+from treespec.request import RequestOutput
+from treespec.rounds.batch import BatchRound
+from treespec_kernels.tree_attention_masked import tree_attention_masked_triton as masked
+
+torch.set_num_threads(1)
+PROMPTS = random_prompts([3, 62], vocab=64)
+SMALL = {"num_hidden_layers": 1, "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48}
+
+
+@pytest.fixture(scope="module")
+def folders() -> tuple[Path, list[Path]]:
+    root = new_folder("graphs")
+    target = make_llama(root / "target", 0, **SMALL)
+    return target, [make_draft(root / f"ssm-{i}", target, i, noise) for i, noise in ((1, 0.04), (2, 0.1))]
+
+
+@pytest.fixture(scope="module")
+def llm(folders: tuple[Path, list[Path]]) -> LLM:
+    # The self-test takes minutes in the interpreter; the tokens are compared here.
+    with mock.patch("treespec.build._prove"):
+        spec = SpecConfig(max_depth=2, sources=("ssm", "lookup"))
+        return open_llm(*folders, spec=spec, attention="triton", linear="triton", max_num_seqs=2)
+
+
+def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[int]]:
+    return [completion.token_ids for output in outputs for completion in output.outputs]
+
+
+def test_trees_give_the_tokens_of_plain_decoding(llm: LLM, folders: tuple[Path, list[Path]]) -> None:
+    with mock.patch.object(BatchRound, "run", autospec=True, side_effect=BatchRound.run) as run:
+        trees = llm.generate(PROMPTS, greedy(6), spec=SpecConfig(nodes=8, max_depth=2))
+    assert run.call_count, "no round was captured"
+    plain = llm.generate(PROMPTS, greedy(6), spec="off")
+    assert tokens_of(trees) == tokens_of(plain)
+    assert all(output.metrics.acceptance_length > 1.5 for output in trees)
+    assert all(output.metrics.acceptance_length == 1 for output in plain)
+    cpu = open_llm(folders[0], attention="cpu-packed", max_num_seqs=2).generate(PROMPTS, greedy(6))
+    assert tokens_of(cpu) == tokens_of(plain)
+    llm.engine.check_integrity()
+
+
+def test_sampled_trees_give_the_tokens_of_plain_decoding(llm: LLM) -> None:
+    params = greedy(5, temperature=0.9, seed=3)
+    trees = llm.generate(PROMPTS, params, spec=SpecConfig(nodes=8, max_depth=2))
+    assert tokens_of(trees) == tokens_of(llm.generate(PROMPTS, params, spec="off"))
+    assert tokens_of(trees) != tokens_of(llm.generate(PROMPTS, greedy(5), spec="off"))
+
+
+def test_requests_that_graphs_do_not_know_go_step_by_step(llm: LLM) -> None:
+    params = [greedy(6), SamplingParams(temperature=0.9, seed=5, top_p=0.9, max_tokens=6, ignore_eos=True)]
+    together = llm.generate(PROMPTS, params, spec=SpecConfig(nodes=6, max_depth=2))
+    alone = [llm.generate([p], one, spec="off")[0] for p, one in zip(PROMPTS, params, strict=True)]
+    assert tokens_of(together) == tokens_of(alone)
+
+
+def test_passes_that_need_not_be_exact(folders: tuple[Path, list[Path]]) -> None:
+    """Vendor products, and trees masked by bits: close enough to give a model without ties the same tokens."""
+    options = {"attention": "triton", "linear": "triton", "max_num_seqs": 1, "exact": False}
+    llm = open_llm(*folders, spec=SpecConfig(nodes=6, max_depth=2), **options)
+    with mock.patch("treespec.models.attention_triton.tree_attention_masked_triton", wraps=masked) as kernel:
+        trees = llm.generate(PROMPTS[:1], greedy(4))
+    assert kernel.call_count
+    cpu = open_llm(folders[0], attention="cpu-packed", max_num_seqs=1).generate(PROMPTS[:1], greedy(4))
+    assert tokens_of(trees) == tokens_of(cpu)

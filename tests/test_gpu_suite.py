@@ -1,0 +1,271 @@
+"""`perf/gpu_suite.py`: that it runs, what it writes, how it goes on. Nothing here depends on a time."""
+
+import argparse
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.child import run_cases
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(autouse=True)
+def perf_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "perf"))
+
+
+def module(name: str) -> ModuleType:
+    return importlib.import_module(f"gpu.{name}")
+
+
+def suite(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "perf" / "gpu_suite.py"), *map(str, arguments)]
+    paths = [str(ROOT / part) for part in ("", "kernels", "weights")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+
+@pytest.fixture(scope="module")
+def dry_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """Every stage, once for all tests."""
+    pytest.importorskip("triton")
+    out = tmp_path_factory.mktemp("dry-run")
+    return out, suite("--dry-run", "--out", out)
+
+
+def documents(out: Path) -> dict[str, dict[str, Any]]:
+    return {path.stem: json.loads(path.read_text()) for path in out.glob("*.json") if not path.stem.startswith("tuned")}
+
+
+# Loops of the interpreter of Triton 3.6 fail with numpy 2.4 or later.
+KNOWN = ("NotThere: ", "TypeError: only 0-dimensional arrays can be converted to Python scalars")
+
+
+def test_the_dry_run_walks_every_stage_without_an_error(
+    dry_run: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    out, child = dry_run
+    assert child.returncode == 0, child.stdout + child.stderr
+    written = documents(out)
+    assert set(written) == {stage.name for stage in module("stages").STAGES}
+    errors = {
+        f"{stage}: {name}": figures["error"]
+        for stage, document in written.items()
+        for name, figures in document["measurements"].items()
+        if "error" in figures and not any(known in figures["error"] for known in KNOWN)
+    }
+    assert not errors
+    for document in written.values():
+        assert document["complete"] and document["running"] is None and document["dry_run"]
+        assert document.keys() >= {"device", "versions", "commit", "source", "date", "seed"}
+        assert document["measurements"]
+    assert "NOT REACHED" not in child.stdout and child.stdout.count("\n") < 200
+    assert written["bits"]["measurements"]["greedy, step by step/float32/batch2"]["differing_logit_rows"] == 0
+
+
+def test_what_is_complete_is_not_measured_again(dry_run: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    out, _ = dry_run
+    before = {path: path.stat().st_mtime_ns for path in out.glob("*.json")}
+    child = suite("--dry-run", "--out", out, "--stage", "b", "ops")
+    assert child.returncode == 0 and child.stdout.count("measured already") == 3
+    assert {path: path.stat().st_mtime_ns for path in out.glob("*.json")} == before
+
+
+def test_on_an_engine_of_captured_rounds() -> None:
+    pytest.importorskip("triton")
+    run_cases("gpu_suite_cases.py", {"TRITON_INTERPRET": "1"})
+
+
+# --- a stage
+
+
+class Lost(RuntimeError):
+    """Of a planted fault."""
+
+
+@pytest.fixture
+def setting(tmp_path: Path) -> Any:
+    return module("setting").Setting(tmp_path, dry=True)
+
+
+def stage_of(*measurements: Any) -> Any:
+    return module("stage").Stage("s", "s", "a stage", lambda setting: measurements, lambda document: "")
+
+
+def measurement(name: str, run: Any = lambda context: {"value": 1}, seconds: float = 30.0) -> Any:
+    return module("stage").Measurement(name, run, seconds)
+
+
+def test_a_failure_is_written_down_and_the_rest_goes_on(setting: Any) -> None:
+    def fail(context: Any) -> dict[str, Any]:
+        raise Lost("first line\nsecond line")
+
+    stage = module("stage")
+    assert stage.run(stage_of(measurement("bad", fail), measurement("good")), setting, 60.0)
+    document = stage.load(stage.path_of(setting.out, "s"))
+    assert document["measurements"]["good"]["value"] == 1 and document["complete"]
+    assert "Lost: first line (test_gpu_suite.py:" in document["measurements"]["bad"]["error"]
+
+
+def test_a_slow_measurement_is_ended(setting: Any) -> None:
+    def wait(context: Any) -> dict[str, Any]:
+        while True:
+            pass
+
+    stage = module("stage")
+    assert stage.run(stage_of(measurement("slow", wait, 0.05), measurement("next")), setting, 60.0)
+    found = stage.load(stage.path_of(setting.out, "s"))["measurements"]
+    assert "OutOfTime" in found["slow"]["error"] and found["next"]["value"] == 1
+
+
+def test_it_goes_on_behind_what_the_process_before_ended_in(setting: Any) -> None:
+    ran: list[str] = []
+
+    def note(name: str, end: bool = False) -> Any:
+        def run(context: Any) -> dict[str, Any]:
+            ran.append(name)
+            if end:
+                raise KeyboardInterrupt
+            return {"value": float("nan")}
+
+        return measurement(name, run)
+
+    stage = module("stage")
+    given = (note("a"), note("b", end=True), note("c"))
+    with pytest.raises(KeyboardInterrupt):
+        stage.run(stage_of(*given), setting, 60.0)
+    assert stage.run(stage_of(*given), setting, 60.0) and ran == ["a", "b", "c"]
+    found = stage.load(stage.path_of(setting.out, "s"))["measurements"]
+    assert found["a"]["value"] is None, "NaN is null"
+    assert found["b"]["error"] == "the process ended in it" and "error" not in found["c"]
+
+
+def test_what_never_returns_is_written_down_and_its_process_left(setting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage, left = module("stage"), threading.Event()
+    monkeypatch.setattr(stage, "GRACE", 0.05)
+    monkeypatch.setattr(stage, "_leave", left.set)
+    found: list[str] = []
+
+    def hang(context: Any) -> dict[str, Any]:
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)  # as in a call that does not come back to Python
+        left.wait()
+        document = stage.load(stage.path_of(setting.out, "s"))
+        found.append(document["measurements"]["hangs"]["error"])
+        assert document["running"] is None
+        return {}
+
+    stage.run(stage_of(measurement("hangs", hang, 0.05)), setting, 60.0)
+    assert "did not return within" in found[0]
+
+
+def test_a_process_that_dies_is_followed_by_another(setting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    suite, stage = importlib.import_module("gpu_suite"), module("stage")
+    chosen, codes = stage_of(measurement("a"), measurement("kills"), measurement("c")), [-11, 0]
+    path = stage.path_of(setting.out, "s")
+
+    def start(group: Any, out: Path, seconds: float, args: Any) -> int:
+        if len(codes) == 2:
+            stage.write(path, setting.facts() | {"complete": False, "running": "kills", "measurements": {"a": {}}})
+        else:
+            stage.run(chosen, setting, seconds)
+        return codes.pop(0)
+
+    monkeypatch.setattr(suite, "_start", start)
+    suite._run_all([chosen], setting.out, setting.out, argparse.Namespace(budget_seconds=900.0, dry_run=False))
+    document = stage.load(path)
+    assert not codes and document["complete"] and list(document["measurements"]) == ["a", "kills", "c"]
+    assert document["measurements"]["kills"] == {"error": "the process ended in it"}
+
+
+def test_without_time_it_stops_and_says_so(setting: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    stage = module("stage")
+    assert not stage.run(stage_of(measurement("a")), setting, 1.0)
+    assert "no time is left for a" in capsys.readouterr().out
+    assert not stage.load(stage.path_of(setting.out, "s"))["complete"]
+
+
+def test_other_sources_are_measured_anew(setting: Any) -> None:
+    stage = module("stage")
+    path = stage.path_of(setting.out, "s")
+    stage.run(stage_of(measurement("a")), setting, 60.0)
+    stage.write(path, stage.load(path) | {"source": "another", "measurements": {"a": {"value": 2}}})
+    stage.run(stage_of(measurement("a")), setting, 60.0)
+    assert stage.load(path)["measurements"]["a"]["value"] == 1
+
+
+# --- what is counted
+
+
+def test_pytest_reports_are_counted() -> None:
+    report = """<testsuites><testsuite><testcase name="a"/><testcase name="b"><skipped/></testcase>
+    <testcase name="c"><failure message="m">x = 1
+E   ValueError: no
+FAILED tests/x.py::test_y[1] - ValueError</failure></testcase></testsuite></testsuites>"""
+    found = module("ops").counts(report)
+    assert (found["passed"], found["failed"], found["skipped"]) == (1, 1, 1)
+    assert found["first_failure"] == "c: ValueError: no" and found["inner_failures"] == ["tests/x.py::test_y[1]"]
+    with pytest.raises(RuntimeError, match="no test was collected"):
+        module("ops").counts("<testsuites/>")
+
+
+def test_intervals_are_joined() -> None:
+    assert module("rounds").union_length([(5, 7), (0, 2), (1, 3), (6, 6.5)]) == 5
+    assert module("rounds").union_length([]) == 0
+
+
+def test_an_8b_pass_moves_its_weights_and_its_context() -> None:
+    roofline, shape = module("roofline"), module("setting").LLAMA_8B
+    assert shape.num_parameters() == pytest.approx(8.03e9, rel=1e-3)
+    assert roofline.kv_bytes(shape, 2) == 131072
+    assert roofline.pass_bytes(shape, 1, 2048, 2) == pytest.approx(15.0e9 + 0.27e9, rel=5e-3)
+    assert roofline.pass_flop(shape, 1, 0) == pytest.approx(2 * 7.5e9, rel=5e-3)
+    assert roofline.floor_us(4.3e12, 0, 4.3e12, None) == 1e6
+
+
+def reached() -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
+    """Figures that reach a target, by a part of its text."""
+    attention = {"attention/8192/32/ours": {"us": 10.0}, "attention/8192/32/masked sdpa, gqa": {"us": 50.0}}
+    attention["attention/8192/32/masked sdpa, keys repeated"] = {"us": 20.0}
+    yield "times masked SDPA", {"kernels": attention}
+    passes = {"pass/context2048/nodes1": {"graph_us": 100.0, "share_of_copy": 0.8}}
+    yield "share of copy bandwidth", {"passes": passes}
+    yield "32 nodes against 1", {"passes": passes | {"pass/context2048/nodes32": {"graph_us": 110.0}}}
+    yield "differing logit rows", {"bits": {"greedy, step by step/a": {"differing_logit_rows": 0}}}
+
+
+@pytest.mark.parametrize("text, found", list(reached()), ids=lambda value: value if isinstance(value, str) else "")
+def test_targets(text: str, found: dict[str, dict[str, Any]]) -> None:
+    lines = module("targets").table(found).splitlines()
+    assert any(text in line and line.endswith("  reached") for line in lines)
+    assert not any("NOT REACHED" in line for line in lines)
+    assert not module("targets").wrong(found)
+
+
+def test_a_part_proves_nothing_and_one_wrong_bit_is_wrong() -> None:
+    targets = module("targets")
+    half = {"bits": {"attention/a": {"differing_rows": 0}, "attention/b": {"error": "lost"}}}
+    [line] = [line for line in targets.table(half).splitlines() if line.startswith("attention: rows")]
+    assert line.endswith("not measured")
+    wrong = {"bits": {"attention/a": {"differing_rows": 1}}}
+    assert targets.wrong(wrong) and "NOT REACHED" in targets.table(wrong)
+    everything = [target for target in targets.TARGETS if target.value({}) is not None]
+    assert not everything, "nothing was measured"
+
+
+def test_stages_by_name_and_letter() -> None:
+    stages = module("stages")
+    assert [stage.name for stage in stages.choose(["b", "ops"])] == ["ops", "passes", "rounds"]
+    assert stages.choose([]) == list(stages.STAGES)
+    with pytest.raises(ValueError, match=r"--stage nothing: valid are ops \(a\), bits \(a\)"):
+        stages.choose(["nothing"])

@@ -1,0 +1,183 @@
+"""The engine of captured rounds: what it makes of their results, with rounds that are scripted, and the whole of it in
+Triton's interpreter."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.child import run_cases
+from tests.models import greedy, open_llm, random_prompts, tiny
+from treespec import LLM, SamplingParams, SpecConfig
+from treespec.request import Request
+from treespec.rounds.engine import GraphEngine
+from treespec.rounds.inputs import RoundInput, RoundLimits
+from treespec.rounds.planner import RoundPlanner, RoundSeconds
+from treespec.rounds.verify import RoundResult
+
+NODES = (1, 8)
+
+
+class ScriptedRounds:
+    """Rounds that know what the target would say, `accepts` drafted tokens at a time, in chains of the first SSM.
+
+    With `accepts` None they find NaN, always.
+    """
+
+    limits = RoundLimits(4, NODES, 99, 256)
+
+    def __init__(self, truths: Sequence[tuple[list[int], list[int]]], accepts: int | None):
+        self.truths, self.accepts = truths, accepts  # prompts, and these with what follows
+        self._texts: dict[int, list[int]] = {}
+        self.planners = {2: RoundPlanner(RoundSeconds(0.1, 0.1, {1: 1.0, 8: 1.1}), 4, NODES)}
+        self.seen: list[tuple[list[RoundInput], int, int]] = []
+
+    def size_for(self, num_requests: int) -> int:
+        return 2
+
+    def round_for(self, size: int, context: int) -> "ScriptedRounds":
+        assert context <= self.limits.max_context
+        return self
+
+    def run(self, requests: Sequence[RoundInput], levels: int, nodes: int) -> list[RoundResult]:
+        self.seen.append((list(requests), levels, nodes))
+        return [self._result(request, levels) for request in requests]
+
+    def _result(self, request: RoundInput, levels: int) -> RoundResult:
+        foretold = np.full((len(request.weights), len(request.new_tokens) - 1), 0.5, dtype=np.float32)
+        if self.accepts is None:
+            return RoundResult([], [], np.ones(1, np.float32), np.zeros(1, np.int32), foretold)
+        at = request.context_len + 1
+        if request.pages[0] not in self._texts:  # its first round: all that is there is the prompt
+            self._texts[request.pages[0]] = next(text for prompt, text in self.truths if len(prompt) == at)
+        rest = self._texts[request.pages[0]]
+        assert rest[at - len(request.new_tokens) : at] == request.new_tokens
+        drafted = min(self.accepts, levels, request.max_depth)
+        values = np.float32(0.9) ** np.arange(drafted + 1, dtype=np.float32)
+        return RoundResult(
+            list(rest[at : at + drafted + 1]), [1] * drafted, values, np.arange(drafted + 1, dtype=np.int32), foretold
+        )
+
+
+def scripted(accepts: int | None) -> tuple[LLM, ScriptedRounds, list[list[int]], list[list[int]]]:
+    """An engine with scripted rounds over `tiny`, prompts, and what plain decoding says after them."""
+    target, drafts = tiny()
+    llm = open_llm(target, drafts[:2], max_num_seqs=2)
+    prompts = random_prompts([5, 9])
+    plain = [output.outputs[0].token_ids for output in llm.generate(prompts, greedy(40), spec="off")]
+    rounds = ScriptedRounds([(p, p + t) for p, t in zip(prompts, plain, strict=True)], accepts)
+    old = llm.engine
+    parts: list[Any] = [old.runner, old.scheduler, old.planner, old.ssms, old.lookup, old.drafters, old.max_model_len]
+    llm.engine = GraphEngine(*parts, rounds=rounds)  # type: ignore[arg-type]
+    return llm, rounds, prompts, plain
+
+
+def tokens_of(outputs: Sequence[Any]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("accepts", [0, 1, 3])
+def test_what_rounds_emit_reaches_the_requests(accepts: int) -> None:
+    llm, rounds, prompts, plain = scripted(accepts)
+    outputs = llm.generate(prompts, greedy(21), spec=SpecConfig(nodes=8, sources=("ssm",)))
+    assert tokens_of(outputs) == [tokens[:21] for tokens in plain]
+    assert all(levels == 4 and nodes == 8 for _, levels, nodes in rounds.seen[:-4])
+    for output in outputs:
+        metrics = output.metrics
+        assert metrics.generated_tokens == 21
+        assert metrics.target_passes == -(-21 // (accepts + 1))
+        drafted = 21 - metrics.target_passes
+        assert metrics.accepted_by_source == ({"ssm-1": drafted} if drafted else {})
+        assert metrics.accepted_only_by_source == metrics.accepted_by_source
+    llm.engine.check_integrity()
+
+
+def test_ssms_read_each_token_once() -> None:
+    llm, rounds, prompts, _ = scripted(2)
+    llm.generate(prompts[:1], greedy(20), spec=SpecConfig(nodes=8, sources=("ssm",)))
+    read = [token for requests, _, _ in rounds.seen for token in requests[0].new_tokens]
+    emitted = rounds.truths[0][1][len(prompts[0]) - 1 :]
+    assert read == emitted[: len(read)] and len(read) > 15
+    assert all(len(requests[0].new_tokens) <= rounds.limits.width for requests, _, _ in rounds.seen)
+
+
+def test_a_round_that_finds_nan_is_decided_step_by_step() -> None:
+    llm, rounds, prompts, plain = scripted(None)
+    outputs = llm.generate(prompts, greedy(12), spec=SpecConfig(nodes=8, sources=("ssm",)))
+    assert tokens_of(outputs) == [tokens[:12] for tokens in plain]
+    assert rounds.seen
+    llm.engine.check_integrity()
+
+
+def test_a_stop_inside_a_path_ends_the_request() -> None:
+    llm, _, prompts, plain = scripted(3)
+    stop = plain[0][5]
+    params = SamplingParams(max_tokens=30, ignore_eos=True, stop_token_ids=[stop])
+    [output] = llm.generate(prompts[:1], params, spec=SpecConfig(nodes=8, sources=("ssm",)))
+    assert output.outputs[0].token_ids == plain[0][: plain[0].index(stop) + 1]
+    assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", stop)
+    assert llm.engine.cache.num_free == llm.engine.cache.num_pages
+
+
+def test_where_nobody_proposes_rounds_are_plain() -> None:
+    llm, rounds, prompts, plain = scripted(0)
+    outputs = llm.generate(prompts[:1], greedy(6), spec=SpecConfig(nodes=8, sources=("lookup",)))
+    assert tokens_of(outputs) == [plain[0][:6]]
+    assert any((levels, nodes) == (0, 1) for _, levels, nodes in rounds.seen)
+    for requests, levels, _ in rounds.seen:
+        assert levels == 0 or any(request.seeds is not None for request in requests)
+
+
+def test_plain_requests_draft_nothing() -> None:
+    llm, rounds, prompts, plain = scripted(3)
+    outputs = llm.generate(prompts, greedy(9), spec="off")
+    assert tokens_of(outputs) == [tokens[:9] for tokens in plain]
+    assert all((levels, nodes) == (0, 1) for _, levels, nodes in rounds.seen) and len(rounds.seen) == 9
+    assert all(len(request.new_tokens) == 1 for requests, _, _ in rounds.seen for request in requests)
+
+
+def test_seeds_and_silent_ssms() -> None:
+    llm, rounds, prompts, _ = scripted(1)
+    repeated = [prompts[0] * 3]
+    rounds.truths = [(repeated[0], repeated[0] + prompts[0] * 20)]
+    llm.generate(repeated, greedy(8), spec=SpecConfig(nodes=8, sources=("ssm-2", "lookup"), max_ssms=1))
+    requests = [request for batch, _, _ in rounds.seen for request in batch]
+    assert all(request.weights.tolist() == [0.0, 1.0] for request in requests[:-1])
+    assert any(request.seeds is not None and len(request.seeds) > 1 for request in requests)
+
+
+@pytest.mark.parametrize(
+    ("params", "spec", "served"),
+    [
+        ({}, {}, True),
+        ({"temperature": 0.7}, {}, True),
+        ({"temperature": 0.7}, {"verification": "naive"}, True),
+        ({"temperature": 0.7}, {"verification": "rejection"}, False),
+        ({}, {"verification": "traversal"}, True),
+        ({"temperature": 0.7, "top_p": 0.9}, {}, False),
+        ({"temperature": 0.7, "top_k": 5}, {}, False),
+        ({"top_k": 5}, {}, True),
+        ({"logprobs": 2}, {}, False),
+        ({"repetition_penalty": 1.2}, {}, False),
+        ({"stop_token_ids": list(range(1, 10))}, {}, False),
+        ({}, {"branching": (2, 1)}, False),
+        ({}, {"nodes": 1}, True),
+        ({}, {"nodes": 8}, True),
+        ({}, {"nodes": 9}, False),
+    ],
+)
+def test_what_is_served(params: dict[str, Any], spec: dict[str, Any], served: bool) -> None:
+    """What rounds do not know, and trees larger than those that the engine was built for, go step by step."""
+    llm, _, prompts, _ = scripted(1)
+    engine = llm.engine
+    assert isinstance(engine, GraphEngine)
+    entry = llm._intake.requests(prompts[0], SamplingParams(**params), SpecConfig(**spec))
+    assert isinstance(entry, list)
+    request: Request = entry[0]
+    assert engine.serves(request) is served
+
+
+def test_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    run_cases("graph_engine_cases.py", {"TRITON_INTERPRET": "1"})

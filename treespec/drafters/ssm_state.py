@@ -1,0 +1,53 @@
+"""What the SSMs keep of a request between rounds, and what passes between their steps."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from treespec.drafters.trust import Trust
+from treespec.oracle import RandomOracle
+from treespec.tree import TokenTree
+
+
+def open_mass(seed: TokenTree) -> float:
+    """The chance that a seed does not say what follows its root."""
+    return max(1.0 - float(seed.probs[seed.parents == 0].sum()), 0.0) if len(seed) > 1 else 1.0
+
+
+def softmax_at(logits: np.ndarray, token: int) -> float:
+    """The probability of one token."""
+    return float(np.exp(logits[token] - logits.max()) / np.exp(logits - logits.max()).sum())
+
+
+class Rows(NamedTuple):
+    """An SSM's probabilities as drafts are made by, and its own logits; float32 [num rows, vocab] each."""
+
+    probs: Tensor
+    logits: Tensor
+
+
+class Scored(NamedTuple):
+    """An SSM's probabilities of some rows of the frontier, [len(rows), vocab]."""
+
+    ssm: int
+    rows: np.ndarray
+    probs: Tensor
+
+
+@dataclass
+class SsmState:
+    """What is kept of a request between rounds. Slots are those of the tree's expanded nodes in the SSMs' pools."""
+
+    trust: Trust
+    valid: np.ndarray  # int64 [num_ssms]: positions with K/V in each SSM's pool
+    weights: np.ndarray  # float64 [num_ssms], 0 where it rests
+    active: list[int] = field(default_factory=list)  # the SSMs that draft in this round
+    masks: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), dtype=bool))  # [slots, slots], who sees whom
+    first_slots: list[int] = field(default_factory=list)  # of each level
+    # By level and SSM, the SSM's own probabilities, or its logits where a temperature changed them: [slots, vocab].
+    scores: list[dict[int, np.ndarray]] = field(default_factory=list)
+    slot_of_node: np.ndarray | None = None  # of the proposed tree
+    oracle: RandomOracle | None = None  # of random draws
+    settled: tuple[int, np.ndarray] | None = None  # (position of the root, accepted slots): not scored yet

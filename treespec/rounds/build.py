@@ -1,0 +1,182 @@
+"""Captured rounds of an engine: which sizes there are, and what they take."""
+
+import gc
+import itertools
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from treespec.cache import pages_for
+from treespec.config import ModelConfig, SpecConfig
+from treespec.drafters.ssm import SsmDrafter
+from treespec.models.triton_decoder import TritonDecoder, is_interpreted, stacked
+from treespec.rounds.batch import BatchRound
+from treespec.rounds.inputs import CHILDREN, FRONTIER, RoundLimits
+from treespec.rounds.passes import ModelStack
+from treespec.rounds.planner import RoundPlanner, RoundSeconds
+from treespec.runner import Runner
+from treespec_kernels.device_trees import MAX_CANDIDATES
+from treespec_kernels.tree_attention import SegmentPartition
+from treespec_kernels.tuned import KernelConfigs
+from treespec_weights.rules import ModelShape
+
+MAX_DEPTH = 8  # levels of a captured round at most
+NODES = (1, 8, 16, 32, 64)  # rows of the target pass by graph
+# Programs are launched for every segment of a context: shorter ones get their own graphs.
+CONTEXTS = (4096, 16384, 65536)
+MARGIN = 1 << 30  # bytes for what is not planned: the driver's modules, graphs, the vendor's workspaces
+_REPEATS = 5
+
+
+def stack_sizes(drafts: Sequence[ModelConfig]) -> list[int]:
+    """How many neighbouring SSMs run as one model: those of equal shape, norm and RoPE."""
+
+    def key(config: ModelConfig) -> tuple[object, ...]:
+        return config.shape, config.norm_eps, tuple(config.inv_freq.tolist()), config.rope_scale
+
+    return [len(list(group)) for _, group in itertools.groupby(drafts, key)]
+
+
+class Rounds(NamedTuple):
+    """Captured rounds of an engine.
+
+    Attributes:
+        limits: of the longest context.
+        by_size: by the largest batch, ascending: rounds for ascending contexts.
+        planners: by the largest batch.
+        nbytes: that buffers and graphs have taken of a GPU's memory.
+    """
+
+    limits: RoundLimits
+    by_size: dict[int, list[BatchRound]]
+    planners: dict[int, RoundPlanner]
+    nbytes: int
+
+    def size_for(self, num_requests: int) -> int:
+        """The smallest batch that holds so many requests."""
+        return next(size for size in self.by_size if size >= num_requests)
+
+    def round_for(self, size: int, context: int) -> BatchRound:
+        """The round of a batch size for requests of so many committed positions."""
+        return next(each for each in self.by_size[size] if each.limits.max_context >= context)
+
+
+def captured_rounds(
+    runner: Runner, ssms: SsmDrafter | None, configs: KernelConfigs, spec: SpecConfig, max_model_len: int,
+    scratch: int, max_num_seqs: int, cuda_graphs: bool,
+) -> Rounds:  # fmt: skip
+    """The rounds of an engine, captured and measured."""
+    limits = round_limits(spec, max_model_len, scratch, len(ssms.models) if ssms is not None else 0)
+    target, cache = runner.target, runner.cache
+    assert isinstance(target, TritonDecoder)
+    model = ModelStack(target.kernels, target.table, target.triton_attention, cache.pools[0])
+    stacks = _stacks(ssms, cache.stacked[1:], configs)
+    captures = cuda_graphs and target.device.type == "cuda"
+    graph_pool = torch.cuda.graph_pool_handle() if captures else None
+    release_cached(target.device)
+    before = _reserved(target.device)
+    contexts = [context for context in CONTEXTS if context < max_model_len] + [max_model_len]
+    rounds, planners = {}, {}
+    for size in reversed(batch_sizes(max_num_seqs)):  # the largest first: the others then find room in its memory
+        rounds[size] = [
+            BatchRound(size, replace(limits, max_context=context), model, stacks, graph_pool) for context in contexts
+        ]
+        planners[size] = RoundPlanner(_measured(rounds[size]), limits.max_depth, limits.nodes)
+    release_cached(target.device)
+    by_size = {size: rounds[size] for size in sorted(rounds)}
+    return Rounds(limits, by_size, planners, _reserved(target.device) - before)
+
+
+def release_cached(device: torch.device) -> None:
+    """Give back what torch holds of a GPU's memory and nobody uses."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _reserved(device: torch.device) -> int:
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+
+
+def planned_bytes(
+    shapes: Sequence[ModelShape], limits: RoundLimits, max_num_seqs: int, prefill_chunk: int, dtype: torch.dtype
+) -> int:
+    """What passes need beside weights and cache: the largest of the captured ones, as all graphs share their memory,
+    and a prompt's.
+
+    Args:
+        shapes: of the target and the SSMs.
+        limits: of the longest context.
+        max_num_seqs: the largest batch.
+        prefill_chunk: rows of a prompt's pass.
+        dtype: of the passes.
+    """
+    segments = int(SegmentPartition().segment_of(np.array(limits.max_context + limits.nodes[-1]))) + 1
+    needed = MARGIN
+    for i, shape in enumerate(shapes):
+        rows = max_num_seqs * (max(limits.width, FRONTIER) if i else limits.nodes[-1]) + (0 if i else prefill_chunk)
+        partials = rows * segments * shape.num_heads * (shape.head_dim + 2) * 4
+        widths = 4 * shape.hidden_size + 3 * shape.intermediate_size + 8 * shape.num_heads * shape.head_dim
+        split = 8 * max(shape.hidden_size, 3 * shape.num_heads * shape.head_dim) * 4  # fp32 sums of split layers
+        each = rows * (widths * dtype.itemsize + split + shape.vocab_size * (dtype.itemsize + 1))
+        needed += partials + each + limits.max_context * 2 * shape.head_dim * 4  # the last is RoPE's table
+    return needed
+
+
+def batch_sizes(max_num_seqs: int) -> list[int]:
+    """Powers of two, and the largest batch."""
+    sizes = [1 << i for i in range(max_num_seqs.bit_length()) if 1 << i < max_num_seqs]
+    return [*sizes, max_num_seqs]
+
+
+def round_limits(spec: SpecConfig, max_model_len: int, scratch: int, num_ssms: int) -> RoundLimits:
+    """What rounds hold. Nodes of drafts and trees must fit into the `scratch` slots behind a request."""
+    depth = min(MAX_DEPTH, spec.max_depth if not spec.is_plain else MAX_DEPTH, 1 + (scratch - 1) // FRONTIER)
+    depth = max(min(depth, MAX_CANDIDATES // (FRONTIER * CHILDREN * (num_ssms + 1))), 1)
+    most = max(spec.max_nodes, NODES[-1] if spec.is_adaptive else 1)
+    nodes = sorted({n for n in NODES if n <= most} | {min(most, scratch)})
+    return RoundLimits(depth, tuple(nodes), pages_for(max_model_len + scratch), max_model_len)
+
+
+def _stacks(ssms: SsmDrafter | None, pools: Sequence[torch.Tensor], configs: KernelConfigs) -> list[ModelStack]:
+    if ssms is None:
+        return []
+    stacks: list[ModelStack] = []
+    first = 0
+    for pool in pools:
+        count = pool.shape[2] // ssms.cache.pools[1 + first].shape[2]
+        models = [model for model in ssms.models[first : first + count] if isinstance(model, TritonDecoder)]
+        assert len(models) == count
+        attention, table = models[0].triton_attention, models[0].table
+        stacks.append(ModelStack(stacked(models, configs), table, attention, pool, first))
+        first += count
+    return stacks
+
+
+def _measured(rounds: Sequence[BatchRound]) -> RoundSeconds:
+    """What the parts of a round take on an idle batch; in the interpreter, where times say nothing, made up ones."""
+    batch = rounds[0]
+    nodes = batch.limits.nodes
+    if is_interpreted():
+        return RoundSeconds(0.1, 0.1, dict.fromkeys(nodes, 1.0))
+    for each in reversed(rounds):
+        each.warm_up()
+    verify = {n: _seconds(batch, 0, n) for n in nodes}
+    first = _seconds(batch, 1, 1)
+    second = _seconds(batch, min(2, batch.limits.max_depth), 1)
+    return RoundSeconds(max(first - verify[1], 0.0), max(second - first, 0.0), verify)
+
+
+def _seconds(batch: BatchRound, levels: int, nodes: int) -> float:
+    """Of drafting and verifying nothing: the idle batch runs through the same kernels."""
+    times = []
+    for _ in range(_REPEATS):
+        began = time.perf_counter()
+        batch.replay(levels, nodes)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)

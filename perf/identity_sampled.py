@@ -130,19 +130,19 @@ def totals(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def merge(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One document of some shards, or of all: `complete` says which.
+    """One document of some shards, or of all: `complete` says which. What was merged before is merged on.
 
     Raises:
         ValueError: they are not shards of one run, each complete and given once.
     """
     setups = [{k: v for k, v in document["setup"].items() if k != "shard"} for document in documents]
-    shards = sorted(tuple(document["setup"]["shard"]) for document in documents)
+    shards = sorted(tuple(shard) for document in documents for shard in _shards_of(document))
     if any(setup != setups[0] for setup in setups):
         raise ValueError("the files are of different runs: their setups differ")
     if len(set(shards)) < len(shards) or len({count for _, count in shards}) > 1:
         raise ValueError(f"the files are shards {', '.join(f'{i}/{n}' for i, n in shards)}; valid: each of them once")
     for document in documents:
-        if not document["complete"]:
+        if not document["complete"] and "shards" not in document:
             raise ValueError(f"shard {document['setup']['shard'][0]} has only {len(document['rows'])} cells yet")
     merged: dict[tuple[Any, ...], dict[str, Any]] = {}
     for document in documents:
@@ -152,12 +152,17 @@ def merge(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
             into["acceptance_length"] = into["tokens"] / into["target_passes"]
             into["first_differences"] = (into["first_differences"] + row["first_differences"])[:ROWS_SHOWN]
     rows = list(merged.values())
-    prompts = sum(document["prompts_of_shard"] for document in documents)
+    prompts = sum(document.get("prompts", document.get("prompts_of_shard")) for document in documents)
     result = {"setup": setups[0], "shards": shards, "ssms": documents[0]["ssms"], "prompts": prompts}
     result |= {"distinct_prompts": documents[0]["distinct_prompts"], "totals": totals(rows)}
     result["commits"] = list(dict.fromkeys(each for document in documents for each in document["commits"]))
     result["by"] = {key: dict(_totals_by(rows, key)) for key in KEYS}
     return result | {"rows": rows, "complete": len(shards) == shards[0][1]}
+
+
+def _shards_of(document: dict[str, Any]) -> list[tuple[int, int]]:
+    """The shards in a document: one, or those that were merged into it."""
+    return document["shards"] if "shards" in document else [document["setup"]["shard"]]
 
 
 def describe(document: dict[str, Any]) -> str:

@@ -25,7 +25,7 @@ REGISTER_BOUND = {
     "norm_rows": 96,
     "rotate_and_write": 96,
     "lay_out_pass": 80,
-    "attend_masked_items": 224,
+    "attend_masked_items": 255,
     "merge_level": 144,
     "start_round": 48,
     "propose_seeds": 112,

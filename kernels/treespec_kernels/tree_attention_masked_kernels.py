@@ -24,14 +24,15 @@ def _bits_of_tile(low, high, first_node):
     inside = (low >> shift) | ((high << 1) << (63 - shift))
     committed = tl.minimum(tl.maximum(-first_node, 0), 63).to(tl.uint64)
     one = tl.full([1], 1, dtype=tl.uint64)
-    before = tl.where(first_node <= -64, ~tl.zeros([1], dtype=tl.uint64), (low << committed) | ((one << committed) - 1))
+    ones = tl.zeros([1], dtype=tl.uint64) - one  # Triton 3.7's interpreter cannot invert unsigned numbers
+    before = tl.where(first_node <= -64, ones, (low << committed) | ((one << committed) - 1))
     return tl.where(first_node < 0, before, inside)
 
 
 @triton.jit
 def _from_bit(first):
     """uint64: ones from bit `first` on; all of them for a first below 0."""
-    ones = ~tl.zeros([1], dtype=tl.uint64)
+    ones = tl.zeros([1], dtype=tl.uint64) - tl.full([1], 1, dtype=tl.uint64)
     return tl.where(first < 64, ones << tl.minimum(tl.maximum(first, 0), 63).to(tl.uint64), 0)
 
 

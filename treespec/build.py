@@ -22,7 +22,7 @@ from treespec.models.attention import ATTENTIONS, make_attention
 from treespec.models.attention_triton import TritonAttention
 from treespec.models.compiled import CompiledDecoder, check_compiled
 from treespec.models.decoder import Decoder
-from treespec.models.triton_decoder import TritonDecoder, is_interpreted
+from treespec.models.triton_decoder import TritonDecoder
 from treespec.planner import CostCurve, Planner
 from treespec.rounds.build import captured_rounds, planned_bytes, release_cached, round_limits, stack_sizes
 from treespec.rounds.engine import GraphEngine
@@ -287,7 +287,7 @@ def build(
         attention=decoder.attention.name,
         compile=compile,
     )
-    if is_interpreted():
+    if kind == "triton" and where.type == "cpu":
         curve = CostCurve((1,), (1.0,), 0.1)  # times in Triton's interpreter say nothing, and take long
     else:
         key = costs.cost_key(runner, ssms, config.num_threads)

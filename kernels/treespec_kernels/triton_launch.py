@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 
 import torch
 
@@ -10,6 +11,11 @@ import torch
 def block_of_head_dim(head_dim: int) -> int:
     """The power of two, 16 or more, that a kernel pads `head_dim` to by masks."""
     return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def is_interpreted() -> bool:
+    """Whether Triton's kernels run in its interpreter, on a CPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def target_of(device: torch.device | str) -> str | None:

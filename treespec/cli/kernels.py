@@ -151,7 +151,9 @@ def echo_aot(report: dict[str, Any]) -> None:
 
 def rehearses() -> bool:
     """Whether kernels run in Triton's interpreter: the sweep then runs on a CPU, and its times say nothing."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
+    from treespec_kernels.triton_launch import is_interpreted
+
+    return is_interpreted()
 
 
 def tune_kernels(

@@ -1,6 +1,5 @@
 """The Triton tree-attention kernel as the decoder calls it."""
 
-import os
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +16,7 @@ from treespec_kernels.tree_attention import (
 )
 from treespec_kernels.tree_attention_masked import tree_attention_masked_triton
 from treespec_kernels.tree_batch import RequestRows
-from treespec_kernels.triton_launch import target_of
+from treespec_kernels.triton_launch import is_interpreted, target_of
 from treespec_kernels.tuned import KernelConfigs
 
 
@@ -39,7 +38,7 @@ class TritonAttention:
         self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device,
         configs: KernelConfigs | None = None, exact: bool = True,
     ):  # fmt: skip
-        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+        interpreted = is_interpreted()
         if device.type != "cuda" and not interpreted:
             raise KernelError(
                 f"attention='triton' needs a GPU, the device is {device}; use attention='auto', or set "

@@ -1,10 +1,9 @@
-"""The decoder on the Triton kernels: nine launches a layer, none of which reads anything on the host.
+"""The decoder on the Triton kernels: ten launches a layer, nine where rows are a chain, and no read on the host.
 
 A pass over stacked models (SSMs of one shape) is one pass with more rows: those of model g follow those of model g - 1,
 and only the linear layers, the norms' weights and the embeddings ask which model a row belongs to.
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -22,13 +21,8 @@ from treespec_kernels.qkv_rope import qkv_rope_triton
 from treespec_kernels.rms_norm import rms_norm_triton
 from treespec_kernels.row_linear import RowLinearConfig, row_linear_partials_triton, row_linear_triton
 from treespec_kernels.tree_batch import PAGE_SIZE, RequestRows
-from treespec_kernels.triton_launch import target_of
+from treespec_kernels.triton_launch import is_interpreted, target_of
 from treespec_kernels.tuned import KernelConfigs
-
-
-def is_interpreted() -> bool:
-    """Whether Triton's kernels run in its interpreter, on a CPU."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,8 +69,8 @@ class PassKernels:
             default = replace(default, block_m=16, block_n=64, block_k=64, fixed_order_dot=True)
         self._head = configs.get("lm_head", key, default)
 
-    def _key(self) -> dict[str, int | str]:
-        return {"dtype": str(self.dtype).removeprefix("torch."), "groups": self.weights.groups}
+    def _key(self) -> dict[str, int | torch.dtype]:
+        return {"dtype": self.dtype, "groups": self.weights.groups}
 
     def _linear_config(self, weight: Tensor, configs: KernelConfigs, silu_gate: bool = False) -> RowLinearConfig:
         out_features, in_features = weight.shape[1:]

@@ -14,7 +14,7 @@ import torch
 from treespec.cache import pages_for
 from treespec.config import ModelConfig, SpecConfig
 from treespec.drafters.ssm import SsmDrafter
-from treespec.models.triton_decoder import TritonDecoder, is_interpreted, stacked
+from treespec.models.triton_decoder import TritonDecoder, stacked
 from treespec.rounds.batch import BatchRound
 from treespec.rounds.inputs import CHILDREN, FRONTIER, RoundLimits
 from treespec.rounds.passes import ModelStack
@@ -22,6 +22,7 @@ from treespec.rounds.planner import RoundPlanner, RoundSeconds
 from treespec.runner import Runner
 from treespec_kernels.device_trees import MAX_CANDIDATES
 from treespec_kernels.tree_attention import SegmentPartition
+from treespec_kernels.triton_launch import is_interpreted
 from treespec_kernels.tuned import KernelConfigs
 from treespec_weights.rules import ModelShape
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from treespec.llm import _load_tokenizer
+from treespec.tokenizer import load_tokenizer
 from treespec.models.decoder import Rotation
 from treespec_weights import default_folder, default_names
 
@@ -20,8 +20,8 @@ embedded = pytest.mark.skipif("target" not in default_names(), reason="no embedd
 def test_the_embedded_tokenizer_brings_no_models_along() -> None:
     """AutoTokenizer would import transformers' modelling code: 3 of the 6 seconds that `LLM()` took."""
     code = (
-        "import json, sys; from treespec.llm import _load_tokenizer; from treespec_weights import default_folder\n"
-        "_load_tokenizer(None, default_folder('target'))\n"
+        "import json, sys; from treespec.tokenizer import load_tokenizer; from treespec_weights import default_folder\n"
+        "load_tokenizer(None, default_folder('target'))\n"
         "print(json.dumps([name for name in sys.modules if name.startswith('transformers.model')]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -30,7 +30,7 @@ def test_the_embedded_tokenizer_brings_no_models_along() -> None:
 
 @embedded
 def test_the_embedded_tokenizer_is_the_one_that_transformers_picks() -> None:
-    ours, theirs = (load(default_folder("target")) for load in (lambda f: _load_tokenizer(None, f), _automatic))
+    ours, theirs = (load(default_folder("target")) for load in (lambda f: load_tokenizer(None, f), _automatic))
     text = "def f(x):\n\treturn 'ünïcode', 3.14  # <|endoftext|>\n"
     assert type(ours) is type(theirs)
     assert ours.encode(text) == theirs.encode(text)

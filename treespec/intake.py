@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from treespec.chat import Conversation
 from treespec.config import SpecConfig
 from treespec.detokenizer import Detokenizer
 from treespec.errors import ConfigError, RequestError
@@ -49,6 +50,9 @@ class Intake:
         text, tokens = prompt if isinstance(prompt, str) else None, []
         request_id = new_request_id()
         try:
+            if isinstance(prompt, Conversation):
+                text = prompt.render(self.tokenizer)
+                prompt = self._tokens_of(text)
             tokens = self._encode(prompt)
             self._check(tokens, params)
             seed = params.seed if params.seed is not None or params.temperature == 0 else new_seed()
@@ -125,18 +129,22 @@ class Intake:
         """Token ids of each word, as it stands and behind a space, where the model has these tokens."""
         if not words:
             return []
-        encode, options = self.tokenizer.encode, {}
-        if "add_special_tokens" in inspect.signature(encode).parameters:
-            options["add_special_tokens"] = False
         spellings: list[list[int]] = []
         for word in words:
             for text in (word.lstrip(), " " + word.lstrip()):
-                ids = [int(token) for token in encode(text, **options)]
+                ids = self._tokens_of(text)
                 if not ids:
                     raise RequestError(f"bad_words: {word!r} has no tokens")
                 if ids not in spellings and max(ids) < self.vocab_size:
                     spellings.append(ids)
         return spellings
+
+    def _tokens_of(self, text: str) -> list[int]:
+        """Token ids of a text as it stands, without special tokens around it."""
+        encode, options = self.tokenizer.encode, {}
+        if "add_special_tokens" in inspect.signature(encode).parameters:
+            options["add_special_tokens"] = False
+        return [int(token) for token in encode(text, **options)]
 
     def detokenizer(self, prompt: Sequence[int], params: SamplingParams) -> Detokenizer | None:
         """For the text of an output; None without a tokenizer."""

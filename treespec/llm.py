@@ -1,24 +1,23 @@
 """LLM: the Python API, with the names of vLLM's offline one."""
 
 import inspect
-import json
-import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 
 from treespec.build import Built, build
+from treespec.chat import Message, conversations
 from treespec.config import SpecConfig
+from treespec.defaults import default_sampling_params
 from treespec.errors import ConfigError, RequestError, reject_unknown
 from treespec.intake import Intake, Prompt, as_list
 from treespec.params import SamplingParams
 from treespec.request import Request, RequestOutput, StreamChunk
+from treespec.tokenizer import load_tokenizer
 from treespec_kernels.tree_batch import PAGE_SIZE
-
-logger = logging.getLogger("treespec")
 
 
 class LLM:
@@ -44,6 +43,8 @@ class LLM:
         cuda_graphs: run rounds on a GPU from captured graphs; False launches every kernel by itself.
         compile: run passes on a CPU through code that this machine's C++ compiler builds at the first use (seconds) and
             that is kept in the user's cache folder. Float32 and bfloat16; under the same proof as the rest.
+        generation_config: where the parameters of a call without any come from: "auto" (the model's
+            generation_config.json), "treespec" (the defaults of `SamplingParams`), or a folder.
 
     Raises:
         ConfigError, ModelError, DraftError, CheckpointError, ExactnessError, KernelError: all of them ValueErrors.
@@ -66,6 +67,7 @@ class LLM:
         compile: bool = False,
         linear: str = "auto",
         cuda_graphs: bool = True,
+        generation_config: str | os.PathLike[str] = "auto",
         **unknown: Any,
     ):
         reject_unknown("LLM", unknown, list(inspect.signature(LLM).parameters)[:-1])
@@ -76,7 +78,8 @@ class LLM:
                 compile, linear, cuda_graphs,
             )  # fmt: skip
         self.engine, self.config = self._built.engine, self._built.config
-        self._tokenizer, target = _load_tokenizer(tokenizer, self._built.target.folder), self._built.target
+        self._default_params = default_sampling_params(generation_config, self._built.target.folder)
+        self._tokenizer, target = load_tokenizer(tokenizer, self._built.target.folder), self._built.target
         self._intake = Intake(
             self._tokenizer, target.shape.vocab_size, target.eos_token_ids, self.config.max_model_len,
             self.engine.runner.target.device, kernel_noise=self.config.linear == "triton",
@@ -92,20 +95,56 @@ class LLM:
 
         Args:
             prompts: a string, a list of strings, a list of token ids, a list of those, or {"prompt_token_ids": [...]}.
-            sampling_params: for all prompts, or one each.
+            sampling_params: for all prompts, or one each; None = `get_default_sampling_params()`.
             spec: overrides the engine's for this call; "off" is plain decoding.
 
         Raises:
             RequestError: no request could be served. Where others of the batch could, the bad ones come back with
                 finish_reason "error" and `error`.
         """
-        entries = self._requests(as_list(prompts), sampling_params, spec)
+        return self._generate(as_list(prompts), sampling_params, spec)
+
+    def _generate(self, prompts: list[Any], params: Any, spec: SpecConfig | str | None) -> list[RequestOutput]:
+        """For each prompt, text, token ids or a conversation."""
+        entries = self._requests(prompts, params, spec)
         for _ in self._run([request for entry in entries if isinstance(entry, list) for request in entry]):
             pass
         outputs = [self._intake.output(entry) if isinstance(entry, list) else entry for entry in entries]
         if outputs and all(one.finish_reason == "error" for output in outputs for one in output.outputs):
             raise RequestError(outputs[0].error)
         return outputs
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        spec: SpecConfig | str | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or several: `generate` behind the tokenizer's chat template.
+
+        Args:
+            messages: a list of {"role": ..., "content": ...}, or a list of such lists.
+            sampling_params, spec: as of `generate`.
+            chat_template: in place of the tokenizer's own (Jinja, as transformers has it).
+            add_generation_prompt: begin the assistant's answer.
+            continue_final_message: go on with the last message, which is the assistant's; needs
+                add_generation_prompt=False.
+            tools: functions that the template may describe, as JSON schemas.
+            chat_template_kwargs: further variables of the template, such as enable_thinking.
+
+        Raises:
+            ConfigError: no tokenizer or no template. RequestError: as of `generate`.
+        """
+        prompts = conversations(
+            self._tokenizer, messages, chat_template, add_generation_prompt, continue_final_message, tools,
+            chat_template_kwargs,
+        )  # fmt: skip
+        return self._generate(list(prompts), sampling_params, spec)
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, spec: SpecConfig | str | None = None
@@ -144,6 +183,10 @@ class LLM:
     def get_tokenizer(self) -> Any:
         """The tokenizer, or None."""
         return self._tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What a call without parameters uses."""
+        return self._default_params
 
     def stats(self) -> dict[str, Any]:
         """Totals since the start, and what is frozen for bit equality."""
@@ -214,7 +257,7 @@ class LLM:
     ) -> list[list[Request] | RequestOutput]:
         """By prompt: its samples, or, where it is bad, its finished output with the error."""
         if params is None:
-            params = SamplingParams()
+            params = self._default_params
         each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
         if len(each) != len(prompts):
             raise ConfigError(f"{len(each)} sampling_params for {len(prompts)} prompts; give one, or one for each")
@@ -231,32 +274,3 @@ class LLM:
         entries = [self._intake.requests(p, one, resolved, stream) for p, one in zip(prompts, each, strict=True)]
         self.engine.stats.add_refused(sum(isinstance(entry, RequestOutput) for entry in entries))
         return entries
-
-
-def _load_tokenizer(tokenizer: Any, folder: os.PathLike[str]) -> Any:
-    if tokenizer is not None and not isinstance(tokenizer, str | os.PathLike):
-        if not (hasattr(tokenizer, "encode") and hasattr(tokenizer, "decode")):
-            raise ConfigError(f"tokenizer={tokenizer!r}; valid: a folder, or an object with encode and decode")
-        return tokenizer
-    source = os.fspath(tokenizer if tokenizer is not None else folder)
-    names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-    if not any(os.path.isfile(os.path.join(source, name)) for name in names):
-        if tokenizer is not None:
-            raise ConfigError(f"tokenizer={tokenizer!r} is no folder with tokenizer files ({', '.join(names)})")
-        logger.info("%s has no tokenizer: prompts and outputs are token ids", source)
-        return None
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    # AutoTokenizer imports the model's config first, 3 s of code that is of no use here.
-    kind = PreTrainedTokenizerFast if _names_its_class(source) else AutoTokenizer
-    return kind.from_pretrained(source, local_files_only=True)
-
-
-def _names_its_class(folder: str) -> bool:
-    """Whether a tokenizer's files say that tokenizer.json is all there is to it."""
-    try:
-        with open(os.path.join(folder, "tokenizer_config.json"), encoding="utf-8") as file:
-            config = json.load(file)
-    except (OSError, ValueError):
-        return False  # AutoTokenizer's own error says what is wrong
-    return isinstance(config, dict) and config.get("tokenizer_class") == "TokenizersBackend"

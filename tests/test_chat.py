@@ -1,0 +1,143 @@
+"""Conversations, and what a model's generation_config.json asks for."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.models import open_llm
+from treespec import LLM, SamplingParams
+from treespec.errors import ConfigError, ModelError, RequestError
+from treespec_weights import default_folder
+
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
+    "{% if tools %}{% for tool in tools %}[{{ tool.function.name }}]{% endfor %}{% endif %}"
+    "{% if shouting %}!{% endif %}"
+    "{% for message in messages %}{% if message.role == 'nobody' %}{{ raise_exception('who?') }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+USER = {"role": "user", "content": "def add(a, b):"}
+SHORT = SamplingParams(max_tokens=4)
+
+
+def model_folder(folder: Path, template: str | None = TEMPLATE, generation: dict[str, Any] | None = None) -> Path:
+    """The first SSM with its tokenizer, a chat template and a generation_config.json."""
+    shutil.copytree(default_folder("ssm-1"), folder)
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    if generation is not None:
+        path = folder / "generation_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | generation))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    return open_llm(model_folder(tmp_path_factory.mktemp("chat") / "model"))
+
+
+def expected(llm: LLM, messages: list[dict[str, str]], **options: Any) -> list[int]:
+    """What transformers makes of the messages."""
+    options = {"add_generation_prompt": True} | options
+    return list(llm.get_tokenizer().apply_chat_template(messages, tokenize=True, return_dict=False, **options))
+
+
+def test_a_conversation_is_the_templates_text(llm: LLM) -> None:
+    (output,) = llm.chat([{"role": "system", "content": "Be brief."}, USER], SHORT)
+    assert output.prompt_token_ids == expected(llm, [{"role": "system", "content": "Be brief."}, USER])
+    bos = llm.get_tokenizer().bos_token or ""
+    assert output.prompt == f"{bos}<system>Be brief.\n<user>def add(a, b):\n<assistant>"
+    (same,) = llm.generate({"prompt_token_ids": output.prompt_token_ids}, SHORT)
+    assert output.outputs[0].token_ids == same.outputs[0].token_ids
+
+
+def test_options_of_the_template(llm: LLM) -> None:
+    tool = {"type": "function", "function": {"name": "look", "description": "", "parameters": {}}}
+    kwargs = {"shouting": True}
+    (output,) = llm.chat([USER], SHORT, tools=[tool], chat_template_kwargs=kwargs)
+    assert output.prompt is not None and output.prompt.endswith("[look]!<assistant>")
+    assert output.prompt_token_ids == expected(llm, [USER], tools=[tool], **kwargs)
+    (output,) = llm.chat([USER], SHORT, chat_template="Q: {{ messages[0].content }}\nA:")
+    assert output.prompt == "Q: def add(a, b):\nA:"
+
+
+def test_the_last_message_can_be_continued(llm: LLM) -> None:
+    begun = [USER, {"role": "assistant", "content": "    return"}]
+    options: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
+    (output,) = llm.chat(begun, SHORT, **options)
+    assert output.prompt is not None and output.prompt.endswith("<assistant>    return")
+    assert output.prompt_token_ids == expected(llm, begun, **options)
+    with pytest.raises(ConfigError, match="add_generation_prompt=False"):
+        llm.chat(begun, SHORT, continue_final_message=True)
+    with pytest.raises(RequestError, match="of role 'user'"):
+        llm.chat([USER], SHORT, **options)
+
+
+def test_one_bad_conversation_leaves_the_others_alone(llm: LLM) -> None:
+    conversations: list[Any] = [
+        [USER],
+        [{"role": "nobody", "content": ""}],
+        [{"content": "no role"}],
+        [],
+        [USER, {"role": "assistant", "content": "x"}, USER],
+    ]
+    outputs = llm.chat(conversations, SHORT)
+    assert [output.error is None for output in outputs] == [True, False, False, False, True]
+    assert "who?" in (outputs[1].error or "") and "'role'" in (outputs[2].error or "")
+    assert "without messages" in (outputs[3].error or "")
+    assert outputs[0].outputs[0].token_ids == llm.chat([USER], SHORT)[0].outputs[0].token_ids
+
+
+@pytest.mark.parametrize("messages", ["hello", {"role": "user", "content": "x"}, ["hello"], 7])
+def test_what_is_no_conversation(llm: LLM, messages: Any) -> None:
+    with pytest.raises(ConfigError, match="messages"):
+        llm.chat(messages, SHORT)
+
+
+def test_a_model_that_was_not_trained_to_chat(tmp_path: Path) -> None:
+    llm = open_llm(model_folder(tmp_path / "model", None))
+    with pytest.raises(ConfigError, match="no chat template"):
+        llm.chat([USER], SHORT)
+    assert llm.chat([USER], SHORT, chat_template="{{ messages[0].content }}")[0].prompt == USER["content"]
+
+
+def test_the_models_own_parameters(tmp_path: Path) -> None:
+    asked = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1, "max_new_tokens": 6}
+    folder = model_folder(tmp_path / "model", generation=asked | {"eos_token_id": [0, 7]})
+    llm = open_llm(folder)
+    params = llm.get_default_sampling_params()
+    assert params == SamplingParams(temperature=0.6, top_p=0.9, top_k=50, repetition_penalty=1.1, max_tokens=6)
+    assert llm.engine.runner.target.config.eos_token_ids == (0, 7)
+    (output,) = llm.generate("def add(a, b):")
+    assert output.metrics.seed is not None and len(output.outputs[0].token_ids) <= 6
+    assert open_llm(folder, generation_config="treespec").get_default_sampling_params() == SamplingParams()
+    other = model_folder(tmp_path / "other", generation={"temperature": 0.5})
+    assert open_llm(folder, generation_config=other).get_default_sampling_params() == SamplingParams(temperature=0.5)
+
+
+@pytest.mark.parametrize(
+    ("generation", "params"),
+    [
+        ({}, SamplingParams()),
+        ({"do_sample": False, "temperature": 0.6, "top_k": 20}, SamplingParams()),
+        ({"do_sample": True}, SamplingParams(temperature=1.0, top_k=50)),
+        ({"temperature": 0.7, "top_k": 20, "min_p": 0.05}, SamplingParams(temperature=0.7, top_k=20, min_p=0.05)),
+        ({"do_sample": True, "temperature": None, "top_k": 0}, SamplingParams(temperature=1.0)),
+    ],
+)
+def test_what_generation_configs_mean(generation: dict[str, Any], params: SamplingParams, tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "model", generation=generation)
+    assert open_llm(folder).get_default_sampling_params() == params
+
+
+def test_unusable_generation_configs(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "model", generation={"temperature": "warm"})
+    with pytest.raises(ModelError, match=r"generation_config.json.*'warm'"):
+        open_llm(folder)
+    with pytest.raises(ConfigError, match="has no generation_config.json"):
+        open_llm(folder, generation_config=tmp_path)
+    with pytest.raises(OSError, match="no such"):
+        open_llm(folder, generation_config="nowhere")

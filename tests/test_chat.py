@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.models import open_llm
 from treespec import LLM, SamplingParams
+from treespec.cli import app
 from treespec.errors import ConfigError, ModelError, RequestError
 from treespec_weights import default_folder
 
@@ -91,6 +93,19 @@ def test_one_bad_conversation_leaves_the_others_alone(llm: LLM) -> None:
     assert outputs[0].outputs[0].token_ids == llm.chat([USER], SHORT)[0].outputs[0].token_ids
 
 
+def test_from_the_command_line(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "model")
+    command = ["generate", "def add(a, b):", "--model", str(folder), "--chat", "--max-tokens", "4", "--check", "--json"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    (output,) = open_llm(folder, generation_config="treespec").chat([USER], SHORT)
+    assert document["token_ids"] == output.outputs[0].token_ids and document["identical"] is True
+    bare = model_folder(tmp_path / "bare", None)
+    result = CliRunner().invoke(app, [*command[:3], str(bare), *command[4:]])
+    assert result.exit_code == 2 and "no chat template" in json.loads(result.stdout)["error"]["message"]
+
+
 @pytest.mark.parametrize("messages", ["hello", {"role": "user", "content": "x"}, ["hello"], 7])
 def test_what_is_no_conversation(llm: LLM, messages: Any) -> None:
     with pytest.raises(ConfigError, match="messages"):
@@ -135,9 +150,9 @@ def test_what_generation_configs_mean(generation: dict[str, Any], params: Sampli
 
 def test_unusable_generation_configs(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "model", generation={"temperature": "warm"})
-    with pytest.raises(ModelError, match=r"generation_config.json.*'warm'"):
+    with pytest.raises(ModelError, match=r"generation_config\.json.*'warm'"):
         open_llm(folder)
-    with pytest.raises(ConfigError, match="has no generation_config.json"):
+    with pytest.raises(ConfigError, match=r"has no generation_config\.json"):
         open_llm(folder, generation_config=tmp_path)
     with pytest.raises(OSError, match="no such"):
         open_llm(folder, generation_config="nowhere")

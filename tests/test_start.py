@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from treespec.tokenizer import load_tokenizer
 from treespec.models.decoder import Rotation
+from treespec.tokenizer import load_tokenizer
 from treespec_weights import default_folder, default_names
 
 embedded = pytest.mark.skipif("target" not in default_names(), reason="no embedded models in this checkout")

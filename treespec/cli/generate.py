@@ -23,6 +23,7 @@ from treespec.cli.options import (
     Seed,
     Temperature,
     Verification,
+    as_message,
     encoded,
     load_llm,
     read_prompt,
@@ -66,6 +67,9 @@ def generate(
         bool, typer.Option("--check", help="Decode plainly too, with the same seed; exit 1 where a token differs.")
     ] = False,
     stream: Annotated[bool, typer.Option("--stream", help="Print text as it comes.")] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="The prompt is a user's message; print the model's answer.")
+    ] = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
     compile: Compile = False,
@@ -106,8 +110,8 @@ def generate(
         spec = spec_config(nodes, max_depth, branching, verification)
         at_once = min(samples, MOST_AT_ONCE)
         llm = load_llm(model, [] if no_spec else draft, "off" if no_spec else spec, device, dtype, compile, at_once)
-    given = encoded(text, llm)
-    shown = text if isinstance(given, str) else " ".join(map(str, given))
+    given: Any = as_message(text, llm) if chat else encoded(text, llm)
+    shown = "" if chat else text if isinstance(given, str) else " ".join(map(str, given))
     if shows_colour(sys.stdout):
         shown = typer.style(shown, dim=True)
     if stream:

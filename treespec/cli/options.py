@@ -96,6 +96,13 @@ def encoded(prompt: str, llm: "LLM") -> str | list[int]:
     return prompt
 
 
+def as_message(text: str, llm: "LLM") -> Any:
+    """A prompt that is a user's message, through the model's chat template."""
+    from treespec.chat import conversations
+
+    return conversations(llm.get_tokenizer(), [{"role": "user", "content": text}], None, True, False, None, None)[0]
+
+
 def parse_branching(text: str) -> tuple[int, ...]:
     """Children by depth."""
     if not re.fullmatch(r"\d+(,\d+)*", text):

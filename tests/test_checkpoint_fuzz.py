@@ -1,7 +1,10 @@
 """Thousands of mutated checkpoints: each loads as described or is refused by one of our errors, at once."""
 
+import dataclasses
 import json
+import os
 import random
+import shutil
 import struct
 import time
 from pathlib import Path
@@ -11,7 +14,17 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from treespec_weights import CheckpointError, ModelShape, load_weights, read_config, verify_checkpoint
+from treespec_weights import (
+    FAMILIES,
+    LLAMA,
+    CheckpointError,
+    ModelShape,
+    convert_checkpoint,
+    inspect_checkpoint,
+    load_weights,
+    read_config,
+    verify_checkpoint,
+)
 
 
 def mutate(rng: random.Random, data: bytes) -> bytes:
@@ -62,9 +75,96 @@ def join_header(header: Any, body: bytes) -> bytes:
     return struct.pack("<Q", len(raw)) + raw + body
 
 
+def misplace(rng: random.Random, folder: Path) -> dict[Path, bytes]:
+    """What an index, the shards or the folder can get wrong about each other; returns what was there before."""
+    shards = sorted(folder.glob("*.safetensors"))
+    one, other = rng.choice(shards), rng.choice(shards)
+    index = folder / "model.safetensors.index.json"
+    before = {path: path.read_bytes() for path in (one, other, index) if path.exists()}
+    match rng.randrange(5):
+        case 0:  # one shard in the place of another
+            one.write_bytes(before[other])
+        case 1:
+            one.unlink()
+        case 2:  # a tensor of one shard in another, too
+            (header, body), (added, more) = split_header(before[one]), split_header(before[other])
+            name = rng.choice([name for name in added if name != "__metadata__"])
+            start, end = added[name]["data_offsets"]
+            where = rng.choice([len(body), max(0, len(body) - 4), 0])  # behind, over the last tensor, over the first
+            header[rng.choice([name, f"{name}.x"])] = added[name] | {"data_offsets": [where, where + end - start]}
+            one.write_bytes(join_header(header, body + more[start:end]))
+        case 3 if index.exists():
+            weight_map = json.loads(before[index])["weight_map"]
+            places = ["../x.safetensors", "/x.safetensors", "a/b.safetensors", "x.bin", one.name, other.name, None]
+            for name in rng.sample(sorted(weight_map), rng.randint(1, 3)):
+                weight_map[name] = rng.choice(places)
+            index.write_text(json.dumps({"weight_map": weight_map}))
+        case _:
+            config = json.loads((folder / "config.json").read_text())
+            before[folder / "config.json"] = (folder / "config.json").read_bytes()
+            key = rng.choice([key for key in config if isinstance(config[key], int)])
+            config[key] = rng.choice([not config[key], config[key] + 1, config[key] * 2, -config[key]])
+            (folder / "config.json").write_text(json.dumps(config))
+    return before
+
+
+def mutate_one(rng: random.Random, folder: Path) -> dict[Path, bytes]:
+    """Damages a checkpoint folder somewhere; returns what was there before."""
+    if rng.random() < 0.25:
+        return misplace(rng, folder)
+    path = rng.choice(sorted(folder.iterdir()))
+    data = path.read_bytes()
+    if path.suffix == ".safetensors" and rng.random() < 0.5:
+        header, body = split_header(data)
+        path.write_bytes(join_header(mutate_json(rng, header), body))
+    elif path.suffix == ".json" and rng.random() < 0.5:
+        path.write_text(json.dumps(mutate_json(rng, json.loads(data))))
+    elif path.suffix == ".safetensors":  # most edits in the header, where they matter
+        cut = rng.choice([8, 64, len(data) - len(split_header(data)[1]), len(data)])
+        path.write_bytes(mutate(rng, data[:cut]) + data[cut:])
+    else:
+        path.write_bytes(mutate(rng, data))
+    return {path: data}
+
+
+def try_everything(rng: random.Random, folder: Path) -> bool:
+    """Opens, loads and verifies a folder, and describes and converts every third; whether it could be loaded."""
+    weights: dict[str, torch.Tensor] | None = None
+    try:
+        shape = ModelShape.from_hf(read_config(folder))
+        weights = load_weights(folder, shape, dtype=torch.bfloat16)
+        assert {name: tuple(tensor.shape) for name, tensor in weights.items()} == shape.parameters()
+    except CheckpointError as error:
+        assert error.problems and str(error)
+    verification = verify_checkpoint(folder)
+    assert not verification.ok or weights is not None
+    if rng.random() < 2 / 3:  # the rest takes the most time
+        return weights is not None
+    try:
+        inspect_checkpoint(folder)
+    except CheckpointError as error:
+        assert error.problems and str(error)
+    result = folder.parent / "result"
+    try:
+        convert_checkpoint(folder, result, dtype=torch.bfloat16, shard_bytes=rng.choice([1, 3000, 10**9]))
+    except CheckpointError as error:
+        assert error.problems and str(error)
+    else:
+        assert weights is not None
+        converted = load_weights(result, ModelShape.from_hf(read_config(result)))
+        for name, tensor in weights.items():
+            assert torch.equal(converted[name].view(torch.int16), tensor.view(torch.int16)), name
+        shutil.rmtree(result)
+    return weights is not None
+
+
 @pytest.mark.parametrize("sharded", [False, True])
-def test_fuzz(tmp_path: Path, sharded: bool) -> None:
-    """1,000 mutated folders each: loaded as described, or refused by one of our errors, at once."""
+def test_fuzz(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sharded: bool) -> None:
+    """1,000 mutated folders each: loaded and converted as described, or refused by one of our errors, at once.
+
+    TREESPEC_FUZZ_COUNT=100000 asks for as many.
+    """
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)  # nobody needs these files after a power cut
     folder = tmp_path / "model"
     config = LlamaConfig(
         num_hidden_layers=2,
@@ -78,32 +178,46 @@ def test_fuzz(tmp_path: Path, sharded: bool) -> None:
     )
     LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="3KB" if sharded else "1GB")
     assert len(list(folder.glob("*.safetensors"))) == (4 if sharded else 1)
-    originals = {path: path.read_bytes() for path in folder.iterdir()}
+    for outside in ("x.safetensors", "x"):  # what a path that leads outside would find, and must not touch
+        (tmp_path / outside).write_bytes(next(folder.glob("*.safetensors")).read_bytes())
+    around = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir() if path != folder}
+    count = int(os.environ.get("TREESPEC_FUZZ_COUNT", "1000"))
     rng = random.Random(int(sharded))
     accepted = 0
-    for _ in range(1000):
-        path = rng.choice(sorted(originals))
-        data = originals[path]
-        if path.suffix == ".safetensors" and rng.random() < 0.5:
-            header, body = split_header(data)
-            path.write_bytes(join_header(mutate_json(rng, header), body))
-        elif path.suffix == ".json" and rng.random() < 0.5:
-            path.write_text(json.dumps(mutate_json(rng, json.loads(data))))
-        elif path.suffix == ".safetensors":  # most edits in the header, where they matter
-            cut = rng.choice([8, 64, len(data) - len(split_header(data)[1]), len(data)])
-            path.write_bytes(mutate(rng, data[:cut]) + data[cut:])
-        else:
-            path.write_bytes(mutate(rng, data))
+    for _ in range(count):
+        before = mutate_one(rng, folder)
+        damaged = {path: path.read_bytes() for path in folder.iterdir()}
         start = time.perf_counter()
+        accepted += try_everything(rng, folder)
+        assert time.perf_counter() - start < 5, {path.name: data[:500] for path, data in damaged.items()}
+        assert {path: path.read_bytes() for path in folder.iterdir()} == damaged, "the source was written to"
+        for path, data in before.items():
+            path.write_bytes(data)
+        assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir() if path != folder} == around
+    assert 0 < accepted < count / 2  # flips of values pass, most else must not
+
+
+def test_fuzzed_configs_in_another_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """200 mutated configs, converted to another family's layout, which asks transformers' config classes."""
+    family = dataclasses.replace(LLAMA, model_type="mistral")
+    monkeypatch.setitem(FAMILIES, "mistral", family)
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
+    folder = tmp_path / "model"
+    config = LlamaConfig(
+        num_hidden_layers=1, hidden_size=8, intermediate_size=6, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=4, vocab_size=11, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    original = (folder / "config.json").read_text()
+    rng = random.Random(2)
+    accepted = 0
+    for _ in range(int(os.environ.get("TREESPEC_FUZZ_COUNT", "200"))):
+        (folder / "config.json").write_text(json.dumps(mutate_json(rng, json.loads(original))))
         try:
-            shape = ModelShape.from_hf(read_config(folder))
-            weights = load_weights(folder, shape, dtype=torch.bfloat16)
-            assert {name: tuple(tensor.shape) for name, tensor in weights.items()} == shape.parameters()
+            convert_checkpoint(folder, tmp_path / "result", layout="mistral")
+            shutil.rmtree(tmp_path / "result")
             accepted += 1
         except CheckpointError as error:
-            assert error.problems
-        verify_checkpoint(folder)
-        assert time.perf_counter() - start < 5, path.read_bytes()[:500]
-        path.write_bytes(data)
-    assert 0 < accepted < 500  # flips of values pass, most else must not
-    assert {path.name for path in tmp_path.iterdir()} == {"model"}
+            assert error.problems and str(error)
+        assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert accepted

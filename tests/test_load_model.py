@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
+from tests.tokenizers_made import letters, save_tokenizer
 from treespec_weights import compare_draft, inspect_checkpoint, verify_checkpoint
 from treespec_weights.cli import app
 
@@ -139,9 +140,9 @@ def test_what_a_draft_shares(folder: Path, tmp_path: Path) -> None:
     assert 0 < draft["cost_ratio"] < 1
 
     other = save_llama(tmp_path / "other", hidden_size=24, vocab_size=41)
-    shared = compare_draft(target, inspect_checkpoint(other))
-    assert not shared["usable"]
-    assert shared["reason"] == "vocab_size differs: 41, the target's is 40"
+    shared = compare_draft(target, inspect_checkpoint(other))  # its tokenizer has another name at id 39
+    assert not shared["usable"] and shared["connection"] is None
+    assert "a tokenizer cannot be read" in shared["reason"] and "tokenizers library" in shared["reason"]
 
     path = tmp_path / "draft" / "tokenizer.json"
     tokenizer = tokenizer_json(40)
@@ -151,22 +152,45 @@ def test_what_a_draft_shares(folder: Path, tmp_path: Path) -> None:
     path.write_text(json.dumps(tokenizer))
     shared = compare_draft(target, inspect_checkpoint(tmp_path / "draft"))
     assert (shared["usable"], shared["same_vocabulary"]) == (False, False)
-    assert "tokenizers differ" in shared["reason"]
+    assert "tokenizers library" in shared["reason"]
     path.unlink()
     shared = compare_draft(target, inspect_checkpoint(tmp_path / "draft"))
     assert (shared["usable"], shared["same_vocabulary"]) == (True, None)
     assert "usable, if the tokenizers are the same" in run("inspect", folder, "--draft", tmp_path / "draft")
 
 
+def test_how_drafts_of_other_vocabularies_would_guess(tmp_path: Path) -> None:
+    """The verdicts are those of the engine: padded, translated, by text, or not at all."""
+    target = save_llama(tmp_path / "target", 16, 8)
+    save_tokenizer(target, letters("abcdefgh"))
+    cases = {
+        "padded": (16, "abcdefgh", "usable: padded"),
+        "translated": (8, "hgfedcba", "usable: translated (TLI, 100% of tokens)"),
+        "text": (6, "uvwxyz", "usable: by text (0% of tokens are the target's)"),
+    }
+    report = inspect_checkpoint(target)
+    for name, (size, tokens, verdict) in cases.items():
+        draft = save_llama(tmp_path / name, 16, size)
+        save_tokenizer(draft, letters(tokens))
+        shared = compare_draft(report, inspect_checkpoint(draft))
+        assert shared["usable"] and shared["reason"] is None and f"usable: {shared['connection']}" == verdict
+        assert verdict in run("inspect", target, "--draft", draft)
+    bare = save_llama(tmp_path / "bare", 16, 5000)
+    (bare / "tokenizer.json").unlink()
+    shared = compare_draft(report, inspect_checkpoint(bare))
+    assert not shared["usable"] and shared["connection"] is None
+    assert shared["reason"].startswith("vocab_size differs: 5,000, the target's is 8; ")
+
+
 def test_inspect_of_an_unsupported_family_shows_what_it_can(tmp_path: Path, folder: Path) -> None:
-    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=40))
-    model.save_pretrained(tmp_path / "gpt2")
-    report = inspect_checkpoint(tmp_path / "gpt2")
-    assert (report["family"], report["supported"], report["shape"]) == ("gpt2", False, None)
+    model = BloomForCausalLM(BloomConfig(n_layer=1, hidden_size=16, n_head=2, vocab_size=40))
+    model.save_pretrained(tmp_path / "bloom")
+    report = inspect_checkpoint(tmp_path / "bloom")
+    assert (report["family"], report["supported"], report["shape"]) == ("bloom", False, None)
     assert "supported: llama" in report["unsupported_because"]
     assert report["memory"]["float32"]["kv_bytes_per_token"] is None
-    assert "unsupported" in run("inspect", tmp_path / "gpt2", "--draft", folder)
-    assert "'gpt2' is not supported" in run("verify", tmp_path / "gpt2", code=1)
+    assert "unsupported" in run("inspect", tmp_path / "bloom", "--draft", folder)
+    assert "'bloom' is not supported" in run("verify", tmp_path / "bloom", code=1)
 
 
 def test_inspect_counts_problems(folder: Path) -> None:

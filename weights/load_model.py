@@ -1,6 +1,6 @@
-"""The safetensors model loader script: `python weights/load_model.py inspect FOLDER`, or `verify FOLDER`.
+"""The safetensors model loader script: `python weights/load_model.py inspect FOLDER`.
 
-The same commands as `treespec weights`.
+Also verify, load, convert, grow and fetch: the same commands as `treespec weights`.
 """
 
 from treespec_weights.cli import app

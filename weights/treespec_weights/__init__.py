@@ -1,39 +1,66 @@
-"""Strict safetensors loading, and the embedded models."""
+"""Strict safetensors loading, conversion and growth, and the embedded models."""
 
 from importlib import resources
 from pathlib import Path
 
 from treespec_weights.checkpoint import Checkpoint, TensorInfo
-from treespec_weights.errors import CheckpointConfigError, CheckpointError, Problem, UnsupportedModelError
+from treespec_weights.convert import Cast, Transform, convert_checkpoint
+from treespec_weights.errors import (
+    CheckpointConfigError,
+    CheckpointError,
+    HubError,
+    OptionError,
+    Problem,
+    UnsupportedModelError,
+    WriteError,
+)
+from treespec_weights.families import FAMILIES, LLAMA, family_of
+from treespec_weights.grow import grow_checkpoint, grown_shape
+from treespec_weights.hub import fetch, is_hub_id
 from treespec_weights.inspection import compare_draft, inspect_checkpoint
 from treespec_weights.load import load_weights
-from treespec_weights.rules import FAMILIES, LLAMA, FamilyRules, ModelShape, TensorRule, family_of, read_config
+from treespec_weights.rules import FamilyRules, ModelShape, TensorRule, read_config
+from treespec_weights.sizes import parse_bytes, parse_size
+from treespec_weights.timing import time_loading
 from treespec_weights.tokenizer import Vocabulary, read_vocabulary
 from treespec_weights.verify import Check, Verification, verify_checkpoint
 
 __all__ = [
     "FAMILIES",
     "LLAMA",
+    "Cast",
     "Check",
     "Checkpoint",
     "CheckpointConfigError",
     "CheckpointError",
     "FamilyRules",
+    "HubError",
     "ModelShape",
+    "OptionError",
     "Problem",
     "TensorInfo",
     "TensorRule",
+    "Transform",
     "UnsupportedModelError",
     "Verification",
     "Vocabulary",
+    "WriteError",
     "compare_draft",
+    "convert_checkpoint",
     "default_folder",
     "default_names",
     "family_of",
+    "fetch",
+    "grow_checkpoint",
+    "grown_shape",
     "inspect_checkpoint",
+    "is_hub_id",
     "load_weights",
+    "parse_bytes",
+    "parse_size",
     "read_config",
     "read_vocabulary",
+    "time_loading",
     "verify_checkpoint",
 ]
 

@@ -57,7 +57,8 @@ class Checkpoint:
     Tensors are memory-mapped: opening reads headers only, and pages come in when they are touched. Files must not be
     changed in place while tensors of them are in use (replacing a file is safe).
 
-    Attributes: `folder`, the real path; `tensors`, name to TensorInfo; `files`, file name to size in bytes.
+    Attributes: `folder`, the real path; `tensors`, name to TensorInfo, in the order of the files and within them;
+    `files`, file name to size in bytes.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Checkpoint:
             try:
                 path = file_inside(root, file)
                 handle = safe_open(path, "pt")
-                found = {name: _info(handle, file, name) for name in handle.keys()}
+                found = {name: _info(handle, file, name) for name in handle.offset_keys()}
             except CheckpointError as error:
                 problems += error.problems
                 continue

@@ -2,29 +2,60 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from tqdm import tqdm  # type: ignore[import-untyped]
+from typer.core import TyperGroup
 
-from treespec_weights.describe import describe, describe_verification
-from treespec_weights.errors import CheckpointError
+from treespec_weights import hub
+from treespec_weights.convert import DTYPES, SHARD_BYTES, convert_checkpoint
+from treespec_weights.describe import describe, describe_conversion, describe_timing, describe_verification
+from treespec_weights.errors import CheckpointError, HubError, OptionError
+from treespec_weights.families import family_of
+from treespec_weights.files import resolve_folder
+from treespec_weights.grow import grow_checkpoint, grown_shape
 from treespec_weights.inspection import compare_draft, inspect_checkpoint
+from treespec_weights.quantize import BITS
+from treespec_weights.rules import ModelShape, read_config
+from treespec_weights.sizes import parse_bytes, parse_size
+from treespec_weights.timing import time_loading
 from treespec_weights.verify import verify_checkpoint
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+# UsageError is in typer's own copy of click or in the package click, depending on typer's version.
+UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+
+
+class Commands(TyperGroup):
+    """A group whose errors in how a command was called are JSON too where --json was given."""
+
+    def main(self, args: Sequence[str] | None = None, *rest: Any, standalone_mode: bool = True, **options: Any) -> Any:
+        given = list(sys.argv[1:] if args is None else args)
+        as_json = "--json" in (given[: given.index("--")] if "--" in given else given)
+        if not standalone_mode or not as_json:
+            return super().main(given, *rest, standalone_mode=standalone_mode, **options)
+        try:
+            sys.exit(super().main(given, *rest, standalone_mode=False, **options) or 0)
+        except UsageError as error:
+            _print_json(_error("UsageError", error.format_message()))  # type: ignore[attr-defined]
+            sys.exit(2)
+
+
+app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 Folder = Annotated[Path, typer.Argument(help="A checkpoint folder: config.json and safetensors.", show_default=False)]
+Destination = Annotated[Path, typer.Argument(help="The folder to make; it must not exist yet.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 Drafts = Annotated[list[Path] | None, typer.Option("--draft", help="Compare a draft's folder; may be repeated.")]
+Dtype = Annotated[str | None, typer.Option(metavar="|".join(DTYPES), help="Of all tensors. [default: as stored]")]
 
 
 @app.callback()
 def commands() -> None:
-    """Look into safetensors checkpoints."""
+    """Look into safetensors checkpoints, check and time them; convert, grow and fetch them."""
 
 
 @app.command()
@@ -33,28 +64,119 @@ def inspect(folder: Folder, draft: Drafts = None, as_json: Json = False) -> None
     with _user_errors(as_json):
         report = inspect_checkpoint(folder)
         report["drafts"] = [compare_draft(report, inspect_checkpoint(path)) for path in draft or []]
-    typer.echo(json.dumps(report, indent=2) if as_json else describe(report))
+    _show(report, as_json, describe)
 
 
 @app.command()
 def verify(folder: Folder, as_json: Json = False) -> None:
     """Check a checkpoint: files, index, config, tokenizer, names, shapes, every value. Exit code 1 on a problem."""
-    with _user_errors(as_json), tqdm(unit="value", unit_scale=True, leave=False, disable=not _terminal()) as bar:
-
-        def advance(scanned: int, total: int) -> None:
-            bar.total = total
-            bar.update(scanned - bar.n)
-
+    with _user_errors(as_json), _bar("value") as advance:
         result = verify_checkpoint(folder, advance)
     if as_json:
         problems = [problem._asdict() for problem in result.problems]
         checks = [{"name": c.name, "done": c.done, "problems": len(c.problems)} for c in result.checks]
-        typer.echo(
-            json.dumps({"folder": str(folder), "ok": result.ok, "checks": checks, "problems": problems}, indent=2)
-        )
+        _print_json({"folder": str(folder), "ok": result.ok, "checks": checks, "problems": problems})
     else:
         typer.echo(describe_verification(folder, result))
     raise typer.Exit(0 if result.ok else 1)
+
+
+@app.command()
+def load(
+    folder: Folder,
+    dtype: Dtype = None,
+    device: Annotated[str, typer.Option(help="Where to: cpu, cuda, cuda:1.")] = "cpu",
+    repeats: Annotated[int, typer.Option(min=1, help="Loads of each kind.")] = 3,
+    cold: Annotated[bool, typer.Option("--cold", help="Drop the files from the page cache before each load.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Load a checkpoint and time it, against a plain safetensors read of the same files in the same run."""
+    with _user_errors(as_json), _bar("load") as advance:
+        report = time_loading(folder, _dtype(dtype), _device(device), repeats, cold, advance)
+    _show(report, as_json, describe_timing)
+
+
+@app.command()
+def convert(
+    source: Folder,
+    destination: Destination,
+    dtype: Dtype = None,
+    shard_size: Annotated[str, typer.Option(help="Of a file: 500MB, 2GB, 1.5GiB.")] = f"{SHARD_BYTES // 10**9}GB",
+    layout: Annotated[
+        str | None, typer.Option(metavar="FAMILY", help="Names and fused tensors of another family, such as llama.")
+    ] = None,
+    quantize: Annotated[
+        str | None,
+        typer.Option(metavar="|".join(BITS), help="The layers' matrices, as compressed-tensors has them."),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted conversion.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write a checkpoint anew: another dtype, other files, another family's layout, quantised; whole or not at all."""
+    with _user_errors(as_json), _bar("B") as advance:
+        report = convert_checkpoint(
+            source,
+            destination,
+            dtype=_dtype(dtype),
+            shard_bytes=parse_bytes(shard_size),
+            layout=layout,
+            resume=resume,
+            quantization=quantize,
+            on_bytes=advance,
+        )
+    _show(report, as_json, describe_conversion)
+
+
+@app.command()
+def grow(
+    source: Folder,
+    destination: Destination,
+    size: Annotated[str, typer.Option(help="Parameters: 120M, 0.5B, 7B.", show_default=False)],
+    vocab: Annotated[int | None, typer.Option(min=1, help="Tokens. [default: as before]", show_default=False)] = None,
+    seed: Annotated[int, typer.Option(help="Of the random weights.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Write a larger model that computes the same: the cost of its size, the tokens of the small one."""
+    with _user_errors(as_json), _bar("B") as advance:
+        root = resolve_folder(source)
+        config = read_config(root)
+        shape = grown_shape(ModelShape.from_hf(config, family_of(config, root), root), parse_size(size), vocab)
+        grow_checkpoint(root, destination, shape, seed, on_bytes=advance)
+        report = inspect_checkpoint(destination)
+    _show(report, as_json, describe)
+
+
+@app.command()
+def fetch(
+    hub_id: Annotated[str, typer.Argument(help="A model of the Hugging Face hub: owner/model.", show_default=False)],
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit.", show_default=False)] = None,
+    to: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Instead of the hub's cache.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Fetch a model from the hub, safetensors only, and print its local folder."""
+    with _user_errors(as_json):
+        folder = hub.fetch(hub_id, revision, to)
+    _show({"hub_id": hub_id, "revision": revision, "folder": str(folder)}, as_json, lambda report: report["folder"])
+
+
+def _dtype(name: str | None) -> Any:
+    if name is not None and name not in DTYPES:
+        raise OptionError(f"--dtype {name}: valid are {', '.join(DTYPES)}")
+    return None if name is None else DTYPES[name]
+
+
+def _device(name: str) -> Any:
+    import torch
+
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise OptionError(f"--device {name}: valid are names such as cpu, cuda, cuda:1") from None
+    if device.type not in ("cpu", "cuda"):
+        raise OptionError(f"--device {name}: valid are names such as cpu, cuda, cuda:1")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise OptionError(f"--device {name}: torch sees {torch.cuda.device_count()} GPUs here")
+    return device
 
 
 @contextmanager
@@ -62,13 +184,36 @@ def _user_errors(as_json: bool) -> Iterator[None]:
     """Turns an error of the user's into exit code 2 and a message: JSON on stdout, or text on stderr."""
     try:
         yield
-    except (OSError, CheckpointError) as error:
+    except (OSError, CheckpointError, OptionError, HubError) as error:
         if as_json:
-            typer.echo(json.dumps({"error": {"type": type(error).__name__, "message": str(error)}}, indent=2))
+            _print_json(_error(type(error).__name__, str(error)))
         else:
             typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
 
 
-def _terminal() -> bool:
-    return sys.stderr.isatty()
+@contextmanager
+def _bar(unit: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on a terminal, and nothing elsewhere: what to call with what is done, of all."""
+    with tqdm(unit=unit, unit_scale=True, leave=False, disable=not sys.stderr.isatty()) as bar:
+
+        def advance(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield advance
+
+
+def _error(kind: str, message: str) -> dict[str, Any]:
+    return {"error": {"type": kind, "message": message}}
+
+
+def _show(report: dict[str, Any], as_json: bool, text: Callable[[dict[str, Any]], str]) -> None:
+    if as_json:
+        _print_json(report)
+    else:
+        typer.echo(text(report))
+
+
+def _print_json(document: dict[str, Any]) -> None:
+    typer.echo(json.dumps(document, indent=2))

@@ -21,6 +21,8 @@ def describe(report: dict[str, Any]) -> str:
         ("parameters", f"{report['parameters']:,}"),
         ("stored", f"{stored} in {_count(report['files'], 'file')}"),
     ]
+    if report["quantization"]:
+        facts.append(("quantised", report["quantization"]))
     if shape:
         heads = f"{shape['num_heads']} heads, {shape['num_kv_heads']} KV heads, head dim {shape['head_dim']}"
         biases = [name for name in ("attention_bias", "o_bias", "mlp_bias") if shape[name]]
@@ -28,11 +30,13 @@ def describe(report: dict[str, Any]) -> str:
             ("layers", f"{shape['num_layers']} x hidden {shape['hidden_size']:,}, MLP {shape['intermediate_size']:,}"),
             ("attention", heads),
             ("biases", ", ".join(biases) or "none"),
+            ("layers of", _made_of(shape, report["made_of"])),
             ("vocabulary", f"{shape['vocab_size']:,}, {'tied' if shape['tied'] else 'untied'} head"),
         ]
     if vocabulary:
         count = "" if vocabulary["tokens"] is None else f"{vocabulary['tokens']:,} tokens, "
-        facts.append(("tokenizer", f"{count}sha256 {vocabulary['sha256'][:16]}"))
+        padding = f", {report['unused_ids']:,} ids unused" if report["unused_ids"] else ""
+        facts.append(("tokenizer", f"{count}sha256 {vocabulary['sha256'][:16]}{padding}"))
     if report["context"]:
         facts.append(("context", f"{report['context']:,} positions"))
     if report["ignored"]:
@@ -52,6 +56,22 @@ def describe(report: dict[str, Any]) -> str:
     if report.get("drafts"):
         blocks.append(_table(_draft_rows(report["drafts"]), right=(1, 2)))
     return "\n\n".join(blocks)
+
+
+def _made_of(shape: dict[str, Any], parts: dict[str, Any]) -> str:
+    norm = {"rms": "RMSNorm", "rms_plus_one": "RMSNorm (1 + w)", "layer": "LayerNorm"}[parts["norm"]]
+    if shape["qk_norm"]:
+        norm += ", also of heads"
+    if shape["post_norms"]:
+        norm += ", also after attention and MLP"
+    found = [norm, _printable(str(parts["activation"])) + ("" if shape["gated"] else ", no gate")]
+    if type(parts["window"]) is int:
+        found.append(f"windows of {parts['window']:,} positions")
+    if parts["parallel"] is True:
+        found.append("attention beside MLP")
+    if shape["learned_positions"]:
+        found.append(f"{shape['learned_positions']:,} learned positions")
+    return "; ".join(found)
 
 
 def _memory_rows(report: dict[str, Any]) -> list[Row]:
@@ -85,7 +105,9 @@ def _draft_rows(drafts: list[dict[str, Any]]) -> list[Row]:
 def _verdict(draft: dict[str, Any]) -> str:
     if not draft["usable"]:
         return f"not usable: {draft['reason']}"
-    return "usable" if draft["same_vocabulary"] else "usable, if the tokenizers are the same"
+    if draft["same_vocabulary"] is None:
+        return "usable, if the tokenizers are the same"
+    return "usable" if draft["connection"] == "same vocabulary" else f"usable: {draft['connection']}"
 
 
 def describe_verification(folder: Path, result: Verification) -> str:
@@ -99,6 +121,29 @@ def describe_verification(folder: Path, result: Verification) -> str:
         lines += [f"        {'':<{width}}  {problem}" for problem in check.problems]
     lines.append("no problems" if result.ok else _count(result.problems, "problem"))
     return "\n".join(lines)
+
+
+def describe_conversion(report: dict[str, Any]) -> str:
+    """The report of `convert_checkpoint` as text for a terminal."""
+    facts = [
+        ("family", report["family"]),
+        ("stored", f"{' + '.join(report['dtypes'])} {_size(report['bytes'])} in {_count(report['files'], 'file')}"),
+    ]
+    if report["resumed"]:
+        facts.append(("resumed", f"{_count(report['resumed'], 'file')} of them finished before"))
+    return f"{report['destination']}\n\n" + _table([("  " + key, value) for key, value in facts])
+
+
+def describe_timing(report: dict[str, Any]) -> str:
+    """The report of `time_loading` as text for a terminal."""
+    rows: list[Row] = [("  ", "seconds", "GB/s")]
+    for key, name in (("load_weights", "load_weights"), ("plain", "plain read")):
+        rows.append((f"  {name}", f"{report[key]['median']:.3f}", f"{report[key]['gb_per_second']:.2f}"))
+    what = f"{_size(report['bytes'])} to {report['device']}"
+    what += f" as {report['dtype']}" if report["dtype"] else ", as stored"
+    what += ", from the disk" if report["cold"] else ", from the page cache"
+    head = f"{report['folder']}\n\n  {what}; median of {report['repeats']}\n\n"
+    return head + _table(rows, right=(1, 2)) + f"\n\n  {report['share']:.1%} of the plain read's speed"
 
 
 def _count(things: Sized, noun: str) -> str:

@@ -46,3 +46,15 @@ class CheckpointConfigError(CheckpointError):
 
 class UnsupportedModelError(CheckpointConfigError):
     """A model that is described correctly but that no family here covers."""
+
+
+class WriteError(CheckpointError):
+    """A checkpoint that could not be written. Nothing of it is at its place."""
+
+
+class OptionError(ValueError):
+    """An option with a value that it cannot have. The message names both, and what would be valid."""
+
+
+class HubError(ValueError):
+    """A model of the Hugging Face hub that is neither in the cache nor to be had, and what to do."""

@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from treespec_weights.checkpoint import Checkpoint
-from treespec_weights.errors import UnsupportedModelError
+from treespec_weights.errors import CheckpointError, UnsupportedModelError
+from treespec_weights.families import FAMILIES, family_of
 from treespec_weights.files import resolve_folder
 from treespec_weights.load import ignored_names, match
-from treespec_weights.rules import ModelShape, family_of, read_config
+from treespec_weights.quant_schemes import QuantScheme, scheme_of
+from treespec_weights.rules import FamilyRules, ModelShape, read_config
 from treespec_weights.tokenizer import read_vocabulary
+from treespec_weights.vocabularies import Connection, connect
 
 MEMORY_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ITEM_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "C64": 64}
@@ -25,14 +28,18 @@ def inspect_checkpoint(folder: Path | str) -> dict[str, Any]:
     as a dict, None if unsupported), `context` (positions), `config_dtype`, `parameters`, `bytes`, `files`, `dtypes`,
     `tensors` (rows of tensors that are alike but for the layer, `{i}`: name, count, dtype, shape, bytes of one),
     `ignored` (names), `problems` (how many `match` finds), `memory` (per dtype: weights_bytes, kv_bytes_per_token),
-    `vocabulary` (sha256, tokens, max_id). `parameters` counts what is loaded: a tied head once, no ignored buffer.
+    `quantization` (how the weights are stored, None where they are not quantised), `vocabulary` (sha256, tokens,
+    max_id), `unused_ids` (rows of the embedding behind the tokenizer's last id, None where either is unknown),
+    `made_of` (None if unsupported; norm, activation, window, parallel: what config.json and the family's declaration
+    say of the layers). `parameters` counts what is loaded: a tied head once, no ignored buffer.
 
     Raises as `Checkpoint.open`, and CheckpointConfigError for an unusable config.json.
     """
     root = resolve_folder(folder)
     config = read_config(root)
     model_type, architectures = config.get("model_type"), config.get("architectures")
-    context = config.get("max_position_embeddings")
+    rules = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    context = config.get(rules.max_positions if rules else "max_position_embeddings")
     vocabulary = read_vocabulary(root)
     with Checkpoint.open(root) as checkpoint:
         report: dict[str, Any] = {
@@ -47,30 +54,37 @@ def inspect_checkpoint(folder: Path | str) -> dict[str, Any]:
             "tensors": _rows(checkpoint),
             "vocabulary": vocabulary._asdict() if vocabulary else None,
         }
-        return report | _as_model(config, checkpoint)
+        report |= _as_model(config, checkpoint)
+    shape, last = report["shape"], vocabulary.max_id if vocabulary else None
+    report["unused_ids"] = max(shape["vocab_size"] - last - 1, 0) if shape and last is not None else None
+    return report
 
 
 def compare_draft(target: dict[str, Any], draft: dict[str, Any]) -> dict[str, Any]:
     """What a draft would share with a target, from two results of `inspect_checkpoint`.
 
     Keys: `folder`, `family`, `parameters`, `cost_ratio` (draft's parameters per target's), `same_vocab_size`,
-    `same_vocabulary` (None where one has no tokenizer file), `same_hidden_size`, `usable` (as a draft of the same
-    vocabulary), `reason`.
+    `same_vocabulary` (None where one has no tokenizer file), `same_hidden_size`, `usable` (as a draft), `connection`
+    (how it would guess, by `vocabularies.connect`: in one vocabulary, translated, by text), `reason` (why it cannot).
     """
     sizes = [report["shape"] and report["shape"]["vocab_size"] for report in (target, draft)]
     hidden = [report["shape"] and report["shape"]["hidden_size"] for report in (target, draft)]
     hashes = [report["vocabulary"] and report["vocabulary"]["sha256"] for report in (target, draft)]
     same_vocabulary = hashes[0] == hashes[1] if all(hashes) else None
+    connection: Connection | None = None
     if not (target["supported"] and draft["supported"]):
         reason = target["unsupported_because"] or draft["unsupported_because"]
     elif broken := [report["folder"] for report in (target, draft) if report["problems"]]:
         reason = f"{broken[0]} has problems; `verify` lists them"
-    elif sizes[0] != sizes[1]:
-        reason = f"vocab_size differs: {sizes[1]:,}, the target's is {sizes[0]:,}"
-    elif same_vocabulary is False:
-        reason = "the tokenizers differ: the same ids mean other tokens"
     else:
-        reason = None
+        folders = [resolve_folder(report["folder"]) for report in (target, draft)]
+        try:
+            connection = connect(folders[0], sizes[0], folders[1], sizes[1])
+            reason = connection.reason
+        except CheckpointError as error:
+            reason = f"a tokenizer cannot be read: {error}"
+        if connection is not None and connection.kind == "none":
+            reason = f"vocab_size differs: {sizes[1]:,}, the target's is {sizes[0]:,}; {reason}"
     return {
         "folder": draft["folder"],
         "family": draft["family"],
@@ -80,6 +94,7 @@ def compare_draft(target: dict[str, Any], draft: dict[str, Any]) -> dict[str, An
         "same_vocabulary": same_vocabulary,
         "same_hidden_size": hidden[0] == hidden[1] if all(hidden) else None,
         "usable": reason is None,
+        "connection": str(connection) if connection is not None and reason is None else None,
         "reason": reason,
     }
 
@@ -90,6 +105,8 @@ def _as_model(config: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
     problems: int | None = None
     kv_values: int | None = None
     ignored: list[str] = []
+    rules: FamilyRules | None = None
+    scheme: QuantScheme | None = None
     try:
         rules = family_of(config, checkpoint.folder)
     except UnsupportedModelError as error:
@@ -99,19 +116,32 @@ def _as_model(config: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
         shape = ModelShape.from_hf(config, rules, checkpoint.folder)
         parameters = shape.num_parameters()
         kv_values = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
+        scheme = scheme_of(config, checkpoint.folder)
         problems = len(match(checkpoint, shape, rules)[1])
-        ignored = sorted(ignored_names(shape, rules) & checkpoint.names())
+        ignored = sorted(ignored_names(shape, rules.spelled_in(checkpoint.names())) & checkpoint.names())
     return {
         "supported": shape is not None,
         "unsupported_because": reason,
         "shape": asdict(shape) if shape else None,
+        "made_of": _made_of({**rules.assumed, **config}, rules) if rules else None,
         "parameters": parameters,
         "ignored": ignored,
         "problems": problems,
+        "quantization": scheme.name if scheme else None,
         "memory": {
             dtype: {"weights_bytes": parameters * size, "kv_bytes_per_token": kv_values and kv_values * size}
             for dtype, size in MEMORY_DTYPES.items()
         },
+    }
+
+
+def _made_of(config: dict[str, Any], rules: FamilyRules) -> dict[str, Any]:
+    windowed = rules.windows and config.get("use_sliding_window", True)
+    return {
+        "norm": rules.norm,
+        "activation": config.get(rules.activation),
+        "window": config.get("sliding_window") if windowed else None,
+        "parallel": rules.parallel is not None and config.get(rules.parallel, True),
     }
 
 

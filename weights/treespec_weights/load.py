@@ -1,5 +1,6 @@
 """Strict loading: every tensor named, shaped and typed as the model's shape says, or nothing."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -8,9 +9,14 @@ from torch import Tensor
 
 from treespec_weights.checkpoint import TORCH_DTYPES, Checkpoint
 from treespec_weights.errors import CheckpointError, Problem
-from treespec_weights.rules import LLAMA, FamilyRules, ModelShape, Shape, TensorRule
+from treespec_weights.families import LLAMA
+from treespec_weights.files import read_json
+from treespec_weights.quant_schemes import Part, QuantScheme, scheme_of
+from treespec_weights.quantize import BITS, Quantized, group_of, quantize
+from treespec_weights.rules import CONFIG, FamilyRules, ModelShape, Shape, TensorRule
 
 LOADABLE = ("F64", "F32", "F16", "BF16")
+CHUNK = 1 << 19  # values cast at a time
 DTYPES = tuple(TORCH_DTYPES[name] for name in LOADABLE)
 
 
@@ -31,6 +37,8 @@ class Placement(NamedTuple):
 
     def unpack(self, tensor: Tensor) -> dict[str, Tensor]:
         """Parameter name to tensor, contiguous; views of `tensor` where its layout allows."""
+        if len(self.params) == 1 and self.rule.layout == "stacked":
+            return dict.fromkeys(self.params, tensor.contiguous())
         if self.rule.layout == "transposed":
             tensor = tensor.t() if tensor.dim() == 2 else tensor
         sizes = [shape[0] for shape in self.params.values()]
@@ -41,6 +49,16 @@ class Placement(NamedTuple):
             parts = list(tensor.split(sizes))
         return {name: part.contiguous() for name, part in zip(self.params, parts, strict=True)}
 
+    def pack(self, params: dict[str, Tensor]) -> Tensor:
+        """The tensor that holds these parameters: what `unpack` takes apart. One parameter alone is not copied."""
+        parts = [params[name] for name in self.params]
+        if self.rule.layout == "per_head":
+            parts = [part.unflatten(0, (self.heads, -1)) for part in parts]
+            tensor = torch.cat(parts, dim=1).flatten(0, 1)
+        else:
+            tensor = torch.cat(parts) if len(parts) > 1 else parts[0]
+        return tensor.t().contiguous() if self.rule.layout == "transposed" and tensor.dim() == 2 else tensor
+
 
 def load_weights(
     folder: Path | str | Checkpoint,
@@ -48,13 +66,19 @@ def load_weights(
     rules: FamilyRules = LLAMA,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
+    quantization: str | None = None,
 ) -> dict[str, Tensor]:
     """Loads a checkpoint into decoder parameters, `shape.parameters()`, contiguous and in that order.
 
     Names, shapes and dtypes are checked from the headers before any tensor is read. Tensors are then cast one by
-    one, so that memory stays within one tensor over the result. With `dtype=None`, or where the stored dtype is
-    `dtype` already, CPU tensors stay mapped to the file (private: writing never reaches it) and cost no memory of
-    their own; the mapping ends with the last tensor that uses it.
+    one, in the order in which they lie in the files, so that memory stays within one tensor over the result. With
+    `dtype=None`, or where the stored dtype is `dtype` already, CPU tensors stay mapped to the file (private: writing
+    never reaches it) and cost no memory of their own; the mapping ends with the last tensor that uses it.
+
+    With `quantization`, "int8" or "int4", the layers' matrices are quantised one by one (quantize.py), from the stored
+    values; those of a checkpoint that is quantised itself are taken as they are (quant_schemes.py). Such a parameter
+    holds int8, or uint8 with two 4-bit weights; `<name>_scale` and, where zero points are stored, `<name>_zero` stand
+    beside it: the three of a `Quantized`.
 
     Raises CheckpointError with the whole list: missing, unexpected or misshaped tensors, dtypes other than float64,
     float32, float16 and bfloat16; a tied model whose stored head differs from its embedding; values that a cast to
@@ -65,25 +89,100 @@ def load_weights(
         raise ValueError(f"weights cannot be loaded as {dtype}; valid: {', '.join(map(str, DTYPES))}")
     if not isinstance(folder, Checkpoint):
         with Checkpoint.open(folder) as checkpoint:
-            return load_weights(checkpoint, shape, rules, dtype, device)
+            return load_weights(checkpoint, shape, rules, dtype, device, quantization)
+    if quantization is not None and quantization not in BITS:
+        raise ValueError(f"quantization={quantization!r}; valid: None, {', '.join(map(repr, BITS))}")
     checkpoint = folder
+    scheme = stored_scheme(checkpoint)
+    if scheme is not None and quantization is not None:
+        raise ValueError(f"{checkpoint.folder} is quantised already ({scheme.name}); load it with quantization=None")
+    matrices = quantizable(shape)
+    bits = None if quantization is None else BITS[quantization]
+    group = group_of({size[1] for size in matrices.values()}) if bits == 4 else None
     placements, problems = match(checkpoint, shape, rules)
     if problems:
         raise CheckpointError(checkpoint.folder, problems)
     if problem := tied_head_problem(checkpoint, shape, rules):
         raise CheckpointError(checkpoint.folder, [problem])
+    if problems := extra_bias_problems(checkpoint, shape, rules):
+        raise CheckpointError(checkpoint.folder, problems)
     loaded: dict[str, Tensor] = {}
     overflows = []
-    for placement in placements:
+    at = {name: i for i, name in enumerate(checkpoint.tensors)}  # what a scheme renames comes last
+    for placement in sorted(placements, key=lambda placement: at.get(placement.name, len(at))):
+        if scheme is not None and covered(scheme, placement, rules):
+            loaded |= _read_quantized(checkpoint, scheme, placement, dtype, device)
+            continue
         stored = checkpoint.tensor(placement.name)
-        tensor = stored.to(device=device, dtype=dtype)
-        if _narrows(stored.dtype, tensor.dtype) and _overflows(stored, tensor):
-            message = f"{stored.abs().max().item():.4g} is infinite in {tensor.dtype}; load it as bfloat16 or float32"
-            overflows.append(Problem("value", repr(placement.name), message))
+        if bits is not None and any(param in matrices for param in placement.params):
+            for param, matrix in placement.unpack(stored.to(device)).items():
+                try:
+                    loaded |= _parts(param, quantize(matrix, bits, group))
+                except ValueError as error:
+                    raise CheckpointError(
+                        checkpoint.folder, [Problem("value", repr(placement.name), str(error))]
+                    ) from error
+            continue
+        tensor, infinite = cast(stored, dtype, device)
+        if infinite:
+            overflows.append(Problem("value", repr(placement.name), overflow_message(stored, tensor)))
         loaded |= placement.unpack(tensor)
     if overflows:
         raise CheckpointError(checkpoint.folder, overflows)
-    return {name: loaded[name] for name in shape.parameters()}
+    ordered = (name + part for name in shape.parameters() for part in ("", "_scale", "_zero"))
+    return {name: loaded[name] for name in ordered if name in loaded}
+
+
+def quantizable(shape: ModelShape) -> dict[str, Shape]:
+    """The parameters that quantisation is for: the layers' matrices. Embedding, head and norms stay as they are."""
+    return {name: size for name, size in shape.parameters().items() if name.startswith("layers.") and len(size) == 2}
+
+
+def quantized_group(shape: ModelShape, quantization: str) -> int | None:
+    """Inputs that share a scale in a model quantised so; None = all. Raises ValueError where no group fits."""
+    return group_of({size[1] for size in quantizable(shape).values()}) if BITS[quantization] == 4 else None
+
+
+def stored_scheme(checkpoint: Checkpoint) -> QuantScheme | None:
+    """How the checkpoint is quantised by its config.json; None where it is not, or has none."""
+    if not (checkpoint.folder / CONFIG).is_file():
+        return None
+    config = read_json(checkpoint.folder, CONFIG)
+    return scheme_of(config, checkpoint.folder) if isinstance(config, dict) else None
+
+
+def covered(scheme: QuantScheme, placement: Placement, rules: FamilyRules) -> bool:
+    """Whether the scheme quantises what a placement names."""
+    is_matrix = len(placement.shape) == 2 and "embed" not in placement.params
+    return is_matrix and scheme.covers(placement.name, rules.tied_copy)
+
+
+def _parts(param: str, quantized: Quantized) -> dict[str, Tensor]:
+    values, scale, zero = quantized
+    return {param: values, f"{param}_scale": scale} | ({} if zero is None else {f"{param}_zero": zero})
+
+
+def _read_quantized(
+    checkpoint: Checkpoint, scheme: QuantScheme, placement: Placement, dtype: torch.dtype | None, device: object
+) -> dict[str, Tensor]:
+    """The parameters of a quantised tensor. Rows stay together with their scales, so they unpack as weights do."""
+    name, (out, inputs) = placement.name, placement.shape
+
+    def get(part: str) -> Tensor | None:
+        return checkpoint.tensor(part) if part in checkpoint.tensors else None
+
+    try:
+        found = scheme.read(name, out, inputs, get, dtype)
+    except ValueError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(checkpoint.folder, [Problem("value", repr(name), str(error))]) from error
+    tensors = {"": found} if isinstance(found, Tensor) else _parts("", found)
+    return {
+        param + part: rows.to(device)  # type: ignore[call-overload]
+        for part, tensor in tensors.items()
+        for param, rows in placement.unpack(tensor).items()
+    }
 
 
 def match(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> tuple[list[Placement], list[Problem]]:
@@ -91,16 +190,29 @@ def match(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> tupl
 
     Returns where to take every parameter from, and all problems; the first is usable only without the second.
     """
-    placements = _expected(shape, rules)
-    expected: dict[str, Shape] = {placement.name: placement.shape for placement in placements}
-    required = set(expected)
+    rules = rules.spelled_in(checkpoint.names())
+    placements, scheme = expected_tensors(shape, rules), stored_scheme(checkpoint)
+    expected: dict[str, Part] = {}
+    problems = []
+    for placement in placements:
+        if scheme is None or not covered(scheme, placement, rules):
+            expected[placement.name] = Part((placement.shape,), LOADABLE)
+            continue
+        try:
+            if placement.rule.layout == "transposed":
+                raise ValueError("quantised weights that are stored transposed are not supported")
+            expected |= scheme.parts(placement.name, *placement.shape)
+        except ValueError as error:
+            problems.append(Problem("shape", repr(placement.name), str(error)))
     if shape.tied:
-        expected[rules.tied_copy] = (shape.vocab_size, shape.hidden_size)
+        expected[rules.tied_copy] = Part(((shape.vocab_size, shape.hidden_size),), LOADABLE, optional=True)
+    for name, rows in _extra_biases(checkpoint, placements, rules).items():
+        expected[name] = Part(((rows,),), LOADABLE, optional=True)
     ignored = ignored_names(shape, rules)
-    problems = [
-        Problem("missing", repr(name), f"missing; expected {list(expected[name])}")
-        for name in expected
-        if name in required and name not in checkpoint.tensors
+    problems += [
+        Problem("missing", repr(name), f"missing; expected {list(part.shapes[0])}")
+        for name, part in expected.items()
+        if not part.optional and name not in checkpoint.tensors
     ]
     for name, info in checkpoint.tensors.items():
         if name in ignored:
@@ -108,12 +220,32 @@ def match(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> tupl
         if name not in expected:
             problems.append(Problem("unexpected", repr(name), f"unexpected: {_why_unexpected(name, shape, rules)}"))
             continue
-        if info.shape != expected[name]:
-            message = f"has shape {list(info.shape)}, expected {list(expected[name])}"
+        shapes, dtypes, _ = expected[name]
+        if info.shape not in shapes:
+            message = f"has shape {list(info.shape)}, expected {' or '.join(str(list(size)) for size in shapes)}"
             problems.append(Problem("shape", repr(name), message))
-        if info.dtype not in LOADABLE:
-            problems.append(Problem("dtype", repr(name), f"has dtype {info.dtype}, expected {', '.join(LOADABLE)}"))
+        if info.dtype not in dtypes:
+            problems.append(Problem("dtype", repr(name), f"has dtype {info.dtype}, expected {', '.join(dtypes)}"))
     return placements, problems
+
+
+def _extra_biases(checkpoint: Checkpoint, placements: Sequence[Placement], rules: FamilyRules) -> dict[str, int]:
+    """Biases that no family asks for, by name, and their sizes: AutoGPTQ wrote one of zeros beside every weight."""
+    scheme = stored_scheme(checkpoint)
+    if scheme is None or scheme.method != "gptq":
+        return {}
+    own = {placement.name for placement in placements}
+    matrices = [placement for placement in placements if covered(scheme, placement, rules)]
+    names = {f"{each.name.removesuffix('weight')}bias": each.shape[0] for each in matrices}
+    return {name: rows for name, rows in names.items() if name not in own and name in checkpoint.tensors}
+
+
+def extra_bias_problems(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> list[Problem]:
+    """Biases that the model has no place for and that are not zero."""
+    rules = rules.spelled_in(checkpoint.names())
+    extra = _extra_biases(checkpoint, expected_tensors(shape, rules), rules)
+    message = "the config says that the model has no such bias, and it is not zero"
+    return [Problem("value", repr(name), message) for name in extra if bool(checkpoint.tensor(name).count_nonzero())]
 
 
 def ignored_names(shape: ModelShape, rules: FamilyRules) -> set[str]:
@@ -125,6 +257,7 @@ def tied_head_problem(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRu
     """What is wrong with the stored head of a tied model, if one is stored: it must equal the embedding."""
     if not shape.tied or rules.tied_copy not in checkpoint.tensors:
         return None
+    rules = rules.spelled_in(checkpoint.names())
     embed = next(rule.name for rule in rules.tensors if rule.params == ("embed",))
     head_info, embed_info = checkpoint.info(rules.tied_copy), checkpoint.info(embed)
     alike = (head_info.dtype, head_info.shape) == (embed_info.dtype, embed_info.shape)
@@ -139,7 +272,8 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8)
 
 
-def _expected(shape: ModelShape, rules: FamilyRules) -> list[Placement]:
+def expected_tensors(shape: ModelShape, rules: FamilyRules) -> list[Placement]:
+    """The tensors that a checkpoint of this shape must hold, and what is in each."""
     parameters = shape.parameters()
     placements = []
     for rule in rules.tensors:
@@ -160,16 +294,33 @@ def _why_unexpected(name: str, shape: ModelShape, rules: FamilyRules) -> str:
         if part.isdecimal() and ".".join([*parts[:at], "{i}", *parts[at + 1 :]]) in known:
             beyond = len(part) > 5 or part != str(int(part)) or int(part) >= shape.num_layers
             num_layers = f"{rules.config_keys['num_layers']!r} is {shape.num_layers}"
-            return num_layers if beyond else "the config says that the model has no such bias"
+            kind = "bias" if name.endswith("bias") else "tensor"
+            return num_layers if beyond else f"the config says that the model has no such {kind}"
     return f"no tensor of the family {rules.model_type!r} has this name"
 
 
-def _narrows(stored: torch.dtype, result: torch.dtype) -> bool:
+def cast(stored: Tensor, dtype: torch.dtype | None, device: torch.device | str = "cpu") -> tuple[Tensor, bool]:
+    """A tensor in another dtype and place, and whether that has made a finite value infinite."""
+    dtype = dtype or stored.dtype
     # float32 to bfloat16 does not count: the largest values differ by 0.4 %, no weight lies between.
-    return torch.finfo(result).max < 0.5 * torch.finfo(stored).max
+    limit = torch.finfo(dtype).max
+    if limit >= 0.5 * torch.finfo(stored.dtype).max or stored.numel() == 0:
+        return stored.to(device=device, dtype=dtype), False
+    if torch.device(device).type == "cpu":
+        result = torch.empty_like(stored, dtype=dtype, memory_format=torch.contiguous_format)
+        extremes = []  # of what is in the processor's cache: of the whole tensor they took a quarter of the cast's time
+        for part, target in zip(stored.flatten().split(CHUNK), result.flatten().split(CHUNK), strict=True):
+            extremes += part.aminmax()
+            target.copy_(part)
+        least, greatest = (value.item() for value in torch.stack(extremes).aminmax())
+    else:
+        result = stored.to(device=device, dtype=dtype)
+        least, greatest = (value.item() for value in result.aminmax())
+    if -limit <= least and greatest <= limit:  # false where there is a NaN
+        return result, False
+    return result, bool((result.isinf().cpu() & stored.isfinite()).any())
 
 
-def _overflows(stored: Tensor, result: Tensor) -> bool:
-    if result.numel() == 0 or not torch.isinf(torch.stack(result.aminmax())).any():
-        return False
-    return bool((result.isinf().cpu() & stored.isfinite()).any())
+def overflow_message(stored: Tensor, result: Tensor) -> str:
+    """What to say where `cast` has made a value infinite."""
+    return f"{stored.abs().max().item():.4g} is infinite in {result.dtype}; load it as bfloat16 or float32"

@@ -1,18 +1,19 @@
-"""Which checkpoint tensor holds which parameter of the decoder: one data declaration per family.
+"""What a family of models is, as data: its tensors, its config keys, and what a layer computes.
 
-Adding a family means adding a `FamilyRules`; no code reads a family's name.
+The families themselves are in `families/`, one declaration each; no code reads a family's name.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from treespec_weights.errors import CheckpointConfigError, Problem, UnsupportedModelError
+from treespec_weights.errors import CheckpointConfigError, Problem
 from treespec_weights.files import read_json
 
 CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
 MAX_DIMENSION = 2**31 - 1
 MAX_LAYERS = 10_000
 
@@ -34,24 +35,44 @@ class ModelShape:
     attention_bias: bool = False  # on q, k, v
     o_bias: bool = False
     mlp_bias: bool = False  # on gate, up, down
+    norm_bias: bool = False  # on every norm of the residual stream
+    qk_norm: bool = False  # a norm of each head of q and k
+    post_norms: bool = False  # a norm of what attention and MLP add to the residual stream
+    gated: bool = True  # the MLP has a gate
+    learned_positions: int = 0  # rows of the table of positions; 0 = none
 
     def parameters(self) -> dict[str, Shape]:
         """Decoder parameter name to shape, in order; a tied head is not a parameter of its own."""
         hidden, inter = self.hidden_size, self.intermediate_size
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        layer: dict[str, Shape] = {"attn_norm": (hidden,), "q": (q, hidden), "k": (kv, hidden), "v": (kv, hidden)}
+
+        def norm(name: str) -> dict[str, Shape]:
+            return {name: (hidden,)} | ({f"{name}_bias": (hidden,)} if self.norm_bias else {})
+
+        layer: dict[str, Shape] = norm("attn_norm") | {"q": (q, hidden), "k": (kv, hidden), "v": (kv, hidden)}
         if self.attention_bias:
             layer |= {"q_bias": (q,), "k_bias": (kv,), "v_bias": (kv,)}
+        if self.qk_norm:
+            layer |= {"q_norm": (self.head_dim,), "k_norm": (self.head_dim,)}
         layer |= {"o": (hidden, q)}
         if self.o_bias:
             layer |= {"o_bias": (hidden,)}
-        layer |= {"mlp_norm": (hidden,), "gate": (inter, hidden), "up": (inter, hidden), "down": (hidden, inter)}
+        if self.post_norms:
+            layer |= norm("attn_post_norm")
+        layer |= norm("mlp_norm")
+        if self.gated:
+            layer |= {"gate": (inter, hidden)}
+        layer |= {"up": (inter, hidden), "down": (hidden, inter)}
         if self.mlp_bias:
-            layer |= {"gate_bias": (inter,), "up_bias": (inter,), "down_bias": (hidden,)}
+            layer |= ({"gate_bias": (inter,)} if self.gated else {}) | {"up_bias": (inter,), "down_bias": (hidden,)}
+        if self.post_norms:
+            layer |= norm("mlp_post_norm")
         result: dict[str, Shape] = {"embed": (self.vocab_size, hidden)}
+        if self.learned_positions:
+            result |= {"positions": (self.learned_positions, hidden)}
         for i in range(self.num_layers):
             result |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
-        result["final_norm"] = (hidden,)
+        result |= norm("final_norm")
         if not self.tied:
             result["lm_head"] = (self.vocab_size, hidden)
         return result
@@ -69,13 +90,18 @@ class ModelShape:
         Raises CheckpointConfigError with all missing, mistyped and contradictory keys, and UnsupportedModelError for
         a family or quantisation that is not covered.
         """
-        rules = rules or family_of(config, folder)
+        if rules is None:
+            from treespec_weights.families import family_of  # the declarations need this module
+
+            rules = family_of(config, folder)
         values: dict[str, Any] = dict(rules.constants)
         problems = []
         for name, key in rules.config_keys.items():
             value = config.get(key)
             if value is None:
                 value = rules.defaults.get(name)
+            if value is None and name == "intermediate_size" and rules.widening:
+                continue
             if value is None and name not in _DERIVED:
                 problems.append(Problem("config", repr(key), f"missing from {CONFIG}"))
             elif value is not None:
@@ -84,6 +110,10 @@ class ModelShape:
             values[name] = value
         if not problems:
             _derive(values)
+            values.setdefault("intermediate_size", (rules.widening or 0) * values["hidden_size"])
+            values["learned_positions"] = (
+                values.get("learned_positions", -rules.extra_positions) + rules.extra_positions
+            )
             problems = _contradictions(values, rules.config_keys)
         if problems:
             raise CheckpointConfigError(folder, list(dict.fromkeys(problems)))  # one key may feed two fields
@@ -104,9 +134,9 @@ def _wrong_value(name: str, value: object) -> str | None:
 
 
 def _derive(values: dict[str, Any]) -> None:
-    if values["num_kv_heads"] is None:
+    if values.get("num_kv_heads") is None:
         values["num_kv_heads"] = values["num_heads"]
-    if values["head_dim"] is None and values["hidden_size"] % values["num_heads"] == 0:
+    if values.setdefault("head_dim", None) is None and values["hidden_size"] % values["num_heads"] == 0:
         values["head_dim"] = values["hidden_size"] // values["num_heads"]
 
 
@@ -114,7 +144,7 @@ def _contradictions(values: Mapping[str, Any], keys: Mapping[str, str]) -> list[
     problems = []
     heads, kv_heads, hidden = values["num_heads"], values["num_kv_heads"], values["hidden_size"]
     if values["head_dim"] is None:
-        message = f"{hidden} is not a multiple of {keys['num_heads']} {heads}, and there is no {keys['head_dim']!r}"
+        message = f"{hidden} is not a multiple of {keys['num_heads']} {heads}, and there is no head_dim"
         problems.append(Problem("config", repr(keys["hidden_size"]), message))
     if heads % kv_heads:
         message = f"{heads} is not a multiple of {keys['num_kv_heads']} {kv_heads}"
@@ -137,67 +167,86 @@ class TensorRule:
     layout: Literal["stacked", "per_head", "transposed"] = "stacked"
 
 
+NormKind = Literal["rms", "rms_plus_one", "layer"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu", "swish": "silu", "relu": "relu", "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
+}  # fmt: skip
+"""What config.json calls an activation, and what it is: GELU by the error function, or by its tanh approximation."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class FamilyRules:
-    """How a family's checkpoints spell the decoder: tensor names and config keys."""
+    """A family: how its checkpoints spell the decoder, and which of the decoder's parts its layers are made of.
 
-    model_type: str  # of config.json
+    Args:
+        model_type: of config.json.
+        tensors: of a checkpoint, and the parameters in them.
+        tied_copy: the head's name; with a tied head it may be in the file, equal to the embedding.
+        ignored: derived buffers in old files.
+        prefix: that a checkpoint may leave out of all names, as one of the base model alone does.
+        config_keys: ModelShape field -> key of config.json.
+        defaults: ModelShape field -> value where config.json leaves its key out.
+        constants: ModelShape fields that the family fixes without a key.
+        assumed: key -> value where config.json leaves it out, for keys of no ModelShape field.
+        widening: MLP units per hidden dimension where config.json leaves their number out.
+        max_positions: key of the longest context.
+        extra_positions: rows of the table of learned positions before that of position 0.
+        norm: "rms"; "rms_plus_one", scaled by 1 + w; or "layer", LayerNorm.
+        norm_eps: the key of its epsilon, or the value that the family fixes.
+        activation: key of the MLP's; what it may be: `ACTIVATIONS`.
+        rotary: whether q and k are turned by position; `rope_parameters` and its older spellings say how.
+        windows: whether config.json may limit layers to a window of positions (sliding_window, layer_types).
+        parallel: key that says whether attention and MLP read the same stream; None = they never do.
+        query_scalar: key of what takes head_dim's place in the scores' factor 1 / sqrt(head_dim).
+        score_cap, logit_cap: keys of c, where scores or logits x become c tanh(x / c); null in the config = none.
+        scaled_embedding: whether embeddings are multiplied by sqrt(hidden_size), rounded to the model's dtype.
+        requires: key -> values that this declaration covers; with others it is another model.
+        equal_sizes: key -> key; where they differ it is another model.
+    """
+
+    model_type: str
     tensors: tuple[TensorRule, ...]
-    tied_copy: str  # the head's name; with a tied head it may be in the file, equal to the embedding
-    ignored: tuple[str, ...] = ()  # derived buffers in old files
-    config_keys: Mapping[str, str]  # ModelShape field -> key of config.json
-    defaults: Mapping[str, bool] = field(default_factory=dict)  # where config.json may leave a key out
-    constants: Mapping[str, bool] = field(default_factory=dict)  # what the family fixes without a key
+    tied_copy: str
+    ignored: tuple[str, ...] = ()
+    prefix: str = ""
+    config_keys: Mapping[str, str]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    assumed: Mapping[str, Any] = field(default_factory=dict)
+    widening: int | None = None
+    max_positions: str = "max_position_embeddings"
+    extra_positions: int = 0
+    norm: NormKind = "rms"
+    norm_eps: str | float = "rms_norm_eps"
+    activation: str = "hidden_act"
+    rotary: bool = True
+    windows: bool = False
+    parallel: str | None = None
+    query_scalar: str | None = None
+    score_cap: str | None = None
+    logit_cap: str | None = None
+    scaled_embedding: bool = False
+    requires: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    equal_sizes: Mapping[str, str] = field(default_factory=dict)
+
+    def spelled_in(self, names: Collection[str]) -> "FamilyRules":
+        """The rules as a checkpoint with these tensor names spells them: with the prefix, or all without it."""
+        if not self.prefix or any(name.startswith(self.prefix) for name in names):
+            return self
+
+        def bare(name: str) -> str:
+            return name.removeprefix(self.prefix)
+
+        tensors = tuple(replace(rule, name=bare(rule.name)) for rule in self.tensors)
+        return replace(self, tensors=tensors, ignored=tuple(map(bare, self.ignored)), prefix="")
 
 
-def _alone(pairs: Mapping[str, str]) -> tuple[TensorRule, ...]:
+def alone(pairs: Mapping[str, str]) -> tuple[TensorRule, ...]:
+    """Rules of tensors that hold one parameter each."""
     return tuple(TensorRule(name, (param,)) for name, param in pairs.items())
-
-
-LLAMA = FamilyRules(
-    model_type="llama",
-    tensors=_alone(
-        {
-            "model.embed_tokens.weight": "embed",
-            "model.layers.{i}.input_layernorm.weight": "layers.{i}.attn_norm",
-            "model.layers.{i}.self_attn.q_proj.weight": "layers.{i}.q",
-            "model.layers.{i}.self_attn.k_proj.weight": "layers.{i}.k",
-            "model.layers.{i}.self_attn.v_proj.weight": "layers.{i}.v",
-            "model.layers.{i}.self_attn.o_proj.weight": "layers.{i}.o",
-            "model.layers.{i}.self_attn.q_proj.bias": "layers.{i}.q_bias",
-            "model.layers.{i}.self_attn.k_proj.bias": "layers.{i}.k_bias",
-            "model.layers.{i}.self_attn.v_proj.bias": "layers.{i}.v_bias",
-            "model.layers.{i}.self_attn.o_proj.bias": "layers.{i}.o_bias",
-            "model.layers.{i}.post_attention_layernorm.weight": "layers.{i}.mlp_norm",
-            "model.layers.{i}.mlp.gate_proj.weight": "layers.{i}.gate",
-            "model.layers.{i}.mlp.up_proj.weight": "layers.{i}.up",
-            "model.layers.{i}.mlp.down_proj.weight": "layers.{i}.down",
-            "model.layers.{i}.mlp.gate_proj.bias": "layers.{i}.gate_bias",
-            "model.layers.{i}.mlp.up_proj.bias": "layers.{i}.up_bias",
-            "model.layers.{i}.mlp.down_proj.bias": "layers.{i}.down_bias",
-            "model.norm.weight": "final_norm",
-            "lm_head.weight": "lm_head",
-        }
-    ),
-    tied_copy="lm_head.weight",
-    ignored=("model.layers.{i}.self_attn.rotary_emb.inv_freq",),
-    config_keys={
-        "num_layers": "num_hidden_layers",
-        "hidden_size": "hidden_size",
-        "intermediate_size": "intermediate_size",
-        "num_heads": "num_attention_heads",
-        "num_kv_heads": "num_key_value_heads",
-        "head_dim": "head_dim",
-        "vocab_size": "vocab_size",
-        "tied": "tie_word_embeddings",
-        "attention_bias": "attention_bias",
-        "o_bias": "attention_bias",
-        "mlp_bias": "mlp_bias",
-    },
-    defaults={"tied": False, "attention_bias": False, "o_bias": False, "mlp_bias": False},
-)
-
-FAMILIES = {rules.model_type: rules for rules in (LLAMA,)}
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -213,13 +262,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def family_of(config: Mapping[str, Any], folder: Path | str = ".") -> FamilyRules:
-    """The rules for `config["model_type"]`. Raises UnsupportedModelError, also for quantised checkpoints."""
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
-        message = f"{model_type!r} is not supported; supported: {', '.join(FAMILIES)}"
-        raise UnsupportedModelError(folder, [Problem("config", "'model_type'", message)])
-    if config.get("quantization_config") is not None:
-        message = "quantised checkpoints are not supported yet; use one in bfloat16, float16 or float32"
-        raise UnsupportedModelError(folder, [Problem("config", "'quantization_config'", message)])
-    return FAMILIES[model_type]
+def read_generation_config(folder: Path) -> dict[str, Any]:
+    """The parsed generation_config.json of a folder, {} where it has none. Raises as `read_config`."""
+    if not (folder / GENERATION_CONFIG).exists():
+        return {}
+    config = read_json(folder, GENERATION_CONFIG)
+    if not isinstance(config, dict):
+        message = f"a JSON {type(config).__name__}, not an object"
+        raise CheckpointConfigError(folder, [Problem("config", repr(GENERATION_CONFIG), message)])
+    return config

@@ -9,9 +9,17 @@ from torch import Tensor
 
 from treespec_weights.checkpoint import Checkpoint
 from treespec_weights.errors import CheckpointError, Problem
-from treespec_weights.files import read_json, resolve_folder
-from treespec_weights.load import match, tied_head_problem
-from treespec_weights.rules import FamilyRules, ModelShape, family_of, read_config
+from treespec_weights.families import family_of
+from treespec_weights.files import resolve_folder
+from treespec_weights.load import extra_bias_problems, match, tied_head_problem
+from treespec_weights.rules import (
+    CONFIG,
+    GENERATION_CONFIG,
+    FamilyRules,
+    ModelShape,
+    read_config,
+    read_generation_config,
+)
 from treespec_weights.tokenizer import read_vocabulary
 
 CHUNK = 1 << 20  # values scanned at a time: 4 MiB as float32 stays in cache
@@ -92,15 +100,15 @@ def _check_tokenizer(root: Path, config: dict[str, Any], shape: ModelShape | Non
         return Check("tokenizer", False, "not reached: the config is not usable", ())
     try:
         vocabulary = read_vocabulary(root)
-        generation = read_json(root, "generation_config.json") if (root / "generation_config.json").exists() else {}
+        generation = read_generation_config(root)
     except CheckpointError as error:
         return Check("tokenizer", True, "", error.problems)
     problems = []
     if vocabulary and vocabulary.max_id is not None and vocabulary.max_id >= shape.vocab_size:
         message = f"its largest token id is {vocabulary.max_id}, but vocab_size is {shape.vocab_size}"
         problems.append(Problem("tokenizer", "'tokenizer.json'", message))
-    for file, values in (("config.json", config), ("generation_config.json", generation)):
-        end = values.get("eos_token_id") if isinstance(values, dict) else None
+    for file, values in ((CONFIG, config), (GENERATION_CONFIG, generation)):
+        end = values.get("eos_token_id")
         for token in end if isinstance(end, list) else [] if end is None else [end]:
             if type(token) is not int or not 0 <= token < shape.vocab_size:
                 message = f"{token!r} is not a token id from 0 to {shape.vocab_size - 1}"
@@ -115,6 +123,8 @@ def _check_tensors(checkpoint: Checkpoint, rules: FamilyRules | None, shape: Mod
     placements, problems = match(checkpoint, shape, rules)
     if not problems and (problem := tied_head_problem(checkpoint, shape, rules)):
         problems.append(problem)
+    if not problems:
+        problems += extra_bias_problems(checkpoint, shape, rules)
     head = "tied head" if shape.tied else "untied head"
     return Check("tensors", True, f"all {len(placements):,} names and shapes as expected, {head}", tuple(problems))
 

@@ -1,0 +1,169 @@
+"""Random models of every family through transformers' own classes: odd shapes, every parameter random.
+
+Adding a family to the tests is a line in `CASES`, and one in `TYPICAL`.
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+VOCAB = 509
+MAX_LEN = 256
+WINDOW = 21  # positions; contexts of the tests are longer
+
+
+class Case(NamedTuple):
+    """A model_type, and what its config says besides `_COMMON`."""
+
+    model_type: str
+    config: dict[str, Any]
+
+
+_COMMON = {
+    "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": MAX_LEN, "tie_word_embeddings": False,
+    "bos_token_id": 1, "eos_token_id": 0, "pad_token_id": None,
+}  # fmt: skip
+_GPT2 = {
+    "vocab_size": VOCAB, "n_embd": 48, "n_inner": None, "n_layer": 3, "n_head": 4, "n_positions": MAX_LEN,
+    "bos_token_id": 1, "eos_token_id": 0,
+}  # fmt: skip
+_OPT = {"ffn_dim": 76, "word_embed_proj_dim": 48, "tie_word_embeddings": True}
+_GEMMA3_ROPES = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
+_SUBSETS = {"full": "full_attention", "sliding": "sliding_attention"}
+
+
+def _layers(*kinds: str) -> list[str]:
+    return [_SUBSETS[kind] for kind in kinds]
+
+
+def _longrope(pairs: int) -> dict[str, Any]:
+    return {
+        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0 + 0.1 * i for i in range(pairs)],
+        "long_factor": [1.5 + 0.5 * i for i in range(pairs)],
+    }  # fmt: skip
+
+
+TYPICAL = {
+    "llama": Case("llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": Case("mistral", {"sliding_window": WINDOW, "num_key_value_heads": 1}),
+    "qwen2": Case("qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
+    "qwen3": Case("qwen3", {"head_dim": 24, "tie_word_embeddings": True}),
+    "gemma2": Case(
+        "gemma2",
+        {
+            "sliding_window": WINDOW, "query_pre_attn_scalar": 40, "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 30.0, "tie_word_embeddings": True,
+        },
+    ),
+    "gemma3": Case(
+        "gemma3_text",
+        {
+            "sliding_window": WINDOW, "query_pre_attn_scalar": 24, "tie_word_embeddings": True,
+            "rope_parameters": _GEMMA3_ROPES, "layer_types": _layers("sliding", "full", "sliding"),
+        },
+    ),
+    "phi3": Case(
+        "phi3",
+        {
+            "head_dim": None, "hidden_size": 64, "sliding_window": WINDOW, "num_key_value_heads": 4,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75},
+        },
+    ),
+    "gpt_neox": Case(
+        "gpt_neox",
+        {
+            "hidden_size": 64,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+        },
+    ),
+    "opt": Case("opt", _OPT),
+    "gpt2": Case("gpt2", _GPT2),
+}  # fmt: skip
+"""One of each family, with what is its own: windows shorter than the context, caps, partial rotary."""
+
+CASES = TYPICAL | {
+    "llama, dynamic": Case("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
+    "mistral, no window, wide heads": Case("mistral", {"sliding_window": None, "head_dim": 40}),
+    "mistral, a window of one tile": Case("mistral", {"sliding_window": 64}),
+    "mistral, a window of one position": Case("mistral", {"sliding_window": 1, "tie_word_embeddings": True}),
+    "qwen2, no window, yarn": Case("qwen2", {"rope_parameters": _YARN, "num_key_value_heads": 1}),
+    "qwen3, biases, windows by layer": Case(
+        "qwen3",
+        {
+            "attention_bias": True, "use_sliding_window": True, "sliding_window": 65, "num_key_value_heads": 1,
+            "layer_types": _layers("full", "sliding", "full"), "rms_norm_eps": 0.05,
+        },
+    ),
+    "gemma2, no caps, narrow heads": Case(
+        "gemma2",
+        {
+            "attn_logit_softcapping": None, "final_logit_softcapping": None, "sliding_window": 70, "head_dim": 8,
+            "num_key_value_heads": 1, "attention_bias": True, "hidden_activation": "gelu",
+        },
+    ),
+    "gemma3, no window, one rope scaled": Case(
+        "gemma3_text",
+        {
+            "sliding_window": 4096, "query_pre_attn_scalar": 16, "final_logit_softcapping": 40.0, "head_dim": 24,
+            "rope_parameters": _GEMMA3_ROPES | {"full_attention": _YARN}, "num_key_value_heads": 1,
+        },
+    ),
+    "phi3, longrope, partial": Case(
+        "phi3",
+        {
+            "head_dim": None, "hidden_size": 64, "num_key_value_heads": 1, "original_max_position_embeddings": 64,
+            "rope_parameters": _longrope(6) | {"partial_rotary_factor": 0.75}, "tie_word_embeddings": True,
+        },
+    ),
+    "phi3, longrope": Case(
+        "phi3",
+        {
+            "head_dim": None, "hidden_size": 64, "original_max_position_embeddings": 64,
+            "rope_parameters": _longrope(8), "max_position_embeddings": 512,
+        },
+    ),
+    "gpt_neox, one after the other": Case(
+        "gpt_neox",
+        {
+            "hidden_size": 64, "use_parallel_residual": False, "attention_bias": False, "intermediate_size": 173,
+            "hidden_act": "gelu_new",
+            "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e3, "partial_rotary_factor": 0.5},
+            "tie_word_embeddings": True,
+        },
+    ),
+    "opt, no biases, untied, gelu": Case(
+        "opt", _OPT | {"enable_bias": False, "tie_word_embeddings": False, "activation_function": "gelu"}
+    ),
+    "gpt2, untied, its own width": Case(
+        "gpt2", _GPT2 | {"n_inner": 85, "tie_word_embeddings": False, "activation_function": "relu"}
+    ),
+}  # fmt: skip
+
+
+def make_model(folder: Path, case: Case, seed: int, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
+    """A checkpoint with every parameter random, biases, norms and positions too; `changes` go before the config's."""
+    torch.manual_seed(seed)
+    settings = ({} if case.model_type == "gpt2" else _COMMON) | case.config | changes
+    if settings.get("head_dim", 0) is None:
+        settings.pop("head_dim")
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(case.model_type, **settings))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                centre = 0.0 if name.endswith("bias") or case.model_type.startswith("gemma") else 1.0
+                parameter.normal_(centre, 0.2)
+            elif any(part in name for part in ("embed", "wte", "wpe")):
+                parameter.normal_(0.0, 5.0 * parameter.shape[1] ** -0.5 if "embed_out" in name else 1.0)
+            else:
+                inputs = parameter.shape[0 if ".h." in name else 1]
+                gain = 5.0 if "lm_head" in name else 2.0 if "q_proj" in name or "k_proj" in name else 1.4
+                parameter.normal_(0.0, gain * inputs**-0.5)
+    model.to(dtype).save_pretrained(folder)
+    return folder

@@ -1,0 +1,21 @@
+"""Quantised checkpoints for tests."""
+
+import json
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+
+from treespec_weights.quantize import compressed_tensors, compressed_tensors_config, quantize
+
+
+def quantize_folder(folder: Path, bits: int, group: int | None) -> Path:
+    """Quantises the layers' matrices of a single-file checkpoint in place, in compressed-tensors' layout."""
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in list(tensors.items()):
+        if ".layers." in name and tensor.dim() == 2:
+            tensors |= compressed_tensors(name, quantize(tensors.pop(name), bits, group))
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = compressed_tensors_config(bits, group, ["lm_head"])
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder

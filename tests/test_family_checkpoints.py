@@ -1,0 +1,232 @@
+"""Checkpoints of every family as they are published: older spellings, base models, buffers; and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.families import CASES, TYPICAL, VOCAB, WINDOW, make_model
+from tests.models import greedy, open_llm, random_prompts
+from treespec import SpecConfig
+from treespec.config import ModelConfig
+from treespec.errors import KernelError, ModelError
+from treespec.models.compiled import _uncovered, check_compiled
+from treespec.runner import Runner
+from treespec_kernels.tree_batch import RequestRows
+from treespec_weights import UnsupportedModelError, inspect_checkpoint, verify_checkpoint
+from treespec_weights.describe import describe
+from treespec_weights.families import FAMILIES
+
+
+def edited(folder: Path, drop: tuple[str, ...] = (), **values: Any) -> Path:
+    """The folder, with keys of config.json dropped and set."""
+    path = folder / "config.json"
+    config = {key: value for key, value in json.loads(path.read_text()).items() if key not in drop}
+    path.write_text(json.dumps(config | values))
+    return folder
+
+
+def renamed(folder: Path, prefix: str, extra: dict[str, Tensor]) -> None:
+    """The checkpoint's tensors without the prefix and without a head, with others beside them."""
+    tensors = load_file(folder / "model.safetensors")
+    kept = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    save_file(kept | extra, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def prefill_logits(folder: Path, **options: Any) -> Tensor:
+    """[90, vocab], of one pass."""
+    llm = open_llm(folder, exact=False, max_model_len=None, **options)
+    target, pool = llm.engine.runner.target, llm.engine.cache.pools[0]
+    (tokens,) = random_prompts((90,), vocab=VOCAB)
+    rows = [RequestRows.chain(0, 90, torch.arange(1, 3).numpy())]
+    with torch.inference_mode():
+        return target.logits(target.forward(torch.tensor(tokens), target.plan(rows, pool), pool)).clone()
+
+
+OLDER: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
+    "theta of Mistral at the top": (
+        "mistral", ("rope_parameters", "head_dim"), {"rope_theta": 300.0, "hidden_size": 64, "torch_dtype": "float32"},
+    ),
+    "rotary_pct of NeoX": ("gpt_neox", ("rope_parameters",), {"rotary_pct": 0.25, "rotary_emb_base": 300}),
+    "local and global theta of Gemma 3": (
+        "gemma3", ("rope_parameters",),
+        {
+            "rope_theta": 300.0, "rope_local_base_freq": 70.0,
+            "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+        },
+    ),
+    "sliding_window_pattern of Gemma 3": ("gemma3", ("layer_types",), {"sliding_window_pattern": 2}),
+    "Phi-3 of before": (
+        "phi3", ("rope_parameters",),
+        {"rope_theta": 300.0, "partial_rotary_factor": 0.75, "rope_scaling": None, "sliding_window": WINDOW},
+    ),
+    "windows of Qwen 2 by max_window_layers": ("qwen2", ("layer_types",), {"max_window_layers": 2}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OLDER)
+def test_older_spellings(name: str, tmp_path: Path) -> None:
+    """They mean to us what they mean to transformers."""
+    from transformers import AutoModelForCausalLM
+
+    case, drop, values = OLDER[name]
+    wide = {"hidden_size": 64} if "hidden_size" in values else {}
+    folder = edited(make_model(tmp_path / "model", TYPICAL[case], 7, **wide), drop, **values)
+    (tokens,) = random_prompts((90,), vocab=VOCAB)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    with torch.inference_mode():
+        expected = model(torch.tensor([tokens])).logits[0]
+    error = (prefill_logits(folder) - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+    assert error < 1e-4
+
+
+@pytest.mark.parametrize("name", TYPICAL)
+def test_bfloat16(name: str, tmp_path: Path) -> None:
+    """As far from fp32 as transformers is."""
+    from transformers import AutoModelForCausalLM
+
+    folder = make_model(tmp_path / "model", TYPICAL[name], 7, torch.bfloat16)
+    (tokens,) = random_prompts((90,), vocab=VOCAB)
+    theirs = []
+    for dtype in (torch.bfloat16, torch.float32):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+        with torch.inference_mode():
+            theirs.append(model(torch.tensor([tokens])).logits[0].float())
+    rounded, exact = theirs
+    ours = prefill_logits(folder, dtype="bfloat16")
+    assert ours.dtype == torch.bfloat16
+    assert float((ours.float() - exact).square().mean()) < 1.2 * float((rounded - exact).square().mean())
+
+
+BUFFERS = {
+    "gpt2": ("transformer.", {"h.{i}.attn.bias": (1, 1, 8, 8), "h.{i}.attn.masked_bias": ()}),
+    "opt": ("model.", {}),
+}
+
+
+@pytest.mark.parametrize("name", BUFFERS)
+def test_checkpoints_of_the_base_model_alone(name: str, tmp_path: Path) -> None:
+    """As the first releases are: without the prefix, without a head, with buffers of masks."""
+    folder = make_model(tmp_path / "model", TYPICAL[name], 7)
+    expected = prefill_logits(folder)
+    prefix, buffers = BUFFERS[name]
+    renamed(folder, prefix, {key.format(i=i): torch.ones(shape) for i in range(3) for key, shape in buffers.items()})
+    assert torch.equal(prefill_logits(folder), expected)
+    assert verify_checkpoint(folder).ok
+
+
+def test_buffers_of_rotations_and_masks(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", TYPICAL["gpt_neox"], 7)
+    expected = prefill_logits(folder)
+    stem = "gpt_neox.layers.{i}.attention."
+    buffers = {"rotary_emb.inv_freq": (2,), "bias": (1, 1, 8, 8), "masked_bias": ()}
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {
+        stem.format(i=i) + name: torch.ones(shape).bool() if name == "bias" else torch.ones(shape)
+        for i in range(3)
+        for name, shape in buffers.items()
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert torch.equal(prefill_logits(folder), expected)
+    assert verify_checkpoint(folder).ok and len(inspect_checkpoint(folder)["ignored"]) == 9
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "Gemma 3 with pictures": ("gemma3", {"model_type": "gemma3"}, "'gemma3'"),
+    "both directions": ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention.*True"),
+    "norms after": ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before.*False"),
+    "a narrow embedding": ("opt", {"word_embed_proj_dim": 24}, "word_embed_proj_dim.*24"),
+    "no final norm": ("opt", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm.*True"),
+    "scores by layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx.*True"),
+    "unscaled scores": ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights.*False"),
+    "cross attention": ("gpt2", {"add_cross_attention": True}, "add_cross_attention.*True"),
+    "layers of Ministral": ("mistral", {"layer_types": ["full_attention"] * 3}, "layer_types.*full_attention"),
+    "an activation": ("opt", {"activation_function": "quick_gelu"}, "activation_function='quick_gelu'"),
+    "a kind of layer": ("gemma2", {"layer_types": ["chunked_attention"] * 3}, "chunked_attention"),
+    "a window": ("mistral", {"sliding_window": -3}, "sliding_window.*-3"),
+    "half a pair": ("llama", {"head_dim": 15}, "a head of 15; both must be even"),
+    "a part of nothing": ("gpt_neox", {"rotary_pct": 1.5, "rope_parameters": None}, "partial_rotary_factor=1.5"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_variants_that_no_declaration_covers(name: str, tmp_path: Path) -> None:
+    case, values, words = REFUSED[name]
+    folder = edited(make_model(tmp_path / "model", TYPICAL[case], 7), **values)
+    with pytest.raises((UnsupportedModelError, ModelError), match=words):
+        ModelConfig.from_hf(folder)
+
+
+def test_what_the_compiled_pass_does_not_compute(tmp_path: Path) -> None:
+    """It says which part, before anything is loaded."""
+    expected = {
+        "llama": None, "qwen3": "norms of heads", "gemma2": "1 \\+ w", "gemma3": "several ropes",
+        "gpt_neox": "LayerNorm", "mistral": "window", "opt": "without a gate", "gpt2": "learned positions",
+        "qwen2": "window",
+    }  # fmt: skip
+    for name, words in expected.items():
+        config = ModelConfig.from_hf(edited(make_model(tmp_path / name, TYPICAL[name], 7)))
+        if words is None:
+            assert _uncovered(config) is None
+        else:
+            with pytest.raises(KernelError, match=words):
+                check_compiled(config, torch.float32, torch.device("cpu"))
+
+
+def test_a_window_that_nothing_leaves_is_none(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", TYPICAL["mistral"], 7)
+    assert ModelConfig.from_hf(folder).windows == (WINDOW,)
+    assert ModelConfig.from_hf(folder, WINDOW).windows == (None,)
+
+
+def test_drafts_of_other_families(tmp_path: Path) -> None:
+    """Families in one tree: the vocabulary is all that they share."""
+    names = ("gpt2", "gemma2", "gpt_neox")
+    target = make_model(tmp_path / "target", TYPICAL["phi3"], 7)
+    drafts = [make_model(tmp_path / name, TYPICAL[name], 8) for name in names]
+    llm = open_llm(target, drafts)
+    assert len({model.plan_key for model in llm.engine.ssms.models}) == len(names)
+    prompts = random_prompts((5, 70), vocab=VOCAB)
+    spec = SpecConfig(branching=(3, 1, 1), sources=("ssm",))
+    plain, tree = (llm.generate(prompts, greedy(16), each) for each in ("off", spec))
+    assert [output.outputs[0].token_ids for output in plain] == [output.outputs[0].token_ids for output in tree]
+    assert all(output.metrics.nodes_verified > 16 for output in tree)
+
+
+def test_a_draft_of_fewer_positions_than_the_target(tmp_path: Path) -> None:
+    """What it learned of no position it guesses with the last one."""
+    target = make_model(tmp_path / "target", TYPICAL["gpt2"], 7)
+    draft = make_model(tmp_path / "draft", TYPICAL["opt"], 8, max_position_embeddings=32)
+    llm = open_llm(target, [draft])
+    (prompt,) = random_prompts((60,), vocab=VOCAB)
+    spec = SpecConfig(branching=(2, 1), sources=("ssm",))
+    (plain,), (tree,) = (llm.generate(prompt, greedy(8), each) for each in ("off", spec))
+    assert plain.outputs[0].token_ids == tree.outputs[0].token_ids
+
+
+def test_hidden_states_that_there_are_not(tmp_path: Path) -> None:
+    llm = open_llm(make_model(tmp_path / "model", TYPICAL["gpt2"], 7), exact=False)
+    runner = llm.engine.runner
+    for layers in ((4,), (-1,), (True,)):
+        with pytest.raises(ValueError, match="valid: ints from 0 to 3"):
+            Runner(runner.target, runner.cache, hidden_of=layers)
+    runner.target.linear = "compiled"
+    with pytest.raises(KernelError, match="compiled pass"):
+        Runner(runner.target, runner.cache, hidden_of=(1,))
+
+
+def test_every_family_has_a_case() -> None:
+    assert {case.model_type for case in CASES.values()} == set(FAMILIES)
+
+
+def test_a_report_says_what_layers_are_made_of(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", TYPICAL["gemma3"], 7)
+    text = describe(inspect_checkpoint(folder))
+    assert "RMSNorm (1 + w)" in text and "also of heads" in text and f"windows of {WINDOW} positions" in text
+    folder = make_model(tmp_path / "other", TYPICAL["opt"], 7)
+    text = describe(inspect_checkpoint(folder))
+    assert "LayerNorm" in text and "no gate" in text and "258 learned positions" in text

@@ -1,0 +1,181 @@
+"""The commands `grow` and `load`, what `inspect` says of padded vocabularies, and the measurement of loading."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tests.models import make_llama
+from treespec_weights import compare_draft, default_folder, inspect_checkpoint, verify_checkpoint
+from treespec_weights.cli import app
+from treespec_weights.timing import time_loading
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run(*arguments: object, code: int = 0) -> Any:
+    result = CliRunner().invoke(app, [*map(str, arguments), "--json"])
+    assert result.exit_code == code, result.output
+    return json.loads(result.stdout)
+
+
+def text(*arguments: object) -> str:
+    result = CliRunner().invoke(app, [*map(str, arguments)])
+    assert (result.exit_code, result.stderr) == (0, ""), result.output
+    return result.stdout
+
+
+# --- grow
+
+
+def test_grow(tmp_path: Path) -> None:
+    report = run("grow", default_folder("ssm-1"), tmp_path / "a", "--size=6M", "--seed=3")
+    assert abs(report["parameters"] / 6e6 - 1) < 0.1 and report["problems"] == 0
+    assert verify_checkpoint(tmp_path / "a").ok
+    assert report["vocabulary"] == inspect_checkpoint(default_folder("ssm-1"))["vocabulary"]
+    run("grow", default_folder("ssm-1"), tmp_path / "b", "--size=6M", "--seed=3")
+    for path in (tmp_path / "a").iterdir():
+        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes(), path.name
+    padded = run("grow", default_folder("ssm-1"), tmp_path / "c", "--size=20M", "--vocab=5000")
+    assert padded["shape"]["vocab_size"] == 5000 and padded["unused_ids"] == 5000 - padded["vocabulary"]["max_id"] - 1
+    assert "ids unused" in text("inspect", tmp_path / "c")
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "part"),
+    [
+        (["--size=big"], "OptionError", "--size big: valid are sizes such as 120M"),
+        (["--size=1K"], "OptionError", "--size 0.001M: this model can be grown from"),
+        (["--size=6M", "--vocab=10"], "OptionError", "--vocab 10: the model has"),
+        (["--size=6M", "--vocab=0"], "UsageError", "--vocab"),
+        ([], "UsageError", "--size"),
+    ],
+)
+def test_grow_refuses(tmp_path: Path, arguments: list[str], kind: str, part: str) -> None:
+    error = run("grow", default_folder("ssm-1"), tmp_path / "a", *arguments, code=2)["error"]
+    assert error["type"] == kind and part in error["message"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_grow_refuses_what_it_would_get_wrong(tmp_path: Path) -> None:
+    source = tmp_path / "a"
+    shutil.copytree(default_folder("ssm-1"), source)
+    assert "lies in" in run("grow", source, source / "b", "--size=6M", code=2)["error"]["message"]
+    error = run("grow", source, tmp_path / "b", "--size=999999B", code=2)["error"]
+    assert error["type"] == "WriteError" and "GB are to be written" in error["message"]
+    run("convert", source, tmp_path / "q", "--quantize=int8")
+    assert run("inspect", tmp_path / "q")["quantization"] == "compressed-tensors int8"
+    assert "  quantised   compressed-tensors int8\n" in text("inspect", tmp_path / "q")
+    error = run("grow", tmp_path / "q", tmp_path / "b", "--size=6M", code=2)["error"]
+    assert "is quantised (compressed-tensors int8)" in error["message"]
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "q"}
+
+
+def test_grow_leaves_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ("grow", default_folder("ssm-1"), tmp_path / "a", "--size=6M")
+    with monkeypatch.context() as patch:
+        patch.setattr("treespec_weights.writer._write", lambda *_: (_ for _ in ()).throw(OSError(28, "disk full")))
+        error = run(*command, code=2)["error"]
+    assert (
+        error["type"] == "WriteError" and "'model.embed_tokens.weight' cannot be written: disk full" in error["message"]
+    )
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "a.partial").mkdir()
+    assert "a.partial' is there already" in run(*command, code=2)["error"]["message"]
+    (tmp_path / "a.partial").rmdir()
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "x").touch()
+    assert "exists already" in run(*command, code=2)["error"]["message"]
+    assert (
+        run("grow", tmp_path / "nowhere", tmp_path / "b", "--size=6M", code=2)["error"]["type"] == "FileNotFoundError"
+    )
+
+
+# --- load
+
+
+def test_load(tmp_path: Path) -> None:
+    folder = make_llama(tmp_path / "a", 0)
+    report = run("load", folder, "--repeats=2", "--dtype=bfloat16")
+    assert report["bytes"] == inspect_checkpoint(folder)["bytes"]
+    assert (report["dtype"], report["device"], report["repeats"], report["cold"]) == ("bfloat16", "cpu", 2, False)
+    for row in (report["load_weights"], report["plain"]):
+        assert len(row["seconds"]) == 2 and row["gb_per_second"] == report["bytes"] / row["median"] / 1e9
+    assert "of the plain read's speed" in text("load", folder, "--repeats=1")
+    if hasattr(sys.modules["os"], "posix_fadvise"):
+        assert run("load", folder, "--cold", "--repeats=1")["cold"] is True
+    for arguments in (["--dtype=int4"], ["--device=tpu9"], ["--device=meta"], ["--device=cuda:99"]):
+        assert run("load", folder, *arguments, code=2)["error"]["type"] == "OptionError"
+    assert run("load", folder, "--repeats=0", code=2)["error"]["type"] == "UsageError"
+    (folder / "model.safetensors").unlink()
+    assert run("load", folder, code=2)["error"]["type"] == "CheckpointError"
+
+
+def test_loads_take_turns_and_report(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    time_loading(make_llama(tmp_path / "a", 0), repeats=2, on_repeat=lambda *done: seen.append(done))
+    assert seen == [(1, 3), (2, 3), (3, 3)]
+
+
+# --- padded vocabularies
+
+
+def tokenizer(folder: Path, size: int) -> None:
+    vocab = {"model": {"type": "BPE", "vocab": {f"t{i}": i for i in range(size)}, "merges": []}}
+    (folder / "tokenizer.json").write_text(json.dumps(vocab))
+
+
+def test_a_padded_vocabulary_is_the_same(tmp_path: Path) -> None:
+    target, draft = make_llama(tmp_path / "target", 0), make_llama(tmp_path / "draft", 1, vocab_size=528)
+    for folder in (target, draft):
+        tokenizer(folder, 500)
+    reports = [inspect_checkpoint(folder) for folder in (target, draft)]
+    assert [report["unused_ids"] for report in reports] == [12, 28]
+    shared = compare_draft(*reports)
+    assert (shared["usable"], shared["same_vocab_size"], shared["same_vocabulary"]) == (True, False, True)
+    assert "usable: padded" in text("inspect", target, "--draft", draft)
+    tokenizer(draft, 499)  # an id that only one of them has means nothing else to the other
+    shared = compare_draft(reports[0], inspect_checkpoint(draft))
+    assert (shared["usable"], shared["same_vocabulary"], shared["connection"]) == (True, False, "padded")
+    (draft / "tokenizer.json").unlink()
+    (target / "tokenizer.json").unlink()
+    shared = compare_draft(*(inspect_checkpoint(folder) for folder in (target, draft)))
+    assert not shared["usable"] and "vocab_size differs" in shared["reason"]
+
+
+# --- the measurement
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's memory counters")
+def test_the_measurement_of_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "perf"))
+    import loading
+
+    document = loading.measure(0.064, tmp_path, repeats=1)
+    assert 0.9 < document["bytes"] / 64e6 < 1.1 and document["files"] >= 4
+    slack = 4e6 / document["bytes"]  # of malloc's and the interpreter's
+    memory = document["memory"]
+    assert memory["load, as stored"]["of_size"] < 0.05 + slack
+    # No lower bound: what this process has freed before is used again.
+    assert memory["load, cast to float16"]["of_size"] < 1.2 + slack
+    assert memory["convert to float16"]["anonymous_bytes"] < document["bytes"] / 4
+    assert all(row["share"] > 0 for row in document["speed"].values())
+    assert "share" in loading.show(document) and not list(tmp_path.iterdir())
+    with pytest.raises(SystemExit, match="GB of disk are needed"):
+        loading.measure(10**6, tmp_path)
+
+
+def test_synthetic_checkpoints_have_the_size_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "perf"))
+    import loading
+
+    for size in (64e6, 1e9, 8e9, 30e9):
+        shape = loading.shape_of(round(size))
+        assert 0.9 < 2 * shape.num_parameters() / size < 1.1
+        assert max(map(torch.Size.numel, map(torch.Size, shape.parameters().values()))) * 2 <= size / 16

@@ -1,0 +1,175 @@
+"""What the ids of a tokenizer stand for: bytes of text, whichever way the tokenizer writes them down.
+
+Byte-level BPE writes a space as "Ġ" and every byte as a printable character; SentencePiece writes "▁" for a space and
+"<0x0A>" for a byte that no token has. As bytes, tokens of the two can be compared, and texts that end in the middle of
+a character can be put together.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from treespec_weights.errors import CheckpointError, Problem
+from treespec_weights.files import read_json
+from treespec_weights.tokenizer import TOKENIZER
+
+FILES = (TOKENIZER, "tokenizer.model", "vocab.json")
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPACE = "\u2581"
+MAX_ID = (1 << 24) - 1  # there is an entry for every id up to the last
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds tokenizer files of any kind."""
+    return any((folder / name).is_file() for name in FILES)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Codec:
+    """A tokenizer as bytes.
+
+    Attributes:
+        tokens: by id the bytes that it adds to a text; None for control tokens and ids without a token.
+        controls: control tokens, such as end tokens, by what the tokenizer calls them.
+        byte_ids: the token that stands for one byte alone, by byte.
+        start: the control tokens that this tokenizer puts before a text.
+        spaces_first: whether it puts a space before a text.
+    """
+
+    tokens: tuple[bytes | None, ...]
+    controls: dict[str, int]
+    byte_ids: dict[int, int]
+    start: tuple[int, ...]
+    spaces_first: bool
+    _inner: Any  # a tokenizers.Tokenizer that adds nothing before a text
+
+    @classmethod
+    def read(cls, folder: Path) -> "Codec":
+        """The tokenizer of a folder (a result of `resolve_folder`).
+
+        Raises:
+            CheckpointError: there is none, or the tokenizers library, or transformers for the older files, refuses it.
+        """
+        from tokenizers import Tokenizer
+
+        raw = read_json(folder, TOKENIZER, unique_keys=False) if (folder / TOKENIZER).exists() else _converted(folder)
+        try:
+            raw = raw | {"truncation": None, "padding": None}
+            whole = Tokenizer.from_str(json.dumps(raw))
+            inner = Tokenizer.from_str(json.dumps(_without_prefix(raw)))
+            first, plain = (whole.encode("a", add_special_tokens=each) for each in (True, False))
+        except BaseException as error:  # the library raises nothing more specific, and its panics are no Exception
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            message = f"refused by the tokenizers library: {error}"
+            raise CheckpointError(folder, [Problem("tokenizer", repr(TOKENIZER), message)]) from error
+        by_id = {id: token for token, id in whole.get_vocab(with_added_tokens=True).items()}
+        added = whole.get_added_tokens_decoder()
+        byte_level = any(_mentions(raw.get(part), "ByteLevel") for part in ("pre_tokenizer", "decoder"))
+        table = byte_characters() if byte_level else None
+        if (last := max(by_id, default=-1)) > MAX_ID:
+            message = f"{by_id[last]!r} has the id {last}; valid: up to {MAX_ID:,}"
+            raise CheckpointError(folder, [Problem("tokenizer", repr(TOKENIZER), message)])
+        tokens: list[bytes | None] = [None] * (last + 1)
+        for id, token in by_id.items():
+            if id not in added:
+                tokens[id] = _bytes_of(token, table)
+            elif not added[id].special:
+                tokens[id] = token.encode()
+        controls = {token.content: id for id, token in added.items() if token.special}
+        byte_ids: dict[int, int] = {}
+        for id, data in enumerate(tokens):
+            if data is not None and len(data) == 1:
+                ordinary = table is not None or not _BYTE_TOKEN.fullmatch(by_id[id])
+                if ordinary or data[0] not in byte_ids:
+                    byte_ids[data[0]] = id
+        start: list[int] = []
+        for id, is_control in zip(first.ids, first.special_tokens_mask, strict=True):
+            if not is_control:
+                break
+            start.append(id)
+        spaces_first = inner.encode("a", add_special_tokens=False).ids != plain.ids
+        return cls(tuple(tokens), controls, byte_ids, tuple(start), spaces_first, inner)
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a piece of text that need not be the beginning of one."""
+        return list(self._inner.encode(text, add_special_tokens=False).ids)
+
+    def encode_bytes(self, data: bytes) -> list[int]:
+        """The same of bytes: those that are no whole character by one token each, left out where there is none."""
+        ids: list[int] = []
+        while data:
+            try:
+                text, broken, data = data.decode(), b"", b""
+            except UnicodeDecodeError as error:
+                text, broken, data = data[: error.start].decode(), data[error.start : error.end], data[error.end :]
+            ids += self.encode(text) if text else []
+            ids += [self.byte_ids[byte] for byte in broken if byte in self.byte_ids]
+        return ids
+
+    def ids_of_bytes(self) -> dict[bytes, int]:
+        """The token of each text; of several with the same one, the ordinary one before a byte's, then the first."""
+        found: dict[bytes, int] = {}
+        for id, data in enumerate(self.tokens):
+            if data:
+                found.setdefault(data, id)
+        return found | {bytes([byte]): id for byte, id in self.byte_ids.items()}
+
+
+def _converted(folder: Path) -> dict[str, Any]:
+    """The older files of a tokenizer as transformers converts them."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return dict(json.loads(tokenizer.backend_tokenizer.to_str()))
+    except Exception as error:  # each kind of file has a library of its own, with errors of its own
+        message = f"there is none, and transformers does not convert this folder's files: {error}"
+        raise CheckpointError(folder, [Problem("tokenizer", repr(TOKENIZER), message)]) from error
+
+
+def _mentions(part: Any, kind: str) -> bool:
+    """Whether a part of tokenizer.json is, or holds, one of that type."""
+    if isinstance(part, dict):
+        return part.get("type") == kind or any(_mentions(value, kind) for value in part.values())
+    return isinstance(part, list) and any(_mentions(value, kind) for value in part)
+
+
+def _without_prefix(raw: dict[str, Any]) -> dict[str, Any]:
+    """tokenizer.json that puts nothing before a text, so that the middle of one can be encoded."""
+
+    def changed(part: Any) -> Any:
+        if isinstance(part, list):
+            return [each for each in map(changed, part) if each is not None]
+        if not isinstance(part, dict):
+            return part
+        if part.get("type") == "Prepend":
+            return None
+        part = {key: changed(value) for key, value in part.items()}
+        if part.get("type") in ("ByteLevel", "Metaspace") and "add_prefix_space" in part:
+            part["add_prefix_space"] = False
+        if part.get("type") == "Metaspace":
+            part["prepend_scheme"] = "never"
+        return part
+
+    parts = {name: changed(raw.get(name)) for name in ("normalizer", "pre_tokenizer")}
+    return raw | parts | {"post_processor": None}
+
+
+def byte_characters() -> dict[str, int]:
+    """The character by which byte-level tokenizers write each byte (GPT-2): itself where it is printable and not a
+    space, and else the next one from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+def _bytes_of(token: str, table: dict[str, int] | None) -> bytes | None:
+    """What a token of the model's own vocabulary adds to a text."""
+    if table is not None:
+        return bytes(table[char] for char in token) if all(char in table for char in token) else token.encode()
+    if match := _BYTE_TOKEN.fullmatch(token):
+        return bytes([int(match[1], 16)])
+    return token.replace(_SPACE, " ").encode()

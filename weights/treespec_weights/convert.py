@@ -1,0 +1,307 @@
+"""Converting a checkpoint: dtype, shards, layout. One tensor in memory at a time, and the result whole or not at all.
+
+A conversion is a list of steps. Each reads what a tensor of the result is made of, and yields that tensor, or several
+that belong together (a quantised weight and its scales). So a file's header is known before its first tensor.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from treespec_weights.checkpoint import INDEX, Checkpoint
+from treespec_weights.errors import CheckpointError, OptionError, Problem, WriteError
+from treespec_weights.families import family_of
+from treespec_weights.files import read_json, resolve_folder
+from treespec_weights.layouts import family_named, translate_config
+from treespec_weights.load import Placement, cast, expected_tensors, match, overflow_message, tied_head_problem
+from treespec_weights.quant_schemes import scheme_of
+from treespec_weights.rules import CONFIG, FamilyRules, ModelShape, read_config
+from treespec_weights.staging import carried_files, check_room, copy_files, free_place, partial_of, publish
+from treespec_weights.writer import NAMES, Output, Shard, is_written, plan_shards, write_index, write_json, write_shard
+
+SHARD_BYTES = 2 * 10**9
+STATE = "conversion.json"  # in an unfinished result: what it is made of
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Transform(Protocol):
+    """What becomes of each tensor of the result."""
+
+    def outputs(self, placement: Placement, dtype: torch.dtype) -> Sequence[Output]:
+        """What one tensor, of a stored dtype, becomes."""
+
+    def apply(self, placement: Placement, tensor: Tensor) -> Sequence[Tensor]:
+        """That, in the same order. Raises OverflowError with the reason where a value does not fit."""
+
+    def config(self, config: dict[str, Any]) -> dict[str, Any]:
+        """The result's config.json."""
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Another dtype; None keeps each tensor's own."""
+
+    dtype: torch.dtype | None = None
+
+    def outputs(self, placement: Placement, dtype: torch.dtype) -> Sequence[Output]:
+        return [Output(placement.name, NAMES[self.dtype or dtype], placement.shape)]
+
+    def apply(self, placement: Placement, tensor: Tensor) -> Sequence[Tensor]:
+        result, infinite = cast(tensor, self.dtype)
+        if infinite:
+            raise OverflowError(overflow_message(tensor, result))
+        return [result]
+
+    def config(self, config: dict[str, Any]) -> dict[str, Any]:
+        if self.dtype is None:
+            return config
+        older = {key: value for key, value in config.items() if key != "torch_dtype"}
+        return older | {"dtype": str(self.dtype).removeprefix("torch.")}
+
+
+class Step(NamedTuple):
+    """One tensor of the result, before the transform."""
+
+    target: Placement
+    sources: tuple[Placement, ...]  # tensors of the checkpoint that hold its parameters
+    dtype: torch.dtype
+    outputs: tuple[Output, ...]
+
+    def tensors(self, checkpoint: Checkpoint, transform: Transform) -> Sequence[Tensor]:
+        """What to write. Raises CheckpointError where a value does not fit."""
+        first = self.sources[0]
+        if (first.rule.layout, first.params) == (self.target.rule.layout, self.target.params):
+            tensor = checkpoint.tensor(first.name)
+        else:
+            params: dict[str, Tensor] = {}
+            for source in self.sources:
+                held = source.unpack(checkpoint.tensor(source.name))
+                params |= {name: held[name] for name in self.target.params if name in held}
+            tensor = self.target.pack(params)
+        try:
+            return transform.apply(self.target, tensor)
+        except OverflowError as error:
+            raise CheckpointError(
+                checkpoint.folder, [Problem("value", repr(source.name), str(error)) for source in self.sources]
+            ) from error
+
+
+def convert_checkpoint(
+    source: Path | str,
+    destination: Path | str,
+    *,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    layout: str | None = None,
+    resume: bool = False,
+    quantization: str | None = None,
+    transform: Transform | None = None,
+    on_bytes: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """Writes a checkpoint anew, as another folder.
+
+    Tensors are written one by one into `<destination>.partial`, which is renamed when all is there. Where writing
+    fails, or the process is killed, finished files stay in it for `resume`; nothing is ever at `destination`.
+
+    Args:
+        source: a folder that `verify` accepts; it stays as it is.
+        destination: a folder that does not exist, or is empty; not inside of the source.
+        dtype: of all tensors; None keeps each one's own.
+        shard_bytes: tensors of a file; a larger tensor has a file of its own.
+        layout: model_type of another family that has the same parameters; None keeps the family.
+        resume: go on with what an interrupted conversion of the same source with the same options has finished.
+        quantization: "int8" or "int4" quantises the layers' matrices, after the cast (quantized_layout.py).
+        transform: in the place of the cast to `dtype`.
+        on_bytes: called with the bytes that are written, and all that there are.
+
+    Returns:
+        JSON-ready: `source`, `destination`, `family`, `dtypes`, `tensors`, `bytes`, `files` (name to size), `resumed`
+        (files that were there).
+
+    Raises:
+        OptionError: an option; a destination that is taken; an interrupted conversion that is there without `resume`,
+            or of other files or options. CheckpointError: the source; UnsupportedModelError: what the layout has no
+            place for. WriteError: what could not be written, with file, tensor and reason. OSError: no such folder.
+    """
+    root = resolve_folder(source)
+    place = free_place(destination, root)
+    carried = carried_files(root, CONFIG, INDEX, STATE)
+    config = read_config(root)
+    rules = family_of(config, root)
+    if (scheme := scheme_of(config, root)) is not None:
+        raise OptionError(f"{str(source)!r} is quantised ({scheme.name}); convert the checkpoint that it was made of")
+    shape = ModelShape.from_hf(config, rules, root)
+    written_as = rules if layout in (None, rules.model_type) else family_named(str(layout))
+    if written_as is not rules:
+        config = translate_config(root, config, shape, rules, written_as)
+    transform = transform or Cast(dtype)
+    if quantization is not None:
+        from treespec_weights.quantized_layout import quantising  # which is made of this module's parts
+
+        transform = quantising(quantization, Cast(dtype), shape, written_as)
+    with Checkpoint.open(root) as checkpoint:
+        steps = plan_steps(checkpoint, shape, rules, written_as, transform)
+        shards = plan_shards([step.outputs for step in steps], shard_bytes)
+        state = _state(root, written_as, shards, transform)
+        partial = partial_of(place)
+        if resume:
+            _check_state(partial, state)
+        else:
+            _start(partial, state)
+        try:
+            resumed = _write_shards(checkpoint, partial, shards, steps, transform, on_bytes)
+            write_index(partial, shards)
+            write_json(partial, CONFIG, transform.config(config))
+            copy_files(root, carried, partial)
+            with Checkpoint.open(partial) as result:
+                files = result.files
+            (partial / STATE).unlink()
+            publish(partial, place)
+        except BaseException as error:
+            keep = not isinstance(error, CheckpointError) or isinstance(error, WriteError)
+            if _leave(partial, shards if keep else (), state) and isinstance(error, WriteError):
+                note = Problem("file", repr(partial.name), "holds what is finished: go on with --resume, or delete it")
+                raise WriteError(partial, [*error.problems, note]) from error
+            raise
+    outputs = [output for shard in shards for output in shard.outputs]
+    return {
+        "source": str(source),
+        "destination": str(destination),
+        "family": written_as.model_type,
+        "dtypes": sorted({output.dtype for output in outputs}),
+        "tensors": len(outputs),
+        "bytes": sum(output.nbytes for output in outputs),
+        "files": files,
+        "resumed": resumed,
+    }
+
+
+def plan_steps(
+    checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules, written_as: FamilyRules, transform: Transform
+) -> list[Step]:
+    """The steps of a conversion, layer by layer.
+
+    Raises CheckpointError where the checkpoint is not what its config says, or tensors of several dtypes would have to
+    become one.
+    """
+    placements, problems = match(checkpoint, shape, rules)
+    if not problems and (problem := tied_head_problem(checkpoint, shape, rules)):
+        problems.append(problem)
+    if problems:
+        raise CheckpointError(checkpoint.folder, problems)
+    order = {param: at for at, param in enumerate(shape.parameters())}
+    holder = {param: placement for placement in placements for param in placement.params}
+    targets = placements if written_as is rules else expected_tensors(shape, written_as)
+    steps = []
+    for target in sorted(targets, key=lambda placement: min(order[param] for param in placement.params)):
+        sources = tuple({holder[param].name: holder[param] for param in target.params}.values())
+        dtypes = {checkpoint.dtype(placement.name): placement.name for placement in sources}
+        outputs = [tuple(transform.outputs(target, dtype)) for dtype in dtypes]
+        if len(set(outputs)) > 1:
+            stored = ", ".join(f"{name!r} is {str(dtype).removeprefix('torch.')}" for dtype, name in dtypes.items())
+            problems.append(Problem("dtype", repr(target.name), f"of several dtypes ({stored}); give --dtype"))
+        steps.append(Step(target, sources, next(iter(dtypes)), outputs[0]))
+    if problems:
+        raise CheckpointError(checkpoint.folder, problems)
+    return steps
+
+
+def _write_shards(
+    checkpoint: Checkpoint,
+    partial: Path,
+    shards: Sequence[Shard],
+    steps: Sequence[Step],
+    transform: Transform,
+    on_bytes: Callable[[int, int], None] | None,
+) -> list[str]:
+    """Writes what is not there yet; returns the names of what was."""
+    by_output = {step.outputs[0]: step for step in steps}
+    resumed = [shard.file for shard in shards if is_written(partial, shard)]
+    total = sum(shard.tensor_bytes for shard in shards)
+    done = sum(shard.tensor_bytes for shard in shards if shard.file in resumed)
+    check_room(partial, total - done)
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        if on_bytes:
+            on_bytes(done, total)
+
+    for shard in shards:
+        if shard.file not in resumed:
+            own = [by_output[output] for output in shard.outputs if output in by_output]
+            write_shard(partial, shard, _tensors(own, checkpoint, transform), advance)
+    return resumed
+
+
+def _tensors(steps: Sequence[Step], checkpoint: Checkpoint, transform: Transform) -> Iterator[Tensor]:
+    for step in steps:
+        yield from step.tensors(checkpoint, transform)
+
+
+def _state(root: Path, written_as: FamilyRules, shards: Sequence[Shard], transform: Transform) -> dict[str, Any]:
+    """What makes two conversions the same: the source's files by size and time, and every byte of the plan."""
+    plan = hashlib.sha256(repr((written_as.model_type, shards, transform)).encode())
+    files = {entry.name: entry.stat() for entry in sorted(root.iterdir()) if entry.is_file()}
+    return {
+        "source": str(root),
+        "files": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in files.items()},
+        "plan": plan.hexdigest(),
+    }
+
+
+def _start(partial: Path, state: dict[str, Any]) -> None:
+    try:
+        partial.mkdir()
+    except FileExistsError:
+        raise OptionError(
+            f"{str(partial)!r} is there already, of an interrupted conversion or one at work; go on with --resume, or "
+            "delete it"
+        ) from None
+    except OSError as error:
+        raise WriteError(partial, [Problem("file", repr(partial.name), f"cannot be made: {error.strerror}")]) from error
+    try:
+        write_json(partial, STATE, state)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _check_state(partial: Path, state: dict[str, Any]) -> None:
+    """Raises OptionError where there is nothing to go on with, or something else."""
+    if partial.is_symlink() or not partial.is_dir():
+        raise OptionError(f"--resume: no interrupted conversion at {str(partial)!r}; leave the option out")
+    try:
+        found = read_json(resolve_folder(partial), STATE)
+    except CheckpointError as error:
+        raise OptionError(f"--resume: {error}; delete the folder") from error
+    if not isinstance(found, dict) or found.keys() != state.keys():
+        raise OptionError(f"--resume: {str(partial / STATE)!r} is of something else; delete the folder")
+    for key, reason in (("source", "another source"), ("files", "files that have changed"), ("plan", "other options")):
+        if found[key] != json.loads(json.dumps(state[key])):
+            raise OptionError(f"--resume: the conversion in {str(partial)!r} is of {reason}; delete the folder")
+
+
+def _leave(partial: Path, shards: Sequence[Shard], state: dict[str, Any]) -> bool:
+    """After an error: keeps the folder where a file in it is finished, for `resume`. Whether it did."""
+    if not any(is_written(partial, shard) for shard in shards):
+        shutil.rmtree(partial, ignore_errors=True)
+        return False
+    names = {shard.file for shard in shards} | {STATE}
+    for entry in list(os.scandir(partial)):
+        if entry.name not in names:
+            with contextlib.suppress(OSError):
+                os.unlink(entry.path)
+    if not (partial / STATE).exists():  # it failed at the very end
+        with contextlib.suppress(WriteError):
+            write_json(partial, STATE, state)
+    return True

@@ -1,0 +1,58 @@
+"""The families of models that the decoder computes by itself, one declaration each.
+
+Adding one is a page: a `FamilyRules` in a module of its own, named here, and a model of odd sizes in tests/families.py.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from treespec_weights.errors import Problem, UnsupportedModelError
+from treespec_weights.families.gemma import GEMMA2, GEMMA3
+from treespec_weights.families.gpt2 import GPT2
+from treespec_weights.families.gpt_neox import GPT_NEOX
+from treespec_weights.families.llama import LLAMA
+from treespec_weights.families.mistral import MISTRAL
+from treespec_weights.families.opt import OPT
+from treespec_weights.families.phi3 import PHI3
+from treespec_weights.families.qwen import QWEN2, QWEN3
+from treespec_weights.quant_schemes import scheme_of
+from treespec_weights.rules import FamilyRules
+
+__all__ = [
+    "FAMILIES", "GEMMA2", "GEMMA3", "GPT2", "GPT_NEOX", "LLAMA", "MISTRAL", "OPT", "PHI3", "QWEN2", "QWEN3",
+    "family_of",
+]  # fmt: skip
+
+FAMILIES = {
+    rules.model_type: rules
+    for rules in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3, GPT_NEOX, OPT, GPT2)
+}  # fmt: skip
+
+
+def family_of(config: Mapping[str, Any], folder: Path | str = ".") -> FamilyRules:
+    """The rules for a parsed config.json.
+
+    Raises:
+        UnsupportedModelError: no family of that model_type, a variant that its declaration does not cover, or a
+            quantisation that cannot be read.
+    """
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        message = f"{model_type!r} is not supported; supported: {', '.join(FAMILIES)}"
+        raise UnsupportedModelError(folder, [Problem("config", "'model_type'", message)])
+    scheme_of(config, folder)
+    rules = FAMILIES[model_type]
+    problems = [
+        Problem("config", repr(key), f"{config[key]!r} is not supported for {model_type}; supported: {list(values)}")
+        for key, values in rules.requires.items()
+        if key in config and config[key] not in values
+    ]
+    problems += [
+        Problem("config", repr(key), f"{config[key]!r}, which is not the {other} {config[other]!r}: not supported")
+        for key, other in rules.equal_sizes.items()
+        if key in config and other in config and config[key] != config[other]
+    ]
+    if problems:
+        raise UnsupportedModelError(folder, problems)
+    return rules

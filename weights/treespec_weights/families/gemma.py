@@ -1,0 +1,52 @@
+"""Gemma 2, and the text models of Gemma 3."""
+
+from dataclasses import replace
+
+from treespec_weights.families.llama import LLAMA, LLAMA_SIZES, LLAMA_TENSORS
+from treespec_weights.rules import alone
+
+_NORMS = alone(
+    {
+        "model.layers.{i}.post_attention_layernorm.weight": "layers.{i}.attn_post_norm",
+        "model.layers.{i}.pre_feedforward_layernorm.weight": "layers.{i}.mlp_norm",
+        "model.layers.{i}.post_feedforward_layernorm.weight": "layers.{i}.mlp_post_norm",
+    }
+)
+
+GEMMA2 = replace(
+    LLAMA,
+    model_type="gemma2",
+    tensors=tuple(rule for rule in LLAMA_TENSORS if rule.params != ("layers.{i}.mlp_norm",)) + _NORMS,
+    config_keys=LLAMA_SIZES | {"attention_bias": "attention_bias", "o_bias": "attention_bias"},
+    defaults={"tied": True, "attention_bias": False, "o_bias": False, "head_dim": 256},
+    constants={"post_norms": True},
+    assumed={
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    norm="rms_plus_one",
+    activation="hidden_activation",
+    windows=True,
+    query_scalar="query_pre_attn_scalar",
+    score_cap="attn_logit_softcapping",
+    logit_cap="final_logit_softcapping",
+    scaled_embedding=True,
+    requires={"use_bidirectional_attention": (None, False)},
+)
+
+GEMMA3 = replace(
+    GEMMA2,
+    model_type="gemma3_text",
+    tensors=GEMMA2.tensors
+    + alone(
+        {
+            "model.layers.{i}.self_attn.q_norm.weight": "layers.{i}.q_norm",
+            "model.layers.{i}.self_attn.k_norm.weight": "layers.{i}.k_norm",
+        }
+    ),
+    constants={"post_norms": True, "qk_norm": True},
+    assumed={"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256},
+    score_cap=None,  # it has the key, and its attention does not read it
+)

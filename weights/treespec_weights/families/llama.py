@@ -1,0 +1,48 @@
+"""Llama 1, 2, 3, 3.1 and later, and what copies its layout."""
+
+from treespec_weights.rules import FamilyRules, alone
+
+LLAMA_TENSORS = alone(
+    {
+        "model.embed_tokens.weight": "embed",
+        "model.layers.{i}.input_layernorm.weight": "layers.{i}.attn_norm",
+        "model.layers.{i}.self_attn.q_proj.weight": "layers.{i}.q",
+        "model.layers.{i}.self_attn.k_proj.weight": "layers.{i}.k",
+        "model.layers.{i}.self_attn.v_proj.weight": "layers.{i}.v",
+        "model.layers.{i}.self_attn.o_proj.weight": "layers.{i}.o",
+        "model.layers.{i}.self_attn.q_proj.bias": "layers.{i}.q_bias",
+        "model.layers.{i}.self_attn.k_proj.bias": "layers.{i}.k_bias",
+        "model.layers.{i}.self_attn.v_proj.bias": "layers.{i}.v_bias",
+        "model.layers.{i}.self_attn.o_proj.bias": "layers.{i}.o_bias",
+        "model.layers.{i}.post_attention_layernorm.weight": "layers.{i}.mlp_norm",
+        "model.layers.{i}.mlp.gate_proj.weight": "layers.{i}.gate",
+        "model.layers.{i}.mlp.up_proj.weight": "layers.{i}.up",
+        "model.layers.{i}.mlp.down_proj.weight": "layers.{i}.down",
+        "model.layers.{i}.mlp.gate_proj.bias": "layers.{i}.gate_bias",
+        "model.layers.{i}.mlp.up_proj.bias": "layers.{i}.up_bias",
+        "model.layers.{i}.mlp.down_proj.bias": "layers.{i}.down_bias",
+        "model.norm.weight": "final_norm",
+        "lm_head.weight": "lm_head",
+    }
+)
+
+LLAMA_SIZES = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "vocab_size": "vocab_size",
+    "tied": "tie_word_embeddings",
+}
+
+LLAMA = FamilyRules(
+    model_type="llama",
+    tensors=LLAMA_TENSORS,
+    tied_copy="lm_head.weight",
+    ignored=("model.layers.{i}.self_attn.rotary_emb.inv_freq",),
+    config_keys=LLAMA_SIZES | {"attention_bias": "attention_bias", "o_bias": "attention_bias", "mlp_bias": "mlp_bias"},
+    defaults={"tied": False, "attention_bias": False, "o_bias": False, "mlp_bias": False},
+    assumed={"hidden_act": "silu"},
+)

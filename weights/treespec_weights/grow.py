@@ -1,0 +1,214 @@
+"""Grown models: the function of a small model in a larger shape, to measure at sizes without weights of that size.
+
+The cost of a pass is the larger shape's, and the tokens are the small model's, so acceptance is real. What is added
+computes with random weights and reaches nothing:
+
+- hidden dimensions are padded with zeros: embeddings and every projection into the residual stream have zero rows
+  there. An RMSNorm over `ratio` times the width sees 1 / ratio of the mean square; eps is divided by the ratio and the
+  scale by its root. Both are exact where the ratio is a power of 4, the only ratios that are used.
+- extra heads and MLP units have zero columns in `o` and `down`. Heads come in whole KV groups after the model's own, so
+  that every head keeps its KV head.
+- extra layers have zero `o` and `down`: they add nothing to the residual stream.
+- extra vocabulary (only where asked for) must never win, nor take probability from the drafts' own tokens. One padded
+  hidden dimension carries `_TINY` in every embedding, too small to change any mean square in fp32, and every norm but
+  the last has scale 0 there. The last norm raises it to a large positive value, which the head's padding rows, zero
+  elsewhere, turn into a large negative logit. So such a model needs padded dimensions and its own head.
+
+A product with a zero is zero as long as the other factor is finite; random weights of usual size see to that. So every
+sum has the small model's terms, and zeros. A library may group the terms of a longer row otherwise (oneDNN: 704 MLP
+units among 2,048; not among 1,024). Then logits differ in their last bits, as they do between machines, and the
+benchmark counts the tokens that do.
+"""
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from treespec_weights.checkpoint import INDEX
+from treespec_weights.errors import OptionError
+from treespec_weights.families import LLAMA, family_of
+from treespec_weights.files import resolve_folder
+from treespec_weights.load import load_weights
+from treespec_weights.quant_schemes import scheme_of
+from treespec_weights.rules import CONFIG, ModelShape, read_config
+from treespec_weights.staging import carried_files, check_room, copy_files, free_place, staged
+from treespec_weights.writer import NAMES, Output, Shard, plan_shards, write_index, write_json, write_shard
+
+SHARD_BYTES = 1 << 30
+_WIDEN = 4  # MLP units per hidden dimension, where the size leaves the choice
+_NARROWEST = 2  # the least of those, for a wider hidden dimension
+_TINY, _RAISED = 2.0**-40, 2.0**52
+
+# Parameters that are zero where anything was added, and those that scale a row.
+_TO_RESIDUAL = ("embed", "lm_head", "o", "down", "o_bias", "down_bias")
+_NORMS = ("attn_norm", "mlp_norm", "final_norm")
+
+
+def grown_shape(
+    shape: ModelShape, size: int, vocab: int | None = None, options: tuple[str, str] = ("--size", "--vocab")
+) -> ModelShape:
+    """The shape of about `size` parameters that holds `shape`.
+
+    The widest hidden dimension (times 1, 4, 16 ...) at which the model's own number of layers still has an MLP of
+    twice the width; there an MLP of four times the width and as many layers as the size asks for.
+
+    Raises:
+        OptionError: the model is larger than `size` already, or the vocabulary would shrink. The message names
+            `options`.
+    """
+    vocab = shape.vocab_size if vocab is None else vocab
+    if vocab < shape.vocab_size:
+        raise OptionError(f"{options[1]} {vocab}: the model has {shape.vocab_size} tokens already")
+    padded = vocab > shape.vocab_size
+    ratio = 4 if padded else 1
+    if widened(shape, ratio, vocab, shape.num_layers, 1).num_parameters() > size:
+        least = widened(shape, ratio, vocab, shape.num_layers, 1).num_parameters()
+        raise OptionError(f"{options[0]} {size / 1e6:.4g}M: this model can be grown from {math.ceil(least / 1e6)}M on")
+    while widened(shape, 4 * ratio, vocab, shape.num_layers, _NARROWEST).num_parameters() <= size:
+        ratio *= 4
+    full = widened(shape, ratio, vocab, 1, _WIDEN)
+    layer = widened(shape, ratio, vocab, 2, _WIDEN).num_parameters() - full.num_parameters()
+    layers = max(shape.num_layers, 1 + round((size - full.num_parameters()) / layer))
+    wide = replace(full, num_layers=layers)
+    one_unit = replace(wide, intermediate_size=wide.intermediate_size + 1).num_parameters() - wide.num_parameters()
+    units = wide.intermediate_size + (size - wide.num_parameters()) / one_unit
+    step = max(64, wide.hidden_size // 4)  # as real models have it
+    return replace(wide, intermediate_size=max(shape.intermediate_size, step * round(units / step)))
+
+
+def widened(shape: ModelShape, ratio: int, vocab: int, layers: int, widen: int) -> ModelShape:
+    """`shape` with hidden dimension and heads times `ratio`, and an MLP of `widen` times that width."""
+    hidden = shape.hidden_size * ratio
+    return replace(
+        shape, hidden_size=hidden, num_layers=layers, num_heads=shape.num_heads * ratio,
+        num_kv_heads=shape.num_kv_heads * ratio, intermediate_size=max(shape.intermediate_size, widen * hidden),
+        vocab_size=vocab, tied=shape.tied and vocab == shape.vocab_size,
+    )  # fmt: skip
+
+
+def grow_checkpoint(
+    source: Path,
+    folder: Path,
+    shape: ModelShape,
+    seed: int,
+    device: torch.device | str = "cpu",
+    on_bytes: Callable[[int, int], None] | None = None,
+) -> None:
+    """Write a Hugging Face folder that computes `source`'s function in the larger `shape`, whole or not at all.
+
+    Args:
+        source: a checkpoint of the Llama family.
+        folder: where to write: a folder that does not exist, or is empty.
+        shape: at least as large as the source's in every respect, with a hidden dimension 4 ** n times as wide.
+        seed: of the random weights.
+        device: where they are drawn (on a CPU by one thread). Another device draws others.
+        on_bytes: called with the bytes that are written, and all that there are.
+
+    Raises:
+        OptionError: the source is of another family or quantised, or the folder is taken or lies in the source.
+            CheckpointError: the source cannot be read. WriteError: the folder cannot be written, or has no room.
+    """
+    source = resolve_folder(source)
+    place = free_place(folder, source)
+    config = read_config(source)
+    rules = family_of(config, source)
+    if rules is not LLAMA:
+        raise OptionError(f"{source}: {rules.model_type} models cannot be grown; valid: {LLAMA.model_type}")
+    if (scheme := scheme_of(config, source)) is not None:
+        raise OptionError(f"{source} is quantised ({scheme.name}); grow the checkpoint that it was made of")
+    old = ModelShape.from_hf(config, rules, source)
+    growth = _Growth(old, shape)
+    small = load_weights(source, old, rules)
+    if old.tied and not shape.tied:
+        small["lm_head"] = small["embed"].clone()
+    generator = torch.Generator(device).manual_seed(seed)
+    dtype = small["embed"].dtype
+    if shape.vocab_size > old.vocab_size and dtype == torch.float16:
+        raise OptionError(f"{source}: float16 has no room for a grown vocabulary; valid: bfloat16, float32")
+    parameters = shape.parameters()
+    names = {rule.params[0]: rule.name for rule in rules.tensors}
+    outputs = [Output(_tensor_name(names, name), NAMES[dtype], size) for name, size in parameters.items()]
+    shards = plan_shards([[output] for output in outputs], SHARD_BYTES)
+    tensors = (growth.tensor(name, size, small.get(name), dtype, generator) for name, size in parameters.items())
+    config |= {
+        "hidden_size": shape.hidden_size, "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers, "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads, "head_dim": shape.head_dim, "vocab_size": shape.vocab_size,
+        "tie_word_embeddings": shape.tied, "rms_norm_eps": config.get("rms_norm_eps", 1e-6) / growth.ratio,
+    }  # fmt: skip
+    carried = carried_files(source, CONFIG, INDEX)
+    with staged(place) as partial:
+        check_room(partial, sum(shard.tensor_bytes for shard in shards))
+        _write(partial, shards, tensors, on_bytes)
+        write_index(partial, shards)
+        write_json(partial, CONFIG, config)
+        copy_files(source, carried, partial)
+
+
+@dataclass(frozen=True)
+class _Growth:
+    """From the old shape to the new one."""
+
+    old: ModelShape
+    new: ModelShape
+
+    @property
+    def ratio(self) -> int:
+        ratio = self.new.hidden_size // self.old.hidden_size
+        power_of_4 = ratio & (ratio - 1) == 0 and ratio.bit_length() % 2 == 1
+        assert ratio * self.old.hidden_size == self.new.hidden_size and power_of_4, "a width that is not 4 ** n times"
+        return ratio
+
+    def tensor(
+        self, name: str, size: tuple[int, ...], own: Tensor | None, dtype: torch.dtype, generator: torch.Generator
+    ) -> Tensor:
+        """A parameter of the new shape; `own` is the old one, None in an added layer."""
+        kind = name.rpartition(".")[2]
+        if kind in _TO_RESIDUAL:
+            tensor = torch.zeros(size, dtype=dtype)
+        else:
+            spread = size[1] ** -0.5 if len(size) > 1 else 0.1
+            tensor = torch.empty(size, dtype=dtype, device=generator.device)
+            tensor = tensor.normal_(float(kind in _NORMS), spread, generator=generator).cpu()
+        if own is not None:
+            scale = self.ratio**-0.5 if kind in _NORMS else 1.0
+            tensor[tuple(slice(n) for n in own.shape)] = own * scale
+        if self.new.vocab_size > self.old.vocab_size:
+            self._silence(kind, tensor)
+        return tensor
+
+    def _silence(self, kind: str, tensor: Tensor) -> None:
+        """Make the added tokens' logits large and negative, through the last hidden dimension."""
+        if kind == "embed":
+            tensor[:, -1] = _TINY
+        elif kind == "lm_head":
+            tensor[self.old.vocab_size :, -1] = -1.0
+        elif kind in _NORMS:
+            tensor[-1] = _RAISED if kind == "final_norm" else 0.0
+
+
+def _tensor_name(names: dict[str, str], parameter: str) -> str:
+    """The checkpoint's name of a decoder parameter."""
+    layer = re.fullmatch(r"layers\.(\d+)\.(.+)", parameter)
+    return names[f"layers.{{i}}.{layer[2]}"].replace("{i}", layer[1]) if layer else names[parameter]
+
+
+def _write(
+    folder: Path, shards: list[Shard], tensors: Iterator[Tensor], on_bytes: Callable[[int, int], None] | None
+) -> None:
+    done, total = 0, sum(shard.tensor_bytes for shard in shards)
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        if on_bytes:
+            on_bytes(done, total)
+
+    for shard in shards:
+        write_shard(folder, shard, itertools.islice(tensors, len(shard.outputs)), advance)

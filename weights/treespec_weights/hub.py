@@ -1,0 +1,75 @@
+"""Models of the Hugging Face hub: from a name to a local folder."""
+
+import os
+import re
+from pathlib import Path
+
+from treespec_weights.checkpoint import Checkpoint
+from treespec_weights.errors import CheckpointError, HubError, OptionError
+from treespec_weights.rules import read_config
+
+# Safetensors, and what goes with them. No pickles, no code, and nothing below the top folder.
+ALLOWED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "LICENSE*")
+IGNORED = ("*/*", "consolidated*")
+_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name could be one of the hub's: `owner/model`, or a `model` of its first years."""
+    return bool(_ID.fullmatch(name)) and ".." not in name and "--" not in name
+
+
+def fetch(hub_id: str, revision: str | None = None, to: Path | str | None = None) -> Path:
+    """The local folder of a model of the hub: what is cached already, fetched where it is not, checked.
+
+    Only config, tokenizer, templates and safetensors are asked for. The cache, the token and the mirror are those of
+    `huggingface_hub` (HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE).
+
+    Args:
+        hub_id: `owner/model`.
+        revision: branch, tag or commit; None is the main branch.
+        to: a folder to fetch into, instead of the cache.
+
+    Raises:
+        OptionError: a name that cannot be one of the hub's. HubError: offline and not cached; unknown, gated, or
+            interrupted. CheckpointError: it holds no safetensors, or unusable ones.
+    """
+    if not is_hub_id(hub_id):
+        raise OptionError(f"{hub_id!r} is no name of the hub; valid are names such as owner/model")
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    where = {"local_dir": os.fspath(to)} if to is not None else {}
+    try:
+        folder = Path(
+            snapshot_download(
+                hub_id, revision=revision, allow_patterns=list(ALLOWED), ignore_patterns=list(IGNORED), **where
+            )
+        )
+    except LocalEntryNotFoundError as error:
+        offline = " (HF_HUB_OFFLINE is set)" if constants.HF_HUB_OFFLINE else ""
+        raise HubError(
+            f"{_named(hub_id, revision)} is not in the cache {constants.HF_HUB_CACHE!r}, and the hub cannot be reached"
+            f"{offline}; run `treespec weights fetch {hub_id}` where there is a network, and copy that folder, or "
+            "name a local folder with config.json and *.safetensors"
+        ) from error
+    except (*HfHubHTTPError.__bases__, OSError, ValueError) as error:  # first the HTTP library's own, such as proxies'
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else "no reason given"
+        raise HubError(
+            f"the hub did not give {_named(hub_id, revision)} ({type(error).__name__}: {reason}); check the name and "
+            "the revision, and HF_TOKEN for a gated model, or name a local folder with config.json and *.safetensors"
+        ) from error
+    try:
+        read_config(folder.resolve())
+        Checkpoint.open(folder).close()
+    except CheckpointError as error:
+        if any(folder.glob("*.safetensors")):
+            raise
+        raise HubError(
+            f"{_named(hub_id, revision)} has no complete safetensors (pickles are never fetched): {error}"
+        ) from error
+    return folder
+
+
+def _named(hub_id: str, revision: str | None) -> str:
+    return repr(hub_id) if revision is None else f"{hub_id!r} at {revision!r}"

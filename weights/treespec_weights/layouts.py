@@ -1,0 +1,171 @@
+"""The same model as a checkpoint of another family: which config says so, and whether one can.
+
+Tensors follow from the families' rules (`expected_tensors`). Of the config, sizes and switches follow from the rules
+too. What else config.json says is compared through transformers' own config classes, because families differ in what
+they take where a key is missing (Mistral's window is 4,096 then, Llama has none): every value is written out, and one
+that the other family has no key for is refused unless it changes nothing.
+"""
+
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, replace
+from pathlib import Path
+from typing import Any
+
+from treespec_weights.errors import CheckpointConfigError, OptionError, Problem, UnsupportedModelError
+from treespec_weights.families import FAMILIES
+from treespec_weights.rules import FamilyRules, ModelShape
+
+# Of FamilyRules: how things are spelt, or what a config may say. All other fields say what a layer computes.
+_SPELLING = (
+    "model_type", "tensors", "tied_copy", "ignored", "prefix", "config_keys", "defaults", "constants", "requires",
+    "windows", "assumed",
+)  # fmt: skip
+_WITHOUT_EFFECT = (  # on what a decoder computes from given weights
+    "architectures", "attention_dropout", "auto_map", "bos_token_id", "dtype", "embd_pdrop", "eos_token_id",
+    "hidden_dropout", "initializer_range", "model_type", "pad_token_id", "pretraining_tp", "resid_pdrop", "torch_dtype",
+    "transformers_version", "use_cache", "original_max_position_embeddings",
+)  # fmt: skip
+_NOT_OF_A_DECODER = (  # what config classes write beside it
+    "chunk_size_feed_forward", "id2label", "is_encoder_decoder", "label2id", "output_attentions",
+    "output_hidden_states", "problem_type", "return_dict",
+)  # fmt: skip
+_ABSENT = (None, False, 0, 0.0)
+
+
+def family_named(name: str) -> FamilyRules:
+    """The rules of a family. Raises OptionError for a name that is none."""
+    if name not in FAMILIES:
+        raise OptionError(f"--layout {name}: valid are {', '.join(FAMILIES)}")
+    return FAMILIES[name]
+
+
+def translate_config(
+    folder: Path, config: Mapping[str, Any], shape: ModelShape, own: FamilyRules, other: FamilyRules
+) -> dict[str, Any]:
+    """config.json of the same model as one of the family `other`.
+
+    Args:
+        folder: of the checkpoint, for messages.
+        config: its parsed config.json, `shape` as read from it, and its family `own`.
+
+    Raises:
+        UnsupportedModelError: with everything that the other family cannot express.
+        CheckpointConfigError: transformers refuses the config of one of the two.
+    """
+    problems = [
+        Problem("config", "'model_type'", f"{own.model_type} and {other.model_type} compute differently: {field.name} "
+                f"is {getattr(own, field.name)!r} and {getattr(other, field.name)!r}")
+        for field in fields(FamilyRules)
+        if field.name not in _SPELLING and getattr(own, field.name) != getattr(other, field.name)
+    ]  # fmt: skip
+    problems += _parameters_without_place(shape, other)
+    if problems:
+        raise UnsupportedModelError(folder, problems)
+    before, after = _explicit(folder, config), _explicit(folder, {"model_type": other.model_type})
+    sizes = {key: getattr(shape, name) for name, key in other.config_keys.items()}
+    translated = sizes | _carried(folder, before, after, own, other)
+    result = _explicit(folder, translated | {"model_type": other.model_type})
+    result["architectures"] = [_architecture(other.model_type)]
+    if changed := [key for key, value in translated.items() if not _agrees(value, result.get(key))]:
+        message = (
+            f"a {other.model_type} model would have {result.get(changed[0])!r}, this one has {translated[changed[0]]!r}"
+        )
+        raise UnsupportedModelError(folder, [Problem("config", repr(changed[0]), message)])
+    if ModelShape.from_hf(result, other, folder) != shape:
+        message = f"a {other.model_type} model of these sizes has other parameters than a {own.model_type} one"
+        raise UnsupportedModelError(folder, [Problem("config", "'model_type'", message)])
+    return result
+
+
+def _parameters_without_place(shape: ModelShape, other: FamilyRules) -> list[Problem]:
+    """Parameters that the model has and one of the other family has not, and the reverse."""
+    fixed = {
+        field.name: other.constants.get(field.name, field.default)
+        for field in fields(ModelShape)
+        if field.name not in other.config_keys and field.default is not MISSING
+    }
+    places = {param for rule in other.tensors for param in rule.params}
+    own = dict.fromkeys(_pattern(name) for name in shape.parameters())
+    theirs = dict.fromkeys(_pattern(name) for name in replace(shape, **fixed).parameters())
+    problems = [
+        Problem("unexpected", repr(name), f"a {other.model_type} model has no such parameter")
+        for name in own
+        if name not in theirs or name not in places
+    ]
+    problems += [
+        Problem("missing", repr(name), f"a {other.model_type} model has this parameter, and the checkpoint has not")
+        for name in theirs
+        if name not in own
+    ]
+    if not problems:
+        problems = [
+            Problem(
+                "config", repr(name), f"{getattr(shape, name)!r}, but always {value!r} in a {other.model_type} model"
+            )
+            for name, value in fixed.items()
+            if value != getattr(shape, name)
+        ]
+    return problems
+
+
+def _pattern(parameter: str) -> str:
+    return ".".join("{i}" if part.isdecimal() else part for part in parameter.split("."))
+
+
+def _carried(
+    folder: Path, before: dict[str, Any], after: dict[str, Any], own: FamilyRules, other: FamilyRules
+) -> dict[str, Any]:
+    """Everything but the sizes; raises UnsupportedModelError where the other family cannot say it."""
+    spelt = {*own.config_keys.values(), *other.config_keys.values()}
+    result: dict[str, Any] = {}
+    problems = []
+    for key, value in before.items():
+        if key in spelt or key in ("model_type", "architectures", "auto_map"):
+            continue
+        if key in after or key.endswith("_token_id"):
+            result[key] = value
+        elif key not in _WITHOUT_EFFECT and value not in _ABSENT:
+            message = f"{value!r} cannot be said in the config of a {other.model_type} model"
+            problems.append(Problem("config", repr(key), message))
+    rope, known = before.get("rope_parameters"), after.get("rope_parameters")
+    if isinstance(rope, dict) and isinstance(known, dict):
+        if rope.get("partial_rotary_factor", 1.0) != 1.0 and "partial_rotary_factor" not in known:
+            message = f"{rope['partial_rotary_factor']!r}, but a {other.model_type} model turns whole heads"
+            problems.append(Problem("config", "'partial_rotary_factor'", message))
+        result["rope_parameters"] = {k: v for k, v in rope.items() if k != "partial_rotary_factor" or k in known}
+        if rope.get("rope_type", "default") != "default" and "original_max_position_embeddings" in before:
+            if "original_max_position_embeddings" not in after:
+                message = f"{rope['rope_type']!r} needs original_max_position_embeddings beside it, which a " \
+                          f"{other.model_type} model has not"  # fmt: skip
+                problems.append(Problem("config", "'rope_parameters'", message))
+    for key, value in after.items():  # what only the other family has is switched off
+        if key not in before and key not in spelt and key not in _WITHOUT_EFFECT and value not in _ABSENT:
+            result[key] = None
+    if problems:
+        raise UnsupportedModelError(folder, problems)
+    return result
+
+
+def _agrees(wanted: object, written: object) -> bool:
+    if isinstance(wanted, dict) and isinstance(written, dict):
+        return all(_agrees(value, written.get(key)) for key, value in wanted.items())
+    return wanted == written or (wanted in _ABSENT and written in _ABSENT)
+
+
+def _explicit(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config with every value that its family's config class has. Raises CheckpointConfigError where it has none."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig  # takes seconds to import
+
+    try:
+        values = AutoConfig.for_model(**config).to_dict()
+    except (StrictDataclassError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        message = f"transformers refuses it: {error}"
+        raise CheckpointConfigError(folder, [Problem("config", repr(config["model_type"]), message)]) from error
+    return {key: value for key, value in values.items() if not key.startswith("_") and key not in _NOT_OF_A_DECODER}
+
+
+def _architecture(model_type: str) -> str:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])

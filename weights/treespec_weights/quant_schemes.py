@@ -1,0 +1,350 @@
+"""Quantised checkpoints as others publish them: which tensors stand for a weight, and how to read them.
+
+A `QuantScheme` is what config.json's `quantization_config` says. Read are
+
+- compressed-tensors (llm-compressor): "pack-quantized" of 4 and 8 bits, "int-quantized", "float-quantized";
+- GPTQ of 4 and 8 bits (zero points stored less one, but for "gptq_v2"), where groups follow the inputs' order;
+- AWQ of 4 bits, "gemm";
+- fp8 (E4M3) with a scale of the tensor, of the output, or of a block, as Hugging Face's "fp8".
+
+Integers are taken as they are, with their scales. fp8 weights become weights of the model's dtype: scaled in fp32 and
+rounded once. Only weights are quantised here: activations that a scheme would quantise while running stay as they are.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from treespec_weights.errors import Problem, UnsupportedModelError
+from treespec_weights.quantize import Quantized
+
+KEY = "quantization_config"
+SMALLEST_GROUP = 32
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output that a word's i-th nibble belongs to
+_FLOATS = ("F16", "BF16", "F32")
+
+Method = Literal["compressed-tensors", "gptq", "awq", "fp8"]
+
+
+class Part(NamedTuple):
+    """A tensor that a quantised weight is stored in."""
+
+    shapes: tuple[tuple[int, ...], ...]  # the valid ones
+    dtypes: tuple[str, ...]
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class QuantScheme:
+    """How a checkpoint's linear layers are quantised.
+
+    Args:
+        method: the publisher's name.
+        bits: 4 or 8; fp8 has 8.
+        group: inputs that share a scale; None = all.
+        packed: compressed-tensors: integers lie in int32 words.
+        floating: the values are fp8.
+        symmetric: no zero points are stored.
+        block: fp8: outputs and inputs that share a scale.
+        zero_less_one: GPTQ's first format.
+        ignore: modules that are not quantised: names, `re:` patterns, or, for fp8 and AWQ, parts of names.
+    """
+
+    method: Method
+    bits: int
+    group: int | None = None
+    packed: bool = False
+    floating: bool = False
+    symmetric: bool = True
+    block: tuple[int, int] | None = None
+    zero_less_one: bool = False
+    ignore: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Such as "gptq int4, groups of 128"."""
+        kind = "fp8" if self.floating else f"int{self.bits}"
+        grouped = f", groups of {self.group}" if self.group else f", blocks of {self.block}" if self.block else ""
+        return f"{self.method} {kind}{grouped}" if self.method != "fp8" else f"fp8{grouped}"
+
+    def covers(self, name: str, head: str) -> bool:
+        """Whether the matrix `name` ("....weight") is quantised; `head` is the output head's name."""
+        module = name.removesuffix(".weight")
+        if module == name or (name == head and self.method != "compressed-tensors"):
+            return False
+        if self.method == "compressed-tensors":
+            return not any(
+                re.match(entry[3:], module) if entry.startswith("re:") else entry in (module, "Linear")
+                for entry in self.ignore
+            )
+        return not any(entry in module for entry in self.ignore)
+
+    def parts(self, name: str, out: int, inputs: int) -> dict[str, Part]:
+        """The tensors that stand for the weight `name` of [out, inputs], by name.
+
+        Raises ValueError where the scheme does not fit such a weight.
+        """
+        stem = name.removesuffix("weight")
+        group = self.group or inputs
+        if inputs % group or (self.group and not self.floating and group % SMALLEST_GROUP):
+            raise ValueError(
+                f"{inputs} inputs in groups of {group}; valid: whole groups, multiples of {SMALLEST_GROUP}"
+            )
+        groups, per_word = inputs // group, 32 // self.bits
+        words = (inputs if self.method != "awq" else out) // per_word
+        ragged = {"compressed-tensors": inputs if self.packed else 0, "gptq": inputs | out, "awq": out, "fp8": 0}
+        if not self.floating and ragged[self.method] % per_word:
+            raise ValueError(f"a weight of [{out}, {inputs}] does not fill words of {per_word} integers")
+        if self.floating:
+            scale = f"{name}_scale_inv" if self.method == "fp8" and self.block else f"{name}_scale"
+            if self.block:
+                shapes: tuple[tuple[int, ...], ...] = ((-(-out // self.block[0]), -(-inputs // self.block[1])),)
+            else:
+                shapes = ((), (1,), (out,), (out, 1))
+            return {name: Part(((out, inputs),), ("F8_E4M3",)), scale: Part(shapes, (*_FLOATS, "F8_E8M0"))}
+        if self.method == "gptq":
+            return {
+                f"{stem}qweight": Part(((words, out),), ("I32",)),
+                f"{stem}qzeros": Part(((groups, out // per_word),), ("I32",)),
+                f"{stem}scales": Part(((groups, out),), _FLOATS),
+                f"{stem}g_idx": Part(((inputs,),), ("I32",), optional=True),
+            }
+        if self.method == "awq":
+            return {
+                f"{stem}qweight": Part(((inputs, words),), ("I32",)),
+                f"{stem}qzeros": Part(((groups, words),), ("I32",), optional=self.symmetric),
+                f"{stem}scales": Part(((groups, out),), _FLOATS),
+            }
+        scales = ((out, groups), (out,), (1,), ()) if self.group is None else ((out, groups),)
+        if self.packed:
+            packed_zeros = (-(-out // per_word), groups)
+            return {
+                f"{name}_packed": Part(((out, words),), ("I32",)),
+                f"{name}_scale": Part(scales, _FLOATS),
+                f"{name}_shape": Part(((2,),), ("I64", "I32"), optional=True),
+                f"{name}_zero_point": Part((packed_zeros, (out, groups)), ("I32", "I8"), optional=self.symmetric),
+                f"{name}_g_idx": Part(((inputs,),), ("I32",), optional=True),
+            }
+        return {
+            name: Part(((out, inputs),), ("I8",)),
+            f"{name}_scale": Part(scales, _FLOATS),
+            f"{name}_zero_point": Part(scales, ("I8",), optional=self.symmetric),
+        }
+
+    def read(
+        self, name: str, out: int, inputs: int, get: Callable[[str], Tensor | None], dtype: torch.dtype | None
+    ) -> Quantized | Tensor:
+        """The weight `name` of [out, inputs].
+
+        Args:
+            get: a tensor of `parts` by name, None where an optional one is missing.
+            dtype: of a floating weight; None = the scale's, where that has 16 bits or more.
+
+        Raises:
+            ValueError: values that the forms here cannot hold, such as groups out of the inputs' order.
+        """
+        tensors = {part.removeprefix(name.removesuffix("weight")): get(part) for part in self.parts(name, out, inputs)}
+        held = {part: tensor for part, tensor in tensors.items() if tensor is not None}
+        group = self.group or inputs
+        for part in ("g_idx", "weight_g_idx"):
+            _check_order(held.get(part), group)
+        if self.floating:
+            return self._read_fp8(held, out, inputs, dtype)
+        if self.method == "gptq":
+            q = _words(held["qweight"].t().contiguous(), self.bits)
+            zero = _words(held["qzeros"], self.bits).t().to(torch.int16) + int(self.zero_less_one)
+            return _raised(q, held["scales"].t().contiguous(), zero, self.bits)
+        if self.method == "awq":
+            q = _awq(held["qweight"]).t()
+            zero = _awq(held["qzeros"]).t() if "qzeros" in held else torch.full((out, inputs // group), 8)
+            return _raised(q, held["scales"].t().contiguous(), zero, self.bits)
+        middle = 1 << (self.bits - 1)
+        scale = held["weight_scale"].reshape(-1, inputs // group).expand(out, -1).contiguous()
+        if "weight_shape" in held and held["weight_shape"].tolist() != [out, inputs]:
+            raise ValueError(f"weight_shape says {held['weight_shape'].tolist()}, expected {[out, inputs]}")
+        zero = held.get("weight_zero_point")
+        in_words = zero is not None and zero.dtype == torch.int32
+        if zero is not None and self.packed and len(zero) != (-(-out * self.bits // 32) if in_words else out):
+            raise ValueError(f"its zero points are {zero.dtype} {list(zero.shape)}; expected int8 for every output, or "
+                             f"int32 words of {32 // self.bits}")  # fmt: skip
+        if zero is not None and in_words:
+            zero = _words(zero.t().contiguous(), self.bits).t()[:out]
+        elif zero is not None:
+            zero = zero.reshape(-1, inputs // group).expand(out, -1).to(torch.int16) + middle
+        if not self.packed:
+            return _raised(held["weight"].view(torch.uint8) ^ 128, scale, zero, self.bits)
+        words = held["weight_packed"].contiguous().view(torch.uint8)  # whole words: nothing is left over in a row
+        _, _, shift = _raised(words[:, :0], scale, zero, self.bits)
+        return Quantized(words if self.bits == 4 else (words ^ 128).view(torch.int8), scale, shift)
+
+    def _read_fp8(self, held: Mapping[str, Tensor], out: int, inputs: int, dtype: torch.dtype | None) -> Tensor:
+        weight = held["weight"].float()
+        [scale] = [tensor for part, tensor in held.items() if part != "weight"]
+        if dtype is None:
+            dtype = scale.dtype if scale.dtype in (torch.float16, torch.bfloat16, torch.float32) else torch.bfloat16
+        factors = scale.float()
+        if self.block:
+            rows, columns = self.block
+            factors = factors.repeat_interleave(rows, 0)[:out].repeat_interleave(columns, 1)[:, :inputs]
+        elif factors.numel() > 1:
+            factors = factors.reshape(out, 1)
+        scaled = weight * factors
+        result = scaled.to(dtype)
+        if bool((result.isinf() & scaled.isfinite()).any()):
+            raise ValueError(f"{scaled.abs().max().item():.4g} is infinite in {dtype}; load it as bfloat16 or float32")
+        return result
+
+
+def _words(words: Tensor, bits: int) -> Tensor:
+    """int32 [rows, n] -> uint8 [rows, n * 32 / bits], the lowest bits first."""
+    mask = (1 << bits) - 1
+    return torch.stack([(words >> shift & mask).to(torch.uint8) for shift in range(0, 32, bits)], 2).flatten(1)
+
+
+def _awq(words: Tensor) -> Tensor:
+    """int32 [rows, n] -> uint8 [rows, 8 n]."""
+    nibbles = _words(words, 4).unflatten(1, (-1, 8))
+    ordered = torch.empty_like(nibbles)
+    ordered[:, :, list(_AWQ_ORDER)] = nibbles
+    return ordered.flatten(1)
+
+
+def _raised(q: Tensor, scale: Tensor, zero: Tensor | None, bits: int) -> Quantized:
+    """From unsigned integers: q uint8 [out, in], zero [out, groups]."""
+    middle, shift = 1 << (bits - 1), None
+    if zero is not None and bool((zero != middle).any()):
+        if int(zero.max()) > 127 + middle:
+            raise ValueError(f"a zero point of {int(zero.max())}; valid: up to {127 + middle}")
+        shift = (zero.to(torch.int16) - middle).to(torch.int8).contiguous()
+    q = q.contiguous()
+    return Quantized(q[:, ::2] | q[:, 1::2] << 4 if bits == 4 else (q ^ 128).view(torch.int8), scale, shift)
+
+
+def _check_order(groups_of: Tensor | None, group: int) -> None:
+    if groups_of is None or bool((groups_of < 0).all()):
+        return
+    if not torch.equal(groups_of.long(), torch.arange(len(groups_of)) // group):
+        raise ValueError(
+            "its groups do not follow the inputs' order (g_idx, act-order), which is not supported; use a checkpoint "
+            "quantised with desc_act=false, or actorder null or static"
+        )
+
+
+def scheme_of(config: Mapping[str, Any], folder: Path | str = ".") -> QuantScheme | None:
+    """What a parsed config.json says; None where it is not quantised.
+
+    Raises UnsupportedModelError that names the key and the value that is not covered.
+    """
+    said = config.get(KEY)
+    if said is None:
+        return None
+    found = _Reader(said if isinstance(said, dict) else {}, folder)
+    method = found.one("quant_method", ("compressed-tensors", "gptq", "awq", "fp8"))
+    if method == "compressed-tensors":
+        return _compressed_tensors(found)
+    if method == "fp8":
+        block = found.value("weight_block_size")
+        if block is not None and not (isinstance(block, list) and len(block) == 2 and all(_natural(n) for n in block)):
+            raise found.refuse("weight_block_size", block, "[128, 128]")
+        found.one("activation_scheme", ("dynamic", None))
+        found.one("scale_fmt", (None, "float", "ue8m0"))
+        ignore = found.names("modules_to_not_convert") or found.names("ignored_layers")
+        return QuantScheme("fp8", 8, floating=True, block=tuple(block) if block else None, ignore=ignore)
+    bits = found.one("bits", (4,) if method == "awq" else (4, 8))
+    group = found.value("group_size")
+    if not _natural(group) and group != -1:
+        raise found.refuse("group_size", group, "-1, or a multiple of 32")
+    group = None if group == -1 else group
+    if method == "awq":
+        found.one("version", (None, "gemm", "GEMM"))
+        zero_point = found.one("zero_point", (True, False, None)) is not False
+        ignore = found.names("modules_to_not_convert")
+        return QuantScheme("awq", bits, group, symmetric=not zero_point, ignore=ignore)
+    layout = found.one("checkpoint_format", (None, "gptq", "gptq_v2"))
+    found.one("lm_head", (None, False))
+    if found.value("dynamic"):
+        raise found.refuse("dynamic", found.value("dynamic"), "none: one scheme for all modules")
+    return QuantScheme("gptq", bits, group, symmetric=False, zero_less_one=layout != "gptq_v2")
+
+
+def _compressed_tensors(found: "_Reader") -> QuantScheme:
+    layout = found.one("format", ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"))
+    found.one("quantization_status", (None, "compressed", "frozen"))
+    for key in ("kv_cache_scheme", "transform_config"):
+        if found.value(key):
+            raise found.refuse(key, found.value(key), "null")
+    groups = found.value("config_groups")
+    entries = list(groups.values()) if isinstance(groups, dict) else []
+    if not entries or not all(isinstance(entry, dict) and isinstance(entry.get("weights"), dict) for entry in entries):
+        raise found.refuse("config_groups", groups, "one group with weights")
+    if any(entry["weights"] != entries[0]["weights"] for entry in entries):
+        raise found.refuse("config_groups", list(groups), "one scheme for all weights")
+    if not all(entry.get("targets") == ["Linear"] for entry in entries):
+        raise found.refuse("targets", [entry.get("targets") for entry in entries], '["Linear"]')
+    activations = entries[0].get("input_activations")
+    if activations and not (isinstance(activations, dict) and activations.get("dynamic")):
+        raise found.refuse("input_activations", activations, "null or dynamic ones, which are left as they are")
+    weights = _Reader(entries[0]["weights"], found.folder)
+    floating = weights.one("type", ("int", "float")) == "float"
+    bits = weights.one("num_bits", (8,) if floating or layout == "int-quantized" else (4, 8))
+    strategies = ("tensor", "channel", "block") if floating else ("tensor", "channel", "group")
+    strategy = weights.one("strategy", strategies)
+    weights.one("actorder", (None, False, "static", "weight"))
+    group = weights.value("group_size") if strategy == "group" else None
+    if strategy == "group" and not _natural(group):
+        raise weights.refuse("group_size", group, "a multiple of 32")
+    block = weights.value("block_structure") if strategy == "block" else None
+    if strategy == "block" and not (isinstance(block, list) and len(block) == 2 and all(_natural(n) for n in block)):
+        raise weights.refuse("block_structure", block, "[128, 128]")
+    if layout == "float-quantized" and not floating:
+        raise weights.refuse("type", "int", '"float" in the format "float-quantized"')
+    if layout in ("pack-quantized", "int-quantized") and floating:
+        raise weights.refuse("type", "float", f'"int" in the format "{layout}"')
+    ignore = found.names("ignore")
+    for entry in ignore:
+        try:
+            re.compile(entry.removeprefix("re:"))
+        except re.error:
+            raise found.refuse("ignore", entry, "names, and patterns behind 're:'") from None
+    return QuantScheme(
+        "compressed-tensors", bits, group, packed=layout == "pack-quantized", floating=floating,
+        symmetric=weights.one("symmetric", (True, False)), block=tuple(block) if block else None,
+        ignore=ignore,
+    )  # fmt: skip
+
+
+def _natural(value: object) -> bool:
+    return type(value) is int and value > 0
+
+
+class _Reader:
+    """Values of an object of `quantization_config`, each from those that are covered."""
+
+    def __init__(self, said: Mapping[str, Any], folder: Path | str):
+        self.said, self.folder = said, folder
+
+    def value(self, key: str) -> Any:
+        return self.said.get(key)
+
+    def one(self, key: str, valid: tuple[Any, ...]) -> Any:
+        value = self.said.get(key)
+        if not any(value is each or (type(value) is type(each) and value == each) for each in valid):
+            raise self.refuse(key, value, ", ".join(repr(each) for each in valid))
+        return value
+
+    def names(self, key: str) -> tuple[str, ...]:
+        value = self.said.get(key)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
+            raise self.refuse(key, value, "a list of names")
+        return tuple(value)
+
+    def refuse(self, key: str, value: object, valid: str) -> UnsupportedModelError:
+        message = f"{key!r} is {value!r}, which is not supported; supported: {valid}"
+        return UnsupportedModelError(self.folder, [Problem("config", repr(KEY), message)])

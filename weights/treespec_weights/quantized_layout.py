@@ -1,0 +1,87 @@
+"""Quantising while converting: the layers' matrices as compressed-tensors stores them, for vLLM and transformers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from treespec_weights.convert import Cast
+from treespec_weights.errors import OptionError
+from treespec_weights.load import Placement, quantizable, quantized_group
+from treespec_weights.quantize import BITS, compressed_tensors, compressed_tensors_config, quantize
+from treespec_weights.rules import FamilyRules, ModelShape
+from treespec_weights.writer import NAMES, Output
+
+
+@dataclass(frozen=True)
+class Quantise:
+    """A `convert.Transform`: the very integers and scales that quantising while loading gives.
+
+    Args:
+        bits, group: of every matrix of a layer; a group of None is one scale for an output.
+        cast: what is done before, and to all other tensors.
+        params: that are quantised.
+        head: the module that is not, as config.json names it.
+    """
+
+    bits: int
+    group: int | None
+    cast: Cast
+    params: frozenset[str]
+    head: str
+
+    def __repr__(self) -> str:  # of a set the order is another in every process, and `--resume` compares
+        return f"Quantise({self.bits}, {self.group}, {self.cast})"
+
+    def outputs(self, placement: Placement, dtype: torch.dtype) -> Sequence[Output]:
+        if not self._covers(placement):
+            return self.cast.outputs(placement, dtype)
+        name, (rows, inputs) = placement.name, placement.shape
+        return [
+            Output(f"{name}_packed", NAMES[torch.int32], (rows, inputs * self.bits // 32)),
+            Output(f"{name}_scale", NAMES[self.cast.dtype or dtype], (rows, inputs // (self.group or inputs))),
+            Output(f"{name}_shape", NAMES[torch.int64], (2,)),
+        ]
+
+    def apply(self, placement: Placement, tensor: Tensor) -> Sequence[Tensor]:
+        (plain,) = self.cast.apply(placement, tensor)
+        if not self._covers(placement):
+            return [plain]
+        try:
+            parts = compressed_tensors(placement.name, quantize(plain, self.bits, self.group))
+        except ValueError as error:
+            raise OverflowError(str(error)) from error
+        return list(parts.values())
+
+    def config(self, config: dict[str, Any]) -> dict[str, Any]:
+        scheme = compressed_tensors_config(self.bits, self.group, [self.head])
+        return self.cast.config(config) | {"quantization_config": scheme}
+
+    def _covers(self, placement: Placement) -> bool:
+        return any(param in self.params for param in placement.params)
+
+
+def quantising(quantization: str, cast: Cast, shape: ModelShape, rules: FamilyRules) -> Quantise:
+    """The transform for a model, written in a family's layout.
+
+    Raises:
+        OptionError: another name than int8 or int4, sizes that no group divides, or a layout that cannot be quantised.
+    """
+    if quantization not in BITS:
+        raise OptionError(f"--quantize {quantization}: valid are {', '.join(BITS)}")
+    if any(rule.layout == "transposed" for rule in rules.tensors):
+        raise OptionError(
+            f"--quantize {quantization}: {rules.model_type} stores its projections transposed, for which there is no "
+            f"published layout; use LLM(quantization={quantization!r})"
+        )
+    bits, matrices = BITS[quantization], quantizable(shape)
+    try:
+        group = quantized_group(shape, quantization)
+    except ValueError as error:
+        raise OptionError(f"--quantize {quantization}: {error}") from error
+    bad = sorted({size[1] for size in matrices.values() if size[1] * bits % 32})
+    if bad:
+        raise OptionError(f"--quantize {quantization}: {bad[0]} inputs do not fill whole int32; use the model as it is")
+    return Quantise(bits, group, cast, frozenset(matrices), rules.tied_copy.removesuffix(".weight"))

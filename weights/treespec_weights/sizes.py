@@ -1,0 +1,31 @@
+"""Sizes as people write them: bytes such as 2GB, parameters such as 0.5B."""
+
+import re
+
+from treespec_weights.errors import OptionError
+
+_BYTES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_PARAMETERS = {"K": 10**3, "M": 10**6, "B": 10**9}
+
+
+def parse_bytes(text: str, option: str = "--shard-size") -> int:
+    """Bytes from a size such as 500MB, 2GB or 1.5GiB. Raises OptionError, which names `option`, for anything else."""
+    size = _parse(text, _BYTES)
+    if size is None:
+        raise OptionError(f"{option} {text}: valid are sizes such as 500MB, 2GB or 1.5GiB")
+    return size
+
+
+def parse_size(text: str, option: str = "--size") -> int:
+    """Parameters from a size such as 120M or 0.5B. Raises OptionError, which names `option`, for anything else."""
+    size = _parse(text, _PARAMETERS)
+    if size is None:
+        raise OptionError(f"{option} {text}: valid are sizes such as 120M, 0.5B or 7B")
+    return size
+
+
+def _parse(text: str, units: dict[str, int]) -> int | None:
+    match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,12})?) ?([A-Z]+)", text.strip().upper())
+    if match is None or match[2] not in units:
+        return None
+    return round(float(match[1]) * units[match[2]]) or None

@@ -1,0 +1,118 @@
+"""How fast a checkpoint loads, against a plain read of the same files in the same run."""
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from treespec_weights.checkpoint import Checkpoint
+from treespec_weights.errors import OptionError
+from treespec_weights.families import family_of
+from treespec_weights.files import resolve_folder
+from treespec_weights.load import load_weights
+from treespec_weights.rules import ModelShape, read_config
+
+PAGE = 4096
+
+
+def time_loading(
+    folder: Path | str,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    repeats: int = 3,
+    cold: bool = False,
+    on_repeat: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """Times `load_weights` and safetensors' own `load_file`, in turn, after one reading that fills the page cache.
+
+    Both give every tensor on `device`, in `dtype` where one is given, and every page of it is touched: what is only
+    mapped has not been read. `load_file` knows nothing of names and shapes, and stands for the least that a read costs.
+
+    Args:
+        folder: a checkpoint.
+        dtype, device: as for `load_weights`.
+        repeats: of each, at least 1.
+        cold: drop the files from the page cache before each load, so that it reads the disk. Where the system offers
+            that, which Linux does.
+        on_repeat: called with the loads that are done, and all that will be.
+
+    Returns:
+        JSON-ready: `folder`, `bytes` (of the tensors in the files), `dtype`, `device`, `repeats`, `cold`;
+        `load_weights` and `plain` (seconds of each load, their `median`, and `gb_per_second` of it); `share` of the
+        plain read's speed, the median over the pairs of neighbours in time.
+
+    Raises:
+        As `load_weights`. OptionError: `cold` on a system without posix_fadvise.
+    """
+    if cold and not hasattr(os, "posix_fadvise"):
+        raise OptionError("--cold: this system cannot drop files from its page cache; leave the option out")
+    root = resolve_folder(folder)
+    config = read_config(root)
+    rules = family_of(config, root)
+    shape = ModelShape.from_hf(config, rules, root)
+    with Checkpoint.open(root) as checkpoint:
+        files = [root / file for file in checkpoint.files]
+        size = sum(info.size * checkpoint.dtype(name).itemsize for name, info in checkpoint.tensors.items())
+
+    def plain() -> None:
+        # The whole result is held, as a loader holds it: memory that is given back in between would be taken faster.
+        held = [tensor.to(dtype) for file in files for tensor in load_file(file, device=str(device)).values()]
+        touch(held)
+
+    def ours() -> None:
+        touch(load_weights(root, shape, rules, dtype, device).values())
+
+    seconds: dict[str, list[float]] = {"plain": [], "load_weights": []}
+    for repeat in range(-1, repeats):
+        pairs = (("plain", plain), ("load_weights", ours))
+        for name, load in pairs if repeat % 2 else pairs[::-1]:
+            if cold:
+                _drop(files)
+            start = time.perf_counter()
+            load()
+            if repeat >= 0:
+                seconds[name].append(time.perf_counter() - start)
+        if on_repeat:
+            on_repeat(repeat + 2, repeats + 1)
+    shares = [plain / own for plain, own in zip(seconds["plain"], seconds["load_weights"], strict=True)]
+    return {
+        "folder": str(folder),
+        "bytes": size,
+        "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
+        "device": str(device),
+        "repeats": repeats,
+        "cold": cold,
+        **{name: _figures(values, size) for name, values in seconds.items()},
+        "share": statistics.median(shares),
+    }
+
+
+def touch(tensors: Iterable[Tensor]) -> None:
+    """Reads a byte of every page."""
+    for tensor in tensors:
+        if tensor.device.type == "cpu":
+            tensor.flatten().view(torch.uint8)[::PAGE].sum().item()
+        else:
+            tensor.flatten()[-1:].cpu()  # waits for the copy
+
+
+def _drop(files: Iterable[Path]) -> None:
+    """Files out of the page cache: only pages that are on the disk and that nobody maps can go."""
+    for file in files:
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
+def _figures(seconds: list[float], size: int) -> dict[str, Any]:
+    median = statistics.median(seconds)
+    return {"seconds": seconds, "median": median, "gb_per_second": size / median / 1e9}

@@ -1,0 +1,149 @@
+"""How a draft's vocabulary relates to the target's, and so how the draft can guess for it.
+
+The same tokenizer means the same ids, however far each model's embedding is padded. With another one, the draft's
+guesses are restricted to the tokens that both have and translated (token-level intersection, arXiv 2502.05202), or,
+where that leaves too little, the draft writes text that the target's tokenizer reads.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from treespec_weights.codec import Codec, has_tokenizer
+from treespec_weights.tokenizer import read_vocabulary
+
+Kind = Literal["same", "padded", "translated", "text", "none"]
+
+LEAST_SHARE = 0.5
+"""Of the draft's tokens in `SAMPLE`, those that the target has too: with less, a draft writes text. A guess of depth d
+survives the intersection with about share ** d, and at a half of it text is the surer way."""
+PADDING = 1024  # ids without a token that an embedding may have: its size is rounded up to multiples of up to so many
+
+SAMPLE = """\
+def nearest(points, origin=(0.0, 0.0)):
+    \"\"\"Return the point with the smallest distance, or None for an empty list.\"\"\"
+    best = None
+    for index, (x, y) in enumerate(points):
+        distance = math.hypot(x - origin[0], y - origin[1])
+        if best is None or distance < best[1]:
+            best = (index, distance)
+    return points[best[0]] if best else None
+
+In the early morning the harbour was quiet, and the two brothers who had promised to mend the nets before noon were
+still asleep. "We should have gone yesterday," she said, although nobody had asked her. The committee will meet again in
+September to decide whether the proposal can be financed; until then, most of its members expect little to change.
+
+{"name": "example", "version": "1.4.2", "tags": ["fast", "local"], "size": 2048, "enabled": true, "parent": null}
+SELECT id, created_at FROM orders WHERE total > 100 ORDER BY created_at DESC LIMIT 20;
+1. Install the package. 2. Open https://example.org/docs and follow the steps. 3. Restart the service.
+L'été dernier, nous avons visité plusieurs villes. Die Straße war gesperrt. El niño pequeño corrió a casa.
+"""
+
+
+@dataclass(frozen=True, eq=False)
+class Connection:
+    """How a draft guesses for a target.
+
+    Attributes:
+        kind: "same" ids and sizes; "padded": the same ids, other sizes; "translated" through the intersection;
+            by "text"; or "none" at all.
+        share: of the draft's tokens in `SAMPLE`, those that the target has too; 1 for the same ids.
+        reason: why there is none.
+        codecs: of target and draft, where they differ.
+    """
+
+    kind: Kind
+    share: float = 1.0
+    reason: str | None = None
+    codecs: tuple[Codec, Codec] | None = None
+
+    def __str__(self) -> str:
+        match self.kind:
+            case "same":
+                return "same vocabulary"
+            case "padded":
+                return "padded"
+            case "translated":
+                return f"translated (TLI, {self.share:.0%} of tokens)"
+            case "text":
+                return f"by text ({self.share:.0%} of tokens are the target's)"
+            case _:
+                return f"not at all: {self.reason}"
+
+
+def connect(target: Path, target_size: int, draft: Path, draft_size: int) -> Connection:
+    """How a draft can guess for a target.
+
+    Without tokenizer files on one side, equal sizes are taken as equal vocabularies. So are sizes that both hold the
+    tokens of the tokenizer that is there, with less than `PADDING` ids to spare. With files on both sides, an id that
+    means different things makes the vocabularies different; one that only one of them knows does not.
+
+    Args:
+        target, draft: folders, as `resolve_folder` gives them.
+        target_size, draft_size: rows of their embeddings.
+
+    Raises:
+        CheckpointError: a tokenizer that cannot be read.
+    """
+    alike: Kind = "same" if target_size == draft_size else "padded"
+    present = [folder for folder in (target, draft) if has_tokenizer(folder)]
+    if len(present) < 2:
+        return _without_files(alike, present, target_size, draft_size)
+    own, other = read_vocabulary(target), read_vocabulary(draft)
+    if own is not None and other is not None and own.sha256 == other.sha256:
+        return Connection(alike)
+    codecs = Codec.read(target), Codec.read(draft)
+    if not _conflicts(*codecs):
+        return Connection(alike)
+    share = share_of_tokens(*codecs)
+    return Connection("translated" if share >= LEAST_SHARE else "text", share, codecs=codecs)
+
+
+def _without_files(alike: Kind, present: list[Path], target_size: int, draft_size: int) -> Connection:
+    """The same where one side, or both, have no tokenizer files."""
+    if alike == "same":
+        return Connection(alike)
+    if not present:
+        return Connection("none", reason="neither has a tokenizer, and the sizes differ")
+    codec = Codec.read(present[0])
+    spare = [size - len(codec.tokens) for size in (target_size, draft_size)]
+    if all(0 <= ids < PADDING for ids in spare):
+        return Connection(alike)
+    return Connection(
+        "none",
+        reason=f"the sizes differ by more than padding of the {len(codec.tokens):,} tokens of {present[0]}, and only "
+        "one of the two has a tokenizer",
+    )
+
+
+def _conflicts(target: Codec, draft: Codec) -> bool:
+    """Whether an id means one thing to the target and another to the draft."""
+    names = [{id: name.encode() for name, id in codec.controls.items()} for codec in (target, draft)]
+    for id, (own, other) in enumerate(zip(target.tokens, draft.tokens, strict=False)):
+        meanings = [data if data is not None else name.get(id) for data, name in zip((own, other), names, strict=True)]
+        if None not in meanings and meanings[0] != meanings[1]:
+            return True
+    return False
+
+
+def intersection(target: Codec, draft: Codec, target_size: int, draft_size: int) -> np.ndarray:
+    """int64 [target_size]: the draft's id of each of the target's tokens, -1 where it has none."""
+    known = draft.ids_of_bytes()
+    found = np.full(target_size, -1, dtype=np.int64)
+    for data, id in target.ids_of_bytes().items():
+        if id < target_size:
+            found[id] = known.get(data, -1)
+    for name, id in target.controls.items():
+        if id < target_size:
+            found[id] = draft.controls.get(name, -1)
+    found[found >= draft_size] = -1
+    return found
+
+
+def share_of_tokens(target: Codec, draft: Codec) -> float:
+    """Of the tokens in which the draft's tokenizer writes `SAMPLE`, the share that the target has too."""
+    written = [draft.tokens[id] for id in draft.encode(SAMPLE)]
+    known = target.ids_of_bytes()
+    return sum(data in known for data in written) / max(len(written), 1)

@@ -1,0 +1,173 @@
+"""Writing safetensors one tensor at a time: safetensors' own writer wants a whole file in memory.
+
+The format is public: eight bytes with the length of the header, little-endian; the header, JSON; the tensors' bytes
+without holes (https://github.com/huggingface/safetensors#format).
+"""
+
+import json
+import math
+import os
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from treespec_weights.checkpoint import INDEX, SINGLE, TORCH_DTYPES
+from treespec_weights.errors import Problem, WriteError
+
+CHUNK = 16 << 20  # bytes between two reports of progress
+NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+"""torch's dtypes as safetensors spells them."""
+
+
+class Output(NamedTuple):
+    """A tensor that is to be written."""
+
+    name: str
+    dtype: str  # as safetensors spells it
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * TORCH_DTYPES[self.dtype].itemsize
+
+
+class Shard(NamedTuple):
+    """A file that is to be written."""
+
+    file: str
+    outputs: tuple[Output, ...]
+
+    def header(self) -> dict[str, dict[str, Any]]:
+        """What the file says of its tensors. The widest come first, so that all are aligned."""
+        entries, start = {}, 0
+        for output in sorted(self.outputs, key=lambda output: -TORCH_DTYPES[output.dtype].itemsize):
+            end = start + output.nbytes
+            entries[output.name] = {"dtype": output.dtype, "shape": list(output.shape), "data_offsets": [start, end]}
+            start = end
+        return entries
+
+    def encoded(self) -> bytes:
+        """The bytes before the tensors."""
+        text = json.dumps({"__metadata__": {"format": "pt"}} | self.header(), separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return struct.pack("<Q", len(text)) + text
+
+    @property
+    def tensor_bytes(self) -> int:
+        return sum(output.nbytes for output in self.outputs)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the file."""
+        return len(self.encoded()) + self.tensor_bytes
+
+
+def plan_shards(groups: Iterable[Sequence[Output]], shard_bytes: int) -> list[Shard]:
+    """Files of at most `shard_bytes` of tensors; a group stays together, also where it is larger than that."""
+    shards: list[list[Output]] = [[]]
+    size = 0
+    for group in groups:
+        own = sum(output.nbytes for output in group)
+        if shards[-1] and size + own > shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1] += group
+        size += own
+    if len(shards) == 1:
+        return [Shard(SINGLE, tuple(shards[0]))]
+    return [
+        Shard(f"model-{i:05}-of-{len(shards):05}.safetensors", tuple(outputs)) for i, outputs in enumerate(shards, 1)
+    ]
+
+
+def write_shard(
+    folder: Path, shard: Shard, tensors: Iterable[Tensor], on_bytes: Callable[[int], None] | None = None
+) -> None:
+    """Writes one file: beside its name first, then read back by safetensors, then renamed.
+
+    Args:
+        folder: where; it exists.
+        shard: what.
+        tensors: one for each of the shard's outputs, in their order, on any device. Each is written before the next
+            is asked for.
+        on_bytes: called with the number of bytes that were written since the last call.
+
+    Raises:
+        WriteError: it cannot be written. Neither the file nor a part of it is left.
+    """
+    path, part = folder / shard.file, folder / f"{shard.file}.part"
+    part.unlink(missing_ok=True)  # of a process that was killed
+    name = ""
+    try:
+        with part.open("xb") as file:
+            encoded, header = shard.encoded(), shard.header()
+            file.write(encoded)
+            following = iter(tensors)
+            for output in shard.outputs:
+                name = output.name
+                tensor = next(following)
+                assert (NAMES[tensor.dtype], tuple(tensor.shape)) == output[1:], f"{name}: not as planned"
+                file.seek(len(encoded) + header[name]["data_offsets"][0])
+                _write(file, tensor, on_bytes)
+                del tensor  # before the next one is made; zip would hold it
+            name = ""
+            file.flush()
+            os.fsync(file.fileno())
+        _read_back(part, shard)
+        part.replace(path)
+    except OSError as error:
+        what = f"tensor {name!r} cannot be written" if name else "cannot be written"
+        raise WriteError(folder, [Problem("file", repr(shard.file), f"{what}: {error.strerror or error}")]) from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def is_written(folder: Path, shard: Shard) -> bool:
+    """Whether `write_shard` has finished this file, as far as its size and header tell."""
+    path = folder / shard.file
+    if path.is_symlink() or not path.is_file() or path.stat().st_size != shard.nbytes:
+        return False
+    with path.open("rb") as file:
+        return file.read(len(shard.encoded())) == shard.encoded()
+
+
+def write_index(folder: Path, shards: Sequence[Shard]) -> None:
+    """The index of several files; one alone needs none. Raises WriteError."""
+    if len(shards) == 1 and shards[0].file == SINGLE:
+        return
+    outputs = [(output, shard.file) for shard in shards for output in shard.outputs]
+    total = sum(output.nbytes for output, _ in outputs)
+    write_json(folder, INDEX, {"metadata": {"total_size": total}, "weight_map": {o.name: file for o, file in outputs}})
+
+
+def write_json(folder: Path, name: str, document: Any) -> None:
+    """A JSON file. Raises WriteError."""
+    try:
+        (folder / name).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise WriteError(folder, [Problem("file", repr(name), f"cannot be written: {error.strerror}")]) from error
+
+
+def _write(file: BinaryIO, tensor: Tensor, on_bytes: Callable[[int], None] | None) -> None:
+    data = memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    for start in range(0, len(data), CHUNK):
+        chunk = data[start : start + CHUNK]
+        file.write(chunk)
+        if on_bytes:
+            on_bytes(len(chunk))
+
+
+def _read_back(path: Path, shard: Shard) -> None:
+    """Asserts that safetensors finds in a file what was meant to be in it."""
+    try:
+        with safe_open(path, "pt") as file:
+            found = {n: (file.get_slice(n).get_dtype(), tuple(file.get_slice(n).get_shape())) for n in file.keys()}
+    except SafetensorError as error:
+        raise OSError(f"it reads back as {error}") from error
+    if found != {output.name: (output.dtype, output.shape) for output in shard.outputs}:
+        raise OSError("it reads back with other tensors")

@@ -22,6 +22,7 @@ REGISTER_BOUND = {
     "project_to_vocab": 192,
     "multiply_rows": 192,
     "add_splits": 64,
+    "multiply_quantized": 192,
     "norm_rows": 96,
     "rotate_and_write": 96,
     "lay_out_pass": 80,

@@ -73,6 +73,22 @@ def default_shapes(dtypes: Iterable[torch.dtype] = DTYPES) -> tuple[KernelShape,
     )
 
 
+def family_shapes(dtypes: Iterable[torch.dtype] = DTYPES) -> tuple[KernelShape, ...]:
+    """What other families differ in, in the sizes of one of their models: Gemma 2 9B, Gemma 3 1B, GPT-NeoX 20B, Pythia
+    of 2.8B and OPT of 6.7B."""
+    gemma: dict[str, Any] = {"norm": "rms_plus_one", "post_norms": True, "activation": "gelu_tanh"}
+    layer: dict[str, Any] = {"norm": "layer", "gated": False}
+    sizes: tuple[tuple[tuple[int, ...], dict[str, Any]], ...] = (
+        # head_dim, heads, KV heads, hidden, intermediate, vocabulary
+        ((256, 16, 8, 3584, 14336, 256000), gemma | {"capped": True}),
+        ((256, 4, 1, 1152, 6912, 262144), gemma | {"qk_norm": True}),
+        ((96, 64, 64, 6144, 24576, 50432), layer | {"activation": "gelu"}),
+        ((80, 32, 32, 2560, 10240, 50304), layer | {"activation": "gelu_tanh"}),
+        ((128, 32, 32, 4096, 16384, 50272), layer | {"activation": "relu", "rotary": False}),
+    )
+    return tuple(KernelShape(dtype, *numbers, **kinds) for dtype in dtypes for numbers, kinds in sizes)
+
+
 def specs_of(op: str, shape: KernelShape, target: str | None = None) -> list[KernelSpec]:
     """What `op` compiles for a model's shape; `target` None: where it has no configuration for one kind of GPU.
 
@@ -235,7 +251,8 @@ def main() -> int:
     parser.add_argument("--op", action="append", choices=ops(), help="may be repeated; default: all")
     parser.add_argument("--jobs", type=int, help="processes; default: one per core")
     given = parser.parse_args()
-    report = compile_report(given.target, default_shapes(), given.op, given.jobs)
+    shapes = (*default_shapes(), *family_shapes())
+    report = compile_report(given.target, shapes, given.op, given.jobs)
     print(json.dumps(report, indent=1))
     return 1 if report["failed"] else 0
 

@@ -7,13 +7,25 @@ from typing import Any
 
 import torch
 
+from .rms_norm import NormKind
+
 PAGE_SIZE = 64
 TRITON_TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
 @dataclass(frozen=True)
 class KernelShape:
-    """The part of a model that kernels are compiled for."""
+    """The part of a model that kernels are compiled for: its sizes, and what its family differs in from Llama.
+
+    Args:
+        dtype, head_dim, num_heads, num_kv_heads, hidden_size, intermediate_size, vocab_size: the sizes.
+        norm: of the residual stream; LayerNorms come with biases everywhere.
+        post_norms: what attention and MLP add is normed before.
+        qk_norm: heads of q and k are normed.
+        rotary: q and k are turned by position.
+        gated, activation: of the MLP.
+        capped: scores and logits have soft caps.
+    """
 
     dtype: torch.dtype
     head_dim: int
@@ -22,6 +34,13 @@ class KernelShape:
     hidden_size: int
     intermediate_size: int
     vocab_size: int
+    norm: NormKind = "rms"
+    post_norms: bool = False
+    qk_norm: bool = False
+    rotary: bool = True
+    gated: bool = True
+    activation: str = "silu"
+    capped: bool = False
 
     @property
     def element(self) -> str:
@@ -44,6 +63,6 @@ class KernelSpec:
 
     kernel: Any
     types: dict[str, str]
-    constants: dict[str, int | bool]
+    constants: dict[str, int | bool | str]
     options: dict[str, Any]
     config: dict[str, Any]

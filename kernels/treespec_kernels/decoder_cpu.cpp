@@ -99,9 +99,11 @@ inline vec exp(vec x) {  // within 2 units in the last place; exactly 0 below -8
 extern "C" {
 
 struct Linear {  // weight: [panels of 64 outputs][inputs][64], bf16 with pairs of inputs side by side
-    const scalar* weight;
+    const void* weight;
     const float* bias;  // of whole panels, or null
     int64_t inputs, outputs;
+    int64_t bits, group;  // of quantised weights (quantized_cpu.h): 8 or 4, and inputs that share a scale; bits 0: none
+    const float *scale, *zero;  // [panels][groups][64]; zero may be null
 };
 
 struct Layer {
@@ -136,10 +138,31 @@ namespace {
 enum Then { STORE, ADD, ROUND };
 constexpr int64_t AHEAD = 16;  // weights are fetched 4 KiB ahead: a tenth off a pass of 1 to 16 rows
 
+// Stores sums of ROWS rows and one panel.
+template <int ROWS>
+inline __attribute__((always_inline)) void finish(const Linear& layer, int64_t panel, const vec (&acc)[ROWS][VECS],
+                                                  void* out, Then then) {
+    for (int64_t r = 0; r < ROWS; r++)
+        for (int64_t j = 0; j < VECS; j++) {
+            const int64_t column = panel * PANEL + LANES * j, width = std::min(LANES, layer.outputs - column);
+            if (width <= 0) break;
+            vec y = acc[r][j];
+            if (layer.bias) y += load<vec>(layer.bias + column);
+            if (then == ROUND) {
+                scalar rounded[LANES];
+                store(rounded, y);
+                std::memcpy((scalar*)out + r * layer.outputs + column, rounded, width * sizeof(scalar));
+            } else {
+                float* p = (float*)out + r * layer.outputs + column;
+                store(p, then == ADD ? load<vec>(p) + y : y);
+            }
+        }
+}
+
 template <int ROWS>
 void multiply(const Linear& layer, int64_t panel, const scalar* x, void* out, Then then) {
     const int64_t k = layer.inputs;
-    const scalar* w = layer.weight + panel * PANEL * k;
+    const scalar* w = (const scalar*)layer.weight + panel * PANEL * k;
     vec acc[ROWS][VECS] = {};
 #if BF16
     for (int64_t i = 0; i < k; i += 2, w += 2 * PANEL) {
@@ -167,25 +190,14 @@ void multiply(const Linear& layer, int64_t panel, const scalar* x, void* out, Th
                 acc[r][j] = fma(load<vec>(w + LANES * j), splat(x[r * k + i]), acc[r][j]);
     }
 #endif
-    for (int64_t r = 0; r < ROWS; r++)
-        for (int64_t j = 0; j < VECS; j++) {
-            const int64_t column = panel * PANEL + LANES * j, width = std::min(LANES, layer.outputs - column);
-            if (width <= 0) break;
-            vec y = acc[r][j];
-            if (layer.bias) y += load<vec>(layer.bias + column);
-            if (then == ROUND) {
-                scalar rounded[LANES];
-                store(rounded, y);
-                std::memcpy((scalar*)out + r * layer.outputs + column, rounded, width * sizeof(scalar));
-            } else {
-                float* p = (float*)out + r * layer.outputs + column;
-                store(p, then == ADD ? load<vec>(p) + y : y);
-            }
-        }
+    finish<ROWS>(layer, panel, acc, out, then);
 }
+
+#include "quantized_cpu.h"
 
 void linear(const Linear& layer, const scalar* x, int64_t rows, void* out, Then then, int threads) {
     const int64_t size = then == ROUND ? sizeof(scalar) : sizeof(float);
+    if (layer.bits) return quantized_linear(layer, x, rows, out, then, threads);
 #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (int64_t panel = 0; panel < (layer.outputs + PANEL - 1) / PANEL; panel++)
         for (int64_t r = 0; r < rows; r += 6) {  // 6 rows: 24 accumulators and 4 weights in 32 registers
@@ -403,6 +415,12 @@ void treespec_forward(const Model* model, const Batch* batch) {
 // [num_rows, inputs] -> [num_rows, outputs], both in the model's dtype.
 void treespec_linear(const Linear* layer, const scalar* x, int64_t num_rows, scalar* out, int64_t threads) {
     linear(*layer, x, num_rows, out, ROUND, int(threads));
+}
+
+// Brings quantised weights into the order of `unpack`. values: int8 [outputs, inputs], or [outputs, inputs / 2] bytes of
+// two 4-bit weights, the first one in the low bits, each raised by 8. out: [panels, inputs / 2, 16 * bits] bytes.
+void treespec_pack(const uint8_t* values, int64_t outputs, int64_t inputs, int64_t bits, uint8_t* out) {
+    pack(values, outputs, inputs, bits, out);
 }
 
 }  // extern "C"

@@ -25,9 +25,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treespec_kernels.quantized import QuantizedWeight
 from treespec_kernels.tree_batch import PAGE_SIZE, RequestRows
 
 SOURCE = Path(__file__).with_name("decoder_cpu.cpp")
+PARTS = (Path(__file__).with_name("quantized_cpu.h"),)  # that it includes
 DTYPES = (torch.bfloat16, torch.float32)
 
 # No -ffast-math, no contraction: the compiler must keep the result of every operation, so vectorising changes no bit.
@@ -41,7 +43,9 @@ class CompileError(RuntimeError):
 
 class _Linear(ctypes.Structure):
     _fields_ = (
-        ("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("inputs", ctypes.c_int64), ("outputs", ctypes.c_int64),
+        ("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("inputs", "outputs", "bits", "group")),
+        ("scale", ctypes.c_void_p), ("zero", ctypes.c_void_p),
     )  # fmt: skip
 
 
@@ -86,6 +90,10 @@ def _run(command: Sequence[str], stdin: str = "") -> str:
     return done.stdout
 
 
+def _sources() -> list[str]:
+    return [part.read_text() for part in (SOURCE, *PARTS)]
+
+
 @functools.cache
 def build(compiler: tuple[str, ...], head_dim: int, dtype: torch.dtype, folder: Path) -> ctypes.CDLL:
     """The library for one head size and one dtype, built into `folder` where it does not lie there yet.
@@ -101,7 +109,7 @@ def build(compiler: tuple[str, ...], head_dim: int, dtype: torch.dtype, folder: 
     defines = [f"-DHEAD_DIM={head_dim}", f"-DBF16={int(dtype == torch.bfloat16)}"]
     command = [compiler[0], *_FLAGS, *compiler[1:], *defines]
     macros = _run([*command, "-x", "c++", "-dM", "-E", "-"])  # the compiler's version, and this machine's instructions
-    key = hashlib.sha256("\n".join([SOURCE.read_text(), macros, *command]).encode()).hexdigest()
+    key = hashlib.sha256("\n".join([*_sources(), macros, *command]).encode()).hexdigest()
     path = folder / f"decoder_cpu-{key[:24]}.so"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -117,7 +125,11 @@ def build(compiler: tuple[str, ...], head_dim: int, dtype: torch.dtype, folder: 
     library.treespec_linear.argtypes = (
         ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64
     )  # fmt: skip
-    library.treespec_forward.restype = library.treespec_linear.restype = None
+    library.treespec_pack.argtypes = (
+        ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p
+    )  # fmt: skip
+    for entry in (library.treespec_forward, library.treespec_linear, library.treespec_pack):
+        entry.restype = None
     return library
 
 
@@ -131,18 +143,62 @@ def pack(weight: Tensor) -> Tensor:
     return whole.transpose(1, 2).contiguous()
 
 
+def in_panels(tensor: Tensor) -> Tensor:
+    """[outputs, groups] -> fp32 [panels, groups, 64], padded with zeros."""
+    outputs, groups = tensor.shape
+    padded = torch.nn.functional.pad(tensor.float(), (0, 0, 0, -outputs % _PANEL))
+    return padded.view(-1, _PANEL, groups).transpose(1, 2).contiguous()
+
+
+class PackedLinear:
+    """One linear layer as the library takes it. `struct` points into `held`.
+
+    Args:
+        library: from `build`.
+        weight: [outputs, inputs] in the library's dtype, or a quantised one of these sizes, inputs even.
+        bias: [outputs] or None.
+    """
+
+    def __init__(self, library: ctypes.CDLL, weight: Tensor | QuantizedWeight, bias: Tensor | None):
+        self.held: list[Tensor] = []
+        self.outputs, self.inputs, bits, group, scale, zero = 0, 0, 0, 0, None, None
+        if isinstance(weight, QuantizedWeight):
+            weight.check()
+            self.outputs, self.inputs, bits, group = (
+                weight.out_features, weight.in_features, weight.bits, weight.group,
+            )  # fmt: skip
+            panels = -(-self.outputs // _PANEL)
+            values = weight.values.contiguous()
+            packed = torch.empty(panels * _PANEL * self.inputs * bits // 8, dtype=torch.uint8)
+            library.treespec_pack(values.data_ptr(), self.outputs, self.inputs, bits, packed.data_ptr())
+            scale = self._hold(in_panels(weight.scale))
+            zero = None if weight.zero is None else self._hold(in_panels(weight.zero))
+        else:
+            self.outputs, self.inputs = weight.shape
+            packed = pack(weight)
+        padded = None if bias is None else torch.nn.functional.pad(bias.float(), (0, -self.outputs % _PANEL))
+        self.struct = _Linear(
+            self._hold(packed), None if padded is None else self._hold(padded.contiguous().clone()), self.inputs,
+            self.outputs, bits, group, scale, zero,
+        )  # fmt: skip
+
+    def _hold(self, tensor: Tensor) -> int:
+        self.held.append(tensor)
+        return tensor.data_ptr()
+
+
 class LayerWeights(NamedTuple):
-    """One layer's, projections [out_features, in_features] in the model's dtype; gate and up stacked."""
+    """One layer's, projections [out_features, in_features] in the model's dtype or quantised; gate and up stacked."""
 
     attn_norm: Tensor
     mlp_norm: Tensor
-    qkv: Tensor
+    qkv: Tensor | QuantizedWeight
     qkv_bias: Tensor | None
-    o: Tensor
+    o: Tensor | QuantizedWeight
     o_bias: Tensor | None
-    gate_up: Tensor
+    gate_up: Tensor | QuantizedWeight
     gate_up_bias: Tensor | None
-    down: Tensor
+    down: Tensor | QuantizedWeight
     down_bias: Tensor | None
 
 
@@ -231,7 +287,7 @@ class CompiledModel:
         )  # fmt: skip
         self._model = _Model(
             self._layers, embed.data_ptr(), self._floats(final_norm), self.hidden_size, num_heads, num_kv_heads,
-            layers[0].down.shape[1], num_threads, norm_eps, head_dim**-0.5,
+            self._layers[0].down.inputs, num_threads, norm_eps, head_dim**-0.5,
         )  # fmt: skip
         self._head = self._linear(head, None)
 
@@ -247,10 +303,10 @@ class CompiledModel:
     def _floats(self, tensor: Tensor) -> int:
         return self._hold(tensor.float().contiguous().clone())
 
-    def _linear(self, weight: Tensor, bias: Tensor | None) -> _Linear:
-        outputs, inputs = weight.shape
-        padded = None if bias is None else torch.nn.functional.pad(bias.float(), (0, -outputs % _PANEL))
-        return _Linear(self._hold(pack(weight)), None if padded is None else self._floats(padded), inputs, outputs)
+    def _linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> _Linear:
+        packed = PackedLinear(self._library, weight, bias)
+        self._held += packed.held
+        return packed.struct
 
     def forward(
         self, tokens: Tensor, plan: CompiledPlan, rotation: Tensor, kv: Tensor, num_layers: int | None = None

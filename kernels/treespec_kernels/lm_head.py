@@ -1,8 +1,9 @@
 """LM head: the logits of every row, and of each block of the vocabulary its best token and its share of the softmax.
 
-logits = x W^T with fp32 accumulators and one rounding to the dtype. The summary of a block of `block_n` tokens is of
-the *rounded* logits, because those are what a consumer of the logits sees: their maximum, its first token, and the sum
-of exp(logit - maximum). Greedy choice, top-k and log-sum-exp then read vocab / block_n numbers of a row, not vocab.
+logits = x W^T with fp32 accumulators and one rounding to the dtype, behind a soft cap where the model has one. The
+summary of a block of `block_n` tokens is of the *rounded* logits, because those are what a consumer of the logits sees:
+their maximum, its first token, and the sum of exp(logit - maximum). Greedy choice, top-k and log-sum-exp then read
+vocab / block_n numbers of a row, not vocab.
 
 The weights stream once for up to `block_m` rows, and the bits of a row depend on the configuration alone: one tile for
 every number of rows, the whole of K in one program, never split. A retune may change bits.
@@ -15,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from .activations import soft_cap
 from .triton_launch import check_last_strides, check_launch, require_triton
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -121,7 +123,9 @@ def block_stats_ref(values: torch.Tensor, block: int) -> BlockStats:
     return BlockStats(best, tokens.int(), sums)
 
 
-def lm_head_ref(x: torch.Tensor, weight: torch.Tensor, *, config: LmHeadConfig | None = None) -> LmHead:
+def lm_head_ref(
+    x: torch.Tensor, weight: torch.Tensor, *, config: LmHeadConfig | None = None, logit_cap: float | None = None
+) -> LmHead:
     """The specification: one fp32 product, rounded once, and the summary of what was rounded.
 
     Args:
@@ -129,6 +133,7 @@ def lm_head_ref(x: torch.Tensor, weight: torch.Tensor, *, config: LmHeadConfig |
             float32.
         weight: [vocab, hidden], or [groups, vocab, hidden], in the dtype of x.
         config: `block_n` is the number of tokens of a block; None takes `LmHeadConfig.default`.
+        logit_cap: c, where logits x become c tanh(x / c); None: they stay.
 
     Returns:
         LmHead with groups * rows rows.
@@ -136,10 +141,11 @@ def lm_head_ref(x: torch.Tensor, weight: torch.Tensor, *, config: LmHeadConfig |
     Raises:
         ValueError: a shape, dtype or device that does not fit.
     """
-    check_lm_head(x, weight)
+    check_lm_head(x, weight, logit_cap)
     vocab, hidden = weight.shape[-2:]
     config = config or LmHeadConfig.default(x.dtype, vocab, hidden)
-    logits = (x.float() @ weight.float().mT).to(x.dtype).reshape(-1, vocab)
+    logits = x.float() @ weight.float().mT
+    logits = (logits if logit_cap is None else soft_cap(logits, logit_cap)).to(x.dtype).reshape(-1, vocab)
     return LmHead(logits, block_stats_ref(logits, config.block_n))
 
 
@@ -148,6 +154,7 @@ def lm_head_triton(
     weight: torch.Tensor,
     *,
     config: LmHeadConfig | None = None,
+    logit_cap: float | None = None,
     logits: torch.Tensor | None = None,
     stats: BlockStats | None = None,
 ) -> LmHead:
@@ -160,7 +167,7 @@ def lm_head_triton(
     Raises:
         ValueError: a shape, dtype, stride or device that does not fit, or triton that cannot run here.
     """
-    check_lm_head(x, weight)
+    check_lm_head(x, weight, logit_cap)
     vocab, hidden = weight.shape[-2:]
     config = config or LmHeadConfig.default(x.dtype, vocab, hidden)
     grouped_x = x if x.dim() == 3 else x[None]
@@ -189,6 +196,7 @@ def lm_head_triton(
         weight,
         logits,
         *stats,
+        logit_cap or 0.0,
         num_rows,
         grouped_x.stride(1),
         grouped_weight.stride(0),
@@ -196,6 +204,7 @@ def lm_head_triton(
         logits.stride(0),
         VOCAB=vocab,
         HIDDEN=hidden,
+        HAS_CAP=logit_cap is not None,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
@@ -231,8 +240,10 @@ def check_block_stats(stats: BlockStats, num_rows: int, num_blocks: int, device:
             raise ValueError(f"stats.{name} has strides {list(tensor.stride())}; make it contiguous")
 
 
-def check_lm_head(x: torch.Tensor, weight: torch.Tensor) -> None:
+def check_lm_head(x: torch.Tensor, weight: torch.Tensor, logit_cap: float | None = None) -> None:
     """Host-side checks of shapes, dtypes and devices; values on a device are never read."""
+    if logit_cap is not None and not logit_cap > 0:
+        raise ValueError(f"logit_cap is {logit_cap}; it must be above 0, or None for no cap")
     if x.dim() not in (2, 3):
         raise ValueError(f"x has shape {list(x.shape)}; expected [rows, hidden] or [groups, rows, hidden]")
     if weight.dim() != x.dim() or weight.shape[:-2] != x.shape[:-2]:

@@ -10,6 +10,7 @@ import triton.language as tl
 from .aot_spec import KernelShape, KernelSpec
 from .dot import dot
 from .lm_head import LmHeadConfig
+from .pointwise import soft_cap
 
 
 @triton.jit
@@ -32,6 +33,7 @@ def project_to_vocab(
     best_values,  # [groups * num_rows, num_programs(1)] fp32, as sums
     best_tokens,  # int32
     sums,
+    logit_cap,
     num_rows,
     stride_x,
     stride_weight_group,
@@ -39,6 +41,7 @@ def project_to_vocab(
     stride_logits,
     VOCAB: tl.constexpr,
     HIDDEN: tl.constexpr,
+    HAS_CAP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -71,6 +74,8 @@ def project_to_vocab(
             b_weight = tl.load(p_weight + k, mask=m_k, other=0.0)
         b_acc = dot(b_x, tl.trans(b_weight), b_acc, FIXED_ORDER_DOT)
 
+    if HAS_CAP:
+        b_acc = soft_cap(b_acc, logit_cap)
     b_logits = b_acc.to(logits.dtype.element_ty)
     values = b_logits.to(tl.float32)
     values = tl.where(values == values, values, float("inf"))  # a NaN must not get lost in comparisons
@@ -93,16 +98,23 @@ def aot_spec(shape: KernelShape, config: LmHeadConfig) -> KernelSpec:
     """One configuration."""
     return KernelSpec(
         kernel=project_to_vocab,
-        types=dict.fromkeys(("x", "weight", "logits"), f"*{shape.element}") | {"best_values": "*fp32", "sums": "*fp32"},
+        types=dict.fromkeys(("x", "weight", "logits"), f"*{shape.element}")
+        | {"best_values": "*fp32", "sums": "*fp32", "logit_cap": "fp32"},
         constants={
             "VOCAB": shape.vocab_size,
             "HIDDEN": shape.hidden_size,
+            "HAS_CAP": shape.capped,
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "BLOCK_K": config.block_k,
             "FIXED_ORDER_DOT": False,
         },
         options={"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False},
-        config={"dtype": shape.element, "vocab_size": shape.vocab_size, "hidden_size": shape.hidden_size}
+        config={
+            "dtype": shape.element,
+            "vocab_size": shape.vocab_size,
+            "hidden_size": shape.hidden_size,
+            "cap": shape.capped,
+        }
         | asdict(config),
     )

@@ -3,9 +3,14 @@
 Rotate-half RoPE (Su et al., arXiv 2104.09864, in the layout of Llama's checkpoints): dimension d turns with dimension
 d + head_dim / 2, y = x * cos + roll(x, head_dim / 2) * sin, where the sines of the first half are negated. All of
 it is computed in fp32, each product and the sum rounded alone, and rounded to the dtype once, when it is stored.
+
+Before that each head of Q and of K may be normed by itself (Qwen 3, Gemma 3). A model that learned its positions turns
+nothing.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 
@@ -26,6 +31,15 @@ TILE = 512  # numbers per program: 12 programs per row of an 8B model
 NUM_WARPS = 2  # so a thread holds 4 numbers of either half; with 8, ptxas spilled at 8 splits on sm_90
 
 
+class HeadNorm(NamedTuple):
+    """RMSNorm of each head of Q and of K. Weights: [head_dim] or [groups, head_dim] in the dtype or float32, both
+    alike."""
+
+    q_weight: torch.Tensor
+    k_weight: torch.Tensor
+    eps: float
+
+
 def block_of_half(head_dim: int) -> int:
     """The power of two that half a head is padded to by masks."""
     return 1 << (head_dim // 2 - 1).bit_length()
@@ -38,20 +52,22 @@ def block_of_heads(head_dim: int) -> int:
 
 def qkv_rope_ref(
     qkv: torch.Tensor,
-    rotation: torch.Tensor,
+    rotation: torch.Tensor | None,
     positions: torch.Tensor,
     slots: torch.Tensor,
     kv_layer: torch.Tensor,
     q_out: torch.Tensor,
     *,
     bias: torch.Tensor | None = None,
+    norm: HeadNorm | None = None,
 ) -> None:
     """The specification: eager torch in fp32, any device. Writes `q_out`, and the rows' slots of `kv_layer`.
 
     Args:
         qkv: [rows, (num_heads + 2 * num_kv_heads) * head_dim], the heads of Q, of K, then of V, in the dtype (float32,
             bfloat16 or float16), or a split linear layer's partial sums fp32 [splits, rows, ..], added from the left.
-        rotation: [max_positions, 2, head_dim] fp32: cosines, and sines whose first half is negated.
+        rotation: [max_positions, 2, head_dim] fp32: cosines, and sines whose first half is negated. None: no head is
+            turned.
         positions: [rows] int32, below max_positions.
         slots: [rows] int64, page * page_size + offset. Rows of one slot leave there what any of them writes: padding
             rows all point to a slot that nobody reads.
@@ -59,20 +75,29 @@ def qkv_rope_ref(
         q_out: [rows, num_heads, head_dim] in the dtype.
         bias: [(num_heads + 2 * num_kv_heads) * head_dim] or [groups, ..] in the dtype, added before anything else;
             with groups, each is for rows / groups consecutive rows.
+        norm: of each head of Q and K, behind the bias.
 
     Raises:
         ValueError: a shape, dtype or device that does not fit.
     """
-    check_qkv_rope(qkv, rotation, positions, slots, kv_layer, q_out, bias)
+    check_qkv_rope(qkv, rotation, positions, slots, kv_layer, q_out, bias, norm)
     num_rows, num_heads, head_dim = q_out.shape
     num_kv_heads, page_size = kv_layer.shape[2:4]
     total = sum_of_splits(qkv)
     if bias is not None:
         total = total + by_row(bias, num_rows)
     heads = total.view(num_rows, num_heads + 2 * num_kv_heads, head_dim)
-    straight, values = heads.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
-    cos, sin = rotation[positions.long()][:, None].unbind(2)
-    turned = straight * cos + straight.roll(head_dim // 2, -1) * sin
+    turned, values = heads.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
+    if norm is not None:
+        scale = torch.rsqrt(turned.square().mean(dim=2, keepdim=True) + norm.eps)
+        factors = [
+            by_row(weight, num_rows)[:, None].expand(-1, count, -1)
+            for weight, count in ((norm.q_weight, num_heads), (norm.k_weight, num_kv_heads))
+        ]
+        turned = turned * scale * torch.cat(factors, 1)
+    if rotation is not None:
+        cos, sin = rotation[positions.long()][:, None].unbind(2)
+        turned = turned * cos + turned.roll(head_dim // 2, -1) * sin
     q_out.copy_(turned[:, :num_heads])
     pages, offsets = slots // page_size, slots % page_size
     for cache, new in zip(kv_layer, (turned[:, num_heads:], values), strict=True):
@@ -81,15 +106,17 @@ def qkv_rope_ref(
 
 def qkv_rope_triton(
     qkv: torch.Tensor,
-    rotation: torch.Tensor,
+    rotation: torch.Tensor | None,
     positions: torch.Tensor,
     slots: torch.Tensor,
     kv_layer: torch.Tensor,
     q_out: torch.Tensor,
     *,
     bias: torch.Tensor | None = None,
+    norm: HeadNorm | None = None,
 ) -> None:
-    """The same on a GPU in one launch, bit for bit and without an allocation; arguments as in `qkv_rope_ref`.
+    """The same on a GPU in one launch and without an allocation; arguments as in `qkv_rope_ref`, and without a norm its
+    bits.
 
     All but `kv_layer`, whose head_dim alone must be contiguous, are contiguous; splits may lie further apart. Slots and
     positions are read on the device and not checked.
@@ -97,9 +124,11 @@ def qkv_rope_triton(
     Raises:
         ValueError: a shape, dtype, layout or device that does not fit, or triton that cannot run here.
     """
-    check_qkv_rope(qkv, rotation, positions, slots, kv_layer, q_out, bias)
+    check_qkv_rope(qkv, rotation, positions, slots, kv_layer, q_out, bias, norm)
     num_split_rows = split_rows("qkv", qkv)
+    q_weight, k_weight = (None, None) if norm is None else (norm.q_weight, norm.k_weight)
     check_contiguous(rotation=rotation, positions=positions, slots=slots, q_out=q_out, bias=bias)
+    check_contiguous(q_weight=q_weight, k_weight=k_weight)
     check_last_strides(kv_layer=kv_layer)
     require_triton("qkv_rope")
     from . import qkv_rope_kernels as kernels
@@ -113,13 +142,17 @@ def qkv_rope_triton(
     kernels.rotate_and_write[(num_rows, -(-(num_heads + 2 * num_kv_heads) // block_h))](
         qkv,
         qkv if bias is None else bias,
-        rotation,
+        qkv if q_weight is None else q_weight,
+        qkv if k_weight is None else k_weight,
+        qkv if rotation is None else rotation,
         positions,
         slots,
         kv_layer,
         q_out,
+        0.0 if norm is None else float(norm.eps),
         num_split_rows,
         num_rows if bias is None else rows_per_group(bias, num_rows),
+        num_rows if q_weight is None else rows_per_group(q_weight, num_rows),
         *kv_layer.stride()[:4],
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
@@ -127,6 +160,8 @@ def qkv_rope_triton(
         PAGE_SIZE=page_size,
         NUM_SPLITS=qkv.shape[0] if qkv.dim() == 3 else 1,
         HAS_BIAS=bias is not None,
+        HAS_NORM=norm is not None,
+        ROTATES=rotation is not None,
         BLOCK_H=block_h,
         BLOCK_D=block_of_half(head_dim),
         num_warps=NUM_WARPS,
@@ -136,12 +171,13 @@ def qkv_rope_triton(
 
 def check_qkv_rope(
     qkv: torch.Tensor,
-    rotation: torch.Tensor,
+    rotation: torch.Tensor | None,
     positions: torch.Tensor,
     slots: torch.Tensor,
     kv_layer: torch.Tensor,
     q_out: torch.Tensor,
     bias: torch.Tensor | None,
+    norm: HeadNorm | None,
 ) -> None:
     """Host-side checks of shapes, dtypes and devices; values on a device are never read."""
     if q_out.dim() != 3 or q_out.shape[2] == 0 or q_out.shape[2] % 2:
@@ -166,15 +202,27 @@ def check_qkv_rope(
         raise ValueError(f"kv_layer has dtype {kv_layer.dtype} and q_out {q_out.dtype}; they must be equal")
     if bias is not None:
         check_parameter("bias", bias, num_rows, width, q_out.dtype)
-    if rotation.dim() != 3 or tuple(rotation.shape[1:]) != (2, head_dim):
+    if norm is not None:
+        held = torch.float32 if norm.q_weight.dtype == torch.float32 else q_out.dtype
+        check_parameter("norm.q_weight", norm.q_weight, num_rows, head_dim, held)
+        check_parameter("norm.k_weight", norm.k_weight, num_rows, head_dim, held)
+        if norm.q_weight.shape != norm.k_weight.shape:
+            raise ValueError(
+                f"norm.k_weight has shape {list(norm.k_weight.shape)}; expected that of norm.q_weight, "
+                f"{list(norm.q_weight.shape)}"
+            )
+        check_devices(q_out.device, **{"norm.q_weight": norm.q_weight, "norm.k_weight": norm.k_weight})
+    if rotation is not None and rotation.dtype != torch.float32:
+        raise ValueError(f"rotation has dtype {rotation.dtype}; convert it to {torch.float32}")
+    if rotation is not None and (rotation.dim() != 3 or tuple(rotation.shape[1:]) != (2, head_dim)):
         raise ValueError(f"rotation has shape {list(rotation.shape)}; expected [max_positions, 2, {head_dim}]")
     for name, tensor in (("positions", positions), ("slots", slots)):
         if tuple(tensor.shape) != (num_rows,):
             raise ValueError(
                 f"{name} has shape {list(tensor.shape)}; expected [{num_rows}] as q_out has {num_rows} rows"
             )
-    expected = {"rotation": torch.float32, "positions": torch.int32, "slots": torch.int64}
-    for (name, dtype), tensor in zip(expected.items(), (rotation, positions, slots), strict=True):
+    expected = {"positions": torch.int32, "slots": torch.int64}
+    for (name, dtype), tensor in zip(expected.items(), (positions, slots), strict=True):
         if tensor.dtype != dtype:
             raise ValueError(f"{name} has dtype {tensor.dtype}; convert it to {dtype}")
     check_devices(

@@ -22,17 +22,21 @@ def _half(p_qkv, p_bias, m_half, stride_split, NUM_SPLITS: tl.constexpr, HAS_BIA
 
 
 # What follows the number of rows stays unspecialised: one binary serves every pass.
-@triton.jit(do_not_specialize=["num_split_rows", "num_bias_rows"])
+@triton.jit(do_not_specialize=["num_split_rows", "num_bias_rows", "num_norm_rows"])
 def rotate_and_write(
     qkv,  # [rows, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM], or fp32 partials [NUM_SPLITS, num_split_rows, ..]
     bias,  # [groups, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM]
+    q_weight,  # [groups, HEAD_DIM]
+    k_weight,
     rotation,  # [max_positions, 2, HEAD_DIM] fp32
     positions,  # [rows] int32
     slots,  # [rows] int64
     kv_layer,  # [2, num_pages, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM]
     q_out,  # [rows, NUM_HEADS, HEAD_DIM]
+    eps,
     num_split_rows,  # rows from one split to the next
     num_bias_rows,  # consecutive rows of one group of bias
+    num_norm_rows,  # of the norms' weights
     stride_kv,
     stride_page,
     stride_head,
@@ -43,6 +47,8 @@ def rotate_and_write(
     PAGE_SIZE: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    ROTATES: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -58,27 +64,42 @@ def rotate_and_write(
     o_half = o_h[:, None] * HEAD_DIM + o_d[None, :]
 
     slot = tl.load(slots + row)
-    position = tl.load(positions + row).to(tl.int64)
+    if ROTATES:
+        position = tl.load(positions + row).to(tl.int64)
     p_qkv = qkv + row * WIDTH + o_half
     p_bias = bias + i_row // num_bias_rows * WIDTH + o_half
     stride_split = num_split_rows.to(tl.int64) * WIDTH
     b_0 = _half(p_qkv, p_bias, m_half, stride_split, NUM_SPLITS, HAS_BIAS)
     b_1 = _half(p_qkv + HALF, p_bias + HALF, m_half, stride_split, NUM_SPLITS, HAS_BIAS)
 
-    # Every head loads the angles anew, from the first-level cache: broadcasting them would go through shared memory.
-    o_angle = position * (2 * HEAD_DIM) + o_d[None, :]
-    p_cos = rotation + tl.broadcast_to(o_angle, (BLOCK_H, BLOCK_D))
-    b_cos_0 = tl.load(p_cos, mask=m_half, other=0.0)
-    b_cos_1 = tl.load(p_cos + HALF, mask=m_half, other=0.0)
-    b_sin_0 = tl.load(p_cos + HEAD_DIM, mask=m_half, other=0.0)
-    b_sin_1 = tl.load(p_cos + HEAD_DIM + HALF, mask=m_half, other=0.0)
-
     # V is chosen, not turned by an angle of 0: infinity times a sine of 0 is NaN.
     m_turned = (o_h < NUM_HEADS + NUM_KV_HEADS)[:, None]
-    b_out_0 = tl.where(m_turned, b_0 * b_cos_0 + b_1 * b_sin_0, b_0).to(q_out.dtype.element_ty)
-    b_out_1 = tl.where(m_turned, b_1 * b_cos_1 + b_0 * b_sin_1, b_1).to(q_out.dtype.element_ty)
-
     is_q = (o_h < NUM_HEADS)[:, None]
+    if HAS_NORM:
+        mean_square = tl.sum(b_0 * b_0 + b_1 * b_1, axis=1) / HEAD_DIM
+        b_scale = tl.rsqrt(mean_square + eps)[:, None]
+        o_weight = i_row // num_norm_rows * HEAD_DIM + tl.broadcast_to(o_d[None, :], (BLOCK_H, BLOCK_D))
+        p_weight = tl.where(is_q, q_weight + o_weight, k_weight + o_weight)
+        m_weight = m_half & m_turned
+        b_factor_0 = tl.load(p_weight, mask=m_weight, other=0.0).to(tl.float32)
+        b_factor_1 = tl.load(p_weight + HALF, mask=m_weight, other=0.0).to(tl.float32)
+        b_0 = tl.where(m_turned, b_0 * b_scale * b_factor_0, b_0)
+        b_1 = tl.where(m_turned, b_1 * b_scale * b_factor_1, b_1)
+    if ROTATES:
+        # Every head loads the angles anew, from the first-level cache: broadcasting them would go through shared
+        # memory.
+        o_angle = position * (2 * HEAD_DIM) + o_d[None, :]
+        p_cos = rotation + tl.broadcast_to(o_angle, (BLOCK_H, BLOCK_D))
+        b_cos_0 = tl.load(p_cos, mask=m_half, other=0.0)
+        b_cos_1 = tl.load(p_cos + HALF, mask=m_half, other=0.0)
+        b_sin_0 = tl.load(p_cos + HEAD_DIM, mask=m_half, other=0.0)
+        b_sin_1 = tl.load(p_cos + HEAD_DIM + HALF, mask=m_half, other=0.0)
+        b_out_0 = tl.where(m_turned, b_0 * b_cos_0 + b_1 * b_sin_0, b_0).to(q_out.dtype.element_ty)
+        b_out_1 = tl.where(m_turned, b_1 * b_cos_1 + b_0 * b_sin_1, b_1).to(q_out.dtype.element_ty)
+    else:
+        b_out_0 = b_0.to(q_out.dtype.element_ty)
+        b_out_1 = b_1.to(q_out.dtype.element_ty)
+
     p_q = q_out + row * (NUM_HEADS * HEAD_DIM) + o_half
     tl.store(p_q, b_out_0, mask=m_half & is_q)
     tl.store(p_q + HALF, b_out_1, mask=m_half & is_q)
@@ -92,17 +113,22 @@ def rotate_and_write(
 
 def aot_specs(shape: KernelShape, target: str | None = None) -> list[KernelSpec]:
     """Rows in the dtype, and a linear layer's partial sums, of which there may be 8."""
-    tensors = dict.fromkeys(("qkv", "bias", "kv_layer", "q_out"), f"*{shape.element}")
-    tensors |= {"rotation": "*fp32", "positions": "*i32", "slots": "*i64"}
+    names = ("qkv", "bias", "q_weight", "k_weight", "kv_layer", "q_out")
+    tensors = dict.fromkeys(names, f"*{shape.element}")
+    tensors |= {"rotation": "*fp32", "positions": "*i32", "slots": "*i64", "eps": "fp32"}
+    if shape.norm == "rms_plus_one":
+        tensors |= {"q_weight": "*fp32", "k_weight": "*fp32"}
     specs = []
     for num_splits, has_bias in ((1, False), (2, False), (8, True)):
-        constants: dict[str, int | bool] = {
+        constants: dict[str, int | bool | str] = {
             "NUM_HEADS": shape.num_heads,
             "NUM_KV_HEADS": shape.num_kv_heads,
             "HEAD_DIM": shape.head_dim,
             "PAGE_SIZE": PAGE_SIZE,
             "NUM_SPLITS": num_splits,
             "HAS_BIAS": has_bias,
+            "HAS_NORM": shape.qk_norm,
+            "ROTATES": shape.rotary,
             "BLOCK_H": block_of_heads(shape.head_dim),
             "BLOCK_D": block_of_half(shape.head_dim),
         }
@@ -117,6 +143,8 @@ def aot_specs(shape: KernelShape, target: str | None = None) -> list[KernelSpec]
                     "head_dim": shape.head_dim,
                     "group": shape.num_heads // shape.num_kv_heads,
                     "splits": num_splits,
+                    "qk_norm": shape.qk_norm,
+                    "rotary": shape.rotary,
                 },
             )
         )

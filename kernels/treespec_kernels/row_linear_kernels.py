@@ -15,18 +15,13 @@ import triton.language as tl
 
 from .aot_spec import KernelShape, KernelSpec
 from .dot import dot
+from .pointwise import activate
 from .row_linear import REDUCE_BLOCK, REDUCE_WARPS, RowLinearConfig, alignment
 
 _RUNTIME = (
     "x weight bias residual out partials num_rows stride_x_group stride_x_row stride_weight_group stride_bias_group "
     "stride_residual_group stride_residual_row stride_out_group stride_out_row"
 ).split()
-
-
-@triton.jit
-def silu_product(gate, up):
-    """silu(gate) * up, in fp32."""
-    return gate / (1.0 + tl.exp(-gate)) * up
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
@@ -53,6 +48,7 @@ def multiply_rows(
     SPLIT_K: tl.constexpr,
     PARTIALS: tl.constexpr,
     SILU_GATE: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # of the gate; without one, of the sum
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -124,9 +120,9 @@ def multiply_rows(
             b_acc += tl.load(bias + i_group * stride_bias_group + o_n).to(tl.float32)[None, :]
         if SILU_GATE:
             b_gate, b_up = tl.split(tl.reshape(b_acc, [BLOCK_M, BLOCK_F, 2]))
-            b_y = silu_product(b_gate, b_up)
+            b_y = activate(b_gate, ACTIVATION) * b_up
         else:
-            b_y = b_acc
+            b_y = activate(b_acc, ACTIVATION)
         if HAS_RESIDUAL:
             o_residual = i_group * stride_residual_group + o_m.to(tl.int64) * stride_residual_row
             p_residual = tl.multiple_of(residual + o_residual[:, None] + o_f[None, :], [BYTES_OUT, BYTES_OUT])
@@ -164,6 +160,7 @@ def add_splits(
     BYTES_OUT: tl.constexpr,  # of every row of out and residual
     SPLIT_K: tl.constexpr,
     SILU_GATE: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # of the gate; without one, of the sum
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     BLOCK_F: tl.constexpr,
@@ -184,7 +181,9 @@ def add_splits(
         b_up = sum_of_splits(p_row + FEATURES, m_f, stride_split, SPLIT_K)
         if HAS_BIAS:
             b_up += tl.load(p_bias + FEATURES, mask=m_f, other=0.0).to(tl.float32)
-        b_y = silu_product(b_y, b_up)
+        b_y = activate(b_y, ACTIVATION) * b_up
+    else:
+        b_y = activate(b_y, ACTIVATION)
     if HAS_RESIDUAL:
         p_residual = residual + group * stride_residual_group + row * stride_residual_row + o_f
         b_y += tl.load(tl.multiple_of(p_residual, BYTES_OUT), mask=m_f, other=0.0).to(tl.float32)
@@ -198,30 +197,33 @@ def aot_specs(shape: KernelShape, target: str | None = None) -> list[KernelSpec]
     """The linear layers of a Llama-like shape in their default configurations, as a decoder launches them.
 
     qkv, o and down leave partial sums where they are split; o and down add them, and the residual, in `add_splits`.
-    gate_up ends in its activation.
+    gate_up, or up alone where there is no gate, ends in its activation.
     """
     width = shape.num_heads * shape.head_dim
     hidden, intermediate = shape.hidden_size, shape.intermediate_size
     layers = (
         ("qkv", width + 2 * shape.num_kv_heads * shape.head_dim, hidden),
         ("o", hidden, width),
-        ("gate_up", 2 * intermediate, hidden),
+        ("gate_up", 2 * intermediate, hidden) if shape.gated else ("up", intermediate, hidden),
         ("down", hidden, intermediate),
     )
     specs: list[KernelSpec] = []
     for layer, out_features, in_features in layers:
+        activation = shape.activation if layer.endswith("up") else "none"
         silu_gate = layer == "gate_up"
         config = RowLinearConfig.default(shape.dtype, out_features, in_features, silu_gate, target)
         is_split = config.split_k > 1
         features = out_features // 2 if silu_gate else out_features
         types = dict.fromkeys(("x", "weight", "bias", "residual", "out"), f"*{shape.element}") | {"partials": "*fp32"}
         described = {"dtype": shape.element, "out_features": out_features, "in_features": in_features}
-        constants = {
+        described["activation"] = activation
+        constants: dict[str, int | bool | str] = {
             "OUT_FEATURES": out_features,
             "SPLIT_K": config.split_k,
             "BYTES_OUT": alignment(shape.dtype.itemsize, features),
             "SILU_GATE": silu_gate,
-            "HAS_BIAS": False,
+            "ACTIVATION": activation,
+            "HAS_BIAS": shape.norm == "layer" and layer != "qkv",
             "HAS_RESIDUAL": layer in ("o", "down"),
         }
         multiply = constants | {
@@ -236,6 +238,7 @@ def aot_specs(shape: KernelShape, target: str | None = None) -> list[KernelSpec]
         }
         if is_split:
             multiply |= {"BYTES_OUT": alignment(4, out_features), "SILU_GATE": False, "HAS_RESIDUAL": False}
+            multiply |= {"ACTIVATION": "none", "HAS_BIAS": False}
         found = [
             KernelSpec(
                 multiply_rows,

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from .activations import soft_cap
 from .tree_attention_config import SegmentPartition as SegmentPartition
 from .tree_attention_config import TreeAttentionConfig as TreeAttentionConfig
 from .tree_attention_plan import PlanCapacity as PlanCapacity
@@ -34,6 +35,7 @@ def tree_attention_ref(
     depths: torch.Tensor,
     ancestors: torch.Tensor,
     scale: float,
+    score_cap: float | None = None,
     window: int | None = None,
 ) -> torch.Tensor:
     """The specification: one row at a time, softmax(scale * q k^T) v over the row's positions, in fp32.
@@ -48,6 +50,7 @@ def tree_attention_ref(
         ancestors: [num_rows, max_depth + 1] int32; `ancestors[r, j]` for j <= depths[r] is the tree index of the row's
             ancestor at depth j (j = depth: the row's own node), the rest is ignored.
         scale: multiplies the scores, usually head_dim ** -0.5.
+        score_cap: c, where scores x, scaled, become c tanh(x / c) (a soft cap, Gemma 2); None: they stay.
         window: how many positions a row reads, its own included (a sliding window); None: all.
 
     Returns:
@@ -58,6 +61,7 @@ def tree_attention_ref(
     """
     check_tree_attention(q, k_cache, v_cache, row_request, context_lens, page_table, depths, ancestors)
     check_window(window)
+    check_cap("score_cap", score_cap)
     page_size, group = k_cache.shape[2], q.shape[1] // k_cache.shape[1]
     out = torch.empty_like(q)
     for row, request in enumerate(row_request.tolist()):
@@ -69,6 +73,7 @@ def tree_attention_ref(
         keys = k_cache[pages, :, slots % page_size].float().repeat_interleave(group, dim=1)  # [n, num_heads, head_dim]
         values = v_cache[pages, :, slots % page_size].float().repeat_interleave(group, dim=1)
         scores = torch.einsum("hd,nhd->hn", q[row].float(), keys) * scale
+        scores = scores if score_cap is None else soft_cap(scores, score_cap)
         out[row] = torch.einsum("hn,nhd->hd", scores.softmax(dim=-1), values).to(q.dtype)
     return out
 
@@ -84,6 +89,7 @@ def tree_attention_triton(
     depths: torch.Tensor,
     ancestors: torch.Tensor,
     scale: float,
+    score_cap: float | None = None,
     window: int | None = None,
     plan: TreeAttentionPlan,
     out: torch.Tensor | None = None,
@@ -102,13 +108,24 @@ def tree_attention_triton(
     """
     check_tree_attention(q, k_cache, v_cache, row_request, context_lens, page_table, depths, ancestors)
     check_plan(q, k_cache, out, window, False, plan)
+    check_cap("score_cap", score_cap)
     check_last_strides(ancestors=ancestors)
     require_triton("tree_attention")
     from .tree_attention_kernels import attend_items
 
     caches = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
     tables = {"context_lens": context_lens, "page_table": page_table, "depths": depths}
-    return run_plan("tree_attention", attend_items, **caches, **tables, seen=ancestors, scale=scale, plan=plan, out=out)
+    return run_plan(
+        "tree_attention",
+        attend_items,
+        **caches,
+        **tables,
+        seen=ancestors,
+        scale=scale,
+        score_cap=score_cap,
+        plan=plan,
+        out=out,
+    )
 
 
 def run_plan(
@@ -123,6 +140,7 @@ def run_plan(
     depths: torch.Tensor,
     seen: torch.Tensor,
     scale: float,
+    score_cap: float | None,
     plan: TreeAttentionPlan,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
@@ -168,6 +186,7 @@ def run_plan(
             seen,
             scale * math.log2(math.e),
             plan.window or 0,
+            (score_cap or 0.0) * math.log2(math.e),
             *q.stride()[:2],
             *k_cache.stride()[:3],
             *v_cache.stride()[:3],
@@ -181,6 +200,7 @@ def run_plan(
             BLOCK_N=config.block_n,
             BLOCK_D=block_d,
             HAS_WINDOW=plan.window is not None,
+            HAS_CAP=score_cap is not None,
             FIXED_ORDER_DOT=config.fixed_order_dot,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
@@ -201,6 +221,12 @@ def run_plan(
         enable_fp_fusion=False,
     )
     return out
+
+
+def check_cap(name: str, cap: float | None) -> None:
+    """Raises ValueError where a soft cap is not above 0; None is no cap."""
+    if cap is not None and not cap > 0:
+        raise ValueError(f"{name} is {cap}; it must be above 0, or None for no cap")
 
 
 def check_plan(

@@ -15,17 +15,23 @@ import triton.language as tl
 
 from .aot_spec import PAGE_SIZE, KernelShape, KernelSpec
 from .dot import dot
+from .pointwise import soft_cap
 from .tree_attention_config import TreeAttentionConfig
 from .triton_launch import block_of_head_dim
 
 
 @triton.jit
-def attend_tile(b_q, b_k, b_v, m_scores, scale_log2, b_max, b_sum, b_acc, FIXED_ORDER_DOT: tl.constexpr):
+def attend_tile(
+    b_q, b_k, b_v, m_scores, scale_log2, score_cap, b_max, b_sum, b_acc,
+    HAS_CAP: tl.constexpr, FIXED_ORDER_DOT: tl.constexpr,
+):  # fmt: skip
     """The state (max in units of log2, sum, accumulator) after one more tile of keys and values."""
     BLOCK_M: tl.constexpr = b_q.shape[0]
     BLOCK_N: tl.constexpr = b_k.shape[0]
     b_scores = dot(b_q, tl.trans(b_k), tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32), FIXED_ORDER_DOT)
     b_scores *= scale_log2
+    if HAS_CAP:
+        b_scores = soft_cap(b_scores, score_cap)
     b_scores = tl.where(m_scores, b_scores, float("-inf"))
     b_new_max = tl.maximum(b_max, tl.max(b_scores, axis=1))
     # -inf minus -inf is NaN: a row that has seen no key yet subtracts 0. A fully masked tile is an exact no-op.
@@ -79,6 +85,7 @@ def attend_items(
     ancestors,
     scale_log2,
     window,
+    score_cap,  # in units of log2
     stride_q_row,
     stride_q_head,
     stride_k_page,
@@ -97,6 +104,7 @@ def attend_items(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
     FIXED_ORDER_DOT: tl.constexpr,
 ):
     i_item = tl.program_id(0)
@@ -160,7 +168,9 @@ def attend_items(
         m_scores = m_n[None, :] & (o_n[None, :] <= position[:, None])
         if HAS_WINDOW:
             m_scores = m_scores & (o_n[None, :] > position[:, None] - window)
-        b_max, b_sum, b_acc = attend_tile(b_q, b_k, b_v, m_scores, scale_log2, b_max, b_sum, b_acc, FIXED_ORDER_DOT)
+        b_max, b_sum, b_acc = attend_tile(
+            b_q, b_k, b_v, m_scores, scale_log2, score_cap, b_max, b_sum, b_acc, HAS_CAP, FIXED_ORDER_DOT
+        )
 
     # Found again rather than kept in registers over the loop.
     partial, m_partial = find_partials(
@@ -236,10 +246,11 @@ def aot_spec(shape: KernelShape, config: TreeAttentionConfig, window: bool, kern
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "HAS_WINDOW": window,
+            "HAS_CAP": shape.capped,
             "FIXED_ORDER_DOT": False,
         },
         options={"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False},
-        config=_described(shape) | {"window": window} | asdict(config),
+        config=_described(shape) | {"window": window, "cap": shape.capped} | asdict(config),
     )
 
 
@@ -248,11 +259,11 @@ def _types(shape: KernelShape) -> dict[str, str]:
         dict.fromkeys(("q", "k_cache", "v_cache", "out"), f"*{shape.element}")
         | dict.fromkeys(("partial_acc", "partial_max", "partial_sum"), "*fp32")
         | {"num_items": "*i32", "num_segments": "*i32", "ancestor_words": "*i64"}
-        | {"scale_log2": "fp32", "window": "i32"}
+        | {"scale_log2": "fp32", "window": "i32", "score_cap": "fp32"}
     )
 
 
-def _constants(shape: KernelShape) -> dict[str, int | bool]:
+def _constants(shape: KernelShape) -> dict[str, int | bool | str]:
     return {
         "NUM_HEADS": shape.num_heads,
         "HEAD_DIM": shape.head_dim,

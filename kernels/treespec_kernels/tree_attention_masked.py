@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from .tree_attention import check_integers, check_pass, check_plan, run_plan
+from .tree_attention import check_cap, check_integers, check_pass, check_plan, run_plan
 from .tree_attention_plan import MAX_NODES, TreeAttentionPlan, check_window
 from .triton_launch import check_last_strides, require_triton
 
@@ -62,6 +62,7 @@ def tree_attention_masked_triton(
     depths: torch.Tensor,
     ancestor_words: torch.Tensor,
     scale: float,
+    score_cap: float | None = None,
     window: int | None = None,
     plan: TreeAttentionPlan,
     out: torch.Tensor | None = None,
@@ -79,6 +80,7 @@ def tree_attention_masked_triton(
     tables = {"context_lens": context_lens, "page_table": page_table, "depths": depths}
     check_pass(q, k_cache, v_cache, row_request=row_request, **tables)
     check_plan(q, k_cache, out, window, True, plan)
+    check_cap("score_cap", score_cap)
     most = num_words(MAX_NODES)
     if ancestor_words.dim() != 2 or ancestor_words.shape[0] != len(q) or not 1 <= ancestor_words.shape[1] <= most:
         raise ValueError(
@@ -98,6 +100,7 @@ def tree_attention_masked_triton(
         **tables,
         seen=ancestor_words,
         scale=scale,
+        score_cap=score_cap,
         plan=plan,
         out=out,
     )

@@ -63,6 +63,7 @@ def attend_masked_items(
     ancestor_words,  # [num_rows, words] int64
     scale_log2,
     window,
+    score_cap,  # in units of log2
     stride_q_row,
     stride_q_head,
     stride_k_page,
@@ -81,6 +82,7 @@ def attend_masked_items(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
     FIXED_ORDER_DOT: tl.constexpr,
 ):
     """Columns are logical slots: committed positions, and from the root's on nodes of the tree."""
@@ -141,7 +143,9 @@ def attend_masked_items(
         if HAS_WINDOW:
             words = words & _from_bit(window_lo + 1 - tile)
         m_scores = m_m[:, None] & ((words[:, None] >> o_bit[None, :]) & 1 != 0)
-        b_max, b_sum, b_acc = attend_tile(b_q, b_k, b_v, m_scores, scale_log2, b_max, b_sum, b_acc, FIXED_ORDER_DOT)
+        b_max, b_sum, b_acc = attend_tile(
+            b_q, b_k, b_v, m_scores, scale_log2, score_cap, b_max, b_sum, b_acc, HAS_CAP, FIXED_ORDER_DOT
+        )
 
     partial, m_partial = find_partials(
         p_item, first_partial, first_segment, num_segments, i_kv_head, NUM_HEADS, GROUP, BLOCK_M

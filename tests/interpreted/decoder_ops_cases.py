@@ -2,6 +2,7 @@
 implementation that TREESPEC_DECODER_OPS names."""
 
 import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,11 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from treespec.config import ModelConfig
+from treespec.layers import LayerKind, Rope
 from treespec.models.decoder import Decoder
 from treespec_kernels.qkv_rope import qkv_rope_ref, qkv_rope_triton
 from treespec_kernels.rms_norm import rms_norm_ref, rms_norm_triton
 from treespec_kernels.testing import assert_close
 from treespec_kernels.tree_batch import PAGE_SIZE, RequestRows
+from treespec_weights import LLAMA
 
 IMPLEMENTATION = os.environ["TREESPEC_DECODER_OPS"]
 DEVICE = "cpu" if IMPLEMENTATION != "triton" or os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
@@ -32,12 +36,22 @@ class Echo:
     def __init__(self) -> None:
         self.queries: list[torch.Tensor] = []
 
-    def plan(self, requests: list[RequestRows], num_rows: int) -> None:
+    def plan(self, requests: list[RequestRows], num_rows: int, window: int | None = None) -> None:
         return None
 
     def __call__(self, q: torch.Tensor, *_: Any) -> torch.Tensor:
         self.queries.append(q)
         return q
+
+
+def config_of(shape: Any, inv_freq: torch.Tensor, scale: float) -> ModelConfig:
+    """A Llama of that shape and rope."""
+    rope = Rope(inv_freq, torch.full_like(inv_freq, scale), 2 * len(inv_freq))
+    return ModelConfig(
+        folder=Path("random"), rules=LLAMA, shape=shape, norm_eps=EPS, activation="silu", parallel=False,
+        query_scale=shape.head_dim**-0.5, score_cap=None, logit_cap=None, embed_scale=1.0, ropes=(rope,),
+        layers=(LayerKind(0, None),) * LAYERS, max_positions=256, dtype=torch.float32, eos_token_ids=(),
+    )  # fmt: skip
 
 
 def random_weights(num_heads: int, num_kv_heads: int, head_dim: int, bias: bool) -> dict[str, torch.Tensor]:
@@ -77,9 +91,9 @@ def test_layers_agree_with_the_cpu_decoder(num_heads: int, num_kv_heads: int, he
         vocab_size=VOCAB,
         num_layers=LAYERS,
         tied=True,
+        gated=True,
     )
-    inv_freq = 50.0 ** -(torch.arange(head_dim // 2) / (head_dim // 2))
-    config: Any = SimpleNamespace(shape=shape, inv_freq=inv_freq, rope_scale=1.2, norm_eps=EPS)
+    config = config_of(shape, 50.0 ** -(torch.arange(head_dim // 2) / (head_dim // 2)), 1.2)
     echo = Echo()
     decoder = Decoder(config, dict(weights), echo, "torch", min_rows=8)
     # A chain behind 62 positions, over a border of pages, then a tree's root; a row of padding.
@@ -95,7 +109,7 @@ def test_layers_agree_with_the_cpu_decoder(num_heads: int, num_kv_heads: int, he
     weights = {name: weight.to(DEVICE) for name, weight in weights.items()}
     positions = torch.tensor([62, 63, 64, 65, 66, 67, 0, 0], dtype=torch.int32, device=DEVICE)
     slots = torch.tensor([190, 191, 64, 65, 66, 67, 192, 0], device=DEVICE)
-    rotation = decoder.rotation.at(np.arange(68)).to(DEVICE)
+    rotation = decoder.rotations[0].at(np.arange(68)).to(DEVICE)
     own_pool = torch.full_like(pool, float("nan"), device=DEVICE)
     stream = F.embedding(F.pad(tokens, (0, 1)).to(DEVICE), weights["embed"])
     normed = rms_norm(stream, weights["layers.0.attn_norm"], EPS)
@@ -128,21 +142,20 @@ def test_a_turn_has_the_bits_of_the_cpu_decoder() -> None:
     shape = SimpleNamespace(
         num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, vocab_size=VOCAB, num_layers=0, tied=True
     )
-    inv_freq = 50.0 ** -(torch.arange(12) / 12)
-    config: Any = SimpleNamespace(shape=shape, inv_freq=inv_freq, rope_scale=1.0, norm_eps=EPS)
+    config = config_of(shape, 50.0 ** -(torch.arange(12) / 12), 1.0)
     weights = {"embed": torch.zeros(VOCAB, HIDDEN), "final_norm": torch.zeros(HIDDEN)}
     echo = Echo()
     decoder = Decoder(config, weights, echo, "torch")
     pool = torch.zeros(1, 2, 3, num_kv_heads, PAGE_SIZE, head_dim)
     layout = decoder.plan([rows], pool)
-    layer: Any = SimpleNamespace(qkv=lambda x: qkv.clone(), o=lambda x: x)
+    layer: Any = SimpleNamespace(qkv=lambda x: qkv.clone(), o=lambda x: x, head_norm=None, rope=0, window=0)
     decoder._attend(layer, qkv, layout.rotation.split(1, 1), layout, pool[0])
 
     own_pool, q = torch.zeros_like(pool, device=DEVICE), torch.zeros(9, num_heads, head_dim, device=DEVICE)
     pages, offsets = rows.slots
     slots = torch.from_numpy(pages * PAGE_SIZE + offsets).to(DEVICE)
     positions = torch.from_numpy(rows.positions).int().to(DEVICE)
-    rotation = decoder.rotation.at(np.arange(80)).to(DEVICE)
+    rotation = decoder.rotations[0].at(np.arange(80)).to(DEVICE)
     qkv_rope(qkv.to(DEVICE), rotation, positions, slots, own_pool[0], q)
     assert torch.equal(q.cpu(), echo.queries[0])
     assert torch.equal(own_pool.cpu(), pool)

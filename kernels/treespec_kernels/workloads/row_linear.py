@@ -116,7 +116,7 @@ def workloads(setting: Setting) -> list[Workload]:
     layers = {  # out_features, in_features, silu_gate
         (heads, shape.hidden_size, False),
         (shape.hidden_size, shape.num_heads * shape.head_dim, False),
-        (2 * shape.intermediate_size, shape.hidden_size, True),
+        (shape.intermediate_size * (2 if shape.gated else 1), shape.hidden_size, shape.gated),
         (shape.hidden_size, shape.intermediate_size, False),
     }
     return [

@@ -1,0 +1,32 @@
+"""Functions of single numbers in the kernels. Import this module only where triton is installed.
+
+tanh is written with an exponential: it has no instruction of its own that is exact, and the interpreter lacks it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def activate(x, ACTIVATION: tl.constexpr):
+    """fp32 through the activation of that name (see `activations.py`); x itself for "none"."""
+    if ACTIVATION == "silu":
+        y = x / (1.0 + tl.exp(-x))
+    elif ACTIVATION == "gelu":
+        y = 0.5 * x * (1.0 + tl.math.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":
+        # (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u)), here with 2 sqrt(2 / pi) in one factor.
+        y = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    elif ACTIVATION == "relu":
+        y = tl.where(x < 0.0, 0.0, x)  # a NaN stays one
+    else:
+        y = x
+    return y
+
+
+@triton.jit
+def soft_cap(x, cap):
+    """cap * tanh(x / cap), in fp32."""
+    return cap * (2.0 / (1.0 + tl.exp(-2.0 * (x / cap))) - 1.0)

@@ -1,0 +1,106 @@
+"""Quantised weights as the linear layers take them: integers of 8 or 4 bits, with scales by output and group of inputs.
+
+A weight is (q - zero) * scale. Only weights are quantised: activations stay in the model's dtype, integers are widened
+exactly, and sums are in fp32. Tensors tell what they hold: int8 is 8 bits, uint8 two weights of 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+SMALLEST_GROUP = 32
+
+
+class QuantizedWeight(NamedTuple):
+    """A projection's weight.
+
+    Args:
+        values: int8 [out_features, in_features], q itself; or uint8 [out_features, in_features / 2], two q of 4 bits
+            each raised by 8, the earlier input in the low bits.
+        scale: [out_features, groups], floating; in_features / groups inputs in a row share one.
+        zero: int8 [out_features, groups], or None where all are 0.
+    """
+
+    values: Tensor
+    scale: Tensor
+    zero: Tensor | None = None
+
+    @property
+    def bits(self) -> int:
+        return 8 if self.values.dtype == torch.int8 else 4
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the weight: [out_features, in_features] behind what leads."""
+        return (*self.values.shape[:-1], self.in_features)
+
+    @property
+    def out_features(self) -> int:
+        return self.values.shape[-2]
+
+    @property
+    def in_features(self) -> int:
+        return self.values.shape[-1] * (8 // self.bits)
+
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale."""
+        return self.in_features // self.scale.shape[-1]
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + self.scale.nbytes + (0 if self.zero is None else self.zero.nbytes)
+
+    def check(self) -> None:
+        """Raises ValueError for shapes or dtypes that do not fit each other."""
+        if self.values.dtype not in (torch.int8, torch.uint8):
+            raise ValueError(
+                f"quantised values are {self.values.dtype}; expected int8, or uint8 with two 4-bit weights"
+            )
+        groups = self.scale.shape[-1]
+        if list(self.scale.shape[:-1]) != list(self.values.shape[:-1]) or groups < 1 or self.in_features % groups:
+            raise ValueError(
+                f"scales are {list(self.scale.shape)} for quantised values {list(self.values.shape)}; expected "
+                f"[{self.out_features}, groups], and {self.in_features} inputs in equal groups"
+            )
+        if groups > 1 and self.group % SMALLEST_GROUP:
+            raise ValueError(
+                f"groups of {self.group} inputs; valid: multiples of {SMALLEST_GROUP}, or one group of all"
+            )
+        if self.zero is not None and (self.zero.shape != self.scale.shape or self.zero.dtype != torch.int8):
+            raise ValueError(
+                f"zero points are {self.zero.dtype} {list(self.zero.shape)}; expected int8 {list(self.scale.shape)}"
+            )
+
+
+def integers(weight: QuantizedWeight) -> Tensor:
+    """q, int8 [out_features, in_features]; leading dimensions stay."""
+    if weight.bits == 8:
+        return weight.values
+    low, high = weight.values & 15, weight.values >> 4
+    return torch.stack((low, high), -1).flatten(-2).to(torch.int8) - 8
+
+
+def dequantized(weight: QuantizedWeight) -> Tensor:
+    """The specification: (q - zero) * scale, fp32 [out_features, in_features]; leading dimensions stay."""
+    q = integers(weight).float().unflatten(-1, (-1, weight.group))
+    if weight.zero is not None:
+        q = q - weight.zero.float().unsqueeze(-1)
+    return (q * weight.scale.float().unsqueeze(-1)).flatten(-2)
+
+
+def stacked(parts: Sequence[QuantizedWeight], dim: int = -2) -> QuantizedWeight:
+    """Several weights as one: projections of the same inputs one below the other, or along another dimension.
+
+    Their bits and groups are equal; where only some have zero points, those of the others are 0.
+    """
+    zero = None
+    if any(part.zero is not None for part in parts):
+        zeros = [torch.zeros_like(part.scale, dtype=torch.int8) if part.zero is None else part.zero for part in parts]
+        zero = torch.cat(zeros, dim)
+    values, scales = [part.values for part in parts], [part.scale for part in parts]
+    return QuantizedWeight(torch.cat(values, dim), torch.cat(scales, dim), zero)

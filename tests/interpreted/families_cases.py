@@ -1,0 +1,105 @@
+"""Every family on the Triton kernels, in the interpreter: run by tests/test_families_triton.py.
+
+Layers of both kinds where they alternate, contexts longer than their windows. Every family's passes are compared; a
+captured round takes ten seconds of a family in the interpreter, so the engine runs with those that differ in what a
+round does: windows by layer, several ropes, parallel layers, learned positions. TREESPEC_FAMILIES names others.
+"""
+
+import os
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.families import TYPICAL, Case, make_model
+from tests.models import greedy, make_draft, new_folder, open_llm, random_prompts
+from treespec import SpecConfig
+from treespec.cache import KVCache
+from treespec.config import ModelConfig
+from treespec.models.attention import make_attention
+from treespec.models.triton_decoder import TritonDecoder
+from treespec.rounds.batch import BatchRound
+from treespec_kernels.testing import assert_close, path_to
+from treespec_kernels.tree_batch import RequestRows
+from treespec_kernels.tuned import KernelConfigs
+from treespec_weights import load_weights
+
+torch.set_num_threads(1)
+CPU, VOCAB, PREFIX = torch.device("cpu"), 61, 23  # a window of 21 positions ends inside the prompt
+PARENTS = [-1, 0, 0, 1, 2, 4]
+NAMED = os.environ.get("TREESPEC_FAMILIES", "").split(",")
+CHOSEN = list(TYPICAL) if NAMED == [""] else NAMED
+IN_ROUNDS = ["gemma3", "gpt_neox", "gpt2"] if NAMED == [""] else NAMED
+
+
+def small(case: Case) -> dict[str, object]:
+    """Changes that leave two layers of a family, one of each kind."""
+    if case.model_type == "gpt2":
+        return {"n_layer": 2, "vocab_size": VOCAB}
+    kinds = {"layer_types": case.config["layer_types"][:2]} if "layer_types" in case.config else {}
+    return {"num_hidden_layers": 2, "vocab_size": VOCAB} | kinds
+
+
+@pytest.fixture(scope="module")
+def folders() -> dict[str, Path]:
+    root = new_folder("families")
+    return {name: make_model(root / name, TYPICAL[name], 3, **small(TYPICAL[name])) for name in CHOSEN}
+
+
+def rows_of_tree(context: int, pages: np.ndarray) -> RequestRows:
+    depths, visible = np.zeros(len(PARENTS), dtype=np.int64), np.eye(len(PARENTS), dtype=bool)
+    for node in range(1, len(PARENTS)):
+        depths[node] = depths[PARENTS[node]] + 1
+        visible[node] |= visible[PARENTS[node]]
+    return RequestRows(context, np.arange(len(PARENTS)), depths, visible, depths, pages)
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_passes(name: str, folders: dict[str, Path]) -> None:
+    """Logits and hidden states of a prompt against transformers; logits of a tree behind it against its path token by
+    token, by their bits."""
+    config = ModelConfig.from_hf(folders[name], 128)
+    weights = load_weights(folders[name], config.shape, config.rules, torch.float32, CPU)
+    attention = make_attention("triton", config.shape, torch.float32, CPU)
+    decoder = TritonDecoder(config, weights, attention, KernelConfigs(), True, 160)
+    pool, pages = KVCache.allocate(config.shape, 3, torch.float32, CPU), np.array([2, 1])
+    ids = torch.randint(VOCAB, (PREFIX,), generator=torch.Generator().manual_seed(0))
+    tokens = torch.arange(7, 7 + len(PARENTS))
+
+    def logits(tokens: torch.Tensor, rows: RequestRows) -> torch.Tensor:
+        return decoder.logits(decoder.forward(tokens, decoder.plan([rows], pool), pool))
+
+    with torch.inference_mode():
+        model = AutoModelForCausalLM.from_pretrained(folders[name], attn_implementation="eager").eval()
+        expected = model(ids[None], output_hidden_states=True)
+        layout = decoder.plan([RequestRows.chain(0, PREFIX, pages)], pool)
+        found = decoder.forward_with_states(ids, layout, pool, (1, 0))
+        assert_close(decoder.logits(found.final), expected.logits[0], max_error=1e-4, rms_error=1e-4)
+        for i, layer in enumerate((1, 0)):
+            states = expected.hidden_states[layer][0]
+            assert_close(found.chosen[:, i], states, max_error=1e-4, rms_error=1e-4)
+        tree = logits(tokens, rows_of_tree(PREFIX, pages))
+        for depth, node in enumerate(path_to(PARENTS, 5)):
+            alone = logits(tokens[node : node + 1], RequestRows.chain(PREFIX + depth, 1, pages))
+            assert torch.equal(alone[0], tree[node])
+
+
+@pytest.mark.parametrize("name", IN_ROUNDS)
+def test_rounds(name: str, folders: dict[str, Path]) -> None:
+    """Tokens of captured rounds, trees of two stacked SSMs, against plain decoding of the CPU's decoder."""
+    target = folders[name]
+    drafts = [make_draft(target.with_name(f"{name}-ssm-{i}"), target, i, 0.05 * i) for i in (1, 2)]
+    prompts, options = random_prompts([PREFIX], vocab=VOCAB), {"max_num_seqs": 1, "max_model_len": 128}
+    with mock.patch("treespec.build._prove"):  # minutes in the interpreter; tokens are compared here, bits above
+        spec = SpecConfig(nodes=5, max_depth=2, sources=("ssm",))
+        llm = open_llm(target, drafts, spec=spec, attention="triton", linear="triton", **options)
+    with mock.patch.object(BatchRound, "run", autospec=True, side_effect=BatchRound.run) as run:
+        [trees] = llm.generate(prompts, greedy(4))
+    assert run.call_count, "no round was captured"
+    [plain] = open_llm(target, attention="cpu-packed", **options).generate(prompts, greedy(4), spec="off")
+    assert trees.outputs[0].token_ids == plain.outputs[0].token_ids
+    assert trees.metrics.acceptance_length > 1
+    llm.engine.check_integrity()

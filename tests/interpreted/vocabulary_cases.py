@@ -1,0 +1,71 @@
+"""Drafts of other vocabularies on the Triton kernels, in the interpreter: run by tests/test_vocabularies_triton.py."""
+
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.models import greedy, make_draft, make_llama, new_folder, open_llm, random_prompts
+from tests.tokenizers_made import letters, permuted, resized, save_tokenizer
+from treespec import SpecConfig
+from treespec.drafters.translated import TranslatedDrafter
+from treespec.rounds.batch import BatchRound
+from treespec.rounds.engine import GraphEngine
+
+torch.set_num_threads(1)
+OWN, PADDED = 64, 72
+SMALL = {"num_hidden_layers": 1, "vocab_size": OWN, "hidden_size": 32, "intermediate_size": 48}
+SPEC = SpecConfig(nodes=8, max_depth=2, sources=("ssm",))
+TRITON = {"attention": "triton", "linear": "triton", "max_num_seqs": 2}
+
+
+@pytest.fixture(scope="module")
+def folders() -> dict[str, Path]:
+    root = new_folder("vocabularies")
+    made = {"target": make_llama(root / "target", 0, **SMALL)}
+    save_tokenizer(made["target"], letters([chr(33 + i) for i in range(OWN)]))
+    made["wide"] = resized(made["target"], root / "wide", PADDED, loud=1.0)
+    made["small"] = make_draft(root / "small", made["target"], 1, 0.05)
+    made["large"] = resized(make_draft(root / "draft", made["target"], 2, 0.05), root / "large", PADDED + 8)
+    spoken = make_draft(root / "spoken", made["target"], 1, 0.05)
+    save_tokenizer(spoken, letters([chr(33 + i) for i in range(OWN)]))
+    made["shuffled"] = permuted(spoken, root / "shuffled")
+    return made
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "seed": 3}], ids=["greedy", "sampled"])
+def test_padded_drafts_in_captured_rounds(folders: dict[str, Path], options: dict[str, float]) -> None:
+    """A draft with fewer tokens than the target and one with more are one stack; neither guesses what one lacks."""
+    with mock.patch("treespec.build._prove"):  # takes minutes in the interpreter; the tokens are compared here
+        llm = open_llm(folders["wide"], [folders["small"], folders["large"]], spec=SPEC, **TRITON)
+    assert set(llm.stats()["draft_vocabularies"].values()) == {"padded"}
+    prompts = [[OWN + 1, 3, PADDED - 1], random_prompts([9], vocab=PADDED)[0]]
+    guesses = []
+
+    def run(self: BatchRound, *arguments: object) -> object:
+        results = original(self, *arguments)  # type: ignore[arg-type]
+        guesses.append(self._drafts._tokens.amax((1, 2, 3)))  # by source
+        assert [stack.groups for stack in self._drafts.stacks] == [2]
+        return results
+
+    original = BatchRound.run
+    with mock.patch.object(BatchRound, "run", run):
+        # One request ends before the other, which then is alone in a batch.
+        trees = llm.generate(prompts, [greedy(2, **options), greedy(7, **options)], spec=SPEC)
+    plain = llm.generate(prompts, [greedy(2, **options), greedy(7, **options)], spec="off")
+    assert [o.outputs[0].token_ids for o in trees] == [o.outputs[0].token_ids for o in plain]
+    assert sum(sum(o.metrics.accepted_by_source.values()) for o in trees) > 2
+    largest = torch.stack(guesses).amax(0)
+    assert largest[0] < OWN and OWN < largest[1] < PADDED
+    llm.engine.check_integrity()
+
+
+def test_a_translated_draft_goes_step_by_step(folders: dict[str, Path]) -> None:
+    with mock.patch("treespec.build._prove"):
+        llm = open_llm(folders["target"], [folders["shuffled"]], spec=SPEC, **TRITON)
+    assert isinstance(llm.engine, GraphEngine) and isinstance(llm.engine.drafters[0], TranslatedDrafter)
+    prompts = random_prompts([3, 20], vocab=OWN)
+    trees, plain = (llm.generate(prompts, greedy(6), spec=spec) for spec in (SPEC, "off"))
+    assert [o.outputs[0].token_ids for o in trees] == [o.outputs[0].token_ids for o in plain]
+    assert all(output.metrics.accepted_by_source["shuffled"] > 1 for output in trees)

@@ -1,0 +1,68 @@
+"""Families on the Triton kernels: in the interpreter, and compiled for GPUs that are not there."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.child import run_cases, run_uninterpreted
+from tests.families import TYPICAL, make_model
+from treespec.cli.kernels import Sizes, shapes_of
+
+OPS = "family_ops_cases.py"
+# Each switch once, in the dtype that models come in; heads of 256 in float32 too, whose tiles take most registers.
+COMPILED = """
+import json, torch
+from treespec_kernels import aot
+if __name__ == "__main__":
+    gemma2, gemma3, _, pythia, opt = aot.family_shapes([torch.bfloat16])
+    wanted = [(gemma2, ["tree_attention", "tree_attention_masked", "lm_head", "rms_norm"]), (gemma3, ["qkv_rope"])]
+    wanted += [(pythia, ["rms_norm", "row_linear"]), (opt, ["qkv_rope"])]
+    wanted += [(aot.family_shapes([torch.float32])[0], ["tree_attention"])]
+    print(json.dumps([aot.compile_report([TARGET], [shape], ops)["failed"] for shape, ops in wanted]))
+"""
+
+
+def test_ref() -> None:
+    run_cases(OPS, {"TREESPEC_FAMILY_OPS": "ref"})
+
+
+def test_triton_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    run_cases(OPS, {"TREESPEC_FAMILY_OPS": "triton", "TRITON_INTERPRET": "1"})
+
+
+@pytest.mark.gpu
+def test_triton_on_a_gpu() -> None:
+    run_cases(OPS, {"TREESPEC_FAMILY_OPS": "triton", "TRITON_INTERPRET": "0"})
+
+
+def test_models_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    run_cases("families_cases.py", {"TRITON_INTERPRET": "1"})
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_kernels_compile(target: str) -> None:
+    """None spills, with heads of 256 and soft caps neither."""
+    pytest.importorskip("triton")
+    child = run_uninterpreted(COMPILED.replace("TARGET", repr(target)))
+    assert child.returncode == 0, child.stderr
+    assert json.loads(child.stdout) == [[]] * 5
+
+
+def test_a_models_shape_says_what_its_kernels_are(tmp_path: Path) -> None:
+    """What `treespec autotune` tunes and compiles for."""
+    found = {}
+    for name in ("llama", "qwen3", "gemma2", "gpt_neox", "gpt2"):
+        folder = make_model(tmp_path / name, TYPICAL[name], 0)
+        kernel = shapes_of(Sizes(), str(folder), None, None)[0].kernel
+        found[name] = (kernel.norm, kernel.post_norms, kernel.qk_norm, kernel.rotary, kernel.gated, kernel.activation)
+        assert kernel.capped == (name == "gemma2")
+    assert found == {
+        "llama": ("rms", False, False, True, True, "silu"),
+        "qwen3": ("rms", False, True, True, True, "silu"),
+        "gemma2": ("rms_plus_one", True, False, True, True, "gelu_tanh"),
+        "gpt_neox": ("layer", False, False, True, False, "gelu"),
+        "gpt2": ("layer", False, False, False, False, "gelu_tanh"),
+    }

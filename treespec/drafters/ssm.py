@@ -18,7 +18,7 @@ from treespec.cache import KVCache
 from treespec.drafters.drawn import DrawnForest, Laws
 from treespec.drafters.forest import Candidates, Forest, Shape
 from treespec.drafters.plan import Drafted, DraftPlan, GrowthRule
-from treespec.drafters.ssm_state import Rows, Scored, SsmState, open_mass, softmax_at
+from treespec.drafters.ssm_state import Rows, Scored, SsmState, grown_masks, open_mass, softmax_at
 from treespec.drafters.trust import WINDOW, Trust
 from treespec.models.decoder import Decoder, Pass
 from treespec.oracle import RandomOracle
@@ -38,15 +38,19 @@ class SsmDrafter:
     """A group of SSMs that drafts as one source; attribution names each SSM.
 
     Args:
-        models: the SSMs, with the target's vocabulary.
+        models: the SSMs, their embeddings and heads fitted to the target's vocabulary.
         names: of each, for attribution.
         cache: the engine's; pool i + 1 belongs to SSM i.
+        known: how many tokens each has of its own; it never guesses one from there on. None: the whole vocabulary.
     """
 
     name = "ssm"
 
-    def __init__(self, models: Sequence[Decoder], names: Sequence[str], cache: KVCache):
+    def __init__(
+        self, models: Sequence[Decoder], names: Sequence[str], cache: KVCache, known: Sequence[int] | None = None
+    ):
         self.models, self.names, self.cache = list(models), tuple(names), cache
+        self.known = tuple(known if known is not None else [model.vocab_size for model in models])
         self.drafted = Drafted(0, 0)  # in the last round
         self._passes = self._request_passes = self._read_tokens = 0
         self._read_seconds = 0.0
@@ -379,12 +383,8 @@ class SsmDrafter:
         for owner, part in parts.items():
             state, request = states[owner], requests[owner]
             first, count = len(state.masks), part.stop - part.start
-            grown = np.zeros((first + count, first + count), dtype=bool)
-            grown[:first, :first] = state.masks
-            grown[first:, :first] = state.masks[at.above[part]]
+            grown = state.masks = grown_masks(state.masks, at.above[part])
             nodes = np.arange(first, first + count)
-            grown[nodes, nodes] = True
-            state.masks = grown
             state.first_slots.append(first)
             state.scores.append({})
             depths = grown.sum(1) - 1
@@ -473,6 +473,8 @@ class SsmDrafter:
         every = len(scored) == len(tokens)
         logits = model.logits(hidden[: len(tokens)] if every else hidden, None if every else torch.from_numpy(scored))
         logits = logits.float()
+        if self.known[ssm] < model.vocab_size:
+            logits[:, self.known[ssm] :] = -torch.inf
         sampled = [guess for guess in guessed if guess[0].is_sampled]
         tempered = logits.clone() if sampled else logits
         for request, part, position in sampled:

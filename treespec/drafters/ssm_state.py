@@ -21,6 +21,22 @@ def softmax_at(logits: np.ndarray, token: int) -> float:
     return float(np.exp(logits[token] - logits.max()) / np.exp(logits - logits.max()).sum())
 
 
+def grown_masks(masks: np.ndarray, above: np.ndarray) -> np.ndarray:
+    """bool [slots + new, slots + new]: who sees whom once a level is expanded.
+
+    Args:
+        masks: bool [slots, slots], before it.
+        above: int64 [new], the slot of each new node's parent.
+    """
+    first, count = len(masks), len(above)
+    grown = np.zeros((first + count, first + count), dtype=bool)
+    grown[:first, :first] = masks
+    grown[first:, :first] = masks[above]
+    nodes = np.arange(first, first + count)
+    grown[nodes, nodes] = True
+    return grown
+
+
 class Rows(NamedTuple):
     """An SSM's probabilities as drafts are made by, and its own logits; float32 [num rows, vocab] each."""
 

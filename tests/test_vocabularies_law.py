@@ -1,0 +1,289 @@
+"""The law of sampled output with drafts of other vocabularies: exact by enumeration, end to end by G-tests, and the
+faults that either must catch."""
+
+import dataclasses
+import functools
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.enumeration import Builder, World, distance, drafts_of, engine, random_law, random_world, reference
+from tests.models import new_folder, open_llm
+from tests.test_sampled_law import ALPHA, PROMPT, VOCAB, sampled, timeless
+from tests.test_sampled_law import folders as law_folders
+from tests.tokenizers_made import letters, save_tokenizer
+from treespec import LLM, SamplingParams, SpecConfig
+from treespec.drafters.foreign import ForeignDrafter
+from treespec.drafters.translated import TranslatedDrafter
+from treespec.errors import DraftError
+from treespec.observe import watch
+from treespec.oracle import Oracle
+from treespec.request import Request
+from treespec.tree import TokenTree
+
+OWN, OTHER = "abcdefgh", "xhgfyedcz"  # "a" and "b" are unknown to the draft, "x", "y" and "z" to the target
+SSM = {"sources": ("ssm",)}
+
+
+# --- by enumeration
+
+
+def restricted(law: np.ndarray, known: Sequence[int]) -> np.ndarray:
+    """A draft's law over the target's ids: masked, then renormalised."""
+    masked = np.zeros_like(law)
+    masked[list(known)] = law[list(known)]
+    return masked / masked.sum()
+
+
+def translated_world(seed: int, known: Sequence[int]) -> tuple[World, World]:
+    """A target and a draft that has only some of its tokens; and the draft as it was before they were masked."""
+    whole = random_world(seed, vocab=4, depth=2, sources=1, zeros=0.0)
+    masked = {path: restricted(law, known) for path, law in whole.sources[0].items()}
+    return whole._replace(sources=(masked,)), whole
+
+
+Law = Callable[[World, World, tuple[int, ...]], np.ndarray]
+
+
+def drawn_tree(world: World, whole: World, oracle: Oracle, law_of: Law) -> TokenTree:
+    """Two draws at the root and one below each, from the masked laws; `law_of` is what is kept of each."""
+    built = Builder()
+    level = [0]
+    for draws in (2, 1):
+        children: list[int] = []
+        for node in level:
+            path = built.path(node)
+            kept = law_of(world, whole, path)
+            for _ in range(draws):
+                child = built.add(node, oracle.choose(world.sources[0][path]), 0, kept)
+                children += [child] if child not in children else []
+        level = children
+    return built.tree()
+
+
+def own_law(world: World, whole: World, path: tuple[int, ...]) -> np.ndarray:
+    return world.sources[0][path]
+
+
+def unmasked_law(world: World, whole: World, path: tuple[int, ...]) -> np.ndarray:
+    """Masked only after the softmax that the law was taken from."""
+    return np.maximum(whole.sources[0][path], 1e-12)
+
+
+def wrongly_mapped_law(world: World, whole: World, path: tuple[int, ...]) -> np.ndarray:
+    """Two tokens of the intersection in each other's place."""
+    return np.maximum(world.sources[0][path][[0, 1, 3, 2]], 1e-12)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "traversal"])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_restricted_law_is_exact(rule: str, seed: int) -> None:
+    """Whatever is left of the draft's law, for the engine's verifier and the reference."""
+    for known in ((1, 2, 3), (2, 3), (3,)):
+        world, whole = translated_world(seed, known)
+        drafts = drafts_of(lambda oracle, w=world, o=whole: drawn_tree(w, o, oracle, own_law))  # type: ignore[misc]
+        for verifier in (engine(rule), reference(rule)):
+            assert distance(world, drafts, verifier) < 1e-12
+
+
+@pytest.mark.parametrize("rule", ["rejection", "traversal"])
+@pytest.mark.parametrize("law", [unmasked_law, wrongly_mapped_law])
+def test_enumeration_catches_a_law_that_was_not_drawn_from(rule: str, law: Law) -> None:
+    world, whole = translated_world(1, (1, 2, 3))
+    drafts = drafts_of(lambda oracle: drawn_tree(world, whole, oracle, law))
+    assert distance(world, drafts, reference(rule)) > 1e-3
+
+
+@pytest.mark.parametrize("rule", ["rejection", "traversal"])
+@pytest.mark.parametrize("seed", range(3))
+def test_chosen_children_after_drawn_ones_are_exact(rule: str, seed: int) -> None:
+    """An SSM draws, and then a translated draft's likeliest tokens stand there too, chosen without chance."""
+    world, _ = translated_world(seed, (0, 2))
+    rng = np.random.default_rng(seed)
+    other = {path: random_law(rng, world.vocab) for path in world.target}
+
+    def grow(oracle: Oracle) -> TokenTree:
+        built, level = Builder(), [0]
+        for _ in range(world.depth):
+            children: list[int] = []
+            for node in level:
+                path = built.path(node)
+                new = [built.add(node, oracle.choose(other[path]), 1, other[path])]
+                new += [built.add(node, int(token), 0, None) for token in np.argsort(-world.sources[0][path])[:2]]
+                children += [child for child in new if child not in children]
+            level = children
+        return built.tree()
+
+    drafts = drafts_of(grow)
+    for verifier in (engine(rule), reference(rule)):
+        assert distance(world, drafts, verifier) < 1e-12
+
+
+# --- end to end
+
+
+@functools.cache
+def folders() -> tuple[Path, Path, Path]:
+    """The target of eight tokens with a tokenizer, a draft of nine tokens of which six are the target's, and one with
+    the target's vocabulary."""
+    root = new_folder("translated-law")
+    target, (source, second) = law_folders()
+    shutil.copytree(target, root / "target")
+    save_tokenizer(root / "target", letters(OWN))
+    shutil.copytree(second, root / "same")
+    save_tokenizer(root / "same", letters(OWN))
+    shutil.copytree(source, root / "other")
+    save_tokenizer(root / "other", letters(OTHER))
+    tensors = load_file(source / "model.safetensors")
+    generator = torch.Generator().manual_seed(3)
+    for name in [name for name in tensors if "embed_tokens" in name or "lm_head" in name]:
+        rows = tensors[name]
+        moved = torch.randn(len(OTHER), rows.shape[1], generator=generator) * rows.std()
+        for id, letter in enumerate(OTHER):
+            if letter in OWN:
+                moved[id] = rows[OWN.index(letter)]
+        tensors[name] = moved
+    save_file(tensors, root / "other" / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text()) | {"vocab_size": len(OTHER), "eos_token_id": None}
+    (root / "other" / "config.json").write_text(json.dumps(config))
+    (root / "other" / "generation_config.json").unlink(missing_ok=True)
+    return root / "target", root / "other", root / "same"
+
+
+def law_llm(*drafts: Path, text: bool = False) -> LLM:
+    with mock.patch("treespec_weights.vocabularies.LEAST_SHARE", 1.1 if text else 0.0):
+        llm = timeless(open_llm(folders()[0], drafts, max_num_seqs=32, max_model_len=64))
+    for drafter in llm.engine.drafters:
+        assert isinstance(drafter, ForeignDrafter)
+        drafter.pays.worth = lambda promised: promised > 0.01  # type: ignore[method-assign]
+    return llm
+
+
+CASES = {
+    "rejection 3-2": (SpecConfig(branching=(3, 2), verification="rejection", **SSM), "other"),
+    "rejection 5-1 with replacement": (
+        SpecConfig(branching=(5, 1), verification="rejection", draws="with-replacement", **SSM),
+        "other",
+    ),
+    "traversal 2-1-1": (SpecConfig(branching=(2, 1, 1), verification="traversal", **SSM), "other"),
+    "traversal 8 with lookup": (SpecConfig(nodes=8, verification="traversal"), "other"),
+    "rejection auto": (SpecConfig(verification="rejection"), "other"),
+    "coupled 8": (SpecConfig(nodes=8, **SSM), "other"),
+    "rejection beside an SSM": (SpecConfig(nodes=10, verification="rejection", **SSM), "both"),
+    "traversal beside an SSM": (SpecConfig(branching=(3, 2), verification="traversal", **SSM), "both"),
+    "traversal by text": (SpecConfig(nodes=4, verification="traversal", **SSM), "text"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_joint_law(name: str) -> None:
+    spec, kind = CASES[name]
+    drafts = folders()[1:] if kind == "both" else folders()[1:2]
+    llm = law_llm(*drafts, text=kind == "text")
+    assert [type(each).__name__ for each in llm.engine.drafters] == [
+        "TextDrafter" if kind == "text" else "TranslatedDrafter"
+    ]
+    p, acceptance = sampled(llm, spec)
+    assert p > ALPHA, f"p = {p}"
+    assert acceptance > (1.03 if kind == "text" else 1.2), "nothing was accepted, so nothing was shown"
+
+
+def test_the_laws_are_over_the_intersection() -> None:
+    """What is drawn is the draft's own softmax over the tokens that both have, in the target's ids."""
+    llm = law_llm(folders()[1])
+    params = SamplingParams(temperature=2.0, seed=1, max_tokens=2, ignore_eos=True)
+    spec = SpecConfig(branching=(2, 1), verification="rejection", **SSM)
+    with watch(llm.engine) as rounds:
+        llm.generate([PROMPT], params, spec=spec)
+    tree = rounds[0].tree
+    assert tree.draws.rows is not None and (tree.draws.rows >= 0).all()
+    unknown = [OWN.index(letter) for letter in "ab"]
+    assert all(not law[unknown].any() for law in tree.draft_probs)
+    own = open_llm(folders()[1], max_model_len=64)
+    prompt = [OTHER.index(OWN[token]) for token in PROMPT if OWN[token] in OTHER]
+    seen: list[np.ndarray] = []
+    drafter = llm.engine.drafters[0]
+    assert isinstance(drafter, TranslatedDrafter)
+    context = drafter.translation.write(PROMPT)
+    assert context == prompt
+    original = own.engine.runner.logits
+    with mock.patch.object(
+        own.engine.runner, "logits", lambda *args: seen.append(original(*args).double().numpy()) or original(*args)
+    ):
+        own.generate([context], SamplingParams(max_tokens=1))
+    logits = seen[0][0] / 2.0
+    law = np.zeros(VOCAB)
+    for id, letter in enumerate(OTHER):
+        if letter in OWN:
+            law[OWN.index(letter)] = np.exp(logits[id])
+    assert np.allclose(tree.draft_probs[int(tree.draws.rows[0])], law / law.sum(), atol=1e-6)
+
+
+def altered(change: Callable[[np.ndarray], np.ndarray]) -> Callable[..., list[TokenTree]]:
+    """`propose`, with other laws in the trees than those that were drawn from."""
+    original = TranslatedDrafter.propose
+
+    def propose(self: TranslatedDrafter, requests: Sequence[Request], depths: Sequence[int]) -> list[TokenTree]:
+        trees = original(self, requests, depths)
+        return [dataclasses.replace(tree, draft_probs=tuple(map(change, tree.draft_probs))) for tree in trees]
+
+    return propose
+
+
+def swapped(law: np.ndarray) -> np.ndarray:
+    """A wrong map: the tokens of the intersection in reversed order."""
+    known = [OWN.index(letter) for letter in OTHER if letter in OWN]
+    wrong = np.full_like(law, 1e-6)
+    wrong[known] = np.maximum(law[known[::-1]], 1e-6)
+    return wrong / wrong.sum()
+
+
+def unmasked(law: np.ndarray) -> np.ndarray:
+    """As if the tokens that the target lacks had been drawn from too: the others have less, and somebody the rest."""
+    wrong = law * 0.4
+    wrong[OWN.index("a")] += 0.6
+    return wrong
+
+
+@pytest.mark.parametrize("change", [swapped, unmasked])
+@pytest.mark.parametrize("rule", ["rejection", "traversal"])
+def test_the_g_test_catches_a_wrong_law(rule: str, change: Callable[[np.ndarray], np.ndarray]) -> None:
+    llm = law_llm(folders()[1])
+    with mock.patch.object(TranslatedDrafter, "propose", altered(change)):
+        p, _ = sampled(llm, SpecConfig(branching=(3, 2), verification=rule, **SSM))
+    assert p < ALPHA, f"p = {p}"
+
+
+def test_a_law_that_lost_its_mask_is_refused() -> None:
+    """One that does not sum to 1, as when the mask comes after softmax, never reaches verification."""
+    llm = law_llm(folders()[1])
+    spec = SpecConfig(branching=(3, 2), verification="rejection", **SSM)
+    with (
+        mock.patch.object(TranslatedDrafter, "propose", altered(lambda law: law * 0.7)),
+        pytest.raises(DraftError, match="draft_probs that are no probabilities"),
+    ):
+        sampled(llm, spec)
+
+
+def test_only_one_source_draws_at_random() -> None:
+    """Two translated drafts, or one beside SSMs: what is drawn at random is one source's, so that budgets hold."""
+    _, other, same = folders()
+    spec = SpecConfig(nodes=8, verification="rejection", **SSM)
+    params = SamplingParams(temperature=2.0, seed=1, max_tokens=12, ignore_eos=True, n=4)
+    for drafts, drawing in (((other, other), "other"), ((other, same), "same")):
+        llm = law_llm(*drafts)
+        with watch(llm.engine) as rounds:
+            llm.generate([PROMPT], params, spec=spec)
+        by_chance: set[str] = set()
+        for tree in (each.tree for each in rounds):
+            assert len(tree) <= 8
+            if tree.draws.rows is not None:
+                by_chance |= {tree.source_names[s] for s in tree.draws.sources[tree.draws.rows >= 0]}
+        assert by_chance == {drawing}

@@ -1,0 +1,411 @@
+"""Any architecture through transformers' own code: parity with transformers, identity with plain decoding, refusals."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers.models.stablelm import modeling_stablelm
+
+from tests.architectures import (
+    VOCAB,
+    continuations,
+    logits_after,
+    make_model,
+    open_adapter_llm,
+    saved,
+)
+from tests.exactness import differences, run
+from tests.models import OracleDrafter, greedy, make_llama, new_folder, random_prompts, tiny
+from treespec import SamplingParams, SpecConfig
+from treespec.adapter.decoder import AdapterDecoder
+from treespec.adapter.packed import PackedLinear
+from treespec.adapter.route import Window, window_below
+from treespec.adapter.row_attention import attend_rows
+from treespec.adapter.source import Source
+from treespec.adapter.trace import run as run_rows
+from treespec.adapter.trace import trace
+from treespec.cache import KVCache
+from treespec.errors import CheckpointError, ConfigError, DraftError, ExactnessError, KernelError, ModelError
+from treespec.models.attention import CpuAttention
+from treespec_kernels.tree_attention_cpu import tree_attention_cpu
+from treespec_kernels.tree_batch import RequestRows
+
+EXACT = (
+    "llama", "mistral", "qwen3", "gpt_neox", "opt", "gpt2", "gemma2", "stablelm", "cohere2", "olmo2", "granite",
+    "starcoder2", "gpt_bigcode", "diffllama", "deepseek_v3",
+)  # fmt: skip
+EXPERTS = ("gpt_oss", "mixtral")
+TREES = SpecConfig(nodes=16)
+COUNT = 64
+
+
+def rms(x: torch.Tensor) -> float:
+    return float(x.float().square().mean().sqrt())
+
+
+@pytest.mark.parametrize("kind", EXACT + EXPERTS)
+def test_parity_and_identity(kind: str) -> None:
+    """Greedy tokens of 64 are transformers', all logits of trees are within 1e-4 of it, and equal plain decoding's."""
+    model, folder = saved(kind)
+    prompts = random_prompts([5, 70, 1], vocab=VOCAB)
+    wanted = continuations(model, prompts, COUNT)
+    truths = [prompt + more for prompt, more in zip(prompts, wanted, strict=True)]
+    exact = kind not in EXPERTS
+    llm = open_adapter_llm(folder, [OracleDrafter(truths, 5, vocab=VOCAB)], backend="transformers", exact=exact)
+    frozen = llm.stats()["frozen"]
+    assert frozen["backend"] == "transformers"
+    assert frozen["exactness"].startswith("bit-identical" if exact else "not guaranteed")
+    plain = run(llm, prompts, greedy(COUNT))
+    tree = run(llm, prompts, greedy(COUNT), TREES)
+    assert plain.tokens == wanted
+    assert tree.tokens == wanted
+    assert tree.acceptance_length > 3.5
+    if exact:
+        assert not differences(plain, tree)
+    nodes = sorted(tree.logits, key=len)
+    for prefix in nodes[:20] + nodes[20::40]:
+        expected = logits_after(model, prefix)
+        assert rms(tree.logits[prefix] - expected) < 1e-4 * rms(expected - expected.mean()), f"after {len(prefix)}"
+
+
+@pytest.mark.parametrize("kind", ["stablelm", "cohere2"])
+def test_bfloat16(kind: str) -> None:
+    """Trees have the bits of plain decoding in bf16 too, and logits are transformers' but for rounding."""
+    model, folder = saved(kind, torch.bfloat16)
+    prompts = random_prompts([9, 66], vocab=VOCAB)
+    llm = open_adapter_llm(folder)
+    plain = run(llm, prompts, greedy(24))
+    truths = plain.sequences
+    llm = open_adapter_llm(folder, [OracleDrafter(truths, 5, vocab=VOCAB)])
+    assert llm.config.dtype == torch.bfloat16
+    tree = run(llm, prompts, greedy(24), TREES)
+    assert not differences(plain, tree)
+    assert tree.acceptance_length > 3.5
+    for prefix in list(tree.logits)[::20]:
+        expected = logits_after(model, prefix)
+        assert rms(tree.logits[prefix] - expected) < 5e-2 * rms(expected - expected.mean())
+
+
+def test_sampled_tokens_do_not_depend_on_drafts() -> None:
+    _, folder = saved("granite")
+    draft = new_folder("granite-draft")
+    make_model("granite", seed=1).save_pretrained(draft)
+    llm = open_adapter_llm(folder, [draft, folder])
+    params = SamplingParams(max_tokens=40, temperature=1.3, top_p=0.9, seed=5, ignore_eos=True)
+    prompts = random_prompts([12, 33, 3, 8], vocab=VOCAB)
+    plain, tree = run(llm, prompts, params), run(llm, prompts, params, SpecConfig())
+    assert not differences(plain, tree)
+    assert tree.acceptance_length > 1.3
+
+
+def test_a_native_target_takes_an_adapted_draft() -> None:
+    """Each draft by the same rule: a family of our own beside transformers' code."""
+    target = make_llama(new_folder("target"), 0, vocab_size=VOCAB)
+    stranger = saved("stablelm")[1]
+    llm = open_adapter_llm(target, [stranger])
+    assert llm.stats()["frozen"]["backend"] == "native"
+    assert llm.stats()["frozen"]["exactness"] == "bit-identical"
+    prompts = random_prompts([12, 33], vocab=VOCAB)
+    plain, tree = run(llm, prompts, greedy(24)), run(llm, prompts, greedy(24), SpecConfig(nodes=8))
+    assert not differences(plain, tree)
+    assert llm.engine.stats.rounds
+
+
+def test_adapter_and_native_decoder_agree() -> None:
+    target, _ = tiny()
+    prompts = random_prompts([40, 7])
+    native = open_adapter_llm(target)
+    adapted = open_adapter_llm(target, backend="transformers")
+    assert native.stats()["frozen"]["backend"] == "native"
+    assert run(native, prompts, greedy(32)).tokens == run(adapted, prompts, greedy(32)).tokens
+
+
+def test_it_is_chosen_by_itself_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    _, folder = saved("olmo2")
+    with caplog.at_level(logging.INFO, "treespec"):
+        llm = open_adapter_llm(folder)
+    lines = [record.getMessage() for record in caplog.records]
+    assert llm.stats()["frozen"]["backend"] == "transformers"
+    assert sum("backend=transformers" in line for line in lines) == 1
+    assert sum("exactness: bit-identical" in line for line in lines) == 1
+
+
+def test_a_model_in_memory_stays_as_it_is() -> None:
+    """In float32 torch's own products need fixed rows; nothing of the model is replaced."""
+    model = make_model("stablelm")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    modules = [(name, type(module), dict(module.__dict__)) for name, module in model.named_modules()]
+    implementation = model.config._attn_implementation
+    prompts = random_prompts([30, 4], vocab=VOCAB)
+    wanted = continuations(model, prompts, 20)
+    truths = [prompt + more for prompt, more in zip(prompts, wanted, strict=True)]
+    llm = open_adapter_llm(model, [OracleDrafter(truths, 5, vocab=VOCAB)])
+    assert llm.stats()["frozen"]["exactness"] == "bit-identical at 32 fixed rows"
+    plain, tree = run(llm, prompts, greedy(20)), run(llm, prompts, greedy(20), TREES)
+    assert plain.tokens == wanted
+    assert not differences(plain, tree)
+    assert model.config._attn_implementation == implementation
+    assert not any(isinstance(module, PackedLinear) for module in model.modules())
+    after = [(name, type(module), dict(module.__dict__)) for name, module in model.named_modules()]
+    assert [each[:2] for each in modules] == [each[:2] for each in after]
+    assert [list(each[2]) for each in modules] == [list(each[2]) for each in after]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert continuations(model, prompts, 20) == wanted
+
+
+def test_long_contexts_pass_window_and_pages() -> None:
+    """Four windows deep, and prompts in chunks that cut them."""
+    model, folder = saved("cohere2")
+    prompts = random_prompts([150, 129], vocab=VOCAB, seed=3)
+    wanted = continuations(model, prompts, 16)
+    llm = open_adapter_llm(folder, prefill_chunk=37)
+    assert run(llm, prompts, greedy(16)).tokens == wanted
+
+
+def test_windows_are_attended_as_in_native_families() -> None:
+    """Only sinks, and masks that are no window, are left to the attention of every row alone."""
+    for kind, windows, plans in (
+        ("mistral", (17,), (0, 0)), ("gemma2", (17, None), (0, 1)), ("stablelm", (None,), (0, 0)),
+        ("gpt_oss", (), (None, None)),
+    ):  # fmt: skip
+        decoder = open_adapter_llm(saved(kind)[1], backend="transformers", exact=False).engine.runner.target
+        assert isinstance(decoder, AdapterDecoder)
+        assert (decoder.windows, decoder._plans) == (windows, plans)
+
+
+def test_window_below() -> None:
+    def rule(sees: Any) -> Window | None:
+        return window_below(lambda b, h, q, k: sees(q, k), 200, torch.device("cpu"))
+
+    assert rule(lambda q, k: k <= q) == Window(None)
+    for size in (1, 2, 17, 64, 199):
+        assert rule(lambda q, k, size=size: (k <= q) & (k > q - size)) == Window(size)
+    assert rule(lambda q, k: (k <= q) & (k > q - 200)) == Window(None)
+    for chunk in (3, 40, 64, 100):
+        assert rule(lambda q, k, chunk=chunk: (k <= q) & (k // chunk == q // chunk)) is None
+    assert rule(lambda q, k: (k <= q) | (k < 5)) is None
+    assert rule(lambda q, k: (k <= q) & ((k > q - 17) | (k == 0))) is None
+    assert rule(lambda q, k: torch.ones_like(q + k, dtype=torch.bool)) is None
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "cohere2"])
+def test_rows_alone_are_exact(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attention for other masks, given windows and soft caps: transformers' tokens, and trees with equal bits."""
+    monkeypatch.setattr("treespec.adapter.decoder.window_below", lambda *_: None)
+    model, folder = saved(kind)
+    prompts = random_prompts([70, 5], vocab=VOCAB)
+    wanted = continuations(model, prompts, 20)
+    truths = [prompt + more for prompt, more in zip(prompts, wanted, strict=True)]
+    llm = open_adapter_llm(folder, [OracleDrafter(truths, 5, vocab=VOCAB)], backend="transformers")
+    plain, tree = run(llm, prompts, greedy(20)), run(llm, prompts, greedy(20), TREES)
+    assert plain.tokens == wanted
+    assert not differences(plain, tree)
+
+
+def test_longrope_ends_where_rotations_change(caplog: pytest.LogCaptureFixture) -> None:
+    rope = {
+        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }  # fmt: skip
+    model = make_model("llama", head_dim=8, num_key_value_heads=2, rope_parameters=rope)
+    with caplog.at_level(logging.INFO, "treespec"):
+        llm = open_adapter_llm(model, max_model_len=None, exact=False)
+    assert llm.config.max_model_len == 64
+    assert any("longrope" in record.getMessage() for record in caplog.records)
+
+
+def test_a_model_that_reads_its_linear_weights_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed layers have no weights to read, so its own are left in."""
+    module = modeling_stablelm.StableLmMLP
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        gate = nn.functional.linear(x, self.gate_proj.weight)
+        return self.down_proj(self.act_fn(gate) * self.up_proj(x))
+
+    monkeypatch.setattr(module, "forward", forward)
+    model, folder = saved("stablelm")
+    prompts = random_prompts([9], vocab=VOCAB)
+    llm = open_adapter_llm(folder)
+    assert llm.config.linear == "torch"
+    assert llm.stats()["frozen"]["exactness"] == "bit-identical at 32 fixed rows"
+    assert run(llm, prompts, greedy(12)).tokens == continuations(model, prompts, 12)
+
+
+def test_a_tree_larger_than_the_fixed_rows() -> None:
+    model = make_model("stablelm")
+    llm = open_adapter_llm(model)
+    with pytest.raises(ConfigError, match="a tree of 64 nodes, but this engine keeps 32 slots"):
+        llm.generate([[1, 2, 3]], greedy(4), spec=SpecConfig(nodes=64))
+    large = open_adapter_llm(model, spec=SpecConfig(nodes=64))
+    assert large.stats()["frozen"]["fixed_rows"] == 64
+    tokens = [large.generate([[1, 2, 3]], greedy(12), spec=spec)[0].outputs[0].token_ids for spec in (None, "off")]
+    assert tokens[0] == tokens[1]
+
+
+def test_layers_of_several_shapes_are_all_proven() -> None:
+    """As many of the first layers as have one of each kind."""
+    config = Source.from_model(model := make_model("stablelm", num_hidden_layers=4))
+    layers = model.model.layers
+    layers[2].mlp.gate_proj, layers[2].mlp.up_proj = nn.Linear(32, 50, bias=False), nn.Linear(32, 50, bias=False)
+    layers[2].mlp.down_proj = nn.Linear(50, 32, bias=False)
+    decoder = AdapterDecoder(trace(config, model), model, CpuAttention(4, 2), 100)
+    pool = KVCache.allocate(decoder.config.shape, 3, torch.float32, "cpu")
+    rows = [RequestRows.chain(0, 4, np.array([1]))]
+    with torch.inference_mode():
+        for num_layers, written in ((1, [True, True, True, False]), (None, [True] * 4)):
+            pool.zero_()
+            decoder.forward(torch.arange(4), decoder.plan(rows, pool), pool, num_layers)
+            assert [bool(layer.any()) for layer in pool] == written
+    assert len(model.model.layers) == 4
+
+
+# --- refusals
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("gptj", "does not use transformers' attention interface"),
+        ("bloom", "does not use transformers' attention interface"),
+        ("mamba", "recurrent state"),
+        ("qwen3_next", "recurrent state"),
+    ],
+)
+def test_architectures_that_cannot_run(kind: str, reason: str) -> None:
+    _, folder = saved(kind)
+    for backend in ("auto", "transformers"):
+        with pytest.raises((ModelError, CheckpointError), match=reason) as caught:
+            open_adapter_llm(folder, backend=backend)
+        assert kind in str(caught.value)
+    with pytest.raises(CheckpointError, match="is not supported"):
+        open_adapter_llm(folder, backend="native")
+
+
+def test_an_encoder_with_a_decoder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", "vocab_size": VOCAB}))
+    with pytest.raises(ModelError, match="encoder"):
+        open_adapter_llm(tmp_path, backend="transformers")
+    with pytest.raises(CheckpointError, match="encoder"):
+        open_adapter_llm(tmp_path)
+
+
+def test_remote_code_is_never_run(tmp_path: Path) -> None:
+    config = {"model_type": "strange", "auto_map": {"AutoConfig": "strange.StrangeConfig"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "strange.py").write_text("raise SystemExit('remote code was run')")
+    for backend in ("auto", "transformers"):
+        with pytest.raises((ModelError, CheckpointError), match="auto_map"):
+            open_adapter_llm(tmp_path, backend=backend)
+
+
+def changed(folder: Path, target: Path, change: Any) -> Path:
+    shutil.copytree(folder, target)
+    tensors = load_file(target / "model.safetensors")
+    change(tensors)
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+NORM = "model.layers.1.input_layernorm.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda tensors: tensors.pop(NORM), NORM),
+        (lambda tensors: tensors.update({"model.layers.7.strange": torch.zeros(3)}), "model.layers.7.strange"),
+        (lambda tensors: tensors.update({NORM: torch.zeros(31)}), "31"),
+    ],
+)
+def test_incomplete_weights(change: Any, named: str, tmp_path: Path) -> None:
+    """transformers warns and fills up at random."""
+    folder = changed(saved("stablelm")[1], tmp_path / "model", change)
+    with pytest.raises((CheckpointError, ModelError), match=named):
+        open_adapter_llm(folder)
+
+
+def test_files_that_are_refused_before_transformers_sees_them(tmp_path: Path) -> None:
+    folder = shutil.copytree(saved("stablelm")[1], tmp_path / "model")
+    (folder / "model.safetensors").rename(tmp_path / "outside.safetensors")
+    index = {"metadata": {}, "weight_map": {NORM: "../outside.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="outside"):
+        open_adapter_llm(folder)
+
+
+def test_options_for_native_families() -> None:
+    _, folder = saved("stablelm")
+    with pytest.raises(KernelError, match="compile=True"):
+        open_adapter_llm(folder, compile=True)
+    with pytest.raises(KernelError, match="linear='torch'"):
+        open_adapter_llm(folder, linear="torch")
+    with pytest.raises(ConfigError, match=r"backend='vllm'; valid: 'auto', 'native', 'transformers'"):
+        open_adapter_llm(folder, backend="vllm")
+    with pytest.raises(ConfigError, match="a model in memory"):
+        open_adapter_llm(saved("stablelm")[0], backend="native")
+
+
+def test_experts_are_not_exact() -> None:
+    _, folder = saved("mixtral")
+    with pytest.raises(ExactnessError, match="experts"):
+        open_adapter_llm(folder)
+
+
+def test_the_probe_refuses_what_mixes_rows() -> None:
+    """A model that looks like any other and adds to each row something of the others."""
+    model = make_model("stablelm")
+    model.model.layers[0].register_forward_pre_hook(lambda _, args: (args[0] + args[0].mean(1, keepdim=True),))
+    with pytest.raises(ModelError, match="logits differ from transformers' own"):
+        open_adapter_llm(model)
+
+
+FAULTS: dict[str, tuple[str, str, str, Any]] = {
+    "a window that is not obeyed": ("gemma2", "adapter.decoder", "window_below", lambda *_: Window(None)),
+    "a window one shorter": ("gemma2", "adapter.decoder", "window_below", lambda *args: shorter(window_below(*args))),
+    "no soft cap": ("gemma2", "models.attention", "tree_attention_cpu", lambda *args: tree_attention_cpu(*args[:5])),
+    "positions by row": (
+        "gemma2", "adapter.decoder", "run", lambda base, tokens, at: run_rows(base, tokens, torch.arange(len(at)))
+    ),
+    "a mask that is not obeyed": (
+        "gpt_oss", "adapter.row_attention", "sees", lambda _, queries, keys: keys <= queries[:, None]
+    ),
+    "no sinks": ("gpt_oss", "adapter.decoder", "attend_rows", lambda *args: attend_rows(*args[:7])),
+    "another scale": (
+        "gpt_oss", "adapter.decoder", "attend_rows", lambda *args: attend_rows(*args[:5], 1.1 * args[5], *args[6:])
+    ),
+}  # fmt: skip
+
+
+def shorter(window: Window | None) -> Window:
+    assert window is not None
+    return Window(None if window.size is None else window.size - 1)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_probe_notices_planted_faults(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, module, name, planted = FAULTS[fault]
+    open_adapter_llm(model := make_model(kind), exact=False)
+    monkeypatch.setattr(f"treespec.{module}.{name}", planted)
+    with pytest.raises(ModelError, match="logits differ from transformers' own"):
+        open_adapter_llm(model, exact=False)
+
+
+def test_models_in_memory_that_are_refused() -> None:
+    with pytest.raises(ModelError, match="training mode"):
+        open_adapter_llm(make_model("stablelm").train())
+    with pytest.raises(ModelError, match="no transformers model"):
+        open_adapter_llm(nn.Linear(2, 2))
+    with pytest.raises(ModelError, match="convert it before"):
+        open_adapter_llm(make_model("stablelm"), dtype="bfloat16")
+
+
+def test_a_draft_of_another_vocabulary() -> None:
+    with pytest.raises(DraftError, match="vocabulary of 50 tokens"):
+        open_adapter_llm(saved("stablelm")[1], [make_model("stablelm", vocab_size=50)])

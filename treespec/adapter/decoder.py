@@ -1,0 +1,255 @@
+"""A decoder made of transformers' own model code: all rows of a pass are one sequence, positions say where they stand.
+
+What a row sees is not in that sequence: a registered attention writes its keys and values to the slots that the pass
+planned, and attends over the slot table. So a model needs no cache of its own, and its code is not changed.
+"""
+
+import copy
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from treespec.adapter.packed import PackedLinear, pack
+from treespec.adapter.probe import check_parity
+from treespec.adapter.route import Call, configs_of, routed, window_below
+from treespec.adapter.row_attention import RowPlan, attend_rows
+from treespec.adapter.source import Source
+from treespec.adapter.trace import AdapterConfig, plain_attention, run, run_head, trace
+from treespec.errors import KernelError, ModelError
+from treespec.models.attention import make_attention
+from treespec.models.decoder import Attention, Decoder, Sample
+from treespec_kernels.linear import LinearImpl, onednn_available
+from treespec_kernels.tree_batch import PAGE_SIZE, RequestRows
+
+logger = logging.getLogger("treespec")
+
+
+@dataclass(frozen=True, eq=False)
+class AdapterPass:
+    """A pass laid out for models of one shape."""
+
+    num_rows: int
+    positions: Tensor  # int64 [num_rows]
+    slots: Tensor  # int64 [num_rows, 2 * num_kv_heads]: where a row's K, then V go in a layer's pool as [-1, head_dim]
+    attention: list[Any]  # a plan for each of the model's windows
+    requests: list[RequestRows]
+    rows: list[RowPlan] = field(default_factory=list)  # made by the first layer that needs it
+
+
+class AdapterDecoder(Decoder):
+    """Any causal language model of transformers whose attention goes through its attention interface.
+
+    Args:
+        config: from `trace`.
+        model: in eval mode; left as it is, but for `pack`.
+        attention: for layers that are causal below `longest`, with a window or none, and have no sinks; the others
+            attend row by row.
+        longest: positions of the longest request, scratch included.
+        min_rows: rows that every pass is padded to.
+        multiple: what the number of rows is padded to a multiple of. ATen's activations compute the last few values of
+            a tensor with other code than the rest; with 16 rows a multiple of 4 values wide there are none.
+        known: tokens that the model has, where the config was fitted to another vocabulary; None = all.
+    """
+
+    backend = "transformers"
+    quantization = None
+
+    def __init__(
+        self, config: AdapterConfig, model: nn.Module, attention: Attention, longest: int, min_rows: int = 2,
+        multiple: int = 1, known: int | None = None,
+    ):  # fmt: skip
+        shape, parameter = config.shape, next(model.parameters())
+        self.config: AdapterConfig = config  # type: ignore[assignment]
+        self.attention, self.min_rows, self.multiple = attention, min_rows, multiple
+        self._owned = model if config.source.given is None else None
+        self.heads, self.kv_heads, self.head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        self.vocab_size, self.known = shape.vocab_size, shape.vocab_size if known is None else known
+        self.dtype, self.device = parameter.dtype, parameter.device
+        packed = any(isinstance(module, PackedLinear) for module in model.modules())
+        self.linear: LinearImpl = "onednn" if packed else "torch"
+        self._configs = configs_of(model)
+        found = [
+            None if sinks else window_below(mask, longest, self.device)
+            for mask, sinks in zip(config.masks, config.sinks, strict=True)
+        ]
+        self.windows = tuple(dict.fromkeys(window.size for window in found if window is not None))
+        # By layer, the place of its plan in `AdapterPass.attention`; None = row by row.
+        self._plans = tuple(None if window is None else self.windows.index(window.size) for window in found)
+        self._stack, self._enough, self._sampled = self._find_stack(model.get_submodule(config.base))
+
+    @property
+    def model(self) -> nn.Module:
+        """What runs. A model in memory belongs to its owner, and goes when he lets go of it."""
+        given = self.config.source.given
+        model = self._owned if given is None else given()
+        assert model is not None, "its owner let go of it"
+        return model
+
+    @cached_property
+    def plan_key(self) -> tuple[object, ...]:
+        """Models of equal keys can share a pass."""
+        laid_out = self.min_rows, self.multiple, self.config.max_positions
+        heads = self.heads, self.kv_heads, self.head_dim
+        return "adapter", heads, laid_out, self.windows, self.attention.name, self.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights as they are held."""
+        packed = sum(module.nbytes for module in self.model.modules() if isinstance(module, PackedLinear))
+        return packed + sum(tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers()))
+
+    def sample(self, max_window: int) -> Sample:
+        """Its first layers, as few as have one of each kind, or all of them; windows are cut."""
+        model = copy.copy(self)
+        model.windows = tuple(None if window is None else min(window, max_window) for window in self.windows)
+        return Sample(model, self._sampled, model.windows)
+
+    def check_states(self, layers: Sequence[int]) -> None:
+        raise KernelError(f"hidden states of layers {list(layers)}: {self.config.source.name} hands none out")
+
+    def plan(self, requests: list[RequestRows], kv: Tensor) -> AdapterPass:  # type: ignore[override]
+        """Lay out a pass over the rows of `requests`, in their order, over the pool `kv` that `forward` gets."""
+        positions = np.concatenate([rows.positions for rows in requests])
+        pages, offsets = (np.concatenate(parts) for parts in zip(*(rows.slots for rows in requests), strict=True))
+        wanted = max(self.min_rows, -(-len(positions) // self.multiple) * self.multiple)
+        padding = np.zeros(wanted - len(positions), dtype=np.int64)  # the null page's first slot, seen by nobody
+        positions, pages, offsets = (np.concatenate((part, padding)) for part in (positions, pages, offsets))
+        steps = np.arange(self.kv_heads) * PAGE_SIZE
+        steps = np.concatenate((steps, steps + kv.shape[2] * self.kv_heads * PAGE_SIZE))  # K, then V
+        # Requests end before; the self-test and the cost curve may go beyond what a model has learned positions for.
+        positions = np.minimum(positions, self.config.max_positions - 1)
+        slots = (pages * (self.kv_heads * PAGE_SIZE) + offsets)[:, None] + steps
+        return AdapterPass(
+            wanted,
+            torch.from_numpy(positions).to(self.device),
+            torch.from_numpy(slots).to(self.device),
+            [self.attention.plan(requests, wanted, window) for window in self.windows],
+            requests,
+        )
+
+    def forward(self, tokens: Tensor, layout: AdapterPass, kv: Tensor, num_layers: int | None = None) -> Tensor:  # type: ignore[override]
+        """Hidden states of a pass, as they go into the head.
+
+        Arguments are those of `Decoder.forward`, but any `num_layers` means as few as have one of each kind, or all,
+        where they cannot be told apart.
+        """
+        if len(tokens) < layout.num_rows:
+            tokens = F.pad(tokens, (0, layout.num_rows - len(tokens)))
+        if self.known < self.vocab_size:  # a token that a draft lacks costs it its guesses, and nothing else
+            tokens = tokens.clamp(max=self.known - 1)
+        model = self.model
+        if model.training:
+            raise ModelError(f"{self.config.folder} is in training mode, where dropout is random; call model.eval()")
+        base = model.get_submodule(self.config.base)
+        attend = partial(self._attend_call, layout, kv)
+        with routed(self._configs, attend), self._shortened(base) if num_layers is not None else nullcontext():
+            return run(base, tokens, layout.positions).last_hidden_state[0]
+
+    @contextmanager
+    def _shortened(self, base: nn.Module) -> Iterator[None]:
+        """Only the first layers while the block runs: a layer of each kind is enough to prove bits."""
+        stack = base.get_submodule(self._stack) if self._stack is not None else None
+        if stack is None:
+            yield
+            return
+        layers = stack._modules
+        stack._modules = dict(list(layers.items())[: self._enough])
+        try:
+            yield
+        finally:
+            stack._modules = layers
+
+    def _find_stack(self, base: nn.Module) -> tuple[str | None, int, int]:
+        """The name of the list of layers, how many of the first ones have one of each kind, and their attentions."""
+        calls = self.config.shape.num_layers
+        for name, stack in base.named_modules():
+            if isinstance(stack, nn.ModuleList) and len(stack) > 1 and calls % len(stack) == 0:
+                own = calls // len(stack)
+                kinds = [
+                    (type(each), shapes_of(each), self._plans[i * own : i * own + own]) for i, each in enumerate(stack)
+                ]
+                enough = max(kinds.index(kind) for kind in kinds) + 1
+                tokens = torch.zeros(2, dtype=torch.int64, device=self.device)
+                self._stack, self._enough = name, enough
+                try:
+                    with torch.inference_mode(), routed(self._configs, plain_attention) as route, self._shortened(base):
+                        run(base, tokens, tokens)
+                except Exception:  # code that counts on every layer, and may raise anything
+                    continue
+                if route.calls == enough * own:
+                    return name, enough, route.calls
+        return None, 0, calls
+
+    def _attend_call(self, layout: AdapterPass, kv: Tensor, call: Call) -> Tensor:
+        """Write the rows' keys and values, and attend; narrow heads are padded with zeros, which add nothing."""
+        width, cache = self.head_dim, kv[call.index]
+        q, k, v = (F.pad(part, (0, width - part.shape[2])) for part in (call.query, call.key, call.value))
+        new = torch.cat((k, v), 1).to(cache.dtype)
+        cache.view(-1, width).index_copy_(0, layout.slots.view(-1), new.view(-1, width))
+        k_cache, v_cache = cache
+        q = q.to(cache.dtype).contiguous()
+        place = self._plans[call.index]
+        if place is None:
+            if not layout.rows:
+                layout.rows.append(RowPlan(layout.requests, self.device))
+            out = attend_rows(q, k_cache, v_cache, layout.rows[0], call.mask, call.scale, call.softcap, call.sinks)
+        else:
+            out = self.attention(q, k_cache, v_cache, layout.attention[place], call.scale, call.softcap)
+        return out[..., : call.value.shape[2]]
+
+    def logits(self, hidden: Tensor, rows: Sequence[int] | Tensor | None = None) -> Tensor:
+        """[n, vocab] logits of chosen rows of `hidden`, or of all."""
+        if rows is not None:
+            hidden = hidden[rows]
+        n = len(hidden)
+        wanted = max(self.min_rows, -(-n // self.multiple) * self.multiple)
+        if n < wanted:
+            hidden = F.pad(hidden, (0, 0, 0, wanted - n))
+        model = self.model
+        logits = run_head(model, model.get_submodule(self.config.base), hidden, self.config.output)[:n]
+        return F.pad(logits, (0, self.vocab_size - self.known), value=-torch.inf)  # a negative width cuts
+
+
+def shapes_of(layer: nn.Module) -> tuple[object, ...]:
+    """What tells layers of one class apart: the shapes of their weights, packed or not."""
+    packed = tuple((each.out_features, each.in_features) for each in layer.modules() if isinstance(each, PackedLinear))
+    return packed, tuple(tuple(parameter.shape) for parameter in layer.parameters())
+
+
+def open_adapter(
+    source: Source, dtype: torch.dtype, device: torch.device, attention: str, packed: bool = True
+) -> tuple[AdapterConfig, nn.Module]:
+    """A source's model, traced and proven to compute through the adapter what it computes by itself.
+
+    Args:
+        source: what to load; a model in memory is never packed.
+        dtype, device: to compute in.
+        attention: the name of an implementation.
+        packed: whether linear layers may be replaced by row-invariant ones.
+
+    Raises:
+        CheckpointError, ModelError: as `Source.load`, `trace` and `check_parity`.
+    """
+    model = source.load(dtype, device)
+    config = trace(source, model)
+    op = make_attention(attention, config.shape, dtype, device)
+    packed = packed and source.given is None and device.type == "cpu" and onednn_available(dtype)
+    with check_parity(source, config, model) as check:
+        if packed:
+            pack(model)
+        try:
+            check(AdapterDecoder(config, model, op, check.longest), op.cache_dtype)
+        except ModelError as error:
+            if not packed:
+                raise
+            logger.info("%s with row-invariant linear layers: %s; trying torch's own", source.name, error)
+            return open_adapter(source, dtype, device, attention, packed=False)
+    return config, model

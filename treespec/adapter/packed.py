@@ -1,0 +1,44 @@
+"""Row-invariant linear layers in place of a loaded model's own."""
+
+import torch
+from torch import Tensor, nn
+
+from treespec_kernels.linear import Linear, onednn_available
+
+
+class PackedLinear(nn.Module):
+    """A linear layer whose weights are reordered for oneDNN.
+
+    Args:
+        weight: [out_features, in_features], float32 or bfloat16, on the CPU.
+        bias: [out_features] or None.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.linear = Linear(weight.detach(), None if bias is None else bias.detach(), "onednn")
+        self.weight = torch.empty_like(weight, device="meta")  # model code may look at its dtype or shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.linear.nbytes
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, self.in_features)
+        if len(rows) == 1:  # a single row takes another path for some shapes
+            return self.linear(rows.expand(2, -1).contiguous())[:1].view(*x.shape[:-1], self.out_features)
+        return self.linear(rows.contiguous()).view(*x.shape[:-1], self.out_features)
+
+
+def pack(model: nn.Module) -> None:
+    """Replace every plain linear layer by a packed one, one by one: memory stays within one weight over the model's."""
+    from transformers.pytorch_utils import Conv1D
+
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear or type(child) is Conv1D:
+                weight, bias = child.get_parameter("weight"), getattr(child, "bias", None)
+                if onednn_available(weight.dtype):
+                    with torch.inference_mode(False), torch.no_grad():
+                        setattr(module, name, PackedLinear(weight if type(child) is nn.Linear else weight.t(), bias))

@@ -1,0 +1,211 @@
+"""What the adapter runs: a folder or a model in memory, refused here where it cannot be run as itself."""
+
+import logging
+import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from treespec.config import end_tokens
+from treespec.errors import ModelError
+from treespec_weights.checkpoint import Checkpoint
+from treespec_weights.errors import CheckpointError, Problem
+from treespec_weights.files import resolve_folder
+from treespec_weights.rules import read_config, read_generation_config
+
+logger = logging.getLogger("treespec")
+
+_COMPUTED = (torch.float32, torch.bfloat16, torch.float16)
+_STATES = ("linear", "mamba", "conv", "recurrent", "rwkv", "ssm", "lstm", "hybrid")  # in names of kinds of layers
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A model before its shapes are known.
+
+    Attributes:
+        folder: of the checkpoint, or a name for a model in memory.
+        hf_config: transformers' config.
+        given: a model in memory, which its owner keeps alive, or None.
+        generation: of its generation config, what it sets.
+        max_positions: of the longest context.
+        dtype: that is stored.
+        eos_token_ids: tokens that end a text.
+    """
+
+    folder: Path
+    hf_config: Any
+    given: "weakref.ref[nn.Module] | None"
+    generation: dict[str, Any]
+    max_positions: int
+    dtype: torch.dtype
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """The architecture, for messages."""
+        return f"{self.folder} ({self.hf_config.model_type})"
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> "Source":
+        """Read the config of a Hugging Face folder with transformers; no weights.
+
+        Raises:
+            CheckpointError, OSError: as `Checkpoint.open`.
+            ModelError: transformers does not know the architecture, or it is one that the adapter cannot run.
+        """
+        folder = resolve_folder(folder)
+        raw = read_config(folder)
+        from transformers import AutoConfig
+
+        if raw.get("quantization_config") is not None:
+            raise ModelError(f"{folder}: quantised checkpoints are not run by transformers' code here")
+        try:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        except Exception as error:  # config classes check themselves, each with errors of its own
+            if "auto_map" in raw:
+                raise ModelError(
+                    f"{folder}: model_type={raw.get('model_type')!r} needs code that comes with the checkpoint "
+                    "(auto_map), and none of it is ever run"
+                ) from error
+            reason = str(error).strip().split("\n")[0]
+            raise ModelError(
+                f"{folder}: transformers refuses config.json, model_type={raw.get('model_type')!r}: {reason}"
+            ) from error
+        return cls._of(folder, config, None, read_generation_config(folder))
+
+    @classmethod
+    def from_model(cls, model: nn.Module) -> "Source":
+        """A `PreTrainedModel` in memory, which stays as it is.
+
+        Raises:
+            ModelError: it is none, is in training mode, or is one that the adapter cannot run.
+        """
+        from transformers import PreTrainedModel
+
+        kind = type(model).__name__
+        if not isinstance(model, PreTrainedModel):
+            raise ModelError(f"{kind} is no transformers model; valid: a PreTrainedModel for causal language models")
+        if model.training:
+            raise ModelError(f"{kind} is in training mode, where dropout is random; call model.eval() first")
+        if getattr(model, "is_quantized", False):
+            raise ModelError(f"{kind} is quantised; its layers are not run by the adapter")
+        places = {parameter.device for parameter in model.parameters()}
+        if len(places) != 1:
+            raise ModelError(f"{kind} lies on {sorted(map(str, places))}; the adapter needs it on one device")
+        given = getattr(model, "generation_config", None)
+        generation = {} if given is None else given.to_diff_dict()
+        return cls._of(Path(f"in-memory {kind}"), model.config, model, generation)
+
+    @classmethod
+    def _of(cls, folder: Path, config: Any, model: nn.Module | None, generation: dict[str, Any]) -> "Source":
+        _check_kind(folder, config)
+        text = config.get_text_config(decoder=True)
+        positions = getattr(text, "max_position_embeddings", None) or getattr(text, "max_sequence_length", None) or 2048
+        if isinstance(positions, bool) or not isinstance(positions, int) or positions < 2:
+            raise ModelError(f"{folder}: max_position_embeddings={positions!r}; expected an int of at least 2")
+        limit = _longrope_limit(text)
+        if limit is not None and limit < positions:
+            logger.info("%s: longrope has other rotations beyond %d positions; the adapter ends there", folder, limit)
+            positions = limit
+        named = getattr(text, "dtype", None) or config.dtype
+        stored: Any = named if model is None else next(model.parameters()).dtype
+        stored = torch.float32 if stored is None else stored
+        if stored not in _COMPUTED:
+            raise ModelError(f"{folder}: dtype={stored!r}; supported: float32, bfloat16, float16")
+        ends = end_tokens(folder, generation.get("eos_token_id", text.eos_token_id))
+        given = None if model is None else weakref.ref(model)
+        return cls(folder, config, given, generation, positions, stored, ends)
+
+    def load(self, dtype: torch.dtype, device: torch.device) -> nn.Module:
+        """The model with all of its weights, in eval mode; the one in memory as it is.
+
+        Raises:
+            CheckpointError: files that `Checkpoint.open` refuses; missing, unexpected or misshaped tensors, which
+                transformers would fill at random or pass over.
+            ModelError: transformers has no such causal language model; `dtype` or `device` is not the given model's.
+        """
+        if self.given is not None:
+            model = self.given()
+            assert model is not None, "its owner let go of it"
+            own = next(model.parameters()).device
+            if self.dtype != dtype or own.type != device.type:
+                raise ModelError(
+                    f"{self.folder} is {self.dtype} on {own}, asked for was {dtype} on {device}; convert it before"
+                )
+            return model
+        with Checkpoint.open(self.folder):  # what transformers would take: pickles, paths that lead outside
+            pass
+        from transformers import AutoModelForCausalLM
+
+        try:
+            with torch.inference_mode(False), torch.no_grad(), _bars_on_a_terminal():
+                model, report = AutoModelForCausalLM.from_pretrained(
+                    self.folder, config=self.hf_config, dtype=dtype, use_safetensors=True, trust_remote_code=False,
+                    local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True,
+                )  # fmt: skip  # misshaped tensors are reported, and refused below
+                model.to(device)
+        except Exception as error:  # model code from outside may raise anything
+            reason = str(error).strip().split("\n")[0]
+            raise ModelError(f"{self.name}: transformers cannot load it: {type(error).__name__}: {reason}") from error
+        problems = [Problem("missing", repr(name), "missing") for name in sorted(report["missing_keys"])]
+        problems += [Problem("unexpected", repr(name), "unexpected") for name in sorted(report["unexpected_keys"])]
+        for name, *shapes in sorted(report["mismatched_keys"]):
+            problems.append(Problem("shape", repr(name), " instead of ".join(str(list(shape)) for shape in shapes)))
+        problems += [Problem("value", "transformers", str(message)) for message in report.get("error_msgs") or ()]
+        if problems:
+            raise CheckpointError(self.folder, problems)
+        return model.eval()
+
+
+@contextmanager
+def _bars_on_a_terminal() -> Iterator[None]:
+    """transformers' progress bars go to a terminal only."""
+    from transformers.utils import logging as bars
+
+    silent = bars.is_progress_bar_enabled() and not sys.stderr.isatty()
+    if silent:
+        bars.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if silent:
+            bars.enable_progress_bar()
+
+
+def _check_kind(folder: Path, config: Any) -> None:
+    """Refuse by name what keeps more of a text than keys and values. The probe would find it, and not say why."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    who = f"{folder}: model_type={config.model_type!r}"
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(f"{who} is an encoder with a decoder; the adapter runs decoders alone")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(f"{who}: transformers has no causal language model of it")
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    kinds = set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
+    states = sorted(kind for kind in kinds if any(name in str(kind) for name in _STATES))
+    if getattr(architecture, "_is_stateful", False) or states:
+        what = f" ({', '.join(states)})" if states else ""
+        raise ModelError(
+            f"{who}: {architecture.__name__} keeps a recurrent state{what}, which cannot be taken back when a branch "
+            "of a token tree is rejected"
+        )
+
+
+def _longrope_limit(config: Any) -> int | None:
+    """Positions below which longrope's rotations are the same in every pass; None where there is no longrope."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [each for each in (parameters, *parameters.values()) if isinstance(each, dict)]
+    limits = [
+        each.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+        for each in nested
+        if each.get("rope_type") == "longrope"
+    ]
+    return min((int(limit) for limit in limits if limit), default=None)

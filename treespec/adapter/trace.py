@@ -1,0 +1,164 @@
+"""What a model turns out to be when its code runs: its attentions, their shapes, and its head."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from treespec.adapter.route import Call, MaskRule, configs_of, routed, sees
+from treespec.adapter.source import Source
+from treespec.errors import ModelError
+from treespec_weights.rules import ModelShape
+
+_TOKENS = 5
+
+
+@dataclass(frozen=True, eq=False)
+class AdapterConfig:
+    """A model's architecture as the engine needs it; the names are those of `ModelConfig`.
+
+    `shape` has one layer for each attention of a pass, and heads as wide as its widest keys or values.
+    """
+
+    source: Source
+    shape: ModelShape
+    masks: tuple[MaskRule, ...]  # by layer, as in the traced pass
+    sinks: tuple[bool, ...]  # by layer, whether it has any
+    base: str  # the model's part that gives hidden states to the head
+    output: type  # what it gives them in
+
+    @property
+    def folder(self) -> Any:
+        return self.source.folder
+
+    @property
+    def max_positions(self) -> int:
+        return self.source.max_positions
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.source.dtype
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return self.source.eos_token_ids
+
+
+def plain_attention(call: Call) -> Tensor:
+    """One sequence from position 0 on, by the definition; the specification of what a route's handler computes."""
+    rows = torch.arange(len(call.query), device=call.query.device)
+    group = call.query.shape[1] // call.key.shape[1]
+    q, k, v = (part.float().transpose(0, 1) for part in (call.query, call.key, call.value))
+    scores = q @ k.repeat_interleave(group, 0).transpose(1, 2) * call.scale
+    if call.softcap is not None:
+        scores = torch.tanh(scores / call.softcap) * call.softcap
+    visible = sees(call.mask, rows, rows) & (rows[None] <= rows[:, None])
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if call.sinks is not None:
+        scores = torch.cat((scores, call.sinks.float()[:, None, None].expand(-1, len(rows), 1)), -1)
+    weights = torch.softmax(scores, -1)[..., : len(rows)]
+    return (weights @ v.repeat_interleave(group, 0)).transpose(0, 1)
+
+
+def run(module: nn.Module, tokens: Tensor, positions: Tensor) -> Any:
+    """What a routed module of a model gives; tokens, positions: int64 [num_rows].
+
+    The mask of ones says that no row is padding; without it rows whose positions jump would count as other texts.
+    """
+    return module(
+        input_ids=tokens[None], position_ids=positions[None], attention_mask=torch.ones_like(tokens)[None],
+        use_cache=False, return_dict=True,
+    )  # fmt: skip
+
+
+def run_head(model: nn.Module, base: nn.Module, hidden: Tensor, output: type) -> Tensor:
+    """Logits [num_rows, vocab] by the model's own code behind its base: scales and caps too.
+
+    The base gives `hidden`, [num_rows, hidden_size], in an `output`, while this runs; then it computes again.
+    """
+    own = base.__dict__.get("forward")
+
+    def given(*_: Any, **__: Any) -> Any:
+        return output(last_hidden_state=hidden[None])
+
+    base.__dict__["forward"] = given
+    try:
+        tokens = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
+        return model(input_ids=tokens, use_cache=False, return_dict=True).logits[0]
+    finally:
+        del base.__dict__["forward"]
+        if own is not None:
+            base.__dict__["forward"] = own
+
+
+@contextmanager
+def _watched(model: nn.Module) -> Iterator[list[tuple[str, Any]]]:
+    """Names and outputs of a model's parts that give hidden states, in the order in which they end."""
+    ended: list[tuple[str, Any]] = []
+
+    def watch(name: str, module: nn.Module) -> RemovableHandle:
+        def note(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            if isinstance(getattr(output, "last_hidden_state", None), Tensor):
+                ended.append((name, output))
+
+        return module.register_forward_hook(note)
+
+    handles = [watch(name, module) for name, module in model.named_modules() if name]
+    try:
+        yield ended
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def trace(source: Source, model: nn.Module) -> AdapterConfig:
+    """Run a few tokens through a model and see what it does.
+
+    Raises:
+        ModelError: it does not come to the registered attention, or asks for what the adapter does not have.
+    """
+    calls: list[Call] = []
+
+    def record(call: Call) -> Tensor:
+        calls.append(call)
+        return plain_attention(call)
+
+    device = next(model.parameters()).device
+    tokens = torch.arange(_TOKENS, device=device)
+    try:
+        with torch.inference_mode(), routed(configs_of(model), record), _watched(model) as parts:
+            logits = run(model, tokens, tokens).logits[0]
+    except ModelError as error:
+        raise ModelError(f"{source.name}: {error}") from error
+    except Exception as error:  # model code from outside may raise anything
+        raise ModelError(f"{source.name} does not run by rows: {type(error).__name__}: {error}") from error
+    if not calls:
+        raise ModelError(
+            f"{source.name}: {type(model).__name__} does not use transformers' attention interface, so its keys "
+            "cannot be kept for a token tree"
+        )
+    if not parts:
+        raise ModelError(f"{source.name}: {type(model).__name__} has no part that gives hidden states to a head")
+    base, out = parts[-1]  # the outermost of them: what the model's own code calls
+    heads = {(call.query.shape[1], call.key.shape[1]) for call in calls}
+    if len(heads) != 1:
+        raise ModelError(f"{source.name}: layers of {sorted(heads)} heads and KV heads; they must be equal")
+    [(num_heads, num_kv_heads)] = heads
+    if num_heads % num_kv_heads:
+        raise ModelError(f"{source.name}: {num_heads} heads are no multiple of {num_kv_heads} KV heads")
+    text = source.hf_config.get_text_config(decoder=True)
+    shape = ModelShape(
+        num_layers=len(calls),
+        hidden_size=out.last_hidden_state.shape[-1],
+        intermediate_size=width if isinstance(width := getattr(text, "intermediate_size", None), int) else 0,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=max(max(call.key.shape[2], call.value.shape[2]) for call in calls),
+        vocab_size=logits.shape[-1],
+    )
+    sinks = tuple(call.sinks is not None for call in calls)
+    return AdapterConfig(source, shape, tuple(call.mask for call in calls), sinks, base, type(out))

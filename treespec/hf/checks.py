@@ -1,0 +1,107 @@
+"""What `generate` of transformers may ask for and treespec's cannot do: refused by name, never passed over."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from treespec.errors import ConfigError, RequestError
+
+# Processors that run the model themselves, keep what they saw, or mark tokens with a state of their own.
+_STATEFUL = (
+    "ClassifierFreeGuidanceLogitsProcessor UnbatchedClassifierFreeGuidanceLogitsProcessor WatermarkLogitsProcessor "
+    "SynthIDTextWatermarkLogitsProcessor AlternatingCodebooksLogitsProcessor WhisperTimeStampLogitsProcessor "
+    "WhisperNoSpeechDetection BarkEosPrioritizerLogitsProcessor DiaClassifierFreeGuidanceLogitsProcessor "
+    "DiaEOSChannelFilterLogitsProcessor DiaEOSDelayPatternLogitsProcessor"
+).split()
+_OF_ONE_ROW = ("EncoderRepetitionPenaltyLogitsProcessor", "EncoderNoRepeatNGramLogitsProcessor")
+
+# What transformers prepares for its own loop and a tree does not need.
+_PREPARED = frozenset({"use_cache", "logits_to_keep", "num_logits_to_keep", "cache_position", "return_dict"})
+
+
+class Prompts(NamedTuple):
+    """Rows as `generate` got them. `padding` counts the tokens before each row's first."""
+
+    input_ids: Tensor  # int64 [rows, width]
+    padding: list[int]
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """Of each row, without its padding."""
+        return [row[pad:] for row, pad in zip(self.input_ids.tolist(), self.padding, strict=True)]
+
+
+def check_config(config: Any, processors: list[Any], criteria: list[Any], rows: int) -> None:
+    """Refuse what a generation config, its processors or criteria ask for.
+
+    Raises:
+        ConfigError: named with what would be valid.
+    """
+    if config is None or not hasattr(config, "_pad_token_tensor"):
+        raise ConfigError(
+            "treespec.hf.generate is called by transformers, which prepares its arguments: "
+            "model.generate(**inputs, custom_generate=treespec.hf.generate, drafts=[...])"
+        )
+    mode = config.get_generation_mode().value
+    if mode not in ("greedy_search", "sample"):
+        raise ConfigError(f"generation mode {mode!r}; valid: greedy search and sampling, with num_beams=1")
+    for name in ("guidance_scale", "watermarking_config", "constraints", "force_words_ids"):
+        value = getattr(config, name, None)
+        if value is not None and not (name == "guidance_scale" and value == 1):
+            raise ConfigError(f"{name}={value!r} cannot be done while a token tree is verified; leave it out")
+    for name in ("output_attentions", "output_hidden_states"):
+        if getattr(config, name, None):
+            raise ConfigError(f"{name}=True: rows of a token tree are no steps of a sequence; leave it out")
+    if config.cache_implementation not in (None, "dynamic", "dynamic_full", "static", "hybrid"):
+        raise ConfigError(f"cache_implementation={config.cache_implementation!r}; the engine has a cache of its own")
+    kinds = [type(processor).__name__ for processor in processors]
+    for kind in kinds:
+        if kind in _STATEFUL or (rows > 1 and kind in _OF_ONE_ROW):
+            raise ConfigError(f"{kind} cannot be asked about every node of a token tree; leave it out")
+    ends_alone = any(hasattr(each, "eos_token_id") for each in criteria)
+    others = [type(each).__name__ for each in criteria if type(each).__name__ != "MaxLengthCriteria"]
+    if rows > 1 and others and not ends_alone:
+        raise ConfigError(
+            f"{', '.join(others)} with {rows} rows and no eos_token_id: transformers goes on with rows that have "
+            "stopped until all have; give an eos_token_id and a pad_token_id, or one row at a time"
+        )
+
+
+def read_prompts(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> Prompts:
+    """The rows without their padding.
+
+    Args:
+        input_ids: int64 [rows, width].
+        model_kwargs: what else the model's forward would get.
+
+    Raises:
+        RequestError: an empty row, or padding that is not on the left.
+        ConfigError: an argument that is not understood.
+    """
+    left = dict(model_kwargs)
+    mask, positions = left.pop("attention_mask", None), left.pop("position_ids", None)
+    cache = left.pop("past_key_values", None)
+    if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length()):
+        raise ConfigError("past_key_values: the engine has a cache of its own; give the whole prompt as input_ids")
+    strange = sorted(name for name, value in left.items() if value is not None and name not in _PREPARED)
+    if strange:
+        raise ConfigError(
+            f"{', '.join(strange)}: not understood by treespec.hf.generate; valid: input_ids, attention_mask, drafts, "
+            "spec, token_streamer, exact, and what GenerationConfig has"
+        )
+    rows, width = input_ids.shape
+    if not rows or not width:
+        raise RequestError(f"input_ids of shape {list(input_ids.shape)}; give at least one row and one token")
+    if mask is None:
+        mask = torch.ones_like(input_ids)
+    mask = mask.to(input_ids.device).long()
+    if mask.shape != input_ids.shape or not bool(((mask == 0) | (mask == 1)).all()):
+        raise RequestError(f"attention_mask of shape {list(mask.shape)}; expected 0 and 1 in {list(input_ids.shape)}")
+    if bool((mask.diff(dim=1) < 0).any()) or not bool(mask[:, -1].all()):
+        raise RequestError("attention_mask hides tokens behind the first visible one; pad on the left")
+    usual = (mask.cumsum(1) - 1).clamp(min=0)
+    if positions is not None and not torch.equal(positions.to(usual).expand_as(usual) * mask, usual * mask):
+        raise ConfigError("position_ids: others than the positions of the prompt's own tokens; leave them out")
+    return Prompts(input_ids, (width - mask.sum(1)).tolist())

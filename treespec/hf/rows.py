@@ -1,0 +1,154 @@
+"""One row of a `generate` call inside the engine: processors and criteria of transformers by their own rules."""
+
+import copy
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from treespec.config import SpecConfig
+from treespec.errors import ConfigError, RequestError
+from treespec.params import LEAST_TEMPERATURE, SamplingParams
+from treespec.request import Request
+from treespec.sampler import Sampler
+
+
+def processors_of_row(processors: Sequence[Any], row: int) -> list[Any]:
+    """Processors for one row alone; those that know of all rows are copied and cut to it."""
+    found = []
+    for processor in processors:
+        ignored = getattr(processor, "prompt_ignore_length", None)
+        if isinstance(ignored, Tensor):
+            processor = copy.copy(processor)
+            processor.prompt_ignore_length = ignored[row : row + 1]
+        if type(processor).__name__ == "PrefixConstrainedLogitsProcessor":
+            allowed = partial(_allowed, processor._prefix_allowed_tokens_fn, row)
+            processor = copy.copy(processor)
+            processor._prefix_allowed_tokens_fn = allowed
+        found.append(processor)
+    return found
+
+
+def _allowed(function: Any, row: int, _: int, ids: Tensor) -> Any:
+    return function(row, ids)
+
+
+class Processed:
+    """Scores as transformers makes them: every processor and warper in turn, on the padded prefix of a row.
+
+    Args:
+        processors: transformers' LogitsProcessorList, of this row.
+        padding: int64 [n], what stands before the row's tokens.
+        records: whether to keep logits and scores.
+    """
+
+    def __init__(self, processors: Any, padding: Tensor, records: bool):
+        self._processors, self._padding = processors, padding
+        self.records: dict[int, tuple[Tensor, Tensor]] | None = {} if records else None  # by position: logits, scores
+
+    def scores(self, logits: Tensor, tokens: Sequence[int], ancestors: Sequence[int]) -> Tensor:
+        """float32 [vocab]. Raises RequestError where a processor fails or returns something else."""
+        own = torch.tensor([*tokens, *ancestors], dtype=torch.int64, device=logits.device)
+        ids = torch.cat((self._padding.to(logits.device), own))[None]
+        raw = logits.to(torch.float32, copy=True)
+        try:
+            scores = self._processors(ids, raw[None].clone())
+        except Exception as error:  # code from outside may raise anything, and only this row asked for it
+            raise RequestError(f"a logits processor failed: {type(error).__name__}: {error}") from error
+        if not isinstance(scores, Tensor) or scores.shape != (1, len(raw)) or not scores.is_floating_point():
+            what = f"{scores.dtype} {list(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
+            raise RequestError(f"logits processors returned {what}; expected floating point [1, {len(raw)}]")
+        found = scores[0].to(logits.device, torch.float32)
+        if self.records is not None:
+            self.records[len(tokens) + len(ancestors)] = raw, found  # a path that is walked later overwrites it
+        return found
+
+
+@dataclass(eq=False)
+class Row(Request):
+    """A request that ends where transformers' criteria say, asked after each token as in its own loop."""
+
+    criteria: Any = None
+    padding: Tensor | None = None
+    keeps_scores: bool = False
+
+    def accept(self, tokens: Sequence[int]) -> list[int]:
+        """The tokens of a verified path that are emitted: all up to the first at which a criterion fires."""
+        assert self.padding is not None
+        if self.first_token_at is None:
+            self.first_token_at = time.perf_counter()
+        before = torch.cat((self.padding, torch.tensor(self.tokens, dtype=torch.int64, device=self.padding.device)))
+        ids = torch.cat((before, torch.tensor(list(tokens), dtype=torch.int64, device=before.device)))[None]
+        for count in range(1, len(tokens) + 1):
+            done = self.criteria(ids[:, : len(before) + count], self.scores_until(count))
+            if bool(done.all() if isinstance(done, Tensor) else done):
+                self.ended = "stop"
+            elif self.num_generated + count >= self.max_tokens:
+                self.ended = "length"
+            if self.ended is not None:
+                return list(tokens[:count])
+        return list(tokens)
+
+    def scores_until(self, more: int) -> tuple[Tensor, ...] | None:
+        """[1, vocab] of each token so far and `more` that are coming, where the caller wants scores."""
+        found = self.recorded(more) if self.keeps_scores else None
+        return None if found is None else tuple(scores[None] for _, scores in found)
+
+    def recorded(self, more: int = 0) -> list[tuple[Tensor, Tensor]]:
+        """Logits and scores, [vocab] each, of every token of the output and `more` that are coming."""
+        assert self.sampler is not None
+        records = self.sampler.transforms.records  # type: ignore[attr-defined]
+        return [records[position] for position in range(self.num_prompt, len(self.tokens) + more)]
+
+
+def temperature_of(config: Any) -> float:
+    """What drafts guess with; the target's own temperature is one of the processors."""
+    if not config.do_sample:
+        return 0.0
+    value = 1.0 if config.temperature is None else float(config.temperature)
+    if value < LEAST_TEMPERATURE:
+        raise ConfigError(f"temperature={value!r} with do_sample=True; valid: {LEAST_TEMPERATURE} and more")
+    return value
+
+
+def make_row(
+    tokens: list[int], row: int, config: Any, processors: Any, criteria: Any, padding: Tensor, most: int,
+    spec: SpecConfig, seed: int, vocab_size: int, device: torch.device,
+) -> Row:  # fmt: skip
+    """A request of one row.
+
+    Args:
+        tokens: its prompt, without padding.
+        row: its number: rows of one call are different samples of one seed.
+        config: transformers' prepared GenerationConfig.
+        processors, criteria: prepared lists, of this row.
+        padding: int64 [n], what stands before the prompt.
+        most: tokens to generate.
+        spec: how to speculate.
+        seed: of the noise.
+        vocab_size, device: of the target's logits.
+    """
+    ends = getattr(config, "_eos_token_tensor", None)
+    end_tokens = tuple(ends.reshape(-1).tolist()) if isinstance(ends, Tensor) else ()
+    params = SamplingParams(max_tokens=most, temperature=temperature_of(config))
+    keeps = bool(config.return_dict_in_generate and config.output_scores)
+    records = keeps or bool(config.return_dict_in_generate and config.output_logits)
+    request = Row(
+        tokens,
+        params,
+        spec,
+        eos_token_ids=end_tokens,
+        seed=seed,
+        criteria=criteria,
+        padding=padding,
+        keeps_scores=keeps,
+    )
+    request.sample = row
+    if processors or config.do_sample or records:
+        scoring = Processed(processors, padding, records)
+        request.sampler = Sampler(params, tokens, end_tokens, (), vocab_size, device, seed, row, transforms=scoring)
+    return request

@@ -1,4 +1,4 @@
-"""Tests that need a process of their own: triton is interpreted, or not, per process."""
+"""Tests that need a process of their own: triton is interpreted, or not, per process, and a heap has a past."""
 
 import os
 import subprocess
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 INTERPRETED = Path(__file__).parent / "interpreted"
+_ALONE = "TREESPEC_TEST_ALONE"
 
 
 def run_cases(name: str, environment: dict[str, str]) -> None:
@@ -18,6 +19,18 @@ def run_cases(name: str, environment: dict[str, str]) -> None:
         pytest.skip("the interpreter of Triton 3.6 cannot run loops with numpy 2.4 or later")
     if child.returncode != 0:
         pytest.fail(f"{name} with {environment}:\n{child.stdout}\n{child.stderr}", pytrace=False)
+
+
+def runs_alone(node_id: str) -> bool:
+    """Whether this process runs that test and no other. Where it does not, one that does is run, and must pass."""
+    if os.environ.get(_ALONE) == node_id:
+        return True
+    command = [sys.executable, "-m", "pytest", node_id, "-q", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    root = Path(__file__).parent.parent
+    child = subprocess.run(command, capture_output=True, text=True, env=os.environ | {_ALONE: node_id}, cwd=root)
+    if child.returncode != 0:
+        pytest.fail(f"{node_id} in a process of its own:\n{child.stdout}\n{child.stderr}", pytrace=False)
+    return False
 
 
 def run_uninterpreted(script: str) -> subprocess.CompletedProcess[str]:

@@ -110,8 +110,11 @@ _proofs: dict[Any, list[str]] = {}
 
 
 def _differing_rows_once(decoder: Decoder, pool: torch.Tensor, *rest: Any) -> list[str]:
-    how = (decoder.dtype, decoder.attention.name, decoder.linear, decoder.min_rows, torch.get_num_threads())
-    key = (decoder.config.shape, min(pool.shape[2], 17), how, rest)
+    how = (
+        decoder.dtype, decoder.attention.name, decoder.linear, decoder.min_rows, torch.get_num_threads(),
+        decoder.quantization,
+    )  # fmt: skip
+    key = (decoder.config.computes, min(pool.shape[2], 17), how, rest)
     if key not in _proofs:
         _proofs[key] = selftest.differing_rows(decoder, pool, *rest)
     return _proofs[key]

@@ -257,7 +257,7 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = 
     "more layers": (edit_config(num_hidden_layers=4), CheckpointError, "model.layers.3"),
     "fewer layers": (edit_config(num_hidden_layers=2), CheckpointError, "model.layers.2"),
     "other size": (edit_config(intermediate_size=130), CheckpointError, "130"),
-    "other activation": (edit_config(hidden_act="gelu"), ModelError, "'gelu'"),
+    "other activation": (edit_config(hidden_act="swirl"), ModelError, "'swirl'"),
     "other rope": (edit_config(rope_parameters={"rope_type": "swirl", "rope_theta": 1e4}), ModelError, "swirl"),
     "no rope factor": (edit_config(rope_parameters={"rope_type": "linear", "rope_theta": 1e4}), ModelError, "factor"),
     "absurd context": (edit_config(max_position_embeddings=-1), ValueError, "-1"),
@@ -290,7 +290,11 @@ def test_a_draft_of_another_vocabulary(tmp_path: Path) -> None:
         open_llm(tiny()[0], [other])
 
 
-def test_a_draft_of_another_tokenizer(tmp_path: Path) -> None:
+def test_a_draft_of_another_tokenizer_that_cannot_be_read(tmp_path: Path) -> None:
+    """One that can be read is translated (tests/test_vocabularies.py)."""
     other = add_tokenizer(broken_copy(tmp_path / "other", lambda f: None), salt="zqzq")
-    with pytest.raises(DraftError, match=r"other .*has another tokenizer"):
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    tokenizer["model"]["type"] = "Nonsense"
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(CheckpointError, match=r"other.*tokenizer\.json.*refused by the tokenizers library"):
         open_llm(speaking_folder(), [other])

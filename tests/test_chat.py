@@ -6,13 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from tests.architectures import make_model
 from tests.models import open_llm
 from treespec import LLM, SamplingParams
 from treespec.cli import app
 from treespec.errors import ConfigError, ModelError, RequestError
-from treespec_weights import default_folder
+from treespec_weights import CheckpointError, default_folder
+from treespec_weights.verify import verify_checkpoint
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
@@ -156,3 +159,29 @@ def test_unusable_generation_configs(tmp_path: Path) -> None:
         open_llm(folder, generation_config=tmp_path)
     with pytest.raises(OSError, match="no such"):
         open_llm(folder, generation_config="nowhere")
+    folder = model_folder(tmp_path / "unclear", generation={"do_sample": "yes"})
+    with pytest.raises(ModelError, match=r"generation_config\.json.*do_sample='yes'; valid: true or false"):
+        open_llm(folder)
+    assert open_llm(folder, generation_config="treespec").get_default_sampling_params() == SamplingParams()
+
+
+@pytest.mark.parametrize("backend", ["native", "transformers"])
+@pytest.mark.parametrize("text", ["[1, 2]", "null", '"text"', "{"])
+def test_a_generation_config_that_is_no_object(text: str, backend: str, tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "model")
+    (folder / "generation_config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"generation_config\.json"):
+        open_llm(folder, backend=backend)
+    assert any("generation_config.json" in problem.where for problem in verify_checkpoint(folder).problems)
+
+
+def test_the_parameters_of_a_model_in_memory(tmp_path: Path) -> None:
+    """Those of the same model in a folder."""
+    asked = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "max_new_tokens": 6, "eos_token_id": [0, 7]}
+    folder = model_folder(tmp_path / "model", generation=asked)
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    llm, stored = open_llm(model, exact=False), open_llm(folder, exact=False, backend="transformers")
+    assert llm.get_default_sampling_params() == stored.get_default_sampling_params()
+    assert llm.get_default_sampling_params() == SamplingParams(temperature=0.6, top_p=0.9, top_k=50, max_tokens=6)
+    assert llm.engine.runner.target.config.eos_token_ids == (0, 7)
+    assert open_llm(make_model("stablelm"), exact=False).get_default_sampling_params() == SamplingParams()

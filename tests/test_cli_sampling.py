@@ -99,7 +99,7 @@ def test_several_outputs(asked: list[Any], loaded: LLM) -> None:
     [expected] = loaded.generate(IDS, params, spec="off")
     assert [each["token_ids"] for each in document["outputs"]] == [each.token_ids for each in expected.outputs]
     assert document["token_ids"] == document["outputs"][0]["token_ids"] and document["identical"] is True
-    assert asked[0][-1] == 3, "decoded side by side"
+    assert asked[0][-2] == 3, "decoded side by side"
     lines = run(*HOT, "--samples", 3, "--seed", 2).stdout.splitlines()
     assert lines[::2] == [f"--- output {i} of 3 ---" for i in (1, 2, 3)]
     for line, each in zip(lines[1::2], expected.outputs, strict=True):

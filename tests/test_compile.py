@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.exactness import Run, differences, run, threads
+from tests.families import Case, make_model
 from tests.models import (
     VOCAB,
     OracleDrafter,
@@ -24,9 +25,11 @@ from tests.models import (
     tiny,
     tiny_llm,
 )
+from tests.test_decoder_parity import our_logits
 from treespec import SpecConfig, costs
 from treespec.errors import ExactnessError
 from treespec_kernels.decoder_cpu import CompiledModel, CompileError, build, find_compiler
+from treespec_kernels.testing import assert_close
 from treespec_kernels.tree_batch import RequestRows
 
 try:
@@ -177,3 +180,20 @@ def test_nan_ends_its_own_request_alone() -> None:
     outputs = llm.generate([good[0], [*good[1], VOCAB - 1, 5], *good[1:]], greedy(12), SPECS["16"])
     assert "NaN" in str(outputs.pop(1).error)
     assert [output.outputs[0].token_ids for output in outputs] == expected
+
+
+COVERED = {
+    "qwen2": Case("qwen2", {"use_sliding_window": False}),
+    "mistral": Case("mistral", {"sliding_window": None, "num_key_value_heads": 1}),
+    "phi3, a part of each head": Case(
+        "phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COVERED)
+def test_families_that_need_nothing_new(name: str, tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", COVERED[name], 3, hidden_size=64, intermediate_size=80)
+    (tokens,) = random_prompts((80,), vocab=509)
+    logits = [our_logits(open_llm(folder, compile=compiled), tokens) for compiled in (False, True)]
+    assert_close(*logits, max_error=1e-4, rms_error=1e-5)

@@ -1,5 +1,6 @@
 """Grown models: a larger shape, the same function."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,10 +9,20 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.models import SHAPE, VOCAB, greedy, make_llama, new_folder, open_llm, random_prompts
-from treespec.bench.grow import grow, grown, grown_shape, parse_size
+from treespec.bench.grow import grown
 from treespec.bench.run import Options
 from treespec.errors import CheckpointError, ConfigError
-from treespec_weights import LLAMA, ModelShape, default_folder, read_config, verify_checkpoint
+from treespec_weights import (
+    LLAMA,
+    ModelShape,
+    OptionError,
+    default_folder,
+    grow_checkpoint,
+    grown_shape,
+    parse_size,
+    read_config,
+    verify_checkpoint,
+)
 
 AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
 
@@ -42,8 +53,13 @@ def test_sizes(size: str, parameters: int) -> None:
 
 @pytest.mark.parametrize("size", ["", "big", "-1M", "0M", "12", "1.5", "1e9B", "7BB"])
 def test_bad_sizes_are_refused(size: str) -> None:
-    with pytest.raises(ConfigError, match=r"--grow .*120M, 0\.5B"):
+    with pytest.raises(OptionError, match=r"--size .*120M, 0\.5B"):
         parse_size(size)
+    with (
+        pytest.raises(ConfigError, match=r"--grow .*120M, 0\.5B"),
+        grown(Options(model=default_folder("ssm-1"), drafts=[]), size, None, None),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("size", ["20M", "60M", "120M", "0.5B", "3B", "7B"])
@@ -58,10 +74,16 @@ def test_shapes_are_like_real_models(size: str) -> None:
 
 def test_a_model_does_not_shrink() -> None:
     old = shape_of(default_folder("target"))
-    with pytest.raises(ConfigError, match=r"--grow 5M: this model can be grown from \d+M on"):
+    with pytest.raises(OptionError, match=r"--size 5M: this model can be grown from \d+M on"):
         grown_shape(old, parse_size("5M"))
-    with pytest.raises(ConfigError, match=r"--grow-vocab 100: the model has \d+ tokens already"):
+    with pytest.raises(OptionError, match=r"--vocab 100: the model has \d+ tokens already"):
         grown_shape(old, parse_size("1B"), 100)
+    for size, vocab, message in (
+        ("5M", None, r"--grow 5M: this model can be grown from \d+M on"),
+        ("1B", 100, r"--grow-vocab 100: the model has \d+ tokens already"),
+    ):
+        with pytest.raises(ConfigError, match=message), grown(Options(), size, vocab, None):
+            pass
 
 
 VARIANTS = {
@@ -76,7 +98,7 @@ VARIANTS = {
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_grown_logits_are_the_small_model_s(variant: str, vocab: int, tmp_path: Path) -> None:
     small = make_llama(tmp_path / "small", 0, **VARIANTS[variant])
-    grow(small, tmp_path / "grown", larger(small, vocab), seed=1)
+    grow_checkpoint(small, tmp_path / "grown", larger(small, vocab), seed=1)
     assert verify_checkpoint(tmp_path / "grown").ok
     ids = torch.tensor(random_prompts([40, 40]))
     for dtype, bound in ((torch.float64, 1e-12), (torch.float32, 1e-4), (torch.bfloat16, 0.1)):
@@ -90,7 +112,7 @@ def test_grown_logits_are_the_small_model_s(variant: str, vocab: int, tmp_path: 
 @pytest.mark.parametrize("vocab", [VOCAB, 2 * VOCAB])
 def test_grown_tokens_are_the_small_model_s(dtype: torch.dtype, vocab: int, tmp_path: Path) -> None:
     small = make_llama(tmp_path / "small", 0, dtype)
-    grow(small, tmp_path / "grown", larger(small, vocab), seed=1)
+    grow_checkpoint(small, tmp_path / "grown", larger(small, vocab), seed=1)
     results = []
     for folder in (small, tmp_path / "grown"):
         llm, seen = open_llm(folder), []
@@ -116,29 +138,29 @@ def test_what_is_added_computes_and_reaches_nothing(tmp_path: Path) -> None:
 
     small = make_llama(tmp_path / "small", 0)
     shape = larger(small)
-    grow(small, tmp_path / "grown", shape, seed=1)
+    grow_checkpoint(small, tmp_path / "grown", shape, seed=1)
     weights = load_weights(tmp_path / "grown", shape, LLAMA)
     assert not weights["layers.4.o"].any() and not weights["layers.4.down"].any()
     for name in ("q", "k", "v", "gate", "up", "attn_norm"):
         assert weights[f"layers.4.{name}"].std() > 0.01
         assert (weights[f"layers.0.{name}"] != 0).all(), "zeros would be a model that costs less on some hardware"
-    grow(small, tmp_path / "again", shape, seed=1)
+    grow_checkpoint(small, tmp_path / "again", shape, seed=1)
     again = load_weights(tmp_path / "again", shape, LLAMA)
     assert all(torch.equal(again[name], tensor) for name, tensor in weights.items())
 
 
 def test_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("treespec.bench.grow.SHARD_BYTES", 1 << 20)
+    monkeypatch.setattr("treespec_weights.grow.SHARD_BYTES", 1 << 20)
     small = make_llama(tmp_path / "small", 0)
-    grow(small, tmp_path / "grown", larger(small), seed=1)
+    grow_checkpoint(small, tmp_path / "grown", larger(small), seed=1)
     assert len(list((tmp_path / "grown").glob("*.safetensors"))) > 2
     assert verify_checkpoint(tmp_path / "grown").ok
 
 
 def test_float16_has_no_room_for_more_vocabulary(tmp_path: Path) -> None:
     small = make_llama(tmp_path / "small", 0, torch.float16)
-    with pytest.raises(ConfigError, match="float16"):
-        grow(small, tmp_path / "grown", larger(small, 2 * VOCAB), seed=1)
+    with pytest.raises(OptionError, match="float16"):
+        grow_checkpoint(small, tmp_path / "grown", larger(small, 2 * VOCAB), seed=1)
 
 
 def test_the_folder_is_removed_unless_kept(tmp_path: Path) -> None:
@@ -164,6 +186,7 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
     ):
         pass
     (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "config.json").write_text('{"model_type": "gpt2"}')
-    with pytest.raises(CheckpointError, match="gpt2"), grown(Options(model=tmp_path / "other"), "1B", None, None):
-        pass
+    for family, error, words in (("bloom", CheckpointError, "bloom"), ("gpt2", ConfigError, "gpt2 .* cannot be grown")):
+        (tmp_path / "other" / "config.json").write_text(json.dumps({"model_type": family}))
+        with pytest.raises(error, match=words), grown(Options(model=tmp_path / "other"), "1B", None, None):
+            pass

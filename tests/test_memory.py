@@ -7,8 +7,9 @@ import warnings
 import pytest
 import torch
 
+from tests.child import runs_alone
 from tests.models import greedy, open_llm, random_prompts, tiny
-from treespec import LLM, SpecConfig
+from treespec import SpecConfig
 
 
 def resident_bytes() -> int:
@@ -32,14 +33,12 @@ def tensor_bytes() -> dict[int, int]:
     return found
 
 
-@pytest.fixture
-def llm() -> LLM:
-    target, drafts = tiny()
-    return open_llm(target, drafts, max_num_seqs=8, max_model_len=600)
-
-
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="resident memory is read from /proc")
-def test_memory_is_constant_over_10000_tokens(llm: LLM) -> None:
+def test_memory_is_constant_over_10000_tokens(request: pytest.FixtureRequest) -> None:
+    if not runs_alone(request.node.nodeid):
+        return
+    target, drafts = tiny()
+    llm = open_llm(target, drafts, max_num_seqs=8, max_model_len=600)
     prompts, spec = random_prompts([5, 60, 90, 33, 64, 1, 20, 77]), SpecConfig(nodes=16)
     for _ in range(4):  # every page was touched, every shape was met, and the heap has its final size
         llm.generate(prompts, greedy(500), spec=spec)

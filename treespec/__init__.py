@@ -21,8 +21,10 @@ _HOME = {
 
 def __getattr__(name: str) -> Any:
     """Import on first use: torch takes seconds, and `import treespec` may be for the version alone."""
-    if name not in _HOME:
-        raise AttributeError(f"module 'treespec' has no attribute {name!r}")
     from importlib import import_module
 
+    if name == "hf":
+        return import_module("treespec.hf")
+    if name not in _HOME:
+        raise AttributeError(f"module 'treespec' has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)

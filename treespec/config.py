@@ -8,9 +8,12 @@ from typing import Any, Literal, Self
 
 import torch
 
-from treespec.errors import ConfigError, ModelError, reject_unknown
+from treespec.errors import ConfigError, ModelError, VariantError, reject_unknown
+from treespec.layers import LayerKind, Rope, read_layers
+from treespec_weights.families import family_of
 from treespec_weights.files import resolve_folder
-from treespec_weights.rules import FamilyRules, ModelShape, family_of, read_config
+from treespec_weights.quant_schemes import QuantScheme, scheme_of
+from treespec_weights.rules import ACTIVATIONS, Activation, FamilyRules, ModelShape, read_config, read_generation_config
 
 POLICIES = ("auto", "static", "dynamic", "sequoia")
 VERIFICATIONS = ("coupled", "naive", "rejection", "traversal")
@@ -18,6 +21,7 @@ RANDOM_DRAWS = ("rejection", "traversal")  # rules that hold for children drawn 
 DRAWS = ("cross-source", "without-replacement", "with-replacement")
 SOURCES = ("ssm", "lookup", "suffix", "medusa", "eagle", "mlp")
 MAX_NODES = 1024
+QUANTIZATIONS = ("int8", "int4")
 AUTO_NODES = 32  # the largest automatic tree
 
 _PENDING_POLICIES = ("sequoia",)
@@ -51,7 +55,7 @@ class SpecConfig:
         sources: who drafts: "ssm" for all SSMs, an SSM's own name for it alone, "lookup" for what followed the same
             tokens before; None = all at hand, () = none. `Drafter` objects given to `LLM` always do, unless it is ().
         max_ssms: the most SSMs that draft in one round, those that the request's text speaks for; None = all, or, with
-            nodes="auto", those that are worth their time.
+            nodes="auto", those that are worth their time. Drafts with another tokenizer are not counted.
 
     Raises:
         ConfigError: an unknown keyword, a value out of range, a contradiction, an option without implementation.
@@ -200,18 +204,51 @@ class SpecConfig:
 class ModelConfig:
     """A checkpoint's architecture as the decoder needs it.
 
-    `inv_freq` is fp32 [head_dim / 2], rotations per position; `rope_scale` multiplies cos and sin (YaRN).
+    Attributes:
+        folder, rules, shape: where it is, its family, its sizes.
+        norm_eps: of every norm.
+        activation: of the MLP.
+        parallel: attention and MLP read the same residual stream.
+        query_scale: factor on the scores of attention.
+        score_cap, logit_cap: c, where scores or logits x become c tanh(x / c); None = they stay.
+        embed_scale: factor on embeddings, to be rounded to the model's dtype.
+        ropes: the ways of turning q and k; () where the model learned its positions.
+        layers: which of them each layer takes, and its window.
+        max_positions: of the longest context.
+        dtype: that is stored.
+        eos_token_ids: tokens that end a text.
     """
 
     folder: Path
     rules: FamilyRules
     shape: ModelShape
     norm_eps: float
-    inv_freq: torch.Tensor
-    rope_scale: float
+    activation: Activation
+    parallel: bool
+    query_scale: float
+    score_cap: float | None
+    logit_cap: float | None
+    embed_scale: float
+    ropes: tuple[Rope, ...]
+    layers: tuple[LayerKind, ...]
     max_positions: int
     dtype: torch.dtype
     eos_token_ids: tuple[int, ...]
+    quantization: QuantScheme | None = None  # the checkpoint's own
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The windows that layers have, each once."""
+        return tuple(dict.fromkeys(layer.window for layer in self.layers))
+
+    @property
+    def computes(self) -> tuple[object, ...]:
+        """What models have in common that compute the same with other weights."""
+        rules, ropes = self.rules, tuple(rope.key for rope in self.ropes)
+        return (
+            self.shape, rules.norm, rules.extra_positions, self.norm_eps, self.activation, self.parallel,
+            self.query_scale, self.score_cap, self.logit_cap, self.embed_scale, ropes, self.layers, self.quantization,
+        )  # fmt: skip
 
     @classmethod
     def from_hf(cls, folder: str | Path, max_model_len: int | None = None) -> "ModelConfig":
@@ -224,26 +261,51 @@ class ModelConfig:
 
         Raises:
             CheckpointError: missing, contradictory or unsupported config values. OSError: no such folder.
-            ModelError: an activation or RoPE type that the decoder does not have.
+            ModelError: an activation, RoPE type or kind of layer that the decoder does not have.
         """
         folder = resolve_folder(folder)
         raw = read_config(folder)
         rules = family_of(raw, folder)
         shape = ModelShape.from_hf(raw, rules, folder)
-        activation = raw.get("hidden_act", "silu")
-        if activation not in ("silu", "swish"):
-            raise ModelError(f"{folder}: hidden_act={activation!r}; supported: 'silu'")
-        max_positions = _number(folder, raw, "max_position_embeddings", 2048, int)
-        eps = _number(folder, raw, "rms_norm_eps", 1e-6, float)
-        inv_freq, scale = _rope(folder, raw, shape, min(max_model_len or max_positions, max_positions))
+        raw = {**rules.assumed, **raw}
+        named = raw.get(rules.activation)
+        if not isinstance(named, str) or named not in ACTIVATIONS:
+            raise VariantError(f"{folder}: {rules.activation}={named!r}; supported: {', '.join(ACTIVATIONS)}")
+        max_positions = _number(folder, raw, rules.max_positions, 2048, int)
+        eps = rules.norm_eps
+        if isinstance(eps, str):
+            eps = _number(folder, raw, eps, 1e-5 if rules.norm == "layer" else 1e-6, float)
+        ropes, layers = read_layers(folder, raw, rules, shape, min(max_model_len or max_positions, max_positions))
+        parallel = rules.parallel is not None and raw.get(rules.parallel, True)
+        if not isinstance(parallel, bool):
+            raise ModelError(f"{folder}: {rules.parallel}={parallel!r}; expected true or false")
+        scalar = shape.head_dim
+        if rules.query_scalar is not None:
+            scalar = _number(folder, raw, rules.query_scalar, shape.head_dim, float)
         stored = raw.get("dtype") or raw.get("torch_dtype") or "float32"
         dtype = _DTYPES.get(stored) if isinstance(stored, str) else None
         if dtype is None:
             raise ModelError(f"{folder}: dtype={stored!r}; supported: {', '.join(_DTYPES)}")
         return cls(
-            folder, rules, shape, eps, inv_freq, scale, max_positions, dtype,
-            _eos_token_ids(folder, raw),
-        )  # fmt: skip
+            folder=folder,
+            rules=rules,
+            shape=shape,
+            norm_eps=float(eps),
+            activation=ACTIVATIONS[named],
+            parallel=parallel,
+            query_scale=float(scalar) ** -0.5,
+            score_cap=_cap(folder, raw, rules.score_cap),
+            logit_cap=_cap(folder, raw, rules.logit_cap),
+            embed_scale=shape.hidden_size**0.5 if rules.scaled_embedding else 1.0,
+            ropes=ropes,
+            layers=layers,
+            max_positions=max_positions,
+            dtype=dtype,
+            eos_token_ids=end_tokens(
+                folder, read_generation_config(folder).get("eos_token_id", raw.get("eos_token_id"))
+            ),
+            quantization=scheme_of(raw, folder),
+        )
 
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -257,39 +319,15 @@ def _number(folder: Path, raw: dict[str, Any], key: str, default: float, kind: t
     return kind(value)
 
 
-def _rope(folder: Path, raw: dict[str, Any], shape: ModelShape, length: int) -> tuple[torch.Tensor, float]:
-    """Frequencies [head_dim / 2] and the factor on cos and sin. Scaled types are computed by transformers."""
-    parameters = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if not isinstance(parameters, dict):
-        raise ModelError(f"{folder}: rope_parameters={parameters!r}; expected an object")
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if not isinstance(kind, str):
-        raise ModelError(f"{folder}: rope_type={kind!r}; expected a name such as 'default'")
-    if kind == "default":  # importing transformers takes two seconds
-        theta = parameters.get("rope_theta", raw.get("rope_theta", 10000.0))
-        if isinstance(theta, bool) or not isinstance(theta, int | float) or not theta > 0:
-            raise ModelError(f"{folder}: rope_theta={theta!r}; expected a positive number")
-        exponent = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
-        return 1.0 / (float(theta) ** exponent), 1.0
-    from transformers import AutoConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    if kind not in ROPE_INIT_FUNCTIONS:
-        raise ModelError(f"{folder}: rope_type={kind!r}; supported: default, {', '.join(ROPE_INIT_FUNCTIONS)}")
-    try:
-        config = AutoConfig.for_model(**{name: value for name, value in raw.items() if name != "architectures"})
-        inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](config, device=torch.device("cpu"), seq_len=length)
-    except (ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{folder}: rope_parameters={parameters!r} are refused: {error}") from error
-    return inv_freq.float(), float(scale)
+def _cap(folder: Path, raw: dict[str, Any], key: str | None) -> float | None:
+    """A soft cap, None where the family or the model has none."""
+    if key is None or raw.get(key) is None:
+        return None
+    return float(_number(folder, raw, key, 1.0, float))
 
 
-def _eos_token_ids(folder: Path, raw: dict[str, Any]) -> tuple[int, ...]:
-    from treespec_weights.files import read_json
-
-    value = raw.get("eos_token_id")
-    if (folder / "generation_config.json").is_file():
-        value = read_json(folder, "generation_config.json").get("eos_token_id", value)
+def end_tokens(folder: Path, value: object) -> tuple[int, ...]:
+    """The token ids that an eos_token_id stands for. Raises ModelError where it is neither one, a list nor None."""
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if any(isinstance(token, bool) or not isinstance(token, int) or token < 0 for token in ids):
         raise ModelError(f"{folder}: eos_token_id={value!r}; expected a token id or a list of them")
@@ -315,3 +353,4 @@ class EngineConfig:
     linear: str
     attention: str
     compile: bool
+    quantization: str | None  # of the target's layers

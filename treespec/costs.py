@@ -39,22 +39,39 @@ def cache_folder() -> Path:
 def cost_key(runner: Runner, ssms: SsmDrafter | None, num_threads: int) -> dict[str, Any]:
     """All that a cost curve depends on."""
     models = [runner.target, *(ssms.models if ssms else [])]
-    return {
-        "device": str(runner.target.device),
-        "processor": _processor(),
-        "dtype": str(runner.target.dtype).removeprefix("torch."),
-        "threads": num_threads,
-        "torch": torch.__version__,
-        "attention": runner.target.attention.name,
-        "linear": runner.target.linear,
-        "models": [
-            [s.num_layers, s.hidden_size, s.intermediate_size, s.num_heads, s.num_kv_heads, s.head_dim, s.vocab_size]
-            for s in (model.config.shape for model in models)
-        ],
-    }
+    families = [model.config.rules.model_type for model in models if model.backend == "native"]
+    quantization = [model.quantization for model in models]
+    return (
+        ({"families": families} if {*families} - {"llama"} else {})
+        | {
+            "device": str(runner.target.device),
+            "processor": processor(),
+            "dtype": str(runner.target.dtype).removeprefix("torch."),
+            "threads": num_threads,
+            "torch": torch.__version__,
+            "attention": runner.target.attention.name,
+            "linear": runner.target.linear,
+            "models": [
+                [
+                    s.num_layers,
+                    s.hidden_size,
+                    s.intermediate_size,
+                    s.num_heads,
+                    s.num_kv_heads,
+                    s.head_dim,
+                    s.vocab_size,
+                ]
+                + ([] if model.backend == "native" else [model.config.folder.name, model.linear, model.min_rows])
+                for model in models
+                for s in (model.config.shape,)
+            ],
+        }
+        | ({"quantization": quantization} if any(quantization) else {})
+    )
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The machine's name for its CPU."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -92,7 +109,8 @@ def measure(
         request.pages = cache.reserve(request.request_id, slots)
     try:
         for request in requests:
-            runner.prefill([request], [context])
+            while (left := context - request.context_len) > 0:
+                runner.prefill([request], [min(left, runner.max_rows or left)])
         [first] = _least([partial(_star_pass, runner, requests[:1], 1)], 2)
         quick = first * len(fitting) * 12 < seconds
         rows = fitting if quick else tuple(n for n in fitting if n in (1, 8, 16))

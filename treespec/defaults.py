@@ -1,4 +1,4 @@
-"""What a model's own generation_config.json asks for, where a call says nothing."""
+"""What a model's own generation config asks for, where a call says nothing."""
 
 import os
 from collections.abc import Mapping
@@ -7,41 +7,44 @@ from typing import Any
 
 from treespec.errors import ConfigError, ModelError
 from treespec.params import SamplingParams
-from treespec_weights.files import read_json, resolve_folder
+from treespec_weights.files import resolve_folder
+from treespec_weights.rules import GENERATION_CONFIG, read_generation_config
 
-GENERATION_CONFIG = "generation_config.json"
 _TRUNCATIONS = ("top_k", "top_p", "min_p")
 
 
-def default_sampling_params(generation_config: str | os.PathLike[str], folder: Path) -> SamplingParams:
+def default_sampling_params(
+    generation_config: str | os.PathLike[str], folder: Path, given: Mapping[str, Any] | None = None
+) -> SamplingParams:
     """The parameters of a call without any.
 
     Args:
         generation_config: "auto", the model folder's file; "treespec", the defaults of `SamplingParams`; or another
             folder with such a file.
         folder: the model's.
+        given: what "auto" means in place of a file, for a model in memory.
 
     Raises:
         ConfigError: there is no such file. ModelError, CheckpointError: the file's values are unusable.
     """
     if generation_config == "treespec":
         return SamplingParams()
-    where = folder if generation_config == "auto" else resolve_folder(str(generation_config))
-    if not (where / GENERATION_CONFIG).is_file():
-        if generation_config != "auto":
+    if generation_config == "auto":
+        where = folder
+        raw = read_generation_config(folder) if given is None else given
+    else:
+        where = resolve_folder(str(generation_config))
+        if not (where / GENERATION_CONFIG).is_file():
             raise ConfigError(
                 f'generation_config={str(generation_config)!r} has no {GENERATION_CONFIG}; valid: "auto", "treespec", '
                 "or a folder with one"
             )
-        return SamplingParams()
-    raw = read_json(where, GENERATION_CONFIG)
-    if not isinstance(raw, dict):
-        raise ModelError(f"{where / GENERATION_CONFIG}: a JSON {type(raw).__name__}, not an object")
+        raw = read_generation_config(where)
     try:
         return SamplingParams(**_options(raw))
     except ConfigError as error:
         raise ModelError(
-            f"{where / GENERATION_CONFIG}: {error}; correct the file, or use generation_config='treespec'"
+            f"{where / GENERATION_CONFIG}: {error}; correct it, or use generation_config='treespec'"
         ) from error
 
 
@@ -50,6 +53,8 @@ def _options(raw: Mapping[str, Any]) -> dict[str, Any]:
     and then temperature is 1 and top_k 50 unless the file says otherwise, which are transformers' defaults."""
     options: dict[str, Any] = {}
     sampled = raw.get("do_sample")
+    if sampled is not None and not isinstance(sampled, bool):
+        raise ConfigError(f"do_sample={sampled!r}; valid: true or false")
     if sampled is True or (sampled is None and raw.get("temperature") is not None):
         options["temperature"] = raw.get("temperature") if raw.get("temperature") is not None else 1.0
         options |= {name: raw[name] for name in _TRUNCATIONS if raw.get(name) is not None}

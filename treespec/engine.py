@@ -10,6 +10,7 @@ import numpy as np
 
 from treespec.cache import KVCache
 from treespec.drafters.base import Drafter, check_proposal
+from treespec.drafters.foreign import ForeignDrafter
 from treespec.drafters.lookup import LookupDrafter
 from treespec.drafters.plan import Drafted
 from treespec.drafters.ssm import SsmDrafter
@@ -45,11 +46,12 @@ class _Clock:
 
     began: float
     draft: float = 0.0
+    foreign: float = 0.0  # of drafts that decide for themselves whether a pass pays
     forward: float = 0.0
 
     def stop(self, read: float) -> RoundSeconds:
         """The round's parts. `read`: what of `draft` was reading."""
-        host = time.perf_counter() - self.began - self.draft - self.forward
+        host = time.perf_counter() - self.began - self.draft - self.foreign - self.forward
         return RoundSeconds(self.draft - read, read, self.forward, host)
 
 
@@ -62,7 +64,7 @@ class Engine:
         planner: what to draft and how much of it to verify.
         ssms: the SSM group, or None.
         lookup: prompt lookup, or None.
-        drafters: further sources, from outside.
+        drafters: further sources: from outside, and drafts with other tokenizers.
         max_model_len: positions of the longest request.
     """
 
@@ -110,7 +112,7 @@ class Engine:
     def propose(self, requests: Sequence[Request]) -> list[TokenTree]:
         """Every source drafts; one merged tree per request, cut to what is worth verifying.
 
-        Sources that cost no pass come first; the SSMs grow their trees over them.
+        Sources that cost no pass, and drafts with other tokenizers, come first; the SSMs grow their trees over them.
         """
         self._proposed = []
         self._clock = _Clock(time.perf_counter())
@@ -123,7 +125,10 @@ class Engine:
             return roots
         proposals: list[tuple[Drafter | SsmDrafter, list[TokenTree]]] = []
         for drafter in self.drafters:
+            began = time.perf_counter()
             trees = drafter.propose(requests, [plan.max_depth for plan in plans])
+            if isinstance(drafter, ForeignDrafter):
+                self._clock.foreign += time.perf_counter() - began
             vocab = self.runner.target.vocab_size
             pairs = zip(requests, trees, strict=True)
             proposals.append((drafter, [check_proposal(drafter.name, r, tree, vocab) for r, tree in pairs]))

@@ -17,6 +17,7 @@ __all__ = [
     "ModelError",
     "RequestError",
     "TreespecError",
+    "VariantError",
     "reject_unknown",
 ]
 
@@ -37,8 +38,12 @@ class ModelError(TreespecError):
     """A model that cannot be run as asked: its folder, its config, its architecture."""
 
 
+class VariantError(ModelError):
+    """A variant of a native family that the decoder does not have; transformers' own code may."""
+
+
 class DraftError(TreespecError):
-    """A draft that does not fit its target, such as one with another vocabulary."""
+    """A draft that does not fit its target, such as one of other size and without a tokenizer to translate by."""
 
 
 class ExactnessError(TreespecError):

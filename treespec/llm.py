@@ -7,7 +7,9 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+from torch import nn
 
+from treespec.adapter.trace import AdapterConfig
 from treespec.build import Built, build
 from treespec.chat import Message, conversations
 from treespec.config import SpecConfig
@@ -24,9 +26,10 @@ class LLM:
     """A target with its drafts, ready to generate.
 
     Args:
-        model: a Hugging Face folder or hub id; None is the embedded target.
-        drafts: folders, hub ids or `Drafter` objects. None means the embedded SSMs with the embedded target, and none
-            with any other; [] means none.
+        model: a Hugging Face folder or hub id, or a transformers model in memory; None is the embedded target.
+        drafts: folders, hub ids, transformers models or `Drafter` objects. None means the embedded SSMs with the
+            embedded target, and none with any other; [] means none. A draft may have another tokenizer than the model:
+            its guesses are then translated, or it writes text; `stats()` says how each is connected.
         spec: how to speculate; calls may override it.
         tokenizer: a folder, or a tokenizer object with `encode` and `decode`; None is the model folder's own. Without
             one, prompts and outputs are token ids and `text` is None.
@@ -44,7 +47,13 @@ class LLM:
         compile: run passes on a CPU through code that this machine's C++ compiler builds at the first use (seconds) and
             that is kept in the user's cache folder. Float32 and bfloat16; under the same proof as the rest.
         generation_config: where the parameters of a call without any come from: "auto" (the model's
-            generation_config.json), "treespec" (the defaults of `SamplingParams`), or a folder.
+            generation_config.json, or what a model in memory has), "treespec" (the defaults of `SamplingParams`), or a
+            folder.
+        backend: "native" is treespec's own decoder; "transformers" runs transformers' own code of any architecture
+            whose attention can be replaced, slower; "auto" takes it, for each model, where no native family fits.
+        quantization: "int8" (a scale for every output) or "int4" (one for 128, 64 or 32 inputs) quantises the weights
+            of the target's layers while loading; activations, embedding, norms and head stay as they are. None keeps
+            the checkpoint's own: quantised ones (compressed-tensors, GPTQ, AWQ, fp8) are read as they are.
 
     Raises:
         ConfigError, ModelError, DraftError, CheckpointError, ExactnessError, KernelError: all of them ValueErrors.
@@ -53,7 +62,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | os.PathLike[str] | None = None,
+        model: str | os.PathLike[str] | nn.Module | None = None,
         drafts: Sequence[Any] | None = None,
         spec: SpecConfig | str | None = None,
         tokenizer: Any = None,
@@ -68,6 +77,8 @@ class LLM:
         linear: str = "auto",
         cuda_graphs: bool = True,
         generation_config: str | os.PathLike[str] = "auto",
+        backend: str = "auto",
+        quantization: str | None = None,
         **unknown: Any,
     ):
         reject_unknown("LLM", unknown, list(inspect.signature(LLM).parameters)[:-1])
@@ -75,11 +86,14 @@ class LLM:
         with torch.inference_mode():
             self._built: Built = build(
                 model, drafts, self.spec, device, dtype, exact, max_num_seqs, max_model_len, attention, prefill_chunk,
-                compile, linear, cuda_graphs,
+                compile, linear, cuda_graphs, backend, quantization,
             )  # fmt: skip
+        self._kept: Any = model, drafts  # models in memory: the engine itself does not keep them alive
         self.engine, self.config = self._built.engine, self._built.config
-        self._default_params = default_sampling_params(generation_config, self._built.target.folder)
-        self._tokenizer, target = load_tokenizer(tokenizer, self._built.target.folder), self._built.target
+        target = self._built.target
+        given = target.source.generation if isinstance(target, AdapterConfig) else None
+        self._default_params = default_sampling_params(generation_config, target.folder, given)
+        self._tokenizer = load_tokenizer(tokenizer, target.folder)
         self._intake = Intake(
             self._tokenizer, target.shape.vocab_size, target.eos_token_ids, self.config.max_model_len,
             self.engine.runner.target.device, kernel_noise=self.config.linear == "triton",
@@ -184,6 +198,11 @@ class LLM:
         """The tokenizer, or None."""
         return self._tokenizer
 
+    @property
+    def draft_names(self) -> tuple[str, ...]:
+        """The drafts that are models, as `SpecConfig.sources` may name them."""
+        return tuple(self._built.connections)
+
     def get_default_sampling_params(self) -> SamplingParams:
         """What a call without parameters uses."""
         return self._default_params
@@ -198,15 +217,19 @@ class LLM:
                 "device": str(config.device),
                 "threads": config.num_threads,
                 "exact": config.exact,
+                "exactness": self._built.exactness,
+                "backend": self._built.backend,
                 "attention": config.attention,
                 "linear": config.linear,
                 "compile": config.compile,
+                "quantization": config.quantization,
                 "attention_tile": PAGE_SIZE,
                 "fixed_rows": self.engine.runner.max_rows,
                 "tuned_file": self._built.tuned_file,
                 "default_kernels": list(self._built.default_kernels),
             },
             "drafts": [*drafts, *(drafter.name for drafter in self.engine.drafters)],
+            "draft_vocabularies": dict(self._built.connections),
             "max_model_len": config.max_model_len,
             "max_num_seqs": config.max_num_seqs,
             "memory": dict(self._built.memory),
@@ -216,6 +239,10 @@ class LLM:
                 "draft_seconds": curve.draft_seconds,
             },
         }
+
+    def release_models(self) -> None:
+        """Leave it to their owner to keep models in memory alive; generating after they have gone is an error."""
+        self._kept = None
 
     def _run(self, requests: Sequence[Request]) -> Iterator[Request]:
         """Step until all of `requests` have ended; yields each after every round that it took part in."""
@@ -265,11 +292,12 @@ class LLM:
             if not isinstance(one, SamplingParams):
                 raise ConfigError(f"sampling_params={one!r}; valid: a SamplingParams, or a list of them")
         resolved = SpecConfig.resolve(spec, self.spec)
-        resolved.check_sources(self.engine.ssms.names if self.engine.ssms else ())
-        if resolved.max_nodes > self.config.max_tree_slots:
+        resolved.check_sources(self.draft_names)
+        slots = min(self.config.max_tree_slots, self.engine.runner.max_rows or self.config.max_tree_slots)
+        if resolved.max_nodes > slots:
             raise ConfigError(
-                f"a tree of {resolved.max_nodes} nodes, but this engine keeps {self.config.max_tree_slots} slots for "
-                "one; give the larger SpecConfig to LLM"
+                f"a tree of {resolved.max_nodes} nodes, but this engine keeps {slots} slots for one; give the larger "
+                "SpecConfig to LLM"
             )
         entries = [self._intake.requests(p, one, resolved, stream) for p, one in zip(prompts, each, strict=True)]
         self.engine.stats.add_refused(sum(isinstance(entry, RequestOutput) for entry in entries))

@@ -19,12 +19,14 @@ class Choices(NamedTuple):
     """What the target says after each node of one request's tree.
 
     `tokens`: int64 [num_nodes], the argmax; None where the request's sampler chooses. `finite`: whether the pass
-    computed finite numbers. `logits`: [num_nodes, vocab].
+    computed finite numbers. `logits`: [num_nodes, vocab]. `hidden`: [num_nodes, number of layers, hidden_size], the
+    states of the runner's `hidden_of`; None where it has none.
     """
 
     tokens: np.ndarray | None
     finite: bool
     logits: Tensor
+    hidden: Tensor | None = None
 
 
 def tree_rows(request: Request, tree: TokenTree) -> RequestRows:
@@ -43,23 +45,38 @@ class Runner:
     Args:
         target, cache: the model, and the cache whose pool 0 is its own.
         max_rows: the most rows of a pass, where every pass is padded to one size; None = any number.
+        hidden_of: layers whose hidden states `prefill` and `forward` hand out, as `Decoder.check_states` takes them:
+            l = what enters layer l, the number of layers = what leaves the last one, before the final norm. A drafter
+            that reads the target's features asks for them here.
+
+    Raises:
+        ConfigError: `hidden_of` names no layer. KernelError: the target's passes hand no states out.
     """
 
-    def __init__(self, target: Decoder, cache: KVCache, max_rows: int | None = None):
-        self.target, self.cache, self.max_rows = target, cache, max_rows
+    def __init__(
+        self, target: Decoder, cache: KVCache, max_rows: int | None = None, hidden_of: Sequence[int] = ()
+    ):  # fmt: skip
+        if hidden_of:
+            target.check_states(hidden_of)
+        self.target, self.cache, self.max_rows, self.hidden_of = target, cache, max_rows, tuple(hidden_of)
 
-    def prefill(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
-        """Compute the next `counts[i]` prompt tokens of each request, in one pass. They need no logits."""
+    def prefill(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Tensor]:
+        """Compute the next `counts[i]` prompt tokens of each request, in one pass. They need no logits.
+
+        Returns:
+            [counts[i], number of layers, hidden_size] of each request; empty where `hidden_of` is.
+        """
         if not requests:
-            return
+            return []
         rows = [
             RequestRows.chain(r.context_len, count, r.pages) for r, count in zip(requests, counts, strict=True)
         ]  # fmt: skip
         tokens = [t for r, n in zip(requests, counts, strict=True) for t in r.tokens[r.context_len : r.context_len + n]]
-        self._hidden(rows, np.array(tokens))
+        _, states = self._pass(rows, np.array(tokens))
         for request, count in zip(requests, counts, strict=True):
             request.context_len += count
             request.prefill_passes += 1
+        return [] if states is None else list(states.split(list(counts)))
 
     def forward(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> list[Choices]:
         """One pass over all nodes of all requests; several where `max_rows` does not hold them."""
@@ -68,7 +85,7 @@ class Runner:
         if self.max_rows is not None and len(requests) > 1 and sum(map(len, trees)) > self.max_rows:
             half = len(requests) // 2
             return self.forward(requests[:half], trees[:half]) + self.forward(requests[half:], trees[half:])
-        logits = self.logits(requests, trees)
+        logits, states = self._scored(requests, trees) if self.hidden_of else (self.logits(requests, trees), None)
         bounds = list(itertools.pairwise(np.cumsum([0] + [len(tree) for tree in trees]).tolist()))
         # Where a hidden state is not finite, none of its logits is: one column tells, and the rows that a sampler
         # looks at it checks itself.
@@ -82,17 +99,28 @@ class Runner:
                 chosen[start:stop] if chosen is not None and request.sampler is None else None,
                 bool(finite[start:stop].all()),
                 logits[start:stop],
+                None if states is None else states[start:stop],
             )
             for request, (start, stop) in zip(requests, bounds, strict=True)
         ]
 
     def logits(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> Tensor:
         """[total nodes, vocab] logits of a tree pass, in the model's dtype."""
+        return self._scored(requests, trees)[0]
+
+    def _scored(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> tuple[Tensor, Tensor | None]:
         rows = [tree_rows(request, tree) for request, tree in zip(requests, trees, strict=True)]
         tokens = np.concatenate([tree.tokens for tree in trees])
-        return self.target.logits(self._hidden(rows, tokens)[: len(tokens)])
+        hidden, states = self._pass(rows, tokens)
+        return self.target.logits(hidden), states
 
-    def _hidden(self, rows: list[RequestRows], tokens: np.ndarray) -> Tensor:
+    def _pass(self, rows: list[RequestRows], tokens: np.ndarray) -> tuple[Tensor, Tensor | None]:
+        """Final hidden states of the tokens, and those of `hidden_of`."""
         ids = torch.from_numpy(tokens).to(self.target.device)
         assert self.max_rows is None or len(tokens) <= self.max_rows, "a pass outgrew the fixed number of rows"
-        return self.target.forward(ids, self.target.plan(rows, self.cache.pools[0]), self.cache.pools[0])
+        pool = self.cache.pools[0]
+        layout = self.target.plan(rows, pool)
+        if not self.hidden_of:
+            return self.target.forward(ids, layout, pool)[: len(tokens)], None
+        found = self.target.forward_with_states(ids, layout, pool, self.hidden_of)
+        return found.final[: len(tokens)], found.chosen[: len(tokens)]

@@ -3,6 +3,7 @@
 import math
 import secrets
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -26,6 +27,13 @@ def new_seed() -> int:
     return secrets.randbits(53)
 
 
+class Scoring(Protocol):
+    """From logits to scores, one row at a time."""
+
+    def scores(self, logits: Tensor, tokens: Sequence[int], ancestors: Sequence[int]) -> Tensor:
+        """As `Transforms.scores`."""
+
+
 class Sampler:
     """Chooses the tokens of one request that does not simply take the argmax.
 
@@ -39,6 +47,7 @@ class Sampler:
         sample: which of the request's samples.
         kernel_noise: whether the noise is computed where the logits are, by the kernel that captured rounds use: its
             logarithms may round otherwise than the host's, so an engine uses one of the two for everything.
+        transforms: in place of those of `params`, temperature and truncation included.
     """
 
     def __init__(
@@ -52,10 +61,13 @@ class Sampler:
         seed: int,
         sample: int = 0,
         kernel_noise: bool = False,
+        transforms: Scoring | None = None,
     ):
         self.params, self.temperature, self._device = params, params.temperature, device
         self._end_tokens = frozenset(end_tokens)
-        self._transforms = Transforms(params, len(prompt), end_tokens, bad_words, vocab_size, device)
+        self.transforms: Scoring = transforms or Transforms(
+            params, len(prompt), end_tokens, bad_words, vocab_size, device
+        )
         self.noise = Noise(seed, sample, vocab_size)
         self._key = seed, sample
         self._kernel_noise = kernel_noise
@@ -75,7 +87,7 @@ class Sampler:
         position = len(tokens) + len(ancestors)
         if self._kernel_noise and self.temperature > 0:
             return self._choose_by_kernel(logits, tokens, ancestors, position)
-        scores = self._transforms.scores(logits, tokens, ancestors)
+        scores = self.transforms.scores(logits, tokens, ancestors)
         if self.temperature > 0:
             scores = scores + torch.from_numpy(self.noise.row(position)).to(self._device)
         best, token = scores.max(0)  # the first of equal ones
@@ -88,7 +100,7 @@ class Sampler:
         """Temperature, noise and argmax in one pass. Where nothing else changes the logits, they go in as they are, as
         in a captured round."""
         alone = not self.params.transforms_logits and not self.params.truncates
-        scores = logits if alone else self._transforms.scores(logits, tokens, ancestors)
+        scores = logits if alone else self.transforms.scores(logits, tokens, ancestors)
         seed, sample = (np.uint64(word).astype(np.int64).item() for word in self._key)
 
         def row(value: float, dtype: torch.dtype) -> Tensor:
@@ -99,12 +111,12 @@ class Sampler:
             row(sample, torch.int64), row(position, torch.int64),
         )  # fmt: skip
         if not bool(chosen.finite):
-            self._check(float(self._transforms.scores(logits, tokens, ancestors).max()), logits, position)
+            self._check(float(self.transforms.scores(logits, tokens, ancestors).max()), logits, position)
         return int(chosen.tokens)
 
     def target_probs(self, logits: Tensor, tokens: Sequence[int], ancestors: Sequence[int]) -> np.ndarray:
         """float32 [vocab], p. Arguments and errors as `choose`; temperature above 0."""
-        scores = self._transforms.scores(logits, tokens, ancestors)
+        scores = self.transforms.scores(logits, tokens, ancestors)
         self._check(float(scores.max()), logits, len(tokens) + len(ancestors))
         return torch.softmax(scores, -1).cpu().numpy()
 

@@ -1,7 +1,7 @@
 """Proof at start, on this machine: a tree node has the bits of plain decoding.
 
-Rows of a real layer, the final norm and the head are computed in different company (alone, in a tree, in a batch, in
-prompt chunks of other sizes) around the borders of attention tiles, and compared for equality.
+Rows of a real layer of each kind, the final norm and the head are computed in different company (alone, in a tree, in a
+batch, in prompt chunks of other sizes) around the borders of attention tiles and windows, and compared for equality.
 """
 
 import numpy as np
@@ -17,10 +17,12 @@ _PARENTS = np.array([-1, 0, 0, 0, 1, 1, 2, 4, 4, 7, 8, 9, 11])  # 13 nodes, 7 de
 _WIDE = np.maximum(np.arange(2 * PAGE_SIZE) - 9, 0)  # parents of a tree too large for the packed attention
 _WIDE[0] = -1
 _PAGES = 8  # of one request
+_WINDOW = 90  # longer windows are cut to it: what is summed by tile does not depend on how many there are
 
 
 def differing_rows(model: Decoder, pool: Tensor, largest_pass: int = 512, seed: int = 0) -> list[str]:
-    """Compare plain decoding with trees, batches and chunks on one layer.
+    """Compare plain decoding with trees, batches and chunks on one layer of each kind, or on all where a model runs no
+    fewer.
 
     Args:
         model: the target.
@@ -32,30 +34,32 @@ def differing_rows(model: Decoder, pool: Tensor, largest_pass: int = 512, seed: 
         What differed, a line each; empty where every comparison was equal.
     """
     rng = np.random.default_rng(seed)
+    whole, (model, num_layers, windows) = pool, model.sample(_WINDOW)
+    pool = pool[:num_layers]
     available = pool.shape[2] - 1
     pages = 1 + np.arange(min(_PAGES, available))
     twin = 1 + len(pages) + np.arange(len(pages)) if available >= 2 * len(pages) else None
     room = len(pages) * PAGE_SIZE
     found = []
-    for prefix in (p for p in _PREFIXES if p + len(_PARENTS) <= room):
-        found += _behind_prompt(model, pool[:1], rng.integers(model.vocab_size, size=prefix), _PARENTS, pages, twin)
+    ends = [end for window in windows if window is not None for end in (window, window + PAGE_SIZE)]
+    borders = {end - 4 for end in ends if end > 4}  # the tree's deeper nodes lose the first position
+    for prefix in (p for p in sorted({*_PREFIXES, *borders}) if p + len(_PARENTS) <= room):
+        found += _behind_prompt(model, pool, rng.integers(model.vocab_size, size=prefix), _PARENTS, pages, twin)
     if model.min_rows <= 2:  # where rows are fixed, no pass is larger
         if 30 + len(_WIDE) <= room:
-            found += _behind_prompt(model, pool[:1], rng.integers(model.vocab_size, size=30), _WIDE, pages, None)
+            found += _behind_prompt(model, pool, rng.integers(model.vocab_size, size=30), _WIDE, pages, None)
         prompt = rng.integers(model.vocab_size, size=min(largest_pass, room))
-        if not torch.equal(
-            _prefill(model, pool[:1], prompt, 64, pages), _prefill(model, pool[:1], prompt, room, pages)
-        ):
+        if not torch.equal(_prefill(model, pool, prompt, 64, pages), _prefill(model, pool, prompt, room, pages)):
             found.append(f"a pass of {len(prompt)} rows")
     touched = pages if twin is None else np.union1d(pages, twin)
-    pool[:, :, torch.from_numpy(touched).to(pool.device)] = 0
+    whole[:, :, torch.from_numpy(touched).to(pool.device)] = 0
     return found
 
 
 def _hidden(model: Decoder, pool: Tensor, rows: list[RequestRows], tokens: np.ndarray) -> Tensor:
-    """[num tokens, hidden_size] after one layer. NaN, which equals nothing, becomes 0: weights may hold it."""
+    """[num tokens, hidden_size] after all layers of `pool`. NaN equals nothing and becomes 0: weights may hold it."""
     ids = torch.from_numpy(tokens).to(model.device)
-    return model.forward(ids, model.plan(rows, pool), pool, num_layers=1)[: len(tokens)].nan_to_num()
+    return model.forward(ids, model.plan(rows, pool), pool, len(pool))[: len(tokens)].nan_to_num()
 
 
 def _prefill(model: Decoder, pool: Tensor, prompt: np.ndarray, chunk: int, pages: np.ndarray) -> Tensor:

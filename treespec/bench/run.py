@@ -20,12 +20,12 @@ from treespec.bench.peers import Transformers
 from treespec.bench.prompts import Prompt, choose, read_prompts
 from treespec.bench.report import DEFINITIONS, best, comparisons, mismatches, summarise
 from treespec.bench.rules import default_branching, intervals, rule_modes
-from treespec.build import resolve_drafts, resolve_model
 from treespec.config import AUTO_NODES, SpecConfig
 from treespec.costs import cost_key
 from treespec.errors import ConfigError
 from treespec.llm import LLM
 from treespec.params import SamplingParams
+from treespec.resolve import resolve_folders, resolve_model
 from treespec_weights import default_folder
 
 WHY_BATCH_ONE = "transformers drafts for one request at a time, so they have batch 1 only"
@@ -50,7 +50,7 @@ class Options:
         warmup: batches that every mode decodes before, not counted.
         peers: whether transformers takes part.
         only: names or patterns of modes; empty = all.
-        device, dtype, compile: as `LLM`; transformers runs as it is.
+        device, dtype, compile, quantization: as `LLM`; transformers runs as it is.
         seed: of the choice of prompts, and of what is sampled.
     """
 
@@ -72,6 +72,7 @@ class Options:
     device: str = "auto"
     dtype: str = "auto"
     compile: bool = False
+    quantization: str | None = None
     seed: int = 0
 
 
@@ -91,12 +92,12 @@ def bench(
         ConfigError: a mode, a prompt file or a value that is refused. As `LLM` otherwise.
     """
     target = resolve_model(options.model)
-    folders = dict(resolve_drafts(options.model, options.drafts)[0])
+    folders = dict(resolve_folders(options.model, options.drafts))
     selection = _selection(options, list(folders))
     specs = {mode.name: mode.spec for mode in selection.ours}  # refuses bad values before anything is loaded
     llm = LLM(
         target, [*folders.values()], _widest(specs.values()), device=options.device, dtype=options.dtype,
-        max_num_seqs=max(options.batches), compile=options.compile,
+        max_num_seqs=max(options.batches), compile=options.compile, quantization=options.quantization,
     )  # fmt: skip
     prompts, left_out = _prompts(options, llm)
     ids = [prompt.content for prompt in prompts if isinstance(prompt.content, list)]
@@ -157,6 +158,7 @@ def bench(
         "memory_mib": memory,
         "attention": frozen["attention"],
         "linear": frozen["linear"],
+        "quantization": frozen["quantization"],
         "exact": frozen["exact"],
         "runs": runs,
         "definitions": DEFINITIONS,

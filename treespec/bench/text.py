@@ -30,7 +30,8 @@ def header(document: Mapping[str, Any]) -> str:
         f"machine   {document['processor']}, {document['device']}, {threads}"
         + (", passes compiled (compile=True)" if document["linear"] == "compiled" else ""),
         f"versions  {', '.join(f'{name} {version}' for name, version in versions.items())}{commit}",
-        f"models    {document['model']}, drafts {', '.join(document['drafts']) or 'none'}, {document['dtype']}",
+        f"models    {document['model']}, drafts {', '.join(document['drafts']) or 'none'}, {document['dtype']}"
+        + (f", target quantised to {document['quantization']}" if document.get("quantization") else ""),
         f"prompts   {document['num_prompts']}{_kinds(document['kinds'])}, "
         f"{document['total_input_tokens']} tokens; {document['max_tokens']} output tokens each, {_how(document)}, "
         f"{document['repeats']} repeats, seed {document['seed']}",

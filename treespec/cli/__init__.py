@@ -43,7 +43,7 @@ def treespec(
 
 @app.command(context_settings=_PASS_ON | {"help_option_names": []})
 def weights(ctx: typer.Context) -> None:
-    """Look into safetensors checkpoints: inspect, verify."""
+    """Safetensors checkpoints: inspect, verify, load, convert, grow, fetch."""
     from treespec_weights.cli import app as weights_app
 
     raise typer.Exit(weights_app(ctx.args or ["--help"], prog_name="treespec weights", standalone_mode=False) or 0)

@@ -73,8 +73,8 @@ def autotune(
     if show:
         _show(as_json)
         return
-    from treespec.build import DTYPES, resolve_device
     from treespec.errors import reject_unknown
+    from treespec.resolve import DTYPES, resolve_device
 
     reject_unknown("--dtype", [dtype], ("auto", *DTYPES))
     computed = None if dtype == "auto" else DTYPES[dtype]

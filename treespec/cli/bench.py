@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from treespec.cli.group import Command, print_json, usage_error
-from treespec.cli.options import Compile, Device, Drafts, Dtype, Json, Model, parse_branching, status
+from treespec.cli.options import (
+    Compile,
+    Device,
+    Drafts,
+    Dtype,
+    Json,
+    Model,
+    Quantization,
+    parse_branching,
+    status,
+)
 
 if TYPE_CHECKING:
     from treespec.bench.run import Options
@@ -113,6 +123,7 @@ def bench(
     device: Device = "auto",
     dtype: Dtype = "auto",
     compile: Compile = False,
+    quantization: Quantization = None,
     threads: Annotated[int | None, typer.Option("--threads", min=1, metavar="N", help="Default: torch's own.")] = None,
     seed: Annotated[
         int,
@@ -166,6 +177,7 @@ def bench(
         device=device,
         dtype=dtype,
         compile=compile,
+        quantization=quantization,
         seed=seed,
     )
     if threads is not None:

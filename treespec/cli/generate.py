@@ -20,6 +20,7 @@ from treespec.cli.options import (
     Model,
     Nodes,
     Prompt,
+    Quantization,
     Seed,
     Temperature,
     Verification,
@@ -73,6 +74,7 @@ def generate(
     device: Device = "auto",
     dtype: Dtype = "auto",
     compile: Compile = False,
+    quantization: Quantization = None,
     as_json: Json = False,
 ) -> None:
     """Continue a prompt.
@@ -109,7 +111,8 @@ def generate(
         params(seed)  # refuses bad values before anything is loaded
         spec = spec_config(nodes, max_depth, branching, verification)
         at_once = min(samples, MOST_AT_ONCE)
-        llm = load_llm(model, [] if no_spec else draft, "off" if no_spec else spec, device, dtype, compile, at_once)
+        sources = [] if no_spec else draft
+        llm = load_llm(model, sources, "off" if no_spec else spec, device, dtype, compile, at_once, quantization)
     given: Any = as_message(text, llm) if chat else encoded(text, llm)
     shown = "" if chat else text if isinstance(given, str) else " ".join(map(str, given))
     if shows_colour(sys.stdout):

@@ -15,6 +15,7 @@ from treespec.cli.group import table, usage_error
 if TYPE_CHECKING:
     import torch
 
+    from treespec.config import ModelConfig
     from treespec_kernels.aot_spec import KernelShape
     from treespec_kernels.tuning import Tuned
 
@@ -80,25 +81,28 @@ def shapes_of(sizes: Sizes, model: str | None, drafts: list[str] | None, dtype: 
             int(sizes.intermediate or 0), int(sizes.vocab or 0),
         )  # fmt: skip
         return [Shape(kernel, sizes.layers or 1)]
-    from treespec.build import resolve_drafts, resolve_model
     from treespec.config import ModelConfig
+    from treespec.resolve import resolve_folders, resolve_model
 
     target = ModelConfig.from_hf(resolve_model(model))
     counts: dict[Shape, int] = {}
-    for config in (ModelConfig.from_hf(folder) for _, folder in resolve_drafts(model, drafts)[0]):
-        shape = Shape(_kernel_shape(config.shape, dtype or target.dtype), config.shape.num_layers)
+    for config in (ModelConfig.from_hf(folder) for _, folder in resolve_folders(model, drafts)):
+        shape = Shape(_kernel_shape(config, dtype or target.dtype), config.shape.num_layers)
         counts[shape] = counts.get(shape, 0) + 1
-    own = Shape(_kernel_shape(target.shape, dtype or target.dtype), target.shape.num_layers)
+    own = Shape(_kernel_shape(target, dtype or target.dtype), target.shape.num_layers)
     stacked = [Shape(shape.kernel, shape.layers, groups) for shape, groups in counts.items()]
     return list(dict.fromkeys([own, *stacked, *counts]))  # an SSM also runs alone: on prompts, or chosen for a round
 
 
-def _kernel_shape(shape: Any, dtype: "torch.dtype") -> "KernelShape":
+def _kernel_shape(config: "ModelConfig", dtype: "torch.dtype") -> "KernelShape":
     from treespec_kernels.aot_spec import KernelShape
 
+    shape = config.shape
     return KernelShape(
         dtype, shape.head_dim, shape.num_heads, shape.num_kv_heads, shape.hidden_size, shape.intermediate_size,
-        shape.vocab_size,
+        shape.vocab_size, norm=config.rules.norm, post_norms=shape.post_norms, qk_norm=shape.qk_norm,
+        rotary=bool(config.ropes), gated=shape.gated, activation=config.activation,
+        capped=config.score_cap is not None or config.logit_cap is not None,
     )  # fmt: skip
 
 

@@ -66,6 +66,10 @@ Dtype = Annotated[str, typer.Option("--dtype", help="auto (the checkpoint's), fl
 Compile = Annotated[
     bool, typer.Option("--compile", help="Passes as one call of C++, built on this machine (a CPU, a C++ compiler).")
 ]
+Quantization = Annotated[
+    str | None,
+    typer.Option("--quantization", metavar="KIND", help="Quantise the target's layers while loading: int8 or int4."),
+]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else there.")]
 
 
@@ -136,11 +140,15 @@ def load_llm(
     dtype: str,
     compile: bool = False,
     max_num_seqs: int = 1,
+    quantization: str | None = None,
 ) -> "LLM":
     """An engine, for one request at a time unless `max_num_seqs` says otherwise."""
     from treespec.llm import LLM
 
-    return LLM(model, drafts, spec, device=device, dtype=dtype, max_num_seqs=max_num_seqs, compile=compile)
+    return LLM(
+        model, drafts, spec, device=device, dtype=dtype, max_num_seqs=max_num_seqs, compile=compile,
+        quantization=quantization,
+    )  # fmt: skip
 
 
 @contextmanager

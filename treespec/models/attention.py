@@ -27,11 +27,13 @@ class CpuAttention:
         self.num_heads, self.num_kv_heads, self.mode = num_heads, num_kv_heads, mode
         self.name = f"cpu-{mode}"
 
-    def plan(self, requests: list[RequestRows], num_rows: int) -> CpuAttentionPlan:
-        return plan_tree_attention_cpu(requests, self.num_heads, self.num_kv_heads, self.mode)
+    def plan(self, requests: list[RequestRows], num_rows: int, window: int | None = None) -> CpuAttentionPlan:
+        return plan_tree_attention_cpu(requests, self.num_heads, self.num_kv_heads, self.mode, window)
 
-    def __call__(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Any, scale: float) -> Tensor:
-        return tree_attention_cpu(q, k_cache, v_cache, plan, scale)
+    def __call__(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Any, scale: float, cap: float | None = None
+    ) -> Tensor:
+        return tree_attention_cpu(q, k_cache, v_cache, plan, scale, cap)
 
 
 ATTENTIONS = ("cpu-packed", "cpu-gathered", "triton")

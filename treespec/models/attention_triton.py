@@ -53,7 +53,7 @@ class TritonAttention:
             group = num_heads // num_kv_heads
             self.config = configs.get("tree_attention", {"dtype": dtype, "head_dim": head_dim, "group": group}, default)
 
-    def plan(self, requests: list[RequestRows], num_rows: int) -> dict[str, Any]:
+    def plan(self, requests: list[RequestRows], num_rows: int, window: int | None = None) -> dict[str, Any]:
         """Arguments of the kernel beside q and the cache."""
         lengths = [rows.context_len for rows in requests]
         depths = np.concatenate([rows.depths for rows in requests])
@@ -65,6 +65,7 @@ class TritonAttention:
             "dtype": self.cache_dtype,
             "device": self.device,
             "chains": [rows.is_chain for rows in requests],
+            "window": window,
             "config": self.config,
         }
         plan = plan_tree_attention(lengths, counts, depths.tolist(), **arguments)
@@ -86,12 +87,15 @@ class TritonAttention:
             "page_table": self._tensor(table),
             "depths": self._tensor(np.pad(depths, (0, num_rows - first))),
             "ancestors": self._tensor(ancestors),
+            "window": window,
             "plan": plan,
         }
 
     def _tensor(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int32)).to(self.device)
 
-    def __call__(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: dict[str, Any], scale: float) -> Tensor:
+    def __call__(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: dict[str, Any], scale: float, cap: float | None = None
+    ) -> Tensor:
         kernel = tree_attention_masked_triton if "ancestor_words" in plan else tree_attention_triton
-        return kernel(q, k_cache, v_cache, scale=scale, **plan)
+        return kernel(q, k_cache, v_cache, scale=scale, score_cap=cap, **plan)

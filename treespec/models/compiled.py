@@ -16,6 +16,7 @@ from torch import Tensor
 from treespec.config import ModelConfig
 from treespec.errors import KernelError
 from treespec.models.decoder import Decoder, Pass
+from treespec.models.quantized import take_projection
 from treespec_kernels.decoder_cpu import (
     CompiledModel,
     CompileError,
@@ -34,10 +35,12 @@ class CompiledAttention:
     name = "compiled"
     cache_dtype = torch.float32
 
-    def plan(self, requests: list[RequestRows], num_rows: int) -> Any:
+    def plan(self, requests: list[RequestRows], num_rows: int, window: int | None = None) -> Any:
         return plan_compiled(requests)
 
-    def __call__(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Any, scale: float) -> Tensor:
+    def __call__(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Any, scale: float, cap: float | None = None
+    ) -> Tensor:
         raise AssertionError("the compiled pass attends in one call with everything else")
 
 
@@ -50,13 +53,36 @@ def check_compiled(config: ModelConfig, dtype: torch.dtype, device: torch.device
     if device.type != "cpu":
         raise KernelError(f"compile=True is for a CPU, the device is {device}; use compile=False")
     shape = config.shape
-    reason = misfit(shape.hidden_size, shape.intermediate_size, shape.head_dim, dtype)
+    reason = _uncovered(config) or misfit(shape.hidden_size, shape.intermediate_size, shape.head_dim, dtype)
     if reason:
         raise KernelError(f"{config.folder}: compile=True does not support {reason}; use compile=False")
     try:
         find_compiler()
     except CompileError as error:
         raise KernelError(f"compile=True: {error}; install one, name it in CXX, or use compile=False") from error
+
+
+def _uncovered(config: ModelConfig) -> str | None:
+    """What the library does not compute of a model, or None."""
+    shape, rules = config.shape, config.rules
+    parts = {
+        "LayerNorm": rules.norm == "layer",
+        "RMSNorm that scales by 1 + w": rules.norm == "rms_plus_one",
+        "norms of heads": shape.qk_norm,
+        "norms of what is added to the residual stream": shape.post_norms,
+        "an MLP without a gate": not shape.gated,
+        f"the activation {config.activation}": config.activation != "silu",
+        "a parallel residual": config.parallel,
+        "learned positions": shape.learned_positions > 0,
+        "several ropes": len(config.ropes) > 1,
+        "attention within a window": config.windows != (None,),
+        "capped scores": config.score_cap is not None,
+        "capped logits": config.logit_cap is not None,
+        "scaled embeddings": config.embed_scale != 1.0,
+        f"scores scaled by {config.query_scale:.4g}": config.query_scale != shape.head_dim**-0.5,
+    }
+    found = [part for part, needed in parts.items() if needed]
+    return ", ".join(found) if found else None
 
 
 class CompiledDecoder(Decoder):
@@ -90,10 +116,10 @@ class CompiledDecoder(Decoder):
         layers = [
             LayerWeights(
                 needed(i, "attn_norm"), needed(i, "mlp_norm"),
-                needed(i, "q", "k", "v"), stacked(i, "q_bias", "k_bias", "v_bias"),
-                needed(i, "o"), stacked(i, "o_bias"),
-                needed(i, "gate", "up"), stacked(i, "gate_bias", "up_bias"),
-                needed(i, "down"), stacked(i, "down_bias"),
+                take_projection(weights, f"layers.{i}.", ("q", "k", "v")), stacked(i, "q_bias", "k_bias", "v_bias"),
+                take_projection(weights, f"layers.{i}.", ("o",)), stacked(i, "o_bias"),
+                take_projection(weights, f"layers.{i}.", ("gate", "up")), stacked(i, "gate_bias", "up_bias"),
+                take_projection(weights, f"layers.{i}.", ("down",)), stacked(i, "down_bias"),
             )
             for i in range(shape.num_layers)
         ]  # fmt: skip
@@ -114,7 +140,7 @@ class CompiledDecoder(Decoder):
     def plan(self, requests: list[RequestRows], kv: Tensor) -> Pass:
         positions = np.concatenate([rows.positions for rows in requests])
         plan = plan_compiled(requests)
-        return Pass(plan.num_rows, self.rotation.at(positions), plan.slots, plan)
+        return Pass(plan.num_rows, self.rotations[0].at(positions), plan.slots, plan)
 
     def forward(self, tokens: Tensor, layout: Pass, kv: Tensor, num_layers: int | None = None) -> Tensor:
         return self.model.forward(tokens, layout.attention, layout.rotation, kv[:num_layers], len(kv[:num_layers]))

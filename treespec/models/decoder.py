@@ -1,13 +1,16 @@
-"""The decoder: RMSNorm, RoPE, grouped-query attention, gated MLP; every op row-invariant.
+"""The decoder of all families: norms, positions, grouped-query attention, MLP; every op row-invariant.
 
-A pass computes any rows of any requests at once. What a row attends to is the tree batch's business. What a small model
-costs on a CPU is the number of torch calls, at 1 to 15 us each, so they are few, and views are made once a pass.
+What a family's layers are made of is data (`FamilyRules`, `ModelConfig`). A pass computes any rows of any requests at
+once. What a row attends to is the tree batch's business. What a small model costs on a CPU is the number of torch
+calls, at 1 to 15 us each, so they are few, and views are made once a pass.
 """
 
+import copy
 from collections.abc import Sequence
+from ctypes import CDLL
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -15,7 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from treespec.config import ModelConfig
+from treespec.errors import ConfigError, KernelError
+from treespec.models.layer import Layer
+from treespec.models.norms import STREAMS, LayerStream, RmsStream, norm_heads
+from treespec.models.prepare import prepare
+from treespec.models.rotation import Rotation
+from treespec_kernels.activations import soft_cap
 from treespec_kernels.linear import Linear, LinearImpl
+from treespec_kernels.quantized import QuantizedWeight
 from treespec_kernels.tree_batch import PAGE_SIZE, RequestRows
 
 
@@ -25,97 +35,49 @@ class Attention(Protocol):
     name: str
     cache_dtype: torch.dtype
 
-    def plan(self, requests: list[RequestRows], num_rows: int) -> Any:
-        """Lay out a pass once for all layers; rows beyond the requests' own are padding, up to `num_rows`."""
+    def plan(self, requests: list[RequestRows], num_rows: int, window: int | None = None) -> Any:
+        """Lay out a pass once for all layers of a window; rows beyond the requests' own are padding, up to `num_rows`.
 
-    def __call__(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Any, scale: float) -> Tensor:
-        """q: [num_rows, num_heads, head_dim] in `cache_dtype` -> the same shape."""
+        `window`: a row sees so many positions of its path, its own included; None = all.
+        """
+
+    def __call__(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Any, scale: float, cap: float | None = None
+    ) -> Tensor:
+        """q: [num_rows, num_heads, head_dim] in `cache_dtype` -> the same shape; scores x become cap tanh(x / cap)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """A pass laid out for one model: positions and slots of its rows, and the attention's plan."""
+    """A pass laid out for one model: positions and slots of its rows, and the attention's plans."""
 
     num_rows: int
-    rotation: Tensor  # cos and signed sin, fp32 [num_rows, 2, head_dim]
+    rotation: Tensor  # cos and signed sin of each rope, fp32 [num_rows, 2 * num_ropes, head_dim]
     slots: Tensor  # int64 [num_rows * 2 * num_kv_heads]: where a row's K and V go in a layer's pool viewed as [-1, D]
-    attention: Any
+    attention: Any  # a plan for each of the model's windows
+    positions: Tensor | None = None  # int64 [num_rows], where the model learned them
 
 
-def mirrored(weight: Tensor) -> Tensor:
-    """A norm's weight as `_Stream` takes it."""
-    return torch.cat((weight, weight))
+class HiddenStates(NamedTuple):
+    """`final`: after the final norm, [num_rows, hidden_size]. `chosen`: [num_rows, number of layers, hidden_size]."""
+
+    final: Tensor
+    chosen: Tensor
 
 
-class _Stream:
-    """The residual stream of a pass, `x`: [num_rows, hidden_size].
-
-    Its RMSNorm is the LayerNorm of [x, -x], whose mean is zero: one kernel instead of the eight of `F.rms_norm`, 7 us
-    instead of 12 for 2 rows of 256, and the same bits in bf16. LayerNorm computes every row alone.
-    """
-
-    def __init__(self, x: Tensor, eps: float):
-        self.size, self.eps = x.shape[1], eps
-        self._both = torch.cat((x, x), 1)
-        self.x, self._minus = self._both[:, : self.size], self._both[:, self.size :]
-
-    def norm(self, weight: Tensor) -> Tensor:
-        """RMSNorm; weight: `mirrored`."""
-        torch.neg(self.x, out=self._minus)
-        both = F.layer_norm(self._both, (2 * self.size,), weight, None, self.eps)
-        return both[:, : self.size].contiguous()  # a copy of 1.3 us: oneDNN takes 2 us more for strided rows
-
-
-class Rotation:
-    """RoPE by position, computed once an engine and grown as positions come up.
-
-    A position's row is computed once and never again, so its bits cannot depend on what was asked for beside it.
-    """
-
-    def __init__(self, inv_freq: Tensor, scale: float):
-        self.inv_freq, self.scale = inv_freq, scale
-        self._table = torch.empty(0, 2, 2 * len(inv_freq), device=inv_freq.device)
-
-    def at(self, positions: np.ndarray) -> Tensor:
-        """cos and signed sin, fp32 [num_rows, 2, head_dim]."""
-        table = self.table(int(positions.max()) + 1)
-        return table[torch.from_numpy(positions).to(table.device)]
-
-    def table(self, num_positions: int) -> Tensor:
-        """The same of positions 0 to `num_positions` - 1, and perhaps of more, by position."""
-        known = len(self._table)
-        if num_positions > known:
-            more = torch.arange(known, max(num_positions, 2 * known, 1024), device=self.inv_freq.device)
-            angle = more.float()[:, None] * self.inv_freq
-            cos, sin = angle.cos() * self.scale, angle.sin() * self.scale
-            rows = torch.stack((torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)), 1)
-            self._table = torch.cat((self._table, rows))
-        return self._table
-
-
-class _Layer:
-    """Weights of one layer, projections fused."""
-
-    def __init__(self, weights: dict[str, Tensor], i: int, impl: LinearImpl):
-        def take(*names: str) -> Tensor | None:
-            parts = [weights.pop(f"layers.{i}.{name}", None) for name in names]
-            present = [part for part in parts if part is not None]
-            return (torch.cat(present) if len(present) > 1 else present[0]) if present else None
-
-        def linear(*names: str) -> Linear:
-            weight = take(*names)
-            assert weight is not None
-            return Linear(weight, take(*(f"{name}_bias" for name in names)), impl)
-
-        self.attn_norm = mirrored(weights.pop(f"layers.{i}.attn_norm"))
-        self.mlp_norm = mirrored(weights.pop(f"layers.{i}.mlp_norm"))
-        self.qkv = linear("q", "k", "v")
-        self.o = linear("o")
-        self.gate, self.up, self.down = linear("gate"), linear("up"), linear("down")
+def _quantization(weights: dict[str, Tensor]) -> str | None:
+    """What quantised weights are, such as "int8" or "int4 groups of 128"; None where there are none."""
+    groups: dict[int, set[int]] = {}  # by bits: inputs that share a scale, where those are not all
+    for name, scale in weights.items():
+        if name.endswith("_scale"):
+            weight = QuantizedWeight(weights[name.removesuffix("_scale")], scale)
+            groups.setdefault(weight.bits, set()).update({weight.group} if scale.shape[1] > 1 else ())
+    parts = [f"int{bits}" + (f" groups of {min(sizes)}" if sizes else "") for bits, sizes in sorted(groups.items())]
+    return ", ".join(parts) or None
 
 
 class Decoder:
-    """A Llama-type model.
+    """A model of any family.
 
     Args:
         config: the architecture.
@@ -125,7 +87,10 @@ class Decoder:
         linear: the implementation of linear layers.
         min_rows: rows that every pass is padded to; 2 where linear layers are row-invariant from two rows on, the
             largest pass where they are not.
+        library: that computes quantised layers; None holds them as the model's dtype.
     """
+
+    backend = "native"
 
     def __init__(
         self,
@@ -134,14 +99,24 @@ class Decoder:
         attention: Attention,
         linear: LinearImpl | Literal["compiled", "triton"],
         min_rows: int = 2,
+        library: CDLL | None = None,
     ):
         shape = config.shape
+        self._library = library
         self.config, self.attention, self.linear, self.min_rows = config, attention, linear, min_rows
         self.heads, self.kv_heads, self.head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
         self.vocab_size = shape.vocab_size
         self.embed = weights.pop("embed").clone()  # a mapped tensor keeps the whole file mapped
         self.dtype, self.device = self.embed.dtype, self.embed.device
-        self.rotation = Rotation(config.inv_freq.to(self.device), config.rope_scale)
+        self.quantization = _quantization(weights)
+        self.embed_scale = float(torch.tensor(config.embed_scale, dtype=self.dtype))  # rounded, as in training
+        positions = weights.pop("positions", None)
+        self.positions = None if positions is None else positions[config.rules.extra_positions :].clone()
+        self.rotations = tuple(
+            Rotation(rope.inv_freq.to(self.device), rope.scale.to(self.device)) for rope in config.ropes
+        )
+        self.windows = config.windows
+        prepare(config, weights)
         self._take(weights)
         assert not weights, f"weights without a place: {sorted(weights)}"
 
@@ -149,23 +124,38 @@ class Decoder:
         """Layers, final norm and head."""
         shape = self.config.shape
         assert self.linear != "compiled" and self.linear != "triton"
-        self.layers = [_Layer(weights, i, self.linear) for i in range(shape.num_layers)]
-        self.final_norm = mirrored(weights.pop("final_norm"))
+        self.layers = [
+            Layer(weights, i, self.config, self.linear, self.dtype, self._library) for i in range(shape.num_layers)
+        ]
+        self._stream = STREAMS[self.config.rules.norm]
+        self.final_norm = self._stream.take(weights.pop("final_norm"), weights.pop("final_norm_bias", None))
         self.head = Linear(self.embed if shape.tied else weights.pop("lm_head"), None, self.linear)
 
     @cached_property
     def plan_key(self) -> tuple[object, ...]:
         """Models of equal keys can share a `Pass`."""
-        rope = (tuple(self.config.inv_freq.tolist()), self.config.rope_scale)
-        return self.heads, self.kv_heads, self.head_dim, self.min_rows, rope, self.attention.name, self.device
+        ropes, learned = tuple(rope.key for rope in self.config.ropes), self.config.shape.learned_positions
+        return (
+            self.heads, self.kv_heads, self.head_dim, self.min_rows, ropes, learned, self.windows, self.attention.name,
+            self.device,
+        )  # fmt: skip
 
     @property
     def nbytes(self) -> int:
         """Bytes of all weights as they are held."""
-        linears = [part for layer in self.layers for part in (layer.qkv, layer.o, layer.gate, layer.up, layer.down)]
-        norms = sum(layer.attn_norm.nbytes + layer.mlp_norm.nbytes for layer in self.layers)
-        head = self.head.nbytes
-        return self.embed.nbytes + norms + self.final_norm.nbytes + head + sum(part.nbytes for part in linears)
+        positions = 0 if self.positions is None else self.positions.nbytes
+        layers = sum(layer.nbytes for layer in self.layers)
+        return self.embed.nbytes + positions + layers + self.final_norm.nbytes + self.head.nbytes
+
+    def sample(self, max_window: int) -> "Sample":
+        """One layer of each kind, for the self-test; windows are cut, so that it needs no long context."""
+        kinds = {kind: i for i, kind in reversed([*enumerate(self.config.layers)])}
+        if len(kinds) == 1 and self.windows == (None,):
+            return Sample(self, 1, self.windows)
+        model = copy.copy(self)
+        model.windows = tuple(None if window is None else min(window, max_window) for window in self.windows)
+        model.layers = [self.layers[i] for i in sorted(kinds.values())]
+        return Sample(model, len(kinds), model.windows)
 
     def plan(self, requests: list[RequestRows], kv: Tensor) -> Pass:
         """Lay out a pass over the rows of `requests`, in their order, over the pool `kv` that `forward` gets."""
@@ -182,11 +172,16 @@ class Decoder:
         steps = np.arange(self.kv_heads) * PAGE_SIZE
         steps = np.concatenate((steps, steps + kv.shape[2] * self.kv_heads * PAGE_SIZE))  # K, then V
         slots = (first[:, None] + steps).reshape(-1)
+        ropes = [rotation.at(positions) for rotation in self.rotations]
+        learned = None
+        if self.positions is not None:  # what is drafted behind the last position is never accepted
+            learned = torch.from_numpy(np.minimum(positions, len(self.positions) - 1)).to(self.device)
         return Pass(
             len(positions),
-            self.rotation.at(positions),
+            ropes[0] if len(ropes) == 1 else torch.cat(ropes, 1) if ropes else torch.empty(len(positions), 0, 0),
             torch.from_numpy(slots).to(self.device),
-            self.attention.plan(requests, len(positions)),
+            [self.attention.plan(requests, len(positions), window) for window in self.windows],
+            learned,
         )
 
     def forward(self, tokens: Tensor, layout: Pass, kv: Tensor, num_layers: int | None = None) -> Tensor:
@@ -201,29 +196,87 @@ class Decoder:
         Returns:
             [layout.num_rows, hidden_size]; padding rows last.
         """
+        return self._forward(tokens, layout, kv, num_layers, {})
+
+    def forward_with_states(self, tokens: Tensor, layout: Pass, kv: Tensor, of: Sequence[int]) -> HiddenStates:
+        """`forward`, and the residual stream at chosen layers. Arguments as there; `of` as `check_states` takes it."""
+        self.check_states(of)
+        states: dict[int, Tensor | None] = dict.fromkeys(of)
+        final = self._forward(tokens, layout, kv, None, states)
+        return HiddenStates(final, torch.stack([state for layer in of if (state := states[layer]) is not None], 1))
+
+    def check_states(self, of: Sequence[int]) -> None:
+        """Refuse layers whose hidden states cannot be had.
+
+        Args:
+            of: l = what enters layer l, 0 the embeddings; the number of layers = what leaves the last one, before the
+                final norm.
+
+        Raises:
+            ConfigError: there is no such layer. KernelError: this implementation hands no states out.
+        """
+        if self.linear == "compiled":
+            raise KernelError(f"hidden states of layers {tuple(of)} do not come out of a compiled pass")
+        last = self.config.shape.num_layers
+        if not of or not all(type(layer) is int and 0 <= layer <= last for layer in of):
+            raise ConfigError(f"hidden states of layers {tuple(of)!r}; valid: ints from 0 to {last}")
+
+    def _forward(
+        self, tokens: Tensor, layout: Pass, kv: Tensor, num_layers: int | None, states: dict[int, Tensor | None]
+    ) -> Tensor:
+        """The pass; `states` is filled at its keys."""
         if len(tokens) < layout.num_rows:
             tokens = F.pad(tokens, (0, layout.num_rows - len(tokens)))
         rotation = layout.rotation.split(1, 1)
-        stream = _Stream(F.embedding(tokens, self.embed), self.config.norm_eps)
-        for layer, cache in zip(self.layers[:num_layers], kv, strict=False):
-            stream.x.add_(self._attend(layer, stream.norm(layer.attn_norm), rotation, layout, cache))
-            h = stream.norm(layer.mlp_norm)
-            stream.x.add_(layer.down(layer.gate.silu(h).mul_(layer.up(h))))
+        x = F.embedding(tokens, self.embed)
+        if self.embed_scale != 1.0:
+            x.mul_(self.embed_scale)
+        if layout.positions is not None and self.positions is not None:
+            x.add_(F.embedding(layout.positions, self.positions))
+        stream = self._stream(x, self.config.norm_eps)
+        for i, (layer, cache) in enumerate(zip(self.layers[:num_layers], kv, strict=False)):
+            if i in states:
+                states[i] = stream.x.clone()
+            self._run(layer, stream, rotation, layout, cache)
+        if len(self.layers) in states:
+            states[len(self.layers)] = stream.x.clone()
         return stream.norm(self.final_norm)
 
-    def _attend(self, layer: _Layer, x: Tensor, rotation: tuple[Tensor, ...], layout: Pass, cache: Tensor) -> Tensor:
-        """Attention of normed rows; cache: [2, num_pages, kv_heads, PAGE_SIZE, head_dim], the layer's pool."""
+    def _run(
+        self, layer: Layer, stream: RmsStream | LayerStream, rotation: tuple[Tensor, ...], layout: Pass, cache: Tensor
+    ) -> None:
+        """One layer, in place on the stream; cache: [2, num_pages, kv_heads, PAGE_SIZE, head_dim], its pool."""
+        part = self._attend(layer, stream.norm(layer.attn_norm), rotation, layout, cache)
+        if layer.attn_post_norm is not None:
+            part = stream.norm_of(part, layer.attn_post_norm)
+        if self.config.parallel:  # the MLP does not see what attention adds
+            h = stream.norm(layer.mlp_norm)
+            stream.x.add_(part)
+        else:
+            stream.x.add_(part)
+            h = stream.norm(layer.mlp_norm)
+        part = getattr(layer.up if layer.gate is None else layer.gate, self.config.activation)(h)
+        part = layer.down(part if layer.gate is None else part.mul_(layer.up(h)))
+        if layer.mlp_post_norm is not None:
+            part = stream.norm_of(part, layer.mlp_post_norm)
+        stream.x.add_(part)
+
+    def _attend(self, layer: Layer, x: Tensor, rotation: tuple[Tensor, ...], layout: Pass, cache: Tensor) -> Tensor:
+        """Attention of normed rows."""
         heads, head_dim = self.heads, self.head_dim
         qkv = layer.qkv(x).float().view(len(x), -1, head_dim)
         qk = qkv[:, : heads + self.kv_heads]
-        cos, sin = rotation
-        turned = qk.roll(head_dim // 2, -1).mul_(sin)
-        qk.mul_(cos).add_(turned)  # not addcmul: each product and the sum are rounded alone, in body and tail alike
+        if layer.head_norm is not None:
+            norm_heads(qk, layer.head_norm, self.config.norm_eps)
+        if self.rotations:
+            cos, sin = rotation[layer.rope : layer.rope + 2]
+            turned = qk.roll(head_dim // 2, -1).mul_(sin)
+            qk.mul_(cos).add_(turned)  # not addcmul: each product and the sum are rounded alone, in body and tail alike
         new = qkv[:, heads:].reshape(-1, head_dim)  # K and V of a row side by side, as in `layout.slots`
         cache.view(-1, head_dim).index_copy_(0, layout.slots, new.to(cache.dtype))
         k_cache, v_cache = cache
-        q = qkv[:, :heads].to(cache.dtype)
-        out = self.attention(q, k_cache, v_cache, layout.attention, head_dim**-0.5)
+        q, plan = qkv[:, :heads].to(cache.dtype), layout.attention[layer.window]
+        out = self.attention(q, k_cache, v_cache, plan, self.config.query_scale, self.config.score_cap)
         return layer.o(out.view(len(x), -1).to(self.dtype))
 
     def logits(self, hidden: Tensor, rows: Sequence[int] | Tensor | None = None) -> Tensor:
@@ -233,4 +286,13 @@ class Decoder:
         n = len(hidden)
         if n < self.min_rows:
             hidden = F.pad(hidden, (0, 0, 0, self.min_rows - n))
-        return self.head(hidden)[:n]
+        logits = self.head(hidden)[:n]
+        return logits if self.config.logit_cap is None else soft_cap(logits, self.config.logit_cap)
+
+
+class Sample(NamedTuple):
+    """A decoder whose first `num_layers` layers are one of each kind, and the windows that they have."""
+
+    model: Decoder
+    num_layers: int
+    windows: tuple[int | None, ...]

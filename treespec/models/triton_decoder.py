@@ -1,11 +1,15 @@
-"""The decoder on the Triton kernels: ten launches a layer, nine where rows are a chain, and no read on the host.
+"""The decoder on the Triton kernels: ten launches a layer, nine where rows are a chain, and no read on the host. Where
+attention and MLP read the same stream it takes one or two more.
 
 A pass over stacked models (SSMs of one shape) is one pass with more rows: those of model g follow those of model g - 1,
 and only the linear layers, the norms' weights and the embeddings ask which model a row belongs to.
 """
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,22 +18,38 @@ from torch import Tensor
 
 from treespec.config import ModelConfig
 from treespec.models.attention_triton import TritonAttention
-from treespec.models.decoder import Decoder, Pass
-from treespec.models.triton_weights import LayerWeights, ModelWeights
+from treespec.models.decoder import Decoder, Pass, Sample
+from treespec.models.triton_weights import LayerWeights, ModelWeights, Weight, each_tensor
 from treespec_kernels.lm_head import LmHead, LmHeadConfig, lm_head_triton
-from treespec_kernels.qkv_rope import qkv_rope_triton
+from treespec_kernels.qkv_rope import HeadNorm, qkv_rope_triton
+from treespec_kernels.quantized import QuantizedWeight
+from treespec_kernels.quantized_row_linear import quantized_default
 from treespec_kernels.rms_norm import rms_norm_triton
 from treespec_kernels.row_linear import RowLinearConfig, row_linear_partials_triton, row_linear_triton
 from treespec_kernels.tree_batch import PAGE_SIZE, RequestRows
 from treespec_kernels.triton_launch import is_interpreted, target_of
 from treespec_kernels.tuned import KernelConfigs
 
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu": F.relu,
+}  # fmt: skip
+"""torch's, beside the vendor's matrix products; the exact ones are part of ours."""
+
 
 @dataclass(frozen=True, eq=False)
 class TritonPass(Pass):
-    """A pass laid out on the device. `rotation` is the whole table, `slots` int64 [num_rows] by row."""
+    """A pass laid out on the device. `rotation` holds the whole tables, fp32 [num_ropes, num_positions, 2, head_dim],
+    `slots` int64 [num_rows] by row, `attention` the arguments for each of the model's windows."""
 
     positions: Tensor  # int32 [num_rows]
+
+
+class _Norm(NamedTuple):
+    """Weights of a norm, [G, hidden_size] each; `post` of that of what the stream takes up before."""
+
+    weight: Tensor
+    shift: Tensor | None
+    post: Tensor | None = None
 
 
 class PassKernels:
@@ -40,7 +60,8 @@ class PassKernels:
         weights: stacked.
         attention: of that shape.
         configs: what was tuned for this device.
-        exact: False takes the vendor's matrix products, whose bits depend on the number of rows.
+        exact: False takes the vendor's matrix products, whose bits depend on the number of rows; of quantised weights
+            it has none.
     """
 
     def __init__(
@@ -52,15 +73,19 @@ class PassKernels:
         exact: bool = True,
     ):
         shape = config.shape
-        self.weights, self.attention, self.exact = weights, attention, exact
-        self.heads, self.kv_heads, self.head_dim, self.eps = (
-            shape.num_heads, shape.num_kv_heads, shape.head_dim, config.norm_eps,
-        )  # fmt: skip
+        self.config, self.weights, self.attention, self.exact = config, weights, attention, exact
+        self.heads, self.kv_heads, self.head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
         self.dtype = weights.embed.dtype
+        self.windows = config.windows
+        self._kinds = [(kind.rope, config.windows.index(kind.window)) for kind in config.layers]
+        self._embed_scale = float(torch.tensor(config.embed_scale, dtype=self.dtype))  # rounded, as in training
+        learned = shape.learned_positions - config.rules.extra_positions  # of each model; none below 1
+        self._last_position = learned - 1
+        self._first_positions = torch.arange(weights.groups, device=weights.embed.device)[:, None] * learned
         first = weights.layers[0]
         self._qkv = self._linear_config(first.qkv, configs)
         self._o = self._linear_config(first.o, configs)
-        self._gate_up = self._linear_config(first.gate_up, configs, silu_gate=True)
+        self._gate_up = self._linear_config(first.gate_up, configs, silu_gate=shape.gated)
         self._down = self._linear_config(first.down, configs)
         vocab, hidden = weights.head.shape[1:]
         key = self._key() | {"vocab_size": vocab, "hidden_size": hidden}
@@ -72,8 +97,10 @@ class PassKernels:
     def _key(self) -> dict[str, int | torch.dtype]:
         return {"dtype": self.dtype, "groups": self.weights.groups}
 
-    def _linear_config(self, weight: Tensor, configs: KernelConfigs, silu_gate: bool = False) -> RowLinearConfig:
+    def _linear_config(self, weight: Weight, configs: KernelConfigs, silu_gate: bool = False) -> RowLinearConfig:
         out_features, in_features = weight.shape[1:]
+        if isinstance(weight, QuantizedWeight):
+            return self._quantized_config(weight, configs)
         key = self._key() | {"out_features": out_features, "in_features": in_features, "silu_gate": int(silu_gate)}
         default = RowLinearConfig.default(self.dtype, out_features, in_features, silu_gate, target_of(weight.device))
         if is_interpreted():
@@ -82,7 +109,20 @@ class PassKernels:
             )
         return configs.get("row_linear", key, default)
 
-    def hidden(self, tokens: Tensor, layout: TritonPass, kv: Tensor, num_layers: int | None = None) -> Tensor:
+    def _quantized_config(self, weight: QuantizedWeight, configs: KernelConfigs) -> RowLinearConfig:
+        (out_features, in_features), group, bits = weight.shape[1:], weight.group, weight.bits
+        key = self._key() | {"out_features": out_features, "in_features": in_features, "bits": bits, "group": group}
+        target = target_of(weight.values.device)
+        default = quantized_default(self.dtype, out_features, in_features, group, bits, target)
+        if is_interpreted():
+            split_k, block_k = min(default.split_k, 2), min(default.block_k, 64)
+            default = replace(default, block_m=16, block_n=64, block_k=block_k, split_k=split_k, fixed_order_dot=True)
+        return configs.get("quantized_row_linear", key, default)
+
+    def hidden(
+        self, tokens: Tensor, layout: TritonPass, kv: Tensor, num_layers: int | None = None,
+        states: dict[int, Tensor | None] | None = None,
+    ) -> Tensor:  # fmt: skip
         """Hidden states after the final norm, [G * rows, hidden_size]; writes the rows' K/V to their slots.
 
         Args:
@@ -90,65 +130,120 @@ class PassKernels:
             layout: of these rows.
             kv: [num_layers, 2, num_pages, num_kv_heads, PAGE_SIZE, head_dim], the pool of all G models.
             num_layers: how many layers to run; None = all.
+            states: filled at its keys with the residual stream, as `Decoder.forward_with_states` hands it out.
         """
-        weights = self.weights
+        weights, states = self.weights, states if states is not None else {}
         layers = weights.layers[:num_layers]
-        stream = F.embedding(tokens, weights.embed)
-        h = rms_norm_triton(stream, layers[0].attn_norm, self.eps)
-        norms = [*(layer.attn_norm for layer in layers[1:]), weights.final_norm]
-        for layer, cache, norm in zip(layers, kv, norms, strict=False):
-            mixed = self._attend(layer, h, layout, cache)
-            h = self._product(mixed, layer.o, self._o, layer.mlp_norm, stream, layer.o_bias)
-            mixed = self._gated(h, layer)
-            h = self._product(mixed, layer.down, self._down, norm, stream, layer.down_bias)
+        stream, tables = self._embed(tokens, layout), layout.rotation.unbind()
+        h = self._norm(stream, _Norm(layers[0].attn_norm, layers[0].attn_norm_bias))
+        norms = [*((layer.attn_norm, layer.attn_norm_bias) for layer in layers[1:])]
+        norms.append((weights.final_norm, weights.final_norm_bias))
+        for i, (layer, cache, (rope, window), norm) in enumerate(zip(layers, kv, self._kinds, norms, strict=False)):
+            if i in states:
+                states[i] = stream.clone()
+            mixed = self._attend(layer, h, layout, cache, tables[rope] if tables else None, layout.attention[window])
+            inner = _Norm(layer.mlp_norm, layer.mlp_norm_bias, layer.attn_post_norm)
+            if self.config.parallel:  # the MLP does not see what attention adds
+                h = self._norm(stream, inner)
+                self._add(mixed, layer.o, self._o, stream, layer.o_bias)
+            else:
+                h = self._product(mixed, layer.o, self._o, inner, stream, layer.o_bias)
+            mixed = self._activated(h, layer)
+            h = self._product(mixed, layer.down, self._down, _Norm(*norm, layer.mlp_post_norm), stream, layer.down_bias)
+        if len(layers) in states:
+            states[len(layers)] = stream.clone()
         return h
+
+    def only(self, layers: Sequence[int], windows: tuple[int | None, ...]) -> "PassKernels":
+        """The kernels of some of the layers, with other windows in place of the model's."""
+        chosen = copy.copy(self)
+        chosen.weights = replace(self.weights, layers=tuple(self.weights.layers[i] for i in layers))
+        chosen.windows, chosen._kinds = windows, [self._kinds[i] for i in layers]
+        return chosen
 
     def logits(self, hidden: Tensor) -> LmHead:
         """Logits of rows of `hidden`, [G * rows, hidden_size], and the best of each block of the vocabulary."""
-        return lm_head_triton(self._grouped(hidden), self._squeezed(self.weights.head), config=self._head)
+        head, cap = self._squeezed(self.weights.head), self.config.logit_cap
+        return lm_head_triton(self._grouped(hidden), head, config=self._head, logit_cap=cap)
 
-    def _attend(self, layer: LayerWeights, h: Tensor, layout: TritonPass, cache: Tensor) -> Tensor:
-        rows = len(h)
+    def _embed(self, tokens: Tensor, layout: TritonPass) -> Tensor:
+        stream = F.embedding(tokens, self.weights.embed)
+        if self._embed_scale != 1.0:
+            stream.mul_(self._embed_scale)
+        if self.weights.positions is not None:  # what is drafted behind the last position is never accepted
+            positions = layout.positions.clamp(max=self._last_position).view(self.weights.groups, -1)
+            stream.add_(F.embedding((positions + self._first_positions).flatten(), self.weights.positions))
+        return stream
+
+    def _norm(self, stream: Tensor, norm: _Norm) -> Tensor:
+        config = self.config
+        return rms_norm_triton(stream, norm.weight, config.norm_eps, kind=config.rules.norm, shift=norm.shift)
+
+    def _attend(
+        self, layer: LayerWeights, h: Tensor, layout: TritonPass, cache: Tensor, table: Tensor | None, plan: Any
+    ) -> Tensor:
+        rows, config = len(h), self.config
         q = torch.empty(rows, self.heads, self.head_dim, dtype=self.attention.cache_dtype, device=h.device)
-        if self.exact:
+        if self.exact or isinstance(layer.qkv, QuantizedWeight):
             qkv = row_linear_partials_triton(self._grouped(h), self._squeezed(layer.qkv), config=self._qkv)
         else:
             qkv = torch.matmul(self._grouped(h), self._squeezed(layer.qkv).mT).flatten(0, -2)
         bias = None if layer.qkv_bias is None else self._squeezed(layer.qkv_bias)
-        qkv_rope_triton(qkv, layout.rotation, layout.positions, layout.slots, cache, q, bias=bias)
-        out = self.attention(q, cache[0], cache[1], layout.attention, self.head_dim**-0.5)
+        norm = None
+        if layer.q_norm is not None and layer.k_norm is not None:
+            norm = HeadNorm(layer.q_norm, layer.k_norm, config.norm_eps)
+        qkv_rope_triton(qkv, table, layout.positions, layout.slots, cache, q, bias=bias, norm=norm)
+        out = self.attention(q, cache[0], cache[1], plan, config.query_scale, config.score_cap)
         return out.view(rows, -1)
 
-    def _gated(self, h: Tensor, layer: LayerWeights) -> Tensor:
-        weight, bias = self._squeezed(layer.gate_up), layer.gate_up_bias
-        bias = None if bias is None else self._squeezed(bias)
-        if self.exact:
-            out = row_linear_triton(self._grouped(h), weight, bias=bias, silu_gate=True, config=self._gate_up)
+    def _activated(self, h: Tensor, layer: LayerWeights) -> Tensor:
+        """The MLP before its down projection."""
+        weight, bias, gated = self._squeezed(layer.gate_up), layer.gate_up_bias, self.config.shape.gated
+        bias, activation = None if bias is None else self._squeezed(bias), self.config.activation
+        if self.exact or isinstance(weight, QuantizedWeight):
+            out = row_linear_triton(
+                self._grouped(h), weight, bias=bias, silu_gate=gated, activation=activation, config=self._gate_up
+            )
             return out.flatten(0, -2)
         both = torch.matmul(self._grouped(h), weight.mT)
-        both = both if bias is None else both + bias.unsqueeze(-2)
-        gate, up = both.flatten(0, -2).chunk(2, dim=-1)
-        return F.silu(gate) * up
+        both = (both if bias is None else both + bias.unsqueeze(-2)).flatten(0, -2)
+        if not gated:
+            return _ACTIVATIONS[activation](both)
+        gate, up = both.chunk(2, dim=-1)
+        return _ACTIVATIONS[activation](gate) * up
+
+    def _add(self, x: Tensor, weight: Weight, config: RowLinearConfig, stream: Tensor, bias: Tensor | None) -> None:
+        """Adds x W^T to the residual stream, in place."""
+        grouped, weight, out = self._grouped(x), self._squeezed(weight), self._grouped(stream)
+        bias = None if bias is None else self._squeezed(bias)
+        if self.exact or isinstance(weight, QuantizedWeight):
+            row_linear_triton(grouped, weight, bias=bias, residual=out, config=config, out=out)
+            return
+        product = torch.matmul(grouped, weight.mT)
+        out.add_(product if bias is None else product + bias.unsqueeze(-2))
 
     def _product(
-        self, x: Tensor, weight: Tensor, config: RowLinearConfig, norm: Tensor, stream: Tensor, bias: Tensor | None
+        self, x: Tensor, weight: Weight, config: RowLinearConfig, norm: _Norm, stream: Tensor, bias: Tensor | None
     ) -> Tensor:
-        """Adds x W^T to the residual stream, in place, and returns the norm of that."""
+        """Adds x W^T, or its norm, to the residual stream, in place, and returns the norm of that."""
         grouped, weight = self._grouped(x), self._squeezed(weight)
-        if self.exact:
+        if self.exact or isinstance(weight, QuantizedWeight):
             product = row_linear_partials_triton(grouped, weight, config=config)
         else:
             product = torch.matmul(grouped, weight.mT).flatten(0, -2)
         bias = None if bias is None else self._squeezed(bias)
-        return rms_norm_triton(product, norm, self.eps, residual=stream, bias=bias)
+        return rms_norm_triton(
+            product, norm.weight, self.config.norm_eps, residual=stream, bias=bias, kind=self.config.rules.norm,
+            shift=norm.shift, post_weight=norm.post,
+        )  # fmt: skip
 
     def _grouped(self, x: Tensor) -> Tensor:
         """[G * rows, n] -> [G, rows, n]; as it is for one model."""
         groups = self.weights.groups
         return x if groups == 1 else x.view(groups, len(x) // groups, -1)
 
-    def _squeezed(self, weight: Tensor) -> Tensor:
-        return weight[0] if self.weights.groups == 1 else weight
+    def _squeezed(self, weight: Any) -> Any:
+        return each_tensor(lambda part: part[0], weight) if self.weights.groups == 1 else weight
 
 
 class TritonDecoder(Decoder):
@@ -174,25 +269,39 @@ class TritonDecoder(Decoder):
         self._configs, self._exact, self.triton_attention = configs, exact, attention
         super().__init__(config, weights, attention, "triton", min_rows=1)
         # One table for all passes: a captured graph reads it at an address that never changes.
-        self._table = self.rotation.table(num_positions)
+        tables = [rotation.table(num_positions) for rotation in self.rotations]
+        if len(tables) == 1:
+            self._table = tables[0][None]
+        else:
+            self._table = torch.stack(tables) if tables else torch.empty(0, 0, 2, self.head_dim, device=self.device)
+        self.rotations = ()  # they held the tables as well
 
     def _take(self, weights: dict[str, Tensor]) -> None:
-        self.use(ModelWeights.take(self.embed, weights, self.config.shape))
+        self.use(ModelWeights.take(self.embed, weights, self.config.shape, self.positions))
 
     def use(self, weights: ModelWeights) -> None:
         """Compute with these weights from now on: equal ones, as views of a stack."""
         assert weights.groups == 1
-        self.weights, self.embed = weights, weights.embed
+        self.weights, self.embed, self.positions = weights, weights.embed, weights.positions
         self.kernels = PassKernels(self.config, weights, self.triton_attention, self._configs, self._exact)
 
     @property
     def table(self) -> Tensor:
-        """RoPE, fp32 [num_positions, 2, head_dim]."""
+        """RoPE, fp32 [num_ropes, num_positions, 2, head_dim]."""
         return self._table
 
     @property
     def nbytes(self) -> int:
         return self.weights.nbytes + self._table.nbytes
+
+    def sample(self, max_window: int) -> Sample:
+        kinds = {kind: i for i, kind in reversed([*enumerate(self.config.layers)])}
+        if len(kinds) == 1 and self.windows == (None,):
+            return Sample(self, 1, self.windows)
+        model = copy.copy(self)
+        model.windows = tuple(None if window is None else min(window, max_window) for window in self.windows)
+        model.kernels = self.kernels.only(sorted(kinds.values()), model.windows)
+        return Sample(model, len(kinds), model.windows)
 
     def plan(self, requests: list[RequestRows], kv: Tensor) -> TritonPass:
         positions = np.concatenate([rows.positions for rows in requests])
@@ -205,13 +314,15 @@ class TritonDecoder(Decoder):
             len(positions),
             self._table,
             uploaded(pages * PAGE_SIZE + offsets, torch.int64),
-            self.attention.plan(requests, len(positions)),
+            [self.attention.plan(requests, len(positions), window) for window in self.windows],
             uploaded(positions, torch.int32),
         )
 
-    def forward(self, tokens: Tensor, layout: Pass, kv: Tensor, num_layers: int | None = None) -> Tensor:
+    def _forward(
+        self, tokens: Tensor, layout: Pass, kv: Tensor, num_layers: int | None, states: dict[int, Tensor | None]
+    ) -> Tensor:
         assert isinstance(layout, TritonPass) and len(tokens) == layout.num_rows
-        return self.kernels.hidden(tokens.to(self.device), layout, kv, num_layers)
+        return self.kernels.hidden(tokens.to(self.device), layout, kv, num_layers, states)
 
     def logits(self, hidden: Tensor, rows: Sequence[int] | Tensor | None = None) -> Tensor:
         if rows is not None:
@@ -224,7 +335,7 @@ def stacked(models: Sequence[TritonDecoder], configs: KernelConfigs) -> PassKern
 
     Their tables of RoPE must be equal, and so must be all that a config says.
     """
-    assert len({model.plan_key for model in models}) == 1, "models of different shapes cannot be stacked"
+    assert len({(model.plan_key, model.config.computes) for model in models}) == 1, "only equal ones can be stacked"
     first = models[0]
     if len(models) == 1:
         return first.kernels

@@ -1,13 +1,17 @@
 """Weights as the Triton kernels take them: projections fused, and models of one shape stacked."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from treespec.models.quantized import take_projection
+from treespec_kernels.quantized import QuantizedWeight, stacked
 from treespec_weights.rules import ModelShape
+
+Weight = Tensor | QuantizedWeight
 
 
 def _aligned(tensor: Tensor) -> Tensor:
@@ -17,31 +21,45 @@ def _aligned(tensor: Tensor) -> Tensor:
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
+def each_tensor(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """`change` of a tensor, or of each tensor of a quantised weight; None where there is none."""
+    if isinstance(value, QuantizedWeight):
+        return QuantizedWeight(*(each_tensor(change, part) for part in value))
+    return None if value is None else change(value)
+
+
 @dataclass(frozen=True, eq=False)
 class LayerWeights:
-    """One layer of G stacked models. Projections are [G, out_features, in_features]; biases and norms [G, size]."""
+    """One layer of G stacked models. Projections are [G, out_features, in_features], perhaps quantised; biases and
+    norms [G, size]. What a family does not have is None."""
 
     attn_norm: Tensor
-    qkv: Tensor
+    attn_norm_bias: Tensor | None
+    qkv: Weight
     qkv_bias: Tensor | None
-    o: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: Weight
     o_bias: Tensor | None
+    attn_post_norm: Tensor | None
     mlp_norm: Tensor
-    gate_up: Tensor  # the gate's rows, then the up projection's
+    mlp_norm_bias: Tensor | None
+    gate_up: Weight  # the gate's rows, if there is one, then the up projection's
     gate_up_bias: Tensor | None
-    down: Tensor
+    down: Weight
     down_bias: Tensor | None
+    mlp_post_norm: Tensor | None
 
     def tensors(self) -> list[Tensor]:
         """All that there are."""
         values = [getattr(self, field.name) for field in fields(self)]
-        return [value for value in values if value is not None]
+        parts = [part for value in values for part in (value if isinstance(value, QuantizedWeight) else (value,))]
+        return [part for part in parts if part is not None]
 
     def one(self, group: int) -> "LayerWeights":
         """Views of one of the models, G = 1."""
         values: list[Any] = [getattr(self, field.name) for field in fields(self)]
-        views: list[Any] = [None if value is None else _aligned(value[group : group + 1]) for value in values]
-        return LayerWeights(*views)
+        return LayerWeights(*(each_tensor(lambda part: _aligned(part[group : group + 1]), value) for value in values))
 
     @classmethod
     def take(cls, weights: dict[str, Tensor], i: int) -> Self:
@@ -59,13 +77,24 @@ class LayerWeights:
             assert tensor is not None, names
             return tensor
 
+        gated = f"layers.{i}.gate" in weights
+
+        def projection(*names: str) -> Weight:
+            weight: Weight = each_tensor(
+                lambda part: _aligned(part)[None], take_projection(weights, f"layers.{i}.", names)
+            )
+            return weight
+
         return cls(
-            needed("attn_norm"),
-            needed("q", "k", "v"), joined("q_bias", "k_bias", "v_bias"),
-            needed("o"), joined("o_bias"),
-            needed("mlp_norm"),
-            needed("gate", "up"), joined("gate_bias", "up_bias"),
-            needed("down"), joined("down_bias"),
+            needed("attn_norm"), joined("attn_norm_bias"),
+            projection("q", "k", "v"), joined("q_bias", "k_bias", "v_bias"),
+            joined("q_norm"), joined("k_norm"),
+            projection("o"), joined("o_bias"),
+            joined("attn_post_norm"),
+            needed("mlp_norm"), joined("mlp_norm_bias"),
+            projection(*(("gate", "up") if gated else ("up",))), joined("gate_bias", "up_bias"),
+            projection("down"), joined("down_bias"),
+            joined("mlp_post_norm"),
         )  # fmt: skip
 
     @classmethod
@@ -74,7 +103,10 @@ class LayerWeights:
         parts: list[Any] = []
         for field in fields(cls):
             values = [getattr(layer, field.name) for layer in layers]
-            parts.append(None if values[0] is None else torch.cat(values))
+            if isinstance(values[0], QuantizedWeight):
+                parts.append(stacked(values, dim=0))
+            else:
+                parts.append(None if values[0] is None else torch.cat(values))
         return cls(*parts)
 
 
@@ -85,14 +117,17 @@ class ModelWeights:
     Args:
         embed: [G * vocab_size, hidden_size]; token t of model g is row g * vocab_size + t.
         layers: of all models.
-        final_norm: [G, hidden_size].
+        final_norm, final_norm_bias: [G, hidden_size].
         head: [G, vocab_size, hidden_size]; a view of `embed` where it is tied.
+        positions: [G * P, hidden_size], learned ones of positions 0 to P - 1 of each model; None where there are none.
     """
 
     embed: Tensor
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
+    final_norm_bias: Tensor | None
     head: Tensor
+    positions: Tensor | None
 
     @property
     def groups(self) -> int:
@@ -104,24 +139,36 @@ class ModelWeights:
         """Bytes held, a tied head not counted twice."""
         tied = self.head.data_ptr() == self.embed.data_ptr()
         parts = [self.embed, self.final_norm, *([] if tied else [self.head])]
+        parts += [part for part in (self.final_norm_bias, self.positions) if part is not None]
         return sum(part.nbytes for part in [*parts, *(each for layer in self.layers for each in layer.tensors())])
 
     def one(self, group: int) -> "ModelWeights":
         """Views of one of the models, G = 1."""
-        vocab = self.head.shape[1]
+
+        def part(rows: Tensor | None) -> Tensor | None:
+            return None if rows is None else rows.view(self.groups, -1, rows.shape[1])[group]
+
+        bias, embed = self.final_norm_bias, part(self.embed)
+        assert embed is not None
         return ModelWeights(
-            self.embed[group * vocab : (group + 1) * vocab],
+            embed,
             tuple(layer.one(group) for layer in self.layers),
             _aligned(self.final_norm[group : group + 1]),
+            None if bias is None else _aligned(bias[group : group + 1]),
             _aligned(self.head[group : group + 1]),
+            part(self.positions),
         )
 
     @classmethod
-    def take(cls, embed: Tensor, weights: dict[str, Tensor], shape: ModelShape) -> Self:
-        """One model from decoder parameters by name, which is emptied."""
+    def take(
+        cls, embed: Tensor, weights: dict[str, Tensor], shape: ModelShape, positions: Tensor | None = None
+    ) -> Self:
+        """One model from its table of learned positions, and from decoder parameters by name, which is emptied."""
         layers = tuple(LayerWeights.take(weights, i) for i in range(shape.num_layers))
         head = embed if shape.tied else _aligned(weights.pop("lm_head"))
-        return cls(embed, layers, _aligned(weights.pop("final_norm"))[None], head[None])
+        bias = weights.pop("final_norm_bias", None)
+        bias = None if bias is None else _aligned(bias)[None]
+        return cls(embed, layers, _aligned(weights.pop("final_norm"))[None], bias, head[None], positions)
 
     @classmethod
     def stack(cls, models: Sequence["ModelWeights"]) -> Self:
@@ -132,4 +179,7 @@ class ModelWeights:
         layers = tuple(
             LayerWeights.stack([model.layers[i] for model in models]) for i in range(len(models[0].layers))
         )  # fmt: skip
-        return cls(embed, layers, torch.cat([model.final_norm for model in models]), head)
+        biases = [model.final_norm_bias for model in models if model.final_norm_bias is not None]
+        tables = [model.positions for model in models if model.positions is not None]
+        final_norm, bias = torch.cat([model.final_norm for model in models]), torch.cat(biases) if biases else None
+        return cls(embed, layers, final_norm, bias, head, torch.cat(tables) if tables else None)

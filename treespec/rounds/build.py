@@ -24,7 +24,6 @@ from treespec_kernels.device_trees import MAX_CANDIDATES
 from treespec_kernels.tree_attention import SegmentPartition
 from treespec_kernels.triton_launch import is_interpreted
 from treespec_kernels.tuned import KernelConfigs
-from treespec_weights.rules import ModelShape
 
 MAX_DEPTH = 8  # levels of a captured round at most
 NODES = (1, 8, 16, 32, 64)  # rows of the target pass by graph
@@ -35,12 +34,8 @@ _REPEATS = 5
 
 
 def stack_sizes(drafts: Sequence[ModelConfig]) -> list[int]:
-    """How many neighbouring SSMs run as one model: those of equal shape, norm and RoPE."""
-
-    def key(config: ModelConfig) -> tuple[object, ...]:
-        return config.shape, config.norm_eps, tuple(config.inv_freq.tolist()), config.rope_scale
-
-    return [len(list(group)) for _, group in itertools.groupby(drafts, key)]
+    """How many neighbouring SSMs run as one model: those that compute the same with other weights."""
+    return [len(list(group)) for _, group in itertools.groupby(drafts, lambda config: config.computes)]
 
 
 class Rounds(NamedTuple):
@@ -105,27 +100,30 @@ def _reserved(device: torch.device) -> int:
 
 
 def planned_bytes(
-    shapes: Sequence[ModelShape], limits: RoundLimits, max_num_seqs: int, prefill_chunk: int, dtype: torch.dtype
+    models: Sequence[ModelConfig], limits: RoundLimits, max_num_seqs: int, prefill_chunk: int, dtype: torch.dtype
 ) -> int:
     """What passes need beside weights and cache: the largest of the captured ones, as all graphs share their memory,
     and a prompt's.
 
     Args:
-        shapes: of the target and the SSMs.
+        models: the target and the SSMs.
         limits: of the longest context.
         max_num_seqs: the largest batch.
         prefill_chunk: rows of a prompt's pass.
         dtype: of the passes.
     """
-    segments = int(SegmentPartition().segment_of(np.array(limits.max_context + limits.nodes[-1]))) + 1
+    longest = limits.max_context + limits.nodes[-1]
     needed = MARGIN
-    for i, shape in enumerate(shapes):
+    for i, model in enumerate(models):
+        shape, spans = model.shape, np.array([min(window or longest, longest) for window in model.windows])
+        segments = int((SegmentPartition().segment_of(spans) + 1 + (spans < longest)).sum())  # a window begins anywhere
         rows = max_num_seqs * (max(limits.width, FRONTIER) if i else limits.nodes[-1]) + (0 if i else prefill_chunk)
         partials = rows * segments * shape.num_heads * (shape.head_dim + 2) * 4
         widths = 4 * shape.hidden_size + 3 * shape.intermediate_size + 8 * shape.num_heads * shape.head_dim
         split = 8 * max(shape.hidden_size, 3 * shape.num_heads * shape.head_dim) * 4  # fp32 sums of split layers
         each = rows * (widths * dtype.itemsize + split + shape.vocab_size * (dtype.itemsize + 1))
-        needed += partials + each + limits.max_context * 2 * shape.head_dim * 4  # the last is RoPE's table
+        tables = len(model.ropes) * limits.max_context * 2 * shape.head_dim * 4  # of RoPE
+        needed += partials + each + tables
     return needed
 
 
@@ -154,7 +152,8 @@ def _stacks(ssms: SsmDrafter | None, pools: Sequence[torch.Tensor], configs: Ker
         models = [model for model in ssms.models[first : first + count] if isinstance(model, TritonDecoder)]
         assert len(models) == count
         attention, table = models[0].triton_attention, models[0].table
-        stacks.append(ModelStack(stacked(models, configs), table, attention, pool, first))
+        known = ssms.known[first : first + count]
+        stacks.append(ModelStack(stacked(models, configs), table, attention, pool, first, known))
         first += count
     return stacks
 

@@ -63,9 +63,9 @@ class DraftHalf:
         following = tokens.roll(-1, 1).long()
         for stack, passes in zip(self.stacks, self._chains, strict=True):
             groups, own = stack.groups, slice(stack.first, stack.first + stack.groups)
-            head = stack.kernels.logits(passes.hidden(tokens, first, depths))
-            summary = row_topk_triton(head.logits, 1, stats=head.stats)
-            logits = head.logits.view(groups, b, width, -1)
+            scores, stats = stack.logits(passes.hidden(tokens, first, depths))
+            summary = row_topk_triton(scores, 1, stats=stats)
+            logits = scores.view(groups, b, width, -1)
             seen = logits.gather(3, following.expand(groups, b, width)[..., None])[..., 0].float()
             self.foretold[own] = (seen - summary.lse.view(groups, b, width))[..., :-1].exp()
             roots = logits.gather(2, last[:, None, None].expand(groups, b, 1, logits.shape[3]))
@@ -81,7 +81,7 @@ class DraftHalf:
                 forest.frontier_ancestors,
             )  # fmt: skip
             own = slice(stack.first, stack.first + stack.groups)
-            self._guess(own, *stack.kernels.logits(hidden), FRONTIER, sampled)
+            self._guess(own, *stack.logits(hidden), FRONTIER, sampled)
         self._merge()
 
     def _guess(self, ssms: slice, logits: Tensor, stats: BlockStats | None, rows: int, sampled: bool) -> None:
@@ -93,7 +93,7 @@ class DraftHalf:
         b = inputs.num_requests
 
         def by_row(values: Tensor) -> Tensor:
-            return values[None, :, None].expand(groups, b, rows).reshape(-1)
+            return values[None, :, None].expand(groups, b, rows).reshape(-1).contiguous()  # of one request a view
 
         positions = inputs["context_lens"].long() + 1 + self.forest.level.long()
         noise: dict[str, Any] = {"stats": stats}

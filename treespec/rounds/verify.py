@@ -76,7 +76,7 @@ class VerifyHalf:
         head = kernels.logits(hidden)
 
         def by_row(values: Tensor) -> Tensor:
-            return values[:, None].expand(b, nodes).reshape(-1)
+            return values[:, None].expand(b, nodes).reshape(-1).contiguous()  # of one request a view
 
         noise: dict[str, Any] = {"stats": head.stats}
         if sampled:

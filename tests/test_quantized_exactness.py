@@ -1,0 +1,132 @@
+"""Quantised models: trees give the tokens and the logits, bit for bit, of plain decoding, and what the API says."""
+
+import functools
+import logging
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.child import run_cases
+from tests.exactness import differences, run
+from tests.models import greedy, make_llama, new_folder, open_llm, random_prompts, tiny
+from tests.quantized import quantize_folder
+from treespec import LLM, SpecConfig
+from treespec.costs import cost_key
+from treespec.errors import ConfigError
+from treespec.models.quantized import weight_bytes
+from treespec_kernels.decoder_cpu import CompileError, find_compiler
+from treespec_kernels.quantized_linear import QuantizedLinear
+
+LENGTHS, TOKENS = (1, 31, 62, 64, 90, 126), 16
+SPECS = [SpecConfig(nodes=16), SpecConfig(nodes=40, max_depth=4), SpecConfig(branching=(3, 2, 1))]
+
+
+def needs_compiler() -> None:
+    try:
+        find_compiler()
+    except CompileError as error:
+        pytest.skip(str(error))
+
+
+@functools.cache
+def engine(dtype: torch.dtype, quantization: str | None, compile: bool, with_drafts: bool = True) -> LLM:
+    target, drafts = tiny(dtype)
+    return open_llm(target, drafts if with_drafts else [], quantization=quantization, compile=compile)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_trees_have_the_bits_of_plain_decoding(dtype: torch.dtype, quantization: str, compile: bool) -> None:
+    needs_compiler()
+    prompts = random_prompts(LENGTHS)
+    llm = engine(dtype, quantization, compile)
+    plain = run(engine(dtype, quantization, compile, False), prompts, greedy(TOKENS))
+    for spec in SPECS:
+        tree = run(llm, prompts, greedy(TOKENS), spec)
+        assert not (found := differences(plain, tree)), "\n".join(found[:10])
+        assert tree.acceptance_length > 1.2
+    full = run(engine(dtype, None, compile, False), prompts, greedy(TOKENS))
+    common = full.logits.keys() & plain.logits.keys()
+    assert common and not all(torch.equal(full.logits[p], plain.logits[p]) for p in common)  # it is quantised
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_sampled_tokens(compile: bool) -> None:
+    needs_compiler()
+    params = greedy(TOKENS, temperature=0.8, seed=5)
+    llm = engine(torch.bfloat16, "int4", compile)
+    tree, plain = (run(llm, random_prompts(LENGTHS), params, spec) for spec in (SPECS[0], "off"))
+    assert tree.tokens == plain.tokens
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_the_embedded_models_keep_their_tokens(quantization: str, compile: bool) -> None:
+    needs_compiler()
+    with mock.patch("treespec.costs.load", return_value=None), mock.patch("treespec.build.START_SECONDS", 0.05):
+        llm = LLM(device="cpu", max_num_seqs=3, max_model_len=256, quantization=quantization, compile=compile)
+    prompts = ["def fibonacci(n):", "The weather in the mountains", "import numpy as np\n\ndef mean(x):"]
+    tree, plain = (llm.generate(prompts, greedy(64), spec=spec) for spec in (SpecConfig(nodes=16), "off"))
+    assert [o.outputs[0].token_ids for o in tree] == [o.outputs[0].token_ids for o in plain]
+    assert all(len(output.outputs[0].token_ids) == 64 for output in plain)
+
+
+def test_a_stored_quantised_model_has_the_tokens_and_bits_of_one_quantised_while_loading() -> None:
+    needs_compiler()
+    prompts, params = random_prompts((5, 40)), greedy(8)
+    for quantization, bits, group in (("int8", 8, None), ("int4", 4, 64)):
+        folder = make_llama(new_folder("stored") / "m", 0, torch.bfloat16)
+        loading = run(open_llm(folder, quantization=quantization), prompts, params)
+        stored = open_llm(quantize_folder(folder, bits, group))
+        assert not differences(loading, run(stored, prompts, params))
+        assert stored.stats()["frozen"]["quantization"] == ("int8" if bits == 8 else "int4 groups of 64")
+        with pytest.raises(ConfigError, match=r"is quantised already \(compressed-tensors int"):
+            open_llm(folder, quantization="int8")
+
+
+def test_what_the_engine_says() -> None:
+    needs_compiler()
+    plain, int8, int4 = (engine(torch.bfloat16, q, True, False) for q in (None, "int8", "int4"))
+    said = [llm.stats()["frozen"]["quantization"] for llm in (plain, int8, int4)]
+    assert said == [None, "int8", "int4 groups of 64"]
+    held = [llm.stats()["memory"]["target_weights"] for llm in (plain, int8, int4)]
+    assert held[0] > held[1] > held[2]
+    planned = [weight_bytes(plain._built.target, torch.bfloat16, q) for q in (None, "int8", "int4")]
+    assert planned[0] > planned[1] > planned[2]
+    keys = [cost_key(llm.engine.runner, None, 1) for llm in (plain, int8, int4)]
+    assert "quantization" not in keys[0] and keys[1] != keys[2] and keys[1]["quantization"] == ["int8"]
+    assert isinstance(engine(torch.float32, "int8", False).engine.runner.target.layers[0].down, QuantizedLinear)
+
+
+def test_without_a_compiler_it_says_so_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    target, drafts = tiny(torch.float32)
+    failing = mock.patch("treespec.models.quantized.find_compiler", side_effect=CompileError("no C++ compiler"))
+    with failing, caplog.at_level(logging.WARNING, "treespec"):
+        llm = open_llm(target, drafts, quantization="int4", prove=True)
+    assert "quantised weights are held as torch.float32" in caplog.text
+    prompts = random_prompts(LENGTHS[:3])
+    plain, tree = (run(llm, prompts, greedy(8), spec) for spec in ("off", SPECS[0]))
+    assert not differences(plain, tree)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "message"),
+    [("int3", "quantization='int3'; valid: None, 'int8', 'int4'"), (8, "quantization=8"), ("", "quantization=''")],
+)
+def test_other_names_are_refused(quantization: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_llm(tiny()[0], quantization=quantization)
+
+
+def test_sizes_that_no_group_divides_are_refused(tmp_path: Path) -> None:
+    folder = make_llama(tmp_path / "m", 0, num_hidden_layers=1, intermediate_size=80)
+    with pytest.raises(ConfigError, match="80 is no multiple; use int8"):
+        open_llm(folder, quantization="int4")
+
+
+def test_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    run_cases("quantized_engine_cases.py", {"TRITON_INTERPRET": "1"})

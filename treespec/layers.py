@@ -1,0 +1,157 @@
+"""What differs from layer to layer: how q and k are turned by position, and how far back a row looks."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from treespec.errors import ModelError, VariantError
+from treespec_weights.rules import FamilyRules, ModelShape
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+class Rope(NamedTuple):
+    """Rotary embedding (RoFormer, arXiv 2104.09864), the halves of a head against each other.
+
+    `inv_freq`: fp32 [head_dim / 2], rotations per position. `scale`: fp32 [head_dim / 2], the factor on cos and sin
+    (YaRN's). Where a model turns only the first `rotary_dim` dimensions of a head, the others have frequency 0 and
+    scale 1, and the dimensions of q and k are put into `head_order`: scores are sums over dimensions, in any order.
+    """
+
+    inv_freq: Tensor
+    scale: Tensor
+    rotary_dim: int
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for equal ones."""
+        return tuple(self.inv_freq.tolist()), tuple(self.scale.tolist()), self.rotary_dim
+
+    @property
+    def head_order(self) -> Tensor | None:
+        """int64 [head_dim], the model's dimension at each place of ours; None where it is the same."""
+        head_dim, half = 2 * len(self.inv_freq), self.rotary_dim // 2
+        if self.rotary_dim == head_dim:
+            return None
+        still = torch.arange(self.rotary_dim, head_dim).chunk(2)
+        return torch.cat((torch.arange(half), still[0], torch.arange(half, 2 * half), still[1]))
+
+
+class LayerKind(NamedTuple):
+    """`rope`: index into the model's ropes. `window`: a row sees so many positions, its own included; None = all."""
+
+    rope: int
+    window: int | None
+
+
+def read_layers(
+    folder: Path, raw: dict[str, Any], rules: FamilyRules, shape: ModelShape, length: int
+) -> tuple[tuple[Rope, ...], tuple[LayerKind, ...]]:
+    """Ropes and kinds of layers of a parsed config.json; `length` is the longest context that will be used.
+
+    Raises:
+        ModelError: a value that is malformed, or that the decoder does not have.
+    """
+    parameters = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(parameters, dict):
+        raise ModelError(f"{folder}: rope_parameters={parameters!r}; expected an object")
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if rules.rotary and not isinstance(kind, str):
+        raise ModelError(f"{folder}: rope_type={kind!r}; expected a name such as 'default'")
+    plain = kind == "default" and not any("partial" in key or key == "rotary_pct" for key in {*raw, *parameters})
+    if not rules.windows and (plain or not rules.rotary) and rules.parallel is None:
+        layers = (LayerKind(0, None),) * shape.num_layers
+        if not rules.rotary:
+            return (), layers  # importing transformers takes two seconds
+        theta = parameters.get("rope_theta", raw.get("rope_theta", 10000.0))
+        return (_default_rope(folder, theta, 1.0, shape.head_dim),), layers
+    config = _resolved(folder, raw)
+    kinds = _kinds(folder, config, shape) if rules.windows else [FULL] * shape.num_layers
+    window = getattr(config, "sliding_window", None) if rules.windows else None
+    if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
+        raise ModelError(f"{folder}: sliding_window={window!r}; expected a positive int or null")
+    if window is not None and window >= length:
+        window = None  # nothing is ever further back
+    windows = {FULL: None, SLIDING: window}
+    if not rules.rotary:
+        return (), tuple(LayerKind(0, windows[each]) for each in kinds)
+    found = config.rope_parameters
+    nested = FULL in found or SLIDING in found
+    ropes: list[Rope] = []
+    index: dict[str, int] = {}
+    for each in dict.fromkeys(kinds):
+        own = found.get(each) if nested else found
+        if not isinstance(own, dict):
+            raise ModelError(f"{folder}: rope_parameters={found!r} say nothing of {each!r}")
+        if nested or not ropes:
+            ropes.append(_rope(folder, config, own, each if nested else None, shape.head_dim, length))
+        index[each] = len(ropes) - 1
+    return tuple(ropes), tuple(LayerKind(index[each], windows[each]) for each in kinds)
+
+
+def _resolved(folder: Path, raw: dict[str, Any]) -> Any:
+    """The config as transformers reads it: defaults and older spellings are its own."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.for_model(**{name: value for name, value in raw.items() if name != "architectures"})
+        if getattr(config, "rope_parameters", None) is not None:
+            config.standardize_rope_params()
+    except Exception as error:  # its checks raise what they like
+        raise ModelError(f"{folder}: transformers refuses config.json: {error}") from error
+    return config
+
+
+def _kinds(folder: Path, config: Any, shape: ModelShape) -> list[str]:
+    """By layer, whether its attention is full or has a window."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return [SLIDING] * shape.num_layers
+    if len(kinds) != shape.num_layers or not {*kinds} <= {FULL, SLIDING}:
+        raise VariantError(
+            f"{folder}: layer_types={kinds!r}; supported: {FULL!r} or {SLIDING!r} for each of {shape.num_layers} layers"
+        )
+    return list(kinds)
+
+
+def _rope(
+    folder: Path, config: Any, parameters: dict[str, Any], layer_type: str | None, head_dim: int, length: int
+) -> Rope:
+    """One rope; scaled types are computed by transformers."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    kind, partial = parameters.get("rope_type", "default"), parameters.get("partial_rotary_factor", 1.0)
+    if kind == "default":
+        return _default_rope(folder, parameters.get("rope_theta", 10000.0), partial, head_dim)
+    if kind not in ROPE_INIT_FUNCTIONS:
+        raise ModelError(f"{folder}: rope_type={kind!r}; supported: default, {', '.join(ROPE_INIT_FUNCTIONS)}")
+    config.head_dim = head_dim  # some configs leave it null
+    try:
+        inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](
+            config, device=torch.device("cpu"), seq_len=length, layer_type=layer_type
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{folder}: rope_parameters={parameters!r} are refused: {error}") from error
+    return _padded(folder, inv_freq.float(), float(scale), head_dim)
+
+
+def _default_rope(folder: Path, theta: object, partial: object, head_dim: int) -> Rope:
+    if isinstance(theta, bool) or not isinstance(theta, int | float) or not theta > 0:
+        raise ModelError(f"{folder}: rope_theta={theta!r}; expected a positive number")
+    if isinstance(partial, bool) or not isinstance(partial, int | float) or not 0 < partial <= 1:
+        raise ModelError(f"{folder}: partial_rotary_factor={partial!r}; expected a number above 0, at most 1")
+    dim = int(head_dim * partial)
+    exponent = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+    return _padded(folder, 1.0 / (float(theta) ** exponent), 1.0, head_dim)
+
+
+def _padded(folder: Path, inv_freq: Tensor, scale: float, head_dim: int) -> Rope:
+    """With frequency 0 and scale 1 for the dimensions that are not turned."""
+    turned, half = len(inv_freq), head_dim // 2
+    if head_dim % 2 or not 0 < turned <= half:
+        raise ModelError(f"{folder}: {2 * turned} rotary dimensions of a head of {head_dim}; both must be even")
+    still = half - turned
+    scales = torch.cat((torch.full((turned,), scale), torch.ones(still)))
+    return Rope(torch.cat((inv_freq, torch.zeros(still))), scales, 2 * turned)

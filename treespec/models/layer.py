@@ -1,0 +1,60 @@
+"""Weights of one layer of the eager decoder."""
+
+from ctypes import CDLL
+
+import torch
+from torch import Tensor
+
+from treespec.config import ModelConfig
+from treespec.models.norms import STREAMS, Norm
+from treespec.models.quantized import take_projection
+from treespec_kernels.linear import Linear, LinearImpl
+from treespec_kernels.quantized import QuantizedWeight
+from treespec_kernels.quantized_linear import QuantizedLinear, quantized_linear
+
+
+class Layer:
+    """Weights of one layer, projections fused; what a family does not have is None.
+
+    `rope` is the place of its rope's cos in `Pass.rotation`, `window` that of its plan in `Pass.attention`.
+    """
+
+    def __init__(
+        self, weights: dict[str, Tensor], i: int, config: ModelConfig, impl: LinearImpl, dtype: torch.dtype,
+        library: CDLL | None,
+    ):  # fmt: skip
+        def take(*names: str) -> Tensor | None:
+            parts = [weights.pop(f"layers.{i}.{name}", None) for name in names]
+            present = [part for part in parts if part is not None]
+            return (torch.cat(present) if len(present) > 1 else present[0]) if present else None
+
+        def linear(*names: str) -> Linear | QuantizedLinear:
+            weight, bias = take_projection(weights, f"layers.{i}.", names), take(*(f"{name}_bias" for name in names))
+            if isinstance(weight, QuantizedWeight):
+                return quantized_linear(weight, bias, dtype, impl, library)
+            return Linear(weight, bias, impl)
+
+        def norm(name: str) -> Norm | None:
+            weight = take(name)
+            return None if weight is None else STREAMS[config.rules.norm].take(weight, take(f"{name}_bias"))
+
+        attn_norm, mlp_norm = norm("attn_norm"), norm("mlp_norm")
+        assert attn_norm is not None and mlp_norm is not None
+        self.attn_norm, self.mlp_norm = attn_norm, mlp_norm
+        self.attn_post_norm, self.mlp_post_norm = norm("attn_post_norm"), norm("mlp_post_norm")
+        self.qkv, self.o, self.up, self.down = linear("q", "k", "v"), linear("o"), linear("up"), linear("down")
+        self.gate = linear("gate") if config.shape.gated else None
+        self.head_norm: Tensor | None = None  # fp32 [num_heads + num_kv_heads, head_dim]
+        q_norm, k_norm = take("q_norm"), take("k_norm")
+        if q_norm is not None and k_norm is not None:
+            q_heads, k_heads = q_norm.float().expand(config.shape.num_heads, -1), k_norm.float()
+            self.head_norm = torch.cat((q_heads, k_heads.expand(config.shape.num_kv_heads, -1)))
+        self.rope, self.window = 2 * config.layers[i].rope, config.windows.index(config.layers[i].window)
+
+    @property
+    def nbytes(self) -> int:
+        parts = (
+            self.attn_norm, self.mlp_norm, self.attn_post_norm, self.mlp_post_norm, self.head_norm,
+            self.qkv, self.o, self.gate, self.up, self.down,
+        )  # fmt: skip
+        return sum(part.nbytes for part in parts if part is not None)

@@ -1,0 +1,35 @@
+"""Rotary embedding (RoFormer, arXiv 2104.09864) by position."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Rotation:
+    """RoPE by position, computed once an engine and grown as positions come up.
+
+    A position's row is computed once and never again, so its bits cannot depend on what was asked for beside it.
+
+    Args:
+        inv_freq, scale: fp32 [head_dim / 2], of a `Rope`.
+    """
+
+    def __init__(self, inv_freq: Tensor, scale: Tensor):
+        self.inv_freq, self.scale = inv_freq, scale
+        self._table = torch.empty(0, 2, 2 * len(inv_freq), device=inv_freq.device)
+
+    def at(self, positions: np.ndarray) -> Tensor:
+        """cos and signed sin, fp32 [num_rows, 2, head_dim]."""
+        table = self.table(int(positions.max()) + 1)
+        return table[torch.from_numpy(positions).to(table.device)]
+
+    def table(self, num_positions: int) -> Tensor:
+        """The same of positions 0 to `num_positions` - 1, and perhaps of more, by position."""
+        known = len(self._table)
+        if num_positions > known:
+            more = torch.arange(known, max(num_positions, 2 * known, 1024), device=self.inv_freq.device)
+            angle = more.float()[:, None] * self.inv_freq
+            cos, sin = angle.cos() * self.scale, angle.sin() * self.scale
+            rows = torch.stack((torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)), 1)
+            self._table = torch.cat((self._table, rows))
+        return self._table

@@ -1,0 +1,203 @@
+"""What the options of an engine stand for: folders, device, dtype, implementations, memory."""
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from treespec.adapter.trace import AdapterConfig
+from treespec.cache import pages_for
+from treespec.config import ModelConfig, SpecConfig
+from treespec.drafters.base import Drafter
+from treespec.errors import ConfigError, KernelError, ModelError
+from treespec.models.attention import ATTENTIONS
+from treespec.rounds.build import release_cached
+from treespec_kernels.linear import LinearImpl, onednn_available
+from treespec_kernels.tree_batch import PAGE_SIZE
+from treespec_weights import HubError, default_folder, default_names, fetch, is_hub_id
+
+logger = logging.getLogger("treespec")
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+LINEARS = ("onednn", "torch", "triton")
+FIXED_ROWS = 64  # rows of every pass where the linear layers are not row-invariant
+
+
+def resolve_model(model: str | os.PathLike[str] | None) -> Path:
+    """The folder of a model: the embedded target, a folder, or a hub id's files (cached, or fetched where online)."""
+    if model is None:
+        return default_folder("target")
+    folder = Path(model).expanduser()
+    if folder.exists() or "/" not in str(model) or not is_hub_id(str(model)):
+        return folder  # a missing folder is refused by the loader, with its name
+    try:
+        return fetch(str(model))
+    except HubError as error:
+        raise ModelError(f"{str(model)!r} is no folder here, and {error}") from error
+
+
+def resolve_drafts(
+    model: object, drafts: Sequence[Any] | None
+) -> tuple[list[tuple[str, Path | nn.Module]], list[Drafter]]:
+    """Names of the SSMs and where they are, and the drafter objects, that `drafts` stands for."""
+    if isinstance(drafts, str | os.PathLike):
+        raise ConfigError(f"drafts={drafts!r}; valid: a list, such as [{str(drafts)!r}]")
+    if drafts is not None and not isinstance(drafts, Sequence):
+        raise ConfigError(f"drafts={drafts!r}; valid: None, or a list of folders, hub ids, models or Drafter objects")
+    if drafts is None:
+        names = [name for name in default_names() if name.startswith("ssm-")] if model is None else []
+        return [(name, default_folder(name)) for name in names], []
+    places: list[tuple[str, Path | nn.Module]] = []
+    objects: list[Drafter] = []
+
+    def add(name: str, place: Path | nn.Module) -> None:
+        taken = sum(1 for known, _ in places if known == name or known.startswith(f"{name}#"))
+        places.append((name if not taken else f"{name}#{taken + 1}", place))
+
+    for draft in drafts:
+        if isinstance(draft, str | os.PathLike):
+            embedded = str(draft) in default_names() and not Path(draft).exists()
+            folder = default_folder(str(draft)) if embedded else resolve_model(draft)
+            add(folder.resolve().name, folder)
+        elif isinstance(draft, nn.Module):
+            add(type(draft).__name__, draft)
+        elif isinstance(draft, Drafter):
+            objects.append(draft)
+        else:
+            raise ConfigError(
+                f"drafts: {draft!r} is neither a folder, a hub id, a model nor a Drafter (name, propose, commit, "
+                "release)"
+            )
+    return places, objects
+
+
+def resolve_folders(model: object, drafts: Sequence[Any] | None) -> list[tuple[str, Path]]:
+    """The SSMs of `resolve_drafts` that are on disk."""
+    return [(name, place) for name, place in resolve_drafts(model, drafts)[0] if isinstance(place, Path)]
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    try:
+        chosen = (
+            torch.device("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else torch.device(device)
+        )
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f'device={device!r}; valid: "auto", "cpu", "cuda", "cuda:0"') from error
+    if chosen.type not in ("cpu", "cuda"):
+        raise ConfigError(f'device={device!r} is not supported; valid: "auto", "cpu", "cuda"')
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f'device={device!r}, but torch sees no GPU here; use device="cpu" or "auto"')
+    if chosen.type == "cuda" and chosen.index not in (None, torch.cuda.current_device()):
+        raise ConfigError(
+            f"device={device!r}, but this process's current GPU is {torch.cuda.current_device()}; choose one by "
+            "CUDA_VISIBLE_DEVICES, or by torch.cuda.set_device before"
+        )
+    return chosen
+
+
+def resolve_dtype(dtype: str | torch.dtype, stored: torch.dtype, device: torch.device) -> torch.dtype:
+    """auto = the checkpoint's; on a CPU without bf16 instructions float32, said once."""
+    if isinstance(dtype, torch.dtype):
+        chosen = dtype
+    elif dtype == "auto":
+        chosen = stored
+        if device.type == "cpu" and stored != torch.float32 and not onednn_available(stored):
+            logger.warning("%s has no fast %s here; computing in float32", device, stored)
+            chosen = torch.float32
+    elif dtype in DTYPES:
+        chosen = DTYPES[dtype]
+    else:
+        raise ConfigError(f'dtype={dtype!r}; valid: "auto", {", ".join(map(repr, DTYPES))} or a torch dtype')
+    if chosen not in DTYPES.values():
+        raise ConfigError(f"dtype={dtype!r}; valid: {', '.join(DTYPES)}")
+    return chosen
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that are free now; on a CPU within the limit of the control group."""
+    if device.type == "cuda":
+        release_cached(device)  # an engine before this one may have left some
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # macOS has the first two and not the third, Windows none
+        free = 8 << 30
+        logger.warning("the free memory is unknown here; assuming %d GiB", free >> 30)
+    try:
+        group = Path("/sys/fs/cgroup")
+        left = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
+    except (OSError, ValueError):  # no control group, or no limit
+        return free
+    return max(min(free, left), 0)
+
+
+def resolve_max_model_len(
+    asked: int | None,
+    target: ModelConfig | AdapterConfig,
+    bytes_per_page: int,
+    seqs: int,
+    scratch: int,
+    device: torch.device,
+    held: int = 0,
+) -> int:
+    """None = the smaller of the config's and what half of the free memory holds for `seqs` requests.
+
+    `held`: bytes that are to be taken for other things. Raises ConfigError where the cache does not fit into memory.
+    """
+    free = free_memory(device) - held
+    if free <= 0:
+        raise ConfigError(
+            f"weights and captured rounds need {held / 2**30:.1f} GiB, and {(free + held) / 2**30:.1f} GiB of {device} "
+            "are free; take a smaller model, or lower max_num_seqs, max_model_len or nodes"
+        )
+    if asked is not None:
+        if not 2 <= asked <= target.max_positions:
+            raise ConfigError(f"max_model_len={asked!r}; valid: an int from 2 to the model's {target.max_positions}")
+        needed = seqs * pages_for(asked + scratch) * bytes_per_page
+        if needed > free:
+            raise ConfigError(
+                f"max_num_seqs={seqs} requests of max_model_len={asked} need {needed / 2**30:.1f} GiB of cache, and "
+                f"{free / 2**30:.1f} GiB are free; lower one of them"
+            )
+        return asked
+    holds = free // 2 // bytes_per_page // seqs * PAGE_SIZE - scratch
+    if holds < 2:
+        raise ConfigError(f"half of the free memory holds no context for max_num_seqs={seqs}; lower max_num_seqs")
+    length = min(target.max_positions, holds)
+    logger.info("max_model_len=%d (the model's %d, memory for %d)", length, target.max_positions, holds)
+    return length
+
+
+def resolve_linear(
+    linear: str, attention: str, dtype: torch.dtype, device: torch.device, exact: bool, spec: SpecConfig, compile: bool
+) -> tuple[LinearImpl | Literal["compiled", "triton"], int | None]:
+    """The implementation of linear layers, and the fixed number of rows of every pass where exactness needs one."""
+    if linear not in ("auto", *LINEARS):
+        raise KernelError(f"linear={linear!r}; valid: 'auto', {', '.join(map(repr, LINEARS))}")
+    if compile:
+        return "compiled", None
+    available = device.type == "cpu" and onednn_available(dtype)
+    if linear == "onednn" and not available:
+        raise KernelError(f"linear='onednn' needs a CPU with fast {dtype}, the device is {device}; use linear='auto'")
+    if linear == "triton" and attention != "triton":
+        raise KernelError(f"linear='triton' goes with attention='triton', not with {attention!r}")
+    if linear == "triton" or (linear == "auto" and device.type == "cuda"):
+        return "triton", None
+    if linear in ("auto", "onednn") and available:
+        return "onednn", None
+    if not exact:
+        return "torch", None
+    rows = max(FIXED_ROWS, spec.max_nodes)
+    logger.warning("%s on %s has no row-invariant linear layers: every pass has %d rows", dtype, device, rows)
+    return "torch", rows
+
+
+def resolve_attention(attention: str, device: torch.device) -> str:
+    """The name of an implementation of tree attention."""
+    if attention not in ("auto", *ATTENTIONS):
+        raise KernelError(f"attention={attention!r}; valid: 'auto', {', '.join(map(repr, ATTENTIONS))}")
+    return attention if attention != "auto" else "cpu-packed" if device.type == "cpu" else "triton"

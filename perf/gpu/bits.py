@@ -199,12 +199,17 @@ def _linear(sizes: Sizes, out_features: int, in_features: int, gate: bool, conte
 def _decoder(sizes: Sizes, shape: ModelShape, context: Context) -> dict[str, Any]:
     """Nodes of a tree whose logits, after all layers, are not those of their path decoded token by token."""
     opened = Passes(context.setting, shape, max(sizes.contexts), sizes.nodes)
-    generator = torch.Generator().manual_seed(context.setting.seed)
+    return differing_nodes(opened, sizes.contexts, sizes.nodes, context.setting.seed)
+
+
+def differing_nodes(opened: Passes, contexts: Sequence[int], nodes: int, seed: int) -> dict[str, Any]:
+    """The same of any model, behind some prefixes."""
+    generator = torch.Generator().manual_seed(seed)
     compared, differing, worst, first = 0, 0, 0.0, None
     with torch.inference_mode():
-        for prefix in sizes.contexts:
-            parents = tree_parents("random", sizes.nodes, generator)
-            tokens = torch.randint(shape.vocab_size, (len(parents),), generator=generator).tolist()
+        for prefix in contexts:
+            parents = tree_parents("random", nodes, generator)
+            tokens = torch.randint(opened.shape.vocab_size, (len(parents),), generator=generator).tolist()
             tree = opened.prepare(prefix, parents, tokens)().clone()
             for node in sorted({0, 1, *range(5, len(parents), 6), len(parents) - 1}):
                 for depth, step in enumerate(path_to(parents, node)):

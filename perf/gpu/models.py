@@ -14,14 +14,16 @@ import torch
 from torch import Tensor
 
 from gpu.setting import Setting, source_hash
-from treespec.bench.grow import grow, grown_shape, parse_size
 from treespec.cache import KVCache, pages_for
 from treespec.config import ModelConfig
+from treespec.layers import LayerKind, Rope
 from treespec.models.attention import make_attention
 from treespec.models.triton_decoder import TritonDecoder
 from treespec_kernels.tree_batch import RequestRows
 from treespec_kernels.tuned import KernelConfigs
 from treespec_weights import LLAMA, ModelShape, default_folder, read_config
+from treespec_weights.grow import grow_checkpoint, grown_shape
+from treespec_weights.sizes import parse_size
 
 
 def random_weights(setting: Setting, shape: ModelShape) -> dict[str, Tensor]:
@@ -35,23 +37,29 @@ def random_weights(setting: Setting, shape: ModelShape) -> dict[str, Tensor]:
 def config_of(setting: Setting, shape: ModelShape) -> ModelConfig:
     """A Llama of that shape."""
     exponent = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
+    rope = Rope(1.0 / 500000.0**exponent, torch.ones(shape.head_dim // 2), shape.head_dim)
     return ModelConfig(
-        folder=Path("random"), rules=LLAMA, shape=shape, norm_eps=1e-5, inv_freq=1.0 / 500000.0**exponent,
-        rope_scale=1.0, max_positions=131072, dtype=setting.dtype, eos_token_ids=(),
+        folder=Path("random"), rules=LLAMA, shape=shape, norm_eps=1e-5, activation="silu", parallel=False,
+        query_scale=shape.head_dim**-0.5, score_cap=None, logit_cap=None, embed_scale=1.0, ropes=(rope,),
+        layers=(LayerKind(0, None),) * shape.num_layers, max_positions=131072, dtype=setting.dtype, eos_token_ids=(),
     )  # fmt: skip
 
 
-def open_decoder(setting: Setting, shape: ModelShape, exact: bool, num_positions: int) -> tuple[TritonDecoder, str]:
+def open_decoder(
+    setting: Setting, shape: ModelShape, exact: bool, num_positions: int, config: ModelConfig | None = None
+) -> tuple[TritonDecoder, str]:
     """A decoder of random weights, and what runs its passes.
 
     Args:
         exact: with the bits of plain decoding; False: what the engine takes instead.
         num_positions: that will ever be asked for.
+        config: of another family; None: a Llama of that shape.
     """
     configs = KernelConfigs.load(setting.device)
     attention = make_attention("triton", shape, setting.dtype, setting.device, configs)
     weights = random_weights(setting, shape)
-    decoder = TritonDecoder(config_of(setting, shape), weights, attention, configs, exact, num_positions)
+    config = config or config_of(setting, shape)
+    decoder = TritonDecoder(config, weights, attention, configs, exact, num_positions)
     return decoder, f"TritonDecoder, exact={exact}: {configs.describe()}"
 
 
@@ -61,6 +69,7 @@ class Passes:
     Args:
         max_context, max_rows: of a request.
         requests: decoded at once.
+        config: of another family than Llama.
     """
 
     def __init__(
@@ -71,9 +80,10 @@ class Passes:
         max_rows: int,
         requests: int = 1,
         exact: bool = True,
+        config: ModelConfig | None = None,
     ):
         self.shape, self.requests = shape, requests
-        self.decoder, self.how = open_decoder(setting, shape, exact, max_context + max_rows + 1)
+        self.decoder, self.how = open_decoder(setting, shape, exact, max_context + max_rows + 1, config)
         per_request = pages_for(max_context + max_rows + 1)
         dtype = self.decoder.attention.cache_dtype
         self.pool = KVCache.allocate(shape, requests * per_request + 1, dtype, setting.device)
@@ -121,6 +131,7 @@ def grown_folder(setting: Setting, size: str) -> Path:
     if not folder.exists():
         part = root / f"{size}.{os.getpid()}"
         shutil.rmtree(part, ignore_errors=True)
-        grow(default_folder("target"), part, shape_of_size(size), setting.seed, setting.device)
+        root.mkdir(exist_ok=True)
+        grow_checkpoint(default_folder("target"), part, shape_of_size(size), setting.seed, setting.device)
         part.rename(folder)  # whole, or not there
     return folder

@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from functools import partial
 
-from gpu import bits, grown, kernels, ops, passes, rounds, tune
+from gpu import bits, families, grown, kernels, ops, passes, rounds, tune
 from gpu.stage import Stage
 
 STAGES = (
     Stage("ops", "a", "correctness of every kernel: tests marked gpu", ops.measurements, ops.describe),
     Stage("bits", "a", "bits of trees against plain decoding", bits.measurements, bits.describe),
+    Stage("families", "a", "bits and passes of every family", families.measurements, families.describe),
     Stage("passes", "b", "8B target pass against the roofline", passes.measurements, passes.describe),
     Stage("rounds", "b", "rounds of the grown 8B model, host gaps", rounds.measurements, rounds.describe),
     Stage("autotune", "c", "kernel autotune", tune.measurements, tune.describe),

@@ -1,0 +1,171 @@
+"""What do quantised weights bring on a CPU? bfloat16, int8 and int4 on one grown model, interleaved.
+
+    python perf/quantised.py --threads 1 --json out.json              # the embedded target grown to 0.5B
+    python perf/quantised.py --grow 1B --modes eager                  # another size, without compiled passes
+
+Every repeat runs every engine once, one after the other, so that a disturbance does not fall on one of them alone.
+Tokens per second of decoding, prefill not counted: median of the repeats, least and largest; a ratio is of the same
+repeat's. Tokens of trees are compared with those of plain decoding by the same engine. Quality is that of the embedded
+target itself, quantised, over held-out text (teacher-forced): the share of positions with the same likeliest token as
+in bfloat16, and the mean divergence KL(bfloat16 || quantised) in nats.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from treespec import LLM, SamplingParams
+from treespec.costs import processor
+from treespec_kernels.tree_batch import RequestRows
+from treespec_weights import (
+    ModelShape,
+    default_folder,
+    default_names,
+    family_of,
+    grow_checkpoint,
+    grown_shape,
+    parse_size,
+    read_config,
+)
+
+FORMS = (None, "int8", "int4")
+NODES = {"plain": "off", "auto": None}
+
+
+def name_of(form: str | None) -> str:
+    return form or "bfloat16"
+
+
+def held_out(count: int) -> list[str]:
+    """Texts that no embedded model has seen, code and prose in turn."""
+    entries = json.loads((default_folder("target").parent / "heldout_prompts.json").read_text())
+    kinds: dict[str, list[str]] = {}
+    for entry in entries:
+        kinds.setdefault(entry["kind"], []).append(entry["text"])
+    turns = [text for texts in zip(*kinds.values(), strict=False) for text in texts]
+    return turns[:count]
+
+
+def speed(folder: Path, compiled: bool, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rows for the three engines over one way of computing."""
+    drafts = [name for name in default_names() if name.startswith("ssm-")]
+    engines = {
+        form: LLM(folder, drafts, device="cpu", dtype="bfloat16", quantization=form, compile=compiled, max_num_seqs=1,
+                  max_model_len=512)
+        for form in FORMS
+    }  # fmt: skip
+    texts, params = held_out(args.prompts), SamplingParams(max_tokens=args.max_tokens, ignore_eos=True)
+    rates: dict[tuple[str | None, str], list[float]] = {}
+    tau: dict[tuple[str | None, str], float] = {}
+    differing = dict.fromkeys(FORMS, 0)
+    for repeat in range(args.repeats + 1):  # the first warms up
+        for form, llm in engines.items():
+            tokens = {}
+            for nodes, spec in NODES.items():
+                outputs = [llm.generate(text, params, spec=spec)[0] for text in texts]
+                seconds = sum(output.metrics.seconds - output.metrics.ttft for output in outputs)
+                tokens[nodes] = [output.outputs[0].token_ids for output in outputs]
+                generated = sum(len(own) for own in tokens[nodes])
+                tau[form, nodes] = generated / sum(output.metrics.target_passes for output in outputs)
+                if repeat:
+                    rates.setdefault((form, nodes), []).append((generated - len(texts)) / seconds)
+            pairs = zip(tokens["plain"], tokens["auto"], strict=True)
+            differing[form] += sum(a != b for plain, tree in pairs for a, b in zip(plain, tree, strict=True))
+    rows = []
+    for (form, nodes), own in rates.items():
+        base = rates[None, nodes]
+        ratios = [ours / theirs for ours, theirs in zip(own, base, strict=True)]
+        row = {
+            "weights": name_of(form), "compile": compiled, "nodes": nodes, "tokens_per_second": statistics.median(own),
+            "least": min(own), "largest": max(own), "over_bfloat16": statistics.median(ratios),
+            "over_bfloat16_least": min(ratios), "over_bfloat16_largest": max(ratios),
+            "acceptance_length": tau[form, nodes], "outputs_tokens_that_differ": differing[form],
+            "weight_bytes": engines[form].stats()["memory"]["target_weights"],
+        }  # fmt: skip
+        rows.append(row)
+        print(
+            f"{'compiled' if compiled else 'eager':8} {row['weights']:8} {nodes:5} {row['tokens_per_second']:7.2f} "
+            f"tokens/s [{row['least']:.2f}, {row['largest']:.2f}], x{row['over_bfloat16']:.2f} "
+            f"[{row['over_bfloat16_least']:.2f}, {row['over_bfloat16_largest']:.2f}] of bfloat16, tau "
+            f"{row['acceptance_length']:.2f}, {row['weight_bytes'] / 2**20:.0f} MiB",
+            flush=True,
+        )
+    assert not any(differing.values()), f"trees gave other tokens than plain decoding: {differing}"
+    return rows
+
+
+@torch.inference_mode()
+def logits_of(llm: LLM, tokens: list[int]) -> torch.Tensor:
+    """fp32 [len(tokens), vocab]."""
+    cache, target = llm.engine.runner.cache, llm.engine.runner.target
+    pages = cache.reserve("quality", len(tokens))
+    try:
+        rows = target.plan([RequestRows.chain(0, len(tokens), pages)], cache.pools[0])
+        hidden = target.forward(torch.tensor(tokens), rows, cache.pools[0])
+        return target.logits(hidden[: len(tokens)]).float()
+    finally:
+        cache.release("quality", scrub=True)
+
+
+def quality(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Agreement of the embedded target, quantised, with itself in bfloat16."""
+    engines = {
+        form: LLM(drafts=[], device="cpu", dtype="bfloat16", quantization=form, max_num_seqs=1) for form in FORMS
+    }
+    tokenizer = engines[None].get_tokenizer()
+    texts = [tokenizer.encode(text)[:512] for text in held_out(args.texts)]
+    rows = []
+    for form in FORMS[1:]:
+        same, divergence, count = 0, 0.0, 0
+        for tokens in texts:
+            p, q = logits_of(engines[None], tokens).log_softmax(-1), logits_of(engines[form], tokens).log_softmax(-1)
+            same += int((p.argmax(-1) == q.argmax(-1)).sum())
+            divergence += float((p.exp() * (p - q)).sum())
+            count += len(tokens)
+        kind = engines[form].stats()["frozen"]["quantization"]
+        rows.append({"weights": kind, "positions": count, "same_top_1": same / count, "kl_nats": divergence / count})
+        print(f"embedded target, {kind}: top-1 as in bfloat16 at {same / count:.2%} of {count} positions, "
+              f"KL {divergence / count:.4f} nats", flush=True)  # fmt: skip
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--grow", default="0.5B")
+    parser.add_argument("--folder", type=Path, help="a grown model that is there already, or where to keep it")
+    parser.add_argument("--modes", nargs="+", choices=("eager", "compiled"), default=["eager", "compiled"])
+    parser.add_argument("--prompts", type=int, default=2)
+    parser.add_argument("--max-tokens", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--texts", type=int, default=24)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    source = default_folder("target")
+    config = read_config(source)
+    shape = grown_shape(ModelShape.from_hf(config, family_of(config, source), source), parse_size(args.grow))
+    with tempfile.TemporaryDirectory(prefix="treespec-quantised-") as scratch:
+        folder = args.folder or Path(scratch) / "target"
+        if not (folder / "config.json").exists():
+            grow_checkpoint(source, folder, shape, 0)
+        rows = [row for mode in args.modes for row in speed(folder, mode == "compiled", args)]
+    setup = {
+        "parameters": shape.num_parameters(), "layers": shape.num_layers, "hidden": shape.hidden_size,
+        "mlp": shape.intermediate_size, "threads": args.threads, "torch": torch.__version__,
+        "processor": processor(), "prompts": args.prompts, "max_tokens": args.max_tokens,
+        "repeats": args.repeats,
+    }  # fmt: skip
+    document = {"setup": setup, "speed": rows, "quality": quality(args) if args.texts else []}
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -16,6 +16,7 @@ from treespec.config import SpecConfig
 from treespec.drafters.plan import DraftPlan
 from treespec.drafters.ssm import SsmDrafter
 from treespec.errors import ConfigError
+from treespec.models.decoder import Decoder
 from treespec.params import SamplingParams
 from treespec.planner import CostCurve, Planner
 from treespec.request import Request
@@ -39,35 +40,30 @@ def cache_folder() -> Path:
 def cost_key(runner: Runner, ssms: SsmDrafter | None, num_threads: int) -> dict[str, Any]:
     """All that a cost curve depends on."""
     models = [runner.target, *(ssms.models if ssms else [])]
+    key: dict[str, Any] = {
+        "device": str(runner.target.device),
+        "processor": processor(),
+        "dtype": str(runner.target.dtype).removeprefix("torch."),
+        "threads": num_threads,
+        "torch": torch.__version__,
+        "attention": runner.target.attention.name,
+        "linear": runner.target.linear,
+        "models": [_model_key(model) for model in models],
+    }
+    # Absent for plain models of the first family: their stored curves stay valid.
     families = [model.config.rules.model_type for model in models if model.backend == "native"]
-    quantization = [model.quantization for model in models]
-    return (
-        ({"families": families} if {*families} - {"llama"} else {})
-        | {
-            "device": str(runner.target.device),
-            "processor": processor(),
-            "dtype": str(runner.target.dtype).removeprefix("torch."),
-            "threads": num_threads,
-            "torch": torch.__version__,
-            "attention": runner.target.attention.name,
-            "linear": runner.target.linear,
-            "models": [
-                [
-                    s.num_layers,
-                    s.hidden_size,
-                    s.intermediate_size,
-                    s.num_heads,
-                    s.num_kv_heads,
-                    s.head_dim,
-                    s.vocab_size,
-                ]
-                + ([] if model.backend == "native" else [model.config.folder.name, model.linear, model.min_rows])
-                for model in models
-                for s in (model.config.shape,)
-            ],
-        }
-        | ({"quantization": quantization} if any(quantization) else {})
-    )
+    if {*families} - {"llama"}:
+        key["families"] = families
+    if any(quantization := [model.quantization for model in models]):
+        key["quantization"] = quantization
+    return key
+
+
+def _model_key(model: Decoder) -> list[Any]:
+    """What a model's passes cost by."""
+    s = model.config.shape
+    sizes = (s.num_layers, s.hidden_size, s.intermediate_size, s.num_heads, s.num_kv_heads, s.head_dim, s.vocab_size)
+    return [*sizes, *([] if model.backend == "native" else [model.config.folder.name, model.linear, model.min_rows])]
 
 
 def processor() -> str:

@@ -21,7 +21,7 @@ from treespec.bench.prompts import Prompt, choose, read_prompts
 from treespec.bench.report import DEFINITIONS, best, comparisons, mismatches, summarise
 from treespec.bench.rules import default_branching, intervals, rule_modes
 from treespec.config import AUTO_NODES, SpecConfig
-from treespec.costs import cost_key
+from treespec.costs import processor
 from treespec.errors import ConfigError
 from treespec.llm import LLM
 from treespec.params import SamplingParams
@@ -249,10 +249,8 @@ def _widest(specs: Any) -> SpecConfig:
 
 
 def _processor(llm: LLM) -> str:
-    device, engine = llm.config.device, llm.engine
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return str(cost_key(engine.runner, engine.ssms, llm.config.num_threads)["processor"])
+    device = llm.config.device
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
 
 
 def _peak_mib() -> float:

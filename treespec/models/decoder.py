@@ -154,8 +154,12 @@ class Decoder:
             return Sample(self, 1, self.windows)
         model = copy.copy(self)
         model.windows = tuple(None if window is None else min(window, max_window) for window in self.windows)
-        model.layers = [self.layers[i] for i in sorted(kinds.values())]
+        model._keep(sorted(kinds.values()))
         return Sample(model, len(kinds), model.windows)
+
+    def _keep(self, layers: Sequence[int]) -> None:
+        """Go on with these layers alone."""
+        self.layers = [self.layers[i] for i in layers]
 
     def plan(self, requests: list[RequestRows], kv: Tensor) -> Pass:
         """Lay out a pass over the rows of `requests`, in their order, over the pool `kv` that `forward` gets."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from treespec.config import ModelConfig
 from treespec.models.attention_triton import TritonAttention
-from treespec.models.decoder import Decoder, Pass, Sample
+from treespec.models.decoder import Decoder, Pass
 from treespec.models.triton_weights import LayerWeights, ModelWeights, Weight, each_tensor
 from treespec_kernels.lm_head import LmHead, LmHeadConfig, lm_head_triton
 from treespec_kernels.qkv_rope import HeadNorm, qkv_rope_triton
@@ -294,14 +294,8 @@ class TritonDecoder(Decoder):
     def nbytes(self) -> int:
         return self.weights.nbytes + self._table.nbytes
 
-    def sample(self, max_window: int) -> Sample:
-        kinds = {kind: i for i, kind in reversed([*enumerate(self.config.layers)])}
-        if len(kinds) == 1 and self.windows == (None,):
-            return Sample(self, 1, self.windows)
-        model = copy.copy(self)
-        model.windows = tuple(None if window is None else min(window, max_window) for window in self.windows)
-        model.kernels = self.kernels.only(sorted(kinds.values()), model.windows)
-        return Sample(model, len(kinds), model.windows)
+    def _keep(self, layers: Sequence[int]) -> None:
+        self.kernels = self.kernels.only(layers, self.windows)
 
     def plan(self, requests: list[RequestRows], kv: Tensor) -> TritonPass:
         positions = np.concatenate([rows.positions for rows in requests])

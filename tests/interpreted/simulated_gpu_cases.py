@@ -1,0 +1,182 @@
+"""The engine on a simulated GPU, and that such a GPU notices what CUDA would not forgive: run by
+tests/test_simulated_gpu.py."""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.models import greedy, make_draft, make_llama, new_folder, open_llm, random_prompts
+from tests.simulated_gpu import Gpu, simulated_gpu
+from treespec import LLM, SpecConfig
+from treespec.request import Request, RequestOutput
+from treespec.rounds.engine import GraphEngine
+from treespec_kernels.row_topk import row_topk_triton
+
+torch.set_num_threads(1)
+SMALL = {"num_hidden_layers": 1, "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48}
+PROMPTS = random_prompts([3, 62], vocab=64)
+TREES = SpecConfig(nodes=8, max_depth=2)
+
+
+@pytest.fixture
+def gpu() -> Iterator[Gpu]:
+    with simulated_gpu() as gpu:
+        yield gpu
+
+
+@contextlib.contextmanager
+def captured(pool: object = None) -> Iterator[torch.cuda.CUDAGraph]:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        yield graph
+
+
+# --- what CUDA does not forgive
+
+
+def test_both_devices_in_one_operation_are_refused(gpu: Gpu) -> None:
+    with pytest.raises(RuntimeError, match="expected all tensors on cuda:0"):
+        torch.ones(3, device="cuda") + torch.ones(3)
+    assert (torch.ones(3, device="cuda") + torch.tensor(1.0)).tolist() == [2.0] * 3
+
+
+def test_a_kernel_does_not_take_the_hosts_memory(gpu: Gpu) -> None:
+    with pytest.raises(ValueError, match="of the host"):
+        row_topk_triton(torch.ones(2, 8), 1)
+
+
+@pytest.mark.parametrize(
+    "waits",
+    [
+        lambda x: x.sum().item(), lambda x: x.tolist(), lambda x: x.cpu(), lambda x: x[x > 1], lambda x: x.nonzero(),
+        lambda x: bool((x > 1).any()), lambda x: x.repeat_interleave(x.long()), lambda x: x[torch.tensor([1])],
+    ],
+)  # fmt: skip
+def test_waiting_is_counted_and_not_captured(gpu: Gpu, waits: object) -> None:
+    assert callable(waits)
+    x = torch.ones(3, device="cuda")
+    waits(x)
+    assert len(gpu.waits) == 1
+    with pytest.raises(RuntimeError, match="cannot wait while a graph is captured"), captured():
+        waits(x)
+
+
+def test_pageable_memory_is_not_captured(gpu: Gpu) -> None:
+    for made in (lambda: torch.tensor([1, 2], device="cuda"), lambda: torch.ones(2).to("cuda")):
+        made()
+        with pytest.raises(RuntimeError, match="pageable"), captured():
+            made()
+
+
+def test_a_replay_reads_its_buffers_anew_and_python_never(gpu: Gpu) -> None:
+    x, y, factor = torch.ones(2, device="cuda"), torch.zeros(2, device="cuda"), 3
+    with captured() as graph:
+        y.copy_(x * factor)
+    assert y.tolist() == [0, 0], "what is captured does not run"
+    graph.replay()
+    assert y.tolist() == [3, 3]
+    factor = 5
+    x.fill_(2)
+    graph.replay()
+    assert y.tolist() == [6, 6]
+
+
+def test_memory_of_a_pool_is_lost_when_another_graph_runs(gpu: Gpu) -> None:
+    pool, x = torch.cuda.graph_pool_handle(), torch.ones(2, device="cuda")
+    with captured(pool) as first:
+        inside = x + 1
+    with captured(pool) as second:
+        x.add_(1)
+    first.replay()
+    assert inside.tolist() == [2, 2]
+    second.replay()
+    assert inside.isnan().all()
+
+
+def test_freed_memory_is_noticed(gpu: Gpu) -> None:
+    x, y = torch.ones(2, device="cuda"), torch.zeros(2, device="cuda")
+    with captured() as graph:
+        y.copy_(x)
+    graph.replay()
+    gpu.finish()
+    del x
+    graph.replay()
+    with pytest.raises(RuntimeError, match="freed memory"):
+        gpu.finish()
+
+
+def test_pinned_memory_is_copied_late(gpu: Gpu) -> None:
+    host, x = torch.ones(2, pin_memory=True), torch.zeros(2, device="cuda")
+    x.copy_(host, non_blocking=True)
+    host.fill_(7)  # too early: nobody has waited
+    done = torch.cuda.Event()
+    done.record()
+    done.synchronize()
+    assert x.tolist() == [7, 7]
+    host.copy_(x + 1, non_blocking=True)
+    assert host.tolist() == [7, 7]
+    torch.cuda.synchronize()
+    assert host.tolist() == [8, 8]
+
+
+# --- the engine
+
+
+def open_on_gpu() -> LLM:
+    """An engine that captures its graphs and measures them once, as it does on a GPU; its SSMs have two shapes."""
+    root = new_folder("simulated")
+    target = make_llama(root / "target", 0, torch.float16, **SMALL)
+    drafts = [
+        make_draft(root / "near", target, 1, 0.05),
+        make_llama(root / "other", 9, torch.float16, **(SMALL | {"hidden_size": 48})),
+    ]
+    with (
+        mock.patch("treespec.build._prove"),  # takes minutes in the interpreter; the tokens are compared here
+        mock.patch("treespec.rounds.build.is_interpreted", lambda: False),
+        mock.patch("treespec.rounds.build._REPEATS", 1),
+    ):
+        return open_llm(target, drafts, device="cuda", dtype="float16", spec=TREES, max_num_seqs=2)
+
+
+@contextlib.contextmanager
+def rounds_wait_for_nothing(gpu: Gpu) -> Iterator[None]:
+    """Rounds replay graphs, and the host waits for their ends alone."""
+    decode, waits = GraphEngine.decode, []
+
+    def watched(engine: GraphEngine, requests: Sequence[Request]) -> list[Request]:
+        before = len(gpu.waits)
+        undecided = decode(engine, requests)
+        waits.extend(gpu.waits[before:])
+        return undecided
+
+    before = gpu.replays
+    with mock.patch.object(GraphEngine, "decode", watched):
+        yield
+    assert gpu.replays > before and not waits
+
+
+def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[int]]:
+    return [completion.token_ids for output in outputs for completion in output.outputs]
+
+
+def test_rounds_on_a_gpu(gpu: Gpu) -> None:
+    llm = open_on_gpu()
+    with rounds_wait_for_nothing(gpu):
+        plain = tokens_of(llm.generate(PROMPTS, greedy(4), spec="off"))
+        trees = llm.generate(PROMPTS, greedy(4), spec=TREES)
+        assert tokens_of(trees) == plain
+        assert any(output.metrics.acceptance_length > 1 for output in trees)
+        sampled = [greedy(2), greedy(4, temperature=0.9, seed=3)]
+        outputs = [tokens_of(llm.generate(PROMPTS, sampled, spec=spec)) for spec in ("off", TREES)]
+        assert outputs[0] == outputs[1]
+        gpu.launches.backwards = True  # no program of a launch leans on one before it
+        assert tokens_of(llm.generate(PROMPTS, greedy(4), spec=TREES)) == plain
+    llm.engine.check_integrity()
+    found = gpu.launches.signatures.values()
+    Path(os.environ["TREESPEC_LAUNCHES"]).write_text(json.dumps([*found], default=lambda kind: kind.value))

@@ -95,7 +95,7 @@ def main() -> None:
     others = sorted(folder for folder in args.compare.iterdir() if folder.is_dir()) if args.compare else []
     entries = json.loads((default_folder("target").parent / "heldout_prompts.json").read_text())
     entries = balanced(entries, args.prompts)
-    llm = LLM(drafts=[*ssms, *map(str, others)], dtype=args.dtype, max_num_seqs=args.batch)
+    llm = LLM(drafts=[*ssms, *map(str, others)], dtype=args.dtype, max_num_seqs=args.batch, compile=False)
     merged, one = (*ssms,), {"max_ssms": 1}
     modes: dict[str, dict[str, Any]] = {name: {"sources": (name,)} for name in [*ssms, *(f.name for f in others)]}
     modes |= {"SSMs merged": {"sources": merged}, "SSMs, one a round": {"sources": merged} | one}

@@ -115,7 +115,8 @@ def logits_of(llm: LLM, tokens: list[int]) -> torch.Tensor:
 def quality(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Agreement of the embedded target, quantised, with itself in bfloat16."""
     engines = {
-        form: LLM(drafts=[], device="cpu", dtype="bfloat16", quantization=form, max_num_seqs=1) for form in FORMS
+        form: LLM(drafts=[], device="cpu", dtype="bfloat16", quantization=form, max_num_seqs=1, compile=False)
+        for form in FORMS
     }
     tokenizer = engines[None].get_tokenizer()
     texts = [tokenizer.encode(text)[:512] for text in held_out(args.texts)]

@@ -100,10 +100,11 @@ def tiny(dtype: torch.dtype = torch.float32) -> tuple[Path, tuple[Path, ...]]:
 
 
 def open_llm(model: Path, drafts: Iterable[Any] = (), prove: bool = False, **options: Any) -> LLM:
-    """An engine on the CPU, with `CURVE` for its costs. The self-test, most of its start, runs once for each shape."""
+    """An engine on the CPU, eager and with `CURVE` for its costs. The self-test, most of its start, runs once for each
+    shape."""
     proof = selftest.differing_rows if prove else _differing_rows_once
     with mock.patch("treespec.costs.load", lambda key: CURVE), mock.patch("treespec.build.differing_rows", proof):
-        return LLM(model, drafts=list(drafts), **({"device": "cpu", "max_model_len": 256} | options))
+        return LLM(model, drafts=list(drafts), **({"device": "cpu", "max_model_len": 256, "compile": False} | options))
 
 
 _proofs: dict[Any, list[str]] = {}

@@ -1,13 +1,18 @@
-"""compile=True where it cannot be had: an error that says why. These run without a compiler, too."""
+"""compile=True where it cannot be had: an error that says why; "auto": a word in the log. These run without a compiler,
+too."""
 
+import logging
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from tests.models import make_llama, new_folder, tiny
+from tests.models import CURVE, make_llama, new_folder, tiny
 from treespec import LLM, costs
-from treespec.errors import ConfigError, KernelError
+from treespec.errors import ConfigError, ExactnessError, KernelError
+from treespec.models.decoder import Decoder
+from treespec_kernels.decoder_cpu import CompileError, find_compiler
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +24,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "options, error, words",
     [
-        ({"compile": 1}, ConfigError, "compile=1; valid: True or False"),
+        ({"compile": 1}, ConfigError, 'compile=1; valid: True, False or "auto"'),
         ({"attention": "cpu-packed"}, KernelError, "attention='cpu-packed'.*leave it at 'auto'"),
         ({"dtype": "float16"}, KernelError, "float16.*compile=False"),
     ],
@@ -43,3 +48,64 @@ def test_no_compiler_is_an_error(command: str, words: str, monkeypatch: pytest.M
     monkeypatch.setenv("CXX", command)
     with pytest.raises(KernelError, match=words):
         LLM(tiny()[0], device="cpu", compile=True)
+
+
+# --- "auto"
+
+
+def is_compiled(model: Path, **options: Any) -> bool:
+    llm = LLM(model, **({"device": "cpu", "max_num_seqs": 1, "max_model_len": 64} | options))
+    assert llm.stats()["frozen"]["compile"] is (llm.engine.runner.target.linear == "compiled")
+    return bool(llm.stats()["frozen"]["compile"])
+
+
+def test_auto_compiles_where_it_can() -> None:
+    try:
+        find_compiler()
+    except CompileError:
+        pytest.skip("no C++ compiler here")
+    assert is_compiled(tiny()[0])
+    assert not is_compiled(tiny()[0], compile=False)
+
+
+@pytest.mark.parametrize(
+    "options, why",
+    [
+        ({"attention": "cpu-packed"}, "attention='cpu-packed'"),
+        ({"linear": "torch"}, "linear='torch'"),
+        ({"dtype": "float16", "exact": False}, "float16"),
+        ({"backend": "transformers"}, "transformers' code"),
+    ],
+)
+def test_auto_says_why_not(options: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "treespec"):
+        assert not is_compiled(tiny()[0], **options)
+    assert why in caplog.text.partition("passes are not compiled: ")[2]
+
+
+@pytest.mark.parametrize("command", ["no-such-compiler", "false"])
+def test_auto_needs_no_compiler(
+    command: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", command)
+    with caplog.at_level(logging.INFO, "treespec"):
+        assert not is_compiled(tiny()[0])
+    assert f"not compiled: compile=True: {'no C++ compiler' if command != 'false' else 'false'}" in caplog.text
+
+
+def test_auto_needs_no_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("where a folder should be")
+    monkeypatch.setattr(costs, "cache_folder", lambda: tmp_path / "file")
+    with mock.patch("treespec.costs.load", lambda key: CURVE):
+        assert not is_compiled(tiny()[0])
+
+
+def test_auto_takes_the_eager_pass_where_the_compiled_one_is_not_exact(caplog: pytest.LogCaptureFixture) -> None:
+    def differing(decoder: Decoder, *rest: Any) -> list[str]:
+        return ["row 1 of 2 differs"] if decoder.linear == "compiled" else []
+
+    with mock.patch("treespec.build.differing_rows", differing), mock.patch("treespec.costs.load", lambda key: CURVE):
+        assert not is_compiled(tiny()[0])
+        with pytest.raises(ExactnessError, match="row 1 of 2"):
+            is_compiled(tiny()[0], compile=True)
+    assert "compiled passes are not exact on this machine" in caplog.text

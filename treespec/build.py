@@ -21,15 +21,15 @@ from treespec.drafters.foreign import ROOM
 from treespec.drafters.lookup import LookupDrafter
 from treespec.drafters.ssm import MAX_SLOTS, SsmDrafter
 from treespec.engine import Engine
-from treespec.errors import ConfigError, ExactnessError, KernelError
+from treespec.errors import ConfigError, ExactnessError
 from treespec.loading import Loader
 from treespec.models.attention import make_attention
-from treespec.models.compiled import check_compiled
 from treespec.models.decoder import Decoder
 from treespec.models.quantized import check_quantization, weight_bytes
 from treespec.planner import CostCurve, Planner
 from treespec.resolve import (
     resolve_attention,
+    resolve_compile,
     resolve_device,
     resolve_drafts,
     resolve_dtype,
@@ -78,7 +78,7 @@ def build(
     max_model_len: int | None,
     attention: str,
     prefill_chunk: int,
-    compile: bool = False,
+    compile: bool | str = "auto",
     linear: str = "auto",
     cuda_graphs: bool = True,
     backend: str = "auto",
@@ -96,11 +96,13 @@ def build(
     computed = resolve_dtype(dtype, given.dtype, where)
     kind = resolve_attention(attention, where)
     adapts = isinstance(given, Source)
-    check_adapters([given, *(each for _, each in given_ssms)], compile, linear, where)
+    read = [given, *(each for _, each in given_ssms)]
+    check_adapters(read, linear, where)
+    compiles = resolve_compile(compile, read, attention, linear, computed, where)
     check_quantization(quantization, given, computed)
     products, fixed_rows = resolve_linear(
         "torch" if adapts and where.type == "cuda" else linear, kind, computed, where, exact and not adapts, spec,
-        compile,
+        compiles,
     )  # fmt: skip
     configs = KernelConfigs.load(where) if products == "triton" else None
     loader = Loader(where, computed, kind, products, exact, configs)
@@ -108,13 +110,6 @@ def build(
     drafts_read = connect_drafts(target, [(name, loader.open(each)) for name, each in given_ssms])
     group, foreign = ([draft for draft in drafts_read if draft.is_foreign is apart] for apart in (False, True))
     natives = [each for each in (target, *(draft.config for draft in group)) if isinstance(each, ModelConfig)]
-    if compile:
-        for name, asked in (("attention", attention), ("linear", linear)):
-            if asked != "auto":
-                raise KernelError(f"{name}={asked!r}, but compile=True has its own; leave it at 'auto'")
-        for each in (target, *(draft.config for draft in drafts_read)):
-            assert isinstance(each, ModelConfig)
-            check_compiled(each, computed, where)
 
     shapes = [target.shape, *(draft.config.shape for draft in group)]
     scratch = max(spec.max_nodes, MAX_SLOTS)
@@ -144,7 +139,17 @@ def build(
             lambda each: differing_rows(each, cache.pools[0], largest), kinds, max(ADAPTER_ROWS, spec.max_nodes),
         )  # fmt: skip
     elif exact:
-        _prove(decoder, cache, attention, largest)
+        try:
+            _prove(decoder, cache, attention, largest)
+        except ExactnessError as error:
+            if not compiles or compile != "auto":
+                raise
+            logger.warning("compiled passes are not exact on this machine (%s); computing eagerly", error)
+            del decoder, cache
+            return build(
+                model, drafts, spec, device, dtype, exact, max_num_seqs, max_model_len, attention, prefill_chunk,
+                False, linear, cuda_graphs, backend, quantization,
+            )  # fmt: skip
     exactness = _exactness(decoder, exact, fixed_rows)
     if adapts:
         logger.info(
@@ -166,7 +171,7 @@ def build(
         num_threads=torch.get_num_threads(),
         linear=decoder.linear,
         attention=decoder.attention.name,
-        compile=compile,
+        compile=compiles,
         quantization=decoder.quantization,
     )
     planner = Planner(_cost_curve(runner, ssms, config.num_threads, kind == "triton" and where.type == "cpu"))
@@ -211,7 +216,9 @@ def _check_types(
             raise ConfigError(f"{name}={value!r}; valid: an int of at least 1")
     if max_model_len is not None and (isinstance(max_model_len, bool) or not isinstance(max_model_len, int)):
         raise ConfigError(f"max_model_len={max_model_len!r}; valid: an int of at least 2, or None")
-    for name, flag in (("exact", exact), ("compile", compile), ("cuda_graphs", cuda_graphs)):
+    if compile != "auto" and not isinstance(compile, bool):
+        raise ConfigError(f'compile={compile!r}; valid: True, False or "auto"')
+    for name, flag in (("exact", exact), ("cuda_graphs", cuda_graphs)):
         if not isinstance(flag, bool):
             raise ConfigError(f"{name}={flag!r}; valid: True or False")
     if model is not None and not isinstance(model, str | os.PathLike | nn.Module):

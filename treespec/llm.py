@@ -45,7 +45,9 @@ class LLM:
         linear: an implementation of linear layers by name ("onednn", "torch", "triton"); "auto" picks.
         cuda_graphs: run rounds on a GPU from captured graphs; False launches every kernel by itself.
         compile: run passes on a CPU through code that this machine's C++ compiler builds at the first use (seconds) and
-            that is kept in the user's cache folder. Float32 and bfloat16; under the same proof as the rest.
+            that is kept in the user's cache folder, under the same proof as the rest. "auto" does so where it can:
+            float32 and bfloat16, `attention` and `linear` at "auto", a compiler, a family that it covers; the log says
+            why not. True refuses to go without.
         generation_config: where the parameters of a call without any come from: "auto" (the model's
             generation_config.json, or what a model in memory has), "treespec" (the defaults of `SamplingParams`), or a
             folder.
@@ -73,7 +75,7 @@ class LLM:
         max_model_len: int | None = None,
         attention: str = "auto",
         prefill_chunk: int = 512,
-        compile: bool = False,
+        compile: bool | str = "auto",
         linear: str = "auto",
         cuda_graphs: bool = True,
         generation_config: str | os.PathLike[str] = "auto",

@@ -1,6 +1,7 @@
 """Decoders from what was read of models: native ones, and those that run transformers' own code."""
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -21,6 +22,11 @@ from treespec.vocabularies import fit_weights
 from treespec_kernels.linear import LinearImpl
 from treespec_kernels.tuned import KernelConfigs
 from treespec_weights import load_weights
+
+
+def libraries_folder() -> Path:
+    """Where what the machine's C++ compiler builds is kept."""
+    return costs.cache_folder() / "compiled"
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,7 @@ class Loader:
         weights = load_weights(config.folder, stored, config.rules, self.dtype, self.device, quantization)
         if known != size:
             fit_weights(weights, known, size)
-        folder = costs.cache_folder() / "compiled"
+        folder = libraries_folder()
         if self.linear == "compiled":
             return CompiledDecoder(config, weights, folder)
         op = make_attention(self.attention, config.shape, self.dtype, self.device, self.configs, self.exact)

@@ -9,12 +9,15 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from treespec.adapter.source import Source
 from treespec.adapter.trace import AdapterConfig
 from treespec.cache import pages_for
 from treespec.config import ModelConfig, SpecConfig
 from treespec.drafters.base import Drafter
 from treespec.errors import ConfigError, KernelError, ModelError
+from treespec.loading import libraries_folder
 from treespec.models.attention import ATTENTIONS
+from treespec.models.compiled import check_compiled
 from treespec.rounds.build import release_cached
 from treespec_kernels.linear import LinearImpl, onednn_available
 from treespec_kernels.tree_batch import PAGE_SIZE
@@ -170,6 +173,33 @@ def resolve_max_model_len(
     length = min(target.max_positions, holds)
     logger.info("max_model_len=%d (the model's %d, memory for %d)", length, target.max_positions, holds)
     return length
+
+
+def resolve_compile(
+    compile: bool | str, models: Sequence[ModelConfig | Source], attention: str, linear: str, dtype: torch.dtype,
+    device: torch.device,
+) -> bool:  # fmt: skip
+    """Whether passes run in compiled libraries, which are built now where they are not yet.
+
+    Raises:
+        KernelError: they are asked for and cannot be. "auto" goes without, and the log says why.
+    """
+    if compile is False:
+        return False
+    try:
+        for name, asked in (("attention", attention), ("linear", linear)):
+            if asked != "auto":
+                raise KernelError(f"{name}={asked!r}, but compile=True has its own; leave it at 'auto'")
+        for model in models:
+            if isinstance(model, Source):
+                raise KernelError(f"compile=True is for native families; {model.name} runs through transformers' code")
+            check_compiled(model, dtype, device, libraries_folder())
+    except KernelError as error:
+        if compile is True:
+            raise
+        logger.info("passes are not compiled: %s", error)
+        return False
+    return True
 
 
 def resolve_linear(

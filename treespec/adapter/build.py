@@ -57,13 +57,11 @@ def read_model(model: Path | nn.Module, max_model_len: int | None, backend: str)
         return source
 
 
-def check_adapters(models: Sequence[ModelConfig | Source], compile: bool, linear: str, device: torch.device) -> None:
+def check_adapters(models: Sequence[ModelConfig | Source], linear: str, device: torch.device) -> None:
     """Refuse what transformers' own code is not run with."""
     adapted = [model for model in models if isinstance(model, Source)]
     if not adapted:
         return
-    if compile:
-        raise KernelError(f"compile=True is for native families; {adapted[0].name} runs through transformers' own code")
     if isinstance(models[0], Source) and linear != "auto":
         raise KernelError(
             f"linear={linear!r} is for native families; {adapted[0].name} runs through transformers' own code, which "

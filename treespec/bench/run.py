@@ -71,7 +71,7 @@ class Options:
     only: tuple[str, ...] = ()
     device: str = "auto"
     dtype: str = "auto"
-    compile: bool = False
+    compile: bool | str = "auto"
     quantization: str | None = None
     seed: int = 0
 

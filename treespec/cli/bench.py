@@ -122,7 +122,7 @@ def bench(
     keep: Annotated[Path | None, typer.Option("--keep", metavar="DIR", help="Keep the grown models there.")] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
-    compile: Compile = False,
+    compile: Compile = None,
     quantization: Quantization = None,
     threads: Annotated[int | None, typer.Option("--threads", min=1, metavar="N", help="Default: torch's own.")] = None,
     seed: Annotated[
@@ -176,7 +176,7 @@ def bench(
         only=tuple(name for value in only or () for name in value.split(",")),
         device=device,
         dtype=dtype,
-        compile=compile,
+        compile="auto" if compile is None else compile,
         quantization=quantization,
         seed=seed,
     )

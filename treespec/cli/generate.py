@@ -73,7 +73,7 @@ def generate(
     ] = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
-    compile: Compile = False,
+    compile: Compile = None,
     quantization: Quantization = None,
     as_json: Json = False,
 ) -> None:

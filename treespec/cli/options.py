@@ -64,7 +64,11 @@ Verification = Annotated[
 Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
 Dtype = Annotated[str, typer.Option("--dtype", help="auto (the checkpoint's), float32, bfloat16 or float16.")]
 Compile = Annotated[
-    bool, typer.Option("--compile", help="Passes as one call of C++, built on this machine (a CPU, a C++ compiler).")
+    bool | None,
+    typer.Option(
+        "--compile/--no-compile",
+        help="Passes as one call of C++, built on this machine (a CPU, a C++ compiler). Default: where it can be.",
+    ),
 ]
 Quantization = Annotated[
     str | None,
@@ -138,7 +142,7 @@ def load_llm(
     spec: "SpecConfig | str | None",
     device: str,
     dtype: str,
-    compile: bool = False,
+    compile: bool | None = None,
     max_num_seqs: int = 1,
     quantization: str | None = None,
 ) -> "LLM":
@@ -146,8 +150,8 @@ def load_llm(
     from treespec.llm import LLM
 
     return LLM(
-        model, drafts, spec, device=device, dtype=dtype, max_num_seqs=max_num_seqs, compile=compile,
-        quantization=quantization,
+        model, drafts, spec, device=device, dtype=dtype, max_num_seqs=max_num_seqs,
+        compile="auto" if compile is None else compile, quantization=quantization,
     )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ Another implementation of the same passes under the same self-test. Its bits are
 trees, not equal to the eager decoder's.
 """
 
+import ctypes
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -44,11 +45,11 @@ class CompiledAttention:
         raise AssertionError("the compiled pass attends in one call with everything else")
 
 
-def check_compiled(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse before anything is loaded.
+def check_compiled(config: ModelConfig, dtype: torch.dtype, device: torch.device, folder: Path) -> None:
+    """Build what a model's passes need into `folder`, before anything is loaded.
 
     Raises:
-        KernelError: compile=True on another device than a CPU, without a compiler, or for a model that does not fit.
+        KernelError: another device than a CPU, no compiler or one that fails, or a model that does not fit.
     """
     if device.type != "cpu":
         raise KernelError(f"compile=True is for a CPU, the device is {device}; use compile=False")
@@ -56,10 +57,14 @@ def check_compiled(config: ModelConfig, dtype: torch.dtype, device: torch.device
     reason = _uncovered(config) or misfit(shape.hidden_size, shape.intermediate_size, shape.head_dim, dtype)
     if reason:
         raise KernelError(f"{config.folder}: compile=True does not support {reason}; use compile=False")
+    _library(shape.head_dim, dtype, folder)
+
+
+def _library(head_dim: int, dtype: torch.dtype, folder: Path) -> ctypes.CDLL:
     try:
-        find_compiler()
-    except CompileError as error:
-        raise KernelError(f"compile=True: {error}; install one, name it in CXX, or use compile=False") from error
+        return build(find_compiler(), head_dim, dtype, folder)
+    except (CompileError, OSError) as error:
+        raise KernelError(f"compile=True: {error}; name a C++ compiler in CXX, or use compile=False") from error
 
 
 def _uncovered(config: ModelConfig) -> str | None:
@@ -124,13 +129,9 @@ class CompiledDecoder(Decoder):
             for i in range(shape.num_layers)
         ]  # fmt: skip
         head = self.embed if shape.tied else weights.pop("lm_head")
-        try:
-            library = build(find_compiler(), self.head_dim, self.dtype, self._folder)
-        except CompileError as error:
-            raise KernelError(f"compile=True: {error}") from error
         self.model = CompiledModel(
-            library, self.embed, layers, weights.pop("final_norm"), head, self.heads, self.kv_heads, self.head_dim,
-            self.config.norm_eps, torch.get_num_threads(),
+            _library(self.head_dim, self.dtype, self._folder), self.embed, layers, weights.pop("final_norm"), head,
+            self.heads, self.kv_heads, self.head_dim, self.config.norm_eps, torch.get_num_threads(),
         )  # fmt: skip
 
     @property

@@ -1,0 +1,92 @@
+"""Checkpoints to convert, and what a conversion must keep of them: shared by the tests of converting."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from treespec_weights import FAMILIES, LLAMA, ModelShape, TensorRule, family_of, load_weights, read_config
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+
+# Families of the same parameters as Llama's, written down here: one renames and fuses, one has every other layout.
+SIZES = {field: key for field, key in LLAMA.config_keys.items() if not field.endswith("bias")}
+NO_BIAS = {"attention_bias": False, "o_bias": False, "mlp_bias": False}
+SPLIT = {f"layers.{{i}}.{part}" for part in ("q", "k", "v", "gate", "up")}
+QKV = ("layers.{i}.q", "layers.{i}.k", "layers.{i}.v")
+FUSED = replace(
+    LLAMA, model_type="phi3", config_keys=SIZES, defaults={"tied": False}, constants=NO_BIAS,
+    tensors=(
+        *(rule for rule in LLAMA.tensors if rule.params[0] not in SPLIT),
+        TensorRule("model.layers.{i}.self_attn.qkv_proj.weight", QKV),
+        TensorRule("model.layers.{i}.mlp.gate_up_proj.weight", ("layers.{i}.gate", "layers.{i}.up")),
+    ),
+)  # fmt: skip
+ODD = replace(
+    LLAMA, model_type="mistral", config_keys=SIZES, defaults={"tied": False}, constants=NO_BIAS, tied_copy="out",
+    tensors=(
+        *(replace(rule, name=f"x.{rule.name}") for rule in LLAMA.tensors
+          if rule.params[0] not in {*SPLIT, "layers.{i}.down", "lm_head"} and "bias" not in rule.name),
+        TensorRule("h.{i}.qkv", QKV, "per_head"),
+        TensorRule("h.{i}.up_gate", ("layers.{i}.up", "layers.{i}.gate"), "transposed"),
+        TensorRule("h.{i}.down", ("layers.{i}.down",), "transposed"),
+        TensorRule("out", ("lm_head",)),
+    ),
+)  # fmt: skip
+
+
+RENAMED = replace(LLAMA, model_type="mistral", config_keys=SIZES, defaults={"tied": False}, constants=NO_BIAS)
+
+
+def add_families(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the test at hand convert to FUSED and RENAMED, in the place of the families of their names."""
+    for family in (FUSED, RENAMED):
+        monkeypatch.setitem(FAMILIES, family.model_type, family)
+
+
+def make(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
+    """A random Llama checkpoint, with files beside the weights; sharded."""
+    config = LlamaConfig(
+        **{
+            "num_hidden_layers": 2, "hidden_size": 24, "intermediate_size": 33, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "head_dim": 10, "vocab_size": 63, "rms_norm_eps": 1e-3,
+            "tie_word_embeddings": False,
+        } | options
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.5, 0.3)
+    model.to(dtype).save_pretrained(folder, max_shard_size="9KB")
+    (folder / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "LICENSE").write_text("free")
+    (folder / "pytorch_model.bin").write_bytes(b"pickle")
+    (folder / "modeling.py").write_text("raise SystemExit")
+    return folder
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def assert_same(folder: Path, other: Path, dtype: torch.dtype | None = None) -> None:
+    """Asserts that two folders hold the same decoder parameters, bit for bit."""
+    loaded = []
+    for each in (folder, other):
+        config = read_config(each)
+        family = family_of(config, each)
+        loaded.append(load_weights(each, ModelShape.from_hf(config, family, each), family, dtype))
+    assert loaded[0].keys() == loaded[1].keys()
+    for name, tensor in loaded[0].items():
+        assert torch.equal(tensor, loaded[1][name]), name

@@ -3,9 +3,24 @@
 import json
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file, save_file
 
+from treespec_kernels.decoder_cpu import CompileError, find_compiler
 from treespec_weights.quantize import compressed_tensors, compressed_tensors_config, quantize
+
+
+def _missing_compiler() -> str:
+    """Why nothing can be compiled here; empty where it can."""
+    try:
+        find_compiler()
+    except CompileError as error:
+        return str(error)
+    return ""
+
+
+# Without a compiler quantised weights are held as the dtype, and what these tests are about would not run.
+needs_compiler = pytest.mark.skipif(bool(_missing_compiler()), reason=_missing_compiler())
 
 
 def quantize_folder(folder: Path, bits: int, group: int | None) -> Path:

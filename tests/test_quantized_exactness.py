@@ -11,23 +11,16 @@ import torch
 from tests.child import run_cases
 from tests.exactness import differences, run
 from tests.models import greedy, make_llama, new_folder, open_llm, random_prompts, tiny
-from tests.quantized import quantize_folder
+from tests.quantized import needs_compiler, quantize_folder
 from treespec import LLM, SpecConfig
 from treespec.costs import cost_key
 from treespec.errors import ConfigError
 from treespec.models.quantized import weight_bytes
-from treespec_kernels.decoder_cpu import CompileError, find_compiler
+from treespec_kernels.decoder_cpu import CompileError
 from treespec_kernels.quantized_linear import QuantizedLinear
 
 LENGTHS, TOKENS = (1, 31, 62, 64, 90, 126), 16
 SPECS = [SpecConfig(nodes=16), SpecConfig(nodes=40, max_depth=4), SpecConfig(branching=(3, 2, 1))]
-
-
-def needs_compiler() -> None:
-    try:
-        find_compiler()
-    except CompileError as error:
-        pytest.skip(str(error))
 
 
 @functools.cache
@@ -36,11 +29,11 @@ def engine(dtype: torch.dtype, quantization: str | None, compile: bool, with_dra
     return open_llm(target, drafts if with_drafts else [], quantization=quantization, compile=compile)
 
 
+@needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_trees_have_the_bits_of_plain_decoding(dtype: torch.dtype, quantization: str, compile: bool) -> None:
-    needs_compiler()
     prompts = random_prompts(LENGTHS)
     llm = engine(dtype, quantization, compile)
     plain = run(engine(dtype, quantization, compile, False), prompts, greedy(TOKENS))
@@ -53,19 +46,19 @@ def test_trees_have_the_bits_of_plain_decoding(dtype: torch.dtype, quantization:
     assert common and not all(torch.equal(full.logits[p], plain.logits[p]) for p in common)  # it is quantised
 
 
+@needs_compiler
 @pytest.mark.parametrize("compile", [False, True])
 def test_sampled_tokens(compile: bool) -> None:
-    needs_compiler()
     params = greedy(TOKENS, temperature=0.8, seed=5)
     llm = engine(torch.bfloat16, "int4", compile)
     tree, plain = (run(llm, random_prompts(LENGTHS), params, spec) for spec in (SPECS[0], "off"))
     assert tree.tokens == plain.tokens
 
 
+@needs_compiler
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_the_embedded_models_keep_their_tokens(quantization: str, compile: bool) -> None:
-    needs_compiler()
     with mock.patch("treespec.costs.load", return_value=None), mock.patch("treespec.build.START_SECONDS", 0.05):
         llm = LLM(device="cpu", max_num_seqs=3, max_model_len=256, quantization=quantization, compile=compile)
     prompts = ["def fibonacci(n):", "The weather in the mountains", "import numpy as np\n\ndef mean(x):"]
@@ -74,8 +67,8 @@ def test_the_embedded_models_keep_their_tokens(quantization: str, compile: bool)
     assert all(len(output.outputs[0].token_ids) == 64 for output in plain)
 
 
+@needs_compiler
 def test_a_stored_quantised_model_has_the_tokens_and_bits_of_one_quantised_while_loading() -> None:
-    needs_compiler()
     prompts, params = random_prompts((5, 40)), greedy(8)
     for quantization, bits, group in (("int8", 8, None), ("int4", 4, 64)):
         folder = make_llama(new_folder("stored") / "m", 0, torch.bfloat16)
@@ -87,8 +80,8 @@ def test_a_stored_quantised_model_has_the_tokens_and_bits_of_one_quantised_while
             open_llm(folder, quantization="int8")
 
 
+@needs_compiler
 def test_what_the_engine_says() -> None:
-    needs_compiler()
     plain, int8, int4 = (engine(torch.bfloat16, q, True, False) for q in (None, "int8", "int4"))
     said = [llm.stats()["frozen"]["quantization"] for llm in (plain, int8, int4)]
     assert said == [None, "int8", "int4 groups of 64"]

@@ -8,10 +8,10 @@ from safetensors.torch import load_file, save_file
 from tests.exactness import differences, run
 from tests.families import TYPICAL, VOCAB, Case, make_model
 from tests.models import OracleDrafter, greedy, open_llm, random_prompts
+from tests.quantized import needs_compiler
 from tests.test_decoder_parity import our_logits
 from treespec import SpecConfig
 from treespec.errors import KernelError
-from treespec_kernels.decoder_cpu import CompileError, find_compiler
 from treespec_kernels.testing import assert_close
 from treespec_weights import ModelShape, family_of, read_config
 from treespec_weights.load import expected_tensors, quantizable
@@ -37,12 +37,9 @@ def dequantised_copy(source: Path, folder: Path) -> Path:
     return folder
 
 
+@needs_compiler
 @pytest.mark.parametrize("case", TYPICAL.values(), ids=TYPICAL)
 def test_int8(case: Case, tmp_path: Path) -> None:
-    try:
-        find_compiler()
-    except CompileError as error:
-        pytest.skip(str(error))
     source = make_model(tmp_path / "model", case, 3)
     plain = open_llm(source, quantization="int8")
     assert plain.stats()["frozen"]["quantization"] == "int8"

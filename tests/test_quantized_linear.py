@@ -8,7 +8,8 @@ import torch
 
 from tests.child import run_cases
 from tests.models import new_folder
-from treespec_kernels.decoder_cpu import CompileError, PackedLinear, build, find_compiler
+from tests.quantized import needs_compiler
+from treespec_kernels.decoder_cpu import PackedLinear, build, find_compiler
 from treespec_kernels.linear import Linear
 from treespec_kernels.quantized import QuantizedWeight, dequantized, integers, stacked
 from treespec_kernels.quantized_linear import QuantizedLinear, quantized_linear
@@ -28,10 +29,7 @@ _LIBRARIES = Path(new_folder("libraries"))
 
 
 def library(dtype: torch.dtype) -> ctypes.CDLL:
-    try:
-        return build(find_compiler(), 16, dtype, _LIBRARIES)
-    except CompileError as error:
-        pytest.skip(str(error))
+    return build(find_compiler(), 16, dtype, _LIBRARIES)
 
 
 def random_weight(
@@ -53,6 +51,7 @@ def test_the_two_specifications_are_one() -> None:
         assert integers(weight).shape == form[:2]
 
 
+@needs_compiler
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_the_library_against_ref(dtype: torch.dtype, form: tuple[int, int, int, int, bool]) -> None:
@@ -67,6 +66,7 @@ def test_the_library_against_ref(dtype: torch.dtype, form: tuple[int, int, int, 
         assert_close(layer.silu(x).float(), gated, max_error=BOUNDS[dtype][0], rms_error=2 * BOUNDS[dtype][1])
 
 
+@needs_compiler
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, form: tuple[int, int, int, int, bool]) -> None:
@@ -85,6 +85,7 @@ def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, form: tuple[
     assert torch.equal(layer(beside)[33], whole[33])
 
 
+@needs_compiler
 def test_no_weight_is_lost_on_the_way_from_the_model_to_the_product() -> None:
     weight = torch.randn(96, 128, generator=torch.Generator().manual_seed(4))
     for bits, group, error in ((8, None, 0.01), (4, 32, 0.13)):
@@ -94,6 +95,7 @@ def test_no_weight_is_lost_on_the_way_from_the_model_to_the_product() -> None:
         assert (y.T - weight).std() < error
 
 
+@needs_compiler
 def test_memory() -> None:
     weight = torch.randn(256, 256)
     plain = Linear(weight.bfloat16(), None, "torch").nbytes
@@ -115,6 +117,7 @@ def test_stacked() -> None:
     assert torch.equal(dequantized(both), torch.cat([dequantized(first), dequantized(second)]))
 
 
+@needs_compiler
 def test_what_does_not_fit_is_refused() -> None:
     weight = random_weight(*FORMS[2])
     for bad, message in (

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.conversions import Q, add_families, assert_same, contents, make, tens
 from treespec_weights import CheckpointError, OptionError, UnsupportedModelError, WriteError, convert_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
+LARGE = {"vocab_size": 5000}  # 480 kB each of embedding and head
 
 
 @pytest.fixture(autouse=True)
@@ -185,9 +187,10 @@ def test_a_disk_that_fills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fail
         assert failing <= 2 and "--resume" not in str(caught.value)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="limits and mounts of Linux")
-def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
-    source = make(tmp_path / "a", vocab_size=5000)  # 480 kB embedding and head
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")
+def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
+    """Writing really fails, at a limit on files' sizes that needs no permission to set."""
+    source = make(tmp_path / "a", **LARGE)
     script = (
         "import resource, sys; from treespec_weights.cli import app\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000)); app(sys.argv[1:])"
@@ -199,22 +202,30 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
     assert "model-00001-of-" in message and "'model.embed_tokens.weight' cannot be written: File too large" in message
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 700 kB. Skips where none may be mounted."""
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=700k", "none", disk], capture_output=True).returncode:
         pytest.skip("no permission to mount")
-    try:
-        with pytest.raises(WriteError, match=r"GB are to be written, and .* are free"):
-            convert_checkpoint(source, disk / "b", shard_bytes=1)
-        assert not list(disk.iterdir())
-        plenty = type("Usage", (), {"free": 10**12})
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(WriteError) as caught:
-            patch.setattr("shutil.disk_usage", lambda folder: plenty)
-            convert_checkpoint(source, disk / "b", shard_bytes=1)
-        assert "'lm_head.weight' cannot be written: No space left on device" in str(caught.value)
-        assert [path.name for path in disk.iterdir()] == ["b.partial"] and not list(disk.rglob("*.part"))
-    finally:
-        subprocess.run(["umount", disk], check=True)
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mounts of Linux")
+def test_a_disk_that_is_really_full(tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = make(tmp_path / "a", **LARGE)
+    with pytest.raises(WriteError, match=r"GB are to be written, and .* are free"):
+        convert_checkpoint(source, small_disk / "b", shard_bytes=1)
+    assert not list(small_disk.iterdir())
+    plenty = type("Usage", (), {"free": 10**12})
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: plenty)
+    with pytest.raises(WriteError) as caught:
+        convert_checkpoint(source, small_disk / "b", shard_bytes=1)
+    assert "'lm_head.weight' cannot be written: No space left on device" in str(caught.value)
+    assert [path.name for path in small_disk.iterdir()] == ["b.partial"] and not list(small_disk.rglob("*.part"))
 
 
 def test_a_process_that_is_killed(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.child import run_cases, run_uninterpreted
+from tests.child import run_cases
 from treespec_kernels.kv_commit import kv_commit_ref, kv_commit_triton
 from treespec_kernels.testing import kv_commit_inputs
 
@@ -44,15 +44,3 @@ def test_what_does_not_fit_is_refused(kv_commit: object) -> None:
         commit(3, inputs.paths[:1])
     with pytest.raises(ValueError, match=r"path_lens has dtype torch\.int64; convert it to torch.int32"):
         commit(4, inputs.path_lens.long())
-
-
-def test_cpu_tensors_are_refused_outside_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    script = (
-        "from treespec_kernels.kv_commit import kv_commit_triton\n"
-        "from treespec_kernels.testing import kv_commit_inputs\n"
-        "i = kv_commit_inputs([3], [[0, 2]])\n"
-        "kv_commit_triton(i.kv_cache, i.page_table, i.context_lens, i.paths, i.path_lens)\n"
-    )
-    child = run_uninterpreted(script)
-    assert "ValueError: kv_commit: implementation 'triton' was asked for on CPU tensors" in child.stderr

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.child import run_cases, run_uninterpreted
+from tests.child import run_cases
 from treespec_kernels.testing import assert_close, path_to, tree_attention_inputs, tree_parents
 from treespec_kernels.tree_attention import (
     PlanCapacity,
@@ -142,33 +142,6 @@ def test_the_op_refuses_what_does_not_fit() -> None:
         attend(plan=plan_tree_attention([5], [1], [0], **(MODEL | {"num_heads": 4})))
     with pytest.raises(ValueError, match="v_cache has stride 2 over its last dimension"):
         attend(v_cache=inputs.v_cache.repeat_interleave(2, dim=-1)[..., ::2])
-
-
-def test_cpu_tensors_are_refused_outside_the_interpreter() -> None:
-    """An implementation asked for by name never falls back, and says what to do. In a process of its own: this one
-    may be interpreted."""
-    pytest.importorskip("triton")
-    script = (
-        "import torch\n"
-        "from treespec_kernels.testing import tree_attention_inputs\n"
-        "from treespec_kernels.tree_attention import plan_tree_attention, tree_attention_triton\n"
-        "i = tree_attention_inputs([3], [[-1]], num_heads=1, num_kv_heads=1, head_dim=16, dtype=torch.float32)\n"
-        "plan = plan_tree_attention(**i.plan, num_heads=1, num_kv_heads=1, head_dim=16, dtype=torch.float32,\n"
-        "                           device='cpu')\n"
-        "tree_attention_triton(i.q, i.k_cache, i.v_cache, **i.rows, plan=plan)\n"
-    )
-    child = run_uninterpreted(script)
-    assert "ValueError: tree_attention: implementation 'triton' was asked for on CPU tensors" in child.stderr
-    assert "TRITON_INTERPRET=1" in child.stderr
-
-
-def test_importing_the_references_imports_no_triton() -> None:
-    script = (
-        "import sys; sys.modules['triton'] = None\n"
-        "import treespec_kernels.tree_attention, treespec_kernels.kv_commit, treespec_kernels.aot\n"
-    )
-    child = run_uninterpreted(script)
-    assert child.returncode == 0, child.stderr
 
 
 def test_assert_close_sees_nan_and_names_the_place() -> None:

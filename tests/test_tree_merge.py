@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.child import run_cases, run_uninterpreted
+from tests.child import run_cases
 from tests.growth import Sizes
 from treespec_kernels.device_trees import DeviceForest
 from treespec_kernels.tree_merge import tree_merge_ref, tree_merge_triton
@@ -88,22 +88,3 @@ def test_forests_that_cannot_be_are_refused() -> None:
         DeviceForest(**(tensors | {"frontier_ancestors": tensors["frontier"]}))
     with pytest.raises(ValueError, match=r"frontier_slots has strides \(1, 2\); make it contiguous"):
         DeviceForest(**(tensors | {"frontier_slots": torch.zeros(3, 2, dtype=torch.int32).T}))
-
-
-def test_cpu_tensors_are_refused_outside_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    script = (
-        "import torch\n"
-        "from treespec_kernels.device_trees import DeviceForest\n"
-        "from treespec_kernels.tree_root import tree_root_triton\n"
-        "forest = DeviceForest.allocate(1, frontier=1, num_ssms=1, proposals=1, max_depth=1)\n"
-        "tree_root_triton(forest, torch.zeros(1, dtype=torch.int32))\n"
-    )
-    child = run_uninterpreted(script)
-    assert "ValueError: tree_root: implementation 'triton' was asked for on CPU tensors" in child.stderr
-
-
-@pytest.mark.parametrize("module", ["tree_root", "tree_merge", "tree_select", "tree_walk"])
-def test_importing_the_reference_imports_no_triton(module: str) -> None:
-    child = run_uninterpreted(f"import sys; sys.modules['triton'] = None; import treespec_kernels.{module}")
-    assert child.returncode == 0, child.stderr

@@ -2,7 +2,6 @@
 tests/test_coupled_choice.py, for Triton in a process of its own."""
 
 import os
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +18,7 @@ from treespec_kernels.coupled_choice import (
 
 IMPLEMENTATION = os.environ["TREESPEC_COUPLED_CHOICE"]
 DEVICE = "cpu" if IMPLEMENTATION != "triton" or os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 VOCABS = [1, 5, 63, 64, 1000, 4096, 4099]
 INF, NAN = float("inf"), float("nan")
@@ -33,15 +33,6 @@ class Inputs(NamedTuple):
 
     def row(self, row: int) -> "Inputs":
         return Inputs(*(tensor[row : row + 1] for tensor in self))
-
-
-@pytest.fixture(autouse=True)
-def poisoned_allocations() -> Iterator[None]:
-    """`torch.empty` fills with NaN or the largest integer, so a partial result that nobody wrote shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.empty(64, device=DEVICE).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def random_inputs(rows: int, vocab: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Inputs:

@@ -1,7 +1,6 @@
 """Cases of lm_head_triton, run by tests/test_lm_head.py: in Triton's interpreter in a process of its own, and on a GPU
 where there is one."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -15,6 +14,7 @@ from treespec_kernels.testing import assert_close
 
 INTERPRETED = isinstance(project_to_vocab, InterpretedFunction)
 DEVICE = "cpu" if INTERPRETED else "cuda"
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 ERRORS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}  # one rounding of the largest logit
@@ -22,15 +22,6 @@ INF, NAN = float("inf"), float("nan")
 
 SMALL = LmHeadConfig(block_m=16, block_n=16, block_k=16, num_warps=4, num_stages=2, fixed_order_dot=INTERPRETED)
 WIDE = replace(SMALL, block_n=512, block_k=32)
-
-
-@pytest.fixture(autouse=True)
-def poisoned_allocations() -> Iterator[None]:
-    """`torch.empty` fills with NaN or the largest integer, so an output that nobody wrote shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.empty(64, device=DEVICE).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def inputs(

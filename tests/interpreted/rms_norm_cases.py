@@ -2,7 +2,6 @@
 a process of its own."""
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -15,6 +14,7 @@ from treespec_kernels.testing import assert_close
 IMPLEMENTATION = os.environ["TREESPEC_RMS_NORM"]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if IMPLEMENTATION != "triton" or INTERPRETED else "cuda"
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
 HIDDEN = [1, 63, 123, 256, 1000]
 EPS, NAN = 1e-5, float("nan")
@@ -23,15 +23,6 @@ BOUNDS = {torch.float32: (1e-5, 1e-6), torch.float16: (5e-3, 5e-4), torch.bfloat
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 not_of_ref = partial(pytest.mark.skipif, IMPLEMENTATION == "ref")
-
-
-@pytest.fixture(autouse=True)
-def poisoned_allocations() -> Iterator[None]:
-    """`torch.empty` fills with NaN, so an element that nobody wrote shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.empty(64, device=DEVICE).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def amid_nan(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,6 @@
 """Cases of row_linear_triton, run by tests/test_row_linear.py: in Triton's interpreter in a process of its own, and on
 a GPU where there is one. Not collected by name, because triton is interpreted or not per process."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from treespec_kernels.testing import assert_close
 
 INTERPRETED = isinstance(multiply_rows, InterpretedFunction)
 DEVICE = "cpu" if INTERPRETED else "cuda"
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 NAN = float("nan")
 
 # In the interpreter a dot is BLAS, whose bits follow the shape of the whole product and its memory.
@@ -29,15 +29,6 @@ DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat1
 BOUNDS = {torch.float32: (1e-5, 1e-6), torch.float16: (1e-2, 1e-3), torch.bfloat16: (8e-2, 8e-3)}
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
-
-
-@pytest.fixture(autouse=True)
-def poisoned_allocations() -> Iterator[None]:
-    """`torch.empty` fills with NaN, so that a partial sum or a result that nobody wrote shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.empty(64, device=DEVICE).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 class Layer(NamedTuple):

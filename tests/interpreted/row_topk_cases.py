@@ -2,7 +2,6 @@
 a process of its own."""
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,19 +15,11 @@ from treespec_kernels.row_topk import BLOCK, RowTopk, row_topk_ref, row_topk_tri
 TRITON = os.environ["TREESPEC_ROW_TOPK"] == "triton"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if TRITON and not INTERPRETED else "cpu"
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 VOCABS = [1, 5, 63, 64, 1000, 4099]
 KS = [1, 2, 8, 16]
 INF, NAN = float("inf"), float("nan")
-
-
-@pytest.fixture(autouse=True)
-def poisoned_allocations() -> Iterator[None]:
-    """`torch.empty` fills with NaN or the largest integer, so a partial result that nobody wrote shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.empty(64, device=DEVICE).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def random_logits(rows: int, vocab: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:

@@ -1,8 +1,11 @@
 """Tests that need a process of their own: triton is interpreted, or not, per process, and a heap has a past."""
 
+import multiprocessing
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,11 +13,43 @@ import pytest
 INTERPRETED = Path(__file__).parent / "interpreted"
 _ALONE = "TREESPEC_TEST_ALONE"
 
+# Processes fork from one that has imported torch, which is two thirds of what starting them costs, and neither triton
+# nor anything of ours. Nor has it computed anything: it has no threads and no state on a GPU.
+_processes = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
+if sys.platform == "linux":
+    _processes.set_forkserver_preload(["torch"])
+
+
+def _redirected(folder: str, environment: dict[str, str], function: Callable[..., None], argument: object) -> None:
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        os.dup2(os.open(Path(folder, name), os.O_WRONLY | os.O_CREAT), descriptor)
+    os.environ.clear()
+    os.environ.update(environment)
+    function(argument)
+
+
+def _run_pytest(arguments: list[str]) -> None:
+    sys.exit(pytest.main(arguments))
+
+
+def _run_script(script: str) -> None:
+    exec(compile(script, "<script>", "exec"), {"__name__": "__main__"})
+
+
+def _run(function: Callable[..., None], argument: object, environment: dict[str, str]) -> subprocess.CompletedProcess:
+    """Calls a function of this module in a process of its own, with these environment variables alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        process = _processes.Process(target=_redirected, args=(folder, environment, function, argument))
+        process.start()
+        process.join()
+        stdout, stderr = (Path(folder, name).read_text() for name in ("stdout", "stderr"))
+        return subprocess.CompletedProcess(str(argument), process.exitcode, stdout, stderr)
+
 
 def run_cases(name: str, environment: dict[str, str]) -> None:
     """Runs a file of cases of tests/interpreted/ under further environment variables; fails with its whole output."""
-    command = [sys.executable, "-m", "pytest", str(INTERPRETED / name), "-q", "--tb=short", "-p", "no:cacheprovider"]
-    child = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, check=False)
+    arguments = [str(INTERPRETED / name), "-q", "--tb=short", "-p", "no:cacheprovider"]
+    child = _run(_run_pytest, arguments, os.environ | environment)
     if "only 0-dimensional arrays can be converted to Python scalars" in child.stdout:
         pytest.skip("the interpreter of Triton 3.6 cannot run loops with numpy 2.4 or later")
     if child.returncode != 0:
@@ -36,4 +71,4 @@ def runs_alone(node_id: str) -> bool:
 def run_uninterpreted(script: str) -> subprocess.CompletedProcess[str]:
     """Runs Python source in a process where triton is not interpreted."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False)
+    return _run(_run_script, script, environment)

@@ -1,7 +1,6 @@
 """Converting checkpoints: every bit as meant, refused by name."""
 
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 from typer.testing import CliRunner
 
 from tests.conversions import FUSED, NO_BIAS, ODD, RENAMED, Q, add_families, assert_same, contents, make, tensors_of
+from tests.effort import effort
 from tests.models import make_llama
 from treespec_weights import (
     FAMILIES,
@@ -358,8 +358,13 @@ def test_the_command(tmp_path: Path) -> None:
 
 
 def test_a_conversion_takes_no_longer_than_it_must(tmp_path: Path) -> None:
-    """Nothing in it is quadratic: a checkpoint of many tiny tensors and files."""
-    source = make(tmp_path / "a", num_hidden_layers=60, hidden_size=4, intermediate_size=4, head_dim=2, vocab_size=5)
-    start = time.perf_counter()
-    convert_checkpoint(source, tmp_path / "b", shard_bytes=300)
-    assert time.perf_counter() - start < 20
+    """Nothing in it is quadratic: checkpoints of many tiny tensors and files."""
+    calls = []
+    for layers in (10, 20, 60):
+        sizes = {"hidden_size": 4, "intermediate_size": 4, "head_dim": 2, "vocab_size": 5}
+        source = make(tmp_path / f"{layers}", num_hidden_layers=layers, **sizes)
+        with effort() as took:
+            convert_checkpoint(source, tmp_path / f"{layers} more", shard_bytes=300)
+        calls.append(took.calls)
+    first, second, last = calls
+    assert last < second + 1.1 * 4 * (second - first)

@@ -21,6 +21,14 @@ if __name__ == "__main__":
     wanted += [(aot.family_shapes([torch.float32])[0], ["tree_attention"])]
     print(json.dumps([aot.compile_report([TARGET], [shape], ops)["failed"] for shape, ops in wanted]))
 """
+# The linear layers of a hidden size that few tiles cover, so that K is split into seven.
+SPLIT = """
+import json, torch
+from treespec_kernels import aot
+if __name__ == "__main__":
+    shape = aot.family_shapes([torch.bfloat16])[1]
+    print(json.dumps(aot.compile_report(list(aot.SHARED_BYTES), [shape], ["row_linear"])))
+"""
 
 
 def test_ref() -> None:
@@ -49,6 +57,16 @@ def test_kernels_compile(target: str) -> None:
     child = run_uninterpreted(COMPILED.replace("TARGET", repr(target)))
     assert child.returncode == 0, child.stderr
     assert json.loads(child.stdout) == [[]] * 5
+
+
+def test_odd_splits_compile_everywhere() -> None:
+    pytest.importorskip("triton")
+    child = run_uninterpreted(SPLIT)
+    assert child.returncode == 0, child.stderr
+    report = json.loads(child.stdout)
+    assert report["failed"] == []
+    for target, rows in report["targets"].items():
+        assert 7 in {row["config"].get("split_k") for row in rows}, target
 
 
 def test_a_models_shape_says_what_its_kernels_are(tmp_path: Path) -> None:

@@ -112,9 +112,10 @@ def multiply_rows(
         m_out = m_out & (o_f < FEATURES)[None, :]
     if PARTIALS:
         i_plane = i_split * (tl.num_programs(2) // SPLIT_K) + i_group
-        o_out = (i_plane * num_rows + o_m) * OUT_FEATURES
-        p_out = tl.multiple_of(out + o_out[:, None] + o_f[None, :], [BYTES_OUT, BYTES_OUT])
-        tl.store(p_out, b_acc, mask=m_out)
+        # Offsets within the tile are of 32 bits: with those of 64, a tile of 64 x 64 spilled on sm_100.
+        p_tile = out + (i_plane * num_rows + i_m * BLOCK_M) * OUT_FEATURES + i_n * BLOCK_N
+        o_tile = (tl.arange(0, BLOCK_M) * OUT_FEATURES)[:, None] + o_column[None, :]
+        tl.store(tl.multiple_of(p_tile + o_tile, [BYTES_OUT, BYTES_OUT]), b_acc, mask=m_out)
     else:
         if HAS_BIAS:
             b_acc += tl.load(bias + i_group * stride_bias_group + o_n).to(tl.float32)[None, :]

@@ -18,6 +18,7 @@ from treespec.build import _compare_threads
 from treespec.cli import app, curves
 from treespec.planner import CostCurve
 from treespec_kernels import aot, tuned
+from treespec_kernels.quantized import WeightForm
 
 ROOT = Path(__file__).resolve().parents[1]
 THREADS = torch.get_num_threads()
@@ -160,7 +161,7 @@ def test_a_childs_error_is_the_commands(monkeypatch: pytest.MonkeyPatch) -> None
         subprocess, "run", lambda *given, **options: subprocess.CompletedProcess([], 1, "", "Traceback")
     )
     with pytest.raises(RuntimeError, match="ended with 1"):
-        curves.measure_in_children([1], None, None, "auto", 1.0)
+        curves.measure_in_children([1], None, None, "auto", None, 1.0)
 
 
 def test_only_other_numbers_of_threads_are_compared() -> None:
@@ -224,6 +225,25 @@ def test_what_fails_ahead_of_time_ends_with_1(monkeypatch: pytest.MonkeyPatch) -
         len({replace(shape, dtype=torch.float32) for shape in asked["shapes"]}) == 1
     )  # drafts have the target's shape
     assert "failed: k for sm_90, {}: spills 8" in run("--aot", "sm_90", code=1).stdout
+    run("--aot", "sm_90", *models(), "--quantization", "int4", code=1)
+    target, draft = [shape for shape in asked["shapes"] if shape.dtype == torch.bfloat16]
+    assert (target.quantized, draft.quantized) == (WeightForm(4, 64), None)
+    big = ["--heads", 32, "--head-dim", 128, "--intermediate", 14336, "--vocab", 1000]
+    for kind, form in (("int8", WeightForm(8)), ("int4", WeightForm(4, 128))):
+        run("--aot", "sm_90", *big, "--quantization", kind, code=1)
+        assert {shape.quantized for shape in asked["shapes"]} == {form}
+
+
+def test_quantised_layers_are_compiled_without_a_gpu() -> None:
+    pytest.importorskip("triton")
+    options = ["--aot", "sm_90", "--quantization", "int4", "--dtype", "float16", "--ops", "quantized_row_linear"]
+    sizes = "--heads 4 --kv-heads 2 --head-dim 64 --intermediate 704 --vocab 64".split()
+    child = program("-m", "treespec", "autotune", *options, *sizes, "--json", TRITON_INTERPRET=None)
+    assert child.returncode == 0, child.stdout + child.stderr
+    rows = json.loads(child.stdout)["targets"]["sm_90"]
+    assert {row["kernel"] for row in rows} == {"multiply_quantized", "add_splits"}
+    forms = {(c["bits"], c["group"], c["zero"]) for row in rows if "bits" in (c := row["config"])}
+    assert forms == {(4, 64, False)}, "704 inputs are no multiple of 128"
 
 
 # --- the sweep
@@ -292,6 +312,11 @@ def test_a_rehearsal_of_the_sweep(tmp_path: Path) -> None:
         (["--threads", "0"], ["--threads 0: valid are whole numbers from 1 to 1024"]),
         (["--device", "tpu"], ["device='tpu'", '"cpu", "cuda"']),
         (["--dtype", "bf16"], ["--dtype: unknown 'bf16'", "bfloat16"]),
+        (["--quantization", "int3"], ["--quantization: unknown 'int3'", "int4, int8"]),
+        (
+            ["--aot", "sm_90", *SMALL, "--hidden", "40", "--quantization", "int4"],
+            ["--quantization int4", "40 is no multiple"],
+        ),
         (["--model", "/nowhere", "--threads", "1"], ["/nowhere"]),
         (["--budget", "4"], ["--budget"]),
     ],

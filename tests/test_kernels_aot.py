@@ -55,6 +55,16 @@ def greedy(a, out, BLOCK: tl.constexpr):
 
 """
 
+QUANTISED = """
+import json, torch
+from dataclasses import replace
+from treespec_kernels import aot
+from treespec_kernels.quantized_row_linear import AOT_FORMS
+if __name__ == "__main__":
+    shapes = [replace(aot.default_shapes([torch.bfloat16])[2], quantized=form) for form in AOT_FORMS]
+    print(json.dumps(aot.compile_report(list(aot.SHARED_BYTES), shapes, ["quantized_row_linear"])))
+"""
+
 
 def aot(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """A process of its own: this one may have imported triton for the interpreter."""
@@ -87,6 +97,22 @@ def test_shipped_defaults_compile(target: str) -> None:
     assert {(c["dtype"], c["head_dim"]) for c in attended} == {
         (d, h) for d in ("bf16", "fp16", "fp32") for h in (64, 128)
     }
+
+
+def test_quantised_defaults_of_8b_compile_everywhere() -> None:
+    pytest.importorskip("triton")
+    child = run_uninterpreted(QUANTISED)
+    assert child.returncode == 0, child.stderr
+    report = json.loads(child.stdout)
+    assert report["failed"] == [] and set(report["targets"]) == set(SHARED_BYTES)
+    for target, rows in report["targets"].items():
+        found = [row["config"] for row in rows if row["kernel"] == "multiply_quantized"]
+        assert {(c["bits"], c["group"] if c["bits"] == 4 else None, c["zero"]) for c in found} == {
+            (8, None, False), (4, 128, False), (4, 128, True)
+        }, target  # fmt: skip
+        assert {(c["out_features"], c["in_features"]) for c in found} == {
+            (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)
+        }  # fmt: skip
 
 
 def test_every_op_says_what_it_compiles() -> None:

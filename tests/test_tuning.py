@@ -5,6 +5,7 @@ import pytest
 from tests.child import run_cases
 
 
-def test_in_the_interpreter() -> None:
+@pytest.mark.parametrize("cases", ["tuning_cases.py", "quantized_tuning_cases.py"])
+def test_in_the_interpreter(cases: str) -> None:
     pytest.importorskip("triton")
-    run_cases("tuning_cases.py", {"TRITON_INTERPRET": "1"})
+    run_cases(cases, {"TRITON_INTERPRET": "1"})

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from .quantized import WeightForm
 from .rms_norm import NormKind
 
 PAGE_SIZE = 64
 TRITON_TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+
+class LinearLayer(NamedTuple):
+    """A layer's weight is [out_features, in_features]; with silu_gate, out_features counts gates and ups."""
+
+    name: str
+    out_features: int
+    in_features: int
+    silu_gate: bool = False
 
 
 @dataclass(frozen=True)
@@ -25,6 +35,7 @@ class KernelShape:
         rotary: q and k are turned by position.
         gated, activation: of the MLP.
         capped: scores and logits have soft caps.
+        quantized: how the linear layers are quantised; None = they are not.
     """
 
     dtype: torch.dtype
@@ -41,6 +52,20 @@ class KernelShape:
     gated: bool = True
     activation: str = "silu"
     capped: bool = False
+    quantized: WeightForm | None = None
+
+    @property
+    def linear_layers(self) -> tuple[LinearLayer, ...]:
+        """Of one layer, in the order in which they run."""
+        width, hidden, intermediate = self.num_heads * self.head_dim, self.hidden_size, self.intermediate_size
+        return (
+            LinearLayer("qkv", width + 2 * self.num_kv_heads * self.head_dim, hidden),
+            LinearLayer("o", hidden, width),
+            LinearLayer("gate_up", 2 * intermediate, hidden, True)
+            if self.gated
+            else LinearLayer("up", intermediate, hidden),
+            LinearLayer("down", hidden, intermediate),
+        )
 
     @property
     def element(self) -> str:

@@ -15,6 +15,24 @@ from torch import Tensor
 SMALLEST_GROUP = 32
 
 
+class WeightForm(NamedTuple):
+    """How a model's layers are quantised: what their kernels are compiled and tuned for, beside the sizes.
+
+    Args:
+        bits: 8 or 4.
+        group: inputs that share a scale; None = all of them.
+        has_zero: whether there are zero points.
+    """
+
+    bits: int
+    group: int | None = None
+    has_zero: bool = False
+
+    def group_of(self, in_features: int) -> int:
+        """Inputs of a layer that share a scale; all where groups do not divide them."""
+        return in_features if self.group is None or in_features % self.group else self.group
+
+
 class QuantizedWeight(NamedTuple):
     """A projection's weight.
 

@@ -6,16 +6,17 @@ the kernel that adds them.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import torch
 
-from .quantized import QuantizedWeight
-from .row_linear_config import RowLinearConfig
+from .quantized import QuantizedWeight, WeightForm
+from .row_linear_config import MULTIPROCESSORS, SHARED_BYTES, RowLinearConfig
 from .triton_launch import check_launch, require_triton
 
-# Bits, group, zero points that are compiled ahead of time: int8 by channel, int4 by group, and as AWQ has it.
-AOT_FORMS = ((8, None, False), (4, 128, False), (4, 128, True))
+# What is compiled ahead of time where no form is named: int8 by channel, int4 by group, and as AWQ has it.
+AOT_FORMS = (WeightForm(8), WeightForm(4, 128), WeightForm(4, 128, True))
 
 
 def quantized_default(
@@ -42,6 +43,30 @@ def quantized_default(
     max_split = max(1, min(8, in_features // (4 * block_k)))
     split_k = 1 if out_features * in_features <= 1 << 20 else min(-(-120 // tiles), max_split)
     return replace(plain, block_n=block_n, block_k=block_k, split_k=split_k)
+
+
+def quantized_candidates(
+    dtype: torch.dtype, out_features: int, in_features: int, group: int, bits: int, target: str | None = None
+) -> list[RowLinearConfig]:
+    """Configurations worth timing, the default first; arguments as in `quantized_default`. Each fits the shared memory
+    of sm_90; others may not take it, and a launch there says so."""
+    if dtype == torch.float32:
+        tiles, blocks = [(16, 16, 4), (16, 32, 4), (16, 64, 8)], (32, 64)
+    else:
+        tiles = [(64, 32, 4), (64, 64, 4), (64, 128, 8), (32, 64, 4), (16, 64, 4), (16, 128, 8), (128, 64, 8)]
+        blocks = (32, 64, 128)
+    dividing = [block_k for block_k in blocks if group == in_features or group % block_k == 0]
+    found = [quantized_default(dtype, out_features, in_features, group, bits, target)]
+    for (block_m, block_n, num_warps), block_k in itertools.product(tiles, dividing[-2:]):
+        num_tiles, num_blocks = -(-out_features // block_n), -(-in_features // block_k)
+        stage_bytes = block_m * block_k * dtype.itemsize + block_n * block_k * bits // 8
+        for residents in (1, 2, 3):  # programs per multiprocessor that this number of splits and stages is for
+            split_k = max(1, min(round(residents * MULTIPROCESSORS / num_tiles), num_blocks // 2))
+            widened = block_n * block_k * dtype.itemsize  # at most; it changes places before the product
+            num_stages = min(8, (SHARED_BYTES // residents - widened) // stage_bytes)
+            if num_stages >= 3:
+                found.append(RowLinearConfig(block_m, block_n, block_k, split_k, num_warps, num_stages))
+    return list(dict.fromkeys(found))
 
 
 def multiply_quantized_triton(

@@ -15,6 +15,7 @@ from .aot_spec import KernelShape, KernelSpec
 from .dot import dot
 from .quantized_row_linear import AOT_FORMS, quantized_default
 from .row_linear import alignment
+from .row_linear_kernels import adding_spec
 
 _RUNTIME = "x values scale zero out num_rows stride_x_group stride_x_row".split()
 
@@ -111,25 +112,18 @@ def multiply_quantized(
 
 
 def aot_specs(shape: KernelShape, target: str | None = None) -> list[KernelSpec]:
-    """The linear layers of a Llama-like shape in their default configurations, for both kinds of integers."""
-    width = shape.num_heads * shape.head_dim
-    hidden, intermediate = shape.hidden_size, shape.intermediate_size
-    sizes = (
-        (width + 2 * shape.num_kv_heads * shape.head_dim, hidden),
-        (hidden, width),
-        (2 * intermediate, hidden),
-        (hidden, intermediate),
-    )
+    """The linear layers of a shape in their default configurations, as a decoder launches them: in the form that the
+    shape names, or in all of `AOT_FORMS`. All but qkv have their parts added by `add_splits`, however few."""
     specs: list[KernelSpec] = []
-    for out_features, in_features in sizes:
-        for bits, group, has_zero in AOT_FORMS:
-            whole = group is None or in_features % group
-            inputs = in_features if whole else group
-            config = quantized_default(shape.dtype, out_features, in_features, inputs, bits, target)
+    for layer in shape.linear_layers:
+        out_features, in_features = layer.out_features, layer.in_features
+        for form in AOT_FORMS if shape.quantized is None else (shape.quantized,):
+            bits, group = form.bits, form.group_of(in_features)
+            config = quantized_default(shape.dtype, out_features, in_features, group, bits, target)
             constants = {
                 "BITS": bits,
-                "GROUP": inputs,
-                "HAS_ZERO": has_zero,
+                "GROUP": group,
+                "HAS_ZERO": form.has_zero,
                 "OUT_FEATURES": out_features,
                 "IN_FEATURES": in_features,
                 "BYTES_X": alignment(shape.dtype.itemsize, in_features),
@@ -154,8 +148,8 @@ def aot_specs(shape: KernelShape, target: str | None = None) -> list[KernelSpec]
                 types,
                 constants,
                 {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False},
-                described | {"bits": bits, "group": inputs, "zero": has_zero} | asdict(config),
+                described | {"bits": bits, "group": group, "zero": form.has_zero} | asdict(config),
             )
-            if spec not in specs:
-                specs.append(spec)
+            found = [spec] if layer.name == "qkv" else [spec, adding_spec(shape, layer, config.split_k)]
+            specs += [spec for spec in found if spec not in specs]
     return specs

@@ -13,7 +13,7 @@ from dataclasses import asdict
 import triton
 import triton.language as tl
 
-from .aot_spec import KernelShape, KernelSpec
+from .aot_spec import KernelShape, KernelSpec, LinearLayer
 from .dot import dot
 from .pointwise import activate
 from .row_linear import REDUCE_BLOCK, REDUCE_WARPS, RowLinearConfig, alignment
@@ -198,36 +198,19 @@ def aot_specs(shape: KernelShape, target: str | None = None) -> list[KernelSpec]
     """The linear layers of a Llama-like shape in their default configurations, as a decoder launches them.
 
     qkv, o and down leave partial sums where they are split; o and down add them, and the residual, in `add_splits`.
-    gate_up, or up alone where there is no gate, ends in its activation.
+    gate_up, or up alone where there is no gate, ends in its activation. Quantised layers are another op's.
     """
-    width = shape.num_heads * shape.head_dim
-    hidden, intermediate = shape.hidden_size, shape.intermediate_size
-    layers = (
-        ("qkv", width + 2 * shape.num_kv_heads * shape.head_dim, hidden),
-        ("o", hidden, width),
-        ("gate_up", 2 * intermediate, hidden) if shape.gated else ("up", intermediate, hidden),
-        ("down", hidden, intermediate),
-    )
     specs: list[KernelSpec] = []
-    for layer, out_features, in_features in layers:
-        activation = shape.activation if layer.endswith("up") else "none"
-        silu_gate = layer == "gate_up"
-        config = RowLinearConfig.default(shape.dtype, out_features, in_features, silu_gate, target)
+    for layer in shape.linear_layers if shape.quantized is None else ():
+        out_features, in_features = layer.out_features, layer.in_features
+        config = RowLinearConfig.default(shape.dtype, out_features, in_features, layer.silu_gate, target)
         is_split = config.split_k > 1
-        features = out_features // 2 if silu_gate else out_features
-        types = dict.fromkeys(("x", "weight", "bias", "residual", "out"), f"*{shape.element}") | {"partials": "*fp32"}
+        epilogue = _epilogue(shape, layer)
         described = {"dtype": shape.element, "out_features": out_features, "in_features": in_features}
-        described["activation"] = activation
-        constants: dict[str, int | bool | str] = {
+        described["activation"] = epilogue["ACTIVATION"]
+        multiply = epilogue | {
             "OUT_FEATURES": out_features,
             "SPLIT_K": config.split_k,
-            "BYTES_OUT": alignment(shape.dtype.itemsize, features),
-            "SILU_GATE": silu_gate,
-            "ACTIVATION": activation,
-            "HAS_BIAS": shape.norm == "layer" and layer != "qkv",
-            "HAS_RESIDUAL": layer in ("o", "down"),
-        }
-        multiply = constants | {
             "STRIDE_WEIGHT": in_features,
             "IN_FEATURES": in_features,
             "BYTES_IN": alignment(shape.dtype.itemsize, in_features),
@@ -243,15 +226,42 @@ def aot_specs(shape: KernelShape, target: str | None = None) -> list[KernelSpec]
         found = [
             KernelSpec(
                 multiply_rows,
-                types | ({"out": "*fp32"} if is_split else {}),
+                _types(shape) | ({"out": "*fp32"} if is_split else {}),
                 multiply,
                 {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False},
                 described | asdict(config),
             )
         ]
-        if is_split and layer != "qkv":
-            adding = constants | {"BYTES_PARTIAL": alignment(4, features), "BLOCK_F": REDUCE_BLOCK}
-            launch = {"num_warps": REDUCE_WARPS, "enable_fp_fusion": False}
-            found.append(KernelSpec(add_splits, types, adding, launch, {"dtype": shape.element} | adding))
+        if is_split and layer.name != "qkv":
+            found.append(adding_spec(shape, layer, config.split_k))
         specs += [spec for spec in found if spec not in specs]
     return specs
+
+
+def adding_spec(shape: KernelShape, layer: LinearLayer, split_k: int) -> KernelSpec:
+    """`add_splits` behind a layer of that shape."""
+    features = layer.out_features // 2 if layer.silu_gate else layer.out_features
+    constants = _epilogue(shape, layer) | {
+        "OUT_FEATURES": layer.out_features,
+        "SPLIT_K": split_k,
+        "BYTES_PARTIAL": alignment(4, features),
+        "BLOCK_F": REDUCE_BLOCK,
+    }
+    launch = {"num_warps": REDUCE_WARPS, "enable_fp_fusion": False}
+    return KernelSpec(add_splits, _types(shape), constants, launch, {"dtype": shape.element} | constants)
+
+
+def _epilogue(shape: KernelShape, layer: LinearLayer) -> dict[str, int | bool | str]:
+    features = layer.out_features // 2 if layer.silu_gate else layer.out_features
+    return {
+        "BYTES_OUT": alignment(shape.dtype.itemsize, features),
+        "SILU_GATE": layer.silu_gate,
+        "ACTIVATION": shape.activation if layer.name.endswith("up") else "none",
+        "HAS_BIAS": shape.norm == "layer" and layer.name != "qkv",
+        "HAS_RESIDUAL": layer.name in ("o", "down"),
+    }
+
+
+def _types(shape: KernelShape) -> dict[str, str]:
+    names = ("x", "weight", "bias", "residual", "out")
+    return dict.fromkeys(names, f"*{shape.element}") | {"partials": "*fp32"}

@@ -6,15 +6,19 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.interpreted.tuning_cases import NAME
 from tests.models import greedy, make_draft, make_llama, new_folder, open_llm, random_prompts
 from tests.quantized import quantize_folder
 from treespec import SpecConfig
 from treespec.rounds.batch import BatchRound
+from treespec_kernels import tuned
 from treespec_kernels.quantized import QuantizedWeight
+from treespec_kernels.tuned import KernelConfigs, TunedEntry
 
 torch.set_num_threads(1)
 PROMPTS = random_prompts([3, 62], vocab=64)
-SMALL = {"num_hidden_layers": 1, "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64}
+SIZES = ((128, 32), (32, 64), (192, 32), (32, 96))  # of the layers: qkv, o, gate and up, down
+SMALL = {"num_hidden_layers": 1, "vocab_size": 64, "hidden_size": 32, "intermediate_size": 96}
 
 
 @pytest.fixture(scope="module")
@@ -43,4 +47,51 @@ def test_trees_give_the_tokens_of_plain_decoding(folders: tuple[Path, list[Path]
     tokens = [[output.outputs[0].token_ids for output in outputs] for outputs in (trees, plain, cpu)]
     assert tokens[0] == tokens[1] == tokens[2]
     assert all(output.metrics.acceptance_length > 1.3 for output in trees)
+    llm.engine.check_integrity()
+
+
+def entry(config: dict[str, int], op: str = "quantized_row_linear", stale: bool = False, **key: int) -> TunedEntry:
+    versions = tuned.versions_of(NAME, op) | ({"source": "another"} if stale else {})
+    of_dtype = {"dtype": "float32", "groups": 1} | key
+    return TunedEntry(op, of_dtype, config, 1.0, 2.0, {}, versions, "2026-01-01T00:00:00+00:00")
+
+
+def test_tuned_configurations_are_used_and_change_no_token(folders: tuple[Path, list[Path]], tmp_path: Path) -> None:
+    """Of the four layers two are tuned; the others' entries are stale, or of another op, group or number of bits."""
+    qkv, o, gate_up, down = ({"out_features": out, "in_features": inputs} for out, inputs in SIZES)
+    int4, config = {"bits": 4, "group": 32, "zero": 0}, {"block_n": 16, "block_k": 16, "split_k": 2}
+    entries = [
+        entry(config, **qkv, **int4),
+        entry(config | {"split_k": 3}, **down, **int4),
+        entry(config, **o, **int4, stale=True),
+        *(entry(config, **gate_up, **(int4 | change)) for change in ({"bits": 8}, {"group": 64}, {"zero": 1})),
+        entry(config, "row_linear", **gate_up, silu_gate=1),
+    ]
+    tuned.save_entries(tmp_path / f"{tuned.slug(NAME)}.json", NAME, entries)
+    load = KernelConfigs.load
+    with (
+        mock.patch("treespec.build._prove"),
+        mock.patch.object(KernelConfigs, "load", lambda device: load("cuda", name=NAME, folders=[tmp_path])),
+    ):
+        llm = open_llm(
+            folders[0], [], attention="triton", linear="triton", max_num_seqs=1, quantization="int4", max_model_len=128
+        )
+    [linear] = llm.engine.runner.target.kernels._linear
+    assert [(each.block_n, each.block_k, each.split_k) for each in linear] == [
+        (16, 16, 2), (64, 32, 1), (64, 32, 1), (16, 16, 3)
+    ]  # fmt: skip
+    assert all(each.fixed_order_dot for each in linear)
+    frozen = llm.stats()["frozen"]
+    assert frozen["tuned_file"] == str(tmp_path / f"{tuned.slug(NAME)}.json")
+    defaults = [label for label in frozen["default_kernels"] if "row_linear" in label]
+    assert defaults == [
+        f"quantized_row_linear float32, bits 4, group 32, groups 1, in_features {size['in_features']}, "
+        f"out_features {size['out_features']}, zero 0"
+        for size in (o, gate_up)
+    ]
+    spec = SpecConfig(nodes=6, max_depth=2, sources=("lookup",))
+    trees, plain = (llm.generate(PROMPTS[1:], greedy(4), spec=how) for how in (spec, "off"))
+    cpu = open_llm(folders[0], quantization="int4", max_num_seqs=1).generate(PROMPTS[1:], greedy(4), spec="off")
+    tokens = [[output.outputs[0].token_ids for output in outputs] for outputs in (trees, plain, cpu)]
+    assert tokens[0] == tokens[1] == tokens[2]
     llm.engine.check_integrity()

@@ -6,7 +6,7 @@ import typer
 
 from treespec.cli import curves, kernels
 from treespec.cli.group import print_json, usage_error
-from treespec.cli.options import Device, Drafts, Dtype, Json, Model
+from treespec.cli.options import Device, Drafts, Dtype, Json, Model, Quantization
 
 MAX_SECONDS = 24 * 3600
 
@@ -32,6 +32,7 @@ def autotune(
     ] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    quantization: Quantization = None,
     heads: Annotated[int | None, _size("--heads", "Query heads")] = None,
     kv_heads: Annotated[int | None, _size("--kv-heads", "KV heads")] = None,
     head_dim: Annotated[int | None, _size("--head-dim", "The size of a head")] = None,
@@ -73,13 +74,15 @@ def autotune(
     if show:
         _show(as_json)
         return
+    from treespec.config import QUANTIZATIONS
     from treespec.errors import reject_unknown
     from treespec.resolve import DTYPES, resolve_device
 
     reject_unknown("--dtype", [dtype], ("auto", *DTYPES))
+    reject_unknown("--quantization", [quantization] if quantization is not None else [], QUANTIZATIONS)
     computed = None if dtype == "auto" else DTYPES[dtype]
     if aot:
-        raise typer.Exit(_aot(aot, ops, sizes, model, draft, computed, as_json))
+        raise typer.Exit(_aot(aot, ops, sizes, model, draft, computed, quantization, as_json))
     where = resolve_device(device)
     swept = {
         "--ops": ops, "--nodes": nodes, "--context": context, "--budget-seconds": budget_seconds, "--fresh": fresh,
@@ -90,9 +93,10 @@ def autotune(
         if of_kernels:
             raise usage_error(
                 f"{of_kernels[0]} is about kernels on a GPU, and torch sees none here; valid on a CPU: --model, "
-                "--draft, --dtype, --seconds, --threads, --show, --json, and --aot TARGET to compile kernels"
+                "--draft, --dtype, --quantization, --seconds, --threads, --show, --json, and --aot TARGET to compile "
+                "kernels"
             )
-        _measure_on_cpu(model, draft, dtype, seconds, threads, as_json)
+        _measure_on_cpu(model, draft, dtype, quantization, seconds, threads, as_json)
         return
     if threads is not None:
         raise usage_error(f"--threads {threads} is about a CPU; use --device cpu")
@@ -100,14 +104,14 @@ def autotune(
 
     if computed is None and where.type == "cpu":
         computed = DTYPES["float32"]  # Triton's interpreter computes bfloat16 wrongly
-    shapes = kernels.shapes_of(sizes, model, draft, computed)
+    shapes = kernels.shapes_of(sizes, model, draft, computed, quantization)
     chosen = kernels.names("--ops", ops, known_ops())
     found = kernels.tune_kernels(shapes, where, chosen, nodes or 32, context or 2048, budget_seconds, fresh, force)
     document: dict[str, Any] = {"kernels": found}
     if not as_json:
         kernels.echo_tuned(found)
     if not sizes.given and where.type == "cuda":
-        entry = curves.measure_here(model, draft, device, dtype, seconds, None)
+        entry = curves.measure_here(model, draft, device, dtype, quantization, seconds, None)
         document |= _curves([entry])
         if not as_json:
             typer.echo("")
@@ -118,7 +122,7 @@ def autotune(
 
 def _aot(
     targets: list[str], ops: list[str] | None, sizes: kernels.Sizes, model: str | None, drafts: list[str] | None,
-    dtype: Any, as_json: bool,
+    dtype: Any, quantization: str | None, as_json: bool,
 ) -> int:  # fmt: skip
     """Compile ahead of time; the exit code."""
     from dataclasses import replace
@@ -126,9 +130,9 @@ def _aot(
     from treespec_kernels import aot
 
     chosen = kernels.names("--aot", targets, aot.SHARED_BYTES) or []
-    if sizes.given or model is not None:
+    if sizes.given or model is not None or quantization is not None:
         dtypes = [dtype] if dtype is not None else list(aot.DTYPES)
-        found = dict.fromkeys(shape.kernel for shape in kernels.shapes_of(sizes, model, drafts, None))
+        found = dict.fromkeys(shape.kernel for shape in kernels.shapes_of(sizes, model, drafts, None, quantization))
         shapes = [replace(shape, dtype=each) for each in dtypes for shape in found]
     else:
         shapes = list(aot.default_shapes(aot.DTYPES if dtype is None else (dtype,)))
@@ -141,13 +145,14 @@ def _aot(
 
 
 def _measure_on_cpu(
-    model: str | None, drafts: list[str] | None, dtype: str, seconds: float, threads: int | None, as_json: bool
-) -> None:
+    model: str | None, drafts: list[str] | None, dtype: str, quantization: str | None, seconds: float,
+    threads: int | None, as_json: bool,
+) -> None:  # fmt: skip
     counts = curves.thread_counts()
     if threads is not None or len(counts) == 1:
-        entries = [curves.measure_here(model, drafts, "cpu", dtype, seconds, threads)]
+        entries = [curves.measure_here(model, drafts, "cpu", dtype, quantization, seconds, threads)]
     else:
-        entries = curves.measure_in_children(counts, model, drafts, dtype, seconds)
+        entries = curves.measure_in_children(counts, model, drafts, dtype, quantization, seconds)
     document = _curves(entries)
     if as_json:
         print_json(document)

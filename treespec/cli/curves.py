@@ -17,8 +17,9 @@ BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}"
 
 
 def measure_here(
-    model: str | None, drafts: list[str] | None, device: str, dtype: str, seconds: float, threads: int | None
-) -> dict[str, Any]:
+    model: str | None, drafts: list[str] | None, device: str, dtype: str, quantization: str | None, seconds: float,
+    threads: int | None,
+) -> dict[str, Any]:  # fmt: skip
     """Measure an engine's curve in this process and store it; the entry that was stored."""
     import torch
     from tqdm import tqdm  # type: ignore[import-untyped]
@@ -28,7 +29,7 @@ def measure_here(
     if threads is not None:
         torch.set_num_threads(threads)
     with status("loading"):
-        llm = load_llm(model, drafts, None, device, dtype)
+        llm = load_llm(model, drafts, None, device, dtype, quantization=quantization)
     engine = llm.engine
     with tqdm(desc="measuring", total=1.0, leave=False, bar_format=BAR, disable=not sys.stderr.isatty()) as bar:
         curve = costs.measure(engine.runner, engine.ssms, seconds, lambda fraction: bar.update(fraction - bar.n))
@@ -45,8 +46,9 @@ def thread_counts() -> list[int]:
 
 
 def measure_in_children(
-    counts: Sequence[int], model: str | None, drafts: list[str] | None, dtype: str, seconds: float
-) -> list[dict[str, Any]]:
+    counts: Sequence[int], model: str | None, drafts: list[str] | None, dtype: str, quantization: str | None,
+    seconds: float,
+) -> list[dict[str, Any]]:  # fmt: skip
     """The curve with each number of threads, which is fixed once an engine has proved its bits.
 
     Raises:
@@ -57,6 +59,7 @@ def measure_in_children(
 
     options = ["--device", "cpu", "--dtype", dtype, "--seconds", str(seconds), "--json"]
     options += ["--model", model] if model is not None else []
+    options += ["--quantization", quantization] if quantization is not None else []
     options += [part for draft in drafts or () for part in ("--draft", draft)]
     entries = []
     with tqdm(desc="measuring", total=len(counts), leave=False, disable=not sys.stderr.isatty()) as bar:

@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from treespec.config import ModelConfig
     from treespec_kernels.aot_spec import KernelShape
+    from treespec_kernels.quantized import WeightForm
     from treespec_kernels.tuning import Tuned
 
 MAX_NODES = 256
@@ -52,11 +53,23 @@ class Shape:
     groups: int = 1
 
 
-def shapes_of(sizes: Sizes, model: str | None, drafts: list[str] | None, dtype: "torch.dtype | None") -> list[Shape]:
+def shapes_of(
+    sizes: Sizes,
+    model: str | None,
+    drafts: list[str] | None,
+    dtype: "torch.dtype | None",
+    quantization: str | None = None,
+) -> list[Shape]:
     """What to tune or compile for: the shape that options give, or the models' (the embedded ones by default).
 
     Args:
         dtype: None takes the checkpoint's, or bfloat16 where there is none.
+        quantization: of the target while it is loaded. A model that is quantised already, in some of its layers or in
+            all, has a shape with that form; where some are left out, one without it too.
+
+    Raises:
+        UsageError: options that do not go together.
+        ConfigError: quantization of a model that is quantised already, or whose inputs no group divides.
     """
     import torch
 
@@ -80,30 +93,69 @@ def shapes_of(sizes: Sizes, model: str | None, drafts: list[str] | None, dtype: 
             dtype or torch.bfloat16, head_dim, heads, kv_heads, sizes.hidden or heads * head_dim,
             int(sizes.intermediate or 0), int(sizes.vocab or 0),
         )  # fmt: skip
-        return [Shape(kernel, sizes.layers or 1)]
+        return [Shape(replace(kernel, quantized=_form_of_sizes(kernel, quantization)), sizes.layers or 1)]
     from treespec.config import ModelConfig
+    from treespec.models.quantized import check_quantization
     from treespec.resolve import resolve_folders, resolve_model
 
     target = ModelConfig.from_hf(resolve_model(model))
+    check_quantization(quantization, target, dtype or target.dtype)
     counts: dict[Shape, int] = {}
     for config in (ModelConfig.from_hf(folder) for _, folder in resolve_folders(model, drafts)):
-        shape = Shape(_kernel_shape(config, dtype or target.dtype), config.shape.num_layers)
-        counts[shape] = counts.get(shape, 0) + 1
-    own = Shape(_kernel_shape(target, dtype or target.dtype), target.shape.num_layers)
+        for kernel in _kernel_shapes(config, dtype or target.dtype, None):
+            shape = Shape(kernel, config.shape.num_layers)
+            counts[shape] = counts.get(shape, 0) + 1
+    kernels = _kernel_shapes(target, dtype or target.dtype, quantization)
+    own = [Shape(kernel, target.shape.num_layers) for kernel in kernels]
     stacked = [Shape(shape.kernel, shape.layers, groups) for shape, groups in counts.items()]
-    return list(dict.fromkeys([own, *stacked, *counts]))  # an SSM also runs alone: on prompts, or chosen for a round
+    return list(dict.fromkeys([*own, *stacked, *counts]))  # an SSM also runs alone: on prompts, or chosen for a round
 
 
-def _kernel_shape(config: "ModelConfig", dtype: "torch.dtype") -> "KernelShape":
+def _form_of_sizes(kernel: "KernelShape", quantization: str | None) -> "WeightForm | None":
+    """Of a shape that options give."""
+    from treespec_kernels.quantized import WeightForm
+    from treespec_weights.quantize import BITS, group_of
+
+    if quantization is None:
+        return None
+    inputs = {layer.in_features for layer in kernel.linear_layers}
+    try:
+        return WeightForm(BITS[quantization], group_of(inputs) if BITS[quantization] == 4 else None)
+    except ValueError as error:
+        raise usage_error(f"--quantization {quantization}: {error}") from error
+
+
+def _kernel_shapes(config: "ModelConfig", dtype: "torch.dtype", quantization: str | None) -> "list[KernelShape]":
+    """A model's, for each form that its layers have."""
     from treespec_kernels.aot_spec import KernelShape
 
     shape = config.shape
-    return KernelShape(
-        dtype, shape.head_dim, shape.num_heads, shape.num_kv_heads, shape.hidden_size, shape.intermediate_size,
-        shape.vocab_size, norm=config.rules.norm, post_norms=shape.post_norms, qk_norm=shape.qk_norm,
-        rotary=bool(config.ropes), gated=shape.gated, activation=config.activation,
-        capped=config.score_cap is not None or config.logit_cap is not None,
-    )  # fmt: skip
+    return [
+        KernelShape(
+            dtype, shape.head_dim, shape.num_heads, shape.num_kv_heads, shape.hidden_size, shape.intermediate_size,
+            shape.vocab_size, norm=config.rules.norm, post_norms=shape.post_norms, qk_norm=shape.qk_norm,
+            rotary=bool(config.ropes), gated=shape.gated, activation=config.activation,
+            capped=config.score_cap is not None or config.logit_cap is not None, quantized=form,
+        )
+        for form in _forms(config, quantization)
+    ]  # fmt: skip
+
+
+def _forms(config: "ModelConfig", quantization: str | None) -> "list[WeightForm | None]":
+    from treespec_kernels.quantized import WeightForm
+    from treespec_weights.load import covered, expected_tensors, quantizable, quantized_group
+    from treespec_weights.quantize import BITS
+
+    if quantization is not None:
+        return [WeightForm(BITS[quantization], quantized_group(config.shape, quantization))]
+    scheme = config.quantization
+    if scheme is None or scheme.floating:  # fp8 is widened while it is loaded
+        return [None]
+    form = WeightForm(scheme.bits, scheme.group, not scheme.symmetric)
+    matrices = quantizable(config.shape)
+    placements = [each for each in expected_tensors(config.shape, config.rules) if {*each.params} & {*matrices}]
+    found = {covered(scheme, each, config.rules) for each in placements}
+    return [form if each else None for each in sorted(found, reverse=True)]
 
 
 def names(flag: str, given: Sequence[str] | None, valid: Iterable[str]) -> list[str] | None:

@@ -52,6 +52,15 @@ class _Norm(NamedTuple):
     post: Tensor | None = None
 
 
+class _LinearConfigs(NamedTuple):
+    """Of one layer's products."""
+
+    qkv: RowLinearConfig
+    o: RowLinearConfig
+    gate_up: RowLinearConfig
+    down: RowLinearConfig
+
+
 class PassKernels:
     """The kernels of a pass over stacked models, with the configuration of each frozen.
 
@@ -82,11 +91,7 @@ class PassKernels:
         learned = shape.learned_positions - config.rules.extra_positions  # of each model; none below 1
         self._last_position = learned - 1
         self._first_positions = torch.arange(weights.groups, device=weights.embed.device)[:, None] * learned
-        first = weights.layers[0]
-        self._qkv = self._linear_config(first.qkv, configs)
-        self._o = self._linear_config(first.o, configs)
-        self._gate_up = self._linear_config(first.gate_up, configs, silu_gate=shape.gated)
-        self._down = self._linear_config(first.down, configs)
+        self._linear = [self._linear_configs(layer, configs) for layer in weights.layers]
         vocab, hidden = weights.head.shape[1:]
         key = self._key() | {"vocab_size": vocab, "hidden_size": hidden}
         default = LmHeadConfig.default(self.dtype, vocab, hidden)
@@ -96,6 +101,16 @@ class PassKernels:
 
     def _key(self) -> dict[str, int | torch.dtype]:
         return {"dtype": self.dtype, "groups": self.weights.groups}
+
+    def _linear_configs(self, layer: LayerWeights, configs: KernelConfigs) -> _LinearConfigs:
+        """Layers of one model may be quantised differently, or not at all."""
+        gated = self.config.shape.gated
+        return _LinearConfigs(
+            self._linear_config(layer.qkv, configs),
+            self._linear_config(layer.o, configs),
+            self._linear_config(layer.gate_up, configs, silu_gate=gated),
+            self._linear_config(layer.down, configs),
+        )
 
     def _linear_config(self, weight: Weight, configs: KernelConfigs, silu_gate: bool = False) -> RowLinearConfig:
         out_features, in_features = weight.shape[1:]
@@ -111,7 +126,8 @@ class PassKernels:
 
     def _quantized_config(self, weight: QuantizedWeight, configs: KernelConfigs) -> RowLinearConfig:
         (out_features, in_features), group, bits = weight.shape[1:], weight.group, weight.bits
-        key = self._key() | {"out_features": out_features, "in_features": in_features, "bits": bits, "group": group}
+        key = self._key() | {"out_features": out_features, "in_features": in_features}
+        key |= {"bits": bits, "group": group, "zero": int(weight.zero is not None)}
         target = target_of(weight.values.device)
         default = quantized_default(self.dtype, out_features, in_features, group, bits, target)
         if is_interpreted():
@@ -138,18 +154,21 @@ class PassKernels:
         h = self._norm(stream, _Norm(layers[0].attn_norm, layers[0].attn_norm_bias))
         norms = [*((layer.attn_norm, layer.attn_norm_bias) for layer in layers[1:])]
         norms.append((weights.final_norm, weights.final_norm_bias))
-        for i, (layer, cache, (rope, window), norm) in enumerate(zip(layers, kv, self._kinds, norms, strict=False)):
+        each_layer = zip(layers, self._linear, kv, self._kinds, norms, strict=False)
+        for i, (layer, linear, cache, (rope, window), norm) in enumerate(each_layer):
             if i in states:
                 states[i] = stream.clone()
-            mixed = self._attend(layer, h, layout, cache, tables[rope] if tables else None, layout.attention[window])
+            table, plan = tables[rope] if tables else None, layout.attention[window]
+            mixed = self._attend(layer, linear.qkv, h, layout, cache, table, plan)
             inner = _Norm(layer.mlp_norm, layer.mlp_norm_bias, layer.attn_post_norm)
             if self.config.parallel:  # the MLP does not see what attention adds
                 h = self._norm(stream, inner)
-                self._add(mixed, layer.o, self._o, stream, layer.o_bias)
+                self._add(mixed, layer.o, linear.o, stream, layer.o_bias)
             else:
-                h = self._product(mixed, layer.o, self._o, inner, stream, layer.o_bias)
-            mixed = self._activated(h, layer)
-            h = self._product(mixed, layer.down, self._down, _Norm(*norm, layer.mlp_post_norm), stream, layer.down_bias)
+                h = self._product(mixed, layer.o, linear.o, inner, stream, layer.o_bias)
+            mixed = self._activated(h, layer, linear.gate_up)
+            last = _Norm(*norm, layer.mlp_post_norm)
+            h = self._product(mixed, layer.down, linear.down, last, stream, layer.down_bias)
         if len(layers) in states:
             states[len(layers)] = stream.clone()
         return h
@@ -159,6 +178,7 @@ class PassKernels:
         chosen = copy.copy(self)
         chosen.weights = replace(self.weights, layers=tuple(self.weights.layers[i] for i in layers))
         chosen.windows, chosen._kinds = windows, [self._kinds[i] for i in layers]
+        chosen._linear = [self._linear[i] for i in layers]
         return chosen
 
     def logits(self, hidden: Tensor) -> LmHead:
@@ -180,12 +200,13 @@ class PassKernels:
         return rms_norm_triton(stream, norm.weight, config.norm_eps, kind=config.rules.norm, shift=norm.shift)
 
     def _attend(
-        self, layer: LayerWeights, h: Tensor, layout: TritonPass, cache: Tensor, table: Tensor | None, plan: Any
-    ) -> Tensor:
+        self, layer: LayerWeights, linear: RowLinearConfig, h: Tensor, layout: TritonPass, cache: Tensor,
+        table: Tensor | None, plan: Any,
+    ) -> Tensor:  # fmt: skip
         rows, config = len(h), self.config
         q = torch.empty(rows, self.heads, self.head_dim, dtype=self.attention.cache_dtype, device=h.device)
         if self.exact or isinstance(layer.qkv, QuantizedWeight):
-            qkv = row_linear_partials_triton(self._grouped(h), self._squeezed(layer.qkv), config=self._qkv)
+            qkv = row_linear_partials_triton(self._grouped(h), self._squeezed(layer.qkv), config=linear)
         else:
             qkv = torch.matmul(self._grouped(h), self._squeezed(layer.qkv).mT).flatten(0, -2)
         bias = None if layer.qkv_bias is None else self._squeezed(layer.qkv_bias)
@@ -196,13 +217,13 @@ class PassKernels:
         out = self.attention(q, cache[0], cache[1], plan, config.query_scale, config.score_cap)
         return out.view(rows, -1)
 
-    def _activated(self, h: Tensor, layer: LayerWeights) -> Tensor:
+    def _activated(self, h: Tensor, layer: LayerWeights, linear: RowLinearConfig) -> Tensor:
         """The MLP before its down projection."""
         weight, bias, gated = self._squeezed(layer.gate_up), layer.gate_up_bias, self.config.shape.gated
         bias, activation = None if bias is None else self._squeezed(bias), self.config.activation
         if self.exact or isinstance(weight, QuantizedWeight):
             out = row_linear_triton(
-                self._grouped(h), weight, bias=bias, silu_gate=gated, activation=activation, config=self._gate_up
+                self._grouped(h), weight, bias=bias, silu_gate=gated, activation=activation, config=linear
             )
             return out.flatten(0, -2)
         both = torch.matmul(self._grouped(h), weight.mT)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from ..quantized import QuantizedWeight
 from ..row_linear import RowLinearConfig, row_linear_ref, row_linear_triton
 from ..triton_launch import target_of
 from .base import Setting, Tensors, Workload
@@ -17,10 +18,10 @@ TREE, PLAIN, BATCH = 0.6, 0.2, 0.2
 
 
 class LinearInputs(NamedTuple):
-    """x: [rows, in] or [groups, rows, in]. weight: [out, in] or [groups, out, in]."""
+    """x: [rows, in] or [groups, rows, in]. weight: [out, in] or [groups, out, in], perhaps quantised."""
 
     x: torch.Tensor
-    weight: torch.Tensor
+    weight: torch.Tensor | QuantizedWeight
 
 
 class RowLinearWorkload(Workload[LinearInputs]):
@@ -92,6 +93,7 @@ class RowLinearWorkload(Workload[LinearInputs]):
 
         def product(copy: int) -> torch.Tensor:
             x, weight = self.inputs[copy]
+            assert isinstance(weight, torch.Tensor)
             return F.linear(x, weight) if x.dim() == 2 else torch.bmm(x, weight.mT)
 
         return {"torch": product}
@@ -111,14 +113,9 @@ def row_counts(setting: Setting) -> dict[int, float]:
 
 
 def workloads(setting: Setting) -> list[Workload]:
-    shape = setting.shape
-    heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-    layers = {  # out_features, in_features, silu_gate
-        (heads, shape.hidden_size, False),
-        (shape.hidden_size, shape.num_heads * shape.head_dim, False),
-        (shape.intermediate_size * (2 if shape.gated else 1), shape.hidden_size, shape.gated),
-        (shape.hidden_size, shape.intermediate_size, False),
-    }
+    if setting.shape.quantized is not None:
+        return []
+    layers = {layer[1:] for layer in setting.shape.linear_layers}  # those of equal size count once
     return [
         RowLinearWorkload(setting, out_features, in_features, rows, silu_gate, weight)
         for out_features, in_features, silu_gate in sorted(layers)

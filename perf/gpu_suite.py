@@ -6,10 +6,11 @@
     PYTHONPATH=.:kernels:weights python perf/gpu_suite.py --report              # the tables of what is there
 
 Stages (letters name several): ops, bits and families (a), passes and rounds (b), autotune (c), kernels (d), grown1b and
-grown8b (e). Each stays below eight minutes and writes perf/results/<device>/<stage>.json after every measurement. A
-document of the same sources is gone on with, and a complete one is not measured again, except with --again. What failed
-or was too slow stands in the document as an error; what was not measured is not there. The last thing printed is the
-table of what must be reached. Exits with 1 where something that was measured misses its bound in correctness.
+grown8b (e), quantized (f). Each stays below eight minutes and writes perf/results/<device>/<stage>.json after every
+measurement. A document of the same sources is gone on with, and a complete one is not measured again, except with
+--again. What failed or was too slow stands in the document as an error; what was not measured is not there. The last
+thing printed is the table of what must be reached. Exits with 1 where something that was measured misses its bound in
+correctness.
 """
 
 import argparse

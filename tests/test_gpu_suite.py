@@ -233,6 +233,48 @@ def test_an_8b_pass_moves_its_weights_and_its_context() -> None:
     assert roofline.floor_us(4.3e12, 0, 4.3e12, None) == 1e6
 
 
+def test_an_8b_pass_of_quantised_layers_moves_integers_and_scales() -> None:
+    roofline, models, shape = module("roofline"), module("models"), module("setting").LLAMA_8B
+    matrices = 32 * 4096 * (6144 + 4096 + 3 * 14336)
+    outputs = 32 * (6144 + 4096 + 2 * 14336 + 4096)
+    plain = roofline.pass_bytes(shape, 32, 2048, 2)
+    for kind, scales, bits in (("int8", outputs, 8), ("int4", matrices // 128, 4)):
+        form = models.form_of(shape, kind)
+        moved = roofline.pass_bytes(shape, 32, 2048, 2, form=form)
+        assert moved == plain - matrices * 2 + matrices * bits // 8 + scales * 2, kind
+    assert models.form_of(shape, None) is None and roofline.pass_bytes(shape, 32, 2048, 2, form=None) == plain
+
+
+def test_quantised_passes_stand_beside_plain_ones(dry_run: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    out, child = dry_run
+    found = documents(out)["quantized"]["measurements"]
+    for nodes in map(str, module("quantized").DRY.nodes):
+        plain, *others = (found[name]["passes"][nodes] for name in ("plain", "int8", "int4"))
+        assert plain["bytes"] > others[0]["bytes"] > others[1]["bytes"]
+        for name in ("int8", "int4", "tuned int8", "tuned int4"):
+            assert found[name][f"of_plain_{nodes}"] == found[name][f"us_{nodes}"] / plain["graph_us"]
+    assert [found[kind]["differing_rows"] for kind in ("plain", "int8", "int4")] == [0, 0, 0]
+    tuned = found["tuned int4"]["tuning"]["document"]["kernels"]["results"]
+    assert {result["op"] for result in tuned} == {"quantized_row_linear"}
+    assert {result["key"]["bits"] for result in tuned} == {4}
+    assert module("stages").STAGES[-1].name == "quantized" and "\n  int4   1 nodes " in child.stdout
+
+
+def test_tuning_quantised_layers_leaves_other_results_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    file = tmp_path / "treespec" / "tuned" / "a.json"
+    file.parent.mkdir(parents=True)
+    hashes = []
+    for entries in ([{"op": "lm_head"}], [{"op": "lm_head"}, {"op": "quantized_row_linear"}], [{"op": "row_linear"}]):
+        file.write_text(json.dumps({"entries": entries}))
+        hashes.append(module("setting").tuned_hash())
+    assert hashes[0] == hashes[1] != hashes[2]
+    file.write_text("{")
+    assert module("setting").tuned_hash() not in hashes
+
+
 def reached() -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
     """Figures that reach a target, by a part of its text."""
     attention = {"attention/8192/32/ours": {"us": 10.0}, "attention/8192/32/masked sdpa, gqa": {"us": 50.0}}

@@ -19,19 +19,33 @@ from treespec.config import ModelConfig
 from treespec.layers import LayerKind, Rope
 from treespec.models.attention import make_attention
 from treespec.models.triton_decoder import TritonDecoder
+from treespec_kernels.quantized import WeightForm
 from treespec_kernels.tree_batch import RequestRows
 from treespec_kernels.tuned import KernelConfigs
 from treespec_weights import LLAMA, ModelShape, default_folder, read_config
 from treespec_weights.grow import grow_checkpoint, grown_shape
+from treespec_weights.load import quantizable, quantized_group
+from treespec_weights.quantize import BITS, quantize
 from treespec_weights.sizes import parse_size
 
 
-def random_weights(setting: Setting, shape: ModelShape) -> dict[str, Tensor]:
-    """Every parameter of a shape, random, of the size that keeps activations near 1."""
-    return {
-        name: setting.random(*size, scale=size[1] ** -0.5) if len(size) > 1 else 1.0 + setting.random(*size, scale=0.1)
-        for name, size in shape.parameters().items()
-    }
+def random_weights(setting: Setting, shape: ModelShape, quantization: str | None = None) -> dict[str, Tensor]:
+    """Every parameter of a shape, random, of the size that keeps activations near 1; the layers' matrices quantised as
+    `LLM(quantization=)` does it."""
+    form, weights = form_of(shape, quantization), {}
+    matrices = quantizable(shape) if form is not None else {}
+    for name, size in shape.parameters().items():
+        made = setting.random(*size, scale=size[1] ** -0.5 if len(size) > 1 else 0.1)
+        if form is not None and name in matrices:
+            weights[name], weights[f"{name}_scale"], _ = quantize(made, form.bits, form.group)
+        else:
+            weights[name] = made if len(size) > 1 else 1.0 + made
+    return weights
+
+
+def form_of(shape: ModelShape, quantization: str | None) -> WeightForm | None:
+    """Of a shape's matrices in "int8" or "int4"."""
+    return None if quantization is None else WeightForm(BITS[quantization], quantized_group(shape, quantization))
 
 
 def config_of(setting: Setting, shape: ModelShape) -> ModelConfig:
@@ -46,18 +60,20 @@ def config_of(setting: Setting, shape: ModelShape) -> ModelConfig:
 
 
 def open_decoder(
-    setting: Setting, shape: ModelShape, exact: bool, num_positions: int, config: ModelConfig | None = None
-) -> tuple[TritonDecoder, str]:
+    setting: Setting, shape: ModelShape, exact: bool, num_positions: int, config: ModelConfig | None = None,
+    quantization: str | None = None,
+) -> tuple[TritonDecoder, str]:  # fmt: skip
     """A decoder of random weights, and what runs its passes.
 
     Args:
         exact: with the bits of plain decoding; False: what the engine takes instead.
         num_positions: that will ever be asked for.
         config: of another family; None: a Llama of that shape.
+        quantization: of the layers, "int8" or "int4".
     """
     configs = KernelConfigs.load(setting.device)
     attention = make_attention("triton", shape, setting.dtype, setting.device, configs)
-    weights = random_weights(setting, shape)
+    weights = random_weights(setting, shape, quantization)
     config = config or config_of(setting, shape)
     decoder = TritonDecoder(config, weights, attention, configs, exact, num_positions)
     return decoder, f"TritonDecoder, exact={exact}: {configs.describe()}"
@@ -70,6 +86,7 @@ class Passes:
         max_context, max_rows: of a request.
         requests: decoded at once.
         config: of another family than Llama.
+        quantization: of the layers, "int8" or "int4".
     """
 
     def __init__(
@@ -81,10 +98,12 @@ class Passes:
         requests: int = 1,
         exact: bool = True,
         config: ModelConfig | None = None,
+        quantization: str | None = None,
     ):
-        self.shape, self.requests = shape, requests
-        self.decoder, self.how = open_decoder(setting, shape, exact, max_context + max_rows + 1, config)
-        per_request = pages_for(max_context + max_rows + 1)
+        self.shape, self.requests, self.form = shape, requests, form_of(shape, quantization)
+        positions = max_context + max_rows + 1
+        self.decoder, self.how = open_decoder(setting, shape, exact, positions, config, quantization)
+        per_request = pages_for(positions)
         dtype = self.decoder.attention.cache_dtype
         self.pool = KVCache.allocate(shape, requests * per_request + 1, dtype, setting.device)
         self.pool.normal_()

@@ -70,8 +70,16 @@ def key(context_len: int, nodes: int, batch: int = 1, exact: bool = True) -> str
 
 
 def _pass(sizes: Sizes, context_len: int, nodes: int, exact: bool, batch: int, context: Context) -> dict[str, Any]:
-    setting, shape = context.setting, context.setting.target
-    opened = _open(context, sizes, exact, batch)
+    return figures(context, _open(context, sizes, exact, batch), context_len, nodes)
+
+
+def figures(context: Context, opened: Passes, context_len: int, nodes: int) -> dict[str, Any]:
+    """What a pass over a random tree of every request takes, beside what it takes at best.
+
+    Raises:
+        ValueError: it computed NaN or infinity.
+    """
+    setting, batch = context.setting, opened.requests
     generator = torch.Generator().manual_seed(setting.seed)
     launch = opened.prepare(context_len, tree_parents("random", nodes, generator))
     with torch.inference_mode():
@@ -81,12 +89,12 @@ def _pass(sizes: Sizes, context_len: int, nodes: int, exact: bool, batch: int, c
     if not finite:
         raise ValueError("the pass computed NaN or infinity")
     itemsize = setting.dtype.itemsize
-    num_bytes = roofline.pass_bytes(shape, nodes, context_len, itemsize, batch)
+    num_bytes = roofline.pass_bytes(opened.shape, nodes, context_len, itemsize, batch, opened.form)
     return {
         "graph_us": graphed.median, "graph_spread": _spread(graphed),
         "eager_us": eager.median, "eager_spread": _spread(eager),
         "bytes": num_bytes, **_shares(context, num_bytes, graphed.median),
-        "floor_us": _floor(context, num_bytes, roofline.pass_flop(shape, nodes, context_len, batch)),
+        "floor_us": _floor(context, num_bytes, roofline.pass_flop(opened.shape, nodes, context_len, batch)),
         "how": opened.how,
     }  # fmt: skip
 

@@ -1,12 +1,22 @@
 """The least bytes and operations of a pass, and the time that they take at best."""
 
+import math
+
+from treespec_kernels.quantized import WeightForm
+from treespec_weights.load import quantizable
 from treespec_weights.rules import ModelShape
 
 
-def weight_bytes(shape: ModelShape, itemsize: int) -> int:
-    """Weights that a pass reads whole: an embedding that is not the head too is only looked up."""
+def weight_bytes(shape: ModelShape, itemsize: int, form: WeightForm | None = None) -> int:
+    """Weights that a pass reads whole: an embedding that is not the head too is only looked up. `form` is that of the
+    layers' matrices, whose scales have `itemsize`."""
     looked_up = 0 if shape.tied else shape.vocab_size * shape.hidden_size
-    return (shape.num_parameters() - looked_up) * itemsize
+    total = (shape.num_parameters() - looked_up) * itemsize
+    if form is not None:
+        for size in quantizable(shape).values():
+            count = math.prod(size)
+            total += count * form.bits // 8 + count // form.group_of(size[1]) * itemsize - count * itemsize
+    return total
 
 
 def kv_bytes(shape: ModelShape, itemsize: int) -> int:
@@ -14,11 +24,13 @@ def kv_bytes(shape: ModelShape, itemsize: int) -> int:
     return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * itemsize
 
 
-def pass_bytes(shape: ModelShape, rows: int, context: int, itemsize: int, requests: int = 1) -> int:
+def pass_bytes(
+    shape: ModelShape, rows: int, context: int, itemsize: int, requests: int = 1, form: WeightForm | None = None
+) -> int:
     """Weights once, K and V of every position once, logits written. `rows` and `context` are a request's."""
     logits = requests * rows * shape.vocab_size * itemsize
     return (
-        weight_bytes(shape, itemsize) + requests * (context + rows) * kv_bytes(shape, itemsize) + logits
+        weight_bytes(shape, itemsize, form) + requests * (context + rows) * kv_bytes(shape, itemsize) + logits
     )  # what a split of keys or sums writes and reads again is an implementation's own affair
 
 

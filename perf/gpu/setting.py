@@ -1,6 +1,7 @@
 """Where a run happens and how large it is: the one object that tells a dry run from a real one."""
 
 import hashlib
+import json
 import os
 import platform
 import re
@@ -150,9 +151,20 @@ def _files(path: Path) -> list[Path]:
 
 def tuned_hash() -> str | None:
     """Of the tuned configurations that are shipped or the user's; None where there are none. `autotune` writes them, so
-    they are no source, but times before and after are not of the same kernels."""
+    they are no source, but times before and after are not of the same kernels. Quantised layers are left out: they run
+    in one stage only, which tunes them itself."""
     user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "treespec" / "tuned"
     files = [
         file for folder in (user, ROOT / "kernels/treespec_kernels/tuned") for file in sorted(folder.glob("*.json"))
     ]
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16] if files else None
+    return hashlib.sha256(b"".join(map(_plain_entries, files))).hexdigest()[:16] if files else None
+
+
+def _plain_entries(file: Path) -> bytes:
+    """Of a tuned file; of another one everything."""
+    content = file.read_bytes()
+    try:
+        entries = json.loads(content)["entries"]
+        return json.dumps([entry for entry in entries if entry["op"] != "quantized_row_linear"]).encode()
+    except (ValueError, TypeError, KeyError):
+        return content

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from functools import partial
 
-from gpu import bits, families, grown, kernels, ops, passes, rounds, tune
+from gpu import bits, families, grown, kernels, ops, passes, quantized, rounds, tune
 from gpu.stage import Stage
 
 STAGES = (
@@ -16,6 +16,7 @@ STAGES = (
     Stage("kernels", "d", "ops of an 8B layer against bandwidth and torch", kernels.measurements, kernels.describe),
     Stage("grown1b", "e", "end to end, grown 1B", partial(grown.measurements, "1B"), grown.describe),
     Stage("grown8b", "e", "end to end, grown 8B", partial(grown.measurements, "8B"), grown.describe),
+    Stage("quantized", "f", "8B passes of quantised layers", quantized.measurements, quantized.describe),
 )
 
 

@@ -108,6 +108,8 @@ TARGETS = (
            lambda v: v == 0, "{:.0f}"),
     Target("passes of every family: nodes with differing logits", "0",
            lambda d: _sum(d, "families", "differing_rows", "family/"), lambda v: v == 0, "{:.0f}"),
+    Target("passes of quantised layers: nodes with differing logits", "0",
+           lambda d: _sum(d, "quantized", "differing_rows", "int"), lambda v: v == 0, "{:.0f}"),
     Target("greedy trees: differing tokens", "0", lambda d: _sum(d, "bits", "differing_tokens", "greedy"),
            lambda v: v == 0, "{:.0f}"),
     Target("greedy trees: differing logit rows", "0", lambda d: _sum(d, "bits", "differing_logit_rows", "greedy, step"),

@@ -27,9 +27,9 @@ def measurements(setting: Setting) -> Iterator[Measurement]:
         options = ["--dtype", str(setting.dtype).removeprefix("torch."), "--budget-seconds", str(seconds)]
         if setting.dry:
             options += ["--ops", "tree_attention", "--nodes", "2", "--context", "20"]
-        yield Measurement(name, partial(_autotune, [*shape_options(shape), *options]), seconds + 60.0)
+        yield Measurement(name, partial(autotune, [*shape_options(shape), *options]), seconds + 60.0)
     budget = [] if setting.dry else ["--budget-seconds", "60"]
-    yield Measurement("embedded", partial(_autotune, ["--seconds", "0.2" if setting.dry else "5", *budget]), 150.0)
+    yield Measurement("embedded", partial(autotune, ["--seconds", "0.2" if setting.dry else "5", *budget]), 150.0)
 
 
 def shape_options(shape: ModelShape) -> list[str]:
@@ -42,7 +42,7 @@ def shape_options(shape: ModelShape) -> list[str]:
     return [part for name, size in sizes.items() for part in (f"--{name}", str(size))]
 
 
-def _autotune(options: Sequence[str], context: Context) -> dict[str, Any]:
+def autotune(options: Sequence[str], context: Context) -> dict[str, Any]:
     """What the command prints.
 
     Raises:

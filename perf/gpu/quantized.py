@@ -1,0 +1,126 @@
+"""Stage `quantized`: passes of an 8B shape with int8 and int4 layers, beside the same passes in the model's dtype.
+
+Of each: nodes of a tree whose logits are not those of their path, and what a pass of one node and of a tree takes over
+the bytes that it must move. Then the linear layers are tuned, and the passes measured once more.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from gpu import passes, tune
+from gpu.bits import differing_nodes
+from gpu.clock import copy_bandwidth
+from gpu.models import Passes
+from gpu.passes import COPY
+from gpu.setting import Setting
+from gpu.stage import Context, Measurement
+from treespec.config import QUANTIZATIONS
+
+PLAIN = "plain"  # not quantised
+TUNED = "tuned "
+
+
+@dataclass(frozen=True)
+class Sizes:
+    context: int  # behind which passes are timed
+    contexts: tuple[int, ...]  # behind which bits are compared
+    nodes: tuple[int, int]
+    copy_bytes: int
+    tuning_seconds: int  # of one kind
+
+
+REAL = Sizes(passes.MAIN_CONTEXT, (37, 1023), (1, 32), 8 << 30, 40)
+DRY = Sizes(16, (7,), (1, 4), 1 << 16, 1)
+
+
+def measurements(setting: Setting) -> Iterator[Measurement]:
+    sizes = DRY if setting.dry else REAL
+    yield Measurement(COPY, lambda context: copy_bandwidth(context.clock(20), sizes.copy_bytes), 60.0)
+    for kind in (PLAIN, *QUANTIZATIONS):
+        yield Measurement(kind, partial(_shipped, sizes, kind), 120.0)
+    for kind in QUANTIZATIONS:
+        yield Measurement(f"{TUNED}{kind}", partial(_tuned, sizes, kind), sizes.tuning_seconds + 120.0)
+
+
+def _shipped(sizes: Sizes, kind: str, context: Context) -> dict[str, Any]:
+    opened = _open(context, sizes, kind, kind)
+    compared = differing_nodes(opened, sizes.contexts, sizes.nodes[-1], context.setting.seed)
+    return _passes(sizes, opened, context) | compared
+
+
+def _tuned(sizes: Sizes, kind: str, context: Context) -> dict[str, Any]:
+    tuning = _autotune(sizes, kind, context)
+    return _passes(sizes, _open(context, sizes, f"{TUNED}{kind}", kind), context) | {"tuning": tuning}
+
+
+def _passes(sizes: Sizes, opened: Passes, context: Context) -> dict[str, Any]:
+    """By nodes: `us_32`, how many times what a plain pass takes, and under `passes` all figures."""
+    found = {nodes: passes.figures(context, opened, sizes.context, nodes) for nodes in sizes.nodes}
+    shown: dict[str, Any] = {}
+    for nodes, figures in found.items():
+        plain = context.figure(PLAIN, f"us_{nodes}")
+        shown |= {
+            f"us_{nodes}": figures["graph_us"],
+            f"share_of_copy_{nodes}": figures["share_of_copy"],
+            f"of_plain_{nodes}": figures["graph_us"] / plain if plain else None,
+        }
+    return shown | {"passes": {str(nodes): figures for nodes, figures in found.items()}}
+
+
+def _open(context: Context, sizes: Sizes, name: str, kind: str) -> Passes:
+    """The decoder of that kind, with what is tuned by now; only one is held."""
+    if name not in context.shared:
+        context.shared.clear()
+        setting, quantization = context.setting, None if kind == PLAIN else kind
+        longest, rows = max(sizes.context, *sizes.contexts), max(sizes.nodes)
+        with torch.inference_mode():
+            context.shared[name] = Passes(setting, setting.target, longest, rows, quantization=quantization)
+    return context.shared[name]
+
+
+def _autotune(sizes: Sizes, kind: str, context: Context) -> dict[str, Any]:
+    """`treespec autotune` of the layers alone: stage `autotune` has what other ops of the shape take."""
+    context.shared.clear()  # another process needs the memory
+    if context.setting.device.type == "cuda":
+        torch.cuda.empty_cache()
+    options = [
+        *tune.shape_options(context.setting.target),
+        *("--dtype", str(context.setting.dtype).removeprefix("torch.")),
+        *("--quantization", kind, "--ops", "quantized_row_linear"),
+        *("--budget-seconds", str(sizes.tuning_seconds)),
+    ]
+    if context.setting.dry:
+        options += ["--nodes", "2", "--context", "20"]
+    return tune.autotune(options, context)
+
+
+def describe(document: dict[str, Any]) -> str:
+    """One line for a kind, as shipped and tuned."""
+    found, lines = document["measurements"], []
+    for kind in (PLAIN, *QUANTIZATIONS):
+        parts = []
+        for name in (kind, f"{TUNED}{kind}"):
+            figures = found.get(name)
+            if figures is None:
+                continue
+            before = TUNED if name != kind else ""
+            if "error" in figures:
+                parts.append(f"{before}ERROR {figures['error'][:60]}")
+                continue
+            parts.append(before + ", ".join(_cell(figures, nodes) for nodes in figures["passes"]))
+            if figures.get("differing_rows"):
+                parts[-1] += f", {figures['differing_rows']} of {figures['rows']} rows differ, {figures['first']}"
+        if parts:
+            lines.append(f"  {kind:6} {'; '.join(parts)}")
+    return "\n".join(lines)
+
+
+def _cell(figures: dict[str, Any], nodes: str) -> str:
+    """Milliseconds, the share of the copy's bandwidth, and how many times a plain pass."""
+    share, of_plain = figures[f"share_of_copy_{nodes}"], figures[f"of_plain_{nodes}"]
+    notes = [*([] if share is None else [f"{share:.0%}"]), *([] if of_plain is None else [f"{of_plain:.2f} of plain"])]
+    return f"{nodes} nodes {figures[f'us_{nodes}'] / 1e3:.3f} ms" + (f" ({', '.join(notes)})" if notes else "")

@@ -141,6 +141,25 @@ def test_each_number_of_threads_has_a_process_of_its_own(monkeypatch: pytest.Mon
     assert ", 2 threads: 9000.00 ms, best: 1 (a round of 16 rows and 3 levels of drafting)" in shown
 
 
+def test_curves_are_measured_with_quantised_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def child(command: list[str], **options: Any) -> Any:
+        asked.append(command[command.index("--quantization") + 1])
+        return subprocess.CompletedProcess(command, 0, json.dumps({"curves": [{}]}), "")
+
+    monkeypatch.setattr(subprocess, "run", child)
+    assert curves.measure_in_children([1, 2], None, None, "auto", "int8", 1.0) == [{}, {}]
+
+    def load(*given: Any, quantization: str | None) -> None:
+        asked.append(quantization)
+        raise FileNotFoundError("no model")
+
+    monkeypatch.setattr(curves, "load_llm", load)
+    assert "no model" in refusal(*models(), "--threads", 1, "--quantization", "int4")
+    assert asked == ["int8", "int8", "int4", "int4"]
+
+
 def test_thread_counts_are_powers_of_two_and_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     for cores, counts in ((1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (16, [1, 2, 4, 8, 16])):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)), raising=False)
@@ -287,6 +306,22 @@ def test_a_rehearsal_of_the_sweep(tmp_path: Path) -> None:
     assert child.returncode == 0 and tuned.read_entries(file, "Triton interpreter") == [
         replace(entry, measured=json.loads(file.read_text())["entries"][0]["measured"])
     ]
+
+
+def test_tuned_quantised_layers_are_shown() -> None:
+    key = {"dtype": "bfloat16", "groups": 1, "out_features": 64, "in_features": 96, "bits": 4, "group": 32, "zero": 0}
+    versions = tuned.versions_of("NVIDIA H200", "quantized_row_linear")
+    assert versions["source"] != tuned.versions_of("NVIDIA H200", "row_linear")["source"]
+    entries = [
+        tuned.TunedEntry(op, key, {}, 1.0, 2.0, {}, versions, "") for op in ("row_linear", "quantized_row_linear")
+    ]
+    tuned.save_entries(tuned.user_folder() / "nvidia-h200.json", "NVIDIA H200", entries)
+    [shown] = document("--show")["tuned"]
+    assert {each["op"]: bool(each["stale"]) for each in shown["entries"]} == {
+        "row_linear": True, "quantized_row_linear": False
+    }  # fmt: skip
+    label = "quantized_row_linear bfloat16, bits 4, group 32, groups 1, in_features 96, out_features 64, zero 0"
+    assert f"{label}: 1.00 us, default 2.00 us\n" in run("--show").stdout
 
 
 # --- errors

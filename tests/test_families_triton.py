@@ -8,6 +8,9 @@ import pytest
 from tests.child import run_cases, run_uninterpreted
 from tests.families import TYPICAL, make_model
 from treespec.cli.kernels import Sizes, shapes_of
+from treespec.errors import ConfigError
+from treespec_kernels.quantized import WeightForm
+from treespec_weights.quantize import compressed_tensors_config
 
 OPS = "family_ops_cases.py"
 # Each switch once, in the dtype that models come in; heads of 256 in float32 too, whose tiles take most registers.
@@ -84,3 +87,25 @@ def test_a_models_shape_says_what_its_kernels_are(tmp_path: Path) -> None:
         "gpt_neox": ("layer", False, False, True, False, "gelu"),
         "gpt2": ("layer", False, False, False, False, "gelu_tanh"),
     }
+
+
+FORMS = [
+    (compressed_tensors_config(8, None, ["lm_head"]), [WeightForm(8)]),
+    (compressed_tensors_config(4, 32, ["lm_head", "re:.*layers.0.*"]), [WeightForm(4, 32), None]),
+    ({"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}, [WeightForm(4, 32)]),
+    ({"quant_method": "gptq", "bits": 8, "group_size": -1, "sym": False}, [WeightForm(8, None, True)]),
+    ({"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True}, [WeightForm(4, 64, True)]),
+    ({"quant_method": "fp8", "activation_scheme": "dynamic"}, [None]),
+]
+
+
+@pytest.mark.parametrize(("said", "forms"), FORMS)
+def test_a_models_shape_says_how_its_layers_are_quantised(
+    tmp_path: Path, said: dict[str, object], forms: list[WeightForm | None]
+) -> None:
+    folder = make_model(tmp_path / "llama", TYPICAL["llama"], 0)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
+    assert [shape.kernel.quantized for shape in shapes_of(Sizes(), str(folder), [], None)] == forms
+    with pytest.raises(ConfigError, match="is quantised already"):
+        shapes_of(Sizes(), str(folder), [], None, "int8")

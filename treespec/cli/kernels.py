@@ -151,7 +151,7 @@ def _forms(config: "ModelConfig", quantization: str | None) -> "list[WeightForm 
     scheme = config.quantization
     if scheme is None or scheme.floating:  # fp8 is widened while it is loaded
         return [None]
-    form = WeightForm(scheme.bits, scheme.group, not scheme.symmetric)
+    form = WeightForm(scheme.bits, scheme.group, not (scheme.symmetric or scheme.centred))
     matrices = quantizable(config.shape)
     placements = [each for each in expected_tensors(config.shape, config.rules) if {*each.params} & {*matrices}]
     found = {covered(scheme, each, config.rules) for each in placements}

@@ -52,6 +52,7 @@ class QuantScheme:
         symmetric: no zero points are stored.
         block: fp8: outputs and inputs that share a scale.
         zero_less_one: GPTQ's first format.
+        centred: GPTQ: of the zero points that are stored all are said to be the middle.
         ignore: modules that are not quantised: names, `re:` patterns, or, for fp8 and AWQ, parts of names.
     """
 
@@ -63,6 +64,7 @@ class QuantScheme:
     symmetric: bool = True
     block: tuple[int, int] | None = None
     zero_less_one: bool = False
+    centred: bool = False
     ignore: tuple[str, ...] = ()
 
     @property
@@ -269,7 +271,8 @@ def scheme_of(config: Mapping[str, Any], folder: Path | str = ".") -> QuantSchem
     found.one("lm_head", (None, False))
     if found.value("dynamic"):
         raise found.refuse("dynamic", found.value("dynamic"), "none: one scheme for all modules")
-    return QuantScheme("gptq", bits, group, symmetric=False, zero_less_one=layout != "gptq_v2")
+    centred = found.value("sym") is True
+    return QuantScheme("gptq", bits, group, symmetric=False, zero_less_one=layout != "gptq_v2", centred=centred)
 
 
 def _compressed_tensors(found: "_Reader") -> QuantScheme:

@@ -94,6 +94,11 @@ def test_shipped_defaults_compile(target: str) -> None:
         assert row["shared_bytes"] <= SHARED_BYTES[target], row
         assert 0 < row["registers"] <= REGISTER_BOUND[row["kernel"]], row
     attended = [row["config"] for row in rows if row["kernel"] == "attend_items"]
+    if target == "sm_90":
+        for row in (row for row in rows if row["kernel"].startswith("attend") and row["config"]["dtype"] != "fp32"):
+            config = row["config"]
+            tile = 2 * config["block_n"] * config["head_dim"] * 2  # bytes of keys and values
+            assert row["shared_bytes"] > config["num_stages"] * tile, f"fewer tiles are fetched ahead: {row}"
     assert {(c["dtype"], c["head_dim"]) for c in attended} == {
         (d, h) for d in ("bf16", "fp16", "fp32") for h in (64, 128)
     }

@@ -65,6 +65,19 @@ def find_partials(
     return partial * NUM_HEADS + i_kv_head * GROUP + o_m % GROUP, m_partial
 
 
+@triton.jit
+def find_slots(p_ancestors, p_pages, context_len, tile, key_hi, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(page, offset) of the keys at positions tile, tile + 1, ..; beyond key_hi any. A position's slot is its own, or
+    from the root on that of the row's ancestor."""
+    o_n = tile + tl.arange(0, BLOCK_N)
+    m_n = o_n < key_hi
+    depth = o_n - context_len
+    node = tl.load(p_ancestors + depth, mask=m_n & (depth >= 0), other=0)
+    slot = tl.where(depth >= 0, context_len + node, o_n)
+    page = tl.load(p_pages + slot // PAGE_SIZE, mask=m_n, other=0)
+    return page, slot % PAGE_SIZE
+
+
 # Sizes that follow the batch and the tree stay unspecialised: one binary serves every pass.
 @triton.jit(do_not_specialize=["window", "stride_page_table", "stride_ancestors"])
 def attend_items(
@@ -147,23 +160,18 @@ def attend_items(
     p_pages = page_table + request * stride_page_table
     p_k_head = k_cache + i_kv_head * stride_k_head + o_d
     p_v_head = v_cache + i_kv_head * stride_v_head + o_d
+    page, offset = find_slots(p_ancestors, p_pages, context_len, key_lo, key_hi, PAGE_SIZE, BLOCK_N)
     for tile in range(key_lo, key_hi, BLOCK_N):
-        # Column = absolute position; its slot is its own, or from the root on that of the row's ancestor.
-        o_n = tile + tl.arange(0, BLOCK_N)
+        o_n = tile + tl.arange(0, BLOCK_N)  # absolute positions
         m_n = o_n < key_hi
-        depth = o_n - context_len
-        node = tl.load(p_ancestors + depth, mask=m_n & (depth >= 0), other=0)
-        slot = tl.where(depth >= 0, context_len + node, o_n)
-        page = tl.load(p_pages + slot // PAGE_SIZE, mask=m_n, other=0).to(tl.int64)
-        offset = (slot % PAGE_SIZE).to(tl.int64)
         # Stale slots may hold NaN, and 0 * NaN is NaN: V is masked as well as the scores.
         m_kv = m_n[:, None] & m_d[None, :]
-        b_k = tl.load(
-            p_k_head[None, :] + (page * stride_k_page + offset * stride_k_slot)[:, None], mask=m_kv, other=0.0
-        )
-        b_v = tl.load(
-            p_v_head[None, :] + (page * stride_v_page + offset * stride_v_slot)[:, None], mask=m_kv, other=0.0
-        )
+        o_k = page.to(tl.int64) * stride_k_page + offset.to(tl.int64) * stride_k_slot
+        o_v = page.to(tl.int64) * stride_v_page + offset.to(tl.int64) * stride_v_slot
+        b_k = tl.load(p_k_head[None, :] + o_k[:, None], mask=m_kv, other=0.0)
+        b_v = tl.load(p_v_head[None, :] + o_v[:, None], mask=m_kv, other=0.0)
+        # Looked up a tile ahead: keys whose place is loaded in the same turn are not fetched several tiles ahead.
+        page, offset = find_slots(p_ancestors, p_pages, context_len, tile + BLOCK_N, key_hi, PAGE_SIZE, BLOCK_N)
 
         m_scores = m_n[None, :] & (o_n[None, :] <= position[:, None])
         if HAS_WINDOW:

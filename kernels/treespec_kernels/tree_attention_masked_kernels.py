@@ -43,6 +43,13 @@ def _load_words(p_words, word, o_m, m_hi, num_nodes):
     return tl.load(p_words + word, mask=o_m < m_end, other=0).to(tl.uint64, bitcast=True)
 
 
+@triton.jit
+def _find_pages(p_pages, tile, key_hi, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Of the logical slots tile, tile + 1, ..; beyond key_hi any."""
+    o_n = tile + tl.arange(0, BLOCK_N)
+    return tl.load(p_pages + o_n // PAGE_SIZE, mask=o_n < key_hi, other=0)
+
+
 # Sizes that follow the batch and the tree stay unspecialised: one binary serves every pass.
 @triton.jit(do_not_specialize=["window", "stride_page_table", "stride_words"])
 def attend_masked_items(
@@ -122,13 +129,13 @@ def attend_masked_items(
     seen_1 = tl.reduce(_load_words(p_words, 1, o_m, m_hi, num_nodes), 0, _or)
     seen_2 = tl.reduce(_load_words(p_words, 2, o_m, m_hi, num_nodes), 0, _or)
     seen_3 = tl.reduce(_load_words(p_words, 3, o_m, m_hi, num_nodes), 0, _or)
+    page = _find_pages(p_pages, key_lo, key_hi, PAGE_SIZE, BLOCK_N)
     for tile in range(key_lo, key_hi, BLOCK_N):
         o_n = tile + tl.arange(0, BLOCK_N)
         m_n = o_n < key_hi
-        page = tl.load(p_pages + o_n // PAGE_SIZE, mask=m_n, other=0).to(tl.int64)
         offset = (o_n % PAGE_SIZE).to(tl.int64)
-        o_k = page * stride_k_page + offset * stride_k_slot
-        o_v = page * stride_v_page + offset * stride_v_slot
+        o_k = page.to(tl.int64) * stride_k_page + offset * stride_k_slot
+        o_v = page.to(tl.int64) * stride_v_page + offset * stride_v_slot
         m_kv = m_n[:, None] & m_d[None, :]
         first_node = tile - context_len
         word = tl.maximum(first_node, 0) // 64
@@ -137,6 +144,8 @@ def attend_masked_items(
         m_seen = (_bits_of_tile(seen_low, seen_high, first_node) >> o_bit) & 1 != 0
         b_k = tl.load(p_k_head[None, :] + o_k[:, None], mask=m_kv, other=0.0)
         b_v = tl.load(p_v_head[None, :] + o_v[:, None], mask=m_kv & m_seen[:, None], other=0.0)
+        # A tile ahead, as in `attend_items`.
+        page = _find_pages(p_pages, tile + BLOCK_N, key_hi, PAGE_SIZE, BLOCK_N)
 
         low = _load_words(p_words, word, o_m, m_hi, num_nodes)
         words = _bits_of_tile(low, _load_words(p_words, word + 1, o_m, m_hi, num_nodes), first_node)

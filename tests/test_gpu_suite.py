@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -311,3 +313,38 @@ def test_stages_by_name_and_letter() -> None:
     assert stages.choose([]) == list(stages.STAGES)
     with pytest.raises(ValueError, match=r"--stage nothing: valid are ops \(a\), bits \(a\)"):
         stages.choose(["nothing"])
+
+
+# --- in processes of their own
+
+
+def test_tasks_apart_answer_fail_die_and_take_too_long() -> None:
+    apart = module("apart")
+    tasks = {
+        "answers": partial(divmod, 7, 2),
+        "fails": partial(divmod, 7, 0),
+        "dies": partial(os._exit, 3),
+        "hangs": partial(time.sleep, 3600),
+    }
+    running = apart.Apart(tasks, 30.0)
+    assert running.result("answers") == (3, 1)
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        running.result("fails")
+    with pytest.raises(RuntimeError, match="its process ended with 3"):
+        running.result("dies")
+    running.close()
+    with pytest.raises(RuntimeError, match=r"its process ended with -9|it did not begin"):
+        running.result("hangs")
+    [late] = apart.Apart({"hangs": partial(time.sleep, 3600)}, 0.01).wait()
+    assert late == "it took more than 0 s"
+
+
+def test_bits_run_apart_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bits, setting, stage = module("bits"), module("setting").Setting(tmp_path), module("stage")
+    monkeypatch.setattr(bits, "_measurements", lambda setting: iter([measurement("a", vars)]))
+    [apart] = bits.measurements(setting)
+    context = stage.Context(setting, {})
+    monkeypatch.setattr(stage, "_free", lambda setting: None)
+    assert apart.run(context) == {"setting": setting, "results": {}, "shared": {}}, "in a context of its own"
+    context.release()
+    assert not context.shared

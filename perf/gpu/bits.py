@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gpu import attention
+from gpu.apart import Apart
 from gpu.models import Passes
 from gpu.setting import Setting
 from gpu.stage import Context, Measurement, op_module
@@ -46,7 +47,7 @@ class Sizes:
 _BORDERS = [0, 1, 15, 16, 17, 33, 63, 64, 65, 100, 127, 128, 129, 191, 192, 193, 250, 255, 256, 257, 300, 383, 384, 500,
             511, 512, 513, 700, 767, 768, 1000, 1023, 1024, 1025, 1500, 2047, 2048, 2049, 3333, 4095, 4096, 4097, 6000,
             8180, 8191, 8192, 8193, 9215, 9216, 9217, 10240, 12000, 16383, 16384]  # fmt: skip
-ENGINE_SECONDS = 70.0  # after these no further mode begins
+ENGINE_SECONDS = 45.0  # after these no further mode begins
 REAL = Sizes(
     heads=((32, 8, 128), (32, 8, 64), (28, 4, 128), (8, 8, 64), (16, 2, 96)),
     prefixes=tuple(_BORDERS),
@@ -72,7 +73,29 @@ DRY = Sizes(
 )  # fmt: skip
 
 
-def measurements(setting: Setting) -> Iterator[Measurement]:
+APART_SECONDS = 200.0  # of one measurement, a dozen at a time
+
+
+def measurements(setting: Setting) -> list[Measurement]:
+    """On a GPU each in a process of its own, side by side: they compare bits and time nothing."""
+    own = list(_measurements(setting))
+    if setting.dry:
+        return own
+    return [Measurement(each.name, partial(_apart, own, each.name), 2 * APART_SECONDS) for each in own]
+
+
+def _apart(own: Sequence[Measurement], name: str, context: Context) -> dict[str, Any]:
+    """What one of `own` measured; those that are not measured yet begin with the first question."""
+
+    def begin() -> Apart:
+        left = sorted((each for each in own if each.name not in context.results), key=lambda each: -each.seconds)
+        fresh = Context(context.setting, {})
+        return Apart({each.name: partial(each.run, fresh) for each in left}, APART_SECONDS)
+
+    return context.keep("apart", begin).result(name)
+
+
+def _measurements(setting: Setting) -> Iterator[Measurement]:
     sizes = DRY if setting.dry else REAL
     dtypes = [setting.dtype] if setting.dry else [torch.bfloat16, torch.float16, torch.float32]
     for heads in sizes.heads:
@@ -272,7 +295,7 @@ def _engine(sizes: Sizes, batch: int, options: dict[str, Any], context: Context)
 
 
 def _open(context: Context, batch: int) -> LLM:
-    context.shared.clear()  # engines of other batches
+    context.release()  # engines of other batches
     return LLM(device=context.setting.device, dtype=context.setting.dtype, max_num_seqs=batch)
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gpu import roofline
+from gpu.apart import compile_apart
 from gpu.bits import differing_nodes
 from gpu.clock import copy_bandwidth
 from gpu.models import Passes
@@ -27,7 +28,7 @@ from treespec_kernels.rms_norm import rms_norm_triton
 from treespec_kernels.testing import tree_attention_inputs, tree_parents
 from treespec_kernels.tree_attention import plan_tree_attention, tree_attention_triton
 
-COPY = "copy"
+COPY, COMPILED = "copy", "compiled"
 
 
 @dataclass(frozen=True)
@@ -90,11 +91,26 @@ def config_of(setting: Setting, family: str) -> ModelConfig:
 
 def measurements(setting: Setting) -> Iterator[Measurement]:
     sizes = DRY if setting.dry else REAL
+    tasks = {family: partial(_compile, sizes, setting, family) for family in FAMILIES}
+    tasks |= {name: partial(_call_each, sizes, setting, name) for name in SWITCHES}
+    if not setting.dry:
+        yield Measurement(COMPILED, lambda context: compile_apart(tasks, 120.0), 150.0)
     yield Measurement(COPY, lambda context: copy_bandwidth(context.clock(20), sizes.copy_bytes), 60.0)
     for family in DRY_FAMILIES if setting.dry else FAMILIES:
         yield Measurement(f"family/{family}", partial(_family, sizes, family), 90.0)
     for name, switch in SWITCHES.items():
         yield Measurement(f"switch/{name}", partial(_switch, sizes, switch), 40.0)
+
+
+def _compile(sizes: Sizes, setting: Setting, family: str) -> None:
+    """Everything that `_family` launches, once."""
+    config = config_of(setting, family)
+    differing_nodes(Passes(setting, config.shape, 64, sizes.nodes, config=config), (37,), sizes.nodes, setting.seed)
+
+
+def _call_each(sizes: Sizes, setting: Setting, switch: str) -> None:
+    for call in SWITCHES[switch](sizes, setting).values():
+        call()
 
 
 def _family(sizes: Sizes, family: str, context: Context) -> dict[str, Any]:

@@ -28,6 +28,8 @@ from treespec_weights.load import quantizable, quantized_group
 from treespec_weights.quantize import BITS, quantize
 from treespec_weights.sizes import parse_size
 
+MEMORY = Path("/dev/shm")  # a disk may take a minute to write 16 GB
+
 
 def random_weights(setting: Setting, shape: ModelShape, quantization: str | None = None) -> dict[str, Tensor]:
     """Every parameter of a shape, random, of the size that keeps activations near 1; the layers' matrices quantised as
@@ -145,12 +147,15 @@ def shape_of_size(size: str) -> ModelShape:
 
 def grown_folder(setting: Setting, size: str) -> Path:
     """The embedded target grown to about `size` parameters; kept, so that the stages of one machine share it."""
-    root = Path(tempfile.gettempdir()) / f"treespec-gpu-{source_hash()}-{setting.seed}"
-    folder = root / size
-    if not folder.exists():
-        part = root / f"{size}.{os.getpid()}"
-        shutil.rmtree(part, ignore_errors=True)
-        root.mkdir(exist_ok=True)
-        grow_checkpoint(default_folder("target"), part, shape_of_size(size), setting.seed, setting.device)
-        part.rename(folder)  # whole, or not there
-    return folder
+    shape, name = shape_of_size(size), f"treespec-gpu-{source_hash()}-{setting.seed}"
+    places = [place / name for place in (MEMORY, Path(tempfile.gettempdir())) if place.is_dir()]
+    for root in places:
+        if (root / size).exists():
+            return root / size
+    needed = int(1.1 * shape.num_parameters() * setting.dtype.itemsize)
+    root = next((place for place in places[:-1] if shutil.disk_usage(place.parent).free > needed), places[-1])
+    part = root / f"{size}.{os.getpid()}"
+    shutil.rmtree(part, ignore_errors=True)
+    root.mkdir(exist_ok=True)
+    grow_checkpoint(default_folder("target"), part, shape, setting.seed, setting.device)
+    return part.rename(root / size)  # whole, or not there

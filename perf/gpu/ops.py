@@ -15,11 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from gpu.apart import workers
 from gpu.setting import ROOT, Setting
 from gpu.stage import Context, Measurement
 
 SECONDS = 240.0  # of a test file, compilers included
-WORKERS = 6
 DRY = {"tests/test_kv_commit.py": ["-k", "what_does_not_fit"]}
 
 
@@ -48,7 +48,7 @@ class Children:
     """All test files that are asked for, some at a time; they begin with the first question."""
 
     def __init__(self, setting: Setting):
-        self._pool = ThreadPoolExecutor(1 if setting.dry else WORKERS)
+        self._pool = ThreadPoolExecutor(1 if setting.dry else workers())
         self._runs: dict[str, Future[dict[str, Any]]] = {
             file: self._pool.submit(run_tests, file, options, SECONDS) for file, options in test_files(setting).items()
         }

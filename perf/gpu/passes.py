@@ -143,7 +143,7 @@ def _open(context: Context, sizes: Sizes, exact: bool, batch: int) -> Passes:
     """The decoder of that kind; only one is held, since two of 8B with a long cache each fill a smaller card."""
     name = f"passes/{exact}/{batch}"
     if name not in context.shared:
-        context.shared.clear()
+        context.release()
         longest = max(sizes.contexts) if batch == 1 else sizes.contexts[0]
         with torch.inference_mode():
             made = Passes(context.setting, context.setting.target, longest, max(sizes.nodes), batch, exact)

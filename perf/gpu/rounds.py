@@ -90,7 +90,7 @@ def _planned(llm: LLM) -> dict[str, Any] | None:
 def _open(context: Context, sizes: Sizes, exact: bool) -> LLM:
     name = f"llm/{exact}"
     if name not in context.shared:
-        context.shared.clear()
+        context.release()
         setting = context.setting
         model = None if sizes.size is None else grown_folder(setting, sizes.size)
         drafts = ["ssm-1", "ssm-2", "ssm-3"]

@@ -53,6 +53,14 @@ class Context:
     results: dict[str, Any]
     shared: dict[str, Any] = field(default_factory=dict)
 
+    def release(self) -> None:
+        """Let go of what was kept, before something as large is made: an engine is freed by the collector alone."""
+        for kept in self.shared.values():
+            if hasattr(kept, "close"):
+                kept.close()
+        self.shared.clear()
+        _free(self.setting)
+
     def clock(self, repeats: int = 50, seconds: float = 10.0) -> Clock:
         return Clock(self.setting.device, *((0, 1) if self.setting.dry else (5, repeats)), seconds)
 
@@ -156,6 +164,7 @@ def run(stage: Stage, setting: Setting, seconds: float) -> bool:
         if left < min(measurement.seconds, 20.0):  # most end long before their bound
             _say(f"{stage.name}: no time is left for {measurement.name} and what follows; run it again")
             write(path, document)
+            context.release()
             return False
         document["running"] = measurement.name
         write(path, document)
@@ -167,8 +176,7 @@ def run(stage: Stage, setting: Setting, seconds: float) -> bool:
             _leave()
     document["complete"] = True
     write(path, document)
-    context.shared.clear()
-    _free(setting)
+    context.release()
     return True
 
 

@@ -70,6 +70,8 @@ def test_configurations(dtype: torch.dtype, out_features: int, in_features: int,
     if out_features * in_features > 1 << 22:
         # Fills an H200 (132 multiprocessors), each split with enough blocks to fill its pipeline.
         programs = -(-out_features // default.block_n) * default.split_k
+        in_flight = programs * (default.num_stages - 2) * default.block_n * default.block_k * dtype.itemsize
+        assert dtype == torch.float32 or in_flight > 5e6, "4.3 TB/s times 1.2 us"
         assert programs >= 96
         assert in_features // default.block_k // default.split_k >= 4
     if silu_gate:

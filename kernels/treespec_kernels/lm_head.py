@@ -75,7 +75,7 @@ class LmHeadConfig:
         """The shipped configuration.
 
         M = 64 is one `wgmma` on sm_90, and its 64 rows read the weights once; three blocks of 72 KB then share a
-        multiprocessor and keep 96 KB of weights in flight. A small vocabulary takes narrow tiles, to have one for
+        multiprocessor and keep 48 KB of weights in flight. A small vocabulary takes narrow tiles, to have one for
         each multiprocessor. float32 has no exact matrix instruction; its tiles are those that spill nowhere.
 
         Raises:

@@ -58,10 +58,12 @@ class RowLinearConfig:
           neither read nor stored; their arithmetic keeps the matrix units busy for a third of the time at most.
         - block_n is the largest of 128, 64 and 32 for which a modest split_k makes enough programs: every program reads
           all its rows' part of K, which for 64 rows is 64 / block_n of the weight's bytes.
-        - split_k, at most 8, brings the programs to 120 or more, of at least four blocks of K each. A layer with
-          silu_gate is not split, nor one of at most 2^20 weights: adding the parts would cost more than it gains.
-        - All programs are resident at once: one per multiprocessor with six stages (80 KB on their way), or two with
-          four stages (48 KB each).
+        - split_k, at most 8, brings the programs to 96 or more, of at least four blocks of K each; to 132 at most, one
+          per multiprocessor, where that gives as many. A layer with silu_gate is not split, nor one of at most 2^20
+          weights: adding the parts would cost more than it gains.
+        - All programs are resident at once: one per multiprocessor with six stages, or two with four. A stage is
+          being multiplied and the one before it still read by its `wgmma`, so four or two are on their way: of 128
+          features 64 or 32 KB of weights. 96 programs of six stages have 6 MB on their way, 144 of four 4.5.
 
         float32 has no exact matrix instruction on NVIDIA: 16 rows, beyond which arithmetic would be the bound.
 
@@ -84,7 +86,9 @@ class RowLinearConfig:
             max_split = 1
         for block_n in (64, 32) if is_float32 else (128, 64, 32):
             tiles = -(-out_features // block_n)
-            split_k = min(-(-120 // tiles), max_split)
+            split_k = min(max(MULTIPROCESSORS // tiles, 1), max_split)
+            if tiles * split_k < 96:
+                split_k = min(-(-120 // tiles), max_split)
             if tiles * split_k >= 96:
                 break
         num_stages = 6 if tiles * split_k <= MULTIPROCESSORS else 4

@@ -61,9 +61,10 @@ class RowLinearConfig:
         - split_k, at most 8, brings the programs to 96 or more, of at least four blocks of K each; to 132 at most, one
           per multiprocessor, where that gives as many. A layer with silu_gate is not split, nor one of at most 2^20
           weights: adding the parts would cost more than it gains.
-        - All programs are resident at once: one per multiprocessor with six stages, or two with four. A stage is
-          being multiplied and the one before it still read by its `wgmma`, so four or two are on their way: of 128
-          features 64 or 32 KB of weights. 96 programs of six stages have 6 MB on their way, 144 of four 4.5.
+        - All programs are resident at once: one per multiprocessor with stages of 144 KB, or two with 96 KB each, no
+          more than eight or than blocks and two. One stage is being multiplied and the one before it still read by
+          its `wgmma`, so two less are on their way: with block_n 128, 64 or 32 KB of weights. 96 programs of six stages
+          have 6 MB on their way, 144 of four 4.5.
 
         float32 has no exact matrix instruction on NVIDIA: 16 rows, beyond which arithmetic would be the bound.
 
@@ -91,7 +92,11 @@ class RowLinearConfig:
                 split_k = min(-(-120 // tiles), max_split)
             if tiles * split_k >= 96:
                 break
-        num_stages = 6 if tiles * split_k <= MULTIPROCESSORS else 4
+        is_alone = tiles * split_k <= MULTIPROCESSORS
+        num_stages = 6 if is_alone else 4
+        if not is_float32:
+            held = (144 << 10 if is_alone else 96 << 10) // ((block_m + block_n) * block_k * dtype.itemsize)
+            num_stages = min(8, held, 2 + -(-in_features // block_k // split_k))
         if target is not None and target.startswith("gfx"):
             num_stages = min(num_stages, AMD_STAGES)
         num_warps = 8 if target == "sm_100" and silu_gate and block_n == 128 else 4  # with 4, two products spill there

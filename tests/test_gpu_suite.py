@@ -4,6 +4,7 @@ import argparse
 import importlib
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -337,6 +338,19 @@ def test_tasks_apart_answer_fail_die_and_take_too_long() -> None:
         running.result("hangs")
     [late] = apart.Apart({"hangs": partial(time.sleep, 3600)}, 0.01).wait()
     assert late == "it took more than 0 s"
+
+
+def test_what_runs_apart_on_a_gpu_can_be_sent_to_a_process(tmp_path: Path) -> None:
+    bits, families, stage = module("bits"), module("families"), module("stage")
+    setting = module("setting").Setting(tmp_path)
+    own = list(bits._measurements(setting))
+    assert {each.name.partition("/")[0] for each in own} >= {"attention", "row_linear", "decoder", "greedy"}
+    for each in own:
+        pickle.loads(pickle.dumps(partial(each.run, stage.Context(setting, {}))))
+    first = next(families.measurements(setting))
+    [tasks] = [cell.cell_contents for cell in first.run.__closure__ if isinstance(cell.cell_contents, dict)]
+    assert len(tasks) == len(families.FAMILIES) + len(families.SWITCHES)
+    pickle.loads(pickle.dumps(tasks))
 
 
 def test_bits_run_apart_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

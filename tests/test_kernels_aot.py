@@ -27,7 +27,7 @@ REGISTER_BOUND = {
     "rotate_and_write": 96,
     "lay_out_pass": 80,
     "attend_masked_items": 255,
-    "merge_level": 144,
+    "merge_level": 160,
     "start_round": 48,
     "propose_seeds": 112,
     "select_nodes": 96,

@@ -142,13 +142,17 @@ def build(
         try:
             _prove(decoder, cache, attention, largest)
         except ExactnessError as error:
-            if not compiles or compile != "auto":
+            if compiles and compile == "auto":
+                other, words = (False, linear), "compiled passes are not exact on this machine; computing eagerly"
+            elif products == "onednn" and linear == "auto":
+                other, words = (False, "torch"), "oneDNN's linear layers are not row-invariant here; taking torch's"
+            else:
                 raise
-            logger.warning("compiled passes are not exact on this machine (%s); computing eagerly", error)
+            logger.warning("%s (%s)", words, error)
             del decoder, cache
             return build(
                 model, drafts, spec, device, dtype, exact, max_num_seqs, max_model_len, attention, prefill_chunk,
-                False, linear, cuda_graphs, backend, quantization,
+                *other, cuda_graphs, backend, quantization,
             )  # fmt: skip
     exactness = _exactness(decoder, exact, fixed_rows)
     if adapts:

@@ -174,7 +174,7 @@ def test_what_the_compiled_pass_does_not_compute(tmp_path: Path) -> None:
             assert _uncovered(config) is None
         else:
             with pytest.raises(KernelError, match=words):
-                check_compiled(config, torch.float32, torch.device("cpu"))
+                check_compiled(config, torch.float32, torch.device("cpu"), tmp_path)
 
 
 def test_a_window_that_nothing_leaves_is_none(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from treespec.request import Request
 from treespec.tree import TokenTree, merge
 from treespec.verify import Verified, verify_greedy
 from treespec_kernels import tree_attention_cpu
-from treespec_kernels.linear import Linear
+from treespec_kernels.linear import Linear, onednn_available
 from treespec_kernels.tree_batch import RequestRows
 
 TOKENS = 18
@@ -253,7 +253,8 @@ def test_faulty_merges(fault: Any, guards: list[str]) -> None:
 def faulty_engine(plant: Callable[[Patch], None]) -> LLM:
     with Patch.context() as patch:
         plant(patch)
-        return open_llm(tiny()[0], prove=True, attention="cpu-packed")
+        linear = "onednn" if onednn_available(torch.float32) else "torch"  # asked for: nothing else is tried
+        return open_llm(tiny()[0], prove=True, attention="cpu-packed", linear=linear)
 
 
 def bits_by_rows(original: Callable[..., Tensor]) -> Callable[..., Tensor]:

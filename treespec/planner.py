@@ -20,7 +20,7 @@ from treespec.drafters.plan import Drafted, DraftPlan
 from treespec.request import Request
 from treespec.tree import TokenTree
 
-PAUSE = 128  # rounds of rest after speculation was seen to cost more than it saves
+PAUSE = 64  # rounds of rest after speculation was seen to cost more than it saves
 LONGEST_PAUSE = 1024  # each pause in a row doubles
 # What speculation may lose before it rests, in rounds of plain decoding: at first, after a rest, and at most.
 _CREDIT, _SECOND_CREDIT, _LARGEST_CREDIT = 2.0, 1.0, 4.0
@@ -37,6 +37,7 @@ _SPEED_PRIOR = 4  # rounds of plain decoding that a request's own speed is drawn
 _SHARPNESS = 8  # a request expected to end after nine tenths of the time counts as the last one by half
 _SECONDS_MEMORY = 0.1
 _LARGEST_STEP = 2.0  # factor between a measured time and the learned one beyond which it counts as a disturbance
+_IDLE_ROUNDS = 8  # for which a batch that is not worth drafting for is not asked again
 _USUAL_HOST = 1 / 3  # the host's time of plain rounds over that of others, before both were seen
 
 
@@ -145,6 +146,13 @@ class _Hope:
         self.gain += _RECOVERY * (_HOPE - self.gain)
 
 
+class _Idle(NamedTuple):
+    """Batches of `size` requests draft nothing for `rounds` more."""
+
+    size: int
+    rounds: int
+
+
 class _Outlook:
     """What was learned at one size of batch: there are few sizes, and what pays for one request may not for eight."""
 
@@ -194,6 +202,7 @@ class Planner:
         self._worth = np.ones(1)  # of a token, by request of the batch
         self._requests, self._drafted, self._reach_learned = 1, Drafted(0, 0), False
         self._asks_free = False  # whether sources that cost no pass are asked in this round
+        self._idle = _Idle(0, 0)
 
     def draft_plans(
         self,
@@ -216,7 +225,8 @@ class Planner:
         outlook = self._outlook
         for hope in (outlook.ssms, outlook.free):
             hope.resting = max(hope.resting - 1, 0)
-        if outlook.free.resting and not self._may_draft() and all(request.spec.is_adaptive for request in requests):
+        adaptive = all(request.spec.is_adaptive for request in requests)
+        if adaptive and outlook.free.resting and (self._keeps_idle() or not self._may_draft()):
             return [DraftPlan(0, 0, 1)] * len(requests)  # a round as short as plain decoding's
         self._batch = requests
         self._worth = np.ones(len(requests)) if others_wait else self._worth_of_tokens(requests)
@@ -228,24 +238,32 @@ class Planner:
             spec = request.spec
             room = min(request.tokens_left - 1, max_model_len - len(request.tokens) - 1)
             depth = min(spec.max_depth, len(spec.branching) if spec.branching else spec.max_depth, max(room, 0))
-            adaptive = spec.is_adaptive
             if spec.is_plain:
                 depth = 0
             levels = depth
-            if adaptive and outlook.free.resting:
+            if spec.is_adaptive and outlook.free.resting:
                 depth = 0
-            if adaptive and levels:
+            if spec.is_adaptive and levels:
                 if outlook.ssms.resting or not drafts[i]:
                     levels = 0
                 elif unread is not None:
                     reading = unread(request) * self.cost.read_seconds * self._read_scale
                     levels = levels if reading <= self._saving(request) else 0
-            least_trust = price if adaptive else 0.0
+            least_trust = price if spec.is_adaptive else 0.0
             plans.append(
-                DraftPlan(depth, levels, spec.max_nodes, spec.branching, adaptive, least_trust, spec.max_ssms)
+                DraftPlan(depth, levels, spec.max_nodes, spec.branching, spec.is_adaptive, least_trust, spec.max_ssms)
             )  # fmt: skip
         self._asks_free = any(plan.max_depth for plan in plans)
+        idle = adaptive and not any(plan.max_depth or plan.levels for plan in plans)
+        self._idle = _Idle(len(requests), _IDLE_ROUNDS if idle else 0)
         return plans
+
+    def _keeps_idle(self) -> bool:
+        """Whether SSMs were not worth a level a few rounds ago: asked in every round, the question costs up to 5 % of
+        a short one."""
+        size, left = self._idle
+        self._idle = _Idle(size, max(left - 1, 0))
+        return left > 0 and size == self._requests
 
     @property
     def rate(self) -> float:
@@ -368,6 +386,9 @@ class Planner:
         first_nodes[np.unique(owner[order], return_index=True)[1]] = 1
         grown = np.concatenate([[0], np.cumsum(first_nodes)]) + fixed_trees
         seconds = self.cost.verify(fixed_rows + np.arange(len(order) + 1), len(requests), grown)
+        if not drafted.levels:  # a guess that cost no pass may still be dropped, with the host's work on its tree
+            outlook = self._outlook
+            seconds = seconds + grown * max(outlook.host_seconds(True) - outlook.host_seconds(False), 0.0)
         count = int(np.argmax(promised - self.rate * seconds))
         owner, node = owner[order[:count]], node[order[:count]]
         for i in free:

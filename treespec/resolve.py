@@ -184,7 +184,7 @@ def resolve_compile(
     Raises:
         KernelError: they are asked for and cannot be. "auto" goes without, and the log says why.
     """
-    if compile is False:
+    if compile is False or (compile == "auto" and device.type != "cpu"):
         return False
     try:
         for name, asked in (("attention", attention), ("linear", linear)):

@@ -85,6 +85,7 @@ def build(
     quantization: str | None = None,
 ) -> Built:
     """Build an engine. Arguments and errors as `LLM`."""
+    asked: dict[str, Any] = dict(locals())
     _check_types(model, max_num_seqs, max_model_len, prefill_chunk, exact, compile, cuda_graphs)
     where = resolve_device(device)
     given = read_model(model if isinstance(model, nn.Module) else resolve_model(model), max_model_len, backend)
@@ -139,21 +140,20 @@ def build(
             lambda each: differing_rows(each, cache.pools[0], largest), kinds, max(ADAPTER_ROWS, spec.max_nodes),
         )  # fmt: skip
     elif exact:
+        other: dict[str, Any] = {}
         try:
             _prove(decoder, cache, attention, largest)
         except ExactnessError as error:
             if compiles and compile == "auto":
-                other, words = (False, linear), "compiled passes are not exact on this machine; computing eagerly"
+                other, words = {"compile": False}, "compiled passes are not exact on this machine; computing eagerly"
             elif products == "onednn" and linear == "auto":
-                other, words = (False, "torch"), "oneDNN's linear layers are not row-invariant here; taking torch's"
+                other, words = {"linear": "torch"}, "oneDNN's linear layers are not row-invariant here; taking torch's"
             else:
                 raise
-            logger.warning("%s (%s)", words, error)
+            logger.warning("%s (%s)", words, str(error))
+        if other:  # not before: the error's traceback holds what is to make room
             del decoder, cache
-            return build(
-                model, drafts, spec, device, dtype, exact, max_num_seqs, max_model_len, attention, prefill_chunk,
-                *other, cuda_graphs, backend, quantization,
-            )  # fmt: skip
+            return build(**asked | other)
     exactness = _exactness(decoder, exact, fixed_rows)
     if adapts:
         logger.info(

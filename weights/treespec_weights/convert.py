@@ -26,7 +26,17 @@ from treespec_weights.load import Placement, cast, expected_tensors, match, over
 from treespec_weights.quant_schemes import scheme_of
 from treespec_weights.rules import CONFIG, FamilyRules, ModelShape, read_config
 from treespec_weights.staging import carried_files, check_room, copy_files, free_place, partial_of, publish
-from treespec_weights.writer import NAMES, Output, Shard, is_written, plan_shards, write_index, write_json, write_shard
+from treespec_weights.writer import (
+    NAMES,
+    Output,
+    Shard,
+    is_written,
+    plan_shards,
+    progress,
+    write_index,
+    write_json,
+    write_shard,
+)
 
 SHARD_BYTES = 2 * 10**9
 STATE = "conversion.json"  # in an unfinished result: what it is made of
@@ -229,13 +239,7 @@ def _write_shards(
     total = sum(shard.tensor_bytes for shard in shards)
     done = sum(shard.tensor_bytes for shard in shards if shard.file in resumed)
     check_room(partial, total - done)
-
-    def advance(count: int) -> None:
-        nonlocal done
-        done += count
-        if on_bytes:
-            on_bytes(done, total)
-
+    advance = progress(on_bytes, total, done)
     for shard in shards:
         if shard.file not in resumed:
             own = [by_output[output] for output in shard.outputs if output in by_output]

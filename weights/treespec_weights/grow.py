@@ -38,7 +38,7 @@ from treespec_weights.load import load_weights
 from treespec_weights.quant_schemes import scheme_of
 from treespec_weights.rules import CONFIG, ModelShape, read_config
 from treespec_weights.staging import carried_files, check_room, copy_files, free_place, staged
-from treespec_weights.writer import NAMES, Output, Shard, plan_shards, write_index, write_json, write_shard
+from treespec_weights.writer import NAMES, Output, Shard, plan_shards, progress, write_index, write_json, write_shard
 
 SHARD_BYTES = 1 << 30
 _WIDEN = 4  # MLP units per hidden dimension, where the size leaves the choice
@@ -202,13 +202,6 @@ def _tensor_name(names: dict[str, str], parameter: str) -> str:
 def _write(
     folder: Path, shards: list[Shard], tensors: Iterator[Tensor], on_bytes: Callable[[int, int], None] | None
 ) -> None:
-    done, total = 0, sum(shard.tensor_bytes for shard in shards)
-
-    def advance(count: int) -> None:
-        nonlocal done
-        done += count
-        if on_bytes:
-            on_bytes(done, total)
-
+    advance = progress(on_bytes, sum(shard.tensor_bytes for shard in shards))
     for shard in shards:
         write_shard(folder, shard, itertools.islice(tensors, len(shard.outputs)), advance)

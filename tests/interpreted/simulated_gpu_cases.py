@@ -16,6 +16,7 @@ from tests.simulated_gpu import Gpu, simulated_gpu
 from treespec import LLM, SpecConfig
 from treespec.request import Request, RequestOutput
 from treespec.rounds.engine import GraphEngine
+from treespec_kernels.clock import CudaClock
 from treespec_kernels.row_topk import row_topk_triton
 
 torch.set_num_threads(1)
@@ -123,6 +124,15 @@ def test_pinned_memory_is_copied_late(gpu: Gpu) -> None:
     assert host.tolist() == [7, 7]
     torch.cuda.synchronize()
     assert host.tolist() == [8, 8]
+
+
+def test_the_autotuners_clock(gpu: Gpu) -> None:
+    """Calls are captured together and replayed between two events; warmed up, timed once and captured before."""
+    x, y = torch.zeros(2, device="cuda")
+    clock = CudaClock(torch.device("cuda"), samples=3)
+    assert clock.seconds([lambda: x.add_(1), lambda: y.add_(1)]) == 1e-3 / 2
+    assert gpu.replays == 4 and not gpu.waits
+    assert x.item() == y.item() == 2 + gpu.replays
 
 
 # --- the engine

@@ -25,13 +25,12 @@ class Launches:
 
     Attributes:
         backwards: whether the programs of a launch run in the opposite order, the last first.
-        count: of all launches.
         signatures: each distinct one as (module, kernel, arguments by name, options): a tensor is ("tensor", dtype,
             bytes behind a multiple of 16), anything else itself.
     """
 
     def __init__(self, gpu: "Gpu"):
-        self._gpu, self.backwards, self.count = gpu, False, 0
+        self._gpu, self.backwards = gpu, False
         self.signatures: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {}
 
     @contextlib.contextmanager
@@ -55,7 +54,6 @@ class Launches:
             yield
 
     def _launch(self, original: Any, function: Any, args: Any, grid: Any, kwargs: Any) -> None:
-        self.count += 1
         for tensor in tensors_in((args, kwargs)):
             if not isinstance(tensor, GpuTensor):
                 raise ValueError(f"{function.__name__}: a pointer into {list(tensor.shape)} of the host")

@@ -9,10 +9,10 @@ from unittest import mock
 import pytest
 
 from tests.models import CURVE, make_llama, new_folder, tiny
+from tests.quantized import needs_compiler
 from treespec import LLM, costs
 from treespec.errors import ConfigError, ExactnessError, KernelError
 from treespec.models.decoder import Decoder
-from treespec_kernels.decoder_cpu import CompileError, find_compiler
 
 
 @pytest.fixture(autouse=True)
@@ -59,11 +59,8 @@ def is_compiled(model: Path, **options: Any) -> bool:
     return bool(llm.stats()["frozen"]["compile"])
 
 
+@needs_compiler
 def test_auto_compiles_where_it_can() -> None:
-    try:
-        find_compiler()
-    except CompileError:
-        pytest.skip("no C++ compiler here")
     assert is_compiled(tiny()[0])
     assert not is_compiled(tiny()[0], compile=False)
 

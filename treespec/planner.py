@@ -259,8 +259,8 @@ class Planner:
         return plans
 
     def _keeps_idle(self) -> bool:
-        """Whether SSMs were not worth a level a few rounds ago: asked in every round, the question costs up to 5 % of
-        a short one."""
+        """Whether SSMs were not worth a level a few rounds ago: asked in every round, the question costs 3 % of a
+        short one."""
         size, left = self._idle
         self._idle = _Idle(size, max(left - 1, 0))
         return left > 0 and size == self._requests

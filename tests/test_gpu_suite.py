@@ -52,7 +52,7 @@ def documents(out: Path) -> dict[str, dict[str, Any]]:
 
 
 # Loops of the interpreter of Triton 3.6 fail with numpy 2.4 or later.
-KNOWN = ("NotThere: ", "TypeError: only 0-dimensional arrays can be converted to Python scalars")
+KNOWN = "TypeError: only 0-dimensional arrays can be converted to Python scalars"
 
 
 def test_the_dry_run_walks_every_stage_without_an_error(
@@ -66,7 +66,7 @@ def test_the_dry_run_walks_every_stage_without_an_error(
         f"{stage}: {name}": figures["error"]
         for stage, document in written.items()
         for name, figures in document["measurements"].items()
-        if "error" in figures and not any(known in figures["error"] for known in KNOWN)
+        if "error" in figures and KNOWN not in figures["error"]
     }
     assert not errors
     for document in written.values():

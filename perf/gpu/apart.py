@@ -1,7 +1,7 @@
 """Work in processes of its own, several at a time: what compiles kernels, or compares bits and times nothing.
 
-Compiling takes a core about a second a kernel, and a stage needs up to a hundred: side by side they take a tenth of the
-time. What a process compiles, the others find in Triton's cache.
+Compiling takes a core up to a second a kernel, and a stage needs up to a hundred. What a process compiles, the others
+find in Triton's cache.
 """
 
 import multiprocessing

@@ -74,7 +74,7 @@ def _passes(sizes: Sizes, opened: Passes, context: Context) -> dict[str, Any]:
 def _open(context: Context, sizes: Sizes, name: str, kind: str) -> Passes:
     """The decoder of that kind, with what is tuned by now; only one is held."""
     if name not in context.shared:
-        context.shared.clear()
+        context.release()
         setting, quantization = context.setting, None if kind == PLAIN else kind
         longest, rows = max(sizes.context, *sizes.contexts), max(sizes.nodes)
         with torch.inference_mode():
@@ -84,9 +84,7 @@ def _open(context: Context, sizes: Sizes, name: str, kind: str) -> Passes:
 
 def _autotune(sizes: Sizes, kind: str, context: Context) -> dict[str, Any]:
     """`treespec autotune` of the layers alone: stage `autotune` has what other ops of the shape take."""
-    context.shared.clear()  # another process needs the memory
-    if context.setting.device.type == "cuda":
-        torch.cuda.empty_cache()
+    context.release()  # another process needs the memory
     options = [
         *tune.shape_options(context.setting.target),
         *("--dtype", str(context.setting.dtype).removeprefix("torch.")),

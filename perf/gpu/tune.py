@@ -13,7 +13,7 @@ from typing import Any
 
 from gpu.models import shape_of_size
 from gpu.setting import ROOT, Setting
-from gpu.stage import Context, Measurement, NotThere
+from gpu.stage import Context, Measurement
 from treespec_weights.rules import ModelShape
 
 
@@ -46,7 +46,7 @@ def autotune(options: Sequence[str], context: Context) -> dict[str, Any]:
     """What the command prints.
 
     Raises:
-        RuntimeError: it failed. NotThere: this checkout's command does not tune kernels.
+        RuntimeError: it failed.
     """
     setting = context.setting
     environment = dict(os.environ)
@@ -63,8 +63,6 @@ def autotune(options: Sequence[str], context: Context) -> dict[str, Any]:
         os.killpg(child.pid, signal.SIGKILL)
         child.wait()
         raise
-    if child.returncode != 0 and ("not implemented yet" in output + errors or "No such option" in output + errors):
-        raise NotThere("treespec autotune does not tune kernels")
     if child.returncode != 0:
         raise RuntimeError(f"{' '.join(command[2:])} ended with {child.returncode}: {_tail(output + errors)}")
     document = json.loads(output)

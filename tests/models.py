@@ -19,8 +19,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from treespec import LLM, SamplingParams, selftest
 from treespec.models.decoder import Decoder
-from treespec.planner import CostCurve
 from treespec.request import Request
+from treespec.round_costs import CostCurve
 from treespec.tree import Draws, TokenTree
 
 EOS = 0

@@ -7,16 +7,17 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from tests.models import tiny
+from tests.models import open_llm, tiny
 from treespec import LLM, costs
 from treespec.build import _compare_threads
 from treespec.cli import app, curves
-from treespec.planner import CostCurve
+from treespec.round_costs import CostCurve
 from treespec_kernels import aot, tuned
 from treespec_kernels.quantized import WeightForm
 
@@ -372,3 +373,27 @@ def test_sizes_that_no_kernel_takes_are_refused() -> None:
     child = program(*command, TRITON_INTERPRET="1")
     assert child.returncode == 2, child.stderr
     assert "head_dim 512 is not supported; use 1 to 256" in json.loads(child.stdout)["error"]["message"]
+
+
+def test_what_a_position_costs_is_the_difference_of_two_contexts() -> None:
+    curve = CostCurve((1, 8), (1e-3, 1.7e-3), 0.0, context=48)
+    took = {"1 far": 3e-3, "8 far": 6.5e-3}
+    known = costs._with_positions(curve, took, 1048)
+    assert known.position_seconds == pytest.approx(2e-6)
+    assert known.row_position_seconds == pytest.approx((4.8e-6 - 2e-6) / 7)
+    disturbed = costs._with_positions(curve, {"1 far": 1e-4, "8 far": 1e-4}, 1048)
+    assert disturbed.position_seconds == disturbed.row_position_seconds == 0
+
+
+@pytest.mark.parametrize("long", [40, 150])
+def test_a_long_context_is_measured_where_there_is_room_for_one(long: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs, "CONTEXT", 16)
+    monkeypatch.setattr(costs, "LONG_CONTEXT", long)
+    llm = open_llm(tiny()[0], [], max_num_seqs=8)
+    with mock.patch.object(costs, "_star_pass", wraps=costs._star_pass) as passes:
+        curve = costs.measure(llm.engine.runner, None, 0.0)
+    contexts = {request.context_len for call in passes.call_args_list for request in call.args[1]}
+    assert contexts == ({16, 150} if long == 150 else {16})
+    assert curve.context == 16
+    llm.engine.check_integrity()
+    assert all(not pool[:, :, 1:].any() for pool in llm.engine.cache.pools), "nothing is left behind"

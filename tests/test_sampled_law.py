@@ -22,7 +22,8 @@ from treespec.config import DRAWS
 from treespec.drafters.trust import Trust
 from treespec.observe import Round, watch
 from treespec.oracle import RandomOracle
-from treespec.planner import CostCurve
+from treespec.planner import Planner
+from treespec.round_costs import CostCurve
 from treespec.sampler import _VERIFY_STREAM, Sampler
 from treespec.tree import TokenTree
 from treespec.verify import verify_drawn_one
@@ -57,7 +58,7 @@ def law_llm() -> LLM:
 
 
 def timeless(llm: LLM) -> LLM:
-    llm.engine.planner.cost, llm.engine.planner.learns_seconds = FREE, False
+    llm.engine.planner = Planner(FREE, learns_seconds=False)
     return llm
 
 

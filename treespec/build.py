@@ -26,7 +26,7 @@ from treespec.loading import Loader
 from treespec.models.attention import make_attention
 from treespec.models.decoder import Decoder
 from treespec.models.quantized import check_quantization, weight_bytes
-from treespec.planner import CostCurve, Planner
+from treespec.planner import Planner
 from treespec.resolve import (
     resolve_attention,
     resolve_compile,
@@ -37,6 +37,7 @@ from treespec.resolve import (
     resolve_max_model_len,
     resolve_model,
 )
+from treespec.round_costs import CostCurve
 from treespec.rounds.build import captured_rounds, planned_bytes, round_limits, stack_sizes
 from treespec.rounds.engine import GraphEngine
 from treespec.runner import Runner

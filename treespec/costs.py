@@ -4,6 +4,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,17 +19,21 @@ from treespec.drafters.ssm import SsmDrafter
 from treespec.errors import ConfigError
 from treespec.models.decoder import Decoder
 from treespec.params import SamplingParams
-from treespec.planner import CostCurve, Planner
+from treespec.planner import Planner
 from treespec.request import Request
+from treespec.round_costs import CostCurve
 from treespec.runner import Runner
 from treespec_kernels.tree_batch import PAGE_SIZE, RequestRows
 
 CONTEXT = 128  # committed positions while measuring
+LONG_CONTEXT = 2048  # at which what a committed position costs is measured
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 SCRATCH = 64  # slots behind the rows, for drafting
 DRAFT_LEVELS = 3
 STAR_ROWS = 4  # of each tree where several requests bring one
 REQUESTS = 4  # how many at once, to see what each adds
+LONG_ROWS = 8  # of the tree that is measured there
+_NUMBERS = tuple(field.name for field in fields(CostCurve))[2:]  # all but its two lists
 ROUND_ROWS = 16  # of the pass by which numbers of threads are compared
 
 
@@ -101,46 +106,71 @@ def measure(
     fitting = tuple(n for n in ROWS if n <= max(slots - context - SCRATCH, 8))
     requests = [Request([1] * (context + 1), SamplingParams(), SpecConfig()) for _ in range(REQUESTS)]
     requests = requests[: cache.num_free // pages_for(slots)]
-    for request in requests:
-        request.pages = cache.reserve(request.request_id, slots)
+    long = _long_request(runner, len(requests) * pages_for(slots))
+    scratch = requests if long is None else [*requests, long]
     try:
         for request in requests:
+            request.pages = cache.reserve(request.request_id, slots)
             while (left := context - request.context_len) > 0:
                 runner.prefill([request], [min(left, runner.max_rows or left)])
+        if long is not None:  # its keys stay zeros: they are read at the same cost, and computing them would take long
+            long.context_len = len(long.tokens) - 1
+            long.pages = cache.reserve(long.request_id, long.context_len + LONG_ROWS)
         [first] = _least([partial(_star_pass, runner, requests[:1], 1)], 2)
         quick = first * len(fitting) * 12 < seconds
         rows = fitting if quick else tuple(n for n in fitting if n in (1, 8, 16))
-        runs: list[Callable[[], None]] = [partial(_star_pass, runner, requests[:1], n) for n in rows]
-        runs += [partial(_star_pass, runner, requests, 1), partial(_star_pass, runner, requests, STAR_ROWS)]
+        runs: dict[Any, Callable[[], None]] = {n: partial(_star_pass, runner, requests[:1], n) for n in rows}
+        runs |= {f"{n} each": partial(_star_pass, runner, requests, n) for n in (1, STAR_ROWS)}
+        if long is not None:
+            runs |= {f"{n} far": partial(_star_pass, runner, [long], n) for n in (1, LONG_ROWS)}
         if ssms is not None:
-            runs += [partial(_draft, ssms, requests[:1], 1), partial(_draft, ssms, requests[:1], None)]
-            runs += [partial(_draft, ssms, requests, None), partial(_read, ssms, requests[:1])]
-        times = _least(runs, 2 if quick else 1, seconds, advance)
+            runs["one"], runs["every"] = (partial(_draft, ssms, requests[:1], count) for count in (1, None))
+            runs["batch"], runs["read"] = partial(_draft, ssms, requests, None), partial(_read, ssms, requests[:1])
+        times = _least(list(runs.values()), 2 if quick else 1, seconds, advance)
     finally:
-        for request in requests:
-            cache.release(request.request_id, scrub=True)
+        for request in scratch:
+            if len(request.pages):
+                cache.release(request.request_id, scrub=True)
             if ssms is not None:
                 ssms.release(request)
-    verify, further = tuple(times[: len(rows)]), max(len(requests) - 1, 1)
-    alone = CostCurve(rows, verify, 0.0)
-    plain, stars = times[len(rows) : len(rows) + 2]
-    request_seconds = max(plain - float(alone.verify(len(requests))), 0.0) / further
-    apart = float(alone.verify(STAR_ROWS * len(requests))) + further * request_seconds
-    tree_seconds = max(stars - apart, 0.0) / further
-    if ssms is None:
-        return CostCurve(rows, verify, 0.0, request_seconds, tree_seconds=tree_seconds)
-    one, every, batch, read = times[len(rows) + 2 :]
-    count = len(ssms.models)
-    levels = DRAFT_LEVELS
-    return CostCurve(
-        rows,
-        verify,
-        draft_seconds=one / levels,
-        request_seconds=request_seconds,
-        draft_request_seconds=max(batch - every, 0.0) / (levels * count * further),
-        ssm_seconds=max(every - one, 0.0) / (levels * max(count - 1, 1)),
-        read_seconds=read / (count * requests[0].context_len),
-        tree_seconds=tree_seconds,
+    took = dict(zip(runs, times, strict=True))
+    curve = CostCurve(rows, tuple(took[n] for n in rows), 0.0, context=context)
+    curve = _with_requests(curve, took, len(requests))
+    if long is not None:
+        curve = _with_positions(curve, took, long.context_len)
+    return curve if ssms is None else _with_drafting(curve, took, len(ssms.models), requests)
+
+
+def _long_request(runner: Runner, pages_taken: int) -> Request | None:
+    """One whose context is far longer than the others', if the model and the cache hold it."""
+    room = min((runner.cache.num_free - pages_taken) * PAGE_SIZE, runner.target.config.max_positions)
+    context = min(LONG_CONTEXT, room - LONG_ROWS)
+    return Request([1] * (context + 1), SamplingParams(), SpecConfig()) if context >= 4 * CONTEXT else None
+
+
+def _with_requests(curve: CostCurve, took: dict[Any, float], requests: int) -> CostCurve:
+    further = max(requests - 1, 1)
+    request_seconds = max(took["1 each"] - float(curve.verify(requests)), 0.0) / further
+    apart = float(curve.verify(STAR_ROWS * requests)) + further * request_seconds
+    tree_seconds = max(took[f"{STAR_ROWS} each"] - apart, 0.0) / further
+    return replace(curve, request_seconds=request_seconds, tree_seconds=tree_seconds)
+
+
+def _with_positions(curve: CostCurve, took: dict[Any, float], context: int) -> CostCurve:
+    further = context - curve.context
+    one = max(took["1 far"] - float(curve.verify(1)), 0.0) / further
+    rows = max(took[f"{LONG_ROWS} far"] - float(curve.verify(LONG_ROWS)), 0.0) / further
+    return replace(curve, position_seconds=one, row_position_seconds=max(rows - one, 0.0) / (LONG_ROWS - 1))
+
+
+def _with_drafting(curve: CostCurve, took: dict[Any, float], ssms: int, requests: Sequence[Request]) -> CostCurve:
+    further = max(len(requests) - 1, 1)
+    return replace(
+        curve,
+        draft_seconds=took["one"] / DRAFT_LEVELS,
+        draft_request_seconds=max(took["batch"] - took["every"], 0.0) / (DRAFT_LEVELS * ssms * further),
+        ssm_seconds=max(took["every"] - took["one"], 0.0) / (DRAFT_LEVELS * max(ssms - 1, 1)),
+        read_seconds=took["read"] / (ssms * requests[0].context_len),
     )
 
 
@@ -221,14 +251,7 @@ def save(curve: CostCurve, key: dict[str, Any], folder: Path | None = None, name
         {
             "key": key,
             "names": list(names),
-            "rows": list(curve.rows),
-            "verify_seconds": list(curve.verify_seconds),
-            "draft_seconds": curve.draft_seconds,
-            "request_seconds": curve.request_seconds,
-            "draft_request_seconds": curve.draft_request_seconds,
-            "ssm_seconds": curve.ssm_seconds,
-            "read_seconds": curve.read_seconds,
-            "tree_seconds": curve.tree_seconds,
+            **asdict(curve),
         }
     )
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
@@ -260,13 +283,7 @@ def _is_entry(entry: Any) -> bool:
             },
             "rows": [_, *_] as rows,
             "verify_seconds": list(times),
-            "draft_seconds": int() | float(),
-            "request_seconds": int() | float(),
-            "draft_request_seconds": int() | float(),
-            "ssm_seconds": int() | float(),
-            "read_seconds": int() | float(),
-            "tree_seconds": int() | float(),
-        }:
+        } if all(isinstance(entry.get(name), int | float) for name in _NUMBERS):
             ascending = all(isinstance(x, int | float) and x > 0 for x in rows + times) and rows == sorted(set(rows))
             return ascending and len(rows) == len(times)
     return False
@@ -274,16 +291,8 @@ def _is_entry(entry: Any) -> bool:
 
 def curve_of(entry: dict[str, Any]) -> CostCurve:
     """The curve of a stored entry."""
-    return CostCurve(
-        tuple(entry["rows"]),
-        tuple(entry["verify_seconds"]),
-        entry["draft_seconds"],
-        entry["request_seconds"],
-        entry["draft_request_seconds"],
-        entry["ssm_seconds"],
-        entry["read_seconds"],
-        entry["tree_seconds"],
-    )
+    rows, times = tuple(entry["rows"]), tuple(entry["verify_seconds"])
+    return CostCurve(rows, times, **{name: entry[name] for name in _NUMBERS})
 
 
 def load(key: dict[str, Any], folder: Path | None = None) -> CostCurve | None:

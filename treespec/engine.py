@@ -16,8 +16,9 @@ from treespec.drafters.plan import Drafted
 from treespec.drafters.ssm import SsmDrafter
 from treespec.errors import DraftError, RequestError
 from treespec.metrics import Stats
-from treespec.planner import Planner, RoundSeconds
+from treespec.planner import Planner
 from treespec.request import FinishReason, Request
+from treespec.round_costs import RoundSeconds
 from treespec.runner import Choices, Runner
 from treespec.sampling import logprobs_of
 from treespec.scheduler import Batch, Scheduler

@@ -211,7 +211,7 @@ class LLM:
 
     def stats(self) -> dict[str, Any]:
         """Totals since the start, and what is frozen for bit equality."""
-        config, curve = self.config, self.engine.planner.cost
+        config, curve = self.config, self.engine.planner.costs.curve
         drafts = self.engine.ssms.names if self.engine.ssms else ()
         return self.engine.stats.as_dict() | {
             "frozen": {

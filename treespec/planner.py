@@ -10,20 +10,20 @@ modelled seconds and counted tokens, so a disturbance of one round decides nothi
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from treespec.drafters.plan import Drafted, DraftPlan
 from treespec.request import Request
+from treespec.round_costs import CostCurve, RoundCosts, RoundSeconds
 from treespec.tree import TokenTree
 
 PAUSE = 64  # rounds of rest after speculation was seen to cost more than it saves
 LONGEST_PAUSE = 1024  # each pause in a row doubles
-# What speculation may lose before it rests, in rounds of plain decoding: at first, after a rest, and at most.
-_CREDIT, _SECOND_CREDIT, _LARGEST_CREDIT = 2.0, 1.0, 4.0
+# What speculation may lose before it rests, in rounds of plain decoding: at first, after a rest, and at most. Guesses
+# hold in bursts: with less than half of it lookup rested through most of 9 texts on which it gains a half.
+_CREDIT, _SECOND_CREDIT, _LARGEST_CREDIT = 5.0, 3.0, 10.0
 _MARGIN = 0.04  # gain that counts as none: about the error of modelled seconds
 _MEMORY = 0.03  # weight of the newest round in the running mean
 _USUAL_REACH = 0.7  # what a first level is assumed to hold before one was tried
@@ -35,90 +35,7 @@ _FEW_ROWS = 16  # over which the price of a row is taken: the times of two neigh
 _LARGEST_VALUE = 0.3  # where rows seem dearer, guesses are made all the same: else nothing is learned of them
 _SPEED_PRIOR = 4  # rounds of plain decoding that a request's own speed is drawn towards
 _SHARPNESS = 8  # a request expected to end after nine tenths of the time counts as the last one by half
-_SECONDS_MEMORY = 0.1
-_LARGEST_STEP = 2.0  # factor between a measured time and the learned one beyond which it counts as a disturbance
 _IDLE_ROUNDS = 8  # for which a batch that is not worth drafting for is not asked again
-_USUAL_HOST = 1 / 3  # the host's time of plain rounds over that of others, before both were seen
-
-
-@dataclass(frozen=True)
-class CostCurve:
-    """Measured times of this machine, in seconds.
-
-    Args:
-        rows, verify_seconds: a target pass of one request over so many rows.
-        draft_seconds: one level of one SSM for one request, host work included.
-        request_seconds: what each further request adds to a target pass, beside rows.
-        tree_seconds: what it adds to that where it brings a tree of several nodes.
-        draft_request_seconds: what each further request adds to a pass of one SSM.
-        ssm_seconds: what each further SSM adds to a level.
-        read_seconds: an SSM's for one token of a prompt.
-    """
-
-    rows: tuple[int, ...]
-    verify_seconds: tuple[float, ...]
-    draft_seconds: float
-    request_seconds: float = 0.0
-    draft_request_seconds: float = 0.0
-    ssm_seconds: float = 0.0
-    read_seconds: float = 0.0
-    tree_seconds: float = 0.0
-
-    def verify(self, rows: np.ndarray | float, requests: int = 1, trees: np.ndarray | int = 0) -> np.ndarray:
-        """Seconds of a pass, linear between and beyond what was measured.
-
-        Args:
-            rows: in all.
-            requests: in all.
-            trees: requests with more than one row.
-        """
-        x, y = self._measured
-        # Beyond the last point at the mean slope of the upper half: two neighbours may measure alike by chance.
-        middle = (len(x) - 1) // 2
-        slope = (y[-1] - y[middle]) / (x[-1] - x[middle]) if len(x) > 1 else y[-1] / x[-1]
-        beyond = np.maximum(np.asarray(rows) - x[-1], 0) * slope
-        return (
-            np.interp(rows, x, y)
-            + beyond
-            + (requests - 1) * self.request_seconds
-            + np.maximum(trees - 1, 0) * self.tree_seconds
-        )
-
-    def draft(self, levels: float, passes: float, request_passes: float) -> float:
-        """Seconds of a round's drafting, prompts left out.
-
-        Args:
-            levels: of the trees.
-            passes: of one SSM.
-            request_passes: passes, counted once for each request in them.
-        """
-        further = max(request_passes - passes, 0.0)
-        return (
-            levels * self.draft_seconds
-            + (passes - levels) * self.ssm_seconds
-            + further * self.draft_request_seconds
-        )  # fmt: skip
-
-    @cached_property
-    def _measured(self) -> tuple[np.ndarray, np.ndarray]:
-        # Fewer rows never take longer: where they seem to, the measurement was disturbed.
-        return np.array(self.rows, float), np.minimum.accumulate(self.verify_seconds[::-1])[::-1]
-
-
-class RoundSeconds(NamedTuple):
-    """What a round took, measured.
-
-    Attributes:
-        draft: the SSMs' drafting, without `read`.
-        read: prompts and what else the SSMs had missed.
-        forward: the target pass.
-        host: everything else.
-    """
-
-    draft: float
-    read: float
-    forward: float
-    host: float
 
 
 class _Hope:
@@ -159,21 +76,6 @@ class _Outlook:
     def __init__(self) -> None:
         self.gain = _HOPE  # running mean over all rounds that speculate
         self.ssms, self.free = _Hope(), _Hope()  # rounds with SSMs, and with sources that cost no pass alone
-        # Per request, in seconds of the cost curve, where nothing is drafted and where it is; None before it was seen.
-        self.plain_host: float | None = None
-        self.host: float | None = None
-        self.draft_scale = 1.0  # measured over modelled seconds
-
-    def host_seconds(self, drafting: bool) -> float:
-        """The host's work on one request."""
-        if drafting:
-            return self.host if self.host is not None else 0.0
-        return self.plain_host if self.plain_host is not None else _USUAL_HOST * self.host_seconds(True)
-
-
-def _learned(known: float, seen: float) -> float:
-    """A running mean of times that a disturbance moves by little."""
-    return known + _SECONDS_MEMORY * (min(max(seen, known / _LARGEST_STEP), known * _LARGEST_STEP) - known)
 
 
 class Planner:
@@ -185,19 +87,16 @@ class Planner:
 
     Args:
         cost: this machine's curve.
-        learns_seconds: whether times measured in rounds correct the curve's: each part's share of a round counts,
-            relative to the target pass, so that a busy machine does not look like dear drafting.
+        learns_seconds: whether times measured in rounds correct the curve's.
     """
 
     def __init__(self, cost: CostCurve, learns_seconds: bool = True):
-        self.cost, self.learns_seconds = cost, learns_seconds
-        self._known_seconds: dict[tuple[int, int, int], float] = {}
+        self.costs = RoundCosts(cost, learns_seconds)
         self._outlooks: dict[int, _Outlook] = {}
         self._reach = _USUAL_REACH  # running mean: share of its open mass that a first level holds
         # Running ratio of accepted tokens to those that the trees' values promised, without and with SSMs.
         self._truth = {False: 1.0, True: 1.0}
         self._passes_per_level = 1.0  # running mean of rounds with drafting
-        self._read_scale = 1.0  # measured over modelled seconds
         self._batch: Sequence[Request] = ()
         self._worth = np.ones(1)  # of a token, by request of the batch
         self._requests, self._drafted, self._reach_learned = 1, Drafted(0, 0), False
@@ -220,6 +119,7 @@ class Planner:
             others_wait: whether a request that ends makes room for another.
         """
         self._requests, self._drafted, self._asks_free = len(requests), Drafted(0, 0), False
+        self.costs.begin(requests)
         if all(request.spec.is_plain for request in requests):
             return [DraftPlan(0, 0, 1)] * len(requests)
         outlook = self._outlook
@@ -247,8 +147,7 @@ class Planner:
                 if outlook.ssms.resting or not drafts[i]:
                     levels = 0
                 elif unread is not None:
-                    reading = unread(request) * self.cost.read_seconds * self._read_scale
-                    levels = levels if reading <= self._saving(request) else 0
+                    levels = levels if self.costs.read(unread(request)) <= self._saving(request) else 0
             least_trust = price if spec.is_adaptive else 0.0
             plans.append(
                 DraftPlan(depth, levels, spec.max_nodes, spec.branching, spec.is_adaptive, least_trust, spec.max_ssms)
@@ -268,14 +167,14 @@ class Planner:
     @property
     def rate(self) -> float:
         """Tokens that a second is worth in this batch."""
-        return max(self._outlook.gain, 1.0) * float(self._worth.sum()) / self._plain_seconds
+        return max(self._outlook.gain, 1.0) * float(self._worth.sum()) / self.costs.plain
 
     def _may_draft(self) -> bool:
         """Whether a level of SSMs could pay at all: as `worth_a_level`, were all mass open and every request's level as
         cheap as one's."""
         outlook = self._outlook
-        promised = self._truth[True] * self._reach * self._plain_seconds
-        level = self.cost.draft(1, self._passes_per_level, self._passes_per_level) * outlook.draft_scale
+        promised = self._truth[True] * self._reach * self.costs.plain
+        level = self.costs.level(self._passes_per_level, self._passes_per_level)
         return not outlook.ssms.resting and promised > max(outlook.gain, 1.0) * level
 
     def _worth_of_tokens(self, requests: Sequence[Request]) -> np.ndarray:
@@ -287,7 +186,7 @@ class Planner:
         count = len(requests)
         if count == 1:
             return np.ones(1)
-        own_share = 1 - self._seconds(count - 1, count - 1) / self._seconds(count, count)
+        own_share = 1 - self.costs.verify(count - 1, count - 1) / self.costs.verify(count, count)
         left = [r.tokens_left * (r.target_passes + _SPEED_PRIOR) / (r.num_generated + _SPEED_PRIOR) for r in requests]
         lateness = np.array(left) / max(left)
         return own_share + (1 - own_share) * lateness**_SHARPNESS
@@ -296,7 +195,7 @@ class Planner:
     def least_value(self) -> float:
         """The value of a node that is worth its row of the target pass."""
         count = self._requests
-        row = (self._seconds(count + _FEW_ROWS, count) - self._seconds(count, count)) / _FEW_ROWS
+        row = (self.costs.verify(count + _FEW_ROWS, count) - self.costs.verify(count, count)) / _FEW_ROWS
         return min(self.rate * row / float(self._worth.max()), _LARGEST_VALUE)
 
     @property
@@ -306,28 +205,15 @@ class Planner:
             self._outlooks[size] = _Outlook()
         return self._outlooks[size]
 
-    @property
-    def _plain_seconds(self) -> float:
-        """A round of plain decoding."""
-        count = self._requests
-        return self._seconds(count, count) + count * self._outlook.host_seconds(False)
-
-    def _seconds(self, rows: int, requests: int, trees: int = 0) -> float:
-        """The cost curve at one point, looked up once: each round asks for a few of the same."""
-        key = rows, requests, trees
-        if key not in self._known_seconds:
-            self._known_seconds[key] = float(self.cost.verify(rows, requests, trees))
-        return self._known_seconds[key]
-
     def _saving(self, request: Request) -> float:
         """Seconds that SSMs may save until a request has all its tokens."""
         share = 1 - 1 / max(self._outlook.ssms.gain, 1.0)
-        return request.tokens_left * self._plain_seconds / self._requests * share
+        return request.tokens_left * self.costs.plain / self._requests * share
 
     def _price_of_an_ssm(self) -> float:
         """The trust that a further SSM must have: leaving it out loses at most its share of the drafted tokens."""
-        count, cost = self._requests, self.cost
-        level = (cost.ssm_seconds + (count - 1) * cost.draft_request_seconds) * self._outlook.draft_scale
+        count = self._requests
+        level = self.costs.further_ssm(count)
         return self.rate * level / max(self._truth[True] * self._reach * count, 1e-9)
 
     def worth_a_level(self, trees: np.ndarray, open_mass: np.ndarray, reached: np.ndarray | None) -> np.ndarray:
@@ -340,10 +226,9 @@ class Planner:
             self._first_reach(reached)
         promised = self._truth[True] * promised * self._worth[trees]
         passes = self._passes_per_level
-        second = self.rate * self._outlook.draft_scale
-        grows = promised > second * passes * self.cost.draft_request_seconds
+        grows = promised > self.rate * self.costs.further_request(passes)
         count = int(grows.sum())
-        if promised[grows].sum() <= second * self.cost.draft(1, passes, passes * count):
+        if promised[grows].sum() <= self.rate * self.costs.level(passes, passes * count):
             grows[:] = False
         return grows
 
@@ -385,10 +270,9 @@ class Planner:
         first_nodes = np.zeros(len(order), dtype=np.int64)  # 1 where a request gets its first node
         first_nodes[np.unique(owner[order], return_index=True)[1]] = 1
         grown = np.concatenate([[0], np.cumsum(first_nodes)]) + fixed_trees
-        seconds = self.cost.verify(fixed_rows + np.arange(len(order) + 1), len(requests), grown)
+        seconds = self.costs.verify_each(fixed_rows + np.arange(len(order) + 1), len(requests), grown)
         if not drafted.levels:  # a guess that cost no pass may still be dropped, with the host's work on its tree
-            outlook = self._outlook
-            seconds = seconds + grown * max(outlook.host_seconds(True) - outlook.host_seconds(False), 0.0)
+            seconds = seconds + grown * max(self.costs.host(drafting=True) - self.costs.host(drafting=False), 0.0)
         count = int(np.argmax(promised - self.rate * seconds))
         owner, node = owner[order[:count]], node[order[:count]]
         for i in free:
@@ -411,21 +295,21 @@ class Planner:
         if not requests:
             return
         count, rows, drafted, outlook = len(requests), sum(len(tree) for tree in trees), self._drafted, self._outlook
-        verify_seconds = self._seconds(rows, count, sum(len(tree) > 1 for tree in trees))
-        modelled = self.cost.draft(drafted.levels, drafted.passes, drafted.request_passes)
+        grown = sum(len(tree) > 1 for tree in trees)
         speculates = self._asks_free or drafted.levels > 0
-        if seconds is not None and self.learns_seconds:
-            self._learn_seconds(seconds, verify_seconds, modelled, speculates)
+        if seconds is not None:
+            self.costs.learn(seconds, rows, grown, drafted, speculates)
         if not drafted.levels:  # what is not tried cannot be learned: hope returns slowly
             self._reach += _RECOVERY * (_USUAL_REACH - self._reach)
             self._truth[True] += _RECOVERY * (1.0 - self._truth[True])
             outlook.ssms.miss()
         if not speculates or not any(request.spec.is_adaptive for request in requests):
             return
-        spent = verify_seconds + modelled * outlook.draft_scale + count * outlook.host_seconds(True)
-        rounds = spent / self._plain_seconds
+        spent = self.costs.verify(rows, count, grown) + self.costs.draft(drafted)
+        rounds = (spent + count * self.costs.host(drafting=True)) / self.costs.plain
         places = {request: place for place, request in enumerate(self._batch)}  # some may have failed since
-        gain = float(np.average(emitted, weights=self._worth[[places[request] for request in requests]])) / rounds
+        worth = self._worth[[places[request] for request in requests]]
+        gain = float(worth @ np.array(emitted) / worth.sum()) / rounds
         outlook.gain += _MEMORY * (gain - outlook.gain)
         if rows > count:
             promised = sum(float(tree.values[1:].sum()) for tree in trees)
@@ -434,26 +318,11 @@ class Planner:
             self._truth[drafted.levels > 0] = min(max(truth + _TRUTH_MEMORY * error, 0.1), 1.2)
         if drafted.levels:
             # A request that reads its prompt for itself earns it back; in a batch all wait for it.
-            read = drafted.read_tokens * self.cost.read_seconds * self._read_scale if count > 1 else 0.0
-            outlook.ssms.observe(gain, rounds, read / self._plain_seconds)
+            read = self.costs.read(drafted.read_tokens) if count > 1 else 0.0
+            outlook.ssms.observe(gain, rounds, read / self.costs.plain)
             self._passes_per_level += _MEMORY * (drafted.passes / drafted.levels - self._passes_per_level)
         else:
             outlook.free.observe(gain, rounds)
-
-    def _learn_seconds(self, seconds: RoundSeconds, verify_seconds: float, modelled: float, speculates: bool) -> None:
-        """Correct the curve: each part in units of the same round's target pass."""
-        count, outlook = self._requests, self._outlook
-        unit = seconds.forward / verify_seconds
-        host = seconds.host / unit / count
-        if not speculates:
-            outlook.plain_host = host if outlook.plain_host is None else _learned(outlook.plain_host, host)
-            return
-        outlook.host = host if outlook.host is None else _learned(outlook.host, host)
-        if modelled:
-            outlook.draft_scale = _learned(outlook.draft_scale, seconds.draft / unit / modelled)
-        read = self._drafted.read_tokens * self.cost.read_seconds
-        if read:
-            self._read_scale = _learned(self._read_scale, seconds.read / unit / read)
 
 
 def _best(tree: TokenTree, nodes: int) -> TokenTree:

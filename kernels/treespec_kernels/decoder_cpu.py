@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treespec_kernels.huge_pages import HugePages
 from treespec_kernels.quantized import QuantizedWeight
 from treespec_kernels.tree_batch import PAGE_SIZE, RequestRows
 
@@ -157,9 +158,17 @@ class PackedLinear:
         library: from `build`.
         weight: [outputs, inputs] in the library's dtype, or a quantised one of these sizes, inputs even.
         bias: [outputs] or None.
+        memory: where the packed weights are copied to; None: they stay where they are.
     """
 
-    def __init__(self, library: ctypes.CDLL, weight: Tensor | QuantizedWeight, bias: Tensor | None):
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        weight: Tensor | QuantizedWeight,
+        bias: Tensor | None,
+        memory: HugePages | None = None,
+    ):
+        self._memory = memory
         self.held: list[Tensor] = []
         self.outputs, self.inputs, bits, group, scale, zero = 0, 0, 0, 0, None, None
         if isinstance(weight, QuantizedWeight):
@@ -178,13 +187,13 @@ class PackedLinear:
             packed = pack(weight)
         padded = None if bias is None else torch.nn.functional.pad(bias.float(), (0, -self.outputs % _PANEL))
         self.struct = _Linear(
-            self._hold(packed), None if padded is None else self._hold(padded.contiguous().clone()), self.inputs,
+            self._hold(packed), None if padded is None else self._hold(padded), self.inputs,
             self.outputs, bits, group, scale, zero,
         )  # fmt: skip
 
     def _hold(self, tensor: Tensor) -> int:
-        self.held.append(tensor)
-        return tensor.data_ptr()
+        self.held.append(tensor.contiguous() if self._memory is None else self._memory.hold(tensor))
+        return self.held[-1].data_ptr()
 
 
 class LayerWeights(NamedTuple):
@@ -272,7 +281,7 @@ class CompiledModel:
         norm_eps: float,
         num_threads: int,
     ):
-        self._library, self._threads = library, num_threads
+        self._library, self._threads, self._memory = library, num_threads, HugePages()
         self._held: list[Tensor] = [embed]  # what the structures point to
         self.dtype, self.vocab_size, self.hidden_size = embed.dtype, head.shape[0], embed.shape[1]
         self._layers = (_Layer * len(layers))(
@@ -304,7 +313,7 @@ class CompiledModel:
         return self._hold(tensor.float().contiguous().clone())
 
     def _linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> _Linear:
-        packed = PackedLinear(self._library, weight, bias)
+        packed = PackedLinear(self._library, weight, bias, self._memory)
         self._held += packed.held
         return packed.struct
 

@@ -112,9 +112,13 @@ def describe(entry: dict[str, Any]) -> str:
         f"target   {models[0]}, {key['dtype']}",
     ]
     if models[1:]:
+        further = f", {1000 * entry['ssm_seconds']:.2f} ms each further one" if models[2:] else ""
         lines.append(
-            f"drafts   {', '.join(models[1:])}: {1000 * entry['draft_seconds']:.2f} ms per level, all together"
+            f"drafts   {', '.join(models[1:])}: {1000 * entry['draft_seconds']:.2f} ms per level of one{further}"
         )
+    if entry["position_seconds"]:
+        one, row = (1e6 * entry[name] for name in ("position_seconds", "row_position_seconds"))
+        lines.append(f"context  {entry['context']}; 1,000 more add {one:.2f} ms, and {row:.2f} ms for each further row")
     body = [(str(n), f"{ms:.2f}", f"{ms / times[0]:.2f}", f"{n / ms:.2f}") for n, ms in zip(rows, times, strict=True)]
     return "\n".join([*lines, "", table([("rows", "ms per pass", "relative", "rows per ms"), *body])])
 

@@ -1,0 +1,101 @@
+"""What a round takes: the curve at other contexts, and what measured rounds correct of it."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from treespec import SpecConfig
+from treespec.drafters.plan import Drafted
+from treespec.params import SamplingParams
+from treespec.request import Request
+from treespec.round_costs import CostCurve, RoundCosts, RoundSeconds
+
+CURVE = CostCurve((1, 16), (1e-3, 2.5e-3), 1e-4, request_seconds=2e-4, tree_seconds=5e-5, context=128)
+LONG = dataclasses.replace(CURVE, position_seconds=1e-6, row_position_seconds=2e-7)
+NOTHING = Drafted(0, 0)
+
+
+def batch_of(*contexts: int) -> list[Request]:
+    requests = [Request([1] * (context + 1), SamplingParams(), SpecConfig()) for context in contexts]
+    for request, context in zip(requests, contexts, strict=True):
+        request.context_len = context
+    return requests
+
+
+def costs_at(curve: CostCurve, *contexts: int) -> RoundCosts:
+    costs = RoundCosts(curve)
+    costs.begin(batch_of(*contexts))
+    return costs
+
+
+def test_at_its_own_context_the_curve_stands() -> None:
+    for curve in (CURVE, LONG):
+        costs = costs_at(curve, 128)
+        for rows in (1, 7, 16, 40):
+            assert costs.verify(rows, 1) == pytest.approx(float(curve.verify(rows)))
+    costs = costs_at(LONG, 100, 156)  # 128 on average
+    assert costs.verify(9, 2, 2) == pytest.approx(float(LONG.verify(9, 2, 2)))
+
+
+def test_longer_contexts_make_every_row_dearer() -> None:
+    costs = costs_at(LONG, 2128)
+    assert costs.verify(1, 1) == pytest.approx(1e-3 + 2000e-6)
+    assert costs.verify(16, 1) == pytest.approx(2.5e-3 + 2000 * (1e-6 + 15 * 2e-7))
+    two = costs_at(LONG, 1128, 3128)
+    assert two.verify(2, 2) == pytest.approx(float(LONG.verify(2, 2)) + 2 * 2000e-6)
+    rows, trees = np.array([2, 5, 16]), np.array([0, 1, 2])
+    assert two.verify_each(rows, 2, trees) == pytest.approx(
+        [two.verify(*sizes) for sizes in zip(rows.tolist(), [2] * 3, trees.tolist(), strict=True)]
+    )
+    assert costs_at(LONG, 0).verify(1, 1) < 1e-3
+    steep = dataclasses.replace(LONG, position_seconds=1e-3)
+    assert costs_at(steep, 0).verify(1, 1) > 0, "shorter contexts never cost nothing"
+
+
+def learn(costs: RoundCosts, rows: int, forward: float, host: float = 1e-4, drafting: bool = True) -> None:
+    costs.learn(RoundSeconds(0.0, 0.0, forward, host), rows, int(rows > 1), NOTHING, drafting)
+
+
+@pytest.mark.parametrize("slowness", [1.0, 5.0])
+@pytest.mark.parametrize("factor", [0.6, 1.0, 1.9])
+def test_rounds_teach_what_further_rows_take(slowness: float, factor: float) -> None:
+    """Rows that add `factor` times what the curve says; how fast the machine is changes nothing."""
+    costs, rng = costs_at(CURVE, 128), np.random.default_rng(0)
+    truth = {rows: 1e-3 + factor * (float(CURVE.verify(rows)) - 1e-3) for rows in range(1, 17)}
+    for _ in range(200):
+        rows = int(rng.choice([1, 1, 1, 4, 8, 16]))
+        learn(costs, rows, slowness * truth[rows])
+    for rows in (1, 2, 8, 16):
+        assert costs.verify(rows, 1) == pytest.approx(truth[rows], rel=0.01)
+    assert costs.host(drafting=True) == pytest.approx(1e-4 / slowness, rel=0.05)
+
+
+def test_one_disturbance_teaches_little() -> None:
+    costs = costs_at(CURVE, 128)
+    for rows in (1, 1, 8):
+        learn(costs, rows, float(CURVE.verify(rows)))
+    learn(costs, 8, 100.0)
+    assert 1 < costs.learned.row_scale < 1.2
+
+
+def test_rows_are_compared_with_recent_plain_passes_alone() -> None:
+    """A pass over one row counts where it follows another one, and for a while: the machine's speed changes."""
+    costs = costs_at(CURVE, 128)
+    for rows in (8, 1, 8, 1, 8):  # each pass over one row follows a tree
+        learn(costs, rows, 2 * float(CURVE.verify(rows)) if rows > 1 else 1e-3)
+    assert costs.learned.row_scale == 1
+    for rows in (1, 1, *[8] * 64):
+        learn(costs, rows, float(CURVE.verify(rows)))
+    assert costs.learned.row_scale == pytest.approx(1)
+    learn(costs, 8, 3 * float(CURVE.verify(8)))  # the 65th tree since
+    assert costs.learned.row_scale == pytest.approx(1)
+
+
+def test_batches_of_other_sizes_learn_for_themselves() -> None:
+    costs = costs_at(CURVE, 128)
+    for rows in (1, 1, 8, 8, 8):
+        learn(costs, rows, float(CURVE.verify(rows)) * (1 if rows == 1 else 2))
+    assert costs.learned.row_scale > 1
+    costs.begin(batch_of(128, 128))
+    assert costs.learned.row_scale == 1 and costs.host(drafting=True) == 0

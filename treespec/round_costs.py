@@ -1,0 +1,278 @@
+"""What a round takes: a measured curve, corrected by what rounds really take.
+
+Seconds here are the curve's, taken on an idle machine. What rounds teach are ratios to the same machine's passes over
+one row of each request, so that a busy machine does not look like dear drafting.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from treespec.drafters.plan import Drafted
+from treespec.request import Request
+
+_MEMORY = 0.1  # weight of the newest round in the running means
+_LARGEST_STEP = 2.0  # factor between a measured time and the learned one beyond which it counts as a disturbance
+_USUAL_HOST = 1 / 3  # the host's time of plain rounds over that of others, before both were seen
+_FRESH = 64  # rounds for which a pass over one row says how fast the machine is
+
+
+@dataclass(frozen=True)
+class CostCurve:
+    """Measured times of this machine, in seconds.
+
+    Args:
+        rows, verify_seconds: a target pass of one request over so many rows.
+        draft_seconds: one level of one SSM for one request, host work included.
+        request_seconds: what each further request adds to a target pass, beside rows.
+        tree_seconds: what it adds to that where it brings a tree of several nodes.
+        draft_request_seconds: what each further request adds to a pass of one SSM.
+        ssm_seconds: what each further SSM adds to a level.
+        read_seconds: an SSM's for one token of a prompt.
+        context: committed positions of each request while all this was measured.
+        position_seconds: what each further committed position adds to a target pass over one row.
+        row_position_seconds: what it adds for each further row that sees it.
+    """
+
+    rows: tuple[int, ...]
+    verify_seconds: tuple[float, ...]
+    draft_seconds: float
+    request_seconds: float = 0.0
+    draft_request_seconds: float = 0.0
+    ssm_seconds: float = 0.0
+    read_seconds: float = 0.0
+    tree_seconds: float = 0.0
+    context: int = 0
+    position_seconds: float = 0.0
+    row_position_seconds: float = 0.0
+
+    def verify(self, rows: np.ndarray | float, requests: int = 1, trees: np.ndarray | int = 0) -> np.ndarray:
+        """Seconds of a pass, linear between and beyond what was measured.
+
+        Args:
+            rows: in all.
+            requests: in all.
+            trees: requests with more than one row.
+        """
+        x, y = self._measured
+        # Beyond the last point at the mean slope of the upper half: two neighbours may measure alike by chance.
+        middle = (len(x) - 1) // 2
+        slope = (y[-1] - y[middle]) / (x[-1] - x[middle]) if len(x) > 1 else y[-1] / x[-1]
+        beyond = np.maximum(np.asarray(rows) - x[-1], 0) * slope
+        return (
+            np.interp(rows, x, y)
+            + beyond
+            + (requests - 1) * self.request_seconds
+            + np.maximum(trees - 1, 0) * self.tree_seconds
+        )
+
+    def draft(self, levels: float, passes: float, request_passes: float) -> float:
+        """Seconds of a round's drafting, prompts left out.
+
+        Args:
+            levels: of the trees.
+            passes: of one SSM.
+            request_passes: passes, counted once for each request in them.
+        """
+        further = max(request_passes - passes, 0.0)
+        return (
+            levels * self.draft_seconds
+            + (passes - levels) * self.ssm_seconds
+            + further * self.draft_request_seconds
+        )  # fmt: skip
+
+    @cached_property
+    def _measured(self) -> tuple[np.ndarray, np.ndarray]:
+        # Fewer rows never take longer: where they seem to, the measurement was disturbed.
+        return np.array(self.rows, float), np.minimum.accumulate(self.verify_seconds[::-1])[::-1]
+
+
+class RoundSeconds(NamedTuple):
+    """What a round took, measured.
+
+    Attributes:
+        draft: the SSMs' drafting, without `read`.
+        read: prompts and what else the SSMs had missed.
+        forward: the target pass.
+        host: everything else.
+    """
+
+    draft: float
+    read: float
+    forward: float
+    host: float
+
+
+class _Learned:
+    """What rounds of one size of batch have taught.
+
+    Attributes:
+        plain_host, host: per request, where nothing is drafted and where it is; None before it was seen.
+        draft_scale: measured over modelled seconds of drafting.
+        row_scale: the same of what rows beyond each request's first add to a target pass.
+    """
+
+    def __init__(self) -> None:
+        self.plain_host: float | None = None
+        self.host: float | None = None
+        self.draft_scale = 1.0
+        # Measured over modelled seconds of passes over one row of each request that follow upon such a pass, as plain
+        # decoding's do: after a tree one takes up to 1.4 times as long, as caches and clock rate are another's.
+        self._pace: float | None = None
+        self._pace_age = 0  # rounds
+        self._was_plain = False  # the last pass
+        self._rows_took = self._rows_modelled = 0.0  # running means of what further rows added
+
+    @property
+    def row_scale(self) -> float:
+        return self._rows_took / self._rows_modelled if self._rows_modelled else 1.0
+
+    def see_forward(self, seconds: float, plain: float, further: float) -> None:
+        """Learn from a target pass.
+
+        Args:
+            seconds: that it took.
+            plain: modelled, of one row of each request.
+            further: modelled, not yet scaled, of all other rows.
+        """
+        was_plain, self._was_plain = self._was_plain, not further
+        self._pace_age += 1
+        if not further:
+            if was_plain:
+                self._pace, self._pace_age = _towards(self._pace, seconds / plain), 0
+            return
+        if self._pace is None or self._pace_age > _FRESH:
+            return
+        scale = self.row_scale
+        took = min(max(seconds / self._pace - plain, further * scale / _LARGEST_STEP), further * scale * _LARGEST_STEP)
+        if not self._rows_modelled:
+            self._rows_took = self._rows_modelled = further
+        self._rows_took += _MEMORY * (took - self._rows_took)
+        self._rows_modelled += _MEMORY * (further - self._rows_modelled)
+
+
+def _towards(known: float | None, seen: float) -> float:
+    """A running mean of times that a disturbance moves by little."""
+    if known is None:
+        return seen
+    return known + _MEMORY * (min(max(seen, known / _LARGEST_STEP), known * _LARGEST_STEP) - known)
+
+
+class RoundCosts:
+    """Seconds of the parts of a round, for the batch that `begin` was told of.
+
+    Args:
+        curve: this machine's.
+        learns: whether measured rounds correct it.
+    """
+
+    def __init__(self, curve: CostCurve, learns: bool = True):
+        self.curve, self.learns = curve, learns
+        self._known: dict[tuple[int, int, int], float] = {}
+        self._learned: dict[int, _Learned] = {}
+        self._read_scale = 1.0  # measured over modelled seconds
+        self._requests, self._beyond = 1, 0.0
+
+    def begin(self, requests: Sequence[Request]) -> None:
+        """Take a batch: how many requests, and how far their contexts reach beyond the curve's on average."""
+        self._requests = len(requests)
+        self._beyond = sum(request.context_len for request in requests) / len(requests) - self.curve.context
+
+    @property
+    def learned(self) -> _Learned:
+        """Of batches of this size."""
+        size = self._requests.bit_length()
+        if size not in self._learned:
+            self._learned[size] = _Learned()
+        return self._learned[size]
+
+    @property
+    def plain(self) -> float:
+        """A round of plain decoding."""
+        return self._one_row(self._requests) + self._requests * self.host(drafting=False)
+
+    def verify(self, rows: int, requests: int, trees: int = 0) -> float:
+        """A target pass; `rows`, `requests` and `trees` as in `CostCurve.verify`."""
+        return self._one_row(requests) + self._further_rows(rows, requests, trees) * self.learned.row_scale
+
+    def verify_each(self, rows: np.ndarray, requests: int, trees: np.ndarray) -> np.ndarray:
+        """The same for many; int64 `rows` and `trees` of one shape, float64 of it."""
+        further = self.curve.verify(rows, requests, trees) - self._curve(requests, requests, 0)
+        further = further + (rows - requests) * self._beyond * self.curve.row_position_seconds
+        return self._one_row(requests) + np.maximum(further, 0.0) * self.learned.row_scale
+
+    def host(self, drafting: bool) -> float:
+        """The host's work on one request."""
+        learned = self.learned
+        if drafting:
+            return learned.host if learned.host is not None else 0.0
+        return learned.plain_host if learned.plain_host is not None else _USUAL_HOST * self.host(drafting=True)
+
+    def level(self, passes: float, request_passes: float) -> float:
+        """One level of drafting, of so many passes."""
+        return self.curve.draft(1, passes, request_passes) * self.learned.draft_scale
+
+    def further_request(self, passes: float) -> float:
+        """What another request adds to a level of so many passes."""
+        return passes * self.curve.draft_request_seconds * self.learned.draft_scale
+
+    def further_ssm(self, requests: int) -> float:
+        """What another SSM adds to a level of so many requests."""
+        own = self.curve.ssm_seconds + (requests - 1) * self.curve.draft_request_seconds
+        return own * self.learned.draft_scale
+
+    def draft(self, drafted: Drafted) -> float:
+        """All drafting of a round, prompts left out."""
+        return self._modelled_draft(drafted) * self.learned.draft_scale
+
+    def read(self, tokens: int) -> float:
+        """SSMs that read so many tokens."""
+        return tokens * self.curve.read_seconds * self._read_scale
+
+    def learn(self, seconds: RoundSeconds, rows: int, trees: int, drafted: Drafted, drafting: bool) -> None:
+        """Correct the curve by a round, each part in units of the same round's target pass.
+
+        Args:
+            seconds: measured.
+            rows, trees: of the target pass, as in `verify`.
+            drafted: by SSMs.
+            drafting: whether any source was asked.
+        """
+        if not self.learns:
+            return
+        count, learned = self._requests, self.learned
+        further = self._further_rows(rows, count, trees)
+        learned.see_forward(seconds.forward, self._one_row(count), further)
+        unit = seconds.forward / self.verify(rows, count, trees)
+        host = seconds.host / unit / count
+        if not drafting:
+            learned.plain_host = _towards(learned.plain_host, host)
+            return
+        learned.host = _towards(learned.host, host)
+        if modelled := self._modelled_draft(drafted):
+            learned.draft_scale = _towards(learned.draft_scale, seconds.draft / unit / modelled)
+        if read := drafted.read_tokens * self.curve.read_seconds:
+            self._read_scale = _towards(self._read_scale, seconds.read / unit / read)
+
+    def _modelled_draft(self, drafted: Drafted) -> float:
+        return self.curve.draft(drafted.levels, drafted.passes, drafted.request_passes)
+
+    def _one_row(self, requests: int) -> float:
+        """A target pass over one row of each request."""
+        seconds = self._curve(requests, requests, 0) + requests * self._beyond * self.curve.position_seconds
+        return max(seconds, self.curve.verify_seconds[0] / 2)  # contexts may be shorter than the curve's, too
+
+    def _further_rows(self, rows: int, requests: int, trees: int) -> float:
+        """What all rows but each request's first add to that, as the curve says."""
+        own = self._curve(rows, requests, trees) - self._curve(requests, requests, 0)
+        return max(own + (rows - requests) * self._beyond * self.curve.row_position_seconds, 0.0)
+
+    def _curve(self, rows: int, requests: int, trees: int) -> float:
+        """Looked up once, as each round asks for a few of the same."""
+        key = rows, requests, trees
+        if key not in self._known:
+            self._known[key] = float(self.curve.verify(*key))
+        return self._known[key]

@@ -92,6 +92,20 @@ def test_rows_are_compared_with_recent_plain_passes_alone() -> None:
     assert costs.learned.row_scale == pytest.approx(1)
 
 
+def test_a_plain_pass_after_a_tree_is_known_to_be_slower() -> None:
+    costs = costs_at(CURVE, 128)
+    for _ in range(100):
+        for rows, forward in ((1, 1.4e-3), (1, 1e-3), (8, float(CURVE.verify(8)))):
+            learn(costs, rows, forward, host=0.0)
+    assert costs.learned.lone_scale == pytest.approx(1.4, rel=0.01)
+    assert costs.learned.row_scale == pytest.approx(1, rel=0.01)
+    assert costs.plain == pytest.approx(1e-3), "plain decoding has no trees"
+    learn(costs, 1, 1.4e-3, host=0.0)
+    assert costs.speculative(1, 0, NOTHING) == pytest.approx(1.4e-3, rel=0.01)
+    learn(costs, 1, 1e-3, host=0.0)
+    assert costs.speculative(1, 0, NOTHING) == pytest.approx(1e-3, rel=0.01)
+
+
 def test_batches_of_other_sizes_learn_for_themselves() -> None:
     costs = costs_at(CURVE, 128)
     for rows in (1, 1, 8, 8, 8):

@@ -305,8 +305,7 @@ class Planner:
             outlook.ssms.miss()
         if not speculates or not any(request.spec.is_adaptive for request in requests):
             return
-        spent = self.costs.verify(rows, count, grown) + self.costs.draft(drafted)
-        rounds = (spent + count * self.costs.host(drafting=True)) / self.costs.plain
+        rounds = self.costs.speculative(rows, grown, drafted) / self.costs.plain
         places = {request: place for place, request in enumerate(self._batch)}  # some may have failed since
         worth = self._worth[[places[request] for request in requests]]
         gain = float(worth @ np.array(emitted) / worth.sum()) / rounds

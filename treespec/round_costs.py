@@ -113,17 +113,20 @@ class _Learned:
         plain_host, host: per request, where nothing is drafted and where it is; None before it was seen.
         draft_scale: measured over modelled seconds of drafting.
         row_scale: the same of what rows beyond each request's first add to a target pass.
+        lone_scale: a pass over one row of each request after a tree, over one that follows upon such a pass.
+        follows_tree: whether the last pass came after a tree.
     """
 
     def __init__(self) -> None:
         self.plain_host: float | None = None
         self.host: float | None = None
-        self.draft_scale = 1.0
+        self.draft_scale = self.lone_scale = 1.0
+        self.follows_tree = False
         # Measured over modelled seconds of passes over one row of each request that follow upon such a pass, as plain
         # decoding's do: after a tree one takes up to 1.4 times as long, as caches and clock rate are another's.
         self._pace: float | None = None
         self._pace_age = 0  # rounds
-        self._was_plain = False  # the last pass
+        self._was_lone = False  # whether the last pass was over one row of each request
         self._rows_took = self._rows_modelled = 0.0  # running means of what further rows added
 
     @property
@@ -138,13 +141,16 @@ class _Learned:
             plain: modelled, of one row of each request.
             further: modelled, not yet scaled, of all other rows.
         """
-        was_plain, self._was_plain = self._was_plain, not further
+        was_lone, self._was_lone = self._was_lone, not further
+        self.follows_tree = not was_lone
         self._pace_age += 1
-        if not further:
-            if was_plain:
-                self._pace, self._pace_age = _towards(self._pace, seconds / plain), 0
+        if was_lone and not further:
+            self._pace, self._pace_age = _towards(self._pace, seconds / plain), 0
             return
         if self._pace is None or self._pace_age > _FRESH:
+            return
+        if not further:
+            self.lone_scale = _towards(self.lone_scale, seconds / self._pace / plain)
             return
         scale = self.row_scale
         took = min(max(seconds / self._pace - plain, further * scale / _LARGEST_STEP), further * scale * _LARGEST_STEP)
@@ -193,6 +199,13 @@ class RoundCosts:
     def plain(self) -> float:
         """A round of plain decoding."""
         return self._one_row(self._requests) + self._requests * self.host(drafting=False)
+
+    def speculative(self, rows: int, trees: int, drafted: Drafted) -> float:
+        """The round that was learned from last, prompts that SSMs read left out; sizes as in `verify`."""
+        seconds = self.verify(rows, self._requests, trees)
+        if rows == self._requests and self.learned.follows_tree:
+            seconds *= self.learned.lone_scale
+        return seconds + self.draft(drafted) + self._requests * self.host(drafting=True)
 
     def verify(self, rows: int, requests: int, trees: int = 0) -> float:
         """A target pass; `rows`, `requests` and `trees` as in `CostCurve.verify`."""

@@ -22,8 +22,8 @@ from treespec.tree import TokenTree
 PAUSE = 64  # rounds of rest after speculation was seen to cost more than it saves
 LONGEST_PAUSE = 1024  # each pause in a row doubles
 # What speculation may lose before it rests, in rounds of plain decoding: at first, after a rest, and at most. Guesses
-# hold in bursts: with less than half of it lookup rested through most of 9 texts on which it gains a half.
-_CREDIT, _SECOND_CREDIT, _LARGEST_CREDIT = 5.0, 3.0, 10.0
+# hold in bursts: with a fifth of it lookup rested through most of 48 texts, and gained a tenth where it can gain four.
+_CREDIT, _SECOND_CREDIT, _LARGEST_CREDIT = 10.0, 5.0, 20.0
 _MARGIN = 0.04  # gain that counts as none: about the error of modelled seconds
 _MEMORY = 0.03  # weight of the newest round in the running mean
 _USUAL_REACH = 0.7  # what a first level is assumed to hold before one was tried

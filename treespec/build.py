@@ -115,7 +115,7 @@ def build(
 
     shapes = [target.shape, *(draft.config.shape for draft in group)]
     scratch = max(spec.max_nodes, MAX_SLOTS)
-    cache_dtype = make_attention(kind, target.shape, computed, where).cache_dtype
+    cache_dtype = computed if compiles else make_attention(kind, target.shape, computed, where).cache_dtype
     page = KVCache.bytes_per_page(shapes, cache_dtype)
     page += int(ROOM * KVCache.bytes_per_page([draft.config.shape for draft in foreign], cache_dtype))
     held = {}

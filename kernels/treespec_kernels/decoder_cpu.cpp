@@ -22,12 +22,14 @@ constexpr int64_t LANES = 16, PANEL = 64, PAGE = 64, VECS = PANEL / LANES, HEAD_
 typedef float vec __attribute__((vector_size(64)));
 typedef int32_t ivec __attribute__((vector_size(64)));
 typedef uint32_t uvec __attribute__((vector_size(64)));
+typedef uint32_t uvec8 __attribute__((vector_size(32)));
 typedef uint16_t hvec __attribute__((vector_size(32)));
 #if BF16
 typedef uint16_t scalar;
 #else
 typedef float scalar;
 #endif
+constexpr int64_t PAIR = 4 / sizeof(scalar), UNITS = HEAD_DIM / PAIR;  // scalars in 32 bits, and these in a head
 
 template <class V, class T> inline V load(const T* p) { V v; std::memcpy(&v, p, sizeof v); return v; }
 inline void store(float* p, vec v) { std::memcpy(p, &v, sizeof v); }
@@ -42,8 +44,23 @@ inline vec fma(vec a, vec b, vec c) {
 #endif
 }
 
-inline float to_float(uint16_t x) { uint32_t bits = uint32_t(x) << 16; float y; std::memcpy(&y, &bits, 4); return y; }
+inline float as_float(uint32_t bits) { return load<float>(&bits); }
+inline float to_float(uint16_t x) { return as_float(uint32_t(x) << 16); }
 inline float to_float(float x) { return x; }
+inline vec widen(const uint16_t* p) { return (vec)(__builtin_convertvector(load<hvec>(p), uvec) << 16); }
+inline vec widen(const float* p) { return load<vec>(p); }
+
+// Adds the products of 32 bits of x and of y: of one fp32, or of two bf16, the first one first.
+inline vec add_products(vec acc, uvec x, uint32_t y) {
+#if !BF16
+    return fma((vec)x, splat(as_float(y)), acc);
+#elif defined(__AVX512BF16__)
+    return (vec)_mm512_dpbf16_ps((__m512)acc, (__m512bh)x, (__m512bh)(uvec{} + y));
+#else
+    acc = fma((vec)(x << 16), splat(as_float(y << 16)), acc);
+    return fma((vec)(x & 0xffff0000u), splat(as_float(y & 0xffff0000u)), acc);
+#endif
+}
 
 inline void store(uint16_t* p, vec v) {
 #if defined(__AVX512BF16__)
@@ -126,7 +143,7 @@ struct Batch {
     const int64_t *starts, *counts;  // [num_rows]: the slots of its further positions among `paths`
     const int64_t *pages, *paths;
     const float* rotation;  // [num_rows, 2, HEAD_DIM]: cos, signed sin
-    float* cache;           // [num_layers, 2, num_pages, kv_heads, PAGE, HEAD_DIM]
+    scalar* cache;          // [num_layers, 2, num_pages, kv_heads, PAGE, HEAD_DIM]
     int64_t num_pages;
     scalar* out;  // [num_rows, hidden]
 };
@@ -229,126 +246,7 @@ void rotate(const float* x, const float* rotation, float scale, float* out) {
     }
 }
 
-// The scores of 16 keys, in line or where `scattered` says.
-template <bool SCATTERED>
-void dots(const float* q, const float* keys, const float* const* scattered, float* out) {
-    vec products[LANES];
-    for (int64_t i = 0; i < LANES; i++) {
-        const float* key = SCATTERED ? scattered[i] : keys + i * HEAD_DIM;
-        products[i] = load<vec>(q) * load<vec>(key);
-        for (int64_t j = 1; j < HEAD_VECS; j++)
-            products[i] = fma(load<vec>(q + LANES * j), load<vec>(key + LANES * j), products[i]);
-    }
-    store(out, sums(products));
-}
-
-// Adds `count` weighted values to the sums of HEADS heads; weights: [HEADS, stride].
-template <int HEADS, bool SCATTERED>
-void weigh(const float* weights, int64_t stride, int64_t count, const float* values, const float* const* scattered,
-           float* sums) {
-    vec acc[HEADS][HEAD_VECS];
-    std::memcpy(acc, sums, sizeof acc);
-    for (int64_t p = 0; p < count; p++) {
-        const float* value = SCATTERED ? scattered[p] : values + p * HEAD_DIM;
-        for (int64_t g = 0; g < HEADS; g++) {
-            const vec weight = splat(weights[g * stride + p]);
-            for (int64_t j = 0; j < HEAD_VECS; j++) acc[g][j] = fma(load<vec>(value + LANES * j), weight, acc[g][j]);
-        }
-    }
-    std::memcpy(sums, acc, sizeof acc);
-}
-
-template <bool SCATTERED>
-void weigh(int64_t group, const float* weights, int64_t stride, int64_t count, const float* values,
-           const float* const* scattered, float* sums) {
-    int64_t g = 0;  // several heads at once: their chains hide each other's latency, up to 16 accumulators
-    for (; HEAD_VECS <= 4 && g + 4 <= group; g += 4)
-        weigh<4, SCATTERED>(weights + g * stride, stride, count, values, scattered, sums + g * HEAD_DIM);
-    for (; g + 2 <= group; g += 2)
-        weigh<2, SCATTERED>(weights + g * stride, stride, count, values, scattered, sums + g * HEAD_DIM);
-    for (; g < group; g++)
-        weigh<1, SCATTERED>(weights + g * stride, stride, count, values, scattered, sums + g * HEAD_DIM);
-}
-
-void softmax(float* s, int64_t length, int64_t stride) {  // not divided by its sum yet
-    std::fill(s + length, s + stride, -INFINITY);
-    vec best = splat(-INFINITY);
-    for (int64_t p = 0; p < stride; p += LANES) {
-        const vec x = load<vec>(s + p);
-        best = x > best ? x : best;
-    }
-    float most = best[0];
-    for (int64_t i = 1; i < LANES; i++) most = std::max(most, best[i]);
-    for (int64_t p = 0; p < stride; p += LANES) store(s + p, exp(load<vec>(s + p) - most));
-}
-
-// Rows [first, last) and one KV head, a page of keys after the other for all of them: it stays in the L1 cache.
-// q: row r's heads of the group at q + r * q_step, scaled; out likewise. k, v: of the head, in page 0.
-void attend(const Batch& batch, int64_t first, int64_t last, const float* k, const float* v, int64_t kv_heads,
-            int64_t group, const float* q, int64_t q_step, scalar* out, int64_t out_step) {
-    static thread_local std::vector<float> scores, totals;
-    static thread_local std::vector<const float*> scattered;
-    const int64_t page_step = kv_heads * PAGE * HEAD_DIM, rows = last - first;
-    int64_t longest = 0, most_direct = 0;
-    for (int64_t r = first; r < last; r++) {
-        longest = std::max(longest, batch.direct[r] + batch.counts[r]);
-        most_direct = std::max(most_direct, batch.direct[r]);
-    }
-    const int64_t stride = (longest + LANES - 1) / LANES * LANES;
-    scores.resize(rows * group * stride);
-    totals.assign(rows * group * HEAD_DIM, 0.0f);
-    const auto scores_of = [&](int64_t r) { return scores.data() + (r - first) * group * stride; };
-    const auto totals_of = [&](int64_t r) { return totals.data() + (r - first) * group * HEAD_DIM; };
-    const auto page_of = [&](int64_t r, int64_t start) {
-        return batch.pages[batch.tables[r] + start / PAGE] * page_step;
-    };
-    const auto find = [&](const float* cache, int64_t r, int64_t d) {  // where the row's d-th further position lies
-        const int64_t slot = batch.paths[batch.starts[r] + d];
-        return cache + slot / PAGE * page_step + slot % PAGE * HEAD_DIM;
-    };
-
-    for (int64_t start = 0; start < most_direct; start += PAGE)
-        for (int64_t r = first; r < last; r++) {
-            const int64_t count = std::min(batch.direct[r] - start, PAGE);
-            for (int64_t p = 0; p < count; p += LANES)  // the last may reach beyond: overwritten below
-                for (int64_t g = 0; g < group; g++)
-                    dots<false>(q + r * q_step + g * HEAD_DIM, k + page_of(r, start) + p * HEAD_DIM, nullptr,
-                                scores_of(r) + g * stride + start + p);
-        }
-    for (int64_t r = first; r < last; r++) {
-        const int64_t direct = batch.direct[r], count = batch.counts[r];
-        for (int64_t d = 0; d < count; d += LANES) {
-            const float* keys[LANES];
-            float chunk[LANES];
-            const int64_t width = std::min(LANES, count - d);
-            for (int64_t i = 0; i < LANES; i++) keys[i] = find(k, r, d + std::min(i, width - 1));
-            for (int64_t g = 0; g < group; g++) {
-                dots<true>(q + r * q_step + g * HEAD_DIM, nullptr, keys, chunk);
-                std::memcpy(scores_of(r) + g * stride + direct + d, chunk, width * sizeof(float));
-            }
-        }
-        for (int64_t g = 0; g < group; g++) softmax(scores_of(r) + g * stride, direct + count, stride);
-    }
-    for (int64_t start = 0; start < most_direct; start += PAGE)
-        for (int64_t r = first; r < last; r++) {
-            const int64_t count = std::min(batch.direct[r] - start, PAGE);
-            if (count > 0)
-                weigh<false>(group, scores_of(r) + start, stride, count, v + page_of(r, start), nullptr, totals_of(r));
-        }
-    for (int64_t r = first; r < last; r++) {
-        scattered.resize(batch.counts[r]);
-        for (size_t d = 0; d < scattered.size(); d++) scattered[d] = find(v, r, d);
-        weigh<true>(group, scores_of(r) + batch.direct[r], stride, scattered.size(), nullptr, scattered.data(),
-                    totals_of(r));
-        for (int64_t g = 0; g < group; g++) {
-            vec mass = {};
-            for (int64_t p = 0; p < stride; p += LANES) mass += load<vec>(scores_of(r) + g * stride + p);
-            const vec total = splat(sum(mass));
-            for (int64_t i = 0; i < HEAD_DIM; i += LANES)
-                store(out + r * out_step + g * HEAD_DIM + i, load<vec>(totals_of(r) + g * HEAD_DIM + i) / total);
-        }
-    }
-}
+#include "attention_cpu.h"
 
 }  // namespace
 
@@ -373,7 +271,7 @@ void treespec_forward(const Model* model, const Batch* batch) {
 
     for (int64_t l = 0; l < batch->num_layers; l++) {
         const Layer& layer = model->layers[l];
-        float *k = batch->cache + 2 * l * pool, *v = k + pool;
+        scalar *k = batch->cache + 2 * l * pool, *v = k + pool;
         for (int64_t r = 0; r < n; r++) rms_norm(x + r * hidden, layer.attn_norm, hidden, model->eps, a + r * hidden);
         linear(layer.qkv, a, n, y, STORE, threads);
         for (int64_t r = 0; r < n; r++) {
@@ -387,8 +285,10 @@ void treespec_forward(const Model* model, const Batch* batch) {
             const int64_t slot = batch->slots[r], first = (slot / PAGE * kv_heads * PAGE + slot % PAGE) * HEAD_DIM;
             for (int64_t h = 0; h < kv_heads; h++) {
                 const float* key = y + r * width + (heads + h) * HEAD_DIM;
-                std::memcpy(k + first + h * PAGE * HEAD_DIM, key, sizeof turned);
-                std::memcpy(v + first + h * PAGE * HEAD_DIM, key + kv_heads * HEAD_DIM, sizeof turned);
+                for (int64_t i = 0; i < HEAD_DIM; i += LANES) {
+                    store(k + first + h * PAGE * HEAD_DIM + i, load<vec>(key + i));
+                    store(v + first + h * PAGE * HEAD_DIM + i, load<vec>(key + kv_heads * HEAD_DIM + i));
+                }
             }
         }
 #pragma omp parallel for collapse(2) num_threads(threads) if (threads > 1)

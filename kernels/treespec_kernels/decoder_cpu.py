@@ -30,7 +30,7 @@ from treespec_kernels.quantized import QuantizedWeight
 from treespec_kernels.tree_batch import PAGE_SIZE, RequestRows
 
 SOURCE = Path(__file__).with_name("decoder_cpu.cpp")
-PARTS = (Path(__file__).with_name("quantized_cpu.h"),)  # that it includes
+PARTS = tuple(Path(__file__).with_name(name) for name in ("attention_cpu.h", "quantized_cpu.h"))  # that it includes
 DTYPES = (torch.bfloat16, torch.float32)
 
 # No -ffast-math, no contraction: the compiler must keep the result of every operation, so vectorising changes no bit.
@@ -326,11 +326,12 @@ class CompiledModel:
             tokens: int64 [num_rows].
             plan: from `plan_compiled`.
             rotation: fp32 [num_rows, 2, head_dim], cos and signed sin, contiguous.
-            kv: fp32 [num_layers, 2, num_pages, num_kv_heads, PAGE_SIZE, head_dim], contiguous.
+            kv: in the model's dtype [num_layers, 2, num_pages, num_kv_heads, PAGE_SIZE, head_dim], contiguous.
             num_layers: how many to run; None = all.
         """
         assert tokens.dtype == torch.int64 and tokens.is_contiguous() and len(tokens) == plan.num_rows
-        assert rotation.is_contiguous() and kv.is_contiguous() and kv.dtype == rotation.dtype == torch.float32
+        assert rotation.is_contiguous() and rotation.dtype == torch.float32
+        assert kv.is_contiguous() and kv.dtype == self.dtype
         layers = len(self._layers) if num_layers is None else num_layers
         out = torch.empty(plan.num_rows, self.hidden_size, dtype=self.dtype)
         rows, step = plan.rows.data_ptr(), plan.num_rows * 8

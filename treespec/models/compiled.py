@@ -31,10 +31,16 @@ from treespec_kernels.tree_batch import RequestRows
 
 
 class CompiledAttention:
-    """Tree attention inside the compiled pass: it can be planned, not called."""
+    """Tree attention inside the compiled pass: it can be planned, not called.
+
+    Args:
+        dtype: of the model, and of its K and V in the cache.
+    """
 
     name = "compiled"
-    cache_dtype = torch.float32
+
+    def __init__(self, dtype: torch.dtype):
+        self.cache_dtype = dtype
 
     def plan(self, requests: list[RequestRows], num_rows: int, window: int | None = None) -> Any:
         return plan_compiled(requests)
@@ -103,7 +109,7 @@ class CompiledDecoder(Decoder):
 
     def __init__(self, config: ModelConfig, weights: dict[str, Tensor], folder: Path):
         self._folder = folder
-        super().__init__(config, weights, CompiledAttention(), "compiled", min_rows=1)
+        super().__init__(config, weights, CompiledAttention(weights["embed"].dtype), "compiled", min_rows=1)
 
     def _take(self, weights: dict[str, Tensor]) -> None:
         shape = self.config.shape

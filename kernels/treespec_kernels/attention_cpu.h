@@ -1,16 +1,16 @@
 // Tree attention: a part of decoder_cpu.cpp, which includes it.
 //
-// Keys and values lie in the cache in the model's dtype. They are multiplied in units of 32 bits: two bf16, or one fp32.
+// Keys and values lie in the cache in the model's dtype and are multiplied in units of 32 bits, two bf16 or one fp32.
 // A page is brought into another order once for all rows and heads that see it: keys so that a vector holds one unit of
-// 16 positions, and values in bf16 so that a unit holds two positions of one dimension. A score is one chain over the
-// units of its key. A sum of values is one chain over the sequence's positions, in bf16 over pairs 2i and 2i + 1 of
-// them, the last one perhaps half empty. So neither depends on where keys lie, or on the rows beside.
+// 16 positions, and values in bf16 so that a unit holds one dimension of two positions. A score is one chain over the
+// units of its key. A sum of values is one chain over the positions of the sequence, in bf16 over the pairs 2i and
+// 2i + 1, the last one perhaps half empty. So neither depends on where keys lie, or on the rows beside.
 
-constexpr int64_t STACKED = 4;  // queries that share a page in registers: 16 accumulators and 4 keys
-constexpr int64_t MOST = HEAD_VECS <= 5 ? 4 : HEAD_VECS <= 8 ? 2 : 1;  // the same where HEAD_VECS accumulate for each
+constexpr int64_t STACKED = 4;  // queries whose scores of a page are summed in registers: 16 accumulators and 4 keys
+constexpr int64_t MOST = HEAD_VECS <= 5 ? 4 : HEAD_VECS <= 8 ? 2 : 1;  // queries whose values are: HEAD_VECS for each
 
-// Brings what is needed next closer, in small portions between computations: of many at once most would be dropped. Into
-// the L2 cache: fetched into the L1 cache, 1 row at a context of 1900 took a fifth longer.
+// Brings what is needed next closer, in portions between computations: of a whole page at once nothing was gained. Into
+// the L2 cache: fetched into the L1 cache, 1 row at a context of 1900 took a quarter longer, and without any a half.
 template <int64_t BYTES>
 inline void fetch(const void* from) {
     for (int64_t i = 0; i < BYTES; i += 64) __builtin_prefetch((const char*)from + i, 0, 2);
@@ -61,7 +61,8 @@ void dots(const uint32_t* queries, const uint32_t* keys, float* out, int64_t str
 template <int VECTORS>
 void dots(int64_t count, const uint32_t* queries, const uint32_t* keys, float* out, int64_t stride) {
     int64_t q = 0;
-    for (; q + STACKED <= count; q += STACKED) dots<STACKED, VECTORS>(queries + q * UNITS, keys, out + q * stride, stride);
+    for (; q + STACKED <= count; q += STACKED)
+        dots<STACKED, VECTORS>(queries + q * UNITS, keys, out + q * stride, stride);
     for (; q + 2 <= count; q += 2) dots<2, VECTORS>(queries + q * UNITS, keys, out + q * stride, stride);
     for (; q < count; q++) dots<1, VECTORS>(queries + q * UNITS, keys, out + q * stride, stride);
 }
@@ -80,16 +81,18 @@ template <int QUERIES>
 void weigh(const uint32_t* weights, int64_t stride, int64_t count, const uint32_t* values, float* sums) {
     vec acc[QUERIES][HEAD_VECS];
     std::memcpy(acc, sums, sizeof acc);
-    for (int64_t p = 0; p < count; p++)
+    for (int64_t p = 0; p < count; p++, values += HEAD_DIM)
         for (int64_t q = 0; q < QUERIES; q++)
             for (int64_t j = 0; j < HEAD_VECS; j++)
-                acc[q][j] = add_products(acc[q][j], load<uvec>(values + p * HEAD_DIM + LANES * j), weights[q * stride + p]);
+                acc[q][j] = add_products(acc[q][j], load<uvec>(values + LANES * j), weights[q * stride + p]);
     std::memcpy(sums, acc, sizeof acc);
 }
 
-void weigh(int64_t queries, const uint32_t* weights, int64_t stride, int64_t count, const uint32_t* values, float* sums) {
+void weigh(int64_t queries, const uint32_t* weights, int64_t stride, int64_t count, const uint32_t* values,
+           float* sums) {
     int64_t q = 0;
-    for (; q + MOST <= queries; q += MOST) weigh<MOST>(weights + q * stride, stride, count, values, sums + q * HEAD_DIM);
+    for (; q + MOST <= queries; q += MOST)
+        weigh<MOST>(weights + q * stride, stride, count, values, sums + q * HEAD_DIM);
     for (; MOST > 2 && q + 2 <= queries; q += 2)
         weigh<2>(weights + q * stride, stride, count, values, sums + q * HEAD_DIM);
     for (; q < queries; q++) weigh<1>(weights + q * stride, stride, count, values, sums + q * HEAD_DIM);
@@ -114,120 +117,182 @@ float softmax(float* s, int64_t length) {
     return sum(mass);
 }
 
-// Rows [first, last) and one KV head, a page after the other for all of them: it stays in the L1 cache.
-// q: row r's heads of the group at q + r * q_step, scaled; out likewise. k, v: of the head, in page 0.
-void attend(const Batch& batch, int64_t first, int64_t last, const scalar* k, const scalar* v, int64_t kv_heads,
-            int64_t group, const float* q, int64_t q_step, scalar* out, int64_t out_step) {
-    static thread_local std::vector<float> scores, totals, masses;
-    static thread_local std::vector<uint32_t> queries;
-    alignas(64) static thread_local uint32_t turned[UNITS * PAGE];
-    alignas(64) static thread_local uint32_t values[PAGE / PAIR * HEAD_DIM];
-    const int64_t page_step = kv_heads * PAGE * HEAD_DIM, rows = last - first;
-    int64_t longest = 0, most_direct = 0;
-    for (int64_t r = first; r < last; r++) {
-        longest = std::max(longest, batch.direct[r] + batch.counts[r]);
-        most_direct = std::max(most_direct, batch.direct[r]);
-    }
-    const int64_t stride = (longest + PAGE - 1) / PAGE * PAGE;
-    scores.resize(rows * group * stride);
-    masses.resize(rows * group);
-    queries.resize(rows * group * UNITS);
-    totals.assign(rows * group * HEAD_DIM, 0.0f);
-    for (int64_t i = 0; i < rows * group; i++)
-        for (int64_t j = 0; j < HEAD_DIM; j += LANES)
-            store((scalar*)(queries.data() + i * UNITS) + j,
-                  load<vec>(q + (first + i / group) * q_step + i % group * HEAD_DIM + j));
-    const auto scores_of = [&](int64_t r) { return scores.data() + (r - first) * group * stride; };
-    const auto weights_of = [&](int64_t r, int64_t position) { return (uint32_t*)scores_of(r) + position / PAIR; };
-    const auto totals_of = [&](int64_t r) { return totals.data() + (r - first) * group * HEAD_DIM; };
-    const auto queries_of = [&](int64_t r) { return queries.data() + (r - first) * group * UNITS; };
-    const auto page_of = [&](int64_t r, int64_t start) {
-        return batch.pages[batch.tables[r] + start / PAGE] * page_step;
-    };
-    const auto find = [&](const scalar* cache, int64_t r, int64_t p) {  // where a row's position lies
-        if (p < batch.direct[r]) return cache + page_of(r, p) + p % PAGE * HEAD_DIM;
-        const int64_t slot = batch.paths[batch.starts[r] + p - batch.direct[r]];
-        return cache + slot / PAGE * page_step + slot % PAGE * HEAD_DIM;
-    };
-    const auto next_of = [&](int64_t r, int64_t start, const scalar* cache, const scalar* then) {
-        const bool more = start + PAGE < batch.direct[r];
-        return more ? cache + page_of(r, start + PAGE) : then + page_of(r, 0);
-    };
-    const auto sharing = [&](int64_t r, int64_t start) {  // the first row behind r with another page at `start`
-        int64_t end = r + 1;
-        while (end < last && batch.direct[end] > start && page_of(end, start) == page_of(r, start)) end++;
-        return end;
-    };
+// Positions that rows do not find through their pages: at most PAGE different slots, however many rows see each.
+struct Scattered {
+    struct Place { int64_t row, position, column; };
+    std::vector<int64_t> slots;
+    std::vector<Place> places;  // by row; the slot is that of the column
+};
 
-    for (int64_t start = 0; start < most_direct; start += PAGE)
-        for (int64_t r = first, end; r < last; r = end) {
-            end = r + 1;
-            if (batch.direct[r] <= start) continue;
-            end = sharing(r, start);
-            const int64_t count = std::min(*std::max_element(batch.direct + r, batch.direct + end) - start, PAGE);
-            transpose_keys(k + page_of(r, start), count, turned, next_of(r, start, k, v));
-            dots<PAGE / LANES>((end - r) * group, queries_of(r), turned, scores_of(r) + start, stride);
-        }
-    for (int64_t r = first; r < last; r++) {
-        const int64_t direct = batch.direct[r], length = direct + batch.counts[r];
-        for (int64_t p = direct; p < length; p += LANES) {
-            scalar keys[LANES * HEAD_DIM];
-            float chunk[8 * LANES];
-            const int64_t width = std::min(LANES, length - p);
-            for (int64_t i = 0; i < width; i++)
-                std::memcpy(keys + i * HEAD_DIM, find(k, r, p + i), HEAD_DIM * sizeof(scalar));
-            std::memset(keys + width * HEAD_DIM, 0, (LANES - width) * HEAD_DIM * sizeof(scalar));
-            transpose_keys(keys, LANES, turned, keys);
-            for (int64_t g = 0; g < group; g++) {
-                dots<1, 1>(queries_of(r) + g * UNITS, turned, chunk, LANES);
-                std::memcpy(scores_of(r) + g * stride + p, chunk, width * sizeof(float));
+// All those of rows [first, last); they are the same for all layers and heads.
+std::vector<Scattered> scattered_of(const Batch& batch, int64_t first, int64_t last) {
+    std::vector<Scattered> parts;
+    for (int64_t r = first; r < last; r++)
+        for (int64_t d = 0; d < batch.counts[r]; d++) {
+            const int64_t slot = batch.paths[batch.starts[r] + d];
+            if (parts.empty()) parts.emplace_back();
+            Scattered* part = &parts.back();
+            int64_t column = std::find(part->slots.begin(), part->slots.end(), slot) - part->slots.begin();
+            if (column == PAGE) {
+                part = &parts.emplace_back();
+                column = 0;
             }
+            if (column == int64_t(part->slots.size())) part->slots.push_back(slot);
+            part->places.push_back({r, batch.direct[r] + d, column});
         }
-        for (int64_t g = 0; g < group; g++) masses[(r - first) * group + g] = softmax(scores_of(r) + g * stride, length);
+    return parts;
+}
+
+struct Memory {  // of a thread
+    std::vector<float> scores, totals, masses, found;  // [rows, group, ...]: positions, HEAD_DIM, one, PAGE
+    std::vector<uint32_t> queries;                     // [rows, group, UNITS]
+    alignas(64) uint32_t turned[UNITS * PAGE], values[PAGE / PAIR * HEAD_DIM];
+    alignas(64) scalar gathered[PAGE * HEAD_DIM];
+};
+
+// Rows [first, last) and one KV head, a page after the other for all of them: it stays in the L1 cache.
+class Attention {
+    Memory& memory;
+    const Batch& batch;
+    const int64_t first, last, group, page_step, stride;
+    const scalar *const k, *const v;
+
+    static int64_t longest(const Batch& batch, int64_t first, int64_t last) {
+        int64_t most = 0;
+        for (int64_t r = first; r < last; r++) most = std::max(most, batch.direct[r] + batch.counts[r]);
+        return most;
     }
-    for (int64_t start = 0; start < most_direct; start += PAGE)
-        for (int64_t r = first, end; r < last; r = end) {
-            end = r + 1;
-            if (batch.direct[r] <= start) continue;
-            end = sharing(r, start);
+
+    int64_t length_of(int64_t r) const { return batch.direct[r] + batch.counts[r]; }
+    int64_t index_of(int64_t r) const { return (r - first) * group; }
+    float* scores_of(int64_t r) const { return memory.scores.data() + index_of(r) * stride; }
+    float* totals_of(int64_t r) const { return memory.totals.data() + index_of(r) * HEAD_DIM; }
+    const uint32_t* queries_of(int64_t r) const { return memory.queries.data() + index_of(r) * UNITS; }
+    const uint32_t* weights_of(int64_t r, int64_t p) const { return (const uint32_t*)scores_of(r) + p / PAIR; }
+    int64_t page_of(int64_t r, int64_t start) const { return batch.pages[batch.tables[r] + start / PAGE] * page_step; }
+    int64_t place_of(int64_t slot) const { return slot / PAGE * page_step + slot % PAGE * HEAD_DIM; }
+    int64_t place_of(int64_t r, int64_t p) const {
+        if (p < batch.direct[r]) return page_of(r, p) + p % PAGE * HEAD_DIM;
+        return place_of(batch.paths[batch.starts[r] + p - batch.direct[r]]);
+    }
+
+    // Calls visit(first row, last row + 1, start) for each page and the neighbouring rows that see it at `start`.
+    template <class Visit>
+    void each_page(Visit visit) const {
+        const int64_t most = *std::max_element(batch.direct + first, batch.direct + last);
+        for (int64_t start = 0; start < most; start += PAGE)
+            for (int64_t r = first, end; r < last; r = end) {
+                end = r + 1;
+                if (batch.direct[r] <= start) continue;
+                while (end < last && batch.direct[end] > start && page_of(end, start) == page_of(r, start)) end++;
+                visit(r, end, start);
+            }
+    }
+    const scalar* next_of(int64_t r, int64_t start, const scalar* cache) const {
+        const bool more = start + PAGE < batch.direct[r];
+        return more ? cache + page_of(r, start + PAGE) : v + page_of(r, 0);
+    }
+
+    // May write scores of positions behind those that a row sees so: what follows overwrites them.
+    void score_pages() {
+        each_page([&](int64_t r, int64_t end, int64_t start) {
+            const int64_t most = *std::max_element(batch.direct + r, batch.direct + end) - start;
+            transpose_keys(k + page_of(r, start), std::min(most, PAGE), memory.turned, next_of(r, start, k));
+            dots<PAGE / LANES>((end - r) * group, queries_of(r), memory.turned, scores_of(r) + start, stride);
+        });
+    }
+
+    void score_scattered(const Scattered& part) {
+        const int64_t count = part.slots.size(), begin = part.places.front().row, end = part.places.back().row + 1;
+        for (int64_t i = 0; i < count; i++)
+            std::memcpy(memory.gathered + i * HEAD_DIM, k + place_of(part.slots[i]), HEAD_DIM * sizeof(scalar));
+        transpose_keys(memory.gathered, count, memory.turned, memory.gathered);
+        float* found = memory.found.data();
+        const auto compute = count <= LANES ? dots<1> : count <= 2 * LANES ? dots<2> : dots<PAGE / LANES>;
+        compute((end - begin) * group, queries_of(begin), memory.turned, found, PAGE);
+        for (const auto& place : part.places)
+            for (int64_t g = 0; g < group; g++)
+                scores_of(place.row)[g * stride + place.position] =
+                    found[((place.row - begin) * group + g) * PAGE + place.column];
+    }
+
+    void weigh_pages() {
+        each_page([&](int64_t r, int64_t end, int64_t start) {
             const int64_t most = std::min(*std::max_element(batch.direct + r, batch.direct + end) - start, PAGE);
             const int64_t least = std::min(*std::min_element(batch.direct + r, batch.direct + end) - start, PAGE);
-            const scalar* page = v + page_of(r, start);
-            const uint32_t* units = (const uint32_t*)page;
+            const uint32_t* units = pair_up_page(v + page_of(r, start), most, next_of(r, start, v));
+            if (least == most)
+                return weigh((end - r) * group, weights_of(r, start), stride, most / PAIR, units, totals_of(r));
+            for (int64_t i = r; i < end; i++) {
+                const int64_t count = std::min(batch.direct[i] - start, PAGE);
+                weigh(group, weights_of(i, start), stride, count / PAIR, units, totals_of(i));
+            }
+        });
+    }
+
+    const uint32_t* pair_up_page(const scalar* page, [[maybe_unused]] int64_t count,
+                                 [[maybe_unused]] const scalar* next) {
 #if BF16
-            const scalar* next = next_of(r, start, v, v);
-            for (int64_t p = 0; p + 2 <= most; p += 2) {
-                fetch<2 * HEAD_DIM * sizeof(scalar)>(next + p * HEAD_DIM);
-                pair_up(page + p * HEAD_DIM, page + (p + 1) * HEAD_DIM, values + p / 2 * HEAD_DIM);
-            }
-            units = values;
-#endif
-            if (least == most) {
-                weigh((end - r) * group, weights_of(r, start), stride, most / PAIR, units, totals_of(r));
-            } else {
-                for (int64_t i = r; i < end; i++)
-                    weigh(group, weights_of(i, start), stride, std::min(batch.direct[i] - start, PAGE) / PAIR, units,
-                          totals_of(i));
-            }
+        for (int64_t p = 0; p + 2 <= count; p += 2) {
+            fetch<2 * HEAD_DIM * sizeof(scalar)>(next + p * HEAD_DIM);
+            pair_up(page + p * HEAD_DIM, page + (p + 1) * HEAD_DIM, memory.values + p / 2 * HEAD_DIM);
         }
-    for (int64_t r = first; r < last; r++) {
-        const int64_t length = batch.direct[r] + batch.counts[r];
-        static const scalar nothing[HEAD_DIM] = {};
-        for (int64_t p = batch.direct[r] / PAIR * PAIR; p < length; p += PAGE) {
-            const int64_t width = std::min(length - p, PAGE), units = (width + PAIR - 1) / PAIR;
-            for (int64_t i = 0; i < units; i++)
-#if BF16
-                pair_up(find(v, r, p + 2 * i), 2 * i + 1 < width ? find(v, r, p + 2 * i + 1) : nothing,
-                        values + i * HEAD_DIM);
+        return memory.values;
 #else
-                std::memcpy(values + i * HEAD_DIM, find(v, r, p + i), sizeof nothing);
+        return (const uint32_t*)page;
 #endif
-            weigh(group, weights_of(r, p), stride, units, values, totals_of(r));
-        }
-        for (int64_t g = 0; g < group; g++) {
-            const vec total = splat(masses[(r - first) * group + g]);
-            for (int64_t i = 0; i < HEAD_DIM; i += LANES)
-                store(out + r * out_step + g * HEAD_DIM + i, load<vec>(totals_of(r) + g * HEAD_DIM + i) / total);
+    }
+
+    void weigh_scattered(int64_t r) {  // and the last position of a page, if no other of it makes a pair with it
+        for (int64_t p = batch.direct[r] / PAIR * PAIR; p < length_of(r); p += PAGE) {
+            const int64_t count = std::min(length_of(r) - p, PAGE);
+            for (int64_t i = 0; i < count; i += PAIR) {
+                const scalar* value = v + place_of(r, p + i);
+#if BF16
+                static const scalar nothing[HEAD_DIM] = {};
+                pair_up(value, i + 1 < count ? v + place_of(r, p + i + 1) : nothing, memory.values + i / 2 * HEAD_DIM);
+#else
+                std::memcpy(memory.values + i * HEAD_DIM, value, HEAD_DIM * sizeof(scalar));
+#endif
+            }
+            weigh(group, weights_of(r, p), stride, (count + PAIR - 1) / PAIR, memory.values, totals_of(r));
         }
     }
-}
+
+  public:
+    // k, v: of the head, in page 0.
+    Attention(Memory& memory, const Batch& batch, int64_t first, int64_t last, const scalar* k, const scalar* v,
+              int64_t kv_heads, int64_t group)
+        : memory(memory), batch(batch), first(first), last(last), group(group), page_step(kv_heads * PAGE * HEAD_DIM),
+          stride((longest(batch, first, last) + PAGE - 1) / PAGE * PAGE), k(k), v(v) {
+        const int64_t queries = index_of(last);
+        memory.scores.resize(queries * stride);
+        memory.totals.assign(queries * HEAD_DIM, 0.0f);
+        memory.masses.resize(queries);
+        memory.found.resize(queries * PAGE);
+        memory.queries.resize(queries * UNITS);
+    }
+
+    // q: row r's heads of the group at q + r * q_step, scaled; out likewise.
+    void run(const std::vector<Scattered>& scattered, const float* q, int64_t q_step, scalar* out, int64_t out_step) {
+        for (int64_t i = 0; i < index_of(last); i++)
+            for (int64_t j = 0; j < HEAD_DIM; j += LANES)
+                store((scalar*)(memory.queries.data() + i * UNITS) + j,
+                      load<vec>(q + (first + i / group) * q_step + i % group * HEAD_DIM + j));
+        score_pages();
+        for (const Scattered& part : scattered) score_scattered(part);
+        for (int64_t r = first; r < last; r++)
+            for (int64_t g = 0; g < group; g++)
+                memory.masses[index_of(r) + g] = softmax(scores_of(r) + g * stride, length_of(r));
+        weigh_pages();
+        for (int64_t r = first; r < last; r++) {
+            weigh_scattered(r);
+            for (int64_t g = 0; g < group; g++) {
+                const float* total = totals_of(r) + g * HEAD_DIM;
+                const vec mass = splat(memory.masses[index_of(r) + g]);
+                for (int64_t i = 0; i < HEAD_DIM; i += LANES)
+                    store(out + r * out_step + g * HEAD_DIM + i, load<vec>(total + i) / mass);
+            }
+        }
+    }
+};

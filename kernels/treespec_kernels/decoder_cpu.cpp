@@ -269,6 +269,9 @@ void treespec_forward(const Model* model, const Batch* batch) {
     for (int64_t r = 0; r < n; r++)
         for (int64_t i = 0; i < hidden; i++) x[r * hidden + i] = to_float(model->embed[batch->tokens[r] * hidden + i]);
 
+    std::vector<std::vector<Scattered>> scattered;  // by block
+    for (int64_t r = 0; r < n; r += block) scattered.push_back(scattered_of(*batch, r, std::min(r + block, n)));
+
     for (int64_t l = 0; l < batch->num_layers; l++) {
         const Layer& layer = model->layers[l];
         scalar *k = batch->cache + 2 * l * pool, *v = k + pool;
@@ -295,8 +298,9 @@ void treespec_forward(const Model* model, const Batch* batch) {
         for (int64_t h = 0; h < kv_heads; h++)
             for (int64_t r = 0; r < n; r += block) {
                 const int64_t head = h * group * HEAD_DIM, page = h * PAGE * HEAD_DIM;
-                attend(*batch, r, std::min(r + block, n), k + page, v + page, kv_heads, group, y + head, width,
-                       a + head, heads * HEAD_DIM);
+                static thread_local Memory memory;
+                Attention attention(memory, *batch, r, std::min(r + block, n), k + page, v + page, kv_heads, group);
+                attention.run(scattered[r / block], y + head, width, a + head, heads * HEAD_DIM);
             }
         linear(layer.o, a, n, x, ADD, threads);
         for (int64_t r = 0; r < n; r++) rms_norm(x + r * hidden, layer.mlp_norm, hidden, model->eps, a + r * hidden);

@@ -120,9 +120,11 @@ class Plain(NamedTuple):
 
 
 @functools.cache
-def plain_run(case: Case, folder: Path) -> Plain:
+def plain_run(case: Case, folder: Path, other: bool = False) -> Plain:
+    """Of one of two sequences, whose first page is the same."""
     model, pool = make_model(case, folder), new_pool(case)
     tokens = np.random.default_rng(3).integers(VOCAB, size=LENGTH)
+    tokens[PAGE_SIZE:] = np.roll(tokens[PAGE_SIZE:], 7 * other)
     rows = [run(model, case, pool, [token], RequestRows.chain(i, 1, PAGES)) for i, token in enumerate(tokens)]
     hidden = torch.cat(rows)
     assert hidden.isfinite().all()
@@ -159,18 +161,18 @@ def test_chunks_of_any_size(case: Case, folder: Path) -> None:
 @cases
 def test_requests_beside_each_other(case: Case, folder: Path) -> None:
     """Of other lengths in other pages, some of which they share; chains and trees in one block of rows."""
-    plain = plain_run(case, folder)
+    plain, other = plain_run(case, folder), plain_run(case, folder, True)
     pool = plain.pool.clone()
     own = np.array([PAGES[0], 6, 7, 2])  # the first page is shared
-    pool[:, :, own[1:]] = pool[:, :, PAGES[1:]]
+    pool[:, :, own[1:]] = other.pool[:, :, PAGES[1:]]
     parents, path = [-1, 0, 0, 2, 1], [0, 2, 3]
     for long, short in ((133, 64), (150, 97), (129, 65), (128, 127)):
         tokens = np.full(len(parents), POISON)
         tokens[path] = plain.tokens[long : long + len(path)]
         requests = [RequestRows.chain(short, 6, own), tree_rows(long, parents), RequestRows.chain(short + 6, 1, own)]
-        ids = np.concatenate((plain.tokens[short : short + 6], tokens, plain.tokens[short + 6 : short + 7]))
+        ids = np.concatenate((other.tokens[short : short + 6], tokens, other.tokens[short + 6 : short + 7]))
         hidden = run(make_model(case, folder), case, pool.clone(), ids, *requests)
-        assert torch.equal(hidden[[*range(6), 11]], plain.hidden[short : short + 7])
+        assert torch.equal(hidden[[*range(6), 11]], other.hidden[short : short + 7])
         assert torch.equal(hidden[6:11][path], plain.hidden[long : long + len(path)])
 
 

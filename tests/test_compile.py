@@ -25,8 +25,9 @@ from tests.models import (
     tiny,
     tiny_llm,
 )
-from tests.test_decoder_parity import our_logits
+from tests.test_decoder_parity import our_logits, their_logits
 from treespec import SpecConfig, costs
+from treespec.cache import KVCache
 from treespec.errors import ExactnessError
 from treespec_kernels.decoder_cpu import CompiledModel, CompileError, build, find_compiler
 from treespec_kernels.testing import assert_close
@@ -131,6 +132,32 @@ def test_close_to_the_eager_pass(bias: bool) -> None:
             logits.append(model.logits(model.forward(tokens, model.plan([rows], pool), pool)[:100]))
     error = (logits[0] - logits[1]).abs().max() / logits[0].std()
     assert error < 1e-4
+
+
+@both_dtypes
+def test_the_cache_holds_what_passes_read(dtype: torch.dtype) -> None:
+    """Compiled passes read K and V in the model's dtype, eager ones in float32; drafts as the target."""
+    for compiled in (False, True):
+        llm = tiny_llm(dtype, compile=compiled)
+        held = dtype if compiled else torch.float32
+        assert len(llm.engine.cache.pools) == 4 and {pool.dtype for pool in llm.engine.cache.pools} == {held}
+        shapes = [model.config.shape for model in (llm.engine.runner.target, *llm.engine.ssms.models)]
+        pages = llm.engine.cache.num_pages + 1
+        assert llm.stats()["memory"]["kv_cache"] == pages * KVCache.bytes_per_page(shapes, held)
+
+
+def test_as_far_from_float32_as_transformers_is(tmp_path: Path) -> None:
+    """In bfloat16: K, V and the weights of attention are rounded as there."""
+    folder = make_llama(tmp_path / "model", 40, torch.bfloat16, num_hidden_layers=4)
+    (tokens,) = random_prompts((160,))
+    exact = their_logits(folder, tokens)
+
+    def error(logits: Tensor) -> float:
+        return float((logits.float() - exact).square().mean().sqrt() / exact.square().mean().sqrt())
+
+    ours = our_logits(open_llm(folder, compile=True), tokens)
+    assert ours.dtype == torch.bfloat16
+    assert error(ours) < error(their_logits(folder, tokens, torch.bfloat16))
 
 
 def test_without_the_widest_instructions() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from tests.models import CURVE, make_llama, new_folder, tiny
 from tests.quantized import needs_compiler
@@ -102,7 +103,9 @@ def test_auto_takes_the_eager_pass_where_the_compiled_one_is_not_exact(caplog: p
         return ["row 1 of 2 differs"] if decoder.linear == "compiled" else []
 
     with mock.patch("treespec.build.differing_rows", differing), mock.patch("treespec.costs.load", lambda key: CURVE):
-        assert not is_compiled(tiny()[0])
+        llm = LLM(tiny(torch.bfloat16)[0], device="cpu", max_num_seqs=1, max_model_len=64)
+        assert not llm.stats()["frozen"]["compile"]
+        assert llm.engine.cache.pools[0].dtype == torch.float32, "a cache of compiled passes"
         with pytest.raises(ExactnessError, match="row 1 of 2"):
             is_compiled(tiny()[0], compile=True)
     assert "compiled passes are not exact on this machine" in caplog.text

@@ -59,7 +59,7 @@ void dots(const uint32_t* queries, const uint32_t* keys, float* out, int64_t str
 }
 
 template <int VECTORS>
-void dots(int64_t count, const uint32_t* queries, const uint32_t* keys, float* out, int64_t stride) {
+void score(int64_t count, const uint32_t* queries, const uint32_t* keys, float* out, int64_t stride) {
     int64_t q = 0;
     for (; q + STACKED <= count; q += STACKED)
         dots<STACKED, VECTORS>(queries + q * UNITS, keys, out + q * stride, stride);
@@ -198,7 +198,7 @@ class Attention {
         each_page([&](int64_t r, int64_t end, int64_t start) {
             const int64_t most = *std::max_element(batch.direct + r, batch.direct + end) - start;
             transpose_keys(k + page_of(r, start), std::min(most, PAGE), memory.turned, next_of(r, start, k));
-            dots<PAGE / LANES>((end - r) * group, queries_of(r), memory.turned, scores_of(r) + start, stride);
+            score<PAGE / LANES>((end - r) * group, queries_of(r), memory.turned, scores_of(r) + start, stride);
         });
     }
 
@@ -208,7 +208,7 @@ class Attention {
             std::memcpy(memory.gathered + i * HEAD_DIM, k + place_of(part.slots[i]), HEAD_DIM * sizeof(scalar));
         transpose_keys(memory.gathered, count, memory.turned, memory.gathered);
         float* found = memory.found.data();
-        const auto compute = count <= LANES ? dots<1> : count <= 2 * LANES ? dots<2> : dots<PAGE / LANES>;
+        const auto compute = count <= LANES ? score<1> : count <= 2 * LANES ? score<2> : score<PAGE / LANES>;
         compute((end - begin) * group, queries_of(begin), memory.turned, found, PAGE);
         for (const auto& place : part.places)
             for (int64_t g = 0; g < group; g++)

@@ -98,18 +98,22 @@ void weigh(int64_t queries, const uint32_t* weights, int64_t stride, int64_t cou
     for (; q < queries; q++) weigh<1>(weights + q * stride, stride, count, values, sums + q * HEAD_DIM);
 }
 
-// Scores -> weights in the model's dtype, in their place; zeros fill up the last 16. Returns their sum.
-float softmax(float* s, int64_t length) {
-    const int64_t end = (length + LANES - 1) / LANES * LANES;
+// Scores of positions [begin, length) -> weights in the model's dtype, in their place; zeros fill up the first page and
+// the last 16. Returns their sum.
+float softmax(float* s, int64_t begin, int64_t length, float cap) {
+    const int64_t start = begin / PAGE * PAGE, end = (length + LANES - 1) / LANES * LANES;
+    if (cap)
+        for (int64_t p = start; p < end; p += LANES) store(s + p, soft_cap(load<vec>(s + p), cap));
+    std::fill(s + start, s + begin, -INFINITY);
     std::fill(s + length, s + end, -INFINITY);
     vec best = splat(-INFINITY), mass = {};
-    for (int64_t p = 0; p < end; p += LANES) {
+    for (int64_t p = start; p < end; p += LANES) {
         const vec x = load<vec>(s + p);
         best = x > best ? x : best;
     }
     float most = best[0];
     for (int64_t i = 1; i < LANES; i++) most = std::max(most, best[i]);
-    for (int64_t p = 0; p < end; p += LANES) {
+    for (int64_t p = start; p < end; p += LANES) {
         scalar* out = (scalar*)s + p;
         store(out, exp(load<vec>(s + p) - most));
         mass += widen(out);
@@ -154,7 +158,8 @@ struct Memory {  // of a thread
 class Attention {
     Memory& memory;
     const Batch& batch;
-    const int64_t first, last, group, page_step, stride;
+    const int64_t first, last, group, page_step, stride, window;
+    const float cap;
     const scalar *const k, *const v;
 
     static int64_t longest(const Batch& batch, int64_t first, int64_t last) {
@@ -164,6 +169,10 @@ class Attention {
     }
 
     int64_t length_of(int64_t r) const { return batch.direct[r] + batch.counts[r]; }
+    // The first position that a row sees, and the first one of its page: positions between them weigh 0.
+    int64_t begin_of(int64_t r) const { return window ? std::max<int64_t>(length_of(r) - window, 0) : 0; }
+    int64_t first_page_of(int64_t r) const { return begin_of(r) / PAGE * PAGE; }
+    bool sees(int64_t r, int64_t start) const { return first_page_of(r) <= start && start < batch.direct[r]; }
     int64_t index_of(int64_t r) const { return (r - first) * group; }
     float* scores_of(int64_t r) const { return memory.scores.data() + index_of(r) * stride; }
     float* totals_of(int64_t r) const { return memory.totals.data() + index_of(r) * HEAD_DIM; }
@@ -179,12 +188,16 @@ class Attention {
     // Calls visit(first row, last row + 1, start) for each page and the neighbouring rows that see it at `start`.
     template <class Visit>
     void each_page(Visit visit) const {
-        const int64_t most = *std::max_element(batch.direct + first, batch.direct + last);
-        for (int64_t start = 0; start < most; start += PAGE)
+        int64_t least = INT64_MAX, most = 0;
+        for (int64_t r = first; r < last; r++) {
+            least = std::min(least, first_page_of(r));
+            most = std::max(most, batch.direct[r]);
+        }
+        for (int64_t start = least; start < most; start += PAGE)
             for (int64_t r = first, end; r < last; r = end) {
                 end = r + 1;
-                if (batch.direct[r] <= start) continue;
-                while (end < last && batch.direct[end] > start && page_of(end, start) == page_of(r, start)) end++;
+                if (!sees(r, start)) continue;
+                while (end < last && sees(end, start) && page_of(end, start) == page_of(r, start)) end++;
                 visit(r, end, start);
             }
     }
@@ -244,7 +257,8 @@ class Attention {
     }
 
     void weigh_scattered(int64_t r) {  // and the last position of a page, if no other of it makes a pair with it
-        for (int64_t p = batch.direct[r] / PAIR * PAIR; p < length_of(r); p += PAGE) {
+        const int64_t begin = std::max(batch.direct[r] / PAIR * PAIR, first_page_of(r));
+        for (int64_t p = begin; p < length_of(r); p += PAGE) {
             const int64_t count = std::min(length_of(r) - p, PAGE);
             for (int64_t i = 0; i < count; i += PAIR) {
                 const scalar* value = v + place_of(r, p + i);
@@ -260,11 +274,11 @@ class Attention {
     }
 
   public:
-    // k, v: of the head, in page 0.
+    // k, v: of the head, in page 0. window, cap: as in Layer and Model.
     Attention(Memory& memory, const Batch& batch, int64_t first, int64_t last, const scalar* k, const scalar* v,
-              int64_t kv_heads, int64_t group)
+              int64_t kv_heads, int64_t group, int64_t window, float cap)
         : memory(memory), batch(batch), first(first), last(last), group(group), page_step(kv_heads * PAGE * HEAD_DIM),
-          stride((longest(batch, first, last) + PAGE - 1) / PAGE * PAGE), k(k), v(v) {
+          stride((longest(batch, first, last) + PAGE - 1) / PAGE * PAGE), window(window), cap(cap), k(k), v(v) {
         const int64_t queries = index_of(last);
         memory.scores.resize(queries * stride);
         memory.totals.assign(queries * HEAD_DIM, 0.0f);
@@ -283,7 +297,7 @@ class Attention {
         for (const Scattered& part : scattered) score_scattered(part);
         for (int64_t r = first; r < last; r++)
             for (int64_t g = 0; g < group; g++)
-                memory.masses[index_of(r) + g] = softmax(scores_of(r) + g * stride, length_of(r));
+                memory.masses[index_of(r) + g] = softmax(scores_of(r) + g * stride, begin_of(r), length_of(r), cap);
         weigh_pages();
         for (int64_t r = first; r < last; r++) {
             weigh_scattered(r);

@@ -123,26 +123,34 @@ struct Linear {  // weight: [panels of 64 outputs][inputs][64], bf16 with pairs 
     const float *scale, *zero;  // [panels][groups][64]; zero may be null
 };
 
+struct Norm {
+    const float *weight, *bias;  // bias may be null; weight is where a family has no such norm
+};
+
 struct Layer {
-    const float *attn_norm, *mlp_norm;
+    Norm attn_norm, mlp_norm, attn_post_norm, mlp_post_norm;
+    const float* head_norm;  // [heads + kv_heads, HEAD_DIM], or null
     Linear qkv, o, gate_up, down;
+    int64_t rope, window;  // which rope turns its heads; positions that a row sees, 0: all
 };
 
 struct Model {
     const Layer* layers;
-    const scalar* embed;
-    const float* final_norm;
+    const scalar *embed, *positions;  // [vocab, hidden]; [positions, hidden] where they are learned, or null
+    Norm final_norm;
     int64_t hidden, heads, kv_heads, mlp, threads;
-    float eps, scale;
+    int64_t activation, layer_norm, parallel, ropes;  // RMSNorm unless layer_norm; how many ropes
+    float eps, scale, embed_scale, score_cap;         // scale: of scores; score_cap 0: none
 };
 
 struct Batch {
     int64_t num_rows, num_layers;
-    const int64_t *tokens, *slots;   // [num_rows]; slot = page * PAGE + offset of the row's own K and V
+    const int64_t *tokens, *places;  // [num_rows]; places: rows of Model::positions
+    const int64_t *slots;            // [num_rows], page * PAGE + offset of the row's own K and V
     const int64_t *tables, *direct;  // [num_rows]: where its request's pages begin; how many positions they give
     const int64_t *starts, *counts;  // [num_rows]: the slots of its further positions among `paths`
     const int64_t *pages, *paths;
-    const float* rotation;  // [num_rows, 2, HEAD_DIM]: cos, signed sin
+    const float* rotation;  // [num_rows, ropes, 2, HEAD_DIM]: cos, signed sin
     scalar* cache;          // [num_layers, 2, num_pages, kv_heads, PAGE, HEAD_DIM]
     int64_t num_pages;
     scalar* out;  // [num_rows, hidden]
@@ -231,90 +239,136 @@ void linear(const Linear& layer, const scalar* x, int64_t rows, void* out, Then 
         }
 }
 
-void rms_norm(const float* x, const float* weight, int64_t size, float eps, scalar* out) {
-    vec squares = {};
-    for (int64_t i = 0; i < size; i += LANES) squares = fma(load<vec>(x + i), load<vec>(x + i), squares);
-    const vec scale = splat(1.0f / std::sqrt(sum(squares) / float(size) + eps));
-    for (int64_t i = 0; i < size; i += LANES) store(out + i, load<vec>(x + i) * scale * load<vec>(weight + i));
-}
-
-void rotate(const float* x, const float* rotation, float scale, float* out) {
-    constexpr int64_t HALF = HEAD_DIM / 2;
-    for (int64_t i = 0; i < HALF; i++) {
-        out[i] = (x[i] * rotation[i] + x[i + HALF] * rotation[HEAD_DIM + i]) * scale;
-        out[i + HALF] = (x[i + HALF] * rotation[i + HALF] + x[i] * rotation[HEAD_DIM + i + HALF]) * scale;
-    }
-}
-
+#include "pointwise_cpu.h"
 #include "attention_cpu.h"
+
+// One pass: the residual stream `x` in fp32 [num_rows, hidden], and what is computed beside it.
+class Pass {
+    const Model& model;
+    const Batch& batch;
+    const int64_t n, hidden, heads, kv_heads, mlp, width;
+    const int threads;
+    static inline thread_local std::vector<float> stream, wide;
+    static inline thread_local std::vector<scalar> narrow, normed_rows;
+    float *x, *y;
+    scalar *a, *h;
+    int64_t block;  // rows that share pages
+    std::vector<std::vector<Scattered>> scattered;  // by block
+
+    void embed() {
+        for (int64_t r = 0; r < n; r++)
+            for (int64_t i = 0; i < hidden; i++) {
+                float value = to_float(model.embed[batch.tokens[r] * hidden + i]) * model.embed_scale;
+                if (model.positions) value += to_float(model.positions[batch.places[r] * hidden + i]);
+                x[r * hidden + i] = value;
+            }
+    }
+
+    void norm(const Norm& norm, scalar* out) const {
+        for (int64_t r = 0; r < n; r++) {
+            const float* row = x + r * hidden;
+            const Moments of = moments(row, hidden, model.eps, model.layer_norm);
+            for (int64_t i = 0; i < hidden; i += LANES) store(out + r * hidden + i, normed(row, of, norm, i));
+        }
+    }
+
+    // Adds a layer's output to the stream, normed where its family does so.
+    void add(const Linear& layer, const scalar* from, const Norm& norm) {
+        if (!norm.weight) return linear(layer, from, n, x, ADD, threads);
+        linear(layer, from, n, y, STORE, threads);
+        for (int64_t r = 0; r < n; r++) {
+            const float* row = y + r * hidden;
+            float* to = x + r * hidden;
+            const Moments of = moments(row, hidden, model.eps, model.layer_norm);
+            for (int64_t i = 0; i < hidden; i += LANES) store(to + i, load<vec>(to + i) + normed(row, of, norm, i));
+        }
+    }
+
+    void turn_and_write(const Layer& layer, int64_t r, scalar* k, scalar* v) {
+        float turned[HEAD_DIM];
+        for (int64_t i = 0; i < heads + kv_heads; i++) {
+            float* head = y + r * width + i * HEAD_DIM;
+            if (layer.head_norm) norm_head(head, layer.head_norm + i * HEAD_DIM, model.eps);
+            if (model.ropes) {
+                rotate(head, batch.rotation + (r * model.ropes + layer.rope) * 2 * HEAD_DIM, turned);
+                std::memcpy(head, turned, sizeof turned);
+            }
+            if (i < heads)
+                for (int64_t j = 0; j < HEAD_DIM; j += LANES) store(head + j, load<vec>(head + j) * model.scale);
+        }
+        const int64_t slot = batch.slots[r], first = (slot / PAGE * kv_heads * PAGE + slot % PAGE) * HEAD_DIM;
+        for (int64_t i = 0; i < kv_heads; i++) {
+            const float* key = y + r * width + (heads + i) * HEAD_DIM;
+            for (int64_t j = 0; j < HEAD_DIM; j += LANES) {
+                store(k + first + i * PAGE * HEAD_DIM + j, load<vec>(key + j));
+                store(v + first + i * PAGE * HEAD_DIM + j, load<vec>(key + kv_heads * HEAD_DIM + j));
+            }
+        }
+    }
+
+    // Attention of normed rows `h`, into `a`.
+    void attend(const Layer& layer, scalar* k, scalar* v) {
+        const int64_t group = heads / kv_heads;
+        linear(layer.qkv, h, n, y, STORE, threads);
+        for (int64_t r = 0; r < n; r++) turn_and_write(layer, r, k, v);
+#pragma omp parallel for collapse(2) num_threads(threads) if (threads > 1)
+        for (int64_t i = 0; i < kv_heads; i++)
+            for (int64_t r = 0; r < n; r += block) {
+                const int64_t head = i * group * HEAD_DIM, page = i * PAGE * HEAD_DIM;
+                static thread_local Memory memory;
+                Attention attention(memory, batch, r, std::min(r + block, n), k + page, v + page, kv_heads, group,
+                                    layer.window, model.score_cap);
+                attention.run(scattered[r / block], y + head, width, a + head, heads * HEAD_DIM);
+            }
+    }
+
+    // The MLP of normed rows `h`, before its last layer, into `a`.
+    void feed(const Layer& layer) {
+        const int64_t step = layer.gate_up.outputs;
+        linear(layer.gate_up, h, n, y, STORE, threads);
+        for (int64_t r = 0; r < n; r++)
+            for (int64_t i = 0; i < mlp; i += LANES) {
+                const vec active = activate(model.activation, load<vec>(y + r * step + i));
+                store(a + r * mlp + i, step == mlp ? active : active * load<vec>(y + r * step + mlp + i));
+            }
+    }
+
+  public:
+    Pass(const Model& model, const Batch& batch)
+        : model(model), batch(batch), n(batch.num_rows), hidden(model.hidden), heads(model.heads),
+          kv_heads(model.kv_heads), mlp(model.mlp), width((heads + 2 * kv_heads) * HEAD_DIM),
+          threads(int(model.threads)), block(std::max<int64_t>(1, std::min<int64_t>(16, n * kv_heads / threads))) {
+        stream.resize(n * hidden);
+        wide.resize(n * std::max({width, 2 * mlp, hidden}));
+        narrow.resize(n * std::max(heads * HEAD_DIM, mlp));
+        normed_rows.resize(n * hidden);
+        x = stream.data(), y = wide.data(), a = narrow.data(), h = normed_rows.data();
+        for (int64_t r = 0; r < n; r += block) scattered.push_back(scattered_of(batch, r, std::min(r + block, n)));
+    }
+
+    void run() {
+        embed();
+        const int64_t pool = batch.num_pages * kv_heads * PAGE * HEAD_DIM;
+        for (int64_t l = 0; l < batch.num_layers; l++) {
+            const Layer& layer = model.layers[l];
+            norm(layer.attn_norm, h);
+            attend(layer, batch.cache + 2 * l * pool, batch.cache + (2 * l + 1) * pool);
+            if (model.parallel) norm(layer.mlp_norm, h);  // the MLP does not see what attention adds
+            add(layer.o, a, layer.attn_post_norm);
+            if (!model.parallel) norm(layer.mlp_norm, h);
+            feed(layer);
+            add(layer.down, a, layer.mlp_post_norm);
+        }
+        norm(model.final_norm, batch.out);
+    }
+};
 
 }  // namespace
 
 extern "C" {
 
 // The rows' hidden states after the final norm. Writes their K and V to their slots of the cache.
-void treespec_forward(const Model* model, const Batch* batch) {
-    const int64_t n = batch->num_rows, hidden = model->hidden, heads = model->heads, kv_heads = model->kv_heads;
-    const int64_t width = (heads + 2 * kv_heads) * HEAD_DIM, mlp = model->mlp, group = heads / kv_heads;
-    const int threads = int(model->threads);
-    const int64_t block = std::max<int64_t>(1, std::min<int64_t>(16, n * kv_heads / threads));  // rows that share pages
-    const int64_t pool = batch->num_pages * kv_heads * PAGE * HEAD_DIM;
-    static thread_local std::vector<float> stream, wide;
-    static thread_local std::vector<scalar> narrow;
-    stream.resize(n * hidden);
-    wide.resize(n * std::max(width, 2 * mlp));
-    narrow.resize(n * std::max({hidden, heads * HEAD_DIM, mlp}));
-    float *x = stream.data(), *y = wide.data();
-    scalar* a = narrow.data();
-    for (int64_t r = 0; r < n; r++)
-        for (int64_t i = 0; i < hidden; i++) x[r * hidden + i] = to_float(model->embed[batch->tokens[r] * hidden + i]);
-
-    std::vector<std::vector<Scattered>> scattered;  // by block
-    for (int64_t r = 0; r < n; r += block) scattered.push_back(scattered_of(*batch, r, std::min(r + block, n)));
-
-    for (int64_t l = 0; l < batch->num_layers; l++) {
-        const Layer& layer = model->layers[l];
-        scalar *k = batch->cache + 2 * l * pool, *v = k + pool;
-        for (int64_t r = 0; r < n; r++) rms_norm(x + r * hidden, layer.attn_norm, hidden, model->eps, a + r * hidden);
-        linear(layer.qkv, a, n, y, STORE, threads);
-        for (int64_t r = 0; r < n; r++) {
-            const float* rotation = batch->rotation + r * 2 * HEAD_DIM;
-            float turned[HEAD_DIM];
-            for (int64_t h = 0; h < heads + kv_heads; h++) {
-                float* head = y + r * width + h * HEAD_DIM;
-                rotate(head, rotation, h < heads ? model->scale : 1.0f, turned);
-                std::memcpy(head, turned, sizeof turned);
-            }
-            const int64_t slot = batch->slots[r], first = (slot / PAGE * kv_heads * PAGE + slot % PAGE) * HEAD_DIM;
-            for (int64_t h = 0; h < kv_heads; h++) {
-                const float* key = y + r * width + (heads + h) * HEAD_DIM;
-                for (int64_t i = 0; i < HEAD_DIM; i += LANES) {
-                    store(k + first + h * PAGE * HEAD_DIM + i, load<vec>(key + i));
-                    store(v + first + h * PAGE * HEAD_DIM + i, load<vec>(key + kv_heads * HEAD_DIM + i));
-                }
-            }
-        }
-#pragma omp parallel for collapse(2) num_threads(threads) if (threads > 1)
-        for (int64_t h = 0; h < kv_heads; h++)
-            for (int64_t r = 0; r < n; r += block) {
-                const int64_t head = h * group * HEAD_DIM, page = h * PAGE * HEAD_DIM;
-                static thread_local Memory memory;
-                Attention attention(memory, *batch, r, std::min(r + block, n), k + page, v + page, kv_heads, group);
-                attention.run(scattered[r / block], y + head, width, a + head, heads * HEAD_DIM);
-            }
-        linear(layer.o, a, n, x, ADD, threads);
-        for (int64_t r = 0; r < n; r++) rms_norm(x + r * hidden, layer.mlp_norm, hidden, model->eps, a + r * hidden);
-        linear(layer.gate_up, a, n, y, STORE, threads);
-        for (int64_t r = 0; r < n; r++)
-            for (int64_t i = 0; i < mlp; i += LANES) {
-                const vec gate = load<vec>(y + r * 2 * mlp + i), up = load<vec>(y + r * 2 * mlp + mlp + i);
-                store(a + r * mlp + i, gate / (1.0f + exp(-gate)) * up);
-            }
-        linear(layer.down, a, n, x, ADD, threads);
-    }
-    for (int64_t r = 0; r < n; r++)
-        rms_norm(x + r * hidden, model->final_norm, hidden, model->eps, batch->out + r * hidden);
-}
+void treespec_forward(const Model* model, const Batch* batch) { Pass(*model, *batch).run(); }
 
 // [num_rows, inputs] -> [num_rows, outputs], both in the model's dtype.
 void treespec_linear(const Linear* layer, const scalar* x, int64_t num_rows, scalar* out, int64_t threads) {

@@ -5,10 +5,11 @@ eager pass spends most of its time between operations: 25 torch calls a layer at
 help: half a layer (o, norm, MLP) took 110 us compiled by it and 80 us eagerly, 2 rows of 256 on one thread.
 
 Needed is a C++ compiler (`$CXX`, c++, g++ or clang++) and nothing else, no headers of torch or Python. A library takes
-2 seconds to build and is kept; its name holds a hash of the source, the command and the compiler's own macros, that
+3 seconds to build and is kept; its name holds a hash of the source, the command and the compiler's own macros, that
 is its version and the instructions of the machine.
 """
 
+import copy
 import ctypes
 import functools
 import hashlib
@@ -30,8 +31,11 @@ from treespec_kernels.quantized import QuantizedWeight
 from treespec_kernels.tree_batch import PAGE_SIZE, RequestRows
 
 SOURCE = Path(__file__).with_name("decoder_cpu.cpp")
-PARTS = tuple(Path(__file__).with_name(name) for name in ("attention_cpu.h", "quantized_cpu.h"))  # that it includes
+PARTS = tuple(  # that it includes
+    Path(__file__).with_name(name) for name in ("pointwise_cpu.h", "attention_cpu.h", "quantized_cpu.h")
+)
 DTYPES = (torch.bfloat16, torch.float32)
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")  # in the order of the source's
 
 # No -ffast-math, no contraction: the compiler must keep the result of every operation, so vectorising changes no bit.
 _FLAGS = "-std=c++17 -O3 -march=native -ffp-contract=off -fno-math-errno -fopenmp -fPIC -shared -Wno-psabi".split()
@@ -50,22 +54,28 @@ class _Linear(ctypes.Structure):
     )  # fmt: skip
 
 
+class _Norm(ctypes.Structure):
+    _fields_ = (("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p))
+
+
 class _Layer(ctypes.Structure):
     _fields_ = (
-        ("attn_norm", ctypes.c_void_p), ("mlp_norm", ctypes.c_void_p),
-        ("qkv", _Linear), ("o", _Linear), ("gate_up", _Linear), ("down", _Linear),
+        *((name, _Norm) for name in ("attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm")),
+        ("head_norm", ctypes.c_void_p), *((name, _Linear) for name in ("qkv", "o", "gate_up", "down")),
+        ("rope", ctypes.c_int64), ("window", ctypes.c_int64),
     )  # fmt: skip
 
 
 class _Model(ctypes.Structure):
     _fields_ = (
-        ("layers", ctypes.POINTER(_Layer)), ("embed", ctypes.c_void_p), ("final_norm", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("hidden", "heads", "kv_heads", "mlp", "threads")),
-        ("eps", ctypes.c_float), ("scale", ctypes.c_float),
+        ("layers", ctypes.POINTER(_Layer)), ("embed", ctypes.c_void_p), ("positions", ctypes.c_void_p),
+        ("final_norm", _Norm), *((name, ctypes.c_int64) for name in ("hidden", "heads", "kv_heads", "mlp", "threads")),
+        *((name, ctypes.c_int64) for name in ("activation", "layer_norm", "parallel", "ropes")),
+        *((name, ctypes.c_float) for name in ("eps", "scale", "embed_scale", "score_cap")),
     )  # fmt: skip
 
 
-_POINTERS = ("tokens", "slots", "tables", "direct", "starts", "counts", "pages", "paths", "rotation", "cache")
+_POINTERS = ("tokens", "places", "slots", "tables", "direct", "starts", "counts", "pages", "paths", "rotation", "cache")
 
 
 class _Batch(ctypes.Structure):
@@ -196,11 +206,26 @@ class PackedLinear:
         return self.held[-1].data_ptr()
 
 
-class LayerWeights(NamedTuple):
-    """One layer's, projections [out_features, in_features] in the model's dtype or quantised; gate and up stacked."""
+class NormWeights(NamedTuple):
+    """Of [hidden_size]; no bias in RMSNorm."""
 
-    attn_norm: Tensor
-    mlp_norm: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+class LayerWeights(NamedTuple):
+    """One layer's, projections [out_features, in_features] in the model's dtype or quantised; gate and up stacked.
+
+    A family that norms what it adds to the residual stream has post norms, one that norms its heads `head_norm`,
+    [num_heads + num_kv_heads, head_dim], and one without a gate has `up` alone where others have both. `rope`: the
+    place of the layer's rope. `window`: how many positions a row sees, its own included; None: all.
+    """
+
+    attn_norm: NormWeights
+    mlp_norm: NormWeights
+    attn_post_norm: NormWeights | None
+    mlp_post_norm: NormWeights | None
+    head_norm: Tensor | None
     qkv: Tensor | QuantizedWeight
     qkv_bias: Tensor | None
     o: Tensor | QuantizedWeight
@@ -209,6 +234,28 @@ class LayerWeights(NamedTuple):
     gate_up_bias: Tensor | None
     down: Tensor | QuantizedWeight
     down_bias: Tensor | None
+    rope: int
+    window: int | None
+
+
+class Architecture(NamedTuple):
+    """What a model computes besides its weights. Sizes are multiples of 16 (`misfit`).
+
+    layer_norm: LayerNorm everywhere, else RMSNorm. parallel: the MLP does not see what attention of its layer adds.
+    activation: one of ACTIVATIONS. num_ropes: that heads are turned by, 0 where positions are learned. query_scale: of
+    scores. embed_scale: of embeddings. score_cap: c, where scores x become c tanh(x / c); None: they stay.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    norm_eps: float
+    query_scale: float
+    activation: str = "silu"
+    layer_norm: bool = False
+    parallel: bool = False
+    num_ropes: int = 1
+    embed_scale: float = 1.0
+    score_cap: float | None = None
 
 
 class CompiledPlan(NamedTuple):
@@ -260,45 +307,63 @@ class CompiledModel:
 
     Args:
         library: from `build`, for this head size and dtype.
+        architecture: of the model.
         embed: [vocab, hidden], read at every pass.
+        positions: [positions, hidden] where they are learned, or None.
         layers: in order.
-        final_norm: [hidden].
+        final_norm: of [hidden].
         head: [vocab, hidden].
-        num_heads, num_kv_heads, head_dim, norm_eps: of the architecture. Sizes are multiples of 16 (`misfit`).
         num_threads: that share a pass. No bit depends on it.
     """
 
     def __init__(
         self,
         library: ctypes.CDLL,
+        architecture: Architecture,
         embed: Tensor,
+        positions: Tensor | None,
         layers: Sequence[LayerWeights],
-        final_norm: Tensor,
+        final_norm: NormWeights,
         head: Tensor,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        norm_eps: float,
         num_threads: int,
     ):
         self._library, self._threads, self._memory = library, num_threads, HugePages()
-        self._held: list[Tensor] = [embed]  # what the structures point to
+        self.num_ropes = architecture.num_ropes
+        self._held: list[Tensor] = [embed, *([] if positions is None else [positions])]  # what structures point to
         self.dtype, self.vocab_size, self.hidden_size = embed.dtype, head.shape[0], embed.shape[1]
-        self._layers = (_Layer * len(layers))(
-            *(
-                _Layer(
-                    self._floats(layer.attn_norm), self._floats(layer.mlp_norm),
-                    self._linear(layer.qkv, layer.qkv_bias), self._linear(layer.o, layer.o_bias),
-                    self._linear(layer.gate_up, layer.gate_up_bias), self._linear(layer.down, layer.down_bias),
-                )
-                for layer in layers
+        self._layers = [
+            _Layer(
+                self._norm(layer.attn_norm), self._norm(layer.mlp_norm), self._norm(layer.attn_post_norm),
+                self._norm(layer.mlp_post_norm), self._floats(layer.head_norm),
+                self._linear(layer.qkv, layer.qkv_bias), self._linear(layer.o, layer.o_bias),
+                self._linear(layer.gate_up, layer.gate_up_bias), self._linear(layer.down, layer.down_bias),
+                layer.rope, layer.window or 0,
             )
-        )  # fmt: skip
+            for layer in layers
+        ]  # fmt: skip
+        a = architecture
         self._model = _Model(
-            self._layers, embed.data_ptr(), self._floats(final_norm), self.hidden_size, num_heads, num_kv_heads,
-            self._layers[0].down.inputs, num_threads, norm_eps, head_dim**-0.5,
+            None, embed.data_ptr(), None if positions is None else positions.data_ptr(), self._norm(final_norm),
+            self.hidden_size, a.num_heads, a.num_kv_heads, self._layers[0].down.inputs, num_threads,
+            ACTIVATIONS.index(a.activation), a.layer_norm, a.parallel, a.num_ropes,
+            a.norm_eps, a.query_scale, a.embed_scale, a.score_cap or 0.0,
         )  # fmt: skip
+        self._point_to(self._layers)
         self._head = self._linear(head, None)
+
+    def keep(self, layers: Sequence[int], windows: Sequence[int | None]) -> "CompiledModel":
+        """The model of these layers alone, with these windows; weights are shared."""
+        model = copy.copy(self)
+        model._layers = [_Layer.from_buffer_copy(self._layers[i]) for i in layers]
+        for layer, window in zip(model._layers, windows, strict=True):
+            layer.window = window or 0
+        model._model = _Model.from_buffer_copy(self._model)
+        model._point_to(model._layers)
+        return model
+
+    def _point_to(self, layers: Sequence[_Layer]) -> None:
+        self._array = (_Layer * len(layers))(*layers)
+        self._model.layers = self._array
 
     @property
     def nbytes(self) -> int:
@@ -309,8 +374,11 @@ class CompiledModel:
         self._held.append(tensor)
         return tensor.data_ptr()
 
-    def _floats(self, tensor: Tensor) -> int:
-        return self._hold(tensor.float().contiguous().clone())
+    def _floats(self, tensor: Tensor | None) -> int | None:
+        return None if tensor is None else self._hold(tensor.float().contiguous().clone())
+
+    def _norm(self, norm: NormWeights | None) -> _Norm:
+        return _Norm() if norm is None else _Norm(self._floats(norm.weight), self._floats(norm.bias))
 
     def _linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> _Linear:
         packed = PackedLinear(self._library, weight, bias, self._memory)
@@ -318,27 +386,35 @@ class CompiledModel:
         return packed.struct
 
     def forward(
-        self, tokens: Tensor, plan: CompiledPlan, rotation: Tensor, kv: Tensor, num_layers: int | None = None
+        self,
+        tokens: Tensor,
+        plan: CompiledPlan,
+        rotation: Tensor,
+        kv: Tensor,
+        num_layers: int | None = None,
+        places: Tensor | None = None,
     ) -> Tensor:
         """Hidden states after the final norm, [num_rows, hidden_size]. Writes the rows' K/V to their slots.
 
         Args:
             tokens: int64 [num_rows].
             plan: from `plan_compiled`.
-            rotation: fp32 [num_rows, 2, head_dim], cos and signed sin, contiguous.
+            rotation: fp32 [num_rows, 2 * num_ropes, head_dim], cos and signed sin of each rope, contiguous.
             kv: in the model's dtype [num_layers, 2, num_pages, num_kv_heads, PAGE_SIZE, head_dim], contiguous.
             num_layers: how many to run; None = all.
+            places: int64 [num_rows], rows of the learned positions.
         """
         assert tokens.dtype == torch.int64 and tokens.is_contiguous() and len(tokens) == plan.num_rows
         assert rotation.is_contiguous() and rotation.dtype == torch.float32
+        assert rotation.shape[:2] == (plan.num_rows, 2 * self.num_ropes)
         assert kv.is_contiguous() and kv.dtype == self.dtype
         layers = len(self._layers) if num_layers is None else num_layers
         out = torch.empty(plan.num_rows, self.hidden_size, dtype=self.dtype)
         rows, step = plan.rows.data_ptr(), plan.num_rows * 8
         batch = _Batch(
-            plan.num_rows, layers, tokens.data_ptr(), plan.slots.data_ptr(), rows, rows + step, rows + 2 * step,
-            rows + 3 * step, plan.pages.data_ptr(), plan.paths.data_ptr(), rotation.data_ptr(), kv.data_ptr(),
-            kv.shape[2], out.data_ptr(),
+            plan.num_rows, layers, tokens.data_ptr(), None if places is None else places.data_ptr(),
+            plan.slots.data_ptr(), rows, rows + step, rows + 2 * step, rows + 3 * step, plan.pages.data_ptr(),
+            plan.paths.data_ptr(), rotation.data_ptr(), kv.data_ptr(), kv.shape[2], out.data_ptr(),
         )  # fmt: skip
         self._library.treespec_forward(ctypes.byref(self._model), ctypes.byref(batch))
         return out

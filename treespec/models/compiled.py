@@ -17,11 +17,15 @@ from torch import Tensor
 from treespec.config import ModelConfig
 from treespec.errors import KernelError
 from treespec.models.decoder import Decoder, Pass
+from treespec.models.norms import take_head_norm
 from treespec.models.quantized import take_projection
+from treespec_kernels.activations import soft_cap
 from treespec_kernels.decoder_cpu import (
+    Architecture,
     CompiledModel,
     CompileError,
     LayerWeights,
+    NormWeights,
     build,
     find_compiler,
     misfit,
@@ -60,7 +64,7 @@ def check_compiled(config: ModelConfig, dtype: torch.dtype, device: torch.device
     if device.type != "cpu":
         raise KernelError(f"compile=True is for a CPU, the device is {device}; use compile=False")
     shape = config.shape
-    reason = _uncovered(config) or misfit(shape.hidden_size, shape.intermediate_size, shape.head_dim, dtype)
+    reason = misfit(shape.hidden_size, shape.intermediate_size, shape.head_dim, dtype)
     if reason:
         raise KernelError(f"{config.folder}: compile=True does not support {reason}; use compile=False")
     _library(shape.head_dim, dtype, folder)
@@ -71,29 +75,6 @@ def _library(head_dim: int, dtype: torch.dtype, folder: Path) -> ctypes.CDLL:
         return build(find_compiler(), head_dim, dtype, folder)
     except (CompileError, OSError) as error:
         raise KernelError(f"compile=True: {error}; name a C++ compiler in CXX, or use compile=False") from error
-
-
-def _uncovered(config: ModelConfig) -> str | None:
-    """What the library does not compute of a model, or None."""
-    shape, rules = config.shape, config.rules
-    parts = {
-        "LayerNorm": rules.norm == "layer",
-        "RMSNorm that scales by 1 + w": rules.norm == "rms_plus_one",
-        "norms of heads": shape.qk_norm,
-        "norms of what is added to the residual stream": shape.post_norms,
-        "an MLP without a gate": not shape.gated,
-        f"the activation {config.activation}": config.activation != "silu",
-        "a parallel residual": config.parallel,
-        "learned positions": shape.learned_positions > 0,
-        "several ropes": len(config.ropes) > 1,
-        "attention within a window": config.windows != (None,),
-        "capped scores": config.score_cap is not None,
-        "capped logits": config.logit_cap is not None,
-        "scaled embeddings": config.embed_scale != 1.0,
-        f"scores scaled by {config.query_scale:.4g}": config.query_scale != shape.head_dim**-0.5,
-    }
-    found = [part for part, needed in parts.items() if needed]
-    return ", ".join(found) if found else None
 
 
 class CompiledDecoder(Decoder):
@@ -112,33 +93,21 @@ class CompiledDecoder(Decoder):
         super().__init__(config, weights, CompiledAttention(weights["embed"].dtype), "compiled", min_rows=1)
 
     def _take(self, weights: dict[str, Tensor]) -> None:
-        shape = self.config.shape
-
-        def stacked(i: int, *names: str) -> Tensor | None:
-            parts = [weights.pop(f"layers.{i}.{name}", None) for name in names]
-            present = [part for part in parts if part is not None]
-            return torch.cat(present) if present else None
-
-        def needed(i: int, *names: str) -> Tensor:
-            tensor = stacked(i, *names)
-            assert tensor is not None
-            return tensor
-
-        layers = [
-            LayerWeights(
-                needed(i, "attn_norm"), needed(i, "mlp_norm"),
-                take_projection(weights, f"layers.{i}.", ("q", "k", "v")), stacked(i, "q_bias", "k_bias", "v_bias"),
-                take_projection(weights, f"layers.{i}.", ("o",)), stacked(i, "o_bias"),
-                take_projection(weights, f"layers.{i}.", ("gate", "up")), stacked(i, "gate_bias", "up_bias"),
-                take_projection(weights, f"layers.{i}.", ("down",)), stacked(i, "down_bias"),
-            )
-            for i in range(shape.num_layers)
-        ]  # fmt: skip
-        head = self.embed if shape.tied else weights.pop("lm_head")
-        self.model = CompiledModel(
-            _library(self.head_dim, self.dtype, self._folder), self.embed, layers, weights.pop("final_norm"), head,
-            self.heads, self.kv_heads, self.head_dim, self.config.norm_eps, torch.get_num_threads(),
+        config, shape = self.config, self.config.shape
+        architecture = Architecture(
+            self.heads, self.kv_heads, config.norm_eps, config.query_scale, config.activation,
+            config.rules.norm == "layer", config.parallel, len(config.ropes), self.embed_scale, config.score_cap,
         )  # fmt: skip
+        layers = [_take_layer(weights, i, config) for i in range(shape.num_layers)]
+        self.model = CompiledModel(
+            _library(self.head_dim, self.dtype, self._folder), architecture, self.embed, self.positions, layers,
+            _take_norm(weights, "final_norm"), self.embed if shape.tied else weights.pop("lm_head"),
+            torch.get_num_threads(),
+        )  # fmt: skip
+
+    def _keep(self, layers: Sequence[int]) -> None:
+        kinds = [self.config.layers[i] for i in layers]
+        self.model = self.model.keep(layers, [self.windows[self.config.windows.index(kind.window)] for kind in kinds])
 
     @property
     def nbytes(self) -> int:
@@ -147,10 +116,42 @@ class CompiledDecoder(Decoder):
     def plan(self, requests: list[RequestRows], kv: Tensor) -> Pass:
         positions = np.concatenate([rows.positions for rows in requests])
         plan = plan_compiled(requests)
-        return Pass(plan.num_rows, self.rotations[0].at(positions), plan.slots, plan)
+        ropes = [rotation.at(positions) for rotation in self.rotations]
+        learned = None if self.positions is None else torch.from_numpy(self.places(positions))
+        rotation = torch.cat(ropes, 1) if len(ropes) > 1 else ropes[0] if ropes else torch.empty(len(positions), 0, 0)
+        return Pass(plan.num_rows, rotation, plan.slots, plan, learned)
 
     def forward(self, tokens: Tensor, layout: Pass, kv: Tensor, num_layers: int | None = None) -> Tensor:
-        return self.model.forward(tokens, layout.attention, layout.rotation, kv[:num_layers], len(kv[:num_layers]))
+        own = kv[:num_layers]
+        return self.model.forward(tokens, layout.attention, layout.rotation, own, len(own), layout.positions)
 
     def logits(self, hidden: Tensor, rows: Sequence[int] | Tensor | None = None) -> Tensor:
-        return self.model.logits(hidden if rows is None else F.embedding(torch.as_tensor(rows), hidden))
+        logits = self.model.logits(hidden if rows is None else F.embedding(torch.as_tensor(rows), hidden))
+        return logits if self.config.logit_cap is None else soft_cap(logits, self.config.logit_cap)
+
+
+def _take_layer(weights: dict[str, Tensor], i: int, config: ModelConfig) -> LayerWeights:
+    """One layer's weights, taken out of those of the model."""
+    at, shape, kind = f"layers.{i}.", config.shape, config.layers[i]
+
+    def bias(*names: str) -> Tensor | None:
+        parts = [weights.pop(f"{at}{name}_bias", None) for name in names]
+        present = [part for part in parts if part is not None]
+        return torch.cat(present) if present else None
+
+    def post_norm(name: str) -> NormWeights | None:
+        return _take_norm(weights, f"{at}{name}") if shape.post_norms else None
+
+    up = ("gate", "up") if shape.gated else ("up",)
+    return LayerWeights(
+        _take_norm(weights, f"{at}attn_norm"), _take_norm(weights, f"{at}mlp_norm"),
+        post_norm("attn_post_norm"), post_norm("mlp_post_norm"),
+        take_head_norm(weights, at, shape.num_heads, shape.num_kv_heads),
+        take_projection(weights, at, ("q", "k", "v")), bias("q", "k", "v"),
+        take_projection(weights, at, ("o",)), bias("o"), take_projection(weights, at, up), bias(*up),
+        take_projection(weights, at, ("down",)), bias("down"), kind.rope, kind.window,
+    )  # fmt: skip
+
+
+def _take_norm(weights: dict[str, Tensor], name: str) -> NormWeights:
+    return NormWeights(weights.pop(name), weights.pop(f"{name}_bias", None))

@@ -178,8 +178,8 @@ class Decoder:
         slots = (first[:, None] + steps).reshape(-1)
         ropes = [rotation.at(positions) for rotation in self.rotations]
         learned = None
-        if self.positions is not None:  # what is drafted behind the last position is never accepted
-            learned = torch.from_numpy(np.minimum(positions, len(self.positions) - 1)).to(self.device)
+        if self.positions is not None:
+            learned = torch.from_numpy(self.places(positions)).to(self.device)
         return Pass(
             len(positions),
             ropes[0] if len(ropes) == 1 else torch.cat(ropes, 1) if ropes else torch.empty(len(positions), 0, 0),
@@ -187,6 +187,11 @@ class Decoder:
             [self.attention.plan(requests, len(positions), window) for window in self.windows],
             learned,
         )
+
+    def places(self, positions: np.ndarray) -> np.ndarray:
+        """Rows of the learned positions; what is drafted behind the last one is never accepted."""
+        assert self.positions is not None
+        return np.minimum(positions, len(self.positions) - 1)
 
     def forward(self, tokens: Tensor, layout: Pass, kv: Tensor, num_layers: int | None = None) -> Tensor:
         """Hidden states of a pass, after the final norm. Writes the rows' K/V to their slots.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from treespec.config import ModelConfig
-from treespec.models.norms import STREAMS, Norm
+from treespec.models.norms import STREAMS, Norm, take_head_norm
 from treespec.models.quantized import take_projection
 from treespec_kernels.linear import Linear, LinearImpl
 from treespec_kernels.quantized import QuantizedWeight
@@ -44,11 +44,7 @@ class Layer:
         self.attn_post_norm, self.mlp_post_norm = norm("attn_post_norm"), norm("mlp_post_norm")
         self.qkv, self.o, self.up, self.down = linear("q", "k", "v"), linear("o"), linear("up"), linear("down")
         self.gate = linear("gate") if config.shape.gated else None
-        self.head_norm: Tensor | None = None  # fp32 [num_heads + num_kv_heads, head_dim]
-        q_norm, k_norm = take("q_norm"), take("k_norm")
-        if q_norm is not None and k_norm is not None:
-            q_heads, k_heads = q_norm.float().expand(config.shape.num_heads, -1), k_norm.float()
-            self.head_norm = torch.cat((q_heads, k_heads.expand(config.shape.num_kv_heads, -1)))
+        self.head_norm = take_head_norm(weights, f"layers.{i}.", config.shape.num_heads, config.shape.num_kv_heads)
         self.rope, self.window = 2 * config.layers[i].rope, config.windows.index(config.layers[i].window)
 
     @property

@@ -74,6 +74,15 @@ STREAMS: dict[NormKind, type[RmsStream] | type[LayerStream]] = {
 }
 
 
+def take_head_norm(weights: dict[str, Tensor], prefix: str, num_heads: int, num_kv_heads: int) -> Tensor | None:
+    """The norms of a layer's query and key heads, fp32 [num_heads + num_kv_heads, head_dim], taken out of `weights`;
+    None where it has none."""
+    q_norm, k_norm = weights.pop(f"{prefix}q_norm", None), weights.pop(f"{prefix}k_norm", None)
+    if q_norm is None or k_norm is None:
+        return None
+    return torch.cat((q_norm.float().expand(num_heads, -1), k_norm.float().expand(num_kv_heads, -1)))
+
+
 def norm_heads(heads: Tensor, weight: Tensor, eps: float) -> None:
     """RMSNorm of each head, in place.
 

@@ -1,0 +1,59 @@
+// Norms and activations: a part of decoder_cpu.cpp, which includes it. Each value depends on its own row alone.
+
+enum Activation { SILU, GELU, GELU_TANH, RELU };  // as ACTIVATIONS in decoder_cpu.py
+
+// 1.5e-7 at most beside the function (Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26).
+inline vec erf(vec x) {
+    const vec a = x < 0.0f ? -x : x, t = 1.0f / (1.0f + 0.3275911f * a);
+    vec y = splat(1.061405429f);
+    for (float c : {-1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f}) y = fma(y, t, splat(c));
+    y = 1.0f - y * t * exp(-a * a);
+    return x < 0.0f ? -y : y;
+}
+
+inline vec activate(int64_t activation, vec x) {
+    switch (activation) {
+        case SILU: return x / (1.0f + exp(-x));
+        case GELU: return 0.5f * x * (1.0f + erf(x * 0.70710678f));
+        case GELU_TANH: return x / (1.0f + exp(-1.5957691216f * (x + 0.044715f * x * x * x)));
+        default: return x < 0.0f ? vec{} : x;  // a NaN stays one
+    }
+}
+
+inline vec soft_cap(vec x, float cap) {  // cap tanh(x / cap)
+    return cap * (2.0f / (1.0f + exp(-2.0f / cap * x)) - 1.0f);
+}
+
+struct Moments { float mean, scale; };
+
+// Of LayerNorm where `centred`, else of RMSNorm.
+Moments moments(const float* x, int64_t size, float eps, bool centred) {
+    vec total = {}, squares = {};
+    if (centred)
+        for (int64_t i = 0; i < size; i += LANES) total += load<vec>(x + i);
+    const float mean = sum(total) / float(size);
+    for (int64_t i = 0; i < size; i += LANES) {
+        const vec off = load<vec>(x + i) - mean;
+        squares = fma(off, off, squares);
+    }
+    return {mean, 1.0f / std::sqrt(sum(squares) / float(size) + eps)};
+}
+
+inline vec normed(const float* x, Moments of, const Norm& norm, int64_t i) {
+    const vec y = (load<vec>(x + i) - of.mean) * of.scale * load<vec>(norm.weight + i);
+    return norm.bias ? y + load<vec>(norm.bias + i) : y;
+}
+
+// RMSNorm of one head, in place.
+inline void norm_head(float* head, const float* weight, float eps) {
+    const Moments of = moments(head, HEAD_DIM, eps, false);
+    for (int64_t i = 0; i < HEAD_DIM; i += LANES) store(head + i, normed(head, of, {weight, nullptr}, i));
+}
+
+void rotate(const float* x, const float* rotation, float* out) {
+    constexpr int64_t HALF = HEAD_DIM / 2;
+    for (int64_t i = 0; i < HALF; i++) {
+        out[i] = x[i] * rotation[i] + x[i + HALF] * rotation[HEAD_DIM + i];
+        out[i + HALF] = x[i + HALF] * rotation[i + HALF] + x[i] * rotation[HEAD_DIM + i + HALF];
+    }
+}

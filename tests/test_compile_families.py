@@ -1,0 +1,78 @@
+"""Every family through the compiled pass: the eager pass's results, and for trees the bits of plain decoding."""
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.exactness import differences, run
+from tests.families import CASES, TYPICAL, VOCAB, WINDOW, Case, make_model
+from tests.models import OracleDrafter, greedy, make_draft, new_folder, open_llm, random_prompts
+from tests.test_decoder_parity import our_logits
+from treespec import SpecConfig, costs
+from treespec_kernels.decoder_cpu import CompileError, find_compiler
+from treespec_kernels.testing import assert_close
+
+try:
+    find_compiler()
+except CompileError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+DTYPES = [torch.float32, torch.bfloat16]
+ODD = ("mistral, a window of one position", "qwen3, biases, windows by layer", "gpt_neox, one after the other")
+SPECS = (SpecConfig(nodes=20, max_depth=6), SpecConfig(nodes=40, max_depth=4, sources=("ssm",)), SpecConfig())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Built here, not in the user's cache."""
+    folder = tmp_path_factory.mktemp("cache")
+    with mock.patch.object(costs, "cache_folder", lambda: folder):
+        yield
+
+
+def fitting(case: Case) -> dict[str, Any]:
+    """Sizes in multiples of 16, odd otherwise, in place of a case's own."""
+    if case.model_type == "gpt2":
+        return {"n_embd": 64, "n_inner": 80}
+    if case.model_type == "opt":
+        return {"hidden_size": 64, "ffn_dim": 80, "word_embed_proj_dim": 64}
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 80}
+    derived = case.model_type in ("phi3", "gpt_neox")  # heads are as wide as the rotations that their cases name
+    return sizes if derived else sizes | {"head_dim": 32 if case.config.get("head_dim") else 16}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_close_to_the_eager_pass(name: str, tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", CASES[name], 3, **fitting(CASES[name]))
+    (tokens,) = random_prompts((140,), vocab=VOCAB)
+    logits = [our_logits(open_llm(folder, compile=compiled, max_model_len=None), tokens) for compiled in (False, True)]
+    assert_close(*logits, max_error=1e-3, rms_error=1e-4)
+
+
+@functools.cache
+def model_of(name: str, dtype: torch.dtype) -> tuple[Path, Path]:
+    """A model, and a noisy copy of it."""
+    root = new_folder("compiled family")
+    folder = make_model(root / "target", CASES[name], 3, dtype, **fitting(CASES[name]))
+    return folder, make_draft(root / "ssm", folder, 1, 0.05)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("name", [*TYPICAL, *ODD])
+def test_trees_give_the_bits_of_plain_decoding(name: str, dtype: torch.dtype) -> None:
+    """Contexts within windows and beyond them, trees deeper than the narrowest; the self-test proves it too."""
+    folder, draft = model_of(name, dtype)
+    prompts = random_prompts((3, WINDOW - 2, 62, 127), vocab=VOCAB)
+    oracle = OracleDrafter([], 6, vocab=VOCAB)
+    llm = open_llm(folder, [draft, oracle], max_num_seqs=3, compile=True, prove=True)
+    plain = run(llm, prompts, greedy(16), "off")
+    oracle.truths = [list(each) for each in plain.sequences]
+    for spec in SPECS:
+        tree = run(llm, prompts, greedy(16), spec)
+        assert not (found := differences(plain, tree)), (spec, found[:5])
+        assert tree.acceptance_length > 1.1

@@ -9,7 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from treespec_kernels.decoder_cpu import CompiledModel, CompileError, LayerWeights, build, find_compiler, plan_compiled
+from treespec_kernels.decoder_cpu import (
+    Architecture,
+    CompiledModel,
+    CompileError,
+    LayerWeights,
+    NormWeights,
+    build,
+    find_compiler,
+    plan_compiled,
+)
 from treespec_kernels.testing import assert_close
 from treespec_kernels.tree_batch import PAGE_SIZE, RequestRows
 
@@ -22,6 +31,7 @@ HIDDEN, VOCAB = 32, 61
 LENGTH = 3 * PAGE_SIZE
 PAGES = np.array([5, 1, 3, 4])  # in the order of positions
 POISON = VOCAB  # a token of NaN
+ONES = NormWeights(torch.ones(HIDDEN))
 
 
 class Case(NamedTuple):
@@ -29,6 +39,8 @@ class Case(NamedTuple):
     kv_heads: int
     group: int
     dtype: torch.dtype
+    window: int | None = None
+    cap: float | None = None
     flags: tuple[str, ...] = ()
 
 
@@ -41,9 +53,14 @@ CASES = [
     Case(80, 2, 3, torch.float32),
     Case(128, 1, 2, torch.bfloat16),
     Case(144, 1, 3, torch.bfloat16),
+    Case(32, 2, 2, torch.bfloat16, window=1),
+    Case(64, 1, 4, torch.bfloat16, window=5, cap=2.0),
+    Case(16, 2, 3, torch.float32, window=64),
+    Case(64, 2, 1, torch.bfloat16, window=70),
+    Case(80, 1, 2, torch.float32, window=129, cap=0.5),
 ]
 if torch.cpu._is_avx2_supported():
-    CASES += [Case(32, 2, 3, dtype, ("-march=x86-64-v3",)) for dtype in (torch.bfloat16, torch.float32)]
+    CASES += [Case(32, 2, 3, dtype, 41, 2.0, ("-march=x86-64-v3",)) for dtype in (torch.bfloat16, torch.float32)]
 cases = pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)).replace("torch.", ""))
 
 
@@ -70,9 +87,9 @@ def random_weights(case: Case, layers: int) -> Weights:
     embed[POISON] = torch.nan
     parts = [
         LayerWeights(
-            torch.ones(HIDDEN), torch.ones(HIDDEN), random((heads + 2 * case.kv_heads) * dim, HIDDEN, gain=1.5), None,
+            ONES, ONES, None, None, None, random((heads + 2 * case.kv_heads) * dim, HIDDEN, gain=1.5), None,
             random(HIDDEN, heads * dim, gain=3.0), None, random(2 * HIDDEN, HIDDEN), None,
-            torch.zeros(HIDDEN, HIDDEN, dtype=case.dtype), None,
+            torch.zeros(HIDDEN, HIDDEN, dtype=case.dtype), None, 0, case.window,
         )
         for _ in range(layers)
     ]  # fmt: skip
@@ -81,10 +98,9 @@ def random_weights(case: Case, layers: int) -> Weights:
 
 def make_model(case: Case, folder: Path, threads: int = 1, layers: int = 2) -> CompiledModel:
     library, weights = build((*COMPILER, *case.flags), case.head_dim, case.dtype, folder), random_weights(case, layers)
-    return CompiledModel(
-        library, weights.embed, weights.layers, torch.ones(HIDDEN), weights.head, case.kv_heads * case.group,
-        case.kv_heads, case.head_dim, 1e-6, threads,
-    )  # fmt: skip
+    heads, scale = case.kv_heads * case.group, case.head_dim**-0.5
+    architecture = Architecture(heads, case.kv_heads, 1e-6, scale, score_cap=case.cap)
+    return CompiledModel(library, architecture, weights.embed, None, weights.layers, ONES, weights.head, threads)
 
 
 def new_pool(case: Case, layers: int = 2) -> Tensor:
@@ -212,7 +228,12 @@ def test_close_to_a_sum_in_double(case: Case, folder: Path) -> None:
     turned = torch.cat(
         (first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()), 1
     ).view(case.kv_heads, case.group, dim)
-    attended = ((turned * dim**-0.5) @ k.mT).softmax(-1) @ v
+    scores = (turned * dim**-0.5) @ k.mT
+    if case.cap is not None:
+        scores = case.cap * (scores / case.cap).tanh()
+    if case.window is not None:
+        scores[..., : count - case.window] = -torch.inf
+    attended = scores.softmax(-1) @ v
     expected = normed(x + o @ attended.flatten())[None]
     tolerance = 1e-5 if case.dtype == torch.float32 else 2**-6
     assert_close(hidden.float(), expected.float(), max_error=4 * tolerance, rms_error=tolerance)

@@ -76,3 +76,12 @@ def test_trees_give_the_bits_of_plain_decoding(name: str, dtype: torch.dtype) ->
         tree = run(llm, prompts, greedy(16), spec)
         assert not (found := differences(plain, tree)), (spec, found[:5])
         assert tree.acceptance_length > 1.1
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gpt_neox"])
+def test_quantised_weights(name: str) -> None:
+    folder, draft = model_of(name, torch.bfloat16)
+    prompts = random_prompts((9, 62), vocab=VOCAB)
+    llm = open_llm(folder, [draft], compile=True, prove=True, quantization="int8")
+    plain = run(llm, prompts, greedy(12), "off")
+    assert not differences(plain, run(llm, prompts, greedy(12), SPECS[1]))

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .aot_order import order_fault
 from .aot_spec import KernelShape, KernelSpec
 from .triton_launch import require_triton
 
@@ -42,6 +43,10 @@ class CompiledKernel:
     registers: int
     spills: int  # bytes of stack per thread on CUDA, spilled vector registers on AMD
     shared_bytes: int
+
+
+class OrderError(RuntimeError):
+    """A kernel that is launched programmatically does something before it waits for the one before it."""
 
 
 class _Task(NamedTuple):
@@ -106,6 +111,7 @@ def compile_spec(target: str, spec: KernelSpec) -> CompiledKernel:
 
     Raises:
         ValueError: an unknown target, or a process with TRITON_INTERPRET. What Triton raises is passed on.
+        OrderError: it is launched programmatically, and does anything before it waits.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -128,6 +134,10 @@ def compile_spec(target: str, spec: KernelSpec) -> CompiledKernel:
             attributes[(index,)] = [["tt.divisibility", 16]]  # as the launcher sees aligned tensors and model sizes
     source = ASTSource(fn=kernel, signature=signature, constexprs=spec.constants, attrs=attributes)
     compiled = triton.compile(source, target=gpu, options=spec.options)
+    if spec.constants.get("PDL"):
+        fault = order_fault(compiled.asm["ptx"], _cuobjdump(compiled.asm["cubin"], "--dump-sass"))
+        if fault:
+            raise OrderError(fault)
     registers, spills = _cuda_usage(compiled.asm["cubin"]) if is_cuda else _amd_usage(compiled.asm["amdgcn"])
     return CompiledKernel(kernel.__name__, spec.config, registers, spills, compiled.metadata.shared)
 
@@ -145,17 +155,19 @@ def _check_compiled(spec: KernelSpec) -> None:
 
 
 def _cuda_usage(cubin: bytes) -> tuple[int, int]:
+    dump = _cuobjdump(cubin, "--dump-resource-usage")
+    usage = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", dump)}
+    return usage["REG"], max(usage["STACK"], usage["LOCAL"])
+
+
+def _cuobjdump(cubin: bytes, what: str) -> str:
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        dump = subprocess.run(
-            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    usage = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", dump)}
-    return usage["REG"], max(usage["STACK"], usage["LOCAL"])
+        return subprocess.run([tool, what, file.name], capture_output=True, text=True, check=True).stdout
 
 
 def _amd_usage(assembly: str) -> tuple[int, int]:

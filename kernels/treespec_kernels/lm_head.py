@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from .activations import soft_cap
-from .triton_launch import check_last_strides, check_launch, require_triton
+from .triton_launch import check_last_strides, check_launch, launch_options, require_triton
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -157,12 +157,14 @@ def lm_head_triton(
     logit_cap: float | None = None,
     logits: torch.Tensor | None = None,
     stats: BlockStats | None = None,
+    pdl: bool = False,
 ) -> LmHead:
     """The same on a GPU in one launch; x and weight as in `lm_head_ref`, contiguous over hidden.
 
     Args:
         logits: [groups * rows, vocab] in the dtype of x, contiguous over the vocabulary, to write into.
         stats: buffers to write into, as of `BlockStats.empty`. With both nothing is allocated.
+        pdl: launched as `launch_options` says.
 
     Raises:
         ValueError: a shape, dtype, stride or device that does not fit, or triton that cannot run here.
@@ -212,6 +214,7 @@ def lm_head_triton(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         enable_fp_fusion=False,
+        **launch_options(pdl),
     )
     return LmHead(logits, stats)
 

@@ -11,6 +11,7 @@ from .aot_spec import KernelShape, KernelSpec
 from .dot import dot
 from .lm_head import LmHeadConfig
 from .pointwise import soft_cap
+from .predecessors import wait_for_predecessors
 
 
 @triton.jit
@@ -46,11 +47,13 @@ def project_to_vocab(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     FIXED_ORDER_DOT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program owns one tile of rows and one block of tokens, over the whole of K.
 
     Tiles of rows are the fastest axis of the grid: those that read the same weights run together and find them in L2.
     """
+    wait_for_predecessors(PDL)
     i_block = tl.program_id(1)
     i_group = tl.program_id(2).to(tl.int64)
     o_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -108,6 +111,7 @@ def aot_spec(shape: KernelShape, config: LmHeadConfig) -> KernelSpec:
             "BLOCK_N": config.block_n,
             "BLOCK_K": config.block_k,
             "FIXED_ORDER_DOT": False,
+            "PDL": False,
         },
         options={"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False},
         config={

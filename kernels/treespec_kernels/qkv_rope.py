@@ -25,7 +25,7 @@ from .rows import (
     split_rows,
     sum_of_splits,
 )
-from .triton_launch import check_last_strides, check_launch, require_triton
+from .triton_launch import check_last_strides, check_launch, launch_options, require_triton
 
 TILE = 512  # numbers per program: 12 programs per row of an 8B model
 NUM_WARPS = 2  # so a thread holds 4 numbers of either half; with 8, ptxas spilled at 8 splits on sm_90
@@ -114,12 +114,13 @@ def qkv_rope_triton(
     *,
     bias: torch.Tensor | None = None,
     norm: HeadNorm | None = None,
+    pdl: bool = False,
 ) -> None:
     """The same on a GPU in one launch and without an allocation; arguments as in `qkv_rope_ref`, and without a norm its
     bits.
 
     All but `kv_layer`, whose head_dim alone must be contiguous, are contiguous; splits may lie further apart. Slots and
-    positions are read on the device and not checked.
+    positions are read on the device and not checked. `pdl`: launched as `launch_options` says.
 
     Raises:
         ValueError: a shape, dtype, layout or device that does not fit, or triton that cannot run here.
@@ -166,6 +167,7 @@ def qkv_rope_triton(
         BLOCK_D=block_of_half(head_dim),
         num_warps=NUM_WARPS,
         enable_fp_fusion=False,
+        **launch_options(pdl),
     )
 
 

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from .aot_spec import PAGE_SIZE, KernelShape, KernelSpec
+from .predecessors import wait_for_predecessors
 from .qkv_rope import NUM_WARPS, block_of_half, block_of_heads
 
 
@@ -51,9 +52,11 @@ def rotate_and_write(
     ROTATES: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program owns BLOCK_H heads of one row, of Q, K and V alike. The halves of a head are tiles of their own:
     element by element they turn into one another, so nothing moves between threads."""
+    wait_for_predecessors(PDL)
     HALF: tl.constexpr = HEAD_DIM // 2
     WIDTH: tl.constexpr = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
     i_row = tl.program_id(0)
@@ -131,6 +134,7 @@ def aot_specs(shape: KernelShape, target: str | None = None) -> list[KernelSpec]
             "ROTATES": shape.rotary,
             "BLOCK_H": block_of_heads(shape.head_dim),
             "BLOCK_D": block_of_half(shape.head_dim),
+            "PDL": False,
         }
         specs.append(
             KernelSpec(

@@ -13,7 +13,7 @@ import torch
 
 from .quantized import QuantizedWeight, WeightForm
 from .row_linear_config import MULTIPROCESSORS, SHARED_BYTES, RowLinearConfig
-from .triton_launch import check_launch, require_triton
+from .triton_launch import check_launch, launch_options, require_triton
 
 # What is compiled ahead of time where no form is named: int8 by channel, int4 by group, and as AWQ has it.
 AOT_FORMS = (WeightForm(8), WeightForm(4, 128), WeightForm(4, 128, True))
@@ -70,7 +70,11 @@ def quantized_candidates(
 
 
 def multiply_quantized_triton(
-    x: torch.Tensor, weight: QuantizedWeight, config: RowLinearConfig, partials: torch.Tensor
+    x: torch.Tensor,
+    weight: QuantizedWeight,
+    config: RowLinearConfig,
+    partials: torch.Tensor,
+    pdl: bool = False,
 ) -> None:
     """Writes the sums of every split of K.
 
@@ -79,6 +83,7 @@ def multiply_quantized_triton(
         weight: of as many dimensions, contiguous.
         config: block_k divides the weight's group, where that is not all inputs.
         partials: float32 [split_k, rows of all groups, out_features], contiguous.
+        pdl: launched as `launch_options` says.
 
     Raises:
         ValueError: a configuration or memory that does not fit, or triton that cannot run here.
@@ -124,4 +129,5 @@ def multiply_quantized_triton(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         enable_fp_fusion=False,
+        **launch_options(pdl),
     )

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from .aot_spec import KernelShape, KernelSpec
 from .dot import dot
+from .predecessors import wait_for_predecessors
 from .quantized_row_linear import AOT_FORMS, quantized_default
 from .row_linear import alignment
 from .row_linear_kernels import adding_spec
@@ -43,12 +44,14 @@ def multiply_quantized(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     FIXED_ORDER_DOT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program owns BLOCK_M rows, BLOCK_N outputs and one split of K.
 
     Integers become the dtype of x, exactly; zero points are taken off them before. A block's product is scaled in fp32
     and added to the sum, or, with one scale for all inputs, the whole sum is scaled at the end.
     """
+    wait_for_predecessors(PDL)
     i_m = tl.program_id(0)
     i_n = tl.program_id(1)
     i_group = (tl.program_id(2) // SPLIT_K).to(tl.int64)
@@ -134,6 +137,7 @@ def aot_specs(shape: KernelShape, target: str | None = None) -> list[KernelSpec]
                 "BLOCK_N": config.block_n,
                 "BLOCK_K": config.block_k,
                 "FIXED_ORDER_DOT": False,
+                "PDL": False,
             }
             types = {
                 "x": f"*{shape.element}",

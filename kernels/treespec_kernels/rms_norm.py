@@ -27,7 +27,7 @@ from .rows import (
     split_rows,
     sum_of_splits,
 )
-from .triton_launch import check_launch, require_triton
+from .triton_launch import check_launch, launch_options, require_triton
 
 NormKind = Literal["rms", "rms_plus_one", "layer"]
 
@@ -116,11 +116,12 @@ def rms_norm_triton(
     shift: torch.Tensor | None = None,
     post_weight: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    pdl: bool = False,
 ) -> torch.Tensor:
     """The same on a GPU in one launch; arguments as in `rms_norm_ref`, contiguous, but splits may lie further apart.
 
     `out`, [rows, hidden] in the dtype, may be x itself; with it nothing is allocated. The bits of a row do not depend
-    on how many rows there are or where it stands.
+    on how many rows there are or where it stands. `pdl`: launched as `launch_options` says.
 
     Raises:
         ValueError: a shape, dtype, layout or device that does not fit, or triton that cannot run here.
@@ -162,6 +163,7 @@ def rms_norm_triton(
         BLOCK_H=block,
         num_warps=warps_of_block(block),
         enable_fp_fusion=False,
+        **launch_options(pdl),
     )
     return out
 

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from .aot_spec import KernelShape, KernelSpec
+from .predecessors import wait_for_predecessors
 from .rms_norm import block_of_hidden, warps_of_block
 
 
@@ -39,8 +40,10 @@ def norm_rows(
     CENTRED: tl.constexpr,
     HAS_SHIFT: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program owns one row and holds it in registers. All loads come first, so that they are in flight together."""
+    wait_for_predecessors(PDL)
     i_row = tl.program_id(0)
     row = i_row.to(tl.int64)
     o_h = tl.arange(0, BLOCK_H)
@@ -97,6 +100,7 @@ def aot_specs(shape: KernelShape, target: str | None = None) -> list[KernelSpec]
             "CENTRED": shape.norm == "layer",
             "HAS_SHIFT": shape.norm == "layer",
             "BLOCK_H": block,
+            "PDL": False,
         }
         specs.append(
             KernelSpec(

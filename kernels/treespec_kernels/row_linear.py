@@ -18,7 +18,7 @@ from .quantized import QuantizedWeight, dequantized
 from .quantized_row_linear import multiply_quantized_triton, quantized_default
 from .row_linear_config import SUPPORTED
 from .row_linear_config import RowLinearConfig as RowLinearConfig
-from .triton_launch import check_last_strides, check_launch, require_triton, target_of
+from .triton_launch import check_last_strides, check_launch, launch_options, require_triton, target_of
 
 REDUCE_BLOCK = 256  # features per program that adds splits: 16 programs for one row of 4,096
 REDUCE_WARPS = 2  # 16 bytes of each split per thread
@@ -77,6 +77,7 @@ def row_linear_triton(
     config: RowLinearConfig | None = None,
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
+    pdl: bool = False,
 ) -> torch.Tensor:
     """The same on a GPU, in one launch, or in two with split_k > 1 or a quantised weight.
 
@@ -90,6 +91,7 @@ def row_linear_triton(
         out: the result's memory; `residual` itself is allowed, x is not.
         workspace: float32, contiguous, at least `config.workspace_size(rows of all groups, out_features)` elements;
             used with split_k > 1 or a quantised weight only. With it and `out` nothing is allocated.
+        pdl: launched as `launch_options` says.
 
     Raises:
         ValueError: a shape, dtype, stride, alignment or device that does not fit, or triton that cannot run here.
@@ -119,9 +121,9 @@ def row_linear_triton(
     added = (x if bias is None else bias, x if residual is None else residual)
     strides = (0 if bias is None else _group_stride(bias, 2), *row_strides(residual), *row_strides(out))
     if config.split_k == 1 and not isinstance(weight, QuantizedWeight):
-        _multiply(x, weight, config, *added, out, strides, epilogue | {"PARTIALS": False})
+        _multiply(x, weight, config, *added, out, strides, epilogue | {"PARTIALS": False}, pdl)
         return out
-    partials = row_linear_partials_triton(x, weight, config=config, workspace=workspace)
+    partials = row_linear_partials_triton(x, weight, config=config, workspace=workspace, pdl=pdl)
     if out.numel() == 0:
         return out
     from . import row_linear_kernels as kernels
@@ -139,6 +141,7 @@ def row_linear_triton(
         BLOCK_F=REDUCE_BLOCK,
         num_warps=REDUCE_WARPS,
         enable_fp_fusion=False,
+        **launch_options(pdl),
     )
     return out
 
@@ -149,6 +152,7 @@ def row_linear_partials_triton(
     *,
     config: RowLinearConfig,
     workspace: torch.Tensor | None = None,
+    pdl: bool = False,
 ) -> torch.Tensor:
     """The sums of every split of K, for a consumer that adds them itself, from the first to the last; one launch.
 
@@ -167,7 +171,7 @@ def row_linear_partials_triton(
     partials = workspace.view(-1)[:size].view(config.split_k, num_rows, out_features)
     if isinstance(weight, QuantizedWeight):
         check_last_strides(x=x)
-        multiply_quantized_triton(x, weight, config, partials)
+        multiply_quantized_triton(x, weight, config, partials, pdl)
         return partials
     constants = {
         "PARTIALS": True,
@@ -177,7 +181,7 @@ def row_linear_partials_triton(
         "HAS_BIAS": False,
         "HAS_RESIDUAL": False,
     }
-    _multiply(x, weight, config, x, x, partials, (0,) * 5, constants)
+    _multiply(x, weight, config, x, x, partials, (0,) * 5, constants, pdl)
     return partials
 
 
@@ -190,6 +194,7 @@ def _multiply(
     out: torch.Tensor,
     strides: tuple[int, ...],
     constants: dict[str, Any],
+    pdl: bool,
 ) -> None:
     check_last_strides(x=x, weight=weight)
     num_groups = weight.shape[0] if weight.dim() == 3 else 1
@@ -228,6 +233,7 @@ def _multiply(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         enable_fp_fusion=False,
+        **launch_options(pdl),
     )
 
 

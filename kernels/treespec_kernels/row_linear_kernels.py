@@ -16,6 +16,7 @@ import triton.language as tl
 from .aot_spec import KernelShape, KernelSpec, LinearLayer
 from .dot import dot
 from .pointwise import activate
+from .predecessors import wait_for_predecessors
 from .row_linear import REDUCE_BLOCK, REDUCE_WARPS, RowLinearConfig, alignment
 
 _RUNTIME = (
@@ -55,12 +56,14 @@ def multiply_rows(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     FIXED_ORDER_DOT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program owns BLOCK_M rows, BLOCK_N rows of the weight and one split of K.
 
     Row tiles are the fastest axis of the grid: those that need a tile of the weight run together, so that only the
     first of them reads it from memory.
     """
+    wait_for_predecessors(PDL)
     i_m = tl.program_id(0)
     i_n = tl.program_id(1)
     i_group = (tl.program_id(2) // SPLIT_K).to(tl.int64)
@@ -165,8 +168,10 @@ def add_splits(
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     BLOCK_F: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program owns BLOCK_F features of one row of all groups' rows."""
+    wait_for_predecessors(PDL)
     i_row = tl.program_id(0).to(tl.int64)
     group, row = i_row // num_rows, i_row % num_rows
     FEATURES: tl.constexpr = OUT_FEATURES // 2 if SILU_GATE else OUT_FEATURES
@@ -259,6 +264,7 @@ def _epilogue(shape: KernelShape, layer: LinearLayer) -> dict[str, int | bool | 
         "ACTIVATION": shape.activation if layer.name.endswith("up") else "none",
         "HAS_BIAS": shape.norm == "layer" and layer.name != "qkv",
         "HAS_RESIDUAL": layer.name in ("o", "down"),
+        "PDL": False,
     }
 
 

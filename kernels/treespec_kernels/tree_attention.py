@@ -21,7 +21,7 @@ from .tree_attention_plan import PlanCapacity as PlanCapacity
 from .tree_attention_plan import TreeAttentionPlan as TreeAttentionPlan
 from .tree_attention_plan import check_window
 from .tree_attention_plan import plan_tree_attention as plan_tree_attention
-from .triton_launch import block_of_head_dim, check_last_strides, check_launch, require_triton
+from .triton_launch import block_of_head_dim, check_last_strides, check_launch, launch_options, require_triton
 
 
 def tree_attention_ref(
@@ -93,12 +93,14 @@ def tree_attention_triton(
     window: int | None = None,
     plan: TreeAttentionPlan,
     out: torch.Tensor | None = None,
+    pdl: bool = False,
 ) -> torch.Tensor:
     """Tree attention on a GPU: at most three launches, the first two of one compiled kernel.
 
     Arguments as in `tree_attention_ref`; the last dimension of q, cache and out is contiguous. `plan` comes from
     `plan_tree_attention` for the same context_lens, rows and depths, with a row capacity equal to q's rows; rows of q
-    beyond the planned ones (padding of a captured graph) become 0. With `out` nothing is allocated.
+    beyond the planned ones (padding of a captured graph) become 0. With `out` nothing is allocated. `pdl`: launched as
+    `launch_options` says.
 
     The bits of a row depend on its request's keys and values by absolute position and on `plan.config`: not on other
     rows, on the order of the tree, on the batch, or on where the root stands.
@@ -125,6 +127,7 @@ def tree_attention_triton(
         score_cap=score_cap,
         plan=plan,
         out=out,
+        pdl=pdl,
     )
 
 
@@ -143,6 +146,7 @@ def run_plan(
     score_cap: float | None,
     plan: TreeAttentionPlan,
     out: torch.Tensor | None,
+    pdl: bool,
 ) -> torch.Tensor:
     """Runs a kernel over the plan's items and combines the segments. `seen` says which nodes a row sees, in the form
     that the kernel takes."""
@@ -205,6 +209,7 @@ def run_plan(
             num_warps=config.num_warps,
             num_stages=config.num_stages,
             enable_fp_fusion=False,
+            **launch_options(pdl),
         )
     combine_segments[(num_rows, num_heads)](
         plan.partial_acc,
@@ -219,6 +224,7 @@ def run_plan(
         BLOCK_D=block_d,
         num_warps=1,
         enable_fp_fusion=False,
+        **launch_options(pdl),
     )
     return out
 

@@ -16,6 +16,7 @@ import triton.language as tl
 from .aot_spec import PAGE_SIZE, KernelShape, KernelSpec
 from .dot import dot
 from .pointwise import soft_cap
+from .predecessors import wait_for_predecessors
 from .tree_attention_config import TreeAttentionConfig
 from .triton_launch import block_of_head_dim
 
@@ -119,7 +120,9 @@ def attend_items(
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
     FIXED_ORDER_DOT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_predecessors(PDL)
     i_item = tl.program_id(0)
     i_kv_head = tl.program_id(1).to(tl.int64)
     p_item = items + i_item.to(tl.int64) * 8
@@ -203,7 +206,9 @@ def combine_segments(
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_predecessors(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     o_d = tl.arange(0, BLOCK_D)
@@ -276,6 +281,7 @@ def _constants(shape: KernelShape) -> dict[str, int | bool | str]:
         "NUM_HEADS": shape.num_heads,
         "HEAD_DIM": shape.head_dim,
         "BLOCK_D": block_of_head_dim(shape.head_dim),
+        "PDL": False,
     }
 
 

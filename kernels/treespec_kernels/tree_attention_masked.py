@@ -66,6 +66,7 @@ def tree_attention_masked_triton(
     window: int | None = None,
     plan: TreeAttentionPlan,
     out: torch.Tensor | None = None,
+    pdl: bool = False,
 ) -> torch.Tensor:
     """Masked tree attention on a GPU, in two launches; arguments as in `tree_attention_triton`, but:
 
@@ -103,4 +104,5 @@ def tree_attention_masked_triton(
         score_cap=score_cap,
         plan=plan,
         out=out,
+        pdl=pdl,
     )

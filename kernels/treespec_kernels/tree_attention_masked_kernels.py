@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from .aot_spec import KernelShape, KernelSpec
+from .predecessors import wait_for_predecessors
 from .tree_attention_config import TreeAttentionConfig
 from .tree_attention_kernels import aot_spec, attend_tile, find_partials
 
@@ -91,8 +92,10 @@ def attend_masked_items(
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
     FIXED_ORDER_DOT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Columns are logical slots: committed positions, and from the root's on nodes of the tree."""
+    wait_for_predecessors(PDL)
     i_item = tl.program_id(0)
     i_kv_head = tl.program_id(1).to(tl.int64)
     p_item = items + i_item.to(tl.int64) * 8

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from dataclasses import dataclass
 
 import torch
 
@@ -27,6 +28,34 @@ def target_of(device: torch.device | str) -> str | None:
         return str(torch.cuda.get_device_properties(device).gcnArchName).split(":")[0]
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """How the kernels of a pass are launched; `treespec autotune` measures it as op "programmatic_launch"."""
+
+    pdl: bool = False
+
+
+def takes_pdl(device: torch.device | str) -> bool:
+    """Whether kernels can be launched programmatically: compiled ones, on NVIDIA's GPUs from sm_90 on."""
+    target = target_of(device)
+    return not is_interpreted() and target is not None and has_pdl(target)
+
+
+def has_pdl(target: str) -> bool:
+    """Whether what is compiled for a target, "sm_90", can wait for the kernel before it."""
+    return target.startswith("sm_") and int(target.removeprefix("sm_")) >= 90
+
+
+def launch_options(pdl: bool) -> dict[str, bool]:
+    """What a kernel of a pass is launched with: that its programs wait, and that they may begin before they need to;
+    both or neither. `predecessors` says why that is safe.
+
+    Args:
+        pdl: asked for, where `takes_pdl`. Elsewhere the launch fails.
+    """
+    return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
 
 
 def require_triton(op: str) -> None:

@@ -144,7 +144,8 @@ def test_every_kernel_of_a_pass() -> None:
         }  # fmt: skip
         for row in rows:
             assert row["config"]["pdl"] and row["spills"] == 0 and row["shared_bytes"] <= SHARED_BYTES[target], row
-            assert row["registers"] <= REGISTER_BOUND[row["kernel"]], row
+            if target == "sm_90":  # for which the bounds are
+                assert row["registers"] <= REGISTER_BOUND[row["kernel"]], row
 
 
 PLANTED = """

@@ -65,9 +65,10 @@ def test_every_workload_is_right_by_its_own_check(form: WeightForm, groups: int)
 
 def test_each_form_has_workloads_of_its_own() -> None:
     plain, form = setting(None), setting(WeightForm(4, 32))
+    others = {"lm_head", "tree_attention", "programmatic_launch"}
     assert workloads_of(plain, [OP]) == [] == workloads_of(form, ["row_linear"])
-    assert {work.op for work in workloads_of(plain)} == {"row_linear", "lm_head", "tree_attention"}
-    assert {work.op for work in workloads_of(form)} == {OP, "lm_head", "tree_attention"}
+    assert {work.op for work in workloads_of(plain)} == {"row_linear", *others}
+    assert {work.op for work in workloads_of(form)} == {OP, *others}
     forms = [WeightForm(8), WeightForm(4, 32), WeightForm(4, 64), WeightForm(4, 32, True)]
     problems = problems_of(work for each in forms for work in workloads_of(setting(each), [OP])[:1])
     assert len(problems) == len(forms)

@@ -8,16 +8,32 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from tests.models import greedy, make_draft, make_llama, new_folder, open_llm, random_prompts
 from tests.simulated_gpu import Gpu, simulated_gpu
 from treespec import LLM, SpecConfig
+from treespec.cache import KVCache
+from treespec.config import ModelConfig
+from treespec.models import triton_decoder
+from treespec.models.attention import make_attention
+from treespec.models.triton_decoder import TritonDecoder
 from treespec.request import Request, RequestOutput
 from treespec.rounds.engine import GraphEngine
+from treespec_kernels.aot_spec import KernelShape
 from treespec_kernels.clock import CudaClock
+from treespec_kernels.predecessors import wait_for_predecessors
+from treespec_kernels.quantized import WeightForm
 from treespec_kernels.row_topk import row_topk_triton
+from treespec_kernels.tree_batch import RequestRows
+from treespec_kernels.triton_launch import LaunchConfig, launch_options
+from treespec_kernels.tuned import KernelConfigs, TunedEntry
+from treespec_kernels.workloads import Setting, programmatic_launch, workloads_of
+from treespec_weights import load_weights
 
 torch.set_num_threads(1)
 SMALL = {"num_hidden_layers": 1, "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48}
@@ -29,6 +45,14 @@ TREES = SpecConfig(nodes=8, max_depth=2)
 def gpu() -> Iterator[Gpu]:
     with simulated_gpu() as gpu:
         yield gpu
+
+
+def leave(gpu: Gpu) -> None:
+    """Adds a GPU's launches to those that another process compiles."""
+    path = Path(os.environ["TREESPEC_LAUNCHES"])
+    before = json.loads(path.read_text()) if path.exists() else []
+    found = [*before, *gpu.launches.signatures.values()]
+    path.write_text(json.dumps(found, default=lambda kind: kind.value))
 
 
 @contextlib.contextmanager
@@ -135,6 +159,96 @@ def test_the_autotuners_clock(gpu: Gpu) -> None:
     assert x.item() == y.item() == 2 + gpu.replays
 
 
+# --- programmatic launches
+
+
+@triton.jit
+def reads_and_waits(x, LATE: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr):
+    if EARLY:
+        wait_for_predecessors(PDL)
+    if tl.program_id(0) != 1:
+        tl.store(x, tl.load(x) + 1)
+        if LATE:
+            wait_for_predecessors(PDL)
+
+
+@pytest.mark.parametrize(
+    ("late", "early", "refused"),
+    [
+        (False, False, "create_masked_load before the wait"), (True, False, "create_masked_load before the wait"),
+        (False, True, None),
+    ],
+)  # fmt: skip
+def test_a_program_that_does_not_wait_first_is_noticed(gpu: Gpu, late: bool, early: bool, refused: str | None) -> None:
+    x = torch.zeros(1, device="cuda")
+    reads_and_waits[(3,)](x, late, early, **launch_options(False))
+    with pytest.raises(RuntimeError, match=refused) if refused else contextlib.nullcontext():
+        reads_and_waits[(3,)](x, late, early, **launch_options(True))
+    assert x.item() == (2 if refused else 4)
+
+
+@triton.jit
+def leaves_without(x, PDL: tl.constexpr):
+    if tl.program_id(0) == 0:
+        wait_for_predecessors(PDL)
+
+
+def test_a_program_that_ends_without_waiting_is_noticed(gpu: Gpu) -> None:
+    x = torch.zeros(1, device="cuda")
+    leaves_without[(1,)](x, **launch_options(True))
+    with pytest.raises(RuntimeError, match="leaves_without is launched programmatically: a program has not waited"):
+        leaves_without[(2,)](x, **launch_options(True))
+
+
+@pytest.mark.parametrize("form", [None, WeightForm(4, 32)])
+def test_the_check_of_programmatic_launches(gpu: Gpu, form: WeightForm | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured and replayed; every launch of the chain has the option, and every program waits."""
+    monkeypatch.setattr(programmatic_launch, "REPLAYS", 2)
+    monkeypatch.setattr(programmatic_launch, "takes_pdl", lambda device: True)
+    shape = KernelShape(torch.float16, 16, 4, 2, 32, 64, 100, quantized=form)
+    setting = Setting(shape, torch.device("cuda"), nodes=3, context=20, groups=2, fixed_order_dot=True)
+    for workload in workloads_of(setting, ["programmatic_launch"]):
+        assert workload.candidates() == [LaunchConfig(), LaunchConfig(pdl=True)]
+        for config in workload.candidates():
+            gpu.launches.signatures.clear()
+            workload.check(config)
+            found = gpu.launches.signatures.values()
+            assert {options.get("launch_pdl", False) for *_, options in found} == {config.pdl}
+    assert gpu.replays == 8
+
+
+@pytest.mark.parametrize("measured", [None, False, True])
+def test_a_decoder_launches_as_was_measured(gpu: Gpu, measured: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tree's pass and its logits, with the bits of kernels in order; the vendor's kernels stay in order."""
+    monkeypatch.setattr(triton_decoder, "takes_pdl", lambda device: True)
+    config = ModelConfig.from_hf(make_llama(new_folder("launched") / "target", 0, torch.float16, **SMALL))
+    key = {"dtype": "float16", "groups": 1, "hidden_size": config.shape.hidden_size}
+    entry = TunedEntry("programmatic_launch", key, {"pdl": bool(measured)}, 1.0, 1.0, {}, {}, "2026-01-01")
+    configs = KernelConfigs([] if measured is None else [entry])
+    device = torch.device("cuda")
+
+    def decoder(exact: bool) -> TritonDecoder:
+        weights = load_weights(config.folder, config.shape, config.rules, torch.float16, device)
+        attention = make_attention("triton", config.shape, torch.float16, device, configs)
+        return TritonDecoder(config, weights, attention, configs, exact, 64)
+
+    assert not decoder(exact=False).kernels.pdl
+    opened = decoder(exact=True)
+    assert opened.kernels.pdl is bool(measured)
+    pool = KVCache.allocate(config.shape, 2, torch.float16, device)
+    layout = opened.plan([RequestRows.chain(0, 3, np.array([1]))], pool)
+    tokens, results = torch.tensor([3, 1, 4], device=device), []
+    for pdl in (opened.kernels.pdl, False):
+        opened.kernels = opened.kernels.launched(pdl)
+        gpu.launches.signatures.clear()
+        results.append(opened.logits(opened.forward(tokens, layout, pool)).cpu())
+        found = gpu.launches.signatures.values()
+        assert {options.get("launch_pdl", False) for *_, options in found} == {pdl}
+        assert {name for _, name, *_ in found} >= {"norm_rows", "multiply_rows", "attend_items", "project_to_vocab"}
+    assert torch.equal(*results)
+    leave(gpu)
+
+
 # --- the engine
 
 
@@ -188,5 +302,4 @@ def test_rounds_on_a_gpu(gpu: Gpu) -> None:
         gpu.launches.backwards = True  # no program of a launch leans on one before it
         assert tokens_of(llm.generate(PROMPTS, greedy(4), spec=TREES)) == plain
     llm.engine.check_integrity()
-    found = gpu.launches.signatures.values()
-    Path(os.environ["TREESPEC_LAUNCHES"]).write_text(json.dumps([*found], default=lambda kind: kind.value))
+    leave(gpu)

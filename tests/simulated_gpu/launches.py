@@ -2,7 +2,7 @@
 
 import contextlib
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from tests.simulated_gpu.device import Gpu
 
 GRID_LIMITS = (2**31 - 1, 65535, 65535)
+ACCESSES = ("create_masked_load", "create_masked_store", "create_atomic_cas", "create_atomic_rmw")
+"""By which the interpreter's kernels touch memory; the rest of its ways go through these."""
+
 OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion", "launch_pdl")
 
 
@@ -32,25 +35,31 @@ class Launches:
     def __init__(self, gpu: "Gpu"):
         self._gpu, self.backwards = gpu, False
         self.signatures: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {}
+        self._order = _Order()
 
     @contextlib.contextmanager
     def patched(self) -> Iterator[None]:
         """Interpreted functions launch here."""
         interpreter: Any = importlib.import_module("triton.runtime.interpreter")
         original, builder = interpreter.InterpretedFunction.run, type(interpreter.interpreter_builder)
-        place = builder.set_grid_idx
+        place, order = builder.set_grid_idx, self._order
+        cuda: Any = importlib.import_module("triton.language").extra.cuda  # not what an import of its name gives
 
         def run(function: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
             self._launch(original, function, args, grid, kwargs)
 
         def turned(builder: Any, x: int, y: int, z: int) -> None:
+            order.next_program()
             at = [size - 1 - i for size, i in zip(builder.grid_dim, (x, y, z), strict=True)]
             place(builder, *(at if self.backwards else (x, y, z)))
 
-        with (
-            mock.patch.object(interpreter.InterpretedFunction, "run", run),
-            mock.patch.object(builder, "set_grid_idx", turned),
-        ):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch.object(interpreter.InterpretedFunction, "run", run))
+            stack.enter_context(mock.patch.object(builder, "set_grid_idx", turned))
+            stack.enter_context(mock.patch.object(cuda, "gdc_wait", order.wait))
+            stack.enter_context(mock.patch.object(cuda, "gdc_launch_dependents", order.release))
+            for name in ACCESSES:
+                stack.enter_context(mock.patch.object(builder, name, order.checked(getattr(builder, name))))
             yield
 
     def _launch(self, original: Any, function: Any, args: Any, grid: Any, kwargs: Any) -> None:
@@ -66,7 +75,8 @@ class Launches:
         given, named = inner_of((args, kwargs))
 
         def call(*args: Any, **kwargs: Any) -> None:
-            original(function, *args, grid=grid, warmup=False, **kwargs)
+            with self._order.of(function.__name__, kwargs.get("launch_pdl", False)):
+                original(function, *args, grid=grid, warmup=False, **kwargs)
 
         if self._gpu.capturing is not None:
             self._gpu.capturing.record(call, given, named)
@@ -81,6 +91,53 @@ class Launches:
         described = {name: _described(value) for name, value in named.items()}
         signature = (function.fn.__module__, function.__name__, described, options)
         self.signatures.setdefault(repr(signature), signature)
+
+
+class _Order:
+    """What the programs of a launch do before they wait for the kernel before it, if it is launched programmatically.
+
+    On a GPU nothing would tell: a kernel that does not wait computes the right thing most of the time.
+    """
+
+    def __init__(self) -> None:
+        self._kernel, self._waited, self._released, self._fault = "", True, True, ""
+
+    @contextlib.contextmanager
+    def of(self, kernel: str, pdl: bool) -> Iterator[None]:
+        """One launch. Its first program only begins the count."""
+        self._kernel, self._waited, self._released, self._fault = kernel * pdl, True, True, ""
+        try:
+            yield
+            self.next_program()
+        except Exception as error:  # the interpreter makes its own of what its kernels raise
+            if self._fault:
+                raise RuntimeError(self._fault) from error
+            raise
+        finally:
+            self._kernel, self._waited, self._released = "", True, True
+
+    def next_program(self) -> None:
+        self._require(self._waited and self._released, "a program has not waited, or has let no dependent begin")
+        self._waited = self._released = not self._kernel
+
+    def wait(self) -> None:
+        self._waited = True
+
+    def release(self) -> None:
+        self._require(self._waited, "a program lets dependents begin before it has waited")
+        self._released = True
+
+    def checked(self, access: Callable[..., Any]) -> Callable[..., Any]:
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            self._require(self._waited, f"{access.__name__} before the wait")
+            return access(*args, **kwargs)
+
+        return checked
+
+    def _require(self, holds: bool, otherwise: str) -> None:
+        if not holds:
+            self._fault = f"{self._kernel} is launched programmatically: {otherwise}"
+            raise RuntimeError(self._fault)
 
 
 def _described(value: Any) -> Any:

@@ -95,7 +95,8 @@ class TritonAttention:
         return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int32)).to(self.device)
 
     def __call__(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: dict[str, Any], scale: float, cap: float | None = None
-    ) -> Tensor:
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: dict[str, Any], scale: float,
+        cap: float | None = None, pdl: bool = False,
+    ) -> Tensor:  # fmt: skip
         kernel = tree_attention_masked_triton if "ancestor_words" in plan else tree_attention_triton
-        return kernel(q, k_cache, v_cache, scale=scale, score_cap=cap, **plan)
+        return kernel(q, k_cache, v_cache, scale=scale, score_cap=cap, pdl=pdl, **plan)

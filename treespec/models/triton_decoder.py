@@ -27,7 +27,7 @@ from treespec_kernels.quantized_row_linear import quantized_default
 from treespec_kernels.rms_norm import rms_norm_triton
 from treespec_kernels.row_linear import RowLinearConfig, row_linear_partials_triton, row_linear_triton
 from treespec_kernels.tree_batch import PAGE_SIZE, RequestRows
-from treespec_kernels.triton_launch import is_interpreted, target_of
+from treespec_kernels.triton_launch import LaunchConfig, is_interpreted, takes_pdl, target_of
 from treespec_kernels.tuned import KernelConfigs
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -71,6 +71,10 @@ class PassKernels:
         configs: what was tuned for this device.
         exact: False takes the vendor's matrix products, whose bits depend on the number of rows; of quantised weights
             it has none.
+
+    Attributes:
+        pdl: whether kernels are launched programmatically: where that was measured to be right and faster here. Never
+            beside the vendor's kernels, of which that measurement knows nothing.
     """
 
     def __init__(
@@ -98,6 +102,8 @@ class PassKernels:
         if is_interpreted():  # the interpreter's dot is BLAS, and its time goes by the size of blocks
             default = replace(default, block_m=16, block_n=64, block_k=64, fixed_order_dot=True)
         self._head = configs.get("lm_head", key, default)
+        launch = configs.get("programmatic_launch", self._key() | {"hidden_size": hidden}, LaunchConfig())
+        self.pdl = launch.pdl and exact and takes_pdl(weights.embed.device)
 
     def _key(self) -> dict[str, int | torch.dtype]:
         return {"dtype": self.dtype, "groups": self.weights.groups}
@@ -181,10 +187,16 @@ class PassKernels:
         chosen._linear = [self._linear[i] for i in layers]
         return chosen
 
+    def launched(self, pdl: bool) -> "PassKernels":
+        """The same kernels, launched programmatically or not, whatever was measured."""
+        chosen = copy.copy(self)
+        chosen.pdl = pdl
+        return chosen
+
     def logits(self, hidden: Tensor) -> LmHead:
         """Logits of rows of `hidden`, [G * rows, hidden_size], and the best of each block of the vocabulary."""
         head, cap = self._squeezed(self.weights.head), self.config.logit_cap
-        return lm_head_triton(self._grouped(hidden), head, config=self._head, logit_cap=cap)
+        return lm_head_triton(self._grouped(hidden), head, config=self._head, logit_cap=cap, pdl=self.pdl)
 
     def _embed(self, tokens: Tensor, layout: TritonPass) -> Tensor:
         stream = F.embedding(tokens, self.weights.embed)
@@ -197,7 +209,8 @@ class PassKernels:
 
     def _norm(self, stream: Tensor, norm: _Norm) -> Tensor:
         config = self.config
-        return rms_norm_triton(stream, norm.weight, config.norm_eps, kind=config.rules.norm, shift=norm.shift)
+        kind, shift = config.rules.norm, norm.shift
+        return rms_norm_triton(stream, norm.weight, config.norm_eps, kind=kind, shift=shift, pdl=self.pdl)
 
     def _attend(
         self, layer: LayerWeights, linear: RowLinearConfig, h: Tensor, layout: TritonPass, cache: Tensor,
@@ -206,15 +219,15 @@ class PassKernels:
         rows, config = len(h), self.config
         q = torch.empty(rows, self.heads, self.head_dim, dtype=self.attention.cache_dtype, device=h.device)
         if self.exact or isinstance(layer.qkv, QuantizedWeight):
-            qkv = row_linear_partials_triton(self._grouped(h), self._squeezed(layer.qkv), config=linear)
+            qkv = row_linear_partials_triton(self._grouped(h), self._squeezed(layer.qkv), config=linear, pdl=self.pdl)
         else:
             qkv = torch.matmul(self._grouped(h), self._squeezed(layer.qkv).mT).flatten(0, -2)
         bias = None if layer.qkv_bias is None else self._squeezed(layer.qkv_bias)
         norm = None
         if layer.q_norm is not None and layer.k_norm is not None:
             norm = HeadNorm(layer.q_norm, layer.k_norm, config.norm_eps)
-        qkv_rope_triton(qkv, table, layout.positions, layout.slots, cache, q, bias=bias, norm=norm)
-        out = self.attention(q, cache[0], cache[1], plan, config.query_scale, config.score_cap)
+        qkv_rope_triton(qkv, table, layout.positions, layout.slots, cache, q, bias=bias, norm=norm, pdl=self.pdl)
+        out = self.attention(q, cache[0], cache[1], plan, config.query_scale, config.score_cap, self.pdl)
         return out.view(rows, -1)
 
     def _activated(self, h: Tensor, layer: LayerWeights, linear: RowLinearConfig) -> Tensor:
@@ -223,7 +236,7 @@ class PassKernels:
         bias, activation = None if bias is None else self._squeezed(bias), self.config.activation
         if self.exact or isinstance(weight, QuantizedWeight):
             out = row_linear_triton(
-                self._grouped(h), weight, bias=bias, silu_gate=gated, activation=activation, config=linear
+                self._grouped(h), weight, bias=bias, silu_gate=gated, activation=activation, config=linear, pdl=self.pdl
             )
             return out.flatten(0, -2)
         both = torch.matmul(self._grouped(h), weight.mT)
@@ -238,7 +251,7 @@ class PassKernels:
         grouped, weight, out = self._grouped(x), self._squeezed(weight), self._grouped(stream)
         bias = None if bias is None else self._squeezed(bias)
         if self.exact or isinstance(weight, QuantizedWeight):
-            row_linear_triton(grouped, weight, bias=bias, residual=out, config=config, out=out)
+            row_linear_triton(grouped, weight, bias=bias, residual=out, config=config, out=out, pdl=self.pdl)
             return
         product = torch.matmul(grouped, weight.mT)
         out.add_(product if bias is None else product + bias.unsqueeze(-2))
@@ -249,13 +262,13 @@ class PassKernels:
         """Adds x W^T, or its norm, to the residual stream, in place, and returns the norm of that."""
         grouped, weight = self._grouped(x), self._squeezed(weight)
         if self.exact or isinstance(weight, QuantizedWeight):
-            product = row_linear_partials_triton(grouped, weight, config=config)
+            product = row_linear_partials_triton(grouped, weight, config=config, pdl=self.pdl)
         else:
             product = torch.matmul(grouped, weight.mT).flatten(0, -2)
         bias = None if bias is None else self._squeezed(bias)
         return rms_norm_triton(
             product, norm.weight, self.config.norm_eps, residual=stream, bias=bias, kind=self.config.rules.norm,
-            shift=norm.shift, post_weight=norm.post,
+            shift=norm.shift, post_weight=norm.post, pdl=self.pdl,
         )  # fmt: skip
 
     def _grouped(self, x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from pathlib import Path
 from .base import Setting as Setting
 from .base import Workload as Workload
 
-TUNABLE = ("row_linear", "quantized_row_linear", "lm_head", "tree_attention")
+TUNABLE = ("row_linear", "quantized_row_linear", "lm_head", "tree_attention", "programmatic_launch")
 """Ops with configurations to choose from; the others have one."""
 
 

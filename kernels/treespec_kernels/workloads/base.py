@@ -166,6 +166,11 @@ def equal(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
         )
 
 
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether tensors of one dtype are equal bit by bit: a NaN equals itself, and zeros have signs."""
+    return torch.equal(_bits(one), _bits(other))
+
+
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """As integers, so that NaN equals itself and zeros have signs."""
     if not tensor.is_floating_point():

@@ -66,7 +66,7 @@ def _workloads(setting: Setting) -> Iterator[Measurement]:
         yield Measurement("workloads", lambda context: op_module("workloads").ops())
         return
     for op in ops:
-        if op in ("tree_attention", "kv_commit"):
+        if op in ("tree_attention", "kv_commit", "programmatic_launch"):  # measured above, and by stage `passes`
             continue
         try:
             found = workloads(setting, op)

@@ -1,4 +1,5 @@
-"""Stage `passes`: a target pass of an 8B Llama shape against the roofline, by nodes and context, with a graph and not.
+"""Stage `passes`: a target pass of an 8B Llama shape against the roofline, by nodes and context, with a graph and not;
+at the first context also with its kernels launched programmatically, whatever was tuned, and compared bit by bit.
 
 The share is that of the bandwidth of a copy measured in the same run: the least bytes that the pass must move, over
 its time, over that bandwidth.
@@ -24,6 +25,8 @@ from treespec.rounds.inputs import RoundInput, RoundLimits
 from treespec.rounds.passes import ModelStack
 from treespec.tree import Draws, TokenTree
 from treespec_kernels.testing import tree_parents
+from treespec_kernels.triton_launch import takes_pdl
+from treespec_kernels.workloads.base import same_bits
 
 COPY, MATMUL = "copy", "matmul"
 DEPTH = 3  # of the trees in captured rounds
@@ -70,7 +73,35 @@ def key(context_len: int, nodes: int, batch: int = 1, exact: bool = True) -> str
 
 
 def _pass(sizes: Sizes, context_len: int, nodes: int, exact: bool, batch: int, context: Context) -> dict[str, Any]:
-    return figures(context, _open(context, sizes, exact, batch), context_len, nodes)
+    opened = _open(context, sizes, exact, batch)
+    found = figures(context, opened, context_len, nodes)
+    if exact and context_len == sizes.contexts[0]:
+        found |= _launched(context, opened, context_len, nodes)
+    return found
+
+
+def _launched(context: Context, opened: Passes, context_len: int, nodes: int) -> dict[str, Any]:
+    """The captured pass with its kernels in order and, where the device takes it, launched programmatically; and how
+    many of the latter's replays have other logits."""
+    setting, decoder = context.setting, opened.decoder
+    tree = tree_parents("random", nodes, torch.Generator().manual_seed(setting.seed))
+    launch, tuned, clock = opened.prepare(context_len, tree), decoder.kernels, context.clock(50, 4.0)
+    pdl, logits = takes_pdl(setting.device), []  # the last one of what was captured
+    with torch.inference_mode():
+        decoder.kernels = tuned.launched(False)
+        right = launch().clone()
+        in_order = clock.graphed(launch)
+        decoder.kernels = tuned.launched(pdl)
+        replay = clock.capture(lambda: logits.append(launch()))
+        differing = 0
+        for _ in range(clock.repeats):
+            for spoilt in logits:
+                spoilt.fill_(torch.nan)
+            replay()
+            differing += not same_bits(logits[-1], right)
+        launched = clock.eager(replay)
+    decoder.kernels = tuned
+    return {"in_order_us": in_order.median, "pdl_us": launched.median if pdl else None, "pdl_differing": differing}
 
 
 def figures(context: Context, opened: Passes, context_len: int, nodes: int) -> dict[str, Any]:
@@ -175,8 +206,8 @@ def describe(document: dict[str, Any]) -> str:
     names = [name for name in found if name.startswith(("pass/", "fast/", "captured/"))]
     how = {found[name]["how"] for name in names if "how" in found[name]}
     lines += [f"  {each[:118]}" for each in sorted(how)]
-    lines.append(f"  {'pass':34} {'graph ms':>9} {'share':>6} {'of floor':>8} {'eager ms':>9}  (share of the copy's "
-                 "bandwidth; floor / graph)")  # fmt: skip
+    lines.append(f"  {'pass':34} {'graph ms':>9} {'share':>6} {'of floor':>8} {'eager ms':>9} {'in order':>9} "
+                 f"{'overlap':>9}  (share of the copy's bandwidth; floor / graph; programmatic launches)")  # fmt: skip
     for name in names:
         figures = found[name]
         if "error" in figures:
@@ -189,8 +220,16 @@ def describe(document: dict[str, Any]) -> str:
             continue
         graph, eager, floor = figures["graph_us"] / 1e3, figures["eager_us"] / 1e3, figures["floor_us"]
         of_floor = _percent(None if floor is None else floor / 1e3 / graph)
-        lines.append(f"  {name:34} {graph:9.3f} {share:>6} {of_floor:>8} {eager:9.3f}")
+        lines.append(f"  {name:34} {graph:9.3f} {share:>6} {of_floor:>8} {eager:9.3f}{_both(figures)}")
     return "\n".join(lines)
+
+
+def _both(figures: dict[str, Any]) -> str:
+    """Of a pass whose kernels were launched both ways."""
+    if figures.get("pdl_us") is None:
+        return ""
+    wrong = figures["pdl_differing"]
+    return f" {figures['in_order_us'] / 1e3:9.3f} {figures['pdl_us'] / 1e3:9.3f}" + f"  {wrong} WRONG" * bool(wrong)
 
 
 def _percent(share: float | None) -> str:

@@ -3,6 +3,7 @@ tests/test_gpu_suite.py. On a GPU every engine is one; the dry run's, on a CPU, 
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -15,7 +16,8 @@ from treespec import LLM, SpecConfig
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "perf"))
 
 import identity
-from gpu import bits, rounds
+from gpu import bits, passes, rounds
+from gpu.clock import Clock
 from gpu.setting import Setting
 from gpu.stage import Context
 
@@ -56,3 +58,19 @@ def test_bits(llm: LLM, context: Context, monkeypatch: pytest.MonkeyPatch) -> No
     found = bits._engine(sizes, 1, bits.DECODED["greedy"], context)
     assert found["tokens"] == 2 and found["differing_tokens"] == 0
     assert found["differing_logit_rows"] is None, "captured rounds do not hand them out"
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_passes_launched_both_ways(context: Context, monkeypatch: pytest.MonkeyPatch, wrong: bool) -> None:
+    """What is launched programmatically is compared with what is launched in order, and what was tuned is put back."""
+    monkeypatch.setattr(passes, "takes_pdl", lambda device: True)
+    monkeypatch.setattr(Context, "clock", lambda *given: Clock(torch.device("cpu"), warmup=0, repeats=3))
+    tuned: Any = SimpleNamespace(launched=lambda pdl: SimpleNamespace(pdl=pdl))
+    decoder = SimpleNamespace(kernels=tuned)
+    launch = lambda: torch.tensor([1.0, 2.0 + (wrong and decoder.kernels.pdl)])  # noqa: E731
+    opened: Any = SimpleNamespace(decoder=decoder, prepare=lambda *given: launch)
+    found = passes._launched(context, opened, 16, 4)
+    assert decoder.kernels is tuned and found["in_order_us"] > 0 and found["pdl_us"] > 0
+    assert found["pdl_differing"] == (3 if wrong else 0)
+    assert ("3 WRONG" in passes._both(found)) is wrong
+    assert passes._both(found | {"pdl_us": None}) == ""

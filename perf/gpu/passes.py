@@ -18,7 +18,7 @@ from gpu import roofline
 from gpu.clock import Times, copy_bandwidth, matmul_rate
 from gpu.models import Passes
 from gpu.setting import Setting
-from gpu.stage import Context, Measurement
+from gpu.stage import Context, Measurement, last_line
 from treespec.rounds.batch import BatchRound
 from treespec.rounds.build import CONTEXTS
 from treespec.rounds.inputs import RoundInput, RoundLimits
@@ -87,20 +87,24 @@ def _launched(context: Context, opened: Passes, context_len: int, nodes: int) ->
     tree = tree_parents("random", nodes, torch.Generator().manual_seed(setting.seed))
     launch, tuned, clock = opened.prepare(context_len, tree), decoder.kernels, context.clock(50, 4.0)
     pdl, logits = takes_pdl(setting.device), []  # the last one of what was captured
-    with torch.inference_mode():
-        decoder.kernels = tuned.launched(False)
-        right = launch().clone()
-        in_order = clock.graphed(launch)
-        decoder.kernels = tuned.launched(pdl)
-        replay = clock.capture(lambda: logits.append(launch()))
-        differing = 0
-        for _ in range(clock.repeats):
-            for spoilt in logits:
-                spoilt.fill_(torch.nan)
-            replay()
-            differing += not same_bits(logits[-1], right)
-        launched = clock.eager(replay)
-    decoder.kernels = tuned
+    try:
+        with torch.inference_mode():
+            decoder.kernels = tuned.launched(False)
+            right = launch().clone()
+            in_order = clock.graphed(launch)
+            decoder.kernels = tuned.launched(pdl)
+            replay = clock.capture(lambda: logits.append(launch()))
+            differing = 0
+            for _ in range(clock.repeats):
+                for spoilt in logits:
+                    spoilt.fill_(torch.nan)
+                replay()
+                differing += not same_bits(logits[-1], right)
+            launched = clock.eager(replay)
+    except RuntimeError as error:  # of a driver that does not capture such launches: the other figures hold
+        return {"pdl_us": None, "pdl_error": last_line(error)}
+    finally:
+        decoder.kernels = tuned
     return {"in_order_us": in_order.median, "pdl_us": launched.median if pdl else None, "pdl_differing": differing}
 
 
@@ -227,7 +231,7 @@ def describe(document: dict[str, Any]) -> str:
 def _both(figures: dict[str, Any]) -> str:
     """Of a pass whose kernels were launched both ways."""
     if figures.get("pdl_us") is None:
-        return ""
+        return f" ERROR {figures['pdl_error'][:60]}" if "pdl_error" in figures else ""
     wrong = figures["pdl_differing"]
     return f" {figures['in_order_us'] / 1e3:9.3f} {figures['pdl_us'] / 1e3:9.3f}" + f"  {wrong} WRONG" * bool(wrong)
 

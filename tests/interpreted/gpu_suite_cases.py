@@ -74,3 +74,20 @@ def test_passes_launched_both_ways(context: Context, monkeypatch: pytest.MonkeyP
     assert found["pdl_differing"] == (3 if wrong else 0)
     assert ("3 WRONG" in passes._both(found)) is wrong
     assert passes._both(found | {"pdl_us": None}) == ""
+
+
+def test_launches_that_cannot_be_captured(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They leave the other figures of a pass, and its kernels, as they are."""
+    monkeypatch.setattr(passes, "takes_pdl", lambda device: True)
+    tuned: Any = SimpleNamespace(launched=lambda pdl: SimpleNamespace(pdl=pdl))
+    decoder = SimpleNamespace(kernels=tuned)
+
+    def launch() -> torch.Tensor:
+        if decoder.kernels.pdl:
+            raise RuntimeError("CUDA error: invalid resource handle")
+        return torch.ones(2)
+
+    opened: Any = SimpleNamespace(decoder=decoder, prepare=lambda *given: launch)
+    found = passes._launched(context, opened, 16, 4)
+    assert decoder.kernels is tuned and found.keys() == {"pdl_us", "pdl_error"}
+    assert "ERROR RuntimeError: CUDA error: invalid resource handle" in passes._both(found)

@@ -325,6 +325,16 @@ def test_tuned_quantised_layers_are_shown() -> None:
     assert f"{label}: 1.00 us, default 2.00 us\n" in run("--show").stdout
 
 
+@pytest.mark.parametrize(("pdl", "said"), [(True, "on"), (False, "off")])
+def test_whether_launches_are_programmatic_is_shown(pdl: bool, said: str) -> None:
+    key = {"dtype": "bfloat16", "groups": 1, "hidden_size": 4096}
+    versions = tuned.versions_of("NVIDIA H200", "programmatic_launch")
+    entry = tuned.TunedEntry("programmatic_launch", key, {"pdl": pdl}, 1.0, 2.0, {}, versions, "")
+    tuned.save_entries(tuned.user_folder() / "nvidia-h200.json", "NVIDIA H200", [entry])
+    label = "programmatic_launch bfloat16, groups 1, hidden_size 4096"
+    assert f"  {label}: 1.00 us, default 2.00 us, {said}\n" in run("--show").stdout
+
+
 # --- errors
 
 

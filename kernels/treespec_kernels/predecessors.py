@@ -14,7 +14,8 @@ completed, all of it, and its writes are visible. So here
    no more than one kernel is unfinished, and that is the one which the dependent waits for. A kernel with a program
    that ended without waiting could complete before its predecessor, and the next would begin too early.
 3. A kernel without the option, a copy or a fill begins when all before it has completed, as ever: the last kernel of a
-   chain completes after the ones before it, by 1. Behind a copy, a launch with the option is one without.
+   chain completes after the ones before it, by 1. Behind a copy the option does nothing: CUDA joins kernels alone by
+   it. The chain that `treespec autotune` checks begins behind one.
 4. The option and the wait are switched together, by `launch_options`. A kernel that waits and was launched without the
    option goes on at once.
 

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tests.interpreted.tuning_cases import PlannedClock
 from tests.models import greedy, make_draft, make_llama, new_folder, open_llm, random_prompts
 from tests.simulated_gpu import Gpu, simulated_gpu
 from treespec import LLM, SpecConfig
@@ -32,6 +34,7 @@ from treespec_kernels.row_topk import row_topk_triton
 from treespec_kernels.tree_batch import RequestRows
 from treespec_kernels.triton_launch import LaunchConfig, launch_options
 from treespec_kernels.tuned import KernelConfigs, TunedEntry
+from treespec_kernels.tuning import SweepLog, problems_of, tune
 from treespec_kernels.workloads import Setting, programmatic_launch, workloads_of
 from treespec_weights import load_weights
 
@@ -215,6 +218,31 @@ def test_the_check_of_programmatic_launches(gpu: Gpu, form: WeightForm | None, m
             found = gpu.launches.signatures.values()
             assert {options.get("launch_pdl", False) for *_, options in found} == {config.pdl}
     assert gpu.replays == 8
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_programmatic_launches_are_chosen_where_they_are_right_and_faster(
+    gpu: Gpu, wrong: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = programmatic_launch.rms_norm_triton
+
+    def planted(*given: Any, pdl: bool, out: torch.Tensor, **named: Any) -> torch.Tensor:
+        right(*given, pdl=pdl, out=out, **named)
+        return out.add_(wrong and pdl)
+
+    monkeypatch.setattr(programmatic_launch, "rms_norm_triton", planted)
+    monkeypatch.setattr(programmatic_launch, "REPLAYS", 1)
+    monkeypatch.setattr(programmatic_launch, "takes_pdl", lambda device: True)
+    shape = KernelShape(torch.float16, 16, 4, 2, 32, 48, 100)
+    setting = Setting(shape, torch.device("cuda"), nodes=1, context=3, fixed_order_dot=True)
+    clock = PlannedClock({LaunchConfig(): 2.0, LaunchConfig(pdl=True): 1.0})
+    problems = problems_of(workloads_of(setting, ["programmatic_launch"]))
+    [found] = tune(problems, clock, SweepLog(tmp_path / "log", "A GPU"))
+    assert found.best is not None and found.best.config == LaunchConfig(pdl=not wrong)
+    assert [measurement.config.pdl for measurement in found.failed] == [True] * wrong
+    assert all("has other bits" in str(measurement.error) for measurement in found.failed)
+    entry = found.entry({})
+    assert entry is not None and entry.config == {"pdl": not wrong}
 
 
 @pytest.mark.parametrize("measured", [None, False, True])

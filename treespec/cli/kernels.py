@@ -386,7 +386,8 @@ def echo_stored(documents: Sequence[dict[str, Any]]) -> None:
         for entry in document["entries"]:
             stale = f"; stale: {', '.join(entry['stale'])}" if entry["stale"] else ""
             times = f"{entry['microseconds']:.2f} us, default {entry['default_microseconds']:.2f} us"
-            typer.echo(f"  {_label(entry)}: {times}{stale}")
+            launched = {True: ", on", False: ", off"}.get(entry["config"].get("pdl"), "")
+            typer.echo(f"  {_label(entry)}: {times}{launched}{stale}")
 
 
 @contextmanager

@@ -19,11 +19,11 @@ completed, all of it, and its writes are visible. So here
 4. The option and the wait are switched together, by `launch_options`. A kernel that waits and was launched without the
    option goes on at once.
 
-No compiler may move an access above the wait: Triton's operation has side effects, and so has the inline assembly that
-it was up to 3.6. The wait stands outside of loops, where software pipelining would put a loop's first loads before it.
-On sm_100 a block allocates its tensor memory before anything else, the wait included. That cannot lock up: dependents
-begin when every program here has its own, and go on when these have ended. None of this is taken on trust: `aot_order`
-proves it of the PTX and the machine code of every kernel.
+No compiler may move an access above the wait: the operation that it is in Triton 3.9 has side effects, and so has the
+inline assembly that it is in 3.6. It stands outside of loops, where software pipelining would put a loop's first loads
+before it. On sm_100 a block allocates its tensor memory before anything else, the wait included. That cannot lock up:
+dependents begin when every program here has its own, and go on when these have ended. The order is not taken on trust:
+`aot_order` proves it of the PTX and the machine code of every configuration that is compiled ahead of time.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def test_rounds_teach_what_further_rows_take(slowness: float, factor: float) -> 
         learn(costs, rows, slowness * truth[rows])
     for rows in (1, 2, 8, 16):
         assert costs.verify(rows, 1) == pytest.approx(truth[rows], rel=0.01)
-    assert costs.host(drafting=True) == pytest.approx(1e-4 / slowness, rel=0.05)
+    assert costs.host("tree") == pytest.approx(1e-4 / slowness, rel=0.05)
 
 
 def test_one_disturbance_teaches_little() -> None:
@@ -106,10 +106,22 @@ def test_a_plain_pass_after_a_tree_is_known_to_be_slower() -> None:
     assert costs.speculative(1, 0, NOTHING) == pytest.approx(1e-3, rel=0.01)
 
 
+def test_the_hosts_work_is_known_by_what_it_did() -> None:
+    costs = costs_at(CURVE, 128)
+    for _ in range(60):
+        learn(costs, 1, 1e-3, host=1e-5, drafting=False)
+        learn(costs, 1, 1e-3, host=4e-5)
+        learn(costs, 8, float(CURVE.verify(8)), host=9e-5)
+    assert [costs.host(work) for work in ("plain", "search", "tree")] == pytest.approx([1e-5, 4e-5, 9e-5], rel=0.02)
+    assert costs.plain == pytest.approx(1.01e-3, rel=0.01)
+    learn(costs, 1, 1e-3)
+    assert costs.speculative(8, 1, NOTHING) - costs.verify(8, 1, 1) == pytest.approx(9e-5, rel=0.1)
+
+
 def test_batches_of_other_sizes_learn_for_themselves() -> None:
     costs = costs_at(CURVE, 128)
     for rows in (1, 1, 8, 8, 8):
         learn(costs, rows, float(CURVE.verify(rows)) * (1 if rows == 1 else 2))
     assert costs.learned.row_scale > 1
     costs.begin(batch_of(128, 128))
-    assert costs.learned.row_scale == 1 and costs.host(drafting=True) == 0
+    assert costs.learned.row_scale == 1 and costs.host("tree") == 0

@@ -272,7 +272,7 @@ class Planner:
         grown = np.concatenate([[0], np.cumsum(first_nodes)]) + fixed_trees
         seconds = self.costs.verify_each(fixed_rows + np.arange(len(order) + 1), len(requests), grown)
         if not drafted.levels:  # a guess that cost no pass may still be dropped, with the host's work on its tree
-            seconds = seconds + grown * max(self.costs.host(drafting=True) - self.costs.host(drafting=False), 0.0)
+            seconds = seconds + grown * max(self.costs.host("tree") - self.costs.host("search"), 0.0)
         count = int(np.argmax(promised - self.rate * seconds))
         owner, node = owner[order[:count]], node[order[:count]]
         for i in free:

@@ -7,7 +7,7 @@ one row of each request, so that a busy machine does not look like dear drafting
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -16,7 +16,9 @@ from treespec.request import Request
 
 _MEMORY = 0.1  # weight of the newest round in the running means
 _LARGEST_STEP = 2.0  # factor between a measured time and the learned one beyond which it counts as a disturbance
-_USUAL_HOST = 1 / 3  # the host's time of plain rounds over that of others, before both were seen
+# What the host does in a round: as in plain decoding; asks sources, which find nothing; works on trees.
+HostWork = Literal["plain", "search", "tree"]
+_USUAL_HOST: dict[HostWork, float] = {"plain": 1 / 3, "search": 2 / 3}  # over that of trees, before it was seen
 _FRESH = 64  # rounds for which a pass over one row says how fast the machine is
 
 
@@ -110,7 +112,7 @@ class _Learned:
     """What rounds of one size of batch have taught.
 
     Attributes:
-        plain_host, host: per request, where nothing is drafted and where it is; None before it was seen.
+        hosts: per request, by the work; what was not seen yet is missing.
         draft_scale: measured over modelled seconds of drafting.
         row_scale: the same of what rows beyond each request's first add to a target pass.
         lone_scale: a pass over one row of each request after a tree, over one that follows upon such a pass.
@@ -118,8 +120,7 @@ class _Learned:
     """
 
     def __init__(self) -> None:
-        self.plain_host: float | None = None
-        self.host: float | None = None
+        self.hosts: dict[HostWork, float] = {}
         self.draft_scale = self.lone_scale = 1.0
         self.follows_tree = False
         # Measured over modelled seconds of passes over one row of each request that follow upon such a pass, as plain
@@ -160,6 +161,11 @@ class _Learned:
         self._rows_modelled += _MEMORY * (further - self._rows_modelled)
 
 
+def _speculative_work(trees: int, drafted: Drafted) -> HostWork:
+    """Of a round in which sources were asked."""
+    return "tree" if trees or drafted.levels else "search"
+
+
 def _towards(known: float | None, seen: float) -> float:
     """A running mean of times that a disturbance moves by little."""
     if known is None:
@@ -198,14 +204,14 @@ class RoundCosts:
     @property
     def plain(self) -> float:
         """A round of plain decoding."""
-        return self._one_row(self._requests) + self._requests * self.host(drafting=False)
+        return self._one_row(self._requests) + self._requests * self.host("plain")
 
     def speculative(self, rows: int, trees: int, drafted: Drafted) -> float:
         """The round that was learned from last, prompts that SSMs read left out; sizes as in `verify`."""
         seconds = self.verify(rows, self._requests, trees)
         if rows == self._requests and self.learned.follows_tree:
             seconds *= self.learned.lone_scale
-        return seconds + self.draft(drafted) + self._requests * self.host(drafting=True)
+        return seconds + self.draft(drafted) + self._requests * self.host(_speculative_work(trees, drafted))
 
     def verify(self, rows: int, requests: int, trees: int = 0) -> float:
         """A target pass; `rows`, `requests` and `trees` as in `CostCurve.verify`."""
@@ -217,12 +223,10 @@ class RoundCosts:
         further = further + (rows - requests) * self._beyond * self.curve.row_position_seconds
         return self._one_row(requests) + np.maximum(further, 0.0) * self.learned.row_scale
 
-    def host(self, drafting: bool) -> float:
+    def host(self, work: HostWork) -> float:
         """The host's work on one request."""
-        learned = self.learned
-        if drafting:
-            return learned.host if learned.host is not None else 0.0
-        return learned.plain_host if learned.plain_host is not None else _USUAL_HOST * self.host(drafting=True)
+        hosts = self.learned.hosts
+        return hosts[work] if work in hosts else _USUAL_HOST.get(work, 0.0) * hosts.get("tree", 0.0)
 
     def level(self, passes: float, request_passes: float) -> float:
         """One level of drafting, of so many passes."""
@@ -261,10 +265,10 @@ class RoundCosts:
         learned.see_forward(seconds.forward, self._one_row(count), further)
         unit = seconds.forward / self.verify(rows, count, trees)
         host = seconds.host / unit / count
+        work: HostWork = _speculative_work(trees, drafted) if drafting else "plain"
+        learned.hosts[work] = _towards(learned.hosts.get(work), host)
         if not drafting:
-            learned.plain_host = _towards(learned.plain_host, host)
             return
-        learned.host = _towards(learned.host, host)
         if modelled := self._modelled_draft(drafted):
             learned.draft_scale = _towards(learned.draft_scale, seconds.draft / unit / modelled)
         if read := drafted.read_tokens * self.curve.read_seconds:

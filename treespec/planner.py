@@ -130,9 +130,11 @@ class Planner:
             return [DraftPlan(0, 0, 1)] * len(requests)  # a round as short as plain decoding's
         self._batch = requests
         self._worth = np.ones(len(requests)) if others_wait else self._worth_of_tokens(requests)
-        # Before other sources have spoken: where SSMs are not worth a level now, they will not be later.
-        drafts = self.worth_a_level(np.arange(len(requests)), np.ones(len(requests)), None).tolist()
-        price = self._price_of_an_ssm()
+        drafts, price = [False] * len(requests), 0.0
+        if not (adaptive and outlook.ssms.resting):
+            # Before other sources have spoken: where SSMs are not worth a level now, they will not be later.
+            drafts = self.worth_a_level(np.arange(len(requests)), np.ones(len(requests)), None).tolist()
+            price = self._price_of_an_ssm()
         plans = []
         for i, request in enumerate(requests):
             spec = request.spec

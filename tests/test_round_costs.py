@@ -118,6 +118,15 @@ def test_the_hosts_work_is_known_by_what_it_did() -> None:
     assert costs.speculative(8, 1, NOTHING) - costs.verify(8, 1, 1) == pytest.approx(9e-5, rel=0.1)
 
 
+def test_rows_that_the_curve_calls_free_teach_nothing_of_others() -> None:
+    flat = dataclasses.replace(CURVE, rows=(1, 4, 16), verify_seconds=(1e-3, 1e-3, 2.5e-3))
+    costs = costs_at(flat, 128)
+    for rows, forward in ((1, 1e-3), (1, 1e-3), *[(4, 3e-3), (1, 1e-3), (1, 1e-3)] * 20):
+        learn(costs, rows, forward, host=0.0)
+    assert costs.verify(1, 1) == costs.verify(4, 1) == pytest.approx(1e-3)
+    assert costs.learned.lone_scale == pytest.approx(1) and costs.learned.row_scale == 1
+
+
 def test_batches_of_other_sizes_learn_for_themselves() -> None:
     costs = costs_at(CURVE, 128)
     for rows in (1, 1, 8, 8, 8):

@@ -134,24 +134,26 @@ class _Learned:
     def row_scale(self) -> float:
         return self._rows_took / self._rows_modelled if self._rows_modelled else 1.0
 
-    def see_forward(self, seconds: float, plain: float, further: float) -> None:
+    def see_forward(self, seconds: float, plain: float, further: float | None) -> None:
         """Learn from a target pass.
 
         Args:
             seconds: that it took.
             plain: modelled, of one row of each request.
-            further: modelled, not yet scaled, of all other rows.
+            further: modelled, not yet scaled, of all other rows; None where there are none.
         """
-        was_lone, self._was_lone = self._was_lone, not further
+        was_lone, self._was_lone = self._was_lone, further is None
         self.follows_tree = not was_lone
         self._pace_age += 1
-        if was_lone and not further:
+        if was_lone and further is None:
             self._pace, self._pace_age = _towards(self._pace, seconds / plain), 0
             return
         if self._pace is None or self._pace_age > _FRESH:
             return
-        if not further:
+        if further is None:
             self.lone_scale = _towards(self.lone_scale, seconds / self._pace / plain)
+            return
+        if not further:  # the curve says that these rows are free
             return
         scale = self.row_scale
         took = min(max(seconds / self._pace - plain, further * scale / _LARGEST_STEP), further * scale * _LARGEST_STEP)
@@ -208,10 +210,8 @@ class RoundCosts:
 
     def speculative(self, rows: int, trees: int, drafted: Drafted) -> float:
         """The round that was learned from last, prompts that SSMs read left out; sizes as in `verify`."""
-        seconds = self.verify(rows, self._requests, trees)
-        if rows == self._requests and self.learned.follows_tree:
-            seconds *= self.learned.lone_scale
-        return seconds + self.draft(drafted) + self._requests * self.host(_speculative_work(trees, drafted))
+        host = self._requests * self.host(_speculative_work(trees, drafted))
+        return self._last_pass(rows, trees) + self.draft(drafted) + host
 
     def verify(self, rows: int, requests: int, trees: int = 0) -> float:
         """A target pass; `rows`, `requests` and `trees` as in `CostCurve.verify`."""
@@ -261,9 +261,9 @@ class RoundCosts:
         if not self.learns:
             return
         count, learned = self._requests, self.learned
-        further = self._further_rows(rows, count, trees)
+        further = self._further_rows(rows, count, trees) if rows > count else None
         learned.see_forward(seconds.forward, self._one_row(count), further)
-        unit = seconds.forward / self.verify(rows, count, trees)
+        unit = seconds.forward / self._last_pass(rows, trees)
         host = seconds.host / unit / count
         work: HostWork = _speculative_work(trees, drafted) if drafting else "plain"
         learned.hosts[work] = _towards(learned.hosts.get(work), host)
@@ -273,6 +273,11 @@ class RoundCosts:
             learned.draft_scale = _towards(learned.draft_scale, seconds.draft / unit / modelled)
         if read := drafted.read_tokens * self.curve.read_seconds:
             self._read_scale = _towards(self._read_scale, seconds.read / unit / read)
+
+    def _last_pass(self, rows: int, trees: int) -> float:
+        """The target pass that was learned from last."""
+        learned, seconds = self.learned, self.verify(rows, self._requests, trees)
+        return seconds * learned.lone_scale if rows <= self._requests and learned.follows_tree else seconds
 
     def _modelled_draft(self, drafted: Drafted) -> float:
         return self.curve.draft(drafted.levels, drafted.passes, drafted.request_passes)

@@ -70,7 +70,8 @@ def test_check_is_refused_where_tokens_are_others_by_design(rule: str, asked: li
     message = document["error"]["message"]
     assert f"--verification {rule} keeps the distribution" in message and "use --verification coupled" in message
     assert not asked, "before anything is loaded"
-    assert len(run(*HOT, "--verification", rule, "--json").document["token_ids"]) == 12
+    drawn = run(*HOT, "--verification", rule, "--json").document
+    assert len(drawn["token_ids"]) == 12 or drawn["finish_reason"] == "stop", "by chance it meets the end token"
     greedy = run("generate", PROMPT, "--max-tokens", 12, "--verification", rule, "--check", "--json").document
     assert greedy["identical"] is True
 

@@ -14,7 +14,6 @@ from tests.models import greedy, open_llm, random_prompts
 from treespec import SpecConfig
 from treespec.config import ModelConfig
 from treespec.errors import KernelError, ModelError
-from treespec.models.compiled import _uncovered, check_compiled
 from treespec.runner import Runner
 from treespec_kernels.tree_batch import RequestRows
 from treespec_weights import UnsupportedModelError, inspect_checkpoint, verify_checkpoint
@@ -159,22 +158,6 @@ def test_variants_that_no_declaration_covers(name: str, tmp_path: Path) -> None:
     folder = edited(make_model(tmp_path / "model", TYPICAL[case], 7), **values)
     with pytest.raises((UnsupportedModelError, ModelError), match=words):
         ModelConfig.from_hf(folder)
-
-
-def test_what_the_compiled_pass_does_not_compute(tmp_path: Path) -> None:
-    """It says which part, before anything is loaded."""
-    expected = {
-        "llama": None, "qwen3": "norms of heads", "gemma2": "1 \\+ w", "gemma3": "several ropes",
-        "gpt_neox": "LayerNorm", "mistral": "window", "opt": "without a gate", "gpt2": "learned positions",
-        "qwen2": "window",
-    }  # fmt: skip
-    for name, words in expected.items():
-        config = ModelConfig.from_hf(edited(make_model(tmp_path / name, TYPICAL[name], 7)))
-        if words is None:
-            assert _uncovered(config) is None
-        else:
-            with pytest.raises(KernelError, match=words):
-                check_compiled(config, torch.float32, torch.device("cpu"), tmp_path)
 
 
 def test_a_window_that_nothing_leaves_is_none(tmp_path: Path) -> None:

@@ -21,8 +21,9 @@ from treespec.tree import TokenTree
 
 PAUSE = 64  # rounds of rest after speculation was seen to cost more than it saves
 LONGEST_PAUSE = 1024  # each pause in a row doubles
-# What speculation may lose before it rests, in rounds of plain decoding: at first, after a rest, and at most. Guesses
-# hold in bursts: with a fifth of it lookup rested through most of 48 texts, and gained a tenth where it can gain four.
+# What speculation of one request may lose before it rests, in rounds of plain decoding: at first, after a rest, and at
+# most. Guesses hold in bursts: with a fifth of it lookup rested through most of 48 texts, and gained a tenth where it
+# can gain four. A batch of n gets an nth, as bursts of several requests make up for each other's lack.
 _CREDIT, _SECOND_CREDIT, _LARGEST_CREDIT = 10.0, 5.0, 20.0
 _MARGIN = 0.04  # gain that counts as none: about the error of modelled seconds
 _MEMORY = 0.03  # weight of the newest round in the running mean
@@ -39,12 +40,17 @@ _IDLE_ROUNDS = 8  # for which a batch that is not worth drafting for is not aske
 
 
 class _Hope:
-    """Whether a way to speculate gains. It may lose a few rounds' time; then it rests, each time for longer."""
+    """Whether a way to speculate gains. It may lose a few rounds' time; then it rests, each time for longer.
 
-    def __init__(self) -> None:
+    Args:
+        requests: of the batch.
+    """
+
+    def __init__(self, requests: int) -> None:
         self.gain = _HOPE  # running mean: its tokens per second over plain decoding's
         self.resting = 0  # rounds
-        self._credit = _CREDIT  # what it may still lose, in rounds of plain decoding
+        self._requests = requests
+        self._credit = _CREDIT / requests  # what it may still lose, in rounds of plain decoding
         self._pause = PAUSE
 
     def observe(self, gain: float, rounds: float, paid: float = 0.0) -> None:
@@ -53,10 +59,10 @@ class _Hope:
         self.gain += _MEMORY * (gain - self.gain)
         self._credit += (gain - 1 - _MARGIN) * rounds - paid
         if self._credit < 0:
-            self.resting, self._credit, self.gain = self._pause, _SECOND_CREDIT, max(self.gain, _SECOND_HOPE)
-            self._pause = min(2 * self._pause, LONGEST_PAUSE)
-        elif self._credit > _LARGEST_CREDIT:
-            self._credit, self._pause = _LARGEST_CREDIT, PAUSE
+            self.resting, self._credit = self._pause, _SECOND_CREDIT / self._requests
+            self.gain, self._pause = max(self.gain, _SECOND_HOPE), min(2 * self._pause, LONGEST_PAUSE)
+        elif self._credit > _LARGEST_CREDIT / self._requests:
+            self._credit, self._pause = _LARGEST_CREDIT / self._requests, PAUSE
 
     def miss(self) -> None:
         """Learn from a round that was not decoded this way: what is not tried cannot be learned, hope returns."""
@@ -71,11 +77,16 @@ class _Idle(NamedTuple):
 
 
 class _Outlook:
-    """What was learned at one size of batch: there are few sizes, and what pays for one request may not for eight."""
+    """What was learned at one size of batch: there are few sizes, and what pays for one request may not for eight.
 
-    def __init__(self) -> None:
+    Args:
+        requests: the fewest of this size.
+    """
+
+    def __init__(self, requests: int) -> None:
         self.gain = _HOPE  # running mean over all rounds that speculate
-        self.ssms, self.free = _Hope(), _Hope()  # rounds with SSMs, and with sources that cost no pass alone
+        # Rounds with SSMs, and with sources that cost no pass alone.
+        self.ssms, self.free = _Hope(requests), _Hope(requests)
 
 
 class Planner:
@@ -204,7 +215,7 @@ class Planner:
     def _outlook(self) -> _Outlook:
         size = self._requests.bit_length()
         if size not in self._outlooks:
-            self._outlooks[size] = _Outlook()
+            self._outlooks[size] = _Outlook(2 ** (size - 1))
         return self._outlooks[size]
 
     def _saving(self, request: Request) -> float:

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.quantized import needs_compiler
 from treespec_kernels.decoder_cpu import (
     Architecture,
     CompiledModel,
-    CompileError,
     LayerWeights,
     NormWeights,
     build,
@@ -22,11 +22,7 @@ from treespec_kernels.decoder_cpu import (
 from treespec_kernels.testing import assert_close
 from treespec_kernels.tree_batch import PAGE_SIZE, RequestRows
 
-try:
-    COMPILER = find_compiler()
-except CompileError as error:
-    pytest.skip(str(error), allow_module_level=True)
-
+pytestmark = needs_compiler
 HIDDEN, VOCAB = 32, 61
 LENGTH = 3 * PAGE_SIZE
 PAGES = np.array([5, 1, 3, 4])  # in the order of positions
@@ -97,7 +93,8 @@ def random_weights(case: Case, layers: int) -> Weights:
 
 
 def make_model(case: Case, folder: Path, threads: int = 1, layers: int = 2) -> CompiledModel:
-    library, weights = build((*COMPILER, *case.flags), case.head_dim, case.dtype, folder), random_weights(case, layers)
+    library = build((*find_compiler(), *case.flags), case.head_dim, case.dtype, folder)
+    weights = random_weights(case, layers)
     heads, scale = case.kv_heads * case.group, case.head_dim**-0.5
     architecture = Architecture(heads, case.kv_heads, 1e-6, scale, score_cap=case.cap)
     return CompiledModel(library, architecture, weights.embed, None, weights.layers, ONES, weights.head, threads)

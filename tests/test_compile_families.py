@@ -12,16 +12,12 @@ import torch
 from tests.exactness import differences, run
 from tests.families import CASES, TYPICAL, VOCAB, WINDOW, Case, make_model
 from tests.models import OracleDrafter, greedy, make_draft, new_folder, open_llm, random_prompts
+from tests.quantized import needs_compiler
 from tests.test_decoder_parity import our_logits
 from treespec import SpecConfig, costs
-from treespec_kernels.decoder_cpu import CompileError, find_compiler
 from treespec_kernels.testing import assert_close
 
-try:
-    find_compiler()
-except CompileError as error:
-    pytest.skip(str(error), allow_module_level=True)
-
+pytestmark = needs_compiler
 ODD = ("mistral, a window of one position", "qwen3, biases, windows by layer", "gpt_neox, one after the other")
 SPECS = (SpecConfig(nodes=20, max_depth=6), SpecConfig(nodes=40, max_depth=4, sources=("ssm",)), SpecConfig())
 

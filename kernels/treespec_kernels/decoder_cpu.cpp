@@ -72,8 +72,7 @@ inline void store(uint16_t* p, vec v) {
     std::memcpy(p, &rounded, sizeof rounded);
 }
 
-// Two vectors become one, half of each added to its other half. Four levels of it give the sums of 16 vectors; these
-// shuffles are one instruction each.
+// Two vectors become one, half of each added to its other half; a level of a sum. Each shuffle is one instruction.
 #define FOLD(a, b, LOW, HIGH) (__builtin_shufflevector(a, b, LOW) + __builtin_shufflevector(a, b, HIGH))
 #define SINGLES_LOW 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29
 #define SINGLES_HIGH 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31
@@ -83,13 +82,6 @@ inline void store(uint16_t* p, vec v) {
 #define HALVES_HIGH 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31
 #define FOURS_LOW 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27
 #define FOURS_HIGH 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31
-
-inline vec sums(vec v[16]) {  // lane i: the sum of v[i]
-    for (int i = 0; i < 8; i++) v[i] = FOLD(v[2 * i], v[2 * i + 1], SINGLES_LOW, SINGLES_HIGH);
-    for (int i = 0; i < 4; i++) v[i] = FOLD(v[2 * i], v[2 * i + 1], PAIRS_LOW, PAIRS_HIGH);
-    for (int i = 0; i < 2; i++) v[i] = FOLD(v[2 * i], v[2 * i + 1], HALVES_LOW, HALVES_HIGH);
-    return FOLD(v[0], v[1], FOURS_LOW, FOURS_HIGH);
-}
 
 inline float sum(vec v) {
     v = FOLD(v, v, SINGLES_LOW, SINGLES_HIGH);

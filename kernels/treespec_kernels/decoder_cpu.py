@@ -26,7 +26,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treespec_kernels.huge_pages import HugePages
 from treespec_kernels.quantized import QuantizedWeight
 from treespec_kernels.tree_batch import PAGE_SIZE, RequestRows
 
@@ -168,17 +167,9 @@ class PackedLinear:
         library: from `build`.
         weight: [outputs, inputs] in the library's dtype, or a quantised one of these sizes, inputs even.
         bias: [outputs] or None.
-        memory: where the packed weights are copied to; None: they stay where they are.
     """
 
-    def __init__(
-        self,
-        library: ctypes.CDLL,
-        weight: Tensor | QuantizedWeight,
-        bias: Tensor | None,
-        memory: HugePages | None = None,
-    ):
-        self._memory = memory
+    def __init__(self, library: ctypes.CDLL, weight: Tensor | QuantizedWeight, bias: Tensor | None):
         self.held: list[Tensor] = []
         self.outputs, self.inputs, bits, group, scale, zero = 0, 0, 0, 0, None, None
         if isinstance(weight, QuantizedWeight):
@@ -197,13 +188,13 @@ class PackedLinear:
             packed = pack(weight)
         padded = None if bias is None else torch.nn.functional.pad(bias.float(), (0, -self.outputs % _PANEL))
         self.struct = _Linear(
-            self._hold(packed), None if padded is None else self._hold(padded), self.inputs,
+            self._hold(packed), None if padded is None else self._hold(padded.contiguous().clone()), self.inputs,
             self.outputs, bits, group, scale, zero,
         )  # fmt: skip
 
     def _hold(self, tensor: Tensor) -> int:
-        self.held.append(tensor.contiguous() if self._memory is None else self._memory.hold(tensor))
-        return self.held[-1].data_ptr()
+        self.held.append(tensor)
+        return tensor.data_ptr()
 
 
 class NormWeights(NamedTuple):
@@ -327,43 +318,39 @@ class CompiledModel:
         head: Tensor,
         num_threads: int,
     ):
-        self._library, self._threads, self._memory = library, num_threads, HugePages()
-        self.num_ropes = architecture.num_ropes
+        self._library, self._threads, self.num_ropes = library, num_threads, architecture.num_ropes
         self._held: list[Tensor] = [embed, *([] if positions is None else [positions])]  # what structures point to
         self.dtype, self.vocab_size, self.hidden_size = embed.dtype, head.shape[0], embed.shape[1]
-        self._layers = [
-            _Layer(
-                self._norm(layer.attn_norm), self._norm(layer.mlp_norm), self._norm(layer.attn_post_norm),
-                self._norm(layer.mlp_post_norm), self._floats(layer.head_norm),
-                self._linear(layer.qkv, layer.qkv_bias), self._linear(layer.o, layer.o_bias),
-                self._linear(layer.gate_up, layer.gate_up_bias), self._linear(layer.down, layer.down_bias),
-                layer.rope, layer.window or 0,
+        self._layers = (_Layer * len(layers))(
+            *(
+                _Layer(
+                    self._norm(layer.attn_norm), self._norm(layer.mlp_norm), self._norm(layer.attn_post_norm),
+                    self._norm(layer.mlp_post_norm), self._floats(layer.head_norm),
+                    self._linear(layer.qkv, layer.qkv_bias), self._linear(layer.o, layer.o_bias),
+                    self._linear(layer.gate_up, layer.gate_up_bias), self._linear(layer.down, layer.down_bias),
+                    layer.rope, layer.window or 0,
+                )
+                for layer in layers
             )
-            for layer in layers
-        ]  # fmt: skip
+        )  # fmt: skip
         a = architecture
         self._model = _Model(
-            None, embed.data_ptr(), None if positions is None else positions.data_ptr(), self._norm(final_norm),
+            self._layers, embed.data_ptr(), None if positions is None else positions.data_ptr(), self._norm(final_norm),
             self.hidden_size, a.num_heads, a.num_kv_heads, self._layers[0].down.inputs, num_threads,
             ACTIVATIONS.index(a.activation), a.layer_norm, a.parallel, a.num_ropes,
             a.norm_eps, a.query_scale, a.embed_scale, a.score_cap or 0.0,
         )  # fmt: skip
-        self._point_to(self._layers)
         self._head = self._linear(head, None)
 
     def keep(self, layers: Sequence[int], windows: Sequence[int | None]) -> "CompiledModel":
         """The model of these layers alone, with these windows; weights are shared."""
         model = copy.copy(self)
-        model._layers = [_Layer.from_buffer_copy(self._layers[i]) for i in layers]
+        model._layers = (_Layer * len(layers))(*(self._layers[i] for i in layers))
         for layer, window in zip(model._layers, windows, strict=True):
             layer.window = window or 0
         model._model = _Model.from_buffer_copy(self._model)
-        model._point_to(model._layers)
+        model._model.layers = model._layers
         return model
-
-    def _point_to(self, layers: Sequence[_Layer]) -> None:
-        self._array = (_Layer * len(layers))(*layers)
-        self._model.layers = self._array
 
     @property
     def nbytes(self) -> int:
@@ -381,7 +368,7 @@ class CompiledModel:
         return _Norm() if norm is None else _Norm(self._floats(norm.weight), self._floats(norm.bias))
 
     def _linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> _Linear:
-        packed = PackedLinear(self._library, weight, bias, self._memory)
+        packed = PackedLinear(self._library, weight, bias)
         self._held += packed.held
         return packed.struct
 

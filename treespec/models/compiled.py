@@ -116,10 +116,7 @@ class CompiledDecoder(Decoder):
     def plan(self, requests: list[RequestRows], kv: Tensor) -> Pass:
         positions = np.concatenate([rows.positions for rows in requests])
         plan = plan_compiled(requests)
-        ropes = [rotation.at(positions) for rotation in self.rotations]
-        learned = None if self.positions is None else torch.from_numpy(self.places(positions))
-        rotation = torch.cat(ropes, 1) if len(ropes) > 1 else ropes[0] if ropes else torch.empty(len(positions), 0, 0)
-        return Pass(plan.num_rows, rotation, plan.slots, plan, learned)
+        return Pass(plan.num_rows, self._rotation_at(positions), plan.slots, plan, self._learned_at(positions))
 
     def forward(self, tokens: Tensor, layout: Pass, kv: Tensor, num_layers: int | None = None) -> Tensor:
         own = kv[:num_layers]

@@ -176,22 +176,24 @@ class Decoder:
         steps = np.arange(self.kv_heads) * PAGE_SIZE
         steps = np.concatenate((steps, steps + kv.shape[2] * self.kv_heads * PAGE_SIZE))  # K, then V
         slots = (first[:, None] + steps).reshape(-1)
-        ropes = [rotation.at(positions) for rotation in self.rotations]
-        learned = None
-        if self.positions is not None:
-            learned = torch.from_numpy(self.places(positions)).to(self.device)
         return Pass(
             len(positions),
-            ropes[0] if len(ropes) == 1 else torch.cat(ropes, 1) if ropes else torch.empty(len(positions), 0, 0),
+            self._rotation_at(positions),
             torch.from_numpy(slots).to(self.device),
             [self.attention.plan(requests, len(positions), window) for window in self.windows],
-            learned,
+            self._learned_at(positions),
         )
 
-    def places(self, positions: np.ndarray) -> np.ndarray:
-        """Rows of the learned positions; what is drafted behind the last one is never accepted."""
-        assert self.positions is not None
-        return np.minimum(positions, len(self.positions) - 1)
+    def _rotation_at(self, positions: np.ndarray) -> Tensor:
+        """cos and signed sin of every rope, fp32 [num_rows, 2 * number of ropes, head_dim]."""
+        ropes = [rotation.at(positions) for rotation in self.rotations]
+        return ropes[0] if len(ropes) == 1 else torch.cat(ropes, 1) if ropes else torch.empty(len(positions), 0, 0)
+
+    def _learned_at(self, positions: np.ndarray) -> Tensor | None:
+        """Rows of the learned positions, int64 [num_rows]; what is drafted behind the last one is never accepted."""
+        if self.positions is None:
+            return None
+        return torch.from_numpy(np.minimum(positions, len(self.positions) - 1)).to(self.device)
 
     def forward(self, tokens: Tensor, layout: Pass, kv: Tensor, num_layers: int | None = None) -> Tensor:
         """Hidden states of a pass, after the final norm. Writes the rows' K/V to their slots.

@@ -106,8 +106,8 @@ def new_pool(case: Case, layers: int = 2) -> Tensor:
 
 def run(model: CompiledModel, case: Case, pool: Tensor, tokens: Any, *requests: RequestRows) -> Tensor:
     """Hidden states, [num_rows, HIDDEN]. Keys turn by an angle that goes by dimension and position."""
-    positions = np.concatenate([rows.positions for rows in requests])
-    angle = torch.from_numpy(positions)[:, None] * 0.7 ** torch.arange(case.head_dim // 2)
+    length = max(int(rows.positions.max()) for rows in requests) + 1
+    angle = torch.arange(length)[:, None] * 0.7 ** torch.arange(case.head_dim // 2)
     rotation = torch.stack(
         (torch.cat((angle.cos(),) * 2, 1), torch.cat((-angle.sin(), angle.sin()), 1)), 1
     ).contiguous()

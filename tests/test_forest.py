@@ -1,14 +1,20 @@
-"""Growing trees against a dictionary of paths: the merge of SSMs and seeds, budgets, frontiers."""
+"""Trees that grow, in numpy and compiled, against a dictionary of paths: merge of SSMs and seeds, budgets, frontiers."""
+
+from pathlib import Path as File
 
 import numpy as np
 import pytest
+import torch
 
-from tests.models import tree_of
-from treespec.drafters.forest import Candidates, Forest, Shape, combine
+from tests.models import new_folder, tree_of
+from treespec.drafters.compiled_forest import CompiledForest
+from treespec.drafters.forest import Forest, Laws, Shape, combine
 from treespec.tree import TokenTree
+from treespec_kernels.decoder_cpu import build, find_compiler
 
 VOCAB = 12
 NAMES = ("a", "b")
+_LIBRARIES = File(new_folder("libraries"))
 Path = tuple[int, ...]
 
 
@@ -21,19 +27,22 @@ class Speaker:
     def probs(self, ssm: int, path: Path) -> np.ndarray:
         rng = np.random.default_rng((self.seed, ssm, *path))
         weights = rng.exponential(size=VOCAB) ** 2
-        return weights / weights.sum()
+        return (weights / weights.sum()).astype(np.float32)
 
-    def candidates(self, paths: list[Path], seeds: np.ndarray, width: int, weights: np.ndarray) -> Candidates:
-        probs = np.stack([[self.probs(ssm, path) for path in paths] for ssm in range(self.num_ssms)])
-        best = np.argsort(-probs, axis=2)[:, :, :width]
-        tokens = np.concatenate([*best, seeds], axis=1)
-        asked = np.stack([np.take_along_axis(p, np.maximum(tokens, 0), 1) * (tokens >= 0) for p in probs])
-        least = np.stack([np.take_along_axis(p, b, 1)[:, -1:] for p, b in zip(probs, best, strict=True)])
-        proposed = (asked >= least) & (tokens >= 0)
-        return Candidates(range(self.num_ssms), tokens, asked, proposed, np.tile(weights, (len(paths), 1)), False)
+    def laws(self, paths: list[Path]) -> list[Laws]:
+        rows = np.arange(len(paths))
+        return [Laws(s, rows, np.stack([self.probs(s, path) for path in paths])) for s in range(self.num_ssms)]
 
 
-def grow(forest: Forest, speaker: Speaker, weights: np.ndarray, width: int) -> list[list[Path]]:
+def compiled(*args: object) -> CompiledForest:
+    library = build(find_compiler(), 64, torch.float32, _LIBRARIES)
+    return CompiledForest(*args, library=library)  # type: ignore[arg-type, misc]
+
+
+FORESTS = pytest.mark.parametrize("kind", [Forest, compiled], ids=["numpy", "compiled"])
+
+
+def grow(forest: Forest, speaker: Speaker, weights: np.ndarray) -> list[list[Path]]:
     """Grow to the end; the expanded paths of each tree, by level."""
     path_of: dict[int, Path] = dict.fromkeys(range(len(forest.shapes)), ())
     expanded: list[list[Path]] = [[] for _ in forest.shapes]
@@ -42,7 +51,8 @@ def grow(forest: Forest, speaker: Speaker, weights: np.ndarray, width: int) -> l
         paths = [path_of[node] for node in at.nodes.tolist()]
         for owner, path in zip(at.owners.tolist(), paths, strict=True):
             expanded[owner].append(path)
-        forest.extend(speaker.candidates(paths, forest.seed_tokens(), width, weights))
+        broken = forest.extend(speaker.laws(paths), [weights] * len(forest.shapes))
+        assert not broken.any()
         level = forest._levels[-1]
         first = forest._size - len(level.tokens)
         for i, (token, parent) in enumerate(zip(level.tokens.tolist(), level.parents.tolist(), strict=True)):
@@ -66,17 +76,18 @@ def expected_probs(speaker: Speaker, path: Path, weights: np.ndarray, width: int
     return {t: both[t] / max(taken, 1.0) if t in hinted else mixture[t] * rest for t in mixture}
 
 
+@FORESTS
 @pytest.mark.parametrize("seed", range(12))
-def test_merge_against_a_dictionary(seed: int) -> None:
+def test_merge_against_a_dictionary(seed: int, kind: type[Forest]) -> None:
     """Every node's probability, who proposed it, and that nothing of the best `nodes` is missing."""
     rng = np.random.default_rng(seed)
-    speaker, weights, width = Speaker(seed, 2), rng.dirichlet([1, 1]), 4
+    speaker, weights, width = Speaker(seed, 2), rng.dirichlet([1, 1]), 6
     hints: list[dict[Path, float]] = [{}, {(1,): 0.7, (2,): 0.2, (1, 3): 0.8, (1, 3, 5): 0.9, (1, 3, 5, 7): 0.9}]
     seeds = [TokenTree.root(3), tree_of(4, hints[1], "lookup")]
     nodes = int(rng.integers(4, 20))
     shapes = [Shape(3, nodes, None, ()), Shape(3, nodes, None, (9,))]
-    forest = Forest(seeds, shapes, 2, 6, 8, 64)
-    expanded = grow(forest, speaker, weights, width)
+    forest = kind(seeds, shapes, 2, width, 8, 64)
+    expanded = grow(forest, speaker, weights)
     for owner, (tree, slot_of_node) in enumerate(forest.finish(NAMES)):
         tree.check_integrity()
         paths = paths_of(tree)
@@ -110,12 +121,13 @@ def test_two_opinions() -> None:
     assert combine(np.array(0.9), np.array(0.1)) > combine(np.array(0.1), np.array(0.9))
 
 
+@FORESTS
 @pytest.mark.parametrize("branching", [(3, 2), (1, 1, 1), (2,)])
-def test_static_trees_have_their_shape(branching: tuple[int, ...]) -> None:
+def test_static_trees_have_their_shape(branching: tuple[int, ...], kind: type[Forest]) -> None:
     """Seeds compete for the places of a fixed shape and add none."""
     hints = {(1,): 0.9, (1, 2): 0.9, (1, 2, 3): 0.9, (1, 2, 3, 4): 0.9}
-    forest = Forest([tree_of(0, hints, "lookup")], [Shape(len(branching), 64, branching, ())], 2, 6, 8, 64)
-    grow(forest, Speaker(5, 2), np.array([0.5, 0.5]), 6)
+    forest = kind([tree_of(0, hints, "lookup")], [Shape(len(branching), 64, branching, ())], 2, 6, 8, 64)
+    grow(forest, Speaker(5, 2), np.array([0.5, 0.5]))
     ((tree, _),) = forest.finish(NAMES)
     tree.check_integrity()
     for depth, children in enumerate(branching):
@@ -124,16 +136,79 @@ def test_static_trees_have_their_shape(branching: tuple[int, ...]) -> None:
     assert len(tree) == 1 + sum(int(np.prod(branching[: i + 1])) for i in range(len(branching)))
 
 
-def test_limits_of_the_frontier() -> None:
-    forest = Forest([TokenTree.root(1)], [Shape(9, 500, None, ())], 2, 6, max_frontier=5, max_slots=17)
-    expanded = grow(forest, Speaker(1, 2), np.array([0.5, 0.5]), 6)
+@FORESTS
+def test_limits_of_the_frontier(kind: type[Forest]) -> None:
+    forest = kind([TokenTree.root(1)], [Shape(9, 500, None, ())], 2, 6, 5, 17)
+    expanded = grow(forest, Speaker(1, 2), np.array([0.5, 0.5]))
     by_depth = np.bincount([len(path) for path in expanded[0]])
     assert by_depth.max() == 5 and by_depth.sum() == 17
 
 
-def test_a_tree_without_levels_is_its_seed() -> None:
+@FORESTS
+def test_a_tree_without_levels_is_its_seed(kind: type[Forest]) -> None:
     hints = {(1,): 0.5, (2,): 0.25, (1, 1): 0.5}
-    forest = Forest([tree_of(8, hints, "lookup"), TokenTree.root(2)], [Shape(0, 16, None, ())] * 2, 2, 6, 8, 64)
+    forest = kind([tree_of(8, hints, "lookup"), TokenTree.root(2)], [Shape(0, 16, None, ())] * 2, 2, 6, 8, 64)
     assert not len(forest.frontier.nodes)
     (seeded, slots), (root, _) = forest.finish(NAMES)
     assert paths_of(seeded) == [(), *sorted(hints, key=len)] and len(root) == 1 and (slots == -1).all()
+
+
+def random_case(rng: np.random.Generator) -> tuple[list[TokenTree], list[Shape], int]:
+    """Seeds, shapes and how many SSMs."""
+    seeds, shapes = [], []
+    for _ in range(int(rng.integers(1, 5))):
+        hints: dict[Path, float] = {}
+        for _ in range(int(rng.integers(0, 3))):  # runs that may share a beginning
+            path: Path = ()
+            for _ in range(int(rng.integers(1, 5))):
+                path = (*path, int(rng.integers(0, 3)))
+                hints.setdefault(path, float(rng.uniform(0.05, 0.45)))
+        seeds.append(tree_of(int(rng.integers(VOCAB)), hints, "lookup") if hints else TokenTree.root(3))
+        branching = tuple(rng.integers(1, 4, int(rng.integers(1, 4))).tolist()) if rng.random() < 0.3 else None
+        depth = len(branching) if branching else int(rng.integers(0, 6))
+        shapes.append(Shape(depth, int(rng.integers(2, 30)), branching, tuple(rng.integers(0, VOCAB, 2).tolist())))
+    return seeds, shapes, int(rng.integers(1, 4))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_compiled_trees_are_those_of_numpy(seed: int) -> None:
+    """Batches of trees of all kinds with SSMs that score only some of them, and broken laws: the same nodes, parents,
+    draws, slots and masses, and probabilities but for the last places of exp and log."""
+    rng = np.random.default_rng((7, seed))
+    seeds, shapes, num_ssms = random_case(rng)
+    active = rng.random((len(seeds), num_ssms)) < 0.7
+    active[~active.any(1), 0] = True
+    weights = [np.where(on, rng.uniform(0.1, 1, num_ssms), 0) for on in active]
+    weights = [own / own.sum() for own in weights]
+    limits = int(rng.integers(1, 10)), int(rng.integers(1, 9)), int(rng.integers(4, 40))
+    pair = Forest(seeds, shapes, num_ssms, *limits), compiled(seeds, shapes, num_ssms, *limits)
+    vocab = int(rng.choice([VOCAB, 64, 200, 1027]))
+    while len(pair[0].frontier.nodes):
+        at = pair[0].frontier
+        laws = []
+        for ssm in range(num_ssms):
+            rows = np.flatnonzero(active[at.owners, ssm])
+            probs = rng.exponential(size=(len(rows), vocab)) ** 3
+            probs = (probs / probs.sum(1, keepdims=True)).astype(np.float32)
+            for bad in (np.nan, np.inf):
+                probs[rng.random(len(rows)) < 0.05, int(rng.integers(vocab))] = bad
+            if len(rows):
+                laws.append(Laws(ssm, rows, probs))
+        broken = [forest.extend(laws, weights) for forest in pair]
+        assert (broken[0] == broken[1]).all()
+        stopped = rng.random(len(seeds)) < 0.1
+        for forest in pair:
+            if stopped.any():
+                forest.stop(stopped)
+        for ours, theirs in zip(pair[0].frontier, pair[1].frontier, strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-12)
+        np.testing.assert_allclose(pair[0].open_mass(), pair[1].open_mass(), rtol=1e-12)
+        np.testing.assert_allclose(pair[0].level_mass(0.01), pair[1].level_mass(0.01), rtol=1e-12)
+    names = tuple(f"ssm-{i}" for i in range(num_ssms))
+    for (ours, slots), (theirs, other) in zip(*(forest.finish(names) for forest in pair), strict=True):
+        assert (slots == other).all()
+        for name in ("tokens", "parents", "depths"):
+            assert (getattr(ours, name) == getattr(theirs, name)).all()
+        np.testing.assert_allclose(ours.probs, theirs.probs, rtol=1e-12)
+        for name in ("parents", "children", "sources", "probs"):
+            np.testing.assert_allclose(getattr(ours.draws, name), getattr(theirs.draws, name), rtol=1e-12)

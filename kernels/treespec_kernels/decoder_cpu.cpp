@@ -142,7 +142,8 @@ struct Batch {
     const int64_t *tables, *direct;  // [num_rows]: where its request's pages begin; how many positions they give
     const int64_t *starts, *counts;  // [num_rows]: the slots of its further positions among `paths`
     const int64_t *pages, *paths;
-    const float* rotation;  // [num_rows, ropes, 2, HEAD_DIM]: cos, signed sin
+    const int64_t* positions;  // [num_rows]
+    const float* rotation;     // by position, [ropes, 2, HEAD_DIM]: cos, signed sin
     scalar* cache;          // [num_layers, 2, num_pages, kv_heads, PAGE, HEAD_DIM]
     int64_t num_pages;
     scalar* out;  // [num_rows, hidden]
@@ -234,6 +235,12 @@ void linear(const Linear& layer, const scalar* x, int64_t rows, void* out, Then 
 #include "pointwise_cpu.h"
 #include "attention_cpu.h"
 
+}  // namespace
+
+#include "growth_cpu.h"
+
+namespace {
+
 // One pass: the residual stream `x` in fp32 [num_rows, hidden], and what is computed beside it.
 class Pass {
     const Model& model;
@@ -282,7 +289,7 @@ class Pass {
             float* head = y + r * width + i * HEAD_DIM;
             if (layer.head_norm) norm_head(head, layer.head_norm + i * HEAD_DIM, model.eps);
             if (model.ropes) {
-                rotate(head, batch.rotation + (r * model.ropes + layer.rope) * 2 * HEAD_DIM, turned);
+                rotate(head, batch.rotation + (batch.positions[r] * model.ropes + layer.rope) * 2 * HEAD_DIM, turned);
                 std::memcpy(head, turned, sizeof turned);
             }
             if (i < heads)
@@ -366,6 +373,18 @@ void treespec_forward(const Model* model, const Batch* batch) { Pass(*model, *ba
 void treespec_linear(const Linear* layer, const scalar* x, int64_t num_rows, scalar* out, int64_t threads) {
     linear(*layer, x, num_rows, out, ROUND, int(threads));
 }
+
+// As treespec_linear, but fp32 probabilities over the outputs, whose number is a multiple of 16.
+void treespec_probs(const Linear* layer, const scalar* x, int64_t num_rows, float* out, int64_t threads) {
+    linear(*layer, x, num_rows, out, STORE, int(threads));
+    softmax(out, num_rows, layer->outputs);
+}
+
+// Grows trees by a level; returns how many nodes it has.
+int64_t treespec_grow(Growth* growth) { return Level(*growth).run(); }
+
+// Gives the nodes of a level their slots.
+void treespec_place(Placing* placing) { place(*placing); }
 
 // Brings quantised weights into the order of `unpack`. values: int8 [outputs, inputs], or [outputs, inputs / 2] bytes of
 // two 4-bit weights, the first one in the low bits, each raised by 8. out: [panels, inputs / 2, 16 * bits] bytes.

@@ -18,7 +18,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +31,7 @@ from treespec_kernels.tree_batch import PAGE_SIZE, RequestRows
 
 SOURCE = Path(__file__).with_name("decoder_cpu.cpp")
 PARTS = tuple(  # that it includes
-    Path(__file__).with_name(name) for name in ("pointwise_cpu.h", "attention_cpu.h", "quantized_cpu.h")
+    Path(__file__).with_name(name) for name in ("pointwise_cpu.h", "attention_cpu.h", "growth_cpu.h", "quantized_cpu.h")
 )
 DTYPES = (torch.bfloat16, torch.float32)
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")  # in the order of the source's
@@ -74,7 +74,10 @@ class _Model(ctypes.Structure):
     )  # fmt: skip
 
 
-_POINTERS = ("tokens", "places", "slots", "tables", "direct", "starts", "counts", "pages", "paths", "rotation", "cache")
+_POINTERS = (
+    "tokens", "places", "slots", "tables", "direct", "starts", "counts", "pages", "paths", "positions",
+    "rotation", "cache",
+)  # fmt: skip
 
 
 class _Batch(ctypes.Structure):
@@ -138,8 +141,11 @@ def build(compiler: tuple[str, ...], head_dim: int, dtype: torch.dtype, folder: 
     library.treespec_pack.argtypes = (
         ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p
     )  # fmt: skip
-    for entry in (library.treespec_forward, library.treespec_linear, library.treespec_pack):
+    library.treespec_probs.argtypes = library.treespec_linear.argtypes
+    library.treespec_grow.argtypes = (ctypes.c_void_p,)
+    for entry in (library.treespec_forward, library.treespec_linear, library.treespec_pack, library.treespec_probs):
         entry.restype = None
+    library.treespec_grow.restype = ctypes.c_int64
     return library
 
 
@@ -257,6 +263,7 @@ class CompiledPlan(NamedTuple):
     rows: Tensor  # int64 [4, num_rows]: first page of the table, positions through it, first of the paths, how many
     pages: Tensor  # int64, the requests' pages one after the other
     paths: Tensor  # int64, slots of tree nodes in the order of their positions
+    positions: Tensor  # int64 [num_rows]
 
 
 def plan_compiled(requests: Sequence[RequestRows]) -> CompiledPlan:
@@ -290,7 +297,8 @@ def plan_compiled(requests: Sequence[RequestRows]) -> CompiledPlan:
         whole = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1) if parts else np.zeros(1, np.int64)
         return torch.from_numpy(np.ascontiguousarray(whole, dtype=np.int64))
 
-    return CompiledPlan(sum(part.shape[1] for part in rows), join(slots), join(rows), join(pages), join(paths))
+    positions = join([request.positions for request in requests])
+    return CompiledPlan(len(positions), join(slots), join(rows), join(pages), join(paths), positions)
 
 
 class CompiledModel:
@@ -318,7 +326,7 @@ class CompiledModel:
         head: Tensor,
         num_threads: int,
     ):
-        self._library, self._threads, self.num_ropes = library, num_threads, architecture.num_ropes
+        self.library, self._threads, self.num_ropes = library, num_threads, architecture.num_ropes
         self._held: list[Tensor] = [embed, *([] if positions is None else [positions])]  # what structures point to
         self.dtype, self.vocab_size, self.hidden_size = embed.dtype, head.shape[0], embed.shape[1]
         self._layers = (_Layer * len(layers))(
@@ -368,7 +376,7 @@ class CompiledModel:
         return _Norm() if norm is None else _Norm(self._floats(norm.weight), self._floats(norm.bias))
 
     def _linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> _Linear:
-        packed = PackedLinear(self._library, weight, bias)
+        packed = PackedLinear(self.library, weight, bias)
         self._held += packed.held
         return packed.struct
 
@@ -386,14 +394,14 @@ class CompiledModel:
         Args:
             tokens: int64 [num_rows].
             plan: from `plan_compiled`.
-            rotation: fp32 [num_rows, 2 * num_ropes, head_dim], cos and signed sin of each rope, contiguous.
+            rotation: fp32 [positions, 2 * num_ropes, head_dim], cos and signed sin of each rope, contiguous.
             kv: in the model's dtype [num_layers, 2, num_pages, num_kv_heads, PAGE_SIZE, head_dim], contiguous.
             num_layers: how many to run; None = all.
             places: int64 [num_rows], rows of the learned positions.
         """
         assert tokens.dtype == torch.int64 and tokens.is_contiguous() and len(tokens) == plan.num_rows
         assert rotation.is_contiguous() and rotation.dtype == torch.float32
-        assert rotation.shape[:2] == (plan.num_rows, 2 * self.num_ropes)
+        assert rotation.shape[1] == 2 * self.num_ropes
         assert kv.is_contiguous() and kv.dtype == self.dtype
         layers = len(self._layers) if num_layers is None else num_layers
         out = torch.empty(plan.num_rows, self.hidden_size, dtype=self.dtype)
@@ -401,20 +409,30 @@ class CompiledModel:
         batch = _Batch(
             plan.num_rows, layers, tokens.data_ptr(), None if places is None else places.data_ptr(),
             plan.slots.data_ptr(), rows, rows + step, rows + 2 * step, rows + 3 * step, plan.pages.data_ptr(),
-            plan.paths.data_ptr(), rotation.data_ptr(), kv.data_ptr(), kv.shape[2], out.data_ptr(),
+            plan.paths.data_ptr(), plan.positions.data_ptr(), rotation.data_ptr(), kv.data_ptr(), kv.shape[2],
+            out.data_ptr(),
         )  # fmt: skip
-        self._library.treespec_forward(ctypes.byref(self._model), ctypes.byref(batch))
+        self.library.treespec_forward(ctypes.byref(self._model), ctypes.byref(batch))
         return out
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [num_rows, hidden_size] -> [num_rows, vocab_size], both in the model's dtype."""
+        out = torch.empty(len(hidden), self.vocab_size, dtype=self.dtype)
+        self._run_head(self.library.treespec_linear, hidden, out)
+        return out
+
+    def probs(self, hidden: Tensor) -> Tensor:
+        """hidden: [num_rows, hidden_size] -> fp32 [num_rows, vocab_size], softmax of logits that were never rounded."""
+        if self.vocab_size % _LANES:  # the library writes whole vectors of fp32
+            return torch.softmax(self.logits(hidden).float(), -1)
+        out = torch.empty(len(hidden), self.vocab_size)
+        self._run_head(self.library.treespec_probs, hidden, out)
+        return out
+
+    def _run_head(self, entry: Callable[..., None], hidden: Tensor, out: Tensor) -> None:
         assert hidden.dtype == self.dtype and hidden.shape[1] == self.hidden_size
         hidden = hidden.contiguous()
-        out = torch.empty(len(hidden), self.vocab_size, dtype=self.dtype)
-        self._library.treespec_linear(
-            ctypes.byref(self._head), hidden.data_ptr(), len(hidden), out.data_ptr(), self._threads
-        )
-        return out
+        entry(ctypes.byref(self._head), hidden.data_ptr(), len(hidden), out.data_ptr(), self._threads)
 
 
 def misfit(hidden: int, mlp: int, head_dim: int, dtype: torch.dtype) -> str | None:

@@ -7,25 +7,16 @@ residual R is worth value * R[y], and its next sibling value * (1 - R[y])).
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
-from treespec.drafters.forest import Frontier, Shape
+from treespec.drafters.forest import Frontier, Laws, Shape
 from treespec.oracle import RandomOracle
 from treespec.tree import Draws, TokenTree
 
 _LEAST_MASS = 1e-6  # of a law's tokens that were not drawn yet, below which nothing more is drawn from it
 _MOST_REPEATS = 16  # draws in a row at one node that bring nothing new, after which none are made there: where they are
 # independent, a law that is nearly certain would take a million to bring another token
-
-
-class Laws(NamedTuple):
-    """An SSM's probabilities of some rows of the frontier, float32 [len(rows), vocab], as they are drawn from."""
-
-    ssm: int
-    rows: np.ndarray
-    probs: np.ndarray
 
 
 class _Node:
@@ -192,19 +183,24 @@ class DrawnForest:
         values = np.array([tree.values[node] for tree, (_, node) in zip(trees, rows, strict=True)])
         return Frontier(index, tokens, owners, np.full(len(rows), -1), above, values)
 
-    def extend(self, laws: Sequence[Laws], weights: Sequence[np.ndarray]) -> None:
+    def extend(self, laws: Sequence[Laws], weights: Sequence[np.ndarray]) -> np.ndarray:
         """Draw the children of the frontier, and choose the next frontier.
 
         Args:
             laws: of the SSMs that scored it.
             weights: by request, how far each SSM is trusted, float64 [num_ssms].
+
+        Returns:
+            bool [frontier rows]: where a law is not finite; an SSM that overflowed stays silent there.
         """
         at = self.frontier
         by_row: list[dict[int, np.ndarray]] = [{} for _ in at.nodes]
+        broken = np.zeros(len(at.nodes), dtype=bool)
         for ssm, rows, probs in laws:
-            for row, law in zip(rows.tolist(), probs, strict=True):
-                if np.isfinite(law[0]):  # an SSM that overflowed stays silent
-                    by_row[row][ssm] = law
+            sound = np.isfinite(probs).all(1)
+            broken[rows[~sound]] = True
+            for row, law in zip(rows[sound].tolist(), probs[sound], strict=True):
+                by_row[row][ssm] = law
         first = [len(tree.tokens) for tree in self._trees]
         order = np.argsort(-at.values, kind="stable").tolist()
         nodes = {row: _Node(int(at.nodes[row]), weights[at.owners[row]], by_row[row]) for row in range(len(at.nodes))}
@@ -225,6 +221,7 @@ class DrawnForest:
             [sum(tree.values[start:]) for tree, start in zip(self._trees, first, strict=True)], dtype=float
         )
         self.frontier = self._frontier(going)
+        return broken
 
     def _expanded(self, tree: _Tree, start: int) -> list[int]:
         """Which of a tree's nodes from `start` on are scored next."""

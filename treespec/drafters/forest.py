@@ -6,24 +6,27 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
+from treespec.sampling import topk_rows
 from treespec.tree import Draws, TokenTree
+from treespec_kernels.growth_cpu import Rows as Frontier
 
 _SEED_WEIGHT, _MIXTURE_WEIGHT, _AGREEMENT = 0.9, 0.3, 1.0
 
 
-class Frontier(NamedTuple):
-    """The nodes that are scored next, those of one tree side by side. All int64 but `values`; [num rows] each."""
+class Laws(NamedTuple):
+    """An SSM's probabilities of the next token after some rows of the frontier, float32 [len(rows), vocab].
 
-    nodes: np.ndarray  # over all levels of all trees
-    tokens: np.ndarray
-    owners: np.ndarray  # which tree
-    seeds: np.ndarray  # the same node among the seeds' nodes, -1 where it is none
-    above: np.ndarray  # draft slot of the parent in its tree, -1 at the root
-    values: np.ndarray  # product of probs along the path
+    rows: int64, ascending.
+    """
+
+    ssm: int
+    rows: np.ndarray
+    probs: np.ndarray
 
 
-class Candidates(NamedTuple):
+class _Candidates(NamedTuple):
     """What the SSMs and the seeds say below each row of the frontier.
 
     ssms: those that scored the frontier, or a part of it.
@@ -42,7 +45,7 @@ class Candidates(NamedTuple):
     ranked: bool
 
 
-class _Level(NamedTuple):
+class Level(NamedTuple):
     """Nodes of one depth, in the order of their trees and parents."""
 
     tokens: np.ndarray
@@ -108,7 +111,7 @@ class Forest:
         roots, trees, one = self.seeds.first[:-1], np.arange(count), np.ones(count)
         nobody = np.zeros((count, num_ssms), dtype=bool)
         tokens = self.seeds.tokens[roots]
-        self._levels = [_Level(tokens, np.full(count, -1), trees, roots, one, one, nobody, nobody.astype(float))]
+        self._levels = [Level(tokens, np.full(count, -1), trees, roots, one, one, nobody, nobody.astype(float))]
         self._size = count
         self.slots: list[list[np.ndarray]] = [[] for _ in seeds]  # nodes that were expanded, by tree, by level
         self._num_slots = np.zeros(count, dtype=np.int64)
@@ -123,7 +126,7 @@ class Forest:
         """Levels grown."""
         return len(self._levels) - 1
 
-    def seed_tokens(self) -> np.ndarray:
+    def _seed_tokens(self) -> np.ndarray:
         """int64 [frontier rows, width]: what the seeds propose below each row, -1 where nothing."""
         seeds = self.seeds
         if not seeds.any:
@@ -131,9 +134,18 @@ class Forest:
         below = seeds.children[self.frontier.seeds]
         return np.where(below >= 0, seeds.tokens[below], -1)
 
-    def extend(self, candidates: Candidates) -> None:
-        """Add the merged candidates below the frontier, and choose the next frontier."""
+    def extend(self, laws: Sequence[Laws], weights: Sequence[np.ndarray]) -> np.ndarray:
+        """Add what the SSMs and the seeds propose below the frontier, and choose the next frontier.
+
+        Args:
+            laws: of the SSMs that scored it, or a part of it. Where one is not finite, those values count as 0.
+            weights: by tree, float64 [num_ssms]: of the mixture; 0 for an SSM that did not score, sum 1.
+
+        Returns:
+            bool [frontier rows]: where a law was not finite among its likeliest.
+        """
         at = self.frontier
+        candidates, broken = self._candidates(laws, weights)
         mixture, valid, seeded = self._merge(candidates)
         values = at.values[:, None] * mixture
         starts = [0, *(np.flatnonzero(at.owners[1:] != at.owners[:-1]) + 1).tolist()]
@@ -153,7 +165,7 @@ class Forest:
         draft_probs = np.zeros((len(rows), self.num_ssms))
         proposed[:, candidates.ssms] = candidates.proposed[:, rows, columns].T
         draft_probs[:, candidates.ssms] = candidates.ssm_probs[:, rows, columns].T
-        level = _Level(
+        level = Level(
             tokens, at.nodes[rows], at.owners[rows], seeds, mixture[rows, columns], values, proposed, draft_probs
         )
         self._levels.append(level)
@@ -172,8 +184,43 @@ class Forest:
             values[chosen],
         )
         self._size += len(tokens)
+        return broken
 
-    def _merge(self, candidates: Candidates) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    def _candidates(self, laws: Sequence[Laws], weights: Sequence[np.ndarray]) -> tuple[_Candidates, np.ndarray]:
+        """The union of the SSMs' proposals and the seeds' below each row, and which rows are broken."""
+        at, seeds = self.frontier, self._seed_tokens()
+        widest = max(self.children_at(owner) for owner in at.owners.tolist())
+        best, broken, finite = [], np.zeros(len(at.nodes), dtype=bool), []
+        for _, rows, probs in laws:
+            values, columns = topk_rows(torch.from_numpy(probs), widest)
+            sound = torch.isfinite(values).all(1).numpy()  # NaN is the largest of values
+            if not sound.all():
+                broken[rows[~sound]] = True
+                probs = np.nan_to_num(probs, nan=0.0, posinf=0.0, neginf=0.0)
+                values, columns = topk_rows(torch.from_numpy(probs), widest)
+            finite.append(probs)
+            best.append((values.numpy(), columns.numpy()))
+        ssms = [each.ssm for each in laws]
+        if len(laws) == 1 and not seeds.shape[1]:
+            likeliest, ids = best[0]
+            alone = np.ones((1, *ids.shape), dtype=bool)
+            return _Candidates(ssms, ids, likeliest[None].astype(np.float64), alone, None, True), broken
+        width = best[0][1].shape[1]
+        tokens = np.full((len(at.nodes), len(laws) * width + seeds.shape[1]), -1)
+        tokens[:, len(laws) * width :] = seeds
+        for i, (each, (_, ids)) in enumerate(zip(laws, best, strict=True)):
+            tokens[each.rows, i * width : (i + 1) * width] = ids
+        ssm_probs = np.zeros((len(laws), *tokens.shape))
+        proposed = np.zeros(ssm_probs.shape, dtype=bool)
+        for i, (each, probs, (likeliest, _)) in enumerate(zip(laws, finite, best, strict=True)):
+            asked = tokens[each.rows]
+            found = np.take_along_axis(probs, np.maximum(asked, 0), 1) * (asked >= 0)
+            ssm_probs[i, each.rows] = found
+            proposed[i, each.rows] = (found >= likeliest[:, -1:]) & (asked >= 0)
+        mixture = None if len(laws) == 1 else np.stack([own[ssms] for own in weights])[at.owners]
+        return _Candidates(ssms, tokens, ssm_probs, proposed, mixture, False), broken
+
+    def _merge(self, candidates: _Candidates) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """Equal tokens under one node become one child: by row and column its probability, whether the column stands
         for it, and which seed's node it is (-1 for none; None where there are no seeds)."""
         tokens, ssm_probs = candidates.tokens, candidates.ssm_probs
@@ -267,12 +314,12 @@ class Forest:
         Args:
             names: of the SSMs.
         """
-        joined = _Level(*(np.concatenate(parts) for parts in zip(*self._levels, strict=True)))
+        joined = Level(*(np.concatenate(parts) for parts in zip(*self._levels, strict=True)))
         depths = np.repeat(np.arange(len(self._levels)), [len(level.tokens) for level in self._levels])
         return [self._finish(owner, joined, depths, names) for owner in range(len(self.shapes))]
 
     def _finish(
-        self, owner: int, nodes: _Level, depths: np.ndarray, names: Sequence[str]
+        self, owner: int, nodes: Level, depths: np.ndarray, names: Sequence[str]
     ) -> tuple[TokenTree, np.ndarray]:
         own = np.flatnonzero(nodes.owners == owner)
         slot_of_node = np.full(len(own), -1)

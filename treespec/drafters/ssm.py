@@ -9,21 +9,22 @@ does not speak for rests, and reads what it missed in one pass now and then.
 
 import time
 from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 import torch
 
 from treespec.cache import KVCache
-from treespec.drafters.drawn import DrawnForest, Laws
-from treespec.drafters.forest import Candidates, Forest, Shape
+from treespec.drafters.compiled_forest import CompiledForest
+from treespec.drafters.drawn import DrawnForest
+from treespec.drafters.forest import Forest, Laws, Shape
+from treespec.drafters.levels import Levels, levels_for
 from treespec.drafters.plan import Drafted, DraftPlan, GrowthRule
-from treespec.drafters.ssm_state import Rows, Scored, SsmState, grown_masks, open_mass, softmax_at
+from treespec.drafters.ssm_state import Rows, SsmState, open_mass, softmax_at
 from treespec.drafters.trust import WINDOW, Trust
+from treespec.models.compiled import CompiledDecoder
 from treespec.models.decoder import Decoder, Pass
 from treespec.oracle import RandomOracle
 from treespec.request import Request
-from treespec.sampling import topk_rows
 from treespec.tree import TokenTree
 from treespec_kernels.tree_batch import RequestRows
 
@@ -113,7 +114,9 @@ class SsmDrafter:
     ) -> Forest | DrawnForest:  # fmt: skip
         """The trees of requests that all draw at random, or none of them, before their first level."""
         if not requests[0].draws_at_random:
-            return Forest(seeds, shapes, len(self.models), MAX_CHILDREN, MAX_FRONTIER, MAX_SLOTS)
+            parts = seeds, shapes, len(self.models), MAX_CHILDREN, MAX_FRONTIER, MAX_SLOTS
+            model = self.models[0]
+            return CompiledForest(*parts, model.library) if isinstance(model, CompiledDecoder) else Forest(*parts)
         for request, state in zip(requests, states, strict=True):
             if state.oracle is None and request.sampler is not None:
                 state.oracle = RandomOracle(request.sampler.draft_generator())
@@ -129,23 +132,21 @@ class SsmDrafter:
         places: np.ndarray, adaptive: np.ndarray, rule: GrowthRule,
     ) -> None:  # fmt: skip
         """Score and extend level by level. `places`: of these requests in the batch; `adaptive`: of the batch."""
-        before = forest.open_mass()
+        before, levels = forest.open_mass(), levels_for(self.models, self.cache, requests)
+        weights = [state.weights for state in states]
         while len(forest.frontier.nodes):
             if forest.depth and adaptive[places].any():
                 before = self._stop_where_nothing_pays(forest, places, adaptive[places], rule, before)
                 if not len(forest.frontier.nodes):
                     break
-            score = self._score if forest.depth else self._score_roots
-            scored = score(requests, states, forest)
-            if isinstance(forest, Forest):
-                forest.extend(self._candidates(requests, states, forest, scored))
+            owners = forest.frontier.owners
+            if forest.depth:
+                laws = self._score(requests, states, forest, levels)
             else:
-                for each in scored:  # what overflowed stays silent, and must not reach the next holder of its slots
-                    broken = ~torch.isfinite(each.probs).all(1).numpy()
-                    for owner in forest.frontier.owners[each.rows[broken]]:
-                        requests[owner].poisoned = True
-                laws = [Laws(each.ssm, each.rows, each.probs.numpy()) for each in scored]
-                forest.extend(laws, [state.weights for state in states])
+                laws = self._score_roots(requests, states, forest)
+            broken = forest.extend(laws, weights)
+            for owner in owners[broken]:  # what overflowed must not reach the next holder of its slots
+                requests[owner].poisoned = True
 
     def _stop_where_nothing_pays(
         self, forest: Forest | DrawnForest, places: np.ndarray, adaptive: np.ndarray, rule: GrowthRule,
@@ -159,7 +160,8 @@ class SsmDrafter:
         if len(growing):
             stops = np.zeros(len(adaptive), dtype=bool)
             stops[growing] = ~rule.worth_a_level(places[growing], opened[growing], reached)
-            forest.stop(stops)
+            if stops.any():
+                forest.stop(stops)
         return opened
 
     def prefill(self, requests: Sequence[Request]) -> None:
@@ -315,7 +317,8 @@ class SsmDrafter:
             scored = np.concatenate([np.arange(end - n, end) for end, n in zip(ends, wanted, strict=True)])
             rows = [RequestRows.chain(start, stop - start, r.pages) for r, start, stop in chains]
             tokens = np.array([token for r, start, stop in chains for token in r.tokens[start:stop]])
-            probs = self._forward(ssm, rows, tokens, scored, {}).probs.numpy()
+            layout = self.models[ssm].plan(rows, self.cache.pools[1 + ssm])
+            probs = self._forward(ssm, layout, tokens, scored).probs
             first = 0
             for (request, _, stop), count in zip(chains, wanted, strict=True):
                 state = self._state(request)
@@ -329,15 +332,14 @@ class SsmDrafter:
 
     def _score_roots(
         self, requests: Sequence[Request], states: Sequence[SsmState], forest: Forest | DrawnForest
-    ) -> list[Scored]:
+    ) -> list[Laws]:
         """Each SSM's probabilities after the roots, having caught up on committed tokens."""
         owners = forest.frontier.owners.tolist()
         for owner in owners:
-            states[owner].masks = np.ones((1, 1), dtype=bool)
             states[owner].first_slots, states[owner].scores = [0], [{}]
-        results: list[Scored] = []
+        results: list[Laws] = []
         layouts: dict[object, Pass] = {}
-        for ssm in range(len(self.models)):
+        for ssm, model in enumerate(self.models):
             own = [row for row, owner in enumerate(owners) if ssm in states[owner].active]
             if not own:
                 continue
@@ -345,139 +347,95 @@ class SsmDrafter:
             self._read(ssm, [r for r, state in served if r.context_len - state.valid[ssm] >= CATCH_UP])
             # The bonus token may be among the expanded nodes, but the root is always scored anew.
             starts = [min(int(state.valid[ssm]), r.context_len) for r, state in served]
-            chains = [
-                RequestRows.chain(start, r.context_len + 1 - start, r.pages)
-                for (r, _), start in zip(served, starts, strict=True)
-            ]
             tokens = np.array([t for (r, _), start in zip(served, starts, strict=True) for t in r.tokens[start:]])
-            last = np.cumsum([chain.num_rows for chain in chains]) - 1
+            key = model.plan_key, tuple(own), tuple(starts)
+            if key not in layouts:
+                chains = [
+                    RequestRows.chain(start, r.context_len + 1 - start, r.pages)
+                    for (r, _), start in zip(served, starts, strict=True)
+                ]
+                layouts[key] = model.plan(chains, self.cache.pools[1 + ssm])
+            last = np.cumsum([r.context_len + 1 - start for (r, _), start in zip(served, starts, strict=True)]) - 1
             scored = last if len(self.models) == 1 else np.arange(len(tokens))
             rows = np.arange(len(own)) if len(self.models) == 1 else last
             guessed = [
                 (request, slice(row, row + 1), request.context_len + 1)
                 for (request, _), row in zip(served, rows.tolist(), strict=True)
             ]
-            probs, logits = self._forward(ssm, chains, tokens, scored, layouts, guessed, (tuple(own), tuple(starts)))
+            probs, logits = self._forward(ssm, layouts[key], tokens, scored, guessed)
             self._passes, self._request_passes = self._passes + 1, self._request_passes + len(own)
             if len(self.models) > 1:
                 for (request, state), start, end in zip(served, starts, last, strict=True):
-                    read = probs[end - request.context_len + start : end].numpy()
+                    read = probs[end - request.context_len + start : end]
                     following = request.tokens[start + 1 :]
                     state.trust.observe(ssm, start + 1, read[np.arange(len(read)), following])
                 probs, logits = probs[last], logits[last]
             for row, (request, state) in enumerate(served):
                 state.valid[ssm] = request.context_len
-                state.scores[0][ssm] = (logits if request.is_sampled else probs)[row : row + 1].numpy()
-            results.append(Scored(ssm, np.array(own), probs))
+                state.scores[0][ssm] = (logits if request.is_sampled else probs)[row : row + 1]
+            results.append(Laws(ssm, np.array(own), probs))
         return results
 
     def _score(
-        self, requests: Sequence[Request], states: Sequence[SsmState], forest: Forest | DrawnForest
-    ) -> list[Scored]:
+        self, requests: Sequence[Request], states: Sequence[SsmState], forest: Forest | DrawnForest, levels: Levels
+    ) -> list[Laws]:
         """Each SSM's probabilities after the nodes of the frontier."""
         at = forest.frontier
-        owners, starts = np.unique(at.owners, return_index=True)
-        bounds = pairwise([*starts.tolist(), len(at.owners)])
-        parts = {owner: slice(*bound) for owner, bound in zip(owners.tolist(), bounds, strict=True)}
-        rows = {}
-        for owner, part in parts.items():
-            state, request = states[owner], requests[owner]
-            first, count = len(state.masks), part.stop - part.start
-            grown = state.masks = grown_masks(state.masks, at.above[part])
-            nodes = np.arange(first, first + count)
-            state.first_slots.append(first)
-            state.scores.append({})
-            depths = grown.sum(1) - 1
-            rows[owner] = RequestRows(
-                request.context_len, nodes, depths[first:], grown[first:], depths, request.pages
-            )  # fmt: skip
-        results: list[Scored] = []
-        layouts: dict[object, Pass] = {}
+        levels.extend(at, forest.depth)
+        parts: dict[int, slice] = {}
+        for row, owner in enumerate(at.owners.tolist()):
+            parts[owner] = slice(parts[owner].start if owner in parts else row, row + 1)
+        for owner in parts:
+            states[owner].first_slots.append(int(levels.first_slots[owner]))
+            states[owner].scores.append({})
+        results: list[Laws] = []
         for ssm in range(len(self.models)):
-            own = [owner for owner in parts if ssm in states[owner].active]
+            own = {owner: part for owner, part in parts.items() if ssm in states[owner].active}
             if not own:
                 continue
-            index = np.concatenate([np.arange(parts[owner].start, parts[owner].stop) for owner in own])
-            everything = np.arange(len(index))
-            served = [rows[owner] for owner in own]
-            bounds = pairwise(np.cumsum([0] + [each.num_rows for each in served]).tolist())
-            own_rows = {owner: slice(*bound) for owner, bound in zip(own, bounds, strict=True)}
-            guessed = [(requests[o], part, requests[o].context_len + 1 + forest.depth) for o, part in own_rows.items()]
-            probs, logits = self._forward(ssm, served, at.tokens[index], everything, layouts, guessed, tuple(own))
+            rows = np.concatenate([np.arange(part.start, part.stop) for part in own.values()])
+            first, guessed = 0, []
+            for owner, part in own.items():
+                place = slice(first, first := first + part.stop - part.start)
+                guessed.append((requests[owner], place, requests[owner].context_len + 1 + forest.depth))
+            tokens = at.tokens[rows]
+            probs, logits = self._forward(ssm, levels.plan(ssm, rows), tokens, np.arange(len(rows)), guessed)
             self._passes, self._request_passes = self._passes + 1, self._request_passes + len(own)
-            for owner, part in own_rows.items():
-                states[owner].scores[-1][ssm] = (logits if requests[owner].is_sampled else probs)[part].numpy()
-            results.append(Scored(ssm, index, probs))
+            for owner, (request, place, _) in zip(own, guessed, strict=True):
+                states[owner].scores[-1][ssm] = (logits if request.is_sampled else probs)[place]
+            results.append(Laws(ssm, rows, probs))
         return results
-
-    def _candidates(
-        self, requests: Sequence[Request], states: Sequence[SsmState], forest: Forest, scored: Sequence[Scored]
-    ) -> Candidates:
-        """The union of the SSMs' proposals and the seeds' below each row of the frontier."""
-        at = forest.frontier
-        widest = max(forest.children_at(owner) for owner in at.owners.tolist())
-        seeds = forest.seed_tokens()
-        best = []
-        for each in scored:
-            values, columns = topk_rows(each.probs, widest)
-            if not torch.isfinite(values).all():  # NaN is the largest of values: an SSM that overflowed stays silent
-                each.probs.nan_to_num_(0.0, 0.0, 0.0)
-                values, columns = topk_rows(each.probs, widest)
-                for owner in at.owners[each.rows]:
-                    requests[owner].poisoned = True
-            best.append((values.numpy(), columns.numpy()))
-        ssms = [each.ssm for each in scored]
-        if len(scored) == 1 and not seeds.shape[1]:
-            probs, ids = best[0]
-            alone = np.ones((1, *ids.shape), dtype=bool)
-            return Candidates(ssms, ids, probs[None].astype(np.float64), alone, None, True)
-        width = best[0][1].shape[1]
-        tokens = np.full((len(at.nodes), len(scored) * width + seeds.shape[1]), -1)
-        tokens[:, len(scored) * width :] = seeds
-        for i, (each, (_, ids)) in enumerate(zip(scored, best, strict=True)):
-            tokens[each.rows, i * width : (i + 1) * width] = ids
-        ssm_probs = np.zeros((len(scored), *tokens.shape))
-        proposed = np.zeros(ssm_probs.shape, dtype=bool)
-        for i, (each, (probs, _)) in enumerate(zip(scored, best, strict=True)):
-            asked = tokens[each.rows]
-            found = np.take_along_axis(each.probs.numpy(), np.maximum(asked, 0), 1) * (asked >= 0)
-            ssm_probs[i, each.rows] = found
-            proposed[i, each.rows] = (found >= probs[:, -1:]) & (asked >= 0)
-        weights = None
-        if len(scored) > 1:
-            weights = np.stack([state.weights[ssms] for state in states])[at.owners]
-        return Candidates(ssms, tokens, ssm_probs, proposed, weights, False)
 
     def _forward(
         self,
         ssm: int,
-        rows: list[RequestRows],
+        layout: Pass,
         tokens: np.ndarray,
         scored: np.ndarray,
-        layouts: dict[object, Pass],
         guessed: Sequence[tuple[Request, slice, int]] = (),
-        key: object = None,
     ) -> Rows:
         """One pass of an SSM over some rows; the scores of the scored ones.
 
-        SSMs of one shape share a plan where `key` says that their rows are the same: it takes a tenth of their pass.
         `guessed` names, for a part of the scored rows, the request and the position of the token that they guess: its
         temperature and noise go into their probabilities.
         """
         model, pool = self.models[ssm], self.cache.pools[1 + ssm]
-        if (model.plan_key, key) not in layouts:
-            layouts[model.plan_key, key] = model.plan(rows, pool)
-        hidden = model.forward(torch.from_numpy(tokens).to(model.device), layouts[model.plan_key, key], pool)
+        hidden = model.forward(torch.from_numpy(tokens).to(model.device), layout, pool)
         if not len(scored):
-            return Rows(torch.empty(0, model.vocab_size), torch.empty(0, model.vocab_size))
-        every = len(scored) == len(tokens)
-        logits = model.logits(hidden[: len(tokens)] if every else hidden, None if every else torch.from_numpy(scored))
-        logits = logits.float()
-        if self.known[ssm] < model.vocab_size:
-            logits[:, self.known[ssm] :] = -torch.inf
+            nothing = np.empty((0, model.vocab_size), dtype=np.float32)
+            return Rows(nothing, nothing)
+        hidden = hidden[: len(tokens)]
+        chosen = None if len(scored) == len(tokens) else torch.from_numpy(scored)
         sampled = [guess for guess in guessed if guess[0].is_sampled]
+        knows_all = self.known[ssm] == model.vocab_size
+        if isinstance(model, CompiledDecoder) and knows_all and not sampled:
+            probs = model.probs(hidden if chosen is None else hidden[chosen]).numpy()
+            return Rows(probs, probs)
+        logits = model.logits(hidden, chosen).float()
+        if not knows_all:
+            logits[:, self.known[ssm] :] = -torch.inf
         tempered = logits.clone() if sampled else logits
         for request, part, position in sampled:
             assert request.sampler is not None
             request.sampler.temper(tempered[part], position, request.spec.verification)
-        return Rows(torch.softmax(tempered, -1).cpu(), logits.cpu() if sampled else logits)
+        return Rows(torch.softmax(tempered, -1).cpu().numpy(), logits.cpu().numpy())

@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-from torch import Tensor
 
 from treespec.drafters.trust import Trust
 from treespec.oracle import RandomOracle
@@ -38,18 +37,11 @@ def grown_masks(masks: np.ndarray, above: np.ndarray) -> np.ndarray:
 
 
 class Rows(NamedTuple):
-    """An SSM's probabilities as drafts are made by, and its own logits; float32 [num rows, vocab] each."""
+    """An SSM's probabilities as drafts are made by, and its own logits where they are not the same thing: where a
+    request samples. float32 [num rows, vocab] each."""
 
-    probs: Tensor
-    logits: Tensor
-
-
-class Scored(NamedTuple):
-    """An SSM's probabilities of some rows of the frontier, [len(rows), vocab]."""
-
-    ssm: int
-    rows: np.ndarray
-    probs: Tensor
+    probs: np.ndarray
+    logits: np.ndarray
 
 
 @dataclass
@@ -60,7 +52,6 @@ class SsmState:
     valid: np.ndarray  # int64 [num_ssms]: positions with K/V in each SSM's pool
     weights: np.ndarray  # float64 [num_ssms], 0 where it rests
     active: list[int] = field(default_factory=list)  # the SSMs that draft in this round
-    masks: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), dtype=bool))  # [slots, slots], who sees whom
     first_slots: list[int] = field(default_factory=list)  # of each level
     # By level and SSM, the SSM's own probabilities, or its logits where a temperature changed them: [slots, vocab].
     scores: list[dict[int, np.ndarray]] = field(default_factory=list)

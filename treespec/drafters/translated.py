@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from treespec.cache import KVCache
-from treespec.drafters.drawn import DrawnForest, Laws
+from treespec.drafters.drawn import DrawnForest
 from treespec.drafters.foreign import DrawsFor, ForeignDrafter, Reading, roots
-from treespec.drafters.forest import Candidates, Forest, Shape
+from treespec.drafters.forest import Forest, Laws, Shape
 from treespec.drafters.retokenize import Translation
 from treespec.drafters.ssm import MAX_CHILDREN, MAX_FRONTIER, MAX_SLOTS
 from treespec.drafters.ssm_state import grown_masks
@@ -24,7 +24,6 @@ from treespec.models.decoder import Decoder
 from treespec.oracle import RandomOracle
 from treespec.planner import Planner
 from treespec.request import Request
-from treespec.sampling import topk_rows
 from treespec.tree import TokenTree
 from treespec_kernels.tree_batch import RequestRows
 
@@ -129,22 +128,14 @@ class TranslatedDrafter(ForeignDrafter):
                 before = self._stop_where_nothing_pays(forest, adaptive, before)
                 if not len(forest.frontier.nodes):
                     break
+            owners = forest.frontier.owners
             with self.pays.timed(forest.depth > 0 or all(each.is_near for each in readings)):
                 logits = self._score(readings, forest) if forest.depth else self._score_roots(readings)
                 probs = self._probs(logits, requests, forest)
-            broken = ~torch.isfinite(probs).all(1).numpy()
-            for owner in forest.frontier.owners[broken]:
+            laws = Laws(0, np.arange(len(probs)), probs.numpy())
+            broken = forest.extend([laws], [_ONE] * len(requests))
+            for owner in owners[broken]:
                 readings[owner].poisoned = True
-            if isinstance(forest, DrawnForest):
-                laws = Laws(0, np.arange(len(probs)), probs.numpy())
-                forest.extend([laws], [_ONE] * len(requests))
-                continue
-            probs[torch.from_numpy(broken)] = 0.0
-            widest = max(forest.children_at(owner) for owner in forest.frontier.owners.tolist())
-            values, columns = topk_rows(probs, widest)
-            alone = np.ones((1, *columns.shape), dtype=bool)
-            best = values.numpy()[None].astype(np.float64)
-            forest.extend(Candidates([0], columns.numpy(), best, alone, None, True))
 
     def _stop_where_nothing_pays(
         self, forest: Forest | DrawnForest, adaptive: np.ndarray, before: np.ndarray

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,6 +22,7 @@ from treespec_kernels.activations import soft_cap
 from treespec_kernels.decoder_cpu import (
     Architecture,
     CompiledModel,
+    CompiledPlan,
     CompileError,
     LayerWeights,
     NormWeights,
@@ -89,7 +89,7 @@ class CompiledDecoder(Decoder):
     """
 
     def __init__(self, config: ModelConfig, weights: dict[str, Tensor], folder: Path):
-        self._folder = folder
+        self._folder, self._joined = folder, torch.empty(0)
         super().__init__(config, weights, CompiledAttention(weights["embed"].dtype), "compiled", min_rows=1)
 
     def _take(self, weights: dict[str, Tensor]) -> None:
@@ -114,13 +114,40 @@ class CompiledDecoder(Decoder):
         return self.model.nbytes
 
     def plan(self, requests: list[RequestRows], kv: Tensor) -> Pass:
-        positions = np.concatenate([rows.positions for rows in requests])
         plan = plan_compiled(requests)
-        return Pass(plan.num_rows, self._rotation_at(positions), plan.slots, plan, self._learned_at(positions))
+        return self.layout(plan, int(plan.positions.max()) + 1)
+
+    def layout(self, plan: CompiledPlan, num_positions: int) -> Pass:
+        """A pass over planned rows; `num_positions`: more than the position of any of them."""
+        learned = None if self.positions is None else self._learned_at(plan.positions.numpy())
+        return Pass(plan.num_rows, self._rotations(num_positions), plan.slots, plan, learned)
+
+    def _rotations(self, num_positions: int) -> Tensor:
+        """cos and signed sin of every rope by position, fp32 [at least `num_positions`, 2 * number of ropes, D]."""
+        tables = [rotation.table(num_positions) for rotation in self.rotations]
+        if len(tables) == 1:
+            return tables[0]
+        if not tables:
+            return torch.empty(0, 0, self.head_dim)
+        if len(self._joined) < num_positions:
+            length = min(len(table) for table in tables)
+            self._joined = torch.cat([table[:length] for table in tables], 1)
+        return self._joined
 
     def forward(self, tokens: Tensor, layout: Pass, kv: Tensor, num_layers: int | None = None) -> Tensor:
         own = kv[:num_layers]
         return self.model.forward(tokens, layout.attention, layout.rotation, own, len(own), layout.positions)
+
+    @property
+    def library(self) -> ctypes.CDLL:
+        """What runs the passes."""
+        return self.model.library
+
+    def probs(self, hidden: Tensor) -> Tensor:
+        """fp32 [num_rows, vocab]: softmax of the logits."""
+        if self.config.logit_cap is not None:
+            return torch.softmax(self.logits(hidden).float(), -1)
+        return self.model.probs(hidden)
 
     def logits(self, hidden: Tensor, rows: Sequence[int] | Tensor | None = None) -> Tensor:
         logits = self.model.logits(hidden if rows is None else F.embedding(torch.as_tensor(rows), hidden))

@@ -52,7 +52,7 @@ class Pass:
     """A pass laid out for one model: positions and slots of its rows, and the attention's plans."""
 
     num_rows: int
-    rotation: Tensor  # cos and signed sin of each rope, fp32 [num_rows, 2 * num_ropes, head_dim]
+    rotation: Tensor  # cos and signed sin of each rope, fp32 [num_rows, 2 * num_ropes, head_dim]; compiled: by position
     slots: Tensor  # int64 [num_rows * 2 * num_kv_heads]: where a row's K and V go in a layer's pool viewed as [-1, D]
     attention: Any  # a plan for each of the model's windows
     positions: Tensor | None = None  # int64 [num_rows], where the model learned them

@@ -1,0 +1,276 @@
+// One level of the token trees of a batch while they grow: what the SSMs and other sources say below the frontier
+// becomes nodes, and the best of them the next frontier. The specification is `Forest.extend` in
+// treespec/drafters/forest.py; a level of a small tree takes numpy 25 calls and an SSM's whole pass as long.
+
+extern "C" {
+
+struct Law {  // an SSM's probabilities below a part of the frontier
+    const float* probs;   // [count, vocab]
+    const int64_t* rows;  // [count], ascending: of the frontier; null: all of it
+    int64_t count, ssm;
+};
+
+struct Growth {
+    int64_t num_trees, num_ssms, vocab, max_frontier, max_slots, most_nodes;
+    // By tree. branching: children of a node at this depth, 0: values decide. best: the largest values so far, falling.
+    const int64_t *max_depths, *nodes, *branching, *end_tokens, *end_starts;
+    int64_t *num_slots, *num_values;
+    double *least, *best;  // [num_trees], [num_trees, most_nodes]
+    int64_t seed_width;    // children: [seeds' nodes + 1, seed_width], -1 where there is none
+    const int64_t *seed_children, *seed_tokens;
+    const double* seed_probs;
+    int64_t depth, size, children, num_laws;  // nodes of all trees so far; proposals of an SSM
+    const Law* laws;
+    const double* weights;  // [num_trees, num_ssms]
+    int64_t num_rows;       // of the frontier; above: slot of the parent in its tree
+    const int64_t *row_nodes, *row_tokens, *row_owners, *row_seeds, *row_above;
+    const double* row_values;
+    // What is written: new nodes in the order of their trees and parents, and the next frontier.
+    int64_t *tokens, *parents, *owners, *seeds;
+    double *probs, *values, *draft_probs;  // draft_probs: [new nodes, num_ssms]
+    uint8_t *proposed, *broken;            // [new nodes, num_ssms]; [num_rows]: some SSM's law is not finite here
+    int64_t num_next, *next_nodes, *next_tokens, *next_owners, *next_seeds, *next_above;
+    double* next_values;
+};
+
+struct Placing {  // the slots of a level's nodes: each takes the next one of its tree
+    int64_t num_rows, depth, page_size;
+    const int64_t *owners, *above;                // [num_rows]
+    const int64_t *context, *first_page, *pages;  // by tree: committed positions, and where its pages begin
+    int64_t *taken, *first, *row_of_slot;         // by tree: slots taken; the level's first; row minus slot
+    const int64_t* paths_above;                   // [rows of the level above, depth]
+    int64_t *paths, *slots, *rows, *positions;    // [num_rows, depth + 1], [num_rows], [4, num_rows], [num_rows]
+};
+
+}  // extern "C"
+
+namespace {
+
+// The `wanted` largest of a row, falling; of equal ones the first. What is not finite counts as 0.
+class Top {
+  public:
+    std::vector<float> values;
+    std::vector<int64_t> ids;
+    bool broken = false;
+
+    Top(const float* row, int64_t width, int64_t wanted) : wanted(wanted) {
+        int64_t i = 0;
+        for (; i + 4 * LANES <= width; i += 4 * LANES) {
+            const vec least = splat(bound());
+            ivec passed = {};
+            for (int64_t j = 0; j < 4; j++) passed |= ~(load<vec>(row + i + LANES * j) <= least);  // NaN passes
+            uint64_t words[8], any = 0;
+            std::memcpy(words, &passed, sizeof words);
+            for (uint64_t word : words) any |= word;
+            if (any)
+                for (int64_t j = i; j < i + 4 * LANES; j++) offer(row[j], j);
+        }
+        for (; i < width; i++) offer(row[i], i);
+    }
+
+  private:
+    const int64_t wanted;
+
+    float bound() const { return int64_t(values.size()) == wanted ? values.back() : -1.0f; }
+
+    void offer(float value, int64_t id) {
+        if (!std::isfinite(value)) broken = true, value = 0.0f;
+        if (!(value > bound())) return;
+        if (int64_t(values.size()) == wanted) values.pop_back(), ids.pop_back();
+        size_t at = values.size();
+        while (at && values[at - 1] < value) at--;
+        values.insert(values.begin() + at, value), ids.insert(ids.begin() + at, id);
+    }
+};
+
+struct Candidate {
+    int64_t row, token, seed;  // seed: which of the seeds' nodes it is, -1: none
+    double prob, value;
+    bool stays;
+};
+
+// One probability out of two opinions; `combine` in forest.py.
+inline double combined(double seed, double mixture) {
+    const auto odds = [](double p) { return std::log(p / (1 - p)); };
+    const double a = odds(std::min(std::max(seed, 1e-4), 0.999)), b = odds(std::min(std::max(mixture, 1e-4), 0.999));
+    return 1 / (1 + std::exp(-(0.9 * a + 0.3 * b + 1.0)));
+}
+
+class Level {
+    Growth& g;
+    std::vector<int64_t> law_row;       // [num_laws, num_rows], of a law's probabilities, -1: silent
+    std::vector<Candidate> candidates;  // of one tree
+    std::vector<double> opinions;       // [candidates, num_laws]
+    std::vector<uint8_t> proposed;      // [candidates, num_laws]
+    std::vector<int64_t> slots;         // of the new nodes' parents in their trees
+    int64_t count = 0;
+
+    // The merged candidates below one row, equal tokens once.
+    void merge(int64_t row) {
+        const size_t first = candidates.size();
+        const double* weights = g.weights + g.row_owners[row] * g.num_ssms;
+        std::vector<int64_t> tokens;
+        std::vector<float> worst(g.num_laws);
+        for (int64_t l = 0; l < g.num_laws; l++) {
+            const int64_t at = law_row[l * g.num_rows + row];
+            if (at < 0) continue;
+            const Top top(g.laws[l].probs + at * g.vocab, g.vocab, g.children);
+            if (top.broken) g.broken[row] = 1;
+            worst[l] = top.values.back();
+            tokens.insert(tokens.end(), top.ids.begin(), top.ids.end());
+        }
+        const int64_t* below = g.seed_children + g.row_seeds[row] * g.seed_width;  // of -1: not read
+        const int64_t width = g.row_seeds[row] < 0 ? 0 : g.seed_width;
+        for (int64_t j = 0; j < width; j++)
+            if (below[j] >= 0) tokens.push_back(g.seed_tokens[below[j]]);
+        double taken = 0, before = 0;
+        for (size_t i = 0; i < tokens.size(); i++) {
+            if (std::find(tokens.begin(), tokens.begin() + i, tokens[i]) != tokens.begin() + i) continue;
+            Candidate c{row, tokens[i], -1, 0.0, 0.0, true};
+            for (int64_t l = 0; l < g.num_laws; l++) {
+                const int64_t at = law_row[l * g.num_rows + row];
+                float p = at < 0 ? 0.0f : g.laws[l].probs[at * g.vocab + c.token];
+                if (!std::isfinite(p)) p = 0.0f;
+                opinions.push_back(p);
+                proposed.push_back(at >= 0 && p >= worst[l]);
+                c.prob += weights[g.laws[l].ssm] * p;
+            }
+            c.prob = std::min(c.prob, 1.0);
+            for (int64_t j = 0; j < width && c.seed < 0; j++)
+                if (below[j] >= 0 && g.seed_tokens[below[j]] == c.token) c.seed = below[j];
+            if (c.seed >= 0) {
+                before += c.prob;
+                c.prob = combined(g.seed_probs[c.seed], c.prob);
+                taken += c.prob;
+            }
+            candidates.push_back(c);
+        }
+        const double rest = std::max(std::min((1 - taken) / std::max(1 - before, 1e-9), 1.0), 0.0);
+        for (size_t i = first; i < candidates.size(); i++) {  // the seeds' children first, the others share what is left
+            Candidate& c = candidates[i];
+            if (taken > 0) c.prob = c.seed >= 0 ? c.prob / std::max(taken, 1.0) : c.prob * rest;
+            c.value = g.row_values[row] * c.prob;
+        }
+    }
+
+    // A fixed number of children for every node: the likeliest.
+    void keep_children(int64_t children) {
+        for (size_t first = 0, last; first < candidates.size(); first = last) {
+            std::vector<size_t> order;
+            for (last = first; last < candidates.size() && candidates[last].row == candidates[first].row; last++)
+                order.push_back(last);
+            std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) {
+                return candidates[a].value > candidates[b].value;
+            });
+            for (size_t i = children; i < order.size(); i++) candidates[order[i]].stays = false;
+        }
+    }
+
+    // What can be among a tree's best nodes, and the seeds: left out, they would come back with their old value.
+    void keep_best(int64_t tree) {
+        double* best = g.best + tree * g.most_nodes;
+        const int64_t nodes = g.nodes[tree], held = std::min(g.num_values[tree], nodes);
+        std::vector<double> all(best, best + held);
+        for (const Candidate& c : candidates) all.push_back(c.value);
+        std::sort(all.begin(), all.end(), std::greater<double>());
+        std::copy_n(all.begin(), std::min<int64_t>(nodes, all.size()), best);
+        g.num_values[tree] += candidates.size();
+        if (g.num_values[tree] <= nodes) return;
+        g.least[tree] = best[nodes - 1];
+        for (Candidate& c : candidates) c.stays = c.value >= g.least[tree] || c.seed >= 0;
+    }
+
+    // Writes a tree's nodes that stay; `slot`: of the tree's first row `first`.
+    void write(int64_t tree, int64_t first, int64_t slot) {
+        const int64_t begin = count;
+        for (size_t i = 0; i < candidates.size(); i++) {
+            const Candidate& c = candidates[i];
+            if (!c.stays) continue;
+            g.tokens[count] = c.token, g.parents[count] = g.row_nodes[c.row], g.owners[count] = tree;
+            g.seeds[count] = c.seed, g.probs[count] = c.prob, g.values[count] = c.value;
+            for (int64_t l = 0; l < g.num_laws; l++) {
+                const int64_t to = count * g.num_ssms + g.laws[l].ssm;
+                g.draft_probs[to] = opinions[i * g.num_laws + l], g.proposed[to] = proposed[i * g.num_laws + l];
+            }
+            slots.push_back(slot + c.row - first), count++;
+        }
+        if (g.depth + 1 < g.max_depths[tree]) choose(tree, begin);
+    }
+
+    // Which of a tree's newest nodes, from `begin` on, are expanded next.
+    void choose(int64_t tree, int64_t begin) {
+        std::vector<int64_t> order;
+        for (int64_t i = begin; i < count; i++) order.push_back(i);
+        if (!g.branching[tree]) {
+            const int64_t room = std::max<int64_t>(std::min(g.max_frontier, g.max_slots - g.num_slots[tree]), 0);
+            std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return g.values[a] > g.values[b]; });
+            if (int64_t(order.size()) > room) order.resize(room);
+            std::sort(order.begin(), order.end());
+        }
+        const int64_t *ends = g.end_tokens + g.end_starts[tree], *stop = g.end_tokens + g.end_starts[tree + 1];
+        for (int64_t i : order) {
+            if (std::find(ends, stop, g.tokens[i]) != stop) continue;  // nothing is emitted below one
+            if (!g.branching[tree] && !(g.values[i] > 0 && g.values[i] >= g.least[tree])) continue;
+            const int64_t to = g.num_next++;
+            g.next_nodes[to] = g.size + i, g.next_tokens[to] = g.tokens[i], g.next_owners[to] = tree;
+            g.next_seeds[to] = g.seeds[i], g.next_above[to] = slots[i], g.next_values[to] = g.values[i];
+        }
+    }
+
+  public:
+    explicit Level(Growth& growth) : g(growth), law_row(g.num_laws * g.num_rows, -1) {
+        for (int64_t l = 0; l < g.num_laws; l++)
+            for (int64_t i = 0; i < g.laws[l].count; i++)
+                law_row[l * g.num_rows + (g.laws[l].rows ? g.laws[l].rows[i] : i)] = i;
+    }
+
+    int64_t run() {
+        g.num_next = 0;
+        for (int64_t first = 0, last; first < g.num_rows; first = last) {
+            const int64_t tree = g.row_owners[first], slot = g.num_slots[tree];
+            candidates.clear(), opinions.clear(), proposed.clear();
+            for (last = first; last < g.num_rows && g.row_owners[last] == tree; last++) merge(last);
+            g.num_slots[tree] += last - first;
+            if (g.branching[tree]) keep_children(g.branching[tree]);
+            else keep_best(tree);
+            write(tree, first, slot);
+        }
+        return count;
+    }
+};
+
+void place(Placing& p) {
+    const int64_t width = p.depth + 1;
+    for (int64_t first = 0, last; first < p.num_rows; first = last) {
+        const int64_t tree = p.owners[first], slot = p.taken[tree], shift = p.row_of_slot[tree];
+        for (last = first; last < p.num_rows && p.owners[last] == tree; last++) {
+            const int64_t logical = p.context[tree] + slot + last - first;
+            p.slots[last] = p.pages[p.first_page[tree] + logical / p.page_size] * p.page_size + logical % p.page_size;
+            std::copy_n(p.paths_above + (p.above[last] + shift) * p.depth, p.depth, p.paths + last * width);
+            p.paths[last * width + p.depth] = p.slots[last];
+            p.positions[last] = p.context[tree] + p.depth;
+            p.rows[last] = p.first_page[tree], p.rows[p.num_rows + last] = p.context[tree];
+            p.rows[2 * p.num_rows + last] = last * width, p.rows[3 * p.num_rows + last] = width;
+        }
+        p.first[tree] = slot, p.taken[tree] = slot + last - first, p.row_of_slot[tree] = first - slot;
+    }
+}
+
+// Probabilities instead of logits, in place; [num_rows, width].
+void softmax(float* rows, int64_t num_rows, int64_t width) {
+    for (float* row = rows; row < rows + num_rows * width; row += width) {
+        float most = row[0], total = 0.0f;
+        for (int64_t i = 1; i < width; i++) most = row[i] > most ? row[i] : most;
+        const int64_t whole = width / LANES * LANES;
+        vec sums = {};
+        for (int64_t i = 0; i < whole; i += LANES) {
+            const vec e = exp(load<vec>(row + i) - most);
+            store(row + i, e), sums += e;
+        }
+        for (int64_t i = whole; i < width; i++) total += row[i] = std::exp(row[i] - most);
+        const float scale = 1.0f / (total + sum(sums));
+        for (int64_t i = 0; i < width; i++) row[i] *= scale;
+    }
+}
+
+}  // namespace

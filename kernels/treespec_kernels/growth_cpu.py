@@ -1,0 +1,231 @@
+"""Growing token trees by a level in a call or two of C++: merge of what SSMs and other sources say, choice of the
+frontier, and the slots of its nodes.
+
+The source is `growth_cpu.h`, a part of the library that `decoder_cpu` builds; its specification is `Forest.extend` in
+treespec/drafters/forest.py. What such calls cost is Python's part: an array's address alone takes a microsecond. So a
+level's results lie side by side in three arrays.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from treespec_kernels.decoder_cpu import CompiledPlan
+from treespec_kernels.tree_batch import PAGE_SIZE
+
+
+class _Law(ctypes.Structure):
+    _fields_ = (
+        ("probs", ctypes.c_void_p), ("rows", ctypes.c_void_p), ("count", ctypes.c_int64), ("ssm", ctypes.c_int64)
+    )  # fmt: skip
+
+
+_LIMITS = ("num_trees", "num_ssms", "vocab", "max_frontier", "max_slots", "most_nodes")
+_TREES = ("max_depths", "nodes", "branching", "end_tokens", "end_starts", "num_slots", "num_values", "least", "best")
+_SEEDS = ("seed_children", "seed_tokens", "seed_probs")
+_FRONTIER = ("nodes", "tokens", "owners", "seeds", "above", "values")
+_LEVEL = ("tokens", "parents", "owners", "seeds", "probs", "values", "draft_probs", "proposed", "broken")
+
+
+def _numbers(*names: str) -> tuple[tuple[str, type], ...]:
+    return tuple((name, ctypes.c_int64) for name in names)
+
+
+def _pointers(*names: str) -> tuple[tuple[str, type], ...]:
+    return tuple((name, ctypes.c_void_p) for name in names)
+
+
+class _Growth(ctypes.Structure):
+    _fields_ = (
+        *_numbers(*_LIMITS), *_pointers(*_TREES), *_numbers("seed_width"), *_pointers(*_SEEDS),
+        *_numbers("depth", "size", "children", "num_laws"), ("laws", ctypes.POINTER(_Law)), *_pointers("weights"),
+        *_numbers("num_rows"), *_pointers(*(f"row_{name}" for name in _FRONTIER)), *_pointers(*_LEVEL),
+        *_numbers("num_next"), *_pointers(*(f"next_{name}" for name in _FRONTIER)),
+    )  # fmt: skip
+
+
+class _Placing(ctypes.Structure):
+    _fields_ = (
+        *_numbers("num_rows", "depth", "page_size"),
+        *_pointers("owners", "above", "context", "first_page", "pages", "taken", "first", "row_of_slot"),
+        *_pointers("paths_above", "paths", "slots", "rows", "positions"),
+    )
+
+
+def _address(array: np.ndarray) -> int:
+    assert array.flags.c_contiguous
+    return array.__array_interface__["data"][0]
+
+
+class Rows(NamedTuple):
+    """Nodes to score, those of a tree side by side; [num_rows] each, int64 but values.
+
+    nodes: their numbers over all levels of all trees. owners: which tree. seeds: the same node among the seeds' nodes,
+    -1 where it is none. above: slot of the parent in its tree. values: float64, the products of probs on the paths.
+    """
+
+    nodes: np.ndarray
+    tokens: np.ndarray
+    owners: np.ndarray
+    seeds: np.ndarray
+    above: np.ndarray
+    values: np.ndarray
+
+
+class GrownLevel(NamedTuple):
+    """Nodes of one depth, in the order of their trees and parents, and which of them are expanded next.
+
+    tokens, parents, owners, seeds: int64 [size]; probs, values: float64 [size]; proposed: bool [size, num_ssms];
+    draft_probs: float64 [size, num_ssms]. broken: bool [num_rows], where an SSM's probabilities are not finite.
+    """
+
+    tokens: np.ndarray
+    parents: np.ndarray
+    owners: np.ndarray
+    seeds: np.ndarray
+    probs: np.ndarray
+    values: np.ndarray
+    proposed: np.ndarray
+    draft_probs: np.ndarray
+    broken: np.ndarray
+    frontier: Rows
+
+
+class TreeGrowth:
+    """What the library knows of some trees between two levels.
+
+    Args:
+        library: from `decoder_cpu.build`.
+        num_ssms: that may score.
+        max_depths, nodes: int64 [num_trees]: levels of each tree; only what can be among so many nodes is kept.
+        end_tokens: by tree: below them nothing is expanded.
+        seeds: children int64 [num nodes + 1, width], tokens int64 and probs float64 [num nodes], of other sources.
+        max_frontier, max_slots: nodes of one tree that are expanded, at one depth and in all.
+    """
+
+    def __init__(
+        self, library: ctypes.CDLL, num_ssms: int, max_depths: np.ndarray, nodes: np.ndarray,
+        end_tokens: Sequence[Sequence[int]], seeds: tuple[np.ndarray, np.ndarray, np.ndarray],
+        max_frontier: int, max_slots: int,
+    ):  # fmt: skip
+        count, most = len(nodes), int(nodes.max())
+        ends = np.array([token for tokens in end_tokens for token in tokens], dtype=np.int64)
+        starts = np.cumsum([0, *(len(tokens) for tokens in end_tokens)])
+        state = np.zeros((2, count), dtype=np.int64)  # slots, values
+        state[1] = 1  # the root's
+        floats = np.zeros((1 + most, count))  # the least value, and [num_trees, most] best ones
+        floats[1:].reshape(count, most)[:, 0] = 1.0
+        self._library, self._num_ssms, self._width = library, num_ssms, seeds[0].shape[1]
+        self._held = (max_depths, nodes, ends, starts, state, floats, seeds)
+        self._growth = _Growth(
+            num_trees=count, num_ssms=num_ssms, max_frontier=max_frontier, max_slots=max_slots, most_nodes=most,
+            max_depths=_address(max_depths), nodes=_address(nodes), end_tokens=_address(ends),
+            end_starts=_address(starts), num_slots=_address(state), num_values=_address(state) + 8 * count,
+            least=_address(floats), best=_address(floats) + 8 * count, seed_width=self._width,
+            seed_children=_address(seeds[0]), seed_tokens=_address(seeds[1]), seed_probs=_address(seeds[2]),
+        )  # fmt: skip
+        self._frontier: Rows | None = None
+        self._weights: np.ndarray | None = None
+
+    def extend(
+        self, frontier: Rows, size: int, depth: int, laws: Sequence[tuple[int, np.ndarray, np.ndarray]],
+        weights: np.ndarray, branching: np.ndarray, children: int,
+    ) -> GrownLevel:  # fmt: skip
+        """One level.
+
+        Args:
+            frontier: what was scored.
+            size, depth: nodes of all trees so far, and levels.
+            laws: SSM, rows (int64, ascending) and probabilities (float32 [len(rows), vocab]) of each that scored.
+            weights: float64 [num_trees, num_ssms].
+            branching: int64 [num_trees], children of a node, 0 where values decide.
+            children: most proposals of one SSM.
+        """
+        rows, ssms, vocab = len(frontier.nodes), self._num_ssms, laws[0][2].shape[1]
+        room = rows * (len(laws) * min(children, vocab) + self._width)
+        ints, floats = np.empty((9, room), dtype=np.int64), np.empty((3 + ssms, room))
+        flags = np.zeros(room * ssms + rows, dtype=bool)
+        own = (_Law * len(laws))(
+            *((_address(p), None if len(r) == rows else _address(r), len(r), ssm) for ssm, r, p in laws)
+        )
+        g, step = self._growth, 8 * room
+        g.vocab, g.depth, g.size, g.children, g.num_laws, g.laws = vocab, depth, size, children, len(laws), own
+        g.branching = _address(branching)
+        if weights is not self._weights:
+            self._weights, g.weights = weights, _address(weights)
+        if frontier is not self._frontier:  # else it lies where the last level put it
+            g.row_nodes, g.row_tokens, g.row_owners, g.row_seeds, g.row_above, g.row_values = map(_address, frontier)
+        g.num_rows = rows
+        at = _address(ints)
+        g.tokens, g.parents, g.owners, g.seeds = at, at + step, at + 2 * step, at + 3 * step
+        following = [at + i * step for i in range(4, 9)]
+        at = _address(floats)
+        following.append(at + 2 * step)
+        g.probs, g.values, g.draft_probs = at, at + step, at + 3 * step
+        g.proposed = _address(flags)
+        g.broken = g.proposed + room * ssms
+        g.next_nodes, g.next_tokens, g.next_owners, g.next_seeds, g.next_above, g.next_values = following
+        n = self._library.treespec_grow(ctypes.byref(g))
+        g.row_nodes, g.row_tokens, g.row_owners, g.row_seeds, g.row_above, g.row_values = following
+        self._frontier = Rows(*ints[4:, : g.num_next], floats[2, : g.num_next])
+        self._results = (ints, floats)  # what `_frontier` points to
+        return GrownLevel(
+            *ints[:4, :n], *floats[:2, :n], flags[: n * ssms].reshape(n, ssms),
+            floats[3:].reshape(-1)[: n * ssms].reshape(n, ssms), flags[room * ssms :], self._frontier,
+        )  # fmt: skip
+
+
+class TreePlaces:
+    """Where the nodes of some trees lie in the SSMs' pools; each takes the next slot of its tree, the root slot 0.
+
+    Args:
+        library: from `decoder_cpu.build`.
+        context_lens: committed positions, by tree.
+        pages: of their requests, by tree.
+    """
+
+    def __init__(self, library: ctypes.CDLL, context_lens: Sequence[int], pages: Sequence[np.ndarray]):
+        count = len(context_lens)
+        self._library = library
+        self._table = torch.from_numpy(np.concatenate(pages))
+        # By tree: context, first page, slots taken, the level's first slot, and a row minus its slot.
+        state = self._state = np.zeros((5, count), dtype=np.int64)
+        state[0], state[1, 1:], state[2] = context_lens, np.cumsum([len(own) for own in pages[:-1]]), 1
+        state[4] = np.arange(count)
+        page, offset = np.divmod(state[0], PAGE_SIZE)
+        self.paths = torch.from_numpy(self._table.numpy()[state[1] + page] * PAGE_SIZE + offset)
+        at, step = _address(state), 8 * count
+        self._placing = _Placing(
+            page_size=PAGE_SIZE, context=at, first_page=at + step, taken=at + 2 * step, first=at + 3 * step,
+            row_of_slot=at + 4 * step, pages=self._table.data_ptr(),
+        )  # fmt: skip
+
+    @property
+    def first_slots(self) -> np.ndarray:
+        """int64 [num trees]: of the newest level's first nodes."""
+        return self._state[3]
+
+    def extend(self, owners: np.ndarray, above: np.ndarray, depth: int) -> CompiledPlan:
+        """Give the nodes of a level their slots, and lay out a pass over them.
+
+        Args:
+            owners, above: int64 [num_rows], the tree, and the slot of the parent in it; those of a tree side by side.
+            depth: of the level.
+        """
+        count, p = len(owners), self._placing
+        above_them = self.paths
+        results = torch.empty(count * (depth + 7), dtype=torch.int64)
+        at, step = results.data_ptr(), 8 * count
+        p.num_rows, p.depth, p.owners, p.above = count, depth, _address(owners), _address(above)
+        p.paths_above, p.slots, p.positions, p.rows, p.paths = (
+            above_them.data_ptr(), at, at + step, at + 2 * step, at + 6 * step
+        )  # fmt: skip
+        self._library.treespec_place(ctypes.byref(p))
+        self.paths = results[6 * count :]
+        return CompiledPlan(
+            count, results[:count], results[2 * count : 6 * count].view(4, count), self._table, self.paths,
+            results[count : 2 * count],
+        )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Trees that grow, in numpy and compiled, against a dictionary of paths: merge of SSMs and seeds, budgets, frontiers."""
+"""Trees that grow, in numpy and compiled, against a dictionary of paths: SSMs and seeds merged, budgets, frontiers."""
 
 from pathlib import Path as File
 

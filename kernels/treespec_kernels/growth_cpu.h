@@ -22,10 +22,11 @@ struct Growth {
     int64_t depth, size, children, num_laws;  // nodes of all trees so far; proposals of an SSM
     const Law* laws;
     const double* weights;  // [num_trees, num_ssms]
-    int64_t num_rows;       // of the frontier; above: slot of the parent in its tree
-    const int64_t *row_nodes, *row_tokens, *row_owners, *row_seeds, *row_above;
+    int64_t num_rows;       // of the frontier
+    const int64_t *row_nodes, *row_owners, *row_seeds;
     const double* row_values;
-    // What is written: new nodes in the order of their trees and parents, and the next frontier.
+    // What is written: new nodes in the order of their trees and parents, and the next frontier, whose `above` is the
+    // slot of the parent in its tree.
     int64_t *tokens, *parents, *owners, *seeds;
     double *probs, *values, *draft_probs;  // draft_probs: [new nodes, num_ssms]
     uint8_t *proposed, *broken;            // [new nodes, num_ssms]; [num_rows]: some SSM's law is not finite here

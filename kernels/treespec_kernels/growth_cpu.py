@@ -26,7 +26,8 @@ class _Law(ctypes.Structure):
 _LIMITS = ("num_trees", "num_ssms", "vocab", "max_frontier", "max_slots", "most_nodes")
 _TREES = ("max_depths", "nodes", "branching", "end_tokens", "end_starts", "num_slots", "num_values", "least", "best")
 _SEEDS = ("seed_children", "seed_tokens", "seed_probs")
-_FRONTIER = ("nodes", "tokens", "owners", "seeds", "above", "values")
+_ROW = ("row_nodes", "row_owners", "row_seeds", "row_values")
+_NEXT = ("next_nodes", "next_tokens", "next_owners", "next_seeds", "next_above", "next_values")
 _LEVEL = ("tokens", "parents", "owners", "seeds", "probs", "values", "draft_probs", "proposed", "broken")
 
 
@@ -42,8 +43,8 @@ class _Growth(ctypes.Structure):
     _fields_ = (
         *_numbers(*_LIMITS), *_pointers(*_TREES), *_numbers("seed_width"), *_pointers(*_SEEDS),
         *_numbers("depth", "size", "children", "num_laws"), ("laws", ctypes.POINTER(_Law)), *_pointers("weights"),
-        *_numbers("num_rows"), *_pointers(*(f"row_{name}" for name in _FRONTIER)), *_pointers(*_LEVEL),
-        *_numbers("num_next"), *_pointers(*(f"next_{name}" for name in _FRONTIER)),
+        *_numbers("num_rows"), *_pointers(*_ROW), *_pointers(*_LEVEL),
+        *_numbers("num_next"), *_pointers(*_NEXT),
     )  # fmt: skip
 
 
@@ -60,7 +61,7 @@ def _address(array: np.ndarray) -> int:
     return array.__array_interface__["data"][0]
 
 
-class Rows(NamedTuple):
+class Frontier(NamedTuple):
     """Nodes to score, those of a tree side by side; [num_rows] each, int64 but values.
 
     nodes: their numbers over all levels of all trees. owners: which tree. seeds: the same node among the seeds' nodes,
@@ -91,7 +92,7 @@ class GrownLevel(NamedTuple):
     proposed: np.ndarray
     draft_probs: np.ndarray
     broken: np.ndarray
-    frontier: Rows
+    frontier: Frontier
 
 
 class TreeGrowth:
@@ -127,11 +128,11 @@ class TreeGrowth:
             least=_address(floats), best=_address(floats) + 8 * count, seed_width=self._width,
             seed_children=_address(seeds[0]), seed_tokens=_address(seeds[1]), seed_probs=_address(seeds[2]),
         )  # fmt: skip
-        self._frontier: Rows | None = None
+        self._frontier: Frontier | None = None
         self._weights: np.ndarray | None = None
 
     def extend(
-        self, frontier: Rows, size: int, depth: int, laws: Sequence[tuple[int, np.ndarray, np.ndarray]],
+        self, frontier: Frontier, size: int, depth: int, laws: Sequence[tuple[int, np.ndarray, np.ndarray]],
         weights: np.ndarray, branching: np.ndarray, children: int,
     ) -> GrownLevel:  # fmt: skip
         """One level.
@@ -157,20 +158,19 @@ class TreeGrowth:
         if weights is not self._weights:
             self._weights, g.weights = weights, _address(weights)
         if frontier is not self._frontier:  # else it lies where the last level put it
-            g.row_nodes, g.row_tokens, g.row_owners, g.row_seeds, g.row_above, g.row_values = map(_address, frontier)
+            parts = frontier.nodes, frontier.owners, frontier.seeds, frontier.values
+            g.row_nodes, g.row_owners, g.row_seeds, g.row_values = map(_address, parts)
         g.num_rows = rows
-        at = _address(ints)
-        g.tokens, g.parents, g.owners, g.seeds = at, at + step, at + 2 * step, at + 3 * step
-        following = [at + i * step for i in range(4, 9)]
-        at = _address(floats)
-        following.append(at + 2 * step)
-        g.probs, g.values, g.draft_probs = at, at + step, at + 3 * step
+        at, other = _address(ints), _address(floats)
+        g.tokens, g.parents, g.owners, g.seeds = (at + i * step for i in range(4))
+        g.probs, g.values, g.draft_probs = other, other + step, other + 3 * step
+        following = (*(at + i * step for i in range(4, 9)), other + 2 * step)
         g.proposed = _address(flags)
         g.broken = g.proposed + room * ssms
         g.next_nodes, g.next_tokens, g.next_owners, g.next_seeds, g.next_above, g.next_values = following
         n = self._library.treespec_grow(ctypes.byref(g))
-        g.row_nodes, g.row_tokens, g.row_owners, g.row_seeds, g.row_above, g.row_values = following
-        self._frontier = Rows(*ints[4:, : g.num_next], floats[2, : g.num_next])
+        g.row_nodes, _, g.row_owners, g.row_seeds, _, g.row_values = following
+        self._frontier = Frontier(*ints[4:, : g.num_next], floats[2, : g.num_next])
         self._results = (ints, floats)  # what `_frontier` points to
         return GrownLevel(
             *ints[:4, :n], *floats[:2, :n], flags[: n * ssms].reshape(n, ssms),

@@ -10,7 +10,7 @@ import torch
 
 from treespec.sampling import topk_rows
 from treespec.tree import Draws, TokenTree
-from treespec_kernels.growth_cpu import Rows as Frontier
+from treespec_kernels.growth_cpu import Frontier
 
 _SEED_WEIGHT, _MIXTURE_WEIGHT, _AGREEMENT = 0.9, 0.3, 1.0
 

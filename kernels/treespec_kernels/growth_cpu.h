@@ -94,7 +94,7 @@ struct Candidate {
 inline double combined(double seed, double mixture) {
     const auto odds = [](double p) { return std::log(p / (1 - p)); };
     const double a = odds(std::min(std::max(seed, 1e-4), 0.999)), b = odds(std::min(std::max(mixture, 1e-4), 0.999));
-    return 1 / (1 + std::exp(-(0.9 * a + 0.3 * b + 1.0)));
+    return 1 / (1 + std::exp(-(0.55 * a + 0.7 * b + 0.8)));
 }
 
 class Level {

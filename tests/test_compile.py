@@ -29,7 +29,8 @@ from tests.test_decoder_parity import our_logits, their_logits
 from treespec import SpecConfig, costs
 from treespec.cache import KVCache
 from treespec.errors import ExactnessError
-from treespec_kernels.decoder_cpu import CompiledModel, CompileError, build, find_compiler
+from treespec_kernels.cpu_library import CompileError, find_compiler
+from treespec_kernels.decoder_cpu import CompiledModel, build
 from treespec_kernels.testing import assert_close
 from treespec_kernels.tree_batch import RequestRows
 

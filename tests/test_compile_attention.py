@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from tests.quantized import needs_compiler
+from treespec_kernels.cpu_library import find_compiler
 from treespec_kernels.decoder_cpu import (
     Architecture,
     CompiledModel,
     LayerWeights,
     NormWeights,
     build,
-    find_compiler,
     plan_compiled,
 )
 from treespec_kernels.testing import assert_close

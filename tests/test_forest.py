@@ -4,13 +4,13 @@ from pathlib import Path as File
 
 import numpy as np
 import pytest
-import torch
 
 from tests.models import new_folder, tree_of
 from treespec.drafters.compiled_forest import CompiledForest
 from treespec.drafters.forest import Forest, Laws, Shape, combine
 from treespec.tree import TokenTree
-from treespec_kernels.decoder_cpu import build, find_compiler
+from treespec_kernels.cpu_library import find_compiler
+from treespec_kernels.growth_cpu import growth_library
 
 VOCAB = 12
 NAMES = ("a", "b")
@@ -35,7 +35,7 @@ class Speaker:
 
 
 def compiled(*args: object) -> CompiledForest:
-    library = build(find_compiler(), 64, torch.float32, _LIBRARIES)
+    library = growth_library(find_compiler(), _LIBRARIES)
     return CompiledForest(*args, library=library)  # type: ignore[arg-type, misc]
 
 
@@ -113,12 +113,13 @@ def test_merge_against_a_dictionary(seed: int, kind: type[Forest]) -> None:
 
 
 def test_two_opinions() -> None:
-    """Both count, the seed's more; the result is a probability whatever the opinions are."""
+    """Both count, and agreement makes surer; the result is a probability whatever the opinions are."""
     grid = np.linspace(0, 1, 21)
     table = combine(grid[:, None], grid[None, :])
     assert ((table > 0) & (table < 1)).all()
     assert (np.diff(table, axis=0) >= 0).all() and (np.diff(table, axis=1) >= 0).all()
-    assert combine(np.array(0.9), np.array(0.1)) > combine(np.array(0.1), np.array(0.9))
+    agreed = np.linspace(0.5, 0.99, 11)
+    assert (combine(agreed, agreed) > agreed).all()
 
 
 @FORESTS

@@ -16,7 +16,7 @@ from treespec import LLM, SpecConfig
 from treespec.costs import cost_key
 from treespec.errors import ConfigError
 from treespec.models.quantized import weight_bytes
-from treespec_kernels.decoder_cpu import CompileError
+from treespec_kernels.cpu_library import CompileError
 from treespec_kernels.quantized_linear import QuantizedLinear
 
 LENGTHS, TOKENS = (1, 31, 62, 64, 90, 126), 16

@@ -9,7 +9,8 @@ import torch
 from tests.child import run_cases
 from tests.models import new_folder
 from tests.quantized import needs_compiler
-from treespec_kernels.decoder_cpu import PackedLinear, build, find_compiler
+from treespec_kernels.cpu_library import find_compiler
+from treespec_kernels.decoder_cpu import PackedLinear, build
 from treespec_kernels.linear import Linear
 from treespec_kernels.quantized import QuantizedWeight, dequantized, integers, stacked
 from treespec_kernels.quantized_linear import QuantizedLinear, quantized_linear

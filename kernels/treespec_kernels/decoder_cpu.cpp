@@ -7,42 +7,17 @@
 //  - threads share out rows, heads and columns, never a sum.
 // Hidden sizes are multiples of 16, so that no vector has a remainder.
 
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <vector>
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
+#include "vectors_cpu.h"
 
 namespace {
 
-constexpr int64_t LANES = 16, PANEL = 64, PAGE = 64, VECS = PANEL / LANES, HEAD_VECS = HEAD_DIM / LANES;
-typedef float vec __attribute__((vector_size(64)));
-typedef int32_t ivec __attribute__((vector_size(64)));
-typedef uint32_t uvec __attribute__((vector_size(64)));
-typedef uint32_t uvec8 __attribute__((vector_size(32)));
-typedef uint16_t hvec __attribute__((vector_size(32)));
+constexpr int64_t PANEL = 64, PAGE = 64, VECS = PANEL / LANES, HEAD_VECS = HEAD_DIM / LANES;
 #if BF16
 typedef uint16_t scalar;
 #else
 typedef float scalar;
 #endif
 constexpr int64_t PAIR = 4 / sizeof(scalar), UNITS = HEAD_DIM / PAIR;  // scalars in 32 bits, and these in a head
-
-template <class V, class T> inline V load(const T* p) { V v; std::memcpy(&v, p, sizeof v); return v; }
-inline void store(float* p, vec v) { std::memcpy(p, &v, sizeof v); }
-inline vec splat(float x) { return x - vec{}; }
-
-inline vec fma(vec a, vec b, vec c) {
-#if defined(__AVX512F__)
-    return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#else
-    for (int i = 0; i < LANES; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
-    return c;
-#endif
-}
 
 inline float as_float(uint32_t bits) { return load<float>(&bits); }
 inline float to_float(uint16_t x) { return as_float(uint32_t(x) << 16); }
@@ -70,37 +45,6 @@ inline void store(uint16_t* p, vec v) {
     const hvec rounded = __builtin_convertvector((uvec)(v == v ? (ivec)even : (ivec)quiet), hvec);
 #endif
     std::memcpy(p, &rounded, sizeof rounded);
-}
-
-// Two vectors become one, half of each added to its other half; a level of a sum. Each shuffle is one instruction.
-#define FOLD(a, b, LOW, HIGH) (__builtin_shufflevector(a, b, LOW) + __builtin_shufflevector(a, b, HIGH))
-#define SINGLES_LOW 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29
-#define SINGLES_HIGH 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31
-#define PAIRS_LOW 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29
-#define PAIRS_HIGH 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31
-#define HALVES_LOW 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23
-#define HALVES_HIGH 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31
-#define FOURS_LOW 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27
-#define FOURS_HIGH 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31
-
-inline float sum(vec v) {
-    v = FOLD(v, v, SINGLES_LOW, SINGLES_HIGH);
-    v = FOLD(v, v, PAIRS_LOW, PAIRS_HIGH);
-    v = FOLD(v, v, HALVES_LOW, HALVES_HIGH);
-    return FOLD(v, v, FOURS_LOW, FOURS_HIGH)[0];
-}
-
-inline vec exp(vec x) {  // within 2 units in the last place; exactly 0 below -87
-    const vec z = x < -87.0f ? splat(-87.0f) : x > 88.0f ? splat(88.0f) : x;
-    const vec n = (z * 1.44269504f + 12582912.0f) - 12582912.0f;  // rounded to the nearest integer
-    vec r = fma(n, splat(-0.693359375f), z);
-    r = fma(n, splat(2.12194440e-4f), r);
-    vec y = splat(1.9875691500e-4f);
-    for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
-        y = fma(y, r, splat(c));
-    y = fma(y, r * r, r) + 1.0f;
-    const vec power = (vec)((__builtin_convertvector(n, ivec) + 127) << 23);
-    return x < -87.0f ? vec{} : y * power;
 }
 
 }  // namespace
@@ -234,12 +178,6 @@ void linear(const Linear& layer, const scalar* x, int64_t rows, void* out, Then 
 
 #include "pointwise_cpu.h"
 #include "attention_cpu.h"
-
-}  // namespace
-
-#include "growth_cpu.h"
-
-namespace {
 
 // One pass: the residual stream `x` in fp32 [num_rows, hidden], and what is computed beside it.
 class Pass {
@@ -379,12 +317,6 @@ void treespec_probs(const Linear* layer, const scalar* x, int64_t num_rows, floa
     linear(*layer, x, num_rows, out, STORE, int(threads));
     softmax(out, num_rows, layer->outputs);
 }
-
-// Grows trees by a level; returns how many nodes it has.
-int64_t treespec_grow(Growth* growth) { return Level(*growth).run(); }
-
-// Gives the nodes of a level their slots.
-void treespec_place(Placing* placing) { place(*placing); }
 
 // Brings quantised weights into the order of `unpack`. values: int8 [outputs, inputs], or [outputs, inputs / 2] bytes of
 // two 4-bit weights, the first one in the low bits, each raised by 8. out: [panels, inputs / 2, 16 * bits] bytes.

@@ -4,20 +4,13 @@ The source is `decoder_cpu.cpp`; its specification is the eager decoder in trees
 eager pass spends most of its time between operations: 25 torch calls a layer at 1 to 15 us each. Inductor does not
 help: half a layer (o, norm, MLP) took 110 us compiled by it and 80 us eagerly, 2 rows of 256 on one thread.
 
-Needed is a C++ compiler (`$CXX`, c++, g++ or clang++) and nothing else, no headers of torch or Python. A library takes
-3 seconds to build and is kept; its name holds a hash of the source, the command and the compiler's own macros, that
-is its version and the instructions of the machine.
+Needed is a C++ compiler and nothing else, no headers of torch or Python; a library takes 3 seconds to build
+(`cpu_library`).
 """
 
 import copy
 import ctypes
 import functools
-import hashlib
-import os
-import shlex
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -26,23 +19,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treespec_kernels.cpu_library import compile_library
 from treespec_kernels.quantized import QuantizedWeight
 from treespec_kernels.tree_batch import PAGE_SIZE, RequestRows
 
 SOURCE = Path(__file__).with_name("decoder_cpu.cpp")
 PARTS = tuple(  # that it includes
-    Path(__file__).with_name(name) for name in ("pointwise_cpu.h", "attention_cpu.h", "growth_cpu.h", "quantized_cpu.h")
+    SOURCE.with_name(name) for name in ("vectors_cpu.h", "pointwise_cpu.h", "attention_cpu.h", "quantized_cpu.h")
 )
 DTYPES = (torch.bfloat16, torch.float32)
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")  # in the order of the source's
 
-# No -ffast-math, no contraction: the compiler must keep the result of every operation, so vectorising changes no bit.
-_FLAGS = "-std=c++17 -O3 -march=native -ffp-contract=off -fno-math-errno -fopenmp -fPIC -shared -Wno-psabi".split()
 _LANES, _PANEL = 16, 64
-
-
-class CompileError(RuntimeError):
-    """No compiler, or one that refuses the source."""
 
 
 class _Linear(ctypes.Structure):
@@ -87,53 +75,11 @@ class _Batch(ctypes.Structure):
     )  # fmt: skip
 
 
-def find_compiler() -> tuple[str, ...]:
-    """The command of the C++ compiler. Raises CompileError where there is none."""
-    named = os.environ.get("CXX")
-    for command in [shlex.split(named)] if named else [["c++"], ["g++"], ["clang++"]]:
-        if shutil.which(command[0]):
-            return tuple(command)
-    raise CompileError(f"no C++ compiler: {f'CXX={named!r} is none' if named else 'neither c++, g++ nor clang++ here'}")
-
-
-def _run(command: Sequence[str], stdin: str = "") -> str:
-    done = subprocess.run(command, input=stdin, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise CompileError(f"{shlex.join(command)} failed: {done.stderr.strip()[-500:]}")
-    return done.stdout
-
-
-def _sources() -> list[str]:
-    return [part.read_text() for part in (SOURCE, *PARTS)]
-
-
 @functools.cache
 def build(compiler: tuple[str, ...], head_dim: int, dtype: torch.dtype, folder: Path) -> ctypes.CDLL:
-    """The library for one head size and one dtype, built into `folder` where it does not lie there yet.
-
-    Args:
-        compiler: from `find_compiler`: the program, and flags that follow ours.
-        head_dim, dtype: a multiple of 16; float32 or bfloat16.
-        folder: made where it is missing.
-
-    Raises:
-        CompileError: the compiler fails, or its library does not load.
-    """
-    defines = [f"-DHEAD_DIM={head_dim}", f"-DBF16={int(dtype == torch.bfloat16)}"]
-    command = [compiler[0], *_FLAGS, *compiler[1:], *defines]
-    macros = _run([*command, "-x", "c++", "-dM", "-E", "-"])  # the compiler's version, and this machine's instructions
-    key = hashlib.sha256("\n".join([*_sources(), macros, *command]).encode()).hexdigest()
-    path = folder / f"decoder_cpu-{key[:24]}.so"
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:  # renamed at the end: two processes may build at once
-            built = Path(scratch) / path.name
-            _run([*command, str(SOURCE), "-o", str(built)])
-            os.replace(built, path)
-    try:
-        library = ctypes.CDLL(str(path))
-    except OSError as error:
-        raise CompileError(f"{path} does not load: {error}") from error
+    """The library for one head size, a multiple of 16, and one dtype, float32 or bfloat16; as `compile_library`."""
+    defines = f"-DHEAD_DIM={head_dim}", f"-DBF16={int(dtype == torch.bfloat16)}"
+    library = compile_library(compiler, (SOURCE, *PARTS), defines, folder)
     library.treespec_forward.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
     library.treespec_linear.argtypes = (
         ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64
@@ -142,10 +88,8 @@ def build(compiler: tuple[str, ...], head_dim: int, dtype: torch.dtype, folder: 
         ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p
     )  # fmt: skip
     library.treespec_probs.argtypes = library.treespec_linear.argtypes
-    library.treespec_grow.argtypes = (ctypes.c_void_p,)
     for entry in (library.treespec_forward, library.treespec_linear, library.treespec_pack, library.treespec_probs):
         entry.restype = None
-    library.treespec_grow.restype = ctypes.c_int64
     return library
 
 

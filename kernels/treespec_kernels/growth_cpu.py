@@ -1,20 +1,24 @@
 """Growing token trees by a level in a call or two of C++: merge of what SSMs and other sources say, choice of the
 frontier, and the slots of its nodes.
 
-The source is `growth_cpu.h`, a part of the library that `decoder_cpu` builds; its specification is `Forest.extend` in
-treespec/drafters/forest.py. What such calls cost is Python's part: an array's address alone takes a microsecond. So a
-level's results lie side by side in three arrays.
+The source is `growth_cpu.cpp`; its specification is `Forest.extend` in treespec/drafters/forest.py. What such calls cost
+is Python's part: an array's address alone takes a microsecond. So a level's results lie side by side in three arrays.
 """
 
 import ctypes
+import functools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from treespec_kernels.cpu_library import compile_library
 from treespec_kernels.decoder_cpu import CompiledPlan
 from treespec_kernels.tree_batch import PAGE_SIZE
+
+_SOURCES = tuple(Path(__file__).with_name(name) for name in ("growth_cpu.cpp", "vectors_cpu.h"))
 
 
 class _Law(ctypes.Structure):
@@ -54,6 +58,15 @@ class _Placing(ctypes.Structure):
         *_pointers("owners", "above", "context", "first_page", "pages", "taken", "first", "row_of_slot"),
         *_pointers("paths_above", "paths", "slots", "rows", "positions"),
     )
+
+
+@functools.cache
+def growth_library(compiler: tuple[str, ...], folder: Path) -> ctypes.CDLL:
+    """The library, as `compile_library`."""
+    library = compile_library(compiler, _SOURCES, (), folder)
+    library.treespec_grow.argtypes = library.treespec_place.argtypes = (ctypes.c_void_p,)
+    library.treespec_grow.restype, library.treespec_place.restype = ctypes.c_int64, None
+    return library
 
 
 def _address(array: np.ndarray) -> int:
@@ -99,7 +112,7 @@ class TreeGrowth:
     """What the library knows of some trees between two levels.
 
     Args:
-        library: from `decoder_cpu.build`.
+        library: from `growth_library`.
         num_ssms: that may score.
         max_depths, nodes: int64 [num_trees]: levels of each tree; only what can be among so many nodes is kept.
         end_tokens: by tree: below them nothing is expanded.
@@ -182,7 +195,7 @@ class TreePlaces:
     """Where the nodes of some trees lie in the SSMs' pools; each takes the next slot of its tree, the root slot 0.
 
     Args:
-        library: from `decoder_cpu.build`.
+        library: from `growth_library`.
         context_lens: committed positions, by tree.
         pages: of their requests, by tree.
     """

@@ -84,7 +84,7 @@ class CompiledLevels:
     def __init__(self, models: Sequence[CompiledDecoder], requests: Sequence[Request]):
         self._models = models
         contexts, pages = [request.context_len for request in requests], [request.pages for request in requests]
-        self._places = TreePlaces(models[0].library, contexts, pages)
+        self._places = TreePlaces(models[0].growth, contexts, pages)
         self._longest = max(contexts) + 1
 
     @property

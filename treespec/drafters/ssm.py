@@ -116,7 +116,7 @@ class SsmDrafter:
         if not requests[0].draws_at_random:
             parts = seeds, shapes, len(self.models), MAX_CHILDREN, MAX_FRONTIER, MAX_SLOTS
             model = self.models[0]
-            return CompiledForest(*parts, model.library) if isinstance(model, CompiledDecoder) else Forest(*parts)
+            return CompiledForest(*parts, model.growth) if isinstance(model, CompiledDecoder) else Forest(*parts)
         for request, state in zip(requests, states, strict=True):
             if state.oracle is None and request.sampler is not None:
                 state.oracle = RandomOracle(request.sampler.draft_generator())

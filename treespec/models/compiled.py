@@ -19,18 +19,18 @@ from treespec.models.decoder import Decoder, Pass
 from treespec.models.norms import take_head_norm
 from treespec.models.quantized import take_projection
 from treespec_kernels.activations import soft_cap
+from treespec_kernels.cpu_library import CompileError, find_compiler
 from treespec_kernels.decoder_cpu import (
     Architecture,
     CompiledModel,
     CompiledPlan,
-    CompileError,
     LayerWeights,
     NormWeights,
     build,
-    find_compiler,
     misfit,
     plan_compiled,
 )
+from treespec_kernels.growth_cpu import growth_library
 from treespec_kernels.tree_batch import RequestRows
 
 
@@ -67,12 +67,14 @@ def check_compiled(config: ModelConfig, dtype: torch.dtype, device: torch.device
     reason = misfit(shape.hidden_size, shape.intermediate_size, shape.head_dim, dtype)
     if reason:
         raise KernelError(f"{config.folder}: compile=True does not support {reason}; use compile=False")
-    _library(shape.head_dim, dtype, folder)
+    _libraries(shape.head_dim, dtype, folder)
 
 
-def _library(head_dim: int, dtype: torch.dtype, folder: Path) -> ctypes.CDLL:
+def _libraries(head_dim: int, dtype: torch.dtype, folder: Path) -> tuple[ctypes.CDLL, ctypes.CDLL]:
+    """What runs the passes, and what grows a draft's trees."""
     try:
-        return build(find_compiler(), head_dim, dtype, folder)
+        compiler = find_compiler()
+        return build(compiler, head_dim, dtype, folder), growth_library(compiler, folder)
     except (CompileError, OSError) as error:
         raise KernelError(f"compile=True: {error}; name a C++ compiler in CXX, or use compile=False") from error
 
@@ -99,8 +101,9 @@ class CompiledDecoder(Decoder):
             config.rules.norm == "layer", config.parallel, len(config.ropes), self.embed_scale, config.score_cap,
         )  # fmt: skip
         layers = [_take_layer(weights, i, config) for i in range(shape.num_layers)]
+        library, self.growth = _libraries(self.head_dim, self.dtype, self._folder)
         self.model = CompiledModel(
-            _library(self.head_dim, self.dtype, self._folder), architecture, self.embed, self.positions, layers,
+            library, architecture, self.embed, self.positions, layers,
             _take_norm(weights, "final_norm"), self.embed if shape.tied else weights.pop("lm_head"),
             torch.get_num_threads(),
         )  # fmt: skip
@@ -137,11 +140,6 @@ class CompiledDecoder(Decoder):
     def forward(self, tokens: Tensor, layout: Pass, kv: Tensor, num_layers: int | None = None) -> Tensor:
         own = kv[:num_layers]
         return self.model.forward(tokens, layout.attention, layout.rotation, own, len(own), layout.positions)
-
-    @property
-    def library(self) -> ctypes.CDLL:
-        """What runs the passes."""
-        return self.model.library
 
     def probs(self, hidden: Tensor) -> Tensor:
         """fp32 [num_rows, vocab]: softmax of the logits."""

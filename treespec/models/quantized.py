@@ -12,7 +12,8 @@ from treespec.adapter.source import Source
 from treespec.adapter.trace import AdapterConfig
 from treespec.config import QUANTIZATIONS, ModelConfig
 from treespec.errors import ConfigError, ModelError
-from treespec_kernels.decoder_cpu import DTYPES, CompileError, build, find_compiler
+from treespec_kernels.cpu_library import CompileError, find_compiler
+from treespec_kernels.decoder_cpu import DTYPES, build
 from treespec_kernels.quantized import QuantizedWeight, stacked
 from treespec_weights.load import quantizable, quantized_group
 from treespec_weights.quantize import BITS

@@ -2,6 +2,10 @@
 // becomes nodes, and the best of them the next frontier. The specification is `Forest.extend` in
 // treespec/drafters/forest.py; a level of a small tree takes numpy 25 calls and an SSM's whole pass as long.
 
+#include "vectors_cpu.h"
+
+#include <functional>
+
 extern "C" {
 
 struct Law {  // an SSM's probabilities below a part of the frontier
@@ -257,21 +261,14 @@ void place(Placing& p) {
     }
 }
 
-// Probabilities instead of logits, in place; [num_rows, width].
-void softmax(float* rows, int64_t num_rows, int64_t width) {
-    for (float* row = rows; row < rows + num_rows * width; row += width) {
-        float most = row[0], total = 0.0f;
-        for (int64_t i = 1; i < width; i++) most = row[i] > most ? row[i] : most;
-        const int64_t whole = width / LANES * LANES;
-        vec sums = {};
-        for (int64_t i = 0; i < whole; i += LANES) {
-            const vec e = exp(load<vec>(row + i) - most);
-            store(row + i, e), sums += e;
-        }
-        for (int64_t i = whole; i < width; i++) total += row[i] = std::exp(row[i] - most);
-        const float scale = 1.0f / (total + sum(sums));
-        for (int64_t i = 0; i < width; i++) row[i] *= scale;
-    }
-}
-
 }  // namespace
+
+extern "C" {
+
+// Grows trees by a level; returns how many nodes it has.
+int64_t treespec_grow(Growth* growth) { return Level(*growth).run(); }
+
+// Gives the nodes of a level their slots.
+void treespec_place(Placing* placing) { place(*placing); }
+
+}  // extern "C"

@@ -1,0 +1,69 @@
+"""C++ that is compiled on the user's machine: needed is a compiler (`$CXX`, c++, g++ or clang++) and nothing else.
+
+A library is kept; its name holds a hash of the source, the command and the compiler's own macros, that is its version
+and the instructions of the machine.
+"""
+
+import ctypes
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+# No -ffast-math, no contraction: the compiler must keep the result of every operation, so vectorising changes no bit.
+_FLAGS = "-std=c++17 -O3 -march=native -ffp-contract=off -fno-math-errno -fopenmp -fPIC -shared -Wno-psabi".split()
+
+
+class CompileError(RuntimeError):
+    """No compiler, or one that refuses the source."""
+
+
+def find_compiler() -> tuple[str, ...]:
+    """The command of the C++ compiler. Raises CompileError where there is none."""
+    named = os.environ.get("CXX")
+    for command in [shlex.split(named)] if named else [["c++"], ["g++"], ["clang++"]]:
+        if shutil.which(command[0]):
+            return tuple(command)
+    raise CompileError(f"no C++ compiler: {f'CXX={named!r} is none' if named else 'neither c++, g++ nor clang++ here'}")
+
+
+def _run(command: Sequence[str], stdin: str = "") -> str:
+    done = subprocess.run(command, input=stdin, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise CompileError(f"{shlex.join(command)} failed: {done.stderr.strip()[-500:]}")
+    return done.stdout
+
+
+def compile_library(
+    compiler: tuple[str, ...], sources: Sequence[Path], defines: Sequence[str], folder: Path
+) -> ctypes.CDLL:
+    """A library, built into `folder` where it does not lie there yet.
+
+    Args:
+        compiler: from `find_compiler`: the program, and flags that follow ours.
+        sources: what is compiled, then what it includes.
+        defines: flags of this library.
+        folder: made where it is missing.
+
+    Raises:
+        CompileError: the compiler fails, or its library does not load.
+    """
+    command = [compiler[0], *_FLAGS, *compiler[1:], *defines]
+    macros = _run([*command, "-x", "c++", "-dM", "-E", "-"])  # the compiler's version, and this machine's instructions
+    texts = [source.read_text() for source in sources]
+    key = hashlib.sha256("\n".join([*texts, macros, *command]).encode()).hexdigest()
+    path = folder / f"{sources[0].stem}-{key[:24]}.so"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:  # renamed at the end: two processes may build at once
+            built = Path(scratch) / path.name
+            _run([*command, str(sources[0]), "-o", str(built)])
+            os.replace(built, path)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise CompileError(f"{path} does not load: {error}") from error

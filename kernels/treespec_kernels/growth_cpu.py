@@ -1,7 +1,7 @@
 """Growing token trees by a level in a call or two of C++: merge of what SSMs and other sources say, choice of the
 frontier, and the slots of its nodes.
 
-The source is `growth_cpu.cpp`; its specification is `Forest.extend` in treespec/drafters/forest.py. What such calls cost
+The source is `growth_cpu.cpp`, its specification `Forest.extend` in treespec/drafters/forest.py. What such calls cost
 is Python's part: an array's address alone takes a microsecond. So a level's results lie side by side in three arrays.
 """
 

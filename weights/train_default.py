@@ -271,7 +271,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="go on with what the work folder holds")
     parser.add_argument("--target-minutes", type=float, default=80, help="training time of the target")
     parser.add_argument("--continuation-minutes", type=float, default=33, help="time to make the drafts' lessons")
-    parser.add_argument("--ssm-minutes", type=float, default=18, help="training time of each draft")
+    parser.add_argument("--ssm-minutes", type=float, default=20, help="training time of each draft")
     parser.add_argument("--batch-tokens", type=int, default=4096, help="tokens of one step of the target")
     parser.add_argument("--max-steps", type=int, help="steps per stage instead of minutes")
     parser.add_argument("--hit-weight", type=float, default=1.0, help="boost-tuning: weight where earlier drafts hit")

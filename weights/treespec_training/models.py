@@ -6,7 +6,7 @@ from torch.nn import functional as F
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 TARGET = {"hidden_size": 256, "num_hidden_layers": 12, "intermediate_size": 704}
-DRAFT = {"hidden_size": 256, "num_hidden_layers": 1, "intermediate_size": 512}
+DRAFT = {"hidden_size": 256, "num_hidden_layers": 2, "intermediate_size": 512}
 ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
 TINY_TARGET = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64}
 TINY_DRAFT = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 48}

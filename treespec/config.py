@@ -74,7 +74,7 @@ class SpecConfig:
         self,
         *,
         nodes: int | Literal["auto"] = "auto",
-        max_depth: int = 6,
+        max_depth: int = 16,
         policy: str = "auto",
         branching: Sequence[int] | None = None,
         verification: str = "coupled",

@@ -164,12 +164,13 @@ class OracleDrafter:
         depth: levels to propose.
         wrong: wrong siblings per level, with children of their own where `bushy`.
         vocab: token ids to take wrong ones from.
+        sure: the probability that it gives the truth.
     """
 
     def __init__(self, truths: Iterable[Sequence[int]], depth: int, wrong: int = 2, bushy: bool = False,
-                 name: str = "oracle", vocab: int = VOCAB):  # fmt: skip
+                 name: str = "oracle", vocab: int = VOCAB, sure: float = 0.9):  # fmt: skip
         self.truths, self.depth, self.wrong = [list(truth) for truth in truths], depth, wrong
-        self.bushy, self.name, self.vocab = bushy, name, vocab
+        self.bushy, self.name, self.vocab, self.sure = bushy, name, vocab, sure
         self.committed: dict[str, list[int]] = {}  # lengths of the paths it was told, by request
         self.released: list[str] = []
 
@@ -194,5 +195,5 @@ class OracleDrafter:
                 paths[(*above, other)] = 0.01
                 if self.bushy:
                     paths[(*above, other, (token + 1) % self.vocab)] = 0.5
-            paths[(*above, token)] = 0.9
+            paths[(*above, token)] = self.sure
         return tree_of(tokens[-1], paths, self.name)

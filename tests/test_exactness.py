@@ -188,7 +188,7 @@ def test_an_oracle_beside_the_ssms() -> None:
     target, root = tiny()[0], new_folder("weak")  # better SSMs, following the oracle's path, would find all of it too
     drafts = [make_draft(root / f"ssm-{i}", target, i, 0.5) for i in (1, 2, 3)]
     plain = oracle_truth(torch.float32)
-    llm = open_llm(target, [*drafts, OracleDrafter(plain.sequences, 7, wrong=1)])
+    llm = open_llm(target, [*drafts, OracleDrafter(plain.sequences, 7, wrong=1, sure=0.999)])
     tree = assert_exact(llm, plain, SpecConfig(nodes=64, max_depth=7))
     for output in tree.outputs:
         assert output.metrics.target_passes == -(-ORACLE_TOKENS // 8)

@@ -6,11 +6,15 @@ import numpy as np
 import pytest
 
 from tests.models import new_folder, tree_of
+from tests.quantized import needs_compiler
 from treespec.drafters.compiled_forest import CompiledForest
 from treespec.drafters.forest import Forest, Laws, Shape, combine
+from treespec.drafters.ssm_state import grown_masks
 from treespec.tree import TokenTree
 from treespec_kernels.cpu_library import find_compiler
-from treespec_kernels.growth_cpu import growth_library
+from treespec_kernels.decoder_cpu import plan_compiled
+from treespec_kernels.growth_cpu import TreePlaces, growth_library
+from treespec_kernels.tree_batch import PAGE_SIZE, RequestRows
 
 VOCAB = 12
 NAMES = ("a", "b")
@@ -39,7 +43,9 @@ def compiled(*args: object) -> CompiledForest:
     return CompiledForest(*args, library=library)  # type: ignore[arg-type, misc]
 
 
-FORESTS = pytest.mark.parametrize("kind", [Forest, compiled], ids=["numpy", "compiled"])
+FORESTS = pytest.mark.parametrize(
+    "kind", [pytest.param(Forest, id="numpy"), pytest.param(compiled, id="compiled", marks=needs_compiler)]
+)
 
 
 def grow(forest: Forest, speaker: Speaker, weights: np.ndarray) -> list[list[Path]]:
@@ -164,14 +170,15 @@ def random_case(rng: np.random.Generator) -> tuple[list[TokenTree], list[Shape],
             for _ in range(int(rng.integers(1, 5))):
                 path = (*path, int(rng.integers(0, 3)))
                 hints.setdefault(path, float(rng.uniform(0.05, 0.45)))
-        seeds.append(tree_of(int(rng.integers(VOCAB)), hints, "lookup") if hints else TokenTree.root(3))
+        seeds.append(tree_of(int(rng.integers(4)), hints, "lookup") if hints else TokenTree.root(3))
         branching = tuple(rng.integers(1, 4, int(rng.integers(1, 4))).tolist()) if rng.random() < 0.3 else None
         depth = len(branching) if branching else int(rng.integers(0, 6))
-        shapes.append(Shape(depth, int(rng.integers(2, 30)), branching, tuple(rng.integers(0, VOCAB, 2).tolist())))
+        shapes.append(Shape(depth, int(rng.integers(1, 30)), branching, tuple(rng.integers(0, VOCAB, 2).tolist())))
     return seeds, shapes, int(rng.integers(1, 4))
 
 
-@pytest.mark.parametrize("seed", range(40))
+@needs_compiler
+@pytest.mark.parametrize("seed", range(60))
 def test_compiled_trees_are_those_of_numpy(seed: int) -> None:
     """Batches of trees of all kinds with SSMs that score only some of them, and broken laws: the same nodes, parents,
     draws, slots and masses, and probabilities but for the last places of exp and log."""
@@ -183,7 +190,7 @@ def test_compiled_trees_are_those_of_numpy(seed: int) -> None:
     weights = [own / own.sum() for own in weights]
     limits = int(rng.integers(1, 10)), int(rng.integers(1, 9)), int(rng.integers(4, 40))
     pair = Forest(seeds, shapes, num_ssms, *limits), compiled(seeds, shapes, num_ssms, *limits)
-    vocab = int(rng.choice([VOCAB, 64, 200, 1027]))
+    vocab = int(rng.choice([4, VOCAB, 64, 200, 1027]))
     while len(pair[0].frontier.nodes):
         at = pair[0].frontier
         laws = []
@@ -191,8 +198,8 @@ def test_compiled_trees_are_those_of_numpy(seed: int) -> None:
             rows = np.flatnonzero(active[at.owners, ssm])
             probs = rng.exponential(size=(len(rows), vocab)) ** 3
             probs = (probs / probs.sum(1, keepdims=True)).astype(np.float32)
-            for bad in (np.nan, np.inf):
-                probs[rng.random(len(rows)) < 0.05, int(rng.integers(vocab))] = bad
+            for bad, columns in ((np.nan, slice(None)), (np.nan, int(rng.integers(vocab))), (np.inf, 0)):
+                probs[rng.random(len(rows)) < 0.05, columns] = bad
             if len(rows):
                 laws.append(Laws(ssm, rows, probs))
         broken = [forest.extend(laws, weights) for forest in pair]
@@ -213,3 +220,49 @@ def test_compiled_trees_are_those_of_numpy(seed: int) -> None:
         np.testing.assert_allclose(ours.probs, theirs.probs, rtol=1e-12)
         for name in ("parents", "children", "sources", "probs"):
             np.testing.assert_allclose(getattr(ours.draws, name), getattr(theirs.draws, name), rtol=1e-12)
+
+
+@needs_compiler
+@pytest.mark.parametrize("seed", range(10))
+def test_places_are_those_of_a_planned_pass(seed: int) -> None:
+    """Slots, paths and positions of level after level, as `plan_compiled` finds them through masks; pages in any order,
+    trees that begin late in a page, and trees that stop."""
+    rng = np.random.default_rng((9, seed))
+    count = int(rng.integers(1, 4))
+    contexts = rng.integers(1, 3 * PAGE_SIZE, count).tolist()
+    pages = np.split(rng.permutation(5 * count) + 1, count)
+    places = TreePlaces(growth_library(find_compiler(), _LIBRARIES), contexts, pages)
+    masks, going, newest = [np.ones((1, 1), dtype=bool)] * count, list(range(count)), [[0]] * count
+    for depth in range(1, 6):
+        going = [tree for tree in going if rng.random() < 0.9]
+        if not going:
+            break
+        above = [np.sort(rng.choice(newest[tree], int(rng.integers(1, 5)))) for tree in going]
+        owners = np.repeat(going, [len(own) for own in above])
+        plan = places.extend(owners, np.concatenate(above), depth)
+        rows = []
+        for tree, own in zip(going, above, strict=True):
+            first = len(masks[tree])
+            assert places.first_slot(tree) == first
+            masks[tree] = grown = grown_masks(masks[tree], own)
+            newest[tree] = list(range(first, len(grown)))
+            depths = grown.sum(1) - 1
+            nodes = np.arange(first, len(grown))
+            rows.append(RequestRows(contexts[tree], nodes, depths[first:], grown[first:], depths, pages[tree]))
+        expected = plan_compiled(rows)
+        assert plan.num_rows == expected.num_rows
+        assert plan.slots.equal(expected.slots) and plan.positions.equal(expected.positions)
+        table = np.concatenate(pages)
+        for ours, theirs in zip(plan.rows.T.tolist(), expected.rows.T.tolist(), strict=True):
+            assert ours[1] == theirs[1] and ours[3] == theirs[3] == depth + 1
+            assert plan.paths[ours[2] :][: depth + 1].equal(expected.paths[theirs[2] :][: depth + 1])
+            used = -(-ours[1] // PAGE_SIZE)
+            assert (table[ours[0] :][:used] == expected.pages[theirs[0] :][:used].numpy()).all()
+
+
+@needs_compiler
+def test_a_tree_without_room_is_refused() -> None:
+    places = TreePlaces(growth_library(find_compiler(), _LIBRARIES), [PAGE_SIZE - 2, 5], [np.array([3]), np.array([4])])
+    places.extend(np.array([0, 1]), np.array([0, 0]), 1)
+    with pytest.raises(AssertionError, match="no page"):
+        places.extend(np.array([0]), np.array([1]), 2)

@@ -41,7 +41,7 @@ def test_grow(tmp_path: Path) -> None:
     run("grow", default_folder("ssm-1"), tmp_path / "b", "--size=6M", "--seed=3")
     for path in (tmp_path / "a").iterdir():
         assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes(), path.name
-    padded = run("grow", default_folder("ssm-1"), tmp_path / "c", "--size=20M", "--vocab=5000")
+    padded = run("grow", default_folder("ssm-1"), tmp_path / "c", "--size=24M", "--vocab=5000")
     assert padded["shape"]["vocab_size"] == 5000 and padded["unused_ids"] == 5000 - padded["vocabulary"]["max_id"] - 1
     assert "ids unused" in text("inspect", tmp_path / "c")
     assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "c"}

@@ -315,7 +315,7 @@ void treespec_linear(const Linear* layer, const scalar* x, int64_t num_rows, sca
 // As treespec_linear, but fp32 probabilities over the outputs, whose number is a multiple of 16.
 void treespec_probs(const Linear* layer, const scalar* x, int64_t num_rows, float* out, int64_t threads) {
     linear(*layer, x, num_rows, out, STORE, int(threads));
-    softmax(out, num_rows, layer->outputs);
+    to_probs(out, num_rows, layer->outputs);
 }
 
 // Brings quantised weights into the order of `unpack`. values: int8 [outputs, inputs], or [outputs, inputs / 2] bytes of

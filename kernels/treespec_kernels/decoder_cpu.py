@@ -242,7 +242,9 @@ def plan_compiled(requests: Sequence[RequestRows]) -> CompiledPlan:
         return torch.from_numpy(np.ascontiguousarray(whole, dtype=np.int64))
 
     positions = join([request.positions for request in requests])
-    return CompiledPlan(len(positions), join(slots), join(rows), join(pages), join(paths), positions)
+    return CompiledPlan(
+        sum(part.shape[1] for part in rows), join(slots), join(rows), join(pages), join(paths), positions
+    )
 
 
 class CompiledModel:
@@ -270,7 +272,7 @@ class CompiledModel:
         head: Tensor,
         num_threads: int,
     ):
-        self.library, self._threads, self.num_ropes = library, num_threads, architecture.num_ropes
+        self._library, self._threads, self.num_ropes = library, num_threads, architecture.num_ropes
         self._held: list[Tensor] = [embed, *([] if positions is None else [positions])]  # what structures point to
         self.dtype, self.vocab_size, self.hidden_size = embed.dtype, head.shape[0], embed.shape[1]
         self._layers = (_Layer * len(layers))(
@@ -320,7 +322,7 @@ class CompiledModel:
         return _Norm() if norm is None else _Norm(self._floats(norm.weight), self._floats(norm.bias))
 
     def _linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> _Linear:
-        packed = PackedLinear(self.library, weight, bias)
+        packed = PackedLinear(self._library, weight, bias)
         self._held += packed.held
         return packed.struct
 
@@ -356,21 +358,21 @@ class CompiledModel:
             plan.paths.data_ptr(), plan.positions.data_ptr(), rotation.data_ptr(), kv.data_ptr(), kv.shape[2],
             out.data_ptr(),
         )  # fmt: skip
-        self.library.treespec_forward(ctypes.byref(self._model), ctypes.byref(batch))
+        self._library.treespec_forward(ctypes.byref(self._model), ctypes.byref(batch))
         return out
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [num_rows, hidden_size] -> [num_rows, vocab_size], both in the model's dtype."""
         out = torch.empty(len(hidden), self.vocab_size, dtype=self.dtype)
-        self._run_head(self.library.treespec_linear, hidden, out)
+        self._run_head(self._library.treespec_linear, hidden, out)
         return out
 
     def probs(self, hidden: Tensor) -> Tensor:
-        """hidden: [num_rows, hidden_size] -> fp32 [num_rows, vocab_size], softmax of logits that were never rounded."""
-        if self.vocab_size % _LANES:  # the library writes whole vectors of fp32
+        """hidden: [num_rows, hidden_size] -> fp32 [num_rows, vocab_size], softmax of fp32 logits."""
+        if self.vocab_size % _LANES:  # the library writes whole vectors of fp32; then logits are rounded
             return torch.softmax(self.logits(hidden).float(), -1)
         out = torch.empty(len(hidden), self.vocab_size)
-        self._run_head(self.library.treespec_probs, hidden, out)
+        self._run_head(self._library.treespec_probs, hidden, out)
         return out
 
     def _run_head(self, entry: Callable[..., None], hidden: Tensor, out: Tensor) -> None:

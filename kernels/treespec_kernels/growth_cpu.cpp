@@ -15,7 +15,7 @@ struct Law {  // an SSM's probabilities below a part of the frontier
 };
 
 struct Growth {
-    int64_t num_trees, num_ssms, vocab, max_frontier, max_slots, most_nodes;
+    int64_t num_ssms, vocab, max_frontier, max_slots, most_nodes;
     // By tree. branching: children of a node at this depth, 0: values decide. best: the largest values so far, falling.
     const int64_t *max_depths, *nodes, *branching, *end_tokens, *end_starts;
     int64_t *num_slots, *num_values;
@@ -41,7 +41,7 @@ struct Growth {
 struct Placing {  // the slots of a level's nodes: each takes the next one of its tree
     int64_t num_rows, depth, page_size;
     const int64_t *owners, *above;                // [num_rows]
-    const int64_t *context, *first_page, *pages;  // by tree: committed positions, and where its pages begin
+    const int64_t *context, *first_page, *pages;  // by tree: committed positions, and where its pages begin and end
     int64_t *taken, *first, *row_of_slot;         // by tree: slots taken; the level's first; row minus slot
     const int64_t* paths_above;                   // [rows of the level above, depth]
     int64_t *paths, *slots, *rows, *positions;    // [num_rows, depth + 1], [num_rows], [4, num_rows], [num_rows]
@@ -51,7 +51,7 @@ struct Placing {  // the slots of a level's nodes: each takes the next one of it
 
 namespace {
 
-// The `wanted` largest of a row, falling; of equal ones the first. What is not finite counts as 0.
+// The `wanted` largest of a row of probabilities, falling; of equal ones the first. Broken: one is NaN or infinite.
 class Top {
   public:
     std::vector<float> values;
@@ -79,7 +79,7 @@ class Top {
     float bound() const { return int64_t(values.size()) == wanted ? values.back() : -1.0f; }
 
     void offer(float value, int64_t id) {
-        if (!std::isfinite(value)) broken = true, value = 0.0f;
+        if (!(value < INFINITY)) broken = true;
         if (!(value > bound())) return;
         if (int64_t(values.size()) == wanted) values.pop_back(), ids.pop_back();
         size_t at = values.size();
@@ -97,8 +97,8 @@ struct Candidate {
 // One probability out of two opinions; `combine` in forest.py.
 inline double combined(double seed, double mixture) {
     const auto odds = [](double p) { return std::log(p / (1 - p)); };
-    const double a = odds(std::min(std::max(seed, 1e-4), 0.999)), b = odds(std::min(std::max(mixture, 1e-4), 0.999));
-    return 1 / (1 + std::exp(-(0.55 * a + 0.7 * b + 0.8)));
+    const double a = odds(std::min(std::max(seed, 1e-4), 0.999)), b = odds(std::min(std::max(mixture, 0.05), 0.999));
+    return 1 / (1 + std::exp(-(0.64 * a + 1.16 * b + 0.83)));
 }
 
 class Level {
@@ -117,10 +117,13 @@ class Level {
         std::vector<int64_t> tokens;
         std::vector<float> worst(g.num_laws);
         for (int64_t l = 0; l < g.num_laws; l++) {
-            const int64_t at = law_row[l * g.num_rows + row];
+            int64_t& at = law_row[l * g.num_rows + row];
             if (at < 0) continue;
             const Top top(g.laws[l].probs + at * g.vocab, g.vocab, g.children);
-            if (top.broken) g.broken[row] = 1;
+            if (top.broken) {
+                g.broken[row] = 1, at = -1;  // an SSM that overflowed stays silent
+                continue;
+            }
             worst[l] = top.values.back();
             tokens.insert(tokens.end(), top.ids.begin(), top.ids.end());
         }
@@ -134,8 +137,7 @@ class Level {
             Candidate c{row, tokens[i], -1, 0.0, 0.0, true};
             for (int64_t l = 0; l < g.num_laws; l++) {
                 const int64_t at = law_row[l * g.num_rows + row];
-                float p = at < 0 ? 0.0f : g.laws[l].probs[at * g.vocab + c.token];
-                if (!std::isfinite(p)) p = 0.0f;
+                const float p = at < 0 ? 0.0f : g.laws[l].probs[at * g.vocab + c.token];
                 opinions.push_back(p);
                 proposed.push_back(at >= 0 && p >= worst[l]);
                 c.prob += weights[g.laws[l].ssm] * p;
@@ -193,6 +195,7 @@ class Level {
             if (!c.stays) continue;
             g.tokens[count] = c.token, g.parents[count] = g.row_nodes[c.row], g.owners[count] = tree;
             g.seeds[count] = c.seed, g.probs[count] = c.prob, g.values[count] = c.value;
+            std::fill_n(g.draft_probs + count * g.num_ssms, g.num_ssms, 0.0);
             for (int64_t l = 0; l < g.num_laws; l++) {
                 const int64_t to = count * g.num_ssms + g.laws[l].ssm;
                 g.draft_probs[to] = opinions[i * g.num_laws + l], g.proposed[to] = proposed[i * g.num_laws + l];
@@ -244,13 +247,15 @@ class Level {
     }
 };
 
-void place(Placing& p) {
+bool place(Placing& p) {  // false: a tree has no page for its nodes
     const int64_t width = p.depth + 1;
     for (int64_t first = 0, last; first < p.num_rows; first = last) {
         const int64_t tree = p.owners[first], slot = p.taken[tree], shift = p.row_of_slot[tree];
         for (last = first; last < p.num_rows && p.owners[last] == tree; last++) {
             const int64_t logical = p.context[tree] + slot + last - first;
-            p.slots[last] = p.pages[p.first_page[tree] + logical / p.page_size] * p.page_size + logical % p.page_size;
+            const int64_t page = p.first_page[tree] + logical / p.page_size;
+            if (page >= p.first_page[tree + 1]) return false;
+            p.slots[last] = p.pages[page] * p.page_size + logical % p.page_size;
             std::copy_n(p.paths_above + (p.above[last] + shift) * p.depth, p.depth, p.paths + last * width);
             p.paths[last * width + p.depth] = p.slots[last];
             p.positions[last] = p.context[tree] + p.depth;
@@ -259,6 +264,7 @@ void place(Placing& p) {
         }
         p.first[tree] = slot, p.taken[tree] = slot + last - first, p.row_of_slot[tree] = first - slot;
     }
+    return true;
 }
 
 }  // namespace
@@ -268,7 +274,7 @@ extern "C" {
 // Grows trees by a level; returns how many nodes it has.
 int64_t treespec_grow(Growth* growth) { return Level(*growth).run(); }
 
-// Gives the nodes of a level their slots.
-void treespec_place(Placing* placing) { place(*placing); }
+// Gives the nodes of a level their slots; 0 where there is no page for them.
+int64_t treespec_place(Placing* placing) { return place(*placing); }
 
 }  // extern "C"

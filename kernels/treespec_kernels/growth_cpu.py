@@ -27,7 +27,7 @@ class _Law(ctypes.Structure):
     )  # fmt: skip
 
 
-_LIMITS = ("num_trees", "num_ssms", "vocab", "max_frontier", "max_slots", "most_nodes")
+_LIMITS = ("num_ssms", "vocab", "max_frontier", "max_slots", "most_nodes")
 _TREES = ("max_depths", "nodes", "branching", "end_tokens", "end_starts", "num_slots", "num_values", "least", "best")
 _SEEDS = ("seed_children", "seed_tokens", "seed_probs")
 _ROW = ("row_nodes", "row_owners", "row_seeds", "row_values")
@@ -65,12 +65,12 @@ def growth_library(compiler: tuple[str, ...], folder: Path) -> ctypes.CDLL:
     """The library, as `compile_library`."""
     library = compile_library(compiler, _SOURCES, (), folder)
     library.treespec_grow.argtypes = library.treespec_place.argtypes = (ctypes.c_void_p,)
-    library.treespec_grow.restype, library.treespec_place.restype = ctypes.c_int64, None
+    library.treespec_grow.restype = library.treespec_place.restype = ctypes.c_int64
     return library
 
 
-def _address(array: np.ndarray) -> int:
-    assert array.flags.c_contiguous
+def _address(array: np.ndarray, dtype: type = np.int64) -> int:
+    assert array.flags.c_contiguous and array.dtype == dtype, (array.dtype, array.shape)
     return array.__array_interface__["data"][0]
 
 
@@ -135,12 +135,13 @@ class TreeGrowth:
         self._library, self._num_ssms, self._width = library, num_ssms, seeds[0].shape[1]
         self._held = (max_depths, nodes, ends, starts, state, floats, seeds)
         self._growth = _Growth(
-            num_trees=count, num_ssms=num_ssms, max_frontier=max_frontier, max_slots=max_slots, most_nodes=most,
+            num_ssms=num_ssms, max_frontier=max_frontier, max_slots=max_slots, most_nodes=most,
             max_depths=_address(max_depths), nodes=_address(nodes), end_tokens=_address(ends),
             end_starts=_address(starts), num_slots=_address(state), num_values=_address(state) + 8 * count,
-            least=_address(floats), best=_address(floats) + 8 * count, seed_width=self._width,
-            seed_children=_address(seeds[0]), seed_tokens=_address(seeds[1]), seed_probs=_address(seeds[2]),
+            least=_address(floats, np.float64), best=_address(floats, np.float64) + 8 * count, seed_width=self._width,
+            seed_children=_address(seeds[0]), seed_tokens=_address(seeds[1]), seed_probs=_address(seeds[2], np.float64),
         )  # fmt: skip
+        self._largest_token = int(seeds[1].max())
         self._frontier: Frontier | None = None
         self._weights: np.ndarray | None = None
 
@@ -162,23 +163,24 @@ class TreeGrowth:
         room = rows * (len(laws) * min(children, vocab) + self._width)
         ints, floats = np.empty((9, room), dtype=np.int64), np.empty((3 + ssms, room))
         flags = np.zeros(room * ssms + rows, dtype=bool)
+        assert self._largest_token < vocab and all(probs.shape == (len(own), vocab) for _, own, probs in laws)
         own = (_Law * len(laws))(
-            *((_address(p), None if len(r) == rows else _address(r), len(r), ssm) for ssm, r, p in laws)
+            *((_address(p, np.float32), None if len(r) == rows else _address(r), len(r), ssm) for ssm, r, p in laws)
         )
         g, step = self._growth, 8 * room
         g.vocab, g.depth, g.size, g.children, g.num_laws, g.laws = vocab, depth, size, children, len(laws), own
         g.branching = _address(branching)
         if weights is not self._weights:
-            self._weights, g.weights = weights, _address(weights)
+            self._weights, g.weights = weights, _address(weights, np.float64)
         if frontier is not self._frontier:  # else it lies where the last level put it
-            parts = frontier.nodes, frontier.owners, frontier.seeds, frontier.values
-            g.row_nodes, g.row_owners, g.row_seeds, g.row_values = map(_address, parts)
+            g.row_nodes, g.row_owners, g.row_seeds = map(_address, (frontier.nodes, frontier.owners, frontier.seeds))
+            g.row_values = _address(frontier.values, np.float64)
         g.num_rows = rows
-        at, other = _address(ints), _address(floats)
+        at, other = _address(ints), _address(floats, np.float64)
         g.tokens, g.parents, g.owners, g.seeds = (at + i * step for i in range(4))
         g.probs, g.values, g.draft_probs = other, other + step, other + 3 * step
         following = (*(at + i * step for i in range(4, 9)), other + 2 * step)
-        g.proposed = _address(flags)
+        g.proposed = _address(flags, np.bool_)
         g.broken = g.proposed + room * ssms
         g.next_nodes, g.next_tokens, g.next_owners, g.next_seeds, g.next_above, g.next_values = following
         n = self._library.treespec_grow(ctypes.byref(g))
@@ -204,22 +206,21 @@ class TreePlaces:
         count = len(context_lens)
         self._library = library
         self._table = torch.from_numpy(np.concatenate(pages))
-        # By tree: context, first page, slots taken, the level's first slot, and a row minus its slot.
-        state = self._state = np.zeros((5, count), dtype=np.int64)
-        state[0], state[1, 1:], state[2] = context_lens, np.cumsum([len(own) for own in pages[:-1]]), 1
-        state[4] = np.arange(count)
+        # By tree: context, slots taken, the level's first slot, and a row minus its slot.
+        state = self._state = np.zeros((4, count), dtype=np.int64)
+        state[0], state[1], state[3] = context_lens, 1, np.arange(count)
+        first_page = self._first_page = np.cumsum([0, *(len(own) for own in pages)])
         page, offset = np.divmod(state[0], PAGE_SIZE)
-        self.paths = torch.from_numpy(self._table.numpy()[state[1] + page] * PAGE_SIZE + offset)
+        self.paths = torch.from_numpy(self._table.numpy()[first_page[:-1] + page] * PAGE_SIZE + offset)
         at, step = _address(state), 8 * count
         self._placing = _Placing(
-            page_size=PAGE_SIZE, context=at, first_page=at + step, taken=at + 2 * step, first=at + 3 * step,
-            row_of_slot=at + 4 * step, pages=self._table.data_ptr(),
+            page_size=PAGE_SIZE, context=at, taken=at + step, first=at + 2 * step, row_of_slot=at + 3 * step,
+            first_page=_address(first_page), pages=self._table.data_ptr(),
         )  # fmt: skip
 
-    @property
-    def first_slots(self) -> np.ndarray:
-        """int64 [num trees]: of the newest level's first nodes."""
-        return self._state[3]
+    def first_slot(self, tree: int) -> int:
+        """Of a tree's nodes in the newest level."""
+        return int(self._state[2, tree])
 
     def extend(self, owners: np.ndarray, above: np.ndarray, depth: int) -> CompiledPlan:
         """Give the nodes of a level their slots, and lay out a pass over them.
@@ -236,7 +237,8 @@ class TreePlaces:
         p.paths_above, p.slots, p.positions, p.rows, p.paths = (
             above_them.data_ptr(), at, at + step, at + 2 * step, at + 6 * step
         )  # fmt: skip
-        self._library.treespec_place(ctypes.byref(p))
+        placed = self._library.treespec_place(ctypes.byref(p))
+        assert placed, "a tree has no page for its nodes"
         self.paths = results[6 * count :]
         return CompiledPlan(
             count, results[:count], results[2 * count : 6 * count].view(4, count), self._table, self.paths,

@@ -58,19 +58,17 @@ void rotate(const float* x, const float* rotation, float* out) {
     }
 }
 
-// Probabilities instead of logits, in place; [num_rows, width].
-void softmax(float* rows, int64_t num_rows, int64_t width) {
+// Probabilities instead of logits, in place; [num_rows, width], a multiple of 16.
+void to_probs(float* rows, int64_t num_rows, int64_t width) {
     for (float* row = rows; row < rows + num_rows * width; row += width) {
-        float most = row[0], total = 0.0f;
+        float most = row[0];
         for (int64_t i = 1; i < width; i++) most = row[i] > most ? row[i] : most;
-        const int64_t whole = width / LANES * LANES;
         vec sums = {};
-        for (int64_t i = 0; i < whole; i += LANES) {
+        for (int64_t i = 0; i < width; i += LANES) {
             const vec e = exp(load<vec>(row + i) - most);
             store(row + i, e), sums += e;
         }
-        for (int64_t i = whole; i < width; i++) total += row[i] = std::exp(row[i] - most);
-        const float scale = 1.0f / (total + sum(sums));
+        const float scale = 1.0f / sum(sums);
         for (int64_t i = 0; i < width; i++) row[i] *= scale;
     }
 }

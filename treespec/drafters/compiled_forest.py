@@ -38,6 +38,7 @@ class CompiledForest(Forest):
             branching, widest = np.array(children), max(self.children_at(owner) for owner in owners)
         if self._weights is None or self._weights[0] is not weights:
             self._weights = weights, np.array(weights, dtype=np.float64)
+            assert np.isfinite(self._weights[1]).all()
         starts = [i for i, owner in enumerate(owners) if not i or owner != owners[i - 1]]
         for begin, end in pairwise([*starts, len(owners)]):
             self.slots[owners[begin]].append(at.nodes[begin:end])

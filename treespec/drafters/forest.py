@@ -12,7 +12,7 @@ from treespec.sampling import topk_rows
 from treespec.tree import Draws, TokenTree
 from treespec_kernels.growth_cpu import Frontier
 
-_SEED_WEIGHT, _MIXTURE_WEIGHT, _AGREEMENT = 0.55, 0.7, 0.8
+_SEED_WEIGHT, _MIXTURE_WEIGHT, _AGREEMENT, _LEAST_DOUBTED = 0.64, 1.16, 0.83, 0.05
 
 
 class Laws(NamedTuple):
@@ -138,11 +138,11 @@ class Forest:
         """Add what the SSMs and the seeds propose below the frontier, and choose the next frontier.
 
         Args:
-            laws: of the SSMs that scored it, or a part of it. Where one is not finite, those values count as 0.
+            laws: of the SSMs that scored it, or a part of it. One stays silent where its likeliest are not finite.
             weights: by tree, float64 [num_ssms]: of the mixture; 0 for an SSM that did not score, sum 1.
 
         Returns:
-            bool [frontier rows]: where a law was not finite among its likeliest.
+            bool [frontier rows]: where some SSM's likeliest are not finite.
         """
         at = self.frontier
         candidates, broken = self._candidates(laws, weights)
@@ -196,12 +196,12 @@ class Forest:
             sound = torch.isfinite(values).all(1).numpy()  # NaN is the largest of values
             if not sound.all():
                 broken[rows[~sound]] = True
-                probs = np.nan_to_num(probs, nan=0.0, posinf=0.0, neginf=0.0)
-                values, columns = topk_rows(torch.from_numpy(probs), widest)
+                probs = np.where(sound[:, None], probs, 0)
+                columns[torch.from_numpy(~sound)] = -1
             finite.append(probs)
             best.append((values.numpy(), columns.numpy()))
         ssms = [each.ssm for each in laws]
-        if len(laws) == 1 and not seeds.shape[1]:
+        if len(laws) == 1 and not seeds.shape[1] and not broken.any():
             likeliest, ids = best[0]
             alone = np.ones((1, *ids.shape), dtype=bool)
             return _Candidates(ssms, ids, likeliest[None].astype(np.float64), alone, None, True), broken
@@ -342,10 +342,11 @@ class Forest:
 def combine(seed: np.ndarray, mixture: np.ndarray) -> np.ndarray:
     """One probability out of two opinions on the same event: a weighted sum of their log-odds.
 
-    The weights are those of a logistic regression on 2,400 guesses of prompt lookup that SSMs of two layers scored too.
-    One of a single layer knows little of repetition, so its doubt about a long match would count for less: 0.94, 0.42.
+    The weights are those of a logistic regression on 1,364 guesses of prompt lookup that the embedded SSMs scored too.
+    SSMs that think next to nothing of a guess count as if they gave it 5 %: it fits as well, and poor SSMs cannot talk
+    a good source down.
     """
-    a, b = (np.log(p / (1 - p)) for p in (np.clip(seed, 1e-4, 0.999), np.clip(mixture, 1e-4, 0.999)))
+    a, b = (np.log(p / (1 - p)) for p in (np.clip(seed, 1e-4, 0.999), np.clip(mixture, _LEAST_DOUBTED, 0.999)))
     return 1 / (1 + np.exp(-(_SEED_WEIGHT * a + _MIXTURE_WEIGHT * b + _AGREEMENT)))
 
 

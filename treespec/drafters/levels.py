@@ -23,9 +23,8 @@ from treespec_kernels.tree_batch import RequestRows
 class Levels(Protocol):
     """The slots of some trees."""
 
-    @property
-    def first_slots(self) -> np.ndarray:
-        """int64 [num trees]: of the newest level's first nodes."""
+    def first_slot(self, tree: int) -> int:
+        """Of a tree's nodes in the newest level."""
 
     def extend(self, frontier: Frontier, depth: int) -> None:
         """Give the frontier, whose nodes have this depth, its slots."""
@@ -35,7 +34,7 @@ class Levels(Protocol):
 
 
 def levels_for(models: Sequence[Decoder], cache: KVCache, requests: Sequence[Request]) -> Levels:
-    """Of the trees of these requests, whose roots have been scored."""
+    """Of the trees of these requests, in whose slots nothing but the root lies yet."""
     compiled = [model for model in models if isinstance(model, CompiledDecoder)]
     if len(compiled) == len(models):
         return CompiledLevels(compiled, requests)
@@ -48,11 +47,9 @@ class PlannedLevels:
     def __init__(self, models: Sequence[Decoder], cache: KVCache, requests: Sequence[Request]):
         self._models, self._cache, self._requests = models, cache, requests
         self._masks = [np.ones((1, 1), dtype=bool) for _ in requests]  # by tree, who sees whom; [slots, slots]
-        self._first_slots = np.zeros(len(requests), dtype=np.int64)
 
-    @property
-    def first_slots(self) -> np.ndarray:
-        return self._first_slots
+    def first_slot(self, tree: int) -> int:
+        return int(self._rows[tree].nodes[0])
 
     def extend(self, frontier: Frontier, depth: int) -> None:
         self._owners, starts = np.unique(frontier.owners, return_index=True)
@@ -66,7 +63,6 @@ class PlannedLevels:
             self._rows[owner] = RequestRows(
                 request.context_len, nodes, depths[first:], grown[first:], depths, request.pages
             )  # fmt: skip
-            self._first_slots[owner] = first
         self._row_owners = frontier.owners
 
     def plan(self, ssm: int, rows: np.ndarray) -> Pass:
@@ -87,13 +83,12 @@ class CompiledLevels:
         self._places = TreePlaces(models[0].growth, contexts, pages)
         self._longest = max(contexts) + 1
 
-    @property
-    def first_slots(self) -> np.ndarray:
-        return self._places.first_slots
+    def first_slot(self, tree: int) -> int:
+        return self._places.first_slot(tree)
 
     def extend(self, frontier: Frontier, depth: int) -> None:
         self._plan = self._places.extend(frontier.owners, frontier.above, depth)
-        self._width, self._positions = depth + 1, self._longest + depth
+        self._num_positions = self._longest + depth
         self._plans = dict[object, Pass]()
 
     def plan(self, ssm: int, rows: np.ndarray) -> Pass:
@@ -106,5 +101,5 @@ class CompiledLevels:
                 plan = CompiledPlan(
                     len(rows), plan.slots[index], plan.rows[:, index], plan.pages, plan.paths, plan.positions[index]
                 )
-            self._plans[key] = model.layout(plan, self._positions)
+            self._plans[key] = model.layout(plan, self._num_positions)
         return self._plans[key]

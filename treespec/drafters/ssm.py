@@ -386,7 +386,7 @@ class SsmDrafter:
         for row, owner in enumerate(at.owners.tolist()):
             parts[owner] = slice(parts[owner].start if owner in parts else row, row + 1)
         for owner in parts:
-            states[owner].first_slots.append(int(levels.first_slots[owner]))
+            states[owner].first_slots.append(levels.first_slot(owner))
             states[owner].scores.append({})
         results: list[Laws] = []
         for ssm in range(len(self.models)):
@@ -425,17 +425,23 @@ class SsmDrafter:
             nothing = np.empty((0, model.vocab_size), dtype=np.float32)
             return Rows(nothing, nothing)
         hidden = hidden[: len(tokens)]
-        chosen = None if len(scored) == len(tokens) else torch.from_numpy(scored)
+        if len(scored) < len(tokens):
+            hidden = hidden[torch.from_numpy(scored)]
         sampled = [guess for guess in guessed if guess[0].is_sampled]
-        knows_all = self.known[ssm] == model.vocab_size
-        if isinstance(model, CompiledDecoder) and knows_all and not sampled:
-            probs = model.probs(hidden if chosen is None else hidden[chosen]).numpy()
+        compiled = model if isinstance(model, CompiledDecoder) and self.known[ssm] == model.vocab_size else None
+        if compiled is not None and not sampled:
+            probs = compiled.probs(hidden).numpy()
             return Rows(probs, probs)
-        logits = model.logits(hidden, chosen).float()
-        if not knows_all:
-            logits[:, self.known[ssm] :] = -torch.inf
+        logits = model.logits(hidden).float()
+        logits[:, self.known[ssm] :] = -torch.inf
         tempered = logits.clone() if sampled else logits
+        others = np.ones(len(scored), dtype=bool)
         for request, part, position in sampled:
             assert request.sampler is not None
             request.sampler.temper(tempered[part], position, request.spec.verification)
-        return Rows(torch.softmax(tempered, -1).cpu().numpy(), logits.cpu().numpy())
+            others[part] = False
+        result = torch.softmax(tempered, -1)
+        if compiled is not None and others.any():  # as without the sampled ones beside them
+            result[torch.from_numpy(others)] = compiled.probs(hidden[torch.from_numpy(others)])
+        probs = result.cpu().numpy()
+        return Rows(probs, logits.cpu().numpy() if sampled else probs)

@@ -50,7 +50,7 @@ class Trust:
             return
         end = first + len(probs)
         self._begin[ssm] = max(first if first > known else self._begin[ssm], end - width)
-        self._scores[ssm, np.arange(first, end) % width] = np.maximum(np.log(np.maximum(probs, 1e-9)), WORST)
+        self._scores[ssm, np.arange(first, end) % width] = np.maximum(np.log(np.fmax(probs, 1e-9)), WORST)  # NaN: 0
         self.known[ssm] = end
 
     def weights(self, ssms: Sequence[int]) -> np.ndarray:

@@ -1,0 +1,148 @@
+"""SSMs that draft compiled: the trees are those of the general path, broken drafts cost only time, company changes
+nothing."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.models import greedy, make_draft, new_folder, open_llm, random_prompts, tiny
+from tests.quantized import needs_compiler
+from treespec import LLM, SamplingParams, SpecConfig, costs
+from treespec.drafters import ssm
+from treespec.drafters.forest import Forest
+from treespec.drafters.levels import PlannedLevels
+from treespec.tree import TokenTree
+
+pytestmark = needs_compiler
+
+
+@pytest.fixture(scope="module", autouse=True)
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Built here, not in the user's cache."""
+    folder = tmp_path_factory.mktemp("cache")
+    with mock.patch.object(costs, "cache_folder", lambda: folder):
+        yield
+
+
+def prompts_of(*lengths: int) -> list[list[int]]:
+    return random_prompts(lengths)
+
+
+def tokens_of(outputs: list[Any]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@contextmanager
+def recorded(llm: LLM) -> Iterator[list[tuple[tuple[int, ...], TokenTree]]]:
+    """What the SSMs proposed, behind which tokens."""
+    trees: list[tuple[tuple[int, ...], TokenTree]] = []
+    drafter = llm.engine.ssms
+    original = drafter.propose
+
+    def propose(requests: Any, *args: Any) -> Any:
+        proposed = original(requests, *args)
+        trees.extend((tuple(request.tokens), tree) for request, tree in zip(requests, proposed, strict=True))
+        return proposed
+
+    with mock.patch.object(drafter, "propose", propose):
+        yield trees
+
+
+def assert_same(ours: TokenTree, theirs: TokenTree) -> None:
+    for name in ("tokens", "parents", "depths"):
+        assert (getattr(ours, name) == getattr(theirs, name)).all()
+    for name in ("parents", "children", "sources"):
+        assert (getattr(ours.draws, name) == getattr(theirs.draws, name)).all()
+
+
+SPECS = {
+    "dynamic": (SpecConfig(nodes=24), {}),
+    "static": (SpecConfig(branching=(3, 2, 1)), {}),
+    "one a round": (SpecConfig(nodes=12, max_ssms=1), {}),
+    "coupled": (SpecConfig(nodes=24), {"temperature": 0.9, "seed": 3}),
+    "traversal": (SpecConfig(branching=(2, 2, 1), verification="traversal"), {"temperature": 0.9, "seed": 3}),
+}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_trees_are_those_of_the_general_path(name: str) -> None:
+    """`CompiledForest` and `CompiledLevels` against `Forest` and `PlannedLevels` on the same compiled passes, three
+    SSMs of two shapes in a batch whose requests end at different times."""
+    spec, options = SPECS[name]
+    target, (first, *_) = tiny(torch.bfloat16)
+    drafts = [first, *(make_draft(new_folder("shape") / f"ssm-{i}", target, i, 0.05) for i in (7, 8))]
+    prompts = prompts_of(9, 50, 63, 64)
+    params = [SamplingParams(max_tokens=count, ignore_eos=True, **options) for count in (6, 14, 9, 20)]
+
+    def run() -> tuple[list[list[int]], list[tuple[tuple[int, ...], TokenTree]]]:
+        llm = open_llm(target, drafts, compile=True)
+        with recorded(llm) as trees:
+            return tokens_of(llm.generate(prompts, params, spec)), trees
+
+    ours, compiled = run()
+    numpy_forest = mock.patch.object(ssm, "CompiledForest", lambda *parts: Forest(*parts[:-1]))
+    with numpy_forest, mock.patch.object(ssm, "levels_for", PlannedLevels):
+        theirs, general_trees = run()
+    assert ours == theirs and len(compiled) == len(general_trees) > 8
+    for (context, tree), (other, expected) in zip(compiled, general_trees, strict=True):
+        assert context == other
+        assert_same(tree, expected)
+    assert any(len(tree) > 4 for _, tree in compiled)
+
+
+def test_greedy_trees_do_not_depend_on_sampled_neighbours() -> None:
+    target, drafts = tiny(torch.bfloat16)
+    llm = open_llm(target, drafts, compile=True)
+    prompts = prompts_of(9, 50, 63)
+    spec, asked = SpecConfig(nodes=16), greedy(12)
+    with recorded(llm) as alone:
+        expected = tokens_of(llm.generate(prompts, asked, spec))
+    sampled = [SamplingParams(temperature=0.8, seed=seed, max_tokens=12, ignore_eos=True) for seed in range(3)]
+    with recorded(llm) as beside:
+        outputs = llm.generate([*prompts, *prompts_of(20, 31, 40)], [asked] * 3 + sampled, spec)
+    assert tokens_of(outputs)[:3] == expected
+    by_context = dict(beside)
+    for context, tree in alone:
+        assert_same(tree, by_context[context])
+
+
+@pytest.mark.parametrize("spec", [SpecConfig(nodes=16), SpecConfig(branching=(3, 2))], ids=["nodes", "static"])
+def test_a_draft_that_computes_nan_costs_only_time(spec: SpecConfig) -> None:
+    """The one beside it drafts as if it were alone."""
+    target, (good, *_) = tiny()
+    folder = new_folder("bad-draft") / "ssm-bad"
+    folder.mkdir()
+    (folder / "config.json").write_text((good / "config.json").read_text())
+    tensors = load_file(good / "model.safetensors")
+    tensors["model.norm.weight"][3] = math.nan
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    prompts = prompts_of(9, 50, 63)
+    plain = tokens_of(open_llm(target, compile=True).generate(prompts, greedy(16)))
+    passes = []
+    for drafts in ([good], [good, folder]):
+        outputs = open_llm(target, drafts, compile=True).generate(prompts, greedy(16), spec)
+        assert tokens_of(outputs) == plain and all(output.error is None for output in outputs)
+        passes.append([output.metrics.target_passes for output in outputs])
+    assert passes[0] == passes[1] and sum(passes[0]) < 3 * 15
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_probabilities_are_the_softmax_of_fp32_logits(dtype: torch.dtype) -> None:
+    llm = open_llm(tiny(dtype)[0], tiny(dtype)[1][:1], compile=True)
+    model = llm.engine.ssms.models[0]
+    hidden = torch.randn(7, model.config.shape.hidden_size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    probs = model.probs(hidden)
+    logits = hidden.double() @ model.embed.double().T
+    np.testing.assert_allclose(probs.numpy(), torch.softmax(logits, -1).numpy(), rtol=2e-5, atol=1e-7)
+    for row in range(7):
+        assert model.probs(hidden[row : row + 1]).equal(probs[row : row + 1]), "a row's bits depend on its company"
+    hidden[2, 5] = math.nan
+    broken = model.probs(hidden)
+    assert broken[2].isnan().all() and broken[:2].equal(probs[:2]) and broken[3:].equal(probs[3:])

@@ -50,7 +50,7 @@ SPEC_CASES: list[tuple[dict[str, Any], str]] = [
     ({"branching": (2.5,)}, "branching=(2.5,)"),
     ({"branching": 3}, "branching=3"),
     ({"branching": "42"}, "branching='42'"),
-    ({"branching": (1,) * 7}, "branching=(1, 1, 1, 1, 1, 1, 1)"),
+    ({"branching": (1,) * 17}, "branching=(1, 1, 1, 1, 1, 1, 1"),
     ({"branching": (64, 64)}, "makes 4161 nodes"),
     ({"branching": (2, 2), "nodes": 9}, "nodes=9"),
     ({"sources": "ssm"}, "sources='ssm'"),

@@ -101,7 +101,8 @@ def our_modes(ssms: Sequence[str], k_values: Sequence[int], nodes: Sequence[int]
     modes = [Mode(PLAIN, "plain decoding", None)]
     if ssms:
         for k in k_values:
-            chain = {"policy": "static", "branching": (1,) * k, "max_depth": max(6, k), "sources": ("ssm",)}
+            deepest = max(SpecConfig().max_depth, k)
+            chain = {"policy": "static", "branching": (1,) * k, "max_depth": deepest, "sources": ("ssm",)}
             modes.append(Mode(f"chain-k{k}", f"chain, K={k}", chain))
     alone = [(name, name, (name,)) for name in ssms] if len(ssms) > 1 else []
     merged = [("ssms", "all SSMs" if len(ssms) > 1 else ssms[0], ("ssm",))] if ssms else []

@@ -53,7 +53,7 @@ def rule_modes(rules: Sequence[str], branchings: Sequence[tuple[int, ...]], samp
     for branching in branchings:
         topology: dict[str, Any] = {
             "branching": branching,
-            "max_depth": max(_DEEPEST, len(branching)),
+            "max_depth": max(SpecConfig().max_depth, len(branching)),
             "sources": ("ssm",),
         }
         size = SpecConfig(**topology).static_nodes

@@ -32,6 +32,7 @@ MAX_CHILDREN = 8  # proposals of one SSM at one node
 MAX_FRONTIER = 8  # nodes of one depth that the dynamic policy expands
 CATCH_UP = 256  # committed tokens that the SSMs take in at once after a pause
 MAX_SLOTS = 64  # nodes of one tree that the dynamic policy expands; more would leave the packed attention's reach
+NULL_PAGE = np.zeros(1, dtype=np.int64)
 REST = 16  # verified tokens after which a resting SSM reads what it missed
 
 
@@ -147,6 +148,8 @@ class SsmDrafter:
             broken = forest.extend(laws, weights)
             for owner in owners[broken]:  # what overflowed must not reach the next holder of its slots
                 requests[owner].poisoned = True
+            if broken.any():  # a row that padded the pass may have left the same there
+                self.cache.scrub(NULL_PAGE)
 
     def _stop_where_nothing_pays(
         self, forest: Forest | DrawnForest, places: np.ndarray, adaptive: np.ndarray, rule: GrowthRule,

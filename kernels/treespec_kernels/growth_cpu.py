@@ -9,7 +9,6 @@ import ctypes
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +16,7 @@ import torch
 from treespec_kernels.cpu_library import compile_library
 from treespec_kernels.decoder_cpu import CompiledPlan
 from treespec_kernels.tree_batch import PAGE_SIZE
+from treespec_kernels.tree_levels import Frontier, Level
 
 _SOURCES = tuple(Path(__file__).with_name(name) for name in ("growth_cpu.cpp", "vectors_cpu.h"))
 
@@ -74,40 +74,6 @@ def _address(array: np.ndarray, dtype: type = np.int64) -> int:
     return array.__array_interface__["data"][0]
 
 
-class Frontier(NamedTuple):
-    """Nodes to score, those of a tree side by side; [num_rows] each, int64 but values.
-
-    nodes: their numbers over all levels of all trees. owners: which tree. seeds: the same node among the seeds' nodes,
-    -1 where it is none. above: slot of the parent in its tree. values: float64, the products of probs on the paths.
-    """
-
-    nodes: np.ndarray
-    tokens: np.ndarray
-    owners: np.ndarray
-    seeds: np.ndarray
-    above: np.ndarray
-    values: np.ndarray
-
-
-class GrownLevel(NamedTuple):
-    """Nodes of one depth, in the order of their trees and parents, and which of them are expanded next.
-
-    tokens, parents, owners, seeds: int64 [size]; probs, values: float64 [size]; proposed: bool [size, num_ssms];
-    draft_probs: float64 [size, num_ssms]. broken: bool [num_rows], where an SSM's probabilities are not finite.
-    """
-
-    tokens: np.ndarray
-    parents: np.ndarray
-    owners: np.ndarray
-    seeds: np.ndarray
-    probs: np.ndarray
-    values: np.ndarray
-    proposed: np.ndarray
-    draft_probs: np.ndarray
-    broken: np.ndarray
-    frontier: Frontier
-
-
 class TreeGrowth:
     """What the library knows of some trees between two levels.
 
@@ -148,8 +114,8 @@ class TreeGrowth:
     def extend(
         self, frontier: Frontier, size: int, depth: int, laws: Sequence[tuple[int, np.ndarray, np.ndarray]],
         weights: np.ndarray, branching: np.ndarray, children: int,
-    ) -> GrownLevel:  # fmt: skip
-        """One level.
+    ) -> tuple[Level, Frontier, np.ndarray]:  # fmt: skip
+        """One level; which of its nodes are expanded next; and bool [num_rows], where an SSM's law is not finite.
 
         Args:
             frontier: what was scored.
@@ -187,10 +153,9 @@ class TreeGrowth:
         g.row_nodes, _, g.row_owners, g.row_seeds, _, g.row_values = following
         self._frontier = Frontier(*ints[4:, : g.num_next], floats[2, : g.num_next])
         self._results = (ints, floats)  # what `_frontier` points to
-        return GrownLevel(
-            *ints[:4, :n], *floats[:2, :n], flags[: n * ssms].reshape(n, ssms),
-            floats[3:].reshape(-1)[: n * ssms].reshape(n, ssms), flags[room * ssms :], self._frontier,
-        )  # fmt: skip
+        draft_probs = floats[3:].reshape(-1)[: n * ssms].reshape(n, ssms)
+        level = Level(*ints[:4, :n], *floats[:2, :n], flags[: n * ssms].reshape(n, ssms), draft_probs)
+        return level, self._frontier, flags[room * ssms :]
 
 
 class TreePlaces:
@@ -230,12 +195,11 @@ class TreePlaces:
             depth: of the level.
         """
         count, p = len(owners), self._placing
-        above_them = self.paths
         results = torch.empty(count * (depth + 7), dtype=torch.int64)
         at, step = results.data_ptr(), 8 * count
         p.num_rows, p.depth, p.owners, p.above = count, depth, _address(owners), _address(above)
         p.paths_above, p.slots, p.positions, p.rows, p.paths = (
-            above_them.data_ptr(), at, at + step, at + 2 * step, at + 6 * step
+            self.paths.data_ptr(), at, at + step, at + 2 * step, at + 6 * step
         )  # fmt: skip
         placed = self._library.treespec_place(ctypes.byref(p))
         assert placed, "a tree has no page for its nodes"

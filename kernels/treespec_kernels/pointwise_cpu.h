@@ -1,4 +1,4 @@
-// Norms and activations: a part of decoder_cpu.cpp, which includes it. Each value depends on its own row alone.
+// Norms, activations and probabilities: a part of decoder_cpu.cpp, which includes it. Each value depends on its own row alone.
 
 enum Activation { SILU, GELU, GELU_TANH, RELU };  // as ACTIVATIONS in decoder_cpu.py
 

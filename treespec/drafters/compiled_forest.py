@@ -2,11 +2,10 @@
 
 import ctypes
 from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 
-from treespec.drafters.forest import Forest, Laws, Level, Shape
+from treespec.drafters.forest import Forest, Laws, Shape
 from treespec.tree import TokenTree
 from treespec_kernels.growth_cpu import TreeGrowth
 
@@ -31,20 +30,19 @@ class CompiledForest(Forest):
 
     def extend(self, laws: Sequence[Laws], weights: Sequence[np.ndarray]) -> np.ndarray:
         at = self.frontier
-        owners = at.owners.tolist()
+        parts = at.parts()
         branching, widest = self._branching, self.max_children
         if self._static:
             children = [self.children_at(i) if shape.branching else 0 for i, shape in enumerate(self.shapes)]
-            branching, widest = np.array(children), max(self.children_at(owner) for owner in owners)
+            branching, widest = np.array(children), max(self.children_at(owner) for owner in parts)
         if self._weights is None or self._weights[0] is not weights:
             self._weights = weights, np.array(weights, dtype=np.float64)
             assert np.isfinite(self._weights[1]).all()
-        starts = [i for i, owner in enumerate(owners) if not i or owner != owners[i - 1]]
-        for begin, end in pairwise([*starts, len(owners)]):
-            self.slots[owners[begin]].append(at.nodes[begin:end])
-        *level, broken, self.frontier = self._growth.extend(
+        for owner, part in parts.items():
+            self.slots[owner].append(at.nodes[part])
+        level, self.frontier, broken = self._growth.extend(
             at, self._size, self.depth, laws, self._weights[1], branching, widest
         )
-        self._levels.append(Level(*level))
-        self._size += len(level[0])
+        self._levels.append(level)
+        self._size += len(level.tokens)
         return broken

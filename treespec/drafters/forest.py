@@ -10,7 +10,7 @@ import torch
 
 from treespec.sampling import topk_rows
 from treespec.tree import Draws, TokenTree
-from treespec_kernels.growth_cpu import Frontier
+from treespec_kernels.tree_levels import Frontier, Level
 
 _SEED_WEIGHT, _MIXTURE_WEIGHT, _AGREEMENT, _LEAST_DOUBTED = 0.64, 1.16, 0.83, 0.05
 
@@ -43,19 +43,6 @@ class _Candidates(NamedTuple):
     proposed: np.ndarray
     weights: np.ndarray | None
     ranked: bool
-
-
-class Level(NamedTuple):
-    """Nodes of one depth, in the order of their trees and parents."""
-
-    tokens: np.ndarray
-    parents: np.ndarray
-    owners: np.ndarray
-    seeds: np.ndarray
-    probs: np.ndarray
-    values: np.ndarray
-    proposed: np.ndarray  # bool [size, num_ssms]
-    draft_probs: np.ndarray  # [size, num_ssms]
 
 
 class _Seeds:
@@ -148,11 +135,9 @@ class Forest:
         candidates, broken = self._candidates(laws, weights)
         mixture, valid, seeded = self._merge(candidates)
         values = at.values[:, None] * mixture
-        starts = [0, *(np.flatnonzero(at.owners[1:] != at.owners[:-1]) + 1).tolist()]
-        owners = at.owners[starts].tolist()
-        parts = [slice(*bounds) for bounds in pairwise([*starts, len(at.nodes)])]
+        parts = at.parts()
         slots = np.empty(len(at.nodes), dtype=np.int64)  # the frontier's rows take the next slots of their trees
-        for owner, part in zip(owners, parts, strict=True):
+        for owner, part in parts.items():
             first, count = self._num_slots[owner], part.stop - part.start
             slots[part] = np.arange(first, first + count)
             self._num_slots[owner] += count
@@ -169,9 +154,9 @@ class Forest:
             tokens, at.nodes[rows], at.owners[rows], seeds, mixture[rows, columns], values, proposed, draft_probs
         )
         self._levels.append(level)
-        edges = np.searchsorted(rows, [*starts, len(at.nodes)]).tolist()
+        edges = np.searchsorted(rows, [*(part.start for part in parts.values()), len(at.nodes)]).tolist()
         going = []
-        for owner, (begin, end) in zip(owners, pairwise(edges), strict=True):
+        for owner, (begin, end) in zip(parts, pairwise(edges), strict=True):
             self._values[owner].append(values[begin:end])
             going.append(begin + self._expanded(owner, tokens[begin:end], values[begin:end]))
         chosen = np.concatenate(going)

@@ -52,12 +52,10 @@ class PlannedLevels:
         return int(self._rows[tree].nodes[0])
 
     def extend(self, frontier: Frontier, depth: int) -> None:
-        self._owners, starts = np.unique(frontier.owners, return_index=True)
-        stops = np.append(starts[1:], len(frontier.owners))
         self._rows, self._plans = {}, dict[object, Pass]()
-        for owner, start, stop in zip(self._owners.tolist(), starts.tolist(), stops.tolist(), strict=True):
+        for owner, part in frontier.parts().items():
             first, request = len(self._masks[owner]), self._requests[owner]
-            grown = self._masks[owner] = grown_masks(self._masks[owner], frontier.above[start:stop])
+            grown = self._masks[owner] = grown_masks(self._masks[owner], frontier.above[part])
             depths = grown.sum(1) - 1
             nodes = np.arange(first, len(grown))
             self._rows[owner] = RequestRows(

@@ -385,9 +385,7 @@ class SsmDrafter:
         """Each SSM's probabilities after the nodes of the frontier."""
         at = forest.frontier
         levels.extend(at, forest.depth)
-        parts: dict[int, slice] = {}
-        for row, owner in enumerate(at.owners.tolist()):
-            parts[owner] = slice(parts[owner].start if owner in parts else row, row + 1)
+        parts = at.parts()
         for owner in parts:
             states[owner].first_slots.append(levels.first_slot(owner))
             states[owner].scores.append({})

@@ -4,6 +4,7 @@ nothing."""
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -12,13 +13,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.models import greedy, make_draft, new_folder, open_llm, random_prompts, tiny
+from tests.families import TYPICAL, make_model
+from tests.models import VOCAB, greedy, make_draft, new_folder, open_llm, random_prompts, tiny
 from tests.quantized import needs_compiler
+from tests.test_compile_families import fitting
 from treespec import LLM, SamplingParams, SpecConfig, costs
 from treespec.drafters import ssm
 from treespec.drafters.forest import Forest
 from treespec.drafters.levels import PlannedLevels
 from treespec.tree import TokenTree
+from treespec_kernels.growth_cpu import TreeGrowth
 
 pytestmark = needs_compiler
 
@@ -62,22 +66,39 @@ def assert_same(ours: TokenTree, theirs: TokenTree) -> None:
         assert (getattr(ours.draws, name) == getattr(theirs.draws, name)).all()
 
 
+class NumpyForest(Forest):
+    """Takes what a `CompiledForest` takes."""
+
+    def __init__(self, *parts: Any):
+        super().__init__(*parts[:-1])
+
+
 SPECS = {
     "dynamic": (SpecConfig(nodes=24), {}),
     "static": (SpecConfig(branching=(3, 2, 1)), {}),
     "one a round": (SpecConfig(nodes=12, max_ssms=1), {}),
+    "families": (SpecConfig(nodes=24), {}),
     "coupled": (SpecConfig(nodes=24), {"temperature": 0.9, "seed": 3}),
     "traversal": (SpecConfig(branching=(2, 2, 1), verification="traversal"), {"temperature": 0.9, "seed": 3}),
 }
 
 
+def drafts_of(target: Path, first: Path, families: bool) -> list[Path]:
+    """Three SSMs of two shapes; or of three families, one with learned positions and one with two ropes."""
+    root = new_folder("shape")
+    if not families:
+        return [first, *(make_draft(root / f"ssm-{i}", target, i, 0.05) for i in (7, 8))]
+    others = [(name, TYPICAL[name], fitting(TYPICAL[name]) | {"vocab_size": VOCAB}) for name in ("gpt2", "gemma3")]
+    return [first, *(make_model(root / name, case, 3, torch.bfloat16, **sizes) for name, case, sizes in others)]
+
+
 @pytest.mark.parametrize("name", SPECS)
 def test_trees_are_those_of_the_general_path(name: str) -> None:
-    """`CompiledForest` and `CompiledLevels` against `Forest` and `PlannedLevels` on the same compiled passes, three
-    SSMs of two shapes in a batch whose requests end at different times."""
+    """Levels in one call, and `CompiledForest`, against `Forest` and `PlannedLevels` on the same compiled passes, in a
+    batch whose requests end at different times."""
     spec, options = SPECS[name]
     target, (first, *_) = tiny(torch.bfloat16)
-    drafts = [first, *(make_draft(new_folder("shape") / f"ssm-{i}", target, i, 0.05) for i in (7, 8))]
+    drafts = drafts_of(target, first, name == "families")
     prompts = prompts_of(9, 50, 63, 64)
     params = [SamplingParams(max_tokens=count, ignore_eos=True, **options) for count in (6, 14, 9, 20)]
 
@@ -86,9 +107,10 @@ def test_trees_are_those_of_the_general_path(name: str) -> None:
         with recorded(llm) as trees:
             return tokens_of(llm.generate(prompts, params, spec)), trees
 
-    ours, compiled = run()
-    numpy_forest = mock.patch.object(ssm, "CompiledForest", lambda *parts: Forest(*parts[:-1]))
-    with numpy_forest, mock.patch.object(ssm, "levels_for", PlannedLevels):
+    with mock.patch.object(TreeGrowth, "draft", autospec=True, side_effect=TreeGrowth.draft) as whole_levels:
+        ours, compiled = run()
+    assert bool(whole_levels.call_count) != ("temperature" in options)
+    with mock.patch.object(ssm, "CompiledForest", NumpyForest), mock.patch.object(ssm, "levels_for", PlannedLevels):
         theirs, general_trees = run()
     assert ours == theirs and len(compiled) == len(general_trees) > 8
     for (context, tree), (other, expected) in zip(compiled, general_trees, strict=True):

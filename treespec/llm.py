@@ -18,6 +18,7 @@ from treespec.errors import ConfigError, RequestError, reject_unknown
 from treespec.intake import Intake, Prompt, as_list
 from treespec.params import SamplingParams
 from treespec.request import Request, RequestOutput, StreamChunk
+from treespec.rounds.engine import GraphEngine
 from treespec.tokenizer import load_tokenizer
 from treespec_kernels.tree_batch import PAGE_SIZE
 
@@ -227,6 +228,7 @@ class LLM:
                 "quantization": config.quantization,
                 "attention_tile": PAGE_SIZE,
                 "fixed_rows": self.engine.runner.max_rows,
+                "rounds": "on the device" if isinstance(self.engine, GraphEngine) else "step by step",
                 "tuned_file": self._built.tuned_file,
                 "default_kernels": list(self._built.default_kernels),
             },

@@ -9,6 +9,8 @@
 
 #include "vectors_cpu.h"
 
+#include "batch_cpu.h"
+
 namespace {
 
 constexpr int64_t PANEL = 64, PAGE = 64, VECS = PANEL / LANES, HEAD_VECS = HEAD_DIM / LANES;
@@ -77,20 +79,6 @@ struct Model {
     int64_t hidden, heads, kv_heads, mlp, threads;
     int64_t activation, layer_norm, parallel, ropes;  // RMSNorm unless layer_norm; how many ropes
     float eps, scale, embed_scale, score_cap;         // scale: of scores; score_cap 0: none
-};
-
-struct Batch {
-    int64_t num_rows, num_layers;
-    const int64_t *tokens, *places;  // [num_rows]; places: rows of Model::positions
-    const int64_t *slots;            // [num_rows], page * PAGE + offset of the row's own K and V
-    const int64_t *tables, *direct;  // [num_rows]: where its request's pages begin; how many positions they give
-    const int64_t *starts, *counts;  // [num_rows]: the slots of its further positions among `paths`
-    const int64_t *pages, *paths;
-    const int64_t* positions;  // [num_rows]
-    const float* rotation;     // by position, [ropes, 2, HEAD_DIM]: cos, signed sin
-    scalar* cache;          // [num_layers, 2, num_pages, kv_heads, PAGE, HEAD_DIM]
-    int64_t num_pages;
-    scalar* out;  // [num_rows, hidden]
 };
 
 }  // extern "C"
@@ -286,17 +274,18 @@ class Pass {
     void run() {
         embed();
         const int64_t pool = batch.num_pages * kv_heads * PAGE * HEAD_DIM;
+        scalar* cache = (scalar*)batch.cache;
         for (int64_t l = 0; l < batch.num_layers; l++) {
             const Layer& layer = model.layers[l];
             norm(layer.attn_norm, h);
-            attend(layer, batch.cache + 2 * l * pool, batch.cache + (2 * l + 1) * pool);
+            attend(layer, cache + 2 * l * pool, cache + (2 * l + 1) * pool);
             if (model.parallel) norm(layer.mlp_norm, h);  // the MLP does not see what attention adds
             add(layer.o, a, layer.attn_post_norm);
             if (!model.parallel) norm(layer.mlp_norm, h);
             feed(layer);
             add(layer.down, a, layer.mlp_post_norm);
         }
-        norm(model.final_norm, batch.out);
+        norm(model.final_norm, (scalar*)batch.out);
     }
 };
 

@@ -25,7 +25,8 @@ from treespec_kernels.tree_batch import PAGE_SIZE, RequestRows
 
 SOURCE = Path(__file__).with_name("decoder_cpu.cpp")
 PARTS = tuple(  # that it includes
-    SOURCE.with_name(name) for name in ("vectors_cpu.h", "pointwise_cpu.h", "attention_cpu.h", "quantized_cpu.h")
+    SOURCE.with_name(name)
+    for name in ("vectors_cpu.h", "batch_cpu.h", "pointwise_cpu.h", "attention_cpu.h", "quantized_cpu.h")
 )
 DTYPES = (torch.bfloat16, torch.float32)
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")  # in the order of the source's
@@ -247,6 +248,22 @@ def plan_compiled(requests: Sequence[RequestRows]) -> CompiledPlan:
     )
 
 
+class PassEntries(NamedTuple):
+    """What another library needs to run a model's passes: addresses, and sizes as integers.
+
+    forward, probs: functions. model, head: what they take first. num_places: rows of learned positions, 0 where there
+    are none. hidden_bytes: of one row's hidden state. threads: that share a pass.
+    """
+
+    forward: int
+    probs: int
+    model: int
+    head: int
+    num_places: int
+    hidden_bytes: int
+    threads: int
+
+
 class CompiledModel:
     """Packed weights and the library that runs them.
 
@@ -273,6 +290,7 @@ class CompiledModel:
         num_threads: int,
     ):
         self._library, self._threads, self.num_ropes = library, num_threads, architecture.num_ropes
+        self._num_places = 0 if positions is None else len(positions)
         self._held: list[Tensor] = [embed, *([] if positions is None else [positions])]  # what structures point to
         self.dtype, self.vocab_size, self.hidden_size = embed.dtype, head.shape[0], embed.shape[1]
         self._layers = (_Layer * len(layers))(
@@ -366,6 +384,21 @@ class CompiledModel:
         out = torch.empty(len(hidden), self.vocab_size, dtype=self.dtype)
         self._run_head(self._library.treespec_linear, hidden, out)
         return out
+
+    @property
+    def entries(self) -> PassEntries | None:
+        """For passes that another library runs; None where probabilities are not one call (`probs`)."""
+        if self.vocab_size % _LANES:
+            return None
+        library = self._library
+        forward, probs = (
+            ctypes.cast(entry, ctypes.c_void_p).value for entry in (library.treespec_forward, library.treespec_probs)
+        )  # fmt: skip
+        assert forward and probs
+        return PassEntries(
+            forward, probs, ctypes.addressof(self._model), ctypes.addressof(self._head), self._num_places,
+            self.hidden_size * self.dtype.itemsize, self._threads,
+        )  # fmt: skip
 
     def probs(self, hidden: Tensor) -> Tensor:
         """hidden: [num_rows, hidden_size] -> fp32 [num_rows, vocab_size], softmax of fp32 logits."""

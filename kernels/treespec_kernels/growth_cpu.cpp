@@ -1,10 +1,13 @@
-// One level of the token trees of a batch while they grow: what the SSMs and other sources say below the frontier
-// becomes nodes, and the best of them the next frontier. The specification is `Forest.extend` in
-// treespec/drafters/forest.py; a level of a small tree takes numpy 25 calls and an SSM's whole pass as long.
+// One level of the token trees of a batch while they grow: the frontier gets its slots, SSMs score it, what they and
+// other sources say below it becomes nodes, and the best of them the next frontier. The specification is
+// `Forest.extend` in treespec/drafters/forest.py; a level of a small tree takes numpy 25 calls and an SSM's whole pass
+// as long.
 
 #include "vectors_cpu.h"
 
 #include <functional>
+
+#include "batch_cpu.h"
 
 extern "C" {
 
@@ -27,7 +30,7 @@ struct Growth {
     const Law* laws;
     const double* weights;  // [num_trees, num_ssms]
     int64_t num_rows;       // of the frontier
-    const int64_t *row_nodes, *row_owners, *row_seeds;
+    const int64_t *row_nodes, *row_tokens, *row_owners, *row_seeds, *row_above;
     const double* row_values;
     // What is written: new nodes in the order of their trees and parents, and the next frontier, whose `above` is the
     // slot of the parent in its tree.
@@ -45,6 +48,19 @@ struct Placing {  // the slots of a level's nodes: each takes the next one of it
     int64_t *taken, *first, *row_of_slot;         // by tree: slots taken; the level's first; row minus slot
     const int64_t* paths_above;                   // [rows of the level above, depth]
     int64_t *paths, *slots, *rows, *positions;    // [num_rows, depth + 1], [num_rows], [4, num_rows], [num_rows]
+};
+
+struct Draft {  // an SSM, whose passes are another library's
+    void (*forward)(const void* model, const Batch* batch);
+    void (*probs)(const void* head, const void* hidden, int64_t num_rows, float* out, int64_t threads);
+    const void *model, *head;
+    const float* rotation;
+    void* cache;
+    int64_t num_layers, num_pages, num_places, hidden_bytes, threads;  // num_places: learned positions, 0: none
+    int64_t ssm;
+    const uint8_t* active;  // [num_trees]: where it drafts
+    float* out;             // [num_rows of the frontier, vocab]: written up to num_rows
+    int64_t num_rows;       // written: how many it scored
 };
 
 }  // extern "C"
@@ -267,6 +283,36 @@ bool place(Placing& p) {  // false: a tree has no page for its nodes
     return true;
 }
 
+// One SSM's pass over the rows of the trees for which it drafts; `rows`: which, where those are not all.
+void score(const Growth& g, const Placing& p, Draft& draft, std::vector<int64_t>& rows) {
+    const int64_t all = p.num_rows;
+    for (int64_t i = 0; i < all; i++)
+        if (draft.active[p.owners[i]]) rows.push_back(i);
+    const int64_t n = draft.num_rows = rows.size();
+    if (!n) return;
+    Batch batch{n, draft.num_layers, g.row_tokens, nullptr, p.slots, p.rows, p.rows + all, p.rows + 2 * all,
+                p.rows + 3 * all, p.pages, p.paths, p.positions, draft.rotation, draft.cache, draft.num_pages, nullptr};
+    std::vector<int64_t> own;
+    own.reserve(8 * n);
+    const auto gather = [&](const int64_t* from) {
+        for (int64_t i : rows) own.push_back(from[i]);
+        return own.data() + own.size() - n;
+    };
+    if (n < all)
+        for (const int64_t** part : {&batch.tokens, &batch.slots, &batch.tables, &batch.direct, &batch.starts,
+                                     &batch.counts, &batch.positions})
+            *part = gather(*part);
+    if (draft.num_places) {
+        for (int64_t i = 0; i < n; i++) own.push_back(std::min(batch.positions[i], draft.num_places - 1));
+        batch.places = own.data() + own.size() - n;
+    }
+    static thread_local std::vector<char> hidden;
+    hidden.resize(n * draft.hidden_bytes);
+    batch.out = hidden.data();
+    draft.forward(draft.model, &batch);
+    draft.probs(draft.head, hidden.data(), n, draft.out, draft.threads);
+}
+
 }  // namespace
 
 extern "C" {
@@ -276,5 +322,22 @@ int64_t treespec_grow(Growth* growth) { return Level(*growth).run(); }
 
 // Gives the nodes of a level their slots; 0 where there is no page for them.
 int64_t treespec_place(Placing* placing) { return place(*placing); }
+
+// Both, and between them the passes of SSMs, in the order of their numbers; -1 where there is no page.
+int64_t treespec_draft(Growth* growth, Placing* placing, Draft* drafts, int64_t num_drafts) {
+    Growth& g = *growth;
+    Placing& p = *placing;
+    p.num_rows = g.num_rows, p.depth = g.depth, p.owners = g.row_owners, p.above = g.row_above;
+    if (!place(p)) return -1;
+    std::vector<Law> laws;
+    std::vector<std::vector<int64_t>> rows(num_drafts);
+    for (int64_t i = 0; i < num_drafts; i++) {
+        score(g, p, drafts[i], rows[i]);
+        const int64_t count = drafts[i].num_rows;
+        if (count) laws.push_back({drafts[i].out, count < g.num_rows ? rows[i].data() : nullptr, count, drafts[i].ssm});
+    }
+    g.laws = laws.data(), g.num_laws = laws.size();
+    return Level(g).run();
+}
 
 }  // extern "C"

@@ -1,5 +1,5 @@
-"""Growing token trees by a level in a call or two of C++: merge of what SSMs and other sources say, choice of the
-frontier, and the slots of its nodes.
+"""Growing token trees by a level in one call of C++: the slots of the frontier, the SSMs' passes over it, the merge of
+what they and other sources say, and the choice of the next frontier.
 
 The source is `growth_cpu.cpp`, its specification `Forest.extend` in treespec/drafters/forest.py. What such calls cost
 is Python's part: an array's address alone takes a microsecond. So a level's results lie side by side in three arrays.
@@ -9,16 +9,18 @@ import ctypes
 import functools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from treespec_kernels.cpu_library import compile_library
-from treespec_kernels.decoder_cpu import CompiledPlan
+from treespec_kernels.decoder_cpu import CompiledPlan, PassEntries
 from treespec_kernels.tree_batch import PAGE_SIZE
 from treespec_kernels.tree_levels import Frontier, Level
 
-_SOURCES = tuple(Path(__file__).with_name(name) for name in ("growth_cpu.cpp", "vectors_cpu.h"))
+_SOURCES = tuple(Path(__file__).with_name(name) for name in ("growth_cpu.cpp", "vectors_cpu.h", "batch_cpu.h"))
 
 
 class _Law(ctypes.Structure):
@@ -27,10 +29,11 @@ class _Law(ctypes.Structure):
     )  # fmt: skip
 
 
+NO_PAGE = "a tree has no page for its nodes"
 _LIMITS = ("num_ssms", "vocab", "max_frontier", "max_slots", "most_nodes")
 _TREES = ("max_depths", "nodes", "branching", "end_tokens", "end_starts", "num_slots", "num_values", "least", "best")
 _SEEDS = ("seed_children", "seed_tokens", "seed_probs")
-_ROW = ("row_nodes", "row_owners", "row_seeds", "row_values")
+_ROW = ("row_nodes", "row_tokens", "row_owners", "row_seeds", "row_above", "row_values")
 _NEXT = ("next_nodes", "next_tokens", "next_owners", "next_seeds", "next_above", "next_values")
 _LEVEL = ("tokens", "parents", "owners", "seeds", "probs", "values", "draft_probs", "proposed", "broken")
 
@@ -60,18 +63,44 @@ class _Placing(ctypes.Structure):
     )
 
 
+class _Draft(ctypes.Structure):
+    _fields_ = (
+        *_pointers("forward", "probs", "model", "head", "rotation", "cache"),
+        *_numbers("num_layers", "num_pages", "num_places", "hidden_bytes", "threads", "ssm"),
+        *_pointers("active", "out"), *_numbers("num_rows"),
+    )  # fmt: skip
+
+
 @functools.cache
 def growth_library(compiler: tuple[str, ...], folder: Path) -> ctypes.CDLL:
     """The library, as `compile_library`."""
     library = compile_library(compiler, _SOURCES, (), folder)
     library.treespec_grow.argtypes = library.treespec_place.argtypes = (ctypes.c_void_p,)
-    library.treespec_grow.restype = library.treespec_place.restype = ctypes.c_int64
+    library.treespec_draft.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
+    for entry in (library.treespec_grow, library.treespec_place, library.treespec_draft):
+        entry.restype = ctypes.c_int64
     return library
 
 
 def _address(array: np.ndarray, dtype: type = np.int64) -> int:
     assert array.flags.c_contiguous and array.dtype == dtype, (array.dtype, array.shape)
     return array.__array_interface__["data"][0]
+
+
+class Grown(NamedTuple):
+    """A level, which of its nodes are expanded next, and bool [num_rows]: where an SSM's law is not finite."""
+
+    level: Level
+    frontier: Frontier
+    broken: np.ndarray
+
+
+class _Results(NamedTuple):
+    """What a call writes: int64 [9, room], float64 [3 + num_ssms, room], and bools of nodes and rows."""
+
+    ints: np.ndarray
+    floats: np.ndarray
+    flags: np.ndarray
 
 
 class TreeGrowth:
@@ -114,8 +143,8 @@ class TreeGrowth:
     def extend(
         self, frontier: Frontier, size: int, depth: int, laws: Sequence[tuple[int, np.ndarray, np.ndarray]],
         weights: np.ndarray, branching: np.ndarray, children: int,
-    ) -> tuple[Level, Frontier, np.ndarray]:  # fmt: skip
-        """One level; which of its nodes are expanded next; and bool [num_rows], where an SSM's law is not finite.
+    ) -> Grown:  # fmt: skip
+        """One level from what SSMs said.
 
         Args:
             frontier: what was scored.
@@ -125,37 +154,81 @@ class TreeGrowth:
             branching: int64 [num_trees], children of a node, 0 where values decide.
             children: most proposals of one SSM.
         """
-        rows, ssms, vocab = len(frontier.nodes), self._num_ssms, laws[0][2].shape[1]
-        room = rows * (len(laws) * min(children, vocab) + self._width)
-        ints, floats = np.empty((9, room), dtype=np.int64), np.empty((3 + ssms, room))
-        flags = np.zeros(room * ssms + rows, dtype=bool)
-        assert self._largest_token < vocab and all(probs.shape == (len(own), vocab) for _, own, probs in laws)
+        rows, vocab, g = len(frontier.nodes), laws[0][2].shape[1], self._growth
+        assert all(probs.shape == (len(own), vocab) for _, own, probs in laws)
         own = (_Law * len(laws))(
             *((_address(p, np.float32), None if len(r) == rows else _address(r), len(r), ssm) for ssm, r, p in laws)
         )
-        g, step = self._growth, 8 * room
-        g.vocab, g.depth, g.size, g.children, g.num_laws, g.laws = vocab, depth, size, children, len(laws), own
+        g.num_laws, g.laws = len(laws), own
+        results = self._begin(frontier, size, depth, vocab, len(laws), weights, branching, children)
+        return self._grown(results, self._library.treespec_grow(ctypes.byref(g)))
+
+    def draft(
+        self, frontier: Frontier, size: int, depth: int, passes: "DraftPasses", weights: np.ndarray,
+        branching: np.ndarray, children: int,
+    ) -> tuple[Grown, list[np.ndarray]]:  # fmt: skip
+        """One level below the roots, SSMs' passes and all; the other arguments as of `extend`.
+
+        Args:
+            passes: of these trees.
+
+        Returns:
+            The level, and what each SSM said: float32 [rows that it scored, vocab], in the order of the frontier.
+        """
+        rows, drafts = len(frontier.nodes), passes.drafts
+        results = self._begin(frontier, size, depth, passes.vocab, len(drafts), weights, branching, children)
+        probs = np.empty((len(drafts), rows, passes.vocab), dtype=np.float32)
+        at = _address(probs, np.float32)
+        for i, draft in enumerate(drafts):
+            draft.out = at + 4 * i * rows * passes.vocab
+        places = passes.places
+        placed = places.prepare(rows, depth)
+        size = self._library.treespec_draft(
+            ctypes.byref(self._growth), ctypes.byref(places.placing), drafts, len(drafts)
+        )
+        assert size >= 0, NO_PAGE
+        places.paths = placed[6 * rows :]
+        return self._grown(results, size), [own[: draft.num_rows] for own, draft in zip(probs, drafts, strict=True)]
+
+    def _begin(
+        self, frontier: Frontier, size: int, depth: int, vocab: int, num_laws: int, weights: np.ndarray,
+        branching: np.ndarray, children: int,
+    ) -> _Results:  # fmt: skip
+        """Everything but the laws, and room for what is written."""
+        assert self._largest_token < vocab
+        g, rows, ssms = self._growth, len(frontier.nodes), self._num_ssms
+        room = rows * (num_laws * min(children, vocab) + self._width)
+        ints, floats = np.empty((9, room), dtype=np.int64), np.empty((3 + ssms, room))
+        flags = np.zeros(room * ssms + rows, dtype=bool)
+        g.vocab, g.depth, g.size, g.children, g.num_rows = vocab, depth, size, children, rows
         g.branching = _address(branching)
         if weights is not self._weights:
             self._weights, g.weights = weights, _address(weights, np.float64)
         if frontier is not self._frontier:  # else it lies where the last level put it
-            g.row_nodes, g.row_owners, g.row_seeds = map(_address, (frontier.nodes, frontier.owners, frontier.seeds))
+            own = frontier.nodes, frontier.tokens, frontier.owners, frontier.seeds, frontier.above
+            g.row_nodes, g.row_tokens, g.row_owners, g.row_seeds, g.row_above = map(_address, own)
             g.row_values = _address(frontier.values, np.float64)
-        g.num_rows = rows
-        at, other = _address(ints), _address(floats, np.float64)
+        at, other, step = _address(ints), _address(floats, np.float64), 8 * room
         g.tokens, g.parents, g.owners, g.seeds = (at + i * step for i in range(4))
         g.probs, g.values, g.draft_probs = other, other + step, other + 3 * step
-        following = (*(at + i * step for i in range(4, 9)), other + 2 * step)
+        g.next_nodes, g.next_tokens, g.next_owners, g.next_seeds, g.next_above = (at + i * step for i in range(4, 9))
+        g.next_values = other + 2 * step
         g.proposed = _address(flags, np.bool_)
         g.broken = g.proposed + room * ssms
-        g.next_nodes, g.next_tokens, g.next_owners, g.next_seeds, g.next_above, g.next_values = following
-        n = self._library.treespec_grow(ctypes.byref(g))
-        g.row_nodes, _, g.row_owners, g.row_seeds, _, g.row_values = following
+        return _Results(ints, floats, flags)
+
+    def _grown(self, results: _Results, size: int) -> Grown:
+        """What a call wrote: a level of `size` nodes, whose frontier is the next call's."""
+        ints, floats, flags = self._results = results  # `_frontier` points to them
+        g, ssms, room = self._growth, self._num_ssms, ints.shape[1]
+        g.row_nodes, g.row_tokens, g.row_owners = g.next_nodes, g.next_tokens, g.next_owners
+        g.row_seeds, g.row_above, g.row_values = g.next_seeds, g.next_above, g.next_values
         self._frontier = Frontier(*ints[4:, : g.num_next], floats[2, : g.num_next])
-        self._results = (ints, floats)  # what `_frontier` points to
-        draft_probs = floats[3:].reshape(-1)[: n * ssms].reshape(n, ssms)
-        level = Level(*ints[:4, :n], *floats[:2, :n], flags[: n * ssms].reshape(n, ssms), draft_probs)
-        return level, self._frontier, flags[room * ssms :]
+        draft_probs = floats[3:].reshape(-1)[: size * ssms].reshape(size, ssms)
+        level = Level(
+            *ints[:4, :size], *floats[:2, :size], flags[: size * ssms].reshape(size, ssms), draft_probs
+        )  # fmt: skip
+        return Grown(level, self._frontier, flags[room * ssms :])
 
 
 class TreePlaces:
@@ -178,7 +251,7 @@ class TreePlaces:
         page, offset = np.divmod(state[0], PAGE_SIZE)
         self.paths = torch.from_numpy(self._table.numpy()[first_page[:-1] + page] * PAGE_SIZE + offset)
         at, step = _address(state), 8 * count
-        self._placing = _Placing(
+        self.placing = _Placing(
             page_size=PAGE_SIZE, context=at, taken=at + step, first=at + 2 * step, row_of_slot=at + 3 * step,
             first_page=_address(first_page), pages=self._table.data_ptr(),
         )  # fmt: skip
@@ -194,17 +267,53 @@ class TreePlaces:
             owners, above: int64 [num_rows], the tree, and the slot of the parent in it; those of a tree side by side.
             depth: of the level.
         """
-        count, p = len(owners), self._placing
-        results = torch.empty(count * (depth + 7), dtype=torch.int64)
-        at, step = results.data_ptr(), 8 * count
+        count, p = len(owners), self.placing
         p.num_rows, p.depth, p.owners, p.above = count, depth, _address(owners), _address(above)
-        p.paths_above, p.slots, p.positions, p.rows, p.paths = (
-            self.paths.data_ptr(), at, at + step, at + 2 * step, at + 6 * step
-        )  # fmt: skip
-        placed = self._library.treespec_place(ctypes.byref(p))
-        assert placed, "a tree has no page for its nodes"
+        results = self.prepare(count, depth)
+        assert self._library.treespec_place(ctypes.byref(p)), NO_PAGE
         self.paths = results[6 * count :]
         return CompiledPlan(
             count, results[:count], results[2 * count : 6 * count].view(4, count), self._table, self.paths,
             results[count : 2 * count],
+        )  # fmt: skip
+
+    def prepare(self, count: int, depth: int) -> Tensor:
+        """Room for what a level of `count` nodes writes; its paths, behind the first 6 `count`, are the next one's."""
+        results = torch.empty(count * (depth + 7), dtype=torch.int64)
+        at, step, p = results.data_ptr(), 8 * count, self.placing
+        p.paths_above, p.slots, p.positions, p.rows, p.paths = (
+            self.paths.data_ptr(), at, at + step, at + 2 * step, at + 6 * step
+        )  # fmt: skip
+        return results
+
+
+class DraftPasses:
+    """SSMs that score level after level of some trees.
+
+    Args:
+        places: of the trees; no other call gives them slots.
+        ssms: numbers of those that draft for any of them, ascending.
+        entries: what the passes of each run on.
+        rotations: of each, as `CompiledModel.forward` takes it, for all positions that the trees may reach.
+        pools: of each, its part of the cache.
+        active: bool [num_trees, len(ssms)], which of them draft for a tree.
+        vocab: theirs.
+    """
+
+    def __init__(
+        self, places: TreePlaces, ssms: Sequence[int], entries: Sequence[PassEntries], rotations: Sequence[Tensor],
+        pools: Sequence[Tensor], active: np.ndarray, vocab: int,
+    ):  # fmt: skip
+        self.places, self.vocab = places, vocab
+        columns = np.ascontiguousarray(active.T)
+        self._held = rotations, pools, columns
+        at, step = _address(columns, np.bool_), columns.shape[1]
+        self.drafts = (_Draft * len(ssms))(
+            *(
+                _Draft(
+                    *own[:4], rotation.data_ptr(), pool.data_ptr(), len(pool), pool.shape[2], *own[4:], ssm,
+                    at + i * step,
+                )
+                for i, (ssm, own, rotation, pool) in enumerate(zip(ssms, entries, rotations, pools, strict=True))
+            )
         )  # fmt: skip

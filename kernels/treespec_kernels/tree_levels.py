@@ -40,6 +40,8 @@ class Frontier(NamedTuple):
 
     def parts(self) -> dict[int, slice]:
         """The rows of each tree that has any."""
+        if len(self.owners) and self.owners[0] == self.owners[-1]:
+            return {int(self.owners[0]): slice(0, len(self.owners))}
         starts = [0, *(np.flatnonzero(self.owners[1:] != self.owners[:-1]) + 1).tolist()]
         bounds = pairwise([*starts, len(self.owners)])
         return {owner: slice(*own) for owner, own in zip(self.owners[starts].tolist(), bounds, strict=True)}

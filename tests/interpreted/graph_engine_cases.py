@@ -11,6 +11,10 @@ from tests.models import greedy, make_draft, make_llama, new_folder, open_llm, r
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.request import RequestOutput
 from treespec.rounds.batch import BatchRound
+from treespec.rounds.engine import GraphEngine
+from treespec.rounds.inputs import RoundInput
+from treespec.rounds.proof import differing_rounds
+from treespec.rounds.verify import RoundResult, VerifyHalf
 from treespec_kernels.tree_attention_masked import tree_attention_masked_triton as masked
 
 torch.set_num_threads(1)
@@ -55,6 +59,25 @@ def test_sampled_trees_give_the_tokens_of_plain_decoding(llm: LLM) -> None:
     trees = llm.generate(PROMPTS, params, spec=SpecConfig(nodes=8, max_depth=2))
     assert tokens_of(trees) == tokens_of(llm.generate(PROMPTS, params, spec="off"))
     assert tokens_of(trees) != tokens_of(llm.generate(PROMPTS, greedy(5), spec="off"))
+
+
+def test_the_proof_at_start(llm: LLM) -> None:
+    """A walk that emits another token is found, where it does, and nowhere else; the engine is as before."""
+    results = VerifyHalf.results
+
+    def spoilt(half: VerifyHalf, requests: Sequence[RoundInput], nodes: int, drafted: bool) -> list[RoundResult]:
+        found = results(half, requests, nodes, drafted)
+        wrong = nodes > 1 and requests[0].temperature > 0
+        return [each._replace(tokens=[*each.tokens[:-1], (each.tokens[-1] + wrong) % 64]) for each in found]
+
+    assert isinstance(llm.engine, GraphEngine)
+    held = {size: planner._held.copy() for size, planner in llm.engine.rounds.planners.items()}
+    with torch.inference_mode(), mock.patch.object(VerifyHalf, "results", spoilt):
+        found = differing_rounds(llm.engine, max_tokens=2)
+    assert found == [f"trees of 16 nodes at temperature 0.8 for {count} of 2 requests" for count in (1, 2)]
+    llm.engine.check_integrity()
+    assert llm.engine.scheduler.is_idle and llm.engine.stats.rounds == 0
+    assert all((planner._held == held[size]).all() for size, planner in llm.engine.rounds.planners.items())
 
 
 def test_requests_that_graphs_do_not_know_go_step_by_step(llm: LLM) -> None:

@@ -21,6 +21,7 @@ from tests.simulated_gpu import Gpu, simulated_gpu
 from treespec import LLM, SpecConfig
 from treespec.cache import KVCache
 from treespec.config import ModelConfig
+from treespec.engine import Engine
 from treespec.models import triton_decoder
 from treespec.models.attention import make_attention
 from treespec.models.triton_decoder import TritonDecoder
@@ -331,3 +332,29 @@ def test_rounds_on_a_gpu(gpu: Gpu) -> None:
         assert tokens_of(llm.generate(PROMPTS, greedy(4), spec=TREES)) == plain
     llm.engine.check_integrity()
     leave(gpu)
+
+
+@pytest.mark.parametrize("runs", [False, True])
+def test_where_captured_rounds_fail_it_goes_step_by_step(
+    gpu: Gpu, runs: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They do not run, or give other tokens; and the log says which."""
+    target = make_llama(new_folder("failing") / "target", 0, torch.float16, **SMALL)
+    capture = mock.Mock(side_effect=None if runs else RuntimeError("operation not permitted when stream is capturing"))
+    with (
+        mock.patch("treespec.build._prove"),
+        mock.patch("treespec.build.is_interpreted", lambda: False),
+        mock.patch("treespec.build.captured_rounds", capture),
+        mock.patch("treespec.build.GraphEngine"),
+        mock.patch("treespec.build.differing_rounds", lambda engine: ["trees of 16 nodes"]),
+    ):
+        llm = open_llm(target, [], device="cuda", dtype="float16", spec=TREES, max_num_seqs=1)
+    assert capture.call_count == 1 and type(llm.engine) is Engine
+    [warning] = [record for record in caplog.records if record.levelname == "WARNING"]
+    words = "give other tokens than plain decoding here" if runs else "do not run here"
+    assert f"captured rounds {words}; going step by step" in warning.getMessage()
+    assert ("trees of 16 nodes" in warning.getMessage()) if runs else (warning.exc_info is not None)
+    frozen = llm.stats()["frozen"]
+    assert frozen["rounds"] == "step by step" and llm.stats()["memory"]["captured_rounds"] == 0
+    plain, trees = (tokens_of(llm.generate(PROMPTS[:1], greedy(3), spec=spec)) for spec in ("off", TREES))
+    assert trees == plain and len(plain[0]) == 3

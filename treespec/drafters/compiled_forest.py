@@ -7,7 +7,7 @@ import numpy as np
 
 from treespec.drafters.forest import Forest, Laws, Shape
 from treespec.tree import TokenTree
-from treespec_kernels.growth_cpu import TreeGrowth
+from treespec_kernels.growth_cpu import DraftPasses, Grown, TreeGrowth
 
 
 class CompiledForest(Forest):
@@ -26,23 +26,42 @@ class CompiledForest(Forest):
         )  # fmt: skip
         self._branching = np.zeros(len(shapes), dtype=np.int64)
         self._static = any(shape.branching for shape in shapes)
-        self._weights: tuple[Sequence[np.ndarray], np.ndarray] | None = None
+        self._weights: Sequence[np.ndarray] | None = None
+        self._mixture = np.empty(0)  # the same as one array
 
     def extend(self, laws: Sequence[Laws], weights: Sequence[np.ndarray]) -> np.ndarray:
+        branching, widest = self._begin(weights)
+        grown = self._growth.extend(self.frontier, self._size, self.depth, laws, self._mixture, branching, widest)
+        return self._take(grown)
+
+    def draft(self, passes: DraftPasses, weights: Sequence[np.ndarray]) -> tuple[np.ndarray, list[np.ndarray]]:
+        """As `extend`, with what these SSMs say of a level below the roots.
+
+        Returns:
+            Also, by SSM of `passes`, its probabilities: float32 [rows that it scored, vocab].
+        """
+        branching, widest = self._begin(weights)
+        grown, probs = self._growth.draft(
+            self.frontier, self._size, self.depth, passes, self._mixture, branching, widest
+        )
+        return self._take(grown), probs
+
+    def _begin(self, weights: Sequence[np.ndarray]) -> tuple[np.ndarray, int]:
+        """Children of a node by tree, 0 where values decide, and the most that an SSM may propose."""
         at = self.frontier
         parts = at.parts()
-        branching, widest = self._branching, self.max_children
-        if self._static:
-            children = [self.children_at(i) if shape.branching else 0 for i, shape in enumerate(self.shapes)]
-            branching, widest = np.array(children), max(self.children_at(owner) for owner in parts)
-        if self._weights is None or self._weights[0] is not weights:
-            self._weights = weights, np.array(weights, dtype=np.float64)
-            assert np.isfinite(self._weights[1]).all()
+        if self._weights is not weights:
+            self._weights, self._mixture = weights, np.array(weights, dtype=np.float64)
+            assert np.isfinite(self._mixture).all()
         for owner, part in parts.items():
             self.slots[owner].append(at.nodes[part])
-        level, self.frontier, broken = self._growth.extend(
-            at, self._size, self.depth, laws, self._weights[1], branching, widest
-        )
-        self._levels.append(level)
-        self._size += len(level.tokens)
-        return broken
+        if not self._static:
+            return self._branching, self.max_children
+        children = [self.children_at(i) if shape.branching else 0 for i, shape in enumerate(self.shapes)]
+        return np.array(children), max(self.children_at(owner) for owner in parts)
+
+    def _take(self, grown: Grown) -> np.ndarray:
+        self._levels.append(grown.level)
+        self._size += len(grown.level.tokens)
+        self.frontier = grown.frontier
+        return grown.broken

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from treespec.cache import KVCache
 from treespec.drafters.forest import Frontier
@@ -16,7 +17,7 @@ from treespec.models.compiled import CompiledDecoder
 from treespec.models.decoder import Decoder, Pass
 from treespec.request import Request
 from treespec_kernels.decoder_cpu import CompiledPlan
-from treespec_kernels.growth_cpu import TreePlaces
+from treespec_kernels.growth_cpu import DraftPasses, TreePlaces
 from treespec_kernels.tree_batch import RequestRows
 
 
@@ -83,6 +84,23 @@ class CompiledLevels:
 
     def first_slot(self, tree: int) -> int:
         return self._places.first_slot(tree)
+
+    def passes(self, pools: Sequence[Tensor], active: np.ndarray, max_depth: int) -> DraftPasses | None:
+        """For whole levels in one call; None where a model has no probabilities for it.
+
+        Args:
+            pools: of the models, in the cache.
+            active: bool [num trees, number of models], who drafts.
+            max_depth: of the trees.
+        """
+        entries = [model.entries for model in self._models]
+        ssms = np.flatnonzero(active.any(0)).tolist()
+        own = [entry for entry in (entries[ssm] for ssm in ssms) if entry is not None]
+        if len(own) < len(ssms):
+            return None
+        rotations = [self._models[ssm].rotations_to(self._longest + max_depth) for ssm in ssms]
+        vocab = self._models[0].vocab_size
+        return DraftPasses(self._places, ssms, own, rotations, [pools[ssm] for ssm in ssms], active[:, ssms], vocab)
 
     def extend(self, frontier: Frontier, depth: int) -> None:
         self._plan = self._places.extend(frontier.owners, frontier.above, depth)

@@ -17,15 +17,16 @@ from treespec.cache import KVCache
 from treespec.drafters.compiled_forest import CompiledForest
 from treespec.drafters.drawn import DrawnForest
 from treespec.drafters.forest import Forest, Laws, Shape
-from treespec.drafters.levels import Levels, levels_for
+from treespec.drafters.levels import CompiledLevels, Levels, levels_for
 from treespec.drafters.plan import Drafted, DraftPlan, GrowthRule
-from treespec.drafters.ssm_state import Rows, SsmState, open_mass, softmax_at
+from treespec.drafters.ssm_state import Rows, SsmState, open_mass, places_of, softmax_at
 from treespec.drafters.trust import WINDOW, Trust
 from treespec.models.compiled import CompiledDecoder
 from treespec.models.decoder import Decoder, Pass
 from treespec.oracle import RandomOracle
 from treespec.request import Request
 from treespec.tree import TokenTree
+from treespec_kernels.growth_cpu import DraftPasses
 from treespec_kernels.tree_batch import RequestRows
 
 MAX_CHILDREN = 8  # proposals of one SSM at one node
@@ -135,21 +136,52 @@ class SsmDrafter:
         """Score and extend level by level. `places`: of these requests in the batch; `adaptive`: of the batch."""
         before, levels = forest.open_mass(), levels_for(self.models, self.cache, requests)
         weights = [state.weights for state in states]
+        passes = self._passes_of(requests, states, forest, levels)
         while len(forest.frontier.nodes):
             if forest.depth and adaptive[places].any():
                 before = self._stop_where_nothing_pays(forest, places, adaptive[places], rule, before)
                 if not len(forest.frontier.nodes):
                     break
             owners = forest.frontier.owners
-            if forest.depth:
-                laws = self._score(requests, states, forest, levels)
+            if not forest.depth:
+                broken = forest.extend(self._score_roots(requests, states, forest), weights)
+            elif passes is not None and isinstance(forest, CompiledForest):
+                broken = self._draft(states, forest, levels, passes, weights)
             else:
-                laws = self._score_roots(requests, states, forest)
-            broken = forest.extend(laws, weights)
+                broken = forest.extend(self._score(requests, states, forest, levels), weights)
             for owner in owners[broken]:  # what overflowed must not reach the next holder of its slots
                 requests[owner].poisoned = True
             if broken.any():  # a row that padded the pass may have left the same there
                 self.cache.scrub(NULL_PAGE)
+
+    def _passes_of(
+        self, requests: Sequence[Request], states: Sequence[SsmState], forest: Forest | DrawnForest, levels: Levels
+    ) -> DraftPasses | None:
+        """What runs a level in one call; None where that takes more: noise or temperatures, or tokens left out."""
+        if not isinstance(forest, CompiledForest) or not isinstance(levels, CompiledLevels):
+            return None
+        if any(request.is_sampled for request in requests) or min(self.known) < self.models[0].vocab_size:
+            return None
+        active = np.zeros((len(requests), len(self.models)), dtype=bool)
+        for tree, state in enumerate(states):
+            active[tree, state.active] = True
+        return levels.passes(self.cache.pools[1:], active, max(shape.max_depth for shape in forest.shapes))
+
+    def _draft(
+        self, states: Sequence[SsmState], forest: CompiledForest, levels: Levels, passes: DraftPasses,
+        weights: Sequence[np.ndarray],
+    ) -> np.ndarray:  # fmt: skip
+        """A level below the roots, from its slots to its nodes; returns what `Forest.extend` does."""
+        parts = forest.frontier.parts()
+        broken, probs = forest.draft(passes, weights)
+        for owner in parts:
+            states[owner].begin_level(levels.first_slot(owner))
+        for draft, own in zip(passes.drafts, probs, strict=True):
+            places = places_of(draft.ssm, states, parts)
+            for owner, place in places.items():
+                states[owner].scores[-1][draft.ssm] = own[place]
+            self._passes, self._request_passes = self._passes + bool(places), self._request_passes + len(places)
+        return broken
 
     def _stop_where_nothing_pays(
         self, forest: Forest | DrawnForest, places: np.ndarray, adaptive: np.ndarray, rule: GrowthRule,
@@ -339,7 +371,7 @@ class SsmDrafter:
         """Each SSM's probabilities after the roots, having caught up on committed tokens."""
         owners = forest.frontier.owners.tolist()
         for owner in owners:
-            states[owner].first_slots, states[owner].scores = [0], [{}]
+            states[owner].begin_tree()
         results: list[Laws] = []
         layouts: dict[object, Pass] = {}
         for ssm, model in enumerate(self.models):
@@ -387,23 +419,21 @@ class SsmDrafter:
         levels.extend(at, forest.depth)
         parts = at.parts()
         for owner in parts:
-            states[owner].first_slots.append(levels.first_slot(owner))
-            states[owner].scores.append({})
+            states[owner].begin_level(levels.first_slot(owner))
         results: list[Laws] = []
         for ssm in range(len(self.models)):
-            own = {owner: part for owner, part in parts.items() if ssm in states[owner].active}
-            if not own:
+            places = places_of(ssm, states, parts)
+            if not places:
                 continue
-            rows = np.concatenate([np.arange(part.start, part.stop) for part in own.values()])
-            first, guessed = 0, []
-            for owner, part in own.items():
-                place = slice(first, first := first + part.stop - part.start)
-                guessed.append((requests[owner], place, requests[owner].context_len + 1 + forest.depth))
-            tokens = at.tokens[rows]
-            probs, logits = self._forward(ssm, levels.plan(ssm, rows), tokens, np.arange(len(rows)), guessed)
-            self._passes, self._request_passes = self._passes + 1, self._request_passes + len(own)
-            for owner, (request, place, _) in zip(own, guessed, strict=True):
-                states[owner].scores[-1][ssm] = (logits if request.is_sampled else probs)[place]
+            rows = np.concatenate([np.arange(parts[owner].start, parts[owner].stop) for owner in places])
+            guessed = [
+                (requests[owner], place, requests[owner].context_len + 1 + forest.depth)
+                for owner, place in places.items()
+            ]
+            probs, logits = self._forward(ssm, levels.plan(ssm, rows), at.tokens[rows], np.arange(len(rows)), guessed)
+            self._passes, self._request_passes = self._passes + 1, self._request_passes + len(places)
+            for owner, place in places.items():
+                states[owner].scores[-1][ssm] = (logits if requests[owner].is_sampled else probs)[place]
             results.append(Laws(ssm, rows, probs))
         return results
 

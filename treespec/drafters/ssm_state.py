@@ -1,5 +1,6 @@
 """What the SSMs keep of a request between rounds, and what passes between their steps."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -58,3 +59,23 @@ class SsmState:
     slot_of_node: np.ndarray | None = None  # of the proposed tree
     oracle: RandomOracle | None = None  # of random draws
     settled: tuple[int, np.ndarray] | None = None  # (position of the root, accepted slots): not scored yet
+
+    def begin_tree(self) -> None:
+        self.first_slots, self.scores = [0], [{}]
+
+    def begin_level(self, first_slot: int) -> None:
+        self.first_slots.append(first_slot)
+        self.scores.append({})
+
+
+def places_of(ssm: int, states: Sequence[SsmState], parts: Mapping[int, slice]) -> dict[int, slice]:
+    """Where each tree's rows lie among those that an SSM scores.
+
+    Args:
+        states, parts: of the trees, and their rows of the frontier.
+    """
+    places, first = {}, 0
+    for tree, part in parts.items():
+        if ssm in states[tree].active:
+            places[tree] = slice(first, first := first + part.stop - part.start)
+    return places

@@ -26,6 +26,7 @@ from treespec_kernels.decoder_cpu import (
     CompiledPlan,
     LayerWeights,
     NormWeights,
+    PassEntries,
     build,
     misfit,
     plan_compiled,
@@ -123,9 +124,9 @@ class CompiledDecoder(Decoder):
     def layout(self, plan: CompiledPlan, num_positions: int) -> Pass:
         """A pass over planned rows; `num_positions`: more than the position of any of them."""
         learned = None if self.positions is None else self._learned_at(plan.positions.numpy())
-        return Pass(plan.num_rows, self._rotations(num_positions), plan.slots, plan, learned)
+        return Pass(plan.num_rows, self.rotations_to(num_positions), plan.slots, plan, learned)
 
-    def _rotations(self, num_positions: int) -> Tensor:
+    def rotations_to(self, num_positions: int) -> Tensor:
         """cos and signed sin of every rope by position, fp32 [at least `num_positions`, 2 * number of ropes, D]."""
         tables = [rotation.table(num_positions) for rotation in self.rotations]
         if len(tables) == 1:
@@ -140,6 +141,11 @@ class CompiledDecoder(Decoder):
     def forward(self, tokens: Tensor, layout: Pass, kv: Tensor, num_layers: int | None = None) -> Tensor:
         own = kv[:num_layers]
         return self.model.forward(tokens, layout.attention, layout.rotation, own, len(own), layout.positions)
+
+    @property
+    def entries(self) -> PassEntries | None:
+        """For passes and their probabilities from another library; None where they take more than two calls."""
+        return self.model.entries if self.config.logit_cap is None else None
 
     def probs(self, hidden: Tensor) -> Tensor:
         """fp32 [num_rows, vocab]: softmax of the logits."""

@@ -1,0 +1,84 @@
+"""Proof at start, on this GPU: captured rounds give the tokens of plain decoding.
+
+That the target's passes have the same bits in any company is shown by treespec/selftest.py. What rounds do besides, to
+draft, merge, choose, walk and commit on the device, shows in what they emit. So a few requests are decoded plainly step
+by step, and then by captured rounds, plainly and with trees.
+"""
+
+import copy
+import itertools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from treespec.config import SpecConfig
+from treespec.engine import Engine
+from treespec.metrics import Stats
+from treespec.params import SamplingParams
+from treespec.request import Request
+from treespec.rounds.engine import GraphEngine
+from treespec.sampler import Sampler
+
+_PROMPTS = (40, 3)  # tokens; the first one's repeat, so that lookup has something to say
+_PERIOD = 16
+_NODES = 16  # of the trees, where rounds hold so many
+_TEMPERATURES = (0.0, 0.8)
+
+
+def differing_rounds(engine: GraphEngine, max_tokens: int = 12, seed: int = 0) -> list[str]:
+    """Compare captured rounds with plain decoding, greedy and sampled, for one request and for two.
+
+    Args:
+        engine: an idle one. Its planners are as before afterwards, and its totals zero.
+        max_tokens: that each request emits.
+        seed: of prompts and noise.
+
+    Returns:
+        What differed, a line each; empty where every token was equal.
+    """
+    planner, planners = copy.deepcopy((engine.planner, engine.rounds.planners))
+    try:
+        return _differing(engine, max_tokens, seed)
+    finally:
+        for request in [*engine.scheduler.running, *engine.scheduler.waiting]:
+            engine.finish(request, "abort")
+        engine.planner, engine.stats = planner, Stats()
+        engine.rounds.planners.update(planners)
+
+
+def _differing(engine: GraphEngine, max_tokens: int, seed: int) -> list[str]:
+    rng = np.random.default_rng(seed)
+    max_tokens = min(max_tokens, engine.max_model_len - 1)
+    lengths = [min(length, engine.max_model_len - max_tokens) for length in _PROMPTS]
+    period = rng.integers(engine.runner.target.vocab_size, size=_PERIOD)
+    prompts = [np.resize(period, length).tolist() for length in lengths]
+    plain, nodes = SpecConfig.resolve("off", SpecConfig()), min(_NODES, engine.rounds.limits.nodes[-1])
+    ways = {"plain decoding": plain, f"trees of {nodes} nodes": SpecConfig(nodes=nodes)}
+    found = []
+    counts = range(1, 1 + min(len(prompts), engine.scheduler.max_num_seqs))
+    for count, temperature in itertools.product(counts, _TEMPERATURES):
+        params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, ignore_eos=True)
+        expected = _decode(engine, Engine.step, prompts[:count], params, plain)
+        for name, spec in ways.items():
+            if _decode(engine, GraphEngine.step, prompts[:count], params, spec) != expected:
+                found.append(f"{name} at temperature {temperature} for {count} of {len(prompts)} requests")
+    return found
+
+
+def _decode(
+    engine: GraphEngine, step: Callable[[GraphEngine], object], prompts: Sequence[Sequence[int]],
+    params: SamplingParams, spec: SpecConfig,
+) -> list[tuple[list[int], str | None]]:  # fmt: skip
+    """What each prompt's request emits in rounds of this kind, and why it ends."""
+    target, requests = engine.runner.target, []
+    for prompt in prompts:
+        request = Request(list(prompt), params, spec, seed=params.seed)
+        if params.temperature:
+            request.sampler = Sampler(
+                params, prompt, (), (), target.vocab_size, target.device, params.seed or 0, kernel_noise=True
+            )  # fmt: skip
+        engine.scheduler.add(request)
+        requests.append(request)
+    while not engine.scheduler.is_idle:
+        step(engine)
+    return [(request.output_token_ids, request.finish_reason) for request in requests]

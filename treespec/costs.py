@@ -47,7 +47,7 @@ def cost_key(runner: Runner, ssms: SsmDrafter | None, num_threads: int) -> dict[
     models = [runner.target, *(ssms.models if ssms else [])]
     key: dict[str, Any] = {
         "device": str(runner.target.device),
-        "processor": processor(),
+        "processor": processor() if runner.target.device.type == "cpu" else torch.cuda.get_device_name(),
         "dtype": str(runner.target.dtype).removeprefix("torch."),
         "threads": num_threads,
         "torch": torch.__version__,
@@ -190,7 +190,11 @@ def _star_pass(runner: Runner, requests: Sequence[Request], rows: int) -> None:
     tokens = torch.ones(rows * len(requests), dtype=torch.int64, device=target.device)
     hidden = target.forward(tokens, target.plan(stars, pool), pool)
     target.logits(hidden[: len(tokens)]).max(-1)
-    if target.device.type == "cuda":
+    _wait(target.device)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
         torch.cuda.synchronize()
 
 
@@ -207,6 +211,7 @@ def _read(ssms: SsmDrafter, requests: Sequence[Request]) -> None:
     for request in requests:
         ssms.release(request)
     ssms.prefill(requests)
+    _wait(ssms.models[0].device)
 
 
 def _least(

@@ -18,6 +18,7 @@ from treespec.errors import ConfigError, RequestError, reject_unknown
 from treespec.intake import Intake, Prompt, as_list
 from treespec.params import SamplingParams
 from treespec.request import Request, RequestOutput, StreamChunk
+from treespec.resolve import on_device, resolve_device
 from treespec.rounds.engine import GraphEngine
 from treespec.tokenizer import load_tokenizer
 from treespec_kernels.tree_batch import PAGE_SIZE
@@ -34,7 +35,7 @@ class LLM:
         spec: how to speculate; calls may override it.
         tokenizer: a folder, or a tokenizer object with `encode` and `decode`; None is the model folder's own. Without
             one, prompts and outputs are token ids and `text` is None.
-        device: "auto" (a GPU where there is one), "cpu", "cuda".
+        device: "auto" (this thread's GPU where there is one), "cpu", "cuda", or one of several, such as "cuda:1".
         dtype: "auto" (the checkpoint's; float32 on a CPU without bf16 instructions), a name, or a torch dtype.
         exact: refuse to run where trees would not have the bits of plain decoding. False lets a GPU take the vendor's
             matrix products, and trees masked by bits.
@@ -86,9 +87,10 @@ class LLM:
     ):
         reject_unknown("LLM", unknown, list(inspect.signature(LLM).parameters)[:-1])
         self.spec = SpecConfig.resolve(spec, SpecConfig())
-        with torch.inference_mode():
+        where = resolve_device(device)
+        with torch.inference_mode(), on_device(where):
             self._built: Built = build(
-                model, drafts, self.spec, device, dtype, exact, max_num_seqs, max_model_len, attention, prefill_chunk,
+                model, drafts, self.spec, where, dtype, exact, max_num_seqs, max_model_len, attention, prefill_chunk,
                 compile, linear, cuda_graphs, backend, quantization,
             )  # fmt: skip
         self._kept: Any = model, drafts  # models in memory: the engine itself does not keep them alive
@@ -275,7 +277,7 @@ class LLM:
     def _step(self) -> None:
         """One round. Where it breaks off in the middle, what ran in it is in no known state and ends."""
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), on_device(self.config.device):
                 self.engine.step()
         except BaseException:
             with ExitStack() as ends:

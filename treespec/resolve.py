@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -89,17 +90,26 @@ def resolve_device(device: str | torch.device) -> torch.device:
             torch.device("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else torch.device(device)
         )
     except (RuntimeError, TypeError) as error:
-        raise ConfigError(f'device={device!r}; valid: "auto", "cpu", "cuda", "cuda:0"') from error
+        raise ConfigError(f'device={device!r}; valid: "auto", "cpu", "cuda", "cuda:1"') from error
     if chosen.type not in ("cpu", "cuda"):
         raise ConfigError(f'device={device!r} is not supported; valid: "auto", "cpu", "cuda"')
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f'device={device!r}, but torch sees no GPU here; use device="cpu" or "auto"')
-    if chosen.type == "cuda" and chosen.index not in (None, torch.cuda.current_device()):
+    if chosen.type == "cpu":
+        return chosen
+    index = torch.cuda.current_device() if chosen.index is None else chosen.index
+    count = torch.cuda.device_count()
+    if index >= count:
         raise ConfigError(
-            f"device={device!r}, but this process's current GPU is {torch.cuda.current_device()}; choose one by "
-            "CUDA_VISIBLE_DEVICES, or by torch.cuda.set_device before"
+            f"device={device!r}, but torch sees {count} GPUs here, cuda:0 to cuda:{count - 1}; CUDA_VISIBLE_DEVICES "
+            "says which"
         )
-    return chosen
+    return torch.device("cuda", index)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[None]:
+    """Within it this thread launches kernels on `device`: otherwise each thread has a GPU of its own choice."""
+    return nullcontext() if device.type == "cpu" else torch.cuda.device(device)
 
 
 def resolve_dtype(dtype: str | torch.dtype, stored: torch.dtype, device: torch.device) -> torch.dtype:

@@ -22,6 +22,7 @@ from treespec import LLM, SpecConfig
 from treespec.cache import KVCache
 from treespec.config import ModelConfig
 from treespec.engine import Engine
+from treespec.errors import ConfigError
 from treespec.models import triton_decoder
 from treespec.models.attention import make_attention
 from treespec.models.triton_decoder import TritonDecoder
@@ -332,6 +333,19 @@ def test_rounds_on_a_gpu(gpu: Gpu) -> None:
         assert tokens_of(llm.generate(PROMPTS, greedy(4), spec=TREES)) == plain
     llm.engine.check_integrity()
     leave(gpu)
+
+
+def test_a_gpu_that_is_not_the_threads_own(gpu: Gpu) -> None:
+    target = make_llama(new_folder("other") / "target", 0, torch.float16, **SMALL)
+    gpu.current = 1
+    with pytest.raises(ValueError, match="launched on cuda:1, its tensors lie on cuda:0"):
+        row_topk_triton(torch.ones(2, 8, device="cuda:0"), 1)
+    with mock.patch("treespec.build._prove"):
+        llm = open_llm(target, [], device="cuda:0", dtype="float16", spec="off", max_num_seqs=1)
+    assert len(tokens_of(llm.generate(PROMPTS[:1], greedy(3)))[0]) == 3
+    assert gpu.current == 1 and str(llm.config.device) == "cuda:0"
+    with pytest.raises(ConfigError, match="device='cuda:2', but torch sees 2 GPUs here, cuda:0 to cuda:1"):
+        open_llm(target, [], device="cuda:2")
 
 
 @pytest.mark.parametrize("runs", [False, True])

@@ -43,16 +43,26 @@ class Gpu:
         waits: the reasons why the host waited for a value, with the line that asked for it.
         launches: of Triton's kernels.
         replays: how many graphs were replayed.
+        current: the number of the GPU that kernels are launched on; this one is 0, another one is only a number.
     """
 
     def __init__(self) -> None:
         self.waits: list[str] = []
-        self.replays = 0
+        self.replays = self.current = 0
         self.launches = Launches(self)
         self.capturing: Graph | None = None
         self._late: list[Callable[[], None]] = []
         self._pinned: dict[int, torch.UntypedStorage] = {}
         self.mode = _Mode(self)
+
+    @contextlib.contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        """torch.cuda.device."""
+        before, self.current = self.current, _indexed(device).index
+        try:
+            yield
+        finally:
+            self.current = before
 
     def put(self, inner: Tensor) -> GpuTensor:
         """A tensor of the CPU as one of the GPU, of the same memory."""
@@ -256,7 +266,8 @@ def simulated_gpu() -> Iterator[Gpu]:
     stream = _Stream(gpu)
     replaced: dict[str, Any] = {
         "_lazy_init": lambda: None, "is_available": lambda: True, "is_initialized": lambda: True,
-        "device_count": lambda: 1, "current_device": lambda: 0, "get_device_name": lambda device=None: properties.name,
+        "device_count": lambda: 2, "current_device": lambda: gpu.current, "device": gpu.device,
+        "get_device_name": lambda device=None: properties.name,
         "get_device_capability": lambda device=None: (properties.major, properties.minor),
         "get_device_properties": lambda device=None: properties,
         "mem_get_info": lambda device=None: (MEMORY, MEMORY), "memory_reserved": lambda device=None: 0,

@@ -66,6 +66,8 @@ class Launches:
         for tensor in tensors_in((args, kwargs)):
             if not isinstance(tensor, GpuTensor):
                 raise ValueError(f"{function.__name__}: a pointer into {list(tensor.shape)} of the host")
+        if self._gpu.current:
+            raise ValueError(f"{function.__name__}: launched on cuda:{self._gpu.current}, its tensors lie on cuda:0")
         assert not callable(grid), "a grid that depends on arguments"
         if any(size > most for size, most in zip(grid, GRID_LIMITS, strict=False)):
             raise ValueError(f"{function.__name__}: a grid of {grid}; CUDA has {GRID_LIMITS}")

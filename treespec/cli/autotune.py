@@ -76,7 +76,7 @@ def autotune(
         return
     from treespec.config import QUANTIZATIONS
     from treespec.errors import reject_unknown
-    from treespec.resolve import DTYPES, resolve_device
+    from treespec.resolve import DTYPES, on_device, resolve_device
 
     reject_unknown("--dtype", [dtype], ("auto", *DTYPES))
     reject_unknown("--quantization", [quantization] if quantization is not None else [], QUANTIZATIONS)
@@ -106,7 +106,8 @@ def autotune(
         computed = DTYPES["float32"]  # Triton's interpreter computes bfloat16 wrongly
     shapes = kernels.shapes_of(sizes, model, draft, computed, quantization)
     chosen = kernels.names("--ops", ops, known_ops())
-    found = kernels.tune_kernels(shapes, where, chosen, nodes or 32, context or 2048, budget_seconds, fresh, force)
+    with on_device(where):
+        found = kernels.tune_kernels(shapes, where, chosen, nodes or 32, context or 2048, budget_seconds, fresh, force)
     document: dict[str, Any] = {"kernels": found}
     if not as_json:
         kernels.echo_tuned(found)

@@ -117,7 +117,9 @@ def planned_bytes(
     for i, model in enumerate(models):
         shape, spans = model.shape, np.array([min(window or longest, longest) for window in model.windows])
         segments = int((SegmentPartition().segment_of(spans) + 1 + (spans < longest)).sum())  # a window begins anywhere
-        rows = max_num_seqs * (max(limits.width, FRONTIER) if i else limits.nodes[-1]) + (0 if i else prefill_chunk)
+        # Twice what is captured: a graph's first run, by which its kernels are compiled, stands beside its memory.
+        captured = 2 * max_num_seqs * (max(limits.width, FRONTIER) if i else limits.nodes[-1])
+        rows = captured + (0 if i else prefill_chunk)
         partials = rows * segments * shape.num_heads * (shape.head_dim + 2) * 4
         widths = 4 * shape.hidden_size + 3 * shape.intermediate_size + 8 * shape.num_heads * shape.head_dim
         split = 8 * max(shape.hidden_size, 3 * shape.num_heads * shape.head_dim) * 4  # fp32 sums of split layers

@@ -131,7 +131,7 @@ if __name__ == "__main__":
 def test_every_kernel_of_a_pass() -> None:
     """Of 8B in bfloat16 and quantised; what other shapes and dtypes add, the tests of all ops compile for sm_90."""
     pytest.importorskip("triton")
-    child = run_uninterpreted(KERNELS.format(targets=sorted(SHARED_BYTES)))
+    child = run_uninterpreted(KERNELS.format(targets=["sm_80", "sm_90", "sm_100", "gfx942"]))
     assert child.returncode == 0, child.stderr
     report = json.loads(child.stdout)
     assert report["failed"] == []

@@ -341,7 +341,10 @@ def test_whether_launches_are_programmatic_is_shown(pdl: bool, said: str) -> Non
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--aot", "sm_91"], ["'sm_91' (did you mean 'sm_90'?)", "valid: gfx942, sm_100, sm_80, sm_90"]),
+        (
+            ["--aot", "sm_91"],
+            ["'sm_91' (did you mean 'sm_90'?)", "valid: gfx942, sm_100, sm_120, sm_80, sm_86, sm_89, sm_90"],
+        ),
         (["--aot", "sm_90", "--ops", "tree_atention"], ["did you mean 'tree_attention'?", "coupled_choice"]),
         (["--aot", "sm_90", "--dtype", "float6"], ["'float6' (did you mean 'float16'?)", "bfloat16"]),
         (["--aot", "sm_90", "--heads", "4"], ["--heads needs --head-dim, --intermediate, --vocab"]),

@@ -30,7 +30,7 @@ import json, torch
 from treespec_kernels import aot
 if __name__ == "__main__":
     shape = aot.family_shapes([torch.bfloat16])[1]
-    print(json.dumps(aot.compile_report(list(aot.SHARED_BYTES), [shape], ["row_linear"])))
+    print(json.dumps(aot.compile_report(["sm_80", "sm_90", "sm_100", "gfx942"], [shape], ["row_linear"])))
 """
 
 

@@ -66,6 +66,16 @@ if __name__ == "__main__":
 """
 
 
+LESS_MEMORY = """
+import json, torch
+from treespec_kernels import aot
+if __name__ == "__main__":
+    large, wide = aot.default_shapes([torch.bfloat16])[2], aot.family_shapes([torch.bfloat16])[0]
+    parts = (large, ["row_linear"]), (wide, ["row_linear", "tree_attention", "tree_attention_masked"])
+    print(json.dumps([aot.compile_report(["sm_89"], [shape], ops) for shape, ops in parts]))
+"""
+
+
 def aot(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """A process of its own: this one may have imported triton for the interpreter."""
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -118,6 +128,18 @@ def test_quantised_defaults_of_8b_compile_everywhere() -> None:
         assert {(c["out_features"], c["in_features"]) for c in found} == {
             (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)
         }  # fmt: skip
+
+
+def test_defaults_fit_gpus_of_less_memory() -> None:
+    """What takes most of it: the linear layers of 8B, and heads of 256."""
+    pytest.importorskip("triton")
+    child = run_uninterpreted(LESS_MEMORY)
+    assert child.returncode == 0, child.stderr
+    for report in json.loads(child.stdout):
+        assert report["failed"] == []
+        rows = report["targets"]["sm_89"]
+        assert {row["kernel"] for row in rows} & {"multiply_rows", "attend_items"}
+        assert all(row["shared_bytes"] <= SHARED_BYTES["sm_89"] for row in rows), rows
 
 
 def test_every_op_says_what_it_compiles() -> None:

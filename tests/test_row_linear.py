@@ -2,6 +2,7 @@
 interpreter or on a GPU."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from treespec_kernels.row_linear import (
     row_linear_triton,
 )
 from treespec_kernels.testing import assert_close
+from treespec_kernels.triton_launch import shared_bytes
 
 CASES = "row_linear_cases.py"
 CONFIG = RowLinearConfig(16, 32, 32, split_k=2, num_warps=4, num_stages=2)
@@ -61,12 +63,16 @@ def test_ref_is_a_linear_layer(dtype: torch.dtype, groups: list[int]) -> None:
 @pytest.mark.parametrize(("out_features", "in_features", "silu_gate"), SHAPES)
 def test_configurations(dtype: torch.dtype, out_features: int, in_features: int, silu_gate: bool) -> None:
     default = RowLinearConfig.default(dtype, out_features, in_features, silu_gate)
-    candidates = RowLinearConfig.candidates(dtype, out_features, in_features, silu_gate)
-    assert candidates[0] == default and len(set(candidates)) == len(candidates)
-    for config in candidates:
-        stage = (config.block_m + config.block_n) * config.block_k * dtype.itemsize
-        assert config.num_stages * stage <= 227 << 10
-        assert not config.fixed_order_dot
+    for target in (None, "sm_86", "sm_87", "sm_90", "sm_120", "sm_199"):
+        candidates = RowLinearConfig.candidates(dtype, out_features, in_features, silu_gate, target)
+        assert candidates[0] == RowLinearConfig.default(dtype, out_features, in_features, silu_gate, target)
+        assert len(set(candidates)) == len(candidates)
+        for config in candidates:
+            stage = (config.block_m + config.block_n) * config.block_k * dtype.itemsize
+            assert config.num_stages * stage <= shared_bytes(target or "sm_90")
+            assert not config.fixed_order_dot
+        frozen = [replace(config, num_stages=1) for config in (candidates[0], default)]
+        assert frozen[0] == frozen[1], "the same bits, however much memory there is"
     if out_features * in_features > 1 << 22:
         # Fills an H200 (132 multiprocessors), each split with enough blocks to fill its pipeline.
         programs = -(-out_features // default.block_n) * default.split_k

@@ -108,7 +108,7 @@ def test_the_plan_refuses_what_does_not_fit() -> None:
         plan.refill([3], [3], [0, 1, 1])
 
 
-@pytest.mark.parametrize("target", [None, "sm_80", "sm_90", "sm_100", "gfx942"])
+@pytest.mark.parametrize("target", [None, "sm_80", "sm_89", "sm_90", "sm_100", "gfx942"])
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 192, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
 def test_a_sweep_begins_with_the_default(target: str | None, head_dim: int, dtype: torch.dtype) -> None:

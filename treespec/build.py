@@ -22,7 +22,7 @@ from treespec.drafters.foreign import ROOM
 from treespec.drafters.lookup import LookupDrafter
 from treespec.drafters.ssm import MAX_SLOTS, SsmDrafter
 from treespec.engine import Engine
-from treespec.errors import ConfigError, ExactnessError
+from treespec.errors import ConfigError, ExactnessError, KernelError
 from treespec.loading import Loader
 from treespec.models.attention import make_attention
 from treespec.models.decoder import Decoder
@@ -46,7 +46,7 @@ from treespec.runner import Runner
 from treespec.scheduler import Scheduler
 from treespec.selftest import differing_rows
 from treespec.vocabularies import connect_drafts, foreign_drafters
-from treespec_kernels.triton_launch import is_interpreted
+from treespec_kernels.triton_launch import doubts_about, is_interpreted, is_triton_error
 from treespec_kernels.tuned import KernelConfigs
 
 logger = logging.getLogger("treespec")
@@ -185,6 +185,8 @@ def build(
     planner = Planner(_cost_curve(runner, ssms, config.num_threads, kind == "triton" and where.type == "cpu"))
     if configs is not None:
         logger.info("%s", configs.describe())
+        if doubts := doubts_about(where):
+            logger.warning("%s", doubts)
     scheduler = Scheduler(cache, max_num_seqs, config.prefill_chunk, scratch)
     lookup = LookupDrafter() if spec.allows("lookup", "lookup") else None
     foreigners = foreign_drafters(
@@ -260,7 +262,15 @@ def _cost_curve(runner: Runner, ssms: SsmDrafter | None, threads: int, interpret
 
 def _prove(decoder: Decoder, cache: KVCache, attention: str, largest_pass: int) -> None:
     """Run the self-test; where packed attention fails it and was not asked for, take the gathered one and say so."""
-    found = differing_rows(decoder, cache.pools[0], largest_pass)
+    try:
+        found = differing_rows(decoder, cache.pools[0], largest_pass)
+    except Exception as error:
+        if not is_triton_error(error):
+            raise
+        raise KernelError(
+            f"a kernel does not run on {decoder.device}: {error}; `treespec autotune` looks for one that does, or use "
+            'device="cpu"'
+        ) from error
     if found and attention == "auto" and decoder.attention.name == "cpu-packed":
         logger.warning("packed attention is not exact on this machine (%s); using the gathered one", found[0])
         decoder.attention = make_attention("cpu-gathered", decoder.config.shape, decoder.dtype, decoder.device)

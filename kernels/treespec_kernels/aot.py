@@ -27,10 +27,8 @@ import torch
 
 from .aot_order import order_fault
 from .aot_spec import KernelShape, KernelSpec
-from .triton_launch import require_triton
+from .triton_launch import SHARED_BYTES, require_triton
 
-# Bytes of shared memory that one block may take.
-SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 

@@ -12,8 +12,8 @@ from dataclasses import replace
 import torch
 
 from .quantized import QuantizedWeight, WeightForm
-from .row_linear_config import MULTIPROCESSORS, SHARED_BYTES, RowLinearConfig
-from .triton_launch import check_launch, launch_options, require_triton
+from .row_linear_config import MULTIPROCESSORS, RowLinearConfig
+from .triton_launch import check_launch, launch_options, require_triton, shared_bytes
 
 # What is compiled ahead of time where no form is named: int8 by channel, int4 by group, and as AWQ has it.
 AOT_FORMS = (WeightForm(8), WeightForm(4, 128), WeightForm(4, 128, True))
@@ -48,8 +48,8 @@ def quantized_default(
 def quantized_candidates(
     dtype: torch.dtype, out_features: int, in_features: int, group: int, bits: int, target: str | None = None
 ) -> list[RowLinearConfig]:
-    """Configurations worth timing, the default first; arguments as in `quantized_default`. Each fits the shared memory
-    of sm_90; others may not take it, and a launch there says so."""
+    """Configurations worth timing, the default first: what the target's shared memory holds, or that of sm_90.
+    Arguments as in `quantized_default`."""
     if dtype == torch.float32:
         tiles, blocks = [(16, 16, 4), (16, 32, 4), (16, 64, 8)], (32, 64)
     else:
@@ -63,7 +63,7 @@ def quantized_candidates(
         for residents in (1, 2, 3):  # programs per multiprocessor that this number of splits and stages is for
             split_k = max(1, min(round(residents * MULTIPROCESSORS / num_tiles), num_blocks // 2))
             widened = block_n * block_k * dtype.itemsize  # at most; it changes places before the product
-            num_stages = min(8, (SHARED_BYTES // residents - widened) // stage_bytes)
+            num_stages = min(8, (shared_bytes(target or "sm_90") // residents - widened) // stage_bytes)
             if num_stages >= 3:
                 found.append(RowLinearConfig(block_m, block_n, block_k, split_k, num_warps, num_stages))
     return list(dict.fromkeys(found))

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
+from .triton_launch import has_tensor_memory, shared_bytes
+
 SUPPORTED = (torch.float16, torch.bfloat16, torch.float32)
 
-# An H200 has 132 multiprocessors of 227 KB of shared memory.
-MULTIPROCESSORS = 132
-SHARED_BYTES = 227 << 10
+MULTIPROCESSORS = 132  # of an H200
 AMD_STAGES = 3  # what the 64 KB of gfx942 hold; the number changes no bit
 
 
@@ -61,10 +61,10 @@ class RowLinearConfig:
         - split_k, at most 8, brings the programs to 96 or more, of at least four blocks of K each; to 132 at most, one
           per multiprocessor, where that gives as many. A layer with silu_gate is not split, nor one of at most 2^20
           weights: adding the parts would cost more than it gains.
-        - All programs are resident at once: one per multiprocessor with stages of 144 KB, or two with 96 KB each, no
-          more than eight or than blocks and two. One stage is being multiplied and the one before it still read by
-          its `wgmma`, so two less are on their way: with block_n 128, 64 or 32 KB of weights. 96 programs of six stages
-          have 6 MB on their way, 144 of four 4.5.
+        - All programs are resident at once: one per multiprocessor with stages of 144 KB (96 KB where it has no more),
+          or two with 96 KB each, no more than eight or than blocks and two. One stage is being multiplied and the one
+          before it still read by its `wgmma`, so two less are on their way: with block_n 128, 64 or 32 KB of weights.
+          96 programs of six stages have 6 MB on their way, 144 of four 4.5.
 
         float32 has no exact matrix instruction on NVIDIA: 16 rows, beyond which arithmetic would be the bound.
 
@@ -95,11 +95,13 @@ class RowLinearConfig:
         is_alone = tiles * split_k <= MULTIPROCESSORS
         num_stages = 6 if is_alone else 4
         if not is_float32:
-            held = (144 << 10 if is_alone else 96 << 10) // ((block_m + block_n) * block_k * dtype.itemsize)
+            room = 144 << 10 if is_alone and shared_bytes(target) > 144 << 10 else 96 << 10
+            held = room // ((block_m + block_n) * block_k * dtype.itemsize)
             num_stages = min(8, held, 2 + -(-in_features // block_k // split_k))
         if target is not None and target.startswith("gfx"):
             num_stages = min(num_stages, AMD_STAGES)
-        num_warps = 8 if target == "sm_100" and silu_gate and block_n == 128 else 4  # with 4, two products spill there
+        # With 4 warps, the two products of a gate spill where they lie in tensor memory.
+        num_warps = 8 if has_tensor_memory(target) and silu_gate and block_n == 128 else 4
         return cls(block_m, block_n, block_k, split_k, num_warps, num_stages)
 
     @classmethod
@@ -107,8 +109,8 @@ class RowLinearConfig:
         cls, dtype: torch.dtype, out_features: int, in_features: int, silu_gate: bool = False,
         target: str | None = None,
     ) -> list[RowLinearConfig]:  # fmt: skip
-        """Configurations worth timing, the default first. Each fits the shared memory of sm_90; others may not take it,
-        and a launch there says so. Arguments and errors as in `default`."""
+        """Configurations worth timing, the default first: what the target's shared memory holds, or that of sm_90.
+        Arguments and errors as in `default`."""
         default = cls.default(dtype, out_features, in_features, silu_gate, target)
         if dtype == torch.float32:
             tiles = [(16, 32, 32, 4), (16, 64, 32, 4), (16, 64, 64, 4), (16, 64, 32, 8), (16, 128, 32, 8)]
@@ -130,7 +132,7 @@ class RowLinearConfig:
             stage_bytes = (block_m + block_n) * block_k * dtype.itemsize
             for residents in (1, 2, 3):  # programs per multiprocessor that this number of splits and stages is for
                 nearest = max(1, min(round(residents * MULTIPROCESSORS / num_tiles), num_blocks // 2))
-                num_stages = min(8, SHARED_BYTES // residents // stage_bytes)
+                num_stages = min(8, shared_bytes(target or "sm_90") // residents // stage_bytes)
                 if num_stages >= 3:
                     found.append(cls(block_m, block_n, block_k, nearest, num_warps, num_stages))
         return list(dict.fromkeys(found))

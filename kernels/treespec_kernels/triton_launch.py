@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,28 @@ def target_of(device: torch.device | str) -> str | None:
         return str(torch.cuda.get_device_properties(device).gcnArchName).split(":")[0]
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
+
+
+# Bytes of shared memory that one block may take: of every target that kernels can be compiled for without a GPU. Those
+# of the second line are workstations and cards for inference.
+SHARED_BYTES = {
+    "sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10,
+    "sm_86": 99 << 10, "sm_89": 99 << 10, "sm_120": 99 << 10,
+}  # fmt: skip
+_OTHERS = {"sm_87": "sm_80", "sm_103": "sm_100", "sm_110": "sm_100"}
+
+
+def shared_bytes(target: str | None) -> int:
+    """Bytes of shared memory that one block may take on a target, as `target_of` gives it; None: on sm_80 and later
+    GPUs for servers. Of an unknown one the least that any has."""
+    if target is None:
+        return SHARED_BYTES["sm_80"]
+    return SHARED_BYTES.get(_OTHERS.get(target, target), 64 << 10 if target.startswith("gfx") else 99 << 10)
+
+
+def has_tensor_memory(target: str | None) -> bool:
+    """Whether matrix products of a target go through tensor memory (tcgen05), as on NVIDIA's Blackwell for servers."""
+    return target in ("sm_100", "sm_103", "sm_110")
 
 
 @dataclass(frozen=True)
@@ -56,6 +79,28 @@ def launch_options(pdl: bool) -> dict[str, bool]:
         pdl: asked for, where `takes_pdl`. Elsewhere the launch fails.
     """
     return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
+
+
+def is_triton_error(error: BaseException) -> bool:
+    """Whether Triton or what it calls refuses a kernel: too much shared memory, or code that does not compile."""
+    errors = sys.modules.get("triton.errors")
+    return errors is not None and isinstance(error, errors.TritonError)
+
+
+def doubts_about(device: torch.device) -> str | None:
+    """What is known against kernels of this version of Triton on a device; None: nothing.
+
+    Before 3.8, products that read what was just copied to shared memory through tensor memory miss a fence (triton
+    #9610), so that a result may now and then be another one.
+    """
+    target = target_of(device)
+    if not has_tensor_memory(target):
+        return None
+    import triton
+
+    if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8):
+        return None
+    return f"Triton {triton.__version__} may now and then compute a wrong product on {target}; take 3.8 or later"
 
 
 def require_triton(op: str) -> None:

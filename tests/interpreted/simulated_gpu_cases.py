@@ -14,6 +14,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.runtime.errors import OutOfResources
 
 from tests.interpreted.tuning_cases import PlannedClock
 from tests.models import greedy, make_draft, make_llama, new_folder, open_llm, random_prompts
@@ -22,7 +23,7 @@ from treespec import LLM, SpecConfig
 from treespec.cache import KVCache
 from treespec.config import ModelConfig
 from treespec.engine import Engine
-from treespec.errors import ConfigError
+from treespec.errors import ConfigError, KernelError
 from treespec.models import triton_decoder
 from treespec.models.attention import make_attention
 from treespec.models.triton_decoder import TritonDecoder
@@ -34,7 +35,7 @@ from treespec_kernels.predecessors import wait_for_predecessors
 from treespec_kernels.quantized import WeightForm
 from treespec_kernels.row_topk import row_topk_triton
 from treespec_kernels.tree_batch import RequestRows
-from treespec_kernels.triton_launch import LaunchConfig, launch_options
+from treespec_kernels.triton_launch import LaunchConfig, doubts_about, launch_options
 from treespec_kernels.tuned import KernelConfigs, TunedEntry
 from treespec_kernels.tuning import SweepLog, problems_of, tune
 from treespec_kernels.workloads import Setting, programmatic_launch, workloads_of
@@ -346,6 +347,27 @@ def test_a_gpu_that_is_not_the_threads_own(gpu: Gpu) -> None:
     assert gpu.current == 1 and str(llm.config.device) == "cuda:0"
     with pytest.raises(ConfigError, match="device='cuda:2', but torch sees 2 GPUs here, cuda:0 to cuda:1"):
         open_llm(target, [], device="cuda:2")
+
+
+def test_a_kernel_that_does_not_fit(gpu: Gpu) -> None:
+    target = make_llama(new_folder("large") / "target", 0, torch.float16, **SMALL)
+    refused = OutOfResources(122880, 101376, "shared memory")
+    message = r"does not run on cuda:0: out of resource: shared memory, Required: 122880.*treespec autotune"
+    with mock.patch("treespec.selftest.differing_rows", side_effect=refused), pytest.raises(KernelError, match=message):
+        open_llm(target, [], device="cuda", dtype="float16", prove=True)
+
+
+@pytest.mark.parametrize(
+    ("capability", "version", "doubted"),
+    [((10, 0), "3.7.1", True), ((10, 3), "3.6.0", True), ((10, 0), "3.10.0", False), ((9, 0), "3.6.0", False)],
+)
+def test_doubts(gpu: Gpu, capability: tuple[int, int], version: str, doubted: bool) -> None:
+    with (
+        mock.patch("torch.cuda.get_device_capability", lambda device: capability),
+        mock.patch("triton.__version__", version),
+    ):
+        doubts = doubts_about(torch.device("cuda"))
+    assert (doubts is not None) == doubted and (doubts is None or f"Triton {version} may" in doubts)
 
 
 @pytest.mark.parametrize("runs", [False, True])

@@ -52,7 +52,9 @@ def autotune(
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is not a tuned file.")] = False,
     aot: Annotated[
         list[str] | None,
-        _kernel("--aot", "TARGET", "Only compile, without a GPU: sm_80, sm_90, sm_100 or gfx942; may be repeated."),
+        _kernel(
+            "--aot", "TARGET", "Only compile, without a GPU: sm_80, sm_90, gfx942 or another one; may be repeated."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:

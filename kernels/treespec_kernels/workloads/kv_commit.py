@@ -35,6 +35,13 @@ class KvCommitWorkload(Workload[KvCommitInputs]):
         moved = requests * (path - 1) * setting.layers * 2 * shape.num_kv_heads * shape.head_dim
         self.bytes, self.flops = 2 * moved * shape.dtype.itemsize, 0
 
+    @property
+    def held(self) -> int:
+        """A whole cache, of which little moves."""
+        setting, shape = self.setting, self.setting.shape
+        positions = self.requests * (setting.context + 17 * self.requests + self.path[-1])
+        return 2 * positions * setting.layers * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
+
     def make(self, generator: torch.Generator) -> KvCommitInputs:
         setting, shape = self.setting, self.setting.shape
         inputs = kv_commit_inputs(

@@ -118,6 +118,23 @@ def test_thread_counts_change_nothing(dtype: torch.dtype) -> None:
     assert not any(differences(runs[0], other) for other in runs[1:])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [48, 64, 509, 1024])
+def test_the_best_token_is_the_first_of_the_largest(dtype: torch.dtype, vocab: int) -> None:
+    """As torch has it: equal ones, infinite ones, and a NaN wherever it stands."""
+    target = make_llama(new_folder("vocabulary") / "target", 0, dtype, vocab_size=vocab)
+    decoder = open_llm(target, compile=True).engine.runner.target
+    logits = torch.randint(-3, 4, (200, vocab), generator=torch.Generator().manual_seed(0)).to(dtype)
+    logits[torch.arange(100), torch.arange(100) % vocab] = 9.0
+    logits[50], logits[60, 7:], logits[61, vocab - 1] = -torch.inf, -torch.inf, torch.inf
+    logits[70, 0], logits[71, vocab - 1], logits[72, vocab // 2] = math.nan, math.nan, -math.nan
+    values, tokens = decoder.best(logits)
+    expected = logits.float().max(-1)
+    assert torch.equal(values.isnan(), expected.values.isnan()) and values.isnan().sum() == 3
+    whole = ~values.isnan()
+    assert torch.equal(values[whole], expected.values[whole]) and torch.equal(tokens[whole], expected.indices[whole])
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_close_to_the_eager_pass(bias: bool) -> None:
     """In float32; odd vocabularies, biases, groups of one and of three heads."""

@@ -189,7 +189,7 @@ def _star_pass(runner: Runner, requests: Sequence[Request], rows: int) -> None:
     target, pool = runner.target, runner.cache.pools[0]
     tokens = torch.ones(rows * len(requests), dtype=torch.int64, device=target.device)
     hidden = target.forward(tokens, target.plan(stars, pool), pool)
-    target.logits(hidden[: len(tokens)]).max(-1)
+    target.best(target.logits(hidden[: len(tokens)]))
     _wait(target.device)
 
 

@@ -91,7 +91,7 @@ class Runner:
         # looks at it checks itself.
         best, chosen = logits[:, 0], None
         if any(request.sampler is None for request in requests):
-            best, tokens = logits.max(dim=-1)  # the first of equal logits
+            best, tokens = self.target.best(logits)
             chosen = tokens.cpu().numpy()
         finite = np.isfinite(best.float().cpu().numpy())
         return [

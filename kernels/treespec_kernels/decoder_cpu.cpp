@@ -307,6 +307,16 @@ void treespec_probs(const Linear* layer, const scalar* x, int64_t num_rows, floa
     to_probs(out, num_rows, layer->outputs);
 }
 
+// The largest of each row of logits and the first token that has it; NaN and 0 where one is NaN.
+void treespec_best(const scalar* logits, int64_t num_rows, int64_t width, float* values, int64_t* tokens,
+                   int64_t threads) {
+#pragma omp parallel for num_threads(int(threads)) if (threads > 1)
+    for (int64_t r = 0; r < num_rows; r++) {
+        const Largest found = largest(logits + r * width, width);
+        values[r] = found.value, tokens[r] = found.at;
+    }
+}
+
 // Brings quantised weights into the order of `unpack`. values: int8 [outputs, inputs], or [outputs, inputs / 2] bytes of
 // two 4-bit weights, the first one in the low bits, each raised by 8. out: [panels, inputs / 2, 16 * bits] bytes.
 void treespec_pack(const uint8_t* values, int64_t outputs, int64_t inputs, int64_t bits, uint8_t* out) {

@@ -89,8 +89,11 @@ def build(compiler: tuple[str, ...], head_dim: int, dtype: torch.dtype, folder: 
         ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p
     )  # fmt: skip
     library.treespec_probs.argtypes = library.treespec_linear.argtypes
-    for entry in (library.treespec_forward, library.treespec_linear, library.treespec_pack, library.treespec_probs):
-        entry.restype = None
+    library.treespec_best.argtypes = (
+        ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64
+    )  # fmt: skip
+    for name in ("forward", "linear", "pack", "probs", "best"):
+        getattr(library, f"treespec_{name}").restype = None
     return library
 
 
@@ -384,6 +387,16 @@ class CompiledModel:
         out = torch.empty(len(hidden), self.vocab_size, dtype=self.dtype)
         self._run_head(self._library.treespec_linear, hidden, out)
         return out
+
+    def best(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Of logits in the model's dtype [num_rows, vocab_size]: the largest of each row in fp32, NaN where one is, and
+        the first token that has it, int64."""
+        assert logits.is_contiguous() and logits.dtype == self.dtype and logits.shape[1] == self.vocab_size
+        values, tokens = torch.empty(len(logits)), torch.empty(len(logits), dtype=torch.int64)
+        self._library.treespec_best(
+            logits.data_ptr(), len(logits), self.vocab_size, values.data_ptr(), tokens.data_ptr(), self._threads
+        )  # fmt: skip
+        return values, tokens
 
     @property
     def entries(self) -> PassEntries | None:

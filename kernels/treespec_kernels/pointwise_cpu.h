@@ -58,11 +58,45 @@ void rotate(const float* x, const float* rotation, float* out) {
     }
 }
 
+struct Largest { float value; int64_t at; };
+
+// The largest of a row and the first place that has it; NaN, at 0, where one is. Four chains: one would wait for itself.
+template <class T>
+Largest largest(const T* row, int64_t width) {
+    vec most[4] = {splat(-INFINITY), splat(-INFINITY), splat(-INFINITY), splat(-INFINITY)};
+    ivec broken = {};
+    int64_t i = 0;
+    for (; i + 4 * LANES <= width; i += 4 * LANES)
+        for (int64_t j = 0; j < 4; j++) {
+            const vec x = widen(row + i + LANES * j);
+            most[j] = x > most[j] ? x : most[j], broken |= x != x;
+        }
+    float value = -INFINITY;
+    for (const vec& each : most)
+        for (int64_t j = 0; j < LANES; j++) value = std::max(value, each[j]);
+    bool any = false;
+    for (int64_t j = 0; j < LANES; j++) any |= broken[j] != 0;
+    for (; i < width; i++) {
+        const float x = to_float(row[i]);
+        value = std::max(value, x), any |= x != x;
+    }
+    if (any) return {NAN, 0};
+    for (i = 0; i + 4 * LANES <= width; i += 4 * LANES) {
+        ivec found = {};
+        for (int64_t j = 0; j < 4; j++) found |= widen(row + i + LANES * j) == value;
+        uint64_t words[8], hit = 0;
+        std::memcpy(words, &found, sizeof words);
+        for (uint64_t word : words) hit |= word;
+        if (hit) break;
+    }
+    while (to_float(row[i]) != value) i++;
+    return {value, i};
+}
+
 // Probabilities instead of logits, in place; [num_rows, width], a multiple of 16.
 void to_probs(float* rows, int64_t num_rows, int64_t width) {
     for (float* row = rows; row < rows + num_rows * width; row += width) {
-        float most = row[0];
-        for (int64_t i = 1; i < width; i++) most = row[i] > most ? row[i] : most;
+        const float most = largest(row, width).value;
         vec sums = {};
         for (int64_t i = 0; i < width; i += LANES) {
             const vec e = exp(load<vec>(row + i) - most);

@@ -210,6 +210,7 @@ def test_a_program_that_ends_without_waiting_is_noticed(gpu: Gpu) -> None:
 def test_the_check_of_programmatic_launches(gpu: Gpu, form: WeightForm | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Captured and replayed; every launch of the chain has the option, and every program waits."""
     monkeypatch.setattr(programmatic_launch, "REPLAYS", 2)
+    monkeypatch.setattr(programmatic_launch, "LAYERS", 2)
     monkeypatch.setattr(programmatic_launch, "takes_pdl", lambda device: True)
     shape = KernelShape(torch.float16, 16, 4, 2, 32, 64, 100, quantized=form)
     setting = Setting(shape, torch.device("cuda"), nodes=3, context=20, groups=2, fixed_order_dot=True)

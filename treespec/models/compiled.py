@@ -153,6 +153,9 @@ class CompiledDecoder(Decoder):
             return torch.softmax(self.logits(hidden).float(), -1)
         return self.model.probs(hidden)
 
+    def best(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        return self.model.best(logits)
+
     def logits(self, hidden: Tensor, rows: Sequence[int] | Tensor | None = None) -> Tensor:
         logits = self.model.logits(hidden if rows is None else F.embedding(torch.as_tensor(rows), hidden))
         return logits if self.config.logit_cap is None else soft_cap(logits, self.config.logit_cap)

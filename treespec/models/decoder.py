@@ -300,6 +300,11 @@ class Decoder:
         logits = self.head(hidden)[:n]
         return logits if self.config.logit_cap is None else soft_cap(logits, self.config.logit_cap)
 
+    def best(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The largest of each row of logits, NaN where one is, and the first token that has it; [n] each."""
+        values, tokens = logits.max(dim=-1)
+        return values, tokens
+
 
 class Sample(NamedTuple):
     """A decoder whose first `num_layers` layers are one of each kind, and the windows that they have."""

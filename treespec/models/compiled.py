@@ -119,7 +119,7 @@ class CompiledDecoder(Decoder):
 
     def plan(self, requests: list[RequestRows], kv: Tensor) -> Pass:
         plan = plan_compiled(requests)
-        return self.layout(plan, int(plan.positions.max()) + 1)
+        return self.layout(plan, int(plan.positions.numpy().max()) + 1)
 
     def layout(self, plan: CompiledPlan, num_positions: int) -> Pass:
         """A pass over planned rows; `num_positions`: more than the position of any of them."""

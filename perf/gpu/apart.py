@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from gpu.stage import last_line
+from gpu.failures import last_line
 
 Task = Callable[[], Any]
 MAX_WORKERS = 12

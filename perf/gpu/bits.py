@@ -322,8 +322,9 @@ def describe(document: dict[str, Any]) -> str:
             lines.append(f"  {name:36} {figures['differing_rows']} of {figures['rows']} rows differ"
                          + (f", first {figures['first']}" if figures["first"] else ""))  # fmt: skip
         elif name.startswith("row_linear"):
+            error = figures["relative_error"]  # None where it is NaN
             lines.append(f"  {name:36} {figures['differing_row_counts']} of {figures['row_counts']} row counts differ, "
-                         f"error {figures['relative_error']:.1e}")  # fmt: skip
+                         f"error {'-' if error is None else format(error, '.1e')}")  # fmt: skip
         else:
             logits = figures["differing_logit_rows"]
             lines.append(f"  {name:36} {figures['differing_tokens']} of {figures['tokens']} tokens differ, "

@@ -55,7 +55,7 @@ def autotune(options: Sequence[str], context: Context) -> dict[str, Any]:
     command = [sys.executable, "-m", "treespec", "autotune", "--json", "--device", setting.device.type, *options]
     child = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
+        process_group=0,
     )  # fmt: skip
     try:
         output, errors = child.communicate()

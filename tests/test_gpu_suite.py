@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import json
+import multiprocessing
 import os
 import pickle
 import signal
@@ -469,20 +470,45 @@ def test_tasks_apart_answer_fail_die_and_take_too_long() -> None:
     tasks = {
         "answers": partial(divmod, 7, 2),
         "fails": partial(divmod, 7, 0),
+        "breaks": partial(signal.raise_signal, signal.SIGSEGV),
         "dies": partial(os._exit, 3),
         "hangs": partial(time.sleep, 3600),
     }
     running = apart.Apart(tasks, 30.0)
     assert running.result("answers") == (3, 1)
-    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+    with pytest.raises(RuntimeError, match="ZeroDivisionError") as failure:
         running.result("fails")
+    assert "Traceback (most recent call last)" in module("failures").trace(failure.value).partition("RuntimeError")[2]
+    with pytest.raises(RuntimeError, match=f"its process ended with {-signal.SIGSEGV}") as failure:
+        running.result("breaks")
+    assert "Fatal Python error: Segmentation fault" in module("failures").trace(failure.value)
     with pytest.raises(RuntimeError, match="its process ended with 3"):
         running.result("dies")
     running.close()
     with pytest.raises(RuntimeError, match=r"its process ended with -9|it did not begin"):
         running.result("hangs")
-    [late] = apart.Apart({"hangs": partial(time.sleep, 3600)}, 0.01).wait()
-    assert late == "it took more than 0 s"
+    [late] = apart.Apart({"hangs": partial(time.sleep, 3600)}, 0.01).wait().values()
+    assert str(late) == "it took more than 0 s"
+
+
+def test_what_hangs_apart_leaves_where_it_stood(tmp_path: Path) -> None:
+    spawning, stacks = multiprocessing.get_context("spawn"), tmp_path / "stacks"
+    _, sender = spawning.Pipe(duplex=False)
+    given = (partial(time.sleep, 3600), sender, str(stacks), 0.0)
+    process = spawning.Process(target=module("apart")._answer, args=given, daemon=True)
+    process.start()
+    until = time.monotonic() + 60
+    while not (stacks.exists() and "in _answer\n" in stacks.read_text()) and time.monotonic() < until:
+        time.sleep(0.01)
+    process.kill()
+    assert "Timeout" in stacks.read_text() and "in _answer\n" in stacks.read_text()
+
+
+def test_what_does_not_compile_apart_is_in_the_log(tmp_path: Path) -> None:
+    found = module("apart").compile_apart({"a": partial(divmod, 7, 0), "b": partial(divmod, 7, 2)}, 60.0, tmp_path)
+    assert found["tasks"] == 2 and [each.partition(":")[0] for each in found["failures"]] == ["ZeroDivisionError"]
+    log = (tmp_path / "errors.log").read_text()
+    assert "=== compiling a, " in log and ", in _answer\n" in log and "compiling b" not in log
 
 
 def test_what_runs_apart_on_a_gpu_can_be_sent_to_a_process(tmp_path: Path) -> None:

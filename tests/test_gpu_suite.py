@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent import futures
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -463,6 +464,60 @@ def test_stages_by_name_and_letter_in_the_order_named() -> None:
 
 
 # --- in processes of their own
+
+
+@pytest.fixture
+def tests_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes test files with these sources those of the stage `ops`."""
+
+    def make(**sources: str) -> dict[str, list[str]]:
+        files = {}
+        for name, source in sources.items():
+            (tmp_path / f"test_{name}.py").write_text(source)
+            files[str(tmp_path / f"test_{name}.py")] = []
+        monkeypatch.setattr(module("ops"), "test_files", lambda setting: files)
+        return files
+
+    return make
+
+
+def test_what_pytest_says_of_failures_is_kept(setting: Any, tests_of: Any) -> None:
+    ops, stage = module("ops"), module("stage")
+    wrong = "def test_a():\n    print('x' * 30000)\n    assert 1 == 3"
+    tests_of(wrong=wrong, good="def test_b(): pass", breaks="import nothing_of_that_name", none="")
+    given = stage.Stage("ops", "a", "", ops.measurements, ops.describe)
+    assert stage.run(given, setting, 400.0)
+    found = stage.load(stage.path_of(setting.out, "ops"))["measurements"]
+    assert [found[name]["failed"] for name in ("wrong", "good", "breaks")] == [1, 0, 1]
+    assert "no test was collected" in found["none"]["error"] and "1 == 3" in found["wrong"]["first_failure"]
+    text, xml = ((setting.out / "ops" / f"failed.{kind}").read_text() for kind in ("txt", "xml"))
+    assert text.count("\n=== ") == 2 and "::test_a " in text and "nothing_of_that_name" in text and "test_b" not in text
+    assert len(text) < 2 * (ops.OUTPUT + 200), "of a long output the end"
+    assert xml.count("<testsuite ") == 2 and xml.count("<failure ") == xml.count("<error ") == 1
+    assert "collected 0 items" in (setting.out / "errors.log").read_text(), "all that pytest said"
+
+
+def test_tests_end_with_their_stage(setting: Any, tests_of: Any, tmp_path: Path) -> None:
+    ops, stage = module("ops"), module("stage")
+    begun = tmp_path / "begun"
+    source = f"""
+import os, time
+def test_hangs():
+    open({str(begun)!r} + ".part", "w").write(str(os.getpid()))
+    os.rename({str(begun)!r} + ".part", {str(begun)!r})
+    time.sleep(3600)"""
+    [hangs, queued] = tests_of(hangs=source, queued=source)
+    context = stage.Context(setting, {})
+    runs = context.keep("children", lambda: ops.Children(setting))
+    while not begun.exists():
+        time.sleep(0.01)
+    context.release()
+    with pytest.raises(RuntimeError, match="pytest ended with -9") as failure:
+        runs.result(hangs)
+    assert "test_hangs.py::test_hangs" in module("failures").trace(failure.value), "which one it was in"
+    assert state_of(int(begun.read_text())) in (None, "Z")
+    with pytest.raises(futures.CancelledError):
+        runs.result(queued)
 
 
 def test_tasks_apart_answer_fail_die_and_take_too_long() -> None:

@@ -27,9 +27,10 @@ def note_stacks(out: Path, heading: str) -> None:
 
 
 @contextmanager
-def section(out: Path, heading: str) -> Iterator[TextIO]:
+def section(out: Path, heading: str, name: str = NAME) -> Iterator[TextIO]:
+    """What is appended under a heading and the time."""
     out.mkdir(parents=True, exist_ok=True)
-    with (out / NAME).open("a", encoding="utf-8") as log:
+    with (out / name).open("a", encoding="utf-8") as log:
         log.write(f"\n=== {heading}, {datetime.now(UTC).isoformat(timespec='seconds')}\n")
         log.flush()  # faulthandler writes past Python's buffer
         yield log

@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gpu import BEGAN, failures, targets
+from gpu import BEGAN, failures, host, targets
 from gpu.documents import forget_cut, forget_errors, load, path_of
 from gpu.setting import ROOT, Setting, device_slug, source_hash, tuned_hash
 from gpu.stage import LAST, RESTART, Stage, run
@@ -76,6 +76,8 @@ def main() -> int:
             forget_errors(path_of(out, stage.name))
     kept = out if kept is None or args.again or args.retry else kept
     if not args.report:
+        if not args.dry_run:
+            print(host.describe(host.facts()), flush=True)
         _run_all(stages, out.absolute(), kept, BEGAN + args.budget_seconds, args)
     return report(stages, out, kept)
 

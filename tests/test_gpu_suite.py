@@ -3,24 +3,20 @@
 import argparse
 import importlib
 import json
-import multiprocessing
 import os
-import pickle
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent import futures
-from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from tests.child import run_cases
+from tests.gpu_suite import Lost, measurement, module, stage_of, state_of
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -28,10 +24,6 @@ ROOT = Path(__file__).resolve().parents[1]
 @pytest.fixture(autouse=True)
 def perf_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "perf"))
-
-
-def module(name: str) -> ModuleType:
-    return importlib.import_module(f"gpu.{name}")
 
 
 def suite(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -95,21 +87,9 @@ def test_on_an_engine_of_captured_rounds() -> None:
 # --- a stage
 
 
-class Lost(RuntimeError):
-    """Of a planted fault."""
-
-
 @pytest.fixture
 def setting(tmp_path: Path) -> Any:
     return module("setting").Setting(tmp_path, dry=True)
-
-
-def stage_of(*measurements: Any) -> Any:
-    return module("stage").Stage("s", "s", "a stage", lambda setting: measurements, lambda document: "")
-
-
-def measurement(name: str, run: Any = lambda context: {"value": 1}, seconds: float = 30.0) -> Any:
-    return module("stage").Measurement(name, run, seconds)
 
 
 def test_a_failure_is_written_down_and_the_rest_goes_on(setting: Any) -> None:
@@ -287,14 +267,6 @@ time.sleep(3600)
     assert state in (None, "Z")
 
 
-def state_of(pid: int) -> str | None:
-    """Of a process on Linux; None where there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return None
-
-
 def test_only_what_failed_is_retried(setting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     suite, stage = importlib.import_module("gpu_suite"), module("stage")
     ran: list[str] = []
@@ -461,130 +433,3 @@ def test_stages_by_name_and_letter_in_the_order_named() -> None:
     assert stages.choose([]) == list(stages.STAGES)
     with pytest.raises(ValueError, match=r"--stage nothing: valid are ops \(a\), bits \(a\)"):
         stages.choose(["nothing"])
-
-
-# --- in processes of their own
-
-
-@pytest.fixture
-def tests_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes test files with these sources those of the stage `ops`."""
-
-    def make(**sources: str) -> dict[str, list[str]]:
-        files = {}
-        for name, source in sources.items():
-            (tmp_path / f"test_{name}.py").write_text(source)
-            files[str(tmp_path / f"test_{name}.py")] = []
-        monkeypatch.setattr(module("ops"), "test_files", lambda setting: files)
-        return files
-
-    return make
-
-
-def test_what_pytest_says_of_failures_is_kept(setting: Any, tests_of: Any) -> None:
-    ops, stage = module("ops"), module("stage")
-    wrong = "def test_a():\n    print('x' * 30000)\n    assert 1 == 3"
-    tests_of(wrong=wrong, good="def test_b(): pass", breaks="import nothing_of_that_name", none="")
-    given = stage.Stage("ops", "a", "", ops.measurements, ops.describe)
-    assert stage.run(given, setting, 400.0)
-    found = stage.load(stage.path_of(setting.out, "ops"))["measurements"]
-    assert [found[name]["failed"] for name in ("wrong", "good", "breaks")] == [1, 0, 1]
-    assert "no test was collected" in found["none"]["error"] and "1 == 3" in found["wrong"]["first_failure"]
-    text, xml = ((setting.out / "ops" / f"failed.{kind}").read_text() for kind in ("txt", "xml"))
-    assert text.count("\n=== ") == 2 and "::test_a " in text and "nothing_of_that_name" in text and "test_b" not in text
-    assert len(text) < 2 * (ops.OUTPUT + 200), "of a long output the end"
-    assert xml.count("<testsuite ") == 2 and xml.count("<failure ") == xml.count("<error ") == 1
-    assert "collected 0 items" in (setting.out / "errors.log").read_text(), "all that pytest said"
-
-
-def test_tests_end_with_their_stage(setting: Any, tests_of: Any, tmp_path: Path) -> None:
-    ops, stage = module("ops"), module("stage")
-    begun = tmp_path / "begun"
-    source = f"""
-import os, time
-def test_hangs():
-    open({str(begun)!r} + ".part", "w").write(str(os.getpid()))
-    os.rename({str(begun)!r} + ".part", {str(begun)!r})
-    time.sleep(3600)"""
-    [hangs, queued] = tests_of(hangs=source, queued=source)
-    context = stage.Context(setting, {})
-    runs = context.keep("children", lambda: ops.Children(setting))
-    while not begun.exists():
-        time.sleep(0.01)
-    context.release()
-    with pytest.raises(RuntimeError, match="pytest ended with -9") as failure:
-        runs.result(hangs)
-    assert "test_hangs.py::test_hangs" in module("failures").trace(failure.value), "which one it was in"
-    assert state_of(int(begun.read_text())) in (None, "Z")
-    with pytest.raises(futures.CancelledError):
-        runs.result(queued)
-
-
-def test_tasks_apart_answer_fail_die_and_take_too_long() -> None:
-    apart = module("apart")
-    tasks = {
-        "answers": partial(divmod, 7, 2),
-        "fails": partial(divmod, 7, 0),
-        "breaks": partial(signal.raise_signal, signal.SIGSEGV),
-        "dies": partial(os._exit, 3),
-        "hangs": partial(time.sleep, 3600),
-    }
-    running = apart.Apart(tasks, 30.0)
-    assert running.result("answers") == (3, 1)
-    with pytest.raises(RuntimeError, match="ZeroDivisionError") as failure:
-        running.result("fails")
-    assert "Traceback (most recent call last)" in module("failures").trace(failure.value).partition("RuntimeError")[2]
-    with pytest.raises(RuntimeError, match=f"its process ended with {-signal.SIGSEGV}") as failure:
-        running.result("breaks")
-    assert "Fatal Python error: Segmentation fault" in module("failures").trace(failure.value)
-    with pytest.raises(RuntimeError, match="its process ended with 3"):
-        running.result("dies")
-    running.close()
-    with pytest.raises(RuntimeError, match=r"its process ended with -9|it did not begin"):
-        running.result("hangs")
-    [late] = apart.Apart({"hangs": partial(time.sleep, 3600)}, 0.01).wait().values()
-    assert str(late) == "it took more than 0 s"
-
-
-def test_what_hangs_apart_leaves_where_it_stood(tmp_path: Path) -> None:
-    spawning, stacks = multiprocessing.get_context("spawn"), tmp_path / "stacks"
-    _, sender = spawning.Pipe(duplex=False)
-    given = (partial(time.sleep, 3600), sender, str(stacks), 0.0)
-    process = spawning.Process(target=module("apart")._answer, args=given, daemon=True)
-    process.start()
-    until = time.monotonic() + 60
-    while not (stacks.exists() and "in _answer\n" in stacks.read_text()) and time.monotonic() < until:
-        time.sleep(0.01)
-    process.kill()
-    assert "Timeout" in stacks.read_text() and "in _answer\n" in stacks.read_text()
-
-
-def test_what_does_not_compile_apart_is_in_the_log(tmp_path: Path) -> None:
-    found = module("apart").compile_apart({"a": partial(divmod, 7, 0), "b": partial(divmod, 7, 2)}, 60.0, tmp_path)
-    assert found["tasks"] == 2 and [each.partition(":")[0] for each in found["failures"]] == ["ZeroDivisionError"]
-    log = (tmp_path / "errors.log").read_text()
-    assert "=== compiling a, " in log and ", in _answer\n" in log and "compiling b" not in log
-
-
-def test_what_runs_apart_on_a_gpu_can_be_sent_to_a_process(tmp_path: Path) -> None:
-    bits, families, stage = module("bits"), module("families"), module("stage")
-    setting = module("setting").Setting(tmp_path)
-    own = list(bits._measurements(setting))
-    assert {each.name.partition("/")[0] for each in own} >= {"attention", "row_linear", "decoder", "greedy"}
-    for each in own:
-        pickle.loads(pickle.dumps(partial(each.run, stage.Context(setting, {}))))
-    first = next(families.measurements(setting))
-    [tasks] = [cell.cell_contents for cell in first.run.__closure__ if isinstance(cell.cell_contents, dict)]
-    assert len(tasks) == len(families.FAMILIES) + len(families.SWITCHES)
-    pickle.loads(pickle.dumps(tasks))
-
-
-def test_bits_run_apart_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bits, setting, stage = module("bits"), module("setting").Setting(tmp_path), module("stage")
-    monkeypatch.setattr(bits, "_measurements", lambda setting: iter([measurement("a", vars)]))
-    [apart] = bits.measurements(setting)
-    context = stage.Context(setting, {})
-    monkeypatch.setattr(stage, "_free", lambda setting: None)
-    assert apart.run(context) == {"setting": setting, "results": {}, "shared": {}}, "in a context of its own"
-    context.release()
-    assert not context.shared

@@ -55,7 +55,7 @@ def test_bits(llm: LLM, context: Context, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(identity, "read_prompts", lambda *given: [[5, 9, 2]])
     monkeypatch.setattr(identity, "modes", lambda *given: {"ssm-1": SPEC})
     sizes: Any = mock.Mock(prompts=1, max_tokens=2, modes=None)
-    found = bits._engine(sizes, 1, bits.DECODED["greedy"], context)
+    found = bits._engine(sizes, 1, "greedy", context)
     assert found["tokens"] == 2 and found["differing_tokens"] == 0
     assert found["differing_logit_rows"] is None, "captured rounds do not hand them out"
 

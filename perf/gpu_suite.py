@@ -134,6 +134,7 @@ def _start(group: Sequence[Stage], out: Path, seconds: float, args: argparse.Nam
     try:
         return child.wait(timeout=seconds + KILL_SECONDS)
     except subprocess.TimeoutExpired:
+        child.kill()
         _end_session(child.pid)
         with contextlib.suppress(subprocess.TimeoutExpired):  # a driver that hangs holds even what was killed
             child.wait(timeout=5)
@@ -201,7 +202,8 @@ def report(stages: Sequence[Stage], out: Path, kept: Path) -> int:
             try:
                 print(_table(stage, documents[stage.name]))
             except Exception as error:  # whatever a figure of another kind raises: the other tables hold
-                print(f"{stage.name}: NO TABLE, {failures.last_line(error)}; figures are in {path_of(out, stage.name)}")
+                path = path_of(out if path_of(out, stage.name).exists() else kept, stage.name)
+                print(f"\n{stage.name}: NO TABLE, {failures.last_line(error)}; its figures are in {path}")
     dry = any(document["dry_run"] for document in documents.values())
     if documents:
         first = next(iter(documents.values()))

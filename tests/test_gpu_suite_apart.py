@@ -62,8 +62,11 @@ def test_what_pytest_says_of_failures_is_kept(setting: Any, tests_of: Any) -> No
     assert "collected 0 items" in (setting.out / "errors.log").read_text(), "all that pytest said"
 
 
-def test_tests_end_with_their_stage(setting: Any, tests_of: Any, tmp_path: Path) -> None:
+def test_tests_end_with_their_stage(
+    setting: Any, tests_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ops, stage = module("ops"), module("stage")
+    monkeypatch.setattr(ops, "SECONDS", 60.0)  # after which it would have ended anyway, and otherwise
     begun = tmp_path / "begun"
     source = f"""
 import os, time

@@ -4,21 +4,19 @@ import argparse
 import importlib
 import json
 import os
-import pickle
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from tests.child import run_cases
+from tests.gpu_suite import Lost, measurement, module, stage_of, state_of
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -26,10 +24,6 @@ ROOT = Path(__file__).resolve().parents[1]
 @pytest.fixture(autouse=True)
 def perf_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "perf"))
-
-
-def module(name: str) -> ModuleType:
-    return importlib.import_module(f"gpu.{name}")
 
 
 def suite(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -73,7 +67,7 @@ def test_the_dry_run_walks_every_stage_without_an_error(
         assert document["complete"] and document["running"] is None and document["dry_run"]
         assert document.keys() >= {"device", "versions", "commit", "source", "date", "seed"}
         assert document["measurements"]
-    assert "NOT REACHED" not in child.stdout and child.stdout.count("\n") < 200
+    assert "NOT REACHED" not in child.stdout and child.stdout.count("\n") < 210
     assert written["bits"]["measurements"]["greedy, step by step/float32/batch2"]["differing_logit_rows"] == 0
 
 
@@ -93,21 +87,9 @@ def test_on_an_engine_of_captured_rounds() -> None:
 # --- a stage
 
 
-class Lost(RuntimeError):
-    """Of a planted fault."""
-
-
 @pytest.fixture
 def setting(tmp_path: Path) -> Any:
     return module("setting").Setting(tmp_path, dry=True)
-
-
-def stage_of(*measurements: Any) -> Any:
-    return module("stage").Stage("s", "s", "a stage", lambda setting: measurements, lambda document: "")
-
-
-def measurement(name: str, run: Any = lambda context: {"value": 1}, seconds: float = 30.0) -> Any:
-    return module("stage").Measurement(name, run, seconds)
 
 
 def test_a_failure_is_written_down_and_the_rest_goes_on(setting: Any) -> None:
@@ -119,6 +101,8 @@ def test_a_failure_is_written_down_and_the_rest_goes_on(setting: Any) -> None:
     document = stage.load(stage.path_of(setting.out, "s"))
     assert document["measurements"]["good"]["value"] == 1 and document["complete"]
     assert "Lost: first line (test_gpu_suite.py:" in document["measurements"]["bad"]["error"]
+    log = (setting.out / "errors.log").read_text()
+    assert log.count("\n===") == 1 and "=== s: bad, " in log and "second line" in log and ", in fail\n" in log
 
 
 def test_a_slow_measurement_is_ended(setting: Any) -> None:
@@ -130,6 +114,43 @@ def test_a_slow_measurement_is_ended(setting: Any) -> None:
     assert stage.run(stage_of(measurement("slow", wait, 0.05), measurement("next")), setting, 60.0)
     found = stage.load(stage.path_of(setting.out, "s"))["measurements"]
     assert "OutOfTime" in found["slow"]["error"] and found["next"]["value"] == 1
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_what_the_end_of_the_slice_cuts_off_is_measured_by_the_next(
+    setting: Any, turned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = module("stage")
+    monkeypatch.setattr(stage, "LEAST", 0.0)
+
+    def wait(context: Any) -> dict[str, Any]:
+        try:
+            while len(slices) == 1:
+                pass
+        except stage.OutOfTime:
+            if turned:  # as a compiler may do that reports whatever stops it
+                raise Lost("interrupted") from None
+            raise
+        return {"value": 1}
+
+    slices = [0.2]
+    given = stage_of(measurement("a"), measurement("cut", wait), measurement("b"))
+    assert not stage.run(given, setting, slices[0])
+    document = stage.load(stage.path_of(setting.out, "s"))
+    assert document["measurements"].keys() == {"a"} and document["running"] is None and not document["complete"]
+    assert "=== s: cut, cut off, " in (setting.out / "errors.log").read_text()
+    slices.append(60.0)
+    assert stage.run(given, setting, slices[1])
+    found = stage.load(stage.path_of(setting.out, "s"))["measurements"]
+    assert list(found) == ["a", "cut", "b"] and found["cut"]["value"] == 1
+
+
+def test_a_slice_that_ends_before_a_measurement_does_bounds_it() -> None:
+    bound = module("stage").Bound.of
+    assert bound(60.0, 300.0) == (60.0, 30.0, False), "its own time, whole"
+    assert bound(60.0, 45.0) == (45.0, 10.0, True)
+    assert bound(60.0, 60.0) == (60.0, 10.0, False), "the process is gone before its parent would end it"
+    assert importlib.import_module("gpu_suite").KILL_SECONDS > module("stage").LAST + 10
 
 
 def test_it_goes_on_behind_what_the_process_before_ended_in(setting: Any) -> None:
@@ -157,8 +178,8 @@ def test_it_goes_on_behind_what_the_process_before_ended_in(setting: Any) -> Non
 def test_what_never_returns_is_written_down_and_its_process_left(setting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     stage, left = module("stage"), threading.Event()
     monkeypatch.setattr(stage, "GRACE", 0.05)
-    monkeypatch.setattr(stage, "_leave", left.set)
-    found: list[str] = []
+    monkeypatch.setattr(stage, "_leave", lambda status: (found.append(status), left.set()))
+    found: list[Any] = []
 
     def hang(context: Any) -> dict[str, Any]:
         signal.signal(signal.SIGALRM, signal.SIG_IGN)  # as in a call that does not come back to Python
@@ -169,7 +190,28 @@ def test_what_never_returns_is_written_down_and_its_process_left(setting: Any, m
         return {}
 
     stage.run(stage_of(measurement("hangs", hang, 0.05)), setting, 60.0)
-    assert "did not return within" in found[0]
+    assert found[0] == stage.RESTART and "did not return within" in found[1]
+    log = (setting.out / "errors.log").read_text()
+    assert "=== s: hangs, did not return, " in log and " in hang\n" in log, "where every thread stands"
+
+
+def test_what_hangs_beyond_the_slice_is_left_but_is_no_error(setting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage, left = module("stage"), threading.Event()
+    monkeypatch.setattr(stage, "LAST", 0.05)
+    monkeypatch.setattr(stage, "LEAST", 0.0)
+    monkeypatch.setattr(stage, "_leave", lambda status: (found.append(status), left.set()))
+    found: list[Any] = []
+
+    def hang(context: Any) -> dict[str, Any]:
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        left.wait()
+        found.append(stage.load(stage.path_of(setting.out, "s")))
+        return {}
+
+    stage.run(stage_of(measurement("hangs", hang)), setting, 0.05)
+    assert found[0] == 0, "another process would have no time"
+    assert not found[1]["measurements"] and found[1]["running"] is None
+    assert "=== s: hangs, did not return, " in (setting.out / "errors.log").read_text()
 
 
 def test_a_process_that_dies_is_followed_by_another(setting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,10 +227,60 @@ def test_a_process_that_dies_is_followed_by_another(setting: Any, monkeypatch: p
         return codes.pop(0)
 
     monkeypatch.setattr(suite, "_start", start)
-    suite._run_all([chosen], setting.out, setting.out, argparse.Namespace(budget_seconds=900.0, dry_run=False))
+    suite._run_all([chosen], setting.out, setting.out, time.monotonic() + 900.0, argparse.Namespace(dry_run=False))
     document = stage.load(path)
     assert not codes and document["complete"] and list(document["measurements"]) == ["a", "kills", "c"]
     assert document["measurements"]["kills"] == {"error": "the process ended in it"}
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_process_that_outlasts_its_time_is_ended_with_its_children(
+    setting: Any, monkeypatch: pytest.MonkeyPatch, cut: bool
+) -> None:
+    suite, stage = importlib.import_module("gpu_suite"), module("stage")
+    script, path = setting.out / "hangs.py", stage.path_of(setting.out, "s")
+    script.write_text("""
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"], process_group=0)
+open(__file__ + ".part", "w").write(str(child.pid))
+os.rename(__file__ + ".part", __file__ + ".pid")
+time.sleep(3600)
+""")
+    stage.write(path, setting.facts() | {"complete": False, "running": "hangs", "cut": cut, "measurements": {}})
+    monkeypatch.setattr(suite, "__file__", str(script))
+    given: list[float] = []
+
+    def wait(self: Any, timeout: float) -> int:
+        given.append(timeout)
+        while not Path(f"{script}.pid").exists():
+            time.sleep(0.01)
+        raise subprocess.TimeoutExpired("", timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", wait)
+    code = suite._start([stage_of()], setting.out, 7.0, argparse.Namespace(seed=0, commit=None, dry_run=False))
+    assert code == -signal.SIGKILL and given[0] == 7 + suite.KILL_SECONDS
+    assert stage.load(path)["running"] == (None if cut else "hangs"), "it had its own time, or not"
+    pid = int(Path(f"{script}.pid").read_text())
+    until = time.monotonic() + 30
+    while (state := state_of(pid)) not in (None, "Z") and time.monotonic() < until:
+        time.sleep(0.01)
+    assert state in (None, "Z")
+
+
+def test_only_what_failed_is_retried(setting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    suite, stage = importlib.import_module("gpu_suite"), module("stage")
+    ran: list[str] = []
+    given = stage_of(*(measurement(name, lambda context, name=name: ran.append(name) or {"v": 1}) for name in "abc"))
+    found = {"a": {"v": 2}, "b": {"error": "lost"}, "c": {"v": 2}}
+    path, facts = stage.path_of(setting.out, "s"), setting.facts()
+    stage.write(path, facts | {"date": "", "complete": True, "running": None, "measurements": found})
+    monkeypatch.setattr(suite, "choose", lambda names: [given])
+    monkeypatch.setattr(suite, "_start", lambda group, out, seconds, args: int(not stage.run(given, setting, seconds)))
+    monkeypatch.setattr(suite, "report", lambda stages, out, kept: 0)
+    for option, then in ((), []), (("--retry",), ["b"]), (("--again",), ["b", "a", "b", "c"]):
+        monkeypatch.setattr(sys, "argv", ["gpu_suite.py", "--dry-run", "--out", str(setting.out), *option])
+        assert suite.main() == 0 and ran == then
+    assert stage.load(path)["complete"]
 
 
 def test_without_time_it_stops_and_says_so(setting: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -308,57 +400,36 @@ def test_a_part_proves_nothing_and_one_wrong_bit_is_wrong() -> None:
     assert not everything, "nothing was measured"
 
 
-def test_stages_by_name_and_letter() -> None:
+def test_a_table_that_fails_leaves_the_others(
+    setting: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    suite, stage, targets = importlib.import_module("gpu_suite"), module("stage"), module("targets")
+    facts = setting.facts() | {"date": "2026-01-01T00:00", "complete": True, "running": None}
+    none = {"differing_row_counts": 0, "row_counts": 3, "relative_error": None}
+    for name, found in ("bits", {"row_linear/1": none}), ("passes", {"pass/1": {}}), ("rounds", {}):
+        stage.write(stage.path_of(setting.out, name), facts | {"measurements": found})
+    spoilt = targets.TARGETS[0]._replace(text="spoilt", value=lambda documents: 1 + documents["bits"])
+    monkeypatch.setattr(targets, "TARGETS", (spoilt, *targets.TARGETS[1:]))
+    assert suite.report(module("stages").STAGES, setting.out, setting.out) == 1, "what cannot be read is not right"
+    shown = capsys.readouterr().out
+    assert "0 of 3 row counts differ, error -\n" in shown
+    assert "passes: NO TABLE, KeyError: 'share_of_copy' (passes.py:" in shown and f"{setting.out}/passes.json" in shown
+    assert "rounds of the grown 8B model" in shown
+    lines = {line[:60].strip(): line for line in shown.splitlines()}
+    assert "FAILED: TypeError" in lines["spoilt"]
+    assert lines["row_linear: row counts with differing bits"].endswith("  reached")
+
+
+def test_stages_by_name_and_letter_in_the_order_named() -> None:
     stages = module("stages")
-    assert [stage.name for stage in stages.choose(["b", "ops"])] == ["ops", "passes", "rounds"]
+    assert [stage.name for stage in stages.choose(["b", "ops"])] == ["passes", "rounds", "ops"]
+    assert [stage.name for stage in stages.choose(["bits", "a", "b"])] == [
+        "bits",
+        "ops",
+        "families",
+        "passes",
+        "rounds",
+    ]
     assert stages.choose([]) == list(stages.STAGES)
     with pytest.raises(ValueError, match=r"--stage nothing: valid are ops \(a\), bits \(a\)"):
         stages.choose(["nothing"])
-
-
-# --- in processes of their own
-
-
-def test_tasks_apart_answer_fail_die_and_take_too_long() -> None:
-    apart = module("apart")
-    tasks = {
-        "answers": partial(divmod, 7, 2),
-        "fails": partial(divmod, 7, 0),
-        "dies": partial(os._exit, 3),
-        "hangs": partial(time.sleep, 3600),
-    }
-    running = apart.Apart(tasks, 30.0)
-    assert running.result("answers") == (3, 1)
-    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
-        running.result("fails")
-    with pytest.raises(RuntimeError, match="its process ended with 3"):
-        running.result("dies")
-    running.close()
-    with pytest.raises(RuntimeError, match=r"its process ended with -9|it did not begin"):
-        running.result("hangs")
-    [late] = apart.Apart({"hangs": partial(time.sleep, 3600)}, 0.01).wait()
-    assert late == "it took more than 0 s"
-
-
-def test_what_runs_apart_on_a_gpu_can_be_sent_to_a_process(tmp_path: Path) -> None:
-    bits, families, stage = module("bits"), module("families"), module("stage")
-    setting = module("setting").Setting(tmp_path)
-    own = list(bits._measurements(setting))
-    assert {each.name.partition("/")[0] for each in own} >= {"attention", "row_linear", "decoder", "greedy"}
-    for each in own:
-        pickle.loads(pickle.dumps(partial(each.run, stage.Context(setting, {}))))
-    first = next(families.measurements(setting))
-    [tasks] = [cell.cell_contents for cell in first.run.__closure__ if isinstance(cell.cell_contents, dict)]
-    assert len(tasks) == len(families.FAMILIES) + len(families.SWITCHES)
-    pickle.loads(pickle.dumps(tasks))
-
-
-def test_bits_run_apart_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bits, setting, stage = module("bits"), module("setting").Setting(tmp_path), module("stage")
-    monkeypatch.setattr(bits, "_measurements", lambda setting: iter([measurement("a", vars)]))
-    [apart] = bits.measurements(setting)
-    context = stage.Context(setting, {})
-    monkeypatch.setattr(stage, "_free", lambda setting: None)
-    assert apart.run(context) == {"setting": setting, "results": {}, "shared": {}}, "in a context of its own"
-    context.release()
-    assert not context.shared

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gpu import attention
 from gpu.apart import Apart
-from gpu.models import Passes
+from gpu.models import Passes, open_engine
 from gpu.setting import Setting
 from gpu.stage import Context, Measurement, op_module
 from treespec import LLM, SamplingParams
@@ -47,7 +47,7 @@ class Sizes:
 _BORDERS = [0, 1, 15, 16, 17, 33, 63, 64, 65, 100, 127, 128, 129, 191, 192, 193, 250, 255, 256, 257, 300, 383, 384, 500,
             511, 512, 513, 700, 767, 768, 1000, 1023, 1024, 1025, 1500, 2047, 2048, 2049, 3333, 4095, 4096, 4097, 6000,
             8180, 8191, 8192, 8193, 9215, 9216, 9217, 10240, 12000, 16383, 16384]  # fmt: skip
-ENGINE_SECONDS = 45.0  # after these no further mode begins
+ENGINE_SECONDS = 90.0  # after these no further mode begins
 REAL = Sizes(
     heads=((32, 8, 128), (32, 8, 64), (28, 4, 128), (8, 8, 64), (16, 2, 96)),
     prefixes=tuple(_BORDERS),
@@ -73,7 +73,10 @@ DRY = Sizes(
 )  # fmt: skip
 
 
-APART_SECONDS = 200.0  # of one measurement, a dozen at a time
+# Of one measurement, a dozen at a time. An engine takes longest where nothing is compiled yet: 180 s are for compiling
+# beside eleven others, for capturing and proving its rounds and for decoding plainly, `ENGINE_SECONDS` for its modes,
+# and 50 s for the one begun last. Engines begin first; what waits for a process has the other 140 s of the stage's 460.
+APART_SECONDS = 320.0
 
 
 def measurements(setting: Setting) -> list[Measurement]:
@@ -81,7 +84,7 @@ def measurements(setting: Setting) -> list[Measurement]:
     own = list(_measurements(setting))
     if setting.dry:
         return own
-    return [Measurement(each.name, partial(_apart, own, each.name), 2 * APART_SECONDS) for each in own]
+    return [Measurement(each.name, partial(_apart, own, each.name), 2 * APART_SECONDS) for each in own]  # it may queue
 
 
 def _apart(own: Sequence[Measurement], name: str, context: Context) -> dict[str, Any]:
@@ -108,9 +111,9 @@ def _measurements(setting: Setting) -> Iterator[Measurement]:
     for name, shape in {"8B": setting.target, "1B": setting.small}.items():
         yield Measurement(f"decoder/{name}", partial(_decoder, sizes, shape), 90.0)
     for batch in sizes.batches:
-        for how, options in DECODED.items():
+        for how in DECODED:
             yield Measurement(f"{how}/{_name(setting.dtype)}/batch{batch}",
-                              partial(_engine, sizes, batch, options), 110.0)  # fmt: skip
+                              partial(_engine, sizes, batch, how), 110.0)  # fmt: skip
 
 
 DECODED: dict[str, dict[str, Any]] = {
@@ -120,7 +123,7 @@ DECODED: dict[str, dict[str, Any]] = {
     "sampled, step by step": {"temperature": 0.8, "top_p": 0.95},
 }
 """How tokens are chosen. Captured rounds know neither log-probabilities nor top-p: such requests go step by step, where
-logits can be looked at too."""
+logits can be looked at too: they are measured of an engine without captured rounds as well."""
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -248,11 +251,11 @@ def differing_nodes(opened: Passes, contexts: Sequence[int], nodes: int, seed: i
 # --- the engine
 
 
-def _engine(sizes: Sizes, batch: int, options: dict[str, Any], context: Context) -> dict[str, Any]:
+def _engine(sizes: Sizes, batch: int, how: str, context: Context) -> dict[str, Any]:
     """Tokens, and logits where the engine hands them out, of trees against plain decoding of the embedded models."""
     import identity
 
-    llm = context.keep(f"llm/{batch}", lambda: _open(context, batch))
+    llm, options = context.keep(f"llm/{batch}", lambda: _open(context, batch, "step by step" not in how)), DECODED[how]
     recorder = context.keep(f"recorder/{batch}", lambda: identity.LogitRecorder(llm.engine))
     prompts = identity.read_prompts(sizes.prompts, llm.get_tokenizer(), llm.engine.runner.target.vocab_size)
     modes = identity.modes(llm.engine.ssms.names, 16)
@@ -294,9 +297,9 @@ def _engine(sizes: Sizes, batch: int, options: dict[str, Any], context: Context)
     }
 
 
-def _open(context: Context, batch: int) -> LLM:
+def _open(context: Context, batch: int, captured: bool) -> LLM:
     context.release()  # engines of other batches
-    return LLM(device=context.setting.device, dtype=context.setting.dtype, max_num_seqs=batch)
+    return open_engine(context.setting, captured=captured, max_num_seqs=batch)
 
 
 def _modes_of(modes: dict[str, Any], sampled: bool) -> Sequence[str]:
@@ -322,8 +325,9 @@ def describe(document: dict[str, Any]) -> str:
             lines.append(f"  {name:36} {figures['differing_rows']} of {figures['rows']} rows differ"
                          + (f", first {figures['first']}" if figures["first"] else ""))  # fmt: skip
         elif name.startswith("row_linear"):
+            error = figures["relative_error"]  # None where it is NaN
             lines.append(f"  {name:36} {figures['differing_row_counts']} of {figures['row_counts']} row counts differ, "
-                         f"error {figures['relative_error']:.1e}")  # fmt: skip
+                         f"error {'-' if error is None else format(error, '.1e')}")  # fmt: skip
         else:
             logits = figures["differing_logit_rows"]
             lines.append(f"  {name:36} {figures['differing_tokens']} of {figures['tokens']} tokens differ, "

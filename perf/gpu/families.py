@@ -94,7 +94,7 @@ def measurements(setting: Setting) -> Iterator[Measurement]:
     tasks = {family: partial(_compile, sizes, setting, family) for family in FAMILIES}
     tasks |= {name: partial(_call_each, sizes, setting, name) for name in SWITCHES}
     if not setting.dry:
-        yield Measurement(COMPILED, lambda context: compile_apart(tasks, 120.0), 150.0)
+        yield Measurement(COMPILED, lambda context: compile_apart(tasks, 120.0, setting.out), 150.0)
     yield Measurement(COPY, lambda context: copy_bandwidth(context.clock(20), sizes.copy_bytes), 60.0)
     for family in DRY_FAMILIES if setting.dry else FAMILIES:
         yield Measurement(f"family/{family}", partial(_family, sizes, family), 90.0)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from gpu.models import grown_folder
+from gpu.models import grown_folder, open_engine
 from gpu.setting import Setting
 from gpu.stage import Context, Measurement
 from treespec import LLM, SpecConfig
@@ -110,10 +110,8 @@ def _open(sizes: Sizes, setting: Setting) -> Opened:
     nodes = sorted({int(name.rpartition("-n")[2]) for name in sizes.modes if "-n" in name})
     selection = select(our_modes(SSMS, (5,), nodes), peer_modes(SSMS, (5,)), sizes.modes)
     folders = {name: default_folder(name) for name in SSMS}
-    llm = LLM(
-        target, list(folders.values()), SpecConfig(nodes=max(nodes)), device=setting.device, dtype=setting.dtype,
-        max_num_seqs=max(sizes.prompts),
-    )  # fmt: skip
+    widest = SpecConfig(nodes=max(nodes))
+    llm = open_engine(setting, target, list(folders.values()), widest, max_num_seqs=max(sizes.prompts))
     drafts = {peer.draft: folders[peer.draft] for peer in selection.peers if peer.draft is not None}
     peers = Transformers(target, drafts, setting.device, setting.dtype)
     known = read_prompts(default_folder("target").parent / "heldout_prompts.json")

@@ -1,19 +1,24 @@
 """Models to measure: random weights of a shape on the device, and the embedded target grown to a size.
 
-`open_decoder` is the only place that knows which class runs a pass on a GPU.
+`open_decoder` is the only place that knows which class runs a pass on a GPU, and `open_engine` that an engine may do
+without captured rounds.
 """
 
+import logging
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gpu.failures import last_line
 from gpu.setting import Setting, source_hash
+from treespec import LLM
 from treespec.cache import KVCache, pages_for
 from treespec.config import ModelConfig
 from treespec.layers import LayerKind, Rope
@@ -159,3 +164,42 @@ def grown_folder(setting: Setting, size: str) -> Path:
     root.mkdir(exist_ok=True)
     grow_checkpoint(default_folder("target"), part, shape, setting.seed, setting.device)
     return part.rename(root / size)  # whole, or not there
+
+
+def open_engine(setting: Setting, *given: Any, captured: bool = True, **options: Any) -> LLM:
+    """An `LLM` on the device, of these arguments.
+
+    Args:
+        captured: its rounds must run on the device. On a CPU they never do.
+
+    Raises:
+        RuntimeError: they do not, although the device is a GPU; with what the engine has said about it, the traceback
+            in a note. Figures of such an engine would be those of a slower one.
+    """
+    said = _Kept()
+    logger = logging.getLogger("treespec")
+    logger.addHandler(said)
+    try:
+        llm = LLM(*given, device=setting.device, dtype=setting.dtype, **options)
+    finally:
+        logger.removeHandler(said)
+    rounds = llm.stats()["frozen"]["rounds"]
+    if captured and setting.device.type == "cuda" and rounds != "on the device":
+        failure = RuntimeError(f"rounds go {rounds}: {'; '.join(said.lines) or 'no warning says why'}")
+        failure.add_note("\n".join(said.whole))
+        raise failure
+    return llm
+
+
+class _Kept(logging.Handler):
+    """Warnings, each in a line and whole."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+        self.whole: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        cause = f" ({last_line(record.exc_info[1])})" if record.exc_info and record.exc_info[1] else ""
+        self.lines.append(record.getMessage() + cause)
+        self.whole.append(logging.Formatter().format(record))

@@ -1,25 +1,31 @@
 """Stage `ops`: are the kernels right on this device? The tests that are marked `gpu`, file by file, each in a process.
 
-Several processes share the device, which changes no result; what they take says nothing.
+Several processes share the device, which changes no result; what they take says nothing. Of files with failures, what
+pytest said is kept in `ops/failed.txt` and `ops/failed.xml`: two files for all of them, since few come back from a
+machine that is lent.
 """
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import xml.etree.ElementTree as ElementTree
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from gpu import failures
 from gpu.apart import workers
 from gpu.setting import ROOT, Setting
 from gpu.stage import Context, Measurement
 
 SECONDS = 240.0  # of a test file, compilers included
+OUTPUT = 20000  # characters of what pytest says, from its end
 DRY = {"tests/test_kv_commit.py": ["-k", "what_does_not_fit"]}
 
 
@@ -39,50 +45,100 @@ def _op_of(file: str) -> str:
     return Path(file).stem.removeprefix("test_").removesuffix("_triton")
 
 
+class Ran(NamedTuple):
+    """A test file's counts, the XML that they are from, and what pytest printed."""
+
+    figures: dict[str, Any]
+    report: str
+    output: str
+
+
 def _run(file: str, context: Context) -> dict[str, Any]:
     runs: Children = context.keep("children", lambda: Children(context.setting))
-    return runs.result(file)
+    ran = runs.result(file)
+    if ran.figures["failed"]:
+        keep(context.setting.out / "ops", file, ran)
+    return ran.figures
+
+
+def keep(folder: Path, file: str, ran: Ran) -> None:
+    with failures.section(folder, file, "failed.txt") as text:
+        text.write(ran.output[-OUTPUT:])
+    whole, part = folder / "failed.xml", folder / ".failed.xml.part"
+    suites = ElementTree.parse(whole).getroot() if whole.exists() else ElementTree.Element("testsuites")
+    suites.extend(ElementTree.fromstring(ran.report).iter("testsuite"))
+    ElementTree.ElementTree(suites).write(part)
+    part.replace(whole)
 
 
 class Children:
     """All test files that are asked for, some at a time; they begin with the first question."""
 
     def __init__(self, setting: Setting):
+        self._closed = threading.Event()
+        self._running: set[subprocess.Popen[str]] = set()
         self._pool = ThreadPoolExecutor(1 if setting.dry else workers())
-        self._runs: dict[str, Future[dict[str, Any]]] = {
-            file: self._pool.submit(run_tests, file, options, SECONDS) for file, options in test_files(setting).items()
+        self._runs: dict[str, Future[Ran]] = {
+            file: self._pool.submit(self._run, file, options) for file, options in test_files(setting).items()
         }
 
-    def result(self, file: str) -> dict[str, Any]:
+    def result(self, file: str) -> Ran:
+        """Of one test file.
+
+        Raises:
+            RuntimeError: it collected nothing, or pytest itself failed.
+            TimeoutExpired: it took longer than it may. Notes of both have what pytest printed.
+        """
         return self._runs[file].result()
 
+    def close(self) -> None:
+        """Ends what still runs, and begins nothing more."""
+        self._closed.set()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for child in list(self._running):
+            _end(child)
 
-def run_tests(file: str, options: list[str], seconds: float) -> dict[str, Any]:
-    """Counts of one test file, and what its first failure says.
+    def _run(self, file: str, options: list[str]) -> Ran:
+        with tempfile.TemporaryDirectory(prefix="treespec-gpu-") as folder:
+            report = Path(folder) / "report.xml"
+            child = _start(file, options, report)
+            self._running.add(child)
+            if self._closed.is_set():  # perhaps before it was among the running
+                _end(child)
+            try:
+                output, _ = child.communicate(timeout=SECONDS)
+            except subprocess.TimeoutExpired as error:
+                _end(child)
+                output, _ = child.communicate(timeout=10)
+                error.add_note(output[-OUTPUT:])
+                raise
+            finally:
+                self._running.discard(child)
+            try:
+                if not report.exists():
+                    raise RuntimeError(f"pytest ended with {child.returncode}: {' '.join(output.split())[-300:]}")
+                return Ran(counts(text := report.read_text("utf-8")), text, output)
+            except RuntimeError as error:
+                error.add_note(output[-OUTPUT:])
+                raise
 
-    Raises:
-        RuntimeError: it collected nothing, or pytest itself failed. TimeoutExpired: it took longer than `seconds`.
-    """
+
+def _start(file: str, options: list[str], report: Path) -> subprocess.Popen[str]:
+    """pytest in a group of its own, with its children: it names each test before it begins, and where one hangs says
+    where."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     paths = [str(ROOT / part) for part in ("", "kernels", "weights")]
     environment["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [environment.get("PYTHONPATH")])])
-    with tempfile.TemporaryDirectory(prefix="treespec-gpu-") as folder:
-        report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", file, *options, "-q", "--tb=short", "-p", "no:cacheprovider",
-                   f"--junitxml={report}"]  # fmt: skip
-        child = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            start_new_session=True,
-        )  # fmt: skip
-        try:
-            output, _ = child.communicate(timeout=seconds)
-        except BaseException:
-            os.killpg(child.pid, signal.SIGKILL)  # the tests' own children too
-            child.wait()
-            raise
-        if not report.exists():
-            raise RuntimeError(f"pytest ended with {child.returncode}: {' '.join(output.split())[-300:]}")
-        return counts(report.read_text("utf-8"))
+    command = [sys.executable, "-m", "pytest", file, *options, "-v", "--tb=short", "-p", "no:cacheprovider",
+               "-o", "faulthandler_timeout=100", f"--junitxml={report}"]  # fmt: skip
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0
+    )
+
+
+def _end(child: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
+        os.killpg(child.pid, signal.SIGKILL)
 
 
 def counts(report: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from gpu.clock import Times
-from gpu.models import grown_folder
+from gpu.models import grown_folder, open_engine
 from gpu.setting import Setting
 from gpu.stage import Context, Measurement
 from treespec import LLM, SamplingParams, SpecConfig
@@ -95,9 +95,7 @@ def _open(context: Context, sizes: Sizes, exact: bool) -> LLM:
         model = None if sizes.size is None else grown_folder(setting, sizes.size)
         drafts = ["ssm-1", "ssm-2", "ssm-3"]
         widest = SpecConfig(nodes=max(sizes.nodes))
-        context.shared[name] = LLM(
-            model, drafts, widest, device=setting.device, dtype=setting.dtype, exact=exact, max_num_seqs=1
-        )
+        context.shared[name] = open_engine(setting, model, drafts, widest, exact=exact, max_num_seqs=1)
     return context.shared[name]
 
 

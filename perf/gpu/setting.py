@@ -15,6 +15,7 @@ import numpy
 import torch
 import transformers
 
+from gpu import host
 from treespec.bench.run import commit
 from treespec_weights.rules import ModelShape
 
@@ -94,6 +95,7 @@ class Setting:
             "commit": self.commit or commit(),
             "source": source_hash(),
             "tuned": tuned_hash(),
+            "host": None if self.dry else host.facts(),
             "seed": self.seed,
             "dry_run": self.dry,
         }

@@ -1,39 +1,41 @@
 """A stage: measurements one after another, each within its own time, all in one document that can be gone on with.
 
-A measurement that raises, or takes longer than it may, is written down as that and the next one begins. What cannot go
-on in the same process (a lost CUDA context, a call that never returns) ends it with `RESTART`; the next process finds
-the document and starts behind what is in it.
+A measurement that raises, or takes longer than it may, is written down as that, with its traceback in `errors.log`, and
+the next one begins. What cannot go on in the same process (a lost CUDA context, a call that never returns) ends it with
+`RESTART`; the next process finds the document and starts behind what is in it. What is cut off because the time of the
+whole slice ended is not written down, since that says nothing of it: a later slice measures it anew.
 """
 
 import gc
 import importlib.util
-import json
-import math
 import os
 import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from gpu import failures
 from gpu.clock import Clock
+from gpu.documents import load, path_of, write
 from gpu.setting import Setting
 
 RESTART = 75  # exit status: something is left to do, in another process
 GRACE = 30.0  # seconds beyond its bound until a measurement that does not return is ended with its process
+LAST = 10.0  # the same beyond the end of the slice
+LEAST = 20.0  # seconds that are enough to begin with any measurement: most end long before their bound
 
 
 class OutOfTime(BaseException):
-    """A measurement took longer than it may. No `except Exception` on the way keeps it."""
+    """A measurement, or the slice that it is in, took longer than it may. No `except Exception` on the way keeps it."""
 
 
 class NotThere(Exception):
@@ -113,114 +115,126 @@ def op_module(name: str) -> ModuleType:
     return importlib.import_module(f"treespec_kernels.{name}")
 
 
-def path_of(folder: Path, stage: str) -> Path:
-    return folder / f"{stage}.json"
+class Bound(NamedTuple):
+    """How long a measurement may take in this slice.
 
+    Attributes:
+        seconds: until it is interrupted.
+        grace: further seconds until its process is ended.
+        cut: the slice ends before the measurement's own time does.
+    """
 
-def load(path: Path) -> dict[str, Any] | None:
-    """A document, or None where there is none to go on with."""
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return document if isinstance(document, dict) and "measurements" in document else None
+    seconds: float
+    grace: float
+    cut: bool
 
-
-def write(path: Path, document: dict[str, Any]) -> None:
-    """Whole or not at all, whenever the process ends."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(json.dumps(_finite(document), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(part, path)
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity: what is no number is null."""
-    if isinstance(value, dict):
-        return {str(key): _finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    @classmethod
+    def of(cls, own: float, left: float) -> "Bound":
+        seconds = min(own, left)
+        return cls(seconds, min(seconds + GRACE, left + LAST) - seconds, left < own)
 
 
 def run(stage: Stage, setting: Setting, seconds: float) -> bool:
     """Measure what is left of a stage within `seconds`; whether all of it is in the document now."""
     path = path_of(setting.out, stage.name)
+    document = _begin(stage, setting, path)
+    results = document["measurements"]
+    context = Context(setting, results)
+    deadline = time.monotonic() + min(seconds, stage.seconds)
+    try:
+        for measurement in stage.measurements(setting):
+            name = measurement.name
+            if name in results:
+                continue
+            left = deadline - time.monotonic()
+            if left < min(measurement.seconds, LEAST):
+                _say(f"{stage.name}: no time is left for {name} and what follows; run it again")
+                break
+            bound = Bound.of(measurement.seconds, left)
+            document |= {"running": name, "cut": bound.cut}
+            write(path, document)
+            try:
+                results[name] = _measure(measurement, context, bound, path, document)
+            except OutOfTime:
+                document["running"] = None
+                _say(f"{stage.name}: the time ended in {name}; run it again")
+                break
+            document["running"] = None
+            write(path, document)
+            _say(f"{stage.name:9} {name:44} {summary(results[name])}")
+            if "error" in results[name] and _context_is_lost(setting):
+                _leave(RESTART)
+        else:
+            document["complete"] = True
+        write(path, document)
+    finally:
+        context.release()
+    return document["complete"]
+
+
+def _begin(stage: Stage, setting: Setting, path: Path) -> dict[str, Any]:
+    """The document of a stage as it is, or an empty one."""
     facts = setting.facts()
     document = load(path)
     if document is None or document["source"] != facts["source"]:
         document = {"stage": stage.name, "title": stage.title, **facts, "date": _now(), "complete": False,
                     "running": None, "measurements": {}}  # fmt: skip
-    results = document["measurements"]
-    if document["running"]:  # this is what the process before ended in
-        results[document["running"]] = {"error": "the process ended in it"}
+    if (name := document["running"]) is not None:  # this is what the process before ended in
+        document["measurements"][name] = {"error": "the process ended in it"}
         document["running"] = None
-    context = Context(setting, results)
-    deadline = time.monotonic() + min(seconds, stage.seconds)
-    for measurement in stage.measurements(setting):
-        if measurement.name in results:
-            continue
-        left = deadline - time.monotonic()
-        if left < min(measurement.seconds, 20.0):  # most end long before their bound
-            _say(f"{stage.name}: no time is left for {measurement.name} and what follows; run it again")
-            write(path, document)
-            context.release()
-            return False
-        document["running"] = measurement.name
-        write(path, document)
-        results[measurement.name] = _measure(measurement, context, min(measurement.seconds, left), path, document)
-        document["running"] = None
-        write(path, document)
-        _say(f"{stage.name:9} {measurement.name:44} {summary(results[measurement.name])}")
-        if "error" in results[measurement.name] and _context_is_lost(setting):
-            _leave()
-    document["complete"] = True
-    write(path, document)
-    context.release()
-    return True
+        failures.note(setting.out, f"{stage.name}: {name}", "The process ended in it: above is what it left, if it did")
+    return document
 
 
 def _measure(
-    measurement: Measurement, context: Context, seconds: float, path: Path, document: dict[str, Any]
+    measurement: Measurement, context: Context, bound: Bound, path: Path, document: dict[str, Any]
 ) -> dict[str, Any]:
-    began = time.perf_counter()
+    """Figures, or the error.
+
+    Raises:
+        OutOfTime: the slice ended in it.
+    """
+    began, heading = time.perf_counter(), f"{path.stem}: {measurement.name}"
     try:
-        with _within(seconds, measurement.name, path, document):
+        with _within(bound, measurement.name, path, document):
             figures = measurement.run(context)
             if context.setting.device.type == "cuda":
                 torch.cuda.synchronize()
     except (Exception, OutOfTime) as error:
-        figures = {"error": last_line(error)}
+        late = time.perf_counter() - began >= bound.seconds
+        over = bound.cut and (late or isinstance(error, OutOfTime))  # a library may have made it one of its own
+        failures.note(context.setting.out, heading + ", cut off" * over, failures.trace(error))
+        if over:
+            raise OutOfTime("the slice ended") from None
+        figures = {"error": failures.last_line(error)}
         del error
         _free(context.setting)
     return figures | {"seconds": round(time.perf_counter() - began, 2)}
 
 
-def last_line(error: BaseException) -> str:
-    """The last line of a traceback, and where it was raised; of a long message the first line."""
-    text = "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{text[:400]} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else text[:400]
-
-
 @contextmanager
-def _within(seconds: float, name: str, path: Path, document: dict[str, Any]) -> Iterator[None]:
-    """Raise `OutOfTime` after `seconds`; where that does not come through, write it down and end the process."""
+def _within(bound: Bound, name: str, path: Path, document: dict[str, Any]) -> Iterator[None]:
+    """Raise `OutOfTime` at the bound; where that does not come through, write it down and end the process."""
 
     def raise_it(*given: object) -> None:
-        raise OutOfTime(f"it took more than {seconds:.0f} s")
+        raise OutOfTime(f"it took more than {bound.seconds:.0f} s")
 
     def give_up() -> None:
-        document["measurements"][name] = {"error": f"it did not return within {seconds + GRACE:.0f} s"}
-        document["running"] = None
-        write(path, document)
-        _say(f"{name}: did not return; going on in another process")
-        _leave()
+        try:
+            if not bound.cut:
+                words = f"it did not return within {bound.seconds + bound.grace:.0f} s"
+                document["measurements"][name] = {"error": words}
+            document["running"] = None
+            write(path, document)
+            _say(f"{name}: did not return; its process is ended")
+            failures.note_stacks(path.parent, f"{path.stem}: {name}, did not return")
+        finally:
+            _leave(0 if bound.cut else RESTART)
 
-    watchdog = threading.Timer(seconds + GRACE, give_up)
+    watchdog = threading.Timer(bound.seconds + bound.grace, give_up)
     watchdog.daemon = True
     before = signal.signal(signal.SIGALRM, raise_it)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, bound.seconds)
     watchdog.start()
     try:
         yield
@@ -230,9 +244,9 @@ def _within(seconds: float, name: str, path: Path, document: dict[str, Any]) -> 
         watchdog.cancel()
 
 
-def _leave() -> None:
+def _leave(status: int) -> None:
     sys.stdout.flush()
-    os._exit(RESTART)  # neither a lost context nor a hanging call lets Python end in order
+    os._exit(status)  # neither a lost context nor a hanging call lets Python end in order
 
 
 def _context_is_lost(setting: Setting) -> bool:

@@ -21,14 +21,14 @@ STAGES = (
 
 
 def choose(names: Sequence[str]) -> list[Stage]:
-    """Stages by name or letter, in the order of priority; all where none is named.
+    """Stages by name or letter, in the order in which they are named; where none is, all in that of their priority.
 
     Raises:
         ValueError: a name that is none.
     """
-    known = {stage.name for stage in STAGES} | {stage.letter for stage in STAGES}
     for name in names:
-        if name not in known:
+        if not any(name in (stage.name, stage.letter) for stage in STAGES):
             valid = ", ".join(f"{stage.name} ({stage.letter})" for stage in STAGES)
             raise ValueError(f"--stage {name}: valid are {valid}")
-    return [stage for stage in STAGES if not names or stage.name in names or stage.letter in names]
+    named = [stage for name in names for stage in STAGES if name in (stage.name, stage.letter)]
+    return list(dict.fromkeys(named)) if names else list(STAGES)

@@ -55,7 +55,7 @@ def autotune(options: Sequence[str], context: Context) -> dict[str, Any]:
     command = [sys.executable, "-m", "treespec", "autotune", "--json", "--device", setting.device.type, *options]
     child = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
+        process_group=0,
     )  # fmt: skip
     try:
         output, errors = child.communicate()
@@ -64,7 +64,9 @@ def autotune(options: Sequence[str], context: Context) -> dict[str, Any]:
         child.wait()
         raise
     if child.returncode != 0:
-        raise RuntimeError(f"{' '.join(command[2:])} ended with {child.returncode}: {_tail(output + errors)}")
+        failure = RuntimeError(f"{' '.join(command[2:])} ended with {child.returncode}: {_tail(output + errors)}")
+        failure.add_note((output + errors)[-20000:])
+        raise failure
     document = json.loads(output)
     copied = copy_files(document, setting.out)
     return {"command": " ".join(command[2:]), "document": document, "copied": copied}

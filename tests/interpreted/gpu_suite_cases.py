@@ -55,39 +55,51 @@ def test_bits(llm: LLM, context: Context, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(identity, "read_prompts", lambda *given: [[5, 9, 2]])
     monkeypatch.setattr(identity, "modes", lambda *given: {"ssm-1": SPEC})
     sizes: Any = mock.Mock(prompts=1, max_tokens=2, modes=None)
-    found = bits._engine(sizes, 1, bits.DECODED["greedy"], context)
+    found = bits._engine(sizes, 1, "greedy", context)
     assert found["tokens"] == 2 and found["differing_tokens"] == 0
     assert found["differing_logit_rows"] is None, "captured rounds do not hand them out"
+
+
+def decoder_of(launch: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """One that calls `launch(pdl)` for a pass, as the stage opens it."""
+    tuned = SimpleNamespace(launched=lambda pdl: SimpleNamespace(pdl=pdl))
+    decoder = SimpleNamespace(kernels=tuned, tuned=tuned)
+    opened = SimpleNamespace(decoder=decoder, prepare=lambda *given: lambda: launch(decoder.kernels.pdl))
+    monkeypatch.setattr(passes, "_open", lambda *given: opened)
+    monkeypatch.setattr(passes, "takes_pdl", lambda device: True)
+    monkeypatch.setattr(Context, "clock", lambda *given: Clock(torch.device("cpu"), warmup=0, repeats=3))
+    return decoder
 
 
 @pytest.mark.parametrize("wrong", [False, True])
 def test_passes_launched_both_ways(context: Context, monkeypatch: pytest.MonkeyPatch, wrong: bool) -> None:
     """What is launched programmatically is compared with what is launched in order, and what was tuned is put back."""
-    monkeypatch.setattr(passes, "takes_pdl", lambda device: True)
-    monkeypatch.setattr(Context, "clock", lambda *given: Clock(torch.device("cpu"), warmup=0, repeats=3))
-    tuned: Any = SimpleNamespace(launched=lambda pdl: SimpleNamespace(pdl=pdl))
-    decoder = SimpleNamespace(kernels=tuned)
-    launch = lambda: torch.tensor([1.0, 2.0 + (wrong and decoder.kernels.pdl)])  # noqa: E731
-    opened: Any = SimpleNamespace(decoder=decoder, prepare=lambda *given: launch)
-    found = passes._launched(context, opened, 16, 4)
-    assert decoder.kernels is tuned and found["in_order_us"] > 0 and found["pdl_us"] > 0
+    decoder = decoder_of(lambda pdl: torch.tensor([1.0, 2.0 + (wrong and pdl)]), monkeypatch)
+    found = passes._launched(passes.DRY, 16, 4, context)
+    assert decoder.kernels is decoder.tuned and found["in_order_us"] > 0 and found["pdl_us"] > 0
     assert found["pdl_differing"] == (3 if wrong else 0)
-    assert ("3 WRONG" in passes._both(found)) is wrong
-    assert passes._both(found | {"pdl_us": None}) == ""
+    shown = passes._both({"pdl/context16/nodes4": found}, "pass/context16/nodes4")
+    assert ("3 WRONG" in shown) is wrong and f"{found['pdl_us'] / 1e3:.3f}" in shown
+    assert passes._both({"pdl/context16/nodes4": found}, "fast/context16/nodes4") == ""
+    assert passes._both({"pdl/context16/nodes4": found | {"pdl_us": None}}, "pass/context16/nodes4") == ""
 
 
-def test_launches_that_cannot_be_captured(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They leave the other figures of a pass, and its kernels, as they are."""
-    monkeypatch.setattr(passes, "takes_pdl", lambda device: True)
-    tuned: Any = SimpleNamespace(launched=lambda pdl: SimpleNamespace(pdl=pdl))
-    decoder = SimpleNamespace(kernels=tuned)
+def test_launches_that_fail_cost_no_other_figure(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are measured last; and the kernels, which later passes take, are as they were."""
 
-    def launch() -> torch.Tensor:
-        if decoder.kernels.pdl:
+    def launch(pdl: bool) -> torch.Tensor:
+        if pdl:
             raise RuntimeError("CUDA error: invalid resource handle")
         return torch.ones(2)
 
-    opened: Any = SimpleNamespace(decoder=decoder, prepare=lambda *given: launch)
-    found = passes._launched(context, opened, 16, 4)
-    assert decoder.kernels is tuned and found.keys() == {"pdl_us", "pdl_error"}
-    assert "ERROR RuntimeError: CUDA error: invalid resource handle" in passes._both(found)
+    decoder = decoder_of(launch, monkeypatch)
+    monkeypatch.setattr(passes, "figures", lambda *given: {"graph_us": 5.0})
+    every = list(passes.measurements(context.setting))
+    assert [each.name for each in every[-2:]] == ["pdl/context16/nodes1", "pdl/context16/nodes4"]
+    whole = [each for each in every if each.name.startswith("pass/")]
+    assert [each.run(context) for each in whole] == 4 * [{"graph_us": 5.0}]
+    with pytest.raises(RuntimeError, match="invalid resource handle"):
+        every[-1].run(context)
+    assert decoder.kernels is decoder.tuned
+    found = {every[-1].name: {"error": "RuntimeError: CUDA error: invalid resource handle"}}
+    assert "ERROR RuntimeError: CUDA error: invalid resource handle" in passes._both(found, whole[1].name)

@@ -1,0 +1,234 @@
+"""Processes of `perf/gpu_suite.py`: tests, tasks, engines, and the machine that they run on."""
+
+import importlib
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import time
+from concurrent import futures
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gpu_suite import Lost, measurement, module, state_of
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(autouse=True)
+def perf_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "perf"))
+
+
+@pytest.fixture
+def setting(tmp_path: Path) -> Any:
+    return module("setting").Setting(tmp_path, dry=True)
+
+
+@pytest.fixture
+def tests_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes test files with these sources those of the stage `ops`."""
+
+    def make(**sources: str) -> dict[str, list[str]]:
+        files = {}
+        for name, source in sources.items():
+            (tmp_path / f"test_{name}.py").write_text(source)
+            files[str(tmp_path / f"test_{name}.py")] = []
+        monkeypatch.setattr(module("ops"), "test_files", lambda setting: files)
+        return files
+
+    return make
+
+
+def test_what_pytest_says_of_failures_is_kept(setting: Any, tests_of: Any) -> None:
+    ops, stage = module("ops"), module("stage")
+    wrong = "def test_a():\n    print('x' * 30000)\n    assert 1 == 3"
+    tests_of(wrong=wrong, good="def test_well(): pass", breaks="import nothing_of_that_name", none="")
+    given = stage.Stage("ops", "a", "", ops.measurements, ops.describe)
+    assert stage.run(given, setting, 400.0)
+    found = stage.load(stage.path_of(setting.out, "ops"))["measurements"]
+    assert [found[name]["failed"] for name in ("wrong", "good", "breaks")] == [1, 0, 1]
+    assert "no test was collected" in found["none"]["error"] and "1 == 3" in found["wrong"]["first_failure"]
+    text, xml = ((setting.out / "ops" / f"failed.{kind}").read_text() for kind in ("txt", "xml"))
+    assert text.count("\n=== ") == 2 and "test_well" not in text
+    assert "test_wrong.py::test_a" in text and "No module named 'nothing_of_that_name'" in text
+    assert len(text) < 2 * (ops.OUTPUT + 200), "of a long output the end"
+    assert xml.count("<testsuite ") == 2 and xml.count("<failure ") == xml.count("<error ") == 1
+    assert "collected 0 items" in (setting.out / "errors.log").read_text(), "all that pytest said"
+
+
+def test_tests_end_with_their_stage(
+    setting: Any, tests_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ops, stage = module("ops"), module("stage")
+    monkeypatch.setattr(ops, "SECONDS", 60.0)  # after which it would have ended anyway, and otherwise
+    begun = tmp_path / "begun"
+    source = f"""
+import os, time
+def test_hangs():
+    open({str(begun)!r} + ".part", "w").write(str(os.getpid()))
+    os.rename({str(begun)!r} + ".part", {str(begun)!r})
+    time.sleep(3600)"""
+    [hangs, queued] = tests_of(hangs=source, queued=source)
+    context = stage.Context(setting, {})
+    runs = context.keep("children", lambda: ops.Children(setting))
+    while not begun.exists():
+        time.sleep(0.01)
+    context.release()
+    with pytest.raises(RuntimeError, match="pytest ended with -9") as failure:
+        runs.result(hangs)
+    assert "test_hangs.py::test_hangs" in module("failures").trace(failure.value), "which one it was in"
+    assert state_of(int(begun.read_text())) in (None, "Z")
+    with pytest.raises(futures.CancelledError):
+        runs.result(queued)
+
+
+def test_tasks_apart_answer_fail_die_and_take_too_long() -> None:
+    apart = module("apart")
+    tasks = {
+        "answers": partial(divmod, 7, 2),
+        "fails": partial(divmod, 7, 0),
+        "breaks": partial(signal.raise_signal, signal.SIGSEGV),
+        "dies": partial(os._exit, 3),
+        "hangs": partial(time.sleep, 3600),
+    }
+    running = apart.Apart(tasks, 30.0)
+    assert running.result("answers") == (3, 1)
+    with pytest.raises(RuntimeError, match="ZeroDivisionError") as failure:
+        running.result("fails")
+    assert "Traceback (most recent call last)" in module("failures").trace(failure.value).partition("RuntimeError")[2]
+    with pytest.raises(RuntimeError, match=f"its process ended with {-signal.SIGSEGV}") as failure:
+        running.result("breaks")
+    assert "Fatal Python error: Segmentation fault" in module("failures").trace(failure.value)
+    with pytest.raises(RuntimeError, match="its process ended with 3"):
+        running.result("dies")
+    running.close()
+    with pytest.raises(RuntimeError, match=r"its process ended with -9|it did not begin"):
+        running.result("hangs")
+    [late] = apart.Apart({"hangs": partial(time.sleep, 3600)}, 0.01).wait().values()
+    assert str(late) == "it took more than 0 s"
+
+
+def test_what_hangs_apart_leaves_where_it_stood(tmp_path: Path) -> None:
+    spawning, stacks = multiprocessing.get_context("spawn"), tmp_path / "stacks"
+    _, sender = spawning.Pipe(duplex=False)
+    given = (partial(time.sleep, 3600), sender, str(stacks), 0.0)
+    process = spawning.Process(target=module("apart")._answer, args=given, daemon=True)
+    process.start()
+    until = time.monotonic() + 60
+    while not (stacks.exists() and "in _answer\n" in stacks.read_text()) and time.monotonic() < until:
+        time.sleep(0.01)
+    process.kill()
+    assert "Timeout" in stacks.read_text() and "in _answer\n" in stacks.read_text()
+
+
+def test_what_does_not_compile_apart_is_in_the_log(tmp_path: Path) -> None:
+    found = module("apart").compile_apart({"a": partial(divmod, 7, 0), "b": partial(divmod, 7, 2)}, 60.0, tmp_path)
+    assert found["tasks"] == 2 and [each.partition(":")[0] for each in found["failures"]] == ["ZeroDivisionError"]
+    log = (tmp_path / "errors.log").read_text()
+    assert "=== compiling a, " in log and ", in _answer\n" in log and "compiling b" not in log
+
+
+# --- engines and their machine
+
+
+class Engine:
+    """An `LLM` whose rounds were not captured, as it says while it is made."""
+
+    def __init__(self, *given: Any, **options: Any):
+        try:
+            raise Lost("operation not permitted when stream is capturing")
+        except Lost as error:
+            logging.getLogger("treespec").warning("captured rounds do not run here", exc_info=error)
+
+    def stats(self) -> dict[str, Any]:
+        return {"frozen": {"rounds": "step by step"}}
+
+
+def test_an_engine_without_captured_rounds_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    models, stage, setting = module("models"), module("stage"), module("setting").Setting(tmp_path)
+    monkeypatch.setattr(models, "LLM", Engine)
+    monkeypatch.setattr(stage, "_free", lambda setting: None)
+    monkeypatch.setattr(module("rounds"), "grown_folder", lambda *given: tmp_path)
+    monkeypatch.setattr(module("grown"), "grown_folder", lambda *given: tmp_path)
+    context = stage.Context(setting, {})
+    captured = [f"{how}/bfloat16/batch1" for how in ("greedy", "sampled")]
+    own = {each.name: each for each in module("bits")._measurements(setting)}
+    engines = [*(own[name] for name in captured), *module("rounds").measurements(setting)]
+    engines += module("grown").measurements("8B", setting)
+    assert len(engines) == 2 + 8 + 4
+    for each in engines:
+        with pytest.raises(RuntimeError, match="rounds go step by step: captured rounds do not run here") as failure:
+            each.run(context)
+        assert "Lost: operation not permitted when stream is capturing (test_gpu_suite" in str(failure.value)
+        assert "Traceback" in module("failures").trace(failure.value).partition("RuntimeError: rounds go")[2]
+    assert isinstance(models.open_engine(setting, captured=False), Engine), "where requests go step by step anyway"
+    assert isinstance(models.open_engine(module("setting").Setting(tmp_path, dry=True)), Engine)
+    with pytest.raises(AttributeError, match="engine"):
+        own["greedy, step by step/bfloat16/batch1"].run(context)
+    assert not logging.getLogger("treespec").handlers
+
+
+def test_what_a_machine_lacks_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    host = module("host")
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(host.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
+    monkeypatch.setitem(sys.modules, "hypothesis", None)
+    shown = host.describe(host.facts())
+    missing = [line.split()[1].rstrip(":") for line in shown.splitlines() if line.startswith("  MISSING")]
+    assert set(missing) - {"triton"} == {"c_compiler", "python_h", "hypothesis", "compute_mode"}
+    (tmp_path / "Python.h").touch()
+    for name, text in {"gcc": "", "nvidia-smi": "echo 580.1, Exclusive_Process, 99 MiB, 100 MiB"}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    found = host.facts()
+    assert (found["c_compiler"], found["python_h"]) == (str(tmp_path / "gcc"), str(tmp_path / "Python.h"))
+    assert (found["driver"], found["memory_free"]) == ("580.1", "99 MiB")
+    assert "COMPUTE MODE Exclusive_Process" in host.describe(found)
+    assert "COMPUTE MODE" not in host.describe(found | {"compute_mode": "Default"})
+
+
+def test_the_host_is_looked_at_first(setting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    suite, said = importlib.import_module("gpu_suite"), []
+    monkeypatch.setattr(suite, "_sees_a_gpu", lambda: True)
+    monkeypatch.setattr(suite, "device_slug", lambda dry: "a-gpu")
+    monkeypatch.setattr(suite.host, "describe", lambda found: said.append("host"))
+    monkeypatch.setattr(suite, "_run_all", lambda *given: said.append("stages"))
+    monkeypatch.setattr(suite, "report", lambda *given: 0)
+    for option in ([], ["--dry-run"], ["--report"]):
+        monkeypatch.setattr(sys, "argv", ["gpu_suite.py", "--out", str(setting.out), *option])
+        assert suite.main() == 0
+    assert said == ["host", "stages", "stages"]
+    monkeypatch.setattr(module("setting"), "device_facts", lambda device: {})
+    facts = module("setting").Setting(setting.out).facts()
+    assert facts["host"]["python"] and setting.facts()["host"] is None
+
+
+def test_what_runs_apart_on_a_gpu_can_be_sent_to_a_process(tmp_path: Path) -> None:
+    bits, families, stage = module("bits"), module("families"), module("stage")
+    setting = module("setting").Setting(tmp_path)
+    own = list(bits._measurements(setting))
+    assert {each.name.partition("/")[0] for each in own} >= {"attention", "row_linear", "decoder", "greedy"}
+    for each in own:
+        pickle.loads(pickle.dumps(partial(each.run, stage.Context(setting, {}))))
+    first = next(families.measurements(setting))
+    [tasks] = [cell.cell_contents for cell in first.run.__closure__ if isinstance(cell.cell_contents, dict)]
+    assert len(tasks) == len(families.FAMILIES) + len(families.SWITCHES)
+    pickle.loads(pickle.dumps(tasks))
+
+
+def test_bits_run_apart_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bits, setting, stage = module("bits"), module("setting").Setting(tmp_path), module("stage")
+    monkeypatch.setattr(bits, "_measurements", lambda setting: iter([measurement("a", vars)]))
+    [apart] = bits.measurements(setting)
+    context = stage.Context(setting, {})
+    monkeypatch.setattr(stage, "_free", lambda setting: None)
+    assert apart.run(context) == {"setting": setting, "results": {}, "shared": {}}, "in a context of its own"
+    context.release()
+    assert not context.shared

@@ -48,6 +48,7 @@ _BORDERS = [0, 1, 15, 16, 17, 33, 63, 64, 65, 100, 127, 128, 129, 191, 192, 193,
             511, 512, 513, 700, 767, 768, 1000, 1023, 1024, 1025, 1500, 2047, 2048, 2049, 3333, 4095, 4096, 4097, 6000,
             8180, 8191, 8192, 8193, 9215, 9216, 9217, 10240, 12000, 16383, 16384]  # fmt: skip
 ENGINE_SECONDS = 90.0  # after these no further mode begins
+REPEATS, REPEAT_SECONDS = 2000, 20.0  # of one pass: what a race spoils, it spoils now and then
 REAL = Sizes(
     heads=((32, 8, 128), (32, 8, 64), (28, 4, 128), (8, 8, 64), (16, 2, 96)),
     prefixes=tuple(_BORDERS),
@@ -109,7 +110,7 @@ def _measurements(setting: Setting) -> Iterator[Measurement]:
         name = f"row_linear/{out_features}x{in_features}{' silu_gate' if gate else ''}"
         yield Measurement(name, partial(_linear, sizes, out_features, in_features, gate), 45.0)
     for name, shape in {"8B": setting.target, "1B": setting.small}.items():
-        yield Measurement(f"decoder/{name}", partial(_decoder, sizes, shape), 90.0)
+        yield Measurement(f"decoder/{name}", partial(_decoder, sizes, shape), 90.0 + REPEAT_SECONDS)
     for batch in sizes.batches:
         for how in DECODED:
             yield Measurement(f"{how}/{_name(setting.dtype)}/batch{batch}",
@@ -223,9 +224,23 @@ def _linear(sizes: Sizes, out_features: int, in_features: int, gate: bool, conte
 
 
 def _decoder(sizes: Sizes, shape: ModelShape, context: Context) -> dict[str, Any]:
-    """Nodes of a tree whose logits, after all layers, are not those of their path decoded token by token."""
+    """Nodes of a tree whose logits, after all layers, are not those of their path decoded token by token; and passes
+    that do not repeat themselves, beside whatever else the GPU computes meanwhile."""
     opened = Passes(context.setting, shape, max(sizes.contexts), sizes.nodes)
-    return differing_nodes(opened, sizes.contexts, sizes.nodes, context.setting.seed)
+    found = differing_nodes(opened, sizes.contexts, sizes.nodes, context.setting.seed)
+    return found | differing_repeats(opened, max(sizes.contexts), sizes.nodes, 2 if context.setting.dry else REPEATS)
+
+
+@torch.inference_mode()
+def differing_repeats(opened: Passes, prefix: int, nodes: int, repeats: int) -> dict[str, int]:
+    """How many passes over one tree, one after the other, gave other logits than the first."""
+    run = opened.prepare(prefix, tree_parents("random", nodes, torch.Generator().manual_seed(0)))
+    first, began, count = run().clone(), time.perf_counter(), 0
+    differing = torch.zeros((), dtype=torch.int64, device=first.device)
+    while count < repeats and time.perf_counter() - began < REPEAT_SECONDS:
+        count += 1
+        differing += (run() != first).any()
+    return {"repeats": count, "differing_repeats": int(differing)}
 
 
 def differing_nodes(opened: Passes, contexts: Sequence[int], nodes: int, seed: int) -> dict[str, Any]:
@@ -323,7 +338,9 @@ def describe(document: dict[str, Any]) -> str:
             lines.append(f"  {name:36} ERROR {figures['error'][:150]}")
         elif name.startswith(("attention", "decoder")):
             lines.append(f"  {name:36} {figures['differing_rows']} of {figures['rows']} rows differ"
-                         + (f", first {figures['first']}" if figures["first"] else ""))  # fmt: skip
+                         + (f", first {figures['first']}" if figures["first"] else "")
+                         + (f"; {figures['differing_repeats']} of {figures['repeats']} repeats"
+                            if "repeats" in figures else ""))  # fmt: skip
         elif name.startswith("row_linear"):
             error = figures["relative_error"]  # None where it is NaN
             lines.append(f"  {name:36} {figures['differing_row_counts']} of {figures['row_counts']} row counts differ, "

@@ -107,6 +107,8 @@ TARGETS = (
            lambda d: _sum(d, "bits", "differing_row_counts", "row_linear/"), lambda v: v == 0, "{:.0f}"),
     Target("whole passes: nodes with differing logits", "0", lambda d: _sum(d, "bits", "differing_rows", "decoder/"),
            lambda v: v == 0, "{:.0f}"),
+    Target("whole passes: repeats with differing logits", "0",
+           lambda d: _sum(d, "bits", "differing_repeats", "decoder/"), lambda v: v == 0, "{:.0f}"),
     Target("passes of every family: nodes with differing logits", "0",
            lambda d: _sum(d, "families", "differing_rows", "family/"), lambda v: v == 0, "{:.0f}"),
     Target("passes of quantised layers: nodes with differing logits", "0",

@@ -84,6 +84,21 @@ def test_passes_launched_both_ways(context: Context, monkeypatch: pytest.MonkeyP
     assert passes._both({"pdl/context16/nodes4": found | {"pdl_us": None}}, "pass/context16/nodes4") == ""
 
 
+def test_passes_that_do_not_repeat_themselves() -> None:
+    """One bit now and then, and a NaN."""
+    count = 0
+
+    def run() -> torch.Tensor:
+        nonlocal count
+        count += 1
+        logits = torch.ones(2, 3)
+        logits[1, 2] += {5: 2**-23, 7: float("nan")}.get(count, 0.0)
+        return logits
+
+    opened: Any = SimpleNamespace(prepare=lambda context, parents: run)
+    assert bits.differing_repeats(opened, 9, 2, 8) == {"repeats": 8, "differing_repeats": 2}
+
+
 def test_launches_that_fail_cost_no_other_figure(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are measured last; and the kernels, which later passes take, are as they were."""
 

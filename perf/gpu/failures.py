@@ -1,6 +1,6 @@
 """What failed, in full: a document keeps one line of it, and `errors.log` beside it the rest.
 
-One file for everything, since few come back from a machine that is lent.
+One file for everything: it is to be sent and read as a whole.
 """
 
 import faulthandler

@@ -1,8 +1,7 @@
 """Stage `ops`: are the kernels right on this device? The tests that are marked `gpu`, file by file, each in a process.
 
 Several processes share the device, which changes no result; what they take says nothing. Of files with failures, what
-pytest said is kept in `ops/failed.txt` and `ops/failed.xml`: two files for all of them, since few come back from a
-machine that is lent.
+pytest said is kept in `ops/failed.txt` and `ops/failed.xml`, of all of them together.
 """
 
 import contextlib

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -43,20 +43,27 @@ def tokens_of(outputs: list[Any]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
+class Recorded(NamedTuple):
+    """What the SSMs proposed, behind which tokens; and by round what that took, and how far each was trusted then."""
+
+    trees: list[tuple[tuple[int, ...], TokenTree]]
+    rounds: list[tuple[tuple[int, ...], list[dict[str, float]]]]
+
+
 @contextmanager
-def recorded(llm: LLM) -> Iterator[list[tuple[tuple[int, ...], TokenTree]]]:
-    """What the SSMs proposed, behind which tokens."""
-    trees: list[tuple[tuple[int, ...], TokenTree]] = []
+def recorded(llm: LLM) -> Iterator[Recorded]:
+    found = Recorded([], [])
     drafter = llm.engine.ssms
     original = drafter.propose
 
     def propose(requests: Any, *args: Any) -> Any:
         proposed = original(requests, *args)
-        trees.extend((tuple(request.tokens), tree) for request, tree in zip(requests, proposed, strict=True))
+        found.trees.extend((tuple(request.tokens), tree) for request, tree in zip(requests, proposed, strict=True))
+        found.rounds.append((drafter.drafted[:4], [drafter.weights(request) for request in requests]))
         return proposed
 
     with mock.patch.object(drafter, "propose", propose):
-        yield trees
+        yield found
 
 
 def assert_same(ours: TokenTree, theirs: TokenTree) -> None:
@@ -64,6 +71,8 @@ def assert_same(ours: TokenTree, theirs: TokenTree) -> None:
         assert (getattr(ours, name) == getattr(theirs, name)).all()
     for name in ("parents", "children", "sources"):
         assert (getattr(ours.draws, name) == getattr(theirs.draws, name)).all()
+    np.testing.assert_allclose(ours.probs, theirs.probs, rtol=1e-6)
+    np.testing.assert_allclose(ours.draws.probs, theirs.draws.probs, rtol=1e-6)
 
 
 class NumpyForest(Forest):
@@ -102,36 +111,39 @@ def test_trees_are_those_of_the_general_path(name: str) -> None:
     prompts = prompts_of(9, 50, 63, 64)
     params = [SamplingParams(max_tokens=count, ignore_eos=True, **options) for count in (6, 14, 9, 20)]
 
-    def run() -> tuple[list[list[int]], list[tuple[tuple[int, ...], TokenTree]]]:
+    def run() -> tuple[list[list[int]], Recorded]:
         llm = open_llm(target, drafts, compile=True)
-        with recorded(llm) as trees:
-            return tokens_of(llm.generate(prompts, params, spec)), trees
+        with recorded(llm) as found:
+            return tokens_of(llm.generate(prompts, params, spec)), found
 
     with mock.patch.object(TreeGrowth, "draft", autospec=True, side_effect=TreeGrowth.draft) as whole_levels:
         ours, compiled = run()
     assert bool(whole_levels.call_count) != ("temperature" in options)
     with mock.patch.object(ssm, "CompiledForest", NumpyForest), mock.patch.object(ssm, "levels_for", PlannedLevels):
-        theirs, general_trees = run()
-    assert ours == theirs and len(compiled) == len(general_trees) > 8
-    for (context, tree), (other, expected) in zip(compiled, general_trees, strict=True):
+        theirs, general = run()
+    assert ours == theirs and len(compiled.trees) == len(general.trees) > 8
+    for (context, tree), (other, expected) in zip(compiled.trees, general.trees, strict=True):
         assert context == other
         assert_same(tree, expected)
-    assert any(len(tree) > 4 for _, tree in compiled)
+    assert any(len(tree) > 4 for _, tree in compiled.trees)
+    for (counts, trusted), (expected_counts, expected_trust) in zip(compiled.rounds, general.rounds, strict=True):
+        assert counts == expected_counts
+        assert [pytest.approx(weights, rel=1e-5) for weights in expected_trust] == trusted
 
 
 def test_greedy_trees_do_not_depend_on_sampled_neighbours() -> None:
     target, drafts = tiny(torch.bfloat16)
     llm = open_llm(target, drafts, compile=True)
     prompts = prompts_of(9, 50, 63)
-    spec, asked = SpecConfig(nodes=16), greedy(12)
+    spec, asked = SpecConfig(nodes=16, sources=("ssm",)), greedy(12)  # lookup learns from all requests
     with recorded(llm) as alone:
         expected = tokens_of(llm.generate(prompts, asked, spec))
     sampled = [SamplingParams(temperature=0.8, seed=seed, max_tokens=12, ignore_eos=True) for seed in range(3)]
     with recorded(llm) as beside:
         outputs = llm.generate([*prompts, *prompts_of(20, 31, 40)], [asked] * 3 + sampled, spec)
     assert tokens_of(outputs)[:3] == expected
-    by_context = dict(beside)
-    for context, tree in alone:
+    by_context = dict(beside.trees)
+    for context, tree in alone.trees:
         assert_same(tree, by_context[context])
 
 

@@ -3,7 +3,7 @@
 import functools
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,9 +39,9 @@ from treespec.resolve import (
     resolve_model,
 )
 from treespec.round_costs import CostCurve
-from treespec.rounds.build import Rounds, captured_rounds, planned_bytes, round_limits, stack_sizes
+from treespec.rounds.build import captured_rounds, planned_bytes, round_limits, stack_sizes
 from treespec.rounds.engine import GraphEngine
-from treespec.rounds.proof import differing_rounds
+from treespec.rounds.proof import proven_rounds
 from treespec.runner import Runner
 from treespec.scheduler import Scheduler
 from treespec.selftest import differing_rows
@@ -195,19 +195,20 @@ def build(
     )  # fmt: skip
     sources: list[Drafter] = [*drafters, *foreigners]
     parts = (runner, scheduler, planner, ssms, lookup, sources, length)
-    rounds: Rounds | None = None
+    engine, captured_bytes = Engine(*parts), 0
     if configs is not None:
         capture = functools.partial(
             captured_rounds, runner, ssms, configs, spec, length, scratch, max_num_seqs, cuda_graphs
         )
         proves = where.type == "cuda" and not is_interpreted()  # there it would take long
-        rounds = _proven_rounds(capture, functools.partial(GraphEngine, *parts), exact) if proves else capture()
-    engine = Engine(*parts) if rounds is None else GraphEngine(*parts, rounds)
+        rounds = proven_rounds(engine, capture, exact) if proves else capture()
+        if rounds is not None:
+            engine, captured_bytes = GraphEngine(*parts, rounds), rounds.nbytes
     memory = {
         "target_weights": decoder.nbytes,
         "draft_weights": sum(m.nbytes for m in (*(ssms.models if ssms else ()), *(each.model for each in foreigners))),
         "kv_cache": cache.nbytes + sum(each.cache.nbytes for each in foreigners),
-        "captured_rounds": 0 if rounds is None else rounds.nbytes,
+        "captured_rounds": captured_bytes,
     }
     tuned_file = None if configs is None or configs.file is None else str(configs.file)
     fallbacks = tuple(configs.fallbacks) if configs is not None else ()
@@ -281,27 +282,6 @@ def _prove(decoder: Decoder, cache: KVCache, attention: str, largest_pass: int) 
             f"linear={decoder.linear!r}, {decoder.dtype}, {torch.get_num_threads()} threads: {'; '.join(found[:3])}. "
             "Use exact=False to go on"
         )
-
-
-def _proven_rounds(
-    capture: Callable[[], Rounds], engine_of: Callable[[Rounds], GraphEngine], exact: bool
-) -> Rounds | None:
-    """Captured rounds that have given the tokens of plain decoding here. None, and a warning, where they do not run or
-    give others: rounds step by step need none of their graphs, and their passes have been proven apart."""
-    try:
-        rounds = capture()
-        found = differing_rounds(engine_of(rounds))
-    except Exception as error:  # whatever a driver or a compiler says that has not run them before
-        torch.cuda.synchronize()  # raises where the device itself is lost: then nothing else would run either
-        logger.warning("captured rounds do not run here; going step by step, which is slower", exc_info=error)
-        return None
-    if found and exact:
-        logger.warning(
-            "captured rounds give other tokens than plain decoding here; going step by step, which is slower: %s",
-            "; ".join(found),
-        )
-        return None
-    return rounds
 
 
 def _compare_threads(seconds: dict[int, float], threads: int) -> None:

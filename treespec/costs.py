@@ -44,10 +44,10 @@ def cache_folder() -> Path:
 
 def cost_key(runner: Runner, ssms: SsmDrafter | None, num_threads: int) -> dict[str, Any]:
     """All that a cost curve depends on."""
-    models = [runner.target, *(ssms.models if ssms else [])]
+    models, device = [runner.target, *(ssms.models if ssms else [])], runner.target.device
     key: dict[str, Any] = {
-        "device": str(runner.target.device),
-        "processor": processor() if runner.target.device.type == "cpu" else torch.cuda.get_device_name(),
+        "device": str(device),
+        "processor": processor() if device.type == "cpu" else torch.cuda.get_device_name(device),
         "dtype": str(runner.target.dtype).removeprefix("torch."),
         "threads": num_threads,
         "torch": torch.__version__,
@@ -195,7 +195,7 @@ def _star_pass(runner: Runner, requests: Sequence[Request], rows: int) -> None:
 
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
 
 
 def _draft(ssms: SsmDrafter, requests: Sequence[Request], max_ssms: int | None) -> None:

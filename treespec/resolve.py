@@ -101,8 +101,8 @@ def resolve_device(device: str | torch.device) -> torch.device:
     count = torch.cuda.device_count()
     if index >= count:
         raise ConfigError(
-            f"device={device!r}, but torch sees {count} GPUs here, cuda:0 to cuda:{count - 1}; CUDA_VISIBLE_DEVICES "
-            "says which"
+            f"device={device!r}, but the last of the {count} that torch sees here is cuda:{count - 1}; "
+            "CUDA_VISIBLE_DEVICES says which"
         )
     return torch.device("cuda", index)
 

@@ -316,6 +316,7 @@ class CompiledModel:
             a.norm_eps, a.query_scale, a.embed_scale, a.score_cap or 0.0,
         )  # fmt: skip
         self._head = self._linear(head, None)
+        self.entries = self._find_entries()  # for passes that another library runs; None: `probs` is not one call
 
     def keep(self, layers: Sequence[int], windows: Sequence[int | None]) -> "CompiledModel":
         """The model of these layers alone, with these windows; weights are shared."""
@@ -325,6 +326,7 @@ class CompiledModel:
             layer.window = window or 0
         model._model = _Model.from_buffer_copy(self._model)
         model._model.layers = model._layers
+        model.entries = model._find_entries()
         return model
 
     @property
@@ -398,9 +400,7 @@ class CompiledModel:
         )  # fmt: skip
         return values, tokens
 
-    @property
-    def entries(self) -> PassEntries | None:
-        """For passes that another library runs; None where probabilities are not one call (`probs`)."""
+    def _find_entries(self) -> PassEntries | None:
         if self.vocab_size % _LANES:
             return None
         library = self._library

@@ -283,7 +283,7 @@ bool place(Placing& p) {  // false: a tree has no page for its nodes
     return true;
 }
 
-// One SSM's pass over the rows of the trees for which it drafts; `rows`: which, where those are not all.
+// One SSM's pass over the rows of the trees for which it drafts; writes to `rows` which they are.
 void score(const Growth& g, const Placing& p, Draft& draft, std::vector<int64_t>& rows) {
     const int64_t all = p.num_rows;
     for (int64_t i = 0; i < all; i++)
@@ -337,7 +337,9 @@ int64_t treespec_draft(Growth* growth, Placing* placing, Draft* drafts, int64_t 
         if (count) laws.push_back({drafts[i].out, count < g.num_rows ? rows[i].data() : nullptr, count, drafts[i].ssm});
     }
     g.laws = laws.data(), g.num_laws = laws.size();
-    return Level(g).run();
+    const int64_t count = Level(g).run();
+    g.laws = nullptr, g.num_laws = 0;
+    return count;
 }
 
 }  // extern "C"

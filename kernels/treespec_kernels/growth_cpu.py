@@ -2,7 +2,7 @@
 what they and other sources say, and the choice of the next frontier.
 
 The source is `growth_cpu.cpp`, its specification `Forest.extend` in treespec/drafters/forest.py. What such calls cost
-is Python's part: an array's address alone takes a microsecond. So a level's results lie side by side in three arrays.
+is Python's part: an array's address alone takes a microsecond. So a level's nodes lie side by side in three arrays.
 """
 
 import ctypes
@@ -183,12 +183,12 @@ class TreeGrowth:
             draft.out = at + 4 * i * rows * passes.vocab
         places = passes.places
         placed = places.prepare(rows, depth)
-        size = self._library.treespec_draft(
+        count = self._library.treespec_draft(
             ctypes.byref(self._growth), ctypes.byref(places.placing), drafts, len(drafts)
         )
-        assert size >= 0, NO_PAGE
+        assert count >= 0, NO_PAGE
         places.paths = placed[6 * rows :]
-        return self._grown(results, size), [own[: draft.num_rows] for own, draft in zip(probs, drafts, strict=True)]
+        return self._grown(results, count), [own[: draft.num_rows] for own, draft in zip(probs, drafts, strict=True)]
 
     def _begin(
         self, frontier: Frontier, size: int, depth: int, vocab: int, num_laws: int, weights: np.ndarray,
@@ -270,7 +270,8 @@ class TreePlaces:
         count, p = len(owners), self.placing
         p.num_rows, p.depth, p.owners, p.above = count, depth, _address(owners), _address(above)
         results = self.prepare(count, depth)
-        assert self._library.treespec_place(ctypes.byref(p)), NO_PAGE
+        found = self._library.treespec_place(ctypes.byref(p))
+        assert found, NO_PAGE
         self.paths = results[6 * count :]
         return CompiledPlan(
             count, results[:count], results[2 * count : 6 * count].view(4, count), self._table, self.paths,
@@ -306,6 +307,7 @@ class DraftPasses:
     ):  # fmt: skip
         self.places, self.vocab = places, vocab
         columns = np.ascontiguousarray(active.T)
+        assert all(part.is_contiguous() for part in (*rotations, *pools))
         self._held = rotations, pools, columns
         at, step = _address(columns, np.bool_), columns.shape[1]
         self.drafts = (_Draft * len(ssms))(

@@ -61,10 +61,10 @@ class RowLinearConfig:
         - split_k, at most 8, brings the programs to 96 or more, of at least four blocks of K each; to 132 at most, one
           per multiprocessor, where that gives as many. A layer with silu_gate is not split, nor one of at most 2^20
           weights: adding the parts would cost more than it gains.
-        - All programs are resident at once: one per multiprocessor with stages of 144 KB (96 KB where it has no more),
-          or two with 96 KB each, no more than eight or than blocks and two. One stage is being multiplied and the one
-          before it still read by its `wgmma`, so two less are on their way: with block_n 128, 64 or 32 KB of weights.
-          96 programs of six stages have 6 MB on their way, 144 of four 4.5.
+        - On an H200 all programs are resident at once: one per multiprocessor with stages of 144 KB, or two with 96 KB
+          each, no more than eight or than blocks and two. One stage is being multiplied and the one before it still
+          read by its `wgmma`, so two less are on their way: with block_n 128, 64 or 32 KB of weights. 96 programs of
+          six stages have 6 MB on their way, 144 of four 4.5. A GPU with less memory holds one with 96 KB.
 
         float32 has no exact matrix instruction on NVIDIA: 16 rows, beyond which arithmetic would be the bound.
 

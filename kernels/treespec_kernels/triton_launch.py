@@ -42,7 +42,7 @@ _OTHERS = {"sm_87": "sm_80", "sm_103": "sm_100", "sm_110": "sm_100"}
 
 def shared_bytes(target: str | None) -> int:
     """Bytes of shared memory that one block may take on a target, as `target_of` gives it; None: on sm_80 and later
-    GPUs for servers. Of an unknown one the least that any has."""
+    GPUs for servers. Of an unknown one the least that any from sm_80 on has."""
     if target is None:
         return SHARED_BYTES["sm_80"]
     return SHARED_BYTES.get(_OTHERS.get(target, target), 64 << 10 if target.startswith("gfx") else 99 << 10)

@@ -346,7 +346,7 @@ def test_a_gpu_that_is_not_the_threads_own(gpu: Gpu) -> None:
         llm = open_llm(target, [], device="cuda:0", dtype="float16", spec="off", max_num_seqs=1)
     assert len(tokens_of(llm.generate(PROMPTS[:1], greedy(3)))[0]) == 3
     assert gpu.current == 1 and str(llm.config.device) == "cuda:0"
-    with pytest.raises(ConfigError, match="device='cuda:2', but torch sees 2 GPUs here, cuda:0 to cuda:1"):
+    with pytest.raises(ConfigError, match="device='cuda:2', but the last of the 2 that torch sees here is cuda:1"):
         open_llm(target, [], device="cuda:2")
 
 
@@ -375,18 +375,23 @@ def test_doubts(gpu: Gpu, capability: tuple[int, int], version: str, doubted: bo
 def test_where_captured_rounds_fail_it_goes_step_by_step(
     gpu: Gpu, runs: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They do not run, or give other tokens; and the log says which."""
+    """They do not run, or give other tokens; the log says which, and what they left in the cache is gone."""
     target = make_llama(new_folder("failing") / "target", 0, torch.float16, **SMALL)
     capture = mock.Mock(side_effect=None if runs else RuntimeError("operation not permitted when stream is capturing"))
+
+    def differing(engine: Engine, rounds: object) -> list[str]:
+        engine.cache.pools[0].fill_(torch.nan)
+        return ["trees of 16 nodes"]
+
     with (
         mock.patch("treespec.build._prove"),
         mock.patch("treespec.build.is_interpreted", lambda: False),
         mock.patch("treespec.build.captured_rounds", capture),
-        mock.patch("treespec.build.GraphEngine"),
-        mock.patch("treespec.build.differing_rounds", lambda engine: ["trees of 16 nodes"]),
+        mock.patch("treespec.rounds.proof.differing_rounds", differing),
     ):
         llm = open_llm(target, [], device="cuda", dtype="float16", spec=TREES, max_num_seqs=1)
     assert capture.call_count == 1 and type(llm.engine) is Engine
+    assert not llm.engine.cache.pools[0].any()
     [warning] = [record for record in caplog.records if record.levelname == "WARNING"]
     words = "give other tokens than plain decoding here" if runs else "do not run here"
     assert f"captured rounds {words}; going step by step" in warning.getMessage()

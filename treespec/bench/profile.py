@@ -127,8 +127,8 @@ def profiled(engine: Engine) -> Iterator[Profile]:
 
         def prefill_and_wait(batch: Batch) -> None:
             prefill(batch)
-            if batch.prefill and engine.runner.target.device.type == "cuda":
-                torch.cuda.synchronize()
+            if batch.prefill and (device := engine.runner.target.device).type == "cuda":
+                torch.cuda.synchronize(device)
 
         return prefill_and_wait
 

@@ -53,7 +53,9 @@ def autotune(
     aot: Annotated[
         list[str] | None,
         _kernel(
-            "--aot", "TARGET", "Only compile, without a GPU: sm_80, sm_90, gfx942 or another one; may be repeated."
+            "--aot",
+            "TARGET",
+            "Only compile, without a GPU: sm_80, sm_86, sm_89, sm_90, sm_100, sm_120 or gfx942; may be repeated.",
         ),
     ] = None,
     as_json: Json = False,

@@ -162,10 +162,13 @@ class SsmDrafter:
             return None
         if any(request.is_sampled for request in requests) or min(self.known) < self.models[0].vocab_size:
             return None
+        depth = max(shape.max_depth for shape in forest.shapes)
+        if depth == 1:
+            return None  # roots alone are scored
         active = np.zeros((len(requests), len(self.models)), dtype=bool)
         for tree, state in enumerate(states):
             active[tree, state.active] = True
-        return levels.passes(self.cache.pools[1:], active, max(shape.max_depth for shape in forest.shapes))
+        return levels.passes(self.cache.pools[1:], active, depth)
 
     def _draft(
         self, states: Sequence[SsmState], forest: CompiledForest, levels: Levels, passes: DraftPasses,

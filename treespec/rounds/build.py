@@ -45,7 +45,7 @@ class Rounds(NamedTuple):
         limits: of the longest context.
         by_size: by the largest batch, ascending: rounds for ascending contexts.
         planners: by the largest batch.
-        nbytes: that buffers and graphs have taken of a GPU's memory.
+        nbytes: that buffers and the graphs of greedy rounds have taken of a GPU's memory.
     """
 
     limits: RoundLimits

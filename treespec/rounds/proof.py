@@ -7,43 +7,77 @@ by step, and then by captured rounds, plainly and with trees.
 
 import copy
 import itertools
+import logging
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import torch
 
 from treespec.config import SpecConfig
+from treespec.drafters.lookup import LookupDrafter
 from treespec.engine import Engine
-from treespec.metrics import Stats
+from treespec.errors import TreespecError
 from treespec.params import SamplingParams
 from treespec.request import Request
+from treespec.rounds.build import Rounds
 from treespec.rounds.engine import GraphEngine
 from treespec.sampler import Sampler
 
-_PROMPTS = (40, 3)  # tokens; the first one's repeat, so that lookup has something to say
+logger = logging.getLogger("treespec")
+
+_PROMPTS = (60, 3)  # tokens; the first one's repeat, so that lookup has something to say, and its output begins a page
 _PERIOD = 16
 _NODES = 16  # of the trees, where rounds hold so many
 _TEMPERATURES = (0.0, 0.8)
 
 
-def differing_rounds(engine: GraphEngine, max_tokens: int = 12, seed: int = 0) -> list[str]:
+def proven_rounds(engine: Engine, capture: Callable[[], Rounds], exact: bool) -> Rounds | None:
+    """Captured rounds of an engine that have given the tokens of plain decoding, or need not.
+
+    None, and a warning, where they do not run here or give others: rounds step by step need none of their graphs, and
+    the passes of both have been proven apart.
+    """
+    try:
+        rounds = capture()
+        found = differing_rounds(engine, rounds)
+    except (AssertionError, TreespecError):
+        raise
+    except Exception as error:  # whatever a driver or a compiler says that has not run them before
+        torch.cuda.synchronize(engine.runner.target.device)  # raises where the device is lost: nothing else would run
+        logger.warning("captured rounds do not run here; going step by step, which is slower", exc_info=error)
+    else:
+        if not found or not exact:
+            return rounds
+        words = "captured rounds give other tokens than plain decoding here; going step by step, which is slower: %s"
+        logger.warning(words, "; ".join(found))
+    # What they have left in the cache, perhaps NaN, must not reach the next holder of its pages.
+    engine.cache.scrub(np.arange(engine.cache.num_pages + 1))
+    return None
+
+
+def differing_rounds(engine: Engine, rounds: Rounds, max_tokens: int = 12, seed: int = 0) -> list[str]:
     """Compare captured rounds with plain decoding, greedy and sampled, for one request and for two.
 
     Args:
-        engine: an idle one. Its planners are as before afterwards, and its totals zero.
+        engine: an idle one, whose models and cache are used. What it has learned and counted stays as it is, and
+            drafters from outside are not asked.
+        rounds: captured of it.
         max_tokens: that each request emits.
         seed: of prompts and noise.
 
     Returns:
         What differed, a line each; empty where every token was equal.
     """
-    planner, planners = copy.deepcopy((engine.planner, engine.rounds.planners))
+    trial = GraphEngine(
+        engine.runner, engine.scheduler, copy.deepcopy(engine.planner), engine.ssms,
+        None if engine.lookup is None else LookupDrafter(), [], engine.max_model_len,
+        rounds._replace(planners=copy.deepcopy(rounds.planners)),
+    )  # fmt: skip
     try:
-        return _differing(engine, max_tokens, seed)
+        return _differing(trial, max_tokens, seed)
     finally:
         for request in [*engine.scheduler.running, *engine.scheduler.waiting]:
-            engine.finish(request, "abort")
-        engine.planner, engine.stats = planner, Stats()
-        engine.rounds.planners.update(planners)
+            trial.finish(request, "abort")
 
 
 def _differing(engine: GraphEngine, max_tokens: int, seed: int) -> list[str]:
@@ -53,7 +87,9 @@ def _differing(engine: GraphEngine, max_tokens: int, seed: int) -> list[str]:
     period = rng.integers(engine.runner.target.vocab_size, size=_PERIOD)
     prompts = [np.resize(period, length).tolist() for length in lengths]
     plain, nodes = SpecConfig.resolve("off", SpecConfig()), min(_NODES, engine.rounds.limits.nodes[-1])
-    ways = {"plain decoding": plain, f"trees of {nodes} nodes": SpecConfig(nodes=nodes)}
+    ways = {"plain decoding": plain}
+    if nodes > 1:
+        ways[f"trees of {nodes} nodes"] = SpecConfig(nodes=nodes)
     found = []
     counts = range(1, 1 + min(len(prompts), engine.scheduler.max_num_seqs))
     for count, temperature in itertools.product(counts, _TEMPERATURES):

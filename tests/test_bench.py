@@ -17,7 +17,8 @@ import treespec.engine
 from tests.models import OracleDrafter, greedy, make_llama, new_folder, open_llm, random_prompts, tiny, tiny_llm
 from treespec import LLM, SpecConfig
 from treespec.bench.measure import Run, Sample, interleave, run_ours
-from treespec.bench.modes import PLAIN, Mode, our_modes, peer_modes, select
+from treespec.bench.modes import PLAIN, Mode, Peer, our_modes, peer_modes, select
+from treespec.bench.peers import Transformers
 from treespec.bench.profile import MEANING, profiled, reach
 from treespec.bench.prompts import Prompt, choose, read_prompts
 from treespec.bench.report import best, comparisons, distinct_share, mismatches, percentile, summarise
@@ -25,7 +26,7 @@ from treespec.bench.run import Options, bench
 from treespec.cli import app
 from treespec.cli.bench import integers, repeat_flags
 from treespec.engine import Decided, Scored
-from treespec.errors import ConfigError
+from treespec.errors import ConfigError, ModelError
 from treespec.rounds.engine import GraphEngine
 from treespec.rounds.planner import RoundSeconds
 from treespec.tree import TokenTree
@@ -194,6 +195,17 @@ def test_acceptance_by_depth_of_a_scripted_engine() -> None:
             engine.step()
     assert profile.rounds == 4 and profile.accepted == {3: 1, 0: 1, 1: 1, 2: 1}
     assert reach(profile.accepted) == [0.75, 0.5, 0.25]
+
+
+def test_a_peer_whose_first_token_took_longer_than_all_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    peers, peer = Transformers.__new__(Transformers), Peer("hf-plain", "plain", "plain")
+    seconds = [5.0, 3.0, 1.0, 3.0]  # to the first token and of all, twice
+    monkeypatch.setattr(peers, "_generate", lambda prompts, count, options: (seconds.pop(0), [[7] * count]))
+    sample = peers.run(peer, [[1, 2]], 5)
+    assert not seconds and (sample.decode_seconds, sample.total_seconds, sample.ttft) == (2.0, 3.0, [1.0])
+    seconds = [5.0, 3.0] * 9
+    with pytest.raises(ModelError, match="hf-plain: one token took longer than 5, 5 times"):
+        peers.run(peer, [[1, 2]], 5)
 
 
 def test_captured_rounds_are_counted_and_split_as_their_graphs_take() -> None:

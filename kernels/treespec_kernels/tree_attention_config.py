@@ -75,7 +75,8 @@ class TreeAttentionConfig:
             return cls(block_m=64, block_n=64, num_warps=4, num_stages=3)
         if head_dim <= 128:
             return cls(block_m=64, block_n=64, num_warps=8, num_stages=2 if has_tensor_memory(target) else 3)
-        return cls(block_m=64, block_n=32, num_warps=8, num_stages=3 if shared_bytes(target) > 100 << 10 else 2)
+        # Three stages take 100 KB.
+        return cls(block_m=64, block_n=32, num_warps=8, num_stages=3 if shared_bytes(target) >= 100 << 10 else 2)
 
     @classmethod
     def _default_of_amd(cls, dtype: torch.dtype, head_dim: int) -> TreeAttentionConfig:

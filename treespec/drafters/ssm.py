@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
 from treespec.cache import KVCache
 from treespec.drafters.compiled_forest import CompiledForest
@@ -19,7 +18,8 @@ from treespec.drafters.drawn import DrawnForest
 from treespec.drafters.forest import Forest, Laws, Shape
 from treespec.drafters.levels import CompiledLevels, Levels, levels_for
 from treespec.drafters.plan import Drafted, DraftPlan, GrowthRule
-from treespec.drafters.ssm_state import Rows, SsmState, open_mass, places_of, softmax_at
+from treespec.drafters.ssm_rows import Rows, score_rows, softmax_at
+from treespec.drafters.ssm_state import SsmState, open_mass, places_of
 from treespec.drafters.trust import WINDOW, Trust
 from treespec.models.compiled import CompiledDecoder
 from treespec.models.decoder import Decoder, Pass
@@ -356,7 +356,7 @@ class SsmDrafter:
             rows = [RequestRows.chain(start, stop - start, r.pages) for r, start, stop in chains]
             tokens = np.array([token for r, start, stop in chains for token in r.tokens[start:stop]])
             layout = self.models[ssm].plan(rows, self.cache.pools[1 + ssm])
-            probs = self._forward(ssm, layout, tokens, scored).probs
+            probs = self._score_rows(ssm, layout, tokens, scored).probs
             first = 0
             for (request, _, stop), count in zip(chains, wanted, strict=True):
                 state = self._state(request)
@@ -400,7 +400,7 @@ class SsmDrafter:
                 (request, slice(row, row + 1), request.context_len + 1)
                 for (request, _), row in zip(served, rows.tolist(), strict=True)
             ]
-            probs, logits = self._forward(ssm, layouts[key], tokens, scored, guessed)
+            probs, logits = self._score_rows(ssm, layouts[key], tokens, scored, guessed)
             self._passes, self._request_passes = self._passes + 1, self._request_passes + len(own)
             if len(self.models) > 1:
                 for (request, state), start, end in zip(served, starts, last, strict=True):
@@ -433,49 +433,18 @@ class SsmDrafter:
                 (requests[owner], place, requests[owner].context_len + 1 + forest.depth)
                 for owner, place in places.items()
             ]
-            probs, logits = self._forward(ssm, levels.plan(ssm, rows), at.tokens[rows], np.arange(len(rows)), guessed)
+            probs, logits = self._score_rows(
+                ssm, levels.plan(ssm, rows), at.tokens[rows], np.arange(len(rows)), guessed
+            )
             self._passes, self._request_passes = self._passes + 1, self._request_passes + len(places)
             for owner, place in places.items():
                 states[owner].scores[-1][ssm] = (logits if requests[owner].is_sampled else probs)[place]
             results.append(Laws(ssm, rows, probs))
         return results
 
-    def _forward(
-        self,
-        ssm: int,
-        layout: Pass,
-        tokens: np.ndarray,
-        scored: np.ndarray,
+    def _score_rows(
+        self, ssm: int, layout: Pass, tokens: np.ndarray, scored: np.ndarray,
         guessed: Sequence[tuple[Request, slice, int]] = (),
-    ) -> Rows:
-        """One pass of an SSM over some rows; the scores of the scored ones.
-
-        `guessed` names, for a part of the scored rows, the request and the position of the token that they guess: its
-        temperature and noise go into their probabilities.
-        """
+    ) -> Rows:  # fmt: skip
         model, pool = self.models[ssm], self.cache.pools[1 + ssm]
-        hidden = model.forward(torch.from_numpy(tokens).to(model.device), layout, pool)
-        if not len(scored):
-            nothing = np.empty((0, model.vocab_size), dtype=np.float32)
-            return Rows(nothing, nothing)
-        hidden = hidden[: len(tokens)]
-        if len(scored) < len(tokens):
-            hidden = hidden[torch.from_numpy(scored)]
-        sampled = [guess for guess in guessed if guess[0].is_sampled]
-        compiled = model if isinstance(model, CompiledDecoder) and self.known[ssm] == model.vocab_size else None
-        if compiled is not None and not sampled:
-            probs = compiled.probs(hidden).numpy()
-            return Rows(probs, probs)
-        logits = model.logits(hidden).float()
-        logits[:, self.known[ssm] :] = -torch.inf
-        tempered = logits.clone() if sampled else logits
-        others = np.ones(len(scored), dtype=bool)
-        for request, part, position in sampled:
-            assert request.sampler is not None
-            request.sampler.temper(tempered[part], position, request.spec.verification)
-            others[part] = False
-        result = torch.softmax(tempered, -1)
-        if compiled is not None and others.any():  # as without the sampled ones beside them
-            result[torch.from_numpy(others)] = compiled.probs(hidden[torch.from_numpy(others)])
-        probs = result.cpu().numpy()
-        return Rows(probs, logits.cpu().numpy() if sampled else probs)
+        return score_rows(model, pool, self.known[ssm], layout, tokens, scored, guessed)

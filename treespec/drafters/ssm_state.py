@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
@@ -14,11 +13,6 @@ from treespec.tree import TokenTree
 def open_mass(seed: TokenTree) -> float:
     """The chance that a seed does not say what follows its root."""
     return max(1.0 - float(seed.probs[seed.parents == 0].sum()), 0.0) if len(seed) > 1 else 1.0
-
-
-def softmax_at(logits: np.ndarray, token: int) -> float:
-    """The probability of one token."""
-    return float(np.exp(logits[token] - logits.max()) / np.exp(logits - logits.max()).sum())
 
 
 def grown_masks(masks: np.ndarray, above: np.ndarray) -> np.ndarray:
@@ -35,14 +29,6 @@ def grown_masks(masks: np.ndarray, above: np.ndarray) -> np.ndarray:
     nodes = np.arange(first, first + count)
     grown[nodes, nodes] = True
     return grown
-
-
-class Rows(NamedTuple):
-    """An SSM's probabilities as drafts are made by, and its own logits where they are not the same thing: where a
-    request samples. float32 [num rows, vocab] each."""
-
-    probs: np.ndarray
-    logits: np.ndarray
 
 
 @dataclass

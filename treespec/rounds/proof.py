@@ -25,7 +25,7 @@ from treespec.sampler import Sampler
 
 logger = logging.getLogger("treespec")
 
-_PROMPTS = (60, 3)  # tokens; the first one's repeat, so that lookup has something to say, and its output begins a page
+_PROMPTS = (60, 3)  # tokens; the first one's repeat, so that lookup has something to say; outputs cross a page
 _PERIOD = 16
 _NODES = 16  # of the trees, where rounds hold so many
 _TEMPERATURES = (0.0, 0.8)

@@ -23,13 +23,8 @@ class Clock(Protocol):
     def seconds(self, calls: Sequence[Call]) -> float:
         """Of one call, when all of them take turns."""
 
-    def copies(self, num_bytes: int, held: int) -> int:
-        """How many copies of inputs take turns, so that none is found in a cache.
-
-        Args:
-            num_bytes: that a call reads and writes of one.
-            held: bytes that one takes.
-        """
+    def copies(self, num_bytes: int) -> int:
+        """How many copies of inputs of `num_bytes` take turns, so that none is found in a cache."""
 
     def copy_bandwidth(self) -> float:
         """Bytes read and written per second by a copy: the ceiling of what is bound by memory."""
@@ -74,11 +69,11 @@ class CudaClock:
         end.synchronize()
         return start.elapsed_time(end) / 1e3
 
-    def copies(self, num_bytes: int, held: int) -> int:
+    def copies(self, num_bytes: int) -> int:
         if num_bytes >= 4 * self._cache:  # its end drives its beginning out
             return 1
         wanted = 1 + math.ceil(2 * self._cache / max(num_bytes, 1))
-        return max(2, min(wanted, MAX_COPIES, 1 + COPIED_BYTES // max(held, 1)))
+        return max(2, min(wanted, MAX_COPIES, 1 + COPIED_BYTES // max(num_bytes, 1)))
 
     def copy_bandwidth(self) -> float:
         size = min(BANDWIDTH_BYTES, torch.cuda.mem_get_info(self.device)[0] // 4)
@@ -94,7 +89,7 @@ class HostClock:
             call()
         return (time.perf_counter() - start) / len(calls)
 
-    def copies(self, num_bytes: int, held: int) -> int:
+    def copies(self, num_bytes: int) -> int:
         return 2
 
     def copy_bandwidth(self) -> float:

@@ -252,7 +252,7 @@ def measure(problem: Problem, config: Any, clock: Clock) -> Measurement:
             workload.check(config)
         seconds = {}
         for workload in problem.workloads:
-            copies = clock.copies(workload.bytes, workload.held)
+            copies = clock.copies(workload.bytes)
             workload.prepare(copies)
             seconds[workload.load] = clock.seconds([partial(workload.run, config, copy) for copy in range(copies)])
     except torch.OutOfMemoryError:  # says nothing about the configuration

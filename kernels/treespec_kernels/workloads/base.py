@@ -60,7 +60,6 @@ class Workload(ABC, Generic[InputsT]):
         load: what distinguishes workloads of one key: "rows 32".
         weight: the share of this load in the time that tuning minimises, among the loads of one key.
         bytes, flops: what any implementation must move and compute, of one run.
-        held: bytes that one copy of the inputs takes.
     """
 
     op: ClassVar[str]
@@ -69,10 +68,6 @@ class Workload(ABC, Generic[InputsT]):
     weight: float = 1.0
     bytes: int
     flops: int
-
-    @property
-    def held(self) -> int:
-        return self.bytes
 
     def __init__(self, device: torch.device, dtype: torch.dtype, fixed_order_dot: bool = False):
         self.device, self.dtype, self._fixed_order_dot = device, dtype, fixed_order_dot

@@ -1,12 +1,9 @@
 """`treespec bench`: what it counts, what it prints, what it refuses. Nothing here depends on a time."""
 
 import json
-import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,21 +11,17 @@ import pytest
 from typer.testing import CliRunner
 
 import treespec.engine
-from tests.models import OracleDrafter, greedy, make_llama, new_folder, open_llm, random_prompts, tiny, tiny_llm
-from treespec import LLM, SpecConfig
-from treespec.bench.measure import Run, Sample, interleave, run_ours
-from treespec.bench.modes import PLAIN, Mode, Peer, our_modes, peer_modes, select
-from treespec.bench.peers import Transformers
-from treespec.bench.profile import MEANING, profiled, reach
+from tests.models import make_llama, new_folder, open_llm, random_prompts, tiny, tiny_llm
+from treespec import LLM
+from treespec.bench.measure import Sample
+from treespec.bench.modes import PLAIN, Mode, our_modes, peer_modes, select
+from treespec.bench.profile import MEANING
 from treespec.bench.prompts import Prompt, choose, read_prompts
 from treespec.bench.report import best, comparisons, distinct_share, mismatches, percentile, summarise
 from treespec.bench.run import Options, bench
 from treespec.cli import app
 from treespec.cli.bench import integers, repeat_flags
-from treespec.engine import Decided, Scored
-from treespec.errors import ConfigError, ModelError
-from treespec.rounds.engine import GraphEngine
-from treespec.rounds.planner import RoundSeconds
+from treespec.errors import ConfigError
 from treespec.tree import TokenTree
 from treespec.verify import Verified, verify_greedy
 from treespec_weights import default_folder
@@ -165,83 +158,6 @@ def test_a_planted_fault_is_reported(ids_file: Path, lent: LLM, monkeypatch: pyt
     assert plain["mismatches"] == 0 and tree["mismatches"] > 0
 
 
-class ScriptedEngine:
-    """Rounds of one request, as (accepted drafted tokens, emitted tokens): it may stop inside its path."""
-
-    def __init__(self, rounds: list[tuple[int, int]]):
-        self.ssms, self.lookup, self.drafters, self.rounds = None, None, [], rounds
-        self.request = SimpleNamespace(tokens=[0])
-
-    def step(self) -> None:
-        accepted, _ = self.rounds[0]
-        self.forward()
-        scored = Scored(self.request, TokenTree.root(0), np.zeros(1))  # type: ignore[arg-type]
-        self.commit([Decided(scored, Verified(np.arange(1 + accepted), 7))])
-
-    def commit(self, decided: list[Decided]) -> None:
-        _, emitted = self.rounds.pop(0)
-        self.request.tokens += [7] * emitted
-
-    def forward(self) -> None:
-        pass
-
-    prefill = propose = update = verify = forward
-
-
-def test_acceptance_by_depth_of_a_scripted_engine() -> None:
-    engine = ScriptedEngine([(3, 4), (0, 1), (1, 2), (5, 2)])
-    with profiled(engine) as profile:  # type: ignore[arg-type]
-        while engine.rounds:
-            engine.step()
-    assert profile.rounds == 4 and profile.accepted == {3: 1, 0: 1, 1: 1, 2: 1}
-    assert reach(profile.accepted) == [0.75, 0.5, 0.25]
-
-
-def test_a_peer_whose_first_token_took_longer_than_all_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    peers, peer = Transformers.__new__(Transformers), Peer("hf-plain", "plain", "plain")
-    seconds = [5.0, 3.0, 1.0, 3.0]  # to the first token and of all, twice
-    monkeypatch.setattr(peers, "_generate", lambda prompts, count, options: (seconds.pop(0), [[7] * count]))
-    sample = peers.run(peer, [[1, 2]], 5)
-    assert not seconds and (sample.decode_seconds, sample.total_seconds, sample.ttft) == (2.0, 3.0, [1.0])
-    seconds = [5.0, 3.0] * 9
-    with pytest.raises(ModelError, match="hf-plain: one token took longer than 5, 5 times"):
-        peers.run(peer, [[1, 2]], 5)
-
-
-def test_captured_rounds_are_counted_and_split_as_their_graphs_take() -> None:
-    class Batch:
-        def run(self, requests: object, levels: int, nodes: int) -> list[Any]:
-            time.sleep(1e-3)
-            return [SimpleNamespace(tokens=[7] * count) for count in (4, 1, 0)]
-
-    engine = GraphEngine.__new__(GraphEngine)
-    seconds = RoundSeconds(first_level=2.0, next_level=1.0, verify={1: 4.0, 8: 5.0}, host=9.0)
-    batch = Batch()
-    rounds = SimpleNamespace(by_size={1: [batch]}, planners={1: SimpleNamespace(seconds=seconds)})
-    vars(engine).update(ssms=None, lookup=None, drafters=[], rounds=rounds)
-    with profiled(engine) as profile:
-        batch.run([], 4, 8)
-    assert profile.rounds == 1 and profile.accepted == {3: 1, 0: 1}, "a request that computed NaN accepted nothing"
-    draft, forward = profile.timers["draft"].total, profile.timers["forward"].total
-    assert draft > 0 and draft == pytest.approx(forward), "(2 + 3 * 1) : 5"
-    assert "run" not in vars(batch)
-
-
-def test_acceptance_of_an_oracle() -> None:
-    target, _ = tiny()
-    prompts = random_prompts([6, 11])
-    plain = open_llm(target).generate(prompts, greedy(16), spec="off")
-    truths = [output.prompt_token_ids + output.outputs[0].token_ids for output in plain]
-    llm = open_llm(target, [OracleDrafter(truths, depth=3)])
-    run = {"tree": lambda batch, seeds: run_ours(llm, SpecConfig(nodes=16), batch, 16)}
-    [sample] = interleave(run, prompts, batch=1, repeats=1)["tree"]
-    assert sample.tokens == [output.outputs[0].token_ids for output in plain]
-    assert sample.passes == [4, 4] and sample.rounds == 8 and sample.decoded == 32
-    assert sample.accepted == {3: 8} and reach(sample.accepted) == [1.0, 1.0, 1.0]
-    assert sample.accepted_by_source["oracle"] == 24
-    assert interleave(run, prompts, batch=2, repeats=1)["tree"][0].rounds == 4
-
-
 def test_looping_outputs_are_left_out() -> None:
     lively, looping = list(range(40)), [1, 2] * 20
     assert distinct_share(lively) == 1.0 and distinct_share(looping) < 0.1 and distinct_share([1]) == 1.0
@@ -291,39 +207,6 @@ def test_best_and_comparisons() -> None:
 
 
 # --- how it runs
-
-
-def test_the_profile_restores_the_engine() -> None:
-    llm = tiny_llm()
-    before = [set(vars(owner)) for owner in (llm.engine, llm.engine.ssms, llm.engine.lookup)]
-    with pytest.raises(ZeroDivisionError), profiled(llm.engine) as profile:
-        assert "step" in vars(llm.engine) and "propose" in vars(llm.engine.ssms)
-        llm.generate(random_prompts([5]), greedy(6), spec=SpecConfig(nodes=8))
-        raise ZeroDivisionError
-    assert [set(vars(owner)) for owner in (llm.engine, llm.engine.ssms, llm.engine.lookup)] == before
-    assert list(profile.parts) == list(MEANING) and profile.prefill_seconds > 0
-    assert all((seconds > 0) == (part != "noise") for part, seconds in profile.parts.items()), "greedy has no noise"
-    own = sum(profile.parts.values()) + profile.prefill_seconds
-    assert own == pytest.approx(profile.timers["step"].total)
-
-
-def test_every_batch_is_decoded_by_every_mode_in_turn() -> None:
-    ran: list[tuple[str, int]] = []
-
-    def mode(name: str) -> Run:
-        def run(prompts: Sequence[list[int]], seeds: Sequence[int]) -> Sample:
-            ran.append((name, len(prompts)))
-            return Sample(tokens=list(prompts), decoded=len(prompts), nodes=1, parts={"draft": 1.0})
-
-        return run
-
-    samples = interleave({name: mode(name) for name in "abc"}, [[1], [2], [3]], batch=2, repeats=2)
-    assert [count for _, count in ran] == [2, 2, 2, 1, 1, 1] * 2
-    orders = ["".join(name for name, _ in ran[i : i + 3]) for i in range(0, 12, 3)]
-    assert orders == ["abc", "bca", "cab", "abc"]
-    assert {name: len(each) for name, each in samples.items()} == dict.fromkeys("abc", 2)
-    for sample in samples["b"]:
-        assert sample.tokens == [[1], [2], [3]] and (sample.decoded, sample.nodes, sample.parts) == (3, 2, {"draft": 2})
 
 
 def test_modes() -> None:

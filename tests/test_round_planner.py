@@ -17,11 +17,13 @@ def tree(chances: list[float]) -> tuple[np.ndarray, np.ndarray]:
     return values, np.arange(len(values), dtype=np.int32)
 
 
-def simulate(planner: RoundPlanner, chance: float, rounds: int, max_nodes: int = 32) -> list[RoundPlan]:
+def simulate(
+    planner: RoundPlanner, chance: float, rounds: int, max_nodes: int = 32, max_depth: int = 4
+) -> list[RoundPlan]:
     """Rounds over text of which each level is foretold with one chance, and takes as long as modelled."""
     rng, plans = np.random.default_rng(0), []
     for _ in range(rounds):
-        plan = planner.choose(4, max_nodes)
+        plan = planner.choose(max_depth, max_nodes)
         depth = min(plan.levels, plan.nodes - 1)
         held = next((d for d in range(depth) if rng.random() >= chance), depth)
         planner.observe(plan, [tree([chance] * depth)], [held], planner.seconds.of(*plan))
@@ -41,10 +43,26 @@ def test_text_that_drafts_do_not_know_is_decoded_plainly() -> None:
     assert speculated and plans[-1] == PLAIN
 
 
-def test_dear_drafts_are_left_alone() -> None:
+def test_what_could_not_pay_is_never_tried() -> None:
+    """Were all of it accepted, it would still be slower."""
     dear = RoundSeconds(4.0, 4.0, dict.fromkeys(NODES, 1.0))
-    plans = simulate(RoundPlanner(dear, 4, NODES), 0.9, 300)
-    assert plans.count(PLAIN) > 290
+    assert set(simulate(RoundPlanner(dear, 4, NODES), 0.9, 300)) == {PLAIN}
+
+
+def test_one_look_tells_how_deep_to_draft() -> None:
+    """The first tree is the largest, and the best plan follows from it, not from hundreds of rounds."""
+    planner = RoundPlanner(CHEAP, 12, NODES)
+    plans = simulate(planner, 0.97, 6, max_depth=12)
+    assert plans[0] == RoundPlan(12, 32) and min(plan.levels for plan in plans) >= 10
+    shallow = simulate(RoundPlanner(CHEAP, 12, NODES), 0.3, 12, max_depth=12)
+    assert shallow[0] == RoundPlan(12, 32) and max(plan.levels for plan in shallow[2:]) <= 2
+
+
+def test_a_look_is_no_dearer_than_two_rounds() -> None:
+    seconds = RoundSeconds(0.1, 0.1, {1: 1.0, 8: 1.1, 16: 2.0, 32: 9.0})
+    plans = simulate(RoundPlanner(seconds, 4, NODES), 0.02, 500)
+    assert max(seconds.of(*plan) for plan in plans) <= 2 * 1.5 and PLAIN in plans
+    assert {plan.nodes for plan in plans} == {1, 8, 16}
 
 
 def test_hope_returns_when_the_text_changes() -> None:

@@ -39,7 +39,7 @@ from treespec.resolve import (
     resolve_model,
 )
 from treespec.round_costs import CostCurve
-from treespec.rounds.build import captured_rounds, planned_bytes, round_limits, stack_sizes
+from treespec.rounds.build import SLOTS, captured_rounds, planned_bytes, round_limits, stack_sizes
 from treespec.rounds.engine import GraphEngine
 from treespec.rounds.proof import proven_rounds
 from treespec.runner import Runner
@@ -117,7 +117,7 @@ def build(
     natives = [each for each in (target, *(draft.config for draft in group)) if isinstance(each, ModelConfig)]
 
     shapes = [target.shape, *(draft.config.shape for draft in group)]
-    scratch = max(spec.max_nodes, MAX_SLOTS)
+    scratch = max(spec.max_nodes, MAX_SLOTS, SLOTS if products == "triton" else 0)
     cache_dtype = computed if compiles else make_attention(kind, target.shape, computed, where).cache_dtype
     page = KVCache.bytes_per_page(shapes, cache_dtype)
     page += int(ROOM * KVCache.bytes_per_page([draft.config.shape for draft in foreign], cache_dtype))

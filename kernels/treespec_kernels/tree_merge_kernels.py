@@ -161,13 +161,13 @@ def merge_level(
 def aot_specs(shape: KernelShape, target: str | None = None) -> list[KernelSpec]:
     """A usual round and a large one. Trees know nothing of the model, so every shape gives the same."""
     specs = []
-    for num_ssms, frontier, proposals in ((3, 8, 8), (4, 16, 8)):
+    for num_ssms, frontier, proposals in ((4, 8, 8), (4, 16, 8)):
         constants = blocks_of(num_ssms, frontier, proposals, 4)
         specs.append(
             KernelSpec(
                 kernel=merge_level,
                 types=dict.fromkeys(("probs", "weights", "cand_values", "frontier_values"), "*fp32"),
-                constants=constants | {"MAX_DEPTH": 8, "BLOCK_W": block_of(9)},
+                constants=constants | {"MAX_DEPTH": 12, "BLOCK_W": block_of(13)},
                 options={"num_warps": warps_of(constants), "enable_fp_fusion": False},
                 config={"num_ssms": num_ssms, "frontier": frontier, "proposals": proposals},
             )

@@ -65,7 +65,7 @@ def start_round(
 
 def aot_specs(shape: KernelShape, target: str | None = None) -> list[KernelSpec]:
     """Trees know nothing of the model but its tokens, so every shape gives the same."""
-    frontier, depth, candidates = 8, 8, 2048
+    frontier, depth, candidates = 8, 12, 3072
     constants = {
         "CANDIDATES": candidates,
         "FRONTIER": frontier,

@@ -78,7 +78,7 @@ def propose_seeds(
 def aot_specs(shape: KernelShape, target: str | None = None) -> list[KernelSpec]:
     """The batches that captured rounds make. Trees know nothing of the model, so every shape gives the same."""
     constants: dict[str, int | bool] = {
-        "SEEDS": 32, "FRONTIER": 8, "PROPOSALS": 8, "CANDIDATES": 2048, "BLOCK_S": 32, "BLOCK_F": 8,
+        "SEEDS": 32, "FRONTIER": 8, "PROPOSALS": 8, "CANDIDATES": 3072, "BLOCK_S": 32, "BLOCK_F": 8,
     }  # fmt: skip
     return [
         KernelSpec(

@@ -117,7 +117,7 @@ def select_nodes(
 def aot_specs(shape: KernelShape, target: str | None = None) -> list[KernelSpec]:
     """A usual round and the largest. Trees know nothing of the model, so every shape gives the same."""
     specs = []
-    for candidates, max_depth, max_nodes in ((192, 8, 64), (512, 8, 256)):
+    for candidates, max_depth, max_nodes in ((256, 12, 64), (512, 8, 256)):
         constants = blocks_of(candidates, max_depth, max_nodes)
         specs.append(
             KernelSpec(

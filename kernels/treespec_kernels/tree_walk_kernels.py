@@ -78,7 +78,7 @@ def walk_down(
 def aot_specs(shape: KernelShape, target: str | None = None) -> list[KernelSpec]:
     """A usual round and the largest. Trees know nothing of the model, so every shape gives the same."""
     specs = []
-    for max_depth, max_nodes in ((8, 64), (16, 256)):
+    for max_depth, max_nodes in ((12, 64), (12, 256)):
         constants = blocks_of(max_depth, max_nodes)
         specs.append(
             KernelSpec(

@@ -7,11 +7,13 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.models import greedy, make_draft, make_llama, new_folder, open_llm, random_prompts
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.request import RequestOutput
 from treespec.rounds.batch import BatchRound
+from treespec.rounds.build import MAX_DEPTH
 from treespec.rounds.engine import GraphEngine
 from treespec.rounds.inputs import RoundInput
 from treespec.rounds.proof import differing_rounds
@@ -102,3 +104,20 @@ def test_passes_that_need_not_be_exact(folders: tuple[Path, list[Path]]) -> None
     assert kernel.call_count
     cpu = open_llm(folders[0], attention="cpu-packed", max_num_seqs=1).generate(PROMPTS[:1], greedy(4))
     assert tokens_of(trees) == tokens_of(cpu)
+
+
+def test_the_deepest_round(folders: tuple[Path, list[Path]]) -> None:
+    """A draft that is always right, and sure of it: one round brings a token of each of its levels, and one more."""
+    root = new_folder("sure")
+    target = make_draft(root / "target", folders[0], 0, 0.0)
+    tensors = load_file(target / "model.safetensors")
+    save_file(tensors | {"lm_head.weight": 20 * tensors["lm_head.weight"]}, target / "model.safetensors")
+    drafts = [make_draft(root / "ssm", target, 1, 0.0)]
+    with mock.patch("treespec.build._prove"):
+        spec = SpecConfig(nodes=16, sources=("ssm",))
+        llm = open_llm(target, drafts, spec=spec, attention="triton", linear="triton", max_num_seqs=1)
+    [deep] = llm.generate(PROMPTS[:1], greedy(MAX_DEPTH + 1))
+    cpu = open_llm(target, attention="cpu-packed", max_num_seqs=1).generate(PROMPTS[:1], greedy(MAX_DEPTH + 1))
+    assert tokens_of([deep]) == tokens_of(cpu)
+    assert deep.metrics.target_passes == 1
+    llm.engine.check_integrity()

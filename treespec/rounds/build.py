@@ -25,7 +25,10 @@ from treespec_kernels.tree_attention import SegmentPartition
 from treespec_kernels.triton_launch import is_interpreted
 from treespec_kernels.tuned import KernelConfigs
 
-MAX_DEPTH = 8  # levels of a captured round at most
+MAX_DEPTH = 12  # levels of a captured round at most
+SLOTS = (
+    1 + (MAX_DEPTH - 1) * FRONTIER
+)  # that drafts write behind a request: the root's, and every frontier's but the last
 NODES = (1, 8, 16, 32, 64)  # rows of the target pass by graph
 # Programs are launched for every segment of a context: shorter ones get their own graphs.
 CONTEXTS = (4096, 16384, 65536)

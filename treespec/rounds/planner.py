@@ -3,7 +3,8 @@
 A round's levels and nodes are chosen before it starts, as nothing is read back inside it. What each choice would have
 held is learned from the trees that come back: a node's value is the chance that it is accepted, so the tokens that a
 smaller tree would have brought are the sum of its best nodes' values. The choice is the one with the most tokens per
-second; where none beats plain decoding, rounds are plain, and speculation is tried again now and then.
+second; where none beats plain decoding, rounds are plain. Now and then, and first of all, a round looks at a larger
+tree, which tells of all smaller ones.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,10 @@ import numpy as np
 _MEMORY = 0.1  # weight of the newest round in the running means
 _USUAL = 0.7  # what a level is assumed to hold of the one before it, before it was tried
 _MARGIN = 1.04  # over plain decoding, below which a gain counts as none
-_LOOK, _LONGEST_LOOK = 32, 1024  # rounds after which the largest tree is tried again; each time in vain doubles them
+# Rounds after which a larger tree is looked at: at first, and once a look has shown something new; each one in vain
+# doubles them.
+_FIRST_LOOK, _LOOK, _LONGEST_LOOK = 16, 32, 1024
+_DEAREST_LOOK = 2.0  # what a look may take, in rounds of the best plan
 _LARGEST_STEP = 2.0  # factor between a measured time and the learned one beyond which it counts as a disturbance
 
 
@@ -70,7 +74,8 @@ class RoundPlanner:
         self._ratios = np.full_like(self._modelled, np.nan)
         self._plain_ratio, self._ratio = np.nan, 1.0
         self._truth = 1.0  # accepted tokens over those that values promised
-        self._wait, self._since = _LOOK, 0
+        self._seen = np.zeros_like(self._held)  # trees that said what each choice holds
+        self._wait = self._since = _FIRST_LOOK  # rounds: between looks, and since the last one
 
     def choose(self, max_depth: int, max_nodes: int) -> RoundPlan:
         """The best plan within a depth and a number of nodes; `PLAIN` where speculation does not pay."""
@@ -78,17 +83,32 @@ class RoundPlanner:
         if depth < 1 or most == 1:
             return PLAIN
         count = self.nodes.index(most) + 1
-        rates = np.where(self._levels[:depth, None] < self._rows[:count], self._rates()[:depth, :count], 0.0)
-        level, column = divmod(int(rates.argmax()), count)
-        best = RoundPlan(level + 1, self.nodes[column])
-        if rates[level, column] <= _MARGIN * self.rate(PLAIN):
+        exists = self._levels[:depth, None] < self._rows[:count]
+        rates = np.where(exists, self._rates()[:depth, :count], 0.0)
+        best = self._plan_at(rates.argmax(), count)
+        if self.rate(best) <= _MARGIN * self.rate(PLAIN):
             best = PLAIN
-        largest = RoundPlan(min(depth, most - 1), most)
-        self._since += best != largest
+        look = self._look(best, exists)
+        self._since += best != look
         if self._since < self._wait:
             return best
         self._since, self._wait = 0, min(2 * self._wait, _LONGEST_LOOK)
-        return largest
+        return look
+
+    def _look(self, best: RoundPlan, exists: np.ndarray) -> RoundPlan:
+        """The dearest plan, which tells most, that may be tried beside `best`, and would pay were all of it accepted.
+
+        Args:
+            exists: bool [levels, nodes], the plans to choose from.
+        """
+        seconds = self._seconds()[: len(exists), : exists.shape[1]]
+        pays = (1.0 + self._levels[: len(exists), None]) / seconds > _MARGIN * self.rate(PLAIN)
+        tried = np.where(exists & pays & (seconds <= _DEAREST_LOOK * self._seconds_of(best)), seconds, 0.0)
+        return self._plan_at(tried.argmax(), exists.shape[1]) if tried.any() else best
+
+    def _plan_at(self, place: int | np.integer, columns: int) -> RoundPlan:
+        level, column = divmod(int(place), columns)
+        return RoundPlan(level + 1, self.nodes[column])
 
     def fitting(self, nodes: int) -> int:
         """The rows of the smallest graph that holds so many nodes, or the largest one's."""
@@ -97,7 +117,7 @@ class RoundPlanner:
     def rate(self, plan: RoundPlan) -> float:
         """Tokens per second that a plan is expected to bring each request."""
         if not plan.levels:
-            return 1.0 / (self.seconds.of(*plan) * self._known(self._plain_ratio))
+            return 1.0 / self._seconds_of(PLAIN)
         return float(self._rates()[self._place(plan)])
 
     def observe(
@@ -116,8 +136,9 @@ class RoundPlanner:
         if not plan.levels or not trees:
             return
         held = np.mean([self._held_by(values, depths, plan) for values, depths in trees], axis=0)
-        known = self._held[: plan.levels, : held.shape[1]]
-        known += _MEMORY * (held - known)
+        part = np.s_[: plan.levels, : held.shape[1]]
+        self._seen[part] += 1
+        self._held[part] += np.maximum(_MEMORY, 1 / self._seen[part]) * (held - self._held[part])
         # More levels or nodes hold no less than fewer: what was not seen is raised with what was.
         self._held = np.maximum.accumulate(np.maximum.accumulate(self._held, 0), 1)
         promised = float(held[-1, -1])
@@ -136,8 +157,16 @@ class RoundPlanner:
         return ((allowed & (place < rows[:, None, None])) * value).sum(2).T
 
     def _rates(self) -> np.ndarray:
-        ratios = np.where(np.isnan(self._ratios), self._ratio, self._ratios)
-        return (1.0 + self._truth * self._held) / (self._modelled * ratios)
+        return (1.0 + self._truth * self._held) / self._seconds()
+
+    def _seconds(self) -> np.ndarray:
+        """What a round takes by levels and nodes, as learned."""
+        return self._modelled * np.where(np.isnan(self._ratios), self._ratio, self._ratios)
+
+    def _seconds_of(self, plan: RoundPlan) -> float:
+        if plan.levels:
+            return float(self._seconds()[self._place(plan)])
+        return self.seconds.of(*plan) * self._known(self._plain_ratio)
 
     def _known(self, ratio: float) -> float:
         return self._ratio if np.isnan(ratio) else ratio

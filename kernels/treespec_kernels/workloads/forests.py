@@ -10,10 +10,11 @@ from ..device_trees import DeviceForest
 from ..tree_merge import tree_merge_ref, tree_merge_triton
 from ..tree_root import tree_root_ref, tree_root_triton
 
-LEVELS = 4
+# As in captured rounds, lookup being the fourth source.
+LEVELS = 12
 FRONTIER = 8
-SSMS = 3
-PROPOSALS = 4
+SSMS = 4
+PROPOSALS = 8
 VOCAB = 12  # so small that SSMs often name the same token
 
 
@@ -46,10 +47,10 @@ def empty_forest(requests: int, device: torch.device) -> DeviceForest:
     )
 
 
-def forest_inputs(requests: int, generator: torch.Generator) -> ForestInputs:
-    """Proposals of SSMs that are sure of little, for every level."""
+def forest_inputs(requests: int, generator: torch.Generator, levels: int = LEVELS) -> ForestInputs:
+    """Proposals of SSMs that are sure of little, for the first `levels` levels."""
     device = generator.device
-    size = (LEVELS, SSMS, requests, FRONTIER, PROPOSALS)
+    size = (levels, SSMS, requests, FRONTIER, PROPOSALS)
     tokens = torch.rand(*size[:-1], VOCAB, generator=generator, device=device).argsort(-1)[..., :PROPOSALS]
     probs = torch.rand(size, generator=generator, device=device).sort(-1, descending=True).values / PROPOSALS
     return ForestInputs(

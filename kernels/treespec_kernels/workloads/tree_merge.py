@@ -1,4 +1,4 @@
-"""The growth of every tree of a batch, root and all levels: what a round of drafting adds to the SSMs' passes."""
+"""The growth of every tree of a batch, root and levels: what drafting adds to the SSMs' passes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import Any
 import torch
 
 from .base import Setting, Tensors, Workload, equal
-from .forests import LEVELS, ForestInputs, forest_inputs, forest_key, num_bytes, tensors_of
+from .forests import ForestInputs, forest_inputs, forest_key, num_bytes, tensors_of
+
+MERGED = 2  # levels: the first one with one node to propose at, and one like all further ones
 
 
 class TreeMergeWorkload(Workload[ForestInputs]):
-    """`tree_root`, and `tree_merge` for each of four levels."""
+    """`tree_root`, and `tree_merge` for each of `MERGED` levels."""
 
     op = "tree_merge"
 
@@ -20,13 +22,13 @@ class TreeMergeWorkload(Workload[ForestInputs]):
         super().__init__(setting.device, setting.dtype)
         self.requests = requests
         self.key = forest_key()
-        self.load = f"requests {requests}, levels {LEVELS}"
-        made = forest_inputs(requests, torch.Generator().manual_seed(0))
+        self.load = f"requests {requests}, levels {MERGED}"
+        made = forest_inputs(requests, torch.Generator().manual_seed(0), MERGED)
         self.bytes = num_bytes((made.tokens, made.probs, *tensors_of(made.forest)))
         self.flops = 0
 
     def make(self, generator: torch.Generator) -> ForestInputs:
-        return forest_inputs(self.requests, generator)
+        return forest_inputs(self.requests, generator, MERGED)
 
     def run(self, config: Any, copy: int = 0) -> Tensors:
         self.inputs[copy].grow()

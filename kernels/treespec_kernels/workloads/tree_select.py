@@ -42,7 +42,7 @@ def select_inputs(requests: int, nodes: int, generator: torch.Generator) -> Sele
 
 
 class TreeSelectWorkload(Workload[SelectInputs]):
-    """Trees of `nodes` nodes out of four levels of candidates."""
+    """Trees of `nodes` nodes out of all levels' candidates."""
 
     op = "tree_select"
 

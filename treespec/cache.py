@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treespec.memory import lazy_zeros
 from treespec_kernels.kv_commit import kv_commit_cpu, kv_commit_triton
 from treespec_kernels.tree_batch import PAGE_SIZE
 from treespec_weights.rules import ModelShape
@@ -58,9 +59,10 @@ class KVCache:
 
     @staticmethod
     def allocate(shape: ModelShape, num_pages: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-        """[num_layers, 2, num_pages, num_kv_heads, PAGE_SIZE, head_dim] of zeros: stale slots stay finite."""
+        """[num_layers, 2, num_pages, num_kv_heads, PAGE_SIZE, head_dim] of zeros: stale slots stay finite. On a CPU
+        memory is taken as pages are first written."""
         size = (shape.num_layers, 2, num_pages, shape.num_kv_heads, PAGE_SIZE, shape.head_dim)
-        return torch.zeros(size, dtype=dtype, device=device)
+        return lazy_zeros(size, dtype, torch.device(device))
 
     @staticmethod
     def bytes_per_page(shapes: Sequence[ModelShape], dtype: torch.dtype) -> int:

@@ -17,9 +17,9 @@ from treespec.config import ModelConfig, SpecConfig
 from treespec.drafters.base import Drafter
 from treespec.errors import ConfigError, KernelError, ModelError
 from treespec.loading import libraries_folder
+from treespec.memory import free_memory
 from treespec.models.attention import ATTENTIONS
 from treespec.models.compiled import check_compiled
-from treespec.rounds.build import release_cached
 from treespec_kernels.linear import LinearImpl, onednn_available
 from treespec_kernels.tree_batch import PAGE_SIZE
 from treespec_weights import HubError, default_folder, default_names, fetch, is_hub_id
@@ -128,24 +128,6 @@ def resolve_dtype(dtype: str | torch.dtype, stored: torch.dtype, device: torch.d
     if chosen not in DTYPES.values():
         raise ConfigError(f"dtype={dtype!r}; valid: {', '.join(DTYPES)}")
     return chosen
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that are free now; on a CPU within the limit of the control group."""
-    if device.type == "cuda":
-        release_cached(device)  # an engine before this one may have left some
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):  # macOS has the first two and not the third, Windows none
-        free = 8 << 30
-        logger.warning("the free memory is unknown here; assuming %d GiB", free >> 30)
-    try:
-        group = Path("/sys/fs/cgroup")
-        left = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
-    except (OSError, ValueError):  # no control group, or no limit
-        return free
-    return max(min(free, left), 0)
 
 
 def resolve_max_model_len(

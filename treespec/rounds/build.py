@@ -1,6 +1,5 @@
 """Captured rounds of an engine: which sizes there are, and what they take."""
 
-import gc
 import itertools
 import statistics
 import time
@@ -14,6 +13,7 @@ import torch
 from treespec.cache import pages_for
 from treespec.config import ModelConfig, SpecConfig
 from treespec.drafters.ssm import SsmDrafter
+from treespec.memory import release_cached
 from treespec.models.triton_decoder import TritonDecoder, stacked
 from treespec.rounds.batch import BatchRound
 from treespec.rounds.inputs import CHILDREN, FRONTIER, RoundLimits
@@ -89,13 +89,6 @@ def captured_rounds(
     release_cached(target.device)
     by_size = {size: rounds[size] for size in sorted(rounds)}
     return Rounds(limits, by_size, planners, _reserved(target.device) - before)
-
-
-def release_cached(device: torch.device) -> None:
-    """Give back what torch holds of a GPU's memory and nobody uses."""
-    if device.type == "cuda":
-        gc.collect()
-        torch.cuda.empty_cache()
 
 
 def _reserved(device: torch.device) -> int:

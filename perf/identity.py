@@ -28,6 +28,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from treespec import LLM, RequestOutput, SamplingParams, SpecConfig
+from treespec.bench.run import commit
 from treespec.engine import Decided, Engine
 from treespec.runner import Runner
 from treespec_weights import default_folder, default_names
@@ -226,7 +227,7 @@ def greedy(args: argparse.Namespace) -> int:
     if reference is not None:
         print(f"plain against transformers, float32: {reference}")
     report = {"nodes": args.nodes, "threads": torch.get_num_threads(), "torch": torch.__version__}
-    report["compile"] = args.compile
+    report |= {"compile": args.compile, "commit": commit()}
     report |= {"runs": results, "transformers": reference}
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -77,6 +77,15 @@ def test_both_devices_in_one_operation_are_refused(gpu: Gpu) -> None:
     assert (torch.ones(3, device="cuda") + torch.tensor(1.0)).tolist() == [2.0] * 3
 
 
+def test_what_cpp_decides_by_a_tensors_device(gpu: Gpu) -> None:
+    """There a GPU's tensors are meta ones: what is made beside them must keep its values."""
+    x = torch.arange(6.0, device="cuda").view(3, 2)
+    assert x[[2, 0]].tolist() == [[4.0, 5.0], [0.0, 1.0]] == x[np.array([2, 0])].tolist()
+    x[[1], 1] = 9.0
+    assert x[1].tolist() == [2.0, 9.0]
+    assert torch.softmax(x.half(), -1, dtype=torch.float32).sum().item() == 3.0
+
+
 def test_a_kernel_does_not_take_the_hosts_memory(gpu: Gpu) -> None:
     with pytest.raises(ValueError, match="of the host"):
         row_topk_triton(torch.ones(2, 8), 1)
@@ -87,6 +96,7 @@ def test_a_kernel_does_not_take_the_hosts_memory(gpu: Gpu) -> None:
     [
         lambda x: x.sum().item(), lambda x: x.tolist(), lambda x: x.cpu(), lambda x: x[x > 1], lambda x: x.nonzero(),
         lambda x: bool((x > 1).any()), lambda x: x.repeat_interleave(x.long()), lambda x: x[torch.tensor([1])],
+        lambda x: x[[1, 2]], lambda x: x.__setitem__([1], 1.0),
     ],
 )  # fmt: skip
 def test_waiting_is_counted_and_not_captured(gpu: Gpu, waits: object) -> None:

@@ -88,7 +88,7 @@ class Gpu:
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         device = kwargs.get("device")
         # Numbers beside a GPU's tensors C++ itself puts where it takes those to be.
-        wants_gpu = device is not None and torch.device(device).type in ("cuda", "meta")
+        wants_gpu = device is not None and _is_gpu(device)
         tensors = tensors_in((args, kwargs))
         on_gpu = any(isinstance(tensor, GpuTensor) for tensor in tensors)
         if not (wants_gpu or on_gpu):
@@ -124,7 +124,7 @@ class Gpu:
         else:
             host = source = args[0]
             device = kwargs.pop("device", None)
-            to_gpu, late = torch.device(device or source.device).type == "cuda", kwargs.get("non_blocking", False)
+            to_gpu, late = _is_gpu(device or source.device), kwargs.get("non_blocking", False)
             kwargs.pop("pin_memory", None)
         if to_gpu and isinstance(source, GpuTensor):
             return self._run(func, args, kwargs)
@@ -313,6 +313,11 @@ def _with_index(to: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _indexed(device: Any) -> Any:
     return DEVICE if torch.device(device) == torch.device("cuda") else device
+
+
+def _is_gpu(device: Any) -> bool:
+    """Where C++ itself names a tensor's device, a GPU's is meta."""
+    return torch.device(device).type in ("cuda", "meta")
 
 
 def _meta(values: Any) -> Any:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only
@@ -51,11 +52,24 @@ class GpuTensor(Tensor):
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(_with_values(index))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        super().__setitem__(_with_values(index), value)
+
     def untyped_storage(self) -> torch.UntypedStorage:
         return self.inner.untyped_storage()
 
     def __repr__(self, **kwargs: Any) -> str:
         return f"GpuTensor({self.inner})"
+
+
+def _with_values(index: Any) -> Any:
+    """An index whose lists are the host's tensors: C++ would make them where it takes the indexed one to be."""
+    if isinstance(index, tuple):
+        return tuple(_with_values(part) for part in index)
+    return torch.as_tensor(index) if isinstance(index, list | np.ndarray) else index
 
 
 def inner_of(value: Any) -> Any:
@@ -102,7 +116,9 @@ def waits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | Non
 
 def check_devices(func: Any, tensors: Iterable[Tensor]) -> None:
     """Refuse what mixes devices, as CUDA does: of the host's tensors only numbers go with a GPU's."""
-    strangers = [tensor for tensor in tensors if not isinstance(tensor, GpuTensor) and tensor.dim() > 0]
+    strangers = [tensor for tensor in tensors if not isinstance(tensor, GpuTensor)]
+    assert not any(tensor.is_meta for tensor in strangers), f"{func}: C++ has made a tensor without values"
+    strangers = [tensor for tensor in strangers if tensor.dim() > 0]
     if strangers and func.overloadpacket not in (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_):
         raise RuntimeError(
             f"{func}: expected all tensors on cuda:0, but found one of {list(strangers[0].shape)} on cpu"

@@ -147,6 +147,15 @@ CASES = TYPICAL | {
 }  # fmt: skip
 
 
+def small(name: str, layers: int = 2, vocab: int = 61) -> dict[str, Any]:
+    """Changes that leave the first layers of a typical model: two where there are two kinds, one of each."""
+    case = TYPICAL[name]
+    if case.model_type == "gpt2":
+        return {"n_layer": layers, "vocab_size": vocab}
+    kinds = {"layer_types": case.config["layer_types"][:layers]} if "layer_types" in case.config else {}
+    return {"num_hidden_layers": layers, "vocab_size": vocab} | kinds
+
+
 def make_model(folder: Path, case: Case, seed: int, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
     """A checkpoint with every parameter random, biases, norms and positions too; `changes` go before the config's."""
     torch.manual_seed(seed)

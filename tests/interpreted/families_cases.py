@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.families import TYPICAL, Case, make_model
+from tests.families import TYPICAL, make_model, small
 from tests.models import greedy, make_draft, new_folder, open_llm, random_prompts
 from treespec import SpecConfig
 from treespec.cache import KVCache
@@ -35,18 +35,10 @@ CHOSEN = list(TYPICAL) if NAMED == [""] else NAMED
 IN_ROUNDS = ["gemma3", "gpt_neox", "gpt2"] if NAMED == [""] else NAMED
 
 
-def small(case: Case) -> dict[str, object]:
-    """Changes that leave two layers of a family, one of each kind."""
-    if case.model_type == "gpt2":
-        return {"n_layer": 2, "vocab_size": VOCAB}
-    kinds = {"layer_types": case.config["layer_types"][:2]} if "layer_types" in case.config else {}
-    return {"num_hidden_layers": 2, "vocab_size": VOCAB} | kinds
-
-
 @pytest.fixture(scope="module")
 def folders() -> dict[str, Path]:
     root = new_folder("families")
-    return {name: make_model(root / name, TYPICAL[name], 3, **small(TYPICAL[name])) for name in CHOSEN}
+    return {name: make_model(root / name, TYPICAL[name], 3, **small(name)) for name in CHOSEN}
 
 
 def rows_of_tree(context: int, pages: np.ndarray) -> RequestRows:

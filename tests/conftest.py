@@ -18,8 +18,14 @@ settings.load_profile("treespec")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not _takes_minutes(item))  # first, so that no process ends with one while others wait
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _takes_minutes(item: pytest.Item) -> bool:
+    """Whether a test runs cases in Triton's interpreter."""
+    return isinstance(item, pytest.Function) and "run_cases" in item.function.__code__.co_names

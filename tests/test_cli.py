@@ -398,3 +398,23 @@ def test_colour_only_where_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_tables_are_aligned() -> None:
     assert table([("name", "n"), ("a", "12")]) == "name   n\na     12"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="redirections of a Unix shell")
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("generate <&-", "no prompt: stdin is closed"),
+        ("generate --file - <&-", "no prompt: stdin is closed"),
+        ("generate x >&-", "stdout is closed; give a file, or /dev/null"),
+        ("nosuch 2>&-", ""),
+        ("nosuch --json >/dev/full", "error: No such command 'nosuch'"),
+        (r"generate $(printf '\377')", "the PROMPT is not UTF-8 at character 0"),
+    ],
+)
+def test_streams_that_are_closed_or_full(command: str, message: str) -> None:
+    if "/dev/full" in command and not Path("/dev/full").exists():
+        pytest.skip("no /dev/full here")
+    shell = f'"{sys.executable}" -m treespec {command}'
+    done = subprocess.run(["sh", "-c", shell], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr

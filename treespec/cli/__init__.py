@@ -3,6 +3,7 @@
 Nothing here imports torch before a command needs it: `treespec --help` answers at once.
 """
 
+import os
 import sys
 from typing import Annotated
 
@@ -23,6 +24,11 @@ app.command()(autotune.autotune)
 
 def main() -> None:
     """The entry point."""
+    if sys.stderr is None:  # closed by the caller, who wants to hear nothing
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stdout is None:
+        print("error: stdout is closed; give a file, or /dev/null where only the exit code matters", file=sys.stderr)
+        sys.exit(2)
     for stream in (sys.stdout, sys.stderr):  # a terminal without some character shows "?" instead of a traceback
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     app(prog_name="treespec")

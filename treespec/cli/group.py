@@ -57,8 +57,11 @@ def _is_users(error: Exception) -> bool:
 
 def _report(kind: str, message: str, as_json: bool) -> None:
     if as_json:
-        print_json({"error": {"type": kind, "message": message}})
-    else:
+        try:
+            print_json({"error": {"type": kind, "message": message}})
+        except OSError:  # nothing can be written there: a full disk, which may be what is reported
+            as_json = False
+    if not as_json:
         typer.echo(f"error: {message}", err=True)
 
 

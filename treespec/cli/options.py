@@ -82,10 +82,16 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
     if prompt is not None and file is not None:
         raise usage_error(f"both a PROMPT and --file {file} were given; drop one of them")
     if prompt is not None:
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:  # how Python hands over an argument's bytes that it cannot decode
+            raise usage_error(f"the PROMPT is not UTF-8 at character {error.start}: {prompt[:40]!r}") from None
         return prompt
+    piped = file is None or file == "-"
+    if piped and sys.stdin is None:
+        raise usage_error("no prompt: stdin is closed; give PROMPT or --file F, or pipe it in")
     if file is None and sys.stdin.isatty():
         raise usage_error("no prompt; give PROMPT or --file F, or pipe it in")
-    piped = file is None or file == "-"
     data = sys.stdin.buffer.read() if piped else Path(str(file)).expanduser().read_bytes()
     source = "stdin" if piped else file
     try:

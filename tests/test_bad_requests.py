@@ -14,7 +14,7 @@ import torch
 from tests.models import VOCAB, greedy, open_llm, random_prompts, tiny, tiny_llm, tree_of
 from tests.speech import speaking_llm
 from treespec import SamplingParams, SpecConfig
-from treespec.errors import ConfigError, DraftError, RequestError, TreespecError
+from treespec.errors import ConfigError, DraftError, RequestError
 from treespec.request import Request
 from treespec.tree import Draws, TokenTree
 
@@ -35,10 +35,13 @@ PROMPTS: list[tuple[Any, str]] = [
     (None, "None"),
     (7, "7"),
     ({}, "prompt_token_ids"),
-    ({"prompt": "x"}, "prompt_token_ids"),
+    ({"prompt": "x", "multi_modal_data": {}}, "keys of a dict: 'prompt' and 'prompt_token_ids'"),
+    ({"prompt": None}, "None"),
     ({"prompt_token_ids": None}, "None"),
-    (torch.tensor([1, 2]), "tensor"),
-    ([torch.tensor([1, 2])], "tensor"),
+    (torch.tensor([1.0, 2.0]), "1.0"),
+    ([torch.tensor([True])], "True"),
+    ("a\ud800", r"text 'a\ud800' has the lone surrogate '\ud800' at 1"),
+    ([{"prompt": "\udcffb"}], r"'\udcff' at 0"),
     ([1] * 256, "a prompt of 256 tokens, but max_model_len=256"),
     ([1] * 5000, "a prompt of 5000 tokens"),
     (b"bytes", "b'bytes'"),
@@ -57,15 +60,23 @@ def test_prompts(prompt: Any, message: str) -> None:
     assert llm.engine.scheduler.is_idle
 
 
-def test_token_ids_of_numpy() -> None:
+ARRAYS: dict[str, Any] = {
+    "array": np.array([3, 4, 5]),
+    "numpy integers": [np.int64(3), np.int32(4), np.uint8(5)],
+    "list of arrays": [np.array([3, 4, 5], dtype=np.int32)],
+    "rows": np.array([[3, 4, 5]]),
+    "tensor": torch.tensor([3, 4, 5]),
+    "list of tensors": [torch.tensor([3, 4, 5])],
+    "dict": {"prompt_token_ids": np.array([3, 4, 5])},
+}
+
+
+@pytest.mark.parametrize("kind", ARRAYS)
+def test_token_ids_of_numpy_and_torch(kind: str) -> None:
     (expected,) = tiny_llm().generate([3, 4, 5], greedy(3))
-    for prompt in (np.array([3, 4, 5]), [np.int64(3), np.int64(4), np.int64(5)]):
-        try:
-            (output,) = tiny_llm().generate(prompt, greedy(3))
-        except TreespecError as error:
-            assert "token ids" in str(error) or "int" in str(error)
-        else:
-            assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+    (output,) = tiny_llm().generate(ARRAYS[kind], greedy(3))
+    assert output.prompt_token_ids == [3, 4, 5] and {type(token) for token in output.prompt_token_ids} == {int}
+    assert output.outputs[0].token_ids == expected.outputs[0].token_ids
 
 
 def test_bad_prompts_among_good_ones() -> None:
@@ -82,11 +93,27 @@ def test_bad_prompts_among_good_ones() -> None:
     assert outputs[1].error is None
 
 
+def test_texts_that_no_tokenizer_takes() -> None:
+    """Half of a character, wherever a tokenizer would meet it: the request fails, and no other."""
+    llm = speaking_llm()
+    good = llm.generate("def", greedy(3))[0].outputs[0].token_ids
+    bad = "a\ud800"
+    cases = [("def", {"bad_words": [bad]}), ("def", {"stop": bad}), (bad, {}), ("def", {})]
+    outputs = llm.generate([prompt for prompt, _ in cases], [SamplingParams(max_tokens=3, **o) for _, o in cases])
+    assert ["lone surrogate" in str(output.error) for output in outputs] == [True, True, True, False]
+    assert outputs[3].outputs[0].token_ids == good
+    template = "{{ messages[0].content }}"
+    asked = [[{"role": "user", "content": content}] for content in ("def", bad)]
+    outputs = llm.chat(asked, greedy(3), chat_template=template)
+    assert outputs[0].outputs[0].token_ids == good and "lone surrogate" in str(outputs[1].error)
+
+
 CALLS: list[tuple[dict[str, Any], str]] = [
     ({"sampling_params": {"max_tokens": 3}}, "sampling_params={'max_tokens': 3}"),
     ({"sampling_params": 3}, "sampling_params=3"),
     ({"sampling_params": [SamplingParams()] * 2}, "2 sampling_params for 1 prompts"),
     ({"sampling_params": ["x"]}, "'x'"),
+    ({"samplng_params": None}, "unknown 'samplng_params' (did you mean 'sampling_params'?)"),
     ({"spec": "on"}, "spec='on'"),
     ({"spec": 16}, "spec=16"),
     ({"spec": SpecConfig(nodes=65)}, "a tree of 65 nodes, but this engine keeps 64"),

@@ -129,7 +129,7 @@ def test_a_difference_names_its_output(loaded: LLM, monkeypatch: pytest.MonkeyPa
         (["--temperature", "-0.5"], "ConfigError", "temperature=-0.5"),
         (["--temperature", "1", "--top-p", "0"], "ConfigError", "top_p=0"),
         (["--temperature", "1", "--min-p", "2"], "ConfigError", "min_p=2.0"),
-        (["--temperature", "1", "--seed", "-1"], "ConfigError", "seed=-1"),
+        (["--temperature", "1", "--seed", "-2"], "ConfigError", "seed=-2"),
         (["--temperature", "1", "-n", "0"], "ConfigError", "n=0"),
         (["-n", "2"], "ConfigError", "n=2 with temperature=0"),
         (["--verification", "typical"], "ConfigError", "typical"),

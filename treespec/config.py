@@ -10,6 +10,7 @@ import torch
 
 from treespec.errors import ConfigError, ModelError, VariantError, reject_unknown
 from treespec.layers import LayerKind, Rope, read_layers
+from treespec.scalars import plain
 from treespec_weights.families import family_of
 from treespec_weights.files import resolve_folder
 from treespec_weights.quant_schemes import QuantScheme, scheme_of
@@ -31,6 +32,14 @@ _PENDING_SOURCES = ("suffix", "medusa", "eagle", "mlp")
 def not_yet(option: str, value: object, valid: str) -> ConfigError:
     """The error for an option that the API names and this version does not implement."""
     return ConfigError(f"{option}={value!r} is not implemented yet; valid now: {valid}")
+
+
+def _plain(value: Any) -> Any:
+    """Lists and arrays as tuples, integers of numpy as Python's; everything else as it is, to be checked."""
+    value = plain(value)
+    if isinstance(value, list | tuple):
+        return tuple(map(_plain, value))
+    return value
 
 
 @dataclass(frozen=True, init=False)
@@ -87,7 +96,7 @@ class SpecConfig:
         reject_unknown("SpecConfig", unknown, names)
         given = (nodes, max_depth, policy, branching, verification, draws, sources, max_ssms)
         for name, value in zip(names, given, strict=True):
-            object.__setattr__(self, name, tuple(value) if isinstance(value, list) else value)
+            object.__setattr__(self, name, _plain(value))
         self._check()
 
     def _check(self) -> None:

@@ -1,13 +1,16 @@
 """Text of a growing output: stable pieces for streaming, and stop strings.
 
-Tokens are decoded together with a few before them, because a tokenizer may treat the first token of a text apart. A
-piece is released once it ends in a whole character and cannot be the beginning of a stop string.
+A token's text is what it adds to that of the tokens before it, a few of which are decoded along with it, because a
+tokenizer may treat the first token of a text apart. So the text is that of all tokens at once, as far as no token
+changes what those before it wrote; and whether or not it is watched while it grows, it is made token by token. A piece
+is released once it ends in a whole character and cannot be the beginning of a stop string.
 """
 
 from collections.abc import Callable, Sequence
 
 _BROKEN = "\ufffd"  # what a decoder writes for bytes that are no character, or not yet
-_WINDOW = 6  # tokens decoded ahead of the new ones
+_WINDOW = 6  # tokens decoded ahead of the new ones, at least
+_CHARACTER = 4  # bytes of the longest one: among as many places to cut at, one lies between characters
 
 
 class Detokenizer:
@@ -24,41 +27,52 @@ class Detokenizer:
         self, decode: Callable[[list[int]], str], prompt: Sequence[int], stop: Sequence[str], include_stop: bool
     ):
         self._decode, self._stop, self._include_stop = decode, tuple(stop), include_stop
-        self._window = list(prompt[-_WINDOW:])  # tokens since a point where characters were whole, and a few before
-        self._known = len(self._whole_characters(decode(self._window)))  # characters of the window that are in `text`
+        self._window = self._end_of(prompt)  # tokens since a point where characters were whole, and a few before
+        self._decoded = decode(self._window)
+        self._known = len(self._whole_characters(self._decoded))  # characters of it that are in `text`, or the prompt's
         self.text = ""
         self.stopped_by: str | None = None
         self._released = 0
         self._may_stop = True
 
     def push(self, token: int, may_stop: bool = True) -> bool:
-        """Add a token; True where it brought a stop string, and `may_stop`. `text` then ends there."""
+        """Add a token; True where it brought a stop string, and `may_stop`. `text` then ends there.
+
+        Bytes at the end that are no whole character wait for the rest of it.
+        """
         self._may_stop = may_stop
-        self._extend([token])
-        return self.stopped_by is not None
-
-    def push_all(self, tokens: Sequence[int]) -> None:
-        """Add a whole output at once, where nobody watches it grow."""
-        self._extend(tokens)
-        self.flush()
-
-    def _extend(self, tokens: Sequence[int]) -> None:
-        """Bytes at the end that are no whole character wait for the rest of it."""
-        self._window.extend(tokens)
-        decoded = self._decode(self._window)
+        decoded = self._decode([*self._window, token])
+        if decoded and decoded == self._decoded and not self._decode([token]):
+            return False  # not shown: many of these must not fill the window, or the next word would seem the first
+        self._window.append(token)
+        self._decoded = decoded
         whole = self._whole_characters(decoded)
         self._add(whole[self._known :])
         self._known = max(self._known, len(whole))
-        if len(whole) == len(decoded):
-            self._window = self._window[-_WINDOW:]
-            self._known = len(self._whole_characters(self._decode(self._window)))
+        if len(whole) == len(decoded) and len(self._window) >= 2 * _WINDOW:
+            self._shorten()
+        return self.stopped_by is not None
+
+    def _end_of(self, prompt: Sequence[int]) -> list[int]:
+        """As much of the prompt's end as shows some text that begins with a whole character."""
+        count = _WINDOW
+        while count < len(prompt) and self._decode(list(prompt[-count:]))[:1] in ("", _BROKEN):
+            count *= 2
+        return list(prompt[-count:])
+
+    def _shorten(self) -> None:
+        """Keep the end of the window where it decodes to the end of what the window does."""
+        for count in range(_WINDOW, _WINDOW + _CHARACTER):
+            decoded = self._decode(self._window[-count:])
+            if decoded[:1] not in ("", _BROKEN) and self._decoded.endswith(decoded):
+                self._window, self._decoded, self._known = self._window[-count:], decoded, len(decoded)
+                return
 
     def flush(self) -> None:
         """The output has ended: what was waiting for the rest of a character is shown as it is."""
         if self.stopped_by is None:
-            decoded = self._decode(self._window)
-            self._add(decoded[self._known :])
-            self._known = len(decoded)
+            self._add(self._decoded[self._known :])
+            self._known = max(self._known, len(self._decoded))
 
     def release(self, ended: bool) -> str:
         """Text that was not handed out yet and cannot change any more."""

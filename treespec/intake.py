@@ -1,9 +1,9 @@
 """From prompts and parameters to requests, and from finished requests to what the user gets."""
 
-import inspect
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from numbers import Integral
 from typing import Any
 
@@ -18,10 +18,14 @@ from treespec.params import SamplingParams
 from treespec.request import CompletionOutput, PromptGroup, Request, RequestMetrics, RequestOutput, new_request_id
 from treespec.sampler import Sampler, new_seed
 from treespec.sampling import Logprob
+from treespec.scalars import as_int, plain
+from treespec.tokenizer import UserTokenizer, check_text
 
 logger = logging.getLogger("treespec")
 
-Prompt = str | Sequence[int] | dict[str, list[int]]
+Prompt = str | Sequence[int] | np.ndarray | torch.Tensor | dict[str, Any]
+
+_PROMPT_KEYS = ("prompt", "prompt_token_ids")  # of a dict, as of vLLM's TextPrompt and TokensPrompt
 
 
 @dataclass(frozen=True)
@@ -29,14 +33,15 @@ class Intake:
     """What requests are made with.
 
     Args:
-        tokenizer: with `encode` and `decode`, or None.
-        vocab_size, eos_token_ids: of the target.
+        tokenizer: or None.
+        vocab_size: of the target.
+        eos_token_ids: of the target and of the tokenizer.
         max_model_len: positions of the longest request.
         device: of the target's logits.
         kernel_noise: whether noise is computed by a kernel (`Sampler`).
     """
 
-    tokenizer: Any
+    tokenizer: UserTokenizer | None
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     max_model_len: int
@@ -47,12 +52,14 @@ class Intake:
         self, prompt: Any, params: SamplingParams, spec: SpecConfig, stream: bool = False
     ) -> list[Request] | RequestOutput:
         """The samples of a prompt, or, where it is bad, its finished output with the error."""
-        text, tokens = prompt if isinstance(prompt, str) else None, []
+        given = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+        text, tokens = given if isinstance(given, str) else None, []
         request_id = new_request_id()
         try:
             if isinstance(prompt, Conversation):
-                text = prompt.render(self.tokenizer)
-                prompt = self._tokens_of(text)
+                assert self.tokenizer is not None, "conversations are made for a tokenizer"
+                text = prompt.render(self.tokenizer.own)
+                prompt = self.tokenizer.encode(text, special=False)
             tokens = self._encode(prompt)
             self._check(tokens, params)
             seed = params.seed if params.seed is not None or params.temperature == 0 else new_seed()
@@ -72,10 +79,13 @@ class Intake:
         self, request_id: str, tokens: list[int], text: str | None, params: SamplingParams, spec: SpecConfig,
         seed: int | None, sample: int, stream: bool,
     ) -> Request:  # fmt: skip
+        if params.logprobs == -1:
+            params = replace(params, logprobs=self.vocab_size)
         request = Request(tokens, params, spec, text, eos_token_ids=self.eos_token_ids, seed=seed)
         request.output_id, request.sample = request_id, sample
         request.request_id = request_id if params.n == 1 else f"{request_id}.{sample}"
-        request.max_tokens = min(params.max_tokens, self.max_model_len - len(tokens))
+        room = self.max_model_len - len(tokens)
+        request.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         request.detokenizer = self.detokenizer(tokens, params) if stream or params.stop else None
         if not params.is_argmax:
             spellings = self._spell(params.bad_words)
@@ -88,22 +98,24 @@ class Intake:
     def _encode(self, prompt: Any) -> list[int]:
         """Token ids of a prompt. Raises RequestError where it is none."""
         if isinstance(prompt, dict):
-            if list(prompt) != ["prompt_token_ids"]:
-                raise RequestError(f'prompt {prompt!r}; a dict has the key "prompt_token_ids" and no other')
-            prompt = prompt["prompt_token_ids"]
+            if not prompt or any(key not in _PROMPT_KEYS for key in prompt):
+                raise RequestError(f"prompt {prompt!r}; keys of a dict: {' and '.join(map(repr, _PROMPT_KEYS))}")
+            prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError(f"a text prompt {prompt[:40]!r}, but the model has no tokenizer; give token ids")
             prompt = self.tokenizer.encode(prompt)
+        prompt = plain(prompt)
         if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
-            raise RequestError(f"prompt {prompt!r}; valid: text, a list of token ids, or {{'prompt_token_ids': [...]}}")
+            raise RequestError(f"prompt {prompt!r}; valid: text, a list of token ids, or a dict of one of them")
         if not len(prompt):
             raise RequestError("an empty prompt; give at least one token")
         tokens = []
-        for token in prompt:
-            if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= int(token) < self.vocab_size:
-                raise RequestError(f"prompt token {token!r}; valid: ints from 0 to {self.vocab_size - 1}")
-            tokens.append(int(token))
+        for given in prompt:
+            token = as_int(given, 0)
+            if token is None or token >= self.vocab_size:
+                raise RequestError(f"prompt token {given!r}; valid: ints from 0 to {self.vocab_size - 1}")
+            tokens.append(token)
         return tokens
 
     def _check(self, tokens: list[int], params: SamplingParams) -> None:
@@ -119,6 +131,8 @@ class Intake:
                 raise RequestError(f"stop={params.stop!r} needs a tokenizer; use stop_token_ids")
             if params.bad_words:
                 raise RequestError(f"bad_words={params.bad_words!r} needs a tokenizer; use logit_bias")
+        for text in params.stop:
+            check_text(text)
         if params.logprobs is not None and params.logprobs > self.vocab_size:
             raise RequestError(f"logprobs={params.logprobs}; the vocabulary has {self.vocab_size} tokens")
         for token in params.logit_bias or {}:
@@ -127,34 +141,22 @@ class Intake:
 
     def _spell(self, words: Sequence[str]) -> list[list[int]]:
         """Token ids of each word, as it stands and behind a space, where the model has these tokens."""
-        if not words:
-            return []
         spellings: list[list[int]] = []
         for word in words:
+            assert self.tokenizer is not None, "checked with the parameters"
             for text in (word.lstrip(), " " + word.lstrip()):
-                ids = self._tokens_of(text)
+                ids = self.tokenizer.encode(text, special=False)
                 if not ids:
                     raise RequestError(f"bad_words: {word!r} has no tokens")
                 if ids not in spellings and max(ids) < self.vocab_size:
                     spellings.append(ids)
         return spellings
 
-    def _tokens_of(self, text: str) -> list[int]:
-        """Token ids of a text as it stands, without special tokens around it."""
-        encode, options = self.tokenizer.encode, {}
-        if "add_special_tokens" in inspect.signature(encode).parameters:
-            options["add_special_tokens"] = False
-        return [int(token) for token in encode(text, **options)]
-
     def detokenizer(self, prompt: Sequence[int], params: SamplingParams) -> Detokenizer | None:
         """For the text of an output; None without a tokenizer."""
         if self.tokenizer is None:
             return None
-        tokenizer, skip = self.tokenizer, params.skip_special_tokens
-
-        def decode(tokens: list[int]) -> str:
-            return tokenizer.decode(tokens, skip_special_tokens=skip)
-
+        decode = partial(self.tokenizer.decode, skip_special=params.skip_special_tokens)
         return Detokenizer(decode, prompt, params.stop, params.include_stop_str_in_output)
 
     def output(self, samples: Sequence[Request]) -> RequestOutput:
@@ -170,8 +172,9 @@ class Intake:
         tokens = request.output_token_ids
         detokenizer = request.detokenizer
         if detokenizer is None and (detokenizer := self.detokenizer(request.prompt_token_ids, request.params)):
-            shown = tokens[:-1] if request.ended == "stop" else tokens  # the end token is not text
-            detokenizer.push_all(shown)
+            keeps_end = request.ended != "stop" or request.params.include_stop_str_in_output
+            for token in tokens if keeps_end else tokens[:-1]:
+                detokenizer.push(token)
         if detokenizer is not None:
             detokenizer.flush()
         text = None if detokenizer is None else detokenizer.text
@@ -194,8 +197,7 @@ def as_list(prompts: Any) -> list[Any]:
     """One prompt or several, as a list of prompts."""
     if isinstance(prompts, str | dict):
         return [prompts]
-    if isinstance(prompts, np.ndarray):
-        prompts = prompts.tolist()
+    prompts = plain(prompts)
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
         raise ConfigError(f"prompts={prompts!r}; valid: text, token ids, or a list of those")
     if len(prompts) and all(isinstance(item, Integral) for item in prompts):

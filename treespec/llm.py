@@ -2,25 +2,28 @@
 
 import inspect
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from treespec.adapter.trace import AdapterConfig
 from treespec.build import Built, build
 from treespec.chat import Message, conversations
 from treespec.config import SpecConfig
-from treespec.defaults import default_sampling_params
+from treespec.defaults import check_generation_config, default_sampling_params
 from treespec.errors import ConfigError, RequestError, reject_unknown
 from treespec.intake import Intake, Prompt, as_list
 from treespec.params import SamplingParams
 from treespec.request import Request, RequestOutput, StreamChunk
 from treespec.resolve import on_device, resolve_device
 from treespec.rounds.engine import GraphEngine
-from treespec.tokenizer import load_tokenizer
+from treespec.scalars import plain
+from treespec.tokenizer import UserTokenizer, load_tokenizer
 from treespec_kernels.tree_batch import PAGE_SIZE
 
 
@@ -33,8 +36,9 @@ class LLM:
             embedded target, and none with any other; [] means none. A draft may have another tokenizer than the model:
             its guesses are then translated, or it writes text; `stats()` says how each is connected.
         spec: how to speculate; calls may override it.
-        tokenizer: a folder, or a tokenizer object with `encode` and `decode`; None is the model folder's own. Without
-            one, prompts and outputs are token ids and `text` is None.
+        tokenizer: a folder, or an object with `encode(text)` and `decode(ids)`, such as transformers' and tokenizers'
+            have; None is the model folder's own. Without one, prompts and outputs are token ids and `text` is None.
+            Its `eos_token_id` ends an output as the model's own end tokens do.
         device: "auto" (this thread's GPU where there is one), "cpu", "cuda", or one of several, such as "cuda:1".
         dtype: "auto" (the checkpoint's; float32 on a CPU without bf16 instructions), a name, or a torch dtype.
         exact: refuse to run where trees would not have the bits of plain decoding. False lets a GPU take the vendor's
@@ -51,8 +55,8 @@ class LLM:
             float32 and bfloat16, `attention` and `linear` at "auto", a compiler, a family that it covers; the log says
             why not. True refuses to go without.
         generation_config: where the parameters of a call without any come from: "auto" (the model's
-            generation_config.json, or what a model in memory has), "treespec" (the defaults of `SamplingParams`), or a
-            folder.
+            generation_config.json, or what a model in memory has), "treespec" (the defaults of `SamplingParams`),
+            "vllm" (vLLM's: temperature 1, 16 tokens), or a folder.
         backend: "native" is treespec's own decoder; "transformers" runs transformers' own code of any architecture
             whose attention can be replaced, slower; "auto" takes it, for each model, where no native family fits.
         quantization: "int8" (a scale for every output) or "int4" (one for 128, 64 or 32 inputs) quantises the weights
@@ -88,19 +92,24 @@ class LLM:
         reject_unknown("LLM", unknown, list(inspect.signature(LLM).parameters)[:-1])
         self.spec = SpecConfig.resolve(spec, SpecConfig())
         where = resolve_device(device)
+        check_generation_config(generation_config)
+        spoken = None if tokenizer is None else UserTokenizer(load_tokenizer(tokenizer, ""))
         with torch.inference_mode(), on_device(where):
             self._built: Built = build(
-                model, drafts, self.spec, where, dtype, exact, max_num_seqs, max_model_len, attention, prefill_chunk,
-                compile, linear, cuda_graphs, backend, quantization,
+                model, drafts, self.spec, where, dtype, exact, plain(max_num_seqs), plain(max_model_len), attention,
+                plain(prefill_chunk), compile, linear, cuda_graphs, backend, quantization,
             )  # fmt: skip
         self._kept: Any = model, drafts  # models in memory: the engine itself does not keep them alive
         self.engine, self.config = self._built.engine, self._built.config
         target = self._built.target
         given = target.source.generation if isinstance(target, AdapterConfig) else None
         self._default_params = default_sampling_params(generation_config, target.folder, given)
-        self._tokenizer = load_tokenizer(tokenizer, target.folder)
+        if spoken is None and (found := load_tokenizer(None, target.folder)) is not None:
+            spoken = UserTokenizer(found)
+        self._tokenizer = None if spoken is None else spoken.own
+        ends = (*target.eos_token_ids, *(() if spoken is None else spoken.eos_token_ids))
         self._intake = Intake(
-            self._tokenizer, target.shape.vocab_size, target.eos_token_ids, self.config.max_model_len,
+            spoken, target.shape.vocab_size, tuple(dict.fromkeys(ends)), self.config.max_model_len,
             self.engine.runner.target.device, kernel_noise=self.config.linear == "triton",
         )  # fmt: skip
 
@@ -109,25 +118,39 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         spec: SpecConfig | str | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = False,
+        **unknown: Any,
     ) -> list[RequestOutput]:
         """Generate for every prompt; results in the order of the prompts.
 
         Args:
-            prompts: a string, a list of strings, a list of token ids, a list of those, or {"prompt_token_ids": [...]}.
+            prompts: a string, token ids (a list, an array or a tensor), {"prompt": text} or {"prompt_token_ids": ids},
+                where "prompt" may stand beside the ids for the record; or a list of such.
             sampling_params: for all prompts, or one each; None = `get_default_sampling_params()`.
             spec: overrides the engine's for this call; "off" is plain decoding.
+            use_tqdm: show how many outputs are finished; a callable takes the place of `tqdm.tqdm`.
 
         Raises:
+            ConfigError: an unknown keyword, or parameters of another kind.
             RequestError: no request could be served. Where others of the batch could, the bad ones come back with
                 finish_reason "error" and `error`.
         """
-        return self._generate(as_list(prompts), sampling_params, spec)
+        _refuse_unknown(LLM.generate, unknown)
+        return self._generate(as_list(prompts), sampling_params, spec, use_tqdm)
 
-    def _generate(self, prompts: list[Any], params: Any, spec: SpecConfig | str | None) -> list[RequestOutput]:
+    def _generate(
+        self, prompts: list[Any], params: Any, spec: SpecConfig | str | None, use_tqdm: Any
+    ) -> list[RequestOutput]:
         """For each prompt, text, token ids or a conversation."""
+        if not isinstance(use_tqdm, bool) and not callable(use_tqdm):
+            raise ConfigError(f"use_tqdm={use_tqdm!r}; valid: True, False, or what takes the place of tqdm.tqdm")
         entries = self._requests(prompts, params, spec)
-        for _ in self._run([request for entry in entries if isinstance(entry, list) for request in entry]):
-            pass
+        requests = [request for entry in entries if isinstance(entry, list) for request in entry]
+        made = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not use_tqdm)
+        with made(total=len(requests), desc="outputs") as bar:
+            for request in self._run(requests):
+                bar.update(int(request.finished))
         outputs = [self._intake.output(entry) if isinstance(entry, list) else entry for entry in entries]
         if outputs and all(one.finish_reason == "error" for output in outputs for one in output.outputs):
             raise RequestError(outputs[0].error)
@@ -143,12 +166,15 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = False,
+        **unknown: Any,
     ) -> list[RequestOutput]:
         """Answer a conversation, or several: `generate` behind the tokenizer's chat template.
 
         Args:
             messages: a list of {"role": ..., "content": ...}, or a list of such lists.
-            sampling_params, spec: as of `generate`.
+            sampling_params, spec, use_tqdm: as of `generate`.
             chat_template: in place of the tokenizer's own (Jinja, as transformers has it).
             add_generation_prompt: begin the assistant's answer.
             continue_final_message: go on with the last message, which is the assistant's; needs
@@ -157,24 +183,31 @@ class LLM:
             chat_template_kwargs: further variables of the template, such as enable_thinking.
 
         Raises:
-            ConfigError: no tokenizer or no template. RequestError: as of `generate`.
+            ConfigError: an unknown keyword, no tokenizer or no template. RequestError: as of `generate`.
         """
+        _refuse_unknown(LLM.chat, unknown)
         prompts = conversations(
             self._tokenizer, messages, chat_template, add_generation_prompt, continue_final_message, tools,
             chat_template_kwargs,
         )  # fmt: skip
-        return self._generate(list(prompts), sampling_params, spec)
+        return self._generate(list(prompts), sampling_params, spec, use_tqdm)
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, spec: SpecConfig | str | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        spec: SpecConfig | str | None = None,
+        **unknown: Any,
     ) -> Iterator[StreamChunk]:
         """Generate for one prompt, handing out what each round added. Leaving the loop ends the request.
 
         The chunks' texts concatenate to the final text: partial characters and beginnings of stop strings wait.
 
         Raises:
+            ConfigError: an unknown keyword.
             RequestError: before the first chunk, or where the request fails on the way.
         """
+        _refuse_unknown(LLM.stream, unknown)
         samples = self._requests([prompt], sampling_params, spec, stream=True)[0]
         if isinstance(samples, RequestOutput):
             raise RequestError(samples.error)
@@ -308,3 +341,8 @@ class LLM:
         entries = [self._intake.requests(p, one, resolved, stream) for p, one in zip(prompts, each, strict=True)]
         self.engine.stats.add_refused(sum(isinstance(entry, RequestOutput) for entry in entries))
         return entries
+
+
+def _refuse_unknown(method: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    """Name the nearest of a method's keywords."""
+    reject_unknown(method.__name__, given, list(inspect.signature(method).parameters)[1:-1])

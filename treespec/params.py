@@ -1,15 +1,18 @@
 """What a user may ask of a request's tokens: `SamplingParams`, checked where it is made."""
 
+import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from treespec.errors import ConfigError, reject_unknown
+from treespec.scalars import as_int, as_number, plain
+
+logger = logging.getLogger("treespec")
 
 LEAST_TEMPERATURE = 1e-4  # below it, logits over the temperature may overflow
 MAX_SEED = 2**64 - 1
-_MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
 
 
 @dataclass(frozen=True, init=False)
@@ -23,19 +26,21 @@ class SamplingParams:
     ancestors for its past, in the very code of plain decoding.
 
     Args:
-        max_tokens: the most tokens to generate.
+        max_tokens: the most tokens to generate; None = as many as the context holds.
         min_tokens: as many are generated before an end token or a stop string may end the output.
         stop: a string or several; `text` ends before the first that appears, `token_ids` with the token that
             completed it.
-        include_stop_str_in_output: keep the stop string in `text`.
+        include_stop_str_in_output: keep in `text` what ended it: the stop string, or the token of `stop_token_ids` or
+            the end token, unless it is a special one and they are skipped.
         stop_token_ids: tokens that end the request like the model's end token: in `token_ids`, not in `text`.
-        ignore_eos: go on past the model's end token.
+        ignore_eos: go on past the end tokens of the model and of its tokenizer.
         skip_special_tokens: leave special tokens out of `text`.
         n: how many outputs; they share the prompt's cache. Several need a temperature.
-        temperature: 0 is greedy, and then top_k, top_p and min_p change nothing.
-        seed: of the noise; a request without one draws one and reports it in its metrics. The same seed gives the same
-            tokens, whatever is drafted and whatever else is in the batch, unless `verification` is "rejection" or
-            "traversal".
+        temperature: 0 is greedy, and then top_k, top_p and min_p change nothing. Above 0 it is at least 1e-4: a smaller
+            one becomes that, as the log says.
+        seed: of the noise; without one (None or -1) a request draws one and reports it in its metrics. The same seed
+            gives the same tokens, whatever is drafted and whatever else is in the batch, unless `verification` is
+            "rejection" or "traversal".
         top_k: only the k likeliest tokens; 0 or -1 = all. Of equal logits the lower ids count as likelier.
         top_p: only the likeliest tokens that together have this probability, after top_k.
         min_p: only tokens with at least this share of the likeliest one's probability.
@@ -49,14 +54,16 @@ class SamplingParams:
         logits_processors: Hugging Face's: called with (input_ids [1, length], scores [1, vocab] float32) and returning
             scores, once per decided token with that token's own past. They may be called for tokens that are not
             emitted in the end, and not in turn, so they must not keep what they saw.
-        logprobs: how many of the likeliest tokens to report at each position, beside the chosen one: of the model's
-            own logits, before everything above.
+        logprobs: how many of the likeliest tokens to report at each position, beside the chosen one, -1 = all: of the
+            model's own logits, before everything above.
+
+    Numbers of numpy are taken for Python's.
 
     Raises:
         ConfigError: an unknown keyword, a value out of range, a contradiction.
     """
 
-    max_tokens: int = 128
+    max_tokens: int | None = 128
     min_tokens: int = 0
     stop: str | Sequence[str] = ()
     include_stop_str_in_output: bool = False
@@ -73,12 +80,12 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     bad_words: Sequence[str] = ()
-    logit_bias: dict[int, float] | None = None
+    logit_bias: dict[int, float] | None = field(default=None, hash=False)  # a dict has no hash
     logits_processors: Sequence[Any] = ()
     logprobs: int | None = None
 
     def __init__(self, **options: Any) -> None:
-        defaults = {field.name: field.default for field in fields(SamplingParams)}
+        defaults = {each.name: each.default for each in fields(SamplingParams)}
         reject_unknown("SamplingParams", options, defaults)
         for name, value in (defaults | options).items():
             object.__setattr__(self, name, value)
@@ -91,7 +98,7 @@ class SamplingParams:
         self._check_choices()
 
     def _tuple(self, name: str, valid: str) -> tuple[Any, ...]:
-        value = getattr(self, name)
+        value = plain(getattr(self, name))
         if value is None:
             return ()
         if not isinstance(value, list | tuple):
@@ -122,30 +129,38 @@ class SamplingParams:
     def _check_ends(self) -> None:
         if any(not isinstance(text, str) or not text for text in self.stop):
             raise ConfigError(f"stop={self.stop!r}; valid: non-empty strings")
-        if any(not _is_int(token, 0) for token in self.stop_token_ids):
+        ids = tuple(as_int(token, 0) for token in self.stop_token_ids)
+        if None in ids:
             raise ConfigError(f"stop_token_ids={self.stop_token_ids!r}; valid: token ids")
+        object.__setattr__(self, "stop_token_ids", ids)
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r}; valid: True or False")
 
     def _check_numbers(self) -> None:
-        for name, least, valid in _INTS:
-            if not _is_int(getattr(self, name), least):
-                raise ConfigError(f"{name}={getattr(self, name)!r}; valid: {valid}")
+        for name, least, most, valid in _INTS:
+            value = getattr(self, name)
+            if value is None and name in _MAY_BE_NONE:
+                continue
+            number = as_int(value, least)
+            if number is None or number > most:
+                raise ConfigError(f"{name}={value!r}; valid: {valid}")
+            object.__setattr__(self, name, number)
         for name, (low, high), valid in _FLOATS:
             value = getattr(self, name)
-            if not _is_number(value) or not low <= value <= high:
+            real = as_number(value)
+            if real is None or not low <= real <= high:
                 raise ConfigError(f"{name}={value!r}; valid: {valid}")
-        if 0 < self.temperature < LEAST_TEMPERATURE:
-            raise ConfigError(f"temperature={self.temperature!r}; valid: 0 (greedy), or {LEAST_TEMPERATURE} and more")
+            object.__setattr__(self, name, real)
         for name in ("top_p", "repetition_penalty"):
             if getattr(self, name) == 0:
                 raise ConfigError(f"{name}=0; valid: more than 0")
-        if self.seed is not None and not (_is_int(self.seed, 0) and self.seed <= MAX_SEED):
-            raise ConfigError(f"seed={self.seed!r}; valid: an int from 0 to 2**64 - 1, or None")
-        if self.logprobs is not None and not _is_int(self.logprobs, 0):
-            raise ConfigError(f"logprobs={self.logprobs!r}; valid: None, or an int of at least 0")
-        if self.min_tokens > self.max_tokens:
+        if 0 < self.temperature < LEAST_TEMPERATURE:  # vLLM raises one to the least that it can compute with, too
+            logger.warning("temperature=%r is raised to %r, the least above 0", self.temperature, LEAST_TEMPERATURE)
+            object.__setattr__(self, "temperature", LEAST_TEMPERATURE)
+        if self.seed == -1:
+            object.__setattr__(self, "seed", None)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ConfigError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
         if self.n > 1 and self.temperature == 0:
             raise ConfigError(f"n={self.n} with temperature=0: all would be the same; give a temperature, or n=1")
@@ -153,12 +168,16 @@ class SamplingParams:
     def _check_choices(self) -> None:
         if any(not isinstance(word, str) or not word.strip() for word in self.bad_words):
             raise ConfigError(f"bad_words={self.bad_words!r}; valid: strings that are not blank")
-        bias = self.logit_bias if self.logit_bias is not None else {}
-        if not isinstance(bias, dict):
-            raise ConfigError(f"logit_bias={bias!r}; valid: a dict of token ids to numbers")
-        for token, value in bias.items():
-            if not _is_int(token, 0) or not _is_number(value):
-                raise ConfigError(f"logit_bias={{{token!r}: {value!r}}}; valid: token ids to finite numbers")
+        if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, dict):
+                raise ConfigError(f"logit_bias={self.logit_bias!r}; valid: a dict of token ids to numbers")
+            biases = {}
+            for token, value in self.logit_bias.items():
+                number, real = as_int(token, 0), as_number(value)
+                if number is None or real is None:
+                    raise ConfigError(f"logit_bias={{{token!r}: {value!r}}}; valid: token ids to finite numbers")
+                biases[number] = real
+            object.__setattr__(self, "logit_bias", biases)  # a copy: the caller's may change
         for processor in self.logits_processors:
             if not callable(processor):
                 raise ConfigError(
@@ -172,11 +191,14 @@ _LISTS = {
     "logits_processors": "a list of Hugging Face's processors",
 }
 _INTS = (
-    ("max_tokens", 1, "an int of at least 1"),
-    ("min_tokens", 0, "an int of at least 0"),
-    ("n", 1, "an int of at least 1"),
-    ("top_k", -1, "an int of at least 1, or 0 or -1 for all tokens"),
+    ("max_tokens", 1, math.inf, "an int of at least 1, or None for as many as the context holds"),
+    ("min_tokens", 0, math.inf, "an int of at least 0"),
+    ("n", 1, math.inf, "an int of at least 1"),
+    ("top_k", -1, math.inf, "an int of at least 1, or 0 or -1 for all tokens"),
+    ("seed", -1, MAX_SEED, "an int from 0 to 2**64 - 1, or None or -1 for a new one"),
+    ("logprobs", -1, math.inf, "None, an int of at least 0, or -1 for all tokens"),
 )
+_MAY_BE_NONE = ("max_tokens", "seed", "logprobs")
 _FLOATS = (
     ("temperature", (0, math.inf), "0 (greedy) or a finite positive number"),
     ("top_p", (0, 1), "more than 0, at most 1"),
@@ -185,12 +207,3 @@ _FLOATS = (
     ("frequency_penalty", (-2, 2), "-2 to 2"),
     ("presence_penalty", (-2, 2), "-2 to 2"),
 )
-
-
-def _is_int(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _is_number(value: Any) -> bool:
-    """Whether it is a number that float32 can hold: logits are computed in it."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MAX_FLOAT32

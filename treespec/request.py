@@ -73,7 +73,8 @@ class RequestMetrics:
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One completion. `token_ids` include the end token, `text` does not; `text` is None without a tokenizer.
+    """One completion. `token_ids` include the end token, `text` does not unless `include_stop_str_in_output` asked for
+    it; `text` is None without a tokenizer.
 
     `logprobs` holds, for each token, it and the likeliest ones of its position, by token id; `cumulative_logprob` is
     the sum over the tokens. Both are None unless `SamplingParams.logprobs` asked for them.
@@ -196,7 +197,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt_token_ids)
-        self.max_tokens = self.max_tokens or self.params.max_tokens
+        self.max_tokens = self.max_tokens or self.params.max_tokens or 0
         self.output_id = self.output_id or self.request_id
 
     @property
@@ -255,10 +256,11 @@ class Request:
 
     def _ends_with(self, token: int, num_generated: int) -> bool:
         params = self.params
-        if token in params.stop_token_ids:
-            self.ended, self.stop_reason = "stop", token
-        elif token in self.eos_token_ids and not params.ignore_eos:
-            self.ended = "stop"
+        if token in self.end_tokens:
+            self.ended, self.stop_reason = "stop", token if token in params.stop_token_ids else None
+            if self.detokenizer is not None and params.include_stop_str_in_output:
+                if self.detokenizer.push(token, num_generated > params.min_tokens):
+                    self.stop_reason = self.detokenizer.stopped_by
         elif self.detokenizer is not None and self.detokenizer.push(token, num_generated > params.min_tokens):
             self.ended, self.stop_reason = "stop", self.detokenizer.stopped_by
         elif num_generated >= self.max_tokens:

@@ -1,24 +1,25 @@
 """The tokenizer that belongs to a model."""
 
+import inspect
 import json
 import logging
 import os
+from collections.abc import Callable
 from typing import Any
 
-from treespec.errors import ConfigError
+from treespec.errors import ConfigError, RequestError
+from treespec.scalars import as_int, plain
 
 logger = logging.getLogger("treespec")
 
 
-def load_tokenizer(tokenizer: Any, folder: os.PathLike[str]) -> Any:
+def load_tokenizer(tokenizer: Any, folder: str | os.PathLike[str]) -> Any:
     """A tokenizer object as it is, one from the files of a folder, or for None the model folder's own, if it has one.
 
     Raises:
-        ConfigError: it is neither, or the folder has no tokenizer files.
+        ConfigError: the folder that was asked for has no tokenizer files.
     """
     if tokenizer is not None and not isinstance(tokenizer, str | os.PathLike):
-        if not (hasattr(tokenizer, "encode") and hasattr(tokenizer, "decode")):
-            raise ConfigError(f"tokenizer={tokenizer!r}; valid: a folder, or an object with encode and decode")
         return tokenizer
     source = os.fspath(tokenizer if tokenizer is not None else folder)
     names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -42,3 +43,89 @@ def _names_its_class(folder: str) -> bool:
     except (OSError, ValueError):
         return False  # AutoTokenizer's own error says what is wrong
     return isinstance(config, dict) and config.get("tokenizer_class") == "TokenizersBackend"
+
+
+class UserTokenizer:
+    """A tokenizer as requests call it, whichever options its own methods take.
+
+    Args:
+        own: with `encode(text)`, which gives token ids or, as `tokenizers.Tokenizer` does, an object with `ids`,
+            and `decode(ids)`, which gives text. `add_special_tokens` and `skip_special_tokens` are set where they are
+            taken.
+
+    Attributes:
+        eos_token_ids: its end token, where it names one.
+
+    Raises:
+        ConfigError: it does not work like that, as a letter shows.
+    """
+
+    def __init__(self, own: Any):
+        self.own = own
+        if not all(callable(getattr(own, name, None)) for name in ("encode", "decode")):
+            raise ConfigError(
+                f"tokenizer={own!r}; valid: a folder, or an object with encode(text) and decode(token_ids)"
+            )
+        self._encode, self._decode = own.encode, own.decode
+        self._adds = _takes(self._encode, "add_special_tokens")
+        self._skips = _takes(self._decode, "skip_special_tokens")
+        eos = as_int(getattr(own, "eos_token_id", None), 0)
+        self.eos_token_ids = () if eos is None else (eos,)
+        self._try("a")
+
+    def _try(self, letter: str) -> None:
+        """Raise ConfigError where the methods are no encode and decode; a tokenizer may refuse the letter itself."""
+        valid = "valid: an object with encode(text) and decode(token_ids)"
+        try:
+            ids = self.encode(letter, False)
+        except RequestError as error:
+            if error.__cause__ is not None and not isinstance(error.__cause__, TypeError):
+                return
+            raise ConfigError(f"tokenizer={self.own!r}: {error}; {valid}") from error
+        try:
+            text = self.decode(ids)
+        except Exception as error:  # a tokenizer is a program of its own: it raises what it likes
+            raise ConfigError(f"tokenizer={self.own!r}: decode({ids}) fails: {error!r}; {valid}") from error
+        if not isinstance(text, str):
+            raise ConfigError(f"tokenizer={self.own!r}: decode({ids}) gives {text!r}; {valid}")
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Token ids of a text, with or without special tokens around it.
+
+        Raises:
+            RequestError: the text is none, or the tokenizer refuses it.
+        """
+        check_text(text)
+        try:
+            found = self._encode(text, **({"add_special_tokens": special} if self._adds else {}))
+        except Exception as error:  # as above
+            raise RequestError(f"the tokenizer refuses {text[:40]!r}: {type(error).__name__}: {error}") from error
+        ids = plain(getattr(found, "ids", found))
+        tokens = [as_int(token, 0) for token in ids] if isinstance(ids, list | tuple) else [None]
+        if None in tokens:
+            raise RequestError(f"the tokenizer made {str(found)[:80]} of {text[:40]!r}; valid: a list of token ids")
+        return [token for token in tokens if token is not None]
+
+    def decode(self, tokens: list[int], skip_special: bool = False) -> str:
+        """Text of token ids; special ones are left out where that is asked for, and the tokenizer can."""
+        return self._decode(tokens, **({"skip_special_tokens": skip_special} if self._skips else {}))
+
+
+def check_text(text: str) -> None:
+    """Raise RequestError where a text has a lone surrogate, which stands for no character: no token can write it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"text {text[:40]!r} has the lone surrogate {text[error.start]!r} at {error.start}, which is no character; "
+            "leave it out, or decode the bytes that it comes from with errors='replace'"
+        ) from None
+
+
+def _takes(function: Callable[..., Any], option: str) -> bool:
+    """Whether a method takes an option by name."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # a builtin without a signature
+        return False
+    return any(each.name == option or each.kind is each.VAR_KEYWORD for each in parameters)

@@ -263,11 +263,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
-    """The parsed generation_config.json of a folder, {} where it has none. Raises as `read_config`."""
+    """The parsed generation_config.json of a folder, {} where it has none; a null says nothing and is left out. Raises
+    as `read_config`."""
     if not (folder / GENERATION_CONFIG).exists():
         return {}
     config = read_json(folder, GENERATION_CONFIG)
     if not isinstance(config, dict):
         message = f"a JSON {type(config).__name__}, not an object"
         raise CheckpointConfigError(folder, [Problem("config", repr(GENERATION_CONFIG), message)])
-    return config
+    return {key: value for key, value in config.items() if value is not None}

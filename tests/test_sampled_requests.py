@@ -223,12 +223,12 @@ def test_outputs_end_each_by_itself() -> None:
 @every_rule
 def test_a_reported_seed_reproduces(spec: SpecConfig | str) -> None:
     llm = two_ssms()
-    outputs = llm.generate([PROMPTS[0]] * 2, sampled(seed=None, n=2), spec)
+    outputs = llm.generate([PROMPTS[0]] * 2, sampled(24, seed=None, n=2, temperature=2.0), spec)
     seeds = [output.metrics.seed for output in outputs]
     assert len(set(seeds)) == 2 and all(isinstance(seed, int) and 0 <= seed < 2**53 for seed in seeds)
     assert len({tuple(tokens) for tokens in tokens_of(outputs)}) == 4
     for output in outputs:
-        (again,) = llm.generate(PROMPTS[0], sampled(seed=output.metrics.seed, n=2), spec)
+        (again,) = llm.generate(PROMPTS[0], sampled(24, seed=output.metrics.seed, n=2, temperature=2.0), spec)
         assert tokens_of([again]) == tokens_of([output]) and again.metrics.seed == output.metrics.seed
 
 

@@ -35,8 +35,9 @@ class Rope(NamedTuple):
         head_dim, half = 2 * len(self.inv_freq), self.rotary_dim // 2
         if self.rotary_dim == head_dim:
             return None
-        still = torch.arange(self.rotary_dim, head_dim).chunk(2)
-        return torch.cat((torch.arange(half), still[0], torch.arange(half, 2 * half), still[1]))
+        turned = torch.arange(2 * half, device="cpu").chunk(2)
+        still = torch.arange(self.rotary_dim, head_dim, device="cpu").chunk(2)
+        return torch.cat((turned[0], still[0], turned[1], still[1]))
 
 
 class LayerKind(NamedTuple):
@@ -129,9 +130,10 @@ def _rope(
         raise ModelError(f"{folder}: rope_type={kind!r}; supported: default, {', '.join(ROPE_INIT_FUNCTIONS)}")
     config.head_dim = head_dim  # some configs leave it null
     try:
-        inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](
-            config, device=torch.device("cpu"), seq_len=length, layer_type=layer_type
-        )
+        with torch.device("cpu"):  # some make tensors without asking for the device
+            inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](
+                config, device=torch.device("cpu"), seq_len=length, layer_type=layer_type
+            )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{folder}: rope_parameters={parameters!r} are refused: {error}") from error
     return _padded(folder, inv_freq.float(), float(scale), head_dim)
@@ -143,7 +145,7 @@ def _default_rope(folder: Path, theta: object, partial: object, head_dim: int) -
     if isinstance(partial, bool) or not isinstance(partial, int | float) or not 0 < partial <= 1:
         raise ModelError(f"{folder}: partial_rotary_factor={partial!r}; expected a number above 0, at most 1")
     dim = int(head_dim * partial)
-    exponent = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+    exponent = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
     return _padded(folder, 1.0 / (float(theta) ** exponent), 1.0, head_dim)
 
 
@@ -152,6 +154,8 @@ def _padded(folder: Path, inv_freq: Tensor, scale: float, head_dim: int) -> Rope
     turned, half = len(inv_freq), head_dim // 2
     if head_dim % 2 or not 0 < turned <= half:
         raise ModelError(f"{folder}: {2 * turned} rotary dimensions of a head of {head_dim}; both must be even")
-    still = half - turned
-    scales = torch.cat((torch.full((turned,), scale), torch.ones(still)))
-    return Rope(torch.cat((inv_freq, torch.zeros(still))), scales, 2 * turned)
+    frequencies = torch.zeros(half, dtype=torch.float32, device="cpu")
+    frequencies[:turned] = inv_freq
+    scales = torch.ones(half, dtype=torch.float32, device="cpu")
+    scales[:turned] = scale
+    return Rope(frequencies, scales, 2 * turned)

@@ -133,7 +133,7 @@ class PackedLinear:
             )  # fmt: skip
             panels = -(-self.outputs // _PANEL)
             values = weight.values.contiguous()
-            packed = torch.empty(panels * _PANEL * self.inputs * bits // 8, dtype=torch.uint8)
+            packed = torch.empty(panels * _PANEL * self.inputs * bits // 8, dtype=torch.uint8, device="cpu")
             library.treespec_pack(values.data_ptr(), self.outputs, self.inputs, bits, packed.data_ptr())
             scale = self._hold(in_panels(weight.scale))
             zero = None if weight.zero is None else self._hold(in_panels(weight.zero))
@@ -373,7 +373,7 @@ class CompiledModel:
         assert rotation.shape[1] == 2 * self.num_ropes
         assert kv.is_contiguous() and kv.dtype == self.dtype
         layers = len(self._layers) if num_layers is None else num_layers
-        out = torch.empty(plan.num_rows, self.hidden_size, dtype=self.dtype)
+        out = torch.empty(plan.num_rows, self.hidden_size, dtype=self.dtype, device="cpu")
         rows, step = plan.rows.data_ptr(), plan.num_rows * 8
         batch = _Batch(
             plan.num_rows, layers, tokens.data_ptr(), None if places is None else places.data_ptr(),
@@ -386,7 +386,7 @@ class CompiledModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [num_rows, hidden_size] -> [num_rows, vocab_size], both in the model's dtype."""
-        out = torch.empty(len(hidden), self.vocab_size, dtype=self.dtype)
+        out = torch.empty(len(hidden), self.vocab_size, dtype=self.dtype, device="cpu")
         self._run_head(self._library.treespec_linear, hidden, out)
         return out
 
@@ -394,7 +394,8 @@ class CompiledModel:
         """Of logits in the model's dtype [num_rows, vocab_size]: the largest of each row in fp32, NaN where one is, and
         the first token that has it, int64."""
         assert logits.is_contiguous() and logits.dtype == self.dtype and logits.shape[1] == self.vocab_size
-        values, tokens = torch.empty(len(logits)), torch.empty(len(logits), dtype=torch.int64)
+        values = torch.empty(len(logits), dtype=torch.float32, device="cpu")
+        tokens = torch.empty(len(logits), dtype=torch.int64, device="cpu")
         self._library.treespec_best(
             logits.data_ptr(), len(logits), self.vocab_size, values.data_ptr(), tokens.data_ptr(), self._threads
         )  # fmt: skip
@@ -417,7 +418,7 @@ class CompiledModel:
         """hidden: [num_rows, hidden_size] -> fp32 [num_rows, vocab_size], softmax of fp32 logits."""
         if self.vocab_size % _LANES:  # the library writes whole vectors of fp32; then logits are rounded
             return torch.softmax(self.logits(hidden).float(), -1)
-        out = torch.empty(len(hidden), self.vocab_size)
+        out = torch.empty(len(hidden), self.vocab_size, dtype=torch.float32, device="cpu")
         self._run_head(self._library.treespec_probs, hidden, out)
         return out
 

@@ -280,7 +280,7 @@ class TreePlaces:
 
     def prepare(self, count: int, depth: int) -> Tensor:
         """Room for what a level of `count` nodes writes; its paths, behind the first 6 `count`, are the next one's."""
-        results = torch.empty(count * (depth + 7), dtype=torch.int64)
+        results = torch.empty(count * (depth + 7), dtype=torch.int64, device="cpu")
         at, step, p = results.data_ptr(), 8 * count, self.placing
         p.paths_above, p.slots, p.positions, p.rows, p.paths = (
             self.paths.data_ptr(), at, at + step, at + 2 * step, at + 6 * step

@@ -26,7 +26,7 @@ def onednn_available(dtype: torch.dtype) -> bool:
     if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False
     try:
-        weight = torch.eye(32, dtype=dtype)
+        weight = torch.eye(32, dtype=dtype, device="cpu")
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
         probe = torch.ops.mkldnn._linear_pointwise(weight, packed, None, "none", [], "")
     except (AttributeError, RuntimeError, NotImplementedError):

@@ -47,7 +47,7 @@ class QuantizedLinear:
         """x: [num_rows, in_features] -> [num_rows, out_features]."""
         assert x.dtype == self._dtype and x.shape[1] == self.in_features
         x = x.contiguous()
-        out = torch.empty(len(x), self.out_features, dtype=self._dtype)
+        out = torch.empty(len(x), self.out_features, dtype=self._dtype, device="cpu")
         self._library.treespec_linear(
             ctypes.byref(self._packed.struct), x.data_ptr(), len(x), out.data_ptr(), self._threads
         )

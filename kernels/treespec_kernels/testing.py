@@ -46,7 +46,7 @@ def tree_parents(kind: str, num_nodes: int, generator: torch.Generator) -> list[
     if kind == "star":
         return [-1] + [0] * (num_nodes - 1)
     if kind == "random":
-        return [-1] + [int(torch.randint(i, (1,), generator=generator)) for i in range(1, num_nodes)]
+        return [-1] + [int(torch.randint(i, (1,), generator=generator, device="cpu")) for i in range(1, num_nodes)]
     raise ValueError(f"tree kind {kind!r} is not known; use 'chain', 'star' or 'random'")
 
 
@@ -60,7 +60,7 @@ def path_to(parents: Sequence[int], node: int) -> list[int]:
 
 def scattered_page_table(num_requests: int, max_pages: int, generator: torch.Generator) -> torch.Tensor:
     """[num_requests, max_pages] int32 over num_requests * max_pages + 1 pages: in no order, one page owned by none."""
-    pages = torch.randperm(num_requests * max_pages + 1, generator=generator)[: num_requests * max_pages]
+    pages = torch.randperm(num_requests * max_pages + 1, generator=generator, device="cpu")[: num_requests * max_pages]
     return pages.view(num_requests, max_pages).int()
 
 
@@ -101,22 +101,31 @@ def tree_attention_inputs(
     num_slots = max(context_lens) + max_nodes + 1
     page_table = scattered_page_table(len(trees), -(-num_slots // page_size), generator)
     # Interleaved as [page, K or V, head, slot]: the stride over pages is not that of a dense [pages, heads, ...].
-    kv_cache = torch.full((page_table.numel() + 1, 2, num_kv_heads, page_size, head_dim), float("nan"), dtype=dtype)
+    kv_cache = torch.full(
+        (page_table.numel() + 1, 2, num_kv_heads, page_size, head_dim), float("nan"), dtype=dtype, device="cpu"
+    )
     for request, (length, parents) in enumerate(zip(context_lens, trees, strict=True)):
-        slots = torch.arange(length + len(parents))
-        values = torch.randn(len(slots), 2, num_kv_heads, head_dim, generator=generator).to(dtype)
+        slots = torch.arange(length + len(parents), device="cpu")
+        values = torch.randn(
+            len(slots), 2, num_kv_heads, head_dim, generator=generator, dtype=torch.float32, device="cpu"
+        ).to(dtype)
         kv_cache[page_table[request, slots // page_size].long(), :, :, slots % page_size] = values
 
     paths = [path_to(parents, node) for parents, chosen in zip(trees, nodes, strict=True) for node in chosen]
     depths = [len(path) - 1 for path in paths]
-    ancestors = torch.full((len(paths), max(depths) + 1), max_nodes, dtype=torch.int32)  # a padded entry leads to NaN
+    # A padded entry leads to NaN.
+    ancestors = torch.full((len(paths), max(depths) + 1), max_nodes, dtype=torch.int32, device="cpu")
     for row, path in enumerate(paths):
-        ancestors[row, : len(path)] = torch.tensor(path)
+        ancestors[row, : len(path)] = torch.tensor(path, dtype=torch.int64, device="cpu")
     rows_per_request = [len(chosen) for chosen in nodes]
-    row_request = torch.arange(len(trees)).repeat_interleave(torch.tensor(rows_per_request))
+    row_request = torch.arange(len(trees), device="cpu").repeat_interleave(
+        torch.tensor(rows_per_request, dtype=torch.int64, device="cpu")
+    )
     kv_cache = kv_cache.to(device)
     return TreeAttentionInputs(
-        q=torch.randn(len(paths), num_heads, head_dim, generator=generator).to(device, dtype),
+        q=torch.randn(len(paths), num_heads, head_dim, generator=generator, dtype=torch.float32, device="cpu").to(
+            device, dtype
+        ),
         k_cache=kv_cache[:, 0],
         v_cache=kv_cache[:, 1],
         rows={
@@ -156,15 +165,15 @@ def kv_commit_inputs(
 ) -> KvCommitInputs:
     """A cache just large enough for `paths` (accepted nodes per request, root first, maybe empty)."""
     generator = torch.Generator().manual_seed(seed)
-    max_path = max(1, *(len(path) for path in paths)) + int(torch.randint(3, (1,), generator=generator))
+    max_path = max(1, *(len(path) for path in paths)) + int(torch.randint(3, (1,), generator=generator, device="cpu"))
     padding = max(max_path, *(max(path, default=0) for path in paths)) + 1
     num_slots = max(context_lens) + padding + 1
     page_table = scattered_page_table(len(paths), -(-num_slots // page_size), generator)
     shape = (num_layers, 2, page_table.numel() + 1, num_kv_heads, page_size, head_dim)
-    kv_cache = torch.arange(torch.Size(shape).numel(), dtype=torch.int64).view(shape).to(dtype)
-    padded = torch.full((len(paths), max_path), padding, dtype=torch.int32)
+    kv_cache = torch.arange(torch.Size(shape).numel(), dtype=torch.int64, device="cpu").view(shape).to(dtype)
+    padded = torch.full((len(paths), max_path), padding, dtype=torch.int32, device="cpu")
     for request, path in enumerate(paths):
-        padded[request, : len(path)] = torch.tensor(list(path), dtype=torch.int32)
+        padded[request, : len(path)] = torch.tensor(list(path), dtype=torch.int32, device="cpu")
 
     def integers(values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(list(values), dtype=torch.int32, device=device)

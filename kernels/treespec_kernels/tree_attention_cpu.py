@@ -68,7 +68,7 @@ class _Workspace(NamedTuple):
 def _ones() -> Tensor:
     """fp32 [1, MAX_CHAIN, 16]: row sums are matrix products too, so that they follow the same chain."""
     with torch.inference_mode(False):
-        return torch.ones(1, MAX_CHAIN, 16)
+        return torch.ones(1, MAX_CHAIN, 16, dtype=torch.float32, device="cpu")
 
 
 def tree_attention_cpu(
@@ -113,19 +113,22 @@ def _workspace(block: Block, heads: int, kv_heads: int, head_dim: int) -> _Works
     alone = full if block.slot_order else num_tiles
     num_parts = full + len(block.position_tiles) if block.slot_order else num_tiles
 
-    q = torch.empty(num_tiles, kv_heads, padded, head_dim)
+    def fp32(*size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.float32, device="cpu")
+
+    q = fp32(num_tiles, kv_heads, padded, head_dim)
     if padded > m:
         q[:, :, m:] = 0
-    scores = torch.empty(num_tiles, kv_heads, padded, PAGE_SIZE)
-    summed, mass = torch.empty(num_parts, kv_heads, padded, head_dim), torch.empty(num_parts, kv_heads, padded, 16)
-    total, total_mass = torch.empty(kv_heads, padded, head_dim), torch.empty(kv_heads, padded, 16)
+    scores = fp32(num_tiles, kv_heads, padded, PAGE_SIZE)
+    summed, mass = fp32(num_parts, kv_heads, padded, head_dim), fp32(num_parts, kv_heads, padded, 16)
+    total, total_mass = fp32(kv_heads, padded, head_dim), fp32(kv_heads, padded, 16)
     return _Workspace(
         q=q[:, :, :m].view(num_tiles, kv_heads, rows, group, head_dim),
         q_flat=q.view(-1, padded, head_dim),
         scores=scores,
         scores_flat=scores.view(-1, padded, PAGE_SIZE),
         masked=scores[-len(block.hidden) :, :, :m].view(-1, kv_heads, rows, group, PAGE_SIZE),
-        peak=torch.empty(1, kv_heads, padded, 1),
+        peak=fp32(1, kv_heads, padded, 1),
         ones=_ones()[:, :PAGE_SIZE].expand(alone * kv_heads, -1, -1),
         summed=summed,
         summed_flat=summed[:alone].view(-1, padded, head_dim),
@@ -211,7 +214,7 @@ def _attend_gathered(
             .transpose(1, 2)
             .reshape(-1, PAGE_SIZE, head_dim)
         )
-        q_tiles = torch.zeros(num_tiles, kv_heads, padded, head_dim)
+        q_tiles = torch.zeros(num_tiles, kv_heads, padded, head_dim, dtype=torch.float32, device="cpu")
         q_tiles[:, :, :group] = q[block.first_row + row].view(kv_heads, group, head_dim)
         scores = torch.bmm(q_tiles.view(-1, padded, head_dim), k.transpose(1, 2))
         scores = scores.view(num_tiles, kv_heads, padded, PAGE_SIZE)

@@ -118,7 +118,7 @@ def _stand_in(
     """The registered mask: zeros of the mask's shape in four bytes, whose address says which rule is meant."""
     route = _route.get()
     assert route is not None, "a model was left routed"
-    zeros = torch.zeros(1, device=device).expand(1, 1, q_length, kv_length)
+    zeros = torch.zeros(1, device=device, dtype=torch.float32).expand(1, 1, q_length, kv_length)
     route.masks[zeros.data_ptr()] = zeros, mask_function
     return zeros
 
@@ -194,7 +194,7 @@ def window_below(mask: MaskRule, length: int, device: torch.device) -> Window | 
     """
     positions = torch.arange(length, device=device)
     size = int(sees(mask, positions[-1:], positions).sum())
-    asked = torch.linspace(0, length - 1, min(64, length), device=device).long()
+    asked = torch.linspace(0, length - 1, min(64, length), device=device, dtype=torch.float32).long()
     edge = torch.arange(size - 1, size + 2, device=device).clamp(0, length - 1)
     for one in torch.unique(torch.cat((asked, edge))):
         if not torch.equal(sees(mask, one[None], positions)[0], (positions <= one) & (positions > one - size)):

@@ -69,7 +69,7 @@ def attend_rows(
     rows, heads, head_dim = q.shape
     kv_heads = k_cache.shape[1]
     group = heads // kv_heads
-    out = torch.zeros(rows, heads, head_dim, device=q.device)
+    out = torch.zeros(rows, heads, head_dim, device=q.device, dtype=torch.float32)
     queries = (q.float() * scale).view(rows, kv_heads, group, head_dim)
     extra = None if sinks is None else sinks.float().view(kv_heads, group, 1)
     for row, ((pages, offsets), hidden) in enumerate(zip(plan.slots, plan.hidden(mask), strict=True)):

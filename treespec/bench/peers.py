@@ -68,10 +68,10 @@ class Transformers:
     ) -> tuple[float, list[list[int]]]:
         """Seconds, and the new tokens of each prompt."""
         width = max(map(len, prompts))
-        ids = torch.zeros(len(prompts), width, dtype=torch.int64)
+        ids = torch.zeros(len(prompts), width, dtype=torch.int64, device="cpu")
         mask = torch.zeros_like(ids)
         for row, prompt in enumerate(prompts):
-            ids[row, width - len(prompt) :] = torch.tensor(prompt)
+            ids[row, width - len(prompt) :] = torch.tensor(prompt, dtype=torch.int64, device="cpu")
             mask[row, width - len(prompt) :] = 1
         ids, mask = ids.to(self.device), mask.to(self.device)
         with torch.inference_mode():

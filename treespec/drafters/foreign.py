@@ -199,7 +199,7 @@ class ForeignDrafter(ABC):
         ids = torch.tensor(tokens, dtype=torch.int64, device=self.model.device)
         hidden = self.model.forward(ids, self.model.plan(rows, pool), pool)
         if isinstance(scored, int):
-            return torch.empty(0, self.model.vocab_size)
+            return torch.empty(0, self.model.vocab_size, dtype=torch.float32, device=self.model.device)
         every = scored is None
         return self.model.logits(
             hidden[: len(tokens)] if every else hidden, None if every else torch.from_numpy(scored)

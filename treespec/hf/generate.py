@@ -78,7 +78,7 @@ def generate(
     least, largest = int(input_ids.min()), int(input_ids.max())
     if not 0 <= least <= largest < decoder.vocab_size:
         raise RequestError(f"input_ids from {least} to {largest}; valid: 0 to {decoder.vocab_size - 1}")
-    seed = int(torch.randint(_MAX_SEED, (1,))) if generation_config.do_sample else 0
+    seed = int(torch.randint(_MAX_SEED, (1,), device="cpu")) if generation_config.do_sample else 0
     rows = [
         make_row(
             tokens, row, generation_config, type(logits_processor)(processors_of_row(processors, row)),
@@ -131,7 +131,7 @@ class _Streamer:
             ):
                 return
             tokens = [row.output_token_ids[step] if step < row.num_generated else self._pad for row in self._rows]
-            self._streamer.put(torch.tensor(tokens))
+            self._streamer.put(torch.tensor(tokens, dtype=torch.int64, device="cpu"))
             self._steps += 1
 
     def end(self) -> None:

@@ -92,7 +92,7 @@ class CompiledDecoder(Decoder):
     """
 
     def __init__(self, config: ModelConfig, weights: dict[str, Tensor], folder: Path):
-        self._folder, self._joined = folder, torch.empty(0)
+        self._folder, self._joined = folder, torch.empty(0, dtype=torch.float32, device="cpu")
         super().__init__(config, weights, CompiledAttention(weights["embed"].dtype), "compiled", min_rows=1)
 
     def _take(self, weights: dict[str, Tensor]) -> None:
@@ -132,7 +132,7 @@ class CompiledDecoder(Decoder):
         if len(tables) == 1:
             return tables[0]
         if not tables:
-            return torch.empty(0, 0, self.head_dim)
+            return torch.empty(0, 0, self.head_dim, dtype=torch.float32, device="cpu")
         if len(self._joined) < num_positions:
             length = min(len(table) for table in tables)
             self._joined = torch.cat([table[:length] for table in tables], 1)
@@ -157,7 +157,7 @@ class CompiledDecoder(Decoder):
         return self.model.best(logits)
 
     def logits(self, hidden: Tensor, rows: Sequence[int] | Tensor | None = None) -> Tensor:
-        logits = self.model.logits(hidden if rows is None else F.embedding(torch.as_tensor(rows), hidden))
+        logits = self.model.logits(hidden if rows is None else F.embedding(torch.as_tensor(rows, device="cpu"), hidden))
         return logits if self.config.logit_cap is None else soft_cap(logits, self.config.logit_cap)
 
 

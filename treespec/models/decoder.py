@@ -109,7 +109,8 @@ class Decoder:
         self.embed = weights.pop("embed").clone()  # a mapped tensor keeps the whole file mapped
         self.dtype, self.device = self.embed.dtype, self.embed.device
         self.quantization = _quantization(weights)
-        self.embed_scale = float(torch.tensor(config.embed_scale, dtype=self.dtype))  # rounded, as in training
+        # Rounded, as in training.
+        self.embed_scale = float(torch.tensor(config.embed_scale, dtype=self.dtype, device="cpu"))
         positions = weights.pop("positions", None)
         self.positions = None if positions is None else positions[config.rules.extra_positions :].clone()
         self.rotations = tuple(
@@ -187,7 +188,9 @@ class Decoder:
     def _rotation_at(self, positions: np.ndarray) -> Tensor:
         """cos and signed sin of every rope, fp32 [num_rows, 2 * number of ropes, head_dim]."""
         ropes = [rotation.at(positions) for rotation in self.rotations]
-        return ropes[0] if len(ropes) == 1 else torch.cat(ropes, 1) if ropes else torch.empty(len(positions), 0, 0)
+        if not ropes:
+            return torch.empty(len(positions), 0, 0, dtype=torch.float32, device=self.device)
+        return ropes[0] if len(ropes) == 1 else torch.cat(ropes, 1)
 
     def _learned_at(self, positions: np.ndarray) -> Tensor | None:
         """Rows of the learned positions, int64 [num_rows]; what is drafted behind the last one is never accepted."""

@@ -16,7 +16,7 @@ class Rotation:
 
     def __init__(self, inv_freq: Tensor, scale: Tensor):
         self.inv_freq, self.scale = inv_freq, scale
-        self._table = torch.empty(0, 2, 2 * len(inv_freq), device=inv_freq.device)
+        self._table = torch.empty(0, 2, 2 * len(inv_freq), device=inv_freq.device, dtype=torch.float32)
 
     def at(self, positions: np.ndarray) -> Tensor:
         """cos and signed sin, fp32 [num_rows, 2, head_dim]."""

@@ -91,7 +91,8 @@ class PassKernels:
         self.dtype = weights.embed.dtype
         self.windows = config.windows
         self._kinds = [(kind.rope, config.windows.index(kind.window)) for kind in config.layers]
-        self._embed_scale = float(torch.tensor(config.embed_scale, dtype=self.dtype))  # rounded, as in training
+        # Rounded, as in training.
+        self._embed_scale = float(torch.tensor(config.embed_scale, dtype=self.dtype, device="cpu"))
         learned = shape.learned_positions - config.rules.extra_positions  # of each model; none below 1
         self._last_position = learned - 1
         self._first_positions = torch.arange(weights.groups, device=weights.embed.device)[:, None] * learned
@@ -307,7 +308,8 @@ class TritonDecoder(Decoder):
         if len(tables) == 1:
             self._table = tables[0][None]
         else:
-            self._table = torch.stack(tables) if tables else torch.empty(0, 0, 2, self.head_dim, device=self.device)
+            none = torch.empty(0, 0, 2, self.head_dim, device=self.device, dtype=torch.float32)
+            self._table = torch.stack(tables) if tables else none
         self.rotations = ()  # they held the tables as well
 
     def _take(self, weights: dict[str, Tensor]) -> None:

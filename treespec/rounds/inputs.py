@@ -75,7 +75,7 @@ class _Buffer:
     def __init__(self, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device):
         sizes = {name: int(np.prod(shape)) for name, shape in shapes.items()}
         total = sum(map(_padded, sizes.values()))
-        self._host = torch.zeros(total, dtype=dtype, pin_memory=device.type == "cuda")
+        self._host = torch.zeros(total, dtype=dtype, pin_memory=device.type == "cuda", device="cpu")
         self._device = torch.zeros(total, dtype=dtype, device=device)
         self.host: dict[str, np.ndarray] = {}
         self.device: dict[str, Tensor] = {}

@@ -47,7 +47,7 @@ class ModelStack:
         if self.known is None or min(self.known) >= vocab:
             return None
         device = self.pool.device
-        known = torch.tensor(self.known, device=device)
+        known = torch.tensor(self.known, device=device, dtype=torch.int64)
         return (torch.arange(vocab, device=device) >= known[:, None])[:, None]
 
     def logits(self, hidden: Tensor) -> tuple[Tensor, BlockStats | None]:

@@ -56,10 +56,12 @@ class VerifyHalf:
         # By request: path length, tokens, path; then by node values (their bits), depths and masks.
         # A buffer for each number of nodes: only into contiguous memory can a captured graph copy.
         self._rows = {
-            n: torch.zeros(b, 1 + 2 * limits.width + 3 * n, dtype=torch.int32, pin_memory=pinned) for n in limits.nodes
+            n: torch.zeros(b, 1 + 2 * limits.width + 3 * n, dtype=torch.int32, pin_memory=pinned, device="cpu")
+            for n in limits.nodes
         }
         self._walk = Walk.allocate(b, max_depth=limits.max_depth, device=device)
-        self._foretold = torch.zeros(inputs.num_ssms, b, limits.max_depth, pin_memory=pinned and inputs.num_ssms > 0)
+        foretold, pinned = (inputs.num_ssms, b, limits.max_depth), pinned and inputs.num_ssms > 0
+        self._foretold = torch.zeros(foretold, dtype=torch.float32, device="cpu", pin_memory=pinned)
 
     def run(self, nodes: int, sampled: bool) -> None:
         """Verify trees of at most `nodes` nodes, 1: the roots alone; `sampled`: whether choices take noise."""

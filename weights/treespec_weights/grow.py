@@ -171,7 +171,7 @@ class _Growth:
         """A parameter of the new shape; `own` is the old one, None in an added layer."""
         kind = name.rpartition(".")[2]
         if kind in _TO_RESIDUAL:
-            tensor = torch.zeros(size, dtype=dtype)
+            tensor = torch.zeros(size, dtype=dtype, device="cpu")
         else:
             spread = size[1] ** -0.5 if len(size) > 1 else 0.1
             tensor = torch.empty(size, dtype=dtype, device=generator.device)

@@ -163,7 +163,11 @@ class QuantScheme:
             return _raised(q, held["scales"].t().contiguous(), zero, self.bits)
         if self.method == "awq":
             q = _awq(held["qweight"]).t()
-            zero = _awq(held["qzeros"]).t() if "qzeros" in held else torch.full((out, inputs // group), 8)
+            zero = (
+                _awq(held["qzeros"]).t()
+                if "qzeros" in held
+                else torch.full((out, inputs // group), 8, dtype=torch.int64, device="cpu")
+            )
             return _raised(q, held["scales"].t().contiguous(), zero, self.bits)
         middle = 1 << (self.bits - 1)
         scale = held["weight_scale"].reshape(-1, inputs // group).expand(out, -1).contiguous()
@@ -230,7 +234,7 @@ def _raised(q: Tensor, scale: Tensor, zero: Tensor | None, bits: int) -> Quantiz
 def _check_order(groups_of: Tensor | None, group: int) -> None:
     if groups_of is None or bool((groups_of < 0).all()):
         return
-    if not torch.equal(groups_of.long(), torch.arange(len(groups_of)) // group):
+    if not torch.equal(groups_of.long(), torch.arange(len(groups_of), device="cpu") // group):
         raise ValueError(
             "its groups do not follow the inputs' order (g_idx, act-order), which is not supported; use a checkpoint "
             "quantised with desc_act=false, or actorder null or static"

@@ -127,7 +127,7 @@ def compressed_tensors(name: str, quantized: Quantized) -> dict[str, Tensor]:
     return {
         f"{name}_packed": raised.contiguous().view(torch.int32),
         f"{name}_scale": scale.contiguous(),
-        f"{name}_shape": torch.tensor([len(values), in_features]),
+        f"{name}_shape": torch.tensor([len(values), in_features], dtype=torch.int64, device="cpu"),
     }
 
 

@@ -158,5 +158,6 @@ def _non_finite(name: str, tensor: Tensor) -> Iterator[Problem]:
         if first is None:
             first = at * CHUNK + int(chunk.isfinite().logical_not().nonzero()[0])
     if first is not None:
-        index = [int(i) for i in torch.unravel_index(torch.tensor(first), tensor.shape)]
+        flat = torch.tensor(first, dtype=torch.int64, device="cpu")
+        index = [int(i) for i in torch.unravel_index(flat, tensor.shape)]
         yield Problem("value", repr(name), f"{nans:,} NaN and {infs:,} Inf; the first at {index}")

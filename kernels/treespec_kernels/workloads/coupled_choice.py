@@ -28,7 +28,7 @@ class CoupledChoiceWorkload(Workload[Tensors]):
 
     def make(self, generator: torch.Generator) -> Tensors:
         scores = self.random(generator, self.rows, self.vocab_size, scale=2.0)
-        temperatures = torch.full((self.rows,), 0.8, device=self.device)
+        temperatures = torch.full((self.rows,), 0.8, device=self.device, dtype=torch.float32)
         positions = torch.arange(self.rows, device=self.device)
         return scores, temperatures, torch.full_like(positions, 7), torch.zeros_like(positions), positions
 

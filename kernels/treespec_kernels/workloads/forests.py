@@ -51,14 +51,18 @@ def forest_inputs(requests: int, generator: torch.Generator, levels: int = LEVEL
     """Proposals of SSMs that are sure of little, for the first `levels` levels."""
     device = generator.device
     size = (levels, SSMS, requests, FRONTIER, PROPOSALS)
-    tokens = torch.rand(*size[:-1], VOCAB, generator=generator, device=device).argsort(-1)[..., :PROPOSALS]
-    probs = torch.rand(size, generator=generator, device=device).sort(-1, descending=True).values / PROPOSALS
+
+    def uniform(*shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=generator, device=device, dtype=torch.float32)
+
+    tokens = uniform(*size[:-1], VOCAB).argsort(-1)[..., :PROPOSALS]
+    probs = uniform(*size).sort(-1, descending=True).values / PROPOSALS
     return ForestInputs(
         forest=empty_forest(requests, device),
         roots=torch.full((requests,), 3, dtype=torch.int32, device=device),
         tokens=tokens.int().contiguous(),
         probs=probs.contiguous(),
-        weights=torch.full((requests, SSMS), 1 / SSMS, device=device),
+        weights=torch.full((requests, SSMS), 1 / SSMS, device=device, dtype=torch.float32),
         end_tokens=torch.full((requests, 1), VOCAB - 1, dtype=torch.int32, device=device),
     )
 

@@ -56,8 +56,8 @@ class PassLayoutWorkload(Workload[LayoutInputs]):
 
     def make(self, generator: torch.Generator) -> LayoutInputs:
         setting, host = self.setting, torch.Generator().manual_seed(generator.initial_seed())
-        depths = torch.zeros(self.requests, setting.nodes, dtype=torch.int32)
-        ancestors = torch.zeros(self.requests, setting.nodes, setting.nodes, dtype=torch.int32)
+        depths = torch.zeros(self.requests, setting.nodes, dtype=torch.int32, device="cpu")
+        ancestors = torch.zeros(self.requests, setting.nodes, setting.nodes, dtype=torch.int32, device="cpu")
         for request in range(self.requests):
             for node, parent in enumerate(tree_parents("random", setting.nodes, host)):
                 if node:
@@ -65,8 +65,8 @@ class PassLayoutWorkload(Workload[LayoutInputs]):
                     ancestors[request, node] = ancestors[request, parent]
                     ancestors[request, node, depths[request, node] :] = node
         page_table = scattered_page_table(self.requests, -(-(setting.context + setting.nodes) // 64), host)
-        lengths = torch.full((self.requests,), setting.context, dtype=torch.int32)
-        slots = torch.arange(setting.nodes, dtype=torch.int32).repeat(self.requests, 1)
+        lengths = torch.full((self.requests,), setting.context, dtype=torch.int32, device="cpu")
+        slots = torch.arange(setting.nodes, dtype=torch.int32, device="cpu").repeat(self.requests, 1)
         rest = (tensor.to(self.device) for tensor in (lengths, page_table, depths, slots, ancestors))
         return LayoutInputs(self._layout(self.device), *rest)
 

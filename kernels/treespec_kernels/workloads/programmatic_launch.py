@@ -133,7 +133,7 @@ class ProgrammaticLaunchWorkload(Workload[Chain]):
             norm=self.random(generator, *stack, hidden),
             weights={name: layer.make(generator).weight for name, layer in self._linear.items()},
             head=self.random(generator, *stack, shape.vocab_size, hidden, scale=hidden**-0.5),
-            rotation=torch.randn(num_positions, 2, head_dim, generator=generator, device=device),
+            rotation=torch.randn(num_positions, 2, head_dim, generator=generator, device=device, dtype=torch.float32),
             positions=self.setting.context + inputs.rows["depths"],
             attention=inputs,
             plan=plan,

@@ -47,8 +47,12 @@ class QkvRopeWorkload(Workload[RopeInputs]):
 
     def make(self, generator: torch.Generator) -> RopeInputs:
         shape, rows = self.shape, self.rows
-        qkv = torch.randn(SPLITS, rows, self.heads * shape.head_dim, generator=generator, device=self.device)
-        rotation = torch.randn(self.context + rows, 2, shape.head_dim, generator=generator, device=self.device)
+        qkv = torch.randn(
+            SPLITS, rows, self.heads * shape.head_dim, generator=generator, device=self.device, dtype=torch.float32
+        )
+        rotation = torch.randn(
+            self.context + rows, 2, shape.head_dim, generator=generator, device=self.device, dtype=torch.float32
+        )
         pages = -(-rows // PAGE_SIZE) * 2 + 1
         slots = torch.randperm(pages * PAGE_SIZE, generator=generator, device=self.device)[:rows]
         positions = torch.arange(self.context, self.context + rows, dtype=torch.int32, device=self.device)

@@ -58,7 +58,7 @@ class QuantizedRowLinearWorkload(RowLinearWorkload):
         kinds = (-128, 128, torch.int8) if self.bits == 8 else (0, 256, torch.uint8)
         values = integers(*kinds, out_features, in_features * self.bits // 8)
         grouped = out_features, in_features // self.group
-        spread = torch.rand(*stack, *grouped, generator=generator, device=self.device) + 0.5
+        spread = torch.rand(*stack, *grouped, generator=generator, device=self.device, dtype=torch.float32) + 0.5
         scale = (spread * in_features**-0.5 / (1 << (self.bits - 2))).to(self.dtype)
         zero = integers(-4, 5, torch.int8, *grouped) if self.has_zero else None
         return LinearInputs(x, QuantizedWeight(values, scale, zero))

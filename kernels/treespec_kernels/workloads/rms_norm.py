@@ -37,7 +37,7 @@ class RmsNormWorkload(Workload[NormInputs]):
 
     def make(self, generator: torch.Generator) -> NormInputs:
         size = (self.rows, self.hidden_size)
-        x = torch.randn((SPLITS, *size), generator=generator, device=self.device).mul_(1e-3)
+        x = torch.randn((SPLITS, *size), generator=generator, device=self.device, dtype=torch.float32).mul_(1e-3)
         residual = self.random(generator, *size)
         return NormInputs(x, self.random(generator, self.hidden_size), residual, residual.clone())
 

@@ -102,7 +102,7 @@ class TreeAttentionWorkload(Workload[TreeAttentionInputs]):
         """A node as the only row of its request: what plain decoding would run."""
         inputs = self.inputs[0]
         (company,) = self.run(config)
-        starts = torch.tensor(inputs.plan["rows_per_request"]).cumsum(0) - self.nodes
+        starts = torch.tensor(inputs.plan["rows_per_request"], dtype=torch.int64, device="cpu").cumsum(0) - self.nodes
         for row in {0, self.nodes // 2, self.requests * self.nodes - 1}:
             request = int((starts <= row).sum()) - 1
             rows = {name: value for name, value in inputs.rows.items() if name not in ("context_lens", "page_table")}

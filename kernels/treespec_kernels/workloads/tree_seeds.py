@@ -35,11 +35,11 @@ def seed_inputs(requests: int, generator: torch.Generator) -> SeedInputs:
         DeviceSeeds(
             torch.randint(VOCAB, (requests, SEEDS), generator=generator, device=device, dtype=torch.int32),
             parents,
-            torch.rand(requests, SEEDS, generator=generator, device=device),
+            torch.rand(requests, SEEDS, generator=generator, device=device, dtype=torch.float32),
             torch.full((requests, FRONTIER), -1, dtype=torch.int32, device=device),
         ),
         torch.empty(shape, dtype=torch.int32, device=device),
-        torch.empty(shape, device=device),
+        torch.empty(shape, device=device, dtype=torch.float32),
     )
 
 

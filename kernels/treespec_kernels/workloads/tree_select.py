@@ -35,7 +35,7 @@ def select_inputs(requests: int, nodes: int, generator: torch.Generator) -> Sele
         made.grown_by_reference(),
         made.roots,
         nodes,
-        torch.zeros(requests, device=device),
+        torch.zeros(requests, device=device, dtype=torch.float32),
         torch.full((requests,), LEVELS, dtype=torch.int32, device=device),
         DeviceTrees.allocate(requests, nodes=nodes, max_depth=LEVELS, device=device),
     )

@@ -35,7 +35,7 @@ class TreeWalkWorkload(Workload[WalkInputs]):
 
     def make(self, generator: torch.Generator) -> WalkInputs:
         trees = select_inputs(self.requests, self.nodes, generator).selected_by_reference()
-        choices = torch.full((self.requests, self.nodes), -7)
+        choices = torch.full((self.requests, self.nodes), -7, dtype=torch.int64, device="cpu")
         for request, (parents, tokens) in enumerate(zip(trees.parents.tolist(), trees.tokens.tolist(), strict=True)):
             for node in reversed(range(1, self.nodes)):
                 if parents[node] >= 0:

@@ -6,8 +6,7 @@ planned, and attends over the slot table. So a model needs no cache of its own, 
 
 import copy
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -149,23 +148,24 @@ class AdapterDecoder(Decoder):
         if model.training:
             raise ModelError(f"{self.config.folder} is in training mode, where dropout is random; call model.eval()")
         base = model.get_submodule(self.config.base)
-        attend = partial(self._attend_call, layout, kv)
-        with routed(self._configs, attend), self._shortened(base) if num_layers is not None else nullcontext():
+        if num_layers is not None:
+            base = self._shortened(base)
+        with routed(self._configs, partial(self._attend_call, layout, kv)):
             return run(base, tokens, layout.positions).last_hidden_state[0]
 
-    @contextmanager
-    def _shortened(self, base: nn.Module) -> Iterator[None]:
-        """Only the first layers while the block runs: a layer of each kind is enough to prove bits."""
-        stack = base.get_submodule(self._stack) if self._stack is not None else None
-        if stack is None:
-            yield
-            return
-        layers = stack._modules
-        stack._modules = dict(list(layers.items())[: self._enough])
-        try:
-            yield
-        finally:
-            stack._modules = layers
+    def _shortened(self, base: nn.Module) -> nn.Module:
+        """The base with its first layers only: a layer of each kind is enough to prove bits.
+
+        It shares all parameters with the model, which others may be running.
+        """
+        if self._stack is None:
+            return base
+        short = part = _apart(base)
+        for name in self._stack.split("."):
+            part._modules[name] = _apart(part._modules[name])  # type: ignore[arg-type]
+            part = part._modules[name]  # type: ignore[assignment]
+        part._modules = dict(list(part._modules.items())[: self._enough])
+        return short
 
     def _find_stack(self, base: nn.Module) -> tuple[str | None, int, int]:
         """The name of the list of layers, how many of the first ones have one of each kind, and their attentions."""
@@ -180,8 +180,8 @@ class AdapterDecoder(Decoder):
                 tokens = torch.zeros(2, dtype=torch.int64, device=self.device)
                 self._stack, self._enough = name, enough
                 try:
-                    with torch.inference_mode(), routed(self._configs, plain_attention) as route, self._shortened(base):
-                        run(base, tokens, tokens)
+                    with torch.inference_mode(), routed(self._configs, plain_attention) as route:
+                        run(self._shortened(base), tokens, tokens)
                 except Exception:  # code that counts on every layer, and may raise anything
                     continue
                 if route.calls == enough * own:
@@ -216,6 +216,13 @@ class AdapterDecoder(Decoder):
         model = self.model
         logits = run_head(model, model.get_submodule(self.config.base), hidden, self.config.output)[:n]
         return F.pad(logits, (0, self.vocab_size - self.known), value=-torch.inf)  # a negative width cuts
+
+
+def _apart(module: nn.Module) -> nn.Module:
+    """A module whose parts can be exchanged without the other one's."""
+    other = copy.copy(module)
+    other._modules = dict(module._modules)
+    return other
 
 
 def shapes_of(layer: nn.Module) -> tuple[object, ...]:

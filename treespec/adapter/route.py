@@ -3,10 +3,15 @@
 A model's attention modules look up a function by the name that their config holds, and masks are made by a function of
 the same name. Both are registered here once. While a model is `routed`, each call goes to a handler, with the rule of
 its mask in place of the mask: a pass of a token tree has no triangle of positions, so a rule is asked by position.
+
+A config is the model's, and so every thread's, but a route is its own thread's: a thread without one that calls the
+model meanwhile comes here too, and is sent on to the attention that the model has by itself.
 """
 
+import sys
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
@@ -60,13 +65,61 @@ Handler = Callable[[Call], Tensor]
 
 @dataclass
 class _Route:
-    handler: Handler
+    """Where a thread's attentions go: to a handler, or to transformers' own of another name."""
+
+    handler: Handler | None
+    own: str | None = None
     calls: int = 0
     masks: dict[int, tuple[Tensor, MaskRule]] = field(default_factory=dict)  # by address of what stands for the mask
 
 
 # Model code decides what arguments reach its attention, so batch metadata cannot be one of them for every model.
 _route: ContextVar[_Route | None] = ContextVar("treespec_route", default=None)
+
+
+@dataclass
+class _Held:
+    """A config that says `NAME` while somebody has a route, and what it says otherwise."""
+
+    config: Any
+    own: str | None
+    routes: int = 0
+
+
+_held: dict[int, _Held] = {}  # by address of the config, which the entry keeps alive
+_guard = threading.Lock()
+
+
+def is_routed() -> bool:
+    """Whether this thread's attentions go to a handler."""
+    return _route.get() is not None
+
+
+def _own_name(config: Any) -> str | None:
+    """The attention that a config names when nobody is routed."""
+    with _guard:
+        held = _held.get(id(config))
+        own = config._attn_implementation_internal if held is None else held.own
+    return "eager" if own == NAME else own  # a copy that was made while its original was routed
+
+
+def _eager(module: nn.Module) -> Callable[..., Any]:
+    """The eager attention beside a module's class, where transformers' models have it."""
+    for kind in type(module).__mro__:
+        found = getattr(sys.modules.get(kind.__module__), "eager_attention_forward", None)
+        if found is not None:
+            return found
+    raise ModelError(
+        f"{type(module).__name__} has no eager_attention_forward beside it; run it in one thread at a time"
+    )
+
+
+def _attend_by_itself(name: str | None, module: nn.Module, *tensors: Tensor | None, **options: Any) -> Any:
+    """The attention that transformers has under a name."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    known = ALL_ATTENTION_FUNCTIONS.get(name) if name is not None and name != "eager" else None
+    return (_eager(module) if known is None else known)(module, *tensors, **options)
 
 
 def causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -80,7 +133,11 @@ def _attend(
 ) -> tuple[Tensor, None]:  # fmt: skip
     """The registered attention. query: [1, num_heads, num_rows, width] -> [1, num_rows, num_heads, value width]."""
     route, kind = _route.get(), type(module).__name__
-    assert route is not None, "a model was left routed"
+    if route is None or route.handler is None:
+        own = _own_name(module.config) if route is None else route.own
+        given = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux}
+        options |= {name: value for name, value in given.items() if value is not None}
+        return _attend_by_itself(own, module, query, key, value, attention_mask, **options)
     if options.get("is_causal") is False:
         raise ModelError(f"{kind} attends in both directions")
     strange = [name for name, value in options.items() if value is not None and name not in _WITHOUT_EFFECT]
@@ -113,11 +170,21 @@ def _attend(
 
 
 def _stand_in(
-    *, mask_function: MaskRule, q_length: int = 1, kv_length: int = 1, device: torch.device | None = None, **_: Any
-) -> Tensor:
+    *, mask_function: MaskRule, q_length: int = 1, kv_length: int = 1, device: torch.device | None = None,
+    config: Any = None, **options: Any,
+) -> Tensor | None:  # fmt: skip
     """The registered mask: zeros of the mask's shape in four bytes, whose address says which rule is meant."""
     route = _route.get()
-    assert route is not None, "a model was left routed"
+    if route is None or route.handler is None:
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+        own = _own_name(config) if route is None else route.own
+        make = ALL_MASK_ATTENTION_FUNCTIONS.get(own)
+        if make is None:  # transformers makes none for an attention without a function for masks
+            return None
+        return make(
+            mask_function=mask_function, q_length=q_length, kv_length=kv_length, device=device, config=config, **options
+        )
     zeros = torch.zeros(1, device=device, dtype=torch.float32).expand(1, 1, q_length, kv_length)
     route.masks[zeros.data_ptr()] = zeros, mask_function
     return zeros
@@ -149,29 +216,39 @@ def configs_of(model: nn.Module) -> list[Any]:
 
 
 @contextmanager
-def implementation(configs: list[Any], name: str) -> Iterator[None]:
-    """Let the models of these configs use an attention by name; afterwards they are as they were."""
-    before = [config._attn_implementation_internal for config in configs]
-    try:
-        for config in configs:
-            config._attn_implementation_internal = name
-        yield
-    finally:
-        for config, own in zip(configs, before, strict=True):
-            config._attn_implementation_internal = own
-
-
-@contextmanager
-def routed(configs: list[Any], handler: Handler) -> Iterator[_Route]:
-    """Send every attention of the models of these configs to `handler`."""
+def _at(configs: list[Any], route: _Route) -> Iterator[_Route]:
+    """This thread has a route; afterwards the configs are as they were, unless another thread still has one."""
     _register()
-    route = _Route(handler)
     token = _route.set(route)
+    taken: list[Any] = []
     try:
-        with implementation(configs, NAME):
-            yield route
+        with _guard:
+            for config in configs:
+                held = _held.setdefault(id(config), _Held(config, config._attn_implementation_internal))
+                held.routes += 1
+                taken.append(config)
+                config._attn_implementation_internal = NAME
+        yield route
     finally:
         _route.reset(token)
+        with _guard:
+            for config in taken:
+                held = _held[id(config)]
+                held.routes -= 1
+                if not held.routes:
+                    del _held[id(config)]
+                    if config._attn_implementation_internal == NAME:  # its owner may have named another meanwhile
+                        config._attn_implementation_internal = held.own
+
+
+def implementation(configs: list[Any], name: str) -> AbstractContextManager[_Route]:
+    """Let the models of these configs use an attention of transformers by name, in this thread."""
+    return _at(configs, _Route(None, own=name))
+
+
+def routed(configs: list[Any], handler: Handler) -> AbstractContextManager[_Route]:
+    """Send every attention of the models of these configs to `handler`, in this thread."""
+    return _at(configs, _Route(handler))
 
 
 def sees(mask: MaskRule, queries: Tensor, keys: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """What a model turns out to be when its code runs: its attentions, their shapes, and its head."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,12 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from treespec.adapter.route import Call, MaskRule, configs_of, routed, sees
+from treespec.adapter.route import Call, MaskRule, configs_of, is_routed, routed, sees
 from treespec.adapter.source import Source
 from treespec.errors import ModelError
 from treespec_weights.rules import ModelShape
 
 _TOKENS = 5
+_head_runs = threading.RLock()  # of two threads the second would take the first one's stand-in for the model's own
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,21 +80,26 @@ def run(module: nn.Module, tokens: Tensor, positions: Tensor) -> Any:
 def run_head(model: nn.Module, base: nn.Module, hidden: Tensor, output: type) -> Tensor:
     """Logits [num_rows, vocab] by the model's own code behind its base: scales and caps too.
 
-    The base gives `hidden`, [num_rows, hidden_size], in an `output`, while this runs; then it computes again.
+    The base gives `hidden`, [num_rows, hidden_size], in an `output`, while this runs; then it computes again. In other
+    threads it computes all the while.
     """
-    own = base.__dict__.get("forward")
+    me = threading.get_ident()
+    with _head_runs:
+        own = base.__dict__.get("forward")
 
-    def given(*_: Any, **__: Any) -> Any:
-        return output(last_hidden_state=hidden[None])
+        def given(*inputs: Any, **options: Any) -> Any:
+            if threading.get_ident() == me:
+                return output(last_hidden_state=hidden[None])
+            return type(base).forward(base, *inputs, **options) if own is None else own(*inputs, **options)
 
-    base.__dict__["forward"] = given
-    try:
-        tokens = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
-        return model(input_ids=tokens, use_cache=False, return_dict=True).logits[0]
-    finally:
-        del base.__dict__["forward"]
-        if own is not None:
-            base.__dict__["forward"] = own
+        base.__dict__["forward"] = given
+        try:
+            tokens = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
+            return model(input_ids=tokens, use_cache=False, return_dict=True).logits[0]
+        finally:
+            del base.__dict__["forward"]
+            if own is not None:
+                base.__dict__["forward"] = own
 
 
 @contextmanager
@@ -102,7 +109,7 @@ def _watched(model: nn.Module) -> Iterator[list[tuple[str, Any]]]:
 
     def watch(name: str, module: nn.Module) -> RemovableHandle:
         def note(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            if isinstance(getattr(output, "last_hidden_state", None), Tensor):
+            if is_routed() and isinstance(getattr(output, "last_hidden_state", None), Tensor):
                 ended.append((name, output))
 
         return module.register_forward_hook(note)

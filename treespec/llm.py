@@ -2,8 +2,11 @@
 
 import inspect
 import os
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
@@ -23,12 +26,17 @@ from treespec.request import Request, RequestOutput, StreamChunk
 from treespec.resolve import on_device, resolve_device
 from treespec.rounds.engine import GraphEngine
 from treespec.scalars import plain
+from treespec.surroundings import own_passes
 from treespec.tokenizer import UserTokenizer, load_tokenizer
 from treespec_kernels.tree_batch import PAGE_SIZE
 
 
 class LLM:
     """A target with its drafts, ready to generate.
+
+    Any number of threads may call `generate`, `chat`, `stream`, `abort` and `stats`. One round of the engine runs at a
+    time, for the requests of all of them, and no token depends on that; a call that fails in the middle of a round ends
+    the others' running requests with an error. `torch.autocast` changes nothing: passes compute in the model's dtype.
 
     Args:
         model: a Hugging Face folder or hub id, or a transformers model in memory; None is the embedded target.
@@ -94,7 +102,11 @@ class LLM:
         where = resolve_device(device)
         check_generation_config(generation_config)
         spoken = None if tokenizer is None else UserTokenizer(load_tokenizer(tokenizer, ""))
-        with torch.inference_mode(), on_device(where):
+        self._lock = threading.RLock()
+        self._stepping = False
+        self._leaving: deque[Request] = deque()  # to be ended when the round is over that runs
+        self._waiting: set[object] = set()  # callers in other threads that want the next round
+        with own_passes(where), on_device(where):
             self._built: Built = build(
                 model, drafts, self.spec, where, dtype, exact, plain(max_num_seqs), plain(max_model_len), attention,
                 plain(prefill_chunk), compile, linear, cuda_graphs, backend, quantization,
@@ -145,13 +157,15 @@ class LLM:
         """For each prompt, text, token ids or a conversation."""
         if not isinstance(use_tqdm, bool) and not callable(use_tqdm):
             raise ConfigError(f"use_tqdm={use_tqdm!r}; valid: True, False, or what takes the place of tqdm.tqdm")
-        entries = self._requests(prompts, params, spec)
+        with self._lock:
+            entries = self._requests(prompts, params, spec)
         requests = [request for entry in entries if isinstance(entry, list) for request in entry]
         made = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not use_tqdm)
         with made(total=len(requests), desc="outputs") as bar:
             for request in self._run(requests):
                 bar.update(int(request.finished))
-        outputs = [self._intake.output(entry) if isinstance(entry, list) else entry for entry in entries]
+        with self._lock:
+            outputs = [self._intake.output(entry) if isinstance(entry, list) else entry for entry in entries]
         if outputs and all(one.finish_reason == "error" for output in outputs for one in output.outputs):
             raise RequestError(outputs[0].error)
         return outputs
@@ -208,29 +222,37 @@ class LLM:
             RequestError: before the first chunk, or where the request fails on the way.
         """
         _refuse_unknown(LLM.stream, unknown)
-        samples = self._requests([prompt], sampling_params, spec, stream=True)[0]
+        with self._lock:
+            samples = self._requests([prompt], sampling_params, spec, stream=True)[0]
         if isinstance(samples, RequestOutput):
             raise RequestError(samples.error)
-        emitted, left = [0] * len(samples), len(samples)
+        emitted, open_samples = [0] * len(samples), set(samples)
         for request in self._run(samples):
-            tokens = request.output_token_ids[emitted[request.sample] :]
-            emitted[request.sample] += len(tokens)
-            if request.error is not None:
-                raise RequestError(request.error)
-            if request.finished and request.detokenizer is not None:
-                request.detokenizer.flush()
-            text = request.detokenizer.release(request.finished) if request.detokenizer is not None else None
-            left -= request.finished  # several may end in one round, and only the last chunk has them all
-            final = None if left else self._intake.output(samples)
-            yield StreamChunk(request.output_id, text, tokens, request.finish_reason, final, request.sample)
+            if request not in open_samples:
+                continue  # another thread's round ended it before its last chunk was made
+            with self._lock:  # no round of another thread may come between tokens and text
+                tokens = request.output_token_ids[emitted[request.sample] :]
+                emitted[request.sample] += len(tokens)
+                if request.error is not None:
+                    raise RequestError(request.error)
+                if request.finished and request.detokenizer is not None:
+                    request.detokenizer.flush()
+                text = request.detokenizer.release(request.finished) if request.detokenizer is not None else None
+                if request.finished:
+                    open_samples.remove(request)
+                # Several may end in one round, and only the last chunk has them all.
+                final = None if open_samples else self._intake.output(samples)
+                chunk = StreamChunk(request.output_id, text, tokens, request.finish_reason, final, request.sample)
+            if tokens or text or request not in open_samples:
+                yield chunk
 
     def abort(self, request_id: str) -> None:
         """End a request and free its slot, wherever it stands. An unknown or finished one is left alone.
 
-        Call it between the chunks of a stream, from the thread that reads them: an engine has no lock.
+        From any thread: between two rounds it ends at once, in the middle of one when that is over.
         """
-        for request in self.engine.scheduler.find(request_id):
-            self.engine.finish(request, "abort")
+        with self._lock:
+            self._end(self.engine.scheduler.find(request_id))
 
     def get_tokenizer(self) -> Any:
         """The tokenizer, or None."""
@@ -247,6 +269,10 @@ class LLM:
 
     def stats(self) -> dict[str, Any]:
         """Totals since the start, and what is frozen for bit equality."""
+        with self._lock:
+            return self._stats()
+
+    def _stats(self) -> dict[str, Any]:
         config, curve = self.config, self.engine.planner.costs.curve
         drafts = self.engine.ssms.names if self.engine.ssms else ()
         return self.engine.stats.as_dict() | {
@@ -279,6 +305,10 @@ class LLM:
             },
         }
 
+    def between_rounds(self) -> AbstractContextManager[Any]:
+        """Within it no round runs in another thread, so requests stay as they are."""
+        return self._lock
+
     def release_models(self) -> None:
         """Leave it to their owner to keep models in memory alive; generating after they have gone is an error."""
         self._kept = None
@@ -291,32 +321,72 @@ class LLM:
                 f"torch has {threads} threads now and had {self.config.num_threads} when this engine proved its bits; "
                 f"call torch.set_num_threads({self.config.num_threads}), or build a new LLM"
             )
-        open_requests = {request.request_id: request for request in requests}
+        open_requests = dict.fromkeys(requests, 0)  # and how many tokens of it were seen
+        me = object()
+
+        def news() -> list[Request]:
+            """What ended or has new tokens: from this round, from another thread's, or by an abort."""
+            found = [r for r, seen in open_requests.items() if r.finished or r.num_generated > seen]
+            for request in found:
+                open_requests[request] = request.num_generated
+                if request.finished:
+                    del open_requests[request]
+            return found
+
         try:
-            for request in requests:
-                self.engine.scheduler.add(request)
-            while open_requests:
-                self._step()
-                for request in list(open_requests.values()):
-                    if request.finished:  # in this round, by an abort, or while another call was stepping
-                        del open_requests[request.request_id]
-                    if request.finished or request.num_generated:
-                        yield request
-        finally:  # Ctrl-C, an error, or a caller that stopped listening: nothing stays behind
-            with ExitStack() as ends:
+            with self._lock:
                 for request in requests:
-                    ends.callback(self.engine.finish, request, "abort")
+                    self.engine.scheduler.add(request)
+            while open_requests:
+                self._waiting.add(me)
+                with self._lock:
+                    self._waiting.discard(me)
+                    found = news()
+                    if not found:
+                        self._step()
+                        found = news()
+                yield from found
+                self._let_others_in()
+        finally:  # Ctrl-C, an error, or a caller that stopped listening: nothing stays behind
+            self._waiting.discard(me)
+            with self._lock:
+                self._end(requests)
+
+    def _let_others_in(self) -> None:
+        """A lock goes to whoever asks first, which is who has just let go of it: waiting streams would stand still."""
+        waiting = len(self._waiting)
+        for _ in range(20 if waiting else 0):  # 1 ms at most
+            time.sleep(5e-5)
+            if len(self._waiting) < waiting:
+                break
+
+    def _end(self, requests: Sequence[Request]) -> None:
+        """End what is open of `requests`. In the middle of a round, whose batch they may be in, they end behind it."""
+        if self._stepping:
+            self._leaving.extend(requests)
+            return
+        with ExitStack() as ends:
+            for request in requests:
+                ends.callback(self.engine.finish, request, "abort")
 
     def _step(self) -> None:
         """One round. Where it breaks off in the middle, what ran in it is in no known state and ends."""
+        if self._stepping:
+            raise RequestError("a processor cannot generate with the engine that called it, in the middle of a round")
         try:
-            with torch.inference_mode(), on_device(self.config.device):
+            self._stepping = True
+            with own_passes(self.config.device), on_device(self.config.device):
                 self.engine.step()
-        except BaseException:
+        except BaseException as error:
+            why = f"a round broke off: {type(error).__name__}: {error}"
             with ExitStack() as ends:
                 for request in list(self.engine.scheduler.running):
-                    ends.callback(self.engine.finish, request, "abort")
+                    ends.callback(self.engine.finish, request, "error", why)
             raise
+        finally:
+            self._stepping = False
+            leaving = [self._leaving.popleft() for _ in range(len(self._leaving))]
+            self._end(leaving)
 
     def _requests(
         self, prompts: list[Any], params: Any, spec: SpecConfig | str | None, stream: bool = False

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from treespec.errors import RequestError
 from treespec.params import SamplingParams
+from treespec.surroundings import outside_code
 
 _NUCLEUS = 64  # of a draft's tokens, the likeliest of which are looked at for truncation
 
@@ -122,9 +123,10 @@ class _Counts:
 def _process(processor: object, scores: Tensor, tokens: Sequence[int], ancestors: Sequence[int]) -> Tensor:
     """Scores after one of Hugging Face's processors."""
     name = getattr(processor, "__name__", type(processor).__name__)
-    ids = torch.tensor([[*tokens, *ancestors]], dtype=torch.int64, device=scores.device)
     try:
-        result = processor(ids, scores[None].clone())  # type: ignore[operator]
+        with outside_code():
+            ids = torch.tensor([[*tokens, *ancestors]], dtype=torch.int64, device=scores.device)
+            result = processor(ids, scores[None].clone())  # type: ignore[operator]
     except Exception as error:  # code from outside may raise anything, and only this request asked for it
         raise RequestError(f"logits processor {name} failed: {type(error).__name__}: {error}") from error
     if not isinstance(result, Tensor):

@@ -110,7 +110,7 @@ def _eager(module: nn.Module) -> Callable[..., Any]:
         if found is not None:
             return found
     raise ModelError(
-        f"{type(module).__name__} has no eager_attention_forward beside it; run it in one thread at a time"
+        f"{type(module).__name__} has no eager attention beside it; call the model in one thread at a time"
     )
 
 

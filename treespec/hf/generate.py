@@ -90,7 +90,9 @@ def generate(
     for row in llm._run(rows):
         if row.error is not None:
             raise RequestError(row.error)
-        streamer.advance()
+        with llm.between_rounds():
+            due = streamer.due()
+        streamer.put(due)
     streamer.end()
     return _output(prompts, rows, generation_config)
 
@@ -119,24 +121,28 @@ class _Streamer:
         if streamer is not None:
             streamer.put(prompts.input_ids.cpu())
 
-    def advance(self) -> None:
-        """Hand out the steps that every row has come to, or has ended before."""
-        if self._streamer is None:
-            return
+    def due(self) -> list[list[int]]:
+        """The steps that every row has come to, or has ended before, and that were not handed out."""
+        found: list[list[int]] = []
         while True:
             step = self._steps
             open_rows = [row for row in self._rows if row.ended is None]
             if any(row.num_generated <= step for row in open_rows) or all(
                 row.num_generated <= step for row in self._rows
             ):
-                return
+                return found
             tokens = [row.output_token_ids[step] if step < row.num_generated else self._pad for row in self._rows]
-            self._streamer.put(torch.tensor(tokens, dtype=torch.int64, device="cpu"))
+            found.append(tokens)
             self._steps += 1
+
+    def put(self, steps: list[list[int]]) -> None:
+        """Hand out tokens of each step, of every row one."""
+        for tokens in steps if self._streamer is not None else ():
+            self._streamer.put(torch.tensor(tokens, dtype=torch.int64, device="cpu"))
 
     def end(self) -> None:
         if self._streamer is not None:
-            self.advance()
+            self.put(self.due())
             self._streamer.end()
 
 

@@ -15,6 +15,7 @@ from treespec.errors import ConfigError, RequestError
 from treespec.params import LEAST_TEMPERATURE, SamplingParams
 from treespec.request import Request
 from treespec.sampler import Sampler
+from treespec.surroundings import outside_code
 
 
 def processors_of_row(processors: Sequence[Any], row: int) -> list[Any]:
@@ -52,7 +53,11 @@ class Processed:
 
     def scores(self, logits: Tensor, tokens: Sequence[int], ancestors: Sequence[int]) -> Tensor:
         """float32 [vocab]. Raises RequestError where a processor fails or returns something else."""
-        own = torch.tensor([*tokens, *ancestors], dtype=torch.int64, device=logits.device)
+        with outside_code():
+            return self._scores(logits, [*tokens, *ancestors])
+
+    def _scores(self, logits: Tensor, tokens: list[int]) -> Tensor:
+        own = torch.tensor(tokens, dtype=torch.int64, device=logits.device)
         ids = torch.cat((self._padding.to(logits.device), own))[None]
         raw = logits.to(torch.float32, copy=True)
         try:
@@ -64,7 +69,7 @@ class Processed:
             raise RequestError(f"logits processors returned {what}; expected floating point [1, {len(raw)}]")
         found = scores[0].to(logits.device, torch.float32)
         if self.records is not None:
-            self.records[len(tokens) + len(ancestors)] = raw, found  # a path that is walked later overwrites it
+            self.records[len(tokens)] = raw, found  # a path that is walked later overwrites it
         return found
 
 
@@ -78,6 +83,10 @@ class Row(Request):
 
     def accept(self, tokens: Sequence[int]) -> list[int]:
         """The tokens of a verified path that are emitted: all up to the first at which a criterion fires."""
+        with outside_code():
+            return self._accept(tokens)
+
+    def _accept(self, tokens: Sequence[int]) -> list[int]:
         assert self.padding is not None
         if self.first_token_at is None:
             self.first_token_at = time.perf_counter()

@@ -123,9 +123,9 @@ def test_greedy_tokens_are_transformers_own(name: str, model: Any, draft: Any) -
 def test_trees_are_deep(model: Any, draft: Any) -> None:
     inputs = one_prompt()
     by_trees(model, inputs, max_new_tokens=5, drafts=[draft])
-    before = _engines[model].llm.stats()
+    before = _engines[model].entries[-1].llm.stats()
     by_trees(model, inputs, max_new_tokens=64, drafts=[draft], spec=TREES)
-    after = _engines[model].llm.stats()
+    after = _engines[model].entries[-1].llm.stats()
     passes = after["target_passes"] - before["target_passes"]
     assert (after["generated_tokens"] - before["generated_tokens"]) / passes > 2
 
@@ -293,19 +293,19 @@ def test_an_engine_follows_its_model() -> None:
     """Kept from call to call, sees new values, is built anew for new parameters, and goes with the model."""
     model, inputs = make_model("stablelm", seed=4), one_prompt()
     by_trees(model, inputs, max_new_tokens=8)
-    first = _engines[model].llm
+    first = _engines[model].entries[-1].llm
     by_trees(model, inputs, max_new_tokens=20, do_sample=True)
-    assert _engines[model].llm is first
+    assert _engines[model].entries[-1].llm is first
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     wanted = model.generate(**inputs, max_new_tokens=20, pad_token_id=PAD)
     assert torch.equal(wanted, by_trees(model, inputs, max_new_tokens=20))
-    assert _engines[model].llm is first
+    assert _engines[model].entries[-1].llm is first
     model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
     wanted = model.generate(**inputs, max_new_tokens=20, pad_token_id=PAD)
     assert torch.equal(wanted, by_trees(model, inputs, max_new_tokens=20))
-    assert _engines[model].llm is not first
+    assert _engines[model].entries[-1].llm is not first
     gone, count = weakref.ref(model), len(_engines)
     del model, first
     gc.collect()
@@ -350,7 +350,7 @@ class Raises(StoppingCriteria):
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "beams": ({"num_beams": 2}, ConfigError, "beam_search"),
     "guidance": ({"guidance_scale": 1.5}, ConfigError, "guidance_scale=1.5"),
-    "prompt lookup": ({"prompt_lookup_num_tokens": 3}, ConfigError, "assisted_generation"),
+    "prompt lookup": ({"prompt_lookup_num_tokens": 3}, ConfigError, "prompt lookup is on by itself"),
     "attentions": ({"output_attentions": True, "return_dict_in_generate": True}, ConfigError, "output_attentions"),
     "hidden states": ({"output_hidden_states": True, "return_dict_in_generate": True}, ConfigError, "output_hidden"),
     "drafts of text": ({"drafts": "lookup"}, ConfigError, "valid: a list"),

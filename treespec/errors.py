@@ -30,6 +30,10 @@ class ConfigError(TreespecError):
     """A parameter that is unknown, out of range, contradicts another one or names an option that does not exist yet."""
 
 
+class CacheMemoryError(ConfigError):
+    """The cache of so many requests of such a length does not fit into the free memory."""
+
+
 class RequestError(TreespecError):
     """A request that cannot be served: an empty prompt, one longer than the context, a token outside the vocabulary."""
 

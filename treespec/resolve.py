@@ -15,7 +15,7 @@ from treespec.adapter.trace import AdapterConfig
 from treespec.cache import pages_for
 from treespec.config import ModelConfig, SpecConfig
 from treespec.drafters.base import Drafter
-from treespec.errors import ConfigError, KernelError, ModelError
+from treespec.errors import CacheMemoryError, ConfigError, KernelError, ModelError
 from treespec.loading import libraries_folder
 from treespec.memory import free_memory
 from treespec.models.attention import ATTENTIONS
@@ -145,7 +145,7 @@ def resolve_max_model_len(
     """
     free = free_memory(device) - held
     if free <= 0:
-        raise ConfigError(
+        raise CacheMemoryError(
             f"weights and captured rounds need {held / 2**30:.1f} GiB, and {(free + held) / 2**30:.1f} GiB of {device} "
             "are free; take a smaller model, or lower max_num_seqs, max_model_len or nodes"
         )
@@ -154,7 +154,7 @@ def resolve_max_model_len(
             raise ConfigError(f"max_model_len={asked!r}; valid: an int from 2 to the model's {target.max_positions}")
         needed = seqs * pages_for(asked + scratch) * bytes_per_page
         if needed > free:
-            raise ConfigError(
+            raise CacheMemoryError(
                 f"max_num_seqs={seqs} requests of max_model_len={asked} need {needed / 2**30:.1f} GiB of cache, and "
                 f"{free / 2**30:.1f} GiB are free; lower one of them"
             )

@@ -44,6 +44,9 @@ def check_config(config: Any, processors: list[Any], criteria: list[Any], rows: 
             "treespec.hf.generate is called by transformers, which prepares its arguments: "
             "model.generate(**inputs, custom_generate=treespec.hf.generate, drafts=[...])"
         )
+    lookup = getattr(config, "prompt_lookup_num_tokens", None)
+    if lookup is not None:
+        raise ConfigError(f"prompt_lookup_num_tokens={lookup!r}: prompt lookup is on by itself here; leave it out")
     mode = config.get_generation_mode().value
     if mode not in ("greedy_search", "sample"):
         raise ConfigError(f"generation mode {mode!r}; valid: greedy search and sampling, with num_beams=1")

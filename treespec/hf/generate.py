@@ -1,5 +1,8 @@
 """`generate` of transformers, decoding by token trees."""
 
+import functools
+import logging
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +14,9 @@ from treespec.config import SpecConfig
 from treespec.errors import ConfigError, RequestError
 from treespec.hf.checks import Prompts, check_config, read_prompts
 from treespec.hf.engines import engine_for
-from treespec.hf.rows import Row, make_row, processors_of_row
+from treespec.hf.rows import Row, make_row, processors_of_row, started_later
+
+logger = logging.getLogger("treespec")
 
 _MAX_SEED = 2**53
 
@@ -30,8 +35,10 @@ def generate(
 ) -> Any:
     """What `model.generate(**inputs, custom_generate=treespec.hf.generate, drafts=[...])` calls.
 
-    The model is used as it is: nothing of it is copied or changed. Greedily the tokens are those of `model.generate`;
-    sampled ones have its law and come from `torch.manual_seed` alone, whatever is drafted.
+    The model is used as it is: nothing of it is copied or changed, and other threads may run it meanwhile. It computes
+    in its own dtype, under `torch.autocast` too, which the log says: cast the model where that is not wanted. Greedily
+    the tokens are those of `model.generate` without autocast; sampled ones have its law and come from
+    `torch.manual_seed` alone, whatever is drafted.
 
     Args:
         model: a `PreTrainedModel` in eval mode.
@@ -39,6 +46,9 @@ def generate(
         logits_processor, stopping_criteria, generation_config: as transformers prepares them. Processors are called for
             each node of a tree with its own prefix, [1, length], so they must not keep what they saw; criteria after
             each token, row by row.
+            `max_time` counts generating alone, not the building of an engine at the first call. `stop_strings` would
+            need the `tokenizer`, which transformers keeps to itself, as it does `assistant_model`: say
+            stopping_criteria=[StopStringCriteria(tokenizer, ["..."])] and drafts=[assistant_model] instead.
         drafts: small models: folders, hub ids, models in memory, `Drafter` objects. "lookup", which is on anyway, says
             that nothing else is wanted.
         spec: how to speculate; "off" is plain decoding.
@@ -72,7 +82,11 @@ def generate(
             f"{longest - most} tokens of prompt and {most} new ones, but the model has {positions} positions; lower "
             "max_new_tokens"
         )
-    llm = engine_for(model, _sources(drafts), resolved, exact, longest, positions)
+    began = time.time()
+    llm = engine_for(model, _sources(drafts), resolved, exact, len(input_ids), longest, positions)
+    if torch.is_autocast_enabled(llm.config.device.type):
+        _say_no_autocast(llm.config.dtype)
+    stopping = type(stopping_criteria)(started_later(criteria, time.time() - began))
     resolved.check_sources(llm.draft_names)
     decoder = llm.engine.runner.target
     least, largest = int(input_ids.min()), int(input_ids.max())
@@ -82,7 +96,7 @@ def generate(
     rows = [
         make_row(
             tokens, row, generation_config, type(logits_processor)(processors_of_row(processors, row)),
-            stopping_criteria, input_ids[row, :pad], most, resolved, seed, decoder.vocab_size, decoder.device,
+            stopping, input_ids[row, :pad], most, resolved, seed, decoder.vocab_size, decoder.device,
         )
         for row, (tokens, pad) in enumerate(zip(prompts.tokens, prompts.padding, strict=True))
     ]  # fmt: skip
@@ -95,6 +109,12 @@ def generate(
         streamer.put(due)
     streamer.end()
     return _output(prompts, rows, generation_config)
+
+
+@functools.cache
+def _say_no_autocast(dtype: torch.dtype) -> None:
+    """Once a dtype: an evaluation calls for every batch."""
+    logger.warning("torch.autocast changes nothing in treespec.hf.generate: the model computes in %s, as it is", dtype)
 
 
 def _sources(drafts: Sequence[Any] | None) -> list[Any]:

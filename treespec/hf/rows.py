@@ -34,6 +34,17 @@ def processors_of_row(processors: Sequence[Any], row: int) -> list[Any]:
     return found
 
 
+def started_later(criteria: Sequence[Any], seconds: float) -> list[Any]:
+    """Criteria whose time began `seconds` later; the caller's own stay as they are."""
+    found = []
+    for criterion in criteria:
+        if hasattr(criterion, "max_time") and hasattr(criterion, "initial_timestamp"):
+            criterion = copy.copy(criterion)
+            criterion.initial_timestamp += seconds
+        found.append(criterion)
+    return found
+
+
 def _allowed(function: Any, row: int, _: int, ids: Tensor) -> Any:
     return function(row, ids)
 

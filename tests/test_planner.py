@@ -117,7 +117,7 @@ def test_measured_seconds_correct_the_curve() -> None:
             seconds = np.array([3 * COST.draft(1, 1, 1), 0.0, float(COST.verify(len(tree))), 1e-4])
             planner.observe([request], [tree], [2], RoundSeconds(*(slowness * seconds)))
         assert planner.costs.learned.draft_scale == pytest.approx(3, rel=0.01)
-        assert planner.costs.host("tree") == pytest.approx(1e-4, rel=0.01)
+        assert planner.costs.host("drafted") == pytest.approx(1e-4, rel=0.01)
         modelled = planner_at(planner._outlook.gain, [request])
         masses = np.linspace(0.05, 1, 20)
         first = [p.worth_a_level(np.zeros(20, dtype=np.int64), masses, np.ones(20)).sum() for p in (planner, modelled)]

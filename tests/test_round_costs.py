@@ -118,6 +118,29 @@ def test_the_hosts_work_is_known_by_what_it_did() -> None:
     assert costs.speculative(8, 1, NOTHING) - costs.verify(8, 1, 1) == pytest.approx(9e-5, rel=0.1)
 
 
+def test_trees_of_ssms_say_nothing_of_guesses_without_a_pass() -> None:
+    """The host works longer on them; were it one figure, free guesses would seem too dear once SSMs have drafted."""
+    costs = costs_at(CURVE, 128)
+    for _ in range(60):
+        for host, drafted in ((9e-5, NOTHING), (9e-4, Drafted(2, 2, 2))):
+            costs.learn(RoundSeconds(0.0, 0.0, float(CURVE.verify(8)), host), 8, 1, drafted, True)
+    assert costs.host("tree") == pytest.approx(9e-5, rel=0.02) and costs.host("drafted") == pytest.approx(
+        9e-4, rel=0.02
+    )
+
+
+def test_a_tree_that_seemed_dear_is_tried_again_some_day() -> None:
+    """Only what is made is measured: after long searching its price comes down to what is usual beside searching."""
+    costs = costs_at(CURVE, 128)
+    learn(costs, 8, float(CURVE.verify(8)), host=5e-3)
+    for _ in range(60):
+        learn(costs, 1, 1e-3, host=4e-5)
+    assert costs.host("tree") == pytest.approx(5e-3)
+    for _ in range(600):
+        learn(costs, 1, 1e-3, host=4e-5)
+    assert costs.host("tree") == pytest.approx(6e-5, rel=0.01)
+
+
 def test_rows_that_the_curve_calls_free_teach_nothing_of_others() -> None:
     flat = dataclasses.replace(CURVE, rows=(1, 4, 16), verify_seconds=(1e-3, 1e-3, 2.5e-3))
     costs = costs_at(flat, 128)

@@ -16,10 +16,13 @@ from treespec.request import Request
 
 _MEMORY = 0.1  # weight of the newest round in the running means
 _LARGEST_STEP = 2.0  # factor between a measured time and the learned one beyond which it counts as a disturbance
-# What the host does in a round: as in plain decoding; asks sources, which find nothing; works on trees.
-HostWork = Literal["plain", "search", "tree"]
-_USUAL_HOST: dict[HostWork, float] = {"plain": 1 / 3, "search": 2 / 3}  # over that of trees, before it was seen
-_FRESH = 64  # rounds for which a pass over one row says how fast the machine is
+# What the host does in a round: as in plain decoding; asks sources, which find nothing; works on trees of guesses that
+# cost no pass; works on trees that SSMs have grown.
+HostWork = Literal["plain", "search", "tree", "drafted"]
+# Over that of trees, before it was seen.
+_USUAL_HOST: dict[HostWork, float] = {"plain": 1 / 3, "search": 2 / 3, "tree": 1.0, "drafted": 2.0}
+_FADING = 0.02  # of what trees seem to take beyond the usual, with each round of a long search that makes none
+_FRESH = 64  # rounds for which what was seen last still holds
 
 
 @dataclass(frozen=True)
@@ -117,12 +120,14 @@ class _Learned:
         row_scale: the same of what rows beyond each request's first add to a target pass.
         lone_scale: a pass over one row of each request after a tree, over one that follows upon such a pass.
         follows_tree: whether the last pass came after a tree.
+        barren: rounds of searching since the last one that did something else.
     """
 
     def __init__(self) -> None:
         self.hosts: dict[HostWork, float] = {}
         self.draft_scale = self.lone_scale = 1.0
         self.follows_tree = False
+        self.barren = 0
         # Measured over modelled seconds of passes over one row of each request that follow upon such a pass, as plain
         # decoding's do: after a tree one takes 1.05 to 1.08 times as long back to back, 1.1 to 1.3 within rounds.
         self._pace: float | None = None
@@ -165,7 +170,7 @@ class _Learned:
 
 def _speculative_work(trees: int, drafted: Drafted) -> HostWork:
     """Of a round in which sources were asked."""
-    return "tree" if trees or drafted.levels else "search"
+    return "drafted" if drafted.levels else "tree" if trees else "search"
 
 
 def _towards(known: float | None, seen: float) -> float:
@@ -226,7 +231,7 @@ class RoundCosts:
     def host(self, work: HostWork) -> float:
         """The host's work on one request."""
         hosts = self.learned.hosts
-        return hosts[work] if work in hosts else _USUAL_HOST.get(work, 0.0) * hosts.get("tree", 0.0)
+        return hosts[work] if work in hosts else _USUAL_HOST[work] * hosts.get("tree", hosts.get("drafted", 0.0) / 2)
 
     def level(self, passes: float, request_passes: float) -> float:
         """One level of drafting, of so many passes."""
@@ -267,6 +272,10 @@ class RoundCosts:
         host = seconds.host / unit / count
         work: HostWork = _speculative_work(trees, drafted) if drafting else "plain"
         learned.hosts[work] = _towards(learned.hosts.get(work), host)
+        learned.barren = learned.barren + 1 if work == "search" else 0
+        if learned.barren > _FRESH and "tree" in learned.hosts:  # what seems dear is not tried, and would ever seem so
+            usual = learned.hosts["search"] / _USUAL_HOST["search"]
+            learned.hosts["tree"] -= _FADING * max(learned.hosts["tree"] - usual, 0.0)
         if not drafting:
             return
         if modelled := self._modelled_draft(drafted):

@@ -36,7 +36,8 @@ class LLM:
 
     Any number of threads may call `generate`, `chat`, `stream`, `abort` and `stats`. One round of the engine runs at a
     time, for the requests of all of them, and no token depends on that; a call that fails in the middle of a round ends
-    the others' running requests with an error. `torch.autocast` changes nothing: passes compute in the model's dtype.
+    the others' running requests with an error, and Ctrl-C there aborts them. `torch.autocast` changes nothing: passes
+    compute in the model's dtype.
 
     Args:
         model: a Hugging Face folder or hub id, or a transformers model in memory; None is the embedded target.
@@ -378,10 +379,12 @@ class LLM:
             with own_passes(self.config.device), on_device(self.config.device):
                 self.engine.step()
         except BaseException as error:
-            why = f"a round broke off: {type(error).__name__}: {error}"
+            ending: tuple[Any, ...] = ("abort",)  # Ctrl-C
+            if isinstance(error, Exception):
+                ending = "error", f"a round broke off: {type(error).__name__}: {error}"
             with ExitStack() as ends:
                 for request in list(self.engine.scheduler.running):
-                    ends.callback(self.engine.finish, request, "error", why)
+                    ends.callback(self.engine.finish, request, *ending)
             raise
         finally:
             self._stepping = False

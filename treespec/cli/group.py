@@ -32,6 +32,7 @@ def run_reporting(main: Callable[..., Any], args: Sequence[str] | None, **option
             raise
         _report(type(error).__name__, str(error), as_json)
         code = 2
+    _give_up_full(sys.stdout)
     sys.exit(code or 0)
 
 
@@ -63,6 +64,14 @@ def _report(kind: str, message: str, as_json: bool) -> None:
             as_json = False
     if not as_json:
         typer.echo(f"error: {message}", err=True)
+
+
+def _give_up_full(stream: TextIO) -> None:
+    """Drop what a stream could not write: Python would try it once more at its end, and exit with a code of its own."""
+    try:
+        stream.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def print_json(document: dict[str, Any]) -> None:

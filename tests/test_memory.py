@@ -1,33 +1,86 @@
-"""What counts as free, and memory that is taken as it is written."""
+"""Memory: constant over 10,000 tokens, what the plan says, taken as it is written, and how much counts as free."""
 
+import gc
 import os
+import warnings
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 
-from tests.models import greedy, make_llama, new_folder, open_llm, random_prompts
-from treespec import memory
+from tests.child import runs_alone
+from tests.models import greedy, make_llama, new_folder, open_llm, random_prompts, tiny
+from treespec import SpecConfig, memory
 from treespec.memory import _available, _left_in_group, free_memory, lazy_zeros
 
 CPU = torch.device("cpu")
-linux = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads what /proc says of a process")
+reads_proc = pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="resident memory is read from /proc")
 
 
-def resident() -> int:
-    """Bytes of this process that lie in memory."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-@linux
+def tensor_bytes() -> dict[int, int]:
+    """Bytes of every live tensor by storage; packed weights have no storage and count by themselves."""
+    found = {}
+    for thing in gc.get_objects():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if not isinstance(thing, torch.Tensor):
+                continue
+        if thing.is_mkldnn:
+            found[id(thing)] = thing.numel() * thing.element_size()
+        else:
+            storage = thing.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+@reads_proc
+def test_memory_is_constant_over_10000_tokens(request: pytest.FixtureRequest) -> None:
+    if not runs_alone(request.node.nodeid):
+        return
+    target, drafts = tiny()
+    llm = open_llm(target, drafts, max_num_seqs=8, max_model_len=600)
+    prompts, spec = random_prompts([5, 60, 90, 33, 64, 1, 20, 77]), SpecConfig(nodes=16)
+    for _ in range(4):  # every page was touched, every shape was met, and the heap has its final size
+        llm.generate(prompts, greedy(500), spec=spec)
+    gc.collect()
+    before, tensors = resident_bytes(), sum(tensor_bytes().values())
+    generated = 0
+    while generated < 10_000:
+        outputs = llm.generate(prompts, greedy(500), spec=spec)
+        generated += sum(output.metrics.generated_tokens for output in outputs)
+    del outputs
+    gc.collect()
+    assert sum(tensor_bytes().values()) == tensors
+    assert resident_bytes() - before < 4 << 20, f"{(resident_bytes() - before) / 2**20:.1f} MiB more than before"
+    llm.engine.check_integrity()
+
+
+def test_tensors_hold_what_the_plan_says() -> None:
+    target, drafts = tiny()
+    gc.collect()
+    before = tensor_bytes()
+    llm = open_llm(target, drafts, max_num_seqs=8, max_model_len=600)
+    llm.generate(random_prompts([30]), greedy(20))
+    gc.collect()
+    held = sum(size for key, size in tensor_bytes().items() if key not in before)
+    planned = sum(llm.stats()["memory"].values())
+    assert planned * 0.85 < held < planned * 1.15, f"held {held}, planned {planned}"
+
+
+@reads_proc
 def test_zeros_take_no_memory_before_they_are_written() -> None:
-    before = resident()
+    before = resident_bytes()
     zeros = lazy_zeros((2, 256, 1 << 20), torch.bfloat16, CPU)
-    assert zeros.nbytes == 1 << 30 and resident() - before < 64 << 20
+    assert zeros.nbytes == 1 << 30 and resident_bytes() - before < 64 << 20
     zeros[1, 100] = 3
     assert zeros[1, 100].sum() == 3 << 20 and not zeros[1, 99].any() and not zeros[0, 100].any()
-    assert resident() - before < 64 << 20
+    assert resident_bytes() - before < 64 << 20
     part = zeros[1]
     del zeros
     assert part[100, 0] == 3, "a view keeps the memory"
@@ -39,16 +92,16 @@ def test_zeros_of_every_shape(size: tuple[int, ...], dtype: torch.dtype) -> None
     assert torch.equal(lazy_zeros(size, dtype, CPU), torch.zeros(size, dtype=dtype))
 
 
-@linux
+@reads_proc
 def test_an_engine_takes_what_its_requests_need() -> None:
     """Of a cache of a GiB and more for long contexts, a short request takes little; so does the proof at start."""
     shape = {"num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 1 << 17, "num_hidden_layers": 2}
     target = make_llama(new_folder("long") / "target", 0, **shape)
-    before = resident()
+    before = resident_bytes()
     llm = open_llm(target, [], max_num_seqs=2, max_model_len=1 << 17, prove=True)
     llm.generate(random_prompts([5]), greedy(8))
     assert llm.stats()["memory"]["kv_cache"] > 1 << 30
-    assert resident() - before < 256 << 20
+    assert resident_bytes() - before < 256 << 20
 
 
 def test_cached_files_count_as_free(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Settings for the whole suite."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,6 +16,15 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # An example's time depends on what else the machine does, so it says nothing about correctness.
 settings.register_profile("treespec", deadline=None)
 settings.load_profile("treespec")
+
+
+@pytest.fixture
+def engines_start_quickly() -> Iterator[None]:
+    """Engines that a test opens around models of transformers start as `quick_start` says."""
+    from tests.architectures import quick_start  # and with it transformers, which most tests do without
+
+    with quick_start():
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

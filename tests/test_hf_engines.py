@@ -2,7 +2,6 @@
 
 import importlib
 import logging
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from transformers.generation import MaxTimeCriteria
 
 import treespec.hf
-from tests.architectures import VOCAB, make_model, quick_start
+from tests.architectures import VOCAB, make_model
 from tests.exactness import threads
 from tests.models import greedy, random_prompts, tiny_llm
 from treespec.errors import RequestError
@@ -20,12 +19,7 @@ from treespec.hf import engines
 from treespec.hf.rows import started_later
 
 module = importlib.import_module("treespec.hf.generate")  # its name is the function's in the package
-
-
-@pytest.fixture(autouse=True)
-def engines_start_quickly() -> Iterator[None]:
-    with quick_start():
-        yield
+pytestmark = pytest.mark.usefixtures("engines_start_quickly")
 
 
 @pytest.fixture

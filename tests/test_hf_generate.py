@@ -5,7 +5,6 @@ import itertools
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -23,19 +22,14 @@ from transformers.generation import (
 )
 
 import treespec.hf
-from tests.architectures import VOCAB, make_model, quick_start
+from tests.architectures import VOCAB, make_model
 from treespec import SpecConfig
 from treespec.errors import ConfigError, DraftError, ModelError, RequestError
 from treespec.hf.engines import _engines
 
 PAD = 2
 TREES = SpecConfig(nodes=16)
-
-
-@pytest.fixture(autouse=True)
-def engines_start_quickly() -> Iterator[None]:
-    with quick_start():
-        yield
+pytestmark = pytest.mark.usefixtures("engines_start_quickly")
 
 
 @pytest.fixture(scope="module")

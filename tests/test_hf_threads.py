@@ -2,7 +2,7 @@
 
 import copy
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,14 +11,10 @@ import torch
 from torch import Tensor
 
 import treespec.hf
-from tests.architectures import VOCAB, make_model, quick_start
+from tests.architectures import VOCAB, make_model
 from treespec.adapter.route import NAME, configs_of, implementation, routed
 
-
-@pytest.fixture(autouse=True)
-def engines_start_quickly() -> Iterator[None]:
-    with quick_start():
-        yield
+pytestmark = pytest.mark.usefixtures("engines_start_quickly")
 
 
 @pytest.fixture(scope="module")

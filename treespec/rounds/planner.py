@@ -88,11 +88,13 @@ class RoundPlanner:
         best = self._plan_at(rates.argmax(), count)
         if self.rate(best) <= _MARGIN * self.rate(PLAIN):
             best = PLAIN
-        look = self._look(best, exists)
-        self._since += best != look
+        self._since += 1
         if self._since < self._wait:
             return best
-        self._since, self._wait = 0, min(2 * self._wait, _LONGEST_LOOK)
+        look = self._look(best, exists)  # not before: it takes the host 40 us
+        self._since = 0
+        if look != best:
+            self._wait = min(2 * self._wait, _LONGEST_LOOK)
         return look
 
     def _look(self, best: RoundPlan, exists: np.ndarray) -> RoundPlan:

@@ -1,17 +1,37 @@
-"""Prompt lookup against a search token by token, its counts, and what it does inside the engine."""
+"""Prompt lookup, in numpy and compiled, against a search token by token; its counts; what it does in the engine."""
+
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.exactness import differences, run
-from tests.models import greedy, random_prompts, tiny_llm
+from tests.models import greedy, new_folder, random_prompts, tiny_llm
+from tests.quantized import needs_compiler
 from treespec import SpecConfig
-from treespec.drafters.lookup import MATCHES, MAX_MATCH, PLACES, LookupDrafter, find_matches
+from treespec.drafters.lookup import FADING_ROUNDS, REACH, LookupDrafter, find_matches
 from treespec.params import SamplingParams
 from treespec.request import Request
 from treespec.tree import TokenTree
+from treespec_kernels.cpu_library import find_compiler
+from treespec_kernels.lookup_cpu import MATCHES, MAX_MATCH, PLACES, lookup_library
 
 LOOKUP = SpecConfig(nodes=16, sources=("lookup",))
+_LIBRARIES = Path(new_folder("libraries"))
+New = Callable[[], LookupDrafter]
+
+
+def compiled() -> LookupDrafter:
+    return LookupDrafter(lookup_library(find_compiler(), _LIBRARIES))
+
+
+@pytest.fixture(
+    params=[pytest.param(LookupDrafter, id="numpy"), pytest.param(compiled, id="compiled", marks=needs_compiler)]
+)
+def new(request: pytest.FixtureRequest) -> New:
+    """Makes drafters that search in numpy, or in the compiled library."""
+    return request.param
 
 
 def request_of(tokens: list[int]) -> Request:
@@ -41,7 +61,7 @@ def paths_of(tree: TokenTree) -> set[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_against_a_search_token_by_token(seed: int) -> None:
+def test_against_a_search_token_by_token(new: New, seed: int) -> None:
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, rng.integers(2, 12), rng.integers(1, 90)).tolist()
     depth = int(rng.integers(1, 8))
@@ -56,24 +76,24 @@ def test_against_a_search_token_by_token(seed: int) -> None:
             text.append(text[end + 1 + step])
         path = text[len(tokens) :]
         expected |= {tuple(path[: i + 1]) for i in range(depth)}
-    tree = propose(LookupDrafter(), request_of(tokens), depth)
+    tree = propose(new(), request_of(tokens), depth)
     assert paths_of(tree) == expected
     assert len(tree) == len(expected), "every path once"
     if matches:
         assert tree.tokens[1] == tokens[matches[0][0] + 1], "the best match's token comes first"
 
 
-def test_a_longer_match_is_believed_more_and_a_later_place_less() -> None:
-    tree = propose(LookupDrafter(), request_of([7, 1, 2, 3, 9, 2, 5, 1, 2]), 2)
+def test_a_longer_match_is_believed_more_and_a_later_place_less(new: New) -> None:
+    tree = propose(new(), request_of([7, 1, 2, 3, 9, 2, 5, 1, 2]), 2)
     children = np.flatnonzero(tree.parents == 0)
     assert tree.tokens[children].tolist() == [3, 5], "two tokens matched before 3, one before 5"
     assert tree.probs[children[0]] > tree.probs[children[1]] > 0
 
 
-def test_counts_follow_what_held() -> None:
+def test_counts_follow_what_held(new: New) -> None:
     """A text that always goes on as before is believed in the end; one that never does is not."""
     for holds in (True, False):
-        drafter, request = LookupDrafter(), request_of([1, 2, 3, 1, 2])
+        drafter, request = new(), request_of([1, 2, 3, 1, 2])
         for _ in range(16):
             tree = propose(drafter, request, 1)
             drafter.commit([request], [np.array([0, 1] if holds else [0])])
@@ -82,18 +102,18 @@ def test_counts_follow_what_held() -> None:
         assert other.probs[1] > 0.7 if holds else other.probs[1] < 0.35, "other requests learn from it too"
 
 
-def test_a_growing_text_is_followed() -> None:
+def test_a_growing_text_is_followed(new: New) -> None:
     """The array that is searched holds the request's tokens, however they came."""
-    drafter, request, rng = LookupDrafter(), request_of([1, 2]), np.random.default_rng(0)
+    drafter, request, rng = new(), request_of([1, 2]), np.random.default_rng(0)
     for _ in range(16):
         request.tokens.extend(rng.integers(0, 9, rng.integers(0, 30)).tolist())
-        own, fresh = propose(drafter, request, 4), propose(LookupDrafter(), request_of(request.tokens), 4)
+        own, fresh = propose(drafter, request, 4), propose(new(), request_of(request.tokens), 4)
         assert paths_of(own) == paths_of(fresh)
 
 
-def test_barren_searches_become_rare() -> None:
+def test_barren_searches_become_rare(new: New) -> None:
     """A text that never goes on as before is searched every fourth time in the end, and at once again after a hit."""
-    drafter, request = LookupDrafter(), request_of([1, 2, 3, 1, 2])
+    drafter, request = new(), request_of([1, 2, 3, 1, 2])
     searched = [len(propose(drafter, request, 1)) > 1 for _ in range(200)]
     assert all(searched[:16]) and sum(searched[16:64]) == 24 and sum(searched[100:200]) == 25
     while len(propose(drafter, request, 1)) == 1:
@@ -102,8 +122,8 @@ def test_barren_searches_become_rare() -> None:
     assert all(len(propose(drafter, request, 1)) > 1 for _ in range(16))
 
 
-def test_hopeless_guesses_are_left_out_and_tried_again() -> None:
-    drafter, request = LookupDrafter(), request_of([1, 2, 3, 1, 2])
+def test_hopeless_guesses_are_left_out_and_tried_again(new: New) -> None:
+    drafter, request = new(), request_of([1, 2, 3, 1, 2])
     sizes = []
     for _ in range(2000):
         sizes.append(len(propose(drafter, request, 1)))
@@ -113,8 +133,8 @@ def test_hopeless_guesses_are_left_out_and_tried_again() -> None:
     assert 2 in sizes[quiet:] and sizes[quiet:].count(2) < 0.2 * len(sizes[quiet:]), "and tried now and then"
 
 
-def test_every_guess_below_the_path_is_counted_once() -> None:
-    drafter, request = LookupDrafter(), request_of([7, 1, 2, 3, 9, 2, 5, 1, 2])
+def test_every_guess_below_the_path_is_counted_once(new: New) -> None:
+    drafter, request = new(), request_of([7, 1, 2, 3, 9, 2, 5, 1, 2])
     tree = propose(drafter, request, 3)
     path = tree.path_to(int(np.flatnonzero(tree.depths == 2)[0]))
     drafter.commit([request], [path])
@@ -125,19 +145,55 @@ def test_every_guess_below_the_path_is_counted_once() -> None:
     assert drafter._counts.trials.shape == (PLACES, MAX_MATCH + 1)
 
 
-def test_release_forgets() -> None:
-    drafter, request = LookupDrafter(), request_of([1, 2, 1, 2])
+def test_release_forgets(new: New) -> None:
+    drafter, request = new(), request_of([1, 2, 1, 2])
     propose(drafter, request, 2)
     drafter.commit([request], [np.array([0])])
     propose(drafter, request, 2)
     drafter.release(request)
     drafter.release(request)
-    assert not drafter._own and not drafter._guesses and not drafter._texts
+    assert not drafter._own and not drafter._found and not drafter._texts
 
 
 @pytest.mark.parametrize("tokens", [[5], [5, 6], list(range(50))])
-def test_nothing_to_match(tokens: list[int]) -> None:
-    assert len(propose(LookupDrafter(), request_of(tokens), 4)) == 1
+def test_nothing_to_match(new: New, tokens: list[int]) -> None:
+    assert len(propose(new(), request_of(tokens), 4)) == 1
+
+
+@needs_compiler
+@pytest.mark.parametrize("seed", range(8))
+def test_compiled_and_numpy_agree_to_the_bit(seed: int) -> None:
+    """Over rounds of two growing texts, of which guesses hold or not: the same trees, probabilities and counts."""
+    rng = np.random.default_rng(seed)
+    words = int(rng.integers(2, 30))
+    requests = [request_of(rng.integers(0, words, rng.integers(1, 60)).tolist()) for _ in range(2)]
+    requests[1].spec = SpecConfig()
+    drafters, nodes = (LookupDrafter(), compiled()), 0
+    for _ in range(3 * FADING_ROUNDS):
+        depths, least = rng.integers(0, 20, 2).tolist(), float(rng.random() ** 3)
+        trees, others = (drafter.propose(requests, depths, least) for drafter in drafters)
+        for tree, other in zip(trees, others, strict=True):
+            tree.check_integrity()
+            nodes += len(tree)
+            for name in ("tokens", "parents", "depths", "probs", "values"):
+                mine, theirs = getattr(tree, name), getattr(other, name)
+                assert mine.dtype == theirs.dtype and np.array_equal(mine, theirs), name
+        paths = [tree.path_to(int(rng.integers(len(tree)))) for tree in trees]
+        for drafter in drafters:
+            drafter.commit(requests, paths)
+        for request, tree, path in zip(requests, trees, paths, strict=True):
+            request.tokens += [*tree.tokens[path[1:]].tolist(), int(rng.integers(words))]
+    assert nodes > 1000, "there were guesses"
+    assert np.array_equal(drafters[0]._counts.cells, drafters[1]._counts.cells)
+    assert drafters[0]._own.keys() == drafters[1]._own.keys()
+    for name, own in drafters[0]._own.items():
+        assert np.array_equal(own.cells, drafters[1]._own[name].cells)
+
+
+def test_only_the_end_of_a_long_text_is_searched(new: New) -> None:
+    text = [1, 2, 3, *range(10, 10 + REACH)]
+    assert len(propose(new(), request_of([*text, 1, 2]), 2)) == 1
+    assert len(propose(new(), request_of([*text, 12, 13]), 2)) > 1
 
 
 @pytest.mark.parametrize("batch", [1, 4])

@@ -15,7 +15,7 @@ from treespec.observe import watch
 from treespec.params import SamplingParams
 from treespec.planner import Planner
 from treespec.request import Request
-from treespec.round_costs import CostCurve, RoundSeconds
+from treespec.round_costs import CostCurve, RoundSeconds, Typical
 from treespec.tree import TokenTree
 
 COST = CostCurve((1, 16, 64), (1e-3, 1.3e-3, 3e-3), draft_seconds=2e-4, request_seconds=1e-4, ssm_seconds=1e-4)
@@ -102,9 +102,9 @@ def test_tokens_count_for_the_request_that_ends_last() -> None:
     planner = Planner(COST)
     planner.draft_plans(requests, 256)
     own_share = 1 - float(COST.verify(3, 3) / COST.verify(4, 4))
-    assert planner._worth[0] == 1 and planner._worth[1:] == pytest.approx(own_share, abs=0.01)
+    assert planner._worth[0] == 1 and planner._worth[1:] == pytest.approx([own_share] * 3, abs=0.01)
     planner.draft_plans(requests, 256, others_wait=True)
-    assert (planner._worth == 1).all(), "each that ends makes room for another"
+    assert set(planner._worth) == {1.0}, "each that ends makes room for another"
 
 
 def test_measured_seconds_correct_the_curve() -> None:
@@ -116,7 +116,7 @@ def test_measured_seconds_correct_the_curve() -> None:
             tree = planner.cut([request], [tree_of(3, {(5,): 0.9})], Drafted(1, 1, 1))[0]
             seconds = np.array([3 * COST.draft(1, 1, 1), 0.0, float(COST.verify(len(tree))), 1e-4])
             planner.observe([request], [tree], [2], RoundSeconds(*(slowness * seconds)))
-        assert planner.costs.learned.draft_scale == pytest.approx(3, rel=0.01)
+        assert planner.costs.learned.draft_scale.value == pytest.approx(3, rel=0.01)
         assert planner.costs.host("drafted") == pytest.approx(1e-4, rel=0.01)
         modelled = planner_at(planner._outlook.gain, [request])
         masses = np.linspace(0.05, 1, 20)
@@ -125,7 +125,7 @@ def test_measured_seconds_correct_the_curve() -> None:
     ignorant = Planner(COST, learns_seconds=False)
     ignorant.draft_plans([request], 256)
     ignorant.observe([request], [tree], [2], RoundSeconds(*seconds))
-    assert ignorant.costs.learned.draft_scale == 1
+    assert ignorant.costs.learned.draft_scale.value == 1
 
 
 @pytest.mark.parametrize("drafts", [True, False])
@@ -235,7 +235,7 @@ def test_a_guess_is_dropped_where_the_hosts_work_on_it_costs_more() -> None:
     for host, levels in itertools.product((0.0, 0.5 * plain), (0, 1)):
         planner, request = Planner(COST), request_of()
         planner.draft_plans([request], 256)
-        planner.costs.learned.hosts |= {"search": 0.0, "tree": host}
+        planner.costs.learned.hosts |= {"search": Typical(0.0), "tree": Typical(host)}
         drafted = Drafted(levels, levels, levels)
         kept[host > 0, levels] = [
             len(planner.cut([request], [tree_of(3, {(5,): guess})], drafted)[0]) - 1 for guess in guesses
@@ -251,8 +251,8 @@ def test_a_batch_that_is_not_worth_drafting_for_is_asked_again_after_some_rounds
     planner._outlook.free.resting, planner._reach = 1000, 1e-3  # SSMs promise next to nothing
     monkeypatch.setattr(Planner, "_may_draft", lambda planner: True)
     asked = []
-    original = Planner.worth_a_level
-    monkeypatch.setattr(Planner, "worth_a_level", lambda *given: asked.append(len(given[1])) or original(*given))
+    original = Planner._pays
+    monkeypatch.setattr(Planner, "_pays", lambda *given: asked.append(len(given[1])) or original(*given))
     for _ in range(18):
         assert all(plan.max_depth == plan.levels == 0 for plan in planner.draft_plans(requests, 256))
     assert asked == [2, 2], "once in nine rounds"

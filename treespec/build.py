@@ -35,6 +35,7 @@ from treespec.resolve import (
     resolve_drafts,
     resolve_dtype,
     resolve_linear,
+    resolve_lookup,
     resolve_max_model_len,
     resolve_model,
 )
@@ -188,7 +189,7 @@ def build(
         if doubts := doubts_about(where):
             logger.warning("%s", doubts)
     scheduler = Scheduler(cache, max_num_seqs, config.prefill_chunk, scratch)
-    lookup = LookupDrafter() if spec.allows("lookup", "lookup") else None
+    lookup = LookupDrafter(resolve_lookup(compile)) if spec.allows("lookup", "lookup") else None
     foreigners = foreign_drafters(
         foreign, lambda draft, room: loader.load(draft.config, draft.known, room, 2), target, cache_dtype, length,
         scratch, max_num_seqs, planner, ssms, bool(drafters),

@@ -110,7 +110,7 @@ class Planner:
         self._truth = {False: 1.0, True: 1.0}
         self._passes_per_level = 1.0  # running mean of rounds with drafting
         self._batch: Sequence[Request] = ()
-        self._worth = np.ones(1)  # of a token, by request of the batch
+        self._worth = [1.0]  # of a token, by request of the batch
         self._requests, self._drafted, self._reach_learned = 1, Drafted(0, 0), False
         self._asks_free = False  # whether sources that cost no pass are asked in this round
         self._idle = _Idle(0, 0)
@@ -141,11 +141,12 @@ class Planner:
         if adaptive and outlook.free.resting and (self._keeps_idle() or not self._may_draft()):
             return [DraftPlan(0, 0, 1)] * len(requests)  # a round as short as plain decoding's
         self._batch = requests
-        self._worth = np.ones(len(requests)) if others_wait else self._worth_of_tokens(requests)
+        self._worth = [1.0] * len(requests) if others_wait else self._worth_of_tokens(requests)
         drafts, price = [False] * len(requests), 0.0
         if not (adaptive and outlook.ssms.resting):
             # Before other sources have spoken: where SSMs are not worth a level now, they will not be later.
-            drafts = self.worth_a_level(np.arange(len(requests)), np.ones(len(requests)), None).tolist()
+            promised = self._truth[True] * self._reach
+            drafts = self._pays([promised * worth for worth in self._worth])
             price = self._price_of_an_ssm()
         plans = []
         for i, request in enumerate(requests):
@@ -181,7 +182,7 @@ class Planner:
     @property
     def rate(self) -> float:
         """Tokens that a second is worth in this batch."""
-        return max(self._outlook.gain, 1.0) * float(self._worth.sum()) / self.costs.plain
+        return max(self._outlook.gain, 1.0) * sum(self._worth) / self.costs.plain
 
     def _may_draft(self) -> bool:
         """Whether a level of SSMs could pay at all: as `worth_a_level`, were all mass open and every request's level as
@@ -191,26 +192,26 @@ class Planner:
         level = self.costs.level(self._passes_per_level, self._passes_per_level)
         return not outlook.ssms.resting and promised > max(outlook.gain, 1.0) * level
 
-    def _worth_of_tokens(self, requests: Sequence[Request]) -> np.ndarray:
-        """What a token is worth to each request of a batch that ends with its last one; float64 [num requests].
+    def _worth_of_tokens(self, requests: Sequence[Request]) -> list[float]:
+        """What a token is worth to each request of a batch that ends with its last one.
 
         One brings the end nearer where its request is the last; elsewhere it saves no more than that request's own
         share of a round.
         """
         count = len(requests)
         if count == 1:
-            return np.ones(1)
+            return [1.0]
         own_share = 1 - self.costs.verify(count - 1, count - 1) / self.costs.verify(count, count)
         left = [r.tokens_left * (r.target_passes + _SPEED_PRIOR) / (r.num_generated + _SPEED_PRIOR) for r in requests]
-        lateness = np.array(left) / max(left)
-        return own_share + (1 - own_share) * lateness**_SHARPNESS
+        last = max(left)
+        return [own_share + (1 - own_share) * (each / last) ** _SHARPNESS for each in left]
 
     @property
     def least_value(self) -> float:
         """The value of a node that is worth its row of the target pass."""
         count = self._requests
         row = (self.costs.verify(count + _FEW_ROWS, count) - self.costs.verify(count, count)) / _FEW_ROWS
-        return min(self.rate * row / float(self._worth.max()), _LARGEST_VALUE)
+        return min(self.rate * row / max(self._worth), _LARGEST_VALUE)
 
     @property
     def _outlook(self) -> _Outlook:
@@ -233,23 +234,29 @@ class Planner:
     def worth_a_level(self, trees: np.ndarray, open_mass: np.ndarray, reached: np.ndarray | None) -> np.ndarray:
         """Which trees' next level promises more tokens than its time is worth. A level is expected to hold as large a
         share of the mass that is open to it as the one before it held."""
-        if reached is None:
-            promised = self._reach * open_mass
-        else:
-            promised = open_mass * np.minimum(reached, 1.0)
-            self._first_reach(reached)
-        promised = self._truth[True] * promised * self._worth[trees]
-        passes = self._passes_per_level
-        grows = promised > self.rate * self.costs.further_request(passes)
-        count = int(grows.sum())
-        if promised[grows].sum() <= self.rate * self.costs.level(passes, passes * count):
-            grows[:] = False
-        return grows
+        shares = [self._reach] * len(trees) if reached is None else np.minimum(reached, 1.0).tolist()
+        if reached is not None:
+            self._first_reach(shares)
+        truth, worth = self._truth[True], self._worth
+        of_each = zip(open_mass.tolist(), shares, trees.tolist(), strict=True)
+        return np.array(self._pays([truth * mass * share * worth[tree] for mass, share, tree in of_each]), dtype=bool)
 
-    def _first_reach(self, reached: np.ndarray) -> None:
+    def _pays(self, promised: list[float]) -> list[bool]:
+        """Which trees' next level promises more than its time is worth; `promised`: tokens times their worth, by tree.
+
+        Lists, as batches are small: an operation on arrays takes longer than a loop over them.
+        """
+        rate, passes = self.rate, self._passes_per_level
+        least = rate * self.costs.further_request(passes)
+        growing = [each for each in promised if each > least]
+        if sum(growing) <= rate * self.costs.level(passes, passes * len(growing)):
+            return [False] * len(promised)
+        return [each > least for each in promised]
+
+    def _first_reach(self, shares: list[float]) -> None:
         """Learn what a first level holds; later ones of the round say nothing of it."""
         if not self._reach_learned:
-            self._reach += _REACH_MEMORY * (float(np.minimum(reached, 1.0).mean()) - self._reach)
+            self._reach += _REACH_MEMORY * (sum(shares) / len(shares) - self._reach)
             self._reach_learned = True
 
     def cut(self, requests: Sequence[Request], trees: Sequence[TokenTree], drafted: Drafted) -> list[TokenTree]:
@@ -263,7 +270,7 @@ class Planner:
         """
         self._drafted, self._reach_learned = drafted, False
         kept = [
-            tree if tree.draws.rows is not None else _best(tree, request.spec.max_nodes)
+            tree if tree.draws.rows is not None else tree.best(request.spec.max_nodes)
             for request, tree in zip(requests, trees, strict=True)
         ]
         free = [
@@ -273,24 +280,29 @@ class Planner:
         ]
         if not free:
             return kept
-        owner = np.concatenate([np.full(len(kept[i]) - 1, i) for i in free])
-        node = np.concatenate([np.arange(1, len(kept[i])) for i in free])
-        value = np.concatenate([kept[i].values[1:] * self._worth[i] for i in free])
-        depth = np.concatenate([kept[i].depths[1:] for i in free])
-        order = np.lexsort((depth, -value))  # a parent stays ahead of a child of equal value
-        fixed = [len(tree) for i, tree in enumerate(kept) if i not in free]
-        fixed_rows, fixed_trees = sum(fixed) + len(free), sum(size > 1 for size in fixed)
-        promised = self._truth[drafted.levels > 0] * np.concatenate([[0.0], np.cumsum(value[order])])
-        first_nodes = np.zeros(len(order), dtype=np.int64)  # 1 where a request gets its first node
-        first_nodes[np.unique(owner[order], return_index=True)[1]] = 1
-        grown = np.concatenate([[0], np.cumsum(first_nodes)]) + fixed_trees
-        seconds = self.costs.verify_each(fixed_rows + np.arange(len(order) + 1), len(requests), grown)
+        others = [len(tree) for i, tree in enumerate(kept) if i not in free]
+        rows, grown = sum(others) + len(free), sum(size > 1 for size in others)
+        values = [kept[i].values[1:] * self._worth[i] for i in free]
+        with_nodes: np.ndarray | int = grown + 1  # trees of several nodes, once so many of the best are kept
+        if len(free) == 1:
+            owner, falling = None, -np.sort(-values[0])
+        else:
+            value = np.concatenate(values)
+            order = np.argsort(-value, kind="stable")
+            owner, falling = np.repeat(np.arange(len(free)), [len(own) for own in values])[order], value[order]
+            first = np.zeros(len(order), dtype=np.int64)  # 1 where a request gets its first node
+            first[np.unique(owner, return_index=True)[1]] = 1
+            with_nodes = grown + np.cumsum(first)
+        seconds = self.costs.verify_more(rows, len(falling), len(requests), with_nodes)
         if not drafted.levels:  # a guess that cost no pass may still be dropped, with the host's work on its tree
-            seconds = seconds + grown * max(self.costs.host("tree") - self.costs.host("search"), 0.0)
-        count = int(np.argmax(promised - self.rate * seconds))
-        owner, node = owner[order[:count]], node[order[:count]]
-        for i in free:
-            kept[i] = kept[i].keep(np.concatenate([[0], np.sort(node[owner == i])]))
+            seconds += (with_nodes - grown) * max(self.costs.host("tree") - self.costs.host("search"), 0.0)
+        seconds -= self.costs.verify(rows, len(requests), grown)
+        gain = self._truth[drafted.levels > 0] * np.cumsum(falling) - self.rate * seconds
+        most = int(np.argmax(gain))
+        count = most + 1 if gain[most] > 0 else 0
+        counts = [count] if owner is None else np.bincount(owner[:count], minlength=len(free)).tolist()
+        for i, nodes in zip(free, counts, strict=True):
+            kept[i] = kept[i].best(1 + nodes)
         return kept
 
     def observe(
@@ -321,8 +333,8 @@ class Planner:
             return
         rounds = self.costs.speculative(rows, grown, drafted) / self.costs.plain
         places = {request: place for place, request in enumerate(self._batch)}  # some may have failed since
-        worth = self._worth[[places[request] for request in requests]]
-        gain = float(worth @ np.array(emitted) / worth.sum()) / rounds
+        worth = [self._worth[places[request]] for request in requests]
+        gain = sum(w * tokens for w, tokens in zip(worth, emitted, strict=True)) / sum(worth) / rounds
         outlook.gain += _MEMORY * (gain - outlook.gain)
         if rows > count:
             promised = sum(float(tree.values[1:].sum()) for tree in trees)
@@ -336,10 +348,3 @@ class Planner:
             self._passes_per_level += _MEMORY * (drafted.passes / drafted.levels - self._passes_per_level)
         else:
             outlook.free.observe(gain, rounds)
-
-
-def _best(tree: TokenTree, nodes: int) -> TokenTree:
-    """The `nodes` nodes of the largest value; connected, because values fall along a path and parents come first."""
-    if len(tree) <= nodes:
-        return tree
-    return tree.keep(np.sort(np.lexsort((tree.depths, -tree.values))[:nodes]))

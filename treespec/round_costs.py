@@ -7,6 +7,7 @@ one row of each request, so that a busy machine does not look like dear drafting
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import median
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -15,7 +16,11 @@ from treespec.drafters.plan import Drafted
 from treespec.request import Request
 
 _MEMORY = 0.1  # weight of the newest round in the running means
-_LARGEST_STEP = 2.0  # factor between a measured time and the learned one beyond which it counts as a disturbance
+# A measured time that is further from the learned one counts as this far off: a share of the learned time. On a busy
+# machine a round in ten is interrupted for ten times its length, now here, now there; the mean of such times would call
+# everything dear that is not plain decoding's pass. Both sides are as wide, or noise alone would move the mean.
+_REACH, _ROWS_REACH = 0.3, 0.5
+_FIRST = 5  # times whose median is the first learned one
 # What the host does in a round: as in plain decoding; asks sources, which find nothing; works on trees of guesses that
 # cost no pass; works on trees that SSMs have grown.
 HostWork = Literal["plain", "search", "tree", "drafted"]
@@ -111,6 +116,35 @@ class RoundSeconds(NamedTuple):
     host: float
 
 
+class Typical:
+    """What a time, or a ratio of times, usually is: disturbances move it by little.
+
+    Args:
+        known: what it is taken for, and counts as one of the first; None: nothing is known.
+    """
+
+    def __init__(self, known: float | None = None):
+        self._first = [] if known is None else [known]
+        self.value = known or 0.0
+
+    @property
+    def known(self) -> bool:
+        return bool(self._first)
+
+    def add(self, seen: float) -> None:
+        """Learn from a round."""
+        if len(self._first) < _FIRST:
+            self._first.append(seen)
+            self.value = median(self._first)
+        else:
+            self.value += _MEMORY * _clipped(seen - self.value, _REACH * self.value)
+
+    def fade(self, to: float, share: float) -> None:
+        """Let a share of what is beyond `to` go."""
+        self.value -= share * max(self.value - to, 0.0)
+        self._first = [self.value]
+
+
 class _Learned:
     """What rounds of one size of batch have taught.
 
@@ -124,13 +158,13 @@ class _Learned:
     """
 
     def __init__(self) -> None:
-        self.hosts: dict[HostWork, float] = {}
-        self.draft_scale = self.lone_scale = 1.0
+        self.hosts: dict[HostWork, Typical] = {}
+        self.draft_scale, self.lone_scale = Typical(1.0), Typical(1.0)
         self.follows_tree = False
         self.barren = 0
         # Measured over modelled seconds of passes over one row of each request that follow upon such a pass, as plain
         # decoding's do: after a tree one takes 1.05 to 1.08 times as long back to back, 1.1 to 1.3 within rounds.
-        self._pace: float | None = None
+        self._pace = Typical()
         self._pace_age = 0  # rounds
         self._was_lone = False  # whether the last pass was over one row of each request
         self._rows_took = self._rows_modelled = 0.0  # running means of what further rows added
@@ -151,19 +185,20 @@ class _Learned:
         self.follows_tree = not was_lone
         self._pace_age += 1
         if was_lone and further is None:
-            self._pace, self._pace_age = _towards(self._pace, seconds / plain), 0
+            self._pace.add(seconds / plain)
+            self._pace_age = 0
             return
-        if self._pace is None or self._pace_age > _FRESH:
+        if not self._pace.known or self._pace_age > _FRESH:
             return
         if further is None:
-            self.lone_scale = _towards(self.lone_scale, seconds / self._pace / plain)
+            self.lone_scale.add(seconds / self._pace.value / plain)
             return
         if not further:  # the curve says that these rows are free
             return
-        scale = self.row_scale
-        took = min(max(seconds / self._pace - plain, further * scale / _LARGEST_STEP), further * scale * _LARGEST_STEP)
         if not self._rows_modelled:
             self._rows_took = self._rows_modelled = further
+        expected = further * self.row_scale
+        took = expected + _clipped(seconds / self._pace.value - plain - expected, _ROWS_REACH * expected)
         self._rows_took += _MEMORY * (took - self._rows_took)
         self._rows_modelled += _MEMORY * (further - self._rows_modelled)
 
@@ -173,11 +208,8 @@ def _speculative_work(trees: int, drafted: Drafted) -> HostWork:
     return "drafted" if drafted.levels else "tree" if trees else "search"
 
 
-def _towards(known: float | None, seen: float) -> float:
-    """A running mean of times that a disturbance moves by little."""
-    if known is None:
-        return seen
-    return known + _MEMORY * (min(max(seen, known / _LARGEST_STEP), known * _LARGEST_STEP) - known)
+def _clipped(value: float, limit: float) -> float:
+    return min(max(value, -limit), limit)
 
 
 class RoundCosts:
@@ -192,8 +224,9 @@ class RoundCosts:
         self.curve, self.learns = curve, learns
         self._known: dict[tuple[int, int, int], float] = {}
         self._learned: dict[int, _Learned] = {}
-        self._read_scale = 1.0  # measured over modelled seconds
+        self._read_scale = Typical(1.0)  # measured over modelled seconds
         self._requests, self._beyond = 1, 0.0
+        self._by_rows = np.empty(0)  # the curve's seconds by number of rows, one request
 
     def begin(self, requests: Sequence[Request]) -> None:
         """Take a batch: how many requests, and how far their contexts reach beyond the curve's on average."""
@@ -222,37 +255,44 @@ class RoundCosts:
         """A target pass; `rows`, `requests` and `trees` as in `CostCurve.verify`."""
         return self._one_row(requests) + self._further_rows(rows, requests, trees) * self.learned.row_scale
 
-    def verify_each(self, rows: np.ndarray, requests: int, trees: np.ndarray) -> np.ndarray:
-        """The same for many; int64 `rows` and `trees` of one shape, float64 of it."""
-        further = self.curve.verify(rows, requests, trees) - self._curve(requests, requests, 0)
-        further = further + (rows - requests) * self._beyond * self.curve.row_position_seconds
+    def verify_more(self, rows: int, count: int, requests: int, trees: np.ndarray | int) -> np.ndarray:
+        """The same of passes with 1 to `count` rows more than `rows`, float64 [count]; `trees`: of each, or of all."""
+        if rows + count >= len(self._by_rows):
+            self._by_rows = self.curve.verify(np.arange(2 * (rows + count)))
+        further = self._by_rows[rows + 1 : rows + count + 1] - self._by_rows[requests]
+        further += np.maximum(trees - 1, 0) * self.curve.tree_seconds
+        beyond = self._beyond * self.curve.row_position_seconds
+        further += np.arange(rows + 1 - requests, rows + count + 1 - requests) * beyond
         return self._one_row(requests) + np.maximum(further, 0.0) * self.learned.row_scale
 
     def host(self, work: HostWork) -> float:
         """The host's work on one request."""
         hosts = self.learned.hosts
-        return hosts[work] if work in hosts else _USUAL_HOST[work] * hosts.get("tree", hosts.get("drafted", 0.0) / 2)
+        if work in hosts:
+            return hosts[work].value
+        tree = hosts["tree"].value if "tree" in hosts else hosts["drafted"].value / 2 if "drafted" in hosts else 0.0
+        return _USUAL_HOST[work] * tree
 
     def level(self, passes: float, request_passes: float) -> float:
         """One level of drafting, of so many passes."""
-        return self.curve.draft(1, passes, request_passes) * self.learned.draft_scale
+        return self.curve.draft(1, passes, request_passes) * self.learned.draft_scale.value
 
     def further_request(self, passes: float) -> float:
         """What another request adds to a level of so many passes."""
-        return passes * self.curve.draft_request_seconds * self.learned.draft_scale
+        return passes * self.curve.draft_request_seconds * self.learned.draft_scale.value
 
     def further_ssm(self, requests: int) -> float:
         """What another SSM adds to a level of so many requests."""
         own = self.curve.ssm_seconds + (requests - 1) * self.curve.draft_request_seconds
-        return own * self.learned.draft_scale
+        return own * self.learned.draft_scale.value
 
     def draft(self, drafted: Drafted) -> float:
         """All drafting of a round, prompts left out."""
-        return self._modelled_draft(drafted) * self.learned.draft_scale
+        return self._modelled_draft(drafted) * self.learned.draft_scale.value
 
     def read(self, tokens: int) -> float:
         """SSMs that read so many tokens."""
-        return tokens * self.curve.read_seconds * self._read_scale
+        return tokens * self.curve.read_seconds * self._read_scale.value
 
     def learn(self, seconds: RoundSeconds, rows: int, trees: int, drafted: Drafted, drafting: bool) -> None:
         """Correct the curve by a round, each part in units of the same round's target pass.
@@ -271,22 +311,21 @@ class RoundCosts:
         unit = seconds.forward / self._last_pass(rows, trees)
         host = seconds.host / unit / count
         work: HostWork = _speculative_work(trees, drafted) if drafting else "plain"
-        learned.hosts[work] = _towards(learned.hosts.get(work), host)
+        learned.hosts.setdefault(work, Typical()).add(host)
         learned.barren = learned.barren + 1 if work == "search" else 0
         if learned.barren > _FRESH and "tree" in learned.hosts:  # what seems dear is not tried, and would ever seem so
-            usual = learned.hosts["search"] / _USUAL_HOST["search"]
-            learned.hosts["tree"] -= _FADING * max(learned.hosts["tree"] - usual, 0.0)
+            learned.hosts["tree"].fade(learned.hosts["search"].value / _USUAL_HOST["search"], _FADING)
         if not drafting:
             return
         if modelled := self._modelled_draft(drafted):
-            learned.draft_scale = _towards(learned.draft_scale, seconds.draft / unit / modelled)
+            learned.draft_scale.add(seconds.draft / unit / modelled)
         if read := drafted.read_tokens * self.curve.read_seconds:
-            self._read_scale = _towards(self._read_scale, seconds.read / unit / read)
+            self._read_scale.add(seconds.read / unit / read)
 
     def _last_pass(self, rows: int, trees: int) -> float:
         """The target pass that was learned from last."""
         learned, seconds = self.learned, self.verify(rows, self._requests, trees)
-        return seconds * learned.lone_scale if rows <= self._requests and learned.follows_tree else seconds
+        return seconds * learned.lone_scale.value if rows <= self._requests and learned.follows_tree else seconds
 
     def _modelled_draft(self, drafted: Drafted) -> float:
         return self.curve.draft(drafted.levels, drafted.passes, drafted.request_passes)

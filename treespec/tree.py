@@ -2,9 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
+
+
+def _constant(array: np.ndarray) -> np.ndarray:
+    """For trees to share: made in every round, a root's arrays take longer than asking for guesses."""
+    array.setflags(write=False)
+    return array
+
+
+_NOBODY, _ZERO, _ONE = _constant(np.array([-1])), _constant(np.zeros(1, dtype=np.int64)), _constant(np.ones(1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,9 +38,10 @@ class Draws:
     excluded: tuple[tuple[int, ...], ...] | None = None
 
     @classmethod
+    @cache
     def none(cls) -> "Draws":
-        empty = np.empty(0, dtype=np.int64)
-        return cls(empty, empty, empty, np.empty(0))
+        empty = _constant(np.empty(0, dtype=np.int64))
+        return cls(empty, empty, empty, _constant(np.empty(0)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,8 +70,7 @@ class TokenTree:
     @classmethod
     def root(cls, token: int) -> "TokenTree":
         """The one-node tree: plain decoding."""
-        zero = np.zeros(1, dtype=np.int64)
-        return cls(np.array([token]), np.array([-1]), zero, np.ones(1), Draws.none(), ())
+        return cls(np.array([token]), _NOBODY, _ZERO, _ONE, Draws.none(), ())
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -70,9 +79,9 @@ class TokenTree:
     def visible(self) -> np.ndarray:
         """bool [num_nodes, num_nodes]: [i, j] where j is i or an ancestor of i. The mask of the target pass."""
         mask = np.eye(len(self), dtype=bool)
-        for depth in range(1, int(self.depths.max()) + 1):
-            level = np.flatnonzero(self.depths == depth)
-            mask[level] |= mask[self.parents[level]]
+        parents = self.parents.tolist()
+        for node in range(1, len(parents)):  # parents precede their children
+            mask[node] |= mask[parents[node]]
         return mask
 
     @cached_property
@@ -82,6 +91,11 @@ class TokenTree:
         for node in range(1, len(value)):  # parents precede their children
             value[node] *= value[parents[node]]
         return np.array(value)
+
+    def with_values(self, values: np.ndarray) -> "TokenTree":
+        """This tree, whose `values` are known already."""
+        vars(self)["values"] = values
+        return self
 
     def sources_of(self, node: int) -> tuple[str, ...]:
         """Names of the sources that proposed a node, in draw order, each once."""
@@ -100,6 +114,8 @@ class TokenTree:
         if self.draws.rows is not None:
             assert len(nodes) == len(self), "a random draw was removed"
             return self
+        if nodes[-1] == len(nodes) - 1:
+            return self._first(len(nodes))
         new_index = np.full(len(self), -1, dtype=np.int64)
         new_index[nodes] = np.arange(len(nodes))
         kept = new_index[self.draws.children] >= 0
@@ -112,7 +128,25 @@ class TokenTree:
         parents = self.parents[nodes]
         parents = np.where(parents < 0, -1, new_index[parents])
         assert (parents[1:] >= 0).all(), "a kept node lost its parent"
-        return TokenTree(self.tokens[nodes], parents, self.depths[nodes], self.probs[nodes], draws, self.source_names)
+        tree = TokenTree(self.tokens[nodes], parents, self.depths[nodes], self.probs[nodes], draws, self.source_names)
+        return tree.with_values(self.values[nodes])
+
+    def _first(self, count: int) -> "TokenTree":
+        """The tree of the first nodes, which keep their numbers."""
+        draws, kept = self.draws, self.draws.children < count
+        tree = TokenTree(
+            self.tokens[:count], self.parents[:count], self.depths[:count], self.probs[:count],
+            Draws(draws.parents[kept], draws.children[kept], draws.sources[kept], draws.probs[kept]),
+            self.source_names,
+        )  # fmt: skip
+        return tree.with_values(self.values[:count])
+
+    def best(self, count: int) -> "TokenTree":
+        """The tree of the `count` nodes of the largest value; connected, because values fall along a path."""
+        if len(self) <= count:
+            return self
+        order = np.argsort(-self.values, kind="stable")  # a parent comes first, and stays ahead of an equal child
+        return self.keep(np.sort(order[:count]))
 
     def without_chance(self) -> "TokenTree":
         """The same tree with every draw taken as chosen: for rules that do not ask how it came to be."""

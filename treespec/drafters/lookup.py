@@ -5,17 +5,15 @@ ones the most recent first. Their continuations form one tree. How often a guess
 and by place among its siblings, over all requests and for each one, and that is its probability.
 """
 
+import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from treespec.request import Request
 from treespec.tree import Draws, TokenTree
+from treespec_kernels.lookup_cpu import MATCHES, MAX_MATCH, PLACES, Found, LookupSearch, address_of
 
-MAX_MATCH = 12  # longer matches count as this long
-MATCHES = 6  # whose continuations are proposed
-PLACES = 3  # among siblings; the third stands for all later ones
 REACH = 8192  # tokens that are searched, counted from the end
 PRIOR_TRIALS = 12.0  # what the prior counts for against observed guesses
 GLOBAL_TRIALS = 6.0  # what all requests' counts count for against the request's own
@@ -36,8 +34,9 @@ class Counts:
     """Guesses and how many of them held, by place among siblings and length of the match."""
 
     def __init__(self) -> None:
-        self.trials = np.zeros((PLACES, MAX_MATCH + 1))
-        self.hits = np.zeros((PLACES, MAX_MATCH + 1))
+        self.cells = np.zeros((2, PLACES, MAX_MATCH + 1))
+        self.trials, self.hits = self.cells
+        self.address = address_of(self.cells)
 
     def add(self, trials: np.ndarray, hits: np.ndarray) -> None:
         """Count guesses and those that held; [PLACES, MAX_MATCH + 1] each."""
@@ -46,8 +45,7 @@ class Counts:
 
     def fade(self) -> None:
         """Let what was counted count for less."""
-        self.trials *= FADING
-        self.hits *= FADING
+        self.cells *= FADING
 
     def rates(self, prior: np.ndarray, weight: float) -> np.ndarray:
         """The share that held, drawn towards `prior` as if `weight` guesses had been seen; [PLACES, MAX_MATCH + 1]."""
@@ -62,6 +60,7 @@ class _Text:
 
     def __init__(self) -> None:
         self._buffer, self._length = np.empty(1024, dtype=np.int64), 0
+        self._address = address_of(self._buffer)
         self.barren = 0
 
     def due(self) -> bool:
@@ -69,40 +68,44 @@ class _Text:
         self.barren += 1
         return self.barren <= BARREN or (self.barren % 2 == 0 and (self.barren <= 4 * BARREN or self.barren % 4 == 0))
 
-    def follow(self, tokens: list[int]) -> np.ndarray:
-        """int64 [len(tokens)], a view; `tokens` only ever grow."""
+    def follow(self, tokens: list[int]) -> None:
+        """Take what is new of `tokens`, which only ever grow."""
         if len(tokens) > len(self._buffer):
             self._buffer = np.concatenate([self._buffer, np.empty(len(tokens), dtype=np.int64)])
+            self._address = address_of(self._buffer)
         self._buffer[self._length : len(tokens)] = tokens[self._length :]
         self._length = len(tokens)
-        return self._buffer[: self._length]
 
+    @property
+    def end(self) -> np.ndarray:
+        """The last REACH tokens, int64, a view."""
+        return self._buffer[max(self._length - REACH, 0) : self._length]
 
-@dataclass
-class _Guess:
-    """A proposed tree, with each node's place among its siblings and length of match; the root's entries are 0."""
-
-    tree: TokenTree
-    places: np.ndarray
-    lengths: np.ndarray
-
-    def count(self, nodes: np.ndarray) -> np.ndarray:
-        """How many of these nodes have which place and length; [PLACES, MAX_MATCH + 1]."""
-        cells = self.places[nodes] * (MAX_MATCH + 1) + self.lengths[nodes]
-        return np.bincount(cells, minlength=PLACES * (MAX_MATCH + 1)).reshape(PLACES, MAX_MATCH + 1)
+    @property
+    def end_address(self) -> tuple[int, int]:
+        """Where they lie, and how many they are."""
+        first = max(self._length - REACH, 0)
+        return self._address + 8 * first, self._length - first
 
 
 class LookupDrafter:
-    """Proposes what followed the same tokens before. Costs no model pass."""
+    """Proposes what followed the same tokens before. Costs no model pass.
+
+    Args:
+        library: `lookup_library`, which finds the same; None searches in numpy.
+    """
 
     name = "lookup"
 
-    def __init__(self) -> None:
+    def __init__(self, library: ctypes.CDLL | None = None) -> None:
         self._prior, self._counts = _prior(), Counts()
+        self._compiled = None if library is None else LookupSearch(
+            library, self._prior, PRIOR_TRIALS, GLOBAL_TRIALS, self._counts.cells
+        )  # fmt: skip
         self._rounds = 0
         self._own: dict[str, Counts] = {}
         self._texts: dict[str, _Text] = {}
-        self._guesses: dict[str, _Guess] = {}
+        self._found: dict[str, Found] = {}
 
     def propose(
         self, requests: Sequence[Request], max_depths: Sequence[int], least_value: float = 0.0
@@ -118,45 +121,70 @@ class LookupDrafter:
         if self._rounds % FADING_ROUNDS == 0:
             for counts in (self._counts, *self._own.values()):
                 counts.fade()
-        common = self._counts.rates(self._prior, PRIOR_TRIALS)
         trees = []
         for request, depth in zip(requests, max_depths, strict=True):
-            if not depth:
-                trees.append(TokenTree.root(request.tokens[-1]))
-                continue
-            own = self._own.get(request.request_id)
-            rates = common if own is None else own.rates(common, GLOBAL_TRIALS)
-            text = self._texts.setdefault(request.request_id, _Text())
-            least = max(least_value if request.spec.is_adaptive else 0.0, LEAST)
-            guess = _guess(text.follow(request.tokens)[-REACH:], depth, rates, least) if text.due() else None
-            if guess is None:
-                self._guesses.pop(request.request_id, None)
+            found = self._search(request, depth, least_value) if depth else None
+            if found is None:
+                self._found.pop(request.request_id, None)
                 trees.append(TokenTree.root(request.tokens[-1]))
             else:
-                self._guesses[request.request_id] = guess
-                trees.append(guess.tree)
+                self._found[request.request_id] = found
+                trees.append(_tree(found))
         return trees
+
+    def _search(self, request: Request, depth: int, least_value: float) -> Found | None:
+        """What followed the end of a request's text, where it is due to be searched."""
+        text = self._texts.setdefault(request.request_id, _Text())
+        if not text.due():
+            return None
+        text.follow(request.tokens)
+        own = self._own.get(request.request_id)
+        least = max(least_value if request.spec.is_adaptive else 0.0, LEAST)
+        if self._compiled is not None:
+            return self._compiled.search(*text.end_address, depth, None if own is None else own.address, least)
+        rates = self._counts.rates(self._prior, PRIOR_TRIALS)
+        return search(text.end, depth, rates if own is None else own.rates(rates, GLOBAL_TRIALS), least)
 
     def commit(self, requests: Sequence[Request], paths: Sequence[np.ndarray]) -> None:
         """Count the guesses below every accepted node: one of them held, or none."""
         for request, path in zip(requests, paths, strict=True):
-            guess = self._guesses.pop(request.request_id, None)
-            if guess is None:
+            found = self._found.pop(request.request_id, None)
+            if found is None:
                 continue
             if len(path) > 1:
                 self._texts[request.request_id].barren = 0
-            on_path = np.zeros(len(guess.tree), dtype=bool)
-            on_path[path] = True
-            tested = 1 + np.flatnonzero(on_path[guess.tree.parents[1:]])
-            result = guess.count(tested), guess.count(tested[on_path[tested]])
-            self._counts.add(*result)
-            self._own.setdefault(request.request_id, Counts()).add(*result)
+            own = self._own.setdefault(request.request_id, Counts())
+            if self._compiled is not None:
+                self._compiled.count(found, path, own.cells)
+                continue
+            for counts in (self._counts, own):
+                counts.add(*_count(found, path))
 
     def release(self, request: Request) -> None:
         """Forget a request."""
         self._own.pop(request.request_id, None)
         self._texts.pop(request.request_id, None)
-        self._guesses.pop(request.request_id, None)
+        self._found.pop(request.request_id, None)
+
+
+def _tree(found: Found) -> TokenTree:
+    below = len(found.tokens) - 1
+    draws = Draws(found.parents[1:], np.arange(1, below + 1), np.zeros(below, dtype=np.int64), np.ones(below))
+    tree = TokenTree(found.tokens, found.parents, found.depths, found.probs, draws, ("lookup",))
+    return tree.with_values(found.values)
+
+
+def _count(found: Found, path: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The guesses below the nodes of a path, and those that held; [PLACES, MAX_MATCH + 1] each."""
+    on_path = np.zeros(len(found.tokens), dtype=bool)
+    on_path[path] = True
+    tested = 1 + np.flatnonzero(on_path[found.parents[1:]])
+
+    def cells(nodes: np.ndarray) -> np.ndarray:
+        flat = found.places[nodes] * (MAX_MATCH + 1) + found.lengths[nodes]
+        return np.bincount(flat, minlength=PLACES * (MAX_MATCH + 1)).reshape(PLACES, MAX_MATCH + 1)
+
+    return cells(tested), cells(tested[on_path[tested]])
 
 
 def find_matches(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -172,9 +200,16 @@ def find_matches(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return ends[best], lengths[best]
 
 
-def _guess(tokens: np.ndarray, depth: int, rates: np.ndarray, least: float) -> _Guess | None:
+def search(tokens: np.ndarray, depth: int, rates: np.ndarray, least: float) -> Found | None:
     """The tree of the best matches' continuations; None without a match, or where the first is less probable than
-    `least`."""
+    `least`.
+
+    Args:
+        tokens: int64 [length].
+        depth: of the tree.
+        rates: float64 [PLACES, MAX_MATCH + 1], probabilities of guesses.
+        least: that the best first guess must have.
+    """
     ends, lengths = find_matches(tokens)
     if not len(ends) or rates[0, lengths[0]] < least:
         return None
@@ -195,14 +230,18 @@ def _guess(tokens: np.ndarray, depth: int, rates: np.ndarray, least: float) -> _
     places[order] = np.arange(len(match)) - np.searchsorted(ranked, ranked)
     places = np.minimum(places, PLACES - 1)
     matched = np.minimum(lengths[match] + level, MAX_MATCH)
-    probs = rates[places, matched]
-    nodes = 1 + np.arange(len(match))
-    tree = TokenTree(
-        tokens=np.concatenate([tokens[-1:], coming[match, level]]),
-        parents=np.concatenate([[-1], parents]),
-        depths=np.concatenate([[0], level + 1]),
-        probs=np.concatenate([[1.0], probs]),
-        draws=Draws(parents, nodes, np.zeros(len(nodes), dtype=np.int64), np.ones(len(nodes))),
-        source_names=("lookup",),
+    probs = np.concatenate([[1.0], rates[places, matched]])
+    values = probs.tolist()
+    for node, parent in enumerate(parents.tolist(), start=1):
+        values[node] *= values[parent]
+    order = np.argsort(-np.array(values), kind="stable")  # a parent comes first, and stays ahead of an equal child
+    index = np.argsort(order)
+    return Found(
+        tokens=np.concatenate([tokens[-1:], coming[match, level]])[order],
+        parents=np.concatenate([[-1], index[parents[order[1:] - 1]]]),
+        depths=np.concatenate([[0], level + 1])[order],
+        places=np.concatenate([[0], places])[order],
+        lengths=np.concatenate([[0], matched])[order],
+        probs=probs[order],
+        values=np.array(values)[order],
     )
-    return _Guess(tree, np.concatenate([[0], places]), np.concatenate([[0], matched]))

@@ -19,7 +19,7 @@ def idle(llm: LLM) -> bool:
     llm.engine.check_integrity()
     drafts, lookup = llm.engine.ssms, llm.engine.lookup
     forgotten = drafts is None or not drafts._states
-    forgotten &= lookup is None or not (lookup._own or lookup._guesses or lookup._texts)
+    forgotten &= lookup is None or not (lookup._own or lookup._found or lookup._texts)
     return llm.engine.scheduler.is_idle and forgotten
 
 

@@ -120,29 +120,30 @@ class Typical:
     """What a time, or a ratio of times, usually is: disturbances move it by little.
 
     Args:
-        known: what it is taken for, and counts as one of the first; None: nothing is known.
+        known: what it was measured to be on an idle machine; None: nothing is known.
     """
 
     def __init__(self, known: float | None = None):
-        self._first = [] if known is None else [known]
         self.value = known or 0.0
+        self._settled = known is not None
+        self._first: list[float] = []
 
     @property
     def known(self) -> bool:
-        return bool(self._first)
+        return self._settled or bool(self._first)
 
     def add(self, seen: float) -> None:
         """Learn from a round."""
-        if len(self._first) < _FIRST:
-            self._first.append(seen)
-            self.value = median(self._first)
-        else:
+        if self._settled:
             self.value += _MEMORY * _clipped(seen - self.value, _REACH * self.value)
+            return
+        self._first.append(seen)
+        self.value, self._settled = median(self._first), len(self._first) == _FIRST
 
     def fade(self, to: float, share: float) -> None:
         """Let a share of what is beyond `to` go."""
         self.value -= share * max(self.value - to, 0.0)
-        self._first = [self.value]
+        self._settled = True
 
 
 class _Learned:

@@ -6,9 +6,12 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
+
+from .graph_capture import GraphMemory, captured
 
 Call = Callable[[], Any]
 
@@ -53,11 +56,7 @@ class CudaClock:
         torch.cuda.current_stream(self.device).wait_stream(stream)
         once = self._elapsed(lambda: [call() for call in calls])  # an upper bound, launches included
         turns = min(max(1, math.ceil(self.sample_seconds / once)), 1 + 512 // len(calls))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(turns):
-                for call in calls:
-                    call()
+        graph = captured(partial(_in_turns, calls, turns), GraphMemory(torch.cuda.graph_pool_handle(), stream))
         self._elapsed(graph.replay)
         return statistics.median(self._elapsed(graph.replay) for _ in range(self.samples)) / (turns * len(calls))
 
@@ -94,6 +93,12 @@ class HostClock:
 
     def copy_bandwidth(self) -> float:
         return _copy_bandwidth(self, torch.device("cpu"), 1 << 22)
+
+
+def _in_turns(calls: Sequence[Call], turns: int) -> None:
+    for _ in range(turns):
+        for call in calls:
+            call()
 
 
 def _copy_bandwidth(clock: Clock, device: torch.device, size: int) -> float:

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from treespec_kernels.graph_capture import GraphMemory, captured
+
 Call = Callable[[], object]
 
 
@@ -67,10 +69,7 @@ class Clock:
                 _all(calls)
         torch.cuda.current_stream(self.device).wait_stream(stream)
         torch.cuda.synchronize(self.device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            _all(calls)
-        return graph.replay
+        return captured(lambda: _all(calls), GraphMemory(torch.cuda.graph_pool_handle(), stream)).replay
 
     def _times(self, run: Call, count: int) -> Times:
         began = time.perf_counter()

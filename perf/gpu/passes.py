@@ -24,6 +24,7 @@ from treespec.rounds.build import CONTEXTS
 from treespec.rounds.inputs import RoundInput, RoundLimits
 from treespec.rounds.passes import ModelStack
 from treespec.tree import Draws, TokenTree
+from treespec_kernels.graph_capture import GraphMemory
 from treespec_kernels.testing import tree_parents
 from treespec_kernels.triton_launch import takes_pdl
 from treespec_kernels.workloads.base import same_bits
@@ -141,12 +142,12 @@ def _captured(sizes: Sizes, context_len: int, nodes: int, context: Context) -> d
     longest = next(each for each in (*CONTEXTS, max(sizes.contexts)) if each >= context_len)
     limits = RoundLimits(DEPTH, (1, nodes) if nodes > 1 else (1,), len(pages), longest)
     target = ModelStack(opened.decoder.kernels, opened.decoder.table, opened.decoder.triton_attention, opened.pool)
-    pool = None if setting.dry else torch.cuda.graph_pool_handle()
+    memory = None if setting.dry else GraphMemory.of(setting.device)
     tree = _tree(nodes) if nodes > 1 else None
     given = RoundInput(context_len, [5], pages, (), 0.0, 0.0, 0, 0, np.zeros(0), tree, DEPTH, nodes, 0.0)
     clock = context.clock(30, 4.0)
     with torch.inference_mode():
-        batch = BatchRound(1, limits, target, [], pool)
+        batch = BatchRound(1, limits, target, [], memory)
         [result] = batch.run([given], DEPTH if nodes > 1 else 0, nodes)
         verify = clock.eager(lambda: batch.replay(0, nodes))
         walls = []

@@ -4,7 +4,8 @@ tests/test_simulated_gpu.py."""
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,8 +31,11 @@ from treespec.models.attention import make_attention
 from treespec.models.triton_decoder import TritonDecoder
 from treespec.request import Request, RequestOutput
 from treespec.rounds.engine import GraphEngine
+from treespec.rounds.verify import VerifyHalf
+from treespec_kernels import graph_capture
 from treespec_kernels.aot_spec import KernelShape
 from treespec_kernels.clock import CudaClock
+from treespec_kernels.graph_capture import GraphMemory
 from treespec_kernels.predecessors import wait_for_predecessors
 from treespec_kernels.quantized import WeightForm
 from treespec_kernels.row_topk import row_topk_triton
@@ -119,11 +123,62 @@ def test_waiting_is_counted_and_not_captured(gpu: Gpu, waits: object) -> None:
         waits(x)
 
 
-def test_pageable_memory_is_not_captured(gpu: Gpu) -> None:
-    for made in (lambda: torch.tensor([1, 2], device="cuda"), lambda: torch.ones(2).to("cuda")):
+@pytest.mark.parametrize("made", [lambda: torch.tensor([1, 2], device="cuda"), lambda: torch.ones(2).to("cuda")])
+def test_pageable_memory_is_not_captured(gpu: Gpu, made: Callable[[], object]) -> None:
+    made()
+    with pytest.raises(RuntimeError, match="pageable"), captured():
         made()
-        with pytest.raises(RuntimeError, match="pageable"), captured():
-            made()
+
+
+def test_what_a_failed_capture_leaves_behind(gpu: Gpu) -> None:
+    """torch puts nothing back; `graph_capture` does, so that whatever follows runs as before."""
+    x = torch.ones(3, device="cuda")
+    before, memory = torch.cuda.current_stream(), GraphMemory.of(x.device)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="cannot wait while a graph is captured"):
+            graph_capture.captured(x.tolist, memory)
+        torch.cuda.empty_cache()
+        assert torch.cuda.current_stream() is before and not gpu.captures.generators
+    with pytest.raises(ZeroDivisionError):  # of the host: CUDA ends the capture in order
+        graph_capture.captured(lambda: 1 // 0, memory)
+    graph_capture.captured(lambda: x.add_(1), memory).replay()
+    assert x.tolist() == [2.0] * 3
+    with pytest.raises(RuntimeError, match="cannot wait while a graph is captured"), captured():
+        x.tolist()
+    assert torch.cuda.current_stream() is not before and gpu.captures.generators
+    with pytest.raises(RuntimeError, match="captures_underway"):
+        torch.cuda.empty_cache()
+
+
+def test_the_stream_of_the_first_capture_belongs_to_one_gpu(gpu: Gpu) -> None:
+    scores = torch.ones(2, 8, device="cuda:0")
+    with torch.cuda.device(torch.device("cuda:1")), captured():
+        pass
+    graph_capture.captured(lambda: row_topk_triton(scores, 1), GraphMemory.of(scores.device)).replay()
+    with pytest.raises(ValueError, match="launched on cuda:1, its tensors lie on cuda:0"), captured():
+        row_topk_triton(scores, 1)
+
+
+def test_other_threads_take_memory_while_a_graph_is_captured(gpu: Gpu) -> None:
+    x, made, refused = torch.ones(3, device="cuda"), [], []
+
+    def beside() -> None:
+        try:
+            made.append(x + 1)
+        except RuntimeError as error:
+            refused.append(error)
+
+    def launches() -> None:
+        thread = threading.Thread(target=beside)
+        thread.start()
+        thread.join()
+        x.add_(1)
+
+    graph_capture.captured(launches, GraphMemory.of(x.device)).replay()
+    assert x.tolist() == [2.0] * 3 == made[0].tolist() and not refused
+    with pytest.raises(RuntimeError, match="previous error during capture: another thread takes memory"), captured():
+        launches()
+    assert refused
 
 
 def test_a_replay_reads_its_buffers_anew_and_python_never(gpu: Gpu) -> None:
@@ -441,5 +496,30 @@ def test_where_captured_rounds_fail_it_goes_step_by_step(
     assert ("trees of 16 nodes" in warning.getMessage()) if runs else (warning.exc_info is not None)
     frozen = llm.stats()["frozen"]
     assert frozen["rounds"] == "step by step" and llm.stats()["memory"]["captured_rounds"] == 0
+    plain, trees = (tokens_of(llm.generate(PROMPTS[:1], greedy(3), spec=spec)) for spec in ("off", TREES))
+    assert trees == plain and len(plain[0]) == 3
+
+
+def test_rounds_that_cuda_does_not_capture(gpu: Gpu, caplog: pytest.LogCaptureFixture) -> None:
+    """It goes step by step, with nothing of the capture that failed in the way of what follows."""
+    target = make_llama(new_folder("waiting") / "target", 0, torch.float16, **SMALL)
+    run, before = VerifyHalf.run, torch.cuda.current_stream()
+
+    def waiting(half: VerifyHalf, nodes: int, sampled: bool) -> None:
+        run(half, nodes, sampled)
+        half.target.pool.sum().item()
+
+    with (
+        mock.patch("treespec.build._prove"),
+        mock.patch("treespec.build.is_interpreted", lambda: False),
+        mock.patch("treespec.rounds.build.is_interpreted", lambda: False),
+        mock.patch.object(VerifyHalf, "run", waiting),
+    ):
+        llm = open_llm(target, [], device="cuda", dtype="float16", spec=TREES, max_num_seqs=1)
+    assert llm.stats()["frozen"]["rounds"] == "step by step"
+    [warning] = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.exc_info is not None and "host cannot wait" in str(warning.exc_info[1])
+    assert torch.cuda.current_stream() is before
+    torch.cuda.empty_cache()
     plain, trees = (tokens_of(llm.generate(PROMPTS[:1], greedy(3), spec=spec)) for spec in ("off", TREES))
     assert trees == plain and len(plain[0]) == 3

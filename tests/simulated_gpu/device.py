@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from tests.simulated_gpu.captures import Captures, CudaGraph, Stream
 from tests.simulated_gpu.graphs import Graph, Pool
 from tests.simulated_gpu.launches import Launches
 from tests.simulated_gpu.tensors import (
@@ -50,10 +51,15 @@ class Gpu:
         self.waits: list[str] = []
         self.replays = self.current = 0
         self.launches = Launches(self)
-        self.capturing: Graph | None = None
+        self.captures = Captures(self)
         self._late: list[Callable[[], None]] = []
         self._pinned: dict[int, torch.UntypedStorage] = {}
         self.mode = _Mode(self)
+
+    @property
+    def capturing(self) -> Graph | None:
+        """The graph that this thread captures."""
+        return self.captures.graph
 
     @contextlib.contextmanager
     def device(self, device: torch.device) -> Iterator[None]:
@@ -136,7 +142,7 @@ class Gpu:
             if not to_gpu:
                 self._wait(f"{func} to the host")
             elif self.capturing is not None:
-                raise RuntimeError(f"{func} of pageable memory cannot be captured")
+                raise self.captures.forbid(f"{func} of pageable memory cannot be captured")
             return self._run(func, args, kwargs, leaves=not to_gpu)
         if self.capturing is not None:
             return self._run(func, args, kwargs)
@@ -146,13 +152,15 @@ class Gpu:
 
     def _wait(self, reason: str) -> None:
         if self.capturing is not None:
-            raise RuntimeError(f"{reason}: the host cannot wait while a graph is captured")
+            raise self.captures.forbid(f"{reason}: the host cannot wait while a graph is captured")
         self.waits.append(f"{reason} at {_caller()}")
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: bool = False) -> Any:
         """`leaves`: whether the result is the host's."""
         inner_args, inner_kwargs = inner_of((args, kwargs))
         changed = written(func, args, kwargs)
+        if not changed and not is_view(func):
+            self.captures.check_memory()
         if self.capturing is not None and not is_view(func):
             results = self._record(self.capturing, func, inner_args, inner_kwargs, bool(changed))
         else:
@@ -216,43 +224,9 @@ class _Event:
         return 1.0
 
 
-class _Stream:
-    def __init__(self, gpu: Gpu, device: object = None):
-        self._gpu = gpu
-
-    def wait_stream(self, other: "_Stream") -> None:
-        pass
-
-    def synchronize(self) -> None:
-        self._gpu.finish()
-
-
-class _CudaGraph:
-    """torch.cuda.CUDAGraph."""
-
-    def __init__(self, gpu: Gpu):
-        self._gpu, self.graph = gpu, Graph(Pool())
-
-    def replay(self) -> None:
-        self._gpu.replays += 1
-        self._gpu.later(self.graph.replay)
-
-
 def _bound(kind: type[Any], gpu: Gpu) -> type[Any]:
     """A class whose objects belong to `gpu`; modules that are imported meanwhile name it in annotations."""
     return type(kind.__name__, (kind,), {"__init__": partialmethod(kind.__init__, gpu)})
-
-
-@contextlib.contextmanager
-def _graph(gpu: Gpu, held: _CudaGraph, pool: Pool | None = None) -> Iterator[None]:
-    """torch.cuda.graph."""
-    gpu.finish()
-    assert gpu.capturing is None
-    gpu.capturing = held.graph = Graph(pool if pool is not None else Pool())
-    try:
-        yield
-    finally:
-        gpu.capturing = None
 
 
 @contextlib.contextmanager
@@ -263,7 +237,6 @@ def simulated_gpu() -> Iterator[Gpu]:
     properties = SimpleNamespace(
         name="Simulated GPU", major=9, minor=0, total_memory=MEMORY, multi_processor_count=132, L2_cache_size=50 << 20
     )
-    stream = _Stream(gpu)
     replaced: dict[str, Any] = {
         "_lazy_init": lambda: None, "is_available": lambda: True, "is_initialized": lambda: True,
         "device_count": lambda: 2, "current_device": lambda: gpu.current, "device": gpu.device,
@@ -271,16 +244,22 @@ def simulated_gpu() -> Iterator[Gpu]:
         "get_device_capability": lambda device=None: (properties.major, properties.minor),
         "get_device_properties": lambda device=None: properties,
         "mem_get_info": lambda device=None: (MEMORY, MEMORY), "memory_reserved": lambda device=None: 0,
-        "max_memory_allocated": lambda device=None: 0, "empty_cache": lambda: None,
+        "max_memory_allocated": lambda device=None: 0, "empty_cache": gpu.captures.check_cache,
         "synchronize": lambda device=None: gpu.finish(), "Event": _bound(_Event, gpu),
-        "Stream": _bound(_Stream, gpu), "current_stream": lambda device=None: stream,
-        "stream": lambda stream: contextlib.nullcontext(), "CUDAGraph": _bound(_CudaGraph, gpu),
-        "graph_pool_handle": Pool, "graph": lambda held, pool=None: _graph(gpu, held, pool),
+        "Stream": _bound(Stream, gpu), "current_stream": gpu.captures.current_stream,
+        "set_stream": gpu.captures.set_stream, "stream": gpu.captures.on, "CUDAGraph": _bound(CudaGraph, gpu),
+        "graph_pool_handle": Pool, "graph": gpu.captures.capture,
         "is_current_stream_capturing": lambda: gpu.capturing is not None,
     }  # fmt: skip
     with contextlib.ExitStack() as stack:
         for name, function in replaced.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, function))
+        allocator = {
+            "_cuda_endAllocateToPool": gpu.captures.end_allocation,
+            "_cuda_releasePool": lambda device, pool: None,
+        }
+        for name, function in allocator.items():
+            stack.enter_context(mock.patch.object(torch._C, name, function))
         stack.enter_context(mock.patch.object(torch, "Generator", _Generator))
         for name in ("tensor", "as_tensor"):
             stack.enter_context(mock.patch.object(torch, name, _through_host(getattr(torch, name))))

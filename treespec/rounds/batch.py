@@ -16,7 +16,6 @@ Without a GPU the same calls run one by one, in Triton's interpreter.
 
 import gc
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -24,6 +23,7 @@ from treespec.rounds.draft import DraftHalf
 from treespec.rounds.inputs import RoundInput, RoundInputs, RoundLimits
 from treespec.rounds.passes import ModelStack
 from treespec.rounds.verify import RoundResult, VerifyHalf
+from treespec_kernels.graph_capture import GraphMemory, captured
 
 
 class BatchRound:
@@ -34,15 +34,15 @@ class BatchRound:
         limits: of the round.
         target: the target, a stack of one.
         stacks: of the SSMs.
-        graph_pool: memory that all graphs of an engine share, as no two of them run at once and what outlives one lies
-            in buffers outside; None runs every launch by itself.
+        graph_memory: that all graphs of an engine share, as no two of them run at once and what outlives one lies in
+            buffers outside; None runs every launch by itself.
     """
 
     def __init__(
         self, num_requests: int, limits: RoundLimits, target: ModelStack, stacks: Sequence[ModelStack],
-        graph_pool: Any = None,
+        graph_memory: GraphMemory | None = None,
     ):  # fmt: skip
-        self.num_requests, self.limits, self._pool = num_requests, limits, graph_pool
+        self.num_requests, self.limits, self._memory = num_requests, limits, graph_memory
         device = target.pool.device
         self._inputs = RoundInputs(num_requests, sum(stack.groups for stack in stacks), limits, device)
         self._drafts = DraftHalf(self._inputs, stacks, target.kernels.weights.head.shape[1])
@@ -87,11 +87,11 @@ class BatchRound:
         self._play(("verify", nodes, sampled), lambda: self._verify.run(nodes, sampled))
 
     def _play(self, name: tuple[object, ...], launches: Callable[[], None]) -> None:
-        if self._pool is None:
+        if self._memory is None:
             launches()
             return
         if name not in self._graphs:
-            self._graphs[name] = _captured(launches, self._pool)  # has run them
+            self._graphs[name] = _captured(launches, self._memory)  # has run them
             return
         self._graphs[name]()
 
@@ -101,17 +101,14 @@ class BatchRound:
             self._done.synchronize()
 
 
-def _captured(launches: Callable[[], None], pool: Any) -> Callable[[], None]:
+def _captured(launches: Callable[[], None], memory: GraphMemory) -> Callable[[], None]:
     """A CUDA graph of these launches. They run once before, which compiles what is not compiled yet."""
     launches()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
     collects = gc.isenabled()
     gc.disable()  # what an older engine left behind must not be freed while memory is being captured
     try:
-        with torch.cuda.graph(graph, pool=pool):
-            launches()
+        return captured(launches, memory).replay
     finally:
         if collects:
             gc.enable()
-    return graph.replay

@@ -21,6 +21,7 @@ from treespec.rounds.passes import ModelStack
 from treespec.rounds.planner import RoundPlanner, RoundSeconds
 from treespec.runner import Runner
 from treespec_kernels.device_trees import MAX_CANDIDATES
+from treespec_kernels.graph_capture import GraphMemory
 from treespec_kernels.tree_attention import SegmentPartition
 from treespec_kernels.triton_launch import is_interpreted
 from treespec_kernels.tuned import KernelConfigs
@@ -76,14 +77,14 @@ def captured_rounds(
     model = ModelStack(target.kernels, target.table, target.triton_attention, cache.pools[0])
     stacks = _stacks(ssms, cache.stacked[1:], configs)
     captures = cuda_graphs and target.device.type == "cuda"
-    graph_pool = torch.cuda.graph_pool_handle() if captures else None
+    graph_memory = GraphMemory.of(target.device) if captures else None
     release_cached(target.device)
     before = _reserved(target.device)
     contexts = [context for context in CONTEXTS if context < max_model_len] + [max_model_len]
     rounds, planners = {}, {}
     for size in reversed(batch_sizes(max_num_seqs)):  # the largest first: the others then find room in its memory
         rounds[size] = [
-            BatchRound(size, replace(limits, max_context=context), model, stacks, graph_pool) for context in contexts
+            BatchRound(size, replace(limits, max_context=context), model, stacks, graph_memory) for context in contexts
         ]
         planners[size] = RoundPlanner(_measured(rounds[size]), limits.max_depth, limits.nodes)
     release_cached(target.device)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..aot_spec import PAGE_SIZE
+from ..graph_capture import GraphMemory, captured
 from ..lm_head import BlockStats, LmHeadConfig, lm_head_triton
 from ..qkv_rope import qkv_rope_triton
 from ..rms_norm import rms_norm_triton
@@ -223,13 +224,12 @@ class ProgrammaticLaunchWorkload(Workload[Chain]):
     def _captured(self, config: Any) -> tuple[Callable[[], Tensors], int]:
         if self.device.type != "cuda":
             return (lambda: self.run(config)), 1
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            results = self.run(config)
+        results: list[Tensors] = []
+        graph = captured(lambda: results.append(self.run(config)), GraphMemory.of(self.device))
 
         def replay() -> Tensors:
             graph.replay()
-            return results
+            return results[0]
 
         return replay, REPLAYS
 

@@ -109,6 +109,8 @@ class Engine:
             reading = [r for r in batch.prefill if r.group is not None or not r.spec.is_adaptive]
             self.ssms.prefill([r for r in reading if not r.spec.is_plain])
             self.ssms.fork(batch.forked)
+        if batch.prefill:
+            self.runner.wait()  # or the round behind it would take its time too, and the planner learn from that
 
     def propose(self, requests: Sequence[Request]) -> list[TokenTree]:
         """Every source drafts; one merged tree per request, cut to what is worth verifying.

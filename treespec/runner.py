@@ -114,6 +114,11 @@ class Runner:
         hidden, states = self._pass(rows, tokens)
         return self.target.logits(hidden), states
 
+    def wait(self) -> None:
+        """Until the device has done all that it was given."""
+        if self.target.device.type == "cuda":
+            torch.cuda.synchronize(self.target.device)
+
     def _pass(self, rows: list[RequestRows], tokens: np.ndarray) -> tuple[Tensor, Tensor | None]:
         """Final hidden states of the tokens, and those of `hidden_of`."""
         ids = torch.from_numpy(tokens).to(self.target.device)

@@ -32,6 +32,7 @@ from treespec.models.triton_decoder import TritonDecoder
 from treespec.request import Request, RequestOutput
 from treespec.rounds.engine import GraphEngine
 from treespec.rounds.verify import VerifyHalf
+from treespec.runner import Runner
 from treespec_kernels import graph_capture
 from treespec_kernels.aot_spec import KernelShape
 from treespec_kernels.clock import CudaClock
@@ -433,6 +434,27 @@ def test_rounds_of_other_families(gpu: Gpu, target: str, draft: str, layers: int
     assert tokens_of([trees]) == plain and trees.metrics.nodes_verified > trees.metrics.target_passes
     llm.engine.check_integrity()
     leave(gpu, of_each_switch=True)
+
+
+def test_a_round_does_not_wait_for_prompts(gpu: Gpu) -> None:
+    """The planner learns from what a round takes, which a prompt before it is no part of."""
+    target = make_llama(new_folder("prompts") / "target", 0, torch.float16, **SMALL)
+    with mock.patch("treespec.build._prove"):
+        llm = open_llm(target, [], device="cuda", dtype="float16", spec="off", max_num_seqs=1)
+    prefill, decode, order = Runner.prefill, GraphEngine.decode, []
+
+    def prompts(runner: Runner, requests: Sequence[Request], counts: Sequence[int]) -> list[torch.Tensor]:
+        states = prefill(runner, requests, counts)
+        gpu.later(lambda: order.append("prompt computed"))
+        return states
+
+    def rounds(engine: GraphEngine, requests: Sequence[Request]) -> list[Request]:
+        order.append("round begins")
+        return decode(engine, requests)
+
+    with mock.patch.object(Runner, "prefill", prompts), mock.patch.object(GraphEngine, "decode", rounds):
+        llm.generate(PROMPTS[:1], greedy(1))
+    assert order == ["prompt computed", "round begins"]
 
 
 def test_a_gpu_that_is_not_the_threads_own(gpu: Gpu) -> None:

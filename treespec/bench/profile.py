@@ -14,14 +14,11 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-import torch
-
 from treespec.engine import Decided, Engine
 from treespec.noise import Noise
 from treespec.rounds.engine import GraphEngine
 from treespec.rounds.planner import RoundSeconds
 from treespec.rounds.verify import RoundResult
-from treespec.scheduler import Batch
 
 MEANING = {
     "draft": "all sources propose",
@@ -122,16 +119,6 @@ def profiled(engine: Engine) -> Iterator[Profile]:
 
         return commit_and_count
 
-    def finished(prefill: Callable[..., None]) -> Callable[..., None]:
-        """A prefill until its end: plain rounds would wait for it later, and count it as theirs."""
-
-        def prefill_and_wait(batch: Batch) -> None:
-            prefill(batch)
-            if batch.prefill and (device := engine.runner.target.device).type == "cuda":
-                torch.cuda.synchronize(device)
-
-        return prefill_and_wait
-
     def captured(run: Callable[..., list[RoundResult]], seconds: RoundSeconds) -> Callable[..., list[RoundResult]]:
         """A captured round, timed, and what it accepted."""
 
@@ -157,9 +144,8 @@ def profiled(engine: Engine) -> Iterator[Profile]:
         for source in (engine.ssms, engine.lookup, *engine.drafters):
             if source is not None:
                 replace(source, "propose", timers["draft"].wrap)
-        for name in ("step", "propose", "forward", "verify", "update"):
+        for name in ("step", "prefill", "propose", "forward", "verify", "update"):
             replace(engine, name, timers[name].wrap)
-        replace(engine, "prefill", lambda prefill: timers["prefill"].wrap(finished(prefill)))
         replace(engine, "commit", watched)
         replace(Noise, "row", timers["noise"].wrap)
         if isinstance(engine, GraphEngine):

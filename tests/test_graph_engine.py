@@ -1,8 +1,10 @@
 """The engine of captured rounds: what it makes of their results, with rounds that are scripted, and the whole of it in
 Triton's interpreter."""
 
+import time
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from tests.child import run_cases
 from tests.models import greedy, open_llm, random_prompts, tiny
 from treespec import LLM, SamplingParams, SpecConfig
+from treespec.drafters.ssm import SsmDrafter
 from treespec.request import Request
 from treespec.rounds.engine import GraphEngine
 from treespec.rounds.inputs import RoundInput, RoundLimits
@@ -100,6 +103,25 @@ def test_ssms_read_each_token_once() -> None:
     emitted = rounds.truths[0][1][len(prompts[0]) - 1 :]
     assert read == emitted[: len(read)] and len(read) > 15
     assert all(len(requests[0].new_tokens) <= rounds.limits.width for requests, _, _ in rounds.seen)
+
+
+def test_what_ssms_have_missed_is_not_charged_to_a_round() -> None:
+    """They read a prompt once, and the planner would take drafting to be as slow as that."""
+    llm, rounds, prompts, _ = scripted(1)
+    catch_up, slow, took = SsmDrafter.catch_up, [], []
+
+    def slowly(ssms: SsmDrafter, requests: Sequence[Request], width: int) -> bool:
+        if missed := catch_up(ssms, requests, width):
+            slow.append(requests)
+            time.sleep(0.5)
+        return missed
+
+    def observe(planner: RoundPlanner, plan: Any, trees: Any, accepted: Any, seconds: float) -> None:
+        took.append(seconds)
+
+    with mock.patch.object(SsmDrafter, "catch_up", slowly), mock.patch.object(RoundPlanner, "observe", observe):
+        llm.generate(prompts[1:], greedy(6), spec=SpecConfig(sources=("ssm",)))
+    assert rounds.seen and len(slow) == 1 and max(took) < 0.5
 
 
 def test_a_round_that_finds_nan_is_decided_step_by_step() -> None:

@@ -256,13 +256,18 @@ class SsmDrafter:
         """Whether any SSM may draft for a request."""
         return bool(self._allowed(request))
 
-    def catch_up(self, requests: Sequence[Request], width: int) -> None:
-        """Before a captured round: read what the SSMs have missed, but for the `width` tokens that it reads itself."""
+    def catch_up(self, requests: Sequence[Request], width: int) -> bool:
+        """Before a captured round: read what the SSMs have missed, but for the `width` tokens that it reads itself.
+        Returns whether there was anything."""
         for request in requests:
             self._state(request).active = self._allowed(request)
+        missed = False
         for ssm in range(len(self.models)):
             states = [(request, self._state(request)) for request in requests]
-            self._read(ssm, [r for r, s in states if ssm in s.active and r.context_len + 1 - s.valid[ssm] > width])
+            behind = [r for r, s in states if ssm in s.active and r.context_len + 1 - s.valid[ssm] > width]
+            self._read(ssm, behind)
+            missed = missed or bool(behind)
+        return missed
 
     def first_unread(self, request: Request) -> int:
         """The first position that one of the drafting SSMs has not read; the root's at most."""

@@ -77,6 +77,8 @@ class GraphEngine(Engine):
         size = self.rounds.size_for(len(requests))
         planner = self.rounds.planners[size]
         plan, shapes = self._plan(requests, planner)
+        if plan.levels:
+            began += self._catch_up(requests, shapes)
         seeds = self._seeds(requests, [depth for depth, _ in shapes])
         if plan.levels and not self._has_sources(requests, shapes, seeds):
             plan, shapes = PLAIN, [(0, 1)] * len(requests)
@@ -126,10 +128,18 @@ class GraphEngine(Engine):
             most = chosen.nodes if request.spec.is_adaptive else request.spec.max_nodes
             speculates = depth > 0 and most > 1
             shapes.append((min(depth, plan.levels, most - 1), most) if speculates else (0, 1))
-        if self.ssms is not None and plan.levels:
-            drafting = [request for request, (depth, _) in zip(requests, shapes, strict=True) if depth]
-            self.ssms.catch_up(drafting, self.rounds.limits.width)
         return plan, shapes
+
+    def _catch_up(self, requests: Sequence[Request], shapes: Sequence[tuple[int, int]]) -> float:
+        """Let the SSMs read what they have missed. Returns how long that took, in seconds: a prompt, or what rounds
+        without drafts have emitted, is read once, so it says nothing of what drafting takes in every round."""
+        if self.ssms is None:
+            return 0.0
+        began = time.perf_counter()
+        drafting = [request for request, (depth, _) in zip(requests, shapes, strict=True) if depth]
+        if self.ssms.catch_up(drafting, self.rounds.limits.width):
+            self.runner.wait()
+        return time.perf_counter() - began
 
     def _seeds(self, requests: Sequence[Request], depths: Sequence[int]) -> list[TokenTree | None]:
         """What sources without a pass propose: prompt lookup, where a request allows it."""

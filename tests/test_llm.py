@@ -57,7 +57,8 @@ def test_the_fields_of_an_output() -> None:
     (completion,) = output.outputs
     assert (completion.index, completion.finish_reason, completion.stop_reason) == (0, "length", None)
     assert completion.logprobs is None and completion.cumulative_logprob is None
-    assert completion.text == speaking_llm().get_tokenizer().decode(completion.token_ids)
+    decode = speaking_llm().get_tokenizer().decode
+    assert completion.text == decode(completion.token_ids, skip_special_tokens=True)
 
 
 def test_without_a_tokenizer_all_is_ids() -> None:
@@ -74,7 +75,8 @@ def test_a_tokenizer_from_elsewhere() -> None:
     for tokenizer in (speaking_folder(), str(speaking_folder()), speaking_llm().get_tokenizer()):
         llm = open_llm(tiny()[0], tokenizer=tokenizer)
         (output,) = llm.generate("def f(x):", greedy(4))
-        assert output.outputs[0].text == speaking_llm().get_tokenizer().decode(output.outputs[0].token_ids)
+        decode, tokens = speaking_llm().get_tokenizer().decode, output.outputs[0].token_ids
+        assert output.outputs[0].text == decode(tokens, skip_special_tokens=True)
 
 
 # --- streams

@@ -163,7 +163,7 @@ def test_penalties_follow_the_path_and_forget_it() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logit_bias(dtype: torch.dtype) -> None:
     logits, bias = random_logits(20, dtype=dtype), {3: 2.5, 0: -100.0, 19: 1e-3, 7: 0.0}
-    theirs = SequenceBiasLogitsProcessor([[[token], value] for token, value in bias.items()])
+    theirs = SequenceBiasLogitsProcessor({(token,): value for token, value in bias.items()})
     assert torch.equal(transform(logits, logit_bias=bias), hugging(logits, [theirs]))
 
 
@@ -208,7 +208,7 @@ ORDERED = {
 
 def in_order(options: dict[str, Any], doubled: Callable[[Any, Tensor], Tensor]) -> list[Any]:
     """Hugging Face's processors in the order that `SamplingParams` documents."""
-    bias = [[[token], value] for token, value in options["logit_bias"].items()]
+    bias = {(token,): value for token, value in options["logit_bias"].items()}
     return [
         SequenceBiasLogitsProcessor(bias),
         NoBadWordsLogitsProcessor([[5], [2, 0, 9], [6]]),

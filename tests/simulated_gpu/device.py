@@ -35,15 +35,18 @@ class Gpu:
     """A GPU of one stream.
 
     It refuses, as CUDA does: operations and launches over tensors of both devices; whatever makes the host wait, and
-    copies of pageable memory, while a graph is captured; replays that use freed memory.
+    copies of pageable memory, while a graph is captured, and by default memory that other threads take meanwhile;
+    replays that use freed memory.
 
     What CUDA leaves undefined it makes visible: memory of a graph pool is spoilt when any of its graphs runs; copies
-    between pinned memory and the GPU, and replays, happen only when something waits for them.
+    between pinned memory and the GPU, and replays, happen only when something waits for them. What torch leaves behind
+    of a capture that fails, it leaves behind as well.
 
     Attributes:
         waits: the reasons why the host waited for a value, with the line that asked for it.
         launches: of Triton's kernels.
         replays: how many graphs were replayed.
+        captures: streams, and the capture that goes on.
         current: the number of the GPU that kernels are launched on; this one is 0, another one is only a number.
     """
 

@@ -30,7 +30,8 @@ _MARGIN = 0.04  # gain that counts as none: about the error of modelled seconds
 _MEMORY = 0.03  # weight of the newest round in the running mean
 _USUAL_REACH = 0.7  # what a first level is assumed to hold before one was tried
 _REACH_MEMORY = 0.15
-_TRUTH_MEMORY = 0.1
+_TRUTH_MEMORY = 0.05
+_TRUTH_PRIOR = 1.0  # tokens
 _RECOVERY = 0.0015  # of what was assumed at first, with each round in which nothing is drafted
 _HOPE, _SECOND_HOPE = 1.2, 1.08  # what speculation is assumed to gain before it was tried, and after a pause
 _FEW_ROWS = 16  # over which the price of a row is taken: the times of two neighbours may be alike by chance
@@ -70,6 +71,29 @@ class _Hope:
         self.gain += _RECOVERY * (_HOPE - self.gain)
 
 
+class _Truth:
+    """Accepted tokens over those that the trees' values promised: a ratio of running means.
+
+    The mean of the rounds' ratios, or of their differences, would follow the last long guess that held, or did not.
+    """
+
+    def __init__(self) -> None:
+        self._accepted = self._promised = _TRUTH_PRIOR
+
+    @property
+    def value(self) -> float:
+        return min(max(self._accepted / self._promised, 0.1), 1.2)
+
+    def add(self, accepted: float, promised: float) -> None:
+        """Learn from a round; both per request."""
+        self._accepted += _TRUTH_MEMORY * (accepted - self._accepted)
+        self._promised += _TRUTH_MEMORY * (promised - self._promised)
+
+    def miss(self) -> None:
+        """Learn from a round that promised nothing."""
+        self._accepted += _RECOVERY * (self._promised - self._accepted)
+
+
 class _Idle(NamedTuple):
     """Batches of `size` requests draft nothing for `rounds` more."""
 
@@ -107,7 +131,7 @@ class Planner:
         self._outlooks: dict[int, _Outlook] = {}
         self._reach = _USUAL_REACH  # running mean: share of its open mass that a first level holds
         # Running ratio of accepted tokens to those that the trees' values promised, without and with SSMs.
-        self._truth = {False: 1.0, True: 1.0}
+        self._truths = {False: _Truth(), True: _Truth()}
         self._passes_per_level = 1.0  # running mean of rounds with drafting
         self._batch: Sequence[Request] = ()
         self._worth = [1.0]  # of a token, by request of the batch
@@ -145,7 +169,7 @@ class Planner:
         drafts, price = [False] * len(requests), 0.0
         if not (adaptive and outlook.ssms.resting):
             # Before other sources have spoken: where SSMs are not worth a level now, they will not be later.
-            promised = self._truth[True] * self._reach
+            promised = self._truths[True].value * self._reach
             drafts = self._pays([promised * worth for worth in self._worth])
             price = self._price_of_an_ssm()
         plans = []
@@ -188,7 +212,7 @@ class Planner:
         """Whether a level of SSMs could pay at all: as `worth_a_level`, were all mass open and every request's level as
         cheap as one's."""
         outlook = self._outlook
-        promised = self._truth[True] * self._reach * self.costs.plain
+        promised = self._truths[True].value * self._reach * self.costs.plain
         level = self.costs.level(self._passes_per_level, self._passes_per_level)
         return not outlook.ssms.resting and promised > max(outlook.gain, 1.0) * level
 
@@ -229,7 +253,7 @@ class Planner:
         """The trust that a further SSM must have: leaving it out loses at most its share of the drafted tokens."""
         count = self._requests
         level = self.costs.further_ssm(count)
-        return self.rate * level / max(self._truth[True] * self._reach * count, 1e-9)
+        return self.rate * level / max(self._truths[True].value * self._reach * count, 1e-9)
 
     def worth_a_level(self, trees: np.ndarray, open_mass: np.ndarray, reached: np.ndarray | None) -> np.ndarray:
         """Which trees' next level promises more tokens than its time is worth. A level is expected to hold as large a
@@ -237,7 +261,7 @@ class Planner:
         shares = [self._reach] * len(trees) if reached is None else np.minimum(reached, 1.0).tolist()
         if reached is not None:
             self._first_reach(shares)
-        truth, worth = self._truth[True], self._worth
+        truth, worth = self._truths[True].value, self._worth
         of_each = zip(open_mass.tolist(), shares, trees.tolist(), strict=True)
         return np.array(self._pays([truth * mass * share * worth[tree] for mass, share, tree in of_each]), dtype=bool)
 
@@ -297,7 +321,7 @@ class Planner:
         if not drafted.levels:  # a guess that cost no pass may still be dropped, with the host's work on its tree
             seconds += (with_nodes - grown) * max(self.costs.host("tree") - self.costs.host("search"), 0.0)
         seconds -= self.costs.verify(rows, len(requests), grown)
-        gain = self._truth[drafted.levels > 0] * np.cumsum(falling) - self.rate * seconds
+        gain = self._truths[drafted.levels > 0].value * np.cumsum(falling) - self.rate * seconds
         most = int(np.argmax(gain))
         count = most + 1 if gain[most] > 0 else 0
         counts = [count] if owner is None else np.bincount(owner[:count], minlength=len(free)).tolist()
@@ -327,7 +351,7 @@ class Planner:
             self.costs.learn(seconds, rows, grown, drafted, speculates)
         if not drafted.levels:  # what is not tried cannot be learned: hope returns slowly
             self._reach += _RECOVERY * (_USUAL_REACH - self._reach)
-            self._truth[True] += _RECOVERY * (1.0 - self._truth[True])
+            self._truths[True].miss()
             outlook.ssms.miss()
         if not speculates or not any(request.spec.is_adaptive for request in requests):
             return
@@ -338,9 +362,7 @@ class Planner:
         outlook.gain += _MEMORY * (gain - outlook.gain)
         if rows > count:
             promised = sum(float(tree.values[1:].sum()) for tree in trees)
-            truth = self._truth[drafted.levels > 0]
-            error = (sum(emitted) - count - truth * promised) / count
-            self._truth[drafted.levels > 0] = min(max(truth + _TRUTH_MEMORY * error, 0.1), 1.2)
+            self._truths[drafted.levels > 0].add((sum(emitted) - count) / count, promised / count)
         if drafted.levels:
             # A request that reads its prompt for itself earns it back; in a batch all wait for it.
             read = self.costs.read(drafted.read_tokens) if count > 1 else 0.0

@@ -282,6 +282,25 @@ def test_checkpoints(name: str, tmp_path: Path) -> None:
             break  # a draft's end token is nobody's business
 
 
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("tokenizer.json", "{"),
+        ("tokenizer.json", '{"model": {"vocab": {"a": 1}}}'),
+        ("tokenizer_config.json", "[1"),
+        ("tokenizer_config.json", "5.0"),
+        ("tokenizer_config.json", '{"tokenizer_class": 7}'),
+        ("tokenizer_config.json", '{"tokenizer_class": "TokenizersBackend", "eos_token": 7}'),
+    ],
+)
+def test_tokenizer_files_that_cannot_be_read(file: str, text: str, tmp_path: Path) -> None:
+    folder = add_tokenizer(broken_copy(tmp_path / "model", lambda f: (f / file).write_text("{}")))
+    (folder / file).write_text(text)
+    for attempt in (lambda: open_llm(folder), lambda: open_llm(tiny()[0], tokenizer=folder)):
+        with pytest.raises(ConfigError, match=r"the tokenizer files of .*model cannot be read \(.*give LLM\(tokenizer"):
+            attempt()
+
+
 def test_a_draft_of_another_vocabulary(tmp_path: Path) -> None:
     other = make_llama(tmp_path / "other", 3, vocab_size=500)
     with pytest.raises(DraftError, match=r"other .*vocabulary of 500 tokens, the target .* one of 512"):

@@ -17,7 +17,7 @@ def load_tokenizer(tokenizer: Any, folder: str | os.PathLike[str]) -> Any:
     """A tokenizer object as it is, one from the files of a folder, or for None the model folder's own, if it has one.
 
     Raises:
-        ConfigError: the folder that was asked for has no tokenizer files.
+        ConfigError: the folder that was asked for has no tokenizer files, or a folder's are unusable.
     """
     if tokenizer is not None and not isinstance(tokenizer, str | os.PathLike):
         return tokenizer
@@ -32,7 +32,13 @@ def load_tokenizer(tokenizer: Any, folder: str | os.PathLike[str]) -> Any:
 
     # AutoTokenizer imports the model's config first, 3 s of code that is of no use here.
     kind = PreTrainedTokenizerFast if _names_its_class(source) else AutoTokenizer
-    return kind.from_pretrained(source, local_files_only=True)
+    try:
+        return kind.from_pretrained(source, local_files_only=True)
+    except Exception as error:  # of a damaged file whatever its parsers raise: KeyError, TypeError, a bare Exception
+        raise ConfigError(
+            f"the tokenizer files of {source} cannot be read ({type(error).__name__}: {error}); mend or remove them, "
+            "or give LLM(tokenizer=...)"
+        ) from error
 
 
 def _names_its_class(folder: str) -> bool:

@@ -76,7 +76,9 @@ def assert_text_of_all_tokens(decode: Callable[[list[int]], str], prompt: list[i
     steps = [decode(prompt + tokens[:count]) for count in range(len(tokens) + 1)]
     whole = [step.rstrip("\ufffd") for step in steps]
     if all(after.startswith(before) for before, after in itertools.pairwise(whole)):
-        assert detokenizer.text == steps[-1][len(whole[0]) :]
+        new = zip(itertools.pairwise(steps), tokens, strict=True)
+        shows = any(before != after or decode([token]) for (before, after), token in new)
+        assert detokenizer.text == (steps[-1][len(whole[0]) :] if shows else "")
 
 
 # Special tokens, bytes of characters in any order, characters of bytes, words: each once, or often in a row.
@@ -116,6 +118,17 @@ def test_special_tokens_in_a_row_keep_the_next_space(stop: tuple[str, ...]) -> N
         for token in tokens:
             detokenizer.push(token)
         assert detokenizer.text == " world"
+
+
+@pytest.mark.parametrize("tokens", [[], [0]], ids=["nothing", "a token that is not shown"])
+def test_an_output_without_text_behind_half_a_character(tokens: list[int]) -> None:
+    """The broken half is the prompt's."""
+    tokenizer = speaking_llm().get_tokenizer()
+    detokenizer = Detokenizer(lambda ids: tokenizer.decode(ids, skip_special_tokens=True), encode("😀")[:1], (), False)
+    for token in tokens:
+        detokenizer.push(token)
+    detokenizer.flush()
+    assert detokenizer.text == ""
 
 
 def test_a_window_is_cut_between_characters() -> None:

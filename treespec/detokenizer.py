@@ -29,6 +29,7 @@ class Detokenizer:
         self._decode, self._stop, self._include_stop = decode, tuple(stop), include_stop
         self._window = self._end_of(prompt)  # tokens since a point where characters were whole, and a few before
         self._decoded = decode(self._window)
+        self._shows = False  # whether a token of the output is in the window
         self._known = len(self._whole_characters(self._decoded))  # characters of it that are in `text`, or the prompt's
         self.text = ""
         self.stopped_by: str | None = None
@@ -45,7 +46,7 @@ class Detokenizer:
         if decoded and decoded == self._decoded and not self._decode([token]):
             return False  # not shown: many of these must not fill the window, or the next word would seem the first
         self._window.append(token)
-        self._decoded = decoded
+        self._decoded, self._shows = decoded, True
         whole = self._whole_characters(decoded)
         self._add(whole[self._known :])
         self._known = max(self._known, len(whole))
@@ -69,8 +70,9 @@ class Detokenizer:
                 return
 
     def flush(self) -> None:
-        """The output has ended: what was waiting for the rest of a character is shown as it is."""
-        if self.stopped_by is None:
+        """The output has ended: what was waiting for the rest of a character is shown as it is, unless all of it is the
+        prompt's."""
+        if self._shows and self.stopped_by is None:
             self._add(self._decoded[self._known :])
             self._known = max(self._known, len(self._decoded))
 

@@ -77,6 +77,14 @@ def test_grow_refuses_what_it_would_get_wrong(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"a", "q"}
 
 
+def test_grow_refuses_a_broken_tokenizer_before_it_writes(tmp_path: Path) -> None:
+    shutil.copytree(default_folder("ssm-1"), tmp_path / "broken")
+    (tmp_path / "broken" / "tokenizer.json").write_text('{"model": {"vocab": {"a": "b"}}}')
+    error = run("grow", tmp_path / "broken", tmp_path / "new", "--size=6M", code=2)["error"]
+    assert "tokenizer.json" in error["message"]
+    assert not (tmp_path / "new").exists(), "refused, and written all the same"
+
+
 def test_grow_leaves_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = ("grow", default_folder("ssm-1"), tmp_path / "a", "--size=6M")
     with monkeypatch.context() as patch:

@@ -140,6 +140,7 @@ def grow(
     with _user_errors(as_json), _bar("B") as advance:
         root = resolve_folder(source)
         config = read_config(root)
+        inspect_checkpoint(root)  # what the report of the result would fail at, such as the tokenizer, comes before it
         shape = grown_shape(ModelShape.from_hf(config, family_of(config, root), root), parse_size(size), vocab)
         grow_checkpoint(root, destination, shape, seed, on_bytes=advance)
         report = inspect_checkpoint(destination)

@@ -1,6 +1,7 @@
 """The safetensors model loader script: what it reports, what it finds, how it exits."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -210,6 +211,17 @@ def test_odd_config_values_do_not_break_the_report(folder: Path) -> None:
     report = inspect_checkpoint(folder)
     assert (report["context"], report["architectures"]) == (None, [])
     assert "KV per token" in run("inspect", folder)
+
+
+@pytest.mark.parametrize("key", ["dtype", "hidden_act", "sliding_window", "max_position_embeddings", "architectures"])
+def test_values_that_are_no_json_stay_out_of_the_report(folder: Path, key: str) -> None:
+    """Python's parser reads NaN, which others refuse."""
+    edit_config(folder, model_type="mistral", **{key: math.nan})
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    json.loads(run("inspect", folder, "--json"), parse_constant=refuse)
 
 
 # --- verify

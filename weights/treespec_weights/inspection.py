@@ -39,6 +39,7 @@ def inspect_checkpoint(folder: Path | str) -> dict[str, Any]:
     config = read_config(root)
     model_type, architectures = config.get("model_type"), config.get("architectures")
     rules = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    named = config.get("dtype") or config.get("torch_dtype")
     context = config.get(rules.max_positions if rules else "max_position_embeddings")
     vocabulary = read_vocabulary(root)
     with Checkpoint.open(root) as checkpoint:
@@ -47,7 +48,7 @@ def inspect_checkpoint(folder: Path | str) -> dict[str, Any]:
             "family": model_type if isinstance(model_type, str) else None,
             "architectures": [str(name) for name in architectures] if isinstance(architectures, list) else [],
             "context": context if type(context) is int and context > 0 else None,
-            "config_dtype": config.get("dtype") or config.get("torch_dtype"),
+            "config_dtype": named if isinstance(named, str) else None,
             "files": checkpoint.files,
             "bytes": sum(_bytes(info.dtype, info.size) for info in checkpoint.tensors.values()),
             "dtypes": _dtypes(checkpoint),
@@ -136,12 +137,14 @@ def _as_model(config: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _made_of(config: dict[str, Any], rules: FamilyRules) -> dict[str, Any]:
+    """What config.json says where it is of the right kind: it may hold NaN, which is no JSON."""
     windowed = rules.windows and config.get("use_sliding_window", True)
+    activation, window = config.get(rules.activation), config.get("sliding_window") if windowed else None
     return {
         "norm": rules.norm,
-        "activation": config.get(rules.activation),
-        "window": config.get("sliding_window") if windowed else None,
-        "parallel": rules.parallel is not None and config.get(rules.parallel, True),
+        "activation": activation if isinstance(activation, str) else None,
+        "window": window if type(window) is int else None,
+        "parallel": rules.parallel is not None and config.get(rules.parallel, True) is True,
     }
 
 

@@ -188,6 +188,7 @@ LLM_CASES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"drafts": 3}, ConfigError, "drafts=3"),
     ({"drafts": ["/no/such/folder"]}, OSError, "/no/such/folder"),
     ({"model": "/no/such/folder"}, OSError, "/no/such/folder"),
+    ({"model": "~no-such-user/folder"}, OSError, "~no-such-user/folder"),
     ({"model": 7}, ConfigError, "model=7"),
     ({"tokenizer": 5}, ConfigError, "tokenizer=5"),
     ({"tokenizer": "/no/such/folder"}, ConfigError, "/no/such/folder"),

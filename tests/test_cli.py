@@ -413,6 +413,7 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is Linu
         ("nosuch 2>&-", ""),
         pytest.param("nosuch --json >/dev/full", "error: No such command 'nosuch'", marks=on_linux),
         (r"generate $(printf '\377')", "the PROMPT is not UTF-8 at character 0"),
+        ("generate --file '~no-such-user/prompt'", "~no-such-user/prompt"),
     ],
 )
 def test_streams_that_are_closed_or_full(command: str, message: str) -> None:

@@ -98,6 +98,38 @@ def test_auto_needs_no_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         assert not is_compiled(tiny()[0])
 
 
+def test_auto_needs_no_home(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A container may run under a number that no user has."""
+    without_home(monkeypatch)
+    with caplog.at_level(logging.INFO, "treespec"):
+        assert not is_compiled(tiny()[0])
+    assert "not compiled: no home folder to keep files in; set XDG_CACHE_HOME" in caplog.text
+    with pytest.raises(OSError, match="no home folder"):
+        is_compiled(tiny()[0], compile=True)
+
+
+@pytest.mark.parametrize("place", ["file", "no home"])
+def test_quantised_layers_need_no_cache_folder(
+    place: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if place == "file":
+        (tmp_path / "file").write_text("where a folder should be")
+        monkeypatch.setattr(costs, "cache_folder", lambda: tmp_path / "file")
+    else:
+        without_home(monkeypatch)
+    assert not is_compiled(tiny()[0], quantization="int8")
+    assert "quantised weights are held as torch.float32" in caplog.text
+
+
+def without_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.undo()  # the folder that other tests build into
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", home)
+
+
 def test_auto_takes_the_eager_pass_where_the_compiled_one_is_not_exact(caplog: pytest.LogCaptureFixture) -> None:
     def differing(decoder: Decoder, *rest: Any) -> list[str]:
         return ["row 1 of 2 differs"] if decoder.linear == "compiled" else []

@@ -109,6 +109,7 @@ def test_what_the_hub_does_not_give(tmp_path: Path, hub: Any) -> None:
         (OSError(28, "No space left on device"), ["No space left on device"]),
         (http_error(HfHubHTTPError.__bases__[0], "403 of the proxy"), ["403 of the proxy"]),
         (ValueError("no such thing"), ["no such thing"]),
+        (RuntimeError("Could not determine home directory."), ["home directory"]),
     ):
         hub(raising(error))
         reported = run("owner/model", "--revision=v1", code=2)["error"]

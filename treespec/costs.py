@@ -38,8 +38,15 @@ ROUND_ROWS = 16  # of the pass by which numbers of threads are compared
 
 
 def cache_folder() -> Path:
-    """Where measurements are kept: $XDG_CACHE_HOME/treespec or ~/.cache/treespec."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "treespec"
+    """Where measurements are kept: $XDG_CACHE_HOME/treespec or ~/.cache/treespec.
+
+    Raises OSError where this user has no home, as in containers that run under a number without a name.
+    """
+    named = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return Path(named or Path.home() / ".cache") / "treespec"
+    except RuntimeError as error:
+        raise OSError("no home folder to keep files in; set XDG_CACHE_HOME or HOME") from error
 
 
 def cost_key(runner: Runner, ssms: SsmDrafter | None, num_threads: int) -> dict[str, Any]:

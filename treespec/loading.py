@@ -25,7 +25,7 @@ from treespec_weights import load_weights
 
 
 def libraries_folder() -> Path:
-    """Where what the machine's C++ compiler builds is kept."""
+    """Where what the machine's C++ compiler builds is kept. Raises OSError where there is no place for it."""
     return costs.cache_folder() / "compiled"
 
 
@@ -75,9 +75,8 @@ class Loader:
         weights = load_weights(config.folder, stored, config.rules, self.dtype, self.device, quantization)
         if known != size:
             fit_weights(weights, known, size)
-        folder = libraries_folder()
         if self.linear == "compiled":
-            return CompiledDecoder(config, weights, folder)
+            return CompiledDecoder(config, weights, libraries_folder())
         op = make_attention(self.attention, config.shape, self.dtype, self.device, self.configs, self.exact)
         if self.configs is not None:
             assert isinstance(op, TritonAttention)
@@ -85,7 +84,7 @@ class Loader:
         assert self.linear == "onednn" or self.linear == "torch"
         library = None
         if quantization is not None or (config.quantization is not None and not config.quantization.floating):
-            library = quantized_library(self.dtype, self.device, folder)
+            library = quantized_library(self.dtype, self.device, libraries_folder)
         return Decoder(config, weights, op, self.linear, min_rows, library)
 
     def adapt(

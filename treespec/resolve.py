@@ -38,7 +38,7 @@ def resolve_model(model: str | os.PathLike[str] | None) -> Path:
     """The folder of a model: the embedded target, a folder, or a hub id's files (cached, or fetched where online)."""
     if model is None:
         return default_folder("target")
-    folder = Path(model).expanduser()
+    folder = Path(os.path.expanduser(model))  # "~nobody" stays as it is
     if folder.exists() or "/" not in str(model) or not is_hub_id(str(model)):
         return folder  # a missing folder is refused by the loader, with its name
     try:
@@ -177,7 +177,8 @@ def resolve_compile(
     """Whether passes run in compiled libraries, which are built now where they are not yet.
 
     Raises:
-        KernelError: they are asked for and cannot be. "auto" goes without, and the log says why.
+        KernelError, OSError: they are asked for and cannot be, or have no place. "auto" goes without, and the log says
+            why.
     """
     if compile is False or (compile == "auto" and device.type != "cpu"):
         return False
@@ -189,7 +190,7 @@ def resolve_compile(
             if isinstance(model, Source):
                 raise KernelError(f"compile=True is for native families; {model.name} runs through transformers' code")
             check_compiled(model, dtype, device, libraries_folder())
-    except KernelError as error:
+    except (KernelError, OSError) as error:
         if compile is True:
             raise
         logger.info("passes are not compiled: %s", error)

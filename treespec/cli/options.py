@@ -1,5 +1,6 @@
 """What several commands take: the models, the prompt, how to speculate."""
 
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -92,7 +93,7 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
         raise usage_error("no prompt: stdin is closed; give PROMPT or --file F, or pipe it in")
     if file is None and sys.stdin.isatty():
         raise usage_error("no prompt; give PROMPT or --file F, or pipe it in")
-    data = sys.stdin.buffer.read() if piped else Path(str(file)).expanduser().read_bytes()
+    data = sys.stdin.buffer.read() if piped else Path(os.path.expanduser(str(file))).read_bytes()
     source = "stdin" if piped else file
     try:
         text = data.decode("utf-8")

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Callable
 from ctypes import CDLL
 from pathlib import Path
 
@@ -51,12 +52,13 @@ def check_quantization(quantization: str | None, target: ModelConfig | Source, d
         raise ConfigError(f"quantization={quantization!r}: {target.folder}: {error}") from error
 
 
-def quantized_library(dtype: torch.dtype, device: torch.device, folder: Path) -> CDLL | None:
-    """What computes quantised layers on a CPU; None, said once, where it cannot be built."""
+def quantized_library(dtype: torch.dtype, device: torch.device, folder: Callable[[], Path]) -> CDLL | None:
+    """What computes quantised layers on a CPU, kept in the folder that is asked for; None, said once, where it cannot
+    be built or kept."""
     if device.type == "cpu" and dtype in DTYPES:
         try:
-            return build(find_compiler(), _ANY_HEAD, dtype, folder)
-        except CompileError as error:
+            return build(find_compiler(), _ANY_HEAD, dtype, folder())
+        except (CompileError, OSError) as error:
             reason = str(error)
     else:
         reason = f"there is no kernel for {dtype} on {device}"

@@ -53,7 +53,8 @@ def fetch(hub_id: str, revision: str | None = None, to: Path | str | None = None
             f"{offline}; run `treespec weights fetch {hub_id}` where there is a network, and copy that folder, or "
             "name a local folder with config.json and *.safetensors"
         ) from error
-    except (*HfHubHTTPError.__bases__, OSError, ValueError) as error:  # first the HTTP library's own, such as proxies'
+    # First the HTTP library's own, such as proxies'; a RuntimeError is that this user has no home to cache in.
+    except (*HfHubHTTPError.__bases__, OSError, ValueError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else "no reason given"
         raise HubError(
             f"the hub did not give {_named(hub_id, revision)} ({type(error).__name__}: {reason}); check the name and "

@@ -141,6 +141,14 @@ def test_the_tokens_are_those_of_plain_decoding(kind: str, spec: str) -> None:
         assert alone.tokens == plain.tokens[3:4]
 
 
+def test_a_fixed_tree_where_the_draft_gives_everything_to_one_token() -> None:
+    """The children that it must have all the same are no likelier than tokens that the draft lacks: dead ends."""
+    llm, spec = llm_of("unigram"), SpecConfig(branching=(5, 5, 1), sources=("ssm",))
+    params = greedy(12, temperature=1e-4, seed=1)
+    plain, tree = (run(llm, random_prompts((5, 30)), params, each) for each in ("off", spec))
+    assert not differences(plain, tree)
+
+
 def test_prompts_that_end_in_the_middle_of_a_character() -> None:
     llm = llm_of("same-1", "perm-2", "unigram", "bpe")
     whole = llm.get_tokenizer().encode("東京🙂é")

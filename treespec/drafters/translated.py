@@ -26,6 +26,7 @@ from treespec.planner import Planner
 from treespec.request import Request
 from treespec.tree import TokenTree
 from treespec_kernels.tree_batch import RequestRows
+from treespec_kernels.tree_levels import Frontier
 
 _ONE = np.ones(1)
 
@@ -136,6 +137,9 @@ class TranslatedDrafter(ForeignDrafter):
             broken = forest.extend([laws], [_ONE] * len(requests))
             for owner in owners[broken]:
                 readings[owner].poisoned = True
+            # A fixed tree has children of probability 0 as well, and the draft cannot read those that it lacks.
+            known = self.translation.to_draft[forest.frontier.tokens] >= 0
+            forest.frontier = Frontier(*(part[known] for part in forest.frontier))
 
     def _stop_where_nothing_pays(
         self, forest: Forest | DrawnForest, adaptive: np.ndarray, before: np.ndarray

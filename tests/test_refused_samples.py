@@ -80,6 +80,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         "no token is left at position 9",
     ),
     "bias out of range": ({"logit_bias": {512: 1.0}}, "logit_bias: token 512; valid: 0 to 511"),
+    "allowed out of range": ({"allowed_token_ids": [3, 512]}, "allowed_token_ids: token 512; valid: 0 to 511"),
+    "only a bad end": (
+        {"allowed_token_ids": [9], "min_tokens": 3, "stop_token_ids": [9]},
+        "no token is left at position 9",
+    ),
     "logprobs": ({"logprobs": 513}, "logprobs=513; the vocabulary has 512 tokens"),
     "bad words": ({"bad_words": ["x"]}, "bad_words=('x',) needs a tokenizer; use logit_bias"),
     "stop": ({"stop": ["x"]}, "stop=('x',) needs a tokenizer; use stop_token_ids"),

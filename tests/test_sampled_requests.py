@@ -364,6 +364,17 @@ def test_logit_bias_forces_and_forbids(spec: SpecConfig | str) -> None:
         assert all(token % 2 for tokens in tokens_of(forbidden) for token in tokens)
 
 
+@every_rule
+def test_allowed_tokens(spec: SpecConfig) -> None:
+    llm, allowed = two_ssms(), {3, 77, 200, 201}
+    for temperature in (0.0, 1.0) if spec == TREE else (1.0,):
+        params = sampled(temperature=temperature, allowed_token_ids=torch.tensor([*allowed]), logit_bias={5: 100.0})
+        tokens = tokens_of(llm.generate(PROMPTS, params, spec))
+        assert {token for output in tokens for token in output} <= allowed
+        if spec == TREE:
+            assert tokens == tokens_of(llm.generate(PROMPTS, params, "off"))
+
+
 @pytest.mark.parametrize("spec", [TREE, REJECTION], ids=["tree", "rejection"])
 def test_logit_bias_on_all_tokens_masks_none(spec: SpecConfig) -> None:
     llm = two_ssms()

@@ -16,6 +16,7 @@ from transformers import (
     NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
+    SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -165,6 +166,13 @@ def test_logit_bias(dtype: torch.dtype) -> None:
     logits, bias = random_logits(20, dtype=dtype), {3: 2.5, 0: -100.0, 19: 1e-3, 7: 0.0}
     theirs = SequenceBiasLogitsProcessor({(token,): value for token, value in bias.items()})
     assert torch.equal(transform(logits, logit_bias=bias), hugging(logits, [theirs]))
+
+
+@pytest.mark.parametrize("allowed", [[3], [19, 0, 3, 3], list(range(20))], ids=str)
+def test_allowed_tokens(allowed: list[int]) -> None:
+    logits = random_logits(20)
+    theirs = SuppressTokensLogitsProcessor([token for token in range(20) if token not in allowed])
+    assert torch.equal(transform(logits, allowed_token_ids=allowed), hugging(logits, [theirs]))
 
 
 BAD_WORDS = [[5], [2, 7], [0, 8], [4, 2, 0, 9], [1, 0, 2, 3, 2, 2, 4, 2, 0, 10], [9] * 40, [2, 0, 9], [3, 3, 11]]

@@ -135,9 +135,10 @@ class Intake:
             check_text(text)
         if params.logprobs is not None and params.logprobs > self.vocab_size:
             raise RequestError(f"logprobs={params.logprobs}; the vocabulary has {self.vocab_size} tokens")
-        for token in params.logit_bias or {}:
-            if token >= self.vocab_size:
-                raise RequestError(f"logit_bias: token {token}; valid: 0 to {self.vocab_size - 1}")
+        for name in ("logit_bias", "allowed_token_ids"):
+            for token in getattr(params, name) or ():
+                if token >= self.vocab_size:
+                    raise RequestError(f"{name}: token {token}; valid: 0 to {self.vocab_size - 1}")
 
     def _spell(self, words: Sequence[str]) -> list[list[int]]:
         """Token ids of each word, as it stands and behind a space, where the model has these tokens."""

@@ -21,9 +21,9 @@ class SamplingParams:
 
     Here temperature is 0 (greedy) and max_tokens 128; vLLM's defaults are 1.0 and 16.
 
-    The target's logits become probabilities in this order: logit_bias, bad_words, min_tokens, repetition_, frequency_
-    and presence_penalty, logits_processors, temperature, top_k, top_p, min_p. Each node of a token tree has its own
-    ancestors for its past, in the very code of plain decoding.
+    The target's logits become probabilities in this order: allowed_token_ids, logit_bias, bad_words, min_tokens,
+    repetition_, frequency_ and presence_penalty, logits_processors, temperature, top_k, top_p, min_p. Each node of a
+    token tree has its own ancestors for its past, in the very code of plain decoding.
 
     Args:
         max_tokens: the most tokens to generate; None = as many as the context holds.
@@ -51,6 +51,7 @@ class SamplingParams:
         bad_words: texts that are not written, as far as the tokenizer spells them in one way, with or without a space
             before them. The prompt's end counts as their beginning, too.
         logit_bias: token id to what is added to its logit.
+        allowed_token_ids: no other tokens are chosen, end tokens neither; None = all.
         logits_processors: Hugging Face's: called with (input_ids [1, length], scores [1, vocab] float32) and returning
             scores, once per decided token with that token's own past. They may be called for tokens that are not
             emitted in the end, and not in turn, so they must not keep what they saw.
@@ -81,6 +82,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     bad_words: Sequence[str] = ()
     logit_bias: dict[int, float] | None = field(default=None, hash=False)  # a dict has no hash
+    allowed_token_ids: Sequence[int] | None = None
     logits_processors: Sequence[Any] = ()
     logprobs: int | None = None
 
@@ -114,7 +116,7 @@ class SamplingParams:
     def transforms_logits(self) -> bool:
         """Whether anything but a temperature and truncation changes what is chosen."""
         others = self.bad_words or self.logit_bias or self.logits_processors or self.min_tokens
-        return self.has_penalties or bool(others)
+        return self.has_penalties or self.allowed_token_ids is not None or bool(others)
 
     @property
     def truncates(self) -> bool:
@@ -178,6 +180,14 @@ class SamplingParams:
                     raise ConfigError(f"logit_bias={{{token!r}: {value!r}}}; valid: token ids to finite numbers")
                 biases[number] = real
             object.__setattr__(self, "logit_bias", biases)  # a copy: the caller's may change
+        if self.allowed_token_ids is not None:
+            given = self._tuple("allowed_token_ids", "None or a list of token ids")
+            allowed = tuple(as_int(token, 0) for token in given)
+            if not allowed or None in allowed:
+                raise ConfigError(
+                    f"allowed_token_ids={self.allowed_token_ids!r}; valid: at least one token id, or None for all"
+                )
+            object.__setattr__(self, "allowed_token_ids", allowed)
         for processor in self.logits_processors:
             if not callable(processor):
                 raise ConfigError(

@@ -211,6 +211,6 @@ class Sampler:
                 f"logit_bias, penalties or logits_processors made NaN or infinity at position {position}"
             )
         raise RequestError(
-            f"no token is left at position {position}: bad_words, logit_bias, min_tokens or logits_processors exclude "
-            "them all"
+            f"no token is left at position {position}: allowed_token_ids, bad_words, logit_bias, min_tokens or "
+            "logits_processors exclude them all"
         )

@@ -22,7 +22,7 @@ class Transforms:
     """Turns a row of logits into the scores that one request samples from, in the order that `SamplingParams` gives.
 
     Args:
-        params: of the request; the tokens of its `logit_bias` are in the vocabulary.
+        params: of the request; the tokens of its `logit_bias` and `allowed_token_ids` are in the vocabulary.
         num_prompt: tokens of its prompt.
         end_tokens: what may not come before `min_tokens`.
         bad_words: token ids of each spelling.
@@ -41,6 +41,10 @@ class Transforms:
     ):
         self.params, self._num_prompt, self._bad_words = params, num_prompt, [list(word) for word in bad_words]
         self._longest = max(map(len, self._bad_words), default=1) - 1
+        self._excluded: Tensor | None = None
+        if params.allowed_token_ids is not None:
+            self._excluded = torch.ones(vocab_size, dtype=torch.bool, device=device)
+            self._excluded[list(params.allowed_token_ids)] = False
         bias = params.logit_bias or {}
         self._biased = torch.tensor(list(bias), dtype=torch.int64, device=device)
         self._bias = torch.tensor(list(bias.values()), dtype=torch.float32, device=device)
@@ -60,6 +64,8 @@ class Transforms:
             RequestError: a processor failed, or returned something else than scores.
         """
         params, scores = self.params, logits.float()
+        if self._excluded is not None:
+            scores = scores.masked_fill(self._excluded, -torch.inf)
         if len(self._biased):
             scores = scores.index_add(0, self._biased, self._bias)
         if self._bad_words:

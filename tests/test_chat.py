@@ -69,6 +69,39 @@ def test_options_of_the_template(llm: LLM) -> None:
     assert output.prompt == "Q: def add(a, b):\nA:"
 
 
+PARTS = {"role": "user", "content": [{"type": "text", "text": "def add"}, "(a, b):"]}
+
+
+def test_a_content_in_parts(llm: LLM) -> None:
+    """As in OpenAI's API; a template that goes through the parts gets them as they are."""
+    for end in ("|", "{% for m in messages %}{% if 'x' in m.content %}x{% endif %}|{% endfor %}"):
+        (output,) = llm.chat([PARTS], SHORT, chat_template="{{ messages[0].content }}" + end)
+        assert output.prompt == "def add\n(a, b):|"
+    for content in ("m.content", "m['content']", 'm["content"]'):
+        loops = "{% for m in messages %}{% for p in " + content + " %}<{{ p.text }}>{% endfor %}{% endfor %}"
+        (output,) = llm.chat([PARTS], SHORT, chat_template=loops)
+        assert output.prompt == "<def add><(a, b):>"
+    begun = [USER, {"role": "assistant", "content": [{"type": "text", "text": "    return"}]}]
+    (output,) = llm.chat(begun, SHORT, add_generation_prompt=False, continue_final_message=True)
+    assert str(output.prompt).endswith("<assistant>    return")
+    for part in ({"type": "image_url", "image_url": {"url": "x"}}, {"type": "text"}, 5):
+        with pytest.raises(RequestError, match=r"content part .*; valid: a text or {'type': 'text'"):
+            llm.chat([{"role": "user", "content": [part]}], SHORT)
+
+
+def test_arguments_of_tool_calls_are_objects_to_the_template(llm: LLM) -> None:
+    shown = "{{ messages[0].tool_calls[0].function.arguments | tojson }}"
+    rome = '{"city": "Rome"}'
+    for arguments, said in ((rome, rome), (json.loads(rome), rome), ("", "{}")):
+        call = {"type": "function", "function": {"name": "look", "arguments": arguments}}
+        (output,) = llm.chat([{"role": "assistant", "tool_calls": [call]}], SHORT, chat_template=shown)
+        assert output.prompt == said
+        assert call["function"]["arguments"] == arguments, "the caller's own was changed"
+    call = {"type": "function", "function": {"name": "look", "arguments": "{city"}}
+    with pytest.raises(RequestError, match=r"arguments of a tool call: '{city' is no JSON"):
+        llm.chat([{"role": "assistant", "tool_calls": [call]}], SHORT, chat_template=shown)
+
+
 def test_the_last_message_can_be_continued(llm: LLM) -> None:
     begun = [USER, {"role": "assistant", "content": "    return"}]
     options: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}

@@ -1,11 +1,15 @@
 """Conversations as prompts: a tokenizer's chat template turns messages into the text that the model was trained on."""
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from treespec.errors import ConfigError, RequestError
 
 Message = Mapping[str, Any]
+
+_LOOP_OVER_PARTS = re.compile(r"""\bfor\s+\w+\s+in\s+\w+(\.content|\[['"]content['"]\])""")
 
 
 class Conversation(NamedTuple):
@@ -34,9 +38,13 @@ class Conversation(NamedTuple):
                 f"continue_final_message=True, but the last message is of role {self.messages[-1]['role']!r}; end with "
                 "the assistant's, or leave it out"
             )
+        template = self.chat_template or getattr(tokenizer, "chat_template", None)
+        named = list(template.values()) if isinstance(template, Mapping) else [template]  # some have one for tools
+        reads_parts = any(_LOOP_OVER_PARTS.search(str(each)) for each in named)
+        messages = [_as_templates_expect(message, reads_parts) for message in self.messages]
         try:
             text = tokenizer.apply_chat_template(
-                list(self.messages), tools=self.tools, chat_template=self.chat_template, tokenize=False,
+                messages, tools=self.tools, chat_template=self.chat_template, tokenize=False,
                 add_generation_prompt=self.add_generation_prompt, continue_final_message=self.continue_final_message,
                 **self.template_kwargs,
             )  # fmt: skip
@@ -45,6 +53,42 @@ class Conversation(NamedTuple):
         if not isinstance(text, str):
             raise RequestError(f"the chat template made {type(text).__name__}, not one text")
         return text
+
+
+def _as_templates_expect(message: Message, reads_parts: bool) -> Message:
+    """A message with what OpenAI's API writes in another way than templates read it: a content in parts as one text,
+    unless the template reads parts itself, and the arguments of tool calls as objects in place of JSON texts.
+
+    Raises:
+        RequestError: a part that is no text, or arguments that are no JSON.
+    """
+    changed, content = dict(message), message.get("content")
+    if isinstance(content, list | tuple):
+        texts = [_text_of(part) for part in content]
+        changed["content"] = [{"type": "text", "text": text} for text in texts] if reads_parts else "\n".join(texts)
+    if isinstance(message.get("tool_calls"), list | tuple):
+        changed["tool_calls"] = [_with_arguments(call) for call in message["tool_calls"]]
+    return changed
+
+
+def _text_of(part: Any) -> str:
+    """The text that a part of a content is."""
+    text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part
+    if not isinstance(text, str):
+        raise RequestError(f"content part {str(part)[:80]}; valid: a text or {{'type': 'text', 'text': '...'}}")
+    return text
+
+
+def _with_arguments(call: Any) -> Any:
+    """A tool call whose arguments, a JSON text, are an object; any other as it is."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except ValueError as error:
+        raise RequestError(f"arguments of a tool call: {function['arguments'][:80]!r} is no JSON: {error}") from error
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def conversations(

@@ -188,7 +188,8 @@ class LLM:
         """Answer a conversation, or several: `generate` behind the tokenizer's chat template.
 
         Args:
-            messages: a list of {"role": ..., "content": ...}, or a list of such lists.
+            messages: a list of {"role": ..., "content": ...}, or a list of such lists. As in OpenAI's API a content may
+                be a list of {"type": "text", "text": ...}, and the arguments of a tool call a JSON text.
             sampling_params, spec, use_tqdm: as of `generate`.
             chat_template: in place of the tokenizer's own (Jinja, as transformers has it).
             add_generation_prompt: begin the assistant's answer.

@@ -14,6 +14,7 @@ from tests.quantized import needs_compiler
 from treespec import LLM, costs
 from treespec.errors import ConfigError, ExactnessError, KernelError
 from treespec.models.decoder import Decoder
+from treespec_kernels.cpu_library import compile_library, find_compiler
 
 
 @pytest.fixture(autouse=True)
@@ -89,6 +90,35 @@ def test_auto_needs_no_compiler(
     with caplog.at_level(logging.INFO, "treespec"):
         assert not is_compiled(tiny()[0])
     assert f"not compiled: compile=True: {'no C++ compiler' if command != 'false' else 'false'}" in caplog.text
+
+
+@pytest.mark.parametrize("named", [" ", "'c++"])
+def test_auto_needs_no_command_in_cxx(
+    named: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", named)
+    with caplog.at_level(logging.INFO, "treespec"):
+        assert not is_compiled(tiny()[0])
+    assert f"CXX={named!r} is no" in caplog.text
+
+
+@needs_compiler
+@pytest.mark.parametrize("damage", ["empty", "half", "noise"])
+def test_a_damaged_library_is_built_anew(damage: str, tmp_path: Path) -> None:
+    """Loading half a file would end the process."""
+    source = tmp_path / "three.cpp"
+    source.write_text('extern "C" int three() { return 3; }')
+
+    def three() -> int:
+        return int(compile_library(find_compiler(), (source,), (), tmp_path / "kept").three())
+
+    assert three() == 3
+    (kept,) = (tmp_path / "kept").iterdir()
+    whole = kept.read_bytes()
+    kept.unlink()  # the one that is loaded keeps its memory
+    kept.write_bytes({"empty": b"", "half": whole[: len(whole) // 2], "noise": whole[::-1]}[damage])
+    assert three() == 3
+    assert kept.read_bytes() == whole, "the compiler wrote another file"
 
 
 def test_auto_needs_no_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

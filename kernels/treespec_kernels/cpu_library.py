@@ -1,7 +1,7 @@
 """C++ that is compiled on the user's machine: needed is a compiler (`$CXX`, c++, g++ or clang++) and nothing else.
 
 A library is kept; its name holds a hash of the source, the command and the compiler's own macros, that is its version
-and the instructions of the machine.
+and the instructions of the machine, and a hash of its own bytes: loading a file that was cut short ends the process.
 """
 
 import ctypes
@@ -25,8 +25,12 @@ class CompileError(RuntimeError):
 def find_compiler() -> tuple[str, ...]:
     """The command of the C++ compiler. Raises CompileError where there is none."""
     named = os.environ.get("CXX")
-    for command in [shlex.split(named)] if named else [["c++"], ["g++"], ["clang++"]]:
-        if shutil.which(command[0]):
+    try:
+        commands = [shlex.split(named)] if named else [["c++"], ["g++"], ["clang++"]]
+    except ValueError as error:
+        raise CompileError(f"CXX={named!r} is no command: {error}") from error
+    for command in commands:
+        if command and shutil.which(command[0]):
             return tuple(command)
     raise CompileError(f"no C++ compiler: {f'CXX={named!r} is none' if named else 'neither c++, g++ nor clang++ here'}")
 
@@ -56,14 +60,28 @@ def compile_library(
     macros = _run([*command, "-x", "c++", "-dM", "-E", "-"])  # the compiler's version, and this machine's instructions
     texts = [source.read_text() for source in sources]
     key = hashlib.sha256("\n".join([*texts, macros, *command]).encode()).hexdigest()
-    path = folder / f"{sources[0].stem}-{key[:24]}.so"
-    if not path.exists():
+    name = f"{sources[0].stem}-{key[:24]}"
+    path = next((kept for kept in sorted(folder.glob(f"{name}-*.so")) if _is_whole(kept)), None)
+    if path is None:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:  # renamed at the end: two processes may build at once
-            built = Path(scratch) / path.name
+            built = Path(scratch) / f"{name}.so"
             _run([*command, str(sources[0]), "-o", str(built)])
+            path = folder / f"{name}-{_digest(built)}.so"
             os.replace(built, path)
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise CompileError(f"{path} does not load: {error}") from error
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a kept library is what its name says, as after a full disk it may not be."""
+    try:
+        return path.stem.endswith(f"-{_digest(path)}")
+    except OSError:
+        return False

@@ -79,6 +79,7 @@ def test_against_a_search_token_by_token(new: New, seed: int) -> None:
     tree = propose(new(), request_of(tokens), depth)
     assert paths_of(tree) == expected
     assert len(tree) == len(expected), "every path once"
+    assert (np.diff(tree.values) <= 0).all(), "the likeliest first, so that a smaller tree is its beginning"
     if matches:
         assert tree.tokens[1] == tokens[matches[0][0] + 1], "the best match's token comes first"
 

@@ -147,6 +147,30 @@ def test_keep(tree: TokenTree, data: st.DataObject) -> None:
     smaller.check_integrity()
 
 
+@given(trees(), st.data())
+def test_best(tree: TokenTree, data: st.DataObject) -> None:
+    """The nodes of the largest value, of equal ones the first, whether or not they are numbered by falling value."""
+    count = data.draw(st.integers(1, len(tree) + 1))
+    ranked = sorted(range(len(tree)), key=lambda node: (-tree.values[node], node))
+    for given_tree, order in ((tree, sorted(ranked[:count])), (in_order(tree, ranked), range(min(count, len(tree))))):
+        best = given_tree.best(count)
+        best.check_integrity()
+        chosen = np.array(order)
+        assert best.tokens.tolist() == given_tree.tokens[chosen].tolist()
+        assert best.values.tolist() == given_tree.values[chosen].tolist()
+        fresh = TokenTree(best.tokens, best.parents, best.depths, best.probs, best.draws, best.source_names)
+        assert best.values.tolist() == fresh.values.tolist(), "what is handed on is what would be computed"
+        assert len(best.draws.children) == np.isin(given_tree.draws.children, chosen).sum()
+
+
+def in_order(tree: TokenTree, order: list[int]) -> TokenTree:
+    """The same tree, its nodes in another order that puts parents first."""
+    index = np.argsort(order)
+    parents = np.array([-1, *index[tree.parents[order[1:]]]])
+    draws = Draws(index[tree.draws.parents], index[tree.draws.children], tree.draws.sources, tree.draws.probs)
+    return TokenTree(tree.tokens[order], parents, tree.depths[order], tree.probs[order], draws, tree.source_names)
+
+
 def test_keep_refuses_an_orphan() -> None:
     chain = build([(1,), (1, 2)], [0.5, 0.5], [((1,), "a", 0.5), ((1, 2), "a", 0.5)], ("a",))
     with pytest.raises(AssertionError, match="lost its parent"):

@@ -99,6 +99,8 @@ class TokenTree:
 
     def sources_of(self, node: int) -> tuple[str, ...]:
         """Names of the sources that proposed a node, in draw order, each once."""
+        if node and len(self.source_names) == 1:
+            return self.source_names
         drawn = self.draws.sources[self.draws.children == node]
         return tuple(dict.fromkeys(self.source_names[source] for source in drawn))
 

@@ -134,7 +134,8 @@ class LookupDrafter:
 
     def _search(self, request: Request, depth: int, least_value: float) -> Found | None:
         """What followed the end of a request's text, where it is due to be searched."""
-        text = self._texts.setdefault(request.request_id, _Text())
+        if (text := self._texts.get(request.request_id)) is None:
+            text = self._texts[request.request_id] = _Text()
         if not text.due():
             return None
         text.follow(request.tokens)
@@ -153,7 +154,8 @@ class LookupDrafter:
                 continue
             if len(path) > 1:
                 self._texts[request.request_id].barren = 0
-            own = self._own.setdefault(request.request_id, Counts())
+            if (own := self._own.get(request.request_id)) is None:
+                own = self._own[request.request_id] = Counts()
             if self._compiled is not None:
                 self._compiled.count(found, path, own.cells)
                 continue

@@ -72,5 +72,5 @@ def _end_generators_capture(stream: torch.cuda.Stream) -> None:
     with torch.cuda.stream(stream):
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(capture_error_mode="thread_local")
-        torch.zeros(1, device=stream.device)  # torch warns of empty graphs
+        torch.zeros(1, dtype=torch.uint8, device=stream.device)  # torch warns of empty graphs
         graph.capture_end()

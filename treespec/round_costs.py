@@ -27,7 +27,8 @@ HostWork = Literal["plain", "search", "tree", "drafted"]
 # Over that of trees, before it was seen.
 _USUAL_HOST: dict[HostWork, float] = {"plain": 1 / 3, "search": 2 / 3, "tree": 1.0, "drafted": 2.0}
 _FADING = 0.02  # of what trees seem to take beyond the usual, with each round of a long search that makes none
-_FRESH = 64  # rounds for which what was seen last still holds
+_LONG = 64  # rounds of searching in vain
+_FRESH = 0.25  # seconds for which a plain pass says how fast the machine is: a host's speed changes within seconds
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,7 @@ class _Learned:
         # Measured over modelled seconds of passes over one row of each request that follow upon such a pass, as plain
         # decoding's do: after a tree one takes 1.05 to 1.08 times as long back to back, 1.1 to 1.3 within rounds.
         self._pace = Typical()
-        self._pace_age = 0  # rounds
+        self._pace_age = 0.0  # seconds of passes
         self._was_lone = False  # whether the last pass was over one row of each request
         self._rows_took = self._rows_modelled = 0.0  # running means of what further rows added
 
@@ -184,11 +185,11 @@ class _Learned:
         """
         was_lone, self._was_lone = self._was_lone, further is None
         self.follows_tree = not was_lone
-        self._pace_age += 1
         if was_lone and further is None:
             self._pace.add(seconds / plain)
-            self._pace_age = 0
+            self._pace_age = 0.0
             return
+        self._pace_age += seconds
         if not self._pace.known or self._pace_age > _FRESH:
             return
         if further is None:
@@ -314,7 +315,7 @@ class RoundCosts:
         work: HostWork = _speculative_work(trees, drafted) if drafting else "plain"
         learned.hosts.setdefault(work, Typical()).add(host)
         learned.barren = learned.barren + 1 if work == "search" else 0
-        if learned.barren > _FRESH and "tree" in learned.hosts:  # what seems dear is not tried, and would ever seem so
+        if learned.barren > _LONG and "tree" in learned.hosts:  # what seems dear is not tried, and would ever seem so
             learned.hosts["tree"].fade(learned.hosts["search"].value / _USUAL_HOST["search"], _FADING)
         if not drafting:
             return

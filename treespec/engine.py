@@ -103,10 +103,17 @@ class Engine:
 
         Where the planner decides, the SSMs read the prompt when they draft for the first time: they may never. But what
         several samples share is not written later, so one of them reads it for all.
+
+        A request whose prompt has no log-probabilities, where it asks for them, ends here and leaves `batch`.
         """
         self.runner.prefill(batch.prefill, batch.counts)
+        for request in batch.prefill:
+            if request.error is not None:
+                self.finish(request, "error", request.error)
+        batch.decode[:] = [request for request in batch.decode if not request.finished]
         if self.ssms is not None:
-            reading = [r for r in batch.prefill if r.group is not None or not r.spec.is_adaptive]
+            computed = [request for request in batch.prefill if not request.finished]
+            reading = [r for r in computed if r.group is not None or not r.spec.is_adaptive]
             self.ssms.prefill([r for r in reading if not r.spec.is_plain])
             self.ssms.fork(batch.forked)
         if batch.prefill:

@@ -1,11 +1,11 @@
 """From prompts and parameters to requests, and from finished requests to what the user gets."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from numbers import Integral
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ import torch
 from treespec.chat import Conversation
 from treespec.config import SpecConfig
 from treespec.detokenizer import Detokenizer
-from treespec.errors import ConfigError, RequestError
+from treespec.errors import ConfigError, RequestError, reject_unknown
 from treespec.params import SamplingParams
 from treespec.request import CompletionOutput, PromptGroup, Request, RequestMetrics, RequestOutput, new_request_id
 from treespec.sampler import Sampler, new_seed
@@ -23,9 +23,69 @@ from treespec.tokenizer import UserTokenizer, check_text
 
 logger = logging.getLogger("treespec")
 
+_Position = TypeVar("_Position", dict[int, Logprob], dict[int, Logprob] | None)
 Prompt = str | Sequence[int] | np.ndarray | torch.Tensor | dict[str, Any]
 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids")  # of a dict, as of vLLM's TextPrompt and TokensPrompt
+
+
+@dataclass(frozen=True)
+class Tokenization:
+    """How a call's prompts become token ids.
+
+    Args:
+        truncate: tokens to keep, the last ones; None = all. What the tokenizer puts around a text stays, as when
+            transformers' tokenizers truncate.
+        special: whether a text gets special tokens around it; None = where it is no conversation, whose template writes
+            them.
+    """
+
+    truncate: int | None = None
+    special: bool | None = None
+
+    @classmethod
+    def resolve(cls, options: Mapping[str, Any] | None, max_model_len: int) -> "Tokenization":
+        """From `tokenization_kwargs`, as vLLM has them since 0.17: `truncate_prompt_tokens` and `add_special_tokens`.
+
+        -1 tokens are as many as leave room for one more (of vLLM's, which are `max_model_len`, the engine refuses the
+        last).
+
+        Raises:
+            ConfigError: another option, or a value out of range.
+        """
+        if options is None:
+            return cls()
+        if not isinstance(options, Mapping):
+            raise ConfigError(f"tokenization_kwargs={options!r}; valid: None or a dict")
+        reject_unknown("tokenization_kwargs", options, ("add_special_tokens", "truncate_prompt_tokens"))
+        given, special = options.get("truncate_prompt_tokens"), options.get("add_special_tokens")
+        count = None if given is None else as_int(given, -1)
+        if given is not None and (count is None or count == 0 or count > max_model_len):
+            raise ConfigError(
+                f"truncate_prompt_tokens={given!r}; valid: None, 1 to max_model_len={max_model_len}, or -1 for as many "
+                "as the context holds"
+            )
+        if special is not None and not isinstance(special, bool):
+            raise ConfigError(f"add_special_tokens={special!r}; valid: None, True or False")
+        return cls(max_model_len - 1 if count == -1 else count, special)
+
+    def encode(self, tokenizer: UserTokenizer, text: str, special: bool) -> list[int]:
+        """Token ids of a text; `special` counts where the call does not say. Raises RequestError."""
+        special = special if self.special is None else self.special
+        tokens = tokenizer.encode(text, special)
+        if self.truncate is None or len(tokens) <= self.truncate:
+            return tokens
+        bare = tokenizer.encode(text, False) if special else tokens
+        added = len(tokens) - len(bare)
+        starts = [i for i in range(added + 1) if tokens[i : i + len(bare)] == bare] if added >= 0 else []
+        if not starts or self.truncate <= added:
+            return tokens[-self.truncate :]
+        start, end = starts[0], starts[0] + len(bare)
+        return [*tokens[:start], *tokens[end - (self.truncate - added) : end], *tokens[end:]]
+
+    def cut(self, tokens: list[int]) -> list[int]:
+        """The tokens of a prompt that is used."""
+        return tokens if self.truncate is None else tokens[-self.truncate :]
 
 
 @dataclass(frozen=True)
@@ -49,8 +109,9 @@ class Intake:
     kernel_noise: bool = False
 
     def requests(
-        self, prompt: Any, params: SamplingParams, spec: SpecConfig, stream: bool = False
-    ) -> list[Request] | RequestOutput:
+        self, prompt: Any, params: SamplingParams, spec: SpecConfig, stream: bool = False,
+        tokenization: Tokenization = Tokenization(),
+    ) -> list[Request] | RequestOutput:  # fmt: skip
         """The samples of a prompt, or, where it is bad, its finished output with the error."""
         given = prompt.get("prompt") if isinstance(prompt, dict) else prompt
         text, tokens = given if isinstance(given, str) else None, []
@@ -59,8 +120,8 @@ class Intake:
             if isinstance(prompt, Conversation):
                 assert self.tokenizer is not None, "conversations are made for a tokenizer"
                 text = prompt.render(self.tokenizer.own)
-                prompt = self.tokenizer.encode(text, special=False)
-            tokens = self._encode(prompt)
+                prompt = tokenization.encode(self.tokenizer, text, special=False)
+            tokens = self._encode(prompt, tokenization)
             self._check(tokens, params)
             seed = params.seed if params.seed is not None or params.temperature == 0 else new_seed()
             samples = [self._request(request_id, tokens, text, params, spec, seed, i, stream) for i in range(params.n)]
@@ -79,8 +140,9 @@ class Intake:
         self, request_id: str, tokens: list[int], text: str | None, params: SamplingParams, spec: SpecConfig,
         seed: int | None, sample: int, stream: bool,
     ) -> Request:  # fmt: skip
-        if params.logprobs == -1:
-            params = replace(params, logprobs=self.vocab_size)
+        if -1 in (params.logprobs, params.prompt_logprobs):
+            counts = [self.vocab_size if count == -1 else count for count in (params.logprobs, params.prompt_logprobs)]
+            params = replace(params, logprobs=counts[0], prompt_logprobs=counts[1])
         request = Request(tokens, params, spec, text, eos_token_ids=self.eos_token_ids, seed=seed)
         request.output_id, request.sample = request_id, sample
         request.request_id = request_id if params.n == 1 else f"{request_id}.{sample}"
@@ -95,8 +157,8 @@ class Intake:
             )  # fmt: skip
         return request
 
-    def _encode(self, prompt: Any) -> list[int]:
-        """Token ids of a prompt. Raises RequestError where it is none."""
+    def _encode(self, prompt: Any, tokenization: Tokenization) -> list[int]:
+        """Token ids of a prompt, those that are used. Raises RequestError where it is none."""
         if isinstance(prompt, dict):
             if not prompt or any(key not in _PROMPT_KEYS for key in prompt):
                 raise RequestError(f"prompt {prompt!r}; keys of a dict: {' and '.join(map(repr, _PROMPT_KEYS))}")
@@ -104,7 +166,7 @@ class Intake:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError(f"a text prompt {prompt[:40]!r}, but the model has no tokenizer; give token ids")
-            prompt = self.tokenizer.encode(prompt)
+            prompt = tokenization.encode(self.tokenizer, prompt, special=True)
         prompt = plain(prompt)
         if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
             raise RequestError(f"prompt {prompt!r}; valid: text, a list of token ids, or a dict of one of them")
@@ -116,7 +178,7 @@ class Intake:
             if token is None or token >= self.vocab_size:
                 raise RequestError(f"prompt token {given!r}; valid: ints from 0 to {self.vocab_size - 1}")
             tokens.append(token)
-        return tokens
+        return tokenization.cut(tokens)
 
     def _check(self, tokens: list[int], params: SamplingParams) -> None:
         """Raise RequestError where the parameters do not fit the prompt, the model or its tokenizer."""
@@ -133,8 +195,9 @@ class Intake:
                 raise RequestError(f"bad_words={params.bad_words!r} needs a tokenizer; use logit_bias")
         for text in params.stop:
             check_text(text)
-        if params.logprobs is not None and params.logprobs > self.vocab_size:
-            raise RequestError(f"logprobs={params.logprobs}; the vocabulary has {self.vocab_size} tokens")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > self.vocab_size:
+                raise RequestError(f"{name}={getattr(params, name)}; the vocabulary has {self.vocab_size} tokens")
         for name in ("logit_bias", "allowed_token_ids"):
             for token in getattr(params, name) or ():
                 if token >= self.vocab_size:
@@ -154,8 +217,8 @@ class Intake:
         return spellings
 
     def detokenizer(self, prompt: Sequence[int], params: SamplingParams) -> Detokenizer | None:
-        """For the text of an output; None without a tokenizer."""
-        if self.tokenizer is None:
+        """For the text of an output; None where none is made."""
+        if self.tokenizer is None or not params.detokenize:
             return None
         decode = partial(self.tokenizer.decode, skip_special=params.skip_special_tokens)
         return Detokenizer(decode, prompt, params.stop, params.include_stop_str_in_output)
@@ -166,8 +229,15 @@ class Intake:
         error = next((sample.error for sample in samples if sample.error), None)
         return RequestOutput(
             first.output_id, first.prompt, first.prompt_token_ids, [self._completion(sample) for sample in samples],
-            True, RequestMetrics.of(samples), error,
+            True, RequestMetrics.of(samples), error, self._prompt_logprobs(samples),
         )  # fmt: skip
+
+    def _prompt_logprobs(self, samples: Sequence[Request]) -> list[dict[int, Logprob] | None] | None:
+        """Of the sample that computed the whole prompt; None where none did, or nobody asked."""
+        for sample in samples:
+            if len(sample.prompt_logprobs) == sample.num_prompt:
+                return self._named(sample.prompt_logprobs, sample.params)
+        return None
 
     def _completion(self, request: Request) -> CompletionOutput:
         tokens = request.output_token_ids
@@ -178,20 +248,30 @@ class Intake:
                 detokenizer.push(token)
         if detokenizer is not None:
             detokenizer.flush()
-        text = None if detokenizer is None else detokenizer.text
+        text = no_text(request.params) if detokenizer is None else detokenizer.text
         logprobs, total = None, None
         if request.params.logprobs is not None:
-            logprobs = [self._named(found) for found in request.logprobs]
+            logprobs = self._named(request.logprobs, request.params)
             total = sum(found[token].logprob for found, token in zip(logprobs, tokens, strict=True))
         return CompletionOutput(
             request.sample, text, tokens, request.finish_reason, request.stop_reason, logprobs, total
         )  # fmt: skip
 
-    def _named(self, found: dict[int, Logprob]) -> dict[int, Logprob]:
-        """With the tokens' texts."""
-        if self.tokenizer is None:
-            return found
-        return {token: each._replace(decoded_token=self.tokenizer.decode([token])) for token, each in found.items()}
+    def _named(self, positions: Sequence[_Position], params: SamplingParams) -> list[_Position]:
+        """With the tokens' texts, where text is made."""
+        if self.tokenizer is None or not params.detokenize:
+            return list(positions)
+        tokenizer = self.tokenizer
+        text = cache(lambda token: tokenizer.decode([token]))  # with all tokens at each position they come often
+        return [
+            found and {token: each._replace(decoded_token=text(token)) for token, each in found.items()}
+            for found in positions
+        ]
+
+
+def no_text(params: SamplingParams) -> str | None:
+    """What stands for the text of an output where none is made: as in vLLM nothing, where the request wants none."""
+    return None if params.detokenize else ""
 
 
 def as_list(prompts: Any) -> list[Any]:

@@ -14,13 +14,14 @@ import torch
 from torch import nn
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from treespec.absent import CALLS, without_absent
 from treespec.adapter.trace import AdapterConfig
 from treespec.build import Built, build
 from treespec.chat import Message, conversations
 from treespec.config import SpecConfig
 from treespec.defaults import check_generation_config, default_sampling_params
 from treespec.errors import ConfigError, RequestError, reject_unknown
-from treespec.intake import Intake, Prompt, as_list
+from treespec.intake import Intake, Prompt, Tokenization, as_list, no_text
 from treespec.params import SamplingParams
 from treespec.request import Request, RequestOutput, StreamChunk
 from treespec.resolve import on_device, resolve_device
@@ -133,6 +134,7 @@ class LLM:
         spec: SpecConfig | str | None = None,
         *,
         use_tqdm: bool | Callable[..., Any] = False,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
         **unknown: Any,
     ) -> list[RequestOutput]:
         """Generate for every prompt; results in the order of the prompts.
@@ -143,23 +145,27 @@ class LLM:
             sampling_params: for all prompts, or one each; None = `get_default_sampling_params()`.
             spec: overrides the engine's for this call; "off" is plain decoding.
             use_tqdm: show how many outputs are finished; a callable takes the place of `tqdm.tqdm`.
+            tokenization_kwargs: `truncate_prompt_tokens`: use the last so many tokens of a prompt, -1 = as many as the
+                context holds. `add_special_tokens`: whether a text gets the tokenizer's special tokens around it, which
+                truncation then keeps.
 
         Raises:
-            ConfigError: an unknown keyword, or parameters of another kind.
+            ConfigError: an unknown keyword, one of vLLM's that is not supported, or parameters of another kind.
             RequestError: no request could be served. Where others of the batch could, the bad ones come back with
                 finish_reason "error" and `error`.
         """
         _refuse_unknown(LLM.generate, unknown)
-        return self._generate(as_list(prompts), sampling_params, spec, use_tqdm)
+        return self._generate(as_list(prompts), sampling_params, spec, use_tqdm, tokenization_kwargs)
 
     def _generate(
-        self, prompts: list[Any], params: Any, spec: SpecConfig | str | None, use_tqdm: Any
-    ) -> list[RequestOutput]:
+        self, prompts: list[Any], params: Any, spec: SpecConfig | str | None, use_tqdm: Any,
+        tokenization: Mapping[str, Any] | None,
+    ) -> list[RequestOutput]:  # fmt: skip
         """For each prompt, text, token ids or a conversation."""
         if not isinstance(use_tqdm, bool) and not callable(use_tqdm):
             raise ConfigError(f"use_tqdm={use_tqdm!r}; valid: True, False, or what takes the place of tqdm.tqdm")
         with self._lock:
-            entries = self._requests(prompts, params, spec)
+            entries = self._requests(prompts, params, spec, tokenization)
         requests = [request for entry in entries if isinstance(entry, list) for request in entry]
         made = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not use_tqdm)
         with made(total=len(requests), desc="outputs") as bar:
@@ -183,6 +189,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         *,
         use_tqdm: bool | Callable[..., Any] = False,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
         **unknown: Any,
     ) -> list[RequestOutput]:
         """Answer a conversation, or several: `generate` behind the tokenizer's chat template.
@@ -190,7 +197,7 @@ class LLM:
         Args:
             messages: a list of {"role": ..., "content": ...}, or a list of such lists. As in OpenAI's API a content may
                 be a list of {"type": "text", "text": ...}, and the arguments of a tool call a JSON text.
-            sampling_params, spec, use_tqdm: as of `generate`.
+            sampling_params, spec, use_tqdm, tokenization_kwargs: as of `generate`.
             chat_template: in place of the tokenizer's own (Jinja, as transformers has it).
             add_generation_prompt: begin the assistant's answer.
             continue_final_message: go on with the last message, which is the assistant's; needs
@@ -206,18 +213,21 @@ class LLM:
             self._tokenizer, messages, chat_template, add_generation_prompt, continue_final_message, tools,
             chat_template_kwargs,
         )  # fmt: skip
-        return self._generate(list(prompts), sampling_params, spec, use_tqdm)
+        return self._generate(list(prompts), sampling_params, spec, use_tqdm, tokenization_kwargs)
 
     def stream(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         spec: SpecConfig | str | None = None,
+        *,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
         **unknown: Any,
     ) -> Iterator[StreamChunk]:
         """Generate for one prompt, handing out what each round added. Leaving the loop ends the request.
 
         The chunks' texts concatenate to the final text: partial characters and beginnings of stop strings wait.
+        Arguments are those of `generate`.
 
         Raises:
             ConfigError: an unknown keyword.
@@ -225,7 +235,7 @@ class LLM:
         """
         _refuse_unknown(LLM.stream, unknown)
         with self._lock:
-            samples = self._requests([prompt], sampling_params, spec, stream=True)[0]
+            samples = self._requests([prompt], sampling_params, spec, tokenization_kwargs, stream=True)[0]
         if isinstance(samples, RequestOutput):
             raise RequestError(samples.error)
         emitted, open_samples = [0] * len(samples), set(samples)
@@ -239,7 +249,9 @@ class LLM:
                     raise RequestError(request.error)
                 if request.finished and request.detokenizer is not None:
                     request.detokenizer.flush()
-                text = request.detokenizer.release(request.finished) if request.detokenizer is not None else None
+                text = no_text(request.params)
+                if request.detokenizer is not None:
+                    text = request.detokenizer.release(request.finished)
                 if request.finished:
                     open_samples.remove(request)
                 # Several may end in one round, and only the last chunk has them all.
@@ -393,8 +405,9 @@ class LLM:
             self._end(leaving)
 
     def _requests(
-        self, prompts: list[Any], params: Any, spec: SpecConfig | str | None, stream: bool = False
-    ) -> list[list[Request] | RequestOutput]:
+        self, prompts: list[Any], params: Any, spec: SpecConfig | str | None, tokenization: Mapping[str, Any] | None,
+        stream: bool = False,
+    ) -> list[list[Request] | RequestOutput]:  # fmt: skip
         """By prompt: its samples, or, where it is bad, its finished output with the error."""
         if params is None:
             params = self._default_params
@@ -412,11 +425,13 @@ class LLM:
                 f"a tree of {resolved.max_nodes} nodes, but this engine keeps {slots} slots for one; give the larger "
                 "SpecConfig to LLM"
             )
-        entries = [self._intake.requests(p, one, resolved, stream) for p, one in zip(prompts, each, strict=True)]
+        how, make = Tokenization.resolve(tokenization, self.config.max_model_len), self._intake.requests
+        entries = [make(prompt, one, resolved, stream, how) for prompt, one in zip(prompts, each, strict=True)]
         self.engine.stats.add_refused(sum(isinstance(entry, RequestOutput) for entry in entries))
         return entries
 
 
 def _refuse_unknown(method: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    """Name the nearest of a method's keywords."""
+    """Say what to do instead of vLLM's options that are not there, and name the nearest of a method's keywords."""
+    given = without_absent(method.__name__, given, CALLS)
     reject_unknown(method.__name__, given, list(inspect.signature(method).parameters)[1:-1])

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from treespec.absent import PARAMS, without_absent
 from treespec.errors import ConfigError, reject_unknown
 from treespec.scalars import as_int, as_number, plain
 
@@ -34,6 +35,7 @@ class SamplingParams:
             the end token, unless it is a special one and they are skipped.
         stop_token_ids: tokens that end the request like the model's end token: in `token_ids`, not in `text`.
         ignore_eos: go on past the end tokens of the model and of its tokenizer.
+        detokenize: make `text`; without it `text` is empty, log-probabilities name no texts, and `stop` is refused.
         skip_special_tokens: leave special tokens out of `text`.
         n: how many outputs; they share the prompt's cache. Several need a temperature.
         temperature: 0 is greedy, and then top_k, top_p and min_p change nothing. Above 0 it is at least 1e-4: a smaller
@@ -57,11 +59,14 @@ class SamplingParams:
             emitted in the end, and not in turn, so they must not keep what they saw.
         logprobs: how many of the likeliest tokens to report at each position, beside the chosen one, -1 = all: of the
             model's own logits, before everything above.
+        prompt_logprobs: the same for each token of the prompt but the first, in `RequestOutput.prompt_logprobs`. In
+            every bit they are the `logprobs` of the token where it is decoded, unless `LLM(exact=False)`.
 
-    Numbers of numpy are taken for Python's.
+    Numbers of numpy are taken for Python's. What else vLLM's have may be given where it asks for nothing.
 
     Raises:
-        ConfigError: an unknown keyword, a value out of range, a contradiction.
+        ConfigError: an unknown keyword, a value out of range, a contradiction, an option of vLLM's that is not
+            supported.
     """
 
     max_tokens: int | None = 128
@@ -70,6 +75,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    detokenize: bool = True
     skip_special_tokens: bool = True
     n: int = 1
     temperature: float = 0.0
@@ -85,8 +91,10 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     logits_processors: Sequence[Any] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __init__(self, **options: Any) -> None:
+        options = without_absent("SamplingParams", options, PARAMS)
         defaults = {each.name: each.default for each in fields(SamplingParams)}
         reject_unknown("SamplingParams", options, defaults)
         for name, value in (defaults | options).items():
@@ -135,9 +143,11 @@ class SamplingParams:
         if None in ids:
             raise ConfigError(f"stop_token_ids={self.stop_token_ids!r}; valid: token ids")
         object.__setattr__(self, "stop_token_ids", ids)
-        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+        for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r}; valid: True or False")
+        if self.stop and not self.detokenize:
+            raise ConfigError(f"stop={self.stop!r} is looked for in the text: it needs detokenize=True")
 
     def _check_numbers(self) -> None:
         for name, least, most, valid in _INTS:
@@ -207,8 +217,9 @@ _INTS = (
     ("top_k", -1, math.inf, "an int of at least 1, or 0 or -1 for all tokens"),
     ("seed", -1, MAX_SEED, "an int from 0 to 2**64 - 1, or None or -1 for a new one"),
     ("logprobs", -1, math.inf, "None, an int of at least 0, or -1 for all tokens"),
+    ("prompt_logprobs", -1, math.inf, "None, an int of at least 0, or -1 for all tokens"),
 )
-_MAY_BE_NONE = ("max_tokens", "seed", "logprobs")
+_MAY_BE_NONE = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
 _FLOATS = (
     ("temperature", (0, math.inf), "0 (greedy) or a finite positive number"),
     ("top_p", (0, 1), "more than 0, at most 1"),

@@ -74,7 +74,7 @@ class RequestMetrics:
 @dataclass(frozen=True)
 class CompletionOutput:
     """One completion. `token_ids` include the end token, `text` does not unless `include_stop_str_in_output` asked for
-    it; `text` is None without a tokenizer.
+    it; `text` is None without a tokenizer, and empty with detokenize=False.
 
     `logprobs` holds, for each token, it and the likeliest ones of its position, by token id; `cumulative_logprob` is
     the sum over the tokens. Both are None unless `SamplingParams.logprobs` asked for them.
@@ -91,7 +91,12 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A finished request. `error` says why where `finish_reason` is "error"."""
+    """A finished request. `error` says why where `finish_reason` is "error".
+
+    `prompt_token_ids` are those that were used, the last ones where the call truncates. `prompt_logprobs` holds for
+    each of them it and the likeliest ones of its position, by token id, and None for the first. It is None unless
+    `SamplingParams.prompt_logprobs` asked for them, and where the request ended before its prompt was computed.
+    """
 
     request_id: str
     prompt: str | None
@@ -100,6 +105,7 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     error: str | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -161,7 +167,8 @@ class Request:
     `context_len` counts the positions whose target K/V are committed: len(tokens) - 1 once the prompt is prefilled.
     `output_id` names it to the user, who sees the samples of one prompt as one request: `group` is what they share,
     `sample` which of them this is. `max_tokens` is the parameters' own, cut to what the context holds. `ended` is set
-    when a token ends the output, `finish_reason` when the engine has let go of the request.
+    when a token ends the output, `finish_reason` when the engine has let go of the request. `prompt_logprobs` grows in
+    prefill where the parameters ask for it: of several samples, in the one that computes the prompt.
     """
 
     prompt_token_ids: list[int]
@@ -194,11 +201,14 @@ class Request:
     accepted_by_source: dict[str, int] = field(default_factory=dict)
     accepted_only_by_source: dict[str, int] = field(default_factory=dict)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt_token_ids)
         self.max_tokens = self.max_tokens or self.params.max_tokens or 0
         self.output_id = self.output_id or self.request_id
+        if self.params.prompt_logprobs is not None:
+            self.prompt_logprobs.append(None)  # nothing says what comes first
 
     @property
     def num_prompt(self) -> int:

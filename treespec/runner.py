@@ -9,10 +9,14 @@ import torch
 from torch import Tensor
 
 from treespec.cache import KVCache
+from treespec.errors import RequestError
 from treespec.models.decoder import Decoder
 from treespec.request import Request
+from treespec.sampling import logprobs_of
 from treespec.tree import TokenTree
 from treespec_kernels.tree_batch import PAGE_SIZE, RequestRows
+
+_SCORED_ROWS = 64  # of a prompt, whose logits are computed at once: 20 MB in bfloat16 where there are 152,000 tokens
 
 
 class Choices(NamedTuple):
@@ -61,7 +65,11 @@ class Runner:
         self.target, self.cache, self.max_rows, self.hidden_of = target, cache, max_rows, tuple(hidden_of)
 
     def prefill(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Tensor]:
-        """Compute the next `counts[i]` prompt tokens of each request, in one pass. They need no logits.
+        """Compute the next `counts[i]` prompt tokens of each request, in one pass.
+
+        They need no logits, but for a request with `prompt_logprobs`: then each gives those of the token behind it. The
+        prompt's last token is no part of this, and what it predicts none of the prompt. A request whose logits are not
+        finite has an `error` afterwards.
 
         Returns:
             [counts[i], number of layers, hidden_size] of each request; empty where `hidden_of` is.
@@ -72,11 +80,36 @@ class Runner:
             RequestRows.chain(r.context_len, count, r.pages) for r, count in zip(requests, counts, strict=True)
         ]  # fmt: skip
         tokens = [t for r, n in zip(requests, counts, strict=True) for t in r.tokens[r.context_len : r.context_len + n]]
-        _, states = self._pass(rows, np.array(tokens))
-        for request, count in zip(requests, counts, strict=True):
+        hidden, states = self._pass(rows, np.array(tokens))
+        for request, count, part in zip(requests, counts, hidden.split(list(counts)), strict=True):
+            if request.params.prompt_logprobs is not None:
+                try:
+                    self._score_prompt(request, part, request.params.prompt_logprobs)
+                except RequestError as error:
+                    request.error = str(error)
             request.context_len += count
             request.prefill_passes += 1
         return [] if states is None else list(states.split(list(counts)))
+
+    def _score_prompt(self, request: Request, hidden: Tensor, count: int) -> None:
+        """Log-probabilities of the prompt tokens behind the next rows, as decoding has them: from logits of the same
+        bits, a row at a time.
+
+        Args:
+            hidden: [num_rows, hidden_size], final states from `context_len` on.
+            count: how many of the likeliest tokens.
+
+        Raises:
+            RequestError: NaN or infinity.
+        """
+        position = request.context_len
+        for rows in hidden.split(min(_SCORED_ROWS, self.max_rows or _SCORED_ROWS)):
+            logits = self.target.logits(rows)
+            for row, finite in zip(logits, logits.amax(1).isfinite().tolist(), strict=True):
+                if not finite:
+                    raise RequestError(f"the target computed NaN or infinity at position {position}")
+                position += 1
+                request.prompt_logprobs.append(logprobs_of(row, request.tokens[position], count))
 
     def forward(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> list[Choices]:
         """One pass over all nodes of all requests; several where `max_rows` does not hold them."""

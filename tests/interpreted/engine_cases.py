@@ -16,4 +16,8 @@ def test_trees_on_the_triton_kernels_give_the_tokens_of_plain_decoding() -> None
     plain = open_llm(target, attention="cpu-packed", max_num_seqs=2).generate(prompts, params)
     assert [o.outputs[0].token_ids for o in tree] == [o.outputs[0].token_ids for o in plain]
     assert all(output.metrics.acceptance_length > 1.5 for output in tree)
+    decoded = llm.generate(prompts, greedy(4, logprobs=2), spec="off")
+    texts = [[*one.prompt_token_ids, *one.outputs[0].token_ids] for one in decoded]
+    for one, other in zip(decoded, llm.generate(texts, greedy(1, prompt_logprobs=2)), strict=True):
+        assert other.prompt_logprobs is not None and other.prompt_logprobs[-4:] == one.outputs[0].logprobs
     llm.engine.check_integrity()

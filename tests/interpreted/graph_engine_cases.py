@@ -95,6 +95,18 @@ def test_requests_that_graphs_do_not_know_go_step_by_step(llm: LLM) -> None:
     assert tokens_of(together) == tokens_of(alone)
 
 
+def test_prompt_logprobs_are_what_decoding_says_of_the_same_tokens(llm: LLM) -> None:
+    """In every bit; captured rounds serve who asks for them, as they come from prefill."""
+    decoded = llm.generate(PROMPTS, greedy(4, logprobs=2), spec="off")
+    texts = [[*one.prompt_token_ids, *one.outputs[0].token_ids] for one in decoded]
+    with mock.patch.object(BatchRound, "run", autospec=True, side_effect=BatchRound.run) as run:
+        scored = llm.generate(texts, greedy(1, prompt_logprobs=2), spec="off")
+    assert run.call_count, "no round was captured"
+    for one, other in zip(decoded, scored, strict=True):
+        assert other.prompt_logprobs is not None and len(other.prompt_logprobs) == len(other.prompt_token_ids)
+        assert other.prompt_logprobs[-4:] == one.outputs[0].logprobs
+
+
 def test_passes_that_need_not_be_exact(folders: tuple[Path, list[Path]]) -> None:
     """Vendor products, and trees masked by bits: close enough to give a model without ties the same tokens."""
     options = {"attention": "triton", "linear": "triton", "max_num_seqs": 1, "exact": False}

@@ -1,0 +1,187 @@
+"""Options of vLLM's calls: truncated prompts, outputs without text, and those that are refused."""
+
+from dataclasses import replace
+from enum import Enum
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+from transformers import PrefixConstrainedLogitsProcessor, PreTrainedTokenizerFast
+
+from tests.models import greedy, open_llm, random_prompts, tiny, tiny_llm
+from tests.speech import END, speaking_folder, speaking_llm
+from treespec import SamplingParams
+from treespec.errors import ConfigError, RequestError
+
+PROMPT = "def add("
+
+# --- truncated prompts
+
+
+TRUNCATE = "truncate_prompt_tokens"
+
+
+def test_the_last_tokens_of_a_prompt() -> None:
+    llm = tiny_llm()
+    long, short = random_prompts((40, 9))
+    outputs = llm.generate([long, short], greedy(4, prompt_logprobs=0), tokenization_kwargs={TRUNCATE: 12})
+    assert [output.prompt_token_ids for output in outputs] == [long[-12:], short]
+    assert outputs[0].outputs == llm.generate(long[-12:], greedy(4))[0].outputs
+    assert [len(output.prompt_logprobs or ()) for output in outputs] == [12, 9]
+    chunks = list(llm.stream(long, greedy(4), tokenization_kwargs={TRUNCATE: np.int64(12)}))
+    assert chunks[-1].output is not None and chunks[-1].output.outputs == outputs[0].outputs
+    for nothing in (None, {}, {TRUNCATE: None, "add_special_tokens": None}):
+        assert llm.generate(long, greedy(4), tokenization_kwargs=nothing)[0].prompt_token_ids == long
+
+
+def test_as_much_of_a_prompt_as_the_context_holds() -> None:
+    llm = tiny_llm()
+    most = llm.config.max_model_len
+    (prompt,) = random_prompts((most + 50,))
+    (output,) = llm.generate(prompt, greedy(4), tokenization_kwargs={TRUNCATE: -1})
+    assert output.prompt_token_ids == prompt[-(most - 1) :] and len(output.outputs[0].token_ids) == 1
+    with pytest.raises(RequestError, match=f"a prompt of {most} tokens, but max_model_len={most}"):
+        llm.generate(prompt, greedy(4), tokenization_kwargs={TRUNCATE: most})
+    for bad in (0, -2, most + 1, 2.0, True, "9"):
+        with pytest.raises(ConfigError, match=rf"{TRUNCATE}={bad!r}; valid: None, 1 to max_model_len={most}, or -1"):
+            llm.generate(prompt, greedy(4), tokenization_kwargs={TRUNCATE: bad})
+
+
+def with_marks() -> PreTrainedTokenizerFast:
+    """The speaking model's tokenizer with a token before a text and two behind it, which truncates as vLLM's do."""
+    own = Tokenizer.from_file(str(speaking_folder() / "tokenizer.json"))
+    own.add_special_tokens(["<|a|>", "<|b|>"])
+    marks = [("<|a|>", 5), ("<|b|>", 7)]
+    own.post_processor = TemplateProcessing(single="<|a|> $A <|b|> <|b|>", special_tokens=marks)
+    return PreTrainedTokenizerFast(tokenizer_object=own, truncation_side="left", eos_token=END)
+
+
+def test_a_truncated_text_keeps_its_special_tokens() -> None:
+    """As transformers' tokenizers truncate, which vLLM lets do it; where only token ids are known they are cut."""
+    tokenizer, text = with_marks(), "def add(first, second):\n    return first + second"
+    llm = open_llm(tiny()[0], tokenizer=tokenizer)
+    whole = tokenizer.encode(text)
+    assert whole[0] == 5 and whole[-2:] == [7, 7] and len(whole) > 12
+
+    def used(prompt: Any, **options: Any) -> list[int]:
+        return llm.generate(prompt, greedy(1), tokenization_kwargs=options)[0].prompt_token_ids
+
+    for count in (4, 5, 10, len(whole) - 1, len(whole), len(whole) + 1):
+        expected = tokenizer.encode(text, truncation=True, max_length=count)
+        assert used(text, **{TRUNCATE: count}) == used({"prompt": text}, **{TRUNCATE: count}) == expected
+        assert used(whole, **{TRUNCATE: count}) == whole[-count:]
+        bare = tokenizer.encode(text, add_special_tokens=False)
+        assert used(text, add_special_tokens=False, **{TRUNCATE: count}) == bare[-count:]
+    assert used(text, **{TRUNCATE: 2}) == whole[-2:], "less than the special tokens"
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    said, options = [{"role": "user", "content": text}], {TRUNCATE: 5}
+    (plain,) = llm.chat(said, greedy(1), tokenization_kwargs=options)
+    (marked,) = llm.chat(said, greedy(1), tokenization_kwargs=options | {"add_special_tokens": True})
+    assert plain.prompt_token_ids == bare[-5:] and plain.prompt == marked.prompt == text
+    assert marked.prompt_token_ids == [5, *bare[-2:], 7, 7]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"truncation": True},
+            r"tokenization_kwargs: unknown 'truncation' .*valid: add_special_tokens, trunc",
+        ),
+        ({"add_special_tokens": 1}, "add_special_tokens=1; valid: None, True or False"),
+        ([9], r"tokenization_kwargs=\[9\]; valid: None or a dict"),
+    ],
+)
+def test_bad_options_of_tokenization(options: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tiny_llm().generate([1, 2], greedy(1), tokenization_kwargs=options)
+
+
+# --- without text
+
+
+def test_no_text_is_made() -> None:
+    llm = speaking_llm()
+    (plain,), (silent,) = (llm.generate(PROMPT, greedy(6, detokenize=make)) for make in (True, False))
+    assert plain.outputs == [replace(silent.outputs[0], text=plain.outputs[0].text)]
+    assert silent.outputs[0].text == "" and silent.prompt == PROMPT
+    with mock.patch.object(llm.get_tokenizer(), "decode", side_effect=AssertionError("decoded")):
+        chunks = list(llm.stream(PROMPT, greedy(6, detokenize=False, bad_words=["zebra"], logprobs=1)))
+    assert {chunk.text for chunk in chunks} == {""} and chunks[-1].output is not None
+    assert chunks[-1].output.outputs[0].text == ""
+    assert tiny_llm().generate([1, 2], greedy(2, detokenize=False))[0].outputs[0].text == ""
+    with pytest.raises(ConfigError, match=r"stop=\('a',\) is looked for in the text: it needs detokenize=True"):
+        SamplingParams(stop="a", detokenize=False)
+    with pytest.raises(ConfigError, match="detokenize=None; valid: True or False"):
+        SamplingParams(detokenize=None)
+
+
+# --- options that only vLLM has
+
+
+class OutputKind(Enum):
+    """As vLLM's RequestOutputKind."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+PARAMS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], str]] = {
+    "output_kind": (
+        (OutputKind.CUMULATIVE, OutputKind.FINAL_ONLY),
+        (OutputKind.DELTA, 1),
+        "generate returns finished outputs",
+    ),
+    "structured_outputs": ((None,), ({"choice": ["a", "b"]}, object()), "use allowed_token_ids, or logits_processors"),
+    "guided_decoding": ((None,), ({"regex": "a+"},), "use allowed_token_ids, or logits_processors"),
+    "extra_args": ((None, {}), ({"a": 1},), "give a logits processor its arguments"),
+    "spaces_between_special_tokens": ((True,), (False, 1), "leave it out where special tokens are skipped"),
+    "truncate_prompt_tokens": ((None,), (5, -1), "it is an option of the call"),
+    "best_of": ((None, 1), (3, True), "ask for n outputs"),
+    "flat_logprobs": ((False,), (True,), "logprobs come as a list of dicts"),
+    "logprob_token_ids": ((None, []), ([1],), "use logprobs=-1"),
+    "thinking_token_budget": ((None, -1), (9,), "use max_tokens"),
+}
+CALLS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], str]] = {
+    "lora_request": ((None, [None, None]), ("adapter", [None, object()]), "merge the adapter into the model"),
+    "priority": ((None, [0, 0]), ([0, 1], 1), "requests enter in the order of the prompts"),
+    "mm_processor_kwargs": ((None, {}), ({"a": 1},), "prompts are text or token ids"),
+}
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_parameters_that_only_vllm_has(name: str) -> None:
+    accepted, refused, instead = PARAMS[name]
+    for value in accepted:
+        assert SamplingParams(**{name: value}) == SamplingParams(), value
+    for value in refused:
+        with pytest.raises(ConfigError) as caught:
+            SamplingParams(**{name: value})
+        assert str(caught.value).startswith(f"SamplingParams: {name}={value!r} is not supported; {instead}")
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_options_of_calls_that_only_vllm_has(name: str) -> None:
+    llm = speaking_llm()
+    accepted, refused, instead = CALLS[name]
+    prompts = [PROMPT, PROMPT]
+    for value in accepted:
+        assert len(llm.generate(prompts, greedy(1), **{name: value})) == 2
+    for value in refused:
+        for call in ("generate", "chat", "stream"):
+            with pytest.raises(ConfigError) as caught:
+                made = getattr(llm, call)(prompts, greedy(1), **{name: value})
+                next(made)  # of a stream
+            assert str(caught.value).startswith(f"{call}: {name}={value!r} is not supported; {instead}")
+
+
+def test_what_errors_name_instead_of_grammars_works() -> None:
+    llm = tiny_llm()
+    allowed = PrefixConstrainedLogitsProcessor(lambda _, ids: [3, 4] if len(ids) % 2 else [5], 1)
+    (output,) = llm.generate([1, 2], greedy(6, logits_processors=[allowed]))
+    assert [token == 5 for token in output.outputs[0].token_ids] == [True, False] * 3
+    assert set(output.outputs[0].token_ids) <= {3, 4, 5}

@@ -102,7 +102,9 @@ def test_tokens_count_for_the_request_that_ends_last() -> None:
     planner = Planner(COST)
     planner.draft_plans(requests, 256)
     own_share = 1 - float(COST.verify(3, 3) / COST.verify(4, 4))
-    assert planner._worth[0] == 1 and planner._worth[1:] == pytest.approx([own_share] * 3, abs=0.01)
+    assert planner._worth[0] == 1, "it ends last"
+    lateness = (planner._worth[1] - own_share) / (1 - own_share)
+    assert planner._worth[1:] == [planner._worth[1]] * 3 and 0.05 < lateness < 0.25, "the others in a third of the time"
     planner.draft_plans(requests, 256, others_wait=True)
     assert set(planner._worth) == {1.0}, "each that ends makes room for another"
 

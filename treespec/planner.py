@@ -37,7 +37,7 @@ _HOPE, _SECOND_HOPE = 1.2, 1.08  # what speculation is assumed to gain before it
 _FEW_ROWS = 16  # over which the price of a row is taken: the times of two neighbours may be alike by chance
 _LARGEST_VALUE = 0.3  # where rows seem dearer, guesses are made all the same: else nothing is learned of them
 _SPEED_PRIOR = 4  # rounds of plain decoding that a request's own speed is drawn towards
-_SHARPNESS = 8  # a request expected to end after nine tenths of the time counts as the last one by half
+_SHARPNESS = 2  # a request expected to end after seven tenths of the time counts as the last one by half
 _IDLE_ROUNDS = 8  # for which a batch that is not worth drafting for is not asked again
 
 

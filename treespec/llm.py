@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from treespec.absent import CALLS, without_absent
 from treespec.adapter.trace import AdapterConfig
 from treespec.build import Built, build
 from treespec.chat import Message, conversations
@@ -29,6 +28,7 @@ from treespec.rounds.engine import GraphEngine
 from treespec.scalars import plain
 from treespec.surroundings import own_passes
 from treespec.tokenizer import UserTokenizer, load_tokenizer
+from treespec.vllm_options import CALLS, without_absent
 from treespec_kernels.tree_batch import PAGE_SIZE
 
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from treespec.absent import PARAMS, without_absent
 from treespec.errors import ConfigError, reject_unknown
 from treespec.scalars import as_int, as_number, plain
+from treespec.vllm_options import PARAMS, without_absent
 
 logger = logging.getLogger("treespec")
 

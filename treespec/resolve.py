@@ -199,8 +199,8 @@ def resolve_compile(
 
 
 def resolve_lookup(compile: bool | str) -> ctypes.CDLL | None:
-    """The library that searches texts for prompt lookup; None where it cannot be built: numpy finds the same, in five
-    times the time."""
+    """The library that searches texts for prompt lookup; None where it cannot be built: numpy finds the same, but
+    more slowly."""
     if compile is False:
         return None
     try:

@@ -17,7 +17,7 @@ from treespec.request import Request
 
 _MEMORY = 0.1  # weight of the newest round in the running means
 # A measured time that is further from the learned one counts as this far off: a share of the learned time. On a busy
-# machine a round in ten is interrupted for ten times its length, now here, now there; the mean of such times would call
+# machine rounds are interrupted for many times their length, now here, now there; the mean of such times would call
 # everything dear that is not plain decoding's pass. Both sides are as wide, or noise alone would move the mean.
 _REACH, _ROWS_REACH = 0.3, 0.5
 _FIRST = 5  # times whose median is the first learned one

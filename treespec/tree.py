@@ -8,7 +8,7 @@ import numpy as np
 
 
 def _constant(array: np.ndarray) -> np.ndarray:
-    """For trees to share: made in every round, a root's arrays take longer than asking for guesses."""
+    """For trees to share: roots are made in every round."""
     array.setflags(write=False)
     return array
 
@@ -79,18 +79,16 @@ class TokenTree:
     def visible(self) -> np.ndarray:
         """bool [num_nodes, num_nodes]: [i, j] where j is i or an ancestor of i. The mask of the target pass."""
         mask = np.eye(len(self), dtype=bool)
-        parents = self.parents.tolist()
-        for node in range(1, len(parents)):  # parents precede their children
-            mask[node] |= mask[parents[node]]
+        above = np.maximum(self.parents, 0)
+        for _ in range(int(self.depths.max()).bit_length()):  # each step doubles how far up a row sees
+            mask |= mask[above]
+            above = above[above]
         return mask
 
     @cached_property
     def values(self) -> np.ndarray:
         """float64 [num_nodes]: product of `probs` along each node's path, the probability that it is accepted."""
-        value, parents = self.probs.tolist(), self.parents.tolist()
-        for node in range(1, len(value)):  # parents precede their children
-            value[node] *= value[parents[node]]
-        return np.array(value)
+        return path_values(self.probs, self.parents)
 
     def with_values(self, values: np.ndarray) -> "TokenTree":
         """This tree, whose `values` are known already."""
@@ -187,6 +185,19 @@ class TokenTree:
         """Assert that `find_problem` finds none."""
         problem = self.find_problem()
         assert problem is None, problem
+
+
+def path_values(probs: np.ndarray, parents: np.ndarray) -> np.ndarray:
+    """Products of `probs` along each node's path, float64 [num_nodes].
+
+    Args:
+        probs: float64 [num_nodes], of each node below its parent; the root's is 1.
+        parents: int64 [num_nodes], which precede their children; -1 for the root.
+    """
+    value, above = probs.tolist(), parents.tolist()
+    for node in range(1, len(value)):
+        value[node] *= value[above[node]]
+    return np.array(value)
 
 
 def merge(trees: Sequence[TokenTree]) -> TokenTree:

@@ -14,6 +14,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 # No -ffast-math, no contraction: the compiler must keep the result of every operation, so vectorising changes no bit.
 _FLAGS = "-std=c++17 -O3 -march=native -ffp-contract=off -fno-math-errno -fopenmp -fPIC -shared -Wno-psabi".split()
 
@@ -40,6 +42,12 @@ def _run(command: Sequence[str], stdin: str = "") -> str:
     if done.returncode:
         raise CompileError(f"{shlex.join(command)} failed: {done.stderr.strip()[-500:]}")
     return done.stdout
+
+
+def address_of(array: np.ndarray, dtype: type = np.int64) -> int:
+    """Where the elements of a contiguous array of this type lie. It takes a microsecond."""
+    assert array.flags.c_contiguous and array.dtype == dtype, (array.dtype, array.shape)
+    return array.__array_interface__["data"][0]
 
 
 def compile_library(

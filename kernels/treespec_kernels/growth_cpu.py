@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treespec_kernels.cpu_library import compile_library
+from treespec_kernels.cpu_library import address_of, compile_library
 from treespec_kernels.decoder_cpu import CompiledPlan, PassEntries
 from treespec_kernels.tree_batch import PAGE_SIZE
 from treespec_kernels.tree_levels import Frontier, Level
@@ -82,11 +82,6 @@ def growth_library(compiler: tuple[str, ...], folder: Path) -> ctypes.CDLL:
     return library
 
 
-def _address(array: np.ndarray, dtype: type = np.int64) -> int:
-    assert array.flags.c_contiguous and array.dtype == dtype, (array.dtype, array.shape)
-    return array.__array_interface__["data"][0]
-
-
 class Grown(NamedTuple):
     """A level, which of its nodes are expanded next, and bool [num_rows]: where an SSM's law is not finite."""
 
@@ -131,10 +126,11 @@ class TreeGrowth:
         self._held = (max_depths, nodes, ends, starts, state, floats, seeds)
         self._growth = _Growth(
             num_ssms=num_ssms, max_frontier=max_frontier, max_slots=max_slots, most_nodes=most,
-            max_depths=_address(max_depths), nodes=_address(nodes), end_tokens=_address(ends),
-            end_starts=_address(starts), num_slots=_address(state), num_values=_address(state) + 8 * count,
-            least=_address(floats, np.float64), best=_address(floats, np.float64) + 8 * count, seed_width=self._width,
-            seed_children=_address(seeds[0]), seed_tokens=_address(seeds[1]), seed_probs=_address(seeds[2], np.float64),
+            max_depths=address_of(max_depths), nodes=address_of(nodes), end_tokens=address_of(ends),
+            end_starts=address_of(starts), num_slots=address_of(state), num_values=address_of(state) + 8 * count,
+            least=address_of(floats, np.float64), best=address_of(floats, np.float64) + 8 * count,
+            seed_width=self._width, seed_children=address_of(seeds[0]), seed_tokens=address_of(seeds[1]),
+            seed_probs=address_of(seeds[2], np.float64),
         )  # fmt: skip
         self._largest_token = int(seeds[1].max())
         self._frontier: Frontier | None = None
@@ -157,7 +153,7 @@ class TreeGrowth:
         rows, vocab, g = len(frontier.nodes), laws[0][2].shape[1], self._growth
         assert all(probs.shape == (len(own), vocab) for _, own, probs in laws)
         own = (_Law * len(laws))(
-            *((_address(p, np.float32), None if len(r) == rows else _address(r), len(r), ssm) for ssm, r, p in laws)
+            *((address_of(p, np.float32), None if len(r) == rows else address_of(r), len(r), ssm) for ssm, r, p in laws)
         )
         g.num_laws, g.laws = len(laws), own
         results = self._begin(frontier, size, depth, vocab, len(laws), weights, branching, children)
@@ -178,7 +174,7 @@ class TreeGrowth:
         rows, drafts = len(frontier.nodes), passes.drafts
         results = self._begin(frontier, size, depth, passes.vocab, len(drafts), weights, branching, children)
         probs = np.empty((len(drafts), rows, passes.vocab), dtype=np.float32)
-        at = _address(probs, np.float32)
+        at = address_of(probs, np.float32)
         for i, draft in enumerate(drafts):
             draft.out = at + 4 * i * rows * passes.vocab
         places = passes.places
@@ -201,19 +197,19 @@ class TreeGrowth:
         ints, floats = np.empty((9, room), dtype=np.int64), np.empty((3 + ssms, room))
         flags = np.zeros(room * ssms + rows, dtype=bool)
         g.vocab, g.depth, g.size, g.children, g.num_rows = vocab, depth, size, children, rows
-        g.branching = _address(branching)
+        g.branching = address_of(branching)
         if weights is not self._weights:
-            self._weights, g.weights = weights, _address(weights, np.float64)
+            self._weights, g.weights = weights, address_of(weights, np.float64)
         if frontier is not self._frontier:  # else it lies where the last level put it
             own = frontier.nodes, frontier.tokens, frontier.owners, frontier.seeds, frontier.above
-            g.row_nodes, g.row_tokens, g.row_owners, g.row_seeds, g.row_above = map(_address, own)
-            g.row_values = _address(frontier.values, np.float64)
-        at, other, step = _address(ints), _address(floats, np.float64), 8 * room
+            g.row_nodes, g.row_tokens, g.row_owners, g.row_seeds, g.row_above = map(address_of, own)
+            g.row_values = address_of(frontier.values, np.float64)
+        at, other, step = address_of(ints), address_of(floats, np.float64), 8 * room
         g.tokens, g.parents, g.owners, g.seeds = (at + i * step for i in range(4))
         g.probs, g.values, g.draft_probs = other, other + step, other + 3 * step
         g.next_nodes, g.next_tokens, g.next_owners, g.next_seeds, g.next_above = (at + i * step for i in range(4, 9))
         g.next_values = other + 2 * step
-        g.proposed = _address(flags, np.bool_)
+        g.proposed = address_of(flags, np.bool_)
         g.broken = g.proposed + room * ssms
         return _Results(ints, floats, flags)
 
@@ -250,10 +246,10 @@ class TreePlaces:
         first_page = self._first_page = np.cumsum([0, *(len(own) for own in pages)])
         page, offset = np.divmod(state[0], PAGE_SIZE)
         self.paths = torch.from_numpy(self._table.numpy()[first_page[:-1] + page] * PAGE_SIZE + offset)
-        at, step = _address(state), 8 * count
+        at, step = address_of(state), 8 * count
         self.placing = _Placing(
             page_size=PAGE_SIZE, context=at, taken=at + step, first=at + 2 * step, row_of_slot=at + 3 * step,
-            first_page=_address(first_page), pages=self._table.data_ptr(),
+            first_page=address_of(first_page), pages=self._table.data_ptr(),
         )  # fmt: skip
 
     def first_slot(self, tree: int) -> int:
@@ -268,7 +264,7 @@ class TreePlaces:
             depth: of the level.
         """
         count, p = len(owners), self.placing
-        p.num_rows, p.depth, p.owners, p.above = count, depth, _address(owners), _address(above)
+        p.num_rows, p.depth, p.owners, p.above = count, depth, address_of(owners), address_of(above)
         results = self.prepare(count, depth)
         found = self._library.treespec_place(ctypes.byref(p))
         assert found, NO_PAGE
@@ -309,7 +305,7 @@ class DraftPasses:
         columns = np.ascontiguousarray(active.T)
         assert all(part.is_contiguous() for part in (*rotations, *pools))
         self._held = rotations, pools, columns
-        at, step = _address(columns, np.bool_), columns.shape[1]
+        at, step = address_of(columns, np.bool_), columns.shape[1]
         self.drafts = (_Draft * len(ssms))(
             *(
                 _Draft(

@@ -1,5 +1,5 @@
 // Prompt lookup in one call: where the end of a text occurred before, and the tree of what followed there. The
-// specification is `search` in treespec/drafters/lookup.py, which takes numpy some sixty calls.
+// specification is `search` in treespec/drafters/lookup.py, which takes numpy many calls.
 //
 // MAX_MATCH, MATCHES and PLACES are defined by lookup_cpu.py.
 

@@ -1,7 +1,7 @@
 """Prompt lookup in one call of C++: the search for earlier occurrences of a text's end, and the tree of what followed.
 
-The source is `lookup_cpu.cpp`, its specification `search` in treespec/drafters/lookup.py. Addresses are taken once, as
-one takes a microsecond, a tenth of such a call.
+The source is `lookup_cpu.cpp`, its specification `search` in treespec/drafters/lookup.py. What stays where it
+is has its address taken once.
 """
 
 import ctypes
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from treespec_kernels.cpu_library import compile_library
+from treespec_kernels.cpu_library import address_of, compile_library
 
 MAX_MATCH = 12  # longer matches count as this long
 MATCHES = 6  # whose continuations are proposed
@@ -42,12 +42,6 @@ def lookup_library(compiler: tuple[str, ...], folder: Path) -> ctypes.CDLL:
     library.treespec_lookup_count.argtypes = (pointer, pointer, pointer, number, pointer, number, pointer, pointer)
     library.treespec_lookup_count.restype = None
     return library
-
-
-def address_of(array: np.ndarray) -> int:
-    """Where the elements of a contiguous array lie."""
-    assert array.flags.c_contiguous
-    return array.__array_interface__["data"][0]
 
 
 class Found(NamedTuple):
@@ -86,8 +80,9 @@ class LookupSearch:
         assert prior.shape == common.shape[1:] == (PLACES, MAX_MATCH + 1) and prior.dtype == common.dtype == np.float64
         self._library, self._held = library, (prior, common)
         self._search = _Search(
-            prior=address_of(prior), prior_trials=prior_trials, global_trials=global_trials, common=address_of(common)
-        )
+            prior=address_of(prior, np.float64), prior_trials=prior_trials, global_trials=global_trials,
+            common=address_of(common, np.float64),
+        )  # fmt: skip
         self._address = ctypes.addressof(self._search)
         self._make_room(0)
 
@@ -118,11 +113,11 @@ class LookupSearch:
         parents, row = address_of(found.parents), found.parents.nbytes  # rows of one array
         self._library.treespec_lookup_count(
             parents, parents + 2 * row, parents + 3 * row, len(found.parents), address_of(path), len(path),
-            self._search.common, address_of(own),
+            self._search.common, address_of(own, np.float64),
         )  # fmt: skip
 
     def _make_room(self, nodes: int) -> None:
         self._ints, self._floats = np.empty((len(_INTS), nodes), dtype=np.int64), np.empty((len(_FLOATS), nodes))
-        for names, arrays in ((_INTS, self._ints), (_FLOATS, self._floats)):
+        for names, arrays, kind in ((_INTS, self._ints, np.int64), (_FLOATS, self._floats, np.float64)):
             for name, array in zip(names, arrays, strict=True):
-                setattr(self._search, name, address_of(array))
+                setattr(self._search, name, address_of(array, kind))

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from treespec.request import Request
-from treespec.tree import Draws, TokenTree
-from treespec_kernels.lookup_cpu import MATCHES, MAX_MATCH, PLACES, Found, LookupSearch, address_of
+from treespec.tree import Draws, TokenTree, path_values
+from treespec_kernels.cpu_library import address_of
+from treespec_kernels.lookup_cpu import MATCHES, MAX_MATCH, PLACES, Found, LookupSearch
 
 REACH = 8192  # tokens that are searched, counted from the end
 PRIOR_TRIALS = 12.0  # what the prior counts for against observed guesses
@@ -36,7 +37,7 @@ class Counts:
     def __init__(self) -> None:
         self.cells = np.zeros((2, PLACES, MAX_MATCH + 1))
         self.trials, self.hits = self.cells
-        self.address = address_of(self.cells)
+        self.address = address_of(self.cells, np.float64)
 
     def add(self, trials: np.ndarray, hits: np.ndarray) -> None:
         """Count guesses and those that held; [PLACES, MAX_MATCH + 1] each."""
@@ -233,10 +234,8 @@ def search(tokens: np.ndarray, depth: int, rates: np.ndarray, least: float) -> F
     places = np.minimum(places, PLACES - 1)
     matched = np.minimum(lengths[match] + level, MAX_MATCH)
     probs = np.concatenate([[1.0], rates[places, matched]])
-    values = probs.tolist()
-    for node, parent in enumerate(parents.tolist(), start=1):
-        values[node] *= values[parent]
-    order = np.argsort(-np.array(values), kind="stable")  # a parent comes first, and stays ahead of an equal child
+    values = path_values(probs, np.concatenate([[-1], parents]))
+    order = np.argsort(-values, kind="stable")  # a parent comes first, and stays ahead of an equal child
     index = np.argsort(order)
     return Found(
         tokens=np.concatenate([tokens[-1:], coming[match, level]])[order],
@@ -245,5 +244,5 @@ def search(tokens: np.ndarray, depth: int, rates: np.ndarray, least: float) -> F
         places=np.concatenate([[0], places])[order],
         lengths=np.concatenate([[0], matched])[order],
         probs=probs[order],
-        values=np.array(values)[order],
+        values=values[order],
     )

@@ -4,10 +4,13 @@ import gc
 import os
 from collections.abc import Iterator
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from tests.simulated_gpu import Gpu
 
 # The interpreter makes hundreds of objects for every operation, none of them in cycles: at the usual threshold the
 # collector takes an eighth of its time.
@@ -45,3 +48,12 @@ def poisoned_allocations(request: pytest.FixtureRequest) -> Iterator[None]:
     assert torch.empty(64, device=request.module.DEVICE).isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def gpu() -> "Iterator[Gpu]":
+    """A GPU that is simulated while a case runs."""
+    from tests.simulated_gpu import simulated_gpu
+
+    with simulated_gpu() as gpu:
+        yield gpu

@@ -1,11 +1,9 @@
-"""The engine on a simulated GPU, and that such a GPU notices what CUDA would not forgive: run by
-tests/test_simulated_gpu.py."""
+"""Programmatic launches, and the engine, on a simulated GPU: run by tests/test_simulated_gpu.py."""
 
 import contextlib
 import json
 import os
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,7 +18,7 @@ from triton.runtime.errors import OutOfResources
 from tests.families import TYPICAL, WINDOW, make_model, small
 from tests.interpreted.tuning_cases import PlannedClock
 from tests.models import greedy, make_draft, make_llama, new_folder, open_llm, random_prompts
-from tests.simulated_gpu import Gpu, simulated_gpu
+from tests.simulated_gpu import Gpu
 from treespec import LLM, SpecConfig
 from treespec.cache import KVCache
 from treespec.config import ModelConfig
@@ -33,10 +31,7 @@ from treespec.request import Request, RequestOutput
 from treespec.rounds.engine import GraphEngine
 from treespec.rounds.verify import VerifyHalf
 from treespec.runner import Runner
-from treespec_kernels import graph_capture
 from treespec_kernels.aot_spec import KernelShape
-from treespec_kernels.clock import CudaClock
-from treespec_kernels.graph_capture import GraphMemory
 from treespec_kernels.predecessors import wait_for_predecessors
 from treespec_kernels.quantized import WeightForm
 from treespec_kernels.row_topk import row_topk_triton
@@ -51,12 +46,6 @@ torch.set_num_threads(1)
 SMALL = {"num_hidden_layers": 1, "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48}
 PROMPTS = random_prompts([3, 62], vocab=64)
 TREES = SpecConfig(nodes=8, max_depth=2)
-
-
-@pytest.fixture
-def gpu() -> Iterator[Gpu]:
-    with simulated_gpu() as gpu:
-        yield gpu
 
 
 def leave(gpu: Gpu, of_each_switch: bool = False) -> None:
@@ -75,174 +64,6 @@ def leave(gpu: Gpu, of_each_switch: bool = False) -> None:
 def switches_of(module: str, kernel: str, arguments: dict[str, Any], options: dict[str, Any]) -> str:
     """What tells variants of a kernel apart that differ in more than sizes."""
     return repr((module, kernel, {name: value for name, value in arguments.items() if isinstance(value, bool | str)}))
-
-
-@contextlib.contextmanager
-def captured(pool: object = None) -> Iterator[torch.cuda.CUDAGraph]:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
-        yield graph
-
-
-# --- what CUDA does not forgive
-
-
-def test_both_devices_in_one_operation_are_refused(gpu: Gpu) -> None:
-    with pytest.raises(RuntimeError, match="expected all tensors on cuda:0"):
-        torch.ones(3, device="cuda") + torch.ones(3)
-    assert (torch.ones(3, device="cuda") + torch.tensor(1.0)).tolist() == [2.0] * 3
-
-
-def test_what_cpp_decides_by_a_tensors_device(gpu: Gpu) -> None:
-    """There a GPU's tensors are meta ones: what is made beside them must keep its values."""
-    x = torch.arange(6.0, device="cuda").view(3, 2)
-    assert x[[2, 0]].tolist() == [[4.0, 5.0], [0.0, 1.0]] == x[np.array([2, 0])].tolist()
-    x[[1], 1] = 9.0
-    assert x[1].tolist() == [2.0, 9.0]
-    assert torch.softmax(x.half(), -1, dtype=torch.float32).sum().item() == 3.0
-
-
-def test_a_kernel_does_not_take_the_hosts_memory(gpu: Gpu) -> None:
-    with pytest.raises(ValueError, match="of the host"):
-        row_topk_triton(torch.ones(2, 8), 1)
-
-
-@pytest.mark.parametrize(
-    "waits",
-    [
-        lambda x: x.sum().item(), lambda x: x.tolist(), lambda x: x.cpu(), lambda x: x[x > 1], lambda x: x.nonzero(),
-        lambda x: bool((x > 1).any()), lambda x: x.repeat_interleave(x.long()), lambda x: x[torch.tensor([1])],
-        lambda x: x[[1, 2]], lambda x: x.__setitem__([1], 1.0),
-    ],
-)  # fmt: skip
-def test_waiting_is_counted_and_not_captured(gpu: Gpu, waits: object) -> None:
-    assert callable(waits)
-    x = torch.ones(3, device="cuda")
-    waits(x)
-    assert len(gpu.waits) == 1
-    with pytest.raises(RuntimeError, match="cannot wait while a graph is captured"), captured():
-        waits(x)
-
-
-@pytest.mark.parametrize("made", [lambda: torch.tensor([1, 2], device="cuda"), lambda: torch.ones(2).to("cuda")])
-def test_pageable_memory_is_not_captured(gpu: Gpu, made: Callable[[], object]) -> None:
-    made()
-    with pytest.raises(RuntimeError, match="pageable"), captured():
-        made()
-
-
-def test_what_a_failed_capture_leaves_behind(gpu: Gpu) -> None:
-    """torch puts nothing back; `graph_capture` does, so that whatever follows runs as before."""
-    x = torch.ones(3, device="cuda")
-    before, memory = torch.cuda.current_stream(), GraphMemory.of(x.device)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="cannot wait while a graph is captured"):
-            graph_capture.captured(x.tolist, memory)
-        torch.cuda.empty_cache()
-        assert torch.cuda.current_stream() is before and not gpu.captures.generators
-    with pytest.raises(ZeroDivisionError):  # of the host: CUDA ends the capture in order
-        graph_capture.captured(lambda: 1 // 0, memory)
-    graph_capture.captured(lambda: x.add_(1), memory).replay()
-    assert x.tolist() == [2.0] * 3
-    with pytest.raises(RuntimeError, match="cannot wait while a graph is captured"), captured():
-        x.tolist()
-    assert torch.cuda.current_stream() is not before and gpu.captures.generators
-    with pytest.raises(RuntimeError, match="captures_underway"):
-        torch.cuda.empty_cache()
-
-
-def test_the_stream_of_the_first_capture_belongs_to_one_gpu(gpu: Gpu) -> None:
-    scores = torch.ones(2, 8, device="cuda:0")
-    with torch.cuda.device(torch.device("cuda:1")), captured():
-        pass
-    graph_capture.captured(lambda: row_topk_triton(scores, 1), GraphMemory.of(scores.device)).replay()
-    with pytest.raises(ValueError, match="launched on cuda:1, its tensors lie on cuda:0"), captured():
-        row_topk_triton(scores, 1)
-
-
-def test_other_threads_take_memory_while_a_graph_is_captured(gpu: Gpu) -> None:
-    x, made, refused = torch.ones(3, device="cuda"), [], []
-
-    def beside() -> None:
-        try:
-            made.append(x + 1)
-        except RuntimeError as error:
-            refused.append(error)
-
-    def launches() -> None:
-        thread = threading.Thread(target=beside)
-        thread.start()
-        thread.join()
-        x.add_(1)
-
-    graph_capture.captured(launches, GraphMemory.of(x.device)).replay()
-    assert x.tolist() == [2.0] * 3 == made[0].tolist() and not refused
-    with pytest.raises(RuntimeError, match="previous error during capture: another thread takes memory"), captured():
-        launches()
-    assert refused
-
-
-def test_a_replay_reads_its_buffers_anew_and_python_never(gpu: Gpu) -> None:
-    x, y, factor = torch.ones(2, device="cuda"), torch.zeros(2, device="cuda"), 3
-    with captured() as graph:
-        y.copy_(x * factor)
-    assert y.tolist() == [0, 0], "what is captured does not run"
-    graph.replay()
-    assert y.tolist() == [3, 3]
-    factor = 5
-    x.fill_(2)
-    graph.replay()
-    assert y.tolist() == [6, 6]
-
-
-def test_memory_of_a_pool_is_lost_when_another_graph_runs(gpu: Gpu) -> None:
-    pool, x = torch.cuda.graph_pool_handle(), torch.ones(2, device="cuda")
-    with captured(pool) as first:
-        inside = x + 1
-    with captured(pool) as second:
-        x.add_(1)
-    first.replay()
-    assert inside.tolist() == [2, 2]
-    second.replay()
-    assert inside.isnan().all()
-
-
-def test_freed_memory_is_noticed(gpu: Gpu) -> None:
-    x, y = torch.ones(2, device="cuda"), torch.zeros(2, device="cuda")
-    with captured() as graph:
-        y.copy_(x)
-    graph.replay()
-    gpu.finish()
-    del x
-    graph.replay()
-    with pytest.raises(RuntimeError, match="freed memory"):
-        gpu.finish()
-
-
-def test_pinned_memory_is_copied_late(gpu: Gpu) -> None:
-    host, x = torch.ones(2, pin_memory=True), torch.zeros(2, device="cuda")
-    x.copy_(host, non_blocking=True)
-    host.fill_(7)  # too early: nobody has waited
-    done = torch.cuda.Event()
-    done.record()
-    done.synchronize()
-    assert x.tolist() == [7, 7]
-    host.copy_(x + 1, non_blocking=True)
-    assert host.tolist() == [7, 7]
-    torch.cuda.synchronize()
-    assert host.tolist() == [8, 8]
-
-
-def test_the_autotuners_clock(gpu: Gpu) -> None:
-    """Calls are captured together and replayed between two events; warmed up, timed once and captured before."""
-    x, y = torch.zeros(2, device="cuda")
-    clock = CudaClock(torch.device("cuda"), samples=3)
-    assert clock.seconds([lambda: x.add_(1), lambda: y.add_(1)]) == 1e-3 / 2
-    assert gpu.replays == 4 and not gpu.waits
-    assert x.item() == y.item() == 2 + gpu.replays
-
-
-# --- programmatic launches
 
 
 @triton.jit

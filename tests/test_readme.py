@@ -63,6 +63,18 @@ def test_the_examples_of_sampling_run(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@needs_weights
+def test_the_example_of_structured_outputs_runs(tmp_path: Path) -> None:
+    section = README.split("\n### Structured outputs\n")[1].split("\n### ")[0]
+    [block] = re.findall(r"^```python\n(.*?)\n```$", section, flags=re.DOTALL | re.MULTILINE)
+    *before, last = block.split("\n")
+    shown = [f"text = {last}", "import json", "value = json.loads(text)"]
+    shown += ["assert list(value) == ['name', 'sizes'] and set(value['sizes']) <= set(range(1, 10)), text"]
+    code = "\n".join([fenced("The names are those of vLLM's offline API."), *before, *shown])
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_map_leads_somewhere() -> None:
     links = re.findall(r"\]\(([^)#]+)\)", README)
     paths = [link for link in links if "://" not in link]

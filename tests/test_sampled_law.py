@@ -74,8 +74,11 @@ def plain_logits() -> dict[tuple[int, ...], np.ndarray]:
 
 
 def law_after(tail: tuple[int, ...], params: SamplingParams) -> np.ndarray:
-    """float64 [vocab]: penalties, temperature and top_p as they are defined, in another hand than the engine's."""
+    """float64 [vocab]: allowed tokens, penalties, temperature and top_p as they are defined, in another hand than the
+    engine's."""
     scores = plain_logits()[tail].copy()
+    if params.allowed_token_ids is not None:
+        scores[~np.isin(np.arange(VOCAB), params.allowed_token_ids)] = -np.inf
     for token in range(VOCAB):
         if token in PROMPT or token in tail:
             factor = params.repetition_penalty
@@ -161,6 +164,7 @@ def test_the_g_test_itself() -> None:
 
 SSM = {"sources": ("ssm",)}
 PENALTIES = {"repetition_penalty": 1.6, "presence_penalty": 1.0, "frequency_penalty": 1.2}
+SOME = {"allowed_token_ids": (1, 2, 4, 5, 7)}
 CASES: dict[str, tuple[SpecConfig, dict[str, Any]]] = {
     "plain": (SpecConfig.off(), {}),
     "plain, penalties, top_p": (SpecConfig.off(), PENALTIES | {"top_p": 0.85}),
@@ -179,6 +183,7 @@ for rule in ("rejection", "traversal"):
             ("5-1 with replacement", {"branching": (5, 1), "draws": "with-replacement"} | SSM, {}),
             ("8 with lookup", {"nodes": 8, "draws": DRAWS[1 + (rule == "traversal")]}, {}),
             ("auto, penalties, top_p", {}, PENALTIES | {"top_p": 0.85}),
+            ("2-2-1, some tokens", {"branching": (2, 2, 1)} | SSM, SOME),
         )
     }
 

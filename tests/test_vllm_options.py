@@ -136,8 +136,7 @@ PARAMS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], str]] = {
         (OutputKind.DELTA, 1),
         "generate returns finished outputs",
     ),
-    "structured_outputs": ((None,), ({"choice": ["a", "b"]}, object()), "use allowed_token_ids, or logits_processors"),
-    "guided_decoding": ((None,), ({"regex": "a+"},), "use allowed_token_ids, or logits_processors"),
+    "guided_decoding": ((None,), ({"regex": "a+"},), "use SamplingParams(structured_outputs="),
     "extra_args": ((None, {}), ({"a": 1},), "give a logits processor its arguments"),
     "spaces_between_special_tokens": ((True,), (False, 1), "leave it out where special tokens are skipped"),
     "truncate_prompt_tokens": ((None,), (5, -1), "it is an option of the call"),
@@ -179,7 +178,7 @@ def test_options_of_calls_that_only_vllm_has(name: str) -> None:
             assert str(caught.value).startswith(f"{call}: {name}={value!r} is not supported; {instead}")
 
 
-def test_what_errors_name_instead_of_grammars_works() -> None:
+def test_a_constraint_of_transformers() -> None:
     llm = tiny_llm()
     allowed = PrefixConstrainedLogitsProcessor(lambda _, ids: [3, 4] if len(ids) % 2 else [5], 1)
     (output,) = llm.generate([1, 2], greedy(6, logits_processors=[allowed]))

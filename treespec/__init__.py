@@ -3,19 +3,21 @@
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "RequestOutput", "SamplingParams", "SpecConfig", "__version__"]
+__all__ = ["LLM", "RequestOutput", "SamplingParams", "SpecConfig", "StructuredOutputsParams", "__version__"]
 
 if TYPE_CHECKING:
     from treespec.config import SpecConfig
     from treespec.llm import LLM
     from treespec.params import SamplingParams
     from treespec.request import RequestOutput
+    from treespec.structured import StructuredOutputsParams
 
 _HOME = {
     "LLM": "treespec.llm",
     "RequestOutput": "treespec.request",
     "SamplingParams": "treespec.params",
     "SpecConfig": "treespec.config",
+    "StructuredOutputsParams": "treespec.structured",
 }
 
 

@@ -62,7 +62,8 @@ class SpecConfig:
         draws: of "rejection" and "traversal". "cross-source": no token twice below one node, whichever SSM draws;
             "without-replacement": no SSM draws one twice; "with-replacement": independent draws.
         sources: who drafts: "ssm" for all SSMs, an SSM's own name for it alone, "lookup" for what followed the same
-            tokens before; None = all at hand, () = none. `Drafter` objects given to `LLM` always do, unless it is ().
+            tokens before, "grammar" for what a structured output leaves no choice about; None = all at hand, () = none.
+            `Drafter` objects given to `LLM` always do, unless it is ().
         max_ssms: the most SSMs that draft in one round, those that the request's text speaks for; None = all, or, with
             nodes="auto", those that are worth their time. Drafts with another tokenizer are not counted.
 
@@ -126,7 +127,7 @@ class SpecConfig:
                 raise ConfigError(f"sources={self.sources!r}; valid: None or a tuple such as ('ssm', 'lookup')")
             for source in self.sources:
                 if source in _PENDING_SOURCES:
-                    raise not_yet("sources", source, '"ssm", an SSM\'s name, "lookup"')
+                    raise not_yet("sources", source, '"ssm", an SSM\'s name, "lookup", "grammar"')
         ssms = self.max_ssms
         if ssms is not None and (isinstance(ssms, bool) or not isinstance(ssms, int) or ssms < 1):
             raise ConfigError(f"max_ssms={ssms!r}; valid: None or an int of at least 1")
@@ -176,7 +177,7 @@ class SpecConfig:
 
     def check_sources(self, names: Sequence[str]) -> None:
         """Raise ConfigError where a source is neither a kind nor one of these SSMs."""
-        here = ("ssm", *names, "lookup") if names else ("lookup",)
+        here = (*(("ssm", *names) if names else ()), "lookup", "grammar")
         for source in self.sources or ():
             if source not in here:
                 close = difflib.get_close_matches(source, here, n=1)

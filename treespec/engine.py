@@ -10,6 +10,7 @@ import numpy as np
 
 from treespec.cache import KVCache
 from treespec.drafters.base import Drafter, check_proposal
+from treespec.drafters.forced import forced_tree
 from treespec.drafters.foreign import ForeignDrafter
 from treespec.drafters.lookup import LookupDrafter
 from treespec.drafters.plan import Drafted
@@ -148,9 +149,9 @@ class Engine:
             trees = self.lookup.propose(requests, depths, self.planner.least_value)
             if any(len(tree) > 1 for tree in trees):
                 proposals.append((self.lookup, trees))
+        forced = [forced_tree(request, plan.max_depth) for request, plan in zip(requests, plans, strict=True)]
         merged = [
-            _merged(request, [root, *trees])
-            for request, root, *trees in zip(requests, roots, *(trees for _, trees in proposals), strict=True)
+            _merged(request, own) for request, *own in zip(requests, forced, *(t for _, t in proposals), strict=True)
         ]
         if self.ssms is not None:
             began = time.perf_counter()
@@ -160,7 +161,9 @@ class Engine:
                 proposals.append((self.ssms, merged))
         ids = [request.request_id for request in requests]
         self._proposed = [(drafter, dict(zip(ids, trees, strict=True))) for drafter, trees in proposals]
-        return self.planner.cut(requests, merged, self.ssms.drafted if self.ssms is not None else Drafted(0, 0))
+        cut = self.planner.cut(requests, merged, self.ssms.drafted if self.ssms is not None else Drafted(0, 0))
+        # Fixed trees have guesses of probability 0, too, where there are no others.
+        return [_pruned(request, tree) for request, tree in zip(requests, cut, strict=True)]
 
     def forward(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> list[Scored]:
         """ONE target pass over all nodes of all requests. A request that computes NaN ends here, alone.
@@ -262,12 +265,13 @@ def _verify(request: Request, tree: TokenTree, choices: Choices) -> Verified:
 
 
 def _merged(request: Request, trees: Sequence[TokenTree]) -> TokenTree:
-    """What sources without a pass propose for a request. Random draws stay whole, so others give way to them.
+    """What sources without a pass propose for a request, as far as it may write that. Random draws stay whole, so
+    others give way to them.
 
     Raises:
         DraftError: there are more of them than the request's nodes. Nothing has reached the cache.
     """
-    tree = merge(trees)
+    tree = _pruned(request, merge(trees))
     if tree.draws.rows is None or len(tree) <= request.spec.max_nodes:
         return tree
     tree = merge([trees[0], *(each for each in trees if each.draws.rows is not None)])
@@ -277,6 +281,11 @@ def _merged(request: Request, trees: Sequence[TokenTree]) -> TokenTree:
             f"of which may be left out; nodes={request.spec.max_nodes} allows so many, the root included"
         )
     return tree
+
+
+def _pruned(request: Request, tree: TokenTree) -> TokenTree:
+    """A request's tree as far as it may write that."""
+    return tree if request.restriction is None else request.restriction.prune(tree, request.tokens)
 
 
 def follow(tree: TokenTree, tokens: Sequence[int]) -> np.ndarray:

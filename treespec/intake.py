@@ -14,6 +14,7 @@ from treespec.chat import Conversation
 from treespec.config import SpecConfig
 from treespec.detokenizer import Detokenizer
 from treespec.errors import ConfigError, RequestError, reject_unknown
+from treespec.grammar import Grammars
 from treespec.params import SamplingParams
 from treespec.request import CompletionOutput, PromptGroup, Request, RequestMetrics, RequestOutput, new_request_id
 from treespec.sampler import Sampler, new_seed
@@ -98,6 +99,7 @@ class Intake:
         eos_token_ids: of the target and of the tokenizer.
         max_model_len: positions of the longest request.
         device: of the target's logits.
+        grammars: for structured outputs.
         kernel_noise: whether noise is computed by a kernel (`Sampler`).
     """
 
@@ -106,6 +108,7 @@ class Intake:
     eos_token_ids: tuple[int, ...]
     max_model_len: int
     device: torch.device
+    grammars: Grammars
     kernel_noise: bool = False
 
     def requests(
@@ -151,9 +154,11 @@ class Intake:
         request.detokenizer = self.detokenizer(tokens, params) if stream or params.stop else None
         if not params.is_argmax:
             spellings = self._spell(params.bad_words)
+            form = params.structured_outputs
+            grammar = None if form is None else self.grammars.grammar(form, len(tokens))
             request.sampler = Sampler(
                 params, tokens, request.end_tokens, spellings, self.vocab_size, self.device, seed or 0, sample,
-                self.kernel_noise,
+                self.kernel_noise, grammar=grammar,
             )  # fmt: skip
         return request
 

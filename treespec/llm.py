@@ -20,6 +20,7 @@ from treespec.chat import Message, conversations
 from treespec.config import SpecConfig
 from treespec.defaults import check_generation_config, default_sampling_params
 from treespec.errors import ConfigError, RequestError, reject_unknown
+from treespec.grammar import Grammars
 from treespec.intake import Intake, Prompt, Tokenization, as_list, no_text
 from treespec.params import SamplingParams
 from treespec.request import Request, RequestOutput, StreamChunk
@@ -122,9 +123,11 @@ class LLM:
             spoken = UserTokenizer(found)
         self._tokenizer = None if spoken is None else spoken.own
         ends = (*target.eos_token_ids, *(() if spoken is None else spoken.eos_token_ids))
+        vocab_size, device = target.shape.vocab_size, self.engine.runner.target.device
+        ends = tuple(dict.fromkeys(ends))
         self._intake = Intake(
-            spoken, target.shape.vocab_size, tuple(dict.fromkeys(ends)), self.config.max_model_len,
-            self.engine.runner.target.device, kernel_noise=self.config.linear == "triton",
+            spoken, vocab_size, ends, self.config.max_model_len, device,
+            Grammars(self._tokenizer, vocab_size, ends, device), kernel_noise=self.config.linear == "triton",
         )  # fmt: skip
 
     def generate(

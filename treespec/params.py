@@ -8,6 +8,7 @@ from typing import Any
 
 from treespec.errors import ConfigError, reject_unknown
 from treespec.scalars import as_int, as_number, plain
+from treespec.structured import StructuredOutputsParams
 from treespec.vllm_options import PARAMS, without_absent
 
 logger = logging.getLogger("treespec")
@@ -22,9 +23,9 @@ class SamplingParams:
 
     Here temperature is 0 (greedy) and max_tokens 128; vLLM's defaults are 1.0 and 16.
 
-    The target's logits become probabilities in this order: allowed_token_ids, logit_bias, bad_words, min_tokens,
-    repetition_, frequency_ and presence_penalty, logits_processors, temperature, top_k, top_p, min_p. Each node of a
-    token tree has its own ancestors for its past, in the very code of plain decoding.
+    The target's logits become probabilities in this order: allowed_token_ids and structured_outputs, logit_bias,
+    bad_words, min_tokens, repetition_, frequency_ and presence_penalty, logits_processors, temperature, top_k, top_p,
+    min_p. Each node of a token tree has its own ancestors for its past, in the very code of plain decoding.
 
     Args:
         max_tokens: the most tokens to generate; None = as many as the context holds.
@@ -54,6 +55,7 @@ class SamplingParams:
             before them. The prompt's end counts as their beginning, too.
         logit_bias: token id to what is added to its logit.
         allowed_token_ids: no other tokens are chosen, end tokens neither; None = all.
+        structured_outputs: the form of the output: `StructuredOutputsParams`, or a dict of its keywords.
         logits_processors: Hugging Face's: called with (input_ids [1, length], scores [1, vocab] float32) and returning
             scores, once per decided token with that token's own past. They may be called for tokens that are not
             emitted in the end, and not in turn, so they must not keep what they saw.
@@ -89,6 +91,7 @@ class SamplingParams:
     bad_words: Sequence[str] = ()
     logit_bias: dict[int, float] | None = field(default=None, hash=False)  # a dict has no hash
     allowed_token_ids: Sequence[int] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     logits_processors: Sequence[Any] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -124,7 +127,8 @@ class SamplingParams:
     def transforms_logits(self) -> bool:
         """Whether anything but a temperature and truncation changes what is chosen."""
         others = self.bad_words or self.logit_bias or self.logits_processors or self.min_tokens
-        return self.has_penalties or self.allowed_token_ids is not None or bool(others)
+        restricted = self.allowed_token_ids is not None or self.structured_outputs is not None
+        return self.has_penalties or restricted or bool(others)
 
     @property
     def truncates(self) -> bool:
@@ -198,6 +202,9 @@ class SamplingParams:
                     f"allowed_token_ids={self.allowed_token_ids!r}; valid: at least one token id, or None for all"
                 )
             object.__setattr__(self, "allowed_token_ids", allowed)
+        object.__setattr__(self, "structured_outputs", StructuredOutputsParams.of(self.structured_outputs))
+        if self.structured_outputs is not None and self.ignore_eos:
+            raise ConfigError("ignore_eos=True: an end token is what ends a structured output; leave ignore_eos out")
         for processor in self.logits_processors:
             if not callable(processor):
                 raise ConfigError(

@@ -13,6 +13,7 @@ from treespec.config import RANDOM_DRAWS, SpecConfig
 from treespec.detokenizer import Detokenizer
 from treespec.drafters.trust import Trust
 from treespec.params import SamplingParams
+from treespec.restriction import Restriction
 from treespec.sampler import Sampler
 from treespec.sampling import Logprob
 
@@ -236,6 +237,11 @@ class Request:
     def draws_at_random(self) -> bool:
         """Whether drafts draw tokens at random for it, and the rule of verification counts on that."""
         return self.is_sampled and self.spec.verification in RANDOM_DRAWS
+
+    @property
+    def restriction(self) -> Restriction | None:
+        """The tokens that it may write at all; None = all."""
+        return None if self.sampler is None else self.sampler.restriction
 
     @property
     def tokens_left(self) -> int:

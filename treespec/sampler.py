@@ -11,9 +11,11 @@ from torch import Tensor
 
 from treespec.config import RANDOM_DRAWS
 from treespec.errors import RequestError
+from treespec.grammar import Grammar
 from treespec.noise import Noise
 from treespec.oracle import RandomOracle
 from treespec.params import SamplingParams
+from treespec.restriction import Restriction
 from treespec.sampling import Transforms, truncate_rows
 from treespec.tree import TokenTree
 from treespec.verify import Verified, verify_drawn_one
@@ -48,6 +50,10 @@ class Sampler:
         kernel_noise: whether the noise is computed where the logits are, by the kernel that captured rounds use: its
             logarithms may round otherwise than the host's, so an engine uses one of the two for everything.
         transforms: in place of those of `params`, temperature and truncation included.
+        grammar: of its structured output, if it has one.
+
+    Attributes:
+        restriction: the tokens that it may write at all, for those who draft for it; None = all.
     """
 
     def __init__(
@@ -62,12 +68,17 @@ class Sampler:
         sample: int = 0,
         kernel_noise: bool = False,
         transforms: Scoring | None = None,
+        grammar: Grammar | None = None,
     ):
         self.params, self.temperature, self._device = params, params.temperature, device
         self._end_tokens = frozenset(end_tokens)
-        self.transforms: Scoring = transforms or Transforms(
-            params, len(prompt), end_tokens, bad_words, vocab_size, device
-        )
+        self.transforms: Scoring
+        self.restriction: Restriction | None = None
+        if transforms is not None:
+            self.transforms = transforms
+        else:
+            own = Transforms(params, len(prompt), end_tokens, bad_words, vocab_size, device, grammar)
+            self.transforms, self.restriction = own, own.restriction
         self.noise = Noise(seed, sample, vocab_size)
         self._key = seed, sample
         self._kernel_noise = kernel_noise
@@ -211,6 +222,6 @@ class Sampler:
                 f"logit_bias, penalties or logits_processors made NaN or infinity at position {position}"
             )
         raise RequestError(
-            f"no token is left at position {position}: allowed_token_ids, bad_words, logit_bias, min_tokens or "
-            "logits_processors exclude them all"
+            f"no token is left at position {position}: allowed_token_ids, structured_outputs, bad_words, logit_bias, "
+            "min_tokens or logits_processors exclude them all"
         )

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from treespec.errors import RequestError
+from treespec.grammar import Grammar
 from treespec.params import SamplingParams
+from treespec.restriction import Restriction
 from treespec.surroundings import outside_code
 
 _NUCLEUS = 64  # of a draft's tokens, the likeliest of which are looked at for truncation
@@ -28,6 +30,10 @@ class Transforms:
         bad_words: token ids of each spelling.
         vocab_size: of the target.
         device: of the logits.
+        grammar: of the parameters' structured output, if they ask for one.
+
+    Attributes:
+        restriction: the tokens that the request may write at all, for those who draft for it; None = all.
     """
 
     def __init__(
@@ -38,13 +44,13 @@ class Transforms:
         bad_words: Sequence[Sequence[int]],
         vocab_size: int,
         device: torch.device,
+        grammar: Grammar | None = None,
     ):
         self.params, self._num_prompt, self._bad_words = params, num_prompt, [list(word) for word in bad_words]
         self._longest = max(map(len, self._bad_words), default=1) - 1
-        self._excluded: Tensor | None = None
-        if params.allowed_token_ids is not None:
-            self._excluded = torch.ones(vocab_size, dtype=torch.bool, device=device)
-            self._excluded[list(params.allowed_token_ids)] = False
+        self.restriction: Restriction | None = None
+        if grammar is not None or params.allowed_token_ids is not None:
+            self.restriction = Restriction(params.allowed_token_ids, grammar, vocab_size, device)
         bias = params.logit_bias or {}
         self._biased = torch.tensor(list(bias), dtype=torch.int64, device=device)
         self._bias = torch.tensor(list(bias.values()), dtype=torch.float32, device=device)
@@ -61,11 +67,11 @@ class Transforms:
             ancestors: what a path of the tree adds to them.
 
         Raises:
-            RequestError: a processor failed, or returned something else than scores.
+            RequestError: a processor failed, or returned something else than scores, or as `Restriction.excluded`.
         """
         params, scores = self.params, logits.float()
-        if self._excluded is not None:
-            scores = scores.masked_fill(self._excluded, -torch.inf)
+        if self.restriction is not None:
+            scores = scores.masked_fill(self.restriction.excluded(tokens, ancestors), -torch.inf)
         if len(self._biased):
             scores = scores.index_add(0, self._biased, self._bias)
         if self._bad_words:

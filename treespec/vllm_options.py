@@ -14,11 +14,7 @@ class Absent(NamedTuple):
     instead: str
 
 
-_GRAMMAR = Absent(
-    (None,),
-    "use allowed_token_ids, or logits_processors with one that follows from the tokens before, such as transformers' "
-    "PrefixConstrainedLogitsProcessor",
-)
+_GRAMMAR = Absent((None,), "use SamplingParams(structured_outputs={'json': schema}), or another form")
 _LORA = Absent((None,), "merge the adapter into the model (merge_and_unload of peft) and open the result as an LLM")
 _TEXT_ONLY = Absent((None, {}), "prompts are text or token ids: leave it out")
 
@@ -37,7 +33,6 @@ PARAMS = {
     "spaces_between_special_tokens": Absent(
         (True,), "leave it out where special tokens are skipped, or decode token_ids with what writes no spaces"
     ),
-    "structured_outputs": _GRAMMAR,
     "thinking_token_budget": Absent((None, -1), "use max_tokens"),
     "truncate_prompt_tokens": Absent(
         (None,), "it is an option of the call, as in vLLM 0.17: tokenization_kwargs={'truncate_prompt_tokens': ...}"

@@ -107,6 +107,14 @@ class _Tree:
             if self.draw(node) is None or node.repeats == _MOST_REPEATS:
                 break
 
+    def path(self, node: int) -> list[int]:
+        """The tokens from below the root down to a node."""
+        tokens: list[int] = []
+        while node:
+            tokens.append(self.tokens[node])
+            node = self.parents[node]
+        return tokens[::-1]
+
     def fill(self) -> None:
         """Draw further children of scored nodes, the most needed first, until the tree has its nodes."""
         open_nodes = list(self.scored)
@@ -222,6 +230,11 @@ class DrawnForest:
         )
         self.frontier = self._frontier(going)
         return broken
+
+    def paths(self) -> list[list[int]]:
+        """By row of the frontier, the tokens from below its root down to it."""
+        rows = zip(self.frontier.owners.tolist(), self.frontier.nodes.tolist(), strict=True)
+        return [self._trees[owner].path(node) for owner, node in rows]
 
     def _expanded(self, tree: _Tree, start: int) -> list[int]:
         """Which of a tree's nodes from `start` on are scored next."""

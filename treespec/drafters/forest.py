@@ -237,6 +237,16 @@ class Forest:
         scale = np.minimum((1 - taken) / np.maximum(1 - before, 1e-9), 1.0)
         return np.where(seeds >= 0, both / np.maximum(taken, 1.0)[:, None], mixture * np.maximum(scale, 0.0)[:, None])
 
+    def paths(self) -> list[list[int]]:
+        """By row of the frontier, the tokens from below its root down to it."""
+        tokens = np.concatenate([level.tokens for level in self._levels])
+        parents = np.concatenate([level.parents for level in self._levels])
+        nodes, upwards = self.frontier.nodes, []
+        for _ in range(self.depth):
+            upwards.append(tokens[nodes])
+            nodes = parents[nodes]
+        return np.stack(upwards[::-1], axis=1).tolist() if upwards else [[] for _ in nodes]
+
     def children_at(self, owner: int) -> int:
         """The most children of a node of the frontier."""
         branching = self.shapes[owner].branching

@@ -18,7 +18,7 @@ from treespec.drafters.drawn import DrawnForest
 from treespec.drafters.forest import Forest, Laws, Shape
 from treespec.drafters.levels import CompiledLevels, Levels, levels_for
 from treespec.drafters.plan import Drafted, DraftPlan, GrowthRule
-from treespec.drafters.ssm_rows import Rows, score_rows, softmax_at
+from treespec.drafters.ssm_rows import Guess, Rows, score_rows, softmax_at
 from treespec.drafters.ssm_state import SsmState, open_mass, places_of
 from treespec.drafters.trust import WINDOW, Trust
 from treespec.models.compiled import CompiledDecoder
@@ -160,7 +160,9 @@ class SsmDrafter:
         """What runs a level in one call; None where that takes more: noise or temperatures, or tokens left out."""
         if not isinstance(forest, CompiledForest) or not isinstance(levels, CompiledLevels):
             return None
-        if any(request.is_sampled for request in requests) or min(self.known) < self.models[0].vocab_size:
+        if any(request.is_sampled or request.restriction is not None for request in requests):
+            return None
+        if min(self.known) < self.models[0].vocab_size:
             return None
         depth = max(shape.max_depth for shape in forest.shapes)
         if depth == 1:
@@ -401,11 +403,11 @@ class SsmDrafter:
             last = np.cumsum([r.context_len + 1 - start for (r, _), start in zip(served, starts, strict=True)]) - 1
             scored = last if len(self.models) == 1 else np.arange(len(tokens))
             rows = np.arange(len(own)) if len(self.models) == 1 else last
-            guessed = [
-                (request, slice(row, row + 1), request.context_len + 1)
+            guesses = [
+                Guess(request, slice(row, row + 1), request.context_len + 1, [()])
                 for (request, _), row in zip(served, rows.tolist(), strict=True)
             ]
-            probs, logits = self._score_rows(ssm, layouts[key], tokens, scored, guessed)
+            probs, logits = self._score_rows(ssm, layouts[key], tokens, scored, guesses)
             self._passes, self._request_passes = self._passes + 1, self._request_passes + len(own)
             if len(self.models) > 1:
                 for (request, state), start, end in zip(served, starts, last, strict=True):
@@ -428,18 +430,19 @@ class SsmDrafter:
         parts = at.parts()
         for owner in parts:
             states[owner].begin_level(levels.first_slot(owner))
+        paths = forest.paths() if any(requests[owner].restriction for owner in parts) else []
         results: list[Laws] = []
         for ssm in range(len(self.models)):
             places = places_of(ssm, states, parts)
             if not places:
                 continue
             rows = np.concatenate([np.arange(parts[owner].start, parts[owner].stop) for owner in places])
-            guessed = [
-                (requests[owner], place, requests[owner].context_len + 1 + forest.depth)
+            guesses = [
+                Guess(requests[owner], place, requests[owner].context_len + 1 + forest.depth, paths[parts[owner]])
                 for owner, place in places.items()
             ]
             probs, logits = self._score_rows(
-                ssm, levels.plan(ssm, rows), at.tokens[rows], np.arange(len(rows)), guessed
+                ssm, levels.plan(ssm, rows), at.tokens[rows], np.arange(len(rows)), guesses
             )
             self._passes, self._request_passes = self._passes + 1, self._request_passes + len(places)
             for owner, place in places.items():
@@ -449,7 +452,7 @@ class SsmDrafter:
 
     def _score_rows(
         self, ssm: int, layout: Pass, tokens: np.ndarray, scored: np.ndarray,
-        guessed: Sequence[tuple[Request, slice, int]] = (),
+        guesses: Sequence[Guess] = (),
     ) -> Rows:  # fmt: skip
         model, pool = self.models[ssm], self.cache.pools[1 + ssm]
-        return score_rows(model, pool, self.known[ssm], layout, tokens, scored, guessed)
+        return score_rows(model, pool, self.known[ssm], layout, tokens, scored, guesses)

@@ -13,11 +13,32 @@ from treespec.request import Request
 
 
 class Rows(NamedTuple):
-    """An SSM's probabilities as drafts are made by, and its own logits where they are not the same thing: where a
-    request samples. float32 [num rows, vocab] each."""
+    """An SSM's probabilities as drafts are made by, and its logits without temperature and noise where they are not the
+    same thing: where a request samples. float32 [num rows, vocab] each."""
 
     probs: np.ndarray
     logits: np.ndarray
+
+
+class Guess(NamedTuple):
+    """Scored rows that guess a request's next token.
+
+    Attributes:
+        request: whose temperature, noise and restrictions go into their probabilities.
+        rows: of those that are scored.
+        position: of the token that they guess.
+        paths: by row, what the tree adds to the request's tokens; empty where nothing restricts it.
+    """
+
+    request: Request
+    rows: slice
+    position: int
+    paths: Sequence[Sequence[int]]
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether anything but the SSM decides."""
+        return self.request.is_sampled or self.request.restriction is not None
 
 
 def softmax_at(logits: np.ndarray, token: int) -> float:
@@ -27,7 +48,7 @@ def softmax_at(logits: np.ndarray, token: int) -> float:
 
 def score_rows(
     model: Decoder, pool: Tensor, known: int, layout: Pass, tokens: np.ndarray, scored: np.ndarray,
-    guessed: Sequence[tuple[Request, slice, int]] = (),
+    guesses: Sequence[Guess] = (),
 ) -> Rows:  # fmt: skip
     """One pass of an SSM over some rows; the scores of the scored ones.
 
@@ -37,8 +58,7 @@ def score_rows(
         layout: of the rows, from `model`.
         tokens: int64 [num rows].
         scored: int64, which rows.
-        guessed: for a part of the scored rows the request, and the position of the token that they guess: its
-            temperature and noise go into their probabilities.
+        guesses: for a part of the scored rows, what a request makes of them.
     """
     hidden = model.forward(torch.from_numpy(tokens).to(model.device), layout, pool)
     if not len(scored):
@@ -47,21 +67,25 @@ def score_rows(
     hidden = hidden[: len(tokens)]
     if len(scored) < len(tokens):
         hidden = hidden[torch.from_numpy(scored)]
-    sampled = [guess for guess in guessed if guess[0].is_sampled]
+    changed = [guess for guess in guesses if guess.is_changed]
     compiled = model if isinstance(model, CompiledDecoder) and known == model.vocab_size else None
-    if compiled is not None and not sampled:
+    if compiled is not None and not changed:
         probs = compiled.probs(hidden).numpy()
         return Rows(probs, probs)
     logits = model.logits(hidden).float()
     logits[:, known:] = -torch.inf
-    tempered = logits.clone() if sampled else logits
     others = np.ones(len(scored), dtype=bool)
-    for request, part, position in sampled:
+    for request, part, _, paths in changed:
+        others[part] = False
+        if request.restriction is not None:
+            request.restriction.narrow(logits[part], request.tokens, paths)
+    sampled = [guess for guess in changed if guess.request.is_sampled]
+    tempered = logits.clone() if sampled else logits
+    for request, part, position, _ in sampled:
         assert request.sampler is not None
         request.sampler.temper(tempered[part], position, request.spec.verification)
-        others[part] = False
     result = torch.softmax(tempered, -1)
-    if compiled is not None and others.any():  # as without the sampled ones beside them
+    if compiled is not None and others.any():  # as without the changed ones beside them
         result[torch.from_numpy(others)] = compiled.probs(hidden[torch.from_numpy(others)])
     probs = result.cpu().numpy()
     return Rows(probs, logits.cpu().numpy() if sampled else probs)

@@ -173,14 +173,17 @@ class TranslatedDrafter(ForeignDrafter):
 
     def _probs(self, logits: Tensor, requests: Sequence[Request], forest: Forest | DrawnForest) -> Tensor:
         """float32 [frontier, target's vocabulary], on the host: the law of the next token among those that both have,
-        with each request's temperature and noise."""
+        with each request's restrictions, temperature and noise."""
         logits = logits.index_select(1, self._columns).masked_fill_(self._masked, -torch.inf)
         owners = forest.frontier.owners
+        paths = forest.paths() if any(request.restriction for request in requests) else []
         for owner in np.unique(owners).tolist():
             request = requests[owner]
+            part = slice(*np.searchsorted(owners, [owner, owner + 1]).tolist())
+            if request.restriction is not None:
+                request.restriction.narrow(logits[part], request.tokens, paths[part])
             if request.is_sampled:
                 assert request.sampler is not None
-                part = slice(*np.searchsorted(owners, [owner, owner + 1]).tolist())
                 position = request.context_len + 1 + forest.depth
                 request.sampler.temper(logits[part], position, request.spec.verification)
         return torch.softmax(logits, -1).cpu()

@@ -1,0 +1,149 @@
+"""Which tokens may follow a text: compared with a parser that reads every text from its beginning."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from llguidance import LLMatcher
+
+from tests.forms import (
+    CLOSED,
+    PROMPTS,
+    asked,
+    every_form,
+    form_of,
+    fresh_intake,
+    grammars,
+    parsed,
+    speaking_tokenizer,
+)
+from tests.models import VOCAB
+from tests.sampled import TREE
+from tests.speech import END, speaking_llm
+from treespec import StructuredOutputsParams
+from treespec.errors import RequestError
+from treespec.grammar import Grammar, Grammars
+
+
+def excluded_from_scratch(name: str, text: Sequence[int]) -> np.ndarray:
+    """bool [vocab], by a parser that reads the text from its beginning, a token at a time."""
+    parser = parsed(name).deep_copy()
+    for token in text:
+        assert parser.consume_token(token)
+    bits = np.frombuffer(parser.compute_bitmask(), dtype=np.uint8)
+    return np.unpackbits(bits, bitorder="little")[:VOCAB] == 0
+
+
+@every_form
+def test_what_may_follow_depends_on_the_text_alone(name: str) -> None:
+    """Asked in any order, below any path, with texts between that do not fit."""
+    rng = random.Random(name)
+    for _ in range(6):
+        grammar, text = grammars().grammar(form_of(name), 2), [7, 9]
+        while len(text) < 30:
+            paths: list[list[int]] = [[]]
+            for _ in range(6):
+                path = list(rng.choice(paths))
+                while len(path) < 5:
+                    following = np.flatnonzero(~excluded_from_scratch(name, [*text[2:], *path])[1:]) + 1
+                    if not len(following) or rng.random() < 0.2:
+                        break
+                    path.append(int(rng.choice(following)))
+                paths.append(path)
+            for path in rng.sample(paths, len(paths)):
+                wanted = excluded_from_scratch(name, [*text[2:], *path])
+                assert np.array_equal(grammar.excluded(text, path).numpy(), wanted)
+                wrong = int(rng.choice(np.flatnonzero(wanted))) or 1
+                fits = grammar.fitting(text, [*path, wrong, wrong])
+                assert fits >= len(path)
+                if fits == len(path):
+                    with pytest.raises(RequestError, match=f"token {wrong} does not fit the text before it"):
+                        grammar.excluded(text, [*path, wrong, wrong])
+                with pytest.raises(RequestError, match="nothing follows an end token"):
+                    grammar.excluded(text, [*path, 0])
+                assert grammar.fitting(text, [*path, 0, 5]) in (len(path), len(path) + 1)
+            forced = grammar.forced(text)
+            for count, token in enumerate(forced):
+                assert np.flatnonzero(~excluded_from_scratch(name, [*text[2:], *forced[:count]])).tolist() == [token]
+            following = np.flatnonzero(~grammar.excluded(text).numpy()[1:]) + 1
+            if not len(following):
+                break
+            text.append(int(rng.choice(following)))
+
+
+def test_a_node_that_sees_the_roots_grammar_is_noticed() -> None:
+    """The fault that `test_trees_write_what_plain_decoding_writes` is there for."""
+    excluded = Grammar.excluded
+
+    def of_the_root(self: Grammar, tokens: Sequence[int], ancestors: Sequence[int] = ()) -> torch.Tensor:
+        return excluded(self, tokens)
+
+    llm = speaking_llm()
+    params = asked(CLOSED)
+    faulty = mock.patch.object(Grammar, "excluded", of_the_root)
+    with faulty, pytest.raises(RequestError, match="doesn't satisfy the grammar"):
+        llm.generate(PROMPTS, params, TREE)
+
+
+class _Limited:
+    """A parser that fails for good below two drafted tokens, as one does that takes more than llguidance's limits."""
+
+    def __init__(self, own: LLMatcher, failures: list[int]):
+        self._own, self._failures, self._failed = own, failures, False
+
+    def deep_copy(self) -> "_Limited":
+        return _Limited(self._own.deep_copy(), self._failures)
+
+    def try_consume_tokens(self, tokens: list[int]) -> int:
+        if len(tokens) >= 2:
+            self._failed = True
+            self._failures.append(len(tokens))
+        return self._own.try_consume_tokens(tokens)
+
+    def is_error(self) -> bool:
+        return self._failed
+
+    def get_error(self) -> str:
+        return "too\n  complex"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_parser_that_fails_at_a_drafted_text_costs_no_token(temperature: float) -> None:
+    """Plain decoding never asks it about that text."""
+    llm = speaking_llm()
+    params = asked(CLOSED, temperature=temperature, seed=2)
+    plain = llm.generate(PROMPTS, params, "off")
+    failures: list[int] = []
+    parse = Grammars._parse
+    limited = mock.patch.object(Grammars, "_parse", lambda self, form: _Limited(parse(self, form), failures))
+    with limited, mock.patch.object(llm, "_intake", fresh_intake(llm)):
+        outputs = llm.generate(PROMPTS, params, TREE)
+    assert failures
+    assert [output.outputs for output in outputs] == [output.outputs for output in plain]
+
+
+def test_padded_and_larger_vocabularies() -> None:
+    """Logits of more or of fewer columns than the tokenizer has tokens."""
+    own = speaking_tokenizer()
+    form = StructuredOutputsParams(regex="[a-z]+")
+    wanted = grammars().grammar(form, 0).excluded([]).numpy()
+    assert not wanted.all()
+    for size in (1, 300, VOCAB - 1, VOCAB + 1, VOCAB + 70):
+        found = Grammars(own, size, (0, 900), torch.device("cpu")).grammar(form, 0).excluded([]).numpy()
+        shared = min(size, VOCAB)
+        assert len(found) == size and (found[:shared] == wanted[:shared]).all() and found[shared:].all()
+
+
+def test_all_end_tokens_of_a_model_end_an_output() -> None:
+    own = speaking_tokenizer()
+    assert own.token_to_id(END) == 0
+    grammar = Grammars(own, VOCAB, (0, 400), torch.device("cpu")).grammar(StructuredOutputsParams(choice=["a"]), 0)
+    text = own.encode("a").ids
+    assert np.flatnonzero(~grammar.excluded(text).numpy()).tolist() == [0, 400]

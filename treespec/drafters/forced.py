@@ -1,0 +1,21 @@
+"""What a grammar leaves no choice about: a chain of tokens that are certain before anybody guesses."""
+
+import numpy as np
+
+from treespec.request import Request
+from treespec.tree import Draws, TokenTree
+
+
+def forced_tree(request: Request, max_depth: int) -> TokenTree:
+    """The tokens that must follow a request's text, at most `max_depth`, as a chain over its last token; that alone
+    where there is no grammar, or a choice."""
+    root = request.tokens[-1]
+    grammar = request.restriction.grammar if request.restriction is not None else None
+    if grammar is None or not max_depth or not request.spec.allows("grammar", "grammar"):
+        return TokenTree.root(root)
+    forced = grammar.forced(request.tokens)[:max_depth]
+    if not forced:
+        return TokenTree.root(root)
+    nodes = np.arange(1 + len(forced))
+    draws = Draws(nodes[:-1], nodes[1:], np.zeros(len(forced), dtype=np.int64), np.ones(len(forced)))
+    return TokenTree(np.array([root, *forced]), nodes - 1, nodes, np.ones(len(nodes)), draws, ("grammar",))

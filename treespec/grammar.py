@@ -1,0 +1,200 @@
+"""Structured outputs: which tokens may follow a text, by llguidance's parser.
+
+What may follow depends on the text alone, so a node of a token tree is treated exactly as plain decoding treats the
+same text, however the parser got there. The tests compare it with a parser that reads every text from its beginning.
+"""
+
+import json
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treespec.errors import RequestError
+from treespec.structured import StructuredOutputsParams, closed_schema
+from treespec.tokenizer import check_text
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+_KEPT = 64  # forms whose parsers are kept for requests to come
+
+
+class Grammars:
+    """Makes the grammar of every request that has one.
+
+    Args:
+        tokenizer: of the model, transformers' or `tokenizers.Tokenizer`; None where it has none.
+        vocab_size: of the target.
+        end_tokens: of the model and its tokenizer. A grammar allows them where its sentence is complete.
+        device: of the target's logits.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, end_tokens: Sequence[int], device: torch.device):
+        self._own, self._vocab_size, self._device = tokenizer, vocab_size, device
+        self._end_tokens = [token for token in end_tokens if token < vocab_size]
+        self._tokenizer: LLTokenizer | None = None
+        self._parsers: OrderedDict[StructuredOutputsParams, LLMatcher] = OrderedDict()
+
+    def grammar(self, form: StructuredOutputsParams, num_prompt: int) -> "Grammar":
+        """The grammar of a request with `num_prompt` tokens in its prompt.
+
+        Raises:
+            RequestError: llguidance is missing or cannot read the form, or the tokenizer is none that it knows.
+        """
+        if form not in self._parsers:
+            self._parsers[form] = self._parse(form)
+        self._parsers.move_to_end(form)
+        if len(self._parsers) > _KEPT:
+            self._parsers.popitem(last=False)
+        return Grammar(self._parsers[form], num_prompt, self._end_tokens, self._vocab_size, self._device)
+
+    def _parse(self, form: StructuredOutputsParams) -> "LLMatcher":
+        try:
+            from llguidance import LLMatcher, LLParserLimits
+        except ImportError:
+            raise RequestError(
+                "structured_outputs need llguidance, which is not installed: pip install 'treespec[structured]'"
+            ) from None
+        for text in (form.json, form.regex, *(form.choice or ()), form.grammar, form.whitespace_pattern):
+            check_text(text or "")
+        if self._tokenizer is None:
+            self._tokenizer = self._read_tokenizer()
+        try:
+            source = _source(form)
+        except ValueError as error:
+            raise RequestError(f"structured_outputs: {form.form} cannot be read: {error}") from None
+        parser = LLMatcher(self._tokenizer, source, log_level=0, limits=LLParserLimits(verbose_errors=False))
+        if parser.is_error():
+            raise RequestError(f"structured_outputs: {form.form} cannot be read: {_in_a_line(parser.get_error())}")
+        return parser
+
+    def _read_tokenizer(self) -> "LLTokenizer":
+        """The vocabulary as llguidance has it."""
+        from llguidance import LLTokenizer
+        from tokenizers import Tokenizer
+
+        fast = getattr(self._own, "backend_tokenizer", self._own)
+        if not isinstance(fast, Tokenizer):
+            what = "none" if self._own is None else type(self._own).__name__
+            raise RequestError(
+                f"structured_outputs need a fast tokenizer, one with a tokenizer.json; the model's is {what}"
+            )
+        if not self._end_tokens:
+            raise RequestError("structured_outputs end with an end token, and the model has none")
+        fast = Tokenizer.from_str(fast.to_str())
+        fast.no_padding()
+        fast.no_truncation()
+        size = max(self._vocab_size, fast.get_vocab_size(with_added_tokens=True))
+        try:
+            return LLTokenizer(fast.to_str(), n_vocab=size, eos_token=self._end_tokens)
+        except ValueError as error:
+            raise RequestError(f"structured_outputs: llguidance cannot read the model's tokenizer: {error}") from None
+
+
+def _source(form: StructuredOutputsParams) -> str:
+    """A form in llguidance's own notation. Raises ValueError where it is none."""
+    from llguidance import LLMatcher, grammar_from
+
+    if form.regex is not None:
+        return LLMatcher.grammar_from_regex(form.regex)
+    if form.choice is not None:
+        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, form.choice)))
+    if form.grammar is not None:
+        return grammar_from("grammar", form.grammar)
+    schema = {"type": "object"} if form.json is None else json.loads(form.json)
+    if form.disable_additional_properties:
+        schema = closed_schema(schema)
+    return LLMatcher.grammar_from_json_schema(
+        json.dumps(schema, ensure_ascii=False),
+        defaults={
+            "whitespace_flexible": not form.disable_any_whitespace,
+            "whitespace_pattern": form.whitespace_pattern,
+        },
+    )
+
+
+def _in_a_line(message: str) -> str:
+    """llguidance's messages show the spot on lines of their own."""
+    return " ".join(message.split())
+
+
+class Grammar:
+    """What a request may write.
+
+    Args:
+        parser: before the first token; left as it is.
+        num_prompt: tokens of the prompt, of which the grammar says nothing.
+        end_tokens: that the grammar allows where its sentence is complete.
+        vocab_size, device: of the target's logits.
+    """
+
+    def __init__(
+        self, parser: "LLMatcher", num_prompt: int, end_tokens: Sequence[int], vocab_size: int, device: torch.device
+    ):  # fmt: skip
+        self._vocab_size, self._device, self._end_tokens = vocab_size, device, frozenset(end_tokens)
+        self._parser, self._read = parser.deep_copy(), num_prompt  # it has read tokens[num_prompt:read]
+        self._excluded: dict[tuple[int, ...], Tensor] = {}  # of paths behind them
+
+    def excluded(self, tokens: Sequence[int], ancestors: Sequence[int] = ()) -> Tensor:
+        """bool [vocab], on the logits' device: the tokens that may not come next.
+
+        Args:
+            tokens: prompt and output so far.
+            ancestors: what a path of the tree adds to them.
+
+        Raises:
+            RequestError: the text is none of the grammar's, or takes more than llguidance's limits.
+        """
+        path = tuple(ancestors)
+        if not self._end_tokens.isdisjoint(path):  # llguidance takes one, but does not find back from it
+            raise RequestError("structured_outputs: nothing follows an end token")
+        self._follow(tokens)
+        if path not in self._excluded:
+            self._excluded[path] = self._exclude(path)
+        return self._excluded[path]
+
+    def fitting(self, tokens: Sequence[int], path: Sequence[int]) -> int:
+        """How many of a path's tokens continue the grammar's text, counted from the first, as far as its bytes go: a
+        spelling that `excluded` leaves out, where there is only one way on, counts as fitting.
+
+        Args:
+            tokens: prompt and output so far.
+            path: what may follow them.
+        """
+        self._follow(tokens)
+        ends = [place for place, token in enumerate(path, start=1) if token in self._end_tokens]
+        return self._parser.validate_tokens(list(path[: ends[0]] if ends else path))
+
+    def forced(self, tokens: Sequence[int]) -> list[int]:
+        """What must come next, as far as there is only one way on; no end tokens.
+
+        Args:
+            tokens: prompt and output so far.
+        """
+        self._follow(tokens)
+        return list(self._parser.compute_ff_tokens())
+
+    def _follow(self, tokens: Sequence[int]) -> None:
+        """Read what is new of a text that only ever grows."""
+        if self._read == len(tokens):
+            return
+        new = list(tokens[self._read :])
+        self._excluded.clear()
+        self._read = len(tokens)
+        self._parser.consume_tokens(new)  # where that fails, `_exclude` says so
+
+    def _exclude(self, path: tuple[int, ...]) -> Tensor:
+        # A copy is made on write, in a microsecond. `rollback` may leave another state than there was (llguidance 1.9).
+        parser = self._parser.deep_copy()
+        count = parser.try_consume_tokens(list(path))
+        if count < len(path) and not parser.is_error():
+            raise RequestError(f"structured_outputs: token {path[count]} does not fit the text before it")
+        bits = np.frombuffer(parser.compute_bitmask(), dtype=np.uint8)
+        if parser.is_error():
+            raise RequestError(f"structured_outputs: {_in_a_line(parser.get_error())}")
+        allowed = np.unpackbits(bits, count=self._vocab_size, bitorder="little")
+        return torch.from_numpy(allowed == 0).to(self._device)

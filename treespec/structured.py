@@ -1,0 +1,146 @@
+"""What a structured output may be: `StructuredOutputsParams`, with vLLM's names, checked where it is made."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+from treespec.errors import ConfigError, reject_unknown
+from treespec.scalars import plain
+
+
+@dataclass(frozen=True, init=False)
+class StructuredOutputsParams:
+    """The form of an output: exactly one of `json`, `regex`, `choice`, `grammar` and `json_object`.
+
+    The output is a sentence of that form and an end token behind it, or the beginning of one where `max_tokens` end it
+    before. What the form says of the text so far, every node of a token tree has for its own text, and so do the drafts
+    that guess there. Forms are read by llguidance (`pip install 'treespec[structured]'`).
+
+    Args:
+        json: a JSON schema that is an object, as a dict or as text. One that cannot be kept to is refused.
+        regex: the whole output matches it. Syntax of Rust's regex, which knows no look-around and no back-references.
+        choice: one of these texts.
+        grammar: context-free, in Lark's notation (with llguidance's extensions) or in GBNF, whose first rule is `root`.
+        json_object: any JSON object.
+        disable_any_whitespace: JSON without spaces and line breaks between its parts.
+        disable_additional_properties: objects of a schema that names properties have no others, where it does not say.
+        whitespace_pattern: a regex; what may stand between parts of JSON.
+
+    Raises:
+        ConfigError: an unknown keyword, not exactly one form, or a value that is none.
+    """
+
+    json: str | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+
+    def __init__(self, **options: Any) -> None:
+        if options.pop("structural_tag", None) is not None:
+            raise ConfigError("StructuredOutputsParams: structural_tag is not supported; use grammar")
+        defaults = {each.name: each.default for each in fields(StructuredOutputsParams)}
+        reject_unknown("StructuredOutputsParams", options, defaults)
+        for name, value in (defaults | options).items():
+            object.__setattr__(self, name, value)
+        if self.json_object is False:  # asks for nothing, as None
+            object.__setattr__(self, "json_object", None)
+        given = [name for name in _FORMS if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ConfigError(
+                f"structured_outputs has {' and '.join(given) or 'no form'}; give one of {', '.join(_FORMS)}"
+            )
+        self._check()
+
+    @classmethod
+    def of(cls, given: Any) -> Self | None:
+        """From the parameters of a request: one of these, or a dict of its keywords, or None.
+
+        Raises:
+            ConfigError: it is something else, or as the constructor.
+        """
+        if given is None or isinstance(given, cls):
+            return given
+        if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+            raise ConfigError(
+                f"structured_outputs={given!r}; valid: StructuredOutputsParams, or a dict such as {{'json': schema}}"
+            )
+        return cls(**given)
+
+    @property
+    def form(self) -> str:
+        """Which one it is."""
+        return next(name for name in _FORMS if getattr(self, name) is not None)
+
+    def _check(self) -> None:
+        if self.json is not None:
+            object.__setattr__(self, "json", _schema_text(self.json))
+        if self.choice is not None:
+            texts = plain(self.choice)
+            if not isinstance(texts, list | tuple) or not texts or not all(isinstance(text, str) for text in texts):
+                raise ConfigError(f"choice={self.choice!r}; valid: a list of at least one string")
+            object.__setattr__(self, "choice", tuple(texts))
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise ConfigError(f"{name}={value!r}; valid: a string")
+        for name in ("json_object", "disable_any_whitespace", "disable_additional_properties"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, bool):
+                raise ConfigError(f"{name}={value!r}; valid: True or False")
+        if self.form not in ("json", "json_object"):
+            for name in ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"):
+                if getattr(self, name):
+                    raise ConfigError(f"{name}={getattr(self, name)!r} is for json and json_object, not {self.form}")
+        if self.disable_any_whitespace and self.whitespace_pattern is not None:
+            raise ConfigError(
+                f"disable_any_whitespace and whitespace_pattern={self.whitespace_pattern!r} contradict each other"
+            )
+
+
+_FORMS = ("json", "regex", "choice", "grammar", "json_object")
+
+
+def _schema_text(schema: Any) -> str:
+    """A JSON schema as text. Its keys keep their order, in which an output has them."""
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except ValueError as error:
+            raise ConfigError(
+                f"json={schema[:80]!r} is no JSON ({error}); give a schema as a dict or as text"
+            ) from None
+    if not isinstance(schema, dict):
+        raise ConfigError(f"json={schema!r}; valid: a JSON schema, that is an object, as a dict or as text")
+    try:
+        return json.dumps(schema, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"json: a schema that cannot be written as JSON ({error})") from None
+
+
+def closed_schema(schema: Any) -> Any:
+    """A schema in which objects that name properties have no others, unless it says so itself.
+
+    Args:
+        schema: as `json.loads` gives it; left as it is.
+    """
+    if isinstance(schema, list):
+        return [closed_schema(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {}
+    for key, value in schema.items():
+        if key in _MAPS and isinstance(value, dict):  # names of the user's own, which may be "items" as well
+            closed[key] = {name: closed_schema(each) for name, each in value.items()}
+        else:
+            closed[key] = value if key in _VALUES else closed_schema(value)
+    names_some = any(isinstance(schema.get(key), dict) for key in ("properties", "patternProperties"))
+    return closed if "additionalProperties" in schema or not names_some else {**closed, "additionalProperties": False}
+
+
+_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
+_VALUES = ("const", "enum", "default", "examples", "required")  # data, not schemas

@@ -55,13 +55,17 @@ class Restriction:
             tokens: prompt and output so far.
             paths: by row, what the tree adds to them.
         """
-        for row, path in zip(logits, paths, strict=True):
-            try:
-                excluded = self.excluded(tokens, path)
-            except RequestError:
-                continue
-            if bool((row[~excluded] > -torch.inf).any()):
-                row.masked_fill_(excluded, -torch.inf)
+        excluded = torch.stack([self._excluded_if_known(tokens, path) for path in paths])
+        narrowed = logits.masked_fill(excluded, -torch.inf)
+        some_left = narrowed.amax(1, keepdim=True) > -torch.inf
+        logits.copy_(torch.where(some_left, narrowed, logits))
+
+    def _excluded_if_known(self, tokens: Sequence[int], path: Sequence[int]) -> Tensor:
+        """As `excluded`; no token where the grammar knows no such text."""
+        try:
+            return self.excluded(tokens, path)
+        except RequestError:
+            return torch.zeros_like(self._never_there)
 
     def prune(self, tree: TokenTree, tokens: Sequence[int]) -> TokenTree:
         """The tree without guesses that the target may not choose, and what is below them. One with random draws stays

@@ -1,0 +1,159 @@
+"""What does speculation bring to structured outputs? Forms by schemas, objects and regexes, interleaved.
+
+    python perf/structured.py --threads 1 --json out.json                  # the embedded models
+    python perf/structured.py --grow 0.5B --threads 2 --json out.json      # the target grown, with the same SSMs
+
+Every repeat runs every way once, one after the other. "unaware" is "auto" whose drafts do not know the form: only the
+target's own choice does, at every node. Seconds are from a request's arrival to its end; a speed-up is of the same
+repeat's plain decoding: median of the repeats (least to largest). Tokens are compared with those of plain decoding.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from treespec import LLM, SamplingParams
+from treespec.costs import processor
+from treespec.tree import TokenTree
+from treespec_weights import (
+    ModelShape,
+    default_folder,
+    default_names,
+    family_of,
+    grow_checkpoint,
+    grown_shape,
+    parse_size,
+    read_config,
+)
+
+TEXT = {"type": "string", "maxLength": 40}
+NEEDED = {
+    "type": "object",
+    "properties": {"name": TEXT, "optional": {"type": "boolean"}},
+    "required": ["name", "optional"],
+}
+PACKAGE = {
+    "type": "object",
+    "properties": {
+        "name": TEXT,
+        "version": {"type": "string", "pattern": r"^[0-9]+\.[0-9]+\.[0-9]+$"},
+        "description": TEXT,
+        "license": {"enum": ["MIT", "Apache-2.0", "BSD-3-Clause"]},
+        "dependencies": {"type": "array", "items": NEEDED, "minItems": 2, "maxItems": 4},
+    },
+    "required": ["name", "version", "description", "license", "dependencies"],
+}  # fmt: skip
+FORMS: dict[str, dict[str, Any]] = {
+    "schema": {"json": PACKAGE, "disable_any_whitespace": True, "disable_additional_properties": True},
+    "any object": {"json_object": True},
+    "regex": {"regex": r"def [a-z_]{3,20}\(self(, [a-z_]{1,10})*\)( -> (int|str|None))?:\n    '[A-Za-z ,.]{20,200}'\n"},
+}  # fmt: skip
+WAYS = ("plain", "auto", "unaware")
+
+
+@contextmanager
+def unaware() -> Iterator[None]:
+    """Drafts guess as if there were no form."""
+    with ExitStack() as stack:
+        restriction = "treespec.restriction.Restriction"
+        stack.enter_context(mock.patch(f"{restriction}.narrow", lambda self, logits, tokens, paths: None))
+        stack.enter_context(mock.patch(f"{restriction}.prune", lambda self, tree, tokens: tree))
+        root = lambda request, depth: TokenTree.root(request.tokens[-1])  # noqa: E731
+        stack.enter_context(mock.patch("treespec.engine.forced_tree", root))
+        yield
+
+
+def held_out(count: int) -> list[str]:
+    """Beginnings of structured data that no embedded model has seen."""
+    entries = json.loads((default_folder("target").parent / "heldout_prompts.json").read_text())
+    return [entry["text"] for entry in entries if entry["kind"] == "data"][:count]
+
+
+def measure(llm: LLM, form: str, temperature: float, args: argparse.Namespace) -> dict[str, Any]:
+    """One form: speed and tokens per pass of each way, and how many tokens differ from plain decoding's."""
+    each = [
+        SamplingParams(max_tokens=args.max_tokens, structured_outputs=FORMS[form], temperature=temperature, seed=seed)
+        for seed in range(args.prompts)
+    ]
+    prompts = held_out(args.prompts)
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    tokens, tau, finished, differing, compared = {}, {}, 0, 0, 0
+    for repeat in range(args.repeats + 1):  # the first warms up
+        for way in WAYS:
+            with unaware() if way == "unaware" else ExitStack():
+                spec = "off" if way == "plain" else None
+                outputs = [llm.generate(p, params, spec)[0] for p, params in zip(prompts, each, strict=True)]
+            tokens[way] = [output.outputs[0].token_ids for output in outputs]
+            generated = sum(len(own) for own in tokens[way])
+            tau[way] = generated / sum(output.metrics.target_passes for output in outputs)
+            finished = sum(output.outputs[0].finish_reason == "stop" for output in outputs)
+            if repeat:
+                seconds[way].append(sum(output.metrics.seconds for output in outputs))
+        for way in WAYS[1:]:
+            pairs = [pair for own in zip(tokens["plain"], tokens[way], strict=True) for pair in zip(*own, strict=True)]
+            compared += len(pairs)
+            differing += sum(a != b for a, b in pairs)
+    row = {
+        "form": form, "temperature": temperature, "tokens": sum(map(len, tokens["plain"])), "finished": finished,
+        "plain_tokens_per_second": sum(map(len, tokens["plain"])) / statistics.median(seconds["plain"]),
+        "tokens_compared": compared, "tokens_that_differ": differing,
+    }  # fmt: skip
+    for way in WAYS[1:]:
+        ratios = [plain / own for plain, own in zip(seconds["plain"], seconds[way], strict=True)]
+        row[way] = {
+            "speed_up": statistics.median(ratios), "least": min(ratios), "largest": max(ratios),
+            "acceptance_length": tau[way],
+        }  # fmt: skip
+    print(
+        f"{form:10} T={temperature:<4} plain {row['plain_tokens_per_second']:7.1f} tokens/s; "
+        + "; ".join(
+            f"{way} {row[way]['speed_up']:.2f} ({row[way]['least']:.2f} to {row[way]['largest']:.2f}), "
+            f"{row[way]['acceptance_length']:.2f} tokens a pass"
+            for way in WAYS[1:]
+        )
+        + f"; {differing} of {compared} tokens differ",
+        flush=True,
+    )
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--grow", help="the target's size; without it the embedded one")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.7])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    folder: Path = default_folder("target")
+    with tempfile.TemporaryDirectory(prefix="treespec-structured-") as scratch:
+        if args.grow:
+            config = read_config(folder)
+            shape = grown_shape(ModelShape.from_hf(config, family_of(config, folder), folder), parse_size(args.grow))
+            grow_checkpoint(folder, Path(scratch) / "target", shape, 0)
+            folder = Path(scratch) / "target"
+        drafts = [name for name in default_names() if name.startswith("ssm-")]
+        llm = LLM(folder, drafts, device="cpu", dtype="bfloat16", compile=True, max_num_seqs=1, max_model_len=1024)
+        rows = [measure(llm, form, temperature, args) for form in FORMS for temperature in args.temperatures]
+    setup = {
+        "grown_to": args.grow, "threads": args.threads, "torch": torch.__version__, "processor": processor(),
+        "prompts": args.prompts, "max_tokens": args.max_tokens, "repeats": args.repeats,
+    }  # fmt: skip
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps({"setup": setup, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -14,9 +14,10 @@ import torch
 from typer.testing import CliRunner
 
 from tests.models import open_llm, tiny
-from treespec import LLM, costs
+from treespec import LLM, SamplingParams, SpecConfig, costs
 from treespec.build import _compare_threads
 from treespec.cli import app, curves
+from treespec.request import Request
 from treespec.round_costs import CostCurve
 from treespec_kernels import aot, tuned
 from treespec_kernels.quantized import WeightForm
@@ -77,6 +78,7 @@ def test_a_curve_is_stored_shown_and_used(tmp_path: Path, monkeypatch: pytest.Mo
     [curve] = measured["curves"]
     assert Path(measured["file"]) == tmp_path / "treespec" / "costs.json"
     assert curve["rows"][0] == 1 and len(curve["rows"]) == len(curve["verify_seconds"]) and curve["draft_seconds"] > 0
+    assert curve["draft_start_seconds"] >= 0
     assert curve["names"] == ["target", "ssm-1", "ssm-2"]
     assert measured["threads"].keys() == {"best", "round_ms"} and measured["threads"]["best"] == THREADS
     assert measured["threads"]["round_ms"].keys() == {str(THREADS)}
@@ -96,6 +98,7 @@ def test_a_curve_is_stored_shown_and_used(tmp_path: Path, monkeypatch: pytest.Mo
     target, drafts = tiny()
     used = LLM(target, list(drafts[:2])).stats()["cost_curve"]
     assert used["rows"] == curve["rows"] and used["verify_seconds"] == curve["verify_seconds"]
+    assert used["draft_start_seconds"] == curve["draft_start_seconds"]
 
 
 def test_a_broken_entry_is_skipped_alone(tmp_path: Path) -> None:
@@ -107,6 +110,29 @@ def test_a_broken_entry_is_skipped_alone(tmp_path: Path) -> None:
     assert costs.load_all(tmp_path) == [good] and costs.load(KEY, tmp_path) == curve
     file.write_text("{")
     assert costs.load_all(tmp_path) == []
+
+
+def test_a_curve_without_the_start_of_drafting_is_measured_anew(tmp_path: Path) -> None:
+    """Its level has a share of the start in it."""
+    file = costs.save(CostCurve((1, 8), (0.1, 0.2), 0.01), KEY, tmp_path)
+    costs.save(CostCurve((1, 8), (0.1, 0.2), 0.01, draft_start_seconds=0.02), KEY | {"threads": 77}, tmp_path)
+    older, newer = json.loads(file.read_text())
+    del older["draft_start_seconds"]
+    file.write_text(json.dumps([older, newer]))
+    assert costs.load(KEY, tmp_path) is None
+    loaded = costs.load(KEY | {"threads": 77}, tmp_path)
+    assert loaded is not None and loaded.draft_start_seconds == 0.02
+
+
+def test_the_start_of_drafting_is_what_levels_do_not_explain() -> None:
+    curve, request = CostCurve((1, 16), (1.0, 4.0), 0.0), Request([1, 2], SamplingParams(), SpecConfig())
+    request.context_len = 1
+    for root, three, start in ((5.0, 9.0, 3.0), (2.0, 6.0, 0.0), (2.0, 9.0, 0.0), (4.0, 4.1, 3.0), (4.0, 3.5, 3.0)):
+        took = {"root": root, "one": three, "every": three, "batch": three, "read": 1.0}
+        known = costs._with_drafting(curve, took, 1, [request])
+        assert known.draft_start_seconds == start and known.draft_seconds > 0
+        assert known.draft(3, 3, 3) == pytest.approx(three)
+        assert costs.round_seconds(known) == pytest.approx(4.0 + three)
 
 
 def test_a_small_cache_still_has_a_curve() -> None:

@@ -19,6 +19,7 @@ from treespec.round_costs import CostCurve, RoundSeconds, Typical
 from treespec.tree import TokenTree
 
 COST = CostCurve((1, 16, 64), (1e-3, 1.3e-3, 3e-3), draft_seconds=2e-4, request_seconds=1e-4, ssm_seconds=1e-4)
+STARTING = dataclasses.replace(COST, draft_start_seconds=3e-4)
 AUTO = SpecConfig()
 
 
@@ -81,6 +82,44 @@ def test_a_level_is_drafted_where_it_promises_more_than_its_time() -> None:
     assert planner.worth_a_level(only, np.array([1.0]), None)
 
 
+@pytest.mark.parametrize(("tokens_left", "paying"), [(2, 2), (3, 3), (100, 4)])
+def test_the_start_of_drafting_is_paid_by_all_levels_together(tokens_left: int, paying: int) -> None:
+    """Against every possible depth, each level holding as much of the one before as the first holds of its mass."""
+    request, only, answers = request_of(), np.array([0]), []
+    request.max_tokens = tokens_left
+    for reach, opened in itertools.product((0.5, 0.8, 0.95), (0.4, 0.7, 1.0)):
+        planner = Planner(STARTING)
+        planner.draft_plans([request], 256)
+        planner._reach, planner._outlook.gain = reach, 1.5
+        start, level = 1.5 / 1e-3 * 3e-4, 1.5 / 1e-3 * 2e-4
+        gained = np.cumsum([opened * reach**depth - level for depth in range(1, min(tokens_left, 17))])
+        pays = gained.max() > start
+        answers.append(pays)
+        assert planner.worth_a_level(only, np.array([opened]), None).tolist() == [pays]
+        if opened == 1:
+            assert planner._may_draft() == pays == (planner.draft_plans([request], 256)[0].levels > 0)
+        decision = planner.worth_a_level(only, np.array([opened]), np.array([0.5]))
+        assert decision.tolist() == [opened * 0.5 > level], "the start is paid already"
+    assert sum(answers) == paying, "more levels pay for it together"
+
+
+def test_deep_trees_of_others_do_not_make_a_short_one_seem_cheap() -> None:
+    """Fixed trees of eight levels, whose start is dearer than the curve says and whose levels are cheaper, are most of
+    what rounds teach."""
+    planner, fixed, automatic = Planner(STARTING), request_of(SpecConfig(nodes=16)), request_of()
+    for turn in range(300):
+        request, levels = (fixed, 8) if turn % 3 else (automatic, 1)
+        planner.draft_plans([request], 256)
+        tree = planner.cut([request], [tree_of(3, {(5,): 0.9})], Drafted(levels, levels, levels))[0]
+        seconds = RoundSeconds(6e-4 + 1.6e-4 * levels, 0.0, float(COST.verify(len(tree))), 1e-5)
+        planner.observe([request], [tree], [2], seconds)
+    assert planner.costs.draft(Drafted(1, 1, 1)) == pytest.approx(7.6e-4, rel=0.05)
+    assert planner.costs.draft(Drafted(8, 8, 8)) == pytest.approx(18.8e-4, rel=0.05)
+    planner._reach, planner._outlook.gain = 0.5, 1.2
+    assert planner.costs.level(1, 1) * planner.rate < 0.25, "a level pays, and one more"
+    assert planner.draft_plans([automatic], 256)[0].levels == 0, "all of them do not pay for the start"
+
+
 def test_only_trees_that_pay_grow_on() -> None:
     dear = dataclasses.replace(COST, draft_request_seconds=1e-4)
     planner = Planner(dear)
@@ -118,7 +157,7 @@ def test_measured_seconds_correct_the_curve() -> None:
             tree = planner.cut([request], [tree_of(3, {(5,): 0.9})], Drafted(1, 1, 1))[0]
             seconds = np.array([3 * COST.draft(1, 1, 1), 0.0, float(COST.verify(len(tree))), 1e-4])
             planner.observe([request], [tree], [2], RoundSeconds(*(slowness * seconds)))
-        assert planner.costs.learned.draft_scale.value == pytest.approx(3, rel=0.01)
+        assert planner.costs.learned.draft_scales.level == pytest.approx(3, rel=0.01)
         assert planner.costs.host("drafted") == pytest.approx(1e-4, rel=0.01)
         modelled = planner_at(planner._outlook.gain, [request])
         masses = np.linspace(0.05, 1, 20)
@@ -127,7 +166,7 @@ def test_measured_seconds_correct_the_curve() -> None:
     ignorant = Planner(COST, learns_seconds=False)
     ignorant.draft_plans([request], 256)
     ignorant.observe([request], [tree], [2], RoundSeconds(*seconds))
-    assert ignorant.costs.learned.draft_scale.value == 1
+    assert ignorant.costs.learned.draft_scales.level == 1
 
 
 @pytest.mark.parametrize("drafts", [True, False])
@@ -254,7 +293,7 @@ def test_a_batch_that_is_not_worth_drafting_for_is_asked_again_after_some_rounds
     monkeypatch.setattr(Planner, "_may_draft", lambda planner: True)
     asked = []
     original = Planner._pays
-    monkeypatch.setattr(Planner, "_pays", lambda *given: asked.append(len(given[1])) or original(*given))
+    monkeypatch.setattr(Planner, "_pays", lambda *given, **how: asked.append(len(given[1])) or original(*given, **how))
     for _ in range(18):
         assert all(plan.max_depth == plan.levels == 0 for plan in planner.draft_plans(requests, 256))
     assert asked == [2, 2], "once in nine rounds"

@@ -154,6 +154,57 @@ def test_trees_of_ssms_say_nothing_of_guesses_without_a_pass() -> None:
     )
 
 
+DRAFTING = dataclasses.replace(CURVE, draft_seconds=2e-4, draft_start_seconds=2e-4, ssm_seconds=1e-4)
+
+
+def draft(costs: RoundCosts, levels: int, seconds: float, slowness: float = 1.0) -> None:
+    parts = slowness * np.array([seconds, 0.0, float(CURVE.verify(8)), 1e-4])
+    costs.learn(RoundSeconds(*parts), 8, 1, Drafted(levels, levels, levels), True)
+
+
+@pytest.mark.parametrize("slowness", [1.0, 5.0])
+@pytest.mark.parametrize(("start", "level"), [(6e-4, 1.5e-4), (1e-4, 3e-4), (2e-4, 2e-4)])
+def test_rounds_of_different_depth_tell_the_start_of_drafting_from_levels(
+    start: float, level: float, slowness: float
+) -> None:
+    costs, rng = costs_at(DRAFTING, 128), np.random.default_rng(0)
+    for _ in range(600):
+        levels = int(rng.choice([1, 2, 4, 8]))
+        draft(costs, levels, (start + level * levels) * rng.lognormal(0.0, 0.02), slowness)
+    assert costs.draft_start == pytest.approx(start, abs=0.15 * (start + level))
+    assert costs.level(1, 1) == pytest.approx(level, rel=0.05)
+    for levels in (1, 3, 8):
+        assert costs.draft(Drafted(levels, levels, levels)) == pytest.approx(start + level * levels, rel=0.1)
+    assert costs.draft(NOTHING) == 0 == DRAFTING.draft(0, 0, 0)
+
+
+@pytest.mark.parametrize("levels", [1, 8])
+def test_rounds_of_one_depth_teach_what_that_depth_takes(levels: int) -> None:
+    """Which part of it was dearer they cannot tell: the larger one counts as most of it."""
+    costs = costs_at(DRAFTING, 128)
+    for _ in range(200):
+        draft(costs, levels, 2 * DRAFTING.draft(levels, levels, levels))
+    assert costs.draft(Drafted(levels, levels, levels)) == pytest.approx(
+        2 * DRAFTING.draft(levels, levels, levels), rel=1e-3
+    )
+    scales = costs.learned.draft_scales
+    assert scales.start == pytest.approx(2, rel=1e-3) if levels == 1 else scales.start < 1.2 < 2 < scales.level
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_on_a_busy_machine_neither_start_nor_levels_seem_dear(seed: int) -> None:
+    costs, rng = costs_at(DRAFTING, 128), np.random.default_rng(seed)
+    learned = []
+    for turn in range(2000):
+        levels = int(rng.choice([1, 2, 4, 8]))
+        took = DRAFTING.draft(levels, levels, levels) * rng.lognormal(0.0, 0.15)
+        draft(costs, levels, took + (rng.uniform(2e-3, 30e-3) if rng.random() < 0.1 * took / 1e-3 else 0.0))
+        scales = costs.learned.draft_scales
+        learned.append((scales.start, scales.level))
+        assert turn > 0 or max(learned[0]) < 1.03, "one round teaches little"
+    assert np.median(learned[200:], axis=0) == pytest.approx((1, 1), abs=0.2)
+
+
 def test_a_tree_that_seemed_dear_is_tried_again_some_day() -> None:
     """Only what is made is measured: after long searching its price comes down to what is usual beside searching."""
     costs = costs_at(CURVE, 128)

@@ -1,4 +1,4 @@
-"""The cost curve of this machine: how long a target pass takes over 1 .. N rows, and a level of drafting."""
+"""The cost curve of this machine: how long a target pass takes over 1 .. N rows, and drafting: its start, a level."""
 
 import json
 import os
@@ -30,6 +30,7 @@ LONG_CONTEXT = 2048  # at which what a committed position costs is measured
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 SCRATCH = 64  # slots behind the rows, for drafting
 DRAFT_LEVELS = 3
+_LARGEST_START = 0.75  # of what drafting one level takes
 STAR_ROWS = 4  # of each tree where several requests bring one
 REQUESTS = 4  # how many at once, to see what each adds
 LONG_ROWS = 8  # of the tree that is measured there
@@ -131,6 +132,7 @@ def measure(
         if long is not None:
             runs |= {f"{n} far": partial(_star_pass, runner, [long], n) for n in (1, LONG_ROWS)}
         if ssms is not None:
+            runs["root"] = partial(_draft, ssms, requests[:1], 1, levels=1)
             runs["one"], runs["every"] = (partial(_draft, ssms, requests[:1], count) for count in (1, None))
             runs["batch"], runs["read"] = partial(_draft, ssms, requests, None), partial(_read, ssms, requests[:1])
         times = _least(list(runs.values()), 2 if quick else 1, seconds, advance)
@@ -172,9 +174,13 @@ def _with_positions(curve: CostCurve, took: dict[Any, float], context: int) -> C
 
 def _with_drafting(curve: CostCurve, took: dict[Any, float], ssms: int, requests: Sequence[Request]) -> CostCurve:
     further = max(len(requests) - 1, 1)
+    further_level = (took["one"] - took["root"]) / (DRAFT_LEVELS - 1)
+    # A disturbed time must not make levels free: none would be one too many, and rounds would not correct it.
+    start = min(max(took["root"] - further_level, 0.0), _LARGEST_START * took["root"])
     return replace(
         curve,
-        draft_seconds=took["one"] / DRAFT_LEVELS,
+        draft_seconds=(took["one"] - start) / DRAFT_LEVELS,
+        draft_start_seconds=start,
         draft_request_seconds=max(took["batch"] - took["every"], 0.0) / (DRAFT_LEVELS * ssms * further),
         ssm_seconds=max(took["every"] - took["one"], 0.0) / (DRAFT_LEVELS * max(ssms - 1, 1)),
         read_seconds=took["read"] / (ssms * requests[0].context_len),
@@ -205,8 +211,8 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _draft(ssms: SsmDrafter, requests: Sequence[Request], max_ssms: int | None) -> None:
-    plans = [DraftPlan(DRAFT_LEVELS, DRAFT_LEVELS, 16, max_ssms=max_ssms)] * len(requests)
+def _draft(ssms: SsmDrafter, requests: Sequence[Request], max_ssms: int | None, levels: int = DRAFT_LEVELS) -> None:
+    plans = [DraftPlan(levels, levels, 16, max_ssms=max_ssms)] * len(requests)
     ssms.propose(requests, plans, Planner(CostCurve((1,), (1.0,), 0.0)))  # these trees are not adaptive: never asked
     for request in requests:
         ssms.release(request)
@@ -317,7 +323,7 @@ def load(key: dict[str, Any], folder: Path | None = None) -> CostCurve | None:
 
 def round_seconds(curve: CostCurve) -> float:
     """What numbers of threads are compared by: a pass over `ROUND_ROWS` rows and `DRAFT_LEVELS` levels of one SSM."""
-    return float(curve.verify(ROUND_ROWS)) + DRAFT_LEVELS * curve.draft_seconds
+    return float(curve.verify(ROUND_ROWS)) + curve.draft(DRAFT_LEVELS, DRAFT_LEVELS, DRAFT_LEVELS)
 
 
 def by_threads(key: dict[str, Any], folder: Path | None = None) -> dict[int, float]:

@@ -319,6 +319,7 @@ class LLM:
                 "rows": list(curve.rows),
                 "verify_seconds": list(curve.verify_seconds),
                 "draft_seconds": curve.draft_seconds,
+                "draft_start_seconds": curve.draft_start_seconds,
             },
         }
 

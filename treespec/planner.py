@@ -118,8 +118,9 @@ class Planner:
     """Chooses what to draft and what to keep of it.
 
     Time has a price: `rate`, the tokens that a second is worth when it is spent as in the rounds before. A level is
-    drafted, and a node verified, where the tokens that it promises are worth its time. Where drafting gains nothing
-    over plain decoding, it rests: SSMs, and sources that cost no pass, each for themselves.
+    drafted, and a node verified, where the tokens that it promises are worth its time; the first level, where it and
+    those that may follow are worth the start of drafting as well. Where drafting gains nothing over plain decoding, it
+    rests: SSMs, and sources that cost no pass, each for themselves.
 
     Args:
         cost: this machine's curve.
@@ -136,6 +137,7 @@ class Planner:
         self._batch: Sequence[Request] = ()
         self._worth = [1.0]  # of a token, by request of the batch
         self._requests, self._drafted, self._reach_learned = 1, Drafted(0, 0), False
+        self._deepest = 0  # level that a request of the batch has room for
         self._asks_free = False  # whether sources that cost no pass are asked in this round
         self._idle = _Idle(0, 0)
 
@@ -158,6 +160,7 @@ class Planner:
         self.costs.begin(requests)
         if all(request.spec.is_plain for request in requests):
             return [DraftPlan(0, 0, 1)] * len(requests)
+        self._deepest = max(min(request.spec.max_depth, request.tokens_left - 1) for request in requests)
         outlook = self._outlook
         for hope in (outlook.ssms, outlook.free):
             hope.resting = max(hope.resting - 1, 0)
@@ -170,7 +173,7 @@ class Planner:
         if not (adaptive and outlook.ssms.resting):
             # Before other sources have spoken: where SSMs are not worth a level now, they will not be later.
             promised = self._truths[True].value * self._reach
-            drafts = self._pays([promised * worth for worth in self._worth])
+            drafts = self._pays([promised * worth for worth in self._worth], begins=True)
             price = self._price_of_an_ssm()
         plans = []
         for i, request in enumerate(requests):
@@ -209,12 +212,12 @@ class Planner:
         return max(self._outlook.gain, 1.0) * sum(self._worth) / self.costs.plain
 
     def _may_draft(self) -> bool:
-        """Whether a level of SSMs could pay at all: as `worth_a_level`, were all mass open and every request's level as
-        cheap as one's."""
+        """Whether SSMs could pay at all: as `worth_a_level`, were all mass open and every request's level as cheap as
+        one's."""
         outlook = self._outlook
-        promised = self._truths[True].value * self._reach * self.costs.plain
+        promised = self._truths[True].value * self._reach * self.costs.plain / max(outlook.gain, 1.0)
         level = self.costs.level(self._passes_per_level, self._passes_per_level)
-        return not outlook.ssms.resting and promised > max(outlook.gain, 1.0) * level
+        return not outlook.ssms.resting and self._outweighs(promised, level, self.costs.draft_start)
 
     def _worth_of_tokens(self, requests: Sequence[Request]) -> list[float]:
         """What a token is worth to each request of a batch that ends with its last one.
@@ -256,26 +259,48 @@ class Planner:
         return self.rate * level / max(self._truths[True].value * self._reach * count, 1e-9)
 
     def worth_a_level(self, trees: np.ndarray, open_mass: np.ndarray, reached: np.ndarray | None) -> np.ndarray:
-        """Which trees' next level promises more tokens than its time is worth. A level is expected to hold as large a
-        share of the mass that is open to it as the one before it held."""
+        """Which trees' next level promises more tokens than its time is worth; the first one pays for the start too,
+        together with those behind it. A level is expected to hold as large a share of the mass that is open to it as
+        the one before it held."""
         shares = [self._reach] * len(trees) if reached is None else np.minimum(reached, 1.0).tolist()
         if reached is not None:
             self._first_reach(shares)
         truth, worth = self._truths[True].value, self._worth
         of_each = zip(open_mass.tolist(), shares, trees.tolist(), strict=True)
-        return np.array(self._pays([truth * mass * share * worth[tree] for mass, share, tree in of_each]), dtype=bool)
+        promised = [truth * mass * share * worth[tree] for mass, share, tree in of_each]
+        return np.array(self._pays(promised, begins=reached is None), dtype=bool)
 
-    def _pays(self, promised: list[float]) -> list[bool]:
-        """Which trees' next level promises more than its time is worth; `promised`: tokens times their worth, by tree.
+    def _pays(self, promised: list[float], begins: bool) -> list[bool]:
+        """Which trees' next level promises more than its time is worth.
 
         Lists, as batches are small: an operation on arrays takes longer than a loop over them.
+
+        Args:
+            promised: tokens times their worth, by tree.
+            begins: whether this is the first level.
         """
         rate, passes = self.rate, self._passes_per_level
         least = rate * self.costs.further_request(passes)
         growing = [each for each in promised if each > least]
-        if sum(growing) <= rate * self.costs.level(passes, passes * len(growing)):
+        start = self.costs.draft_start if begins else 0.0
+        if not self._outweighs(sum(growing), rate * self.costs.level(passes, passes * len(growing)), rate * start):
             return [False] * len(promised)
         return [each > least for each in promised]
+
+    def _outweighs(self, promised: float, level: float, start: float) -> bool:
+        """Whether levels that promise less and less, as long as they pay for themselves, pay for the start as well.
+
+        Args:
+            promised: by the first of them.
+            level, start: the price of each level and of the start, in the same unit.
+        """
+        gained = -start
+        for _ in range(self._deepest):
+            if promised <= level:
+                break
+            gained += promised - level
+            promised *= self._reach
+        return gained > 0
 
     def _first_reach(self, shares: list[float]) -> None:
         """Learn what a first level holds; later ones of the round say nothing of it."""

@@ -38,6 +38,7 @@ class CostCurve:
     Args:
         rows, verify_seconds: a target pass of one request over so many rows.
         draft_seconds: one level of one SSM for one request, host work included.
+        draft_start_seconds: what a round's drafting takes beside its levels, once.
         request_seconds: what each further request adds to a target pass, beside rows.
         tree_seconds: what it adds to that where it brings a tree of several nodes.
         draft_request_seconds: what each further request adds to a pass of one SSM.
@@ -51,6 +52,7 @@ class CostCurve:
     rows: tuple[int, ...]
     verify_seconds: tuple[float, ...]
     draft_seconds: float
+    draft_start_seconds: float = 0.0
     request_seconds: float = 0.0
     draft_request_seconds: float = 0.0
     ssm_seconds: float = 0.0
@@ -80,8 +82,8 @@ class CostCurve:
             + np.maximum(trees - 1, 0) * self.tree_seconds
         )
 
-    def draft(self, levels: float, passes: float, request_passes: float) -> float:
-        """Seconds of a round's drafting, prompts left out.
+    def draft_levels(self, levels: float, passes: float, request_passes: float) -> float:
+        """Seconds of a round's levels of drafting, without its start and without prompts.
 
         Args:
             levels: of the trees.
@@ -94,6 +96,10 @@ class CostCurve:
             + (passes - levels) * self.ssm_seconds
             + further * self.draft_request_seconds
         )  # fmt: skip
+
+    def draft(self, levels: float, passes: float, request_passes: float) -> float:
+        """Seconds of a round's drafting, prompts left out; arguments as of `draft_levels`."""
+        return self.draft_levels(levels, passes, request_passes) + (self.draft_start_seconds if levels else 0.0)
 
     @cached_property
     def _measured(self) -> tuple[np.ndarray, np.ndarray]:
@@ -147,12 +153,31 @@ class Typical:
         self._settled = True
 
 
+class _DraftScales:
+    """Measured over modelled seconds of drafting: of its start, and of its levels.
+
+    A round tells their sum alone. Each of the two answers for what was misjudged by its share in what was expected, so
+    rounds of different depth tell them apart. Were it one ratio, deep trees would make short ones seem cheap.
+    """
+
+    def __init__(self) -> None:
+        self.start = self.level = 1.0
+
+    def add(self, seconds: float, start: float, levels: float) -> None:
+        """Learn from a round of drafting; `start`, `levels`: modelled seconds, not yet scaled."""
+        start, levels = self.start * start, self.level * levels
+        expected = start + levels
+        step = _MEMORY * _clipped(seconds / expected - 1, _REACH)
+        self.start *= 1 + step * start / expected
+        self.level *= 1 + step * levels / expected
+
+
 class _Learned:
     """What rounds of one size of batch have taught.
 
     Attributes:
         hosts: per request, by the work; what was not seen yet is missing.
-        draft_scale: measured over modelled seconds of drafting.
+        draft_scales: of drafting.
         row_scale: the same of what rows beyond each request's first add to a target pass.
         lone_scale: a pass over one row of each request after a tree, over one that follows upon such a pass.
         follows_tree: whether the last pass came after a tree.
@@ -161,7 +186,7 @@ class _Learned:
 
     def __init__(self) -> None:
         self.hosts: dict[HostWork, Typical] = {}
-        self.draft_scale, self.lone_scale = Typical(1.0), Typical(1.0)
+        self.draft_scales, self.lone_scale = _DraftScales(), Typical(1.0)
         self.follows_tree = False
         self.barren = 0
         # Measured over modelled seconds of passes over one row of each request that follow upon such a pass, as plain
@@ -277,20 +302,27 @@ class RoundCosts:
 
     def level(self, passes: float, request_passes: float) -> float:
         """One level of drafting, of so many passes."""
-        return self.curve.draft(1, passes, request_passes) * self.learned.draft_scale.value
+        return self.curve.draft_levels(1, passes, request_passes) * self.learned.draft_scales.level
+
+    @property
+    def draft_start(self) -> float:
+        """What drafting takes beside its levels."""
+        return self.curve.draft_start_seconds * self.learned.draft_scales.start
 
     def further_request(self, passes: float) -> float:
         """What another request adds to a level of so many passes."""
-        return passes * self.curve.draft_request_seconds * self.learned.draft_scale.value
+        return passes * self.curve.draft_request_seconds * self.learned.draft_scales.level
 
     def further_ssm(self, requests: int) -> float:
         """What another SSM adds to a level of so many requests."""
         own = self.curve.ssm_seconds + (requests - 1) * self.curve.draft_request_seconds
-        return own * self.learned.draft_scale.value
+        return own * self.learned.draft_scales.level
 
     def draft(self, drafted: Drafted) -> float:
         """All drafting of a round, prompts left out."""
-        return self._modelled_draft(drafted) * self.learned.draft_scale.value
+        if not drafted.levels:
+            return 0.0
+        return self.draft_start + self._modelled_levels(drafted) * self.learned.draft_scales.level
 
     def read(self, tokens: int) -> float:
         """SSMs that read so many tokens."""
@@ -319,8 +351,8 @@ class RoundCosts:
             learned.hosts["tree"].fade(learned.hosts["search"].value / _USUAL_HOST["search"], _FADING)
         if not drafting:
             return
-        if modelled := self._modelled_draft(drafted):
-            learned.draft_scale.add(seconds.draft / unit / modelled)
+        if modelled := self._modelled_levels(drafted):
+            learned.draft_scales.add(seconds.draft / unit, self.curve.draft_start_seconds, modelled)
         if read := drafted.read_tokens * self.curve.read_seconds:
             self._read_scale.add(seconds.read / unit / read)
 
@@ -329,8 +361,8 @@ class RoundCosts:
         learned, seconds = self.learned, self.verify(rows, self._requests, trees)
         return seconds * learned.lone_scale.value if rows <= self._requests and learned.follows_tree else seconds
 
-    def _modelled_draft(self, drafted: Drafted) -> float:
-        return self.curve.draft(drafted.levels, drafted.passes, drafted.request_passes)
+    def _modelled_levels(self, drafted: Drafted) -> float:
+        return self.curve.draft_levels(drafted.levels, drafted.passes, drafted.request_passes)
 
     def _one_row(self, requests: int) -> float:
         """A target pass over one row of each request."""

@@ -113,9 +113,9 @@ def describe(entry: dict[str, Any]) -> str:
     ]
     if models[1:]:
         further = f", {1000 * entry['ssm_seconds']:.2f} ms each further one" if models[2:] else ""
-        lines.append(
-            f"drafts   {', '.join(models[1:])}: {1000 * entry['draft_seconds']:.2f} ms per level of one{further}"
-        )
+        start, level = 1000 * entry["draft_start_seconds"], 1000 * entry["draft_seconds"]
+        took = f"{start:.2f} ms to start, {level:.2f} ms per level of one{further}"
+        lines.append(f"drafts   {', '.join(models[1:])}: {took}")
     if entry["position_seconds"]:
         one, row = (1e6 * entry[name] for name in ("position_seconds", "row_position_seconds"))
         lines.append(f"context  {entry['context']}; 1,000 more add {one:.2f} ms, and {row:.2f} ms for each further row")

@@ -13,7 +13,7 @@ from treespec.drafters.base import Drafter, check_proposal
 from treespec.drafters.forced import forced_tree
 from treespec.drafters.foreign import ForeignDrafter
 from treespec.drafters.lookup import LookupDrafter
-from treespec.drafters.plan import Drafted
+from treespec.drafters.plan import Drafted, DraftPlan
 from treespec.drafters.ssm import SsmDrafter
 from treespec.errors import DraftError, RequestError
 from treespec.metrics import Stats
@@ -131,9 +131,9 @@ class Engine:
             return []
         unread = self.ssms.unread if self.ssms is not None else None
         plans = self.planner.draft_plans(requests, self.max_model_len, unread, bool(self.scheduler.waiting))
-        roots = [TokenTree.root(request.tokens[-1]) for request in requests]
-        if not any(plan.max_depth or plan.levels for plan in plans):
-            return roots
+        forced = [self._forced(request, plan) for request, plan in zip(requests, plans, strict=True)]
+        if not any(plan.max_depth or plan.levels for plan in plans) and all(len(tree) == 1 for tree in forced):
+            return forced
         proposals: list[tuple[Drafter | SsmDrafter, list[TokenTree]]] = []
         for drafter in self.drafters:
             began = time.perf_counter()
@@ -149,7 +149,6 @@ class Engine:
             trees = self.lookup.propose(requests, depths, self.planner.least_value)
             if any(len(tree) > 1 for tree in trees):
                 proposals.append((self.lookup, trees))
-        forced = [forced_tree(request, plan.max_depth) for request, plan in zip(requests, plans, strict=True)]
         merged = [
             _merged(request, own) for request, *own in zip(requests, forced, *(t for _, t in proposals), strict=True)
         ]
@@ -164,6 +163,14 @@ class Engine:
         cut = self.planner.cut(requests, merged, self.ssms.drafted if self.ssms is not None else Drafted(0, 0))
         # Fixed trees have guesses of probability 0, too, where there are no others.
         return [_pruned(request, tree) for request, tree in zip(requests, cut, strict=True)]
+
+    def _forced(self, request: Request, plan: DraftPlan) -> TokenTree:
+        """What must follow a request's text: the guess that costs nothing, so it is made even where sources rest."""
+        depth = plan.max_depth
+        if request.spec.is_adaptive:
+            room = min(request.tokens_left - 1, self.max_model_len - len(request.tokens) - 1)
+            depth = min(request.spec.max_depth, room)
+        return forced_tree(request, depth)
 
     def forward(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> list[Scored]:
         """ONE target pass over all nodes of all requests. A request that computes NaN ends here, alone.

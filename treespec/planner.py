@@ -165,10 +165,11 @@ class Planner:
         for hope in (outlook.ssms, outlook.free):
             hope.resting = max(hope.resting - 1, 0)
         adaptive = all(request.spec.is_adaptive for request in requests)
+        self._batch, self._worth = requests, [1.0] * len(requests)
         if adaptive and outlook.free.resting and (self._keeps_idle() or not self._may_draft()):
             return [DraftPlan(0, 0, 1)] * len(requests)  # a round as short as plain decoding's
-        self._batch = requests
-        self._worth = [1.0] * len(requests) if others_wait else self._worth_of_tokens(requests)
+        if not others_wait:
+            self._worth = self._worth_of_tokens(requests)
         drafts, price = [False] * len(requests), 0.0
         if not (adaptive and outlook.ssms.resting):
             # Before other sources have spoken: where SSMs are not worth a level now, they will not be later.
@@ -373,7 +374,7 @@ class Planner:
         grown = sum(len(tree) > 1 for tree in trees)
         speculates = self._asks_free or drafted.levels > 0
         if seconds is not None:
-            self.costs.learn(seconds, rows, grown, drafted, speculates)
+            self.costs.learn(seconds, rows, grown, drafted, speculates or grown > 0)
         if not drafted.levels:  # what is not tried cannot be learned: hope returns slowly
             self._reach += _RECOVERY * (_USUAL_REACH - self._reach)
             self._truths[True].miss()

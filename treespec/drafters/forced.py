@@ -11,7 +11,7 @@ def forced_tree(request: Request, max_depth: int) -> TokenTree:
     where there is no grammar, or a choice."""
     root = request.tokens[-1]
     grammar = request.restriction.grammar if request.restriction is not None else None
-    if grammar is None or not max_depth or not request.spec.allows("grammar", "grammar"):
+    if grammar is None or max_depth < 1 or not request.spec.allows("grammar", "grammar"):
         return TokenTree.root(root)
     forced = grammar.forced(request.tokens)[:max_depth]
     if not forced:

@@ -12,6 +12,7 @@ from tests.forms import CLOSED, FORMS, PROMPTS, SPECS, asked, check_form, every_
 from tests.models import OracleDrafter, open_llm
 from tests.sampled import DRAWN, TREE, idle
 from tests.speech import checked, speaking_folder, speaking_llm
+from tests.test_vocabularies import llm_of
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.request import Request
 from treespec.tokenizer import load_tokenizer
@@ -100,6 +101,18 @@ def test_what_else_is_asked_for_still_counts() -> None:
         outputs = llm.generate(["x", "x"], [asked(form, **options), SamplingParams(max_tokens=2)], TREE)
         assert error in str(outputs[0].error) and outputs[1].error is None
     assert "structured_outputs" in str(outputs[0].error)
+
+
+@pytest.mark.parametrize("verification", ["rejection", "traversal"])
+def test_what_must_follow_gives_way_to_random_draws(verification: Any) -> None:
+    """Of a draft that draws as many nodes as a tree may have."""
+    llm = llm_of("perm-1")
+    params = asked({"regex": "the arguments of the parser [a-z]{20} of the parser"}, temperature=0.8, seed=1)
+    for nodes in (4, 16):
+        (output,) = llm.generate(PROMPTS[:1], params, SpecConfig(nodes=nodes, verification=verification))
+        assert output.error is None and output.metrics.accepted_by_source["perm-1"]
+        assert re.fullmatch("the arguments of the parser [a-z]{20} of the parser", output.outputs[0].text or "")
+    assert idle(llm)
 
 
 # --- drafts know

@@ -281,7 +281,7 @@ def _merged(request: Request, trees: Sequence[TokenTree]) -> TokenTree:
     tree = _pruned(request, merge(trees))
     if tree.draws.rows is None or len(tree) <= request.spec.max_nodes:
         return tree
-    tree = merge([trees[0], *(each for each in trees if each.draws.rows is not None)])
+    tree = merge([each for each in trees if each.draws.rows is not None])
     if len(tree) > request.spec.max_nodes:
         raise DraftError(
             f"{', '.join(tree.source_names)} drew {len(tree)} nodes at random for request {request.request_id}, none "

@@ -92,17 +92,29 @@ def test_a_node_that_sees_the_roots_grammar_is_noticed() -> None:
 class _Limited:
     """A parser that fails for good below two drafted tokens, as one does that takes more than llguidance's limits."""
 
-    def __init__(self, own: LLMatcher, failures: list[int]):
-        self._own, self._failures, self._failed = own, failures, False
+    def __init__(self, own: LLMatcher, failures: list[str], failed: bool = False):
+        self._own, self._failures, self._failed = own, failures, failed
 
     def deep_copy(self) -> "_Limited":
-        return _Limited(self._own.deep_copy(), self._failures)
+        return _Limited(self._own.deep_copy(), self._failures, self._failed)
+
+    def _fail(self, what: str) -> None:
+        self._failed = True
+        self._failures.append(what)
 
     def try_consume_tokens(self, tokens: list[int]) -> int:
         if len(tokens) >= 2:
-            self._failed = True
-            self._failures.append(len(tokens))
+            self._fail("excluded")
         return self._own.try_consume_tokens(tokens)
+
+    def validate_tokens(self, tokens: list[int]) -> int:
+        if len(tokens) >= 2:
+            self._fail("fitting")
+        return self._own.validate_tokens(tokens)
+
+    def compute_ff_tokens(self) -> list[int]:
+        self._fail("forced")
+        return self._own.compute_ff_tokens()
 
     def is_error(self) -> bool:
         return self._failed
@@ -120,12 +132,12 @@ def test_a_parser_that_fails_at_a_drafted_text_costs_no_token(temperature: float
     llm = speaking_llm()
     params = asked(CLOSED, temperature=temperature, seed=2)
     plain = llm.generate(PROMPTS, params, "off")
-    failures: list[int] = []
+    failures: list[str] = []
     parse = Grammars._parse
     limited = mock.patch.object(Grammars, "_parse", lambda self, form: _Limited(parse(self, form), failures))
     with limited, mock.patch.object(llm, "_intake", fresh_intake(llm)):
         outputs = llm.generate(PROMPTS, params, TREE)
-    assert failures
+    assert set(failures) == {"excluded", "fitting", "forced"}
     assert [output.outputs for output in outputs] == [output.outputs for output in plain]
 
 
@@ -135,10 +147,12 @@ def test_padded_and_larger_vocabularies() -> None:
     form = StructuredOutputsParams(regex="[a-z]+")
     wanted = grammars().grammar(form, 0).excluded([]).numpy()
     assert not wanted.all()
-    for size in (1, 300, VOCAB - 1, VOCAB + 1, VOCAB + 70):
+    for size in (300, VOCAB - 1, VOCAB + 1, VOCAB + 70):
         found = Grammars(own, size, (0, 900), torch.device("cpu")).grammar(form, 0).excluded([]).numpy()
         shared = min(size, VOCAB)
         assert len(found) == size and (found[:shared] == wanted[:shared]).all() and found[shared:].all()
+    with pytest.raises(RequestError, match=r"no token of the model's continues the text$"):
+        Grammars(own, 1, (0, 900), torch.device("cpu")).grammar(form, 0).excluded([])
 
 
 def test_all_end_tokens_of_a_model_end_an_output() -> None:

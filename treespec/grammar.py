@@ -65,16 +65,16 @@ class Grammars:
             self._tokenizer = self._read_tokenizer()
         try:
             source = _source(form)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RequestError(f"structured_outputs: {form.form} cannot be read: {error}") from None
         parser = LLMatcher(self._tokenizer, source, log_level=0, limits=LLParserLimits(verbose_errors=False))
         if parser.is_error():
-            raise RequestError(f"structured_outputs: {form.form} cannot be read: {_in_a_line(parser.get_error())}")
+            raise RequestError(f"structured_outputs: {form.form} cannot be read: {_reason(parser)}")
         return parser
 
     def _read_tokenizer(self) -> "LLTokenizer":
         """The vocabulary as llguidance has it."""
-        from llguidance import LLTokenizer
+        from llguidance import LLTokenizer, TokenizerWrapper
         from tokenizers import Tokenizer
 
         fast = getattr(self._own, "backend_tokenizer", self._own)
@@ -90,9 +90,41 @@ class Grammars:
         fast.no_truncation()
         size = max(self._vocab_size, fast.get_vocab_size(with_added_tokens=True))
         try:
-            return LLTokenizer(fast.to_str(), n_vocab=size, eos_token=self._end_tokens)
+            own = LLTokenizer(fast.to_str(), n_vocab=size, eos_token=self._end_tokens)
         except ValueError as error:
             raise RequestError(f"structured_outputs: llguidance cannot read the model's tokenizer: {error}") from None
+        speller = _Speller(own, self._vocab_size, self._end_tokens[0])
+        speller.plain = LLTokenizer(TokenizerWrapper(speller), eos_token=self._end_tokens)
+        return speller.plain
+
+
+class _Speller:
+    """Spells a form's own texts in tokens of the target, none of them special: the tokenizer itself makes the end token
+    of the text "</s>".
+
+    Args:
+        own: the tokenizer, as llguidance reads it.
+        vocab_size: of the target, which may lack some of the tokenizer's tokens.
+        end_token: one of them.
+
+    Attributes:
+        plain: what knows these tokens alone.
+    """
+
+    bos_token_id = None
+    plain: "LLTokenizer"
+
+    def __init__(self, own: "LLTokenizer", vocab_size: int, end_token: int):
+        self.eos_token_id, self._own = end_token, own
+        self.tokens = [own.decode_bytes([token]) for token in range(vocab_size)]
+        self.special_token_ids = [
+            token for token, text in enumerate(self.tokens) if own.is_special_token(token) or text == b"<[%d]>" % token
+        ]  # the latter has no text
+        self._spelling = frozenset(range(vocab_size)).difference(self.special_token_ids)
+
+    def __call__(self, text: str) -> list[int]:
+        tokens = self._own.tokenize_str(text)
+        return tokens if self._spelling.issuperset(tokens) else self.plain.greedy_tokenize(text)
 
 
 def _source(form: StructuredOutputsParams) -> str:
@@ -102,7 +134,8 @@ def _source(form: StructuredOutputsParams) -> str:
     if form.regex is not None:
         return LLMatcher.grammar_from_regex(form.regex)
     if form.choice is not None:
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, form.choice)))
+        # A terminal: of rules the parser follows no more than 2,000 at a time.
+        return LLMatcher.grammar_from_lark("start: TEXT\nTEXT: " + " | ".join(map(json.dumps, form.choice)))
     if form.grammar is not None:
         return grammar_from("grammar", form.grammar)
     schema = {"type": "object"} if form.json is None else json.loads(form.json)
@@ -117,9 +150,10 @@ def _source(form: StructuredOutputsParams) -> str:
     )
 
 
-def _in_a_line(message: str) -> str:
-    """llguidance's messages show the spot on lines of their own."""
-    return " ".join(message.split())
+def _reason(parser: "LLMatcher") -> str:
+    """Why a parser has failed, in a line: llguidance's messages show the spot on lines of their own."""
+    message = " ".join(parser.get_error().removesuffix("<non-verbose/>").split())
+    return "no token of the model's continues the text" if message == "NoExtensionBias" else message
 
 
 class Grammar:
@@ -136,7 +170,9 @@ class Grammar:
         self, parser: "LLMatcher", num_prompt: int, end_tokens: Sequence[int], vocab_size: int, device: torch.device
     ):  # fmt: skip
         self._vocab_size, self._device, self._end_tokens = vocab_size, device, frozenset(end_tokens)
-        self._parser, self._read = parser.deep_copy(), num_prompt  # it has read tokens[num_prompt:read]
+        # It has read tokens[num_prompt:read]. Copies of it are asked, a microsecond each: what fails at a drafted text
+        # has failed for good, and `rollback` may leave another state than there was (llguidance 1.9).
+        self._parser, self._read = parser.deep_copy(), num_prompt
         self._excluded: dict[tuple[int, ...], Tensor] = {}  # of paths behind them
 
     def excluded(self, tokens: Sequence[int], ancestors: Sequence[int] = ()) -> Tensor:
@@ -167,7 +203,7 @@ class Grammar:
         """
         self._follow(tokens)
         ends = [place for place, token in enumerate(path, start=1) if token in self._end_tokens]
-        return self._parser.validate_tokens(list(path[: ends[0]] if ends else path))
+        return self._parser.deep_copy().validate_tokens(list(path[: ends[0]] if ends else path))
 
     def forced(self, tokens: Sequence[int]) -> list[int]:
         """What must come next, as far as there is only one way on; no end tokens.
@@ -176,7 +212,7 @@ class Grammar:
             tokens: prompt and output so far.
         """
         self._follow(tokens)
-        return list(self._parser.compute_ff_tokens())
+        return list(self._parser.deep_copy().compute_ff_tokens())
 
     def _follow(self, tokens: Sequence[int]) -> None:
         """Read what is new of a text that only ever grows."""
@@ -188,13 +224,12 @@ class Grammar:
         self._parser.consume_tokens(new)  # where that fails, `_exclude` says so
 
     def _exclude(self, path: tuple[int, ...]) -> Tensor:
-        # A copy is made on write, in a microsecond. `rollback` may leave another state than there was (llguidance 1.9).
         parser = self._parser.deep_copy()
         count = parser.try_consume_tokens(list(path))
         if count < len(path) and not parser.is_error():
             raise RequestError(f"structured_outputs: token {path[count]} does not fit the text before it")
         bits = np.frombuffer(parser.compute_bitmask(), dtype=np.uint8)
         if parser.is_error():
-            raise RequestError(f"structured_outputs: {_in_a_line(parser.get_error())}")
+            raise RequestError(f"structured_outputs: {_reason(parser)}")
         allowed = np.unpackbits(bits, count=self._vocab_size, bitorder="little")
         return torch.from_numpy(allowed == 0).to(self._device)

@@ -110,7 +110,7 @@ def _schema_text(schema: Any) -> str:
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(
                 f"json={schema[:80]!r} is no JSON ({error}); give a schema as a dict or as text"
             ) from None

@@ -51,6 +51,19 @@ def test_a_form_that_cannot_be_read(name: str) -> None:
         llm.generate("x", asked(form))
 
 
+def test_a_long_chain_of_references() -> None:
+    """It would overflow the stack of a usual thread, and the process would end."""
+    script = """
+from tests.forms import grammars
+from treespec import StructuredOutputsParams
+links = {str(i): {"anyOf": [{"items": {"$ref": f"#/$defs/{i + 1}"}}, {"type": "null"}]} for i in range(3000)}
+schema = {"$ref": "#/$defs/0", "$defs": {**links, "3000": {"type": "null"}}}
+grammars().grammar(StructuredOutputsParams(json=schema), 0).excluded([])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 WRONG: dict[str, tuple[Any, str]] = {
     "none": ({}, "structured_outputs has no form; give one of json, regex, choice, grammar, json_object"),
     "off": ({"json_object": False}, "structured_outputs has no form"),

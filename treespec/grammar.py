@@ -5,8 +5,10 @@ same text, however the parser got there. The tests compare it with a parser that
 """
 
 import json
+import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 _KEPT = 64  # forms whose parsers are kept for requests to come
+_STACK = 256 << 20  # bytes, of which a thread takes what it needs; 15 KB for each rule inside a rule
 
 
 class Grammars:
@@ -67,7 +70,8 @@ class Grammars:
             source = _source(form)
         except (ValueError, RecursionError) as error:
             raise RequestError(f"structured_outputs: {form.form} cannot be read: {error}") from None
-        parser = LLMatcher(self._tokenizer, source, log_level=0, limits=LLParserLimits(verbose_errors=False))
+        limits = LLParserLimits(verbose_errors=False)
+        parser = _in_deep_stack(partial(LLMatcher, self._tokenizer, source, log_level=0, limits=limits))
         if parser.is_error():
             raise RequestError(f"structured_outputs: {form.form} cannot be read: {_reason(parser)}")
         return parser
@@ -96,6 +100,19 @@ class Grammars:
         speller = _Speller(own, self._vocab_size, self._end_tokens[0])
         speller.plain = LLTokenizer(TokenizerWrapper(speller), eos_token=self._end_tokens)
         return speller.plain
+
+
+def _in_deep_stack(call: Callable[[], "LLMatcher"]) -> "LLMatcher":
+    """A call's result. In the usual 8 MB of stack a chain of 800 references, `{"$ref": ...}`, would end the process."""
+    results: list[LLMatcher] = []
+    usual = threading.stack_size(_STACK)
+    try:
+        thread = threading.Thread(target=lambda: results.append(call()))
+        thread.start()
+    finally:
+        threading.stack_size(usual)
+    thread.join()
+    return results[0]
 
 
 class _Speller:

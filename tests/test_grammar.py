@@ -8,7 +8,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLParserLimits
 
 from tests.forms import (
     CLOSED,
@@ -24,7 +24,7 @@ from tests.forms import (
 from tests.models import VOCAB
 from tests.sampled import TREE
 from tests.speech import END, speaking_llm
-from treespec import StructuredOutputsParams
+from treespec import SpecConfig, StructuredOutputsParams
 from treespec.errors import RequestError
 from treespec.grammar import Grammar, Grammars
 
@@ -139,6 +139,35 @@ def test_a_parser_that_fails_at_a_drafted_text_costs_no_token(temperature: float
         outputs = llm.generate(PROMPTS, params, TREE)
     assert set(failures) == {"excluded", "fitting", "forced"}
     assert [output.outputs for output in outputs] == [output.outputs for output in plain]
+
+
+def limited(**limits: int) -> Any:
+    """While it lasts, llguidance reads forms within narrow limits."""
+    return mock.patch("llguidance.LLParserLimits", lambda **options: LLParserLimits(**options, **limits))
+
+
+def test_a_limit_that_a_drafted_text_comes_to_costs_no_token() -> None:
+    """Copies of a parser share their lexer, which has failed for all of them then."""
+    llm, params = speaking_llm(), asked({"choice": ["orngé", "argumentm", "b\u2028", "oem"]})
+    (plain,) = llm.generate([[5]], params, "off")
+    read_anew = mock.patch.object(Grammar, "_read_anew", autospec=True, side_effect=Grammar._read_anew)
+    for spec in ("off", TREE, SpecConfig()):
+        with limited(step_lexer_fuel=50), mock.patch.object(llm, "_intake", fresh_intake(llm)), read_anew as reading:
+            (output,) = llm.generate([[5]], params, spec)
+        assert output.outputs == plain.outputs and output.outputs[0].finish_reason == "stop"
+        assert reading.called == (spec != "off")
+
+
+@pytest.mark.parametrize("spec", ["off", TREE], ids=["off", "tree"])
+def test_a_limit_that_one_request_comes_to_is_not_the_next_ones(spec: Any) -> None:
+    llm, form = speaking_llm(), {"regex": "[ab]*a[ab]{14}c"}
+    a, b = (speaking_tokenizer().token_to_id(letter) for letter in "ab")
+    long, short = (asked(form, count, temperature=1.0, seed=1, allowed_token_ids=[a, b]) for count in (200, 3))
+    with limited(max_lexer_states=60), mock.patch.object(llm, "_intake", fresh_intake(llm)):
+        for _ in range(2):
+            failed, beside = llm.generate(PROMPTS[:2], [long, short], spec)
+            assert "lexer error: too many states" in str(failed.error) and len(failed.outputs[0].token_ids) > 3
+            assert beside.error is None and len(beside.outputs[0].token_ids) == 3
 
 
 def test_padded_and_larger_vocabularies() -> None:

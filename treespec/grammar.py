@@ -48,12 +48,17 @@ class Grammars:
         Raises:
             RequestError: llguidance is missing or cannot read the form, or the tokenizer is none that it knows.
         """
-        if form not in self._parsers:
-            self._parsers[form] = self._parse(form)
+        parser = self._parsers[form] if form in self._parsers else self._renew(form)
         self._parsers.move_to_end(form)
+        renew = partial(self._renew, form)
+        return Grammar(parser, renew, num_prompt, self._end_tokens, self._vocab_size, self._device)
+
+    def _renew(self, form: StructuredOutputsParams) -> "LLMatcher":
+        """A form's parser that has met no text yet, for this request and those to come."""
+        self._parsers[form] = self._parse(form)
         if len(self._parsers) > _KEPT:
             self._parsers.popitem(last=False)
-        return Grammar(self._parsers[form], num_prompt, self._end_tokens, self._vocab_size, self._device)
+        return self._parsers[form]
 
     def _parse(self, form: StructuredOutputsParams) -> "LLMatcher":
         try:
@@ -178,15 +183,18 @@ class Grammar:
 
     Args:
         parser: before the first token; left as it is.
+        renew: makes another one.
         num_prompt: tokens of the prompt, of which the grammar says nothing.
         end_tokens: that the grammar allows where its sentence is complete.
         vocab_size, device: of the target's logits.
     """
 
     def __init__(
-        self, parser: "LLMatcher", num_prompt: int, end_tokens: Sequence[int], vocab_size: int, device: torch.device
+        self, parser: "LLMatcher", renew: Callable[[], "LLMatcher"], num_prompt: int, end_tokens: Sequence[int],
+        vocab_size: int, device: torch.device,
     ):  # fmt: skip
         self._vocab_size, self._device, self._end_tokens = vocab_size, device, frozenset(end_tokens)
+        self._renew, self._num_prompt = renew, num_prompt
         # It has read tokens[num_prompt:read]. Copies of it are asked, a microsecond each: what fails at a drafted text
         # has failed for good, and `rollback` may leave another state than there was (llguidance 1.9).
         self._parser, self._read = parser.deep_copy(), num_prompt
@@ -207,7 +215,13 @@ class Grammar:
             raise RequestError("structured_outputs: nothing follows an end token")
         self._follow(tokens)
         if path not in self._excluded:
-            self._excluded[path] = self._exclude(path)
+            try:
+                self._excluded[path] = self._exclude(path)
+            except RequestError:
+                if path:
+                    raise
+                self._read_anew(tokens)
+                self._excluded[path] = self._exclude(path)
         return self._excluded[path]
 
     def fitting(self, tokens: Sequence[int], path: Sequence[int]) -> int:
@@ -239,6 +253,14 @@ class Grammar:
         self._excluded.clear()
         self._read = len(tokens)
         self._parser.consume_tokens(new)  # where that fails, `_exclude` says so
+
+    def _read_anew(self, tokens: Sequence[int]) -> None:
+        """Read a text as plain decoding alone would. Copies share their lexer and its limits (llguidance 1.9): where
+        one has come to them, all have, and it may have been a draft's or another request's."""
+        self._parser = self._renew().deep_copy()
+        for token in tokens[self._num_prompt :]:
+            self._parser.compute_bitmask()
+            self._parser.consume_token(token)
 
     def _exclude(self, path: tuple[int, ...]) -> Tensor:
         parser = self._parser.deep_copy()

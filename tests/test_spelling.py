@@ -10,11 +10,12 @@ import torch
 from tokenizers import AddedToken, Tokenizer
 
 from tests.forms import asked, grammars, speaking_tokenizer
-from tests.models import new_folder, open_llm
+from tests.models import VOCAB, new_folder, open_llm
 from tests.sampled import TREE, idle
 from tests.speech import END, speaking_folder
 from tests.tokenizers_made import resized
 from treespec import SpecConfig, StructuredOutputsParams
+from treespec.errors import RequestError
 from treespec.grammar import Grammar, Grammars
 
 
@@ -72,6 +73,21 @@ def test_texts_are_spelled_with_tokens_that_the_target_has() -> None:
         (output,) = llm.generate([[5, 6]], asked({"choice": [form]}), spec)
         assert output.outputs[0].text == form and output.outputs[0].finish_reason == "stop"
     assert output.metrics.accepted_by_source["grammar"] and idle(llm)
+
+
+def test_an_end_token_with_a_text_ends_outputs_alone() -> None:
+    """It is no part of one: the output would end there. What takes its text cannot be written."""
+    own = speaking_tokenizer()
+    [line, a, b] = (own.encode(text).ids[0] for text in "\nab")
+    readers = Grammars(own, VOCAB, (0, line), torch.device("cpu"))
+
+    def after_a(regex: str) -> list[int]:
+        return following(readers.grammar(StructuredOutputsParams(regex=regex), 0), [a])
+
+    assert after_a("a\n?b") == [b] and after_a("a[\nb]*") == [0, b, line] and after_a("a") == [0, line]
+    with pytest.raises(RequestError, match=r"no token of the model's continues the text"):
+        after_a("a\nb")
+    assert readers.grammar(StructuredOutputsParams(regex="ab\nc"), 0).forced([]) == own.encode("ab").ids
 
 
 def test_one_of_many_choices() -> None:

@@ -102,7 +102,7 @@ class Grammars:
             own = LLTokenizer(fast.to_str(), n_vocab=size, eos_token=self._end_tokens)
         except ValueError as error:
             raise RequestError(f"structured_outputs: llguidance cannot read the model's tokenizer: {error}") from None
-        speller = _Speller(own, self._vocab_size, self._end_tokens[0])
+        speller = _Speller(own, self._vocab_size, self._end_tokens)
         speller.plain = LLTokenizer(TokenizerWrapper(speller), eos_token=self._end_tokens)
         return speller.plain
 
@@ -127,7 +127,7 @@ class _Speller:
     Args:
         own: the tokenizer, as llguidance reads it.
         vocab_size: of the target, which may lack some of the tokenizer's tokens.
-        end_token: one of them.
+        end_tokens: some of them, which end an output whatever their text.
 
     Attributes:
         plain: what knows these tokens alone.
@@ -136,17 +136,28 @@ class _Speller:
     bos_token_id = None
     plain: "LLTokenizer"
 
-    def __init__(self, own: "LLTokenizer", vocab_size: int, end_token: int):
-        self.eos_token_id, self._own = end_token, own
+    def __init__(self, own: "LLTokenizer", vocab_size: int, end_tokens: Sequence[int]):
+        self.eos_token_id, self._own = end_tokens[0], own
         self.tokens = [own.decode_bytes([token]) for token in range(vocab_size)]
-        self.special_token_ids = [
-            token for token, text in enumerate(self.tokens) if own.is_special_token(token) or text == b"<[%d]>" % token
-        ]  # the latter has no text
-        self._spelling = frozenset(range(vocab_size)).difference(self.special_token_ids)
+        without_text = [token for token, text in enumerate(self.tokens) if text == b"<[%d]>" % token]
+        special = {*filter(own.is_special_token, range(vocab_size)), *without_text, *end_tokens}
+        self.special_token_ids = sorted(special)
+        self._spelling = frozenset(range(vocab_size)) - special
 
     def __call__(self, text: str) -> list[int]:
         tokens = self._own.tokenize_str(text)
-        return tokens if self._spelling.issuperset(tokens) else self.plain.greedy_tokenize(text)
+        return tokens if self._spelling.issuperset(tokens) else self._longest(text)
+
+    def _longest(self, text: str) -> list[int]:
+        """By the longest token at each place, up to where there is none: llguidance leaves such a byte out."""
+        data, end = text.encode(), 0
+        tokens: list[int] = []
+        for token in self.plain.greedy_tokenize(text):
+            if not data.startswith(self.tokens[token], end):
+                break
+            tokens.append(token)
+            end += len(self.tokens[token])
+        return tokens
 
 
 def _source(form: StructuredOutputsParams) -> str:

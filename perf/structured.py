@@ -3,9 +3,10 @@
     python perf/structured.py --threads 1 --json out.json                  # the embedded models
     python perf/structured.py --grow 0.5B --threads 2 --json out.json      # the target grown, with the same SSMs
 
-Every repeat runs every way once, one after the other. "unaware" is "auto" whose drafts do not know the form: only the
-target's own choice does, at every node. Seconds are from a request's arrival to its end; a speed-up is of the same
-repeat's plain decoding: median of the repeats (least to largest). Tokens are compared with those of plain decoding.
+Every repeat runs every way once, one after the other: automatic trees, and trees of 8 nodes by one SSM a round, lookup
+and the form. "unaware" are drafts that do not know the form: only the target's own choice does, at every node. Seconds
+are from a request's arrival to its end; a speed-up is of the same repeat's plain decoding: median of the repeats (least
+to largest). Tokens per pass are those of all repeats. Tokens are compared with those of plain decoding.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from unittest import mock
 
 import torch
 
-from treespec import LLM, SamplingParams
+from treespec import LLM, SamplingParams, SpecConfig
 from treespec.costs import processor
 from treespec.tree import TokenTree
 from treespec_weights import (
@@ -56,7 +57,10 @@ FORMS: dict[str, dict[str, Any]] = {
     "any object": {"json_object": True},
     "regex": {"regex": r"def [a-z_]{3,20}\(self(, [a-z_]{1,10})*\)( -> (int|str|None))?:\n    '[A-Za-z ,.]{20,200}'\n"},
 }  # fmt: skip
-WAYS = ("plain", "auto", "unaware")
+TREE = SpecConfig(nodes=8, max_ssms=1)
+WAYS: dict[str, Any] = {
+    "plain": "off", "auto": None, "auto, unaware": None, "8 nodes": TREE, "8 nodes, unaware": TREE,
+}  # fmt: skip
 
 
 @contextmanager
@@ -85,44 +89,36 @@ def measure(llm: LLM, form: str, temperature: float, args: argparse.Namespace) -
     ]
     prompts = held_out(args.prompts)
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
-    tokens, tau, finished, differing, compared = {}, {}, 0, 0, 0
+    tokens: dict[str, list[list[int]]] = {}
+    passes, finished, differing, compared = dict.fromkeys(WAYS, 0), 0, 0, 0
     for repeat in range(args.repeats + 1):  # the first warms up
-        for way in WAYS:
-            with unaware() if way == "unaware" else ExitStack():
-                spec = "off" if way == "plain" else None
+        for way, spec in WAYS.items():
+            with unaware() if "unaware" in way else ExitStack():
                 outputs = [llm.generate(p, params, spec)[0] for p, params in zip(prompts, each, strict=True)]
             tokens[way] = [output.outputs[0].token_ids for output in outputs]
-            generated = sum(len(own) for own in tokens[way])
-            tau[way] = generated / sum(output.metrics.target_passes for output in outputs)
             finished = sum(output.outputs[0].finish_reason == "stop" for output in outputs)
             if repeat:
+                passes[way] += sum(output.metrics.target_passes for output in outputs)
                 seconds[way].append(sum(output.metrics.seconds for output in outputs))
-        for way in WAYS[1:]:
             pairs = [pair for own in zip(tokens["plain"], tokens[way], strict=True) for pair in zip(*own, strict=True)]
-            compared += len(pairs)
+            compared += len(pairs) if way != "plain" else 0
             differing += sum(a != b for a, b in pairs)
-    row = {
-        "form": form, "temperature": temperature, "tokens": sum(map(len, tokens["plain"])), "finished": finished,
-        "plain_tokens_per_second": sum(map(len, tokens["plain"])) / statistics.median(seconds["plain"]),
-        "tokens_compared": compared, "tokens_that_differ": differing,
-    }  # fmt: skip
-    for way in WAYS[1:]:
+    generated = sum(map(len, tokens["plain"]))
+    rate = generated / statistics.median(seconds["plain"])
+    print(f"{form}, T={temperature}: plain {rate:.1f} tokens/s; {differing} of {compared} tokens differ", flush=True)
+    ways = {}
+    for way in WAYS:
         ratios = [plain / own for plain, own in zip(seconds["plain"], seconds[way], strict=True)]
-        row[way] = {
+        tau = args.repeats * generated / passes[way]
+        ways[way] = {
             "speed_up": statistics.median(ratios), "least": min(ratios), "largest": max(ratios),
-            "acceptance_length": tau[way],
+            "acceptance_length": tau,
         }  # fmt: skip
-    print(
-        f"{form:10} T={temperature:<4} plain {row['plain_tokens_per_second']:7.1f} tokens/s; "
-        + "; ".join(
-            f"{way} {row[way]['speed_up']:.2f} ({row[way]['least']:.2f} to {row[way]['largest']:.2f}), "
-            f"{row[way]['acceptance_length']:.2f} tokens a pass"
-            for way in WAYS[1:]
-        )
-        + f"; {differing} of {compared} tokens differ",
-        flush=True,
-    )
-    return row
+        print(f"  {way:17} {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}), {tau:.2f} a pass")
+    return {
+        "form": form, "temperature": temperature, "tokens": generated, "finished": finished,
+        "plain_tokens_per_second": rate, "tokens_compared": compared, "tokens_that_differ": differing, "ways": ways,
+    }  # fmt: skip
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from treespec.errors import RequestError
+from treespec.spelling import read_tokenizer
 from treespec.structured import StructuredOutputsParams, closed_schema
 from treespec.tokenizer import check_text
 
@@ -70,7 +72,7 @@ class Grammars:
         for text in (form.json, form.regex, *(form.choice or ()), form.grammar, form.whitespace_pattern):
             check_text(text or "")
         if self._tokenizer is None:
-            self._tokenizer = self._read_tokenizer()
+            self._tokenizer = read_tokenizer(self._own, self._vocab_size, self._end_tokens)
         try:
             source = _source(form)
         except (ValueError, RecursionError) as error:
@@ -81,83 +83,15 @@ class Grammars:
             raise RequestError(f"structured_outputs: {form.form} cannot be read: {_reason(parser)}")
         return parser
 
-    def _read_tokenizer(self) -> "LLTokenizer":
-        """The vocabulary as llguidance has it."""
-        from llguidance import LLTokenizer, TokenizerWrapper
-        from tokenizers import Tokenizer
-
-        fast = getattr(self._own, "backend_tokenizer", self._own)
-        if not isinstance(fast, Tokenizer):
-            what = "none" if self._own is None else type(self._own).__name__
-            raise RequestError(
-                f"structured_outputs need a fast tokenizer, one with a tokenizer.json; the model's is {what}"
-            )
-        if not self._end_tokens:
-            raise RequestError("structured_outputs end with an end token, and the model has none")
-        fast = Tokenizer.from_str(fast.to_str())
-        fast.no_padding()
-        fast.no_truncation()
-        size = max(self._vocab_size, fast.get_vocab_size(with_added_tokens=True))
-        try:
-            own = LLTokenizer(fast.to_str(), n_vocab=size, eos_token=self._end_tokens)
-        except ValueError as error:
-            raise RequestError(f"structured_outputs: llguidance cannot read the model's tokenizer: {error}") from None
-        speller = _Speller(own, self._vocab_size, self._end_tokens)
-        speller.plain = LLTokenizer(TokenizerWrapper(speller), eos_token=self._end_tokens)
-        return speller.plain
-
 
 def _in_deep_stack(call: Callable[[], "LLMatcher"]) -> "LLMatcher":
     """A call's result. In the usual 8 MB of stack a chain of 800 references, `{"$ref": ...}`, would end the process."""
-    results: list[LLMatcher] = []
     usual = threading.stack_size(_STACK)
     try:
-        thread = threading.Thread(target=lambda: results.append(call()))
-        thread.start()
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(call).result()
     finally:
         threading.stack_size(usual)
-    thread.join()
-    return results[0]
-
-
-class _Speller:
-    """Spells a form's own texts in tokens of the target, none of them special: the tokenizer itself makes the end token
-    of the text "</s>".
-
-    Args:
-        own: the tokenizer, as llguidance reads it.
-        vocab_size: of the target, which may lack some of the tokenizer's tokens.
-        end_tokens: some of them, which end an output whatever their text.
-
-    Attributes:
-        plain: what knows these tokens alone.
-    """
-
-    bos_token_id = None
-    plain: "LLTokenizer"
-
-    def __init__(self, own: "LLTokenizer", vocab_size: int, end_tokens: Sequence[int]):
-        self.eos_token_id, self._own = end_tokens[0], own
-        self.tokens = [own.decode_bytes([token]) for token in range(vocab_size)]
-        without_text = [token for token, text in enumerate(self.tokens) if text == b"<[%d]>" % token]
-        special = {*filter(own.is_special_token, range(vocab_size)), *without_text, *end_tokens}
-        self.special_token_ids = sorted(special)
-        self._spelling = frozenset(range(vocab_size)) - special
-
-    def __call__(self, text: str) -> list[int]:
-        tokens = self._own.tokenize_str(text)
-        return tokens if self._spelling.issuperset(tokens) else self._longest(text)
-
-    def _longest(self, text: str) -> list[int]:
-        """By the longest token at each place, up to where there is none: llguidance leaves such a byte out."""
-        data, end = text.encode(), 0
-        tokens: list[int] = []
-        for token in self.plain.greedy_tokenize(text):
-            if not data.startswith(self.tokens[token], end):
-                break
-            tokens.append(token)
-            end += len(self.tokens[token])
-        return tokens
 
 
 def _source(form: StructuredOutputsParams) -> str:

@@ -1,0 +1,84 @@
+"""A tokenizer as llguidance reads it: how a form's texts are spelled."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from treespec.errors import RequestError
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+
+def read_tokenizer(tokenizer: Any, vocab_size: int, end_tokens: Sequence[int]) -> "LLTokenizer":
+    """The tokens that an output may have, for llguidance's parsers.
+
+    Args:
+        tokenizer: transformers' or `tokenizers.Tokenizer`; None where the model has none.
+        vocab_size: of the target.
+        end_tokens: below it.
+
+    Raises:
+        RequestError: there is no fast tokenizer, or no end token, or llguidance cannot read it.
+    """
+    from llguidance import LLTokenizer, TokenizerWrapper
+    from tokenizers import Tokenizer
+
+    fast = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    if not isinstance(fast, Tokenizer):
+        what = "none" if tokenizer is None else type(tokenizer).__name__
+        raise RequestError(
+            f"structured_outputs need a fast tokenizer, one with a tokenizer.json; the model's is {what}"
+        )
+    if not end_tokens:
+        raise RequestError("structured_outputs end with an end token, and the model has none")
+    fast = Tokenizer.from_str(fast.to_str())
+    fast.no_padding()
+    fast.no_truncation()
+    size = max(vocab_size, fast.get_vocab_size(with_added_tokens=True))
+    try:
+        own = LLTokenizer(fast.to_str(), n_vocab=size, eos_token=list(end_tokens))
+    except ValueError as error:
+        raise RequestError(f"structured_outputs: llguidance cannot read the model's tokenizer: {error}") from None
+    speller = _Speller(own, vocab_size, end_tokens)
+    speller.plain = LLTokenizer(TokenizerWrapper(speller), eos_token=list(end_tokens))
+    return speller.plain
+
+
+class _Speller:
+    """Spells a form's own texts in tokens of the target, none of them special: the tokenizer itself makes the end token
+    of the text "</s>".
+
+    Args:
+        own: the tokenizer, as llguidance reads it.
+        vocab_size: of the target, which may lack some of the tokenizer's tokens.
+        end_tokens: some of them, which end an output whatever their text.
+
+    Attributes:
+        plain: what knows these tokens alone.
+    """
+
+    bos_token_id = None
+    plain: "LLTokenizer"
+
+    def __init__(self, own: "LLTokenizer", vocab_size: int, end_tokens: Sequence[int]):
+        self.eos_token_id, self._own = end_tokens[0], own
+        self.tokens = [own.decode_bytes([token]) for token in range(vocab_size)]
+        without_text = [token for token, text in enumerate(self.tokens) if text == b"<[%d]>" % token]
+        special = {*filter(own.is_special_token, range(vocab_size)), *without_text, *end_tokens}
+        self.special_token_ids = sorted(special)
+        self._spelling = frozenset(range(vocab_size)) - special
+
+    def __call__(self, text: str) -> list[int]:
+        tokens = self._own.tokenize_str(text)
+        return tokens if self._spelling.issuperset(tokens) else self._longest(text)
+
+    def _longest(self, text: str) -> list[int]:
+        """By the longest token at each place, up to where there is none: llguidance leaves such a byte out."""
+        data, end = text.encode(), 0
+        tokens: list[int] = []
+        for token in self.plain.greedy_tokenize(text):
+            if not data.startswith(self.tokens[token], end):
+                break
+            tokens.append(token)
+            end += len(self.tokens[token])
+        return tokens

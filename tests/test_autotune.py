@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -133,6 +134,30 @@ def test_the_start_of_drafting_is_what_levels_do_not_explain() -> None:
         assert known.draft_start_seconds == start and known.draft_seconds > 0
         assert known.draft(3, 3, 3) == pytest.approx(three)
         assert costs.round_seconds(known) == pytest.approx(4.0 + three)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "least"),
+    [
+        ([3, 1, 1.05], [3, 2, 2.1], (1, 2)),  # idle
+        ([3, 3, 2, 1, 1], [3, 2, 2, 3, 2], (1, 2)),  # disturbed in the first turn
+        ([9, 9, 5, 9, 4, 9, 3, 1, 1], [9, 9, 5, 9, 4, 9, 3, 1, 1], (4, 4)),  # busy for longer than it may take
+    ],
+)
+def test_a_busy_machine_is_measured_for_longer(
+    monkeypatch: pytest.MonkeyPatch, first: list[float], second: list[float], least: tuple[float, float]
+) -> None:
+    """Until the two least times of each run agree, or thrice as long as intended; here at the end of a turn."""
+    now, intended, told = 0.0, sum(second[1:3]) + sum(first[1:3]), []
+    monkeypatch.setattr(costs.time, "perf_counter", lambda: now)
+
+    def run(times: list[float]) -> None:
+        nonlocal now
+        now += times.pop(0)
+
+    given = [partial(run, first), partial(run, second)]
+    assert costs._least(given, 1, 0.6 * intended, told.append) == list(least)
+    assert told[-1] == 1 and len(first) == len(second) == (4 if least == (4, 4) else 0)
 
 
 def test_a_small_cache_still_has_a_curve() -> None:

@@ -1,14 +1,14 @@
 """What a round takes: a measured curve, corrected by what rounds really take.
 
-Seconds here are the curve's, taken on an idle machine. What rounds teach are ratios to the same machine's passes over
-one row of each request, so that a busy machine does not look like dear drafting.
+Seconds here are the curve's, taken on an idle machine. What rounds teach are ratios to the same machine's other passes,
+so that a busy machine does not look like dear drafting.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -19,7 +19,9 @@ _MEMORY = 0.1  # weight of the newest round in the running means
 # A measured time that is further from the learned one counts as this far off: a share of the learned time. On a busy
 # machine rounds are interrupted for many times their length, now here, now there; the mean of such times would call
 # everything dear that is not plain decoding's pass. Both sides are as wide, or noise alone would move the mean.
-_REACH, _ROWS_REACH = 0.3, 0.5
+_REACH = 0.3
+# Of a pass over one row. A curve that was disturbed may call rows free: what it says times anything would remain so.
+_USUAL_ROW = 0.03
 _FIRST = 5  # times whose median is the first learned one
 # What the host does in a round: as in plain decoding; asks sources, which find nothing; works on trees of guesses that
 # cost no pass; works on trees that SSMs have grown.
@@ -28,7 +30,7 @@ HostWork = Literal["plain", "search", "tree", "drafted"]
 _USUAL_HOST: dict[HostWork, float] = {"plain": 1 / 3, "search": 2 / 3, "tree": 1.0, "drafted": 2.0}
 _FADING = 0.02  # of what trees seem to take beyond the usual, with each round of a long search that makes none
 _LONG = 64  # rounds of searching in vain
-_FRESH = 0.25  # seconds for which a plain pass says how fast the machine is: a host's speed changes within seconds
+_Seconds = TypeVar("_Seconds", float, np.ndarray)
 
 
 @dataclass(frozen=True)
@@ -172,13 +174,44 @@ class _DraftScales:
         self.level *= 1 + step * levels / expected
 
 
+class _RowPrice:
+    """How far the curve is off about rows beyond each request's first.
+
+    A pass tells this together with how fast the machine is just now; passes of different sizes that follow upon each
+    other tell the two apart. So a machine that is slower from now on makes no rows dear.
+
+    Attributes:
+        pace: measured over expected seconds of the last passes.
+        excess: what such rows take over what the curve says, as a share of their size: of what it says, and of
+            `_USUAL_ROW` for each. Passes count by how far their size is from the others'.
+    """
+
+    def __init__(self) -> None:
+        self.pace, self.excess = Typical(), 0.0
+        self._size = self._spread = 0.0  # running means: of sizes, and of their squared distance from that
+
+    def add(self, seconds: float, expected: float, size: float) -> None:
+        """Learn from a pass; all in modelled passes over one row of each request."""
+        if not self.pace.known:
+            self._size = size
+        beyond = size - self._size
+        self._size += _MEMORY * beyond
+        self._spread += _MEMORY * (max(beyond**2, _USUAL_ROW**2) - self._spread)
+        if self.pace.known:
+            # Rows few more than the others' do not make a pass much longer, whatever it took.
+            limit = min(_REACH * expected, (1 + abs(self.excess)) * abs(beyond))
+            missed = _clipped(seconds / self.pace.value - expected, limit)
+            self.excess = max(self.excess + _MEMORY * missed * beyond / max(beyond**2, self._spread), -1.0)
+        self.pace.add(seconds / expected)
+
+
 class _Learned:
     """What rounds of one size of batch have taught.
 
     Attributes:
         hosts: per request, by the work; what was not seen yet is missing.
         draft_scales: of drafting.
-        row_scale: the same of what rows beyond each request's first add to a target pass.
+        rows: what is learned of rows beyond each request's first.
         lone_scale: a pass over one row of each request after a tree, over one that follows upon such a pass.
         follows_tree: whether the last pass came after a tree.
         barren: rounds of searching since the last one that did something else.
@@ -189,45 +222,25 @@ class _Learned:
         self.draft_scales, self.lone_scale = _DraftScales(), Typical(1.0)
         self.follows_tree = False
         self.barren = 0
-        # Measured over modelled seconds of passes over one row of each request that follow upon such a pass, as plain
-        # decoding's do: after a tree one takes 1.05 to 1.08 times as long back to back, 1.1 to 1.3 within rounds.
-        self._pace = Typical()
-        self._pace_age = 0.0  # seconds of passes
+        self.rows = _RowPrice()
         self._was_lone = False  # whether the last pass was over one row of each request
-        self._rows_took = self._rows_modelled = 0.0  # running means of what further rows added
 
-    @property
-    def row_scale(self) -> float:
-        return self._rows_took / self._rows_modelled if self._rows_modelled else 1.0
-
-    def see_forward(self, seconds: float, plain: float, further: float | None) -> None:
+    def see_forward(self, seconds: float, expected: float, size: float) -> None:
         """Learn from a target pass.
+
+        Those over one row of each request count where they follow upon such a pass, as plain decoding's do: after a
+        tree one takes 1.05 to 1.08 times as long back to back, 1.1 to 1.3 within rounds.
 
         Args:
             seconds: that it took.
-            plain: modelled, of one row of each request.
-            further: modelled, not yet scaled, of all other rows; None where there are none.
+            expected: modelled and corrected; both in modelled passes over one row of each request.
+            size: of all other rows, as in `_RowPrice`; 0 where there are none.
         """
-        was_lone, self._was_lone = self._was_lone, further is None
-        self.follows_tree = not was_lone
-        if was_lone and further is None:
-            self._pace.add(seconds / plain)
-            self._pace_age = 0.0
-            return
-        self._pace_age += seconds
-        if not self._pace.known or self._pace_age > _FRESH:
-            return
-        if further is None:
-            self.lone_scale.add(seconds / self._pace.value / plain)
-            return
-        if not further:  # the curve says that these rows are free
-            return
-        if not self._rows_modelled:
-            self._rows_took = self._rows_modelled = further
-        expected = further * self.row_scale
-        took = expected + _clipped(seconds / self._pace.value - plain - expected, _ROWS_REACH * expected)
-        self._rows_took += _MEMORY * (took - self._rows_took)
-        self._rows_modelled += _MEMORY * (further - self._rows_modelled)
+        self.follows_tree, self._was_lone = not self._was_lone, not size
+        if size or not self.follows_tree:
+            self.rows.add(seconds, expected, size)
+        elif self.rows.pace.known:
+            self.lone_scale.add(seconds / self.rows.pace.value)
 
 
 def _speculative_work(trees: int, drafted: Drafted) -> HostWork:
@@ -280,7 +293,8 @@ class RoundCosts:
 
     def verify(self, rows: int, requests: int, trees: int = 0) -> float:
         """A target pass; `rows`, `requests` and `trees` as in `CostCurve.verify`."""
-        return self._one_row(requests) + self._further_rows(rows, requests, trees) * self.learned.row_scale
+        further, number = self._further_rows(rows, requests, trees), rows - requests
+        return self._one_row(requests) + max(further + self.learned.rows.excess * self._size(further, number), 0.0)
 
     def verify_more(self, rows: int, count: int, requests: int, trees: np.ndarray | int) -> np.ndarray:
         """The same of passes with 1 to `count` rows more than `rows`, float64 [count]; `trees`: of each, or of all."""
@@ -288,9 +302,10 @@ class RoundCosts:
             self._by_rows = self.curve.verify(np.arange(2 * (rows + count)))
         further = self._by_rows[rows + 1 : rows + count + 1] - self._by_rows[requests]
         further += np.maximum(trees - 1, 0) * self.curve.tree_seconds
-        beyond = self._beyond * self.curve.row_position_seconds
-        further += np.arange(rows + 1 - requests, rows + count + 1 - requests) * beyond
-        return self._one_row(requests) + np.maximum(further, 0.0) * self.learned.row_scale
+        number = np.arange(rows + 1 - requests, rows + count + 1 - requests)
+        further = np.maximum(further + number * self._beyond * self.curve.row_position_seconds, 0.0)
+        further += self.learned.rows.excess * self._size(further, number)
+        return self._one_row(requests) + np.maximum(further, 0.0)
 
     def host(self, work: HostWork) -> float:
         """The host's work on one request."""
@@ -340,8 +355,8 @@ class RoundCosts:
         if not self.learns:
             return
         count, learned = self._requests, self.learned
-        further = self._further_rows(rows, count, trees) if rows > count else None
-        learned.see_forward(seconds.forward, self._one_row(count), further)
+        plain, size = self._one_row(count), self._size(self._further_rows(rows, count, trees), rows - count)
+        learned.see_forward(seconds.forward / plain, self.verify(rows, count, trees) / plain, size / plain)
         unit = seconds.forward / self._last_pass(rows, trees)
         host = seconds.host / unit / count
         work: HostWork = _speculative_work(trees, drafted) if drafting else "plain"
@@ -373,6 +388,10 @@ class RoundCosts:
         """What all rows but each request's first add to that, as the curve says."""
         own = self._curve(rows, requests, trees) - self._curve(requests, requests, 0)
         return max(own + (rows - requests) * self._beyond * self.curve.row_position_seconds, 0.0)
+
+    def _size(self, further: _Seconds, rows: _Seconds) -> _Seconds:
+        """Of rows beyond each request's first, that take `further` seconds as the curve says."""
+        return further + rows * (_USUAL_ROW * self._one_row(self._requests))
 
     def _curve(self, rows: int, requests: int, trees: int) -> float:
         """Looked up once, as each round asks for a few of the same."""

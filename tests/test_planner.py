@@ -77,7 +77,8 @@ def test_a_level_is_drafted_where_it_promises_more_than_its_time() -> None:
     only = np.array([0])
     for opened, reached in itertools.product((0.1, 0.4, 0.9), (0.2, 0.5, 0.9)):
         decision = planner.worth_a_level(only, np.array([opened]), np.array([reached]))
-        assert decision.tolist() == [opened * reached > price]
+        assert decision.tolist() == [opened * (reached + planner._reach) / 2 > price]
+    assert planner.worth_a_level(only, np.ones(1), np.zeros(1)).all(), "others may have said what this level holds"
     assert not planner.worth_a_level(only, np.array([0.05]), None), "another source says already what follows"
     assert planner.worth_a_level(only, np.array([1.0]), None)
 
@@ -99,7 +100,7 @@ def test_the_start_of_drafting_is_paid_by_all_levels_together(tokens_left: int, 
         if opened == 1:
             assert planner._may_draft() == pays == (planner.draft_plans([request], 256)[0].levels > 0)
         decision = planner.worth_a_level(only, np.array([opened]), np.array([0.5]))
-        assert decision.tolist() == [opened * 0.5 > level], "the start is paid already"
+        assert decision.tolist() == [opened * (0.5 + planner._reach) / 2 > level], "the start is paid already"
     assert sum(answers) == paying, "more levels pay for it together"
 
 

@@ -30,6 +30,10 @@ _MARGIN = 0.04  # gain that counts as none: about the error of modelled seconds
 _MEMORY = 0.03  # weight of the newest round in the running mean
 _USUAL_REACH = 0.7  # what a first level is assumed to hold before one was tried
 _REACH_MEMORY = 0.15
+# How far the last level says what the next one will hold; the rest is usual. A level may hold nothing because other
+# sources have said it all, and those below it much: taken at its word, it ended nearly all trees, after 2.7 levels
+# where 4.2 gain more (2.98 instead of 2.91; modelled seconds, 0.5B parameters).
+_OWN_SHARE = 0.5
 _TRUTH_MEMORY = 0.05
 _TRUTH_PRIOR = 1.0  # tokens
 _RECOVERY = 0.0015  # of what was assumed at first, with each round in which nothing is drafted
@@ -261,11 +265,13 @@ class Planner:
 
     def worth_a_level(self, trees: np.ndarray, open_mass: np.ndarray, reached: np.ndarray | None) -> np.ndarray:
         """Which trees' next level promises more tokens than its time is worth; the first one pays for the start too,
-        together with those behind it. A level is expected to hold as large a share of the mass that is open to it as
-        the one before it held."""
-        shares = [self._reach] * len(trees) if reached is None else np.minimum(reached, 1.0).tolist()
+        together with those behind it. The share that a level is expected to hold of the mass that is open to it lies
+        between the one that the level before it held and the usual one."""
+        shares = [self._reach] * len(trees)
         if reached is not None:
-            self._first_reach(shares)
+            own = np.minimum(reached, 1.0)
+            self._first_reach(own.tolist())
+            shares = (self._reach + _OWN_SHARE * (own - self._reach)).tolist()
         truth, worth = self._truths[True].value, self._worth
         of_each = zip(open_mass.tolist(), shares, trees.tolist(), strict=True)
         promised = [truth * mass * share * worth[tree] for mass, share, tree in of_each]

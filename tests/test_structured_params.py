@@ -143,7 +143,7 @@ def test_without_llguidance_the_error_says_what_to_install() -> None:
 
     with mock.patch.object(llm, "_intake", fresh_intake(llm)), mock.patch.object(builtins, "__import__", absent):
         outputs = llm.generate(["x", "x"], [asked({"regex": "a"}), SamplingParams(max_tokens=2)])
-    assert str(outputs[0].error).endswith("pip install 'treespec[structured]'") and outputs[1].error is None
+    assert str(outputs[0].error).endswith("pip install llguidance") and outputs[1].error is None
 
 
 def test_llguidance_is_imported_only_where_a_form_is_asked_for() -> None:

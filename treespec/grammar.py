@@ -67,7 +67,7 @@ class Grammars:
             from llguidance import LLMatcher, LLParserLimits
         except ImportError:
             raise RequestError(
-                "structured_outputs need llguidance, which is not installed: pip install 'treespec[structured]'"
+                "structured_outputs need llguidance, which is not installed: pip install llguidance"
             ) from None
         for text in (form.json, form.regex, *(form.choice or ()), form.grammar, form.whitespace_pattern):
             check_text(text or "")

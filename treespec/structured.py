@@ -15,7 +15,7 @@ class StructuredOutputsParams:
 
     The output is a sentence of that form and an end token behind it, or the beginning of one where `max_tokens` end it
     before. What the form says of the text so far, every node of a token tree has for its own text, and so do the drafts
-    that guess there. Forms are read by llguidance (`pip install 'treespec[structured]'`).
+    that guess there. Forms are read by llguidance, which the extra "structured" installs.
 
     Args:
         json: a JSON schema that is an object, as a dict or as text. One that cannot be kept to is refused.

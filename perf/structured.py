@@ -12,9 +12,8 @@ to largest). Tokens per pass are those of all repeats. Tokens are compared with 
 import argparse
 import json
 import statistics
-import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,18 +21,12 @@ from unittest import mock
 import torch
 
 from treespec import LLM, SamplingParams, SpecConfig
+from treespec.bench.grow import grown
+from treespec.bench.prompts import read_prompts
+from treespec.bench.run import Options
 from treespec.costs import processor
 from treespec.tree import TokenTree
-from treespec_weights import (
-    ModelShape,
-    default_folder,
-    default_names,
-    family_of,
-    grow_checkpoint,
-    grown_shape,
-    parse_size,
-    read_config,
-)
+from treespec_weights import default_folder
 
 TEXT = {"type": "string", "maxLength": 40}
 NEEDED = {
@@ -75,10 +68,10 @@ def unaware() -> Iterator[None]:
         yield
 
 
-def held_out(count: int) -> list[str]:
+def held_out(count: int) -> list[Any]:
     """Beginnings of structured data that no embedded model has seen."""
-    entries = json.loads((default_folder("target").parent / "heldout_prompts.json").read_text())
-    return [entry["text"] for entry in entries if entry["kind"] == "data"][:count]
+    prompts = read_prompts(default_folder("target").parent / "heldout_prompts.json")
+    return [prompt.content for prompt in prompts if prompt.kind == "data"][:count]
 
 
 def measure(llm: LLM, form: str, temperature: float, args: argparse.Namespace) -> dict[str, Any]:
@@ -93,7 +86,7 @@ def measure(llm: LLM, form: str, temperature: float, args: argparse.Namespace) -
     passes, finished, differing, compared = dict.fromkeys(WAYS, 0), 0, 0, 0
     for repeat in range(args.repeats + 1):  # the first warms up
         for way, spec in WAYS.items():
-            with unaware() if "unaware" in way else ExitStack():
+            with unaware() if "unaware" in way else nullcontext():
                 outputs = [llm.generate(p, params, spec)[0] for p, params in zip(prompts, each, strict=True)]
             tokens[way] = [output.outputs[0].token_ids for output in outputs]
             finished = sum(output.outputs[0].finish_reason == "stop" for output in outputs)
@@ -132,15 +125,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    folder: Path = default_folder("target")
-    with tempfile.TemporaryDirectory(prefix="treespec-structured-") as scratch:
-        if args.grow:
-            config = read_config(folder)
-            shape = grown_shape(ModelShape.from_hf(config, family_of(config, folder), folder), parse_size(args.grow))
-            grow_checkpoint(folder, Path(scratch) / "target", shape, 0)
-            folder = Path(scratch) / "target"
-        drafts = [name for name in default_names() if name.startswith("ssm-")]
-        llm = LLM(folder, drafts, device="cpu", dtype="bfloat16", compile=True, max_num_seqs=1, max_model_len=1024)
+    options = Options(device="cpu")
+    with grown(options, args.grow, None, None) if args.grow else nullcontext((options, None)) as (options, _):
+        llm = LLM(
+            options.model, options.drafts, device="cpu", dtype="bfloat16", compile=True, max_num_seqs=1,
+            max_model_len=1024,
+        )  # fmt: skip
         rows = [measure(llm, form, temperature, args) for form in FORMS for temperature in args.temperatures]
     setup = {
         "grown_to": args.grow, "threads": args.threads, "torch": torch.__version__, "processor": processor(),

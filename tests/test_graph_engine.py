@@ -18,6 +18,7 @@ from treespec.rounds.engine import GraphEngine
 from treespec.rounds.inputs import RoundInput, RoundLimits
 from treespec.rounds.planner import RoundPlanner, RoundSeconds
 from treespec.rounds.verify import RoundResult
+from treespec.tokenizer import Tokenization
 
 NODES = (1, 8)
 
@@ -194,7 +195,7 @@ def test_what_is_served(params: dict[str, Any], spec: dict[str, Any], served: bo
     llm, _, prompts, _ = scripted(1)
     engine = llm.engine
     assert isinstance(engine, GraphEngine)
-    entry = llm._intake.requests(prompts[0], SamplingParams(**params), SpecConfig(**spec))
+    entry = llm._intake.requests(prompts[0], SamplingParams(**params), SpecConfig(**spec), False, Tokenization())
     assert isinstance(entry, list)
     request: Request = entry[0]
     assert engine.serves(request) is served

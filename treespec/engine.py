@@ -166,10 +166,8 @@ class Engine:
 
     def _forced(self, request: Request, plan: DraftPlan) -> TokenTree:
         """What must follow a request's text: the guess that costs nothing, so it is made even where sources rest."""
-        depth = plan.max_depth
-        if request.spec.is_adaptive:
-            room = min(request.tokens_left - 1, self.max_model_len - len(request.tokens) - 1)
-            depth = min(request.spec.max_depth, room)
+        adaptive = request.spec.is_adaptive
+        depth = min(request.spec.max_depth, request.room(self.max_model_len)) if adaptive else plan.max_depth
         return forced_tree(request, depth)
 
     def forward(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> list[Scored]:

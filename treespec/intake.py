@@ -1,7 +1,7 @@
 """From prompts and parameters to requests, and from finished requests to what the user gets."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from numbers import Integral
@@ -13,14 +13,14 @@ import torch
 from treespec.chat import Conversation
 from treespec.config import SpecConfig
 from treespec.detokenizer import Detokenizer
-from treespec.errors import ConfigError, RequestError, reject_unknown
+from treespec.errors import ConfigError, RequestError
 from treespec.grammar import Grammars
 from treespec.params import SamplingParams
 from treespec.request import CompletionOutput, PromptGroup, Request, RequestMetrics, RequestOutput, new_request_id
 from treespec.sampler import Sampler, new_seed
 from treespec.sampling import Logprob
 from treespec.scalars import as_int, plain
-from treespec.tokenizer import UserTokenizer, check_text
+from treespec.tokenizer import Tokenization, UserTokenizer, check_text
 
 logger = logging.getLogger("treespec")
 
@@ -28,65 +28,6 @@ _Position = TypeVar("_Position", dict[int, Logprob], dict[int, Logprob] | None)
 Prompt = str | Sequence[int] | np.ndarray | torch.Tensor | dict[str, Any]
 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids")  # of a dict, as of vLLM's TextPrompt and TokensPrompt
-
-
-@dataclass(frozen=True)
-class Tokenization:
-    """How a call's prompts become token ids.
-
-    Args:
-        truncate: tokens to keep, the last ones; None = all. What the tokenizer puts around a text stays, as when
-            transformers' tokenizers truncate.
-        special: whether a text gets special tokens around it; None = where it is no conversation, whose template writes
-            them.
-    """
-
-    truncate: int | None = None
-    special: bool | None = None
-
-    @classmethod
-    def resolve(cls, options: Mapping[str, Any] | None, max_model_len: int) -> "Tokenization":
-        """From `tokenization_kwargs`, as vLLM has them since 0.17: `truncate_prompt_tokens` and `add_special_tokens`.
-
-        -1 tokens are as many as leave room for one more (of vLLM's, which are `max_model_len`, the engine refuses the
-        last).
-
-        Raises:
-            ConfigError: another option, or a value out of range.
-        """
-        if options is None:
-            return cls()
-        if not isinstance(options, Mapping):
-            raise ConfigError(f"tokenization_kwargs={options!r}; valid: None or a dict")
-        reject_unknown("tokenization_kwargs", options, ("add_special_tokens", "truncate_prompt_tokens"))
-        given, special = options.get("truncate_prompt_tokens"), options.get("add_special_tokens")
-        count = None if given is None else as_int(given, -1)
-        if given is not None and (count is None or count == 0 or count > max_model_len):
-            raise ConfigError(
-                f"truncate_prompt_tokens={given!r}; valid: None, 1 to max_model_len={max_model_len}, or -1 for as many "
-                "as the context holds"
-            )
-        if special is not None and not isinstance(special, bool):
-            raise ConfigError(f"add_special_tokens={special!r}; valid: None, True or False")
-        return cls(max_model_len - 1 if count == -1 else count, special)
-
-    def encode(self, tokenizer: UserTokenizer, text: str, special: bool) -> list[int]:
-        """Token ids of a text; `special` counts where the call does not say. Raises RequestError."""
-        special = special if self.special is None else self.special
-        tokens = tokenizer.encode(text, special)
-        if self.truncate is None or len(tokens) <= self.truncate:
-            return tokens
-        bare = tokenizer.encode(text, False) if special else tokens
-        added = len(tokens) - len(bare)
-        starts = [i for i in range(added + 1) if tokens[i : i + len(bare)] == bare] if added >= 0 else []
-        if not starts or self.truncate <= added:
-            return tokens[-self.truncate :]
-        start, end = starts[0], starts[0] + len(bare)
-        return [*tokens[:start], *tokens[end - (self.truncate - added) : end], *tokens[end:]]
-
-    def cut(self, tokens: list[int]) -> list[int]:
-        """The tokens of a prompt that is used."""
-        return tokens if self.truncate is None else tokens[-self.truncate :]
 
 
 @dataclass(frozen=True)
@@ -112,8 +53,7 @@ class Intake:
     kernel_noise: bool = False
 
     def requests(
-        self, prompt: Any, params: SamplingParams, spec: SpecConfig, stream: bool = False,
-        tokenization: Tokenization = Tokenization(),
+        self, prompt: Any, params: SamplingParams, spec: SpecConfig, stream: bool, tokenization: Tokenization
     ) -> list[Request] | RequestOutput:  # fmt: skip
         """The samples of a prompt, or, where it is bad, its finished output with the error."""
         given = prompt.get("prompt") if isinstance(prompt, dict) else prompt

@@ -21,14 +21,14 @@ from treespec.config import SpecConfig
 from treespec.defaults import check_generation_config, default_sampling_params
 from treespec.errors import ConfigError, RequestError, reject_unknown
 from treespec.grammar import Grammars
-from treespec.intake import Intake, Prompt, Tokenization, as_list, no_text
+from treespec.intake import Intake, Prompt, as_list, no_text
 from treespec.params import SamplingParams
 from treespec.request import Request, RequestOutput, StreamChunk
 from treespec.resolve import on_device, resolve_device
 from treespec.rounds.engine import GraphEngine
 from treespec.scalars import plain
 from treespec.surroundings import own_passes
-from treespec.tokenizer import UserTokenizer, load_tokenizer
+from treespec.tokenizer import Tokenization, UserTokenizer, load_tokenizer
 from treespec.vllm_options import CALLS, without_absent
 from treespec_kernels.tree_batch import PAGE_SIZE
 

@@ -186,8 +186,8 @@ class Planner:
         plans = []
         for i, request in enumerate(requests):
             spec = request.spec
-            room = min(request.tokens_left - 1, max_model_len - len(request.tokens) - 1)
-            depth = min(spec.max_depth, len(spec.branching) if spec.branching else spec.max_depth, max(room, 0))
+            room = max(request.room(max_model_len), 0)
+            depth = min(spec.max_depth, len(spec.branching) if spec.branching else spec.max_depth, room)
             if spec.is_plain:
                 depth = 0
             levels = depth

@@ -247,6 +247,10 @@ class Request:
     def tokens_left(self) -> int:
         return self.max_tokens - self.num_generated
 
+    def room(self, max_model_len: int) -> int:
+        """Levels that a tree over its last token may have: each may be emitted, and one token more."""
+        return min(self.tokens_left - 1, max_model_len - len(self.tokens) - 1)
+
     @property
     def needs_prefill(self) -> bool:
         return self.context_len < self.num_prompt - 1

@@ -24,11 +24,9 @@ class Restriction:
         self, allowed: Sequence[int] | None, grammar: Grammar | None, vocab_size: int, device: torch.device
     ):  # fmt: skip
         self.grammar = grammar
-        self._never = np.zeros(vocab_size, dtype=bool)
-        if allowed is not None:
-            self._never[:] = True
-            self._never[list(allowed)] = False
-        self._never_there = torch.from_numpy(self._never).to(device)
+        self._unlisted = np.full(vocab_size, allowed is not None)
+        self._unlisted[list(allowed or ())] = False
+        self._unlisted_on_device = torch.from_numpy(self._unlisted).to(device)
 
     def excluded(self, tokens: Sequence[int], ancestors: Sequence[int]) -> Tensor:
         """bool [vocab]: the tokens that may not come next; not to be changed.
@@ -41,8 +39,8 @@ class Restriction:
             RequestError: as `Grammar.excluded`.
         """
         if self.grammar is None:
-            return self._never_there
-        return self._never_there | self.grammar.excluded(tokens, ancestors)
+            return self._unlisted_on_device
+        return self._unlisted_on_device | self.grammar.excluded(tokens, ancestors)
 
     def narrow(self, logits: Tensor, tokens: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         """Exclude from a draft's guesses what the target may not choose.
@@ -65,7 +63,7 @@ class Restriction:
         try:
             return self.excluded(tokens, path)
         except RequestError:
-            return torch.zeros_like(self._never_there)
+            return torch.zeros_like(self._unlisted_on_device)
 
     def prune(self, tree: TokenTree, tokens: Sequence[int]) -> TokenTree:
         """The tree without guesses that the target may not choose, and what is below them. One with random draws stays
@@ -77,7 +75,7 @@ class Restriction:
         """
         if tree.draws.rows is not None:
             return tree
-        fits = np.append(True, ~self._never[tree.tokens[1:]])
+        fits = np.append(True, ~self._unlisted[tree.tokens[1:]])
         if self.grammar is not None:
             fits &= self._fits(self.grammar, tree, tokens)
         if fits.all():

@@ -51,9 +51,6 @@ class Sampler:
             logarithms may round otherwise than the host's, so an engine uses one of the two for everything.
         transforms: in place of those of `params`, temperature and truncation included.
         grammar: of its structured output, if it has one.
-
-    Attributes:
-        restriction: the tokens that it may write at all, for those who draft for it; None = all.
     """
 
     def __init__(
@@ -72,17 +69,18 @@ class Sampler:
     ):
         self.params, self.temperature, self._device = params, params.temperature, device
         self._end_tokens = frozenset(end_tokens)
-        self.transforms: Scoring
-        self.restriction: Restriction | None = None
-        if transforms is not None:
-            self.transforms = transforms
-        else:
-            own = Transforms(params, len(prompt), end_tokens, bad_words, vocab_size, device, grammar)
-            self.transforms, self.restriction = own, own.restriction
+        self.transforms: Scoring = transforms or Transforms(
+            params, len(prompt), end_tokens, bad_words, vocab_size, device, grammar
+        )
         self.noise = Noise(seed, sample, vocab_size)
         self._key = seed, sample
         self._kernel_noise = kernel_noise
         self._oracle: RandomOracle | None = None
+
+    @property
+    def restriction(self) -> Restriction | None:
+        """The tokens that the request may write at all, for those who draft for it; None = all."""
+        return self.transforms.restriction if isinstance(self.transforms, Transforms) else None
 
     def choose(self, logits: Tensor, tokens: Sequence[int], ancestors: Sequence[int] = ()) -> int:
         """The token that plain decoding emits here: argmax of scores plus noise, greedily of scores alone.

@@ -1,7 +1,7 @@
 """Prompt lookup in one call of C++: the search for earlier occurrences of a text's end, and the tree of what followed.
 
-The source is `lookup_cpu.cpp`, its specification `search` in treespec/drafters/lookup.py. What stays where it
-is has its address taken once.
+The source is `lookup_cpu.cpp`, its specification `search` in treespec/drafters/lookup.py. Addresses of
+what stays where it is are taken once.
 """
 
 import ctypes

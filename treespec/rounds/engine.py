@@ -112,9 +112,8 @@ class GraphEngine(Engine):
         """The round's plan, and the depth and nodes of each request's tree in it."""
         depths, fixed, free = [], [PLAIN], []
         for request in requests:
-            room = min(request.tokens_left - 1, self.max_model_len - len(request.tokens) - 1)
             deepest = 0 if request.spec.is_plain else min(request.spec.max_depth, self.rounds.limits.max_depth)
-            depth = max(min(deepest, room), 0)
+            depth = max(min(deepest, request.room(self.max_model_len)), 0)
             depths.append(depth)
             if depth and request.spec.is_adaptive:
                 free.append(depth)

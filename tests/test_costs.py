@@ -1,0 +1,109 @@
+"""The cost curve: what is measured, what is stored of it and read again."""
+
+import json
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from tests.models import open_llm, tiny
+from treespec import LLM, SamplingParams, SpecConfig, costs
+from treespec.request import Request
+from treespec.round_costs import CostCurve
+
+KEY = {"device": "cpu", "processor": "p", "dtype": "float32", "threads": 1, "torch": "2", "models": [[1, 8]]}
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def test_a_broken_entry_is_skipped_alone(tmp_path: Path) -> None:
+    curve = CostCurve((1, 8), (0.1, 0.2), 0.01)
+    file = costs.save(curve, KEY, tmp_path)
+    [good] = json.loads(file.read_text())
+    broken = [3, {}, {"key": {}}, good | {"rows": [1]}, good | {"verify_seconds": ["slow", 2]}, good | {"key": 7}]
+    file.write_text(json.dumps([*broken, good]))
+    assert costs.load_all(tmp_path) == [good] and costs.load(KEY, tmp_path) == curve
+    file.write_text("{")
+    assert costs.load_all(tmp_path) == []
+
+
+def test_a_curve_without_the_start_of_drafting_is_measured_anew(tmp_path: Path) -> None:
+    """Its level has a share of the start in it."""
+    file = costs.save(CostCurve((1, 8), (0.1, 0.2), 0.01), KEY, tmp_path)
+    costs.save(CostCurve((1, 8), (0.1, 0.2), 0.01, draft_start_seconds=0.02), KEY | {"threads": 77}, tmp_path)
+    older, newer = json.loads(file.read_text())
+    del older["draft_start_seconds"]
+    file.write_text(json.dumps([older, newer]))
+    assert costs.load(KEY, tmp_path) is None
+    loaded = costs.load(KEY | {"threads": 77}, tmp_path)
+    assert loaded is not None and loaded.draft_start_seconds == 0.02
+
+
+def test_the_start_of_drafting_is_what_levels_do_not_explain() -> None:
+    curve, request = CostCurve((1, 16), (1.0, 4.0), 0.0), Request([1, 2], SamplingParams(), SpecConfig())
+    request.context_len = 1
+    for root, three, start in ((5.0, 9.0, 3.0), (2.0, 6.0, 0.0), (2.0, 9.0, 0.0), (4.0, 4.1, 3.0), (4.0, 3.5, 3.0)):
+        took = {"root": root, "one": three, "every": three, "batch": three, "read": 1.0}
+        known = costs._with_drafting(curve, took, 1, [request])
+        assert known.draft_start_seconds == start and known.draft_seconds > 0
+        assert known.draft(3, 3, 3) == pytest.approx(three)
+        assert costs.round_seconds(known) == pytest.approx(4.0 + three)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "least"),
+    [
+        ([3, 1, 1.05], [3, 2, 2.1], (1, 2)),  # idle
+        ([3, 3, 2, 1, 1], [3, 2, 2, 3, 2], (1, 2)),  # disturbed in the first turn
+        ([9, 9, 5, 9, 4, 9, 3, 1, 1], [9, 9, 5, 9, 4, 9, 3, 1, 1], (4, 4)),  # busy for longer than it may take
+    ],
+)
+def test_a_busy_machine_is_measured_for_longer(
+    monkeypatch: pytest.MonkeyPatch, first: list[float], second: list[float], least: tuple[float, float]
+) -> None:
+    """Until the two least times of each run agree, or thrice as long as intended; here at the end of a turn."""
+    now, intended, told = 0.0, sum(second[1:3]) + sum(first[1:3]), []
+    monkeypatch.setattr(costs.time, "perf_counter", lambda: now)
+
+    def run(times: list[float]) -> None:
+        nonlocal now
+        now += times.pop(0)
+
+    given = [partial(run, first), partial(run, second)]
+    assert costs._least(given, 1, 0.6 * intended, told.append) == list(least)
+    assert told[-1] == 1 and len(first) == len(second) == (4 if least == (4, 4) else 0)
+
+
+def test_a_small_cache_still_has_a_curve() -> None:
+    target, drafts = tiny()
+    small = LLM(target, [drafts[0]], max_num_seqs=1, max_model_len=16)
+    assert small.stats()["cost_curve"]["rows"][0] == 1
+    small.engine.check_integrity()
+
+
+def test_what_a_position_costs_is_the_difference_of_two_contexts() -> None:
+    curve = CostCurve((1, 8), (1e-3, 1.7e-3), 0.0, context=48)
+    took = {"1 far": 3e-3, "8 far": 6.5e-3}
+    known = costs._with_positions(curve, took, 1048)
+    assert known.position_seconds == pytest.approx(2e-6)
+    assert known.row_position_seconds == pytest.approx((4.8e-6 - 2e-6) / 7)
+    disturbed = costs._with_positions(curve, {"1 far": 1e-4, "8 far": 1e-4}, 1048)
+    assert disturbed.position_seconds == disturbed.row_position_seconds == 0
+
+
+@pytest.mark.parametrize("long", [40, 150])
+def test_a_long_context_is_measured_where_there_is_room_for_one(long: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs, "CONTEXT", 16)
+    monkeypatch.setattr(costs, "LONG_CONTEXT", long)
+    llm = open_llm(tiny()[0], [], max_num_seqs=8)
+    with mock.patch.object(costs, "_star_pass", wraps=costs._star_pass) as passes:
+        curve = costs.measure(llm.engine.runner, None, 0.0)
+    contexts = {request.context_len for call in passes.call_args_list for request in call.args[1]}
+    assert contexts == ({16, 150} if long == 150 else {16})
+    assert curve.context == 16
+    llm.engine.check_integrity()
+    assert all(not pool[:, :, 1:].any() for pool in llm.engine.cache.pools), "nothing is left behind"

@@ -19,7 +19,7 @@ from treespec.cache import KVCache, pages_for
 from treespec.config import EngineConfig, ModelConfig, SpecConfig
 from treespec.drafters.base import Drafter
 from treespec.drafters.foreign import ROOM
-from treespec.drafters.lookup import LookupDrafter
+from treespec.drafters.lookup import MAX_SUFFIX_TOKENS, LookupDrafter
 from treespec.drafters.ssm import MAX_SLOTS, SsmDrafter
 from treespec.engine import Engine
 from treespec.errors import ConfigError, ExactnessError, KernelError
@@ -88,14 +88,15 @@ def build(
     cuda_graphs: bool = True,
     backend: str = "auto",
     quantization: str | None = None,
+    suffix_tokens: int = 0,
 ) -> Built:
     """Build an engine. Arguments and errors as `LLM`."""
     asked: dict[str, Any] = dict(locals())
-    _check_types(model, max_num_seqs, max_model_len, prefill_chunk, exact, compile, cuda_graphs)
+    _check_types(model, max_num_seqs, max_model_len, prefill_chunk, exact, compile, cuda_graphs, suffix_tokens)
     where = resolve_device(device)
     given = read_model(model if isinstance(model, nn.Module) else resolve_model(model), max_model_len, backend)
     places, drafters = resolve_drafts(model, drafts)
-    spec.check_sources([name for name, _ in places])
+    spec.check_sources([name for name, _ in places], bool(suffix_tokens))
     given_ssms = [
         (name, read_model(place, max_model_len, backend)) for name, place in places if spec.allows("ssm", name)
     ]
@@ -189,7 +190,9 @@ def build(
         if doubts := doubts_about(where):
             logger.warning("%s", doubts)
     scheduler = Scheduler(cache, max_num_seqs, config.prefill_chunk, scratch)
-    lookup = LookupDrafter(resolve_lookup(compile)) if spec.allows("lookup", "lookup") else None
+    lookup, remembers = None, suffix_tokens if spec.allows("suffix", "suffix") else 0
+    if remembers or spec.allows("lookup", "lookup"):
+        lookup = LookupDrafter(resolve_lookup(compile), remembers)
     foreigners = foreign_drafters(
         foreign, lambda draft, room: loader.load(draft.config, draft.known, room, 2), target, cache_dtype, length,
         scratch, max_num_seqs, planner, ssms, bool(drafters),
@@ -221,9 +224,12 @@ def build(
 
 def _check_types(
     model: object, max_num_seqs: object, max_model_len: object, prefill_chunk: object, exact: object, compile: object,
-    cuda_graphs: object,
+    cuda_graphs: object, suffix_tokens: object,
 ) -> None:  # fmt: skip
     """Refuse options of another kind than they should be."""
+    most = MAX_SUFFIX_TOKENS
+    if isinstance(suffix_tokens, bool) or not isinstance(suffix_tokens, int) or not 0 <= suffix_tokens <= most:
+        raise ConfigError(f"suffix_tokens={suffix_tokens!r}; valid: an int from 0 to {most}")
     for name, value in (("max_num_seqs", max_num_seqs), ("prefill_chunk", prefill_chunk)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{name}={value!r}; valid: an int of at least 1")

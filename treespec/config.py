@@ -26,7 +26,7 @@ QUANTIZATIONS = ("int8", "int4")
 AUTO_NODES = 32  # the largest automatic tree
 
 _PENDING_POLICIES = ("sequoia",)
-_PENDING_SOURCES = ("suffix", "medusa", "eagle", "mlp")
+_PENDING_SOURCES = ("medusa", "eagle", "mlp")
 
 
 def not_yet(option: str, value: object, valid: str) -> ConfigError:
@@ -62,7 +62,9 @@ class SpecConfig:
         draws: of "rejection" and "traversal". "cross-source": no token twice below one node, whichever SSM draws;
             "without-replacement": no SSM draws one twice; "with-replacement": independent draws.
         sources: who drafts: "ssm" for all SSMs, an SSM's own name for it alone, "lookup" for what followed the same
-            tokens before, "grammar" for what a structured output leaves no choice about; None = all at hand, () = none.
+            tokens before in the request's own text, "suffix" for what followed them in the engine's other outputs,
+            where it remembers them (`LLM(suffix_tokens=...)`), "grammar" for what a structured output leaves no choice
+            about; None = all at hand, () = none. What is written without "suffix" is not remembered for others.
             `Drafter` objects given to `LLM` always do, unless it is ().
         max_ssms: the most SSMs that draft in one round, those that the request's text speaks for; None = all, or, with
             nodes="auto", those that are worth their time. Drafts with another tokenizer are not counted.
@@ -127,7 +129,7 @@ class SpecConfig:
                 raise ConfigError(f"sources={self.sources!r}; valid: None or a tuple such as ('ssm', 'lookup')")
             for source in self.sources:
                 if source in _PENDING_SOURCES:
-                    raise not_yet("sources", source, '"ssm", an SSM\'s name, "lookup", "grammar"')
+                    raise not_yet("sources", source, '"ssm", an SSM\'s name, "lookup", "suffix", "grammar"')
         ssms = self.max_ssms
         if ssms is not None and (isinstance(ssms, bool) or not isinstance(ssms, int) or ssms < 1):
             raise ConfigError(f"max_ssms={ssms!r}; valid: None or an int of at least 1")
@@ -175,10 +177,16 @@ class SpecConfig:
         """Whether a source of this kind and name may draft."""
         return self.sources is None or kind in self.sources or name in self.sources
 
-    def check_sources(self, names: Sequence[str]) -> None:
-        """Raise ConfigError where a source is neither a kind nor one of these SSMs."""
-        here = (*(("ssm", *names) if names else ()), "lookup", "grammar")
+    def check_sources(self, names: Sequence[str], remembers: bool) -> None:
+        """Raise ConfigError where a source is neither a kind nor one of these SSMs, or "suffix" where an engine does
+        not remember what it writes."""
+        here = (*(("ssm", *names) if names else ()), "lookup", *(("suffix",) if remembers else ()), "grammar")
         for source in self.sources or ():
+            if source == "suffix" and not remembers:
+                raise ConfigError(
+                    f"sources={self.sources!r}: this engine does not remember what it writes; make it with "
+                    "LLM(suffix_tokens=262144), or so many tokens as it should remember"
+                )
             if source not in here:
                 close = difflib.get_close_matches(source, here, n=1)
                 hint = f"did you mean {close[0]!r}? " if close else ""

@@ -65,7 +65,7 @@ class Engine:
         scheduler: admission.
         planner: what to draft and how much of it to verify.
         ssms: the SSM group, or None.
-        lookup: prompt lookup, or None.
+        lookup: what followed the same tokens before, or None.
         drafters: further sources: from outside, and drafts with other tokenizers.
         max_model_len: positions of the longest request.
     """
@@ -144,9 +144,7 @@ class Engine:
             pairs = zip(requests, trees, strict=True)
             proposals.append((drafter, [check_proposal(drafter.name, r, tree, vocab) for r, tree in pairs]))
         if self.lookup is not None:
-            allowed = [request.spec.allows("lookup", "lookup") for request in requests]
-            depths = [plan.max_depth if may else 0 for plan, may in zip(plans, allowed, strict=True)]
-            trees = self.lookup.propose(requests, depths, self.planner.least_value)
+            trees = self.lookup.propose(requests, [plan.max_depth for plan in plans], self.planner.least_value)
             if any(len(tree) > 1 for tree in trees):
                 proposals.append((self.lookup, trees))
         merged = [

@@ -73,6 +73,10 @@ class LLM:
         quantization: "int8" (a scale for every output) or "int4" (one for 128, 64 or 32 inputs) quantises the weights
             of the target's layers while loading; activations, embedding, norms and head stay as they are. None keeps
             the checkpoint's own: quantised ones (compressed-tensors, GPTQ, AWQ, fp8) are read as they are.
+        suffix_tokens: how many tokens of outputs are remembered, up to the next power of two, 64 bytes each: what was
+            written once is then guessed where another request seems to write it again (the source "suffix"). 0: none,
+            as a prompt that is decoded a second time would otherwise say nothing of the speed of new ones. What is
+            remembered changes no token of others, but it does change how soon they come.
 
     Raises:
         ConfigError, ModelError, DraftError, CheckpointError, ExactnessError, KernelError: all of them ValueErrors.
@@ -98,6 +102,7 @@ class LLM:
         generation_config: str | os.PathLike[str] = "auto",
         backend: str = "auto",
         quantization: str | None = None,
+        suffix_tokens: int = 0,
         **unknown: Any,
     ):
         reject_unknown("LLM", unknown, list(inspect.signature(LLM).parameters)[:-1])
@@ -113,7 +118,9 @@ class LLM:
             self._built: Built = build(
                 model, drafts, self.spec, where, dtype, exact, plain(max_num_seqs), plain(max_model_len), attention,
                 plain(prefill_chunk), compile, linear, cuda_graphs, backend, quantization,
+                plain(suffix_tokens),
             )  # fmt: skip
+        self._remembers = bool(suffix_tokens) and self.spec.allows("suffix", "suffix")
         self._kept: Any = model, drafts  # models in memory: the engine itself does not keep them alive
         self.engine, self.config = self._built.engine, self._built.config
         target = self._built.target
@@ -271,6 +278,12 @@ class LLM:
         with self._lock:
             self._end(self.engine.scheduler.find(request_id))
 
+    def reset_suffix_cache(self) -> None:
+        """Forget what was written so far: later outputs are drafted as if nothing had been."""
+        with self._lock:
+            if self.engine.lookup is not None:
+                self.engine.lookup.forget()
+
     def get_tokenizer(self) -> Any:
         """The tokenizer, or None."""
         return self._tokenizer
@@ -310,6 +323,7 @@ class LLM:
                 "tuned_file": self._built.tuned_file,
                 "default_kernels": list(self._built.default_kernels),
             },
+            "suffix_tokens": 0 if self.engine.lookup is None else self.engine.lookup.remembered,
             "drafts": [*drafts, *(drafter.name for drafter in self.engine.drafters)],
             "draft_vocabularies": dict(self._built.connections),
             "max_model_len": config.max_model_len,
@@ -422,7 +436,7 @@ class LLM:
             if not isinstance(one, SamplingParams):
                 raise ConfigError(f"sampling_params={one!r}; valid: a SamplingParams, or a list of them")
         resolved = SpecConfig.resolve(spec, self.spec)
-        resolved.check_sources(self.draft_names)
+        resolved.check_sources(self.draft_names, self._remembers)
         slots = min(self.config.max_tree_slots, self.engine.runner.max_rows or self.config.max_tree_slots)
         if resolved.max_nodes > slots:
             raise ConfigError(

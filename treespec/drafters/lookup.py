@@ -1,20 +1,39 @@
-"""Prompt lookup: what followed the last few tokens before, in the prompt or the output, is likely to follow again.
+"""Sources that cost no pass: what followed the last few tokens before is likely to follow again.
 
-Every earlier occurrence of the last token is a match; the longer the match, the better the guess, and of equally long
-ones the most recent first. Their continuations form one tree. How often a guess holds is counted by length of the match
-and by place among its siblings, over all requests and for each one, and that is its probability.
+*Prompt lookup* searches a request's own prompt and output: every earlier occurrence of the last token is a match.
+*Suffix* searches what the engine wrote for other requests, for at least three tokens (see `treespec.drafters.history`).
+The longer the match, the better the guess, and of equally long ones the most recent first. The continuations of all of
+them form one tree. How often a guess holds is counted over all requests and for each one, and that is its probability:
+by length of the match, and by its place among its siblings, or, in the history, by how many matches agree on it. Where
+both sources name a token, the larger probability counts.
 """
 
 import ctypes
+import itertools
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 
+from treespec.drafters.history import History
 from treespec.request import Request
-from treespec.tree import Draws, TokenTree, path_values
+from treespec.tree import Draws, TokenTree
 from treespec_kernels.cpu_library import address_of
-from treespec_kernels.lookup_cpu import MATCHES, MAX_MATCH, PLACES, Found, LookupSearch
+from treespec_kernels.lookup_cpu import (
+    MATCHES,
+    MAX_MATCH,
+    OWN_PLACES,
+    PLACES,
+    CompiledHistory,
+    Found,
+    LookupSearch,
+)
 
+NAMES = ("lookup", "suffix")
+MAX_SUFFIX_TOKENS = 2**26  # that are remembered: 4 GiB
+PROMPT_TAIL = 64  # tokens of a prompt that are remembered with its output, for others to find where that begins
 REACH = 8192  # tokens that are searched, counted from the end
 PRIOR_TRIALS = 12.0  # what the prior counts for against observed guesses
 GLOBAL_TRIALS = 6.0  # what all requests' counts count for against the request's own
@@ -28,7 +47,9 @@ def _prior() -> np.ndarray:
     """[PLACES, MAX_MATCH + 1]: probability that a guess holds, before any was seen."""
     lengths = np.arange(MAX_MATCH + 1)
     first = 0.9 - 0.75 * 0.7**lengths
-    return np.stack([first, 0.3 * (1 - first), 0.15 * (1 - first)])
+    own = [first, 0.3 * (1 - first), 0.15 * (1 - first)]
+    unanimous = 1 - 0.6 * (1 - first)
+    return np.stack([*own, first, unanimous, 0.8 * first, 0.5 * first, 0.3 * (1 - first), 0.15 * (1 - first)])
 
 
 class Counts:
@@ -53,16 +74,21 @@ class Counts:
         return (self.hits + weight * prior) / (self.trials + weight)
 
 
+_owners = itertools.count(1)
+
+
 class _Text:
     """A request's tokens as an array that grows with it: converting a list of 1,000 takes 40 us.
 
     `barren` counts the searches since a guess was accepted.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_prompt: int) -> None:
         self._buffer, self._length = np.empty(1024, dtype=np.int64), 0
         self._address = address_of(self._buffer)
         self.barren = 0
+        self.owner = next(_owners)  # in the history
+        self._remembered, self._last = max(num_prompt - PROMPT_TAIL, 0), 0
 
     def due(self) -> bool:
         """Whether to search in this round: seldom where searching has found nothing for long."""
@@ -76,6 +102,11 @@ class _Text:
             self._address = address_of(self._buffer)
         self._buffer[self._length : len(tokens)] = tokens[self._length :]
         self._length = len(tokens)
+
+    def remember(self, history: History | CompiledHistory) -> None:
+        """Add what is new to the history."""
+        new = self._buffer[self._remembered : self._length]
+        self._last, self._remembered = history.add(self.owner, self._last, new), self._length
 
     @property
     def end(self) -> np.ndarray:
@@ -94,19 +125,38 @@ class LookupDrafter:
 
     Args:
         library: `lookup_library`, which finds the same; None searches in numpy.
+        remembers: tokens of outputs that are remembered for other requests, up to the next power of two; 0: none.
     """
 
     name = "lookup"
 
-    def __init__(self, library: ctypes.CDLL | None = None) -> None:
-        self._prior, self._counts = _prior(), Counts()
-        self._compiled = None if library is None else LookupSearch(
-            library, self._prior, PRIOR_TRIALS, GLOBAL_TRIALS, self._counts.cells
-        )  # fmt: skip
-        self._rounds = 0
+    def __init__(self, library: ctypes.CDLL | None = None, remembers: int = 0) -> None:
+        self._library, self._remembers = library, 1 << (remembers - 1).bit_length() if remembers else 0
+        self._prior, self._rounds = _prior(), 0
         self._own: dict[str, Counts] = {}
         self._texts: dict[str, _Text] = {}
         self._found: dict[str, Found] = {}
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget all that was written, and what was counted; running requests go on as if they began here."""
+        self._counts, self._compiled = Counts(), None
+        self._history: History | CompiledHistory | None = None
+        for known in (self._own, self._texts, self._found):
+            known.clear()
+        if self._library is None:
+            self._history = History(self._remembers) if self._remembers else None
+            return
+        compiled = CompiledHistory(self._library, self._remembers) if self._remembers else None
+        self._history = compiled
+        self._compiled = LookupSearch(
+            self._library, self._prior, PRIOR_TRIALS, GLOBAL_TRIALS, self._counts.cells, compiled
+        )
+
+    @property
+    def remembered(self) -> int:
+        """Tokens that are remembered."""
+        return 0 if self._history is None else len(self._history)
 
     def propose(
         self, requests: Sequence[Request], max_depths: Sequence[int], least_value: float = 0.0
@@ -122,9 +172,10 @@ class LookupDrafter:
         if self._rounds % FADING_ROUNDS == 0:
             for counts in (self._counts, *self._own.values()):
                 counts.fade()
+        texts = [self._follow(request) for request in requests]  # all, before one is searched: each may help another
         trees = []
-        for request, depth in zip(requests, max_depths, strict=True):
-            found = self._search(request, depth, least_value) if depth else None
+        for request, text, depth in zip(requests, texts, max_depths, strict=True):
+            found = self._search(request, text, depth, least_value) if depth else None
             if found is None:
                 self._found.pop(request.request_id, None)
                 trees.append(TokenTree.root(request.tokens[-1]))
@@ -133,19 +184,29 @@ class LookupDrafter:
                 trees.append(_tree(found))
         return trees
 
-    def _search(self, request: Request, depth: int, least_value: float) -> Found | None:
-        """What followed the end of a request's text, where it is due to be searched."""
+    def _follow(self, request: Request) -> _Text:
+        """Take what is new of a request's text."""
         if (text := self._texts.get(request.request_id)) is None:
-            text = self._texts[request.request_id] = _Text()
-        if not text.due():
-            return None
+            text = self._texts[request.request_id] = _Text(request.num_prompt)
         text.follow(request.tokens)
-        own = self._own.get(request.request_id)
-        least = max(least_value if request.spec.is_adaptive else 0.0, LEAST)
+        if self._history is not None and request.spec.allows("suffix", "suffix"):
+            text.remember(self._history)
+        return text
+
+    def _search(self, request: Request, text: _Text, depth: int, least_value: float) -> Found | None:
+        """What followed the end of a request's text, where it is due to be searched."""
+        spec, own = request.spec, self._own.get(request.request_id)
+        looks_up, owner = spec.allows("lookup", "lookup"), text.owner if spec.allows("suffix", "suffix") else None
+        if not (looks_up or owner) or not text.due():
+            return None
+        least = max(least_value if spec.is_adaptive else 0.0, LEAST)
         if self._compiled is not None:
-            return self._compiled.search(*text.end_address, depth, None if own is None else own.address, least)
+            counted = None if own is None else own.address
+            return self._compiled.search(*text.end_address, depth, counted, least, looks_up, owner)
         rates = self._counts.rates(self._prior, PRIOR_TRIALS)
-        return search(text.end, depth, rates if own is None else own.rates(rates, GLOBAL_TRIALS), least)
+        rates = rates if own is None else own.rates(rates, GLOBAL_TRIALS)
+        history = self._history if owner is not None and isinstance(self._history, History) else None
+        return search(text.end, depth, rates, least, looks_up, history, owner or 0)
 
     def commit(self, requests: Sequence[Request], paths: Sequence[np.ndarray]) -> None:
         """Count the guesses below every accepted node: one of them held, or none."""
@@ -164,17 +225,28 @@ class LookupDrafter:
                 counts.add(*_count(found, path))
 
     def release(self, request: Request) -> None:
-        """Forget a request."""
+        """Forget a request, and remember what was written for it."""
+        if self._history is not None and request.num_generated and request.spec.allows("suffix", "suffix"):
+            if request.request_id in self._texts:
+                self._follow(request)
+            else:  # it was decoded plainly
+                text = request.tokens[max(request.num_prompt - PROMPT_TAIL, 0) :]
+                self._history.add(next(_owners), 0, np.array(text, dtype=np.int64))
         self._own.pop(request.request_id, None)
         self._texts.pop(request.request_id, None)
         self._found.pop(request.request_id, None)
 
 
 def _tree(found: Found) -> TokenTree:
-    below = len(found.tokens) - 1
-    draws = Draws(found.parents[1:], np.arange(1, below + 1), np.zeros(below, dtype=np.int64), np.ones(below))
-    tree = TokenTree(found.tokens, found.parents, found.depths, found.probs, draws, ("lookup",))
-    return tree.with_values(found.values)
+    below, by_past = len(found.tokens) - 1, found.places[1, 1:] >= 0
+    if by_past.any():
+        nodes = [1 + np.flatnonzero(own) for own in (found.places[0, 1:] >= 0, by_past)]
+        children, sources = np.concatenate(nodes), np.repeat([0, 1], [len(own) for own in nodes])
+        draws, names = Draws(found.parents[children], children, sources, np.ones(len(children))), NAMES
+    else:
+        children, sources = np.arange(1, below + 1), np.zeros(below, dtype=np.int64)
+        draws, names = Draws(found.parents[1:], children, sources, np.ones(below)), NAMES[:1]
+    return TokenTree(found.tokens, found.parents, found.depths, found.probs, draws, names).with_values(found.values)
 
 
 def _count(found: Found, path: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -184,7 +256,8 @@ def _count(found: Found, path: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     tested = 1 + np.flatnonzero(on_path[found.parents[1:]])
 
     def cells(nodes: np.ndarray) -> np.ndarray:
-        flat = found.places[nodes] * (MAX_MATCH + 1) + found.lengths[nodes]
+        places, lengths = found.places[:, nodes].ravel(), found.lengths[:, nodes].ravel()
+        flat = (places * (MAX_MATCH + 1) + lengths)[places >= 0]
         return np.bincount(flat, minlength=PLACES * (MAX_MATCH + 1)).reshape(PLACES, MAX_MATCH + 1)
 
     return cells(tested), cells(tested[on_path[tested]])
@@ -203,46 +276,104 @@ def find_matches(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return ends[best], lengths[best]
 
 
-def search(tokens: np.ndarray, depth: int, rates: np.ndarray, least: float) -> Found | None:
-    """The tree of the best matches' continuations; None without a match, or where the first is less probable than
-    `least`.
+@dataclass
+class _Guess:
+    """A node while the tree is built. `places` and `lengths` as `Found` has them; `votes` of matches in the history."""
+
+    token: int
+    parent: int
+    depth: int
+    places: list[int] = field(default_factory=lambda: [-1, -1])
+    lengths: list[int] = field(default_factory=lambda: [-1, -1])
+    votes: int = 0
+    prob: float = 1.0
+    value: float = 1.0
+
+
+def search(
+    tokens: np.ndarray, depth: int, rates: np.ndarray, least: float, looks_up: bool = True,
+    history: History | None = None, owner: int = 0,
+) -> Found | None:  # fmt: skip
+    """The tree of the best matches' continuations; None without a match, or where the most probable first guess is less
+    probable than `least`.
 
     Args:
         tokens: int64 [length].
         depth: of the tree.
         rates: float64 [PLACES, MAX_MATCH + 1], probabilities of guesses.
         least: that the best first guess must have.
+        looks_up: whether `tokens` themselves are searched.
+        history: searched as well, for texts of others than `owner`; None: none is.
     """
-    ends, lengths = find_matches(tokens)
-    if not len(ends) or rates[0, lengths[0]] < least:
+    text, table = tokens.tolist(), rates.tolist()
+    coming: list[tuple[list[int], int, bool]] = []  # what follows a match, its length, whether it is in the history
+    if looks_up:
+        for end, length in zip(*(found.tolist() for found in find_matches(tokens)), strict=True):
+            period = len(text) - 1 - end  # a continuation that reaches the end of the text goes on as a loop
+            coming.append(([text[end + 1 + step % period] for step in range(depth)], length, False))
+    if history is not None:
+        for number, length in history.find(text, owner):
+            coming.append((list(islice(history.following(number), depth)), length, True))
+    if not coming:
         return None
-    steps = np.arange(depth)
-    period = len(tokens) - 1 - ends  # a continuation that reaches the end of the text goes on as a loop
-    coming = tokens[ends[:, None] + 1 + steps % period[:, None]]  # [num matches, depth]
-    shared = np.logical_and.accumulate(coming[:, None] == coming[None, :], axis=2)  # [matches, matches, depth]
-    owner = shared.argmax(1)  # [num matches, depth]: the first match with the same tokens so far
-    level, match = np.nonzero((owner == np.arange(len(ends))[:, None]).T)
-    index = np.zeros((len(ends), depth), dtype=np.int64)
-    index[match, level] = 1 + np.arange(len(match))
-    above = index[owner[match, level - 1], level - 1]
-    parents = np.where(level > 0, above, 0)
-    # Siblings follow one another in order of their matches; a stable sort by parent counts them.
-    order = np.argsort(parents, kind="stable")
-    ranked = parents[order]
-    places = np.empty(len(match), dtype=np.int64)
-    places[order] = np.arange(len(match)) - np.searchsorted(ranked, ranked)
-    places = np.minimum(places, PLACES - 1)
-    matched = np.minimum(lengths[match] + level, MAX_MATCH)
-    probs = np.concatenate([[1.0], rates[places, matched]])
-    values = path_values(probs, np.concatenate([[-1], parents]))
+    guesses, at, first = [_Guess(text[-1], -1, 0, [0, 0], [0, 0])], [0] * len(coming), 1
+    for level in range(depth):
+        known: dict[tuple[int, int], int] = {}
+        siblings: Counter[int] = Counter()
+        for match, (tail, length, past) in enumerate(coming):
+            if level >= len(tail):
+                continue
+            above = at[match]
+            at[match] = node = known.setdefault((above, tail[level]), len(guesses))
+            if node == len(guesses):
+                guesses.append(_Guess(tail[level], above, level + 1))
+                if not past:
+                    guesses[node].places[0] = min(siblings[above], OWN_PLACES - 1)
+                siblings[above] += 1
+            guess = guesses[node]
+            guess.votes += past
+            if guess.lengths[past] < 0:
+                guess.lengths[past] = min(length + level, MAX_MATCH)
+        _judge(guesses, first, table)
+        if level == 0 and max(guess.prob for guess in guesses[1:]) < least:
+            return None
+        first = len(guesses)
+    values = np.array([guess.value for guess in guesses])
     order = np.argsort(-values, kind="stable")  # a parent comes first, and stays ahead of an equal child
     index = np.argsort(order)
+    parents, ranked = index[[guess.parent for guess in guesses]], [guesses[node] for node in order]
+    parents[0] = -1
     return Found(
-        tokens=np.concatenate([tokens[-1:], coming[match, level]])[order],
-        parents=np.concatenate([[-1], index[parents[order[1:] - 1]]]),
-        depths=np.concatenate([[0], level + 1])[order],
-        places=np.concatenate([[0], places])[order],
-        lengths=np.concatenate([[0], matched])[order],
-        probs=probs[order],
+        tokens=np.array([guess.token for guess in ranked]),
+        parents=parents[order],
+        depths=np.array([guess.depth for guess in ranked]),
+        places=np.array([guess.places for guess in ranked]).T,
+        lengths=np.array([guess.lengths for guess in ranked]).T,
+        probs=np.array([guess.prob for guess in ranked]),
         values=values[order],
     )
+
+
+def _judge(guesses: list[_Guess], first: int, rates: list[list[float]]) -> None:
+    """Say how probable the guesses from number `first` on are. Of two sources' estimates the larger one counts."""
+    families: dict[int, list[_Guess]] = {}
+    for guess in guesses[first:]:
+        if guess.votes:
+            families.setdefault(guess.parent, []).append(guess)
+    for family in families.values():
+        total = sum(guess.votes for guess in family)
+        for rank, guess in enumerate(sorted(family, key=lambda guess: -guess.votes)):
+            guess.places[1] = _past_place(guess.votes, total, rank)
+    for guess in guesses[first:]:
+        own = zip(guess.places, guess.lengths, strict=True)
+        guess.prob = max(rates[place][length] for place, length in own if place >= 0)
+        guess.value = guess.prob * guesses[guess.parent].value
+
+
+def _past_place(votes: int, total: int, rank: int) -> int:
+    """What is told apart of a guess from the history: see `PLACES`."""
+    if votes == total:
+        return OWN_PLACES + (total > 1)
+    if rank == 0:
+        return OWN_PLACES + (2 if 3 * votes >= 2 * total else 3)
+    return OWN_PLACES + min(3 + rank, 5)

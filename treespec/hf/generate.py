@@ -87,7 +87,7 @@ def generate(
     if torch.is_autocast_enabled(llm.config.device.type):
         _say_no_autocast(llm.config.dtype)
     stopping = type(stopping_criteria)(started_later(criteria, time.time() - began))
-    resolved.check_sources(llm.draft_names)
+    resolved.check_sources(llm.draft_names, remembers=False)
     decoder = llm.engine.runner.target
     least, largest = int(input_ids.min()), int(input_ids.max())
     if not 0 <= least <= largest < decoder.vocab_size:

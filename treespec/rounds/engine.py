@@ -141,11 +141,10 @@ class GraphEngine(Engine):
         return time.perf_counter() - began
 
     def _seeds(self, requests: Sequence[Request], depths: Sequence[int]) -> list[TokenTree | None]:
-        """What sources without a pass propose: prompt lookup, where a request allows it."""
+        """What sources without a pass propose."""
         if self.lookup is None:
             return [None] * len(requests)
-        allowed = [depth if r.spec.allows("lookup", "lookup") else 0 for r, depth in zip(requests, depths, strict=True)]
-        trees = self.lookup.propose(requests, allowed, _LEAST_VALUE)
+        trees = self.lookup.propose(requests, depths, _LEAST_VALUE)
         return [tree if len(tree) > 1 else None for tree in trees]
 
     def _input(self, request: Request, depth: int, nodes: int, seeds: TokenTree | None) -> RoundInput:
@@ -164,13 +163,21 @@ class GraphEngine(Engine):
     def _emit(self, request: Request, result: RoundResult, seeds: TokenTree | None, drafted: bool) -> None:
         """Take over what a round made of a request."""
         tokens = request.accept(result.tokens)
+        path = np.zeros(1, dtype=np.int64) if seeds is None else follow(seeds, tokens)
         if drafted:
-            names = (*(self.ssms.names if self.ssms is not None else ()), "lookup")
-            bits_of_tokens = result.sources[: len(tokens)]
-            request.count_accepted([tuple(n for i, n in enumerate(names) if bits >> i & 1) for bits in bits_of_tokens])
+            named = enumerate(result.sources[: len(tokens)], start=1)
+            request.count_accepted([self._sources(bits, seeds, path, depth) for depth, bits in named])
             if self.ssms is not None:
                 self.ssms.learn_round(request, result.foretold)
         if seeds is not None and self.lookup is not None:
-            self.lookup.commit([request], [follow(seeds, tokens)])
+            self.lookup.commit([request], [path])
         request.tokens.extend(tokens)
         request.context_len += len(tokens)
+
+    def _sources(self, bits: int, seeds: TokenTree | None, path: np.ndarray, depth: int) -> tuple[str, ...]:
+        """Who proposed the token at `depth`: the device has a bit for each SSM, and one for all seeds."""
+        names = self.ssms.names if self.ssms is not None else ()
+        own = tuple(name for i, name in enumerate(names) if bits >> i & 1)
+        if seeds is None or not bits >> len(names) & 1:
+            return own
+        return (*own, *seeds.sources_of(int(path[depth])))

@@ -83,6 +83,17 @@ def test_a_level_is_drafted_where_it_promises_more_than_its_time() -> None:
     assert planner.worth_a_level(only, np.array([1.0]), None)
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+def test_ssms_are_expected_where_a_first_level_pays(batch: int) -> None:
+    requests = [request_of() for _ in range(batch)]
+    planner, dear = Planner(COST), Planner(dataclasses.replace(COST, draft_seconds=1.0))
+    assert planner.expects_ssms(requests) and not dear.expects_ssms(requests)
+    planner.draft_plans(requests, 256)
+    planner._outlook.ssms.resting = 9
+    assert not planner.expects_ssms(requests), "they rest in batches of this size"
+    assert planner.expects_ssms([request_of() for _ in range(8)]), "and in no other"
+
+
 @pytest.mark.parametrize(("tokens_left", "paying"), [(2, 2), (3, 3), (100, 4)])
 def test_the_start_of_drafting_is_paid_by_all_levels_together(tokens_left: int, paying: int) -> None:
     """Against every possible depth, each level holding as much of the one before as the first holds of its mass."""

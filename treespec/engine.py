@@ -1,5 +1,6 @@
 """The engine: one round after another."""
 
+import itertools
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -103,7 +104,7 @@ class Engine:
         """The prompt chunks of this step, through the target and its SSMs.
 
         Where the planner decides, the SSMs read the prompt when they draft for the first time: they may never. But what
-        several samples share is not written later, so one of them reads it for all.
+        several samples share is not written later, so one of them reads it for all, or the SSMs draft for none of them.
 
         A request whose prompt has no log-probabilities, where it asks for them, ends here and leaves `batch`.
         """
@@ -113,12 +114,21 @@ class Engine:
                 self.finish(request, "error", request.error)
         batch.decode[:] = [request for request in batch.decode if not request.finished]
         if self.ssms is not None:
-            computed = [request for request in batch.prefill if not request.finished]
-            reading = [r for r in computed if r.group is not None or not r.spec.is_adaptive]
-            self.ssms.prefill([r for r in reading if not r.spec.is_plain])
+            computed = [r for r in batch.prefill if not r.finished and not r.spec.is_plain]
+            for request in computed:
+                if request.spec.is_adaptive and request.group is not None and request.group.trust is None:
+                    request.group.without_ssms = not self.expects_ssms()
+            shared = [r for r in computed if r.group is not None and not r.group.without_ssms]
+            self.ssms.prefill([r for r in computed if r in shared or not r.spec.is_adaptive])
             self.ssms.fork(batch.forked)
         if batch.prefill:
             self.runner.wait()  # or the round behind it would take its time too, and the planner learn from that
+
+    def expects_ssms(self) -> bool:
+        """Whether SSMs seem worth their time for as many requests as will run side by side."""
+        scheduler = self.scheduler
+        together = [*scheduler.running, *itertools.islice(scheduler.waiting, scheduler.max_num_seqs)]
+        return self.planner.expects_ssms(together[: scheduler.max_num_seqs])
 
     def propose(self, requests: Sequence[Request]) -> list[TokenTree]:
         """Every source drafts; one merged tree per request, cut to what is worth verifying.

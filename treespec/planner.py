@@ -148,6 +148,14 @@ class Planner:
         self._asks_free = False  # whether sources that cost no pass are asked in this round
         self._idle = _Idle(0, 0)
 
+    def expects_ssms(self, requests: Sequence[Request]) -> bool:
+        """Whether SSMs seem worth their time where these requests run side by side. Asked between two rounds."""
+        self._requests, self._worth = len(requests), [1.0] * len(requests)
+        self.costs.begin(requests)
+        self._deepest = max(min(request.spec.max_depth, request.tokens_left - 1) for request in requests)
+        promised = self._truths[True].value * self._reach
+        return not self._outlook.ssms.resting and any(self._pays([promised] * len(requests), begins=True))
+
     def draft_plans(
         self,
         requests: Sequence[Request],

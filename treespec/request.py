@@ -146,7 +146,8 @@ class PromptGroup:
         leader: a running sample whose pages hold the prompt, or will.
         kept: pages of the prompt that the group holds; None where a sample leads, or nothing is computed.
         waiting: samples that have not entered.
-        trust: in the SSMs, after the prompt.
+        trust: in the SSMs, after the prompt; None where they have not read it.
+        without_ssms: whether they never will, as none of the samples was expected to gain by it.
     """
 
     group_id: str = field(default_factory=lambda: f"group-{next(_group_ids)}")
@@ -154,6 +155,7 @@ class PromptGroup:
     kept: np.ndarray | None = None
     waiting: int = 0
     trust: Trust | None = None
+    without_ssms: bool = False
 
     @property
     def is_computing(self) -> bool:

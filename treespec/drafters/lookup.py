@@ -239,14 +239,15 @@ class LookupDrafter:
 
 def _tree(found: Found) -> TokenTree:
     below, by_past = len(found.tokens) - 1, found.places[1, 1:] >= 0
-    if by_past.any():
+    if not by_past.any():
+        draws = Draws(found.parents[1:], np.arange(1, below + 1), np.zeros(below, dtype=np.int64), np.ones(below))
+        tree = TokenTree(found.tokens, found.parents, found.depths, found.probs, draws, NAMES[:1])
+    else:
         nodes = [1 + np.flatnonzero(own) for own in (found.places[0, 1:] >= 0, by_past)]
         children, sources = np.concatenate(nodes), np.repeat([0, 1], [len(own) for own in nodes])
-        draws, names = Draws(found.parents[children], children, sources, np.ones(len(children))), NAMES
-    else:
-        children, sources = np.arange(1, below + 1), np.zeros(below, dtype=np.int64)
-        draws, names = Draws(found.parents[1:], children, sources, np.ones(below)), NAMES[:1]
-    return TokenTree(found.tokens, found.parents, found.depths, found.probs, draws, names).with_values(found.values)
+        draws = Draws(found.parents[children], children, sources, np.ones(len(children)))
+        tree = TokenTree(found.tokens, found.parents, found.depths, found.probs, draws, NAMES)
+    return tree.with_values(found.values)
 
 
 def _count(found: Found, path: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

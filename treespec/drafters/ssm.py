@@ -218,9 +218,10 @@ class SsmDrafter:
         So no SSM writes to the prompt's pages again.
         """
         for request in requests:
-            if request.spec.is_plain:
+            assert request.group is not None
+            if request.spec.is_plain or request.group.without_ssms:
                 continue
-            assert request.group is not None and request.group.trust is not None, "nobody has read the prompt"
+            assert request.group.trust is not None, "nobody has read the prompt"
             state = self._state(request)
             state.trust = request.group.trust.copy()
             state.valid[self._allowed(request)] = request.num_prompt - 1
@@ -315,6 +316,8 @@ class SsmDrafter:
 
     def _allowed(self, request: Request) -> list[int]:
         """The SSMs that may draft for a request."""
+        if request.group is not None and request.group.without_ssms:
+            return []
         sources = request.spec.sources
         if sources not in self._by_sources:
             self._by_sources[sources] = [i for i, name in enumerate(self.names) if request.spec.allows("ssm", name)]

@@ -51,6 +51,10 @@ class GraphEngine(Engine):
         self.update(batch.decode)
         return batch.decode
 
+    def expects_ssms(self) -> bool:
+        """As yet: what drafting takes here is what its own planners learn, and reading a prompt is a small part."""
+        return True
+
     def serves(self, request: Request) -> bool:
         """Whether captured rounds know all that a request asks for.
 

@@ -1,0 +1,144 @@
+"""What does it bring to remember what was written? Workloads that repeat themselves, and one that does not.
+
+    python perf/suffix.py --threads 1 --json out.json                  # the embedded models
+    python perf/suffix.py --grow 0.5B --threads 2 --json out.json      # the target grown, with the same SSMs
+
+Every repeat runs every way once, one after the other: plain decoding and automatic trees on an engine that remembers
+nothing, and automatic trees on one that does, which begins each time with nothing remembered. Seconds are those of the
+calls; a speed-up is of the same repeat's plain decoding: median of the repeats (least to largest). Tokens per pass are
+those of all repeats. Tokens are compared with those of plain decoding.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections import Counter
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from treespec import LLM, SamplingParams
+from treespec.bench.grow import grown
+from treespec.bench.prompts import read_prompts
+from treespec.bench.run import Options
+from treespec.costs import processor
+from treespec_weights import default_folder
+
+CUTS = (0, 8, 20, 40)  # tokens that an edit takes from a prompt's beginning
+SEEDS = range(4)
+REMEMBERED = 2**16
+WAYS = ("plain", "auto", "auto, remembering")
+
+Job = tuple[list[int], SamplingParams]
+
+
+def workloads(prompts: list[list[int]], max_tokens: int) -> dict[str, list[Job]]:
+    """Calls one after the other, by what they are."""
+    greedy = SamplingParams(max_tokens=max_tokens)
+
+    def sampled(seed: int, n: int = 1) -> SamplingParams:
+        return SamplingParams(max_tokens=max_tokens, temperature=0.7, seed=seed, n=n)
+
+    return {
+        "edited prompts, greedy": [(prompt[cut:], greedy) for prompt in prompts for cut in CUTS],
+        "other seeds, temperature 0.7": [(prompt, sampled(seed)) for prompt in prompts for seed in SEEDS],
+        "4 samples at once, temperature 0.7": [(prompt, sampled(0, n=len(SEEDS))) for prompt in prompts],
+        "unlike prompts, greedy": [(prompt, greedy) for prompt in prompts],
+    }
+
+
+def held_out(llm: LLM, count: int) -> list[list[int]]:
+    """Prompts of every kind that no embedded model has seen."""
+    read = read_prompts(default_folder("target").parent / "heldout_prompts.json")
+    chosen = read[:: max(len(read) // count, 1)][:count]
+    return [llm.get_tokenizer().encode(prompt.content) for prompt in chosen]
+
+
+def run(llm: LLM, jobs: list[Job], spec: str | None) -> tuple[float, list[list[int]], int, Counter[str]]:
+    """Seconds, tokens, target passes, and accepted tokens by source."""
+    tokens, passes, accepted = [], 0, Counter[str]()
+    llm.reset_suffix_cache()
+    began = time.perf_counter()
+    outputs = [llm.generate([prompt], params, spec)[0] for prompt, params in jobs]
+    seconds = time.perf_counter() - began
+    for output in outputs:
+        tokens += [one.token_ids for one in output.outputs]
+        passes += output.metrics.target_passes
+        accepted.update(output.metrics.accepted_by_source)
+    return seconds, tokens, passes, accepted
+
+
+def measure(engines: dict[str, LLM], jobs: list[Job], repeats: int) -> dict[str, Any]:
+    """One workload: speed and tokens per pass of each way, and how many tokens differ from plain decoding's."""
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    passes: Counter[str] = Counter()
+    accepted: dict[str, Counter[str]] = {way: Counter() for way in WAYS}
+    plain: list[list[int]] = []
+    differing = compared = 0
+    for repeat in range(repeats + 1):  # the first warms up
+        for way in WAYS:
+            took, tokens, own_passes, by_source = run(engines[way], jobs, "off" if way == "plain" else None)
+            if way == "plain":
+                plain = tokens
+            else:
+                pairs = [pair for own in zip(plain, tokens, strict=True) for pair in zip(*own, strict=True)]
+                compared += len(pairs)
+                differing += sum(a != b for a, b in pairs)
+            if repeat:
+                seconds[way].append(took)
+                passes[way] += own_passes
+                accepted[way] += by_source
+    generated = sum(map(len, plain))
+    ways = {}
+    for way in WAYS:
+        ratios = [base / own for base, own in zip(seconds["plain"], seconds[way], strict=True)]
+        ways[way] = {
+            "speed_up": statistics.median(ratios), "least": min(ratios), "largest": max(ratios),
+            "acceptance_length": repeats * generated / passes[way], "accepted_by_source": dict(accepted[way]),
+        }  # fmt: skip
+    return {
+        "tokens": generated, "plain_tokens_per_second": generated / statistics.median(seconds["plain"]),
+        "tokens_compared": compared, "tokens_that_differ": differing, "ways": ways,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--grow", help="the target's size; without it the embedded one")
+    parser.add_argument("--prompts", type=int, default=12)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    options = Options(device="cpu")
+    with grown(options, args.grow, None, None) if args.grow else nullcontext((options, None)) as (options, _):
+        common: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16", "compile": True, "max_model_len": 1024}
+        forgetful = LLM(options.model, options.drafts, max_num_seqs=len(SEEDS), **common)
+        remembering = LLM(
+            options.model, options.drafts, max_num_seqs=len(SEEDS), suffix_tokens=REMEMBERED, **common
+        )  # fmt: skip
+        engines = dict(zip(WAYS, (forgetful, forgetful, remembering), strict=True))
+        rows = {}
+        for name, jobs in workloads(held_out(forgetful, args.prompts), args.max_tokens).items():
+            rows[name] = row = measure(engines, jobs, args.repeats)
+            print(f"{name}: plain {row['plain_tokens_per_second']:.1f} tokens/s; ", end="")
+            print(f"{row['tokens_that_differ']} of {row['tokens_compared']} tokens differ", flush=True)
+            for way, own in row["ways"].items():
+                print(f"  {way:18} {own['speed_up']:.2f} ({own['least']:.2f} to {own['largest']:.2f}), ", end="")
+                print(f"{own['acceptance_length']:.2f} a pass")
+    setup = {
+        "grown_to": args.grow, "threads": args.threads, "torch": torch.__version__, "processor": processor(),
+        "prompts": args.prompts, "max_tokens": args.max_tokens, "repeats": args.repeats, "remembered": REMEMBERED,
+    }  # fmt: skip
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(setup | {"workloads": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

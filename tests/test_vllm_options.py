@@ -1,5 +1,6 @@
 """Options of vLLM's calls: truncated prompts, outputs without text, and those that are refused."""
 
+import inspect
 from dataclasses import replace
 from enum import Enum
 from typing import Any
@@ -13,7 +14,7 @@ from transformers import PrefixConstrainedLogitsProcessor, PreTrainedTokenizerFa
 
 from tests.models import greedy, open_llm, random_prompts, tiny, tiny_llm
 from tests.speech import END, speaking_folder, speaking_llm
-from treespec import SamplingParams
+from treespec import LLM, SamplingParams, vllm_options
 from treespec.errors import ConfigError, RequestError
 
 PROMPT = "def add("
@@ -150,6 +151,37 @@ CALLS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], str]] = {
     "priority": ((None, [0, 0]), ([0, 1], 1), "requests enter in the order of the prompts"),
     "mm_processor_kwargs": ((None, {}), ({"a": 1},), "prompts are text or token ids"),
 }
+
+ENGINE: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], str]] = {
+    "tensor_parallel_size": ((1,), (2, True), "a model runs on one device"),
+    "gpu_memory_utilization": ((0.9, None), (0.5, 1), "max_num_seqs and max_model_len bound the memory"),
+    "seed": ((None,), (0, 7), "use SamplingParams(seed=...)"),
+    "speculative_config": ((None,), ({"method": "ngram"},), "use drafts=[...] for draft models"),
+    "trust_remote_code": ((False, True), ("yes",), "use True or False"),
+    "enforce_eager": ((False,), (True,), "use cuda_graphs=False, and compile=False on a CPU"),
+    "enable_prefix_caching": ((None, False), (True,), "only the n samples of one prompt share its cache"),
+    "swap_space": ((4, 0.0), (8,), "max_num_seqs and max_model_len bound the memory"),
+    "limit_mm_per_prompt": (({},), ({"image": 1},), "prompts are text or token ids"),
+}
+
+
+@pytest.mark.parametrize("name", ENGINE)
+def test_options_of_engines_that_only_vllm_has(name: str) -> None:
+    accepted, refused, instead = ENGINE[name]
+    for value in accepted:  # what is wrong beside it is found behind it
+        with pytest.raises(ConfigError, match="max_num_seqs=0"):
+            LLM(max_num_seqs=0, **{name: value})
+    for value in refused:
+        with pytest.raises(ConfigError) as caught:
+            LLM(**{name: value})
+        assert str(caught.value).startswith(f"LLM: {name}={value!r} is not supported; {instead}")
+
+
+def test_every_absent_option_says_what_to_do() -> None:
+    known = inspect.signature(LLM).parameters
+    for name, option in vllm_options.ENGINE.items():
+        assert name not in known, name
+        assert option.nothing and len(option.instead) > 10, name
 
 
 @pytest.mark.parametrize("name", PARAMS)

@@ -29,7 +29,7 @@ from treespec.rounds.engine import GraphEngine
 from treespec.scalars import plain
 from treespec.surroundings import own_passes
 from treespec.tokenizer import Tokenization, UserTokenizer, load_tokenizer
-from treespec.vllm_options import CALLS, without_absent
+from treespec.vllm_options import CALLS, ENGINE, without_absent
 from treespec_kernels.tree_batch import PAGE_SIZE
 
 
@@ -105,6 +105,7 @@ class LLM:
         suffix_tokens: int = 0,
         **unknown: Any,
     ):
+        unknown = without_absent("LLM", unknown, ENGINE)
         reject_unknown("LLM", unknown, list(inspect.signature(LLM).parameters)[:-1])
         self.spec = SpecConfig.resolve(spec, SpecConfig())
         where = resolve_device(device)

@@ -1,4 +1,4 @@
-"""Options of vLLM's calls that treespec has not: taken where they ask for nothing, refused with what to do instead."""
+"""Options of vLLM that treespec has not: taken where they ask for nothing, refused with what to do instead."""
 
 from collections.abc import Mapping
 from enum import Enum
@@ -46,6 +46,51 @@ CALLS = {
     "priority": Absent((None, 0), "requests enter in the order of the prompts: put the urgent ones first"),
     "prompt_adapter_request": _LORA,
 }
+_ONE_DEVICE = Absent((1,), "a model runs on one device here, such as device='cuda:1'")
+_REVISION = Absent((None,), "fetch it (treespec weights fetch) and give the folder")
+_MEMORY = "max_num_seqs and max_model_len bound the memory; use them"
+ENGINE = {
+    "block_size": Absent((None, 16), "the cache's pages have one size: leave it out"),
+    "code_revision": Absent((None,), "code that comes with a checkpoint is never run: leave it out"),
+    "compilation_config": Absent((None, {}), "use compile and cuda_graphs"),
+    "cpu_offload_gb": Absent((0, 0.0), "use quantization='int8' or 'int4' where the weights do not fit"),
+    "data_parallel_size": _ONE_DEVICE,
+    "disable_custom_all_reduce": Absent((False, True), "use True or False"),
+    "disable_log_stats": Absent((False, True), "use True or False"),
+    "distributed_executor_backend": _ONE_DEVICE._replace(nothing=(None,)),
+    "download_dir": Absent((None,), "set HF_HOME, or give the folder that the checkpoint lies in"),
+    "enable_chunked_prefill": Absent((None, True), "prompts are computed prefill_chunk tokens at a time: leave it out"),
+    "enable_lora": Absent((None, False), _LORA.instead),
+    "enable_prefix_caching": Absent((None, False), "only the n samples of one prompt share its cache: leave it out"),
+    "enforce_eager": Absent((False,), "use cuda_graphs=False, and compile=False on a CPU"),
+    "gpu_memory_utilization": Absent((None, 0.9, 0.92), _MEMORY),
+    "hf_overrides": Absent((None, {}), "change config.json"),
+    "hf_token": Absent((None,), "set HF_TOKEN, or log in with the Hub's own command"),
+    "kv_cache_dtype": Absent(("auto",), "the cache has the dtype that the exactness of passes needs: leave it out"),
+    "kv_cache_memory_bytes": Absent((None,), _MEMORY),
+    "limit_mm_per_prompt": _TEXT_ONLY,
+    "load_format": Absent(("auto", "safetensors", "hf"), "weights are read from safetensors: convert them"),
+    "max_num_batched_tokens": Absent((None,), "use prefill_chunk, prompt tokens of a step"),
+    "mm_processor_kwargs": _TEXT_ONLY,
+    "num_gpu_blocks_override": Absent((None,), _MEMORY),
+    "pipeline_parallel_size": _ONE_DEVICE,
+    "revision": _REVISION,
+    "runner": Absent(("auto", "generate"), "only generation is here"),
+    "seed": Absent((None,), "use SamplingParams(seed=...); without one a request draws its own and reports it"),
+    "skip_tokenizer_init": Absent((False,), "give token ids, and detokenize=False"),
+    "speculative_config": Absent(
+        (None,),
+        "use drafts=[...] for draft models, SpecConfig(sources=('lookup',)) for n-grams alone, suffix_tokens=262144 for "
+        "suffix decoding; SpecConfig says how many nodes a tree has",
+    ),
+    "swap_space": Absent((0, 0.0, 4, 4.0), _MEMORY),
+    "task": Absent(("auto", "generate"), "only generation is here"),
+    "tensor_parallel_size": _ONE_DEVICE,
+    "tokenizer_mode": Absent(("auto",), "give the tokenizer itself as tokenizer"),
+    "tokenizer_revision": _REVISION,
+    # A permission that is not used: a checkpoint that needs it is refused when it is read.
+    "trust_remote_code": Absent((False, True), "use True or False"),
+}
 
 
 def without_absent(kind: str, given: Mapping[str, Any], absent: Mapping[str, Absent]) -> dict[str, Any]:
@@ -54,7 +99,7 @@ def without_absent(kind: str, given: Mapping[str, Any], absent: Mapping[str, Abs
     Args:
         kind: what is being set, for the message.
         given: options by name.
-        absent: `PARAMS` or `CALLS`.
+        absent: `PARAMS`, `CALLS` or `ENGINE`.
 
     Raises:
         ConfigError: one of them asks for something.

@@ -80,7 +80,7 @@ ENGINE = {
     "skip_tokenizer_init": Absent((False,), "give token ids, and detokenize=False"),
     "speculative_config": Absent(
         (None,),
-        "use drafts=[...] for draft models, SpecConfig(sources=('lookup',)) for n-grams alone, suffix_tokens=262144 for "
+        "use drafts=[...] for draft models, sources=('lookup',) of SpecConfig for n-grams alone, suffix_tokens=262144 for "
         "suffix decoding; SpecConfig says how many nodes a tree has",
     ),
     "swap_space": Absent((0, 0.0, 4, 4.0), _MEMORY),

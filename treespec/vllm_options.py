@@ -80,7 +80,7 @@ ENGINE = {
     "skip_tokenizer_init": Absent((False,), "give token ids, and detokenize=False"),
     "speculative_config": Absent(
         (None,),
-        "use drafts=[...] for draft models and suffix_tokens=262144 for suffix decoding; prompt lookup is on anyway, and "
+        "use drafts=[...] for draft models, suffix_tokens=262144 for suffix decoding; prompt lookup is on anyway, and "
         "SpecConfig says how much is verified",
     ),
     "swap_space": Absent((0, 0.0, 4, 4.0), _MEMORY),

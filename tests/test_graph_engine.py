@@ -13,6 +13,7 @@ from tests.child import run_cases
 from tests.models import greedy, open_llm, random_prompts, tiny
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.drafters.ssm import SsmDrafter
+from treespec.engine import follow
 from treespec.request import Request
 from treespec.rounds.engine import GraphEngine
 from treespec.rounds.inputs import RoundInput, RoundLimits
@@ -64,13 +65,26 @@ class ScriptedRounds:
         )
 
 
-def scripted(accepts: int | None) -> tuple[LLM, ScriptedRounds, list[list[int]], list[list[int]]]:
+class SeededRounds(ScriptedRounds):
+    """Rounds in which the SSMs say nothing: what is accepted is what the seeds have right."""
+
+    def _result(self, request: RoundInput, levels: int) -> RoundResult:
+        self.accepts = levels
+        result, seeds = super()._result(request, levels), request.seeds
+        right = 0 if seeds is None else len(follow(seeds, result.tokens)) - 1
+        most = min(right, levels, request.max_depth)
+        return result._replace(tokens=result.tokens[: most + 1], sources=[1 << 2] * most)
+
+
+def scripted(
+    accepts: int | None, made: type[ScriptedRounds] = ScriptedRounds, **options: Any
+) -> tuple[LLM, ScriptedRounds, list[list[int]], list[list[int]]]:
     """An engine with scripted rounds over `tiny`, prompts, and what plain decoding says after them."""
     target, drafts = tiny()
-    llm = open_llm(target, drafts[:2], max_num_seqs=2)
+    llm = open_llm(target, drafts[:2], max_num_seqs=2, **options)
     prompts = random_prompts([5, 9])
     plain = [output.outputs[0].token_ids for output in llm.generate(prompts, greedy(40), spec="off")]
-    rounds = ScriptedRounds([(p, p + t) for p, t in zip(prompts, plain, strict=True)], accepts)
+    rounds = made([(p, p + t) for p, t in zip(prompts, plain, strict=True)], accepts)
     old = llm.engine
     parts: list[Any] = [old.runner, old.scheduler, old.planner, old.ssms, old.lookup, old.drafters, old.max_model_len]
     llm.engine = GraphEngine(*parts, rounds=rounds)  # type: ignore[arg-type]
@@ -168,6 +182,33 @@ def test_seeds_and_silent_ssms() -> None:
     requests = [request for batch, _, _ in rounds.seen for request in batch]
     assert all(request.weights.tolist() == [0.0, 1.0] for request in requests[:-1])
     assert any(request.seeds is not None and len(request.seeds) > 1 for request in requests)
+
+
+def test_seeds_of_both_sources_keep_their_names() -> None:
+    """The device knows that a token was a seed; whose it was is told here. Prompts were decoded once before."""
+    llm, rounds, prompts, plain = scripted(0, SeededRounds, suffix_tokens=1000)
+    spec = SpecConfig(nodes=8, sources=("lookup", "suffix"))
+    outputs = llm.generate(prompts, greedy(30), spec=spec)
+    assert tokens_of(outputs) == [tokens[:30] for tokens in plain]
+    for output in outputs:
+        metrics = output.metrics
+        assert metrics.acceptance_length > 3 and metrics.accepted_by_source["suffix"] == 30 - metrics.target_passes
+    llm.reset_suffix_cache()
+    assert not any(output.metrics.accepted_by_source for output in llm.generate(prompts[:1], greedy(9), spec=spec))
+
+    # The first ten tokens stand in the prompt, the next ten were written for another, and the last ten both.
+    own, past, both = (list(range(first, first + 10)) for first in (10, 100, 300))
+    written, prompt = [200, *past, 201, 202, 203, *both], [202, 203, *both, 210, *own, 211]
+    output = [*own, *past, 202, 203, *both]
+    rounds.truths = [(written[:1], written), (prompt, prompt + output)]
+    rounds._texts.clear()
+    llm.generate(written[:1], greedy(len(written) - 1), spec=spec)
+    rounds._texts.clear()
+    metrics = llm.generate(prompt, greedy(len(output)), spec=spec)[0].metrics
+    # Four at a time, and one of the target's own. Of the first ten 2 to 5 and 7 to 10 are guessed; of the next ones 4
+    # to 7, as the history needs three, and 9 and 10; then four behind 202, from the text alone, and four from both.
+    assert metrics.accepted_only_by_source == {"lookup": 8 + 4, "suffix": 6}
+    assert metrics.accepted_by_source == {"lookup": 12 + 4, "suffix": 6 + 4}
 
 
 @pytest.mark.parametrize(

@@ -1,47 +1,22 @@
 """Prompt lookup, in numpy and compiled, against a search token by token; its counts; what it does in the engine."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from tests.exactness import differences, run
-from tests.models import greedy, new_folder, random_prompts, tiny_llm
+from tests.lookups import LOOKUP, PAST, WAYS, New, compiled, numpy, paths_of, propose, request_of
+from tests.models import greedy, random_prompts, tiny_llm
 from tests.quantized import needs_compiler
 from treespec import SpecConfig
 from treespec.drafters.lookup import FADING_ROUNDS, REACH, LookupDrafter, find_matches
-from treespec.params import SamplingParams
 from treespec.request import Request
-from treespec.tree import TokenTree
-from treespec_kernels.cpu_library import find_compiler
-from treespec_kernels.lookup_cpu import MATCHES, MAX_MATCH, PLACES, lookup_library
-
-LOOKUP = SpecConfig(nodes=16, sources=("lookup",))
-_LIBRARIES = Path(new_folder("libraries"))
-New = Callable[[], LookupDrafter]
+from treespec_kernels.lookup_cpu import MATCHES, MAX_MATCH, PLACES
 
 
-def compiled() -> LookupDrafter:
-    return LookupDrafter(lookup_library(find_compiler(), _LIBRARIES))
-
-
-@pytest.fixture(
-    params=[pytest.param(LookupDrafter, id="numpy"), pytest.param(compiled, id="compiled", marks=needs_compiler)]
-)
+@pytest.fixture(params=WAYS)
 def new(request: pytest.FixtureRequest) -> New:
     """Makes drafters that search in numpy, or in the compiled library."""
     return request.param
-
-
-def request_of(tokens: list[int]) -> Request:
-    return Request(tokens, SamplingParams(), LOOKUP)
-
-
-def propose(drafter: LookupDrafter, request: Request, depth: int) -> TokenTree:
-    (tree,) = drafter.propose([request], [depth])
-    tree.check_integrity()
-    return tree
 
 
 def naive_matches(tokens: list[int]) -> list[tuple[int, int]]:
@@ -54,10 +29,6 @@ def naive_matches(tokens: list[int]) -> list[tuple[int, int]]:
         if length:
             found.append((end, length))
     return sorted(found, key=lambda match: (-match[1], -match[0]))[:MATCHES]
-
-
-def paths_of(tree: TokenTree) -> set[tuple[int, ...]]:
-    return {tuple(tree.tokens[tree.path_to(node)[1:]].tolist()) for node in range(len(tree))}
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -77,7 +48,7 @@ def test_against_a_search_token_by_token(new: New, seed: int) -> None:
         path = text[len(tokens) :]
         expected |= {tuple(path[: i + 1]) for i in range(depth)}
     tree = propose(new(), request_of(tokens), depth)
-    assert paths_of(tree) == expected
+    assert paths_of(tree).keys() == expected
     assert len(tree) == len(expected), "every path once"
     assert (np.diff(tree.values) <= 0).all(), "the likeliest first, so that a smaller tree is its beginning"
     if matches:
@@ -109,7 +80,7 @@ def test_a_growing_text_is_followed(new: New) -> None:
     for _ in range(16):
         request.tokens.extend(rng.integers(0, 9, rng.integers(0, 30)).tolist())
         own, fresh = propose(drafter, request, 4), propose(new(), request_of(request.tokens), 4)
-        assert paths_of(own) == paths_of(fresh)
+        assert paths_of(own).keys() == paths_of(fresh).keys()
 
 
 def test_barren_searches_become_rare(new: New) -> None:
@@ -161,34 +132,66 @@ def test_nothing_to_match(new: New, tokens: list[int]) -> None:
     assert len(propose(new(), request_of(tokens), 4)) == 1
 
 
+MIXED = (SpecConfig(), LOOKUP, PAST, SpecConfig(sources=("ssm",)))
+
+
 @needs_compiler
-@pytest.mark.parametrize("seed", range(8))
-def test_compiled_and_numpy_agree_to_the_bit(seed: int) -> None:
-    """Over rounds of two growing texts, of which guesses hold or not: the same trees, probabilities and counts."""
-    rng = np.random.default_rng(seed)
-    words = int(rng.integers(2, 30))
-    requests = [request_of(rng.integers(0, words, rng.integers(1, 60)).tolist()) for _ in range(2)]
-    requests[1].spec = SpecConfig()
-    drafters, nodes = (LookupDrafter(), compiled()), 0
-    for _ in range(3 * FADING_ROUNDS):
-        depths, least = rng.integers(0, 20, 2).tolist(), float(rng.random() ** 3)
-        trees, others = (drafter.propose(requests, depths, least) for drafter in drafters)
+@pytest.mark.parametrize("remembers", [0, 1, 16, 64, 4000])
+@pytest.mark.parametrize("seed", range(4))
+def test_compiled_and_numpy_agree_to_the_bit(seed: int, remembers: int) -> None:
+    """Over rounds of growing texts that come and go, of which guesses hold or not: the same trees, probabilities,
+    places and counts, and the same numbers in the history, from the beginning and once all was forgotten."""
+    rng = np.random.default_rng([seed, remembers])
+    words, longest = int(rng.integers(2, 4 if 0 < remembers < 100 else 12)), 6 if 0 < remembers < 20 else 60
+    drafters, nodes, past = (numpy(remembers), compiled(remembers)), 0, 0
+
+    def fresh() -> Request:
+        return request_of(rng.integers(0, words, rng.integers(1, longest)).tolist(), MIXED[rng.integers(4)])
+
+    requests = [fresh() for _ in range(4)]
+    for number in range(3 * FADING_ROUNDS):
+        asked = [request for request in requests if rng.random() < 0.8]  # the others wait, or are decoded plainly
+        depths, least = rng.integers(0, 20, len(asked)).tolist(), float(rng.random() ** 3)
+        trees, others = (drafter.propose(asked, depths, least) for drafter in drafters)
         for tree, other in zip(trees, others, strict=True):
             tree.check_integrity()
-            nodes += len(tree)
             for name in ("tokens", "parents", "depths", "probs", "values"):
-                mine, theirs = getattr(tree, name), getattr(other, name)
-                assert mine.dtype == theirs.dtype and np.array_equal(mine, theirs), name
+                assert_same(getattr(tree, name), getattr(other, name))
+            for name in ("parents", "children", "sources", "probs"):
+                assert_same(getattr(tree.draws, name), getattr(other.draws, name))
+            assert tree.source_names == other.source_names
+            nodes, past = nodes + len(tree), past + ("suffix" in tree.source_names)
+        mine, theirs = (drafter._found for drafter in drafters)
+        assert mine.keys() == theirs.keys()
+        for request_id, found in mine.items():
+            for array, other_array in zip(found, theirs[request_id], strict=True):
+                assert_same(array, other_array)
         paths = [tree.path_to(int(rng.integers(len(tree)))) for tree in trees]
         for drafter in drafters:
-            drafter.commit(requests, paths)
-        for request, tree, path in zip(requests, trees, paths, strict=True):
+            drafter.commit(asked, paths)
+        for request, tree, path in zip(asked, trees, paths, strict=True):
             request.tokens += [*tree.tokens[path[1:]].tolist(), int(rng.integers(words))]
-    assert nodes > 1000, "there were guesses"
-    assert np.array_equal(drafters[0]._counts.cells, drafters[1]._counts.cells)
+            if rng.random() < 0.3:  # it writes what another one wrote
+                request.tokens += requests[rng.integers(4)].tokens[-12 : -int(rng.integers(1, 6))]
+        if rng.random() < 0.2:
+            gone = requests.pop(int(rng.integers(4)))
+            for drafter in drafters:
+                drafter.release(gone)
+            requests.append(fresh())
+        if number == 2 * FADING_ROUNDS:
+            for drafter in drafters:
+                drafter.forget(requests)
+        lasts = [{name: text._last for name, text in drafter._texts.items()} for drafter in drafters]
+        assert lasts[0] == lasts[1] and drafters[0].remembered == drafters[1].remembered
+    assert nodes > 500 and past >= (5 if remembers > 1 else 0), "there were guesses"
+    assert_same(drafters[0]._counts.cells, drafters[1]._counts.cells)
     assert drafters[0]._own.keys() == drafters[1]._own.keys()
-    for name, own in drafters[0]._own.items():
-        assert np.array_equal(own.cells, drafters[1]._own[name].cells)
+    for request_id, own in drafters[0]._own.items():
+        assert_same(own.cells, drafters[1]._own[request_id].cells)
+
+
+def assert_same(mine: np.ndarray, theirs: np.ndarray) -> None:
+    assert mine.dtype == theirs.dtype and np.array_equal(mine, theirs)
 
 
 def test_only_the_end_of_a_long_text_is_searched(new: New) -> None:

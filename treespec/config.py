@@ -182,7 +182,7 @@ class SpecConfig:
         not remember what it writes."""
         here = (*(("ssm", *names) if names else ()), "lookup", *(("suffix",) if remembers else ()), "grammar")
         for source in self.sources or ():
-            if source == "suffix" and not remembers:
+            if source == "suffix" and source not in here:
                 raise ConfigError(
                     f"sources={self.sources!r}: this engine does not remember what it writes; make it with "
                     "LLM(suffix_tokens=262144), or so many tokens as it should remember"

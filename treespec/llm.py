@@ -283,7 +283,7 @@ class LLM:
         """Forget what was written so far: later outputs are drafted as if nothing had been."""
         with self._lock:
             if self.engine.lookup is not None:
-                self.engine.lookup.forget()
+                self.engine.lookup.forget(self.engine.scheduler.running)
 
     def get_tokenizer(self) -> Any:
         """The tokenizer, or None."""

@@ -36,8 +36,8 @@ def folders() -> tuple[Path, list[Path]]:
 def llm(folders: tuple[Path, list[Path]]) -> LLM:
     # The self-test takes minutes in the interpreter; the tokens are compared here.
     with mock.patch("treespec.build._prove"):
-        spec = SpecConfig(max_depth=2, sources=("ssm", "lookup"))
-        return open_llm(*folders, spec=spec, attention="triton", linear="triton", max_num_seqs=2)
+        spec = SpecConfig(max_depth=2, sources=("ssm", "lookup", "suffix"))
+        return open_llm(*folders, spec=spec, attention="triton", linear="triton", max_num_seqs=2, suffix_tokens=256)
 
 
 def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[int]]:
@@ -62,6 +62,23 @@ def test_sampled_trees_give_the_tokens_of_plain_decoding(llm: LLM) -> None:
     trees = llm.generate(PROMPTS, params, spec=SpecConfig(nodes=8, max_depth=2))
     assert tokens_of(trees) == tokens_of(llm.generate(PROMPTS, params, spec="off"))
     assert tokens_of(trees) != tokens_of(llm.generate(PROMPTS, greedy(5), spec="off"))
+
+
+def test_what_was_written_before_is_guessed(llm: LLM) -> None:
+    """Behind the same prompts again: seeds without SSMs, and beside them."""
+    llm.reset_suffix_cache()
+    plain = llm.generate(PROMPTS, greedy(6), spec="off")
+    assert llm.stats()["suffix_tokens"] == sum(map(len, PROMPTS)) + 2 * 6
+    for sources in (("suffix",), ("ssm", "suffix")):
+        with mock.patch.object(BatchRound, "run", autospec=True, side_effect=BatchRound.run) as run:
+            trees = llm.generate(PROMPTS, greedy(6), spec=SpecConfig(nodes=8, max_depth=2, sources=sources))
+        assert run.call_count, "no round was captured"
+        assert tokens_of(trees) == tokens_of(plain)
+        for output in trees:
+            assert output.metrics.target_passes == 2 and output.metrics.accepted_by_source["suffix"] == 4
+            if sources == ("suffix",):
+                assert output.metrics.accepted_only_by_source == {"suffix": 4}
+    llm.engine.check_integrity()
 
 
 def test_the_proof_at_start(llm: LLM) -> None:

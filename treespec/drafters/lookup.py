@@ -80,15 +80,15 @@ _owners = itertools.count(1)
 class _Text:
     """A request's tokens as an array that grows with it: converting a list of 1,000 takes 40 us.
 
-    `barren` counts the searches since a guess was accepted.
+    `barren` counts the searches since a guess was accepted. What stands before `begin` is not remembered.
     """
 
-    def __init__(self, num_prompt: int) -> None:
+    def __init__(self, begin: int) -> None:
         self._buffer, self._length = np.empty(1024, dtype=np.int64), 0
         self._address = address_of(self._buffer)
         self.barren = 0
         self.owner = next(_owners)  # in the history
-        self._remembered, self._last = max(num_prompt - PROMPT_TAIL, 0), 0
+        self._remembered, self._last = begin, 0
 
     def due(self) -> bool:
         """Whether to search in this round: seldom where searching has found nothing for long."""
@@ -138,12 +138,13 @@ class LookupDrafter:
         self._found: dict[str, Found] = {}
         self.forget()
 
-    def forget(self) -> None:
-        """Forget all that was written, and what was counted; running requests go on as if they began here."""
+    def forget(self, running: Sequence[Request] = ()) -> None:
+        """Forget all that was written, and what was counted. Of `running` requests, what they go on with is new."""
         self._counts, self._compiled = Counts(), None
         self._history: History | CompiledHistory | None = None
         for known in (self._own, self._texts, self._found):
             known.clear()
+        self._texts.update((request.request_id, _Text(len(request.tokens))) for request in running)
         if self._library is None:
             self._history = History(self._remembers) if self._remembers else None
             return
@@ -187,7 +188,7 @@ class LookupDrafter:
     def _follow(self, request: Request) -> _Text:
         """Take what is new of a request's text."""
         if (text := self._texts.get(request.request_id)) is None:
-            text = self._texts[request.request_id] = _Text(request.num_prompt)
+            text = self._texts[request.request_id] = _Text(_begin(request))
         text.follow(request.tokens)
         if self._history is not None and request.spec.allows("suffix", "suffix"):
             text.remember(self._history)
@@ -230,11 +231,16 @@ class LookupDrafter:
             if request.request_id in self._texts:
                 self._follow(request)
             else:  # it was decoded plainly
-                text = request.tokens[max(request.num_prompt - PROMPT_TAIL, 0) :]
+                text = request.tokens[_begin(request) :]
                 self._history.add(next(_owners), 0, np.array(text, dtype=np.int64))
         self._own.pop(request.request_id, None)
         self._texts.pop(request.request_id, None)
         self._found.pop(request.request_id, None)
+
+
+def _begin(request: Request) -> int:
+    """Where what is remembered of a request begins."""
+    return max(request.num_prompt - PROMPT_TAIL, 0)
 
 
 def _tree(found: Found) -> TokenTree:

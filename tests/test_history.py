@@ -157,16 +157,19 @@ def test_what_is_forgotten_is_no_match() -> None:
     assert history.find([9, 50, 50, 50], owner=3)[0] == (20, 3), "it begins anew, where its beginning was forgotten"
 
 
-def test_the_latest_places_are_looked_at() -> None:
-    """STEPS of them, its own and those at an end among them; PAST_MATCHES are kept."""
+@pytest.mark.parametrize(("ended", "found"), [(STEPS - 2, {4}), (STEPS - 1, set())])
+def test_the_latest_places_are_looked_at(new: New, ended: int, found: set[int]) -> None:
+    """STEPS of them, those at the end of a text and in the request's own among them."""
+    drafter = new(1024)
+    write(drafter, [1, 2, 3, 4])
+    for _ in range(ended):
+        write(drafter, [1, 2, 3])
+    assert guesses(drafter, [1, 2, 3]) == found
+
+
+def test_the_latest_matches_are_kept() -> None:
     history = History(1024)
-    history.add(1, 0, np.array([1, 2, 3, 4]))
-    for owner in range(2, 1 + STEPS):
-        history.add(owner, 0, np.array([1, 2, 3]))
-    assert history.find([1, 2, 3], owner=99) == [(3, 3)]
-    history.add(99, 0, np.array([1, 2, 3]))
-    assert history.find([1, 2, 3], owner=99) == []
-    for owner in range(100, 100 + 2 * PAST_MATCHES):
+    for owner in range(2 * PAST_MATCHES):
         history.add(owner, 0, np.array([1, 2, 3, 5]))
     found = history.find([1, 2, 3], owner=99)
     assert [length for _, length in found] == [3] * PAST_MATCHES
@@ -380,9 +383,6 @@ def test_forgetting_between_proposal_and_commit(new: New) -> None:
 def test_tokens_are_rounded_up(new: New, tokens: int, kept: int) -> None:
     drafter = new(tokens)
     write(drafter, list(range(200)))
-    assert drafter.remembered == min(kept, PROMPT_TAIL + 1 if kept else 0) or kept > PROMPT_TAIL
-    for _ in range(9):
-        write(drafter, list(range(40)))
     assert drafter.remembered == kept
 
 

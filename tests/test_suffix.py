@@ -167,13 +167,23 @@ def test_requests_without_suffix_stay_apart(sources: tuple[str, ...]) -> None:
         assert mine.accepted_by_source.keys() == theirs.accepted_by_source.keys()
 
 
-def test_an_engine_without_suffix_remembers_nothing() -> None:
-    for llm in (tiny_llm(max_num_seqs=4), open_llm(tiny()[0], spec=SpecConfig(sources=("lookup",)), suffix_tokens=64)):
-        llm.generate(PROMPTS[:1], greedy(9))
-        assert llm.stats()["suffix_tokens"] == 0
-        llm.reset_suffix_cache()
-        with pytest.raises(ConfigError, match=re.escape("sources=('suffix',): this engine does not remember")):
-            llm.generate(PROMPTS[0], greedy(9), PAST)
+def test_an_engine_without_memory_remembers_nothing() -> None:
+    llm = tiny_llm(max_num_seqs=4)
+    llm.generate(PROMPTS[:1], greedy(9))
+    assert llm.stats()["suffix_tokens"] == llm.stats()["memory"]["suffix"] == 0
+    llm.reset_suffix_cache()
+    with pytest.raises(ConfigError, match=re.escape("sources=('suffix',): this engine does not remember")):
+        llm.generate(PROMPTS[0], greedy(9), PAST)
+
+
+def test_a_call_may_ask_for_what_the_engine_leaves_out() -> None:
+    """The engine's own sources are those of calls that name none; what it has is there for all."""
+    llm = open_llm(tiny()[0], spec=SpecConfig(sources=("lookup",)), suffix_tokens=5000)
+    llm.generate(PROMPTS[:1], greedy(9))
+    assert llm.stats()["suffix_tokens"] == 0 and llm.stats()["memory"]["suffix"] == 8192 * 64
+    llm.generate(PROMPTS[:1], greedy(9), PAST)
+    assert accepted(llm.generate(PROMPTS[:1], greedy(9), PAST)) > 0
+    assert accepted(llm.generate(PROMPTS[:1], greedy(9))) == 0
 
 
 def test_what_was_aborted_is_remembered_as_far_as_it_came() -> None:

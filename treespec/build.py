@@ -190,9 +190,9 @@ def build(
         if doubts := doubts_about(where):
             logger.warning("%s", doubts)
     scheduler = Scheduler(cache, max_num_seqs, config.prefill_chunk, scratch)
-    lookup, remembers = None, suffix_tokens if spec.allows("suffix", "suffix") else 0
-    if remembers or spec.allows("lookup", "lookup"):
-        lookup = LookupDrafter(resolve_lookup(compile), remembers)
+    lookup = None
+    if suffix_tokens or spec.allows("lookup", "lookup"):
+        lookup = LookupDrafter(resolve_lookup(compile), suffix_tokens)
     foreigners = foreign_drafters(
         foreign, lambda draft, room: loader.load(draft.config, draft.known, room, 2), target, cache_dtype, length,
         scratch, max_num_seqs, planner, ssms, bool(drafters),
@@ -213,6 +213,7 @@ def build(
         "draft_weights": sum(m.nbytes for m in (*(ssms.models if ssms else ()), *(each.model for each in foreigners))),
         "kv_cache": cache.nbytes + sum(each.cache.nbytes for each in foreigners),
         "captured_rounds": captured_bytes,
+        "suffix": 0 if lookup is None else lookup.nbytes,
     }
     tuned_file = None if configs is None or configs.file is None else str(configs.file)
     fallbacks = tuple(configs.fallbacks) if configs is not None else ()

@@ -73,10 +73,11 @@ class LLM:
         quantization: "int8" (a scale for every output) or "int4" (one for 128, 64 or 32 inputs) quantises the weights
             of the target's layers while loading; activations, embedding, norms and head stay as they are. None keeps
             the checkpoint's own: quantised ones (compressed-tensors, GPTQ, AWQ, fp8) are read as they are.
-        suffix_tokens: how many tokens of outputs are remembered, up to the next power of two, 64 bytes each: what was
-            written once is then guessed where another request seems to write it again (the source "suffix"). 0: none,
-            as a prompt that is decoded a second time would otherwise say nothing of the speed of new ones. What is
-            remembered changes no token of others, but it does change how soon they come.
+        suffix_tokens: how many tokens are remembered, of outputs and the last ones of their prompts, up to the next
+            power of two, 64 bytes each (several hundred without a C++ compiler): what was written once is then guessed
+            where another request seems to write it again (the source "suffix"). 0: none, as a prompt that is decoded a
+            second time would otherwise say nothing of the speed of new ones. What others wrote changes no token (or,
+            under "rejection" and "traversal", no token's probability), but how soon it comes.
 
     Raises:
         ConfigError, ModelError, DraftError, CheckpointError, ExactnessError, KernelError: all of them ValueErrors.
@@ -121,7 +122,7 @@ class LLM:
                 plain(prefill_chunk), compile, linear, cuda_graphs, backend, quantization,
                 plain(suffix_tokens),
             )  # fmt: skip
-        self._remembers = bool(suffix_tokens) and self.spec.allows("suffix", "suffix")
+        self._remembers = bool(suffix_tokens)
         self._kept: Any = model, drafts  # models in memory: the engine itself does not keep them alive
         self.engine, self.config = self._built.engine, self._built.config
         target = self._built.target

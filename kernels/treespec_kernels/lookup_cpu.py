@@ -21,6 +21,7 @@ MATCHES, PAST_MATCHES = 6, 16  # in the text and in the history, whose continuat
 # second most; fewer.
 PLACES, OWN_PLACES = 9, 3
 ORDERS = SHORT, LONG = 3, 6  # tokens that a match in the history has at least; the longer ones are looked for first
+BYTES_PER_TOKEN = 64  # of the history: eight numbers
 STEPS = 64  # of the latest occurrences in the history that are looked at
 
 _SOURCE = Path(__file__).with_name("lookup_cpu.cpp")
@@ -90,7 +91,7 @@ class CompiledHistory:
 
     Args:
         library: from `lookup_library`.
-        capacity: tokens, a power of two. A token takes 64 bytes, once it was written.
+        capacity: tokens, a power of two. A token takes BYTES_PER_TOKEN, once it was written.
     """
 
     def __init__(self, library: ctypes.CDLL, capacity: int):

@@ -22,6 +22,7 @@ from treespec.request import Request
 from treespec.tree import Draws, TokenTree
 from treespec_kernels.cpu_library import address_of
 from treespec_kernels.lookup_cpu import (
+    BYTES_PER_TOKEN,
     MATCHES,
     MAX_MATCH,
     OWN_PLACES,
@@ -153,6 +154,11 @@ class LookupDrafter:
         self._compiled = LookupSearch(
             self._library, self._prior, PRIOR_TRIALS, GLOBAL_TRIALS, self._counts.cells, compiled
         )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the history may take, compiled."""
+        return BYTES_PER_TOKEN * self._remembers
 
     @property
     def remembered(self) -> int:

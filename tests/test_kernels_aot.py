@@ -15,7 +15,7 @@ from treespec_kernels.aot import SHARED_BYTES, ops
 # Registers per thread, some tens above what Triton 3.6 and 3.9 give: a change that costs occupancy shows here.
 REGISTER_BOUND = {
     "attend_items": 224,
-    "combine_segments": 64,
+    "combine_segments": 144,
     "move_path": 64,
     "choose_in_blocks": 64,
     "choose_of_blocks": 32,

@@ -16,19 +16,21 @@ from treespec_kernels.tree_attention import (
 )
 from treespec_kernels.triton_launch import target_of
 
-CASES = "tree_attention_cases.py"
+CASES = ["tree_attention_cases.py", "combine_segments_cases.py"]
 SMALL = TreeAttentionConfig(16, 16, 4, 2, SegmentPartition(short=32, long=64, long_from=64))
 MODEL = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 16, "dtype": torch.float32, "device": "cpu"}
 
 
-def test_in_the_interpreter() -> None:
+@pytest.mark.parametrize("cases", CASES)
+def test_in_the_interpreter(cases: str) -> None:
     pytest.importorskip("triton")
-    run_cases(CASES, {"TRITON_INTERPRET": "1"})
+    run_cases(cases, {"TRITON_INTERPRET": "1"})
 
 
 @pytest.mark.gpu
-def test_on_a_gpu() -> None:
-    run_cases(CASES, {"TRITON_INTERPRET": "0"})
+@pytest.mark.parametrize("cases", CASES)
+def test_on_a_gpu(cases: str) -> None:
+    run_cases(cases, {"TRITON_INTERPRET": "0"})
 
 
 @pytest.mark.parametrize("kind", ["chain", "star", "random"])

@@ -160,7 +160,7 @@ def run_plan(
         page_table=page_table,
         depths=depths,
     )
-    from .tree_attention_kernels import combine_segments
+    from .combine_segments import combine_segments
 
     check_launch(op, kernel, q)
     num_rows, num_heads, head_dim = q.shape

@@ -2,7 +2,7 @@
 
 `attend_items` runs twice per layer, first over packed and then over node items, as the *same* compiled kernel: block
 sizes, warps and the shape of every dot are equal, so a position keeps its bits when it moves from a row's own part to
-the shared part. `combine_segments` then folds a row's segments from left to right. No atomics.
+the shared part. `combine_segments` then combines a row's segments from left to right. No atomics.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from .aot_spec import PAGE_SIZE, KernelShape, KernelSpec
+from .combine_segments import combine_segments
 from .dot import dot
 from .pointwise import soft_cap
 from .predecessors import wait_for_predecessors
@@ -191,47 +192,6 @@ def attend_items(
     tl.store(partial_sum + partial, b_sum, mask=m_partial)
     p_acc = partial_acc + partial[:, None] * HEAD_DIM + tl.arange(0, BLOCK_D)[None, :]
     tl.store(p_acc, b_acc, mask=m_partial[:, None] & (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :])
-
-
-@triton.jit
-def combine_segments(
-    partial_acc,
-    partial_max,
-    partial_sum,
-    first_partial,
-    num_segments,
-    out,  # [num_rows, NUM_HEADS, HEAD_DIM]
-    stride_out_row,
-    stride_out_head,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    wait_for_predecessors(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1).to(tl.int64)
-    o_d = tl.arange(0, BLOCK_D)
-    m_d = o_d < HEAD_DIM
-    first = tl.load(first_partial + row).to(tl.int64)
-    b_max = tl.full([1], float("-inf"), dtype=tl.float32)
-    b_sum = tl.zeros([1], dtype=tl.float32)
-    b_acc = tl.zeros([BLOCK_D], dtype=tl.float32)
-    for segment in range(tl.load(num_segments + row)):
-        partial = (first + segment) * NUM_HEADS + head
-        s_max = tl.load(partial_max + partial)
-        s_sum = tl.load(partial_sum + partial)
-        s_acc = tl.load(partial_acc + partial * HEAD_DIM + o_d, mask=m_d, other=0.0)
-        b_new_max = tl.maximum(b_max, s_max)
-        b_shift = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
-        b_decay = tl.exp2(b_max - b_shift)
-        s_decay = tl.exp2(s_max - b_shift)
-        b_sum = b_sum * b_decay + s_sum * s_decay
-        b_acc = b_acc * b_decay + s_acc * s_decay
-        b_max = b_new_max
-    # A padding row of a captured graph has no partial: 0 / 1. A NaN of the row's own keys stays a NaN.
-    b_out = b_acc / tl.where(b_sum == 0.0, 1.0, b_sum)
-    tl.store(out + row * stride_out_row + head * stride_out_head + o_d, b_out.to(out.dtype.element_ty), mask=m_d)
 
 
 def aot_specs(shape: KernelShape, target: str | None = None) -> list[KernelSpec]:

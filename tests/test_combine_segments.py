@@ -1,0 +1,122 @@
+"""How often a program of combine_segments waits for memory, read from its machine code."""
+
+import itertools
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.child import run_uninterpreted
+from treespec_kernels import aot_order
+
+COMPILED = """
+import json, torch
+from treespec_kernels import aot, tree_attention_kernels as kernels
+
+def sass_of(target, spec):
+    dump, cubins = aot._cuobjdump, []
+    aot._cuobjdump = lambda cubin, what: cubins.append(cubin) or dump(cubin, what)
+    aot.compile_spec(target, spec)
+    aot._cuobjdump = dump
+    return dump(cubins[0], "--dump-sass")
+
+if __name__ == "__main__":
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    shapes = [*aot.default_shapes([bf16])[1:], *aot.default_shapes([fp32])[:1], *aot.family_shapes([fp16])[::2]]
+    print(json.dumps([
+        [f"{target}, heads of {shape.head_dim} {shape.element}", sass_of(target, spec)]
+        for target in ("sm_80", "sm_90")
+        for shape in shapes
+        for spec in kernels.aot_specs(shape, target)
+        if spec.kernel is kernels.combine_segments
+    ]))
+"""
+
+# What the kernel's branches are against: a chunk's loads in one block with what is made of them.
+PLANTED = """
+import triton, triton.language as tl
+from treespec_kernels import tree_attention_kernels as kernels
+from treespec_kernels.combine_segments import load_segments
+
+@triton.jit
+def combine_at_once(
+    partial_acc, partial_max, partial_sum, first_partial, num_segments, out, stride_out_row, stride_out_head,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+):
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    count = tl.load(num_segments + row)
+    first = tl.load(first_partial + row).to(tl.int64)
+    b_max = float("-inf")
+    b_acc = tl.zeros([BLOCK_D], dtype=tl.float32)
+    for lo in range(0, count, 16):
+        s_max, s_sum, s_acc = load_segments(
+            partial_acc, partial_max, partial_sum, first, lo, count, head, NUM_HEADS, HEAD_DIM, BLOCK_D, 16
+        )
+        b_new_max = tl.maximum(b_max, tl.max(s_max, axis=0))
+        b_acc = b_acc * tl.exp2(b_max - b_new_max) + tl.sum(s_acc * tl.exp2(s_max - b_new_max)[:, None], axis=0)
+        b_max = b_new_max
+    p_out = out + row * stride_out_row + head * stride_out_head + tl.arange(0, BLOCK_D)
+    tl.store(p_out, b_acc.to(out.dtype.element_ty))
+
+kernels.combine_segments = combine_at_once
+"""
+
+
+def waits_of(sass: str) -> list[int]:
+    """Of each basic block that loads: how often a program waits there for what it loaded, with loads still to come. At
+    the end of a block it waits once more, for all that is left."""
+    instructions, places = aot_order._read_sass(sass)
+    jumps = [index for index, (_, opcode, _) in enumerate(instructions) if opcode in ("BRA", "EXIT")]
+    targets = {places[instructions[index].operands.split()[-1]] for index in jumps if instructions[index].operands}
+    borders = sorted({0, *targets, *(index + 1 for index in jumps), len(instructions)})
+    found = []
+    for start, end in itertools.pairwise(borders):
+        waits, waits_before_a_load, asked_for, loads = 0, 0, set[int](), False
+        for _, opcode, operands in instructions[start:end]:
+            written, read = _registers(opcode, operands)
+            if asked_for & read:
+                waits, asked_for = waits + 1, set()
+            if opcode.startswith("LDG"):
+                loads, waits_before_a_load = True, waits
+                asked_for |= written
+        found += [waits_before_a_load] * loads
+    return found
+
+
+def _registers(opcode: str, operands: str) -> tuple[set[int], set[int]]:
+    """Those that an instruction writes and reads."""
+    words = re.findall(r"\[[^\]]*\]|[^,\[\]\s]+", operands)
+    if opcode.startswith("SHFL"):
+        words = words[1:]  # a predicate
+    first = "" if opcode.startswith(("ST", "BRA")) else words[:1]
+    width = next((size for bits, size in ((".256", 8), (".128", 4), (".64", 2)) if bits in opcode), 1)
+    written = {int(n) + k for word in first for n in re.findall(r"\bR(\d+)", word) for k in range(width)}
+    read = set()
+    for number, pair in re.findall(r"\bR(\d+)(\.64)?", " ".join(words[len(first) :])):
+        read |= {int(number), int(number) + bool(pair)}
+    return written, read
+
+
+def compiled(script: str) -> list[list[str]]:
+    child = run_uninterpreted(script)
+    assert child.returncode == 0, child.stderr
+    return json.loads(child.stdout)
+
+
+def test_a_chunk_of_segments_is_one_wait() -> None:
+    """The first block waits for the two numbers of the row, together, before it can ask for a chunk."""
+    pytest.importorskip("triton")
+    found = compiled(COMPILED)
+    assert len({name for name, _ in found}) == len(found) == 12
+    for name, sass in found:
+        assert waits_of(sass) == [1, 0], name
+
+
+def test_loads_among_what_uses_them_are_seen(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    file = tmp_path / "planted.py"  # Triton reads the source of a kernel from its file
+    file.write_text(PLANTED)
+    planted = f"import runpy; runpy.run_path({str(file)!r})\n"
+    found = {name: waits_of(sass) for name, sass in compiled(planted + COMPILED)}
+    assert sum(found["sm_90, heads of 128 bf16"]) > 1, found

@@ -2,6 +2,7 @@
 
     python perf/suffix.py --threads 1 --json out.json                  # the embedded models
     python perf/suffix.py --grow 0.5B --threads 2 --json out.json      # the target grown, with the same SSMs
+    python perf/suffix.py --grow 0.5B --threads 2 --no-drafts --json out.json  # lookup, and what was written before
 
 Every repeat runs every way once, one after the other: plain decoding and automatic trees on an engine that remembers
 nothing, and automatic trees on one that does, which begins each time with nothing remembered. Seconds are those of the
@@ -108,6 +109,7 @@ def measure(engines: dict[str, LLM], jobs: list[Job], repeats: int) -> dict[str,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--grow", help="the target's size; without it the embedded one")
+    parser.add_argument("--no-drafts", action="store_true", help="without SSMs")
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
@@ -118,10 +120,9 @@ def main() -> None:
     options = Options(device="cpu")
     with grown(options, args.grow, None, None) if args.grow else nullcontext((options, None)) as (options, _):
         common: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16", "compile": True, "max_model_len": 1024}
-        forgetful = LLM(options.model, options.drafts, max_num_seqs=len(SEEDS), **common)
-        remembering = LLM(
-            options.model, options.drafts, max_num_seqs=len(SEEDS), suffix_tokens=REMEMBERED, **common
-        )  # fmt: skip
+        common |= {"model": options.model, "drafts": [] if args.no_drafts else options.drafts}
+        forgetful = LLM(max_num_seqs=len(SEEDS), **common)
+        remembering = LLM(max_num_seqs=len(SEEDS), suffix_tokens=REMEMBERED, **common)
         engines = dict(zip(WAYS, (forgetful, forgetful, remembering), strict=True))
         rows = {}
         for name, jobs in workloads(held_out(forgetful, args.prompts), args.max_tokens).items():
@@ -132,8 +133,9 @@ def main() -> None:
                 print(f"  {way:18} {own['speed_up']:.2f} ({own['least']:.2f} to {own['largest']:.2f}), ", end="")
                 print(f"{own['acceptance_length']:.2f} a pass")
     setup = {
-        "grown_to": args.grow, "threads": args.threads, "torch": torch.__version__, "processor": processor(),
-        "prompts": args.prompts, "max_tokens": args.max_tokens, "repeats": args.repeats, "remembered": REMEMBERED,
+        "grown_to": args.grow, "drafts": not args.no_drafts, "threads": args.threads, "torch": torch.__version__,
+        "processor": processor(), "prompts": args.prompts, "max_tokens": args.max_tokens, "repeats": args.repeats,
+        "remembered": REMEMBERED,
     }  # fmt: skip
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ from tests.models import random_prompts
 from tests.quantized import needs_compiler
 from treespec import SpecConfig
 from treespec.drafters.history import History
-from treespec.drafters.lookup import NAMES, PROMPT_TAIL, LookupDrafter
+from treespec.drafters.lookup import NAMES, PRIOR_TRIALS, PROMPT_TAIL, LookupDrafter
 from treespec.request import Request
 from treespec.tree import TokenTree
 from treespec_kernels.lookup_cpu import MAX_MATCH, OWN_PLACES, PAST_MATCHES, STEPS, Found
@@ -212,7 +212,7 @@ def test_places_by_votes(new: New, behind: list[int], places: dict[int, int]) ->
     assert (found.places[0, 1:] == -1).all() and (found.lengths[0, 1:] == -1).all()
     assert (found.lengths[1, 1:] == 3).all()
     for node, prob in zip(found.tokens.tolist()[1:], tree.probs.tolist()[1:], strict=True):
-        assert prob == drafter._prior[places[node], 3]
+        assert prob == PRIOR_TRIALS * drafter._prior[places[node], 3] / PRIOR_TRIALS, "nothing was counted yet"
 
 
 def test_votes_are_counted_at_each_node(new: New) -> None:
@@ -231,11 +231,14 @@ def test_a_token_of_both_sources_has_the_larger_probability(new: New) -> None:
     """And a draw of each; a node of one source has that one's."""
     for own, past, larger in (([1, 2, 3], [0, 1, 2, 3], 1), ([4, 5, 0, 1, 2, 3], [1, 2, 3], 0)):
         drafter = new(1000)
-        write(drafter, [*past, 7, 20])
+        for _ in range(2):
+            write(drafter, [*past, 7, 20])
         _, tree, found = found_after(drafter, [*own, 7, 30, 4, 5, 0, 1, 2, 3], BOTH, depth=2)
         (seven,) = children_of(tree, 0)
-        assert tree.tokens[seven] == 7 and found.places[:, seven].tolist() == [0, SOLE]
-        both = [drafter._prior[place, length] for place, length in zip((0, SOLE), found.lengths[:, seven], strict=True)]
+        assert tree.tokens[seven] == 7 and found.places[:, seven].tolist() == [0, UNANIMOUS]
+        both = [
+            drafter._prior[place, length] for place, length in zip((0, UNANIMOUS), found.lengths[:, seven], strict=True)
+        ]
         assert tree.probs[seven] == pytest.approx(max(both)) and max(both) == both[larger] > min(both)
         assert tree.sources_of(seven) == NAMES == ("lookup", "suffix")
         draws = tree.draws

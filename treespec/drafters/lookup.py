@@ -27,6 +27,7 @@ from treespec_kernels.lookup_cpu import (
     MAX_MATCH,
     OWN_PLACES,
     PLACES,
+    SHORT,
     CompiledHistory,
     Found,
     LookupSearch,
@@ -45,12 +46,18 @@ LEAST = 0.02  # probability of the best first guess below which none is proposed
 
 
 def _prior() -> np.ndarray:
-    """[PLACES, MAX_MATCH + 1]: probability that a guess holds, before any was seen."""
+    """[PLACES, MAX_MATCH + 1]: probability that a guess holds, before any was seen.
+
+    Those of the history are about what was counted over edited prompts and other seeds, fixed trees of 24 nodes. Three
+    tokens of another text say less than three of the text itself, and matches that disagree little at any length.
+    """
     lengths = np.arange(MAX_MATCH + 1)
     first = 0.9 - 0.75 * 0.7**lengths
     own = [first, 0.3 * (1 - first), 0.15 * (1 - first)]
-    unanimous = 1 - 0.6 * (1 - first)
-    return np.stack([*own, first, unanimous, 0.8 * first, 0.5 * first, 0.3 * (1 - first), 0.15 * (1 - first)])
+    longer = np.maximum(lengths - SHORT, 0)
+    sole, unanimous, apart = 0.85 - 0.5 * 0.75**longer, 0.95 - 0.4 * 0.65**longer, 0.85**longer
+    several = [0.55 - 0.3 * apart, 0.35 - 0.2 * apart, 0.25 - 0.17 * apart, np.full(len(lengths), 0.05)]
+    return np.stack([*own, sole, unanimous, *several])
 
 
 class Counts:

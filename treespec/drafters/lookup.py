@@ -140,19 +140,17 @@ class LookupDrafter:
 
     def __init__(self, library: ctypes.CDLL | None = None, remembers: int = 0) -> None:
         self._library, self._remembers = library, 1 << (remembers - 1).bit_length() if remembers else 0
-        self._prior, self._rounds = _prior(), 0
+        self._prior, self._counts, self._rounds = _prior(), Counts(), 0
         self._own: dict[str, Counts] = {}
-        self._texts: dict[str, _Text] = {}
         self._found: dict[str, Found] = {}
         self.forget()
 
     def forget(self, running: Sequence[Request] = ()) -> None:
-        """Forget all that was written, and what was counted. Of `running` requests, what they go on with is new."""
-        self._counts, self._compiled = Counts(), None
+        """Forget all that was written, not how often guesses held. Of `running` requests, what they go on with is
+        new."""
+        self._texts = {request.request_id: _Text(len(request.tokens)) for request in running}
         self._history: History | CompiledHistory | None = None
-        for known in (self._own, self._texts, self._found):
-            known.clear()
-        self._texts.update((request.request_id, _Text(len(request.tokens))) for request in running)
+        self._compiled: LookupSearch | None = None
         if self._library is None:
             self._history = History(self._remembers) if self._remembers else None
             return

@@ -117,6 +117,13 @@ def test_every_guess_below_the_path_is_counted_once(new: New) -> None:
     assert drafter._counts.trials.shape == (PLACES, MAX_MATCH + 1)
 
 
+def test_a_text_that_is_not_searched_is_not_converted(new: New) -> None:
+    drafter, requests = new(), [request_of([1, 2, 1, 2]), request_of([1, 2, 1, 2], SpecConfig(sources=("ssm",)))]
+    trees = drafter.propose(requests, [0, 4])
+    assert [len(tree) for tree in trees] == [1, 1]
+    assert not any(len(text.end) for text in drafter._texts.values())
+
+
 def test_release_forgets(new: New) -> None:
     drafter, request = new(), request_of([1, 2, 1, 2])
     propose(drafter, request, 2)

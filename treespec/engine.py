@@ -118,8 +118,7 @@ class Engine:
             for request in computed:
                 if request.spec.is_adaptive and request.group is not None and request.group.trust is None:
                     request.group.without_ssms = not self.expects_ssms()
-            shared = [r for r in computed if r.group is not None and not r.group.without_ssms]
-            self.ssms.prefill([r for r in computed if r in shared or not r.spec.is_adaptive])
+            self.ssms.prefill([r for r in computed if not r.spec.is_adaptive or _shares_ssms(r)])
             self.ssms.fork(batch.forked)
         if batch.prefill:
             self.runner.wait()  # or the round behind it would take its time too, and the planner learn from that
@@ -264,6 +263,11 @@ class Engine:
             assert request.needs_prefill or request.context_len == len(request.tokens) - 1, request.request_id
         if self.scheduler.is_idle:
             assert self.cache.num_free == self.cache.num_pages, "an idle engine holds pages"
+
+
+def _shares_ssms(request: Request) -> bool:
+    """Whether samples of its prompt share what SSMs read of that."""
+    return request.group is not None and not request.group.without_ssms
 
 
 def _verify(request: Request, tree: TokenTree, choices: Choices) -> Verified:

@@ -122,7 +122,6 @@ class LLM:
                 plain(prefill_chunk), compile, linear, cuda_graphs, backend, quantization,
                 plain(suffix_tokens),
             )  # fmt: skip
-        self._remembers = bool(suffix_tokens)
         self._kept: Any = model, drafts  # models in memory: the engine itself does not keep them alive
         self.engine, self.config = self._built.engine, self._built.config
         target = self._built.target
@@ -438,7 +437,7 @@ class LLM:
             if not isinstance(one, SamplingParams):
                 raise ConfigError(f"sampling_params={one!r}; valid: a SamplingParams, or a list of them")
         resolved = SpecConfig.resolve(spec, self.spec)
-        resolved.check_sources(self.draft_names, self._remembers)
+        resolved.check_sources(self.draft_names, remembers=self._built.memory["suffix"] > 0)
         slots = min(self.config.max_tree_slots, self.engine.runner.max_rows or self.config.max_tree_slots)
         if resolved.max_nodes > slots:
             raise ConfigError(

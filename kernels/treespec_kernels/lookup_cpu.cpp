@@ -2,7 +2,7 @@
 // for other requests, and the tree of what followed there. The specification is `search` in
 // treespec/drafters/lookup.py and `History` in treespec/drafters/history.py, which take Python many steps.
 //
-// MAX_MATCH, MATCHES, PLACES, PAST_MATCHES, SHORT, LONG and STEPS are defined by lookup_cpu.py.
+// MAX_MATCH, MATCHES, PLACES, OWN_PLACES, PAST_MATCHES, SHORT, LONG and STEPS are defined by lookup_cpu.py.
 
 #include <algorithm>
 #include <cstdint>
@@ -12,7 +12,6 @@
 namespace {
 
 constexpr int64_t LENGTHS = MAX_MATCH + 1, BOTH = MATCHES + PAST_MATCHES;
-constexpr int64_t OWN_PLACES = 3;  // then those in the history
 constexpr int64_t ORDERS[2] = {SHORT, LONG};
 enum Past { SOLE = OWN_PLACES, UNANIMOUS, MAJORITY, PLURALITY, SECOND, LATER };
 
@@ -36,10 +35,7 @@ struct History {  // the last `capacity` tokens written; number s, from 1 on, li
         const int64_t found = before[at(number)];
         return holds(found) ? found : 0;
     }
-    int64_t next(int64_t number) const {
-        const int64_t found = after[at(number)];
-        return holds(found) ? found : 0;
-    }
+    int64_t next(int64_t number) const { return after[at(number)]; }  // younger than what is kept, so kept
     int64_t& head(int order, uint64_t hash) { return heads[order * num_heads + (hash & (num_heads - 1))]; }
 };
 
@@ -147,9 +143,9 @@ struct Node {
 struct Trie {
     const Search& s;
     Match matches[BOTH];
-    int64_t own, count;    // matches in the text; in both
-    int64_t place[BOTH];   // the number that a match in the history has reached
-    int64_t at[BOTH];      // the node that each match has reached; -1: it has ended
+    int64_t own, count;   // matches in the text; in both
+    int64_t place[BOTH];  // the number that a match in the history has reached
+    int64_t at[BOTH];     // the node that each match has reached; -1: it has ended
     std::vector<Node>& nodes;
 
     // One more level: first which nodes there are, and who proposes them, then how probable they are.

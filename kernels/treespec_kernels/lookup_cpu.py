@@ -52,8 +52,8 @@ def lookup_library(compiler: tuple[str, ...], folder: Path) -> ctypes.CDLL:
     sizes = [
         f"-D{name}={value}"
         for name, value in {
-            "MAX_MATCH": MAX_MATCH, "MATCHES": MATCHES, "PLACES": PLACES, "PAST_MATCHES": PAST_MATCHES,
-            "SHORT": SHORT, "LONG": LONG, "STEPS": STEPS,
+            "MAX_MATCH": MAX_MATCH, "MATCHES": MATCHES, "PLACES": PLACES, "OWN_PLACES": OWN_PLACES,
+            "PAST_MATCHES": PAST_MATCHES, "SHORT": SHORT, "LONG": LONG, "STEPS": STEPS,
         }.items()
     ]  # fmt: skip
     library = compile_library(compiler, (_SOURCE,), sizes, folder)

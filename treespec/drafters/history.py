@@ -93,8 +93,7 @@ class History:
         return number > max(self._count - self._capacity, 0)
 
     def _next(self, number: int) -> int:
-        found = int(self._after[number % self._capacity])
-        return found if self._holds(found) else 0
+        return int(self._after[number % self._capacity])  # younger than what is kept, so kept
 
     def _backwards(self, number: int) -> Iterator[int]:
         """A token and those before it, as far as they are kept."""

@@ -184,10 +184,11 @@ class LookupDrafter:
         if self._rounds % FADING_ROUNDS == 0:
             for counts in (self._counts, *self._own.values()):
                 counts.fade()
-        texts = [self._follow(request) for request in requests]  # all, before one is searched: each may help another
+        for request in requests:  # all, before one is searched: each may help another
+            self._remember(request)
         trees = []
-        for request, text, depth in zip(requests, texts, max_depths, strict=True):
-            found = self._search(request, text, depth, least_value) if depth else None
+        for request, depth in zip(requests, max_depths, strict=True):
+            found = self._search(request, depth, least_value) if depth else None
             if found is None:
                 self._found.pop(request.request_id, None)
                 trees.append(TokenTree.root(request.tokens[-1]))
@@ -196,21 +197,25 @@ class LookupDrafter:
                 trees.append(_tree(found))
         return trees
 
-    def _follow(self, request: Request) -> _Text:
-        """Take what is new of a request's text."""
+    def _text(self, request: Request) -> _Text:
         if (text := self._texts.get(request.request_id)) is None:
             text = self._texts[request.request_id] = _Text(_begin(request))
-        text.follow(request.tokens)
-        if self._history is not None and request.spec.allows("suffix", "suffix"):
-            text.remember(self._history)
         return text
 
-    def _search(self, request: Request, text: _Text, depth: int, least_value: float) -> Found | None:
+    def _remember(self, request: Request) -> None:
+        """Take what is new of a request's text into the history, if it may be read there."""
+        if self._history is not None and request.spec.allows("suffix", "suffix"):
+            text = self._text(request)
+            text.follow(request.tokens)
+            text.remember(self._history)
+
+    def _search(self, request: Request, depth: int, least_value: float) -> Found | None:
         """What followed the end of a request's text, where it is due to be searched."""
-        spec, own = request.spec, self._own.get(request.request_id)
+        spec, own, text = request.spec, self._own.get(request.request_id), self._text(request)
         looks_up, owner = spec.allows("lookup", "lookup"), text.owner if spec.allows("suffix", "suffix") else None
         if not (looks_up or owner) or not text.due():
             return None
+        text.follow(request.tokens)
         least = max(least_value if spec.is_adaptive else 0.0, LEAST)
         if self._compiled is not None:
             counted = None if own is None else own.address
@@ -238,12 +243,8 @@ class LookupDrafter:
 
     def release(self, request: Request) -> None:
         """Forget a request, and remember what was written for it."""
-        if self._history is not None and request.num_generated and request.spec.allows("suffix", "suffix"):
-            if request.request_id in self._texts:
-                self._follow(request)
-            else:  # it was decoded plainly
-                text = request.tokens[_begin(request) :]
-                self._history.add(next(_owners), 0, np.array(text, dtype=np.int64))
+        if request.num_generated:
+            self._remember(request)
         self._own.pop(request.request_id, None)
         self._texts.pop(request.request_id, None)
         self._found.pop(request.request_id, None)

@@ -52,7 +52,7 @@ class GraphEngine(Engine):
         return batch.decode
 
     def expects_ssms(self) -> bool:
-        """As yet: what drafting takes here is what its own planners learn, and reading a prompt is a small part."""
+        """Always: what drafting takes in captured rounds the step-by-step planner does not learn."""
         return True
 
     def serves(self, request: Request) -> bool:

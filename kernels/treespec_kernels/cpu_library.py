@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 # No -ffast-math, no contraction: the compiler must keep the result of every operation, so vectorising changes no bit.
-_FLAGS = "-std=c++17 -O3 -march=native -ffp-contract=off -fno-math-errno -fopenmp -fPIC -shared -Wno-psabi".split()
+_FLAGS = "-std=c++17 -O3 -march=native -ffp-contract=off -fno-math-errno -pthread -fPIC -shared -Wno-psabi".split()
 
 
 class CompileError(RuntimeError):

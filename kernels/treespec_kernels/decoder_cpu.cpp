@@ -10,6 +10,7 @@
 #include "vectors_cpu.h"
 
 #include "batch_cpu.h"
+#include "parallel_cpu.h"
 
 namespace {
 
@@ -148,8 +149,7 @@ void multiply(const Linear& layer, int64_t panel, const scalar* x, void* out, Th
 void linear(const Linear& layer, const scalar* x, int64_t rows, void* out, Then then, int threads) {
     const int64_t size = then == ROUND ? sizeof(scalar) : sizeof(float);
     if (layer.bits) return quantized_linear(layer, x, rows, out, then, threads);
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int64_t panel = 0; panel < (layer.outputs + PANEL - 1) / PANEL; panel++)
+    parallel(threads, (layer.outputs + PANEL - 1) / PANEL, [&](int64_t panel) {
         for (int64_t r = 0; r < rows; r += 6) {  // 6 rows: 24 accumulators and 4 weights in 32 registers
             const scalar* from = x + r * layer.inputs;
             void* to = (char*)out + r * layer.outputs * size;
@@ -162,6 +162,7 @@ void linear(const Linear& layer, const scalar* x, int64_t rows, void* out, Then 
                 default: multiply<6>(layer, panel, from, to, then);
             }
         }
+    });
 }
 
 #include "pointwise_cpu.h"
@@ -233,18 +234,17 @@ class Pass {
 
     // Attention of normed rows `h`, into `a`.
     void attend(const Layer& layer, scalar* k, scalar* v) {
-        const int64_t group = heads / kv_heads;
+        const int64_t group = heads / kv_heads, blocks = scattered.size();
         linear(layer.qkv, h, n, y, STORE, threads);
         for (int64_t r = 0; r < n; r++) turn_and_write(layer, r, k, v);
-#pragma omp parallel for collapse(2) num_threads(threads) if (threads > 1)
-        for (int64_t i = 0; i < kv_heads; i++)
-            for (int64_t r = 0; r < n; r += block) {
-                const int64_t head = i * group * HEAD_DIM, page = i * PAGE * HEAD_DIM;
-                static thread_local Memory memory;
-                Attention attention(memory, batch, r, std::min(r + block, n), k + page, v + page, kv_heads, group,
-                                    layer.window, model.score_cap);
-                attention.run(scattered[r / block], y + head, width, a + head, heads * HEAD_DIM);
-            }
+        parallel(threads, kv_heads * blocks, [&](int64_t index) {
+            const int64_t i = index / blocks, r = index % blocks * block;
+            const int64_t head = i * group * HEAD_DIM, page = i * PAGE * HEAD_DIM;
+            static thread_local Memory memory;
+            Attention attention(memory, batch, r, std::min(r + block, n), k + page, v + page, kv_heads, group,
+                                layer.window, model.score_cap);
+            attention.run(scattered[r / block], y + head, width, a + head, heads * HEAD_DIM);
+        });
     }
 
     // The MLP of normed rows `h`, before its last layer, into `a`.
@@ -310,11 +310,10 @@ void treespec_probs(const Linear* layer, const scalar* x, int64_t num_rows, floa
 // The largest of each row of logits and the first token that has it; NaN and 0 where one is NaN.
 void treespec_best(const scalar* logits, int64_t num_rows, int64_t width, float* values, int64_t* tokens,
                    int64_t threads) {
-#pragma omp parallel for num_threads(int(threads)) if (threads > 1)
-    for (int64_t r = 0; r < num_rows; r++) {
+    parallel(int(threads), num_rows, [&](int64_t r) {
         const Largest found = largest(logits + r * width, width);
         values[r] = found.value, tokens[r] = found.at;
-    }
+    });
 }
 
 // Brings quantised weights into the order of `unpack`. values: int8 [outputs, inputs], or [outputs, inputs / 2] bytes of

@@ -26,7 +26,14 @@ from treespec_kernels.tree_batch import PAGE_SIZE, RequestRows
 SOURCE = Path(__file__).with_name("decoder_cpu.cpp")
 PARTS = tuple(  # that it includes
     SOURCE.with_name(name)
-    for name in ("vectors_cpu.h", "batch_cpu.h", "pointwise_cpu.h", "attention_cpu.h", "quantized_cpu.h")
+    for name in (
+        "vectors_cpu.h",
+        "batch_cpu.h",
+        "parallel_cpu.h",
+        "pointwise_cpu.h",
+        "attention_cpu.h",
+        "quantized_cpu.h",
+    )
 )
 DTYPES = (torch.bfloat16, torch.float32)
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")  # in the order of the source's

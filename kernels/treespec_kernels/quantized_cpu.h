@@ -150,10 +150,10 @@ void quantized_linear(const Linear& layer, const scalar* x, int64_t rows, void* 
         }
         sums = summed.data();
     }
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int64_t panel = 0; panel < (layer.outputs + PANEL - 1) / PANEL; panel++)
+    parallel(threads, (layer.outputs + PANEL - 1) / PANEL, [&](int64_t panel) {
         if (layer.bits == 8) multiply_panel<8>(layer, panel, x, rows, sums, out, then);
         else multiply_panel<4>(layer, panel, x, rows, sums, out, then);
+    });
 }
 
 void pack(const uint8_t* values, int64_t outputs, int64_t inputs, int64_t bits, uint8_t* out) {

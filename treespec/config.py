@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Never, Self
 
 import torch
 
@@ -93,7 +93,7 @@ class SpecConfig:
         draws: str = "cross-source",
         sources: Sequence[str] | None = None,
         max_ssms: int | None = None,
-        **unknown: Any,
+        **unknown: Never,
     ) -> None:
         names = [field.name for field in fields(SpecConfig)]
         reject_unknown("SpecConfig", unknown, names)
@@ -213,6 +213,8 @@ class SpecConfig:
             return default
         if spec == "off":
             return cls.off()
+        if isinstance(spec, dict):  # as dataclasses.asdict makes one
+            return cls(**spec)
         if not isinstance(spec, SpecConfig):
             raise ConfigError(f'spec={spec!r}; valid: a SpecConfig, "off" or None')
         return spec

@@ -1,9 +1,9 @@
 """What a structured output may be: `StructuredOutputsParams`, with vLLM's names, checked where it is made."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import Any, Never, Self
 
 from treespec.errors import ConfigError, reject_unknown
 from treespec.scalars import plain
@@ -31,22 +31,36 @@ class StructuredOutputsParams:
         ConfigError: an unknown keyword, not exactly one form, or a value that is none.
     """
 
-    json: str | None = None
-    regex: str | None = None
-    choice: tuple[str, ...] | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
-    disable_any_whitespace: bool = False
-    disable_additional_properties: bool = False
-    whitespace_pattern: str | None = None
+    json: str | None
+    regex: str | None
+    choice: tuple[str, ...] | None
+    grammar: str | None
+    json_object: bool | None
+    disable_any_whitespace: bool
+    disable_additional_properties: bool
+    whitespace_pattern: str | None
 
-    def __init__(self, **options: Any) -> None:
-        if options.pop("structural_tag", None) is not None:
+    def __init__(
+        self,
+        *,
+        json: str | Mapping[str, Any] | None = None,
+        regex: str | None = None,
+        choice: Sequence[str] | None = None,
+        grammar: str | None = None,
+        json_object: bool | None = None,
+        disable_any_whitespace: bool = False,
+        disable_additional_properties: bool = False,
+        whitespace_pattern: str | None = None,
+        structural_tag: None = None,
+        **unknown: Never,
+    ) -> None:
+        options = locals()
+        if structural_tag is not None:
             raise ConfigError("StructuredOutputsParams: structural_tag is not supported; use grammar")
-        defaults = {each.name: each.default for each in fields(StructuredOutputsParams)}
-        reject_unknown("StructuredOutputsParams", options, defaults)
-        for name, value in (defaults | options).items():
-            object.__setattr__(self, name, value)
+        names = [each.name for each in fields(StructuredOutputsParams)]
+        reject_unknown("StructuredOutputsParams", unknown, names)
+        for name in names:
+            object.__setattr__(self, name, options[name])
         if self.json_object is False:  # asks for nothing, as None
             object.__setattr__(self, "json_object", None)
         given = [name for name in _FORMS if getattr(self, name) is not None]

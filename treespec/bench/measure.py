@@ -86,8 +86,9 @@ def run_ours(
     """
     params = [SamplingParams(max_tokens=max_tokens, ignore_eos=True)] * len(prompts)
     if temperature > 0:
-        each = {"max_tokens": max_tokens, "ignore_eos": True, "temperature": temperature}
-        params = [SamplingParams(seed=seed, **each) for seed in seeds]
+        params = [
+            SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=temperature, seed=seed) for seed in seeds
+        ]
     with profiled(llm.engine) as profile:
         outputs = llm.generate(list(prompts), params, spec=spec)
     prefill, total = profile.prefill_seconds, max(output.metrics.seconds for output in outputs)

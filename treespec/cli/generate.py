@@ -89,7 +89,7 @@ def generate(
         raise usage_error(
             "--no-spec is plain decoding; drop it, or drop --nodes, --max-depth, --branching and --verification"
         )
-    truncation = {
+    truncation: dict[str, Any] = {
         name: value for name, value in (("top_p", top_p), ("top_k", top_k), ("min_p", min_p)) if value is not None
     }
     if truncation and temperature == 0:

@@ -1,8 +1,10 @@
 """Options of vLLM's calls: truncated prompts, outputs without text, and those that are refused."""
 
 import inspect
+import shutil
 from dataclasses import replace
 from enum import Enum
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -13,6 +15,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PrefixConstrainedLogitsProcessor, PreTrainedTokenizerFast
 
 from tests.models import greedy, open_llm, random_prompts, tiny, tiny_llm
+from tests.quantized import quantize_folder
 from tests.speech import END, speaking_folder, speaking_llm
 from treespec import LLM, SamplingParams, vllm_options
 from treespec.errors import ConfigError, RequestError
@@ -147,30 +150,36 @@ PARAMS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], str]] = {
     "thinking_token_budget": ((None, -1), (9,), "use max_tokens"),
 }
 CALLS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], str]] = {
+    "prompt_token_ids": ((None,), ([[1, 2]],), "give the ids as prompts"),
     "lora_request": ((None, [None, None]), ("adapter", [None, object()]), "merge the adapter into the model"),
     "priority": ((None, [0, 0]), ([0, 1], 1), "requests enter in the order of the prompts"),
     "mm_processor_kwargs": ((None, {}), ({"a": 1},), "prompts are text or token ids"),
 }
 
-ENGINE: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], str]] = {
-    "tensor_parallel_size": ((1,), (2, True), "a model runs on one device"),
-    "gpu_memory_utilization": ((0.9, None), (0.5, 1), "max_num_seqs and max_model_len bound the memory"),
-    "seed": ((None,), (0, 7), "use SamplingParams(seed=...)"),
-    "speculative_config": ((None,), ({"method": "ngram"},), "use drafts=[...] for draft models"),
-    "trust_remote_code": ((False, True), ("yes",), "use True or False"),
-    "enforce_eager": ((False,), (True,), "use cuda_graphs=False, and compile=False on a CPU"),
-    "enable_prefix_caching": ((None, False), (True,), "only the n samples of one prompt share its cache"),
-    "swap_space": ((4, 0.0), (8,), "max_num_seqs and max_model_len bound the memory"),
-    "limit_mm_per_prompt": (({},), ({"image": 1},), "prompts are text or token ids"),
+# name: values that ask for nothing, hints, refused values, what to do instead
+ENGINE: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...], str]] = {
+    "tensor_parallel_size": ((1, None), (), (2, True), "a model runs on one device"),
+    "gpu_memory_utilization": ((0.9, None), (0.5, 1), ("x", True), "max_num_seqs and max_model_len bound the memory"),
+    "trust_remote_code": ((False, True), (), ("yes",), "use True or False"),
+    "enable_prefix_caching": ((None, False), (True,), (1,), "only the n samples of one prompt share its cache"),
+    "swap_space": ((4, 0.0), (8,), ("8",), "max_num_seqs and max_model_len bound the memory"),
+    "cpu_offload_gb": ((0, 0.0), (), (4,), "use quantization='int8' or 'int4'"),
+    "limit_mm_per_prompt": (({},), ({"image": 1},), ("x",), "prompts are text or token ids"),
+    "compilation_config": ((None, {}), (3, {"level": 3}), ("x",), "compile and cuda_graphs say how passes run"),
+    "kv_cache_dtype": (("auto",), (), ("fp8",), "the cache has the dtype that the exactness of passes needs"),
 }
 
 
 @pytest.mark.parametrize("name", ENGINE)
-def test_options_of_engines_that_only_vllm_has(name: str) -> None:
-    accepted, refused, instead = ENGINE[name]
-    for value in accepted:  # what is wrong beside it is found behind it
+def test_options_of_engines_that_only_vllm_has(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    nothing, hints, refused, instead = ENGINE[name]
+    for value in (*nothing, *hints):  # what is wrong beside it is found behind it
+        caplog.clear()
         with pytest.raises(ConfigError, match="max_num_seqs=0"):
             LLM(max_num_seqs=0, **{name: value})
+        said = [record.getMessage() for record in caplog.records]
+        expected = f"LLM: ignored, as no token depends on them: {name}={value!r} ({instead}"
+        assert [text.startswith(expected) for text in said] == [True] * (value in hints)
     for value in refused:
         with pytest.raises(ConfigError) as caught:
             LLM(**{name: value})
@@ -181,7 +190,65 @@ def test_every_absent_option_says_what_to_do() -> None:
     known = inspect.signature(LLM).parameters
     for name, option in vllm_options.ENGINE.items():
         assert name not in known, name
-        assert option.nothing and len(option.instead) > 10, name
+        assert (option.nothing or option.hints) and len(option.instead) > 10, name
+
+
+def test_a_seed_of_the_engine() -> None:
+    """Sampled requests without a seed get theirs from it, in the order of the calls."""
+    params = SamplingParams(temperature=1.0, max_tokens=3)
+
+    def seeds(**options: Any) -> list[int | None]:
+        llm = open_llm(tiny()[0], **options)
+        outputs = llm.generate([[1, 2], [3]], [params, SamplingParams(temperature=1.0, seed=5, max_tokens=3)])
+        return [output.metrics.seed for output in (*outputs, *llm.generate([4], params))]
+
+    first = seeds(seed=0)
+    assert first == seeds(seed=0) and first[1] == 5 and first[0] != first[2]
+    assert first != seeds(seed=1) and seeds() != seeds()
+    with pytest.raises(ConfigError, match="seed='x'; valid: an int from 0"):
+        LLM(seed="x")  # type: ignore[arg-type]
+
+
+SPECULATION: list[tuple[dict[str, Any], str]] = [
+    ({"speculative_config": {"method": "eagle", "model": "x"}}, "'eagle'.* is not supported; use drafts="),
+    ({"speculative_config": {"method": "draft_model"}}, "is not supported; use drafts="),
+    ({"speculative_config": {"model": "x"}, "drafts": ["y"]}, r"the draft 'x' beside drafts=\[\.\.\.\]; give one"),
+    ({"speculative_config": "ngram"}, "speculative_config='ngram'; valid: a dict"),
+    ({"enforce_eager": 1}, "enforce_eager=1; valid: True or False"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), SPECULATION)
+def test_speculation_that_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM(**options)
+
+
+def test_suffix_decoding_of_vllm() -> None:
+    llm = open_llm(tiny()[0], speculative_config={"method": "suffix"})
+    llm.generate([1, 2, 3], greedy(4))
+    assert llm.stats()["suffix_tokens"] > 0
+
+
+def test_names_of_dtypes() -> None:
+    assert open_llm(tiny()[0], dtype="half").stats()["frozen"]["dtype"] == "float16"
+    assert open_llm(tiny()[0], dtype="float").stats()["frozen"]["dtype"] == "float32"
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq", "gptq_marlin", "fp8", "compressed-tensors"])
+def test_quantisation_by_the_name_of_a_method(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"quantization='{name}': leave it out; .*this one is not quantised"):
+        open_llm(tiny()[0], quantization=name)
+    folder = quantize_folder(Path(shutil.copytree(tiny()[0], tmp_path / "model")), 8, None)
+    own = name == "compressed-tensors"
+    if own:
+        named, plain = (open_llm(folder, quantization=given) for given in (name, None))
+        assert named.stats()["frozen"]["quantization"] == plain.stats()["frozen"]["quantization"]
+        outputs = [llm.generate([1, 2, 3], greedy(4))[0].outputs for llm in (named, plain)]
+        assert outputs[0] == outputs[1]
+    else:
+        with pytest.raises(ConfigError, match=f"quantization='{name}': leave it out; .*this one is compressed-tensors"):
+            open_llm(folder, quantization=name)
 
 
 @pytest.mark.parametrize("name", PARAMS)

@@ -18,14 +18,14 @@ PACKAGES = {
 
 @pytest.fixture(scope="module")
 def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """Names of the files in the wheel, built from a copy so that the checkout stays clean."""
+    """Names of the files in the wheel, built by way of the sdist, from a copy so that the checkout stays clean."""
     source = tmp_path_factory.mktemp("source") / "treespec"
     clutter = shutil.ignore_patterns("__pycache__", "*.egg-info", "build", "dist")
-    for folder in ("treespec", "kernels", "weights", "tests"):
+    for folder in ("treespec", "kernels", "weights", "tests", "tools"):
         shutil.copytree(ROOT / folder, source / folder, ignore=clutter)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", "out", "."]
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", "out", "."]
     done = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = (source / "out").glob("*.whl")
@@ -51,8 +51,8 @@ def test_every_module_is_in(package: str, wheel_names: set[str]) -> None:
     assert modules == {name for name in wheel_names if name.startswith(f"{package}/") and name.endswith(".py")}
 
 
-def test_typed_marker_is_in(wheel_names: set[str]) -> None:
-    assert "treespec/py.typed" in wheel_names
+def test_typed_markers_are_in(wheel_names: set[str]) -> None:
+    assert {f"{package}/py.typed" for package in PACKAGES} <= wheel_names
 
 
 def test_tuned_files_are_in(wheel_names: set[str]) -> None:

@@ -3,21 +3,55 @@
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "RequestOutput", "SamplingParams", "SpecConfig", "StructuredOutputsParams", "__version__"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EngineArgs",
+    "FlexibleArgumentParser",
+    "LLMEngine",
+    "RequestOutput",
+    "SamplingParams",
+    "SpecConfig",
+    "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
+    "__version__",
+]
 
 if TYPE_CHECKING:
     from treespec.config import SpecConfig
+    from treespec.engine_args import EngineArgs, FlexibleArgumentParser
+    from treespec.inputs import TextPrompt, TokensPrompt
     from treespec.llm import LLM
+    from treespec.llm_engine import LLMEngine
     from treespec.params import SamplingParams
-    from treespec.request import RequestOutput
+    from treespec.request import CompletionOutput, RequestOutput
     from treespec.structured import StructuredOutputsParams
 
 _HOME = {
+    "CompletionOutput": "treespec.request",
+    "EngineArgs": "treespec.engine_args",
+    "FlexibleArgumentParser": "treespec.engine_args",
     "LLM": "treespec.llm",
+    "LLMEngine": "treespec.llm_engine",
     "RequestOutput": "treespec.request",
     "SamplingParams": "treespec.params",
     "SpecConfig": "treespec.config",
     "StructuredOutputsParams": "treespec.structured",
+    "TextPrompt": "treespec.inputs",
+    "TokensPrompt": "treespec.inputs",
+}
+
+_ASYNC = "LLM.stream yields what each round adds, and any number of threads may call it"
+_POOLING = "LLM generates text; use transformers for embedding, classification and reward models"
+_VLLM_ONLY = {
+    "AsyncEngineArgs": _ASYNC,
+    "AsyncLLM": _ASYNC,
+    "AsyncLLMEngine": _ASYNC,
+    "BeamSearchParams": "sample n outputs with logprobs=0 and choose by cumulative_logprob",
+    "LoRARequest": "merge the adapter into the model (merge_and_unload of peft)",
+    "ModelRegistry": "add a family as README says, or use backend='transformers'",
+    "PoolingParams": _POOLING,
 }
 
 
@@ -27,6 +61,12 @@ def __getattr__(name: str) -> Any:
 
     if name == "hf":
         return import_module("treespec.hf")
+    if name in _VLLM_ONLY:  # an AttributeError would lose its message in `from treespec import ...`
+        raise ImportError(f"treespec has no {name}; {_VLLM_ONLY[name]}", name="treespec")
     if name not in _HOME:
         raise AttributeError(f"module 'treespec' has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

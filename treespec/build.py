@@ -26,7 +26,7 @@ from treespec.errors import ConfigError, ExactnessError, KernelError
 from treespec.loading import Loader
 from treespec.models.attention import make_attention
 from treespec.models.decoder import Decoder
-from treespec.models.quantized import check_quantization, weight_bytes
+from treespec.models.quantized import resolve_quantization, weight_bytes
 from treespec.planner import Planner
 from treespec.resolve import (
     resolve_attention,
@@ -106,7 +106,7 @@ def build(
     read = [given, *(each for _, each in given_ssms)]
     check_adapters(read, linear, where)
     compiles = resolve_compile(compile, read, attention, linear, computed, where)
-    check_quantization(quantization, given, computed)
+    quantization = resolve_quantization(quantization, given, computed)
     products, fixed_rows = resolve_linear(
         "torch" if adapts and where.type == "cuda" else linear, kind, computed, where, exact and not adapts, spec,
         compiles,

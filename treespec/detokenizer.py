@@ -76,10 +76,13 @@ class Detokenizer:
             self._add(self._decoded[self._known :])
             self._known = max(self._known, len(self._decoded))
 
+    def shown(self, ended: bool) -> str:
+        """The text that cannot change any more."""
+        return self.text if ended else self.text[: len(self.text) - self._held_back()]
+
     def release(self, ended: bool) -> str:
         """Text that was not handed out yet and cannot change any more."""
-        held = 0 if ended else self._held_back()
-        piece = self.text[self._released : len(self.text) - held]
+        piece = self.shown(ended)[self._released :]
         self._released += len(piece)
         return piece
 

@@ -1,7 +1,7 @@
 """From prompts and parameters to requests, and from finished requests to what the user gets."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from numbers import Integral
@@ -15,6 +15,7 @@ from treespec.config import SpecConfig
 from treespec.detokenizer import Detokenizer
 from treespec.errors import ConfigError, RequestError
 from treespec.grammar import Grammars
+from treespec.inputs import TextPrompt, TokensPrompt
 from treespec.params import SamplingParams
 from treespec.request import CompletionOutput, PromptGroup, Request, RequestMetrics, RequestOutput, new_request_id
 from treespec.sampler import Sampler, new_seed
@@ -25,9 +26,9 @@ from treespec.tokenizer import Tokenization, UserTokenizer, check_text
 logger = logging.getLogger("treespec")
 
 _Position = TypeVar("_Position", dict[int, Logprob], dict[int, Logprob] | None)
-Prompt = str | Sequence[int] | np.ndarray | torch.Tensor | dict[str, Any]
+Prompt = str | Sequence[int] | np.ndarray | torch.Tensor | TextPrompt | TokensPrompt | dict[str, Any]
 
-_PROMPT_KEYS = ("prompt", "prompt_token_ids")  # of a dict, as of vLLM's TextPrompt and TokensPrompt
+_PROMPT_KEYS = ("prompt", "prompt_token_ids")
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Intake:
         device: of the target's logits.
         grammars: for structured outputs.
         kernel_noise: whether noise is computed by a kernel (`Sampler`).
+        draw_seed: gives the seed of a sampled request without one.
     """
 
     tokenizer: UserTokenizer | None
@@ -51,6 +53,7 @@ class Intake:
     device: torch.device
     grammars: Grammars
     kernel_noise: bool = False
+    draw_seed: Callable[[], int] = new_seed
 
     def requests(
         self, prompt: Any, params: SamplingParams, spec: SpecConfig, stream: bool, tokenization: Tokenization
@@ -66,7 +69,7 @@ class Intake:
                 prompt = tokenization.encode(self.tokenizer, text, special=False)
             tokens = self._encode(prompt, tokenization)
             self._check(tokens, params)
-            seed = params.seed if params.seed is not None or params.temperature == 0 else new_seed()
+            seed = params.seed if params.seed is not None or params.temperature == 0 else self.draw_seed()
             samples = [self._request(request_id, tokens, text, params, spec, seed, i, stream) for i in range(params.n)]
         except RequestError as error:
             logger.warning("prompt %r was refused: %s", str(prompt)[:40], error)
@@ -105,6 +108,7 @@ class Intake:
     def _encode(self, prompt: Any, tokenization: Tokenization) -> list[int]:
         """Token ids of a prompt, those that are used. Raises RequestError where it is none."""
         if isinstance(prompt, dict):
+            prompt = {key: value for key, value in prompt.items() if value is not None or key in _PROMPT_KEYS}
             if not prompt or any(key not in _PROMPT_KEYS for key in prompt):
                 raise RequestError(f"prompt {prompt!r}; keys of a dict: {' and '.join(map(repr, _PROMPT_KEYS))}")
             prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
@@ -168,13 +172,13 @@ class Intake:
         decode = partial(self.tokenizer.decode, skip_special=params.skip_special_tokens)
         return Detokenizer(decode, prompt, params.stop, params.include_stop_str_in_output)
 
-    def output(self, samples: Sequence[Request]) -> RequestOutput:
-        """What the user gets of a prompt's finished samples."""
+    def output(self, samples: Sequence[Request], finished: bool = True) -> RequestOutput:
+        """What the user gets of a prompt's samples, whether or not they have all finished."""
         first = samples[0]
         error = next((sample.error for sample in samples if sample.error), None)
         return RequestOutput(
             first.output_id, first.prompt, first.prompt_token_ids, [self._completion(sample) for sample in samples],
-            True, RequestMetrics.of(samples), error, self._prompt_logprobs(samples),
+            finished, RequestMetrics.of(samples), error, self._prompt_logprobs(samples),
         )  # fmt: skip
 
     def _prompt_logprobs(self, samples: Sequence[Request]) -> list[dict[int, Logprob] | None] | None:
@@ -191,9 +195,9 @@ class Intake:
             keeps_end = request.ended != "stop" or request.params.include_stop_str_in_output
             for token in tokens if keeps_end else tokens[:-1]:
                 detokenizer.push(token)
-        if detokenizer is not None:
+        if detokenizer is not None and request.finished:
             detokenizer.flush()
-        text = no_text(request.params) if detokenizer is None else detokenizer.text
+        text = no_text(request.params) if detokenizer is None else detokenizer.shown(request.finished)
         logprobs, total = None, None
         if request.params.logprobs is not None:
             logprobs = self._named(request.logprobs, request.params)

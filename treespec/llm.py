@@ -2,13 +2,14 @@
 
 import inspect
 import os
+import random
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -22,18 +23,21 @@ from treespec.defaults import check_generation_config, default_sampling_params
 from treespec.errors import ConfigError, RequestError, reject_unknown
 from treespec.grammar import Grammars
 from treespec.intake import Intake, Prompt, as_list, no_text
+from treespec.param_values import checked
 from treespec.params import SamplingParams
 from treespec.request import Request, RequestOutput, StreamChunk
 from treespec.resolve import on_device, resolve_device
 from treespec.rounds.engine import GraphEngine
+from treespec.sampler import SEED_BITS, new_seed
 from treespec.scalars import plain
 from treespec.surroundings import own_passes
 from treespec.tokenizer import Tokenization, UserTokenizer, load_tokenizer
-from treespec.vllm_options import CALLS, ENGINE, without_absent
+from treespec.vllm_methods import VllmMethods
+from treespec.vllm_options import CALLS, ENGINE, CallOptions, EngineOptions, Translated, translated, without_absent
 from treespec_kernels.tree_batch import PAGE_SIZE
 
 
-class LLM:
+class LLM(VllmMethods):
     """A target with its drafts, ready to generate.
 
     Any number of threads may call `generate`, `chat`, `stream`, `abort` and `stats`. One round of the engine runs at a
@@ -51,7 +55,8 @@ class LLM:
             have; None is the model folder's own. Without one, prompts and outputs are token ids and `text` is None.
             Its `eos_token_id` ends an output as the model's own end tokens do.
         device: "auto" (this thread's GPU where there is one), "cpu", "cuda", or one of several, such as "cuda:1".
-        dtype: "auto" (the checkpoint's; float32 on a CPU without bf16 instructions), a name, or a torch dtype.
+        dtype: "auto" (the checkpoint's; float32 on a CPU without bf16 instructions), a name ("half" and "float" are
+            float16 and float32), or a torch dtype.
         exact: refuse to run where trees would not have the bits of plain decoding. False lets a GPU take the vendor's
             matrix products, and trees masked by bits.
         max_num_seqs: requests decoded at once.
@@ -73,11 +78,16 @@ class LLM:
         quantization: "int8" (a scale for every output) or "int4" (one for 128, 64 or 32 inputs) quantises the weights
             of the target's layers while loading; activations, embedding, norms and head stay as they are. None keeps
             the checkpoint's own: quantised ones (compressed-tensors, GPTQ, AWQ, fp8) are read as they are.
+            The name of the checkpoint's own method means the same as None.
         suffix_tokens: how many tokens are remembered, of outputs and the last ones of their prompts, up to the next
             power of two, 64 bytes each (several hundred without a C++ compiler): what was written once is then guessed
             where another request seems to write it again (the source "suffix"). 0: none, as a prompt that is decoded a
             second time would otherwise say nothing of the speed of new ones. What others wrote changes no token (or,
             under "rejection" and "traversal", no token's probability), but how soon it comes.
+        seed: of the seeds that sampled requests without one are given: the same calls in the same order then give the
+            same tokens. None gives others in every engine.
+        vllm_options: vLLM's other names. Hints that change no token are ignored with a line in the log, what cannot be
+            served is refused with what to do instead; docs/vllm.md lists them.
 
     Raises:
         ConfigError, ModelError, DraftError, CheckpointError, ExactnessError, KernelError: all of them ValueErrors.
@@ -104,10 +114,15 @@ class LLM:
         backend: str = "auto",
         quantization: str | None = None,
         suffix_tokens: int = 0,
-        **unknown: Any,
+        seed: int | None = None,
+        **vllm_options: Unpack[EngineOptions],
     ):
-        unknown = without_absent("LLM", unknown, ENGINE)
+        eager, speculation = vllm_options.pop("enforce_eager", None), vllm_options.pop("speculative_config", None)
+        unknown = without_absent("LLM", vllm_options, ENGINE)
         reject_unknown("LLM", unknown, list(inspect.signature(LLM).parameters)[:-1])
+        own = Translated(drafts, cuda_graphs, plain(suffix_tokens))
+        drafts, cuda_graphs, suffix_tokens = translated(eager, speculation, own)
+        seed = checked("seed", plain(seed))
         self.spec = SpecConfig.resolve(spec, SpecConfig())
         where = resolve_device(device)
         check_generation_config(generation_config)
@@ -119,8 +134,7 @@ class LLM:
         with own_passes(where), on_device(where):
             self._built: Built = build(
                 model, drafts, self.spec, where, dtype, exact, plain(max_num_seqs), plain(max_model_len), attention,
-                plain(prefill_chunk), compile, linear, cuda_graphs, backend, quantization,
-                plain(suffix_tokens),
+                plain(prefill_chunk), compile, linear, cuda_graphs, backend, quantization, suffix_tokens,
             )  # fmt: skip
         self._kept: Any = model, drafts  # models in memory: the engine itself does not keep them alive
         self.engine, self.config = self._built.engine, self._built.config
@@ -136,6 +150,7 @@ class LLM:
         self._intake = Intake(
             spoken, vocab_size, ends, self.config.max_model_len, device,
             Grammars(self._tokenizer, vocab_size, ends, device), kernel_noise=self.config.linear == "triton",
+            draw_seed=new_seed if seed is None else partial(random.Random(seed).getrandbits, SEED_BITS),
         )  # fmt: skip
 
     def generate(
@@ -146,7 +161,7 @@ class LLM:
         *,
         use_tqdm: bool | Callable[..., Any] = False,
         tokenization_kwargs: Mapping[str, Any] | None = None,
-        **unknown: Any,
+        **vllm_options: Unpack[CallOptions],
     ) -> list[RequestOutput]:
         """Generate for every prompt; results in the order of the prompts.
 
@@ -165,7 +180,7 @@ class LLM:
             RequestError: no request could be served. Where others of the batch could, the bad ones come back with
                 finish_reason "error" and `error`.
         """
-        _refuse_unknown(LLM.generate, unknown)
+        refuse_unknown(LLM.generate, vllm_options)
         return self._generate(as_list(prompts), sampling_params, spec, use_tqdm, tokenization_kwargs)
 
     def _generate(
@@ -201,7 +216,7 @@ class LLM:
         *,
         use_tqdm: bool | Callable[..., Any] = False,
         tokenization_kwargs: Mapping[str, Any] | None = None,
-        **unknown: Any,
+        **vllm_options: Unpack[CallOptions],
     ) -> list[RequestOutput]:
         """Answer a conversation, or several: `generate` behind the tokenizer's chat template.
 
@@ -219,7 +234,7 @@ class LLM:
         Raises:
             ConfigError: an unknown keyword, no tokenizer or no template. RequestError: as of `generate`.
         """
-        _refuse_unknown(LLM.chat, unknown)
+        refuse_unknown(LLM.chat, vllm_options)
         prompts = conversations(
             self._tokenizer, messages, chat_template, add_generation_prompt, continue_final_message, tools,
             chat_template_kwargs,
@@ -233,7 +248,7 @@ class LLM:
         spec: SpecConfig | str | None = None,
         *,
         tokenization_kwargs: Mapping[str, Any] | None = None,
-        **unknown: Any,
+        **vllm_options: Unpack[CallOptions],
     ) -> Iterator[StreamChunk]:
         """Generate for one prompt, handing out what each round added. Leaving the loop ends the request.
 
@@ -244,7 +259,7 @@ class LLM:
             ConfigError: an unknown keyword.
             RequestError: before the first chunk, or where the request fails on the way.
         """
-        _refuse_unknown(LLM.stream, unknown)
+        refuse_unknown(LLM.stream, vllm_options)
         with self._lock:
             samples = self._requests([prompt], sampling_params, spec, tokenization_kwargs, stream=True)[0]
         if isinstance(samples, RequestOutput):
@@ -295,8 +310,8 @@ class LLM:
         return tuple(self._built.connections)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What a call without parameters uses."""
-        return self._default_params
+        """A copy of what a call without parameters uses."""
+        return self._default_params.clone()
 
     def stats(self) -> dict[str, Any]:
         """Totals since the start, and what is frozen for bit equality."""
@@ -348,12 +363,7 @@ class LLM:
 
     def _run(self, requests: Sequence[Request]) -> Iterator[Request]:
         """Step until all of `requests` have ended; yields each after every round that it took part in."""
-        threads = torch.get_num_threads()
-        if threads != self.config.num_threads:
-            raise ConfigError(
-                f"torch has {threads} threads now and had {self.config.num_threads} when this engine proved its bits; "
-                f"call torch.set_num_threads({self.config.num_threads}), or build a new LLM"
-            )
+        self._check_threads()
         open_requests = dict.fromkeys(requests, 0)  # and how many tokens of it were seen
         me = object()
 
@@ -384,6 +394,14 @@ class LLM:
             self._waiting.discard(me)
             with self._lock:
                 self._end(requests)
+
+    def _check_threads(self) -> None:
+        threads = torch.get_num_threads()
+        if threads != self.config.num_threads:
+            raise ConfigError(
+                f"torch has {threads} threads now and had {self.config.num_threads} when this engine proved its bits; "
+                f"call torch.set_num_threads({self.config.num_threads}), or build a new LLM"
+            )
 
     def _let_others_in(self) -> None:
         """A lock goes to whoever asks first, which is who has just let go of it: waiting streams would stand still."""
@@ -436,6 +454,8 @@ class LLM:
         for one in each:
             if not isinstance(one, SamplingParams):
                 raise ConfigError(f"sampling_params={one!r}; valid: a SamplingParams, or a list of them")
+        snapshots = {key: one.snapshot() for key, one in {id(one): one for one in each}.items()}
+        each = [snapshots[id(one)] for one in each]
         resolved = SpecConfig.resolve(spec, self.spec)
         resolved.check_sources(self.draft_names, remembers=self._built.memory["suffix"] > 0)
         slots = min(self.config.max_tree_slots, self.engine.runner.max_rows or self.config.max_tree_slots)
@@ -450,7 +470,7 @@ class LLM:
         return entries
 
 
-def _refuse_unknown(method: Callable[..., Any], given: Mapping[str, Any]) -> None:
+def refuse_unknown(method: Callable[..., Any], given: Mapping[str, Any]) -> None:
     """Say what to do instead of vLLM's options that are not there, and name the nearest of a method's keywords."""
     given = without_absent(method.__name__, given, CALLS)
     reject_unknown(method.__name__, given, list(inspect.signature(method).parameters)[1:-1])

@@ -46,6 +46,13 @@ def _available(system: Path = Path("/proc/meminfo")) -> int:
         return UNKNOWN
 
 
+def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
+    """Free what deleted engines held: vLLM's name, for its scripts. There are no other processes to shut down."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def _left_in_group(group: Path = Path("/sys/fs/cgroup")) -> int:
     """What this process's control group may still take. The file cache that it counts as used would be given back."""
     try:

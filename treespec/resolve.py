@@ -30,6 +30,7 @@ from treespec_weights import HubError, default_folder, default_names, fetch, is_
 logger = logging.getLogger("treespec")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPE_ALIASES = {"half": "float16", "float": "float32"}  # as in vLLM and torch
 LINEARS = ("onednn", "torch", "triton")
 FIXED_ROWS = 64  # rows of every pass where the linear layers are not row-invariant
 
@@ -124,8 +125,8 @@ def resolve_dtype(dtype: str | torch.dtype, stored: torch.dtype, device: torch.d
         if device.type == "cpu" and stored != torch.float32 and not onednn_available(stored):
             logger.warning("%s has no fast %s here; computing in float32", device, stored)
             chosen = torch.float32
-    elif dtype in DTYPES:
-        chosen = DTYPES[dtype]
+    elif (name := _DTYPE_ALIASES.get(dtype, dtype)) in DTYPES:
+        chosen = DTYPES[name]
     else:
         raise ConfigError(f'dtype={dtype!r}; valid: "auto", {", ".join(map(repr, DTYPES))} or a torch dtype')
     if chosen not in DTYPES.values():

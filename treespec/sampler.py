@@ -24,9 +24,12 @@ from treespec_kernels.coupled_choice import coupled_choice_triton
 _VERIFY_STREAM, _DRAFT_STREAM = 1 << 32, 2 << 32  # added to the sample's number in a generator's key
 
 
+SEED_BITS = 53  # of a drawn seed, so that every reader of JSON keeps it whole
+
+
 def new_seed() -> int:
-    """A seed for a request that has none; below 2**53, so that every reader of JSON keeps it whole."""
-    return secrets.randbits(53)
+    """A seed for a request that has none."""
+    return secrets.randbits(SEED_BITS)
 
 
 class Scoring(Protocol):

@@ -95,11 +95,11 @@ def shapes_of(
         )  # fmt: skip
         return [Shape(replace(kernel, quantized=_form_of_sizes(kernel, quantization)), sizes.layers or 1)]
     from treespec.config import ModelConfig
-    from treespec.models.quantized import check_quantization
+    from treespec.models.quantized import resolve_quantization
     from treespec.resolve import resolve_folders, resolve_model
 
     target = ModelConfig.from_hf(resolve_model(model))
-    check_quantization(quantization, target, dtype or target.dtype)
+    resolve_quantization(quantization, target, dtype or target.dtype)
     counts: dict[Shape, int] = {}
     for config in (ModelConfig.from_hf(folder) for _, folder in resolve_folders(model, drafts)):
         for kernel in _kernel_shapes(config, dtype or target.dtype, None):

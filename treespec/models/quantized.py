@@ -17,6 +17,7 @@ from treespec_kernels.cpu_library import CompileError, find_compiler
 from treespec_kernels.decoder_cpu import DTYPES, build
 from treespec_kernels.quantized import QuantizedWeight, stacked
 from treespec_weights.load import quantizable, quantized_group
+from treespec_weights.quant_schemes import METHODS
 from treespec_weights.quantize import BITS
 
 logger = logging.getLogger("treespec")
@@ -24,21 +25,33 @@ logger = logging.getLogger("treespec")
 _ANY_HEAD = 16  # the library is built for a head size, which a single layer does not have
 
 
-def check_quantization(quantization: str | None, target: ModelConfig | Source, dtype: torch.dtype) -> None:
-    """Refuse before anything is loaded, and say where a checkpoint's fp8 weights are held as `dtype`.
+def resolve_quantization(quantization: str | None, target: ModelConfig | Source, dtype: torch.dtype) -> str | None:
+    """How weights are quantised while loading, None where they stay as the checkpoint has them.
+
+    Bad values are refused before anything is loaded. Where a checkpoint's fp8 weights are held as `dtype`, the log says
+    so.
 
     Raises:
         ConfigError: another name than those of `QUANTIZATIONS`, a checkpoint that is quantised already, or sizes that
             no group divides.
     """
+    own = None if isinstance(target, Source) or target.quantization is None else target.quantization
+    if isinstance(quantization, str) and (method := quantization.removesuffix("_marlin")) in METHODS:
+        if own is None or own.method != method:
+            where = "this one is not quantised" if own is None else f"this one is {own.name}"
+            raise ConfigError(
+                f"quantization={quantization!r}: leave it out; a checkpoint's own quantisation is read from its config "
+                f"({where}), and 'int8' or 'int4' quantises while loading"
+            )
+        quantization = None
     if isinstance(target, Source):
         if quantization is not None:
             raise ConfigError(f"quantization={quantization!r} is for native families; transformers runs {target.name}")
-        return
+        return None
     if quantization is None:
         if target.quantization is not None and target.quantization.floating:
             logger.warning("%s: %s weights are held as %s", target.folder, target.quantization.name, dtype)
-        return
+        return None
     if quantization not in QUANTIZATIONS:
         raise ConfigError(f"quantization={quantization!r}; valid: None, {', '.join(map(repr, QUANTIZATIONS))}")
     if target.quantization is not None:
@@ -50,6 +63,7 @@ def check_quantization(quantization: str | None, target: ModelConfig | Source, d
         quantized_group(target.shape, quantization)
     except ValueError as error:
         raise ConfigError(f"quantization={quantization!r}: {target.folder}: {error}") from error
+    return quantization
 
 
 def quantized_library(dtype: torch.dtype, device: torch.device, folder: Callable[[], Path]) -> CDLL | None:

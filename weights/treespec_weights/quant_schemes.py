@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output that a word's i-th nibble be
 _FLOATS = ("F16", "BF16", "F32")
 
 Method = Literal["compressed-tensors", "gptq", "awq", "fp8"]
+METHODS: tuple[Method, ...] = get_args(Method)
 
 
 class Part(NamedTuple):
@@ -250,7 +251,7 @@ def scheme_of(config: Mapping[str, Any], folder: Path | str = ".") -> QuantSchem
     if said is None:
         return None
     found = _Reader(said if isinstance(said, dict) else {}, folder)
-    method = found.one("quant_method", ("compressed-tensors", "gptq", "awq", "fp8"))
+    method = found.one("quant_method", METHODS)
     if method == "compressed-tensors":
         return _compressed_tensors(found)
     if method == "fp8":

@@ -1,0 +1,142 @@
+"""`SamplingParams` as a mutable object: what may be set, what a request keeps, and signatures in step with fields."""
+
+import dataclasses
+import inspect
+import pickle
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.models import greedy, tiny_llm
+from treespec import LLM, EngineArgs, SamplingParams, SpecConfig, StructuredOutputsParams, vllm_options
+from treespec.errors import ConfigError
+
+
+def test_fields_may_be_set() -> None:
+    params = SamplingParams()
+    params.temperature = 0.5
+    params.stop = ["a"]
+    params.logit_bias = {np.int64(3): 1}
+    params.structured_outputs = {"choice": ["a"]}  # type: ignore[assignment]
+    params.logprobs = -1
+    same = SamplingParams(
+        temperature=0.5, stop="a", logit_bias={3: 1.0}, structured_outputs={"choice": ["a"]}, logprobs=-1
+    )
+    assert params == same and hash(params) == hash(same)
+    assert pickle.loads(pickle.dumps(params)) == params
+    params.output_kind = "FINAL_ONLY"  # type: ignore[attr-defined]  # asks for nothing
+    assert params == same
+    params.top_p = 0.5
+    assert params != same
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("temperature", "hot", "temperature='hot'; valid: 0"),
+        ("top_p", 0, "top_p=0; valid: more than 0"),
+        ("max_tokens", 0, "max_tokens=0; valid: an int of at least 1"),
+        ("stop", 3, "stop=3; valid: a string or a list"),
+        ("logit_bias", {"a": 1}, "logit_bias={'a': 1}; valid: token ids"),
+        ("max_token", 3, r"unknown 'max_token' \(did you mean 'max_tokens'\?\)"),
+        ("best_of", 3, "best_of=3 is not supported; ask for n outputs"),
+    ],
+)
+def test_bad_values_are_refused_where_they_are_set(name: str, value: Any, message: str) -> None:
+    params = SamplingParams()
+    with pytest.raises(ConfigError, match=message):
+        setattr(params, name, value)
+    assert params == SamplingParams()
+
+
+def test_contradictions_are_refused_at_use() -> None:
+    """Fields may contradict each other while they are set one after the other."""
+    llm, params = tiny_llm(), SamplingParams(max_tokens=4)
+    params.min_tokens = 9
+    for call in (lambda: llm.generate([1, 2], params), lambda: next(llm.stream([1, 2], params))):
+        with pytest.raises(ConfigError, match="min_tokens=9 is more than max_tokens=4"):
+            call()
+    params.max_tokens = 9
+    assert len(llm.generate([1, 2], params)[0].outputs[0].token_ids) == 9
+    params.logit_bias = {3: 1.0}
+    params.logit_bias[4] = "x"  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match=r"logit_bias=\{4: 'x'\}"):
+        llm.generate([1, 2], params)
+
+
+def test_a_request_keeps_its_own_copy() -> None:
+    llm, params = tiny_llm(), greedy(6, ignore_eos=True)
+    chunks = llm.stream([1, 2], params, spec="off")
+    next(chunks)
+    params.max_tokens = 2
+    assert list(chunks)[-1].output.outputs[0].finish_reason == "length"  # type: ignore[union-attr]
+    assert llm.generate([1, 2], params)[0].metrics.generated_tokens == 2
+    stream = llm.stream([1, 2], greedy(6, ignore_eos=True), spec="off")
+    assert sum(len(chunk.token_ids) for chunk in stream) == 6
+
+
+def test_clones_are_independent() -> None:
+    params = SamplingParams(logit_bias={1: 2.0}, logits_processors=[lambda ids, scores: scores])
+    clone = params.clone()
+    assert clone == params and clone.logits_processors[0] is params.logits_processors[0]
+    assert clone.logit_bias is not None
+    clone.logit_bias[1] = 3.0
+    clone.max_tokens = 5
+    assert params.logit_bias == {1: 2.0} and params.max_tokens == 128
+
+
+def test_the_defaults_of_an_engine_are_its_own() -> None:
+    llm = tiny_llm()
+    params = llm.get_default_sampling_params()
+    params.max_tokens = 1
+    assert llm.get_default_sampling_params() == SamplingParams()
+    assert len(llm.generate([1, 2])[0].outputs[0].token_ids) > 1
+
+
+def test_signatures_are_in_step() -> None:
+    """What `inspect` and type checkers see is what is accepted."""
+    for kind in (SamplingParams, StructuredOutputsParams, SpecConfig):
+        parameters = list(inspect.signature(kind).parameters.values())
+        assert all(each.kind is each.KEYWORD_ONLY for each in parameters[:-1])
+        own = [each.name for each in parameters[:-1] if each.name != "structural_tag"]
+        assert own == [each.name for each in dataclasses.fields(kind)]
+    for options, table in (
+        (vllm_options.ParamsOptions, vllm_options.PARAMS.keys()),
+        (vllm_options.CallOptions, vllm_options.CALLS.keys()),
+        (vllm_options.EngineOptions, vllm_options.ENGINE.keys() | {"enforce_eager", "speculative_config"}),
+    ):
+        assert set(options.__annotations__) == set(table)
+    llm = dict(list(inspect.signature(LLM).parameters.items())[:-1])
+    fields = {each.name: each.default for each in dataclasses.fields(EngineArgs)}
+    assert fields == {name: each.default for name, each in llm.items()} | dict.fromkeys(
+        vllm_options.EngineOptions.__annotations__
+    )
+    with pytest.raises(TypeError, match="positional"):
+        SamplingParams(0.5)  # type: ignore[misc]
+    with pytest.raises(ConfigError, match=r"unknown 'choices' \(did you mean 'choice'\?\)"):
+        StructuredOutputsParams(choices=["a"])  # type: ignore[arg-type]
+
+
+def test_arguments_of_an_engine_as_a_dict() -> None:
+    args = EngineArgs(model="folder", spec=SpecConfig(nodes=8), enforce_eager=True)
+    with pytest.raises(OSError, match="folder"):
+        LLM(**dataclasses.asdict(args))
+    with pytest.raises(ConfigError, match="nodes=-1"):
+        LLM(**dataclasses.asdict(args) | {"spec": {"nodes": -1}})
+    with pytest.raises(ConfigError, match="swap_space='x' is not supported"):
+        LLM.from_engine_args(EngineArgs(swap_space="x"))  # type: ignore[arg-type]
+
+
+def test_what_the_package_lists() -> None:
+    script = (
+        "import sys, treespec; names = dir(treespec); assert 'torch' not in sys.modules\n"
+        "import pydoc; text = pydoc.render_doc(treespec, renderer=pydoc.plaintext)\n"
+        "classes = [name for name in treespec.__all__ if name != '__version__']\n"
+        "missing = [n for n in classes if n not in names or f'class {n}' not in text]\n"
+        "assert not missing and 'LLM' in names, missing"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,70 @@
+"""An engine's totals in the form of vLLM's metrics."""
+
+from dataclasses import dataclass
+
+from treespec.engine import Engine
+
+
+@dataclass
+class Metric:
+    """A named figure; `labels` tell apart metrics of the same name."""
+
+    name: str
+    labels: dict[str, str]
+
+
+@dataclass
+class Counter(Metric):
+    """A number that only grows."""
+
+    value: int
+
+
+@dataclass
+class Gauge(Metric):
+    """A number that rises and falls."""
+
+    value: float
+
+
+@dataclass
+class Vector(Metric):
+    """A list of counters."""
+
+    values: list[int]
+
+
+@dataclass
+class Histogram(Metric):
+    """Observations by bucket, whose upper limits are the keys. No metric of treespec is one."""
+
+    count: int
+    sum: float
+    buckets: dict[str, int]
+
+
+def as_metrics(engine: Engine) -> list[Metric]:
+    """Totals of the requests that have ended, and how many requests there are now.
+
+    Names that begin with "vllm:" mean what they mean there: a round of a request is a draft, the nodes below its root
+    are the draft tokens, and `1 + accepted / drafts` is the acceptance length.
+    """
+    stats, scheduler = engine.stats, engine.scheduler
+    counts = {
+        "vllm:generation_tokens": stats.generated_tokens,
+        "vllm:spec_decode_num_drafts": stats.target_passes,
+        "vllm:spec_decode_num_draft_tokens": stats.nodes_verified - stats.target_passes,
+        "vllm:spec_decode_num_accepted_tokens": stats.generated_tokens - stats.target_passes,
+        "treespec:requests": stats.requests,
+        "treespec:failed_requests": stats.failed_requests,
+        "treespec:prefill_tokens": stats.prefill_tokens,
+    }
+    return [
+        Gauge("vllm:num_requests_running", {}, len(scheduler.running)),
+        Gauge("vllm:num_requests_waiting", {}, len(scheduler.waiting)),
+        *(Counter(name, {}, value) for name, value in counts.items()),
+        *(
+            Counter("treespec:accepted_tokens", {"source": source}, count)
+            for source, count in sorted(stats.accepted_by_source.items())
+        ),
+    ]

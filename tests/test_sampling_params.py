@@ -11,8 +11,18 @@ import numpy as np
 import pytest
 
 from tests.models import greedy, tiny_llm
-from treespec import LLM, EngineArgs, SamplingParams, SpecConfig, StructuredOutputsParams, vllm_options
+from treespec import (
+    LLM,
+    EngineArgs,
+    FlexibleArgumentParser,
+    SamplingParams,
+    SpecConfig,
+    StructuredOutputsParams,
+    vllm_options,
+)
 from treespec.errors import ConfigError
+
+LLM_DEFAULTS = {name: each.default for name, each in list(inspect.signature(LLM).parameters.items())[:-1]}
 
 
 def test_fields_may_be_set() -> None:
@@ -109,11 +119,8 @@ def test_signatures_are_in_step() -> None:
         (vllm_options.EngineOptions, vllm_options.ENGINE.keys() | {"enforce_eager", "speculative_config"}),
     ):
         assert set(options.__annotations__) == set(table)
-    llm = dict(list(inspect.signature(LLM).parameters.items())[:-1])
     fields = {each.name: each.default for each in dataclasses.fields(EngineArgs)}
-    assert fields == {name: each.default for name, each in llm.items()} | dict.fromkeys(
-        vllm_options.EngineOptions.__annotations__
-    )
+    assert fields == LLM_DEFAULTS | dict.fromkeys(vllm_options.EngineOptions.__annotations__)
     with pytest.raises(TypeError, match="positional"):
         SamplingParams(0.5)  # type: ignore[misc]
     with pytest.raises(ConfigError, match=r"unknown 'choices' \(did you mean 'choice'\?\)"):
@@ -128,6 +135,21 @@ def test_arguments_of_an_engine_as_a_dict() -> None:
         LLM(**dataclasses.asdict(args) | {"spec": {"nodes": -1}})
     with pytest.raises(ConfigError, match="swap_space='x' is not supported"):
         LLM.from_engine_args(EngineArgs(swap_space="x"))  # type: ignore[arg-type]
+
+
+def test_arguments_of_an_engine_from_a_command_line() -> None:
+    parser = FlexibleArgumentParser()
+    assert EngineArgs.add_cli_args(parser) is parser
+    parser.add_argument("--my_own")
+    line = "--model 123 --compile false --drafts a b --max_model_len=64 --no-exact --my_own x --enforce-eager"
+    words = [*line.split(), "--spec", '{"nodes": 4}', "--speculative-config", '{"method": "ngram"}']
+    args = parser.parse_args(words)
+    assert args.my_own == "x" and not hasattr(args, "swap_space")
+    assert EngineArgs.from_cli_args(args) == EngineArgs(
+        model="123", compile=False, drafts=["a", "b"], max_model_len=64, exact=False, enforce_eager=True,
+        spec={"nodes": 4}, speculative_config={"method": "ngram"},
+    )  # fmt: skip
+    assert vars(parser.parse_args([])) == {"my_own": None} | LLM_DEFAULTS
 
 
 def test_what_the_package_lists() -> None:

@@ -19,10 +19,10 @@ class EngineArgs:
     `LLM(**dataclasses.asdict(args))` and `LLM.from_engine_args(args)` make the engine. Values are checked there.
     """
 
-    model: Any = None
+    model: str | Any = None
     drafts: list[str] | None = None
     spec: Any = None
-    tokenizer: Any = None
+    tokenizer: str | Any = None
     device: str = "auto"
     dtype: str = "auto"
     exact: bool = True
@@ -152,7 +152,7 @@ def _option(hint: Any) -> dict[str, Any]:
     for kind in (float, int):
         if kind in kinds:
             return {"type": kind}
-    return {"type": str if kinds == {str} else _value}
+    return {"type": str if str in kinds and bool not in kinds else _value}
 
 
 def _value(text: str) -> Any:

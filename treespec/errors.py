@@ -17,6 +17,7 @@ __all__ = [
     "ModelError",
     "RequestError",
     "TreespecError",
+    "UnsupportedError",
     "VariantError",
     "reject_unknown",
 ]
@@ -56,6 +57,10 @@ class ExactnessError(TreespecError):
 
 class KernelError(TreespecError):
     """An implementation was named that this machine, build or shape does not offer. It is never replaced silently."""
+
+
+class UnsupportedError(TreespecError, AttributeError):
+    """A method of vLLM's `LLM` that treespec does not have. `hasattr` is False for it, as for any missing attribute."""
 
 
 def reject_unknown(kind: str, given: Iterable[str], valid: Collection[str]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple, TypedDict
 
-from treespec.errors import ConfigError, TreespecError
+from treespec.errors import ConfigError, UnsupportedError
 
 logger = logging.getLogger("treespec")
 
@@ -28,10 +28,6 @@ class Absent(NamedTuple):
     nothing: tuple[Any, ...]
     instead: str
     hints: tuple[type, ...] = ()
-
-
-class UnsupportedError(TreespecError, AttributeError):
-    """A method of vLLM's `LLM` that treespec does not have. `hasattr` is False for it, as for any missing attribute."""
 
 
 class ParamsOptions(TypedDict, total=False):

@@ -20,7 +20,8 @@ from tests.models import CURVE, make_draft, make_llama, open_llm, tree_of
 from treespec import LLM, SamplingParams, SpecConfig, costs
 from treespec.cli import app
 from treespec.cli.group import shows_colour, table
-from treespec.observe import Round, picture, record_rounds, watch
+from treespec.observe import picture, record_rounds, watch
+from treespec.round_record import RoundRecord
 from treespec.tree import TokenTree
 from treespec.verify import Verified, verify_greedy
 
@@ -342,7 +343,7 @@ def test_watching_a_stop_inside_the_path(llm: LLM) -> None:
     assert [token for one in rounds for token in one.emitted] == output.outputs[0].token_ids
     assert rounds[-1].emitted[-1] == new[0] and rounds[-1].bonus is None and rounds[-1].number == each.number
     assert [one.number for one in rounds] == list(range(1, len(rounds) + 1))
-    assert "commit" not in vars(llm.engine)
+    assert not llm.engine.observers
 
 
 def test_texts_of_nodes_follow_their_own_path(llm: LLM) -> None:
@@ -350,7 +351,7 @@ def test_texts_of_nodes_follow_their_own_path(llm: LLM) -> None:
     context, [root, *path] = tokenizer.encode("def add("), tokenizer.encode("self, other")
     tree = tree_of(root, {tuple(path[:depth]): 0.5 for depth in range(1, len(path))} | {(path[0], root): 0.2})
     accepted = [0, *(node for node in range(1, len(tree)) if tree.tokens[node] == path[tree.depths[node] - 1])]
-    shown = picture(Round(1, context, tree, np.array(accepted), path[-1], "r"), tokenizer)
+    shown = picture(RoundRecord("r", 1, context, tree, np.array(accepted), path[-1]), tokenizer)
     assert (
         shown.context + "".join(shown.tokens[node] for node in shown.path) + str(shown.bonus) == "def add(self, other"
     )

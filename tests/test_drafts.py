@@ -11,7 +11,8 @@ from tests.exactness import differences, run
 from tests.models import greedy, open_llm, random_prompts, tiny
 from treespec import LLM, SpecConfig
 from treespec.drafters.trust import Trust
-from treespec.observe import Round, watch
+from treespec.observe import watch
+from treespec.round_record import RoundRecord
 from treespec.tree import TokenTree
 
 TOKENS = 40
@@ -43,7 +44,7 @@ def test_a_draft_that_is_the_target_loses_nothing(copies: int, depth: int, dtype
             assert list(counts.values()) == [TOKENS - output.metrics.target_passes] * copies
 
 
-def proposals(rounds: list[Round]) -> dict[tuple[int, ...], TokenTree]:
+def proposals(rounds: list[RoundRecord]) -> dict[tuple[int, ...], TokenTree]:
     """By the tokens up to the root."""
     return {(*each.context, int(each.tree.tokens[0])): each.tree for each in rounds}
 

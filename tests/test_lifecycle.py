@@ -11,6 +11,7 @@ from tests.exactness import run
 from tests.models import OracleDrafter, greedy, open_llm, random_prompts, tiny, tiny_llm
 from tests.speech import checked, scripted
 from treespec import LLM, SpecConfig
+from treespec.errors import DraftError
 
 TREE = SpecConfig(nodes=16, max_depth=5)
 
@@ -260,8 +261,9 @@ def test_a_drafter_that_fails_takes_nothing_along() -> None:
             raise RuntimeError("a bug of the drafter's")
 
     llm = open_llm(tiny()[0], [Failing([prompt + truth.outputs[0].token_ids], 3)])
-    with pytest.raises(RuntimeError, match="a bug of the drafter's"):
+    with pytest.raises(DraftError, match=r"drafter 'oracle' failed .* RuntimeError: a bug of the drafter's") as caught:
         llm.generate(prompt, greedy(12), TREE)
+    assert isinstance(caught.value.__cause__, RuntimeError)
     assert idle(llm)
 
 

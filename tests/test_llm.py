@@ -9,7 +9,7 @@ from tests.speech import END, checked, scripted, speaking_folder, speaking_llm
 from treespec import LLM, RequestOutput, SamplingParams, SpecConfig
 
 TREE = SpecConfig(nodes=32, max_depth=8)
-ALONE = SpecConfig(nodes=32, max_depth=8, sources=("lookup",))  # SSMs, which are not scripted, would doubt the oracle
+ALONE = SpecConfig(nodes=32, max_depth=8, sources=("oracle",))  # SSMs, which are not scripted, would doubt the oracle
 
 
 def idle(llm: LLM) -> bool:

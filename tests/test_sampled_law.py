@@ -20,10 +20,11 @@ from tests.models import make_draft, make_llama, new_folder, open_llm, random_pr
 from treespec import LLM, SamplingParams, SpecConfig, sampler
 from treespec.config import DRAWS
 from treespec.drafters.trust import Trust
-from treespec.observe import Round, watch
+from treespec.observe import watch
 from treespec.oracle import RandomOracle
 from treespec.planner import Planner
 from treespec.round_costs import CostCurve
+from treespec.round_record import RoundRecord
 from treespec.sampler import _VERIFY_STREAM, Sampler
 from treespec.tree import TokenTree
 from treespec.verify import verify_drawn_one
@@ -330,7 +331,7 @@ class Witness(RandomOracle):
 ENDS = (3, 4, 5, 6)
 
 
-def drawn_rounds(spec: SpecConfig, temperature: float = 1.0) -> tuple[list[Round], list[list[Any]]]:
+def drawn_rounds(spec: SpecConfig, temperature: float = 1.0) -> tuple[list[RoundRecord], list[list[Any]]]:
     """Rounds of two requests over the models of 512 tokens, and what their draws were asked and answered."""
     llm = timeless(open_llm(tiny()[0], tiny()[1]))
     bias = dict.fromkeys(ENDS, 2.0)  # the target's own; below an end token nothing is drawn

@@ -6,39 +6,48 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "CompletionOutput",
+    "Drafter",
     "EngineArgs",
     "FlexibleArgumentParser",
     "LLMEngine",
     "RequestOutput",
+    "RoundRecord",
     "SamplingParams",
     "SpecConfig",
     "StructuredOutputsParams",
     "TextPrompt",
+    "TokenTree",
     "TokensPrompt",
     "__version__",
 ]
 
 if TYPE_CHECKING:
     from treespec.config import SpecConfig
+    from treespec.drafters.base import Drafter
     from treespec.engine_args import EngineArgs, FlexibleArgumentParser
     from treespec.inputs import TextPrompt, TokensPrompt
     from treespec.llm import LLM
     from treespec.llm_engine import LLMEngine
     from treespec.params import SamplingParams
     from treespec.request import CompletionOutput, RequestOutput
+    from treespec.round_record import RoundRecord
     from treespec.structured import StructuredOutputsParams
+    from treespec.tree import TokenTree
 
 _HOME = {
     "CompletionOutput": "treespec.request",
+    "Drafter": "treespec.drafters.base",
     "EngineArgs": "treespec.engine_args",
     "FlexibleArgumentParser": "treespec.engine_args",
     "LLM": "treespec.llm",
     "LLMEngine": "treespec.llm_engine",
     "RequestOutput": "treespec.request",
+    "RoundRecord": "treespec.round_record",
     "SamplingParams": "treespec.params",
     "SpecConfig": "treespec.config",
     "StructuredOutputsParams": "treespec.structured",
     "TextPrompt": "treespec.inputs",
+    "TokenTree": "treespec.tree",
     "TokensPrompt": "treespec.inputs",
 }
 

@@ -96,7 +96,7 @@ def build(
     where = resolve_device(device)
     given = read_model(model if isinstance(model, nn.Module) else resolve_model(model), max_model_len, backend)
     places, drafters = resolve_drafts(model, drafts)
-    spec.check_sources([name for name, _ in places], bool(suffix_tokens))
+    spec.check_sources([name for name, _ in places], bool(suffix_tokens), [drafter.name for drafter in drafters])
     given_ssms = [
         (name, read_model(place, max_model_len, backend)) for name, place in places if spec.allows("ssm", name)
     ]

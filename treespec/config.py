@@ -64,8 +64,8 @@ class SpecConfig:
         sources: who drafts: "ssm" for all SSMs, an SSM's own name for it alone, "lookup" for what followed the same
             tokens before in the request's own text, "suffix" for what followed them in the engine's other outputs,
             where it remembers them (`LLM(suffix_tokens=...)`), "grammar" for what a structured output leaves no choice
-            about; None = all at hand, () = none. What is written without "suffix" is not remembered for others.
-            `Drafter` objects given to `LLM` always do, unless it is ().
+            about, the name of a `Drafter` object for that one; None = all at hand, () = none. What is written without
+            "suffix" is not remembered for others.
         max_ssms: the most SSMs that draft in one round, those that the request's text speaks for; None = all, or, with
             nodes="auto", those that are worth their time. Drafts with another tokenizer are not counted.
 
@@ -177,10 +177,19 @@ class SpecConfig:
         """Whether a source of this kind and name may draft."""
         return self.sources is None or kind in self.sources or name in self.sources
 
-    def check_sources(self, names: Sequence[str], remembers: bool) -> None:
-        """Raise ConfigError where a source is neither a kind nor one of these SSMs, or "suffix" where an engine does
-        not remember what it writes."""
-        here = (*(("ssm", *names) if names else ()), "lookup", *(("suffix",) if remembers else ()), "grammar")
+    def check_sources(self, names: Sequence[str], remembers: bool, drafters: Sequence[str] = ()) -> None:
+        """Check that an engine has all `sources`.
+
+        Args:
+            names: of its SSMs.
+            remembers: whether it remembers what it writes, which "suffix" needs.
+            drafters: names of its `Drafter` objects.
+
+        Raises:
+            ConfigError: it lacks one.
+        """
+        kinds = ("lookup", *(("suffix",) if remembers else ()), "grammar")
+        here = (*(("ssm", *names) if names else ()), *drafters, *kinds)
         for source in self.sources or ():
             if source == "suffix" and source not in here:
                 raise ConfigError(

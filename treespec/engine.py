@@ -1,6 +1,7 @@
 """The engine: one round after another."""
 
 import itertools
+import logging
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -10,22 +11,26 @@ from typing import NamedTuple
 import numpy as np
 
 from treespec.cache import KVCache
-from treespec.drafters.base import Drafter, check_proposal
+from treespec.drafters.base import Drafter
 from treespec.drafters.forced import forced_tree
 from treespec.drafters.foreign import ForeignDrafter
 from treespec.drafters.lookup import LookupDrafter
+from treespec.drafters.outside import Failures, ask, release, tell
 from treespec.drafters.plan import Drafted, DraftPlan
 from treespec.drafters.ssm import SsmDrafter
-from treespec.errors import DraftError, RequestError
+from treespec.errors import DraftError, RequestError, TreespecError
 from treespec.metrics import Stats
 from treespec.planner import Planner
 from treespec.request import FinishReason, Request
 from treespec.round_costs import RoundSeconds
+from treespec.round_record import RoundObservers, RoundRecord
 from treespec.runner import Choices, Runner
 from treespec.sampling import logprobs_of
 from treespec.scheduler import Batch, Scheduler
 from treespec.tree import TokenTree, merge
 from treespec.verify import Verified, verify_greedy
+
+logger = logging.getLogger("treespec")
 
 
 class Scored(NamedTuple):
@@ -69,6 +74,9 @@ class Engine:
         lookup: what followed the same tokens before, or None.
         drafters: further sources: from outside, and drafts with other tokenizers.
         max_model_len: positions of the longest request.
+
+    Attributes:
+        observers: called after every round for each of its requests.
     """
 
     def __init__(
@@ -86,6 +94,8 @@ class Engine:
         self.max_model_len = max_model_len
         self.cache: KVCache = runner.cache
         self.stats = Stats()
+        self.observers = RoundObservers()
+        self._failures: Failures = {}  # requests of this round that a drafter failed for
         self._clock = _Clock(0.0)
         self._proposed: list[tuple[Drafter | SsmDrafter, dict[str, TokenTree]]] = []
 
@@ -143,33 +153,41 @@ class Engine:
         forced = [self._forced(request, plan) for request, plan in zip(requests, plans, strict=True)]
         if not any(plan.max_depth or plan.levels for plan in plans) and all(len(tree) == 1 for tree in forced):
             return forced
-        proposals: list[tuple[Drafter | SsmDrafter, list[TokenTree]]] = []
+        ids, depths = [request.request_id for request in requests], [plan.max_depth for plan in plans]
+        proposals: list[tuple[Drafter | SsmDrafter, dict[str, TokenTree]]] = []
         for drafter in self.drafters:
             began = time.perf_counter()
-            trees = drafter.propose(requests, [plan.max_depth for plan in plans])
+            trees, failures = ask(drafter, requests, depths, self.runner.target.vocab_size)
             if isinstance(drafter, ForeignDrafter):
                 self._clock.foreign += time.perf_counter() - began
-            vocab = self.runner.target.vocab_size
-            pairs = zip(requests, trees, strict=True)
-            proposals.append((drafter, [check_proposal(drafter.name, r, tree, vocab) for r, tree in pairs]))
+            self._failures |= failures
+            proposals.append((drafter, trees))
         if self.lookup is not None:
-            trees = self.lookup.propose(requests, [plan.max_depth for plan in plans], self.planner.least_value)
-            if any(len(tree) > 1 for tree in trees):
-                proposals.append((self.lookup, trees))
-        merged = [
-            _merged(request, own) for request, *own in zip(requests, forced, *(t for _, t in proposals), strict=True)
-        ]
+            found = self.lookup.propose(requests, depths, self.planner.least_value)
+            if any(len(tree) > 1 for tree in found):
+                proposals.append((self.lookup, dict(zip(ids, found, strict=True))))
+        merged = []
+        for request, tree in zip(requests, forced, strict=True):
+            own = [trees[request.request_id] for _, trees in proposals if request.request_id in trees]
+            merged.append(self._merged(request, [tree, *own]))
         if self.ssms is not None:
             began = time.perf_counter()
             merged = self.ssms.propose(requests, plans, self.planner, merged)
             self._clock.draft = time.perf_counter() - began
             if self.ssms.drafted.levels:
-                proposals.append((self.ssms, merged))
-        ids = [request.request_id for request in requests]
-        self._proposed = [(drafter, dict(zip(ids, trees, strict=True))) for drafter, trees in proposals]
+                proposals.append((self.ssms, dict(zip(ids, merged, strict=True))))
+        self._proposed = proposals
         cut = self.planner.cut(requests, merged, self.ssms.drafted if self.ssms is not None else Drafted(0, 0))
         # Fixed trees have guesses of probability 0, too, where there are no others.
         return [_pruned(request, tree) for request, tree in zip(requests, cut, strict=True)]
+
+    def _merged(self, request: Request, trees: Sequence[TokenTree]) -> TokenTree:
+        """What sources without a pass propose for a request; the first tree alone where they drew too much."""
+        try:
+            return _merged(request, trees)
+        except DraftError as error:
+            self._failures.setdefault(request, error)
+            return trees[0]
 
     def _forced(self, request: Request, plan: DraftPlan) -> TokenTree:
         """What must follow a request's text: the guess that costs nothing, so it is made even where sources rest."""
@@ -226,32 +244,51 @@ class Engine:
                 request.logprobs += [logprobs_of(row, token, count) for row, token in zip(rows, tokens, strict=True)]
         self.cache.commit(0, [r.pages for r in requests], [r.context_len for r in requests], paths)
         for drafter, trees in self._proposed:
-            own = [follow(trees[r.request_id], tokens) for r, tokens in zip(requests, emitted, strict=True)]
-            drafter.commit(requests, own)
+            asked = [(r, tokens) for r, tokens in zip(requests, emitted, strict=True) if r.request_id in trees]
+            if asked:
+                own = [follow(trees[r.request_id], tokens) for r, tokens in asked]
+                self._failures |= tell(drafter, [r for r, _ in asked], own)
         for request, tokens in zip(requests, emitted, strict=True):
             request.tokens.extend(tokens)
             request.context_len += len(tokens)
+            request.num_rounds += 1
         drafted = self.ssms.drafted if self.ssms is not None else Drafted(0, 0)
         seconds = self._clock.stop(drafted.read_seconds)
         self.planner.observe(
             requests, [each.scored.tree for each in decided], [len(tokens) for tokens in emitted], seconds
         )
+        if self.observers:
+            whole = sum(seconds) + self._clock.foreign
+            for ((request, tree, _), (path, bonus)), tokens in zip(decided, emitted, strict=True):
+                self.observers.notify(
+                    RoundRecord.of(request, tree, path, bonus, len(tokens), whole, self._clock.forward)
+                )
 
     def update(self, requests: Sequence[Request]) -> None:
-        """Let go of what has ended."""
+        """Let go of what has ended, and of the requests that a drafter failed for."""
         self.stats.rounds += bool(requests)
+        failures, self._failures = self._failures, {}
         for request in requests:
-            if request.ended is not None and not request.finished:
+            failure = failures.get(request)
+            if request.finished:
+                continue
+            if request.ended is not None:
                 self.finish(request, request.ended)
+                if failure is not None:
+                    logger.error("%s; the request had its whole output", failure, exc_info=failure.__cause__)
+            elif failure is not None:
+                self.finish(request, "error", failure)
 
-    def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
+    def finish(self, request: Request, reason: FinishReason, error: str | TreespecError | None = None) -> None:
         """End a request and free all that it holds, whatever a drafter does about it."""
         if request.finished:
             return
+        if isinstance(error, TreespecError):
+            request.failure, error = error, str(error)
         with ExitStack() as releases:
             for drafter in [self.ssms, self.lookup, *self.drafters]:
                 if drafter is not None:
-                    releases.callback(drafter.release, request)
+                    releases.callback(release, drafter, request)
             self.scheduler.finish(request, reason, error)
             self.stats.add_finished(request)
 

@@ -48,7 +48,8 @@ class VariantError(ModelError):
 
 
 class DraftError(TreespecError):
-    """A draft that does not fit its target, such as one of other size and without a tokenizer to translate by."""
+    """A draft that does not fit its target, such as one of other size and without a tokenizer to translate by, or a
+    `Drafter` object that failed."""
 
 
 class ExactnessError(TreespecError):

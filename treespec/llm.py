@@ -20,6 +20,7 @@ from treespec.build import Built, build
 from treespec.chat import Message, conversations
 from treespec.config import SpecConfig
 from treespec.defaults import check_generation_config, default_sampling_params
+from treespec.drafters.outside import is_from_outside
 from treespec.errors import ConfigError, RequestError, reject_unknown
 from treespec.grammar import Grammars
 from treespec.intake import Intake, Prompt, as_list, no_text
@@ -27,6 +28,7 @@ from treespec.param_values import checked
 from treespec.params import SamplingParams
 from treespec.request import Request, RequestOutput, StreamChunk
 from treespec.resolve import on_device, resolve_device
+from treespec.round_record import ObserverHandle, RoundObserver
 from treespec.rounds.engine import GraphEngine
 from treespec.sampler import SEED_BITS, new_seed
 from treespec.scalars import plain
@@ -177,8 +179,8 @@ class LLM(VllmMethods):
 
         Raises:
             ConfigError: an unknown keyword, one of vLLM's that is not supported, or parameters of another kind.
-            RequestError: no request could be served. Where others of the batch could, the bad ones come back with
-                finish_reason "error" and `error`.
+            RequestError, DraftError: no request could be served. Where others of the batch could, the bad ones come
+                back with finish_reason "error" and `error`.
         """
         refuse_unknown(LLM.generate, vllm_options)
         return self._generate(as_list(prompts), sampling_params, spec, use_tqdm, tokenization_kwargs)
@@ -200,7 +202,7 @@ class LLM(VllmMethods):
         with self._lock:
             outputs = [self._intake.output(entry) if isinstance(entry, list) else entry for entry in entries]
         if outputs and all(one.finish_reason == "error" for output in outputs for one in output.outputs):
-            raise RequestError(outputs[0].error)
+            raise next((r.exception for r in requests if r.failure is not None), RequestError(outputs[0].error))
         return outputs
 
     def chat(
@@ -272,7 +274,7 @@ class LLM(VllmMethods):
                 tokens = request.output_token_ids[emitted[request.sample] :]
                 emitted[request.sample] += len(tokens)
                 if request.error is not None:
-                    raise RequestError(request.error)
+                    raise request.exception
                 if request.finished and request.detokenizer is not None:
                     request.detokenizer.flush()
                 text = no_text(request.params)
@@ -306,8 +308,9 @@ class LLM(VllmMethods):
 
     @property
     def draft_names(self) -> tuple[str, ...]:
-        """The drafts that are models, as `SpecConfig.sources` may name them."""
-        return tuple(self._built.connections)
+        """The drafts, models first, as `SpecConfig.sources` may name them."""
+        own = (drafter.name for drafter in self.engine.drafters if is_from_outside(drafter))
+        return (*self._built.connections, *own)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """A copy of what a call without parameters uses."""
@@ -352,6 +355,26 @@ class LLM(VllmMethods):
                 "draft_start_seconds": curve.draft_start_seconds,
             },
         }
+
+    def check_sources(self, spec: SpecConfig) -> None:
+        """Raise ConfigError where `spec.sources` names a source that this engine lacks."""
+        models = tuple(self._built.connections)
+        spec.check_sources(models, self._built.memory["suffix"] > 0, self.draft_names[len(models) :])
+
+    def add_round_observer(self, observer: RoundObserver) -> ObserverHandle:
+        """Have `observer(record)` called with a `RoundRecord` for every request of every round, on every device.
+
+        It is called in the thread that runs the round, after the round's tokens were added and before the request
+        ends. Rounds on a GPU read their trees back for it, in one copy more; without an observer nothing is read. An
+        observer that raises is removed, and the log says so with its traceback; requests are not affected.
+
+        Returns:
+            A handle: `handle.remove()` ends the calls, as does the end of `with llm.add_round_observer(...):`.
+
+        Raises:
+            ConfigError: the observer cannot be called.
+        """
+        return self.engine.observers.add(observer)
 
     def between_rounds(self) -> AbstractContextManager[Any]:
         """Within it no round runs in another thread, so requests stay as they are."""
@@ -423,7 +446,10 @@ class LLM(VllmMethods):
     def _step(self) -> None:
         """One round. Where it breaks off in the middle, what ran in it is in no known state and ends."""
         if self._stepping:
-            raise RequestError("a processor cannot generate with the engine that called it, in the middle of a round")
+            raise RequestError(
+                "a processor, drafter or observer cannot generate with the engine that called it, in the middle of a "
+                "round; use another LLM"
+            )
         try:
             self._stepping = True
             with own_passes(self.config.device), on_device(self.config.device):
@@ -457,7 +483,7 @@ class LLM(VllmMethods):
         snapshots = {key: one.snapshot() for key, one in {id(one): one for one in each}.items()}
         each = [snapshots[id(one)] for one in each]
         resolved = SpecConfig.resolve(spec, self.spec)
-        resolved.check_sources(self.draft_names, remembers=self._built.memory["suffix"] > 0)
+        self.check_sources(resolved)
         slots = min(self.config.max_tree_slots, self.engine.runner.max_rows or self.config.max_tree_slots)
         if resolved.max_nodes > slots:
             raise ConfigError(

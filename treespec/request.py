@@ -12,6 +12,7 @@ import numpy as np
 from treespec.config import RANDOM_DRAWS, SpecConfig
 from treespec.detokenizer import Detokenizer
 from treespec.drafters.trust import Trust
+from treespec.errors import RequestError, TreespecError
 from treespec.params import SamplingParams
 from treespec.restriction import Restriction
 from treespec.sampler import Sampler
@@ -194,6 +195,7 @@ class Request:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    failure: TreespecError | None = None  # the exception behind `error`, where it is no RequestError
     arrival: float = field(default_factory=time.perf_counter)
     first_token_at: float | None = None
     finished_at: float | None = None
@@ -201,6 +203,7 @@ class Request:
     target_passes: int = 0
     prefill_passes: int = 0
     nodes_verified: int = 0
+    num_rounds: int = 0
     accepted_by_source: dict[str, int] = field(default_factory=dict)
     accepted_only_by_source: dict[str, int] = field(default_factory=dict)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
@@ -224,6 +227,11 @@ class Request:
     @property
     def num_generated(self) -> int:
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def exception(self) -> TreespecError:
+        """What a call raises for a request with an error."""
+        return self.failure or RequestError(self.error)
 
     @property
     def end_tokens(self) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from treespec.adapter.source import Source
 from treespec.adapter.trace import AdapterConfig
 from treespec.cache import pages_for
 from treespec.config import ModelConfig, SpecConfig
-from treespec.drafters.base import Drafter
+from treespec.drafters.base import Drafter, check_drafter, check_names
 from treespec.errors import CacheMemoryError, ConfigError, KernelError, ModelError
 from treespec.loading import libraries_folder
 from treespec.memory import free_memory
@@ -73,13 +73,10 @@ def resolve_drafts(
             add(folder.resolve().name, folder)
         elif isinstance(draft, nn.Module):
             add(type(draft).__name__, draft)
-        elif isinstance(draft, Drafter):
-            objects.append(draft)
         else:
-            raise ConfigError(
-                f"drafts: {draft!r} is neither a folder, a hub id, a model nor a Drafter (name, propose, commit, "
-                "release)"
-            )
+            check_drafter(draft)
+            objects.append(draft)
+    check_names(objects, [name for name, _ in places])
     return places, objects
 
 

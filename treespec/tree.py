@@ -23,7 +23,8 @@ class Draws:
     Args:
         parents, children: int64 [num_draws], node indices.
         sources: int64 [num_draws], indices into the tree's `source_names`.
-        probs: float64 [num_draws], q of the source for the child; 1 for a deterministic source.
+        probs: float64 [num_draws], q of the source for the child; 1 for a deterministic source, NaN where it is not
+            known.
         rows: int64 [num_draws], which of the tree's `draft_probs` a token was drawn from at random, -1 where it was
             chosen without chance; None where all were.
         excluded: by draw, the tokens that could not come up: the draw's law is its row without them, renormalised;
@@ -71,6 +72,39 @@ class TokenTree:
     def root(cls, token: int) -> "TokenTree":
         """The one-node tree: plain decoding."""
         return cls(np.array([token]), _NOBODY, _ZERO, _ONE, Draws.none(), ())
+
+    @classmethod
+    def from_parents(
+        cls, tokens: Sequence[int], parents: Sequence[int], probs: float | Sequence[float], source: str
+    ) -> "TokenTree":
+        """The tree that one source proposes.
+
+        Args:
+            tokens: [num_nodes], the root first.
+            parents: [num_nodes], the index of each node's parent, which precedes it; -1 for the root.
+            probs: [num_nodes], the estimated probability that the target goes on to a node from its parent, or one
+                number for all nodes; the root's is not read.
+            source: a name, for metrics.
+
+        Raises:
+            ValueError: lengths that differ, or a parent that does not precede its child.
+        """
+        count = len(tokens)
+        own = np.asarray(probs, dtype=np.float64)
+        own = np.full(count, own) if own.ndim == 0 else own
+        if not count == len(parents) == len(own) or not count:
+            raise ValueError(
+                f"{count} tokens, {len(parents)} parents and {len(own)} probs; give as many of each, the root first"
+            )
+        depths = [0]
+        for node in range(1, count):
+            if not 0 <= parents[node] < node:
+                raise ValueError(f"node {node} has parent {parents[node]}; valid: 0 to {node - 1}, as parents precede")
+            depths.append(depths[parents[node]] + 1)
+        above, children = np.array([-1, *parents[1:]], dtype=np.int64), np.arange(1, count)
+        draws = Draws(above[1:], children, np.zeros(count - 1, dtype=np.int64), np.ones(count - 1))
+        chances = np.append(1.0, own[1:])
+        return cls(np.array(tokens, dtype=np.int64), above, np.array(depths), chances, draws, (source,))
 
     def __len__(self) -> int:
         return len(self.tokens)

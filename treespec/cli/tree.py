@@ -29,7 +29,7 @@ from treespec.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from treespec.observe import Round
+    from treespec.round_record import RoundRecord
 
 NODES = "16"
 FIRST_ROUNDS = 8  # of these the one that accepted most is drawn, where no round was named
@@ -91,14 +91,14 @@ def tree(
         typer.echo("there is no draft: the root is the whole tree; give some with --draft", err=True)
 
 
-def _heading(shown: "Round", rounds: "list[Round]", chosen: bool) -> str:
+def _heading(shown: "RoundRecord", rounds: "list[RoundRecord]", chosen: bool) -> str:
     if not chosen:
         return f"round {shown.number}"
     accepted = " ".join(str(each.accepted) for each in rounds)
     return f"round {shown.number}, the best of the first {len(rounds)}: they accepted {accepted} drafted tokens"
 
 
-def _document(shown: "Round", num_rounds: int, drawn: Any) -> dict[str, Any]:
+def _document(shown: "RoundRecord", num_rounds: int, drawn: Any) -> dict[str, Any]:
     return {
         "round": shown.number,
         "rounds": num_rounds,

@@ -87,7 +87,7 @@ def generate(
     if torch.is_autocast_enabled(llm.config.device.type):
         _say_no_autocast(llm.config.dtype)
     stopping = type(stopping_criteria)(started_later(criteria, time.time() - began))
-    resolved.check_sources(llm.draft_names, remembers=False)
+    llm.check_sources(resolved)
     decoder = llm.engine.runner.target
     least, largest = int(input_ids.min()), int(input_ids.max())
     if not 0 <= least <= largest < decoder.vocab_size:
@@ -103,7 +103,7 @@ def generate(
     streamer = _Streamer(token_streamer, prompts, rows, generation_config)
     for row in llm._run(rows):
         if row.error is not None:
-            raise RequestError(row.error)
+            raise row.exception
         with llm.between_rounds():
             due = streamer.due()
         streamer.put(due)

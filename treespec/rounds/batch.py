@@ -22,6 +22,7 @@ import torch
 from treespec.rounds.draft import DraftHalf
 from treespec.rounds.inputs import RoundInput, RoundInputs, RoundLimits
 from treespec.rounds.passes import ModelStack
+from treespec.rounds.trees import RoundTree
 from treespec.rounds.verify import RoundResult, VerifyHalf
 from treespec_kernels.graph_capture import GraphMemory, captured
 
@@ -72,6 +73,10 @@ class BatchRound:
         self._launch(levels, nodes, any(request.temperature for request in requests))
         self._wait()
         return self._verify.results(requests, nodes, drafted=levels > 0)
+
+    def trees(self, num_requests: int, nodes: int) -> list[RoundTree]:
+        """The trees of the round that has just run, read back; the arguments are those of `run`."""
+        return self._verify.trees(num_requests, nodes)
 
     def replay(self, levels: int, nodes: int) -> None:
         """The kernels of a round on whatever the buffers hold, to measure them."""

@@ -7,10 +7,12 @@ import numpy as np
 
 from treespec.drafters.base import Drafter
 from treespec.drafters.lookup import LookupDrafter
+from treespec.drafters.outside import may_draft
 from treespec.drafters.ssm import SsmDrafter
 from treespec.engine import Engine, follow
 from treespec.planner import Planner
 from treespec.request import Request
+from treespec.round_record import RoundRecord
 from treespec.rounds.build import Rounds
 from treespec.rounds.inputs import MAX_ENDS, RoundInput
 from treespec.rounds.planner import PLAIN, RoundPlan, RoundPlanner
@@ -70,7 +72,9 @@ class GraphEngine(Engine):
         largest = self.rounds.limits.nodes[-1]
         if largest == 1 or (not spec.is_adaptive and spec.max_nodes > largest):
             return False  # the engine was built for smaller trees
-        return not (request.draws_at_random or spec.branching or self.drafters)
+        if any(may_draft(drafter, request) for drafter in self.drafters):
+            return False
+        return not (request.draws_at_random or spec.branching)
 
     def decode(self, requests: Sequence[Request]) -> list[Request]:
         """A captured round of these requests. Returns those whose target computed NaN or infinity: nothing of them was
@@ -89,19 +93,28 @@ class GraphEngine(Engine):
         rows = zip(requests, shapes, seeds, strict=True)
         batch = self.rounds.round_for(size, max(request.context_len for request in requests))
         results = batch.run([self._input(request, *shape, seed) for request, shape, seed in rows], *plan)
-        undecided = []
+        undecided, emitted = [], []
         for request, (depth, _), seed, result in zip(requests, shapes, seeds, results, strict=True):
             request.target_passes += 1
             request.nodes_verified += len(result.depths)
             if not result.tokens:
                 self.cache.scrub_slots(0, request.pages, request.context_len, plan.nodes)
                 undecided.append(request)
+                emitted.append(0)
             else:
-                self._emit(request, result, seed, drafted=depth > 0)
+                emitted.append(self._emit(request, result, seed, drafted=depth > 0))
         speculated = [r for r, (depth, _) in zip(results, shapes, strict=True) if depth and r.tokens]
         trees = [(result.values, result.depths) for result in speculated]
         accepted = [len(result.tokens) - 1 for result in speculated]
-        planner.observe(plan, trees, accepted, time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        planner.observe(plan, trees, accepted, seconds)
+        if self.observers and any(emitted):
+            read = batch.trees(len(requests), plan.nodes)
+            names = self.ssms.names if self.ssms is not None else ()
+            for request, result, count, tree, seed in zip(requests, results, emitted, read, seeds, strict=True):
+                if count:
+                    whole, bonus = tree.token_tree(names, seed), result.tokens[-1]
+                    self.observers.notify(RoundRecord.of(request, whole, tree.path, bonus, count, seconds))
         return undecided
 
     def _has_sources(
@@ -164,8 +177,8 @@ class GraphEngine(Engine):
             weights, seeds, depth, nodes, _LEAST_VALUE,
         )  # fmt: skip
 
-    def _emit(self, request: Request, result: RoundResult, seeds: TokenTree | None, drafted: bool) -> None:
-        """Take over what a round made of a request."""
+    def _emit(self, request: Request, result: RoundResult, seeds: TokenTree | None, drafted: bool) -> int:
+        """Take over what a round made of a request. Returns how many tokens it emitted."""
         tokens = request.accept(result.tokens)
         path = np.zeros(1, dtype=np.int64) if seeds is None else follow(seeds, tokens)
         if drafted:
@@ -177,6 +190,8 @@ class GraphEngine(Engine):
             self.lookup.commit([request], [path])
         request.tokens.extend(tokens)
         request.context_len += len(tokens)
+        request.num_rounds += 1
+        return len(tokens)
 
     def _sources(self, bits: int, seeds: TokenTree | None, path: np.ndarray, depth: int) -> tuple[str, ...]:
         """Who proposed the token at `depth`: the device has a bit for each SSM, and one for all seeds."""

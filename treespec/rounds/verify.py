@@ -10,6 +10,7 @@ from torch import Tensor
 from treespec.rounds.draft import DraftHalf
 from treespec.rounds.inputs import RoundInput, RoundInputs
 from treespec.rounds.passes import ModelStack, StackPasses
+from treespec.rounds.trees import RoundTree
 from treespec_kernels.device_trees import DeviceTrees
 from treespec_kernels.kv_commit import kv_commit_triton
 from treespec_kernels.row_topk import row_topk_triton
@@ -111,3 +112,24 @@ class VerifyHalf:
                 )
             )
         return results
+
+    def trees(self, num_requests: int, nodes: int) -> list[RoundTree]:
+        """The trees of the last round of that many nodes, with one more copy to the host than `results` needs."""
+        width, rows, on_device = self.inputs.limits.width, self._rows[nodes].numpy(), self._trees[nodes]
+        copied = torch.stack((on_device.tokens, on_device.parents)).cpu().numpy().astype(np.int64)
+        bounds = np.cumsum([1, width, width, nodes, nodes])
+        found = []
+        for i in range(num_requests):
+            _, _, path, values, depths, masks = np.split(rows[i], bounds)
+            count, size = int(rows[i, 0]), int((depths >= 0).sum())
+            found.append(
+                RoundTree(
+                    copied[0, i, :size],
+                    copied[1, i, :size],
+                    depths[:size].astype(np.int64),
+                    values[:size].view(np.float32).astype(np.float64),
+                    masks[:size].tolist(),
+                    path[:count].astype(np.int64),
+                )
+            )
+        return found

@@ -1,0 +1,123 @@
+"""Observers of captured rounds, on a simulated GPU: run by tests/test_observe.py."""
+
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from typer.testing import CliRunner
+
+from tests.interpreted.simulated_gpu_cases import PROMPTS, SMALL, TREES, open_on_gpu
+from tests.models import greedy, make_llama, new_folder, open_llm
+from tests.simulated_gpu import Gpu
+from treespec import LLM, RoundRecord, SamplingParams, SpecConfig
+from treespec.bench.profile import profiled
+from treespec.cli import app
+from treespec.request import Request, RequestOutput
+from treespec.rounds.engine import GraphEngine
+
+torch.set_num_threads(1)
+
+
+@contextlib.contextmanager
+def copies_of_rounds(gpu: Gpu) -> Iterator[list[list[str]]]:
+    """By captured round, what the host waited for beside its end."""
+    decode, found = GraphEngine.decode, list[list[str]]()
+
+    def watched(engine: GraphEngine, requests: Sequence[Request]) -> list[Request]:
+        before = len(gpu.waits)
+        undecided = decode(engine, requests)
+        if requests:
+            found.append(gpu.waits[before:])
+        return undecided
+
+    with mock.patch.object(GraphEngine, "decode", watched):
+        yield found
+
+
+def assert_tell(records: Sequence[RoundRecord], output: RequestOutput) -> None:
+    """The records of a request, against its output and its metrics, which do not come from them."""
+    own = [each for each in records if each.request_id == output.request_id]
+    metrics, written = output.metrics, list[int]()
+    accepted: Counter[str] = Counter()
+    for number, each in enumerate(own, start=1):
+        tree, path = each.tree, each.path
+        tree.check_integrity()
+        assert each.number == number and [*each.context, int(tree.tokens[0])] == [*output.prompt_token_ids, *written]
+        assert path[0] == 0 and (tree.parents[path[1:]] == path[:-1]).all()
+        assert ((tree.probs >= 0) & (tree.probs <= 1)).all()
+        by_path = [np.prod(tree.probs[tree.path_to(node)]) for node in range(len(tree))]
+        assert np.allclose(tree.values, by_path, rtol=1e-5)
+        for node in path[1:].tolist():
+            accepted.update(tree.sources_of(node))
+        written += each.emitted
+    assert written == output.outputs[0].token_ids
+    assert metrics.accepted_by_source == dict(accepted)
+    assert (metrics.target_passes, metrics.nodes_verified) == (len(own), sum(len(each.tree) for each in own))
+
+
+def run_tree(llm: LLM, *arguments: str, code: int = 0) -> Any:
+    """What `treespec tree` prints of token ids, as JSON, with this engine."""
+    with mock.patch("treespec.cli.tree.load_llm", lambda *given: llm):
+        done = CliRunner().invoke(app, ["tree", *arguments, "--json"])
+    assert done.exit_code == code, done.output
+    return json.loads(done.stdout)
+
+
+def test_captured_rounds_are_told(gpu: Gpu) -> None:
+    llm = open_on_gpu()
+    repeated = [5, 9, 2, 7] * 5
+    prompts = [PROMPTS[0], repeated]
+    params = [greedy(4), greedy(4, temperature=0.9, seed=3)]
+    records: list[RoundRecord] = []
+    with copies_of_rounds(gpu) as copies, llm.add_round_observer(records.append), profiled(llm.engine) as profile:
+        outputs = llm.generate(prompts, params, spec=TREES)
+        plain = llm.generate(prompts[:1], greedy(1), spec="off")
+    assert len(copies) > 2 and {len(waits) for waits in copies} == {1}, "one copy more a round, for all its requests"
+    assert profile.accepted == Counter(each.accepted for each in records) and profile.rounds == len(copies)
+    with copies_of_rounds(gpu) as copies:
+        after = llm.generate(prompts, params, spec=TREES)
+    assert copies and not any(copies)
+    for output in [*outputs, *plain]:
+        assert_tell(records, output)
+    assert [output.outputs[0].token_ids for output in after] == [output.outputs[0].token_ids for output in outputs]
+    sizes = [len(each.tree) for each in records]
+    assert max(sizes) == 8 and max(int(each.tree.depths.max()) for each in records) == 2
+    assert {name for each in records for name in each.tree.source_names} == {"near", "other", "lookup"}
+    told = {each.tree.sources_of(node) for each in records for node in range(1, len(each.tree))}
+    assert {name for names in told for name in names} >= {"near", "other", "lookup"} and max(map(len, told)) > 1
+    both = [each for each in records if each.request_id == outputs[0].request_id][-1]
+    assert json.loads(json.dumps(both.as_dict()))["bonus"] == both.bonus
+
+    # `treespec tree`, and the rounds in a row are the output.
+    drawn = [run_tree(llm, "3 1 4", "--round", str(number)) for number in (1, 2)]
+    with mock.patch("treespec.cli.tree.FIRST_ROUNDS", 2):
+        best = run_tree(llm, "3 1 4")
+    emitted = [token for each in drawn for token in each["emitted"]]
+    assert emitted == llm.generate([[3, 1, 4]], greedy(len(emitted)), spec="off")[0].outputs[0].token_ids
+    assert [each["round"] for each in drawn] == [1, 2] and all(len(each["tokens"]) == 8 for each in drawn)
+    assert best["rounds"] == 2 and all(best["sources"][1:])
+    assert not llm.engine.observers
+    llm.engine.check_integrity()
+
+
+def test_plain_targets_and_outputs_of_one_round(gpu: Gpu) -> None:
+    target = make_llama(new_folder("plain") / "target", 0, torch.float16, **SMALL)
+    options: dict[str, Any] = {"device": "cuda", "dtype": "float16", "max_num_seqs": 1, "max_model_len": 12}
+    with mock.patch("treespec.build._prove"):
+        llm = open_llm(target, [], spec=SpecConfig(nodes=8, max_depth=2), **options)
+    assert llm.stats()["frozen"]["rounds"] == "on the device"
+    whole = "5 9 2 5 9 2 5 9 2 5 9"  # room for one token
+    [output] = llm.generate([[int(token) for token in whole.split()]], SamplingParams())
+    for arguments in ((), ("--round", "1")):
+        document = run_tree(llm, whole, *arguments)
+        assert (document["round"], document["rounds"], document["tokens"]) == (1, 1, [9])
+        assert document["emitted"] == [document["bonus"]] == output.outputs[0].token_ids
+    refused = run_tree(llm, whole, "--round", "2", code=2)
+    assert "the output ended in round 1; valid: 1 to 1" in refused["error"]["message"]
+    looked_up = run_tree(llm, "5 9 2 5 9 2 5", "--round", "1")
+    assert len(looked_up["tokens"]) > 1 and {name for names in looked_up["sources"] for name in names} == {"lookup"}

@@ -1,0 +1,151 @@
+"""What a round did for a request, and the observers that are told."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from treespec.errors import ConfigError
+from treespec.surroundings import outside_code
+from treespec.tree import TokenTree
+
+if TYPE_CHECKING:
+    from treespec.request import Request
+
+logger = logging.getLogger("treespec")
+
+RoundObserver = Callable[["RoundRecord"], object]
+
+
+@dataclass(frozen=True, eq=False)
+class RoundRecord:
+    """One round of one request: the token tree that the target verified and what was accepted of it.
+
+    In rounds that run from captured CUDA graphs `tree.draws.probs` is NaN, because the device keeps only the mixture of
+    the sources' probabilities, which is `tree.probs`.
+
+    Attributes:
+        request_id: as in `RequestOutput`.
+        number: of this round among those of the sample, counted from 1.
+        context: the tokens before the root of the tree, prompt and output.
+        tree: every verified node with its probability and the names of the sources that proposed it.
+        path: int64 [1 + accepted], the accepted nodes, root first.
+        bonus: the target's own token after the path; None where the output ended inside the path.
+        index: of the sample, as `CompletionOutput.index`.
+        seconds: of the whole round, for all requests that took part in it.
+        target_seconds: of the target pass; None in captured rounds, where it is not timed apart.
+    """
+
+    request_id: str
+    number: int
+    context: list[int]
+    tree: TokenTree
+    path: np.ndarray
+    bonus: int | None
+    index: int = 0
+    seconds: float = 0.0
+    target_seconds: float | None = None
+
+    @property
+    def accepted(self) -> int:
+        """The number of accepted drafted tokens."""
+        return len(self.path) - 1
+
+    @property
+    def emitted(self) -> list[int]:
+        """The tokens that the round added to the output."""
+        tokens = self.tree.tokens[self.path[1:]].tolist()
+        return tokens if self.bonus is None else [*tokens, self.bonus]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The record in types that `json.dumps` takes; `sources` lists names by node, none for the root."""
+        tree = self.tree
+        return {
+            "request_id": self.request_id,
+            "index": self.index,
+            "number": self.number,
+            "context": self.context,
+            "tokens": tree.tokens.tolist(),
+            "parents": tree.parents.tolist(),
+            "probs": tree.probs.tolist(),
+            "sources": [list(tree.sources_of(node)) for node in range(len(tree))],
+            "path": self.path.tolist(),
+            "bonus": self.bonus,
+            "seconds": self.seconds,
+            "target_seconds": self.target_seconds,
+        }
+
+    @classmethod
+    def of(
+        cls, request: "Request", tree: TokenTree, path: np.ndarray, bonus: int, emitted: int, seconds: float,
+        target_seconds: float | None = None,
+    ) -> "RoundRecord":  # fmt: skip
+        """The record of a round whose `emitted` tokens have just been added to the request.
+
+        `path` and `bonus` are those that verification found; a stop may have cut them.
+        """
+        complete = emitted == len(path)  # the accepted nodes and the bonus token
+        context = request.tokens[: len(request.tokens) - emitted - 1]
+        kept = path if complete else path[: 1 + emitted]
+        return cls(
+            request.output_id, request.num_rounds, context, tree, kept, int(bonus) if complete else None,
+            request.sample, seconds, target_seconds,
+        )  # fmt: skip
+
+
+class ObserverHandle:
+    """A registered observer. `remove()`, or the end of a `with` block over the handle, ends the calls."""
+
+    def __init__(self, observer: RoundObserver, registered: "list[ObserverHandle]"):
+        self._observer, self._registered = observer, registered
+        registered.append(self)
+
+    def remove(self) -> None:
+        """Call the observer no more. Removing it twice does nothing."""
+        if self in self._registered:
+            self._registered.remove(self)
+
+    def __enter__(self) -> "ObserverHandle":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.remove()
+
+
+class RoundObservers:
+    """The observers of an engine. False in a condition while there is none."""
+
+    def __init__(self) -> None:
+        self._handles: list[ObserverHandle] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._handles)
+
+    def add(self, observer: RoundObserver) -> ObserverHandle:
+        """Register an observer.
+
+        Raises:
+            ConfigError: it cannot be called.
+        """
+        if not callable(observer):
+            raise ConfigError(f"observer={observer!r}; valid: a function that takes a RoundRecord")
+        return ObserverHandle(observer, self._handles)
+
+    def notify(self, record: RoundRecord) -> None:
+        """Call every observer. One that raises is removed and logged: no request may fail for what only watches it."""
+        for handle in list(self._handles):
+            try:
+                with outside_code():
+                    handle._observer(record)
+            except Exception:
+                handle.remove()
+                name = getattr(handle._observer, "__qualname__", type(handle._observer).__name__)
+                logger.exception(
+                    "round observer %s failed in round %d of request %s and was removed; the request goes on",
+                    name, record.number, record.request_id,
+                )  # fmt: skip

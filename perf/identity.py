@@ -27,9 +27,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from treespec import LLM, RequestOutput, SamplingParams, SpecConfig
+from treespec import LLM, RequestOutput, RoundRecord, SamplingParams, SpecConfig
 from treespec.bench.run import commit
-from treespec.engine import Decided, Engine
 from treespec.runner import Runner
 from treespec_weights import default_folder, default_names
 
@@ -37,31 +36,31 @@ TIE = 1e-4  # two logits closer than this share of the row's RMS are a rounding 
 
 
 class LogitRecorder:
-    """Keeps the logits of every node whose token choice was emitted, by request and position."""
+    """Keeps the logits of every node whose token choice was emitted, by request and position.
 
-    def __init__(self, engine: Engine):
+    Captured rounds hand no logits to the host, so nothing is kept of them.
+    """
+
+    def __init__(self, llm: LLM):
         self.rows: dict[tuple[str, int], Tensor] = {}
-        self._last: dict[tuple[str, int], Tensor] = {}
-        runner: Runner = engine.runner
-        compute, commit = runner.logits, engine.commit
+        self._last: dict[str, Tensor] = {}  # of each request's last tree, [num_nodes, vocab]
+        runner: Runner = llm.engine.runner
+        compute = runner.logits
 
         def logits(requests: Any, trees: Any) -> Tensor:
             result = compute(requests, trees)
-            start = 0
-            for request, tree in zip(requests, trees, strict=True):
-                self._last[request.request_id, len(tree)] = result[start : start + len(tree)]
-                start += len(tree)
+            for request, rows in zip(requests, result.split([len(tree) for tree in trees]), strict=True):
+                self._last[request.output_id] = rows
             return result
 
-        def recording(decided: Sequence[Decided]) -> None:
-            for (request, tree, _), (path, _) in decided:
-                rows = self._last[request.request_id, len(tree)]
-                for depth, node in enumerate(path):
-                    self.rows[request.request_id, request.context_len + depth] = rows[node].clone()
-            self._last.clear()
-            commit(decided)
+        runner.logits = logits  # type: ignore[method-assign]
+        llm.add_round_observer(self._keep)
 
-        runner.logits, engine.commit = logits, recording  # type: ignore[method-assign]
+    def _keep(self, record: RoundRecord) -> None:
+        rows = self._last.pop(record.request_id, None)
+        if rows is not None:
+            for depth, node in enumerate(record.path.tolist()):
+                self.rows[record.request_id, len(record.context) + depth] = rows[node].clone()
 
     def take(self, outputs: list[RequestOutput]) -> list[Tensor]:
         """Per output, the logits behind each of its tokens, [num tokens, vocab]; forgets everything."""
@@ -205,7 +204,7 @@ def greedy(args: argparse.Namespace) -> int:
     )
     for dtype, batch in itertools.product(args.dtypes, args.batches):
         llm = LLM(model, drafts=drafts, dtype=dtype, max_num_seqs=batch, compile=args.compile)
-        recorder = LogitRecorder(llm.engine)
+        recorder = LogitRecorder(llm)
         prompts = read_prompts(args.prompts, llm.get_tokenizer(), llm.engine.runner.target.vocab_size)
         plain = llm.generate(prompts, params, spec="off")
         plain_logits = recorder.take(plain)

@@ -46,7 +46,7 @@ def balanced(entries: Sequence[dict[str, str]], count: int) -> list[dict[str, st
 
 @contextmanager
 def counting_passes(llm: LLM) -> Iterator[Counter[str]]:
-    """Counts the SSMs' passes of a run from outside."""
+    """Counts the SSMs' passes of a run. Captured rounds on a GPU do not propose on the host, so they would count 0."""
     total: Counter[str] = Counter()
     ssms, original = llm.engine.ssms, llm.engine.ssms.propose
 
@@ -95,7 +95,7 @@ def main() -> None:
     others = sorted(folder for folder in args.compare.iterdir() if folder.is_dir()) if args.compare else []
     entries = json.loads((default_folder("target").parent / "heldout_prompts.json").read_text())
     entries = balanced(entries, args.prompts)
-    llm = LLM(drafts=[*ssms, *map(str, others)], dtype=args.dtype, max_num_seqs=args.batch, compile=False)
+    llm = LLM(drafts=[*ssms, *map(str, others)], device="cpu", dtype=args.dtype, max_num_seqs=args.batch, compile=False)
     merged, one = (*ssms,), {"max_ssms": 1}
     modes: dict[str, dict[str, Any]] = {name: {"sources": (name,)} for name in [*ssms, *(f.name for f in others)]}
     modes |= {"SSMs merged": {"sources": merged}, "SSMs, one a round": {"sources": merged} | one}

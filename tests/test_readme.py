@@ -1,4 +1,4 @@
-"""What the README says is true: its commands and its example run, and its map leads somewhere."""
+"""What README and docs say is true: their commands and examples run, and their links lead somewhere."""
 
 import re
 import shlex
@@ -10,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+DOCS = sorted((ROOT / "docs").glob("*.md"))
 WEIGHTS = ROOT / "weights" / "treespec_weights" / "default"
 
 needs_weights = pytest.mark.skipif(
@@ -75,11 +76,41 @@ def test_the_example_of_structured_outputs_runs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_map_leads_somewhere() -> None:
-    links = re.findall(r"\]\(([^)#]+)\)", README)
-    paths = [link for link in links if "://" not in link]
-    assert len(paths) > 10
-    assert not [path for path in paths if not (ROOT / path).exists()]
+@needs_weights
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+def test_the_examples_of_a_document_run(path: Path, tmp_path: Path) -> None:
+    """One after the other, as a reader would run them in one session."""
+    blocks = re.findall(r"^```python\n(.*?)\n```$", path.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+    assert blocks
+    code = "\n".join([*blocks, *SHOWN.get(path.name, ())])
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+SHOWN = {
+    "drafters.md": [
+        "assert output.metrics.accepted_by_source['table'] and accepted['table', 1]",
+        "assert set(again.metrics.accepted_by_source) == {'replay'} and again.metrics.acceptance_length > 3",
+        "assert again.outputs[0].token_ids == output.outputs[0].token_ids",
+        "assert str(failed).startswith(\"drafter 'broken' proposed NoneType instead of a TokenTree\")",
+    ]
+}
+"""What the examples of a document have shown, as code behind them."""
+
+
+def test_the_complete_drafter_is_short() -> None:
+    text = (ROOT / "docs" / "drafters.md").read_text(encoding="utf-8")
+    code = re.search(r"^```python\n(.*?)\n```$", text, flags=re.DOTALL | re.MULTILINE)
+    assert code and len(code[1].splitlines()) < 40
+
+
+def test_links_lead_somewhere() -> None:
+    for path in [ROOT / "README.md", *DOCS]:
+        links = re.findall(r"\]\(([^)#]+)\)", path.read_text(encoding="utf-8"))
+        paths = [link for link in links if "://" not in link]
+        assert len(paths) > 10 or path in DOCS
+        assert not [link for link in paths if not (path.parent / link).exists()]
+    assert DOCS and all(f"(docs/{path.name})" in README for path in DOCS)
 
 
 def test_the_test_command_is_what_the_checks_run() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import stat
 from collections import Counter
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -15,17 +16,55 @@ MAX_JSON_BYTES = 256 << 20  # the largest published tokenizer.json is about 35 M
 def resolve_folder(folder: Path | str) -> Path:
     """The real path of a checkpoint folder.
 
-    Raises FileNotFoundError where there is none, NotADirectoryError where `folder` is a file.
+    Raises FileNotFoundError where there is none, NotADirectoryError where `folder` is a file, CheckpointError where it
+    is a GGUF file or a folder whose only weights are GGUF files.
     """
     try:
         if not os.fspath(folder):
             raise ValueError("empty path")
         real = Path(os.path.realpath(folder, strict=True))
     except (FileNotFoundError, NotADirectoryError, ValueError) as error:
-        raise FileNotFoundError(f"no such checkpoint folder: {str(folder)!r}") from error
+        raise FileNotFoundError(f"no such checkpoint folder: {str(folder)!r}{_hub_hint(str(folder))}") from error
+    if (gguf := _gguf_of(real)) is not None:
+        raise CheckpointError(folder, [Problem("file", repr(gguf.name), _no_gguf(gguf))])
     if not real.is_dir():
         raise NotADirectoryError(f"{str(folder)!r} is a file; give the folder that holds it")
     return real
+
+
+def _hub_hint(name: str) -> str:
+    """How to get a model of the Hugging Face hub, where `name` may have been meant as one."""
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name, re.ASCII):
+        return ""
+    if "/" in name:
+        return f"; if it is a model of the Hugging Face hub, download it first: treespec weights fetch {name}"
+    return (
+        "; models of the Hugging Face hub are named owner/name, such as openai-community/gpt2 (treespec weights fetch "
+        "owner/name downloads one)"
+    )
+
+
+def _gguf_of(path: Path) -> Path | None:
+    """The GGUF file that a path is, or the first of a folder without safetensors; None where there is none."""
+    if path.is_file():
+        return path if path.suffix.lower() == ".gguf" else None
+    try:
+        names = sorted(os.listdir(path)) if path.is_dir() else []
+    except OSError:
+        return None  # opening the folder's files says what is wrong
+    if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
+        return None
+    return next((path / name for name in names if name.lower().endswith(".gguf")), None)
+
+
+def _no_gguf(path: Path) -> str:
+    """What to do with a GGUF file."""
+    source = f"({str(path.parent)!r}, gguf_file={path.name!r})"
+    return (
+        "GGUF is not supported; supported are folders with config.json and *.safetensors. transformers converts it "
+        f"(pip install gguf): AutoModelForCausalLM.from_pretrained{source}.save_pretrained(NEW_FOLDER), and the same "
+        "with AutoTokenizer"
+    )
 
 
 def file_inside(folder: Path, name: str) -> Path:

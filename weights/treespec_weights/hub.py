@@ -67,7 +67,7 @@ def fetch(hub_id: str, revision: str | None = None, to: Path | str | None = None
         if any(folder.glob("*.safetensors")):
             raise
         raise HubError(
-            f"{_named(hub_id, revision)} has no complete safetensors (pickles are never fetched): {error}"
+            f"{_named(hub_id, revision)} has no complete safetensors (pickles and GGUF files are not fetched): {error}"
         ) from error
     return folder
 

@@ -6,10 +6,12 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from treespec.errors import ConfigError, RequestError, reject_unknown
 from treespec.scalars import as_int, plain
+from treespec_weights.sentencepiece import missing_packages, sentencepiece_error
 
 logger = logging.getLogger("treespec")
 
@@ -29,17 +31,28 @@ def load_tokenizer(tokenizer: Any, folder: str | os.PathLike[str]) -> Any:
             raise ConfigError(f"tokenizer={tokenizer!r} is no folder with tokenizer files ({', '.join(names)})")
         logger.info("%s has no tokenizer: prompts and outputs are token ids", source)
         return None
+    check_sentencepiece(source)
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     # AutoTokenizer imports the model's config first, 3 s of code that is of no use here.
     kind = PreTrainedTokenizerFast if _names_its_class(source) else AutoTokenizer
     try:
-        return kind.from_pretrained(source, local_files_only=True)
+        found = kind.from_pretrained(source, local_files_only=True)
     except Exception as error:  # of a damaged file whatever its parsers raise: KeyError, TypeError, a bare Exception
         raise ConfigError(
             f"the tokenizer files of {source} cannot be read ({type(error).__name__}: {error}); mend or remove them, "
             "or give LLM(tokenizer=...)"
         ) from error
+    if isinstance(warned := getattr(found, "deprecation_warnings", None), dict):
+        warned["sequence-length-is-longer-than-the-specified-maximum"] = True  # such prompts are refused with an error
+    return found
+
+
+def check_sentencepiece(folder: str | os.PathLike[str]) -> None:
+    """Raise ConfigError where a folder's tokenizer is a sentencepiece model that cannot be read with the packages that
+    are installed."""
+    if missing := missing_packages(Path(folder)):
+        raise ConfigError(sentencepiece_error(os.fspath(folder), missing))
 
 
 def _names_its_class(folder: str) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 from treespec_weights.errors import CheckpointError, Problem
 from treespec_weights.files import read_json
+from treespec_weights.sentencepiece import missing_packages, sentencepiece_error
 from treespec_weights.tokenizer import TOKENIZER
 
 FILES = (TOKENIZER, "tokenizer.model", "vocab.json")
@@ -120,6 +121,9 @@ class Codec:
 
 def _converted(folder: Path) -> dict[str, Any]:
     """The older files of a tokenizer as transformers converts them."""
+    if missing := missing_packages(folder):
+        message = sentencepiece_error(str(folder), missing)
+        raise CheckpointError(folder, [Problem("tokenizer", "'tokenizer.model'", message)])
     from transformers import AutoTokenizer
 
     try:

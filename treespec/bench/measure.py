@@ -123,7 +123,6 @@ def interleave(
     prompts: Sequence[list[int]],
     batch: int,
     repeats: int,
-    tick: Callable[[], object] = lambda: None,
     seed: int = 0,
 ) -> dict[str, list[Sample]]:
     """Every mode over all prompts, `repeats` times; one sample per mode and repeat.
@@ -142,6 +141,5 @@ def interleave(
             seeds = [sampling_seed(seed, repeat, prompt) for prompt in range(start, start + len(given))]
             for name in names[turn:] + names[:turn]:
                 samples[name][-1].add(runs[name](given, seeds))
-                tick()
             turn = (turn + 1) % len(names)
     return samples

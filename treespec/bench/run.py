@@ -3,8 +3,9 @@
 import platform
 import subprocess
 import sys
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from treespec.bench.grow import Grown
 from treespec.bench.measure import Run, Sample, interleave, run_ours
 from treespec.bench.modes import PLAIN, Mode, Peer, Selection, our_modes, peer_modes, select
 from treespec.bench.peers import Transformers
+from treespec.bench.progress import Plan, Progress
 from treespec.bench.prompts import Prompt, choose, read_prompts
 from treespec.bench.report import DEFINITIONS, best, comparisons, mismatches, summarise
 from treespec.bench.rules import default_branching, intervals, rule_modes
@@ -79,22 +81,24 @@ class Options:
 def bench(
     options: Options,
     grown: Grown | None = None,
-    progress: Callable[[int, int], object] = lambda done, total: None,
+    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Measure, and return the document that `--json` prints.
 
     Args:
         options: what to measure.
         grown: how the target was grown, where it was; then the small one decodes the prompts too.
-        progress: called with the batches that are done, one for each mode, and their number.
+        progress: is told how far it is.
 
     Raises:
         ConfigError: a mode, a prompt file or a value that is refused. As `LLM` otherwise.
     """
+    progress = progress or Progress()
     target = resolve_model(options.model)
     folders = dict(resolve_folders(options.model, options.drafts))
     selection = _selection(options, list(folders))
     specs = {mode.name: mode.spec for mode in selection.ours}  # refuses bad values before anything is loaded
+    progress.stage("loading the models")
     llm = LLM(
         target, [*folders.values()], _widest(specs.values()), device=options.device, dtype=options.dtype,
         max_num_seqs=max(options.batches), compile=options.compile, quantization=options.quantization,
@@ -104,21 +108,25 @@ def bench(
     memory = {"peak_with_ours": _peak_mib()}
     needed = {peer.draft for peer in selection.peers}
     drafts = {name: folder for name, folder in folders.items() if name in needed}
+    if selection.peers:
+        progress.stage("loading the models into transformers")
     peers = Transformers(target, drafts, llm.config.device, llm.config.dtype) if selection.peers else None
-    per_batch = [_runs(batch, options, selection, specs, llm, peers) for batch in options.batches]
-    rounds = [options.warmup + options.repeats * (len(ids) // batch) for batch in options.batches]
-    total, done = sum(n * len(by_mode) for n, by_mode in zip(rounds, per_batch, strict=True)), Counter[str]()
-
-    def tick() -> None:
-        done["batches"] += 1
-        progress(done["batches"], total)
-
+    per_batch = {batch: _runs(batch, options, selection, specs, llm, peers) for batch in options.batches}
+    plan = Plan(
+        {
+            (batch, mode): options.warmup + options.repeats * (len(ids) // batch)
+            for batch, by_mode in per_batch.items()
+            for mode in by_mode
+        }
+    )
+    progress.began(plan)
     runs = []
-    for batch, by_mode in zip(options.batches, per_batch, strict=True):
+    for batch, by_mode in per_batch.items():
+        counted = {mode: _counted(run, batch, mode, plan, progress) for mode, run in by_mode.items()}
         for _ in range(options.warmup):
-            interleave(by_mode, ids[:batch], batch, 1, tick, options.seed)
+            interleave(counted, ids[:batch], batch, 1, options.seed)
         whole = len(ids) // batch * batch  # so that every batch is full
-        samples = interleave(by_mode, ids[:whole], batch, options.repeats, tick, options.seed)
+        samples = interleave(counted, ids[:whole], batch, options.repeats, options.seed)
         runs.append(_summary(batch, samples, selection, prompts[:whole], options))
         plain = samples[PLAIN][0].tokens
     memory["peak_with_all"] = _peak_mib()
@@ -128,6 +136,7 @@ def bench(
     frozen = llm.stats()["frozen"]
     ancestry = None
     if grown is not None:
+        progress.stage("decoding the prompts with the model before it was grown")
         small = LLM(grown.source, [], "off", device=options.device, dtype=llm.config.dtype, max_num_seqs=1)
         run: dict[str, Run] = {PLAIN: _ours(small, "off", options)}
         [sample] = interleave(run, ids[: len(plain)], 1, 1, seed=options.seed)[PLAIN]
@@ -181,6 +190,19 @@ def _runs(
 
     runs = {mode.name: _ours(llm, specs[mode.name], options) for mode in selection.ours}
     return runs | {peer.name: theirs(peer) for peer in selection.peers if batch == 1 or not peer.batch_one_only}
+
+
+def _counted(run: Run, batch: int, mode: str, plan: Plan, progress: Progress) -> Run:
+    """A mode that adds each of its runs to the plan."""
+
+    def counted(prompts: Sequence[list[int]], seeds: Sequence[int]) -> Sample:
+        start = time.perf_counter()
+        sample = run(prompts, seeds)
+        plan.add(batch, mode, time.perf_counter() - start)
+        progress.ran(plan)
+        return sample
+
+    return counted
 
 
 def _ours(llm: LLM, spec: SpecConfig | str, options: Options) -> Run:

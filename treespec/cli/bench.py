@@ -19,10 +19,10 @@ from treespec.cli.options import (
     Model,
     Quantization,
     parse_branching,
-    status,
 )
 
 if TYPE_CHECKING:
+    from treespec.bench.progress import Progress
     from treespec.bench.run import Options
 
 _SEVERAL = ("--k-values", "--nodes", "--batch", "--only", "--verification")
@@ -225,20 +225,52 @@ def _measure(options: "Options", grow: str | None, vocab: int | None, keep: Path
             return measure(options, None, progress)
         from treespec.bench.grow import grown
 
-        with status("growing"):
-            options, how = folders.enter_context(grown(options, grow, vocab, keep))
+        progress.stage("growing the model")
+        options, how = folders.enter_context(grown(options, grow, vocab, keep))
         return measure(options, how, progress)
 
 
+PARTS = 20  # lines of progress where stderr is no terminal
+
+
 @contextmanager
-def _progress() -> Iterator[Any]:
-    """A bar on a terminal: (batches done, batches in all) -> None."""
+def _progress() -> Iterator["Progress"]:
+    """Progress on stderr: a bar on a terminal, and elsewhere a line for each twentieth of the runs."""
     from tqdm import tqdm  # type: ignore[import-untyped]
 
-    with tqdm(desc="measuring", unit="batch", leave=False, disable=not sys.stderr.isatty()) as bar:
+    from treespec.bench.progress import Plan, Progress, duration
 
-        def show(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
+    shows_bar = sys.stderr.isatty()
 
-        yield show
+    class Shown(Progress):
+        expected = False  # whether the duration was said
+        part = 0
+
+        def stage(self, text: str) -> None:
+            bar.clear()
+            print(f"{text} ...", file=sys.stderr, flush=True)
+
+        def began(self, plan: Plan) -> None:
+            bar.total = plan.total
+            runs = f"{plan.num_modes} modes, {plan.total} runs"
+            self.stage(f"measuring {runs}; how long they take is known when each mode has run once")
+
+        def ran(self, plan: Plan) -> None:
+            bar.update(plan.num_done - bar.n)
+            part = plan.num_done * PARTS // plan.total
+            if plan.is_measured and not self.expected:
+                self.expected = True
+                bar.clear()
+                remaining = f"the remaining {plan.total - plan.num_done} runs"
+                print(
+                    f"expected duration: about {duration(plan.seconds_left)} for {remaining}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            elif self.expected and part > self.part and not shows_bar:
+                left = f", about {duration(plan.seconds_left)} left" if plan.num_done < plan.total else ""
+                print(f"{plan.num_done} of {plan.total} runs done{left}", file=sys.stderr, flush=True)
+            self.part = part
+
+    with tqdm(desc="measuring", unit="run", leave=False, disable=not shows_bar) as bar:
+        yield Shown()

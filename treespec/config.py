@@ -16,22 +16,13 @@ from treespec_weights.files import resolve_folder
 from treespec_weights.quant_schemes import QuantScheme, scheme_of
 from treespec_weights.rules import ACTIVATIONS, Activation, FamilyRules, ModelShape, read_config, read_generation_config
 
-POLICIES = ("auto", "static", "dynamic", "sequoia")
+POLICIES = ("auto", "static", "dynamic")
 VERIFICATIONS = ("coupled", "naive", "rejection", "traversal")
 RANDOM_DRAWS = ("rejection", "traversal")  # rules that hold for children drawn at random from a draft's law
 DRAWS = ("cross-source", "without-replacement", "with-replacement")
-SOURCES = ("ssm", "lookup", "suffix", "medusa", "eagle", "mlp")
 MAX_NODES = 1024
 QUANTIZATIONS = ("int8", "int4")
 AUTO_NODES = 32  # the largest automatic tree
-
-_PENDING_POLICIES = ("sequoia",)
-_PENDING_SOURCES = ("medusa", "eagle", "mlp")
-
-
-def not_yet(option: str, value: object, valid: str) -> ConfigError:
-    """The error for an option that the API names and this version does not implement."""
-    return ConfigError(f"{option}={value!r} is not implemented yet; valid now: {valid}")
 
 
 def _plain(value: Any) -> Any:
@@ -70,7 +61,7 @@ class SpecConfig:
             nodes="auto", those that are worth their time. Drafts with another tokenizer are not counted.
 
     Raises:
-        ConfigError: an unknown keyword, a value out of range, a contradiction, an option without implementation.
+        ConfigError: an unknown keyword, a value out of range, or a contradiction.
     """
 
     nodes: int | Literal["auto"]
@@ -110,8 +101,6 @@ class SpecConfig:
             raise ConfigError(f"max_depth={self.max_depth!r}; valid: an int from 1 to 64")
         reject_unknown("SpecConfig policy", [self.policy], POLICIES)
         reject_unknown("SpecConfig verification", [self.verification], VERIFICATIONS)
-        if self.policy in _PENDING_POLICIES:
-            raise not_yet("policy", self.policy, '"auto", "static", "dynamic"')
         reject_unknown("SpecConfig draws", [self.draws], DRAWS)
         if self.verification in RANDOM_DRAWS and self.policy == "dynamic":
             raise ConfigError(
@@ -127,9 +116,6 @@ class SpecConfig:
         if self.sources is not None:
             if not isinstance(self.sources, tuple) or not all(isinstance(source, str) for source in self.sources):
                 raise ConfigError(f"sources={self.sources!r}; valid: None or a tuple such as ('ssm', 'lookup')")
-            for source in self.sources:
-                if source in _PENDING_SOURCES:
-                    raise not_yet("sources", source, '"ssm", an SSM\'s name, "lookup", "suffix", "grammar"')
         ssms = self.max_ssms
         if ssms is not None and (isinstance(ssms, bool) or not isinstance(ssms, int) or ssms < 1):
             raise ConfigError(f"max_ssms={ssms!r}; valid: None or an int of at least 1")

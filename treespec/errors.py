@@ -28,7 +28,7 @@ class TreespecError(ValueError):
 
 
 class ConfigError(TreespecError):
-    """A parameter that is unknown, out of range, contradicts another one or names an option that does not exist yet."""
+    """A parameter that is unknown, out of range or contradicts another one."""
 
 
 class CacheMemoryError(ConfigError):

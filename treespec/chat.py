@@ -132,3 +132,56 @@ def conversations(
         )
         for one in each
     ]
+
+
+def streamed(
+    tokenizer: Any,
+    prompt: Any,
+    chat_template: str | None,
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+    tools: Sequence[Mapping[str, Any]] | None,
+    template_kwargs: Mapping[str, Any] | None,
+) -> Any:
+    """What `LLM.stream` was given: a conversation, or a prompt as it is.
+
+    Raises:
+        ConfigError: several prompts or conversations, options of a conversation with a prompt that is none, or as
+            `conversations`.
+    """
+    if _holds_messages(prompt):
+        found = conversations(
+            tokenizer, prompt, chat_template, add_generation_prompt, continue_final_message, tools, template_kwargs
+        )
+        if len(found) > 1:
+            raise ConfigError(
+                f"stream takes one conversation, and {len(found)} were given; stream each by itself (threads may share "
+                "an LLM), or use chat"
+            )
+        return found[0]
+    given = {
+        "chat_template": chat_template is not None, "add_generation_prompt": add_generation_prompt is not True,
+        "continue_final_message": continue_final_message is not False, "tools": tools is not None,
+        "chat_template_kwargs": template_kwargs is not None,
+    }  # fmt: skip
+    if names := [name for name, is_given in given.items() if is_given]:
+        raise ConfigError(
+            f"stream: {', '.join(names)} without a conversation; give a list of messages, such as "
+            "[{'role': 'user', 'content': '...'}], or leave it out"
+        )
+    if isinstance(prompt, list | tuple) and any(isinstance(each, str | Mapping) for each in prompt):
+        raise ConfigError(
+            f"stream takes one prompt, and a list of {len(prompt)} was given; stream each by itself (threads may share "
+            "an LLM), or use generate"
+        )
+    return prompt
+
+
+def _holds_messages(prompt: Any) -> bool:
+    """Whether a prompt is a list of messages, well-formed or not, or a list of such lists."""
+    if not isinstance(prompt, list | tuple) or not prompt:
+        return False
+    first = prompt[0]
+    if isinstance(first, Mapping):
+        return not any(isinstance(each, Mapping) and each.keys() & {"prompt", "prompt_token_ids"} for each in prompt)
+    return isinstance(first, list | tuple) and any(isinstance(each, Mapping) for each in first)

@@ -40,6 +40,7 @@ class Intake:
         vocab_size: of the target.
         eos_token_ids: of the target and of the tokenizer.
         max_model_len: positions of the longest request.
+        max_positions: of the model, the largest that `max_model_len` could be.
         device: of the target's logits.
         grammars: for structured outputs.
         kernel_noise: whether noise is computed by a kernel (`Sampler`).
@@ -50,6 +51,7 @@ class Intake:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     max_model_len: int
+    max_positions: int
     device: torch.device
     grammars: Grammars
     kernel_noise: bool = False
@@ -72,7 +74,6 @@ class Intake:
             seed = params.seed if params.seed is not None or params.temperature == 0 else self.draw_seed()
             samples = [self._request(request_id, tokens, text, params, spec, seed, i, stream) for i in range(params.n)]
         except RequestError as error:
-            logger.warning("prompt %r was refused: %s", str(prompt)[:40], error)
             failed = Request(tokens, params, spec, text, error=str(error), finish_reason="error")
             failed.request_id, failed.seed = request_id, params.seed
             return self.output([failed])
@@ -131,11 +132,13 @@ class Intake:
 
     def _check(self, tokens: list[int], params: SamplingParams) -> None:
         """Raise RequestError where the parameters do not fit the prompt, the model or its tokenizer."""
-        limit = self.max_model_len
+        limit, most = self.max_model_len, self.max_positions
         if len(tokens) >= limit:
+            what = f"max_model_len={limit}" if limit < most else f"the model's context of {limit} tokens"
+            remedy = f", raise max_model_len (the model has {most})" if limit < most else ""
             raise RequestError(
-                f"a prompt of {len(tokens)} tokens, but max_model_len={limit} leaves room for at most {limit - 1}; "
-                "shorten it, or raise max_model_len"
+                f"a prompt of {len(tokens)} tokens, but {what} leaves room for at most {limit - 1}; shorten "
+                f"it{remedy}, or keep its end: tokenization_kwargs={{'truncate_prompt_tokens': -1}}"
             )
         if self.tokenizer is None:
             if params.stop:
@@ -216,6 +219,15 @@ class Intake:
             found and {token: each._replace(decoded_token=text(token)) for token, each in found.items()}
             for found in positions
         ]
+
+
+def log_refused(prompts: Sequence[Any], entries: Sequence[list[Request] | RequestOutput]) -> None:
+    """Log the prompts of a call that are refused while others are served. Where none is, the call raises the error."""
+    if all(isinstance(entry, RequestOutput) for entry in entries):
+        return
+    for i, (prompt, entry) in enumerate(zip(prompts, entries, strict=True)):
+        if isinstance(entry, RequestOutput):
+            logger.warning("prompt %d (%r) was refused: %s", i, str(prompt)[:40], entry.error)
 
 
 def no_text(params: SamplingParams) -> str | None:

@@ -17,13 +17,13 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from treespec.adapter.trace import AdapterConfig
 from treespec.build import Built, build
-from treespec.chat import Message, conversations
+from treespec.chat import Message, conversations, streamed
 from treespec.config import SpecConfig
 from treespec.defaults import check_generation_config, default_sampling_params
 from treespec.drafters.outside import is_from_outside
 from treespec.errors import ConfigError, RequestError, reject_unknown
 from treespec.grammar import Grammars
-from treespec.intake import Intake, Prompt, as_list, no_text
+from treespec.intake import Intake, Prompt, as_list, log_refused, no_text
 from treespec.param_values import checked
 from treespec.params import SamplingParams
 from treespec.request import Request, RequestOutput, StreamChunk
@@ -33,7 +33,7 @@ from treespec.rounds.engine import GraphEngine
 from treespec.sampler import SEED_BITS, new_seed
 from treespec.scalars import plain
 from treespec.surroundings import own_passes
-from treespec.tokenizer import Tokenization, UserTokenizer, load_tokenizer
+from treespec.tokenizer import Tokenization, UserTokenizer, check_sentencepiece, load_tokenizer
 from treespec.vllm_methods import VllmMethods
 from treespec.vllm_options import CALLS, ENGINE, CallOptions, EngineOptions, Translated, translated, without_absent
 from treespec_kernels.tree_batch import PAGE_SIZE
@@ -129,6 +129,8 @@ class LLM(VllmMethods):
         where = resolve_device(device)
         check_generation_config(generation_config)
         spoken = None if tokenizer is None else UserTokenizer(load_tokenizer(tokenizer, ""))
+        if tokenizer is None and isinstance(model, str | os.PathLike):
+            check_sentencepiece(model)  # before the weights are loaded
         self._lock = threading.RLock()
         self._stepping = False
         self._leaving: deque[Request] = deque()  # to be ended when the round is over that runs
@@ -150,7 +152,7 @@ class LLM(VllmMethods):
         vocab_size, device = target.shape.vocab_size, self.engine.runner.target.device
         ends = tuple(dict.fromkeys(ends))
         self._intake = Intake(
-            spoken, vocab_size, ends, self.config.max_model_len, device,
+            spoken, vocab_size, ends, self.config.max_model_len, target.max_positions, device,
             Grammars(self._tokenizer, vocab_size, ends, device), kernel_noise=self.config.linear == "triton",
             draw_seed=new_seed if seed is None else partial(random.Random(seed).getrandbits, SEED_BITS),
         )  # fmt: skip
@@ -194,6 +196,7 @@ class LLM(VllmMethods):
             raise ConfigError(f"use_tqdm={use_tqdm!r}; valid: True, False, or what takes the place of tqdm.tqdm")
         with self._lock:
             entries = self._requests(prompts, params, spec, tokenization)
+        log_refused(prompts, entries)
         requests = [request for entry in entries if isinstance(entry, list) for request in entry]
         made = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not use_tqdm)
         with made(total=len(requests), desc="outputs") as bar:
@@ -245,23 +248,39 @@ class LLM(VllmMethods):
 
     def stream(
         self,
-        prompt: Prompt,
+        prompt: Prompt | Sequence[Message],
         sampling_params: SamplingParams | None = None,
         spec: SpecConfig | str | None = None,
         *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         **vllm_options: Unpack[CallOptions],
     ) -> Iterator[StreamChunk]:
-        """Generate for one prompt, handing out what each round added. Leaving the loop ends the request.
+        """Generate for one prompt or one conversation and yield what each round added. Leaving the loop ends the
+        request.
 
-        The chunks' texts concatenate to the final text: partial characters and beginnings of stop strings wait.
-        Arguments are those of `generate`.
+        The chunks' texts concatenate to the final text: partial characters and beginnings of stop strings are held
+        back.
+
+        Args:
+            prompt: a prompt of `generate`, or the messages of a conversation as `chat` takes them.
+            sampling_params, spec, tokenization_kwargs: as of `generate`.
+            chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs: as of `chat`,
+                for a conversation.
 
         Raises:
-            ConfigError: an unknown keyword.
+            ConfigError: an unknown keyword, several prompts or conversations, or a conversation that `chat` refuses.
             RequestError: before the first chunk, or where the request fails on the way.
         """
         refuse_unknown(LLM.stream, vllm_options)
+        prompt = streamed(
+            self._tokenizer, prompt, chat_template, add_generation_prompt, continue_final_message, tools,
+            chat_template_kwargs,
+        )  # fmt: skip
         with self._lock:
             samples = self._requests([prompt], sampling_params, spec, tokenization_kwargs, stream=True)[0]
         if isinstance(samples, RequestOutput):

@@ -3,6 +3,7 @@
 import ctypes
 import logging
 import os
+import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -68,8 +69,7 @@ def resolve_drafts(
 
     for draft in drafts:
         if isinstance(draft, str | os.PathLike):
-            embedded = str(draft) in default_names() and not Path(draft).exists()
-            folder = default_folder(str(draft)) if embedded else resolve_model(draft)
+            folder = _resolve_draft(draft)
             add(folder.resolve().name, folder)
         elif isinstance(draft, nn.Module):
             add(type(draft).__name__, draft)
@@ -78,6 +78,20 @@ def resolve_drafts(
             objects.append(draft)
     check_names(objects, [name for name, _ in places])
     return places, objects
+
+
+def _resolve_draft(draft: str | os.PathLike[str]) -> Path:
+    """The folder of a draft: an embedded SSM by its name, or as `resolve_model`."""
+    name = os.fspath(draft)
+    if not Path(name).exists():
+        if name in default_names():
+            return default_folder(name)
+        if re.fullmatch(r"ssm[-_ ]?\d*", name, re.IGNORECASE):
+            valid = [repr(each) for each in default_names() if each.startswith("ssm-")]
+            raise FileNotFoundError(
+                f"no embedded draft {name!r}; valid: {', '.join(valid) or 'none, none is installed'}"
+            )
+    return resolve_model(draft)
 
 
 def resolve_folders(model: object, drafts: Sequence[Any] | None) -> list[tuple[str, Path]]:

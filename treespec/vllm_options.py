@@ -61,6 +61,7 @@ class CallOptions(TypedDict, total=False):
     priority: int | list[int] | None
     prompt_adapter_request: Any
     prompt_token_ids: Any
+    stream: bool | None
 
 
 class EngineOptions(TypedDict, total=False):
@@ -167,6 +168,7 @@ CALLS = {
     "prompt_token_ids": Absent(
         (None,), "give the ids as prompts, as in vLLM today: generate({'prompt_token_ids': ids})"
     ),
+    "stream": Absent((None, False), "use llm.stream, which takes a prompt or the messages of a conversation"),
 }
 
 _ONE_DEVICE = Absent((1,), "a model runs on one device here, such as device='cuda:1'")

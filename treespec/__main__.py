@@ -1,5 +1,22 @@
-"""`python -m treespec`."""
+"""The program `treespec`, also as `python -m treespec`.
 
-from treespec.cli import main
+Nothing is imported at the top that takes time: Ctrl-C must find `main` already running.
+"""
 
-main()
+
+def main() -> None:
+    """Run the command line. Ctrl-C ends it with exit code 130 and without a traceback, also during imports."""
+    try:
+        from treespec.cli import main as run
+
+        run()
+    except KeyboardInterrupt:
+        import sys
+
+        if sys.stderr is not None:
+            print("interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""The command line: `treespec generate | bench | tree | weights | autotune`, and a name kept for `serve`.
+"""The command line: `treespec generate | bench | tree | weights | autotune`.
 
 Nothing here imports torch before a command needs it: `treespec --help` answers at once.
 """
@@ -11,7 +11,7 @@ import typer
 
 from treespec import __version__
 from treespec.cli import autotune, bench, generate, tree
-from treespec.cli.group import Commands, usage_error
+from treespec.cli.group import Commands
 
 _PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}
 
@@ -23,7 +23,7 @@ app.command()(autotune.autotune)
 
 
 def main() -> None:
-    """The entry point."""
+    """Run the command that `sys.argv` names, and exit."""
     if sys.stderr is None:  # closed by the caller, who wants to hear nothing
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     if sys.stdout is None:
@@ -53,13 +53,3 @@ def weights(ctx: typer.Context) -> None:
     from treespec_weights.cli import app as weights_app
 
     raise typer.Exit(weights_app(ctx.args or ["--help"], prog_name="treespec weights", standalone_mode=False) or 0)
-
-
-@app.command(context_settings=_PASS_ON)
-def serve(ctx: typer.Context) -> None:
-    """Not implemented yet: answer over HTTP."""
-    raise _no_command_yet("serve")
-
-
-def _no_command_yet(name: str) -> Exception:
-    return usage_error(f"treespec {name} is not implemented yet; valid now: generate, bench, tree, weights, autotune")

@@ -24,10 +24,11 @@ from treespec.cli.options import (
     Seed,
     Temperature,
     Verification,
-    as_message,
+    as_messages,
     encoded,
     load_llm,
     read_prompt,
+    read_template,
     spec_config,
     status,
 )
@@ -71,13 +72,17 @@ def generate(
     chat: Annotated[
         bool, typer.Option("--chat", help="The prompt is a user's message; print the model's answer.")
     ] = False,
+    chat_template: Annotated[
+        str | None,
+        typer.Option("--chat-template", metavar="F", help="A Jinja file in place of the model's own chat template."),
+    ] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     compile: Compile = None,
     quantization: Quantization = None,
     as_json: Json = False,
 ) -> None:
-    """Continue a prompt.
+    """Continue a prompt, or with --chat answer a message.
 
     The text goes to stdout; what it took goes to stderr.
     """
@@ -100,6 +105,9 @@ def generate(
             f"--check compares tokens, and --verification {verification} keeps the distribution of plain decoding, not "
             "its tokens; use --verification coupled or naive, or drop --check"
         )
+    if chat_template is not None and not chat:
+        raise usage_error("--chat-template is the template of --chat; add --chat, or drop it")
+    template = None if chat_template is None else read_template(chat_template)
     text = read_prompt(prompt, file)
 
     def params(seed: int | None) -> "SamplingParams":
@@ -113,13 +121,13 @@ def generate(
         at_once = min(samples, MOST_AT_ONCE)
         sources = [] if no_spec else draft
         llm = load_llm(model, sources, "off" if no_spec else spec, device, dtype, compile, at_once, quantization)
-    given: Any = as_message(text, llm) if chat else encoded(text, llm)
+    given: Any = as_messages(text, llm, template) if chat else encoded(text, llm)
     shown = "" if chat else text if isinstance(given, str) else " ".join(map(str, given))
     if shows_colour(sys.stdout):
         shown = typer.style(shown, dim=True)
     if stream:
         typer.echo(shown, nl=False)
-    output = _decode(llm, given, params(seed), None, _print_chunk if stream else None)
+    output = _decode(llm, given, params(seed), None, template, _print_chunk if stream else None)
     if stream:
         typer.echo()
     elif not as_json:
@@ -129,7 +137,7 @@ def generate(
             typer.echo(shown + _readable(completion))
     difference = None
     if check:
-        plain = _decode(llm, given, params(output.metrics.seed), "off", None)
+        plain = _decode(llm, given, params(output.metrics.seed), "off", template, None)
         difference = first_of_outputs(output, plain)
     if as_json:
         print_json(_document(output, check, difference))
@@ -161,16 +169,17 @@ def first_of_outputs(ours: "RequestOutput", plain: "RequestOutput") -> dict[str,
 
 
 def _decode(
-    llm: "LLM", prompt: Any, params: Any, spec: str | None, on_chunk: "Callable[[StreamChunk], None] | None"
-) -> "RequestOutput":
-    """Generate, with a progress bar on a terminal unless the text itself shows the progress."""
+    llm: "LLM", prompt: Any, params: Any, spec: str | None, template: str | None,
+    on_chunk: "Callable[[StreamChunk], None] | None",
+) -> "RequestOutput":  # fmt: skip
+    """Generate for a prompt or a conversation, with a progress bar on a terminal unless the text shows the progress."""
     from tqdm import tqdm  # type: ignore[import-untyped]
 
     hidden = on_chunk is not None or not sys.stderr.isatty()
     doing = "decoding plainly" if spec == "off" else "generating"
     output = None
     with tqdm(total=params.max_tokens * params.n, desc=doing, unit="token", leave=False, disable=hidden) as bar:
-        for chunk in llm.stream(prompt, params, spec):
+        for chunk in llm.stream(prompt, params, spec, chat_template=template):
             bar.update(len(chunk.token_ids))
             if on_chunk is not None:
                 on_chunk(chunk)

@@ -11,6 +11,7 @@ from typer.core import TyperCommand, TyperGroup
 
 # UsageError is in typer's own copy of click or in the package click, depending on typer's version.
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+INTERRUPTED = 130  # the exit code that typer gives to Ctrl-C, as shells do
 
 
 def usage_error(message: str) -> Exception:
@@ -32,6 +33,8 @@ def run_reporting(main: Callable[..., Any], args: Sequence[str] | None, **option
             raise
         _report(type(error).__name__, str(error), as_json)
         code = 2
+    if code == INTERRUPTED:
+        _report("KeyboardInterrupt", "interrupted", as_json)
     _give_up_full(sys.stdout)
     sys.exit(code or 0)
 
@@ -41,6 +44,12 @@ class Commands(TyperGroup):
 
     def main(self, args: Sequence[str] | None = None, **options: Any) -> NoReturn:  # type: ignore[override]
         run_reporting(super().main, args, **options)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        try:
+            return super().resolve_command(ctx, args)
+        except UsageError as error:
+            raise usage_error(f"{error} Valid: {', '.join(self.list_commands(ctx))}") from None
 
 
 class Command(TyperCommand):
@@ -63,7 +72,11 @@ def _report(kind: str, message: str, as_json: bool) -> None:
         except OSError:  # nothing can be written there: a full disk, which may be what is reported
             as_json = False
     if not as_json:
-        typer.echo(f"error: {message}", err=True)
+        if kind == "KeyboardInterrupt":
+            newline = "\n" if sys.stderr.isatty() else ""  # the terminal has just echoed ^C
+            typer.echo(f"{newline}{message}", err=True)
+        else:
+            typer.echo(f"error: {message}", err=True)
 
 
 def _give_up_full(stream: TextIO) -> None:

@@ -111,11 +111,29 @@ def encoded(prompt: str, llm: "LLM") -> str | list[int]:
     return prompt
 
 
-def as_message(text: str, llm: "LLM") -> Any:
-    """A prompt that is a user's message, through the model's chat template."""
-    from treespec.chat import conversations
+def read_template(file: str) -> str:
+    """A chat template from a file."""
+    try:
+        return Path(os.path.expanduser(file)).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise usage_error(f"--chat-template {file} is not UTF-8: {error.reason} at byte {error.start}") from None
 
-    return conversations(llm.get_tokenizer(), [{"role": "user", "content": text}], None, True, False, None, None)[0]
+
+def as_messages(text: str, llm: "LLM", template: str | None) -> list[dict[str, str]]:
+    """The conversation of a prompt that is a user's message.
+
+    Raises:
+        UsageError: the model has no tokenizer, or neither it nor `template` says how a conversation is written.
+    """
+    tokenizer = llm.get_tokenizer()
+    if tokenizer is None:
+        raise usage_error("--chat needs a tokenizer, and the model's folder has none; drop --chat and give token ids")
+    if template is None and not getattr(tokenizer, "chat_template", None):
+        raise usage_error(
+            "--chat: the model's tokenizer has no chat template (it was not trained to chat); give one with "
+            "--chat-template FILE, or drop --chat to continue the prompt as it is"
+        )
+    return [{"role": "user", "content": text}]
 
 
 def parse_branching(text: str) -> tuple[int, ...]:

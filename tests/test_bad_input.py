@@ -36,7 +36,7 @@ SPEC_CASES: list[tuple[dict[str, Any], str]] = [
     ({"policy": None}, "None"),
     ({"policy": "static"}, 'policy="static" needs branching'),
     ({"policy": "dynamic", "branching": (2, 1)}, "branching=(2, 1)"),
-    ({"policy": "sequoia"}, "policy='sequoia' is not implemented yet"),
+    ({"policy": "sequoia"}, "unknown 'sequoia'; valid: auto, dynamic, static"),
     ({"verification": "coupld"}, "did you mean 'coupled'"),
     ({"verification": 3}, "3"),
     ({"verification": "rejection", "policy": "dynamic"}, "needs every one of them"),
@@ -57,7 +57,6 @@ SPEC_CASES: list[tuple[dict[str, Any], str]] = [
     ({"max_ssms": 0}, "max_ssms=0"),
     ({"sources": (1,)}, "1"),
     ({"sources": 7}, "sources=7"),
-    *[({"sources": (s,)}, f"sources='{s}' is not implemented yet") for s in "medusa eagle mlp".split()],
     ({"node": 5}, "unknown 'node' (did you mean 'nodes'?)"),
     ({"max_dept": 5, "polciy": "x"}, "'max_dept' (did you mean 'max_depth'?), 'polciy' (did you mean 'policy'?)"),
 ]
@@ -143,6 +142,8 @@ def test_sources_that_an_engine_does_not_have() -> None:
         open_llm(tiny()[0]).generate(prompt, spec=SpecConfig(sources=("ssm",)))
     with pytest.raises(ConfigError, match="did you mean 'lookup'"):
         open_llm(tiny()[0], spec=SpecConfig(sources=("lokup",)))
+    with pytest.raises(ConfigError, match=re.escape("sources=('eagle',): this engine has 'ssm', 'ssm-1'")):
+        tiny_llm().generate(prompt, spec=SpecConfig(sources=("eagle",)))
 
 
 def test_neutral_values_pass() -> None:
@@ -191,6 +192,10 @@ LLM_CASES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"drafts": 3}, ConfigError, "drafts=3"),
     ({"drafts": ["/no/such/folder"]}, OSError, "/no/such/folder"),
     ({"model": "/no/such/folder"}, OSError, "/no/such/folder"),
+    ({"model": "gpt2"}, OSError, "'gpt2'; models of the Hugging Face hub are named owner/name"),
+    ({"model": "gpt2"}, OSError, "treespec weights fetch owner/name"),
+    ({"drafts": ["gpt2"]}, OSError, "treespec weights fetch owner/name"),
+    ({"drafts": ["ssm-9"]}, OSError, "no embedded draft 'ssm-9'; valid: 'ssm-1', 'ssm-2', 'ssm-3'"),
     ({"model": "~no-such-user/folder"}, OSError, "~no-such-user/folder"),
     ({"model": 7}, ConfigError, "model=7"),
     ({"tokenizer": 5}, ConfigError, "tokenizer=5"),
@@ -219,6 +224,23 @@ def test_small_engines_are_valid(length: int, seqs: int) -> None:
     llm = LLM(tiny()[0], drafts=tiny()[1][:1], device="cpu", max_model_len=length, max_num_seqs=seqs)
     (output,) = llm.generate(prompt, greedy(8))
     assert len(output.outputs[0].token_ids) == min(8, length - len(prompt))
+
+
+def test_gguf_files_are_refused_with_the_way_to_convert_them(tmp_path: Path) -> None:
+    alone, beside = tmp_path / "alone", broken_copy(tmp_path / "beside", lambda folder: None)
+    alone.mkdir()
+    for folder in (alone, beside):
+        (folder / "model.Q4_1.gguf").write_bytes(b"GGUF")
+    how = re.escape(f"from_pretrained({str(alone)!r}, gguf_file='model.Q4_1.gguf').save_pretrained(")
+    for given in (alone, alone / "model.Q4_1.gguf"):
+        for attempt in (lambda: LLM(given), lambda: open_llm(tiny()[0], [given])):  # noqa: B023
+            with pytest.raises(CheckpointError, match=rf"GGUF is not supported; supported are .*safetensors.*{how}"):
+                attempt()
+    (alone / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=how):
+        LLM(alone)
+    (output,) = open_llm(beside).generate([1, 2, 3], greedy(3))
+    assert len(output.outputs[0].token_ids) == 3, "safetensors are read, whatever lies beside them"
 
 
 # --- checkpoints

@@ -93,6 +93,33 @@ def test_bad_prompts_among_good_ones() -> None:
     assert outputs[1].error is None
 
 
+def test_a_prompt_that_is_too_long() -> None:
+    """Raising max_model_len is only advised where the model has more positions."""
+    (prompt,) = random_prompts((1030,))
+    end = re.escape("or keep its end: tokenization_kwargs={'truncate_prompt_tokens': -1}")
+    with pytest.raises(RequestError, match=rf"max_model_len=256 .* raise max_model_len \(the model has 1024\), {end}"):
+        tiny_llm().generate(prompt)
+    whole = open_llm(tiny()[0], max_model_len=None, max_num_seqs=1)
+    with pytest.raises(RequestError, match=rf"the model's context of 1024 tokens .* 1023; shorten it, {end}") as caught:
+        whole.generate(prompt)
+    assert "raise" not in str(caught.value)
+    (output,) = whole.generate(prompt, greedy(1), tokenization_kwargs={"truncate_prompt_tokens": -1})
+    assert output.prompt_token_ids == prompt[-1023:]
+
+
+def test_a_refusal_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Raised where the call serves nothing; logged, and in its output, where others of the batch are served."""
+    llm = tiny_llm()
+    for refused in (lambda: llm.generate([9999]), lambda: llm.generate([[9999], []]), lambda: next(llm.stream([9999]))):
+        with pytest.raises(RequestError, match="9999"):
+            refused()
+    assert caplog.records == []
+    outputs = llm.generate([[9999], [1, 2], []], greedy(2))
+    assert [output.error is None for output in outputs] == [False, True, False]
+    logged = [record.getMessage() for record in caplog.records]
+    assert len(logged) == 2 and "prompt 0 ('[9999]') was refused" in logged[0] and "prompt 2 ('[]')" in logged[1]
+
+
 def test_texts_that_no_tokenizer_takes() -> None:
     """Half of a character, wherever a tokenizer would meet it: the request fails, and no other."""
     llm = speaking_llm()

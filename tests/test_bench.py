@@ -1,6 +1,7 @@
 """`treespec bench`: what it counts, what it prints, what it refuses. Nothing here depends on a time."""
 
 import json
+import re
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from pathlib import Path
@@ -16,6 +17,7 @@ from treespec import LLM
 from treespec.bench.measure import Sample
 from treespec.bench.modes import PLAIN, Mode, our_modes, peer_modes, select
 from treespec.bench.profile import MEANING
+from treespec.bench.progress import Plan, duration
 from treespec.bench.prompts import Prompt, choose, read_prompts
 from treespec.bench.report import best, comparisons, distinct_share, mismatches, percentile, summarise
 from treespec.bench.run import Options, bench
@@ -273,6 +275,31 @@ def test_prints_one_document(ids_file: Path, lent: LLM, tmp_path: Path) -> None:
     ran = run(*arguments(ids_file, "--only", "chain-k3", "--no-peers", "--json", "--out", out))
     assert json.loads(ran.stdout) == json.loads(out.read_text())
     assert [mode["mode"] for mode in json.loads(ran.stdout)["runs"][0]["modes"]] == ["plain", "chain-k3"]
+
+
+def test_progress_goes_to_stderr(ids_file: Path, lent: LLM) -> None:
+    """Stderr is no terminal here: a line for each part. The expected duration stands before the first of them."""
+    given = ["--only", "plain", "chain-k3", "--no-peers", "--json", "--samples", 3, "--warmup", 1, "--repeats", 4]
+    ran = run(*arguments(ids_file), *given)
+    assert json.loads(ran.stdout)["num_prompts"] == 3
+    lines = ran.stderr.splitlines()
+    assert lines[0] == "loading the models ..." and lines[1].startswith("measuring 2 modes, 26 runs")
+    assert re.fullmatch(r"expected duration: about \d+ s for the remaining 24 runs", lines[2])
+    done = [re.fullmatch(r"(\d+) of 26 runs done(, about \d+ s left)?", line) for line in lines[3:]]
+    assert len(done) >= 10 and all(done) and [int(each[1]) for each in done if each][-1] == 26
+
+
+def test_the_expected_duration() -> None:
+    plan = Plan({(1, "a"): 5, (1, "b"): 5, (4, "a"): 2})
+    plan.add(1, "a", 2.0)
+    assert not plan.is_measured
+    plan.add(1, "b", 10.0)
+    assert plan.is_measured and (plan.num_done, plan.total) == (2, 12)
+    assert plan.seconds_left == 4 * 2 + 4 * 10 + 2 * (4 * 2)
+    plan.add(1, "a", 4.0)
+    plan.add(4, "a", 5.0)
+    assert plan.seconds_left == 3 * 3 + 4 * 10 + 1 * 5
+    assert [duration(seconds) for seconds in (0.2, 40.4, 400, 9000)] == ["1 s", "40 s", "7 min", "2.5 h"]
 
 
 def test_grown_figures_say_so(tmp_path: Path, ids_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,7 +139,58 @@ def test_from_the_command_line(tmp_path: Path) -> None:
     assert document["token_ids"] == output.outputs[0].token_ids and document["identical"] is True
     bare = model_folder(tmp_path / "bare", None)
     result = CliRunner().invoke(app, [*command[:3], str(bare), *command[4:]])
-    assert result.exit_code == 2 and "no chat template" in json.loads(result.stdout)["error"]["message"]
+    message = json.loads(result.stdout)["error"]["message"]
+    assert result.exit_code == 2 and "no chat template" in message
+    assert "--chat-template FILE" in message and "chat_template=" not in message
+    template = tmp_path / "template.jinja"
+    template.write_text(TEMPLATE)
+    command = [*command[:3], str(bare), *command[4:], "--chat-template", str(template)]
+    assert json.loads(CliRunner().invoke(app, command).stdout)["token_ids"] == document["token_ids"]
+    streamed = [each for each in command if each != "--json"]
+    result = CliRunner().invoke(app, [*streamed, "--stream"])
+    assert result.stdout == document["text"] + "\n" and "identical to plain decoding" in result.stderr
+    result = CliRunner().invoke(app, ["generate", "x", "--chat-template", str(template)])
+    assert result.exit_code == 2 and "add --chat" in result.stderr
+
+
+STREAMED = [SamplingParams(max_tokens=12), SamplingParams(max_tokens=12, temperature=1.0, seed=3, stop="e")]
+
+
+@pytest.mark.parametrize("params", STREAMED, ids=["greedy", "sampled"])
+def test_a_conversation_streams_what_chat_answers(llm: LLM, params: SamplingParams) -> None:
+    for messages, options in (
+        ([{"role": "system", "content": "Be brief."}, USER], {"chat_template_kwargs": {"shouting": True}}),
+        ([PARTS], {"chat_template": "{{ messages[0].content }}:"}),
+        ([USER, {"role": "assistant", "content": "    return"}],
+         {"add_generation_prompt": False, "continue_final_message": True}),
+    ):  # fmt: skip
+        (whole,) = llm.chat(messages, params, **options)
+        chunks = list(llm.stream(messages, params, **options))
+        assert "".join(chunk.text or "" for chunk in chunks) == whole.outputs[0].text
+        final = chunks[-1].output
+        assert final is not None and final.prompt == whole.prompt
+        assert final.outputs[0].token_ids == whole.outputs[0].token_ids
+
+
+def test_a_stream_is_of_one_conversation_or_prompt(llm: LLM) -> None:
+    with pytest.raises(ConfigError, match=r"one conversation, and 2 were given; .*or use chat"):
+        next(llm.stream([[USER], [USER]], SHORT))
+    for prompts in (["a", "b"], [{"prompt": "a"}, {"prompt": "b"}]):
+        with pytest.raises(ConfigError, match=r"one prompt, and .* is a list of 2; .*or use generate"):
+            next(llm.stream(prompts, SHORT))
+    with pytest.raises(
+        ConfigError, match="tools, chat_template_kwargs without a conversation; give a list of messages"
+    ):
+        next(llm.stream("text", SHORT, tools=[], chat_template_kwargs={"shouting": True}))
+    with pytest.raises(ConfigError, match=r"stream=True is not supported; use llm\.stream"):
+        llm.chat([USER], SHORT, stream=True)
+
+
+@pytest.mark.parametrize("messages", [[{"content": "x"}], [USER, "text"], [{"role": "nobody", "content": ""}]])
+def test_bad_messages_end_a_stream_before_its_first_chunk(llm: LLM, messages: Any) -> None:
+    with pytest.raises(RequestError):
+        next(llm.stream(messages, SHORT))
+    assert llm.engine.scheduler.is_idle
 
 
 @pytest.mark.parametrize("messages", ["hello", {"role": "user", "content": "x"}, ["hello"], 7])

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from pathlib import Path
@@ -214,6 +215,8 @@ def test_token_ids_where_there_is_no_tokenizer(models: Models, monkeypatch: pyte
     ("arguments", "kind", "named"),
     [
         (["x", "--model", "/nowhere/at-all"], "FileNotFoundError", "/nowhere/at-all"),
+        (["x", "--model", "gpt2"], "FileNotFoundError", "owner/name"),
+        (["x", "--draft", "ssm-9"], "FileNotFoundError", "valid: 'ssm-1', 'ssm-2', 'ssm-3'"),
         (["x", "--file", "y"], "UsageError", "--file y"),
         (["--file", "/nowhere/prompt"], "FileNotFoundError", "/nowhere/prompt"),
         (["x", "--nodes", "many"], "ConfigError", "nodes='many'"),
@@ -269,13 +272,65 @@ def test_ctrl_c(loaded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(treespec.engine, "verify_greedy", interrupted)
-    run("generate", PROMPT, code=130)
+    ran = run("generate", PROMPT, code=130)
+    assert ran.stderr == "interrupted\n"
+    assert run("generate", PROMPT, "--json", code=130).document["error"]["message"] == "interrupted"
     loaded.engine.check_integrity()
 
 
-def test_commands_to_come() -> None:
-    assert "treespec serve is not implemented yet" in run("serve", "--anything", "x", code=2).stderr
-    assert "treespec serve is not" in run("serve", "--json", code=2).document["error"]["message"]
+# As pip's console script: it imports the entry point. Ctrl-C comes when `sys.argv[1]` is first imported, and whoever
+# imports it clears the exception where `sys.argv[2]` says so, as extension modules do.
+INTERRUPTED_START = """
+import importlib, os, signal, sys, tomllib
+
+awaited, clears = sys.argv[1], sys.argv[2] == "cleared"
+
+class CtrlC:
+    def find_spec(self, name, *rest):
+        if name != awaited:
+            return
+        sys.meta_path.remove(self)
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        except KeyboardInterrupt:
+            if not clears:
+                raise
+
+sys.meta_path.insert(0, CtrlC())
+module, function = tomllib.load(open("pyproject.toml", "rb"))["project"]["scripts"]["treespec"].split(":")
+main = getattr(importlib.import_module(module), function)
+sys.argv[:3] = ["treespec"]
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "handled"),
+    [("treespec.cli", "raised"), ("typer", "cleared"), ("torch", "raised"), ("torch", "cleared"), ("numpy", "cleared"),
+     ("transformers", "raised")],
+)  # fmt: skip
+def test_ctrl_c_while_it_starts(module: str, handled: str) -> None:
+    """Whatever is being imported: no traceback, and it ends."""
+    ran = program("-c", INTERRUPTED_START, module, handled, "generate", "x", "--max-tokens", "2")
+    assert (ran.returncode, ran.stderr, ran.stdout) == (130, "interrupted\n", "")
+
+
+def test_ctrl_c_while_a_library_is_compiled(models: Models, tmp_path: Path) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\nkill -INT $PPID\nexec sleep 60\n")
+    compiler.chmod(0o755)
+    environment = {"CXX": str(compiler), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    ran = program("-m", "treespec", "generate", "x", "--model", str(models.target), "--compile", **environment)
+    assert (ran.returncode, ran.stderr) == (130, "interrupted\n")
+
+
+def test_only_what_works_is_offered() -> None:
+    for arguments in (["serve"], ["serve", "--anything", "x"]):
+        message = run(*arguments, "--json", code=2).document["error"]["message"]
+        assert "'serve'" in message and message.endswith("Valid: generate, bench, tree, autotune, weights")
+    assert "serve" not in run("--help").stdout
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert extras.keys() == {"test", "structured", "sentencepiece", "perf"}
 
 
 def test_unknown_commands_and_the_weights(models: Models) -> None:

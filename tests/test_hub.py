@@ -128,7 +128,7 @@ def test_a_repository_without_safetensors(tmp_path: Path, hub: Any) -> None:
     with pytest.raises(CheckpointError, match="not a valid safetensors file"):
         fetch("owner/model")
     path.unlink()
-    with pytest.raises(HubError, match=r"no complete safetensors \(pickles are never fetched\)"):
+    with pytest.raises(HubError, match=r"no complete safetensors \(pickles and GGUF files are not fetched\)"):
         fetch("owner/model")
 
 

@@ -1,21 +1,17 @@
 """The program `treespec`, also as `python -m treespec`.
 
-Nothing is imported at the top that takes time: Ctrl-C must find `main` already running.
+Nothing that takes time is imported at the top: Ctrl-C must find `main` already running.
 """
+
+from treespec import interrupts
 
 
 def main() -> None:
-    """Run the command line. Ctrl-C ends it with exit code 130 and without a traceback, also during imports."""
-    try:
-        from treespec.cli import main as run
+    """Run the command line."""
+    interrupts.end_at_once()
+    from treespec.cli import main as run
 
-        run()
-    except KeyboardInterrupt:
-        import sys
-
-        if sys.stderr is not None:
-            print("interrupted", file=sys.stderr)
-        sys.exit(130)
+    run()
 
 
 if __name__ == "__main__":

@@ -171,8 +171,8 @@ def streamed(
         )
     if isinstance(prompt, list | tuple) and any(isinstance(each, str | Mapping) for each in prompt):
         raise ConfigError(
-            f"stream takes one prompt, and a list of {len(prompt)} was given; stream each by itself (threads may share "
-            "an LLM), or use generate"
+            f"stream takes one prompt, and {str(prompt)[:60]} is a list of {len(prompt)}; stream each by itself "
+            "(threads may share an LLM), or use generate"
         )
     return prompt
 

@@ -12,6 +12,7 @@ import typer
 from treespec import __version__
 from treespec.cli import autotune, bench, generate, tree
 from treespec.cli.group import Commands
+from treespec.interrupts import end_cleanly
 
 _PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}
 
@@ -52,4 +53,5 @@ def weights(ctx: typer.Context) -> None:
     """Safetensors checkpoints: inspect, verify, load, convert, grow, fetch."""
     from treespec_weights.cli import app as weights_app
 
+    end_cleanly()
     raise typer.Exit(weights_app(ctx.args or ["--help"], prog_name="treespec weights", standalone_mode=False) or 0)

@@ -7,6 +7,7 @@ import typer
 from treespec.cli import curves, kernels
 from treespec.cli.group import print_json, usage_error
 from treespec.cli.options import Device, Drafts, Dtype, Json, Model, Quantization
+from treespec.interrupts import end_cleanly
 
 MAX_SECONDS = 24 * 3600
 
@@ -82,6 +83,7 @@ def autotune(
     from treespec.errors import reject_unknown
     from treespec.resolve import DTYPES, on_device, resolve_device
 
+    end_cleanly()
     reject_unknown("--dtype", [dtype], ("auto", *DTYPES))
     reject_unknown("--quantization", [quantization] if quantization is not None else [], QUANTIZATIONS)
     computed = None if dtype == "auto" else DTYPES[dtype]

@@ -20,6 +20,7 @@ from treespec.cli.options import (
     Quantization,
     parse_branching,
 )
+from treespec.interrupts import end_cleanly
 
 if TYPE_CHECKING:
     from treespec.bench.progress import Progress
@@ -159,6 +160,7 @@ def bench(
     from treespec.bench.rules import TEMPERATURE, parse_rules
     from treespec.bench.run import Options
 
+    end_cleanly()
     rules = parse_rules(verification or ())
     options = Options(
         model=model,

@@ -9,9 +9,10 @@ from typing import Any, NoReturn, TextIO
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from treespec.interrupts import INTERRUPTED, say_interrupted
+
 # UsageError is in typer's own copy of click or in the package click, depending on typer's version.
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
-INTERRUPTED = 130  # the exit code that typer gives to Ctrl-C, as shells do
 
 
 def usage_error(message: str) -> Exception:
@@ -33,8 +34,11 @@ def run_reporting(main: Callable[..., Any], args: Sequence[str] | None, **option
             raise
         _report(type(error).__name__, str(error), as_json)
         code = 2
-    if code == INTERRUPTED:
-        _report("KeyboardInterrupt", "interrupted", as_json)
+    if code == INTERRUPTED:  # what typer makes of KeyboardInterrupt
+        if as_json:
+            _report("KeyboardInterrupt", "interrupted", as_json)
+        else:
+            say_interrupted()
     _give_up_full(sys.stdout)
     sys.exit(code or 0)
 
@@ -72,11 +76,7 @@ def _report(kind: str, message: str, as_json: bool) -> None:
         except OSError:  # nothing can be written there: a full disk, which may be what is reported
             as_json = False
     if not as_json:
-        if kind == "KeyboardInterrupt":
-            newline = "\n" if sys.stderr.isatty() else ""  # the terminal has just echoed ^C
-            typer.echo(f"{newline}{message}", err=True)
-        else:
-            typer.echo(f"error: {message}", err=True)
+        typer.echo(f"error: {message}", err=True)
 
 
 def _give_up_full(stream: TextIO) -> None:

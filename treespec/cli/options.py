@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from treespec.cli.group import usage_error
+from treespec.interrupts import end_cleanly
 
 if TYPE_CHECKING:
     from treespec.config import SpecConfig
@@ -174,6 +175,7 @@ def load_llm(
     """An engine, for one request at a time unless `max_num_seqs` says otherwise."""
     from treespec.llm import LLM
 
+    end_cleanly()
     return LLM(
         model, drafts, spec, device=device, dtype=dtype, max_num_seqs=max_num_seqs,
         compile="auto" if compile is None else compile, quantization=quantization,

@@ -1,6 +1,6 @@
 """Tokenizers that are a sentencepiece model alone, and the packages that transformers reads them with."""
 
-from importlib.util import find_spec
+import importlib.util
 from pathlib import Path
 
 PACKAGES = {"sentencepiece": "sentencepiece", "protobuf": "google.protobuf"}  # and the module of each
@@ -36,6 +36,6 @@ def _is_sentencepiece(path: Path) -> bool:
 
 def _is_installed(module: str) -> bool:
     try:
-        return find_spec(module) is not None
+        return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # its parent package is not installed
         return False

@@ -1,0 +1,36 @@
+"""Ctrl-C in a command: exit code 130 and no traceback, from the first import on.
+
+While modules are imported the process ends at once. A KeyboardInterrupt is no help there: extension modules, torch's
+among them, clear exceptions that come from what they import, and go on with a half of it. What a command does
+afterwards is interrupted by the exception, so that it can clean up.
+"""
+
+import os
+import signal
+import sys
+from types import FrameType
+
+INTERRUPTED = 130  # 128 and the number of SIGINT, as shells have it
+
+
+def end_at_once() -> None:
+    """Let Ctrl-C end the process without unwinding it. Where SIGINT is ignored, as behind nohup, it stays so."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _leave)
+
+
+def end_cleanly() -> None:
+    """Let Ctrl-C raise KeyboardInterrupt again: modules are imported, work begins."""
+    if signal.getsignal(signal.SIGINT) is _leave:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    if sys.stderr is not None:
+        say_interrupted()
+    os._exit(INTERRUPTED)
+
+
+def say_interrupted() -> None:
+    """Tell the user, on a line of its own: a terminal has just echoed ^C."""
+    print("\ninterrupted" if sys.stderr.isatty() else "interrupted", file=sys.stderr, flush=True)

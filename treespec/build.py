@@ -47,6 +47,7 @@ from treespec.runner import Runner
 from treespec.scheduler import Scheduler
 from treespec.selftest import differing_rows
 from treespec.vocabularies import connect_drafts, foreign_drafters
+from treespec_kernels.tree_batch import PAGE_SIZE
 from treespec_kernels.triton_launch import doubts_about, is_interpreted, is_triton_error
 from treespec_kernels.tuned import KernelConfigs
 
@@ -70,6 +71,42 @@ class Built:
     tuned_file: str | None  # that the kernels' configurations were read from
     default_kernels: tuple[str, ...]  # shapes that it says nothing of
     connections: dict[str, str]  # how each draft guesses for the target, by name
+
+    def stats(self) -> dict[str, Any]:
+        """Totals since the start, and what is frozen for bit equality."""
+        config, curve = self.config, self.engine.planner.costs.curve
+        drafts = self.engine.ssms.names if self.engine.ssms else ()
+        return self.engine.stats.as_dict() | {
+            "frozen": {
+                "dtype": str(config.dtype).removeprefix("torch."),
+                "device": str(config.device),
+                "threads": config.num_threads,
+                "exact": config.exact,
+                "exactness": self.exactness,
+                "backend": self.backend,
+                "attention": config.attention,
+                "linear": config.linear,
+                "compile": config.compile,
+                "quantization": config.quantization,
+                "attention_tile": PAGE_SIZE,
+                "fixed_rows": self.engine.runner.max_rows,
+                "rounds": "on the device" if isinstance(self.engine, GraphEngine) else "step by step",
+                "tuned_file": self.tuned_file,
+                "default_kernels": list(self.default_kernels),
+            },
+            "suffix_tokens": 0 if self.engine.lookup is None else self.engine.lookup.remembered,
+            "drafts": [*drafts, *(drafter.name for drafter in self.engine.drafters)],
+            "draft_vocabularies": dict(self.connections),
+            "max_model_len": config.max_model_len,
+            "max_num_seqs": config.max_num_seqs,
+            "memory": dict(self.memory),
+            "cost_curve": {
+                "rows": list(curve.rows),
+                "verify_seconds": list(curve.verify_seconds),
+                "draft_seconds": curve.draft_seconds,
+                "draft_start_seconds": curve.draft_start_seconds,
+            },
+        }
 
 
 def build(

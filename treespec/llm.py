@@ -29,14 +29,12 @@ from treespec.params import SamplingParams
 from treespec.request import Request, RequestOutput, StreamChunk
 from treespec.resolve import on_device, resolve_device
 from treespec.round_record import ObserverHandle, RoundObserver
-from treespec.rounds.engine import GraphEngine
 from treespec.sampler import SEED_BITS, new_seed
 from treespec.scalars import plain
 from treespec.surroundings import own_passes
 from treespec.tokenizer import Tokenization, UserTokenizer, check_sentencepiece, load_tokenizer
 from treespec.vllm_methods import VllmMethods
 from treespec.vllm_options import CALLS, ENGINE, CallOptions, EngineOptions, Translated, translated, without_absent
-from treespec_kernels.tree_batch import PAGE_SIZE
 
 
 class LLM(VllmMethods):
@@ -338,42 +336,7 @@ class LLM(VllmMethods):
     def stats(self) -> dict[str, Any]:
         """Totals since the start, and what is frozen for bit equality."""
         with self._lock:
-            return self._stats()
-
-    def _stats(self) -> dict[str, Any]:
-        config, curve = self.config, self.engine.planner.costs.curve
-        drafts = self.engine.ssms.names if self.engine.ssms else ()
-        return self.engine.stats.as_dict() | {
-            "frozen": {
-                "dtype": str(config.dtype).removeprefix("torch."),
-                "device": str(config.device),
-                "threads": config.num_threads,
-                "exact": config.exact,
-                "exactness": self._built.exactness,
-                "backend": self._built.backend,
-                "attention": config.attention,
-                "linear": config.linear,
-                "compile": config.compile,
-                "quantization": config.quantization,
-                "attention_tile": PAGE_SIZE,
-                "fixed_rows": self.engine.runner.max_rows,
-                "rounds": "on the device" if isinstance(self.engine, GraphEngine) else "step by step",
-                "tuned_file": self._built.tuned_file,
-                "default_kernels": list(self._built.default_kernels),
-            },
-            "suffix_tokens": 0 if self.engine.lookup is None else self.engine.lookup.remembered,
-            "drafts": [*drafts, *(drafter.name for drafter in self.engine.drafters)],
-            "draft_vocabularies": dict(self._built.connections),
-            "max_model_len": config.max_model_len,
-            "max_num_seqs": config.max_num_seqs,
-            "memory": dict(self._built.memory),
-            "cost_curve": {
-                "rows": list(curve.rows),
-                "verify_seconds": list(curve.verify_seconds),
-                "draft_seconds": curve.draft_seconds,
-                "draft_start_seconds": curve.draft_start_seconds,
-            },
-        }
+            return self._built.stats()
 
     def check_sources(self, spec: SpecConfig) -> None:
         """Raise ConfigError where `spec.sources` names a source that this engine lacks."""

@@ -25,6 +25,11 @@ def fenced(before: str) -> str:
     return found[1]
 
 
+def examples(path: Path) -> list[str]:
+    """A document's blocks of Python, but those marked `<!-- not run: why -->`."""
+    return re.findall(r"(?<!-->\n)^```python\n(.*?)\n```$", path.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+
+
 @pytest.mark.parametrize("name", ["main command", "test command"])
 def test_a_command_is_one_line_that_sets_up_everything(name: str) -> None:
     command = fenced(f"<!-- {name} -->")
@@ -53,47 +58,28 @@ def test_the_example_runs(tmp_path: Path) -> None:
 
 
 @needs_weights
-def test_the_examples_of_sampling_run(tmp_path: Path) -> None:
-    section = README.split("\n### Sampling\n")[1].split("\n### ")[0]
-    blocks = re.findall(r"^```python\n(.*?)\n```$", section, flags=re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 2
-    shown = ["assert len({c.text for c in output.outputs}) == 3 and len(output.outputs[0].logprobs[0]) >= 2"]
-    shown += ["assert path[0] == 0 and 0 <= token < 3"]
-    code = "\n".join([fenced("The names are those of vLLM's offline API."), *blocks, *shown])
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-
-
-@needs_weights
-def test_the_example_of_structured_outputs_runs(tmp_path: Path) -> None:
-    section = README.split("\n### Structured outputs\n")[1].split("\n### ")[0]
-    [block] = re.findall(r"^```python\n(.*?)\n```$", section, flags=re.DOTALL | re.MULTILINE)
-    *before, last = block.split("\n")
-    shown = [f"text = {last}", "import json", "value = json.loads(text)"]
-    shown += ["assert list(value) == ['name', 'sizes'] and set(value['sizes']) <= set(range(1, 10)), text"]
-    code = "\n".join([fenced("The names are those of vLLM's offline API."), *before, *shown])
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-
-
-@needs_weights
-@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [path for path in DOCS if examples(path)], ids=lambda path: path.name)
 def test_the_examples_of_a_document_run(path: Path, tmp_path: Path) -> None:
     """One after the other, as a reader would run them in one session."""
-    blocks = re.findall(r"^```python\n(.*?)\n```$", path.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
-    assert blocks
-    code = "\n".join([*blocks, *SHOWN.get(path.name, ())])
+    code = "\n".join([*examples(path), *SHOWN.get(path.name, ())])
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 SHOWN = {
+    "usage.md": [
+        "assert len({completion.text for completion in output.outputs}) == 3",
+        "assert len(output.outputs[0].logprobs[0]) >= 2 and path[0] == 0 and 0 <= token < 3",
+        "import json",
+        "value = json.loads(text)",
+        "assert list(value) == ['name', 'sizes'] and set(value['sizes']) <= set(range(1, 10)), text",
+    ],
     "drafters.md": [
         "assert output.metrics.accepted_by_source['table'] and accepted['table', 1]",
         "assert set(again.metrics.accepted_by_source) == {'replay'} and again.metrics.acceptance_length > 3",
         "assert again.outputs[0].token_ids == output.outputs[0].token_ids",
         "assert str(failed).startswith(\"drafter 'broken' proposed NoneType instead of a TokenTree\")",
-    ]
+    ],
 }
 """What the examples of a document have shown, as code behind them."""
 

@@ -231,7 +231,8 @@ def test_gguf_files_are_refused_with_the_way_to_convert_them(tmp_path: Path) -> 
     alone.mkdir()
     for folder in (alone, beside):
         (folder / "model.Q4_1.gguf").write_bytes(b"GGUF")
-    how = re.escape(f"from_pretrained({str(alone)!r}, gguf_file='model.Q4_1.gguf').save_pretrained(")
+    source = re.escape(f"({str(alone)!r}, gguf_file='model.Q4_1.gguf'")
+    how = rf"AutoModelForCausalLM.from_pretrained{source}.*AutoTokenizer.from_pretrained{source}"
     for given in (alone, alone / "model.Q4_1.gguf"):
         for attempt in (lambda: LLM(given), lambda: open_llm(tiny()[0], [given])):  # noqa: B023
             with pytest.raises(CheckpointError, match=rf"GGUF is not supported; supported are .*safetensors.*{how}"):

@@ -59,11 +59,12 @@ def _gguf_of(path: Path) -> Path | None:
 
 def _no_gguf(path: Path) -> str:
     """What to do with a GGUF file."""
-    source = f"({str(path.parent)!r}, gguf_file={path.name!r})"
+    source = f"{str(path.parent)!r}, gguf_file={path.name!r}"
     return (
         "GGUF is not supported; supported are folders with config.json and *.safetensors. transformers converts it "
-        f"(pip install gguf): AutoModelForCausalLM.from_pretrained{source}.save_pretrained(NEW_FOLDER), and the same "
-        "with AutoTokenizer"
+        f"(pip install gguf accelerate): AutoModelForCausalLM.from_pretrained({source}, quantization_config=GgufConfig("
+        f"dequantize=True)).save_pretrained(NEW_FOLDER), and AutoTokenizer.from_pretrained({source}).save_pretrained("
+        "NEW_FOLDER)"
     )
 
 

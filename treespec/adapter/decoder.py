@@ -17,11 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from treespec.adapter.packed import PackedLinear, pack
-from treespec.adapter.probe import check_parity
+from treespec.adapter.probe import Probe
 from treespec.adapter.route import Call, configs_of, routed, window_below
 from treespec.adapter.row_attention import RowPlan, attend_rows
 from treespec.adapter.source import Source
 from treespec.adapter.trace import AdapterConfig, plain_attention, run, run_head, trace
+from treespec.adapter.widened import Widened
 from treespec.errors import KernelError, ModelError
 from treespec.models.attention import make_attention
 from treespec.models.decoder import Attention, Decoder, Sample
@@ -218,6 +219,32 @@ class AdapterDecoder(Decoder):
         return F.pad(logits, (0, self.vocab_size - self.known), value=-torch.inf)  # a negative width cuts
 
 
+class WidenedDecoder(AdapterDecoder):
+    """A decoder that computes in a wider dtype than its model, for comparisons that rounding must not blur.
+
+    Args:
+        config, model, longest: as of `AdapterDecoder`.
+        attention: over a float32 cache; it computes as it is, outside of the mode.
+        mode: entered for the model's own code.
+    """
+
+    def __init__(self, config: AdapterConfig, model: nn.Module, attention: Attention, longest: int, mode: Widened):
+        super().__init__(config, model, attention, longest)
+        self._mode = mode
+
+    def forward(self, tokens: Tensor, layout: AdapterPass, kv: Tensor, num_layers: int | None = None) -> Tensor:  # type: ignore[override]
+        with self._mode:
+            return super().forward(tokens, layout, kv, num_layers)
+
+    def logits(self, hidden: Tensor, rows: Sequence[int] | Tensor | None = None) -> Tensor:
+        with self._mode:
+            return super().logits(hidden, rows)
+
+    def _attend_call(self, layout: AdapterPass, kv: Tensor, call: Call) -> Tensor:
+        with self._mode.paused():
+            return super()._attend_call(layout, kv, call)
+
+
 def _apart(module: nn.Module) -> nn.Module:
     """A module whose parts can be exchanged without the other one's."""
     other = copy.copy(module)
@@ -243,20 +270,22 @@ def open_adapter(
         packed: whether linear layers may be replaced by row-invariant ones.
 
     Raises:
-        CheckpointError, ModelError: as `Source.load`, `trace` and `check_parity`.
+        CheckpointError, ModelError: as `Source.load`, `trace` and `Probe`.
     """
     model = source.load(dtype, device)
     config = trace(source, model)
-    op = make_attention(attention, config.shape, dtype, device)
+    probe = Probe(source, config, model)
+    wide = make_attention(attention, config.shape, torch.float32, device)
+    probe.compare_structure(model, lambda mode: WidenedDecoder(config, model, wide, probe.longest, mode))
     packed = packed and source.given is None and device.type == "cpu" and onednn_available(dtype)
-    with check_parity(source, config, model) as check:
-        if packed:
-            pack(model)
-        try:
-            check(AdapterDecoder(config, model, op, check.longest), op.cache_dtype)
-        except ModelError as error:
-            if not packed:
-                raise
-            logger.info("%s with row-invariant linear layers: %s; trying torch's own", source.name, error)
-            return open_adapter(source, dtype, device, attention, packed=False)
+    if packed:
+        pack(model)
+    op = make_attention(attention, config.shape, dtype, device)
+    try:
+        probe.compare(AdapterDecoder(config, model, op, probe.longest), op.cache_dtype)
+    except ModelError as error:
+        if not packed:
+            raise
+        logger.info("%s with row-invariant linear layers: %s; trying torch's own", source.name, error)
+        return open_adapter(source, dtype, device, attention, packed=False)
     return config, model

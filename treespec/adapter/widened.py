@@ -1,0 +1,85 @@
+"""A dispatch mode in which model code computes in a wider floating dtype than its weights have."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+_aten = torch.ops.aten
+_CHUNK = 1 << 22  # weight elements widened at once: the copy of a large matrix would not fit beside the model
+
+
+class Widened(TorchDispatchMode):
+    """Compute in `dtype` whatever a model's code computes in a narrower one, in this thread only.
+
+    The weights stay as they are: each operation gets a widened copy, and every dtype that the code names is replaced.
+    So a bfloat16 model runs with the rounding of float32, without a float32 copy of the model and without a change to
+    it that another thread could see.
+
+    Args:
+        dtype: torch.float32 or torch.float64.
+    """
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self.dtype, self._paused = dtype, False
+        self._narrow = {torch.bfloat16, torch.float16} | ({torch.float32} if dtype == torch.float64 else set())
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Operations inside compute in the dtypes that they name."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._paused:
+            return func(*args, **kwargs)
+        if func is _aten.view.dtype:
+            raise NotImplementedError(f"{func} reinterprets bits, which another dtype does not have")
+        if func is _aten.embedding.default:  # gathering rounds nothing, and the table may be large
+            return self._wide(func(*args, **kwargs))
+        if func is _aten.linear.default and self._is_large(args[1]):
+            return self._linear(*args, **kwargs)
+        if func._schema.is_mutable:
+            self._check_written(func, args, kwargs)
+        # Views of weights stay narrow until something computes with them; `to` is among the views.
+        convert = self._wide_dtype if func.is_view and func.overloadpacket is not _aten.to else self._wide
+        return func(*tree_map(convert, args), **tree_map(convert, kwargs))
+
+    def _wide_dtype(self, value: Any) -> Any:
+        return self.dtype if isinstance(value, torch.dtype) and value in self._narrow else value
+
+    def _wide(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(self.dtype) if value.dtype in self._narrow else value
+        return self._wide_dtype(value)
+
+    def _is_large(self, weight: Tensor) -> bool:
+        return weight.dtype in self._narrow and weight.dim() == 2 and weight.numel() > _CHUNK
+
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        x, rows = self._wide(x), max(_CHUNK // weight.shape[1], 1)
+        out = x.new_empty(*x.shape[:-1], len(weight))
+        for first in range(0, len(weight), rows):
+            part = self._wide(weight[first : first + rows])
+            out[..., first : first + rows] = x @ part.t()
+        return out if bias is None else out + self._wide(bias)
+
+    def _check_written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse writes to a narrow tensor: they would go to its widened copy and be lost."""
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            if written and isinstance(value, Tensor) and value.dtype in self._narrow:
+                raise NotImplementedError(f"{func} writes to a {value.dtype} tensor in place")
+        if any(isinstance(value, Tensor) and value.dtype in self._narrow for value in kwargs.values()):
+            raise NotImplementedError(f"{func} writes to a tensor of another dtype")

@@ -99,6 +99,27 @@ def test_links_lead_somewhere() -> None:
     assert DOCS and all(f"(docs/{path.name})" in README for path in DOCS)
 
 
+def test_the_example_inside_transformers_runs(tmp_path: Path) -> None:
+    code = fenced("*Inside transformers*, on a model in memory as it is:").replace('"smaller-model"', "model")
+    before = """
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+model = GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, eos_token_id=None)).eval()
+inputs = {"input_ids": torch.arange(9)[None], "attention_mask": torch.ones(1, 9, dtype=torch.int64)}
+class Streamer:
+    count = 0
+    put = lambda self, value: setattr(self, "count", self.count + value.numel())
+    end = lambda self: print("streamed", self.count)
+streamer = Streamer()
+"""
+    code = before + code.replace(
+        "last_metrics(model).acceptance_length", "last_metrics(model).acceptance_length > 1 or 1/0"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"streamed {9 + 64}\n"
+
+
 def test_the_test_command_is_what_the_checks_run() -> None:
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     awk = re.search(r"\$\((awk .*?README\.md)\)", script, flags=re.DOTALL)

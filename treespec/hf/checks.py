@@ -1,6 +1,7 @@
 """What `generate` of transformers may ask for and treespec's cannot do: refused by name, never passed over."""
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,43 @@ class Prompts(NamedTuple):
     def tokens(self) -> list[list[int]]:
         """Of each row, without its padding."""
         return [row[pad:] for row, pad in zip(self.input_ids.tolist(), self.padding, strict=True)]
+
+
+def check_drafts(drafts: Sequence[Any] | None) -> None:
+    """Raises ConfigError where `drafts` is no list."""
+    if drafts is not None and (isinstance(drafts, str) or not isinstance(drafts, Sequence)):
+        raise ConfigError(f"drafts={drafts!r}; valid: a list of folders, hub ids, models, Drafter objects or 'lookup'")
+
+
+def check_streamer(name: str, streamer: Any) -> Any:
+    """The streamer. Raises ConfigError where it is none; `name`: of the argument."""
+    if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+        raise ConfigError(f"{name}={streamer!r}; valid: an object with put and end")
+    return streamer
+
+
+def check_kept_arguments(model: Any) -> None:
+    """Refuse what transformers' `generate` was given and does not hand to a custom loop.
+
+    It neither passes these arguments on nor complains about them: a reader of the streamer would wait for ever, and an
+    assistant would be loaded for nothing. They are found in the frame of transformers' function, the caller's caller.
+
+    Raises:
+        ConfigError: there is one; its streamer was ended.
+    """
+    frame = sys._getframe(2)
+    if frame.f_code.co_name != "generate" or frame.f_globals.get("__name__") != "transformers.generation.utils":
+        return
+    kept = frame.f_locals
+    if kept.get("self") is not model:
+        return
+    instead = "use treespec.hf.accelerate(model), whose generate takes it, or"
+    streamer = kept.get("streamer")
+    if streamer is not None:
+        streamer.end()
+        raise ConfigError(f"streamer=: transformers keeps it from custom_generate; {instead} pass token_streamer=")
+    if kept.get("assistant_model") is not None:
+        raise ConfigError(f"assistant_model=: transformers keeps it from custom_generate; {instead} pass drafts=[...]")
 
 
 def check_config(config: Any, processors: list[Any], criteria: list[Any], rows: int) -> None:

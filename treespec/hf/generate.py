@@ -11,10 +11,19 @@ from torch import Tensor, nn
 
 from treespec.adapter.source import Source
 from treespec.config import SpecConfig
-from treespec.errors import ConfigError, RequestError
-from treespec.hf.checks import Prompts, check_config, read_prompts
+from treespec.errors import RequestError
+from treespec.hf.checks import (
+    Prompts,
+    check_config,
+    check_drafts,
+    check_kept_arguments,
+    check_streamer,
+    read_prompts,
+)
 from treespec.hf.engines import engine_for
+from treespec.hf.metrics import record_metrics
 from treespec.hf.rows import Row, make_row, processors_of_row, started_later
+from treespec.hf.streaming import Ending, RowStreamer
 
 logger = logging.getLogger("treespec")
 
@@ -35,6 +44,10 @@ def generate(
 ) -> Any:
     """What `model.generate(**inputs, custom_generate=treespec.hf.generate, drafts=[...])` calls.
 
+    transformers keeps `streamer=`, `assistant_model=` and `tokenizer=` from custom loops. Here the first two are
+    refused, and `stop_strings=` needs stopping_criteria=[StopStringCriteria(tokenizer, ["..."])] in its place; the
+    `generate` of a model that `treespec.hf.accelerate` was called with takes all of them.
+
     The model is used as it is: nothing of it is copied or changed, and other threads may run it meanwhile. It computes
     in its own dtype, under `torch.autocast` too, which the log says: cast the model where that is not wanted. Greedily
     the tokens are those of `model.generate` without autocast; sampled ones have its law and come from
@@ -46,13 +59,11 @@ def generate(
         logits_processor, stopping_criteria, generation_config: as transformers prepares them. Processors are called for
             each node of a tree with its own prefix, [1, length], so they must not keep what they saw; criteria after
             each token, row by row.
-            `max_time` counts generating alone, not the building of an engine at the first call. `stop_strings` would
-            need the `tokenizer`, which transformers keeps to itself, as it does `assistant_model`: say
-            stopping_criteria=[StopStringCriteria(tokenizer, ["..."])] and drafts=[assistant_model] instead.
+            `max_time` counts generating alone, not the building of an engine at the first call.
         drafts: small models: folders, hub ids, models in memory, `Drafter` objects. "lookup", which is on anyway, says
             that nothing else is wanted.
         spec: how to speculate; "off" is plain decoding.
-        token_streamer: with `put` and `end`. (transformers keeps what it is given as `streamer` to itself.)
+        token_streamer: with `put` and `end`, which is called after an error, too.
         exact: refuse where trees would not have the bits of plain decoding; False is faster where torch's matrix
             products need rows of a fixed number.
         model_kwargs: attention_mask, position_ids; anything else that says something is refused.
@@ -66,6 +77,20 @@ def generate(
         RequestError: a prompt that cannot be served, a processor that fails.
         ModelError, DraftError, ExactnessError: as `LLM`.
     """
+    check_kept_arguments(model)
+    with Ending(check_streamer("token_streamer", token_streamer)) as ending:
+        return _generate(
+            model, input_ids, logits_processor, stopping_criteria, generation_config, drafts, spec, ending.streamer,
+            exact, model_kwargs,
+        )  # fmt: skip
+
+
+def _generate(
+    model: nn.Module, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any,
+    drafts: Sequence[Any] | None, spec: SpecConfig | str | None, token_streamer: Any, exact: bool,
+    model_kwargs: dict[str, Any],
+) -> Any:  # fmt: skip
+    """As `generate`, whose caller ends the streamer."""
     processors, criteria = list(logits_processor or ()), list(stopping_criteria or ())
     check_config(generation_config, processors, criteria, len(input_ids))
     prompts = read_prompts(input_ids, model_kwargs)
@@ -100,14 +125,15 @@ def generate(
         )
         for row, (tokens, pad) in enumerate(zip(prompts.tokens, prompts.padding, strict=True))
     ]  # fmt: skip
-    streamer = _Streamer(token_streamer, prompts, rows, generation_config)
+    streamer = RowStreamer(token_streamer, prompts, rows, _pad_token(generation_config))
     for row in llm._run(rows):
         if row.error is not None:
             raise row.exception
         with llm.between_rounds():
             due = streamer.due()
         streamer.put(due)
-    streamer.end()
+    streamer.put(streamer.due())
+    record_metrics(model, rows)
     return _output(prompts, rows, generation_config)
 
 
@@ -121,49 +147,13 @@ def _sources(drafts: Sequence[Any] | None) -> list[Any]:
     """The drafts that are models or drafters; "lookup" names what is on by itself."""
     if drafts is None:
         return []
-    if isinstance(drafts, str) or not isinstance(drafts, Sequence):
-        raise ConfigError(f"drafts={drafts!r}; valid: a list of folders, hub ids, models, Drafter objects or 'lookup'")
+    check_drafts(drafts)
     return [draft for draft in drafts if not (isinstance(draft, str) and draft == "lookup")]
 
 
 def _pad_token(config: Any) -> int:
     pad = config._pad_token_tensor
     return 0 if pad is None else int(pad.reshape(-1)[0])
-
-
-class _Streamer:
-    """Hands tokens to a streamer as transformers' loop does: the prompt, then one step of all rows at a time."""
-
-    def __init__(self, streamer: Any, prompts: Prompts, rows: Sequence[Row], config: Any):
-        if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
-            raise ConfigError(f"token_streamer={streamer!r}; valid: an object with put and end")
-        self._streamer, self._rows, self._pad, self._steps = streamer, rows, _pad_token(config), 0
-        if streamer is not None:
-            streamer.put(prompts.input_ids.cpu())
-
-    def due(self) -> list[list[int]]:
-        """The steps that every row has come to, or has ended before, and that were not handed out."""
-        found: list[list[int]] = []
-        while True:
-            step = self._steps
-            open_rows = [row for row in self._rows if row.ended is None]
-            if any(row.num_generated <= step for row in open_rows) or all(
-                row.num_generated <= step for row in self._rows
-            ):
-                return found
-            tokens = [row.output_token_ids[step] if step < row.num_generated else self._pad for row in self._rows]
-            found.append(tokens)
-            self._steps += 1
-
-    def put(self, steps: list[list[int]]) -> None:
-        """Hand out tokens of each step, of every row one."""
-        for tokens in steps if self._streamer is not None else ():
-            self._streamer.put(torch.tensor(tokens, dtype=torch.int64, device="cpu"))
-
-    def end(self) -> None:
-        if self._streamer is not None:
-            self.put(self.due())
-            self._streamer.end()
 
 
 def _output(prompts: Prompts, rows: Sequence[Row], config: Any) -> Any:

@@ -1,0 +1,169 @@
+"""`model.generate` that decodes by token trees: treespec put into a transformers model, and taken out again."""
+
+import copy
+import inspect
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from treespec.adapter.source import Source
+from treespec.config import SpecConfig
+from treespec.errors import ConfigError
+from treespec.hf.checks import check_drafts, check_streamer
+from treespec.hf.generate import generate
+from treespec.hf.streaming import Ending
+
+logger = logging.getLogger("treespec")
+
+# Sizes of an assistant's drafts, which the planner chooses here. They change no token.
+_HINTS = (
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
+    "assistant_confidence_threshold",
+    "assistant_lookbehind",
+    "target_lookbehind",
+)
+
+
+def accelerate(
+    model: Any, drafts: Sequence[Any] | None = None, spec: SpecConfig | str | None = None, exact: bool = True
+) -> Any:
+    """Let a model's own `generate` decode by token trees, in pipelines too, until `restore(model)`.
+
+    Arguments, results and tokens are those of transformers' `generate`: greedily the same tokens, sampled ones of the
+    same law. `streamer=` gets every token and its end, after an error too; `assistant_model=` becomes one more draft;
+    `tokenizer=` serves `stop_strings=`. What trees cannot do, such as beams, is refused by name. A call may have
+    `drafts=`, `spec=` and `exact=` of its own; with another `custom_generate=` it is left to transformers.
+
+    Args:
+        model: a `PreTrainedModel` in eval mode. Its weights and its code stay as they are; `generate` is set on this
+            object alone.
+        drafts: small models: folders, hub ids, models in memory, `Drafter` objects. Prompt lookup is on anyway.
+        spec: how to speculate; "off" is plain decoding.
+        exact: refuse where trees would not have the bits of plain decoding.
+
+    Returns:
+        The model.
+
+    Raises:
+        ConfigError: drafts or a spec that mean nothing, or a model whose `generate` somebody else has replaced.
+        ModelError: a model that treespec cannot run; whether it can is known for certain at the first call.
+    """
+    Source.from_model(model)
+    check_drafts(drafts)
+    SpecConfig.resolve(spec, SpecConfig())
+    replaced = model.__dict__.get("generate")
+    if replaced is not None and not isinstance(replaced, _Generate):
+        raise ConfigError(f"model.generate was replaced by {replaced!r}; delete it before")
+    # An entry of the instance's own, found before the class's method.
+    model.__dict__["generate"] = _Generate(model, drafts, spec, exact)
+    return model
+
+
+def restore(model: nn.Module) -> Any:
+    """Give a model its class's own `generate` back; one that was not accelerated stays as it is. Returns the model."""
+    if isinstance(model.__dict__.get("generate"), _Generate):
+        del model.__dict__["generate"]
+    return model
+
+
+class _Generate:
+    """What takes the place of a model's `generate`."""
+
+    def __init__(self, model: nn.Module, drafts: Sequence[Any] | None, spec: SpecConfig | str | None, exact: bool):
+        self._model = model
+        self._options: dict[str, Any] = {"drafts": drafts, "spec": spec, "exact": exact}
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        own = inspect.signature(type(self._model).generate)  # type: ignore[attr-defined]
+        return own.replace(parameters=list(own.parameters.values())[1:])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Generate":
+        """Of a copied model: the copy's own, with the same drafts."""
+        other = copy.copy(self)
+        other._model = copy.deepcopy(self._model, memo)
+        return other
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model, own = self._model, type(self._model).generate  # type: ignore[attr-defined]
+        named = list(inspect.signature(own).parameters)[1:]
+        given = dict(zip(named, args, strict=False)) | kwargs
+        if len(args) > len(named) or given.keys() & set(named[: len(args)]) & kwargs.keys():
+            return own(model, *args, **kwargs)  # raises the TypeError that fits
+        custom = given.pop("custom_generate", None)
+        if custom is not None and custom is not generate:
+            logger.info("generate(custom_generate=%r): left to transformers, without treespec", custom)
+            return own(model, *args, **kwargs)
+        streamer = given.pop("streamer", None)
+        if streamer is None:
+            streamer = given.pop("token_streamer", None)
+        with Ending(check_streamer("streamer", streamer)) as ending:
+            options = self._options | {name: given.pop(name) for name in self._options if name in given}
+            options["drafts"] = self._drafts(options["drafts"], given)
+            _announce_hints(given)
+            _check_unsupported(given)
+            self._read_stop_strings(given)
+            return own(model, custom_generate=generate, token_streamer=ending.streamer, **options, **given)
+
+    def _drafts(self, drafts: Sequence[Any] | None, given: dict[str, Any]) -> list[Any] | None:
+        """The drafts of a call, its assistant included."""
+        check_drafts(drafts)
+        assistant, tokenizer = given.pop("assistant_model", None), given.pop("assistant_tokenizer", None)
+        if assistant is None:
+            return None if drafts is None else list(drafts)
+        if tokenizer is not None and not _same_vocabulary(tokenizer, given.get("tokenizer")):
+            raise ConfigError(
+                "assistant_tokenizer: a model in memory drafts with the target's own tokenizer; give its folder in "
+                "drafts=[...] in place of assistant_model=, and its guesses are translated"
+            )
+        return [*(drafts or ()), *([] if any(each is assistant for each in drafts or ()) else [assistant])]
+
+    def _read_stop_strings(self, given: dict[str, Any]) -> None:
+        """Turn `stop_strings` and `tokenizer` into a criterion: transformers keeps the tokenizer from other loops."""
+        tokenizer, config = given.pop("tokenizer", None), given.get("generation_config")
+        strings = given.pop("stop_strings", None)
+        default = getattr(self._model, "generation_config", None)
+        if strings is None and config is not None:
+            strings = config.stop_strings
+        if default is not None and default.stop_strings is not None:
+            raise ConfigError(
+                f"model.generation_config.stop_strings={default.stop_strings!r}; set it to None there, and give "
+                "stop_strings= and tokenizer= to the call"
+            )
+        if strings is None:
+            return
+        if tokenizer is None:
+            raise ConfigError(f"stop_strings={strings!r} needs the model's tokenizer: generate(..., tokenizer=...)")
+        from transformers import StoppingCriteriaList, StopStringCriteria
+
+        if config is not None and config.stop_strings is not None:
+            given["generation_config"] = config = copy.deepcopy(config)
+            config.stop_strings = None
+        own = StopStringCriteria(tokenizer=tokenizer, stop_strings=strings)
+        given["stopping_criteria"] = StoppingCriteriaList([*(given.get("stopping_criteria") or ()), own])
+
+
+def _same_vocabulary(one: Any, other: Any) -> bool:
+    return one is other or (other is not None and one.get_vocab() == other.get_vocab())
+
+
+def _announce_hints(given: dict[str, Any]) -> None:
+    """Take away what changes no token, and say so in one line."""
+    hints = {name: given.pop(name) for name in _HINTS if given.get(name) is not None}
+    if hints:
+        named = ", ".join(f"{name}={value!r}" for name, value in hints.items())
+        logger.info("generate(%s): no effect, the planner sizes the drafts", named)
+
+
+def _check_unsupported(given: dict[str, Any]) -> None:
+    """Refuse what would not come through to `treespec.hf.generate`."""
+    if given.pop("synced_gpus", None):
+        raise ConfigError("synced_gpus=True: treespec runs a model on one GPU; leave it out")
+    config = given.get("generation_config")
+    if given.get("token_healing") or getattr(config, "token_healing", False):
+        raise ConfigError("token_healing=True changes the prompt; leave it out")
+    if given.get("cache_implementation") == "paged":
+        raise ConfigError("cache_implementation='paged' is transformers' continuous batching; leave it out")

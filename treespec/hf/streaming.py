@@ -1,0 +1,78 @@
+"""Streamers of transformers: fed as its own loop feeds them, and ended whatever happens."""
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from treespec.hf.checks import Prompts
+from treespec.hf.rows import Row
+
+
+class Ending:
+    """Ends a streamer once: at the latest when the block is left, so that no reader waits for ever.
+
+    Attributes:
+        streamer: to be used inside the block, or None.
+    """
+
+    def __init__(self, streamer: Any):
+        self.streamer = streamer if streamer is None or isinstance(streamer, _Once) else _Once(streamer)
+
+    def __enter__(self) -> "Ending":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.streamer is not None:
+            self.streamer.end()
+
+
+class _Once:
+    """A streamer whose `end` is called once at most."""
+
+    def __init__(self, streamer: Any):
+        self._streamer, self._ended = streamer, False
+        self.put = streamer.put
+
+    def end(self) -> None:
+        if not self._ended:
+            self._ended = True
+            self._streamer.end()
+
+
+class RowStreamer:
+    """Hands tokens to a streamer: the prompt, then one step of all rows at a time.
+
+    Args:
+        streamer: with `put` and `end`, or None.
+        prompts: of the call.
+        rows: their requests.
+        pad: token that stands behind rows that have ended.
+    """
+
+    def __init__(self, streamer: Any, prompts: Prompts, rows: Sequence[Row], pad: int):
+        self._streamer, self._rows, self._pad, self._steps = streamer, rows, pad, 0
+        if streamer is not None:
+            streamer.put(prompts.input_ids.cpu())
+
+    def due(self) -> list[list[int]]:
+        """The steps that every row has come to, or has ended before, and that were not handed out."""
+        found: list[list[int]] = []
+        while True:
+            step = self._steps
+            open_rows = [row for row in self._rows if row.ended is None]
+            if any(row.num_generated <= step for row in open_rows) or all(
+                row.num_generated <= step for row in self._rows
+            ):
+                return found
+            tokens = [row.output_token_ids[step] if step < row.num_generated else self._pad for row in self._rows]
+            found.append(tokens)
+            self._steps += 1
+
+    def put(self, steps: list[list[int]]) -> None:
+        """Hand out tokens of each step, of every row one."""
+        for tokens in steps if self._streamer is not None else ():
+            self._streamer.put(torch.tensor(tokens, dtype=torch.int64, device="cpu"))

@@ -40,6 +40,7 @@ PARENTS = np.array([-1, 0, 0, 1, 1, 2, 3, 3, 5, 6, 7, 9, 10])  # 13 nodes, 6 dee
 STRUCTURE_BOUND = 1e-4
 """Largest distance of a row in step 1. Measured for models that are run right: up to 4e-5 in float32 and 4e-6 in
 float64. The faults of the tests start at 3e-3."""
+_NO_ROUNDING = 0.1  # a distance that float32 does not come to, not even with TF32: float64 need not be asked
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """By dtype, a distance that is always accepted in step 2, and the only bound where step 1 cannot run."""
 NOISE_FACTOR = 3.0
@@ -106,6 +107,8 @@ class Probe:
             if worst <= STRUCTURE_BOUND:
                 self._exact = expected
                 return
+            if worst > _NO_ROUNDING:
+                break
         raise self._refusal(worst, STRUCTURE_BOUND, "computed in float32")
 
     def compare(self, decoder: "AdapterDecoder", cache_dtype: torch.dtype) -> None:

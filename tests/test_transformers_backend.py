@@ -5,6 +5,7 @@ import logging
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,8 +23,8 @@ from tests.architectures import (
     saved,
 )
 from tests.exactness import differences, run
-from tests.models import OracleDrafter, greedy, make_llama, new_folder, random_prompts, tiny
-from treespec import SamplingParams, SpecConfig
+from tests.models import CURVE, OracleDrafter, greedy, make_llama, new_folder, random_prompts, tiny
+from treespec import LLM, SamplingParams, SpecConfig
 from treespec.adapter.decoder import AdapterDecoder
 from treespec.adapter.packed import PackedLinear
 from treespec.adapter.route import Window, window_below
@@ -247,6 +248,15 @@ def test_a_tree_larger_than_the_fixed_rows() -> None:
     assert large.stats()["frozen"]["fixed_rows"] == 64
     tokens = [large.generate([[1, 2, 3]], greedy(12), spec=spec)[0].outputs[0].token_ids for spec in (None, "off")]
     assert tokens[0] == tokens[1]
+
+
+def test_fixed_rows_are_proven_with_passes_of_that_size() -> None:
+    """A product that rounds differently in larger passes, which an engine with fixed rows never makes."""
+    model = make_model("stablelm")
+    model.model.layers[0].mlp.register_forward_hook(lambda _, args, out: out * (1 + (out.shape[1] > 32) * 2**-20))
+    with mock.patch("treespec.costs.load", lambda key: CURVE):
+        llm = LLM(model, device="cpu", max_model_len=256)
+    assert llm.stats()["frozen"]["exactness"] == "bit-identical at 32 fixed rows"
 
 
 def test_layers_of_several_shapes_are_all_proven() -> None:

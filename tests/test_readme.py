@@ -100,7 +100,9 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_the_example_inside_transformers_runs(tmp_path: Path) -> None:
-    code = fenced("*Inside transformers*, on a model in memory as it is:").replace('"smaller-model"', "model")
+    text = (ROOT / "docs" / "transformers.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)\n```$", text, flags=re.DOTALL | re.MULTILINE)
+    code = "\n".join(blocks).replace('"smaller-model"', "model")
     before = """
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -117,7 +119,7 @@ streamer = Streamer()
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == f"streamed {9 + 64}\n"
+    assert done.stdout == f"streamed {9 + 64}\nstreamed {9 + 64 + 9 + 64}\n"
 
 
 def test_the_test_command_is_what_the_checks_run() -> None:

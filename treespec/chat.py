@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from treespec.errors import ConfigError, RequestError
+from treespec.errors import ConfigError, RequestError, describe_error, show
 
 Message = Mapping[str, Any]
 
@@ -30,7 +30,7 @@ class Conversation(NamedTuple):
         """
         for message in self.messages:
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-                raise RequestError(f"message {message!r}; valid: {{'role': 'user', 'content': '...'}}")
+                raise RequestError(f"message {show(message)}; valid: {{'role': 'user', 'content': '...'}}")
         if not self.messages:
             raise RequestError("a conversation without messages; give at least one")
         if self.continue_final_message and self.messages[-1]["role"] != "assistant":
@@ -49,7 +49,7 @@ class Conversation(NamedTuple):
                 **self.template_kwargs,
             )  # fmt: skip
         except Exception as error:  # templates are programs: they raise what they like
-            raise RequestError(f"the chat template refuses the messages: {type(error).__name__}: {error}") from error
+            raise RequestError(f"the chat template refuses the messages: {describe_error(error)}") from error
         if not isinstance(text, str):
             raise RequestError(f"the chat template made {type(text).__name__}, not one text")
         return text
@@ -75,7 +75,7 @@ def _text_of(part: Any) -> str:
     """The text that a part of a content is."""
     text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part
     if not isinstance(text, str):
-        raise RequestError(f"content part {str(part)[:80]}; valid: a text or {{'type': 'text', 'text': '...'}}")
+        raise RequestError(f"content part {show(part)}; valid: a text or {{'type': 'text', 'text': '...'}}")
     return text
 
 
@@ -120,12 +120,12 @@ def conversations(
             "set add_generation_prompt=False"
         )
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
-        raise ConfigError(f"messages={messages!r}; valid: a list of messages, or a list of such lists")
+        raise ConfigError(f"messages={show(messages)}; valid: a list of messages, or a list of such lists")
     several = bool(messages) and not isinstance(messages[0], Mapping)
     each = list(messages) if several else [messages]
     for one in each:
         if not isinstance(one, Sequence) or isinstance(one, str | bytes):
-            raise ConfigError(f"messages: {one!r} is no list of messages")
+            raise ConfigError(f"messages: {show(one)} is no list of messages")
     return [
         Conversation(
             one, chat_template, add_generation_prompt, continue_final_message, tools, dict(template_kwargs or {})

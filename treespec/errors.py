@@ -5,6 +5,7 @@ A message carries the bad value and what would be valid in its place.
 
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
+from typing import Any
 
 from treespec_weights.errors import CheckpointError
 
@@ -19,8 +20,12 @@ __all__ = [
     "TreespecError",
     "UnsupportedError",
     "VariantError",
+    "describe_error",
     "reject_unknown",
+    "show",
 ]
+
+_SHOWN = 300  # characters of a foreign object's text that a message repeats
 
 
 class TreespecError(ValueError):
@@ -80,3 +85,25 @@ def reject_unknown(kind: str, given: Iterable[str], valid: Collection[str]) -> N
         nearest = get_close_matches(name, valid, n=1, cutoff=0.5)
         parts.append(f"{name!r} (did you mean {nearest[0]!r}?)" if nearest else repr(name))
     raise ConfigError(f"{kind}: unknown {', '.join(parts)}; valid: {', '.join(sorted(valid))}")
+
+
+def describe_error(error: BaseException) -> str:
+    """An exception of outside code as `Type: message`, bounded, even where its own `__str__` fails."""
+    try:
+        message = str(error)
+    except Exception as failure:
+        message = f"(its message cannot be shown: __str__ raises {type(failure).__name__})"
+    return f"{type(error).__name__}: {_bounded(message)}"
+
+
+def show(value: Any) -> str:
+    """`repr(value)` for a message, bounded, even where `__repr__` fails."""
+    try:
+        text = repr(value)
+    except Exception as failure:
+        text = f"<{type(value).__name__} whose __repr__ raises {type(failure).__name__}>"
+    return _bounded(text)
+
+
+def _bounded(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"

@@ -5,10 +5,12 @@ same text, however the parser got there. The tests compare it with a parser that
 """
 
 import json
+import queue
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor
 
 from treespec.errors import RequestError
+from treespec.form_limits import check_form, check_lark
 from treespec.spelling import read_tokenizer
 from treespec.structured import StructuredOutputsParams, closed_schema
 from treespec.tokenizer import check_text
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 _KEPT = 64  # forms whose parsers are kept for requests to come
+_SECONDS = 5  # of CPU time that reading a form may take; within its limits it takes less than one
 _STACK = 256 << 20  # bytes, of which a thread takes what it needs; 15 KB for each rule inside a rule
 
 
@@ -73,25 +77,71 @@ class Grammars:
             check_text(text or "")
         if self._tokenizer is None:
             self._tokenizer = read_tokenizer(self._own, self._vocab_size, self._end_tokens)
+        check_form(form)
         try:
             source = _source(form)
+        except RequestError:
+            raise
         except (ValueError, RecursionError) as error:
             raise RequestError(f"structured_outputs: {form.form} cannot be read: {error}") from None
         limits = LLParserLimits(verbose_errors=False)
-        parser = _in_deep_stack(partial(LLMatcher, self._tokenizer, source, log_level=0, limits=limits))
+        parser = _in_deep_stack(partial(LLMatcher, self._tokenizer, source, log_level=0, limits=limits), form.form)
         if parser.is_error():
             raise RequestError(f"structured_outputs: {form.form} cannot be read: {_reason(parser)}")
         return parser
 
 
-def _in_deep_stack(call: Callable[[], "LLMatcher"]) -> "LLMatcher":
-    """A call's result. In the usual 8 MB of stack a chain of 800 references, `{"$ref": ...}`, would end the process."""
+def _in_deep_stack(call: Callable[[], "LLMatcher"], form: str) -> "LLMatcher":
+    """A call's result, from a thread of its own. In the usual 8 MB of stack a chain of 800 references, `{"$ref": ...}`,
+    would end the process.
+
+    `check_form` bounds what is read; a form that takes long all the same is given up. Its thread cannot be stopped and
+    runs on by itself.
+
+    Raises:
+        RequestError: the call takes more than `_SECONDS` of CPU time.
+    """
+    result: Future[LLMatcher] = Future()
+    clocks: queue.SimpleQueue[Callable[[], float]] = queue.SimpleQueue()
+
+    def run() -> None:
+        clocks.put(_clock_of_thread())
+        try:
+            result.set_result(call())
+        except BaseException as error:
+            result.set_exception(error)
+
     usual = threading.stack_size(_STACK)
     try:
-        with ThreadPoolExecutor(1) as thread:
-            return thread.submit(call).result()
+        threading.Thread(target=run, name="treespec-grammar", daemon=True).start()
     finally:
         threading.stack_size(usual)
+    spent = clocks.get()
+    while True:
+        try:
+            return result.result(timeout=0.1)
+        except TimeoutError:
+            if not result.done() and spent() > _SECONDS:
+                raise RequestError(
+                    f"structured_outputs: {form} takes more than {_SECONDS} s to read; give a simpler one"
+                ) from None
+
+
+def _clock_of_thread() -> Callable[[], float]:
+    """Tells any thread the seconds of CPU time that this one has taken, which a busy machine does not prolong; on
+    systems that cannot, the seconds since now."""
+    began = time.monotonic()
+    if not hasattr(time, "pthread_getcpuclockid"):
+        return lambda: time.monotonic() - began
+    clock = time.pthread_getcpuclockid(threading.get_ident())
+
+    def spent() -> float:
+        try:
+            return time.clock_gettime(clock)
+        except OSError:  # the thread has just ended
+            return 0.0
+
+    return spent
 
 
 def _source(form: StructuredOutputsParams) -> str:
@@ -104,7 +154,10 @@ def _source(form: StructuredOutputsParams) -> str:
         # A terminal: of rules the parser follows no more than 2,000 at a time.
         return LLMatcher.grammar_from_lark("start: TEXT\nTEXT: " + " | ".join(map(json.dumps, form.choice)))
     if form.grammar is not None:
-        return grammar_from("grammar", form.grammar)
+        source = grammar_from("grammar", form.grammar)
+        for part in json.loads(source)["grammars"]:
+            check_lark(part["lark_grammar"])
+        return source
     schema = {"type": "object"} if form.json is None else json.loads(form.json)
     if form.disable_additional_properties:
         schema = closed_schema(schema)

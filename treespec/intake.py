@@ -13,7 +13,7 @@ import torch
 from treespec.chat import Conversation
 from treespec.config import SpecConfig
 from treespec.detokenizer import Detokenizer
-from treespec.errors import ConfigError, RequestError
+from treespec.errors import ConfigError, RequestError, describe_error, show
 from treespec.grammar import Grammars
 from treespec.inputs import TextPrompt, TokensPrompt
 from treespec.params import SamplingParams
@@ -28,6 +28,9 @@ logger = logging.getLogger("treespec")
 _Position = TypeVar("_Position", dict[int, Logprob], dict[int, Logprob] | None)
 Prompt = str | Sequence[int] | np.ndarray | torch.Tensor | TextPrompt | TokensPrompt | dict[str, Any]
 
+# How many texts, and how many characters together: stop strings are all searched for after each token, and each bad
+# word is tokenized twice.
+_MOST_TEXTS = {"stop": (1000, 100_000), "bad_words": (10_000, 1_000_000)}
 _PROMPT_KEYS = ("prompt", "prompt_token_ids")
 
 
@@ -111,22 +114,25 @@ class Intake:
         if isinstance(prompt, dict):
             prompt = {key: value for key, value in prompt.items() if value is not None or key in _PROMPT_KEYS}
             if not prompt or any(key not in _PROMPT_KEYS for key in prompt):
-                raise RequestError(f"prompt {prompt!r}; keys of a dict: {' and '.join(map(repr, _PROMPT_KEYS))}")
+                raise RequestError(f"prompt {show(prompt)}; keys of a dict: {' and '.join(map(repr, _PROMPT_KEYS))}")
             prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError(f"a text prompt {prompt[:40]!r}, but the model has no tokenizer; give token ids")
             prompt = tokenization.encode(self.tokenizer, prompt, special=True)
-        prompt = plain(prompt)
+        try:
+            prompt = plain(prompt)
+        except Exception as error:  # a tensor without values, such as one of the device meta
+            raise RequestError(f"prompt {show(prompt)} has no list of token ids: {describe_error(error)}") from error
         if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
-            raise RequestError(f"prompt {prompt!r}; valid: text, a list of token ids, or a dict of one of them")
+            raise RequestError(f"prompt {show(prompt)}; valid: text, a list of token ids, or a dict of one of them")
         if not len(prompt):
             raise RequestError("an empty prompt; give at least one token")
         tokens = []
         for given in prompt:
             token = as_int(given, 0)
             if token is None or token >= self.vocab_size:
-                raise RequestError(f"prompt token {given!r}; valid: ints from 0 to {self.vocab_size - 1}")
+                raise RequestError(f"prompt token {show(given)}; valid: ints from 0 to {self.vocab_size - 1}")
             tokens.append(token)
         return tokenization.cut(tokens)
 
@@ -145,6 +151,17 @@ class Intake:
                 raise RequestError(f"stop={params.stop!r} needs a tokenizer; use stop_token_ids")
             if params.bad_words:
                 raise RequestError(f"bad_words={params.bad_words!r} needs a tokenizer; use logit_bias")
+        for name, (count, characters) in _MOST_TEXTS.items():
+            texts = getattr(params, name)
+            if len(texts) > count or sum(map(len, texts)) > characters:
+                raise RequestError(
+                    f"{name}: {len(texts)} texts of {sum(map(len, texts))} characters; valid: at most {count} of "
+                    f"{characters} together"
+                )
+        if len(params.stop_token_ids) > self.vocab_size:
+            raise RequestError(
+                f"stop_token_ids: {len(params.stop_token_ids)} ids; the vocabulary has {self.vocab_size} tokens"
+            )
         for text in params.stop:
             check_text(text)
         for name in ("logprobs", "prompt_logprobs"):
@@ -155,18 +172,18 @@ class Intake:
                 if token >= self.vocab_size:
                     raise RequestError(f"{name}: token {token}; valid: 0 to {self.vocab_size - 1}")
 
-    def _spell(self, words: Sequence[str]) -> list[list[int]]:
+    def _spell(self, words: Sequence[str]) -> list[tuple[int, ...]]:
         """Token ids of each word, as it stands and behind a space, where the model has these tokens."""
-        spellings: list[list[int]] = []
+        spellings: dict[tuple[int, ...], None] = {}
         for word in words:
             assert self.tokenizer is not None, "checked with the parameters"
             for text in (word.lstrip(), " " + word.lstrip()):
                 ids = self.tokenizer.encode(text, special=False)
                 if not ids:
                     raise RequestError(f"bad_words: {word!r} has no tokens")
-                if ids not in spellings and max(ids) < self.vocab_size:
-                    spellings.append(ids)
-        return spellings
+                if max(ids) < self.vocab_size:
+                    spellings.setdefault(tuple(ids))
+        return list(spellings)
 
     def detokenizer(self, prompt: Sequence[int], params: SamplingParams) -> Detokenizer | None:
         """For the text of an output; None where none is made."""
@@ -177,12 +194,22 @@ class Intake:
 
     def output(self, samples: Sequence[Request], finished: bool = True) -> RequestOutput:
         """What the user gets of a prompt's samples, whether or not they have all finished."""
-        first = samples[0]
-        error = next((sample.error for sample in samples if sample.error), None)
+        first, prompt_logprobs = samples[0], None
+        try:
+            prompt_logprobs = self._prompt_logprobs(samples)
+        except RequestError as error:
+            _fail(first, error)
+        completions = [self._completion(sample) for sample in samples]
         return RequestOutput(
-            first.output_id, first.prompt, first.prompt_token_ids, [self._completion(sample) for sample in samples],
-            finished, RequestMetrics.of(samples), error, self._prompt_logprobs(samples),
-        )  # fmt: skip
+            first.output_id,
+            first.prompt,
+            first.prompt_token_ids,
+            completions,
+            finished,
+            RequestMetrics.of(samples),
+            next((sample.error for sample in samples if sample.error), None),
+            prompt_logprobs,
+        )
 
     def _prompt_logprobs(self, samples: Sequence[Request]) -> list[dict[int, Logprob] | None] | None:
         """Of the sample that computed the whole prompt; None where none did, or nobody asked."""
@@ -192,6 +219,15 @@ class Intake:
         return None
 
     def _completion(self, request: Request) -> CompletionOutput:
+        try:
+            return self._text_and_logprobs(request)
+        except RequestError as error:  # the tokenizer cannot decode what was written: the tokens remain
+            _fail(request, error)
+            return CompletionOutput(
+                request.sample, None, request.output_token_ids, request.finish_reason, request.stop_reason
+            )
+
+    def _text_and_logprobs(self, request: Request) -> CompletionOutput:
         tokens = request.output_token_ids
         detokenizer = request.detokenizer
         if detokenizer is None and (detokenizer := self.detokenizer(request.prompt_token_ids, request.params)):
@@ -227,7 +263,13 @@ def log_refused(prompts: Sequence[Any], entries: Sequence[list[Request] | Reques
         return
     for i, (prompt, entry) in enumerate(zip(prompts, entries, strict=True)):
         if isinstance(entry, RequestOutput):
-            logger.warning("prompt %d (%r) was refused: %s", i, str(prompt)[:40], entry.error)
+            logger.warning("prompt %d (%s) was refused: %s", i, show(prompt)[:40], entry.error)
+
+
+def _fail(request: Request, error: RequestError) -> None:
+    """Report a finished request as failed; the first error counts. One that still runs is told at its end."""
+    if request.finished:
+        request.finish_reason, request.error = "error", request.error or str(error)
 
 
 def no_text(params: SamplingParams) -> str | None:
@@ -239,9 +281,12 @@ def as_list(prompts: Any) -> list[Any]:
     """One prompt or several, as a list of prompts."""
     if isinstance(prompts, str | dict):
         return [prompts]
-    prompts = plain(prompts)
+    try:
+        prompts = plain(prompts)
+    except Exception as error:  # a tensor without values, such as one of the device meta
+        raise ConfigError(f"prompts={show(prompts)} has no token ids: {describe_error(error)}") from error
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
-        raise ConfigError(f"prompts={prompts!r}; valid: text, token ids, or a list of those")
+        raise ConfigError(f"prompts={show(prompts)}; valid: text, token ids, or a list of those")
     if len(prompts) and all(isinstance(item, Integral) for item in prompts):
         return [list(prompts)]
     return list(prompts)

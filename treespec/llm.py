@@ -8,12 +8,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from functools import partial
 from typing import Any, Unpack
 
 import torch
 from torch import nn
-from tqdm import tqdm  # type: ignore[import-untyped]
 
 from treespec.adapter.trace import AdapterConfig
 from treespec.build import Built, build
@@ -21,11 +19,12 @@ from treespec.chat import Message, conversations, streamed
 from treespec.config import SpecConfig
 from treespec.defaults import check_generation_config, default_sampling_params
 from treespec.drafters.outside import is_from_outside
-from treespec.errors import ConfigError, RequestError, reject_unknown
+from treespec.errors import ConfigError, RequestError, describe_error, reject_unknown, show
 from treespec.grammar import Grammars
 from treespec.intake import Intake, Prompt, as_list, log_refused, no_text
 from treespec.param_values import checked
 from treespec.params import SamplingParams
+from treespec.progress import Progress
 from treespec.request import Request, RequestOutput, StreamChunk
 from treespec.resolve import on_device, resolve_device
 from treespec.round_record import ObserverHandle, RoundObserver
@@ -191,15 +190,14 @@ class LLM(VllmMethods):
     ) -> list[RequestOutput]:  # fmt: skip
         """For each prompt, text, token ids or a conversation."""
         if not isinstance(use_tqdm, bool) and not callable(use_tqdm):
-            raise ConfigError(f"use_tqdm={use_tqdm!r}; valid: True, False, or what takes the place of tqdm.tqdm")
+            raise ConfigError(f"use_tqdm={show(use_tqdm)}; valid: True, False, or what takes the place of tqdm.tqdm")
         with self._lock:
             entries = self._requests(prompts, params, spec, tokenization)
         log_refused(prompts, entries)
         requests = [request for entry in entries if isinstance(entry, list) for request in entry]
-        made = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not use_tqdm)
-        with made(total=len(requests), desc="outputs") as bar:
+        with Progress(use_tqdm, len(requests)) as progress:
             for request in self._run(requests):
-                bar.update(int(request.finished))
+                progress.update(int(request.finished))
         with self._lock:
             outputs = [self._intake.output(entry) if isinstance(entry, list) else entry for entry in entries]
         if outputs and all(one.finish_reason == "error" for output in outputs for one in output.outputs):
@@ -439,7 +437,7 @@ class LLM(VllmMethods):
         except BaseException as error:
             ending: tuple[Any, ...] = ("abort",)  # Ctrl-C
             if isinstance(error, Exception):
-                ending = "error", f"a round broke off: {type(error).__name__}: {error}"
+                ending = "error", f"a round broke off: {describe_error(error)}"
             with ExitStack() as ends:
                 for request in list(self.engine.scheduler.running):
                     ends.callback(self.engine.finish, request, *ending)

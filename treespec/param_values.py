@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from treespec.errors import ConfigError
+from treespec.errors import ConfigError, show
 from treespec.scalars import as_int, as_number, plain
 from treespec.structured import StructuredOutputsParams
 
@@ -13,6 +13,7 @@ logger = logging.getLogger("treespec")
 
 LEAST_TEMPERATURE = 1e-4  # below it, logits over the temperature may overflow
 MAX_SEED = 2**64 - 1
+MAX_SAMPLES = 16384  # of one prompt, as in vLLM: each is set up before the first round
 
 
 def checked(name: str, value: Any) -> Any:
@@ -110,7 +111,7 @@ def _logits_processors(name: str, value: Any) -> tuple[Any, ...]:
     processors = _sequence(name, value, "a list of Hugging Face's processors")
     for processor in processors:
         if not callable(processor):
-            raise ConfigError(f"{name}: {processor!r} cannot be called; valid: Hugging Face's processors")
+            raise ConfigError(f"{name}: {show(processor)} cannot be called; valid: Hugging Face's processors")
     return processors
 
 
@@ -127,7 +128,7 @@ _BOOLS = ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_specia
 _INTS = {
     "max_tokens": (1, math.inf, "an int of at least 1, or None for as many as the context holds"),
     "min_tokens": (0, math.inf, "an int of at least 0"),
-    "n": (1, math.inf, "an int of at least 1"),
+    "n": (1, MAX_SAMPLES, f"an int from 1 to {MAX_SAMPLES}"),
     "top_k": (-1, math.inf, "an int of at least 1, or 0 or -1 for all tokens"),
     "seed": (-1, MAX_SEED, "an int from 0 to 2**64 - 1, or None or -1 for a new one"),
     "logprobs": (-1, math.inf, "None, an int of at least 0, or -1 for all tokens"),

@@ -276,11 +276,18 @@ class Request:
         return self.finish_reason is not None
 
     def accept(self, tokens: Sequence[int]) -> list[int]:
-        """The tokens of a verified path that are emitted: all up to a stop, which may lie inside the path."""
+        """The tokens of a verified path that are emitted: all up to a stop, which may lie inside the path.
+
+        Where the tokenizer cannot decode a token, the request ends there with `error` set.
+        """
         if self.first_token_at is None:
             self.first_token_at = time.perf_counter()
         for count, token in enumerate(tokens, start=1):
-            if self._ends_with(token, self.num_generated + count):
+            try:
+                ends = self._ends_with(token, self.num_generated + count)
+            except RequestError as error:
+                self.ended, self.error, ends = "error", str(error), True
+            if ends:
                 return list(tokens[:count])
         return list(tokens)
 

@@ -11,11 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treespec.errors import RequestError
 from treespec.grammar import Grammar
 from treespec.params import SamplingParams
 from treespec.restriction import Restriction
-from treespec.surroundings import outside_code
+from treespec.surroundings import call_processor, outside_code
 
 _NUCLEUS = 64  # of a draft's tokens, the likeliest of which are looked at for truncation
 
@@ -46,8 +45,8 @@ class Transforms:
         device: torch.device,
         grammar: Grammar | None = None,
     ):
-        self.params, self._num_prompt, self._bad_words = params, num_prompt, [list(word) for word in bad_words]
-        self._longest = max(map(len, self._bad_words), default=1) - 1
+        self.params, self._num_prompt = params, num_prompt
+        self._bad_words = _BadWords(bad_words)
         self.restriction: Restriction | None = None
         if grammar is not None or params.allowed_token_ids is not None:
             self.restriction = Restriction(params.allowed_token_ids, grammar, vocab_size, device)
@@ -74,8 +73,8 @@ class Transforms:
             scores = scores.masked_fill(self.restriction.excluded(tokens, ancestors), -torch.inf)
         if len(self._biased):
             scores = scores.index_add(0, self._biased, self._bias)
-        if self._bad_words:
-            scores = self._without_bad_words(scores, tokens, ancestors)
+        if bad := self._bad_words.ends(tokens, ancestors):
+            scores = scores.index_fill(0, torch.tensor(bad, dtype=torch.int64, device=scores.device), -torch.inf)
         if len(tokens) + len(ancestors) - self._num_prompt < params.min_tokens and len(self._ends):
             scores = scores.index_fill(0, self._ends, -torch.inf)
         if self._counts is not None:
@@ -93,11 +92,27 @@ class Transforms:
             scores = scores.masked_fill(scores < scores.max() + float(np.log(params.min_p)), -torch.inf)
         return scores
 
-    def _without_bad_words(self, scores: Tensor, tokens: Sequence[int], ancestors: Sequence[int]) -> Tensor:
-        """Exclude the last token of every bad word whose other tokens stand at the end."""
-        near = [*tokens[len(tokens) - min(self._longest, len(tokens)) :], *ancestors]
-        last = [word[-1] for word in self._bad_words if near[len(near) - len(word) + 1 :] == word[:-1]]
-        return scores.index_fill(0, torch.tensor(last, dtype=torch.int64, device=scores.device), -torch.inf)
+
+class _BadWords:
+    """Token sequences that are not written, by what stands before their last token: thousands cost no more than one.
+
+    Args:
+        words: token ids of each spelling.
+    """
+
+    def __init__(self, words: Sequence[Sequence[int]]):
+        self._ends: dict[tuple[int, ...], list[int]] = {}
+        for word in words:
+            self._ends.setdefault(tuple(word[:-1]), []).append(word[-1])
+        self._lengths = sorted({len(before) for before in self._ends})
+
+    def ends(self, tokens: Sequence[int], ancestors: Sequence[int]) -> list[int]:
+        """The last token of every word whose other tokens stand at the end of the text."""
+        if not self._lengths:
+            return []
+        near = (*tokens[len(tokens) - min(self._lengths[-1], len(tokens)) :], *ancestors)
+        fitting = [length for length in self._lengths if length <= len(near)]
+        return [end for length in fitting for end in self._ends.get(near[len(near) - length :], ())]
 
 
 class _Counts:
@@ -134,21 +149,24 @@ class _Counts:
 
 def _process(processor: object, scores: Tensor, tokens: Sequence[int], ancestors: Sequence[int]) -> Tensor:
     """Scores after one of Hugging Face's processors."""
-    name = getattr(processor, "__name__", type(processor).__name__)
-    try:
-        with outside_code():
-            ids = torch.tensor([[*tokens, *ancestors]], dtype=torch.int64, device=scores.device)
-            result = processor(ids, scores[None].clone())  # type: ignore[operator]
-    except Exception as error:  # code from outside may raise anything, and only this request asked for it
-        raise RequestError(f"logits processor {name} failed: {type(error).__name__}: {error}") from error
-    if not isinstance(result, Tensor):
-        raise RequestError(f"logits processor {name} returned {type(result).__name__} instead of a tensor")
-    if result.shape != (1, len(scores)) or not result.is_floating_point():
-        raise RequestError(
-            f"logits processor {name} returned {result.dtype} {list(result.shape)}; expected floating point "
-            f"[1, {len(scores)}]"
+    with outside_code():
+        ids = torch.tensor([[*tokens, *ancestors]], dtype=torch.int64, device=scores.device)
+        given = scores[None].clone()
+        return call_processor(
+            f"logits processor {_name_of(processor)}",
+            lambda: processor(ids, given),  # type: ignore[operator]
+            len(scores),
+            scores.device,
         )
-    return result[0].to(scores.device, torch.float32)
+
+
+def _name_of(processor: object) -> str:
+    """A processor's name for messages: a function's own, or that of its class."""
+    try:
+        name = getattr(processor, "__name__", None)
+    except Exception:  # a class may answer for its attributes as it likes
+        name = None
+    return name if isinstance(name, str) else type(processor).__name__
 
 
 def topk_rows(x: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from treespec.errors import ConfigError, RequestError, reject_unknown
+from treespec.errors import ConfigError, RequestError, describe_error, reject_unknown, show
 from treespec.scalars import as_int, plain
 from treespec_weights.sentencepiece import missing_packages, sentencepiece_error
 
@@ -84,7 +84,7 @@ class UserTokenizer:
         self.own = own
         if not all(callable(getattr(own, name, None)) for name in ("encode", "decode")):
             raise ConfigError(
-                f"tokenizer={own!r}; valid: a folder, or an object with encode(text) and decode(token_ids)"
+                f"tokenizer={show(own)}; valid: a folder, or an object with encode(text) and decode(token_ids)"
             )
         self._encode, self._decode = own.encode, own.decode
         self._adds = _takes(self._encode, "add_special_tokens")
@@ -101,13 +101,11 @@ class UserTokenizer:
         except RequestError as error:
             if error.__cause__ is not None and not isinstance(error.__cause__, TypeError):
                 return
-            raise ConfigError(f"tokenizer={self.own!r}: {error}; {valid}") from error
+            raise ConfigError(f"tokenizer={show(self.own)}: {error}; {valid}") from error
         try:
-            text = self.decode(ids)
-        except Exception as error:  # a tokenizer is a program of its own: it raises what it likes
-            raise ConfigError(f"tokenizer={self.own!r}: decode({ids}) fails: {error!r}; {valid}") from error
-        if not isinstance(text, str):
-            raise ConfigError(f"tokenizer={self.own!r}: decode({ids}) gives {text!r}; {valid}")
+            self.decode(ids)
+        except RequestError as error:
+            raise ConfigError(f"tokenizer={show(self.own)}: {error}; {valid}") from error
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Token ids of a text, with or without special tokens around it.
@@ -118,17 +116,27 @@ class UserTokenizer:
         check_text(text)
         try:
             found = self._encode(text, **({"add_special_tokens": special} if self._adds else {}))
-        except Exception as error:  # as above
-            raise RequestError(f"the tokenizer refuses {text[:40]!r}: {type(error).__name__}: {error}") from error
-        ids = plain(getattr(found, "ids", found))
-        tokens = [as_int(token, 0) for token in ids] if isinstance(ids, list | tuple) else [None]
+            ids = plain(getattr(found, "ids", found))
+            tokens = [as_int(token, 0) for token in ids] if isinstance(ids, list | tuple) else [None]
+        except Exception as error:  # a tokenizer is a program of its own: it raises what it likes
+            raise RequestError(f"the tokenizer refuses {text[:40]!r}: {describe_error(error)}") from error
         if None in tokens:
-            raise RequestError(f"the tokenizer made {str(found)[:80]} of {text[:40]!r}; valid: a list of token ids")
+            raise RequestError(f"the tokenizer made {show(found)} of {text[:40]!r}; valid: a list of token ids")
         return [token for token in tokens if token is not None]
 
     def decode(self, tokens: list[int], skip_special: bool = False) -> str:
-        """Text of token ids; special ones are left out where that is asked for, and the tokenizer can."""
-        return self._decode(tokens, **({"skip_special_tokens": skip_special} if self._skips else {}))
+        """Text of token ids; special ones are left out where that is asked for, and the tokenizer can.
+
+        Raises:
+            RequestError: the tokenizer fails, or makes no text.
+        """
+        try:
+            text = self._decode(tokens, **({"skip_special_tokens": skip_special} if self._skips else {}))
+        except Exception as error:  # as above
+            raise RequestError(f"the tokenizer cannot decode {show(tokens)}: {describe_error(error)}") from error
+        if not isinstance(text, str):
+            raise RequestError(f"the tokenizer decodes {show(tokens)} to {type(text).__name__}; valid: a text")
+        return text
 
 
 @dataclass(frozen=True)

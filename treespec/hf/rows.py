@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from treespec.config import SpecConfig
-from treespec.errors import ConfigError, RequestError
+from treespec.errors import ConfigError, describe_error
 from treespec.params import LEAST_TEMPERATURE, SamplingParams
 from treespec.request import Request
 from treespec.sampler import Sampler
-from treespec.surroundings import outside_code
+from treespec.surroundings import call_processor, outside_code
 
 
 def processors_of_row(processors: Sequence[Any], row: int) -> list[Any]:
@@ -71,14 +71,8 @@ class Processed:
         own = torch.tensor(tokens, dtype=torch.int64, device=logits.device)
         ids = torch.cat((self._padding.to(logits.device), own))[None]
         raw = logits.to(torch.float32, copy=True)
-        try:
-            scores = self._processors(ids, raw[None].clone())
-        except Exception as error:  # code from outside may raise anything, and only this row asked for it
-            raise RequestError(f"a logits processor failed: {type(error).__name__}: {error}") from error
-        if not isinstance(scores, Tensor) or scores.shape != (1, len(raw)) or not scores.is_floating_point():
-            what = f"{scores.dtype} {list(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
-            raise RequestError(f"logits processors returned {what}; expected floating point [1, {len(raw)}]")
-        found = scores[0].to(logits.device, torch.float32)
+        given = raw[None].clone()
+        found = call_processor("a logits processor", lambda: self._processors(ids, given), len(raw), logits.device)
         if self.records is not None:
             self.records[len(tokens)] = raw, found  # a path that is walked later overwrites it
         return found
@@ -93,7 +87,8 @@ class Row(Request):
     keeps_scores: bool = False
 
     def accept(self, tokens: Sequence[int]) -> list[int]:
-        """The tokens of a verified path that are emitted: all up to the first at which a criterion fires."""
+        """The tokens of a verified path that are emitted: all up to the first at which a criterion fires, or fails:
+        that ends this row alone, with an error."""
         with outside_code():
             return self._accept(tokens)
 
@@ -104,14 +99,23 @@ class Row(Request):
         before = torch.cat((self.padding, torch.tensor(self.tokens, dtype=torch.int64, device=self.padding.device)))
         ids = torch.cat((before, torch.tensor(list(tokens), dtype=torch.int64, device=before.device)))[None]
         for count in range(1, len(tokens) + 1):
-            done = self.criteria(ids[:, : len(before) + count], self.scores_until(count))
-            if bool(done.all() if isinstance(done, Tensor) else done):
+            if self._stops(ids[:, : len(before) + count], count):
                 self.ended = "stop"
             elif self.num_generated + count >= self.max_tokens:
                 self.ended = "length"
-            if self.ended is not None:
+            if self.ended is not None or self.error is not None:
+                self.ended = self.ended if self.error is None else "error"
                 return list(tokens[:count])
         return list(tokens)
+
+    def _stops(self, ids: Tensor, count: int) -> bool:
+        """Whether a criterion fires after `count` new tokens; where one fails, `error` says so."""
+        try:
+            done = self.criteria(ids, self.scores_until(count))
+            return bool(done.all() if isinstance(done, Tensor) else done)
+        except Exception as error:  # code from outside may raise anything, and only this row asked for it
+            self.error = f"a stopping criterion failed: {describe_error(error)}"
+            return False
 
     def scores_until(self, more: int) -> tuple[Tensor, ...] | None:
         """[1, vocab] of each token so far and `more` that are coming, where the caller wants scores."""

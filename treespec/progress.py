@@ -1,0 +1,61 @@
+"""The progress bar of a call: `tqdm`, or what the user gives in its place."""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from treespec.errors import ConfigError, describe_error, show
+
+logger = logging.getLogger("treespec")
+
+
+class Progress:
+    """Counts finished outputs on a bar that may be the user's own code.
+
+    A bar that cannot be made is refused before anything runs. One that fails later is dropped with a warning: it
+    belongs to no request, and the outputs are worth more.
+
+    Args:
+        use_tqdm: whether to show `tqdm.tqdm`, or a callable in its place.
+        total: outputs to come.
+
+    Raises:
+        ConfigError: the callable fails.
+    """
+
+    def __init__(self, use_tqdm: bool | Callable[..., Any], total: int):
+        make = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not use_tqdm)
+        self._close: Callable[..., Any] | None = None
+        try:
+            bar = make(total=total, desc="outputs")
+            self._bar = bar.__enter__()
+            self._close = bar.__exit__
+        except Exception as error:  # code from outside may raise anything
+            raise ConfigError(f"use_tqdm={show(use_tqdm)} failed: {describe_error(error)}") from error
+
+    def update(self, count: int) -> None:
+        """Add finished outputs."""
+        self._guarded(lambda: self._bar.update(count))
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        close = self._close
+        if close is not None:
+            self._guarded(lambda: close(kind, error, traceback))
+
+    def _guarded(self, call: Callable[[], object]) -> None:
+        if self._close is None:  # it has failed before
+            return
+        try:
+            call()
+        except Exception as error:  # code from outside may raise anything
+            self._close = None
+            logger.warning("the progress bar of use_tqdm failed and is left out: %s", describe_error(error))

@@ -300,7 +300,8 @@ def _cost_curve(runner: Runner, ssms: SsmDrafter | None, threads: int, interpret
     key = costs.cost_key(runner, ssms, threads)
     known = costs.load(key)
     if known is None:
-        return costs.measure(runner, ssms, START_SECONDS)
+        with costs.measuring_alone():
+            return costs.load(key) or costs.measure(runner, ssms, START_SECONDS)
     if runner.target.device.type == "cpu":
         _compare_threads(costs.by_threads(key), threads)
     return known

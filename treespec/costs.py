@@ -3,7 +3,8 @@
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from treespec.planner import Planner
 from treespec.request import Request
 from treespec.round_costs import CostCurve
 from treespec.runner import Runner
+from treespec_kernels.file_lock import shared_work
 from treespec_kernels.tree_batch import PAGE_SIZE, RequestRows
 
 CONTEXT = 128  # committed positions while measuring
@@ -40,6 +42,8 @@ LONG_ROWS = 8  # of the tree that is measured there
 _NUMBERS = tuple(field.name for field in fields(CostCurve))[2:]  # all but its two lists
 PATIENCE = 3  # times as long as intended, until the two least times of each run agree
 _AGREEMENT = 1.1
+_PATIENCE_TO_MEASURE = 30.0  # seconds to wait for another process's measurement
+_PATIENCE_TO_WRITE = 10.0
 ROUND_ROWS = 16  # of the pass by which numbers of threads are compared
 
 
@@ -260,6 +264,20 @@ def costs_file(folder: Path | None = None) -> Path:
     return (folder or cache_folder()) / "costs.json"
 
 
+@contextmanager
+def measuring_alone() -> Iterator[None]:
+    """Within it no other process, and no other thread, of this user measures on this machine: each would find passes
+    slow that are not. Where no lock can be had, or another one measures for long, it goes on all the same."""
+    try:
+        folder = cache_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        yield
+        return
+    with shared_work(folder / "measuring.lock", "measure what passes cost", _PATIENCE_TO_MEASURE):
+        yield
+
+
 def save(curve: CostCurve, key: dict[str, Any], folder: Path | None = None, names: Sequence[str] = ()) -> Path:
     """Store a curve in the user's cache folder, atomically. Returns the file.
 
@@ -270,17 +288,12 @@ def save(curve: CostCurve, key: dict[str, Any], folder: Path | None = None, name
     """
     path = costs_file(folder)
     path.parent.mkdir(parents=True, exist_ok=True)
-    entries = [entry for entry in load_all(folder) if entry["key"] != key]
-    entries.append(
-        {
-            "key": key,
-            "names": list(names),
-            **asdict(curve),
-        }
-    )
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(entries, indent=1))
-    os.replace(temporary, path)
+    entry = {"key": key, "names": list(names), **asdict(curve)}
+    with shared_work(path.with_suffix(".lock"), "write what it measured", _PATIENCE_TO_WRITE):
+        entries = [each for each in load_all(folder) if each["key"] != key]
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(json.dumps([*entries, entry], indent=1))
+        os.replace(temporary, path)
     return path
 
 

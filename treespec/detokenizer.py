@@ -27,6 +27,10 @@ class Detokenizer:
         self, decode: Callable[[list[int]], str], prompt: Sequence[int], stop: Sequence[str], include_stop: bool
     ):
         self._decode, self._stop, self._include_stop = decode, tuple(stop), include_stop
+        self._longest = max(map(len, self._stop), default=1) - 1
+        self._by_letter: dict[str, list[str]] = {}  # stop strings by their first character
+        for text in self._stop:
+            self._by_letter.setdefault(text[0], []).append(text)
         self._window = self._end_of(prompt)  # tokens since a point where characters were whole, and a few before
         self._decoded = decode(self._window)
         self._shows = False  # whether a token of the output is in the window
@@ -107,8 +111,8 @@ class Detokenizer:
 
     def _held_back(self) -> int:
         """Characters at the end of the text that may be the beginning of a stop string."""
-        longest = max((len(stop) for stop in self._stop), default=1) - 1
-        for count in range(min(longest, len(self.text)), 0, -1):
-            if any(stop.startswith(self.text[-count:]) for stop in self._stop):
+        for count in range(min(self._longest, len(self.text)), 0, -1):
+            beginning = self.text[-count:]
+            if any(stop.startswith(beginning) for stop in self._by_letter.get(beginning[0], ())):
                 return count
         return 0

@@ -30,7 +30,7 @@ Prompt = str | Sequence[int] | np.ndarray | torch.Tensor | TextPrompt | TokensPr
 
 # How many texts, and how many characters together: stop strings are all searched for after each token, and each bad
 # word is tokenized twice.
-_MOST_TEXTS = {"stop": (1000, 100_000), "bad_words": (10_000, 1_000_000)}
+_MOST_TEXTS = {"stop": (1000, 100_000), "bad_words": (5000, 200_000)}
 _PROMPT_KEYS = ("prompt", "prompt_token_ids")
 
 

@@ -198,10 +198,12 @@ def resolve_compile(
         for name, asked in (("attention", attention), ("linear", linear)):
             if asked != "auto":
                 raise KernelError(f"{name}={asked!r}, but compile=True has its own; leave it at 'auto'")
+        natives = []
         for model in models:
             if isinstance(model, Source):
                 raise KernelError(f"compile=True is for native families; {model.name} runs through transformers' code")
-            check_compiled(model, dtype, device, libraries_folder())
+            natives.append(model)
+        check_compiled(natives, dtype, device, libraries_folder())
     except (KernelError, OSError) as error:
         if compile is True:
             raise

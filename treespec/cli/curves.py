@@ -31,7 +31,11 @@ def measure_here(
     with status("loading"):
         llm = load_llm(model, drafts, None, device, dtype, quantization=quantization)
     engine = llm.engine
-    with tqdm(desc="measuring", total=1.0, leave=False, bar_format=BAR, disable=not sys.stderr.isatty()) as bar:
+    silent = not sys.stderr.isatty()
+    with (
+        costs.measuring_alone(),
+        tqdm(desc="measuring", total=1.0, leave=False, bar_format=BAR, disable=silent) as bar,
+    ):
         curve = costs.measure(engine.runner, engine.ssms, seconds, lambda fraction: bar.update(fraction - bar.n))
     key = costs.cost_key(engine.runner, engine.ssms, llm.config.num_threads)
     names = [engine.runner.target.config.folder.name, *(engine.ssms.names if engine.ssms else ())]

@@ -6,6 +6,8 @@ trees, not equal to the eager decoder's.
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from treespec.models.decoder import Decoder, Pass
 from treespec.models.norms import take_head_norm
 from treespec.models.quantized import take_projection
 from treespec_kernels.activations import soft_cap
-from treespec_kernels.cpu_library import CompileError, find_compiler
+from treespec_kernels.cpu_library import CompileError, build_together, find_compiler
 from treespec_kernels.decoder_cpu import (
     Architecture,
     CompiledModel,
@@ -32,6 +34,7 @@ from treespec_kernels.decoder_cpu import (
     plan_compiled,
 )
 from treespec_kernels.growth_cpu import growth_library
+from treespec_kernels.lookup_cpu import lookup_library
 from treespec_kernels.tree_batch import RequestRows
 
 
@@ -56,19 +59,29 @@ class CompiledAttention:
         raise AssertionError("the compiled pass attends in one call with everything else")
 
 
-def check_compiled(config: ModelConfig, dtype: torch.dtype, device: torch.device, folder: Path) -> None:
-    """Build what a model's passes need into `folder`, before anything is loaded.
+def check_compiled(configs: Sequence[ModelConfig], dtype: torch.dtype, device: torch.device, folder: Path) -> None:
+    """Build what the passes of an engine's models need into `folder`, before anything is loaded. The compiler runs for
+    several libraries at a time.
 
     Raises:
         KernelError: another device than a CPU, no compiler or one that fails, or a model that does not fit.
     """
     if device.type != "cpu":
         raise KernelError(f"compile=True is for a CPU, the device is {device}; use compile=False")
-    shape = config.shape
-    reason = misfit(shape.hidden_size, shape.intermediate_size, shape.head_dim, dtype)
-    if reason:
-        raise KernelError(f"{config.folder}: compile=True does not support {reason}; use compile=False")
-    _libraries(shape.head_dim, dtype, folder)
+    for config in configs:
+        shape = config.shape
+        reason = misfit(shape.hidden_size, shape.intermediate_size, shape.head_dim, dtype)
+        if reason:
+            raise KernelError(f"{config.folder}: compile=True does not support {reason}; use compile=False")
+    head_dims = dict.fromkeys(config.shape.head_dim for config in configs)
+    with suppress(CompileError):  # `_libraries` says what is wrong
+        compiler = find_compiler()
+        build_together(
+            [partial(build, compiler, head_dim, dtype, folder) for head_dim in head_dims]
+            + [partial(library, compiler, folder) for library in (growth_library, lookup_library)]
+        )
+    for head_dim in head_dims:
+        _libraries(head_dim, dtype, folder)
 
 
 def _libraries(head_dim: int, dtype: torch.dtype, folder: Path) -> tuple[ctypes.CDLL, ctypes.CDLL]:

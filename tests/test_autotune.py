@@ -216,7 +216,7 @@ def test_what_fails_ahead_of_time_ends_with_1(monkeypatch: pytest.MonkeyPatch) -
     asked = {}
     failure = {"target": "sm_90", "kernel": "k", "config": {}, "message": "spills 8"}
 
-    def report(targets: list[str], shapes: list[Any], only: Any, advance: Any) -> dict[str, Any]:
+    def report(targets: list[str], shapes: list[Any], only: Any, **_: Any) -> dict[str, Any]:
         asked.update(targets=targets, shapes=shapes, only=only)
         return {"targets": {target: [] for target in targets}, "failed": [failure]}
 

@@ -1,8 +1,11 @@
 """The cost curve: what is measured, what is stored of it and read again."""
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -107,3 +110,33 @@ def test_a_long_context_is_measured_where_there_is_room_for_one(long: int, monke
     assert curve.context == 16
     llm.engine.check_integrity()
     assert all(not pool[:, :, 1:].any() for pool in llm.engine.cache.pools), "nothing is left behind"
+
+
+def test_engines_that_start_together_measure_one_after_another(caplog: pytest.LogCaptureFixture) -> None:
+    """What is measured beside another measurement would be too slow."""
+    measuring: list[int] = []
+
+    def measure(*_: Any) -> CostCurve:
+        measuring.append(1)
+        deadline = time.monotonic() + 60
+        while "waiting for another process to measure" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.01)  # the first of the two waits for the second to come
+        assert sum(measuring) == 1
+        measuring.append(-1)
+        return CostCurve((1, 8), (0.1, 0.2), 0.01)
+
+    def start() -> list[int]:
+        return LLM(tiny()[0], [], max_num_seqs=1, max_model_len=64).stats()["cost_curve"]["rows"]
+
+    with mock.patch.object(costs, "measure", measure), ThreadPoolExecutor(2) as threads:
+        assert [started.result() for started in [threads.submit(start) for _ in range(2)]] == [[1, 8]] * 2
+    assert measuring == [1, -1, 1, -1]
+
+
+def test_curves_that_are_stored_at_once_are_all_kept(tmp_path: Path) -> None:
+    def store(threads: int) -> None:
+        costs.save(CostCurve((1, 8), (0.1, 0.2), 0.01), KEY | {"threads": threads}, tmp_path)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(store, range(24)))
+    assert sorted(entry["key"]["threads"] for entry in costs.load_all(tmp_path)) == list(range(24))

@@ -176,7 +176,7 @@ def test_a_failure_ends_with_1() -> None:
     failed = '{"targets": {"sm_90": []}, "failed": [{"kernel": "k"}]}'
     script = (
         "import sys, json; from treespec_kernels import aot\n"
-        f"aot.compile_report = lambda *given: json.loads('{failed}')\n"
+        f"aot.compile_report = lambda *given, **options: json.loads('{failed}')\n"
         "sys.argv = ['aot', '--target', 'sm_90']; sys.exit(aot.main())"
     )
     child = run_uninterpreted(script)

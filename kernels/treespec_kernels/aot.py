@@ -2,7 +2,7 @@
 
 `python -m treespec_kernels.aot --target sm_80 --target sm_90` compiles the shipped configurations and prints JSON. What
 is compiled each op says itself: `aot_specs` in its `<op>_kernels.py`. The process must run without TRITON_INTERPRET: an
-interpreted kernel cannot be compiled.
+interpreted kernel cannot be compiled. Results are kept (`aot_cache`), so that another run compiles what is new.
 """
 
 from __future__ import annotations
@@ -11,20 +11,19 @@ import argparse
 import importlib
 import itertools
 import json
-import multiprocessing
-import os
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from .aot_cache import ResultCache, cache_folder, result_key
+from .aot_jobs import num_processes, run_in_processes
 from .aot_order import order_fault
 from .aot_spec import KernelShape, KernelSpec
 from .triton_launch import SHARED_BYTES, require_triton
@@ -45,6 +44,14 @@ class CompiledKernel:
 
 class OrderError(RuntimeError):
     """A kernel that is launched programmatically does something before it waits for the one before it."""
+
+
+class Plan(NamedTuple):
+    """What a run has to do: kernels in all, those whose results are known, and processes that compile the others."""
+
+    total: int
+    known: int
+    processes: int
 
 
 class _Task(NamedTuple):
@@ -112,13 +119,29 @@ def compile_spec(target: str, spec: KernelSpec) -> CompiledKernel:
         OrderError: it is launched programmatically, and does anything before it waits.
     """
     import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     _check_target(target)
     _check_compiled(spec)
+    compiled = triton.compile(_source_of(spec), target=_gpu_of(target), options=spec.options)
+    if spec.constants.get("PDL"):
+        fault = order_fault(compiled.asm["ptx"], _cuobjdump(compiled.asm["cubin"], "--dump-sass"))
+        if fault:
+            raise OrderError(fault)
     is_cuda = target.startswith("sm_")
-    gpu = GPUTarget("cuda", int(target[3:]), 32) if is_cuda else GPUTarget("hip", target, 64)
+    registers, spills = _cuda_usage(compiled.asm["cubin"]) if is_cuda else _amd_usage(compiled.asm["amdgcn"])
+    return CompiledKernel(spec.kernel.__name__, spec.config, registers, spills, compiled.metadata.shared)
+
+
+def _gpu_of(target: str) -> Any:
+    """Triton's name of a target."""
+    from triton.backends.compiler import GPUTarget
+
+    return GPUTarget("cuda", int(target[3:]), 32) if target.startswith("sm_") else GPUTarget("hip", target, 64)
+
+
+def _source_of(spec: KernelSpec) -> Any:
+    """What Triton compiles for a spec."""
+    from triton.compiler import ASTSource
 
     kernel, signature, attributes = spec.kernel, {}, {}
     unspecialised = {parameter.name for parameter in kernel.params if parameter.do_not_specialize}
@@ -130,14 +153,7 @@ def compile_spec(target: str, spec: KernelSpec) -> CompiledKernel:
         signature[name] = spec.types.get(name, "i32" if is_integer else "*i32")
         if name not in unspecialised and not signature[name].startswith("fp"):
             attributes[(index,)] = [["tt.divisibility", 16]]  # as the launcher sees aligned tensors and model sizes
-    source = ASTSource(fn=kernel, signature=signature, constexprs=spec.constants, attrs=attributes)
-    compiled = triton.compile(source, target=gpu, options=spec.options)
-    if spec.constants.get("PDL"):
-        fault = order_fault(compiled.asm["ptx"], _cuobjdump(compiled.asm["cubin"], "--dump-sass"))
-        if fault:
-            raise OrderError(fault)
-    registers, spills = _cuda_usage(compiled.asm["cubin"]) if is_cuda else _amd_usage(compiled.asm["amdgcn"])
-    return CompiledKernel(kernel.__name__, spec.config, registers, spills, compiled.metadata.shared)
+    return ASTSource(fn=kernel, signature=signature, constexprs=spec.constants, attrs=attributes)
 
 
 def _check_target(target: str) -> None:
@@ -179,6 +195,9 @@ def compile_report(
     only: Sequence[str] | None = None,
     jobs: int | None = None,
     advance: Callable[[int, int], None] = lambda done, total: None,
+    begin: Callable[[Plan], None] = lambda plan: None,
+    cache: ResultCache | None = None,
+    fresh: bool = False,
 ) -> dict[str, Any]:
     """`{"targets": {target: [CompiledKernel as a dict]}, "failed": [{target, kernel, config, message}]}`.
 
@@ -188,8 +207,11 @@ def compile_report(
         targets: of `SHARED_BYTES`.
         shapes: models to compile for.
         only: the ops to compile; None takes all.
-        jobs: processes that compile; None takes one per core.
-        advance: told how many kernels of how many are compiled.
+        jobs: processes that compile; None takes one for each core.
+        advance: told how many kernels of how many are done.
+        begin: told once what there is to do.
+        cache: of earlier results, and for new ones.
+        fresh: compile what is in Triton's own cache, too.
 
     Raises:
         ValueError: an unknown target or op, no triton, or a process with TRITON_INTERPRET.
@@ -197,7 +219,7 @@ def compile_report(
     targets, shapes = tuple(targets), tuple(shapes)
     for target in targets:
         _check_target(target)
-    distinct: dict[Any, _Task] = {}  # many kernels do not depend on all of a shape
+    distinct: dict[Any, tuple[_Task, KernelSpec]] = {}  # many kernels do not depend on all of a shape
     asked: list[tuple[str, KernelSpec, Any]] = []
     for target in targets:
         for shape, op in itertools.product(shapes, only or ops()):
@@ -205,9 +227,10 @@ def compile_report(
                 _check_compiled(spec)
                 source = (target, op, spec.kernel.__name__, _items(spec.types), _items(spec.constants))
                 identity = (*source, _items(spec.options))
-                distinct.setdefault(identity, _Task(target, op, shape, index))
+                distinct.setdefault(identity, (_Task(target, op, shape, index), spec))
                 asked.append((target, spec, identity))
-    compiled = dict(zip(distinct, _compile_all(list(distinct.values()), jobs, advance), strict=True))
+    results = _compile_all(list(distinct.values()), jobs, advance, begin, cache, fresh)
+    compiled = dict(zip(distinct, results, strict=True))
     report: dict[str, Any] = {"targets": {target: [] for target in targets}, "failed": []}
     for target, spec, identity in asked:
         named = {"kernel": spec.kernel.__name__, "config": spec.config}
@@ -230,22 +253,47 @@ def _items(mapping: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
 
 
 def _compile_all(
-    tasks: Sequence[_Task], jobs: int | None, advance: Callable[[int, int], None]
+    entries: Sequence[tuple[_Task, KernelSpec]],
+    jobs: int | None,
+    advance: Callable[[int, int], None],
+    begin: Callable[[Plan], None],
+    cache: ResultCache | None,
+    fresh: bool,
 ) -> list[CompiledKernel | str]:
-    """Compiled kernels in the order of the tasks, or what was wrong with them."""
-    jobs = min(len(os.sched_getaffinity(0)) if jobs is None else jobs, -(-len(tasks) // 8))  # a start costs seconds
-    results: dict[int, CompiledKernel | str] = {}
-    if jobs <= 1:
-        for index, task in enumerate(tasks):
-            results[index] = _compile_task(task)
-            advance(len(results), len(tasks))
-    else:
-        with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-            futures = {pool.submit(_compile_task, task): index for index, task in enumerate(tasks)}
-            for future in as_completed(futures):
-                results[futures[future]] = future.result()
-                advance(len(results), len(tasks))
-    return [results[index] for index in range(len(tasks))]
+    """Compiled kernels in the order of the entries, or what was wrong with them."""
+    keys = [] if cache is None else [_key_of(task, spec) for task, spec in entries]
+    results = [None if cache is None else _stored(cache, key) for key in keys] or [None] * len(entries)
+    todo = [index for index, result in enumerate(results) if result is None]
+    processes = num_processes(len(todo)) if jobs is None else jobs
+    done = len(entries) - len(todo)
+    begin(Plan(len(entries), done, processes))
+
+    def finished(place: int, result: CompiledKernel | str | None) -> None:
+        nonlocal done
+        done += 1
+        index = todo[place]
+        results[index] = "the compiler's process died" if result is None else result
+        if cache is not None and isinstance(result, CompiledKernel):
+            cache.store(keys[index], asdict(result))
+        advance(done, len(entries))
+
+    run_in_processes(_compile_task, [entries[index][0] for index in todo], processes, finished, fresh)
+    return [result for result in results if result is not None]
+
+
+def _key_of(task: _Task, spec: KernelSpec) -> str:
+    """The name of a kernel's result in the cache."""
+    from triton.compiler import make_backend
+
+    return result_key(_source_of(spec), make_backend(_gpu_of(task.target)), spec.options)
+
+
+def _stored(cache: ResultCache, key: str) -> CompiledKernel | None:
+    """A result of an earlier run, if it is whole."""
+    try:
+        return CompiledKernel(**(cache.load(key) or {}))
+    except TypeError:
+        return None
 
 
 def _compile_task(task: _Task) -> CompiledKernel | str:
@@ -260,9 +308,11 @@ def main() -> int:
     parser.add_argument("--target", action="append", choices=sorted(SHARED_BYTES), required=True)
     parser.add_argument("--op", action="append", choices=ops(), help="may be repeated; default: all")
     parser.add_argument("--jobs", type=int, help="processes; default: one per core")
+    parser.add_argument("--fresh", action="store_true", help="compile again what was compiled before")
     given = parser.parse_args()
     shapes = (*default_shapes(), *family_shapes())
-    report = compile_report(given.target, shapes, given.op, given.jobs)
+    cache = ResultCache(cache_folder(), reads=not given.fresh)
+    report = compile_report(given.target, shapes, given.op, given.jobs, cache=cache, fresh=given.fresh)
     print(json.dumps(report, indent=1))
     return 1 if report["failed"] else 0
 

@@ -49,14 +49,15 @@ def autotune(
     budget_seconds: Annotated[
         float | None, _kernel("--budget-seconds", "S", "Begin no further configuration after it; another run goes on.")
     ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what was measured.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure, or compile, again what was.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is not a tuned file.")] = False,
     aot: Annotated[
         list[str] | None,
         _kernel(
             "--aot",
             "TARGET",
-            "Only compile, without a GPU: sm_80, sm_86, sm_89, sm_90, sm_100, sm_120 or gfx942; may be repeated.",
+            "Only compile, without a GPU: sm_80, sm_86, sm_89, sm_90, sm_100, sm_120 or gfx942; may be repeated. Takes "
+            "minutes; what was compiled is kept, so that another run goes on.",
         ),
     ] = None,
     as_json: Json = False,
@@ -88,7 +89,7 @@ def autotune(
     reject_unknown("--quantization", [quantization] if quantization is not None else [], QUANTIZATIONS)
     computed = None if dtype == "auto" else DTYPES[dtype]
     if aot:
-        raise typer.Exit(_aot(aot, ops, sizes, model, draft, computed, quantization, as_json))
+        raise typer.Exit(_aot(aot, ops, sizes, model, draft, computed, quantization, fresh, as_json))
     where = resolve_device(device)
     swept = {
         "--ops": ops, "--nodes": nodes, "--context": context, "--budget-seconds": budget_seconds, "--fresh": fresh,
@@ -129,7 +130,7 @@ def autotune(
 
 def _aot(
     targets: list[str], ops: list[str] | None, sizes: kernels.Sizes, model: str | None, drafts: list[str] | None,
-    dtype: Any, quantization: str | None, as_json: bool,
+    dtype: Any, quantization: str | None, fresh: bool, as_json: bool,
 ) -> int:  # fmt: skip
     """Compile ahead of time; the exit code."""
     from dataclasses import replace
@@ -143,7 +144,7 @@ def _aot(
         shapes = [replace(shape, dtype=each) for each in dtypes for shape in found]
     else:
         shapes = list(aot.default_shapes(aot.DTYPES if dtype is None else (dtype,)))
-    report = kernels.aot_report(chosen, kernels.names("--ops", ops, aot.ops()), shapes)
+    report = kernels.aot_report(chosen, kernels.names("--ops", ops, aot.ops()), shapes, fresh)
     if as_json:
         print_json(report)
     else:

@@ -177,13 +177,28 @@ def check_number(flag: str, value: float | None, most: float) -> None:
 # --- ahead of time
 
 
-def aot_report(targets: Sequence[str], only: list[str] | None, shapes: "Iterable[KernelShape]") -> dict[str, Any]:
-    """What `treespec_kernels.aot` says, without a GPU."""
-    from treespec_kernels import aot
+def aot_report(
+    targets: Sequence[str], only: list[str] | None, shapes: "Iterable[KernelShape]", fresh: bool
+) -> dict[str, Any]:
+    """What `treespec_kernels.aot` says, without a GPU.
 
-    with _bar("compiling") as show:
+    Args:
+        targets, only, shapes: what to compile.
+        fresh: compile again what was compiled before.
+    """
+    from treespec.cli.compiling import Compiling
+    from treespec_kernels import aot
+    from treespec_kernels.aot_cache import ResultCache, cache_folder
+
+    try:
+        cache = ResultCache(cache_folder(), reads=not fresh)
+    except OSError:
+        cache = None
+    with Compiling(targets, cache) as compiling:
         try:
-            return aot.compile_report(targets, shapes, only, advance=lambda done, total: show("", done, total))
+            return aot.compile_report(
+                targets, shapes, only, advance=compiling.advance, begin=compiling.begin, cache=cache, fresh=fresh
+            )
         except ValueError as error:
             raise usage_error(str(error)) from error
 

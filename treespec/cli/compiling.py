@@ -1,0 +1,75 @@
+"""What `treespec autotune --aot` says on stderr while it compiles: how long it will take, and how far it is."""
+
+import sys
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+if TYPE_CHECKING:
+    from treespec_kernels.aot import Plan
+    from treespec_kernels.aot_cache import ResultCache
+
+KERNEL_SECONDS = 2.5  # of one core for one kernel, about: 497 take ten minutes on two
+_EVERY = 15.0  # seconds between lines where stderr is no terminal
+
+
+class Compiling:
+    """Progress: a bar on a terminal, else a line now and then.
+
+    Args:
+        targets: that kernels are compiled for.
+        cache: where results are kept, if anywhere.
+    """
+
+    def __init__(self, targets: Sequence[str], cache: "ResultCache | None"):
+        self._targets, self._cache = targets, cache
+        self._bar: tqdm | None = None
+        self._known, self._began, self._said = 0, 0.0, 0.0
+
+    def begin(self, plan: "Plan") -> None:
+        """Say what there is to do and about how long it takes."""
+        self._known, self._began = plan.known, time.monotonic()
+        self._said = self._began
+        left = plan.total - plan.known
+        kept = "" if self._cache is None else f"; results are kept in {self._cache.folder}"
+        if not left:
+            print(f"{plan.total} kernels for {', '.join(self._targets)}: all known{kept}", file=sys.stderr)
+            return
+        processes = f"{plan.processes} process{'es' * (plan.processes > 1)}"
+        known = f", {plan.known} others are known" if plan.known else ""
+        print(
+            f"compiling {left} kernels for {', '.join(self._targets)} in {processes}{known}: "
+            f"{_about(left * KERNEL_SECONDS / plan.processes)}{kept}",
+            file=sys.stderr,
+            flush=True,
+        )
+        if sys.stderr.isatty():
+            self._bar = tqdm(desc="compiling", total=plan.total, initial=plan.known, leave=False)
+
+    def advance(self, done: int, total: int) -> None:
+        """Say how many kernels are done."""
+        if self._bar is not None:
+            self._bar.update(done - self._bar.n)
+            return
+        now = time.monotonic()
+        if now - self._said >= _EVERY and done < total:
+            self._said = now
+            left = (total - done) * (now - self._began) / (done - self._known)
+            print(f"{done} of {total} kernels are compiled, {_about(left)} left", file=sys.stderr, flush=True)
+
+    def __enter__(self) -> "Compiling":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _about(seconds: float) -> str:
+    """A duration for a reader."""
+    return f"about {max(seconds, 1):.0f} s" if seconds < 90 else f"about {seconds / 60:.0f} min"

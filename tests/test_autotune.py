@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,6 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from tests.child import run_uninterpreted
 from tests.models import tiny
 from tests.test_costs import KEY
 from treespec import LLM, costs
@@ -19,6 +21,7 @@ from treespec.build import _compare_threads
 from treespec.cli import app, curves
 from treespec.round_costs import CostCurve
 from treespec_kernels import aot, tuned
+from treespec_kernels.aot_jobs import run_in_processes
 from treespec_kernels.quantized import WeightForm
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -210,6 +213,69 @@ def test_kernels_are_compiled_for_a_target_without_a_gpu() -> None:
     head, *lines = child.stdout.splitlines()
     assert head.split() == ["kernel", "target", "compiled", "registers", "spills", "shared", "KB"]
     assert [line.split()[:2] for line in lines] == [["choose_in_blocks", "sm_90"], ["choose_of_blocks", "sm_90"]]
+
+
+def compile_ahead(*arguments: str) -> tuple[dict[str, Any], str]:
+    """The report of some kernels, and what was said about the progress."""
+    options = ["--aot", "sm_90", "--ops", "coupled_choice,kv_commit", "--json", *arguments]
+    child = program("-m", "treespec", "autotune", *options, TRITON_INTERPRET=None)
+    assert child.returncode == 0, child.stderr
+    return json.loads(child.stdout), child.stderr
+
+
+def test_what_was_compiled_is_kept(tmp_path: Path) -> None:
+    """In several processes; another run takes what is known, an interrupted one goes on, and --fresh forgets."""
+    pytest.importorskip("triton")
+    first, said = compile_ahead()
+    kept = sorted((tmp_path / "treespec" / "aot").iterdir())
+    assert len(kept) > 8 and re.search(rf"compiling {len(kept)} kernels for sm_90 in \d+ process.*: about \d+ ", said)
+    assert f"results are kept in {kept[0].parent}" in said
+    again, said = compile_ahead()
+    assert again == first and f"{len(kept)} kernels for sm_90: all known" in said
+
+    for path in kept[1:]:
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"registers": 1000}))
+    kept[0].write_text("{")
+    changed, said = compile_ahead()
+    assert f"compiling 1 kernels for sm_90 in 1 process, {len(kept) - 1} others are known" in said
+    registers = [row["registers"] for row in changed["targets"]["sm_90"]]
+    assert {*registers} > {1000} and len({*registers}) == 2, "one was compiled"
+    fresh, said = compile_ahead("--fresh")
+    assert fresh == first and f"compiling {len(kept)} kernels" in said and "known" not in said
+    assert compile_ahead()[0] == first, "and was kept"
+
+
+def test_processes_change_no_result() -> None:
+    pytest.importorskip("triton")
+    script = """
+import json, torch
+from treespec_kernels import aot
+if __name__ == "__main__":
+    plans, steps = [], []
+    def report(jobs):
+        return aot.compile_report(["sm_90"], aot.default_shapes([torch.float16]), ["coupled_choice", "kv_commit"], jobs,
+                                  advance=lambda done, total: steps.append((done, total)), begin=plans.append)
+    serial, parallel = report(1), report(2)
+    print(json.dumps([serial == parallel, serial["failed"], plans, steps]))
+"""
+    child = run_uninterpreted(script)
+    assert child.returncode == 0, child.stderr
+    equal, failed, plans, steps = json.loads(child.stdout)
+    total = plans[0][0]
+    assert equal and failed == [] and plans == [[total, 0, 1], [total, 0, 2]]
+    assert steps == 2 * [[done, total] for done in range(1, total + 1)]
+
+
+def dies_of_seven(number: int) -> int:
+    if number == 7:
+        os._exit(9)
+    return number * number
+
+
+def test_a_process_that_dies_costs_its_task_alone() -> None:
+    found: dict[int, int | None] = {}
+    run_in_processes(dies_of_seven, range(4, 12), 2, found.__setitem__)
+    assert found == {place: None if number == 7 else number * number for place, number in enumerate(range(4, 12))}
 
 
 def test_what_fails_ahead_of_time_ends_with_1(monkeypatch: pytest.MonkeyPatch) -> None:

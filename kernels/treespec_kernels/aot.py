@@ -219,22 +219,23 @@ def compile_report(
     targets, shapes = tuple(targets), tuple(shapes)
     for target in targets:
         _check_target(target)
-    distinct: dict[Any, tuple[_Task, KernelSpec]] = {}  # many kernels do not depend on all of a shape
-    asked: list[tuple[str, KernelSpec, Any]] = []
+    require_triton("aot")
+    from triton.compiler import make_backend
+
+    distinct: dict[str, _Task] = {}  # many kernels do not depend on all of a shape
+    asked: list[tuple[str, KernelSpec, str]] = []
     for target in targets:
         for shape, op in itertools.product(shapes, only or ops()):
             for index, spec in enumerate(specs_of(op, shape, target)):
                 _check_compiled(spec)
-                source = (target, op, spec.kernel.__name__, _items(spec.types), _items(spec.constants))
-                identity = (*source, _items(spec.options))
-                distinct.setdefault(identity, (_Task(target, op, shape, index), spec))
-                asked.append((target, spec, identity))
-    results = _compile_all(list(distinct.values()), jobs, advance, begin, cache, fresh)
-    compiled = dict(zip(distinct, results, strict=True))
+                key = result_key(_source_of(spec), make_backend(_gpu_of(target)), spec.options)
+                distinct.setdefault(key, _Task(target, op, shape, index))
+                asked.append((target, spec, key))
+    compiled = _compile_all(distinct, jobs, advance, begin, cache, fresh)
     report: dict[str, Any] = {"targets": {target: [] for target in targets}, "failed": []}
-    for target, spec, identity in asked:
+    for target, spec, key in asked:
         named = {"kernel": spec.kernel.__name__, "config": spec.config}
-        result = compiled[identity]
+        result = compiled[key]
         if isinstance(result, str):
             report["failed"].append({"target": target, **named, "message": result})
             continue
@@ -248,44 +249,32 @@ def compile_report(
     return report
 
 
-def _items(mapping: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    return tuple(sorted(mapping.items()))
-
-
 def _compile_all(
-    entries: Sequence[tuple[_Task, KernelSpec]],
+    tasks: dict[str, _Task],
     jobs: int | None,
     advance: Callable[[int, int], None],
     begin: Callable[[Plan], None],
     cache: ResultCache | None,
     fresh: bool,
-) -> list[CompiledKernel | str]:
-    """Compiled kernels in the order of the entries, or what was wrong with them."""
-    keys = [] if cache is None else [_key_of(task, spec) for task, spec in entries]
-    results = [None if cache is None else _stored(cache, key) for key in keys] or [None] * len(entries)
-    todo = [index for index, result in enumerate(results) if result is None]
-    processes = num_processes(len(todo)) if jobs is None else jobs
-    done = len(entries) - len(todo)
-    begin(Plan(len(entries), done, processes))
+) -> dict[str, CompiledKernel | str]:
+    """The compiled kernel of each key, or what was wrong with it."""
+    results: dict[str, CompiledKernel | str] = {}
+    for key in tasks if cache is not None else ():
+        if (known := _stored(cache, key)) is not None:
+            results[key] = known
+    left = [key for key in tasks if key not in results]
+    processes = num_processes(len(left)) if jobs is None else jobs
+    begin(Plan(len(tasks), len(results), processes))
 
     def finished(place: int, result: CompiledKernel | str | None) -> None:
-        nonlocal done
-        done += 1
-        index = todo[place]
-        results[index] = "the compiler's process died" if result is None else result
+        key = left[place]
+        results[key] = "the compiler's process died" if result is None else result
         if cache is not None and isinstance(result, CompiledKernel):
-            cache.store(keys[index], asdict(result))
-        advance(done, len(entries))
+            cache.store(key, asdict(result))
+        advance(len(results), len(tasks))
 
-    run_in_processes(_compile_task, [entries[index][0] for index in todo], processes, finished, fresh)
-    return [result for result in results if result is not None]
-
-
-def _key_of(task: _Task, spec: KernelSpec) -> str:
-    """The name of a kernel's result in the cache."""
-    from triton.compiler import make_backend
-
-    return result_key(_source_of(spec), make_backend(_gpu_of(task.target)), spec.options)
+    run_in_processes(_compile_task, [tasks[key] for key in left], processes, finished, fresh)
+    return results
 
 
 def _stored(cache: ResultCache, key: str) -> CompiledKernel | None:

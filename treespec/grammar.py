@@ -155,8 +155,7 @@ def _source(form: StructuredOutputsParams) -> str:
         return LLMatcher.grammar_from_lark("start: TEXT\nTEXT: " + " | ".join(map(json.dumps, form.choice)))
     if form.grammar is not None:
         source = grammar_from("grammar", form.grammar)
-        for part in json.loads(source)["grammars"]:
-            check_lark(part["lark_grammar"])
+        check_lark(source)
         return source
     schema = {"type": "object"} if form.json is None else json.loads(form.json)
     if form.disable_additional_properties:

@@ -11,7 +11,7 @@ from treespec.drafters.base import Drafter, check_proposal
 from treespec.drafters.foreign import ForeignDrafter
 from treespec.drafters.lookup import LookupDrafter
 from treespec.drafters.ssm import SsmDrafter
-from treespec.errors import DraftError
+from treespec.errors import DraftError, describe_error
 from treespec.request import Request
 from treespec.surroundings import outside_code
 from treespec.tree import TokenTree
@@ -72,7 +72,8 @@ def ask(
         except Exception as error:  # of a tree made by hand, whose parts may be anything
             if not is_from_outside(drafter):
                 raise
-            said = f"propose returned a malformed tree ({_words(error)}); TokenTree.from_parents makes a sound one"
+            found = describe_error(error)
+            said = f"propose returned a malformed tree ({found}); TokenTree.from_parents makes a sound one"
             failures.setdefault(request, _failure(drafter, request, said))
     return trees, failures
 
@@ -108,7 +109,7 @@ def _guarded(drafter: Source, method: str, requests: Sequence[Request], failures
         with outside_code():
             yield
     except Exception as error:  # code from outside may raise anything, and only these requests asked for it
-        said = f"{method} raised {_words(error)}; correct it, or leave the drafter out of `sources`"
+        said = f"{method} raised {describe_error(error)}; correct it, or leave the drafter out of `sources`"
         for request in requests:
             failures[request] = _failure(drafter, request, said)
             failures[request].__cause__ = error
@@ -121,10 +122,3 @@ def _guarded(drafter: Source, method: str, requests: Sequence[Request], failures
 
 def _failure(drafter: Source, request: Request, said: str) -> DraftError:
     return DraftError(f"drafter {drafter.name!r} failed for request {request.request_id}: {said}")
-
-
-def _words(error: Exception) -> str:
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:  # an exception from outside whose own text fails
-        return type(error).__name__

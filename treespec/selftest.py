@@ -17,6 +17,7 @@ _PARENTS = np.array([-1, 0, 0, 0, 1, 1, 2, 4, 4, 7, 8, 9, 11])  # 13 nodes, 7 de
 _WIDE = np.maximum(np.arange(2 * PAGE_SIZE) - 9, 0)  # parents of a tree too large for the packed attention
 _WIDE[0] = -1
 _PAGES = 8  # of one request
+_FEW = 24  # rows that matrix products treat as few: kernels for AMX sum more than 32 in other blocks
 _WINDOW = 90  # longer windows are cut to it: what is summed by tile does not depend on how many there are
 
 
@@ -49,7 +50,7 @@ def differing_rows(model: Decoder, pool: Tensor, largest_pass: int = 512, seed: 
         if 30 + len(_WIDE) <= room:
             found += _behind_prompt(model, pool, rng.integers(model.vocab_size, size=30), _WIDE, pages, None)
         prompt = rng.integers(model.vocab_size, size=min(largest_pass, room))
-        if not torch.equal(_prefill(model, pool, prompt, 64, pages), _prefill(model, pool, prompt, room, pages)):
+        if not torch.equal(_prefill(model, pool, prompt, _FEW, pages), _prefill(model, pool, prompt, room, pages)):
             found.append(f"a pass of {len(prompt)} rows")
     touched = pages if twin is None else np.union1d(pages, twin)
     whole[:, :, torch.from_numpy(touched).to(pool.device)] = 0

@@ -2,7 +2,10 @@
 
 On a CPU the weights are reordered once into oneDNN's blocked layout. That is 2 to 4 times as fast as `F.linear` for few
 rows, and its bits were measured to be the same for 2 to 1,024 rows, in fp32 and in bf16 (a single row takes another
-path for some shapes, so a pass has at least two). The two ops are private to torch and stand in this module only.
+path for some shapes, so a pass has at least two). With AMX bf16 products have them for 2 to 32 rows only: from 33 rows
+on oneDNN sums in other blocks, and one element in some thousands rounds differently (21 of 24 shapes on a Sapphire
+Rapids; none of them below). There more rows are computed in parts of at most 32. The two ops are private to torch and
+stand in this module only.
 """
 
 from typing import Literal
@@ -17,6 +20,9 @@ LinearImpl = Literal["onednn", "torch"]
 
 _FUSED = {"silu": ("swish", ""), "gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), "relu": ("relu", "")}
 """oneDNN's name and algorithm of each activation; their bits were the same for 2 to 33 rows at widths such as 1365."""
+
+
+_AMX_ROWS = 32
 
 
 def onednn_available(dtype: torch.dtype) -> bool:
@@ -52,6 +58,7 @@ class Linear:
         self.out_features, self.in_features = weight.shape
         self.bias = None if bias is None else bias.contiguous()
         self.nbytes = weight.nbytes + (0 if bias is None else bias.nbytes)
+        self._splits = impl == "onednn" and weight.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
         if impl == "onednn":
             self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 16)
         else:
@@ -60,7 +67,7 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         """x: [num_rows, in_features] -> [num_rows, out_features]."""
         if self.impl == "onednn":
-            return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+            return self._pointwise(x, "none", "")
         return F.linear(x, self.weight, self.bias)
 
     def silu(self, x: Tensor) -> Tensor:
@@ -81,6 +88,15 @@ class Linear:
 
     def _activated(self, x: Tensor, activation: str) -> Tensor:
         if self.impl == "onednn":
-            name, algorithm = _FUSED[activation]
-            return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, name, [], algorithm)
+            return self._pointwise(x, *_FUSED[activation])
         return ACTIVATIONS[activation](F.linear(x, self.weight, self.bias))
+
+    def _pointwise(self, x: Tensor, name: str, algorithm: str) -> Tensor:
+        """oneDNN's product with an activation, in parts where many rows would be summed in other blocks."""
+        if not self._splits or len(x) <= _AMX_ROWS:
+            return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, name, [], algorithm)
+        out = x.new_empty(len(x), self.out_features)
+        parts = -(-len(x) // _AMX_ROWS)  # of nearly the same size, so that none has a single row
+        for rows, to in zip(x.tensor_split(parts), out.tensor_split(parts), strict=True):
+            to.copy_(torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, name, [], algorithm))
+        return out

@@ -87,4 +87,5 @@ def default_folder(name: str) -> Path:
 
 
 def _default() -> Path:
-    return Path(str(resources.files(__name__))) / "default"
+    # Resolved: in an editable install the package is a link, and a checkpoint's files must lie inside its folder.
+    return Path(str(resources.files(__name__))).resolve() / "default"

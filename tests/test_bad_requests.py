@@ -117,7 +117,7 @@ def test_a_refusal_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     outputs = llm.generate([[9999], [1, 2], []], greedy(2))
     assert [output.error is None for output in outputs] == [False, True, False]
     logged = [record.getMessage() for record in caplog.records]
-    assert len(logged) == 2 and "prompt 0 ('[9999]') was refused" in logged[0] and "prompt 2 ('[]')" in logged[1]
+    assert len(logged) == 2 and "prompt 0 ([9999]) was refused" in logged[0] and "prompt 2 ([])" in logged[1]
 
 
 def test_texts_that_no_tokenizer_takes() -> None:

@@ -11,7 +11,14 @@ def main() -> None:
     interrupts.end_at_once()
     from treespec.cli import main as run
 
-    run()
+    try:
+        run()
+    except KeyboardInterrupt:  # another one, while the first was reported
+        interrupts.leave()
+    except SystemExit as end:
+        if end.code == interrupts.INTERRUPTED:
+            interrupts.leave()
+        raise
 
 
 if __name__ == "__main__":

@@ -8,7 +8,10 @@ afterwards is interrupted by the exception, so that it can clean up.
 import os
 import signal
 import sys
+import threading
+import time
 from types import FrameType
+from typing import NoReturn
 
 INTERRUPTED = 130  # 128 and the number of SIGINT, as shells have it
 
@@ -29,6 +32,21 @@ def _leave(number: int, frame: FrameType | None) -> None:
     if sys.stderr is not None:
         say_interrupted()
     os._exit(INTERRUPTED)
+
+
+def leave() -> NoReturn:
+    """End the process after Ctrl-C was reported. Threads, such as those that wait for a compiler, have two seconds to
+    clean up; a further Ctrl-C ends it at once."""
+    if signal.getsignal(signal.SIGINT) in (_leave, signal.default_int_handler):
+        signal.signal(signal.SIGINT, lambda number, frame: os._exit(INTERRUPTED))
+    end = time.monotonic() + 2
+    others = [thread for thread in threading.enumerate() if thread is not threading.current_thread()]
+    running = [thread for thread in others if not thread.daemon]
+    for thread in running:
+        thread.join(max(0.0, end - time.monotonic()))
+    if any(thread.is_alive() for thread in running):  # an ordinary exit would wait for them
+        os._exit(INTERRUPTED)
+    sys.exit(INTERRUPTED)
 
 
 def say_interrupted() -> None:

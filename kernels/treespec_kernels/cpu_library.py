@@ -101,9 +101,12 @@ def build_together(builds: Sequence[Callable[[], object]]) -> None:
     """Run several builds side by side, each in a thread that waits for a compiler. Errors are left to the calls that
     need the results: these ask for the same libraries again."""
     if len(builds) > 1 and len(_cores()) > 1:
-        with ThreadPoolExecutor(min(len(builds), len(_cores()))) as threads:
+        threads = ThreadPoolExecutor(min(len(builds), len(_cores())))
+        try:
             for future in [threads.submit(build) for build in builds]:
                 future.exception()
+        finally:  # after Ctrl-C nobody waits for the builds that run, and the others do not begin
+            threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _cores() -> Sequence[int]:

@@ -16,7 +16,7 @@ from tests.architectures import make_model
 from tests.forms import speaking_tokenizer
 from tests.models import greedy, open_llm, random_prompts, tiny_llm
 from tests.sampled import TREE, idle
-from tests.speech import speaking_folder, speaking_llm
+from tests.speech import speaking_folder
 from treespec import LLM, SamplingParams
 from treespec.errors import ConfigError, RequestError
 
@@ -190,6 +190,13 @@ class Treacherous:
             raise Unspeakable
         return self._own.encode(text).ids
 
+    chat_template = "in code"
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], **_: Any) -> str:
+        if messages[0].get("bad"):
+            raise Unspeakable
+        return str(messages[0]["content"])
+
     def decode(self, tokens: list[int]) -> Any:
         if self.unreadable in tokens:
             if isinstance(self.decodes_to, Exception):
@@ -245,14 +252,16 @@ def test_an_unusable_tokenizer_is_refused() -> None:
         LLM(speaking_folder(), [], tokenizer=Useless(), device="cpu")
 
 
-def test_a_chat_template_that_fails_ends_its_own_request() -> None:
-    llm, template = speaking_llm(), "{{ messages[0].content }}{{ messages[0].name }}"
+def test_a_chat_template_that_fails_ends_its_own_request(treacherous: tuple[LLM, Treacherous]) -> None:
+    llm, tokenizer = treacherous
+    tokenizer.unreadable = None
     alone = llm.generate("def", greedy(4))[0].outputs
-    good = {"role": "user", "content": "def"}
-    bad = {"role": "user", "content": "def", "name": Shy()}
-    first, second, third = llm.chat([[good], [bad], [good]], greedy(4), chat_template=template)
+    good, bad = ({"role": "user", "content": "def", "bad": bad} for bad in (False, True))
+    first, second, third = llm.chat([[good], [bad], [good]], greedy(4))
     assert "the chat template refuses the messages: Unspeakable: (its message cannot be shown" in str(second.error)
     assert first.outputs == third.outputs == alone
+    (refused, served) = llm.chat([[{"role": Shy()}], [good]], greedy(4))
+    assert "message <dict whose __repr__ raises Unspeakable>" in str(refused.error) and served.outputs == alone
 
 
 # --- progress

@@ -40,7 +40,7 @@ def load_tokenizer(tokenizer: Any, folder: str | os.PathLike[str]) -> Any:
         found = kind.from_pretrained(source, local_files_only=True)
     except Exception as error:  # of a damaged file whatever its parsers raise: KeyError, TypeError, a bare Exception
         raise ConfigError(
-            f"the tokenizer files of {source} cannot be read ({type(error).__name__}: {error}); mend or remove them, "
+            f"the tokenizer files of {source} cannot be read ({describe_error(error)}); mend or remove them, "
             "or give LLM(tokenizer=...)"
         ) from error
     if isinstance(warned := getattr(found, "deprecation_warnings", None), dict):

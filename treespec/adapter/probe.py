@@ -26,7 +26,7 @@ from treespec.adapter.source import Source
 from treespec.adapter.trace import AdapterConfig
 from treespec.adapter.widened import Widened
 from treespec.cache import KVCache, pages_for
-from treespec.errors import ModelError
+from treespec.errors import ModelError, describe_error
 from treespec_kernels.tree_batch import PAGE_SIZE, RequestRows
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Probe:
         try:
             self._own = self._by_itself(model, None, device)
         except Exception as error:  # model code from outside may raise anything
-            raise ModelError(f"{source.name} does not run: {type(error).__name__}: {error}") from error
+            raise ModelError(f"{source.name} does not run: {describe_error(error)}") from error
         if not bool(torch.isfinite(self._own).all()):
             raise ModelError(f"{source.name} computes NaN or infinity for random tokens")
 
@@ -118,7 +118,7 @@ class Probe:
         except ModelError:
             raise
         except Exception as error:  # model code from outside may raise anything
-            raise ModelError(f"{self._source.name} does not run by rows: {type(error).__name__}: {error}") from error
+            raise ModelError(f"{self._source.name} does not run by rows: {describe_error(error)}") from error
         bound = BOUNDS[self._dtype]
         if self._exact is None:
             distance = float(_distance(found, self._own).max())

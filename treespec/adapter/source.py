@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from treespec.config import end_tokens
-from treespec.errors import ModelError
+from treespec.errors import ModelError, describe_error
 from treespec_weights.checkpoint import Checkpoint
 from treespec_weights.errors import CheckpointError, Problem
 from treespec_weights.files import resolve_folder
@@ -152,8 +152,8 @@ class Source:
                 )  # fmt: skip  # misshaped tensors are reported, and refused below
                 model.to(device)
         except Exception as error:  # model code from outside may raise anything
-            reason = str(error).strip().split("\n")[0]
-            raise ModelError(f"{self.name}: transformers cannot load it: {type(error).__name__}: {reason}") from error
+            reason = describe_error(error).strip().split("\n")[0]
+            raise ModelError(f"{self.name}: transformers cannot load it: {reason}") from error
         problems = [Problem("missing", repr(name), "missing") for name in sorted(report["missing_keys"])]
         problems += [Problem("unexpected", repr(name), "unexpected") for name in sorted(report["unexpected_keys"])]
         for name, *shapes in sorted(report["mismatched_keys"]):

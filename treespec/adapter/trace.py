@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from treespec.adapter.route import Call, MaskRule, configs_of, is_routed, routed, sees
 from treespec.adapter.source import Source
-from treespec.errors import ModelError
+from treespec.errors import ModelError, describe_error
 from treespec_weights.rules import ModelShape
 
 _TOKENS = 5
@@ -142,7 +142,7 @@ def trace(source: Source, model: nn.Module) -> AdapterConfig:
     except ModelError as error:
         raise ModelError(f"{source.name}: {error}") from error
     except Exception as error:  # model code from outside may raise anything
-        raise ModelError(f"{source.name} does not run by rows: {type(error).__name__}: {error}") from error
+        raise ModelError(f"{source.name} does not run by rows: {describe_error(error)}") from error
     if not calls:
         raise ModelError(
             f"{source.name}: {type(model).__name__} does not use transformers' attention interface, so its keys "

@@ -352,7 +352,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a streamer that is none": ({"token_streamer": print}, ConfigError, "put and end"),
     "an unknown source": ({"spec": SpecConfig(sources=("ssm",))}, ConfigError, "sources"),
     "a processor that fails": ({"logits_processor": [Broken()]}, RequestError, "KeyError: 'broken'"),
-    "a criterion that fails": ({"stopping_criteria": [Raises()]}, KeyError, "criterion"),
+    "a criterion that fails": ({"stopping_criteria": [Raises()]}, RequestError, "KeyError: 'criterion'"),
     "a tiny temperature": ({"do_sample": True, "temperature": 1e-9}, ConfigError, "temperature=1e-09"),
     "a long text": ({"max_new_tokens": 300}, RequestError, "256 positions"),
 }

@@ -286,14 +286,14 @@ class Wordy(Letters):
     ("options", "error", "message"),
     [
         ({"tokenizer": 5}, ConfigError, r"tokenizer=5; valid: a folder, or an object with encode\(text\)"),
-        ({"tokenizer": Mute()}, ConfigError, r"decode\(\[97\]\) gives None; valid: an object with"),
+        ({"tokenizer": Mute()}, ConfigError, r"decodes \[97\] to NoneType; .*valid: an object with"),
         ({"tokenizer": Wordy()}, ConfigError, r"the tokenizer made \['a'\] of 'a'; valid: a list of token ids"),
         (
             {"tokenizer": Pairs()},
             ConfigError,
             r"refuses 'a': TypeError: .*'pair'.*valid: an object with encode\(text\)",
         ),
-        ({"tokenizer": Broken()}, ConfigError, r"decode\(\[97\]\) fails: KeyError\(97\); valid: an object with"),
+        ({"tokenizer": Broken()}, ConfigError, r"cannot decode \[97\]: KeyError: 97; valid: an object with"),
         ({"tokenizer": "/no/such/folder"}, ConfigError, "tokenizer='/no/such/folder' is no folder with tokenizer"),
         ({"generation_config": 5}, ConfigError, "generation_config=5; valid: 'auto', 'treespec', 'vllm', or a folder"),
         ({"generation_config": "/no/such/folder"}, OSError, "/no/such/folder"),

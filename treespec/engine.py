@@ -273,7 +273,7 @@ class Engine:
             if request.finished:
                 continue
             if request.ended is not None:
-                self.finish(request, request.ended, request.error)
+                self.finish(request, request.ended, request.failure)
                 if failure is not None:
                     logger.error("%s; the request had its whole output", failure, exc_info=failure.__cause__)
             elif failure is not None:

@@ -195,7 +195,7 @@ class Request:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
-    failure: TreespecError | None = None  # the exception behind `error`, where it is no RequestError
+    failure: TreespecError | None = None  # the exception behind `error`, where one is kept
     arrival: float = field(default_factory=time.perf_counter)
     first_token_at: float | None = None
     finished_at: float | None = None
@@ -278,7 +278,7 @@ class Request:
     def accept(self, tokens: Sequence[int]) -> list[int]:
         """The tokens of a verified path that are emitted: all up to a stop, which may lie inside the path.
 
-        Where the tokenizer cannot decode a token, the request ends there with `error` set.
+        Where the tokenizer cannot decode a token, the request ends there with that `failure`.
         """
         if self.first_token_at is None:
             self.first_token_at = time.perf_counter()
@@ -286,7 +286,7 @@ class Request:
             try:
                 ends = self._ends_with(token, self.num_generated + count)
             except RequestError as error:
-                self.ended, self.error, ends = "error", str(error), True
+                self.ended, self.failure, ends = "error", error, True
             if ends:
                 return list(tokens[:count])
         return list(tokens)

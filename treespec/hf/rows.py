@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from treespec.config import SpecConfig
-from treespec.errors import ConfigError, describe_error
+from treespec.errors import ConfigError, RequestError, describe_error
 from treespec.params import LEAST_TEMPERATURE, SamplingParams
 from treespec.request import Request
 from treespec.sampler import Sampler
@@ -103,18 +103,20 @@ class Row(Request):
                 self.ended = "stop"
             elif self.num_generated + count >= self.max_tokens:
                 self.ended = "length"
-            if self.ended is not None or self.error is not None:
-                self.ended = self.ended if self.error is None else "error"
+            if self.failure is not None:
+                self.ended = "error"
+            if self.ended is not None:
                 return list(tokens[:count])
         return list(tokens)
 
     def _stops(self, ids: Tensor, count: int) -> bool:
-        """Whether a criterion fires after `count` new tokens; where one fails, `error` says so."""
+        """Whether a criterion fires after `count` new tokens; where one fails, `failure` says so."""
         try:
             done = self.criteria(ids, self.scores_until(count))
             return bool(done.all() if isinstance(done, Tensor) else done)
         except Exception as error:  # code from outside may raise anything, and only this row asked for it
-            self.error = f"a stopping criterion failed: {describe_error(error)}"
+            self.failure = RequestError(f"a stopping criterion failed: {describe_error(error)}")
+            self.failure.__cause__ = error
             return False
 
     def scores_until(self, more: int) -> tuple[Tensor, ...] | None:

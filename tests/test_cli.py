@@ -309,9 +309,11 @@ sys.exit(main())
     [("treespec.cli", "raised"), ("typer", "cleared"), ("torch", "raised"), ("torch", "cleared"), ("numpy", "cleared"),
      ("transformers", "raised")],
 )  # fmt: skip
-def test_ctrl_c_while_it_starts(module: str, handled: str) -> None:
+def test_ctrl_c_while_it_starts(module: str, handled: str, models: Models) -> None:
     """Whatever is being imported: no traceback, and it ends."""
-    ran = program("-c", INTERRUPTED_START, module, handled, "generate", "x", "--no-compile")
+    ran = program(
+        "-c", INTERRUPTED_START, module, handled, "generate", "x", "--model", str(models.target), "--no-compile"
+    )
     assert (ran.returncode, ran.stderr, ran.stdout) == (130, "interrupted\n", "")
 
 

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import tomllib
@@ -107,10 +108,16 @@ def run(*arguments: str | Path, code: int = 0, stdin: str | bytes = "") -> Ran:
     return Ran(result.exit_code, result.stdout, result.stderr)
 
 
+def take_interrupts() -> None:
+    """In a new process: a Ctrl-C arrives, though jobs in the background, as tests may be, ignore it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def program(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=os.environ | env, capture_output=True, text=True, timeout=120
-    )
+        [sys.executable, *arguments], cwd=ROOT, env=os.environ | env, capture_output=True, text=True, timeout=120,
+        preexec_fn=take_interrupts,
+    )  # fmt: skip
 
 
 # --- generate
@@ -325,7 +332,7 @@ def test_ctrl_c_while_libraries_are_compiled(models: Models, tmp_path: Path) -> 
     ran = subprocess.run(
         [sys.executable, "-m", "treespec", "generate", "x", "--model", str(models.target), "--compile"],
         cwd=ROOT, env=os.environ | {"CXX": str(compiler), "XDG_CACHE_HOME": str(tmp_path / "cache")},
-        capture_output=True, text=True, timeout=120, start_new_session=True,
+        capture_output=True, text=True, timeout=120, start_new_session=True, preexec_fn=take_interrupts,
     )  # fmt: skip
     assert (ran.returncode, ran.stderr) == (130, "interrupted\n")
 

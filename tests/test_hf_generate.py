@@ -300,6 +300,7 @@ def test_an_engine_follows_its_model() -> None:
     wanted = model.generate(**inputs, max_new_tokens=20, pad_token_id=PAD)
     assert torch.equal(wanted, by_trees(model, inputs, max_new_tokens=20))
     assert _engines[model].entries[-1].llm is not first
+    gc.collect()  # models of other tests
     gone, count = weakref.ref(model), len(_engines)
     del model, first
     gc.collect()

@@ -7,7 +7,8 @@ tile, and tiles are added in one fixed order. Plain decoding is the same computa
 Two facts about the fp32 matrix product (MKL through `torch.bmm`, measured on AVX-512) carry the fast path, and the
 engine's self-test proves them anew on every machine before it relies on them:
 
-* an element's bits depend neither on the number of rows (in multiples of 4) nor on its column;
+* an element's bits depend neither on the number of rows (in multiples of 4, from 4, 8 or 12 on: `_least_rows`) nor on
+  its column;
 * up to 192 summands are accumulated in one chain, so summands that are exactly zero may stand anywhere in between.
 
 Hence tree nodes need not be gathered into position order: a parent's slot precedes its child's, so in slot order a
@@ -100,16 +101,33 @@ def tree_attention_cpu(
     return out
 
 
-def _padded_rows(rows: int, width: int) -> int:
+@functools.cache
+def _least_rows(head_dim: int, threads: int) -> int:
+    """The fewest rows from which on scores have the bits that they have among more rows, on this machine.
+
+    4 on AVX-512 without AMX; on a Sapphire Rapids MKL has another kernel for 4 rows from 96 summands on, and for 8 from
+    192 on. `threads` are those of torch: a kernel may depend on them.
+    """
+    generator = torch.Generator().manual_seed(0)
+    sizes = {"dtype": torch.float32, "device": "cpu", "generator": generator}
+    q, k = torch.randn(8, 32, head_dim, **sizes), torch.randn(8, PAGE_SIZE, head_dim, **sizes).transpose(1, 2)
+    whole, least = torch.bmm(q, k), ROW_MULTIPLE
+    for rows in range(ROW_MULTIPLE, 32, ROW_MULTIPLE):
+        if not torch.equal(torch.bmm(q[:, :rows].contiguous(), k), whole[:, :rows]):
+            least = rows + ROW_MULTIPLE
+    return least
+
+
+def _padded_rows(rows: int, kv_heads: int, head_dim: int) -> int:
     """Rows to compute for `rows`, so that neither a product nor the sum over tiles has a remainder."""
-    step = max(ROW_MULTIPLE, _FOLD_MULTIPLE // math.gcd(_FOLD_MULTIPLE, width))
-    return -(-rows // step) * step
+    step = max(ROW_MULTIPLE, _FOLD_MULTIPLE // math.gcd(_FOLD_MULTIPLE, kv_heads * head_dim))
+    return -(-max(rows, _least_rows(head_dim, torch.get_num_threads())) // step) * step
 
 
 def _workspace(block: Block, heads: int, kv_heads: int, head_dim: int) -> _Workspace:
     rows, group, full = block.last_row - block.first_row, heads // kv_heads, block.num_full
     num_tiles, m = full + block.num_tail, rows * group
-    padded = _padded_rows(m, kv_heads * head_dim)
+    padded = _padded_rows(m, kv_heads, head_dim)
     alone = full if block.slot_order else num_tiles
     num_parts = full + len(block.position_tiles) if block.slot_order else num_tiles
 
@@ -193,12 +211,12 @@ def _add_tiles(parts: Tensor, windowed: bool, total: Tensor) -> None:
 def _attend_gathered(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block: Gather, cap: float | None, out: Tensor
 ) -> None:
-    """Every row alone: each product has the same shape [4 or more, D] x [D, PAGE_SIZE], whatever the pass."""
+    """Every row alone: each product has the same shape [padded rows, D] x [D, PAGE_SIZE], whatever the pass."""
     _, kv_heads, _, head_dim = k_cache.shape
     rows, columns = block.slots.shape
     num_tiles, heads = columns // PAGE_SIZE, q.shape[1]
     group = heads // kv_heads
-    padded = _padded_rows(group, kv_heads * head_dim)
+    padded = _padded_rows(group, kv_heads, head_dim)
     page, offset = block.slots // PAGE_SIZE, block.slots % PAGE_SIZE
     for row in range(rows):  # one row at a time: the batch count of a product is then the row's own
         index = (page[row], slice(None), offset[row])

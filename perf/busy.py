@@ -3,8 +3,8 @@
     python perf/busy.py --grow 0.5B --threads 2 --json out.json
 
 A repeat decodes all prompts quietly and then beside processes that spin, for each mode in turn; the ratio is of the
-same repeat. Tokens per second of the calls, prefill included: median of the repeats (least to largest). Tokens are
-compared between the two. Nothing else may run on the machine.
+same repeat. Tokens per second of decoding, prefill not counted, and seconds to the first token: median of the repeats
+(least to largest). Tokens are compared between the two. Nothing else may run on the machine.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,12 +45,21 @@ def neighbours(count: int) -> Iterator[None]:
             process.wait()
 
 
-def decode(llm: LLM, prompts: list[list[int]], max_tokens: int, spec: str | None) -> tuple[float, list[list[int]]]:
-    """Tokens per second over all prompts, one after the other, and the tokens."""
+class Decoded(NamedTuple):
+    """What all prompts took, one after the other, and their tokens."""
+
+    tokens_per_second: float  # of decoding
+    first_token_seconds: float  # on average
+    tokens: list[list[int]]
+
+
+def decode(llm: LLM, prompts: list[list[int]], max_tokens: int, spec: str | None) -> Decoded:
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    began = time.perf_counter()
-    tokens = [llm.generate(prompt, params, spec)[0].outputs[0].token_ids for prompt in prompts]
-    return sum(map(len, tokens)) / (time.perf_counter() - began), tokens
+    outputs = [llm.generate(prompt, params, spec)[0] for prompt in prompts]
+    tokens = [output.outputs[0].token_ids for output in outputs]
+    first = sum(output.metrics.ttft for output in outputs)
+    seconds = sum(output.metrics.seconds for output in outputs) - first
+    return Decoded((sum(map(len, tokens)) - len(prompts)) / seconds, first / len(prompts), tokens)
 
 
 def spread(values: list[float]) -> dict[str, float]:
@@ -58,26 +67,28 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def measure(llm: LLM, prompts: list[list[int]], args: argparse.Namespace) -> dict[str, Any]:
-    """For each mode: tokens per second quietly and beside neighbours, their ratio, and how many tokens differ."""
-    rates: dict[tuple[str, int], list[float]] = {(mode, busy): [] for mode in MODES for busy in (0, args.neighbours)}
-    differing = compared = 0
-    for repeat in range(args.repeats + 1):  # the first warms up
-        found: dict[str, list[list[list[int]]]] = {mode: [] for mode in MODES}
+    """For each mode: figures quietly and beside neighbours, the ratio of speeds, and how many tokens differ."""
+    found: dict[tuple[str, int], list[Decoded]] = {(mode, busy): [] for mode in MODES for busy in (0, args.neighbours)}
+    for _ in range(args.repeats + 1):  # the first warms up
         for busy in (0, args.neighbours):
             with neighbours(busy):
                 for mode, spec in MODES.items():
-                    rate, tokens = decode(llm, prompts, args.max_tokens, spec)
-                    found[mode].append(tokens)
-                    if repeat:
-                        rates[mode, busy].append(rate)
-        for quiet, beside in found.values():
-            pairs = [pair for own in zip(quiet, beside, strict=True) for pair in zip(*own, strict=True)]
-            compared, differing = compared + len(pairs), differing + sum(a != b for a, b in pairs)
-    rows: dict[str, Any] = {"tokens_compared": compared, "tokens_that_differ": differing}
+                    found[mode, busy].append(decode(llm, prompts, args.max_tokens, spec))
+    rows: dict[str, Any] = {"tokens_compared": 0, "tokens_that_differ": 0}
     for mode in MODES:
-        quiet, beside = rates[mode, 0], rates[mode, args.neighbours]
-        ratios = [own / base for own, base in zip(beside, quiet, strict=True)]
-        rows[mode] = {"quiet": spread(quiet), "beside_neighbours": spread(beside), "ratio": spread(ratios)}
+        quiet, beside = found[mode, 0], found[mode, args.neighbours]
+        for one, other in zip(quiet, beside, strict=True):
+            pairs = [pair for own in zip(one.tokens, other.tokens, strict=True) for pair in zip(*own, strict=True)]
+            rows["tokens_compared"] += len(pairs)
+            rows["tokens_that_differ"] += sum(a != b for a, b in pairs)
+        pairs_of_runs = list(zip(quiet, beside, strict=True))[1:]
+        rows[mode] = {
+            "quiet": spread([one.tokens_per_second for one, _ in pairs_of_runs]),
+            "beside_neighbours": spread([other.tokens_per_second for _, other in pairs_of_runs]),
+            "ratio": spread([other.tokens_per_second / one.tokens_per_second for one, other in pairs_of_runs]),
+            "first_token_seconds": spread([one.first_token_seconds for one, _ in pairs_of_runs]),
+            "first_token_seconds_beside": spread([other.first_token_seconds for _, other in pairs_of_runs]),
+        }
     return rows
 
 

@@ -2,7 +2,7 @@
 //
 // An OpenMP loop with a static schedule ends in a barrier that all threads must reach. Where another process takes a
 // core, each loop then waits for the thread without one, up to a time slice (3 ms on Linux) and several times a layer:
-// with one of two cores taken, decoding ran at a tenth of its speed (perf/busy.py). Here each thread begins with a
+// with one of two cores taken, decoding kept 0.08 to 0.17 of its speed (perf/busy.py). Here each thread begins with a
 // contiguous range of its own, so that its caches keep the weights it read before, and then steals from the ends of the
 // others' ranges. A loop ends when all indices are done, whether or not every thread came. Waiting threads spin, then
 // yield, then sleep, which leaves their core to a thread that was descheduled in the middle of an index.

@@ -3,7 +3,7 @@
 On a CPU the weights are reordered once into oneDNN's blocked layout. That is 2 to 4 times as fast as `F.linear` for few
 rows, and its bits were measured to be the same for 2 to 1,024 rows, in fp32 and in bf16 (a single row takes another
 path for some shapes, so a pass has at least two). With AMX bf16 products have them for 2 to 32 rows only: from 33 rows
-on oneDNN sums in other blocks, and one element in some thousands rounds differently (21 of 24 shapes on a Sapphire
+on oneDNN sums in other blocks, and one element in some thousands rounds differently (19 of 24 shapes on a Sapphire
 Rapids; none of them below). There more rows are computed in parts of at most 32. The two ops are private to torch and
 stand in this module only.
 """

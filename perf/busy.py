@@ -24,7 +24,7 @@ from treespec import LLM, SamplingParams
 from treespec.bench.grow import grown
 from treespec.bench.prompts import read_prompts
 from treespec.bench.run import Options
-from treespec.costs import processor
+from treespec.planning.cost_measurement import processor
 from treespec_weights import default_folder
 
 MODES = {"plain": "off", "auto": None}
@@ -106,9 +106,14 @@ def main() -> None:
     options = Options(device="cpu")
     with grown(options, args.grow, None, None) if args.grow else nullcontext((options, None)) as (options, _):
         llm = LLM(
-            options.model, options.drafts, device="cpu", dtype="bfloat16", compile=True, max_num_seqs=1,
+            options.model,
+            options.drafts,
+            device="cpu",
+            dtype="bfloat16",
+            compile=True,
+            max_num_seqs=1,
             max_model_len=1024,
-        )  # fmt: skip
+        )
         read = read_prompts(default_folder("target").parent / "heldout_prompts.json")
         chosen = read[:: max(len(read) // args.prompts, 1)][: args.prompts]
         rows = measure(llm, [llm.get_tokenizer().encode(prompt.content) for prompt in chosen], args)
@@ -117,9 +122,15 @@ def main() -> None:
         parts = {name: "{median:.3g} ({least:.3g} to {largest:.3g})".format(**rows[mode][name]) for name in rows[mode]}
         print(f"{mode}: quiet {parts['quiet']} tokens/s, busy {parts['beside_neighbours']}, ratio {parts['ratio']}")
     setup = {
-        "grown_to": args.grow, "threads": args.threads, "neighbours": args.neighbours, "torch": torch.__version__,
-        "processor": processor(), "prompts": args.prompts, "max_tokens": args.max_tokens, "repeats": args.repeats,
-    }  # fmt: skip
+        "grown_to": args.grow,
+        "threads": args.threads,
+        "neighbours": args.neighbours,
+        "torch": torch.__version__,
+        "processor": processor(),
+        "prompts": args.prompts,
+        "max_tokens": args.max_tokens,
+        "repeats": args.repeats,
+    }
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(setup | rows, indent=1) + "\n")

@@ -42,8 +42,13 @@ RESTARTS = 12
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stage", nargs="+", default=[], metavar="NAME",
-                        help="names or letters, which run in this order; default: all, by priority")  # fmt: skip
+    parser.add_argument(
+        "--stage",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="names or letters, which run in this order; default: all, by priority",
+    )
     parser.add_argument("--out", type=Path, help="where results go; default: perf/results/<device>")
     parser.add_argument("--budget-seconds", type=float, default=36000.0, help="begin nothing that may end later")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes on the CPU, to see that nothing breaks")
@@ -122,8 +127,18 @@ def _continue(out: Path, kept: Path, stage: Stage) -> None:
 def _start(group: Sequence[Stage], out: Path, seconds: float, args: argparse.Namespace) -> int:
     """One process; the status it ended with. It and its children are ended soon after its time."""
     until = time.monotonic() + seconds  # its start is part of them
-    command = [sys.executable, str(Path(__file__).resolve()), "--child", str(until), "--out", str(out),
-               "--seed", str(args.seed), "--stage", *(stage.name for stage in group)]  # fmt: skip
+    command = [
+        sys.executable,
+        str(Path(__file__).resolve()),
+        "--child",
+        str(until),
+        "--out",
+        str(out),
+        "--seed",
+        str(args.seed),
+        "--stage",
+        *(stage.name for stage in group),
+    ]
     command += ["--commit", args.commit] if args.commit else []
     environment = dict(os.environ)
     if args.dry_run:
@@ -208,8 +223,10 @@ def report(stages: Sequence[Stage], out: Path, kept: Path) -> int:
     if documents:
         first = next(iter(documents.values()))
         device, versions = first["device"], first["versions"]
-        print(f"\n{device['name']}, driver {device['driver']}, commit {first['commit']}, torch {versions['torch']}, "
-              f"triton {versions['triton']}, results in {out}, failures in {failures.NAME} there")  # fmt: skip
+        print(
+            f"\n{device['name']}, driver {device['driver']}, commit {first['commit']}, torch {versions['torch']}, "
+            f"triton {versions['triton']}, results in {out}, failures in {failures.NAME} there"
+        )
     measured = {name: document["measurements"] for name, document in documents.items()}
     print(f"\n{targets.table(measured, dry)}")
     return int(targets.wrong(measured))

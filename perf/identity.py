@@ -170,12 +170,22 @@ def main() -> int:
 def sample(args: argparse.Namespace) -> dict[str, Any]:
     """Coupled sampling against plain decoding."""
     setup = {
-        "model": args.model, "drafts": args.draft, "prompts": args.prompts, "max_tokens": args.max_tokens,
-        "nodes": args.nodes, "max_depth": args.max_depth, "dtypes": args.dtypes, "batches": args.batches,
-        "settings": {name: sampled.SETTINGS[name] for name in args.settings}, "verification": "coupled",
-        "first_seed": sampled.FIRST_SEED, "compile": args.compile, "shard": sampled.parse_shard(args.shard),
-        "threads": torch.get_num_threads(), "torch": torch.__version__,
-    }  # fmt: skip
+        "model": args.model,
+        "drafts": args.draft,
+        "prompts": args.prompts,
+        "max_tokens": args.max_tokens,
+        "nodes": args.nodes,
+        "max_depth": args.max_depth,
+        "dtypes": args.dtypes,
+        "batches": args.batches,
+        "settings": {name: sampled.SETTINGS[name] for name in args.settings},
+        "verification": "coupled",
+        "first_seed": sampled.FIRST_SEED,
+        "compile": args.compile,
+        "shard": sampled.parse_shard(args.shard),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
 
     def open_llm(dtype: str) -> LLM:
         model, drafts = models(args)
@@ -221,8 +231,10 @@ def greedy(args: argparse.Namespace) -> int:
             row = {"dtype": dtype, "batch": batch, "sources": mode, "tokens": total, "differing_tokens": tokens}
             row |= {"differing_logit_rows": rows, "acceptance_length": total / passes, "seconds": seconds}
             results.append(row)
-            print(f"{dtype:9} {batch:5}  {mode:24} {total:7} {tokens:6} {rows:10} "
-                  f"{total / passes:5.2f} {seconds:6.1f}", flush=True)  # fmt: skip
+            print(
+                f"{dtype:9} {batch:5}  {mode:24} {total:7} {tokens:6} {rows:10} {total / passes:5.2f} {seconds:6.1f}",
+                flush=True,
+            )
     if reference is not None:
         print(f"plain against transformers, float32: {reference}")
     report = {"nodes": args.nodes, "threads": torch.get_num_threads(), "torch": torch.__version__}

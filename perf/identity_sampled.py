@@ -28,9 +28,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "T=1": {"temperature": 1.0},
     "top-p": {"temperature": 1.0, "top_p": 0.9},
     "penalties": {
-        "temperature": 0.8, "repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.2,
+        "temperature": 0.8,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.3,
+        "frequency_penalty": 0.2,
     },
-}  # fmt: skip
+}
 KEYS = ("dtype", "setting", "sources", "batch")
 SUMS = ("tokens", "differing_tokens", "outputs_that_differ", "target_passes", "seconds", "cpu_seconds")
 ROWS_SHOWN = 8  # of the differences in one cell

@@ -28,7 +28,7 @@ import safetensors
 import torch
 from tqdm import tqdm
 
-from treespec.costs import processor
+from treespec.planning.cost_measurement import processor
 from treespec_weights import LLAMA, ModelShape, convert_checkpoint, load_weights, time_loading
 from treespec_weights.load import expected_tensors
 from treespec_weights.timing import touch
@@ -46,9 +46,14 @@ def shape_of(num_bytes: int) -> ModelShape:
 
     def shape(layers: int) -> ModelShape:
         return ModelShape(
-            num_layers=layers, hidden_size=hidden, intermediate_size=7 * hidden // 2, num_heads=hidden // 64,
-            num_kv_heads=hidden // 256, head_dim=64, vocab_size=16 * hidden,
-        )  # fmt: skip
+            num_layers=layers,
+            hidden_size=hidden,
+            intermediate_size=7 * hidden // 2,
+            num_heads=hidden // 64,
+            num_kv_heads=hidden // 256,
+            head_dim=64,
+            vocab_size=16 * hidden,
+        )
 
     layer = 2 * (shape(2).num_parameters() - shape(1).num_parameters())
     return shape(max(1, round((num_bytes - 2 * shape(1).num_parameters()) / layer) + 1))
@@ -144,13 +149,21 @@ def measure(gigabytes: float, root: Path | None = None, repeats: int = 3, shard_
     for row in speed.values():
         del row["folder"]
     return {
-        "bytes": size, "files": files, "layers": shape.num_layers, "hidden_size": shape.hidden_size,
-        "memory": memory, "speed": speed,
+        "bytes": size,
+        "files": files,
+        "layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "memory": memory,
+        "speed": speed,
         "machine": {
-            "cpus": os.cpu_count(), "processor": processor(), "threads": torch.get_num_threads(),
-            "torch": torch.__version__, "safetensors": safetensors.__version__, "python": platform.python_version(),
+            "cpus": os.cpu_count(),
+            "processor": processor(),
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "safetensors": safetensors.__version__,
+            "python": platform.python_version(),
         },
-    }  # fmt: skip
+    }
 
 
 def show(document: dict[str, Any]) -> str:

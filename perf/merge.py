@@ -129,14 +129,23 @@ def main() -> None:
     claims = [claim for nodes in args.nodes for claim in compare(nodes, passes, tokens, kinds, ssms)]
     for claim in claims:
         low, high = claim["interval"]
-        print(f"{claim['nodes']:3} {claim['ours']} over {claim['theirs']}, {claim['over']}: "
-              f"{claim['difference']:+.3f} [{low:+.3f}, {high:+.3f}], ratio {claim['ratio']:.3f}")  # fmt: skip
+        print(
+            f"{claim['nodes']:3} {claim['ours']} over {claim['theirs']}, {claim['over']}: "
+            f"{claim['difference']:+.3f} [{low:+.3f}, {high:+.3f}], ratio {claim['ratio']:.3f}"
+        )
     setup = {
-        "prompts": len(texts), "kinds": dict(Counter(kinds.tolist())), "max_tokens": args.max_tokens,
-        "not_looping": int(lively.sum()), "distinct_4grams": float(np.mean([distinct_share(own) for own in plain])),
-        "batch": args.batch, "dtype": str(llm.config.dtype).removeprefix("torch."), "device": str(llm.config.device),
-        "threads": llm.config.num_threads, "torch": torch.__version__, "outputs_that_differ": differing,
-    }  # fmt: skip
+        "prompts": len(texts),
+        "kinds": dict(Counter(kinds.tolist())),
+        "max_tokens": args.max_tokens,
+        "not_looping": int(lively.sum()),
+        "distinct_4grams": float(np.mean([distinct_share(own) for own in plain])),
+        "batch": args.batch,
+        "dtype": str(llm.config.dtype).removeprefix("torch."),
+        "device": str(llm.config.device),
+        "threads": llm.config.num_threads,
+        "torch": torch.__version__,
+        "outputs_that_differ": differing,
+    }
     print(", ".join(f"{name} {value}" for name, value in setup.items()))
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
@@ -152,10 +161,14 @@ def compare(
     def claim(ours: str, theirs: str, over: str, chosen: np.ndarray) -> dict[str, Any]:
         a, b = passes[nodes, ours], passes[nodes, theirs]
         return {
-            "nodes": nodes, "ours": ours, "theirs": theirs, "over": over,
+            "nodes": nodes,
+            "ours": ours,
+            "theirs": theirs,
+            "over": over,
             "difference": tau(tokens, a, chosen) - tau(tokens, b, chosen),
-            "ratio": tau(tokens, a, chosen) / tau(tokens, b, chosen), "interval": interval(tokens, a, b, chosen),
-        }  # fmt: skip
+            "ratio": tau(tokens, a, chosen) / tau(tokens, b, chosen),
+            "interval": interval(tokens, a, b, chosen),
+        }
 
     singles = [mode for n, mode in passes if n == nodes and ("SSM" not in mode and mode != "lookup")]
     for ours in ("SSMs merged", "SSMs, one a round"):

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from treespec import LLM, SamplingParams
-from treespec.costs import processor
-from treespec_kernels.tree_batch import RequestRows
+from treespec.planning.cost_measurement import processor
+from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_weights import (
     ModelShape,
     default_folder,
@@ -55,10 +55,18 @@ def speed(folder: Path, compiled: bool, args: argparse.Namespace) -> list[dict[s
     """Rows for the three engines over one way of computing."""
     drafts = [name for name in default_names() if name.startswith("ssm-")]
     engines = {
-        form: LLM(folder, drafts, device="cpu", dtype="bfloat16", quantization=form, compile=compiled, max_num_seqs=1,
-                  max_model_len=512)
+        form: LLM(
+            folder,
+            drafts,
+            device="cpu",
+            dtype="bfloat16",
+            quantization=form,
+            compile=compiled,
+            max_num_seqs=1,
+            max_model_len=512,
+        )
         for form in FORMS
-    }  # fmt: skip
+    }
     texts, params = held_out(args.prompts), SamplingParams(max_tokens=args.max_tokens, ignore_eos=True)
     rates: dict[tuple[str | None, str], list[float]] = {}
     tau: dict[tuple[str | None, str], float] = {}
@@ -81,12 +89,19 @@ def speed(folder: Path, compiled: bool, args: argparse.Namespace) -> list[dict[s
         base = rates[None, nodes]
         ratios = [ours / theirs for ours, theirs in zip(own, base, strict=True)]
         row = {
-            "weights": name_of(form), "compile": compiled, "nodes": nodes, "tokens_per_second": statistics.median(own),
-            "least": min(own), "largest": max(own), "over_bfloat16": statistics.median(ratios),
-            "over_bfloat16_least": min(ratios), "over_bfloat16_largest": max(ratios),
-            "acceptance_length": tau[form, nodes], "outputs_tokens_that_differ": differing[form],
+            "weights": name_of(form),
+            "compile": compiled,
+            "nodes": nodes,
+            "tokens_per_second": statistics.median(own),
+            "least": min(own),
+            "largest": max(own),
+            "over_bfloat16": statistics.median(ratios),
+            "over_bfloat16_least": min(ratios),
+            "over_bfloat16_largest": max(ratios),
+            "acceptance_length": tau[form, nodes],
+            "outputs_tokens_that_differ": differing[form],
             "weight_bytes": engines[form].stats()["memory"]["target_weights"],
-        }  # fmt: skip
+        }
         rows.append(row)
         print(
             f"{'compiled' if compiled else 'eager':8} {row['weights']:8} {nodes:5} {row['tokens_per_second']:7.2f} "
@@ -130,8 +145,11 @@ def quality(args: argparse.Namespace) -> list[dict[str, Any]]:
             count += len(tokens)
         kind = engines[form].stats()["frozen"]["quantization"]
         rows.append({"weights": kind, "positions": count, "same_top_1": same / count, "kl_nats": divergence / count})
-        print(f"embedded target, {kind}: top-1 as in bfloat16 at {same / count:.2%} of {count} positions, "
-              f"KL {divergence / count:.4f} nats", flush=True)  # fmt: skip
+        print(
+            f"embedded target, {kind}: top-1 as in bfloat16 at {same / count:.2%} of {count} positions, "
+            f"KL {divergence / count:.4f} nats",
+            flush=True,
+        )
     return rows
 
 
@@ -157,11 +175,17 @@ def main() -> None:
             grow_checkpoint(source, folder, shape, 0)
         rows = [row for mode in args.modes for row in speed(folder, mode == "compiled", args)]
     setup = {
-        "parameters": shape.num_parameters(), "layers": shape.num_layers, "hidden": shape.hidden_size,
-        "mlp": shape.intermediate_size, "threads": args.threads, "torch": torch.__version__,
-        "processor": processor(), "prompts": args.prompts, "max_tokens": args.max_tokens,
+        "parameters": shape.num_parameters(),
+        "layers": shape.num_layers,
+        "hidden": shape.hidden_size,
+        "mlp": shape.intermediate_size,
+        "threads": args.threads,
+        "torch": torch.__version__,
+        "processor": processor(),
+        "prompts": args.prompts,
+        "max_tokens": args.max_tokens,
         "repeats": args.repeats,
-    }  # fmt: skip
+    }
     document = {"setup": setup, "speed": rows, "quality": quality(args) if args.texts else []}
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)

@@ -29,9 +29,9 @@ from tqdm import tqdm
 
 from treespec import LLM, RequestOutput, SamplingParams, SpecConfig
 from treespec.config import DRAWS
-from treespec.sampler import Sampler
+from treespec.sampling.sampler import Sampler
 from treespec.tree import TokenTree
-from treespec.verify import RandomOracle, Verified, verify_drawn_one
+from treespec.verification.verify import RandomOracle, Verified, verify_drawn_one
 from treespec_weights import default_folder
 
 REPEATS = 4
@@ -162,14 +162,22 @@ def main() -> None:
     shown.close()
     document = {
         "setup": {
-            "prompts": len(entries), "seeds": args.seeds, "max_tokens": args.max_tokens, "branching": args.branching,
-            "temperature": args.temperature, "batch": args.batch, "compile": args.compile,
-            "dtype": str(llm.config.dtype).removeprefix("torch."), "threads": llm.config.num_threads,
-            "torch": torch.__version__, "repeats_on_the_same_trees": REPEATS, "sources": list(llm.engine.ssms.names),
+            "prompts": len(entries),
+            "seeds": args.seeds,
+            "max_tokens": args.max_tokens,
+            "branching": args.branching,
+            "temperature": args.temperature,
+            "batch": args.batch,
+            "compile": args.compile,
+            "dtype": str(llm.config.dtype).removeprefix("torch."),
+            "threads": llm.config.num_threads,
+            "torch": torch.__version__,
+            "repeats_on_the_same_trees": REPEATS,
+            "sources": list(llm.engine.ssms.names),
         },
         "same_trees": same,
         "own_runs": figures(own),
-    }  # fmt: skip
+    }
     for draws, found in same.items():
         show(f"on the same trees, {draws}", found)
     show("in runs of their own, cross-source", document["own_runs"])

@@ -24,7 +24,7 @@ from treespec import LLM, SamplingParams, SpecConfig
 from treespec.bench.grow import grown
 from treespec.bench.prompts import read_prompts
 from treespec.bench.run import Options
-from treespec.costs import processor
+from treespec.planning.cost_measurement import processor
 from treespec.tree import TokenTree
 from treespec_weights import default_folder
 
@@ -44,23 +44,27 @@ PACKAGE = {
         "dependencies": {"type": "array", "items": NEEDED, "minItems": 2, "maxItems": 4},
     },
     "required": ["name", "version", "description", "license", "dependencies"],
-}  # fmt: skip
+}
 FORMS: dict[str, dict[str, Any]] = {
     "schema": {"json": PACKAGE, "disable_any_whitespace": True, "disable_additional_properties": True},
     "any object": {"json_object": True},
     "regex": {"regex": r"def [a-z_]{3,20}\(self(, [a-z_]{1,10})*\)( -> (int|str|None))?:\n    '[A-Za-z ,.]{20,200}'\n"},
-}  # fmt: skip
+}
 TREE = SpecConfig(nodes=8, max_ssms=1)
 WAYS: dict[str, Any] = {
-    "plain": "off", "auto": None, "auto, unaware": None, "8 nodes": TREE, "8 nodes, unaware": TREE,
-}  # fmt: skip
+    "plain": "off",
+    "auto": None,
+    "auto, unaware": None,
+    "8 nodes": TREE,
+    "8 nodes, unaware": TREE,
+}
 
 
 @contextmanager
 def unaware() -> Iterator[None]:
     """Drafts guess as if there were no form."""
     with ExitStack() as stack:
-        restriction = "treespec.restriction.Restriction"
+        restriction = "treespec.sampling.restriction.Restriction"
         stack.enter_context(mock.patch(f"{restriction}.narrow", lambda self, logits, tokens, paths: None))
         stack.enter_context(mock.patch(f"{restriction}.prune", lambda self, tree, tokens: tree))
         root = lambda request, depth: TokenTree.root(request.tokens[-1])  # noqa: E731
@@ -104,14 +108,22 @@ def measure(llm: LLM, form: str, temperature: float, args: argparse.Namespace) -
         ratios = [plain / own for plain, own in zip(seconds["plain"], seconds[way], strict=True)]
         tau = args.repeats * generated / passes[way]
         ways[way] = {
-            "speed_up": statistics.median(ratios), "least": min(ratios), "largest": max(ratios),
+            "speed_up": statistics.median(ratios),
+            "least": min(ratios),
+            "largest": max(ratios),
             "acceptance_length": tau,
-        }  # fmt: skip
+        }
         print(f"  {way:17} {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}), {tau:.2f} a pass")
     return {
-        "form": form, "temperature": temperature, "tokens": generated, "finished": finished,
-        "plain_tokens_per_second": rate, "tokens_compared": compared, "tokens_that_differ": differing, "ways": ways,
-    }  # fmt: skip
+        "form": form,
+        "temperature": temperature,
+        "tokens": generated,
+        "finished": finished,
+        "plain_tokens_per_second": rate,
+        "tokens_compared": compared,
+        "tokens_that_differ": differing,
+        "ways": ways,
+    }
 
 
 def main() -> None:
@@ -128,14 +140,24 @@ def main() -> None:
     options = Options(device="cpu")
     with grown(options, args.grow, None, None) if args.grow else nullcontext((options, None)) as (options, _):
         llm = LLM(
-            options.model, options.drafts, device="cpu", dtype="bfloat16", compile=True, max_num_seqs=1,
+            options.model,
+            options.drafts,
+            device="cpu",
+            dtype="bfloat16",
+            compile=True,
+            max_num_seqs=1,
             max_model_len=1024,
-        )  # fmt: skip
+        )
         rows = [measure(llm, form, temperature, args) for form in FORMS for temperature in args.temperatures]
     setup = {
-        "grown_to": args.grow, "threads": args.threads, "torch": torch.__version__, "processor": processor(),
-        "prompts": args.prompts, "max_tokens": args.max_tokens, "repeats": args.repeats,
-    }  # fmt: skip
+        "grown_to": args.grow,
+        "threads": args.threads,
+        "torch": torch.__version__,
+        "processor": processor(),
+        "prompts": args.prompts,
+        "max_tokens": args.max_tokens,
+        "repeats": args.repeats,
+    }
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps({"setup": setup, "rows": rows}, indent=1) + "\n")

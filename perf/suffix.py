@@ -25,7 +25,7 @@ from treespec import LLM, SamplingParams
 from treespec.bench.grow import grown
 from treespec.bench.prompts import read_prompts
 from treespec.bench.run import Options
-from treespec.costs import processor
+from treespec.planning.cost_measurement import processor
 from treespec_weights import default_folder
 
 CUTS = (0, 8, 20, 40)  # tokens that an edit takes from a prompt's beginning
@@ -97,13 +97,19 @@ def measure(engines: dict[str, LLM], jobs: list[Job], repeats: int) -> dict[str,
     for way in WAYS:
         ratios = [base / own for base, own in zip(seconds["plain"], seconds[way], strict=True)]
         ways[way] = {
-            "speed_up": statistics.median(ratios), "least": min(ratios), "largest": max(ratios),
-            "acceptance_length": repeats * generated / passes[way], "accepted_by_source": dict(accepted[way]),
-        }  # fmt: skip
+            "speed_up": statistics.median(ratios),
+            "least": min(ratios),
+            "largest": max(ratios),
+            "acceptance_length": repeats * generated / passes[way],
+            "accepted_by_source": dict(accepted[way]),
+        }
     return {
-        "tokens": generated, "plain_tokens_per_second": generated / statistics.median(seconds["plain"]),
-        "tokens_compared": compared, "tokens_that_differ": differing, "ways": ways,
-    }  # fmt: skip
+        "tokens": generated,
+        "plain_tokens_per_second": generated / statistics.median(seconds["plain"]),
+        "tokens_compared": compared,
+        "tokens_that_differ": differing,
+        "ways": ways,
+    }
 
 
 def main() -> None:
@@ -133,10 +139,16 @@ def main() -> None:
                 print(f"  {way:18} {own['speed_up']:.2f} ({own['least']:.2f} to {own['largest']:.2f}), ", end="")
                 print(f"{own['acceptance_length']:.2f} a pass")
     setup = {
-        "grown_to": args.grow, "drafts": not args.no_drafts, "threads": args.threads, "torch": torch.__version__,
-        "processor": processor(), "prompts": args.prompts, "max_tokens": args.max_tokens, "repeats": args.repeats,
+        "grown_to": args.grow,
+        "drafts": not args.no_drafts,
+        "threads": args.threads,
+        "torch": torch.__version__,
+        "processor": processor(),
+        "prompts": args.prompts,
+        "max_tokens": args.max_tokens,
+        "repeats": args.repeats,
         "remembered": REMEMBERED,
-    }  # fmt: skip
+    }
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(setup | {"workloads": rows}, indent=1) + "\n")

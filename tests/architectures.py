@@ -16,14 +16,26 @@ from treespec import LLM
 
 VOCAB = 97
 SIZES = {
-    "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "bos_token_id": 1,
-    "eos_token_id": 0, "pad_token_id": 2, "max_position_embeddings": 256, "intermediate_size": 48,
-}  # fmt: skip
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "bos_token_id": 1,
+    "eos_token_id": 0,
+    "pad_token_id": 2,
+    "max_position_embeddings": 256,
+    "intermediate_size": 48,
+}
 GROUPED = SIZES | {"num_key_value_heads": 2}
 GPT = {
-    "vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "bos_token_id": 1,
+    "vocab_size": VOCAB,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 256,
+    "bos_token_id": 1,
     "eos_token_id": 0,
-}  # fmt: skip
+}
 WINDOWS = {"sliding_window": 17, "layer_types": ["sliding_attention", "full_attention"]}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": GROUPED | {"head_dim": 12, "num_key_value_heads": 1},
@@ -40,9 +52,18 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "starcoder2": GROUPED | {"sliding_window": 19},
     "gpt_bigcode": GPT,
     "diffllama": GROUPED,  # two attentions in each layer
-    "deepseek_v3": SIZES | {
-        "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
-        "v_head_dim": 12, "n_routed_experts": 4, "first_k_dense_replace": 2, "n_group": 1, "topk_group": 1,
+    "deepseek_v3": SIZES
+    | {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 12,
+        "n_routed_experts": 4,
+        "first_k_dense_replace": 2,
+        "n_group": 1,
+        "topk_group": 1,
         "num_experts_per_tok": 2,
     },  # keys and values of different widths
     "gpt_oss": GROUPED | WINDOWS | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},  # sinks
@@ -51,7 +72,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "bloom": SIZES | {"n_layer": 2, "n_head": 4},
     "mamba": {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2},
     "qwen3_next": GROUPED,
-}  # fmt: skip
+}
 
 
 def make_model(kind: str, dtype: torch.dtype = torch.float32, seed: int = 0, **config: Any) -> Any:
@@ -81,7 +102,10 @@ def saved(kind: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Path]:
 @contextmanager
 def quick_start() -> Iterator[None]:
     """Engines start with `CURVE` for their costs, and prove their bits behind one prompt only: a whole model runs."""
-    with mock.patch("treespec.costs.load", lambda key: CURVE), mock.patch("treespec.selftest._PREFIXES", (60,)):
+    with (
+        mock.patch("treespec.planning.cost_measurement.load", lambda key: CURVE),
+        mock.patch("treespec.startup.selftest._PREFIXES", (60,)),
+    ):
         yield
 
 

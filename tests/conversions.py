@@ -20,24 +20,36 @@ NO_BIAS = {"attention_bias": False, "o_bias": False, "mlp_bias": False}
 SPLIT = {f"layers.{{i}}.{part}" for part in ("q", "k", "v", "gate", "up")}
 QKV = ("layers.{i}.q", "layers.{i}.k", "layers.{i}.v")
 FUSED = replace(
-    LLAMA, model_type="phi3", config_keys=SIZES, defaults={"tied": False}, constants=NO_BIAS,
+    LLAMA,
+    model_type="phi3",
+    config_keys=SIZES,
+    defaults={"tied": False},
+    constants=NO_BIAS,
     tensors=(
         *(rule for rule in LLAMA.tensors if rule.params[0] not in SPLIT),
         TensorRule("model.layers.{i}.self_attn.qkv_proj.weight", QKV),
         TensorRule("model.layers.{i}.mlp.gate_up_proj.weight", ("layers.{i}.gate", "layers.{i}.up")),
     ),
-)  # fmt: skip
+)
 ODD = replace(
-    LLAMA, model_type="mistral", config_keys=SIZES, defaults={"tied": False}, constants=NO_BIAS, tied_copy="out",
+    LLAMA,
+    model_type="mistral",
+    config_keys=SIZES,
+    defaults={"tied": False},
+    constants=NO_BIAS,
+    tied_copy="out",
     tensors=(
-        *(replace(rule, name=f"x.{rule.name}") for rule in LLAMA.tensors
-          if rule.params[0] not in {*SPLIT, "layers.{i}.down", "lm_head"} and "bias" not in rule.name),
+        *(
+            replace(rule, name=f"x.{rule.name}")
+            for rule in LLAMA.tensors
+            if rule.params[0] not in {*SPLIT, "layers.{i}.down", "lm_head"} and "bias" not in rule.name
+        ),
         TensorRule("h.{i}.qkv", QKV, "per_head"),
         TensorRule("h.{i}.up_gate", ("layers.{i}.up", "layers.{i}.gate"), "transposed"),
         TensorRule("h.{i}.down", ("layers.{i}.down",), "transposed"),
         TensorRule("out", ("lm_head",)),
     ),
-)  # fmt: skip
+)
 
 
 RENAMED = replace(LLAMA, model_type="mistral", config_keys=SIZES, defaults={"tied": False}, constants=NO_BIAS)
@@ -53,11 +65,18 @@ def make(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Pa
     """A random Llama checkpoint, with files beside the weights; sharded."""
     config = LlamaConfig(
         **{
-            "num_hidden_layers": 2, "hidden_size": 24, "intermediate_size": 33, "num_attention_heads": 4,
-            "num_key_value_heads": 2, "head_dim": 10, "vocab_size": 63, "rms_norm_eps": 1e-3,
+            "num_hidden_layers": 2,
+            "hidden_size": 24,
+            "intermediate_size": 33,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 10,
+            "vocab_size": 63,
+            "rms_norm_eps": 1e-3,
             "tie_word_embeddings": False,
-        } | options
-    )  # fmt: skip
+        }
+        | options
+    )
     torch.manual_seed(0)
     model = LlamaForCausalLM(config)
     with torch.no_grad():

@@ -10,9 +10,9 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from treespec.oracle import Oracle
 from treespec.tree import Draws, TokenTree
-from treespec.verify import verify_drawn_one, verify_tree
+from treespec.verification.oracle import Oracle
+from treespec.verification.verify import verify_drawn_one, verify_tree
 
 Path = tuple[int, ...]
 Answers = tuple[int, ...]
@@ -186,7 +186,7 @@ class Builder:
             draws=Draws(parents, children, sources, np.ones(len(self.draws)), rows, excluded),
             source_names=tuple(f"s{i}" for i in range(8)),
             draft_probs=tuple(self.rows),
-        )  # fmt: skip
+        )
         tree.check_integrity()
         return tree
 

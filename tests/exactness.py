@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from treespec import LLM, SamplingParams, SpecConfig
-from treespec.request import Request, RequestOutput
+from treespec.outputs import RequestOutput
+from treespec.request import Request
 from treespec.tree import TokenTree
 
 Prefix = tuple[int, ...]

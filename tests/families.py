@@ -22,14 +22,29 @@ class Case(NamedTuple):
 
 
 _COMMON = {
-    "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": MAX_LEN, "tie_word_embeddings": False,
-    "bos_token_id": 1, "eos_token_id": 0, "pad_token_id": None,
-}  # fmt: skip
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": MAX_LEN,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+}
 _GPT2 = {
-    "vocab_size": VOCAB, "n_embd": 48, "n_inner": None, "n_layer": 3, "n_head": 4, "n_positions": MAX_LEN,
-    "bos_token_id": 1, "eos_token_id": 0,
-}  # fmt: skip
+    "vocab_size": VOCAB,
+    "n_embd": 48,
+    "n_inner": None,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": MAX_LEN,
+    "bos_token_id": 1,
+    "eos_token_id": 0,
+}
 _OPT = {"ffn_dim": 76, "word_embed_proj_dim": 48, "tie_word_embeddings": True}
 _GEMMA3_ROPES = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
@@ -45,9 +60,11 @@ def _layers(*kinds: str) -> list[str]:
 
 def _longrope(pairs: int) -> dict[str, Any]:
     return {
-        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0 + 0.1 * i for i in range(pairs)],
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0 + 0.1 * i for i in range(pairs)],
         "long_factor": [1.5 + 0.5 * i for i in range(pairs)],
-    }  # fmt: skip
+    }
 
 
 TYPICAL = {
@@ -58,21 +75,30 @@ TYPICAL = {
     "gemma2": Case(
         "gemma2",
         {
-            "sliding_window": WINDOW, "query_pre_attn_scalar": 40, "attn_logit_softcapping": 3.0,
-            "final_logit_softcapping": 30.0, "tie_word_embeddings": True,
+            "sliding_window": WINDOW,
+            "query_pre_attn_scalar": 40,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 30.0,
+            "tie_word_embeddings": True,
         },
     ),
     "gemma3": Case(
         "gemma3_text",
         {
-            "sliding_window": WINDOW, "query_pre_attn_scalar": 24, "tie_word_embeddings": True,
-            "rope_parameters": _GEMMA3_ROPES, "layer_types": _layers("sliding", "full", "sliding"),
+            "sliding_window": WINDOW,
+            "query_pre_attn_scalar": 24,
+            "tie_word_embeddings": True,
+            "rope_parameters": _GEMMA3_ROPES,
+            "layer_types": _layers("sliding", "full", "sliding"),
         },
     ),
     "phi3": Case(
         "phi3",
         {
-            "head_dim": None, "hidden_size": 64, "sliding_window": WINDOW, "num_key_value_heads": 4,
+            "head_dim": None,
+            "hidden_size": 64,
+            "sliding_window": WINDOW,
+            "num_key_value_heads": 4,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75},
         },
     ),
@@ -85,7 +111,7 @@ TYPICAL = {
     ),
     "opt": Case("opt", _OPT),
     "gpt2": Case("gpt2", _GPT2),
-}  # fmt: skip
+}
 """One of each family, with what is its own: windows shorter than the context, caps, partial rotary."""
 
 CASES = TYPICAL | {
@@ -97,42 +123,65 @@ CASES = TYPICAL | {
     "qwen3, biases, windows by layer": Case(
         "qwen3",
         {
-            "attention_bias": True, "use_sliding_window": True, "sliding_window": 65, "num_key_value_heads": 1,
-            "layer_types": _layers("full", "sliding", "full"), "rms_norm_eps": 0.05,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 65,
+            "num_key_value_heads": 1,
+            "layer_types": _layers("full", "sliding", "full"),
+            "rms_norm_eps": 0.05,
         },
     ),
     "gemma2, no caps, narrow heads": Case(
         "gemma2",
         {
-            "attn_logit_softcapping": None, "final_logit_softcapping": None, "sliding_window": 70, "head_dim": 8,
-            "num_key_value_heads": 1, "attention_bias": True, "hidden_activation": "gelu",
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "sliding_window": 70,
+            "head_dim": 8,
+            "num_key_value_heads": 1,
+            "attention_bias": True,
+            "hidden_activation": "gelu",
         },
     ),
     "gemma3, no window, one rope scaled": Case(
         "gemma3_text",
         {
-            "sliding_window": 4096, "query_pre_attn_scalar": 16, "final_logit_softcapping": 40.0, "head_dim": 24,
-            "rope_parameters": _GEMMA3_ROPES | {"full_attention": _YARN}, "num_key_value_heads": 1,
+            "sliding_window": 4096,
+            "query_pre_attn_scalar": 16,
+            "final_logit_softcapping": 40.0,
+            "head_dim": 24,
+            "rope_parameters": _GEMMA3_ROPES | {"full_attention": _YARN},
+            "num_key_value_heads": 1,
         },
     ),
     "phi3, longrope, partial": Case(
         "phi3",
         {
-            "head_dim": None, "hidden_size": 64, "num_key_value_heads": 1, "original_max_position_embeddings": 64,
-            "rope_parameters": _longrope(6) | {"partial_rotary_factor": 0.75}, "tie_word_embeddings": True,
+            "head_dim": None,
+            "hidden_size": 64,
+            "num_key_value_heads": 1,
+            "original_max_position_embeddings": 64,
+            "rope_parameters": _longrope(6) | {"partial_rotary_factor": 0.75},
+            "tie_word_embeddings": True,
         },
     ),
     "phi3, longrope": Case(
         "phi3",
         {
-            "head_dim": None, "hidden_size": 64, "original_max_position_embeddings": 64,
-            "rope_parameters": _longrope(8), "max_position_embeddings": 512,
+            "head_dim": None,
+            "hidden_size": 64,
+            "original_max_position_embeddings": 64,
+            "rope_parameters": _longrope(8),
+            "max_position_embeddings": 512,
         },
     ),
     "gpt_neox, one after the other": Case(
         "gpt_neox",
         {
-            "hidden_size": 64, "use_parallel_residual": False, "attention_bias": False, "intermediate_size": 173,
+            "hidden_size": 64,
+            "use_parallel_residual": False,
+            "attention_bias": False,
+            "intermediate_size": 173,
             "hidden_act": "gelu_new",
             "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e3, "partial_rotary_factor": 0.5},
             "tie_word_embeddings": True,
@@ -144,7 +193,7 @@ CASES = TYPICAL | {
     "gpt2, untied, its own width": Case(
         "gpt2", _GPT2 | {"n_inner": 85, "tie_word_embeddings": False, "activation_function": "relu"}
     ),
-}  # fmt: skip
+}
 
 
 def small(name: str, layers: int = 2, vocab: int = 61) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from treespec.adapter.decoder import open_adapter
 from treespec.adapter.source import Source
 from treespec.adapter.trace import run
-from treespec_kernels.tree_batch import PAGE_SIZE, RequestRows
+from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
 
 
 @dataclass(frozen=True)

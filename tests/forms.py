@@ -17,7 +17,7 @@ from tests.quantized import needs_compiler
 from tests.sampled import NAIVE, TREE
 from tests.speech import speaking_folder, speaking_llm
 from treespec import LLM, RequestOutput, SamplingParams, SpecConfig, StructuredOutputsParams
-from treespec.grammar import Grammars
+from treespec.sampling.grammar import Grammars
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -68,7 +68,7 @@ FORMS: dict[str, tuple[dict[str, Any], Callable[[str], Any]]] = {
         {"grammar": 'root ::= "yes" | "no" ", " ("never" | "not now")'},
         ("yes", "no, never", "no, not now").__contains__,
     ),
-}  # fmt: skip
+}
 ENGINES: dict[str, Callable[[], LLM]] = {
     "eager": lambda: speaking_llm(),
     "compiled": lambda: speaking_llm(compile=True),
@@ -82,9 +82,12 @@ every_engine = pytest.mark.parametrize(
 every_form = pytest.mark.parametrize("name", FORMS)
 PROMPTS = ["import argparse\n", "the parser of the arguments is", "("]
 SPECS: dict[str, Any] = {
-    "tree": TREE, "auto": SpecConfig(), "naive": NAIVE, "static": SpecConfig(branching=(3, 2, 1)),
+    "tree": TREE,
+    "auto": SpecConfig(),
+    "naive": NAIVE,
+    "static": SpecConfig(branching=(3, 2, 1)),
     "grammar": SpecConfig(sources=("grammar",)),
-}  # fmt: skip
+}
 
 
 def asked(form: Any, max_tokens: int = 60, **options: Any) -> SamplingParams:

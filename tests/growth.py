@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from treespec_kernels.device_trees import DeviceForest, DeviceTrees
+from treespec_kernels.tree.device_trees import DeviceForest, DeviceTrees
 
 Path = tuple[int, ...]
 ONE, ZERO = np.float32(1), np.float32(0)
@@ -107,8 +107,10 @@ def assert_frontier(forest: DeviceForest, tries: list[Trie]) -> None:
     """What the drafts score next, and the scratch slots that each of its nodes sees."""
     for request, trie in enumerate(tries):
         none = forest.frontier_width - len(trie.frontier)
-        depth, slots = trie.level, [0 if not path else 1 + (len(path) - 1) * trie.width + i
-                                    for i, path in enumerate(trie.frontier)]  # fmt: skip
+        depth, slots = (
+            trie.level,
+            [0 if not path else 1 + (len(path) - 1) * trie.width + i for i, path in enumerate(trie.frontier)],
+        )
         above = [[trie.slot(path[:d]) for d in range(depth)] for path in trie.frontier]
         expected = {
             "tokens": [path[-1] if path else trie.root for path in trie.frontier] + [0] * none,
@@ -141,9 +143,13 @@ class Sizes:
 
     def forest(self, device: str = "cpu") -> DeviceForest:
         return DeviceForest.allocate(
-            self.requests, frontier=self.frontier, num_ssms=self.ssms, proposals=self.proposals,
-            max_depth=self.depth, device=device,
-        )  # fmt: skip
+            self.requests,
+            frontier=self.frontier,
+            num_ssms=self.ssms,
+            proposals=self.proposals,
+            max_depth=self.depth,
+            device=device,
+        )
 
 
 KINDS = ("random", "ties", "ones", "tiny", "broken", "silent", "repeats")

@@ -9,12 +9,12 @@ import pytest
 from tests.models import new_folder
 from tests.quantized import needs_compiler
 from treespec import SpecConfig
-from treespec.drafters.lookup import LookupDrafter
-from treespec.params import SamplingParams
+from treespec.drafters.lookup.lookup_drafter import LookupDrafter
 from treespec.request import Request
+from treespec.sampling_params import SamplingParams
 from treespec.tree import TokenTree
-from treespec_kernels.cpu_library import find_compiler
-from treespec_kernels.lookup_cpu import CompiledHistory, lookup_library
+from treespec_kernels.cpu.cpu_library import find_compiler
+from treespec_kernels.cpu.lookup_cpu import CompiledHistory, lookup_library
 
 LOOKUP = SpecConfig(nodes=16, sources=("lookup",))
 PAST = SpecConfig(nodes=16, sources=("suffix",))

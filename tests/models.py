@@ -17,10 +17,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from treespec import LLM, SamplingParams, selftest
+from treespec import LLM, SamplingParams
 from treespec.models.decoder import Decoder
+from treespec.planning.round_costs import CostCurve
 from treespec.request import Request
-from treespec.round_costs import CostCurve
+from treespec.startup import selftest
 from treespec.tree import Draws, TokenTree
 
 EOS = 0
@@ -30,10 +31,18 @@ CURVE = CostCurve((1, 16, 64), (1e-3, 1.15e-3, 1.6e-3), 1e-5)
 """Costs under which an automatic tree is worth growing; measuring takes a second per engine and says other things."""
 
 SHAPE = {
-    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 1024,
-    "bos_token_id": 1, "eos_token_id": EOS, "tie_word_embeddings": False,
-}  # fmt: skip
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+    "bos_token_id": 1,
+    "eos_token_id": EOS,
+    "tie_word_embeddings": False,
+}
 
 _root = tempfile.TemporaryDirectory(prefix="treespec-tests-")
 
@@ -103,7 +112,10 @@ def open_llm(model: Path, drafts: Iterable[Any] = (), prove: bool = False, **opt
     """An engine on the CPU, eager and with `CURVE` for its costs. The self-test, most of its start, runs once for each
     shape."""
     proof = selftest.differing_rows if prove else _differing_rows_once
-    with mock.patch("treespec.costs.load", lambda key: CURVE), mock.patch("treespec.build.differing_rows", proof):
+    with (
+        mock.patch("treespec.planning.cost_measurement.load", lambda key: CURVE),
+        mock.patch("treespec.startup.assemble.differing_rows", proof),
+    ):
         llm = LLM(model, drafts=list(drafts), **({"device": "cpu", "max_model_len": 256, "compile": False} | options))
     llm.engine.planner.costs.learns = False  # what times of this machine would teach is luck
     return llm
@@ -114,9 +126,13 @@ _proofs: dict[Any, list[str]] = {}
 
 def _differing_rows_once(decoder: Decoder, pool: torch.Tensor, *rest: Any) -> list[str]:
     how = (
-        decoder.dtype, decoder.attention.name, decoder.linear, decoder.min_rows, torch.get_num_threads(),
+        decoder.dtype,
+        decoder.attention.name,
+        decoder.linear,
+        decoder.min_rows,
+        torch.get_num_threads(),
         decoder.quantization,
-    )  # fmt: skip
+    )
     key = (decoder.config.computes, min(pool.shape[2], 17), how, rest)
     if key not in _proofs:
         _proofs[key] = selftest.differing_rows(decoder, pool, *rest)
@@ -169,8 +185,16 @@ class OracleDrafter:
         sure: the probability that it gives the truth.
     """
 
-    def __init__(self, truths: Iterable[Sequence[int]], depth: int, wrong: int = 2, bushy: bool = False,
-                 name: str = "oracle", vocab: int = VOCAB, sure: float = 0.9):  # fmt: skip
+    def __init__(
+        self,
+        truths: Iterable[Sequence[int]],
+        depth: int,
+        wrong: int = 2,
+        bushy: bool = False,
+        name: str = "oracle",
+        vocab: int = VOCAB,
+        sure: float = 0.9,
+    ):
         self.truths, self.depth, self.wrong = [list(truth) for truth in truths], depth, wrong
         self.bushy, self.name, self.vocab, self.sure = bushy, name, vocab, sure
         self.committed: dict[str, list[int]] = {}  # lengths of the paths it was told, by request

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from treespec_kernels.cpu_library import CompileError, find_compiler
+from treespec_kernels.cpu.cpu_library import CompileError, find_compiler
 from treespec_weights.quantize import compressed_tensors, compressed_tensors_config, quantize
 
 

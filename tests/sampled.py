@@ -49,12 +49,19 @@ def say_hush(ids: Tensor, scores: Tensor) -> Tensor:
 
 
 COMPANY = [
-    sampled(), sampled(temperature=0.0), sampled(temperature=1.3, top_k=20, seed=2), sampled(seed=3, top_p=0.8),
-    sampled(seed=7, repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=0.2), sampled(seed=5, min_p=0.1),
-    sampled(temperature=0.0, repetition_penalty=1.5), sampled(logits_processors=[say_hush]),
-    sampled(logit_bias={3: 4.0, 9: -50.0}), sampled(min_tokens=5, ignore_eos=False, temperature=2.0), sampled(n=3),
+    sampled(),
+    sampled(temperature=0.0),
+    sampled(temperature=1.3, top_k=20, seed=2),
+    sampled(seed=3, top_p=0.8),
+    sampled(seed=7, repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=0.2),
+    sampled(seed=5, min_p=0.1),
+    sampled(temperature=0.0, repetition_penalty=1.5),
+    sampled(logits_processors=[say_hush]),
+    sampled(logit_bias={3: 4.0, 9: -50.0}),
+    sampled(min_tokens=5, ignore_eos=False, temperature=2.0),
+    sampled(n=3),
     sampled(seed=7, max_tokens=5, logprobs=2),
-]  # fmt: skip
+]
 """What a request may stand beside."""
 
 

@@ -18,7 +18,7 @@ from treespec.cache import KVCache
 from treespec.models.decoder import Decoder
 from treespec.request import PromptGroup, Request
 from treespec.tree import TokenTree
-from treespec_kernels.tree_batch import PAGE_SIZE
+from treespec_kernels.attention.tree_batch import PAGE_SIZE
 
 
 def samples(llm: LLM, prompt: list[int], counts: Sequence[int], spec: Any = "off", group: bool = True) -> list[Request]:

@@ -57,9 +57,7 @@ def scripted(llm: LLM, sequences: Sequence[Sequence[int]], depth: int = 8) -> It
     The passes are computed all the same; only the choices are put in their place. Off the sequences, and past their
     end, the target says something else.
     """
-    continuation = {
-        tuple(sequence[:end]): sequence[end] for sequence in sequences for end in range(1, len(sequence))
-    }  # fmt: skip
+    continuation = {tuple(sequence[:end]): sequence[end] for sequence in sequences for end in range(1, len(sequence))}
     original = llm.engine.runner.forward
 
     def forward(requests: Sequence[Request], trees: Sequence[TokenTree]) -> list[Choices]:

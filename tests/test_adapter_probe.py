@@ -26,11 +26,12 @@ NOISY: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 4, "num_key_value_heads": 2},
     "gpt2": {"n_layer": 4},  # learned positions
     "gemma2": {
-        "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
         "attn_logit_softcapping": 30.0,
     },
     "gpt_oss": {"num_hidden_layers": 2},  # sinks, and experts whose choice may flip
-}  # fmt: skip
+}
 REFUSED = "logits differ from transformers' own"
 
 
@@ -98,11 +99,9 @@ def test_faults_in_noisy_models_are_refused(kind: str, fault: str, dtype: torch.
 def test_faults_of_rows_that_attend_alone(fault: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     planted = {
         "sinks": ("adapter.decoder.attend_rows", lambda *args: attend_rows(*args[:7])),
-        "scale": (
-            "adapter.decoder.attend_rows", lambda *args: attend_rows(*args[:5], 1.03 * args[5], *args[6:])
-        ),
+        "scale": ("adapter.decoder.attend_rows", lambda *args: attend_rows(*args[:5], 1.03 * args[5], *args[6:])),
         "mask": ("adapter.row_attention.sees", lambda _, queries, keys: keys <= queries[:, None]),
-    }  # fmt: skip
+    }
     name, wrong = planted[fault]
     monkeypatch.setattr(f"treespec.{name}", wrong)
     with pytest.raises(ModelError, match=REFUSED):

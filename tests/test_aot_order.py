@@ -7,8 +7,8 @@ import pytest
 
 from tests.child import run_uninterpreted
 from tests.test_kernels_aot import REGISTER_BOUND
-from treespec_kernels.aot import SHARED_BYTES
-from treespec_kernels.aot_order import order_fault
+from treespec_kernels.aot.compiler import SHARED_BYTES
+from treespec_kernels.aot.launch_order import order_fault
 
 PTX = """.visible .entry k(.param .u64 k_param_0)
 {{
@@ -46,11 +46,13 @@ def line(address: str, text: str) -> str:
 @pytest.mark.parametrize(
     "before",
     [
-        "", "\tld.shared.b32 \t%r9, [global_smem];\n\tbar.sync \t0;\n", "\tadd.s64 \t%rd2, %rd1, 16;\n",
+        "",
+        "\tld.shared.b32 \t%r9, [global_smem];\n\tbar.sync \t0;\n",
+        "\tadd.s64 \t%rd2, %rd1, 16;\n",
         "\t@%p1 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r20], 128;\n",
         "\t@%p1 bra \t$L__BB0_1;\n\tmov.b32 \t%r1, 0;\n$L__BB0_1:\n",
     ],
-)  # fmt: skip
+)
 def test_code_that_waits_first(before: str) -> None:
     assert order_fault(PTX.format(before + WAIT), SASS.format(BULK)) is None
 
@@ -74,7 +76,7 @@ def test_code_that_waits_first(before: str) -> None:
         ("\tld.b32 \t%r9, [%rd8];\n" + WAIT, ""),
         ("", "is reached before the wait"),
     ],
-)  # fmt: skip
+)
 def test_ptx_that_does_not(before: str, fault: str) -> None:
     found = order_fault(PTX.format(before), SASS.format(BULK))
     assert found is not None and fault in found and "PTX" in found
@@ -96,7 +98,7 @@ def test_ptx_that_does_not(before: str, fault: str) -> None:
         (BULK.replace("ACQ", "@P0 ACQ"), "PREEXIT is reached"),
         ("", "PREEXIT is reached"),
     ],
-)  # fmt: skip
+)
 def test_machine_code_that_does_not(before: str, fault: str) -> None:
     found = order_fault(PTX.format(WAIT), SASS.format(before))
     assert found is not None and fault in found and "machine code" in found
@@ -119,8 +121,8 @@ def test_code_that_lets_nobody_begin() -> None:
 KERNELS = """
 import json, torch
 from dataclasses import replace
-from treespec_kernels import aot
-from treespec_kernels.quantized_row_linear import AOT_FORMS
+from treespec_kernels.aot import compiler as aot
+from treespec_kernels.linear.quantized_row_linear import AOT_FORMS
 if __name__ == "__main__":
     plain = aot.default_shapes([torch.bfloat16])[2]
     shapes = [plain, *(replace(plain, quantized=form) for form in AOT_FORMS)]
@@ -139,9 +141,16 @@ def test_every_kernel_of_a_pass() -> None:
     for target in ("sm_90", "sm_100"):
         rows = report["targets"][target]
         assert {row["kernel"] for row in rows} == {
-            "norm_rows", "multiply_rows", "add_splits", "multiply_quantized", "rotate_and_write", "attend_items",
-            "attend_masked_items", "combine_segments", "project_to_vocab",
-        }  # fmt: skip
+            "norm_rows",
+            "multiply_rows",
+            "add_splits",
+            "multiply_quantized",
+            "rotate_and_write",
+            "attend_items",
+            "attend_masked_items",
+            "combine_segments",
+            "project_to_vocab",
+        }
         for row in rows:
             assert row["config"]["pdl"] and row["spills"] == 0 and row["shared_bytes"] <= SHARED_BYTES[target], row
             if target == "sm_90":  # for which the bounds are
@@ -151,9 +160,10 @@ def test_every_kernel_of_a_pass() -> None:
 PLANTED = """
 import json
 import triton, triton.language as tl
-from treespec_kernels import aot, programmatic_launch_kernels as kernels
-from treespec_kernels.aot_spec import KernelSpec
-from treespec_kernels.predecessors import wait_for_predecessors
+from treespec_kernels.aot import compiler as aot
+from treespec_kernels.launch import programmatic_launch_kernels as kernels
+from treespec_kernels.aot.kernel_spec import KernelSpec
+from treespec_kernels.launch.predecessors import wait_for_predecessors
 
 @triton.jit
 def reads_first(x, out, PDL: tl.constexpr):

@@ -16,13 +16,15 @@ from typer.testing import CliRunner
 from tests.child import run_uninterpreted
 from tests.models import tiny
 from tests.test_costs import KEY
-from treespec import LLM, costs
-from treespec.build import _compare_threads
+from treespec import LLM
 from treespec.cli import app, curves
-from treespec.round_costs import CostCurve
-from treespec_kernels import aot, tuned
-from treespec_kernels.aot_jobs import run_in_processes
-from treespec_kernels.quantized import WeightForm
+from treespec.planning import cost_measurement as costs
+from treespec.planning.round_costs import CostCurve
+from treespec.startup.assemble import _compare_threads
+from treespec_kernels.aot import compiler as aot
+from treespec_kernels.aot.compile_jobs import run_in_processes
+from treespec_kernels.linear.quantized import WeightForm
+from treespec_kernels.tuning import tuned
 
 ROOT = Path(__file__).resolve().parents[1]
 THREADS = torch.get_num_threads()
@@ -249,7 +251,7 @@ def test_processes_change_no_result() -> None:
     pytest.importorskip("triton")
     script = """
 import json, torch
-from treespec_kernels import aot
+from treespec_kernels.aot import compiler as aot
 if __name__ == "__main__":
     plans, steps = [], []
     def report(jobs):
@@ -368,8 +370,9 @@ def test_tuned_quantised_layers_are_shown() -> None:
     tuned.save_entries(tuned.user_folder() / "nvidia-h200.json", "NVIDIA H200", entries)
     [shown] = document("--show")["tuned"]
     assert {each["op"]: bool(each["stale"]) for each in shown["entries"]} == {
-        "row_linear": True, "quantized_row_linear": False
-    }  # fmt: skip
+        "row_linear": True,
+        "quantized_row_linear": False,
+    }
     label = "quantized_row_linear bfloat16, bits 4, group 32, groups 1, in_features 96, out_features 64, zero 0"
     assert f"{label}: 1.00 us, default 2.00 us\n" in run("--show").stdout
 

@@ -14,8 +14,9 @@ import torch
 
 from tests.models import CURVE, greedy, make_llama, open_llm, random_prompts, tiny, tiny_llm
 from tests.speech import add_tokenizer, speaking_folder
-from treespec import LLM, SamplingParams, SpecConfig, costs
+from treespec import LLM, SamplingParams, SpecConfig
 from treespec.errors import CheckpointError, ConfigError, DraftError, KernelError, ModelError
+from treespec.planning import cost_measurement as costs
 
 # --- parameters
 
@@ -148,10 +149,23 @@ def test_sources_that_an_engine_does_not_have() -> None:
 
 def test_neutral_values_pass() -> None:
     SamplingParams(
-        n=1, temperature=0, top_k=-1, top_p=1, min_p=0, repetition_penalty=1.0, presence_penalty=0, bad_words=[],
-        frequency_penalty=0.0, min_tokens=0, logprobs=None, logit_bias=None, logits_processors=None, stop=None,
-        stop_token_ids=None, seed=7,
-    )  # fmt: skip
+        n=1,
+        temperature=0,
+        top_k=-1,
+        top_p=1,
+        min_p=0,
+        repetition_penalty=1.0,
+        presence_penalty=0,
+        bad_words=[],
+        frequency_penalty=0.0,
+        min_tokens=0,
+        logprobs=None,
+        logit_bias=None,
+        logits_processors=None,
+        stop=None,
+        stop_token_ids=None,
+        seed=7,
+    )
     assert SpecConfig(policy="auto", verification="naive", sources=["ssm"]).sources == ("ssm",)
 
 

@@ -173,9 +173,13 @@ def bare_tree(tokens: list[int], parents: list[int], probs: list[float] | None =
     children = np.arange(1, len(tokens))
     zeros = np.zeros(len(children), dtype=np.int64)
     return TokenTree(
-        np.array(tokens), np.array(parents), np.array(depths), np.array(probs or [0.5] * len(tokens)),
-        Draws(np.array(parents[1:], dtype=np.int64), children, zeros, np.ones(len(children))), ("bad",),
-    )  # fmt: skip
+        np.array(tokens),
+        np.array(parents),
+        np.array(depths),
+        np.array(probs or [0.5] * len(tokens)),
+        Draws(np.array(parents[1:], dtype=np.int64), children, zeros, np.ones(len(children))),
+        ("bad",),
+    )
 
 
 class BadDrafter:

@@ -25,15 +25,36 @@ from treespec.cli import app
 from treespec.cli.bench import integers, repeat_flags
 from treespec.errors import ConfigError
 from treespec.tree import TokenTree
-from treespec.verify import Verified, verify_greedy
+from treespec.verification.verify import Verified, verify_greedy
 from treespec_weights import default_folder
 
 FIGURES = {
-    "mode", "engine", "label", "nodes", "k", "sources", "total_output_tokens", "output_throughput", "mean_ttft_ms",
-    "p50_itl_ms", "p99_itl_ms", "speedup", "speedup_min", "speedup_max", "acceptance_length",
-    "acceptance_length_not_looping", "acceptance_length_by_kind", "acceptance_by_depth", "mismatches",
-    "distinct_4grams", "nodes_per_pass", "efficiency", "pass_ratio", "draft_share", "profile_ms",
-}  # fmt: skip
+    "mode",
+    "engine",
+    "label",
+    "nodes",
+    "k",
+    "sources",
+    "total_output_tokens",
+    "output_throughput",
+    "mean_ttft_ms",
+    "p50_itl_ms",
+    "p99_itl_ms",
+    "speedup",
+    "speedup_min",
+    "speedup_max",
+    "acceptance_length",
+    "acceptance_length_not_looping",
+    "acceptance_length_by_kind",
+    "acceptance_by_depth",
+    "mismatches",
+    "distinct_4grams",
+    "nodes_per_pass",
+    "efficiency",
+    "pass_ratio",
+    "draft_share",
+    "profile_ms",
+}
 
 
 @pytest.fixture
@@ -187,10 +208,18 @@ def _sample(tokens: list[list[int]], passes: list[int], seconds: float = 1.0, dr
     count, rounds = sum(map(len, tokens)), sum(passes)
     parts = dict.fromkeys(MEANING, 0.0) | {"draft": draft, "forward": seconds - draft}
     return Sample(
-        tokens=tokens, decode_seconds=seconds, decoded=count, total_seconds=seconds, ttft=[0.1] * len(tokens),
-        per_token=[seconds / count] * len(tokens), passes=passes, nodes=rounds, accepted=Counter({0: rounds}),
-        rounds=rounds, parts=parts,
-    )  # fmt: skip
+        tokens=tokens,
+        decode_seconds=seconds,
+        decoded=count,
+        total_seconds=seconds,
+        ttft=[0.1] * len(tokens),
+        per_token=[seconds / count] * len(tokens),
+        passes=passes,
+        nodes=rounds,
+        accepted=Counter({0: rounds}),
+        rounds=rounds,
+        parts=parts,
+    )
 
 
 def test_best_and_comparisons() -> None:
@@ -214,12 +243,26 @@ def test_best_and_comparisons() -> None:
 def test_modes() -> None:
     ours, peers = our_modes(["x", "y"], [3, 5], [8]), peer_modes(["x", "y"], [3])
     assert [mode.name for mode in ours] == [
-        "plain", "chain-k3", "chain-k5", "tree-x-n8", "tree-y-n8", "tree-ssms-n8", "tree-trusted-n8", "tree-lookup-n8",
-        "tree-everything-n8", "tree-trusted-lookup-n8", "auto",
-    ]  # fmt: skip
+        "plain",
+        "chain-k3",
+        "chain-k5",
+        "tree-x-n8",
+        "tree-y-n8",
+        "tree-ssms-n8",
+        "tree-trusted-n8",
+        "tree-lookup-n8",
+        "tree-everything-n8",
+        "tree-trusted-lookup-n8",
+        "auto",
+    ]
     assert [peer.name for peer in peers] == [
-        "hf-plain", "hf-assisted-x-k3", "hf-assisted-x-own", "hf-assisted-y-k3", "hf-assisted-y-own", "hf-lookup-k3",
-    ]  # fmt: skip
+        "hf-plain",
+        "hf-assisted-x-k3",
+        "hf-assisted-x-own",
+        "hf-assisted-y-k3",
+        "hf-assisted-y-own",
+        "hf-lookup-k3",
+    ]
     assert [mode.name for mode in our_modes([], [3], [8])] == ["plain", "tree-lookup-n8", "auto"]
     assert "tree-x-n8" not in [mode.name for mode in our_modes(["x"], [3], [8])], "one SSM alone is all SSMs"
     chosen = select(ours, peers, ["tree-?-*", "hf-plain"])
@@ -263,9 +306,19 @@ def test_document_of_all_kinds_of_modes(ids_file: Path, lent: LLM) -> None:
 
 def test_prints_tables(ids_file: Path, lent: LLM) -> None:
     ran = run(*arguments(ids_file, "--only", "chain-k3", "tree-ssms-n8", "hf-plain", "--profile"))
-    for part in ("float32", "3 (2 code, 1 data)", "plain decoding", "chain, K=3", "all SSMs, 8 nodes",
-                 "transformers plain", "times as fast", "acceptance length", "ms per round", "efficiency",
-                 "output tokens per target pass"):  # fmt: skip
+    for part in (
+        "float32",
+        "3 (2 code, 1 data)",
+        "plain decoding",
+        "chain, K=3",
+        "all SSMs, 8 nodes",
+        "transformers plain",
+        "times as fast",
+        "acceptance length",
+        "ms per round",
+        "efficiency",
+        "output tokens per target pass",
+    ):
         assert part in ran.stdout, part
     assert "grown" not in ran.stdout
 
@@ -308,8 +361,26 @@ def test_grown_figures_say_so(tmp_path: Path, ids_file: Path, monkeypatch: pytes
         "treespec.bench.run.LLM",
         lambda model, given, spec, **rest: open_llm(model, [drafts[0]] if given else [], max_num_seqs=1),
     )
-    given = ["--model", target, "--draft", drafts[0], "--prompts", ids_file, "--samples", 2, "--max-tokens", 8,
-             "--repeats", 1, "--warmup", 0, "--only", "tree-ssms-n16", "--grow", "4M"]  # fmt: skip
+    given = [
+        "--model",
+        target,
+        "--draft",
+        drafts[0],
+        "--prompts",
+        ids_file,
+        "--samples",
+        2,
+        "--max-tokens",
+        8,
+        "--repeats",
+        1,
+        "--warmup",
+        0,
+        "--only",
+        "tree-ssms-n16",
+        "--grow",
+        "4M",
+    ]
     ran = run("bench", *given)
     assert f"it computes the function of {target}: 0 of its tokens differ" in ran.stdout
     tables = [line for line in ran.stdout.splitlines() if line.startswith("batch")]
@@ -368,8 +439,19 @@ def test_plot_without_matplotlib_says_what_to_install(
 def test_several_values_after_one_flag() -> None:
     given = ["--k-values", "3", "5", "--json", "--nodes=8", "16", "--model", "m", "--batch", "1,2"]
     assert repeat_flags(given) == [
-        "--k-values", "3", "--k-values", "5", "--json", "--nodes=8", "--nodes", "16", "--model", "m", "--batch", "1,2",
-    ]  # fmt: skip
+        "--k-values",
+        "3",
+        "--k-values",
+        "5",
+        "--json",
+        "--nodes=8",
+        "--nodes",
+        "16",
+        "--model",
+        "m",
+        "--batch",
+        "1,2",
+    ]
     assert integers("--batch", ["1,2", "4"], (1,)) == (1, 2, 4)
     assert integers("--batch", None, (1,)) == (1,) and integers("--batch", ["2,2"], (1,)) == (2,)
 

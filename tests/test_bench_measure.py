@@ -16,10 +16,10 @@ from treespec.bench.peers import Transformers
 from treespec.bench.profile import MEANING, profiled, reach
 from treespec.engine import Decided, Scored
 from treespec.errors import ModelError
-from treespec.rounds.engine import GraphEngine
-from treespec.rounds.planner import RoundSeconds
+from treespec.graphs.graph_engine import GraphEngine
+from treespec.graphs.graph_planner import RoundSeconds
 from treespec.tree import TokenTree
-from treespec.verify import Verified
+from treespec.verification.verify import Verified
 
 
 class ScriptedEngine:

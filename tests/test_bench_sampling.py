@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import treespec.sampler
+import treespec.sampling.sampler
 from tests.models import random_prompts, tiny_llm
 from tests.test_bench import arguments, options, run
 from treespec import LLM, SamplingParams, SpecConfig
@@ -16,11 +16,11 @@ from treespec.bench import profile as profiles
 from treespec.bench.measure import Sample, interleave, run_ours, sampling_seed
 from treespec.bench.modes import PLAIN, Mode
 from treespec.bench.profile import MEANING, Timer, profiled
-from treespec.bench.rules import PAIRS, default_branching, intervals, parse_rules, rule_modes
+from treespec.bench.rule_comparison import PAIRS, default_branching, intervals, parse_rules, rule_modes
 from treespec.bench.run import bench
 from treespec.config import RANDOM_DRAWS, VERIFICATIONS
 from treespec.errors import ConfigError
-from treespec.noise import Noise
+from treespec.sampling.noise import Noise
 
 
 @pytest.fixture
@@ -185,20 +185,24 @@ def test_ordinary_modes_sampled(prompts: Path, lent: LLM) -> None:
     document = bench(options(prompts, temperature=1.0, only=names, repeats=2))
     [figures] = document["runs"]
     assert [mode["mode"] for mode in figures["modes"]] == [
-        PLAIN, "chain-k3", "tree-ssms-n8", "tree-everything-n8", "auto"
-    ]  # fmt: skip
+        PLAIN,
+        "chain-k3",
+        "tree-ssms-n8",
+        "tree-everything-n8",
+        "auto",
+    ]
     assert all(mode["mismatches"] == 0 for mode in figures["modes"]) and figures["rules"] is None
     assert figures["peers_left_out"] == [] and figures["comparisons"] == []
 
 
 def test_a_planted_fault_is_counted(prompts: Path, lent: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    temper = treespec.sampler.Sampler.walk
+    temper = treespec.sampling.sampler.Sampler.walk
 
     def wrong(self: Any, tree: Any, *rest: Any) -> Any:
         found = temper(self, tree, *rest)
         return found._replace(bonus=(found.bonus + (len(tree) > 1)) % 512)
 
-    monkeypatch.setattr(treespec.sampler.Sampler, "walk", wrong)
+    monkeypatch.setattr(treespec.sampling.sampler.Sampler, "walk", wrong)
     document = bench(options(prompts, temperature=1.0, only=("tree-ssms-n8",)))
     [plain, tree] = document["runs"][0]["modes"]
     assert plain["mismatches"] == 0 and tree["mismatches"] > 0
@@ -211,9 +215,17 @@ def test_looping_is_judged_over_repeats() -> None:
     def sample(*outputs: list[int]) -> Sample:
         ones = [1.0] * len(outputs)
         return Sample(
-            tokens=list(outputs), decode_seconds=1.0, decoded=40, total_seconds=1.0, ttft=ones, per_token=ones,
-            passes=[20] * len(outputs), nodes=40, rounds=40, parts=dict.fromkeys(MEANING, 1.0),
-        )  # fmt: skip
+            tokens=list(outputs),
+            decode_seconds=1.0,
+            decoded=40,
+            total_seconds=1.0,
+            ttft=ones,
+            per_token=ones,
+            passes=[20] * len(outputs),
+            nodes=40,
+            rounds=40,
+            parts=dict.fromkeys(MEANING, 1.0),
+        )
 
     lively, looping = list(range(40)), [1, 2] * 20
     repeats = [sample(lively, looping), sample(looping, looping)]
@@ -230,8 +242,16 @@ def test_prints_rules(prompts: Path, lent: LLM) -> None:
     given = arguments(prompts, "--verification", "all", "--branching", "2,1", "--temperature", 0.9)
     at = given.index("--nodes")
     ran = run(*given[:at], *given[at + 2 :])
-    for part in ("temperature 0.9", "2,1 (5 nodes)", "only SSMs draft", "traversal, 5 nodes, less rejection",
-                 "95 % interval", "by rule", "same distribution", "transformers takes no part"):  # fmt: skip
+    for part in (
+        "temperature 0.9",
+        "2,1 (5 nodes)",
+        "only SSMs draft",
+        "traversal, 5 nodes, less rejection",
+        "95 % interval",
+        "by rule",
+        "same distribution",
+        "transformers takes no part",
+    ):
         assert part in ran.stdout, part
     [line] = [line for line in ran.stdout.splitlines() if line.startswith("rejection, 5 nodes") and "(" in line]
     assert line.split()[-1] == "-"

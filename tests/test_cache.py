@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from treespec.cache import KVCache, pages_for
-from treespec_kernels.tree_batch import PAGE_SIZE
+from treespec_kernels.attention.tree_batch import PAGE_SIZE
 from treespec_weights import ModelShape
 
 SCRATCH = 48
@@ -15,9 +15,14 @@ SCRATCH = 48
 
 def shape(layers: int, kv_heads: int, head_dim: int) -> ModelShape:
     return ModelShape(
-        num_layers=layers, hidden_size=8, intermediate_size=8, num_heads=kv_heads, num_kv_heads=kv_heads,
-        head_dim=head_dim, vocab_size=8,
-    )  # fmt: skip
+        num_layers=layers,
+        hidden_size=8,
+        intermediate_size=8,
+        num_heads=kv_heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=8,
+    )
 
 
 SHAPES = [shape(2, 2, 2), shape(1, 1, 4)]
@@ -252,9 +257,13 @@ def test_integrity_sees_what_is_wrong() -> None:
         return cache
 
     for change, message in {
-        "uncounted": "more often than counted", "lost": "lost", "free and held": "more often than counted",
-        "twice": "holds a page twice", "stale": "not scrubbed", "null": "null page",
-    }.items():  # fmt: skip
+        "uncounted": "more often than counted",
+        "lost": "lost",
+        "free and held": "more often than counted",
+        "twice": "holds a page twice",
+        "stale": "not scrubbed",
+        "null": "null page",
+    }.items():
         with pytest.raises(AssertionError, match=message):
             broken(change).check_integrity()
 

@@ -161,9 +161,11 @@ def test_a_conversation_streams_what_chat_answers(llm: LLM, params: SamplingPara
     for messages, options in (
         ([{"role": "system", "content": "Be brief."}, USER], {"chat_template_kwargs": {"shouting": True}}),
         ([PARTS], {"chat_template": "{{ messages[0].content }}:"}),
-        ([USER, {"role": "assistant", "content": "    return"}],
-         {"add_generation_prompt": False, "continue_final_message": True}),
-    ):  # fmt: skip
+        (
+            [USER, {"role": "assistant", "content": "    return"}],
+            {"add_generation_prompt": False, "continue_final_message": True},
+        ),
+    ):
         (whole,) = llm.chat(messages, params, **options)
         chunks = list(llm.stream(messages, params, **options))
         assert "".join(chunk.text or "" for chunk in chunks) == whole.outputs[0].text

@@ -206,9 +206,15 @@ def test_fuzzed_configs_in_another_layout(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("os.fsync", lambda descriptor: None)
     folder = tmp_path / "model"
     config = LlamaConfig(
-        num_hidden_layers=1, hidden_size=8, intermediate_size=6, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=4, vocab_size=11, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
-    )  # fmt: skip
+        num_hidden_layers=1,
+        hidden_size=8,
+        intermediate_size=6,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=4,
+        vocab_size=11,
+        rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+    )
     LlamaForCausalLM(config).save_pretrained(folder)
     original = (folder / "config.json").read_text()
     rng = random.Random(2)

@@ -19,13 +19,14 @@ from typer.testing import CliRunner
 
 import treespec.engine
 from tests.models import CURVE, make_draft, make_llama, open_llm, tree_of
-from treespec import LLM, SamplingParams, SpecConfig, costs
+from treespec import LLM, SamplingParams, SpecConfig
 from treespec.cli import app
 from treespec.cli.group import shows_colour, table
-from treespec.observe import picture, record_rounds, watch
+from treespec.drawing.recording import picture, record_rounds, watch
+from treespec.planning import cost_measurement as costs
 from treespec.round_record import RoundRecord
 from treespec.tree import TokenTree
-from treespec.verify import Verified, verify_greedy
+from treespec.verification.verify import Verified, verify_greedy
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT = "def add(a, b):\n    return"
@@ -115,9 +116,14 @@ def take_interrupts() -> None:
 
 def program(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=os.environ | env, capture_output=True, text=True, timeout=120,
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=os.environ | env,
+        capture_output=True,
+        text=True,
+        timeout=120,
         preexec_fn=take_interrupts,
-    )  # fmt: skip
+    )
 
 
 # --- generate
@@ -136,9 +142,16 @@ def test_generate_json(loaded: LLM) -> None:
     ran = run("generate", PROMPT, "--max-tokens", 24, "--json")
     document = ran.document
     assert list(document) == [
-        "text", "token_ids", "finish_reason", "target_passes", "acceptance_length", "accepted_by_source", "seconds",
-        "tokens_per_second", "seed",
-    ]  # fmt: skip
+        "text",
+        "token_ids",
+        "finish_reason",
+        "target_passes",
+        "acceptance_length",
+        "accepted_by_source",
+        "seconds",
+        "tokens_per_second",
+        "seed",
+    ]
     [output] = loaded.generate(PROMPT, SamplingParams(max_tokens=24))
     assert document["token_ids"] == output.outputs[0].token_ids and document["text"] == output.outputs[0].text
     assert document["finish_reason"] == "length"
@@ -176,8 +189,10 @@ def test_check_finds_a_planted_difference(loaded: LLM, monkeypatch: pytest.Monke
     position = sum(len(found.path) for found in rounds[:2]) - 1
     assert ran.document["identical"] is False
     assert ran.document["first_difference"] == {
-        "index": position, "token": (right[position] + 1) % VOCAB, "plain_token": right[position]
-    }  # fmt: skip
+        "index": position,
+        "token": (right[position] + 1) % VOCAB,
+        "plain_token": right[position],
+    }
     rounds.clear()
     ran = run("generate", PROMPT, "--max-tokens", 24, "--check", code=1)
     assert "NOT identical" in ran.stderr and f"output position {position} " in ran.stderr
@@ -313,9 +328,15 @@ sys.exit(main())
 
 @pytest.mark.parametrize(
     ("module", "handled"),
-    [("treespec.cli", "raised"), ("typer", "cleared"), ("torch", "raised"), ("torch", "cleared"), ("numpy", "cleared"),
-     ("transformers", "raised")],
-)  # fmt: skip
+    [
+        ("treespec.cli", "raised"),
+        ("typer", "cleared"),
+        ("torch", "raised"),
+        ("torch", "cleared"),
+        ("numpy", "cleared"),
+        ("transformers", "raised"),
+    ],
+)
 def test_ctrl_c_while_it_starts(module: str, handled: str, models: Models) -> None:
     """Whatever is being imported: no traceback, and it ends."""
     ran = program(
@@ -331,9 +352,14 @@ def test_ctrl_c_while_libraries_are_compiled(models: Models, tmp_path: Path) -> 
     compiler.chmod(0o755)
     ran = subprocess.run(
         [sys.executable, "-m", "treespec", "generate", "x", "--model", str(models.target), "--compile"],
-        cwd=ROOT, env=os.environ | {"CXX": str(compiler), "XDG_CACHE_HOME": str(tmp_path / "cache")},
-        capture_output=True, text=True, timeout=120, start_new_session=True, preexec_fn=take_interrupts,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=os.environ | {"CXX": str(compiler), "XDG_CACHE_HOME": str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        start_new_session=True,
+        preexec_fn=take_interrupts,
+    )
     assert (ran.returncode, ran.stderr) == (130, "interrupted\n")
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-import treespec.sampler
+import treespec.sampling.sampler
 from tests.models import tiny_llm
 from tests.test_cli import lend, run
 from treespec import LLM, SamplingParams
@@ -77,7 +77,7 @@ def test_check_is_refused_where_tokens_are_others_by_design(rule: str, asked: li
 
 
 def test_check_finds_a_planted_difference(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    walk, found = treespec.sampler.Sampler.walk, []
+    walk, found = treespec.sampling.sampler.Sampler.walk, []
 
     def one_wrong(self: Any, tree: Any, logits: Any, tokens: Any, most: int) -> Any:
         verified = walk(self, tree, logits, tokens, most)
@@ -86,7 +86,7 @@ def test_check_finds_a_planted_difference(asked: list[Any], monkeypatch: pytest.
         wrong = len(tree) > 1 and len(found) == 1
         return verified._replace(bonus=(verified.bonus + 1) % 512) if wrong else verified
 
-    monkeypatch.setattr(treespec.sampler.Sampler, "walk", one_wrong)
+    monkeypatch.setattr(treespec.sampling.sampler.Sampler, "walk", one_wrong)
     document = run(*HOT, "--nodes", 8, "--seed", 5, "--check", "--json", code=1).document
     position = found[0]
     assert document["identical"] is False and document["first_difference"]["index"] == position
@@ -108,14 +108,14 @@ def test_several_outputs(asked: list[Any], loaded: LLM) -> None:
 
 
 def test_a_difference_names_its_output(loaded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    choose = treespec.sampler.Sampler.choose
+    choose = treespec.sampling.sampler.Sampler.choose
 
     def wrong(self: Any, logits: Any, tokens: Any, ancestors: Any = ()) -> int:
         token = choose(self, logits, tokens, ancestors)
         second = self.noise.sample == 1 and loaded.engine.scheduler.running[0].spec.nodes != 1
         return (token + second) % 512
 
-    monkeypatch.setattr(treespec.sampler.Sampler, "choose", wrong)
+    monkeypatch.setattr(treespec.sampling.sampler.Sampler, "choose", wrong)
     ran = run(*HOT, "-n", 2, "--seed", 2, "--check", "--json", code=1)
     assert ran.document["first_difference"]["output"] == 1 and ran.document["first_difference"]["index"] == 0
     assert "output 2, position 0 (" in run(*HOT, "-n", 2, "--seed", 2, "--check", code=1).stderr

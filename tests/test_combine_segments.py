@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from tests.child import run_uninterpreted
-from treespec_kernels import aot_order
+from treespec_kernels.aot import launch_order as aot_order
 
 COMPILED = """
 import json, torch
-from treespec_kernels import aot, tree_attention_kernels as kernels
+from treespec_kernels.aot import compiler as aot
+from treespec_kernels.attention import tree_attention_kernels as kernels
 
 def sass_of(target, spec):
     dump, cubins = aot._cuobjdump, []
@@ -36,8 +37,8 @@ if __name__ == "__main__":
 # What the kernel's branches are against: a chunk's loads in one block with what is made of them.
 PLANTED = """
 import triton, triton.language as tl
-from treespec_kernels import tree_attention_kernels as kernels
-from treespec_kernels.combine_segments import load_segments
+from treespec_kernels.attention import tree_attention_kernels as kernels
+from treespec_kernels.attention.combine_segments import load_segments
 
 @triton.jit
 def combine_at_once(

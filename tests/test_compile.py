@@ -26,14 +26,15 @@ from tests.models import (
     tiny_llm,
 )
 from tests.test_decoder_parity import our_logits, their_logits
-from treespec import SpecConfig, costs
+from treespec import SpecConfig
 from treespec.cache import KVCache
 from treespec.errors import ExactnessError
-from treespec_kernels.cpu_library import CompileError, find_compiler
-from treespec_kernels.decoder_cpu import CompiledModel, build
-from treespec_kernels.growth_cpu import growth_library
-from treespec_kernels.testing import assert_close
-from treespec_kernels.tree_batch import RequestRows
+from treespec.planning import cost_measurement as costs
+from treespec_kernels.attention.tree_batch import RequestRows
+from treespec_kernels.cpu.cpu_library import CompileError, find_compiler
+from treespec_kernels.cpu.decoder_cpu import CompiledModel, build
+from treespec_kernels.cpu.growth_cpu import growth_library
+from treespec_kernels.tuning.testing import assert_close
 
 try:
     COMPILER = find_compiler()

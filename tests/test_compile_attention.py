@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from tests.quantized import needs_compiler
-from treespec_kernels.cpu_library import find_compiler
-from treespec_kernels.decoder_cpu import (
+from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
+from treespec_kernels.cpu.cpu_library import find_compiler
+from treespec_kernels.cpu.decoder_cpu import (
     Architecture,
     CompiledModel,
     LayerWeights,
@@ -19,8 +20,7 @@ from treespec_kernels.decoder_cpu import (
     build,
     plan_compiled,
 )
-from treespec_kernels.testing import assert_close
-from treespec_kernels.tree_batch import PAGE_SIZE, RequestRows
+from treespec_kernels.tuning.testing import assert_close
 
 pytestmark = needs_compiler
 HIDDEN, VOCAB = 32, 61
@@ -83,12 +83,24 @@ def random_weights(case: Case, layers: int) -> Weights:
     embed[POISON] = torch.nan
     parts = [
         LayerWeights(
-            ONES, ONES, None, None, None, random((heads + 2 * case.kv_heads) * dim, HIDDEN, gain=1.5), None,
-            random(HIDDEN, heads * dim, gain=3.0), None, random(2 * HIDDEN, HIDDEN), None,
-            torch.zeros(HIDDEN, HIDDEN, dtype=case.dtype), None, 0, case.window,
+            ONES,
+            ONES,
+            None,
+            None,
+            None,
+            random((heads + 2 * case.kv_heads) * dim, HIDDEN, gain=1.5),
+            None,
+            random(HIDDEN, heads * dim, gain=3.0),
+            None,
+            random(2 * HIDDEN, HIDDEN),
+            None,
+            torch.zeros(HIDDEN, HIDDEN, dtype=case.dtype),
+            None,
+            0,
+            case.window,
         )
         for _ in range(layers)
-    ]  # fmt: skip
+    ]
     return Weights(embed, parts, random(VOCAB, HIDDEN))
 
 

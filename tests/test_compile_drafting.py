@@ -17,12 +17,13 @@ from tests.families import TYPICAL, make_model
 from tests.models import VOCAB, greedy, make_draft, new_folder, open_llm, random_prompts, tiny
 from tests.quantized import needs_compiler
 from tests.test_compile_families import fitting
-from treespec import LLM, SamplingParams, SpecConfig, costs
-from treespec.drafters import ssm
-from treespec.drafters.forest import Forest
-from treespec.drafters.levels import PlannedLevels
+from treespec import LLM, SamplingParams, SpecConfig
+from treespec.drafters.ssm.forest import Forest
+from treespec.drafters.ssm.levels import PlannedLevels
+from treespec.drafters.ssm.ssm_drafter import ssm_drafter as ssm
+from treespec.planning import cost_measurement as costs
 from treespec.tree import TokenTree
-from treespec_kernels.growth_cpu import TreeGrowth
+from treespec_kernels.cpu.growth_cpu import TreeGrowth
 
 pytestmark = needs_compiler
 

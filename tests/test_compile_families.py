@@ -14,8 +14,9 @@ from tests.families import CASES, TYPICAL, VOCAB, WINDOW, Case, make_model
 from tests.models import OracleDrafter, greedy, make_draft, new_folder, open_llm, random_prompts
 from tests.quantized import needs_compiler
 from tests.test_decoder_parity import our_logits
-from treespec import SpecConfig, costs
-from treespec_kernels.testing import assert_close
+from treespec import SpecConfig
+from treespec.planning import cost_measurement as costs
+from treespec_kernels.tuning.testing import assert_close
 
 pytestmark = needs_compiler
 ODD = ("mistral, a window of one position", "qwen3, biases, windows by layer", "gpt_neox, one after the other")

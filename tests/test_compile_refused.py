@@ -11,10 +11,11 @@ import torch
 
 from tests.models import CURVE, make_llama, new_folder, tiny
 from tests.quantized import needs_compiler
-from treespec import LLM, costs
+from treespec import LLM
 from treespec.errors import ConfigError, ExactnessError, KernelError
 from treespec.models.decoder import Decoder
-from treespec_kernels.cpu_library import compile_library, find_compiler
+from treespec.planning import cost_measurement as costs
+from treespec_kernels.cpu.cpu_library import compile_library, find_compiler
 
 
 @pytest.fixture(autouse=True)
@@ -126,7 +127,7 @@ def test_without_a_cache_folder_libraries_are_built_for_each_start(
     (tmp_path / "file").write_text("where a folder should be")
     monkeypatch.setattr(costs, "cache_folder", lambda: tmp_path / "file")
     monkeypatch.setenv("CXX", f"{find_compiler()[0]} -O0")
-    with mock.patch("treespec.costs.load", lambda key: CURVE):
+    with mock.patch("treespec.planning.cost_measurement.load", lambda key: CURVE):
         assert is_compiled(tiny()[0])
     assert "compiled libraries cannot be kept" in caplog.text and "set XDG_CACHE_HOME" in caplog.text
 
@@ -160,7 +161,10 @@ def test_auto_takes_the_eager_pass_where_the_compiled_one_is_not_exact(caplog: p
     def differing(decoder: Decoder, *rest: Any) -> list[str]:
         return ["row 1 of 2 differs"] if decoder.linear == "compiled" else []
 
-    with mock.patch("treespec.build.differing_rows", differing), mock.patch("treespec.costs.load", lambda key: CURVE):
+    with (
+        mock.patch("treespec.startup.assemble.differing_rows", differing),
+        mock.patch("treespec.planning.cost_measurement.load", lambda key: CURVE),
+    ):
         llm = LLM(tiny(torch.bfloat16)[0], device="cpu", max_num_seqs=1, max_model_len=64)
         assert not llm.stats()["frozen"]["compile"]
         assert llm.engine.cache.pools[0].dtype == torch.float32, "a cache of compiled passes"
@@ -173,7 +177,10 @@ def test_auto_pads_passes_where_no_linear_layer_is_row_invariant(caplog: pytest.
     def differing(decoder: Decoder, *rest: Any) -> list[str]:
         return ["row 1 of 2 differs"] if decoder.linear in ("compiled", "onednn") else []
 
-    with mock.patch("treespec.build.differing_rows", differing), mock.patch("treespec.costs.load", lambda key: CURVE):
+    with (
+        mock.patch("treespec.startup.assemble.differing_rows", differing),
+        mock.patch("treespec.planning.cost_measurement.load", lambda key: CURVE),
+    ):
         llm = LLM(tiny()[0], device="cpu", max_num_seqs=1, max_model_len=64)
         assert llm.stats()["frozen"]["linear"] == "torch" and "fixed rows" in llm.stats()["frozen"]["exactness"]
         with pytest.raises(ExactnessError, match="row 1 of 2"):

@@ -118,8 +118,9 @@ def test_what_is_not_a_parameter_is_left_out(tmp_path: Path) -> None:
     save_file(stored, source / "model.safetensors")
     convert_checkpoint(source, tmp_path / "b")
     assert {*stored} - {*tensors_of(tmp_path / "b")} == {
-        "lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq",
-    }  # fmt: skip
+        "lm_head.weight",
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+    }
     assert verify_checkpoint(tmp_path / "b").ok
 
 
@@ -139,8 +140,14 @@ def test_bad_sizes(text: str, tmp_path: Path) -> None:
 
 
 def test_the_writer_aligns_what_it_writes(tmp_path: Path) -> None:
-    tensors = {"a": torch.ones(3, dtype=torch.uint8), "b": torch.randn(5, 3), "c": torch.randn(()).bfloat16(),
-               "d": torch.randn(2, 0), "e": torch.randn(7).double(), "f": torch.ones(3, dtype=torch.bool)}  # fmt: skip
+    tensors = {
+        "a": torch.ones(3, dtype=torch.uint8),
+        "b": torch.randn(5, 3),
+        "c": torch.randn(()).bfloat16(),
+        "d": torch.randn(2, 0),
+        "e": torch.randn(7).double(),
+        "f": torch.ones(3, dtype=torch.bool),
+    }
     spelt = {"a": "U8", "b": "F32", "c": "BF16", "d": "F32", "e": "F64", "f": "BOOL"}
     shard = Shard("x.safetensors", tuple(Output(n, spelt[n], tuple(t.shape)) for n, t in tensors.items()))
     write_shard(tmp_path, shard, iter(tensors.values()))
@@ -235,17 +242,27 @@ def test_what_a_layout_cannot_express_is_refused(tmp_path: Path, monkeypatch: py
     scaled = make(
         tmp_path / "scaled",
         rope_parameters={
-            "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "rope_type": "llama3",
+            "rope_theta": 1e4,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
             "original_max_position_embeddings": 128,
         },
-    )  # fmt: skip
+    )
     refused_layout(scaled, "phi3", "'phi3': transformers refuses it", "llama3")
     convert_checkpoint(scaled, tmp_path / "mistral", layout="mistral")
     assert torch.equal(logits(tmp_path / "mistral"), logits(scaled))
     config = MistralConfig(
-        num_hidden_layers=1, hidden_size=16, intermediate_size=8, num_attention_heads=2, num_key_value_heads=1,
-        vocab_size=20, sliding_window=7, head_dim=8,
-    )  # fmt: skip
+        num_hidden_layers=1,
+        hidden_size=16,
+        intermediate_size=8,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=20,
+        sliding_window=7,
+        head_dim=8,
+    )
     MistralForCausalLM(config).save_pretrained(tmp_path / "window")
     refused_layout(tmp_path / "window", "llama", "'sliding_window': 7 cannot be said in the config of a llama model")
     convert_checkpoint(tmp_path / "window", tmp_path / "fused", layout="phi3")

@@ -271,8 +271,12 @@ def test_memory_is_that_of_a_tensor(tmp_path: Path) -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path), json.dumps(cases)],
-        cwd=ROOT, env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     for i, ((layout, dtype), peak) in enumerate(zip(cases, map(int, done.stdout.split()), strict=True)):
         tensors = tensors_of(tmp_path / str(i))

@@ -11,9 +11,10 @@ from unittest import mock
 import pytest
 
 from tests.models import open_llm, tiny
-from treespec import LLM, SamplingParams, SpecConfig, costs
+from treespec import LLM, SamplingParams, SpecConfig
+from treespec.planning import cost_measurement as costs
+from treespec.planning.round_costs import CostCurve
 from treespec.request import Request
-from treespec.round_costs import CostCurve
 
 KEY = {"device": "cpu", "processor": "p", "dtype": "float32", "threads": 1, "torch": "2", "models": [[1, 8]]}
 

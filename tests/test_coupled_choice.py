@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.child import run_cases
-from treespec_kernels.coupled_choice import (
+from treespec_kernels.sampling.coupled_choice import (
     coupled_choice_ref,
     coupled_choice_triton,
     gumbel_integers_ref,

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 from tests.models import VOCAB, greedy, make_llama, open_llm, random_prompts
 from treespec import LLM, SpecConfig
 from treespec.config import ModelConfig
-from treespec.params import SamplingParams
 from treespec.request import Request
+from treespec.sampling_params import SamplingParams
 from treespec.tree import TokenTree
-from treespec_kernels.testing import assert_close
+from treespec_kernels.tuning.testing import assert_close
 
 LENGTH = 160  # tokens of a comparison; behind the first tile's border, and behind the second's
 MAX_LEN = 256
@@ -26,18 +26,28 @@ ROPES: dict[str, dict[str, Any]] = {
     "dynamic": {"rope_type": "dynamic", "factor": 2.0},
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
     "yarn with betas": {
-        "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "beta_fast": 16.0, "beta_slow": 2.0,
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "original_max_position_embeddings": 32,
+        "beta_fast": 16.0,
+        "beta_slow": 2.0,
         "attention_factor": 1.3,
     },
     "llama3": {
-        "rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64, "low_freq_factor": 1.0,
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "original_max_position_embeddings": 64,
+        "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
     },
     "longrope": {
-        "rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 64,
-        "short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [1.5 + 0.5 * i for i in range(8)],
+        "rope_type": "longrope",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "short_factor": [1.0 + 0.1 * i for i in range(8)],
+        "long_factor": [1.5 + 0.5 * i for i in range(8)],
     },
-}  # fmt: skip
+}
 
 SHAPES: dict[str, dict[str, Any]] = {
     "grouped": {},
@@ -142,9 +152,14 @@ def test_generation_is_that_of_transformers(seed: int, tmp_path: Path) -> None:
     for prompt in random_prompts((1, 23, 70), seed=seed):
         ids = torch.tensor([prompt])
         theirs = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=64, min_new_tokens=64, do_sample=False,
-            eos_token_id=None, pad_token_id=0,
-        )[0, len(prompt) :]  # fmt: skip
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=64,
+            min_new_tokens=64,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )[0, len(prompt) :]
         (ours,) = llm.generate(prompt, greedy(64), "off")
         assert ours.outputs[0].token_ids == theirs.tolist()
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from tests.speech import speaking_llm
-from treespec.detokenizer import Detokenizer
-from treespec.tokenizer import load_tokenizer
+from treespec.text.detokenizer import Detokenizer
+from treespec.text.prompt_tokenizer import load_tokenizer
 from treespec_weights import default_folder, default_names
 
 ALPHABET = "ab é😀日\n"

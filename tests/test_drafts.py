@@ -11,7 +11,7 @@ from tests.exactness import differences, run
 from tests.models import greedy, open_llm, random_prompts, tiny
 from treespec import LLM, SpecConfig
 from treespec.drafters.trust import Trust
-from treespec.observe import watch
+from treespec.drawing.recording import watch
 from treespec.round_record import RoundRecord
 from treespec.tree import TokenTree
 

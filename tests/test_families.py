@@ -14,12 +14,12 @@ from tests.exactness import differences, run
 from tests.families import CASES, TYPICAL, VOCAB, WINDOW, make_model
 from tests.models import OracleDrafter, greedy, make_draft, new_folder, open_llm, random_prompts, tree_of
 from treespec import LLM, SamplingParams, SpecConfig
-from treespec.params import SamplingParams as Params
 from treespec.request import Request
 from treespec.runner import Runner, tree_rows
+from treespec.sampling_params import SamplingParams as Params
 from treespec.tree import TokenTree
-from treespec_kernels.testing import assert_close
-from treespec_kernels.tree_batch import RequestRows
+from treespec_kernels.attention.tree_batch import RequestRows
+from treespec_kernels.tuning.testing import assert_close
 
 PREFILL, LENGTH = 118, 126  # tokens prefilled in two chunks, and tokens before the tree
 TREE = SpecConfig(nodes=20, max_depth=6)
@@ -119,9 +119,14 @@ def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     ids = torch.tensor([prompt])
     expected = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=64, min_new_tokens=64, do_sample=False,
-        eos_token_id=None, pad_token_id=0,
-    )[0].tolist()  # fmt: skip
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=64,
+        min_new_tokens=64,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )[0].tolist()
     llm.engine.drafters[:] = [OracleDrafter([expected], 6, vocab=VOCAB)]
     for spec in ("off", TREE):
         (output,) = llm.generate(prompt, greedy(64), spec)

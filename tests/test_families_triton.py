@@ -9,14 +9,14 @@ from tests.child import run_cases, run_uninterpreted
 from tests.families import TYPICAL, make_model
 from treespec.cli.kernels import Sizes, shapes_of
 from treespec.errors import ConfigError
-from treespec_kernels.quantized import WeightForm
+from treespec_kernels.linear.quantized import WeightForm
 from treespec_weights.quantize import compressed_tensors_config
 
 OPS = "family_ops_cases.py"
 # Each switch once, in the dtype that models come in; heads of 256 in float32 too, whose tiles take most registers.
 COMPILED = """
 import json, torch
-from treespec_kernels import aot
+from treespec_kernels.aot import compiler as aot
 if __name__ == "__main__":
     gemma2, gemma3, _, pythia, opt = aot.family_shapes([torch.bfloat16])
     wanted = [(gemma2, ["tree_attention", "tree_attention_masked", "lm_head", "rms_norm"]), (gemma3, ["qkv_rope"])]
@@ -27,7 +27,7 @@ if __name__ == "__main__":
 # The linear layers of a hidden size that few tiles cover, so that K is split into seven.
 SPLIT = """
 import json, torch
-from treespec_kernels import aot
+from treespec_kernels.aot import compiler as aot
 if __name__ == "__main__":
     shape = aot.family_shapes([torch.bfloat16])[1]
     print(json.dumps(aot.compile_report(["sm_80", "sm_90", "sm_100", "gfx942"], [shape], ["row_linear"])))

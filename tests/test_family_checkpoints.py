@@ -15,7 +15,7 @@ from treespec import SpecConfig
 from treespec.config import ModelConfig
 from treespec.errors import KernelError, ModelError
 from treespec.runner import Runner
-from treespec_kernels.tree_batch import RequestRows
+from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_weights import UnsupportedModelError, inspect_checkpoint, verify_checkpoint
 from treespec_weights.describe import describe
 from treespec_weights.families import FAMILIES
@@ -48,23 +48,28 @@ def prefill_logits(folder: Path, **options: Any) -> Tensor:
 
 OLDER: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "theta of Mistral at the top": (
-        "mistral", ("rope_parameters", "head_dim"), {"rope_theta": 300.0, "hidden_size": 64, "torch_dtype": "float32"},
+        "mistral",
+        ("rope_parameters", "head_dim"),
+        {"rope_theta": 300.0, "hidden_size": 64, "torch_dtype": "float32"},
     ),
     "rotary_pct of NeoX": ("gpt_neox", ("rope_parameters",), {"rotary_pct": 0.25, "rotary_emb_base": 300}),
     "local and global theta of Gemma 3": (
-        "gemma3", ("rope_parameters",),
+        "gemma3",
+        ("rope_parameters",),
         {
-            "rope_theta": 300.0, "rope_local_base_freq": 70.0,
+            "rope_theta": 300.0,
+            "rope_local_base_freq": 70.0,
             "rope_scaling": {"rope_type": "linear", "factor": 2.0},
         },
     ),
     "sliding_window_pattern of Gemma 3": ("gemma3", ("layer_types",), {"sliding_window_pattern": 2}),
     "Phi-3 of before": (
-        "phi3", ("rope_parameters",),
+        "phi3",
+        ("rope_parameters",),
         {"rope_theta": 300.0, "partial_rotary_factor": 0.75, "rope_scaling": None, "sliding_window": WINDOW},
     ),
     "windows of Qwen 2 by max_window_layers": ("qwen2", ("layer_types",), {"max_window_layers": 2}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", OLDER)

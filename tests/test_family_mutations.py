@@ -12,13 +12,13 @@ from tests.families import TYPICAL, VOCAB, make_model
 from tests.models import new_folder, random_prompts
 from tests.test_families import LENGTH, Outputs, a_tree, ours, theirs
 from treespec.config import ModelConfig
-from treespec.layers import LayerKind, Rope
 from treespec.models import attention, decoder, norms
 from treespec.models.attention import CpuAttention
+from treespec.models.layer_kinds import LayerKind, Rope
 from treespec.tree import TokenTree
-from treespec_kernels.testing import assert_close
-from treespec_kernels.tree_attention_cpu import plan_tree_attention_cpu, tree_attention_cpu
-from treespec_kernels.tree_batch import RequestRows
+from treespec_kernels.attention.tree_attention_cpu import plan_tree_attention_cpu, tree_attention_cpu
+from treespec_kernels.attention.tree_batch import RequestRows
+from treespec_kernels.tuning.testing import assert_close
 
 Patch = pytest.MonkeyPatch
 
@@ -55,11 +55,9 @@ def window_by_slot(patch: Patch) -> None:
 
     def plan(requests: list[RequestRows], *rest: Any) -> Any:
         moved = [
-            rows
-            if rows.is_chain
-            else dataclasses.replace(rows, depths=rows.nodes, slot_depths=rows.nodes)
+            rows if rows.is_chain else dataclasses.replace(rows, depths=rows.nodes, slot_depths=rows.nodes)
             for rows in requests
-        ]  # fmt: skip
+        ]
         return plan_tree_attention_cpu(moved, *rest)
 
     patch.setattr(attention, "plan_tree_attention_cpu", plan)
@@ -97,14 +95,16 @@ FAULTS: dict[str, tuple[str, Callable[[Patch], None]]] = {
     "a window too short": ("mistral", window_of(-1)),
     "a window by slots": ("mistral", window_by_slot),
     "windows of the other layers": (
-        "gemma2", configured(lambda config: {"layers": (*config.layers[1:], config.layers[0])}),
+        "gemma2",
+        configured(lambda config: {"layers": (*config.layers[1:], config.layers[0])}),
     ),
     "a window that is forgotten": ("phi3", configured(lambda config: {"layers": (LayerKind(0, None),) * 3})),
     "no cap of scores": ("gemma2", without_score_cap),
     "no cap of logits": ("gemma2", lambda patch: patch.setattr(decoder, "soft_cap", lambda logits, cap: logits)),
     "the wrong scale of scores": ("gemma3", configured(lambda config: {"query_scale": 16**-0.5})),
     "one rope for all layers": (
-        "gemma3", configured(lambda config: {"layers": tuple(kind._replace(rope=0) for kind in config.layers)}),
+        "gemma3",
+        configured(lambda config: {"layers": tuple(kind._replace(rope=0) for kind in config.layers)}),
     ),
     "no scale of embeddings": ("gemma3", configured(lambda config: {"embed_scale": 1.0})),
     "norms without their one": ("gemma3", lambda patch: patch.setattr(decoder, "prepare", lambda *given: None)),
@@ -120,7 +120,7 @@ FAULTS: dict[str, tuple[str, Callable[[Patch], None]]] = {
         "gpt2",
         lambda patch: patch.setattr(norms.LayerStream, "take", staticmethod(lambda w, bias: norms.Norm(w, None))),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", sorted({name for name, _ in FAULTS.values()}))

@@ -16,8 +16,8 @@ import pytest
 
 from tests.models import tiny
 from tests.quantized import needs_compiler
-from treespec_kernels.cpu_library import compile_library, find_compiler
-from treespec_kernels.file_lock import shared_work
+from treespec_kernels.cpu.cpu_library import compile_library, find_compiler
+from treespec_kernels.cpu.file_lock import shared_work
 
 pytestmark = needs_compiler
 
@@ -73,8 +73,12 @@ class Start:
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", START, str(tiny()[0]), str(threads)],
-                env=environment, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True,
-            )  # fmt: skip
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,
+            )
 
     @property
     def waits(self) -> bool:
@@ -157,7 +161,7 @@ def test_a_build_that_fails_is_left_to_the_next(tmp_path: Path) -> None:
     failing.chmod(0o755)
     script = (
         "import sys; from pathlib import Path\n"
-        "from treespec_kernels.cpu_library import CompileError, compile_library\n"
+        "from treespec_kernels.cpu.cpu_library import CompileError, compile_library\n"
         f"arguments = (({str(failing)!r},), (Path({str(source(tmp_path))!r}),), (), Path({str(tmp_path / 'kept')!r}))\n"
         "try:\n    print(compile_library(*arguments).three())\n"
         "except CompileError:\n    print('failed')\n"

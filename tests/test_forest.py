@@ -7,14 +7,14 @@ import pytest
 
 from tests.models import new_folder, tree_of
 from tests.quantized import needs_compiler
-from treespec.drafters.compiled_forest import CompiledForest
-from treespec.drafters.forest import Forest, Laws, Shape, combine
-from treespec.drafters.ssm_state import grown_masks
+from treespec.drafters.ssm.compiled_forest import CompiledForest
+from treespec.drafters.ssm.forest import Forest, Laws, Shape, combine
+from treespec.drafters.ssm.ssm_state import grown_masks
 from treespec.tree import TokenTree
-from treespec_kernels.cpu_library import find_compiler
-from treespec_kernels.decoder_cpu import plan_compiled
-from treespec_kernels.growth_cpu import TreePlaces, growth_library
-from treespec_kernels.tree_batch import PAGE_SIZE, RequestRows
+from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
+from treespec_kernels.cpu.cpu_library import find_compiler
+from treespec_kernels.cpu.decoder_cpu import plan_compiled
+from treespec_kernels.cpu.growth_cpu import TreePlaces, growth_library
 
 VOCAB = 12
 NAMES = ("a", "b")
@@ -105,8 +105,11 @@ def test_merge_against_a_dictionary(seed: int, kind: type[Forest]) -> None:
                 assert tree.probs[node] == pytest.approx(own[path[-1]]), path
             else:
                 assert tree.probs[node] == hints[owner][path], "a seed's node that no SSM scored keeps its own"
-            says = {name for ssm, name in enumerate(NAMES) if path[:-1] in expanded[owner]
-                    and path[-1] in np.argsort(-speaker.probs(ssm, path[:-1]))[:width]}  # fmt: skip
+            says = {
+                name
+                for ssm, name in enumerate(NAMES)
+                if path[:-1] in expanded[owner] and path[-1] in np.argsort(-speaker.probs(ssm, path[:-1]))[:width]
+            }
             assert set(tree.sources_of(node)) == says | ({"lookup"} if path in hints[owner] else set())
         assert all(9 not in path for path in expanded[1]), "nothing is drafted below an end token"
         assert set(hints[owner]) <= set(paths), "seeds stay whole"

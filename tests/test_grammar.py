@@ -26,7 +26,7 @@ from tests.sampled import TREE
 from tests.speech import END, speaking_llm
 from treespec import SpecConfig, StructuredOutputsParams
 from treespec.errors import RequestError
-from treespec.grammar import Grammar, Grammars
+from treespec.sampling.grammar import Grammar, Grammars
 
 
 def excluded_from_scratch(name: str, text: Sequence[int]) -> np.ndarray:

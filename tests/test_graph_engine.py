@@ -12,14 +12,14 @@ import pytest
 from tests.child import run_cases
 from tests.models import greedy, open_llm, random_prompts, tiny
 from treespec import LLM, SamplingParams, SpecConfig
-from treespec.drafters.ssm import SsmDrafter
+from treespec.drafters.ssm.ssm_drafter import SsmDrafter
 from treespec.engine import follow
+from treespec.graphs.graph_engine import GraphEngine
+from treespec.graphs.graph_planner import RoundPlanner, RoundSeconds
+from treespec.graphs.round_inputs import RoundInput, RoundLimits
+from treespec.graphs.verify_stage import RoundResult
 from treespec.request import Request
-from treespec.rounds.engine import GraphEngine
-from treespec.rounds.inputs import RoundInput, RoundLimits
-from treespec.rounds.planner import RoundPlanner, RoundSeconds
-from treespec.rounds.verify import RoundResult
-from treespec.tokenizer import Tokenization
+from treespec.text.prompt_tokenizer import Tokenization
 
 NODES = (1, 8)
 

@@ -35,9 +35,15 @@ def larger(folder: Path, vocab: int = VOCAB, ratio: int = 4) -> ModelShape:
     """More of everything."""
     shape = shape_of(folder)
     return replace(
-        shape, hidden_size=ratio * shape.hidden_size, num_layers=5, num_heads=8, num_kv_heads=4, vocab_size=vocab,
-        intermediate_size=320, tied=shape.tied and vocab == shape.vocab_size,
-    )  # fmt: skip
+        shape,
+        hidden_size=ratio * shape.hidden_size,
+        num_layers=5,
+        num_heads=8,
+        num_kv_heads=4,
+        vocab_size=vocab,
+        intermediate_size=320,
+        tied=shape.tied and vocab == shape.vocab_size,
+    )
 
 
 def logits(folder: Path, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -143,9 +143,12 @@ def test_criteria_cut_where_they_fire(times: int, model: Any, draft: Any) -> Non
 def test_outputs_with_scores(model: Any, draft: Any) -> None:
     """Logits and scores of every step, those of transformers within rounding; user criteria see them too."""
     options = {
-        "max_new_tokens": 24, "repetition_penalty": 1.3, "return_dict_in_generate": True, "output_scores": True,
+        "max_new_tokens": 24,
+        "repetition_penalty": 1.3,
+        "return_dict_in_generate": True,
+        "output_scores": True,
         "output_logits": True,
-    }  # fmt: skip
+    }
     inputs = one_prompt()
     wanted = model.generate(**inputs, pad_token_id=PAD, **options)
     found = by_trees(model, inputs, drafts=[draft], spec=TREES, **options)
@@ -160,9 +163,13 @@ def test_outputs_with_scores(model: Any, draft: Any) -> None:
 
 def test_sampled_tokens_come_from_the_seed_alone(model: Any, draft: Any) -> None:
     options = {
-        "do_sample": True, "temperature": 1.2, "top_p": 0.95, "max_new_tokens": 40, "num_return_sequences": 2,
+        "do_sample": True,
+        "temperature": 1.2,
+        "top_p": 0.95,
+        "max_new_tokens": 40,
+        "num_return_sequences": 2,
         "repetition_penalty": 1.1,
-    }  # fmt: skip
+    }
     for inputs in (one_prompt(), padded_prompts()):
         found = []
         for seed in (1, 1, 1, 1, 2):
@@ -221,9 +228,16 @@ def test_the_law_is_transformers(name: str, verification: str) -> None:
     torch.manual_seed(7)
     spec = SpecConfig(branching=(2, 1), verification=verification, sources=("ssm",))
     out = by_trees(
-        small, {"input_ids": torch.tensor([prompt])}, do_sample=True, max_new_tokens=2, drafts=[far], spec=spec,
-        num_return_sequences=SAMPLES, pad_token_id=0, **LAWS[name],
-    )  # fmt: skip
+        small,
+        {"input_ids": torch.tensor([prompt])},
+        do_sample=True,
+        max_new_tokens=2,
+        drafts=[far],
+        spec=spec,
+        num_return_sequences=SAMPLES,
+        pad_token_id=0,
+        **LAWS[name],
+    )
     counts = np.zeros((SMALL, SMALL))
     for first, second in out[:, len(prompt) :].tolist():
         counts[first, second] += 1
@@ -390,9 +404,13 @@ def test_prompts_that_are_refused(model: Any) -> None:
         model.generate(inputs_embeds=embeds, max_new_tokens=4, pad_token_id=PAD, custom_generate=treespec.hf.generate)
     with pytest.raises(ConfigError, match="no eos_token_id"):
         by_trees(
-            model, inputs, max_new_tokens=4, eos_token_id=None, stopping_criteria=[EndsAfter(3, 1)],
+            model,
+            inputs,
+            max_new_tokens=4,
+            eos_token_id=None,
+            stopping_criteria=[EndsAfter(3, 1)],
             generation_config=GenerationConfig(),
-        )  # fmt: skip
+        )
 
 
 def test_models_that_are_refused(model: Any) -> None:

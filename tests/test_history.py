@@ -10,11 +10,11 @@ from tests.lookups import BOTH, PAST, WAYS, New, children_of, compiled_history, 
 from tests.models import random_prompts
 from tests.quantized import needs_compiler
 from treespec import SpecConfig
-from treespec.drafters.history import History
-from treespec.drafters.lookup import NAMES, PRIOR_TRIALS, PROMPT_TAIL, LookupDrafter
+from treespec.drafters.lookup.history import History
+from treespec.drafters.lookup.lookup_drafter import NAMES, PRIOR_TRIALS, PROMPT_TAIL, LookupDrafter
 from treespec.request import Request
 from treespec.tree import TokenTree
-from treespec_kernels.lookup_cpu import MAX_MATCH, OWN_PLACES, PAST_MATCHES, STEPS, Found
+from treespec_kernels.cpu.lookup_cpu import MAX_MATCH, OWN_PLACES, PAST_MATCHES, STEPS, Found
 
 SOLE, UNANIMOUS, MAJORITY, PLURALITY, SECOND, LATER = range(OWN_PLACES, OWN_PLACES + 6)
 

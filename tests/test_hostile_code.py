@@ -104,7 +104,7 @@ BAD: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
     "verbose": (raising(Verbose()), "failed: Verbose: xxxxxxxx"),
     "anonymous": (Anonymous(), "logits processor Anonymous failed: ValueError: as expected"),
     "memory": (raising(MemoryError()), "failed: MemoryError"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("spec", ["off", TREE], ids=["off", "tree"])

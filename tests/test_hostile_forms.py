@@ -66,7 +66,7 @@ FORMS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         "multipleOf in json needs 99999989 states",
     ),
     "a grammar": (lambda: {"grammar": "start: " + '"a" ' * 60_000}, "grammar has 240007 characters"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -90,8 +90,14 @@ LARGE: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[str], bool]]] = {
     "optional parts": (lambda: {"regex": "(a?){60000}b"}, lambda text: text.strip("a") in ("", "b")),
     "an enum": (lambda: {"json": {"enum": [f"v{i}" for i in range(10_000)]}}, lambda text: text.startswith('"v')),
     "properties": (
-        lambda: {"json": {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(500)},
-                          "required": [f"p{i}" for i in range(500)]}, "disable_any_whitespace": True},
+        lambda: {
+            "json": {
+                "type": "object",
+                "properties": {f"p{i}": {"type": "integer"} for i in range(500)},
+                "required": [f"p{i}" for i in range(500)],
+            },
+            "disable_any_whitespace": True,
+        },
         lambda text: text.startswith('{"p0":'),
     ),
     "lengths": (lambda: {"json": {"type": "string", "minLength": 100_000}}, lambda text: text[0] == '"'),
@@ -103,7 +109,7 @@ LARGE: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[str], bool]]] = {
         lambda: {"json": {"properties": {"a": {"multipleOf": 0.01}, "b": {"multipleOf": 5000}}, "type": "object"}},
         lambda text: text[0] == "{",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", LARGE)
@@ -122,7 +128,7 @@ def test_reading_that_takes_long_all_the_same_is_given_up(monkeypatch: pytest.Mo
             sum(range(1000))
         return LLMatcher(*given, **options)
 
-    monkeypatch.setattr("treespec.grammar._SECONDS", 0.05)
+    monkeypatch.setattr("treespec.sampling.grammar._SECONDS", 0.05)
     alone = llm.generate("def", greedy(4))[0].outputs
     with mock.patch.object(llm, "_intake", fresh_intake(llm)):
         llm.generate("x", asked({"choice": ["a"]}, 2))  # reads the tokenizer
@@ -138,7 +144,7 @@ def test_reading_that_takes_long_all_the_same_is_given_up(monkeypatch: pytest.Mo
 def test_a_reader_that_was_given_up_does_not_keep_the_process() -> None:
     script = """
 import time
-from treespec import grammar
+from treespec.sampling import grammar
 from treespec.errors import RequestError
 grammar._SECONDS = 0.01
 def spin():

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from tests.models import make_llama
 from treespec.errors import CheckpointError, ModelError
-from treespec.resolve import resolve_model
+from treespec.startup.resolve import resolve_model
 from treespec_weights import HubError, OptionError, fetch, is_hub_id
 from treespec_weights.cli import app
 from treespec_weights.hub import ALLOWED, IGNORED
@@ -88,15 +88,33 @@ def test_no_pickle_and_no_code_is_asked_for() -> None:
     from huggingface_hub.utils import filter_repo_objects
 
     wanted = [
-        "config.json", "generation_config.json", "model.safetensors", "model-00001-of-00002.safetensors",
-        "model.safetensors.index.json", "tokenizer.json", "tokenizer.model", "merges.txt", "chat_template.jinja",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+        "tokenizer.model",
+        "merges.txt",
+        "chat_template.jinja",
         "LICENSE",
-    ]  # fmt: skip
+    ]
     others = [
-        "pytorch_model.bin", "model.pt", "model.pth", "model.ckpt", "x.pkl", "modeling.py", "model.gguf", "a.msgpack",
-        "original/consolidated.00.pth", "original/params.json", "consolidated.safetensors", "onnx/model.onnx",
-        "sub/model.safetensors", ".gitattributes",
-    ]  # fmt: skip
+        "pytorch_model.bin",
+        "model.pt",
+        "model.pth",
+        "model.ckpt",
+        "x.pkl",
+        "modeling.py",
+        "model.gguf",
+        "a.msgpack",
+        "original/consolidated.00.pth",
+        "original/params.json",
+        "consolidated.safetensors",
+        "onnx/model.onnx",
+        "sub/model.safetensors",
+        ".gitattributes",
+    ]
     kept = filter_repo_objects(wanted + others, allow_patterns=list(ALLOWED), ignore_patterns=list(IGNORED))
     assert list(kept) == wanted
 

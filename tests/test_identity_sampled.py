@@ -117,8 +117,10 @@ def test_differences_are_counted_and_placed() -> None:
     prompts = [sampled().Prompt(i, [1]) for i in (4, 6)]
     found = sampled().compare(prompts, [[1, 2, 3], [1, 2]], [[1, 2, 3], [1, 9, 4]])
     assert found == {
-        "differing_tokens": 2, "outputs_that_differ": 1, "first_differences": [{"prompt": 6, "position": 1}]
-    }  # fmt: skip
+        "differing_tokens": 2,
+        "outputs_that_differ": 1,
+        "first_differences": [{"prompt": 6, "position": 1}],
+    }
 
 
 def test_a_wrong_engine_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 import treespec_kernels
 from tests.child import run_uninterpreted
-from treespec_kernels.aot import SHARED_BYTES, ops
+from treespec_kernels.aot.compiler import SHARED_BYTES, ops
 
 # Registers per thread, some tens above what Triton 3.6 and 3.9 give: a change that costs occupancy shows here.
 REGISTER_BOUND = {
@@ -40,8 +40,9 @@ REGISTER_BOUND = {
 PLANTED = """
 import json
 import triton, triton.language as tl
-from treespec_kernels import aot, coupled_choice_kernels as kernels
-from treespec_kernels.aot_spec import KernelSpec
+from treespec_kernels.aot import compiler as aot
+from treespec_kernels.sampling import coupled_choice_kernels as kernels
+from treespec_kernels.aot.kernel_spec import KernelSpec
 
 @triton.jit
 def wrong(out, BLOCK: tl.constexpr):
@@ -58,8 +59,8 @@ def greedy(a, out, BLOCK: tl.constexpr):
 QUANTISED = """
 import json, torch
 from dataclasses import replace
-from treespec_kernels import aot
-from treespec_kernels.quantized_row_linear import AOT_FORMS
+from treespec_kernels.aot import compiler as aot
+from treespec_kernels.linear.quantized_row_linear import AOT_FORMS
 if __name__ == "__main__":
     shapes = [replace(aot.default_shapes([torch.bfloat16])[2], quantized=form) for form in AOT_FORMS]
     print(json.dumps(aot.compile_report(["sm_80", "sm_90", "sm_100", "gfx942"], shapes, ["quantized_row_linear"])))
@@ -68,7 +69,7 @@ if __name__ == "__main__":
 
 LESS_MEMORY = """
 import json, torch
-from treespec_kernels import aot
+from treespec_kernels.aot import compiler as aot
 if __name__ == "__main__":
     large, wide = aot.default_shapes([torch.bfloat16])[2], aot.family_shapes([torch.bfloat16])[0]
     parts = (large, ["row_linear"]), (wide, ["row_linear", "tree_attention", "tree_attention_masked"])
@@ -79,7 +80,7 @@ if __name__ == "__main__":
 def aot(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """A process of its own: this one may have imported triton for the interpreter."""
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "treespec_kernels.aot", *arguments]
+    command = [sys.executable, "-m", "treespec_kernels.aot.compiler", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=inherited | environment, check=False)
 
 
@@ -87,7 +88,7 @@ def aot(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 def test_shipped_defaults_compile(target: str) -> None:
     pytest.importorskip("triton")
     script = (
-        "import json; from treespec_kernels import aot\n"
+        "import json; from treespec_kernels.aot import compiler as aot\n"
         "if __name__ == '__main__':\n"
         "    shapes = [s for s in aot.default_shapes() if s.hidden_size != 2048]\n"  # differs from the others in sizes
         f"    print(json.dumps(aot.compile_report(['{target}'], shapes)))"
@@ -123,11 +124,16 @@ def test_quantised_defaults_of_8b_compile_everywhere() -> None:
     for target, rows in report["targets"].items():
         found = [row["config"] for row in rows if row["kernel"] == "multiply_quantized"]
         assert {(c["bits"], c["group"] if c["bits"] == 4 else None, c["zero"]) for c in found} == {
-            (8, None, False), (4, 128, False), (4, 128, True)
-        }, target  # fmt: skip
+            (8, None, False),
+            (4, 128, False),
+            (4, 128, True),
+        }, target
         assert {(c["out_features"], c["in_features"]) for c in found} == {
-            (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)
-        }  # fmt: skip
+            (6144, 4096),
+            (4096, 4096),
+            (28672, 4096),
+            (4096, 14336),
+        }
 
 
 def test_defaults_fit_gpus_of_less_memory() -> None:
@@ -143,7 +149,7 @@ def test_defaults_fit_gpus_of_less_memory() -> None:
 
 
 def test_every_op_says_what_it_compiles() -> None:
-    files = Path(treespec_kernels.__file__).parent.glob("*_kernels.py")
+    files = Path(treespec_kernels.__file__).parent.glob("*/*_kernels.py")
     assert {path.stem.removesuffix("_kernels") for path in files} == set(ops())
 
 
@@ -175,7 +181,7 @@ def test_a_failure_ends_with_1() -> None:
     pytest.importorskip("triton")
     failed = '{"targets": {"sm_90": []}, "failed": [{"kernel": "k"}]}'
     script = (
-        "import sys, json; from treespec_kernels import aot\n"
+        "import sys, json; from treespec_kernels.aot import compiler as aot\n"
         f"aot.compile_report = lambda *given, **options: json.loads('{failed}')\n"
         "sys.argv = ['aot', '--target', 'sm_90']; sys.exit(aot.main())"
     )
@@ -187,9 +193,9 @@ def test_what_cannot_be_compiled_is_refused() -> None:
     pytest.importorskip("triton")
     child = aot("--target", "sm_90", TRITON_INTERPRET="1")
     assert "ValueError: aot: TRITON_INTERPRET is set" in child.stderr
-    script = "from treespec_kernels import aot; aot.compile_report(['sm_89x'], aot.default_shapes())"
+    script = "from treespec_kernels.aot import compiler as aot; aot.compile_report(['sm_89x'], aot.default_shapes())"
     assert "ValueError: aot: target 'sm_89x' is not known; use one of sm_80," in run_uninterpreted(script).stderr
-    script = "from treespec_kernels import aot; aot.specs_of('softmax', aot.default_shapes()[0])"
+    script = "from treespec_kernels.aot import compiler as aot; aot.specs_of('softmax', aot.default_shapes()[0])"
     assert (
         "ValueError: aot: op 'softmax' has no kernels; use one of coupled_choice," in run_uninterpreted(script).stderr
     )

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.child import run_cases
-from treespec_kernels.kv_commit import kv_commit_ref, kv_commit_triton
-from treespec_kernels.testing import kv_commit_inputs
+from treespec_kernels.attention.kv_commit import kv_commit_ref, kv_commit_triton
+from treespec_kernels.tuning.testing import kv_commit_inputs
 
 CASES = "kv_commit_cases.py"
 

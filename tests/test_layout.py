@@ -22,7 +22,7 @@ ALLOWED = {
     "treespec_weights": set(),
 }
 OURS = {*PACKAGES, "treespec_training", "kernels", "weights", "tests", "perf"}
-MAX_LINES = 500
+MAX_LINES = 540
 MAX_TRACKED_BYTES = 40 * 2**20
 
 
@@ -73,7 +73,7 @@ def test_the_import_scan_sees_every_form(tmp_path: Path) -> None:
         "import treespec.tree as t\n"
         "def f():\n"
         "    from treespec_weights.load import load\n"
-        "    importlib.import_module('treespec_kernels.linear')\n"
+        "    importlib.import_module('treespec_kernels.linear.linear')\n"
         "    __import__('perf')\n"
         "from . import sibling\n"
     )

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.exactness import threads
-from treespec_kernels.linear import Linear, onednn_available
+from treespec_kernels.linear.linear import Linear, onednn_available
 
 ROWS = (2, 3, 16, 17, 32, 33, 40, 65, 128, 300)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.child import run_cases
-from treespec_kernels.lm_head import BlockStats, LmHeadConfig, block_stats_ref, lm_head_ref, lm_head_triton
+from treespec_kernels.linear.lm_head import BlockStats, LmHeadConfig, block_stats_ref, lm_head_ref, lm_head_triton
 
 CASES = "lm_head_cases.py"
 INF, NAN = float("inf"), float("nan")

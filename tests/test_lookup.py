@@ -8,9 +8,9 @@ from tests.lookups import LOOKUP, PAST, WAYS, New, compiled, numpy, paths_of, pr
 from tests.models import greedy, random_prompts, tiny_llm
 from tests.quantized import needs_compiler
 from treespec import SpecConfig
-from treespec.drafters.lookup import FADING_ROUNDS, REACH, LookupDrafter, find_matches
+from treespec.drafters.lookup.lookup_drafter import FADING_ROUNDS, REACH, LookupDrafter, find_matches
 from treespec.request import Request
-from treespec_kernels.lookup_cpu import MATCHES, MAX_MATCH, PLACES
+from treespec_kernels.cpu.lookup_cpu import MATCHES, MAX_MATCH, PLACES
 
 
 @pytest.fixture(params=WAYS)

@@ -14,15 +14,15 @@ from tests.exactness import Run, differences, run
 from tests.models import OracleDrafter, greedy, open_llm, random_prompts, tiny
 from treespec import LLM, SpecConfig, engine, runner
 from treespec.cache import KVCache
-from treespec.drafters.ssm import SsmDrafter
+from treespec.drafters.ssm.ssm_drafter import SsmDrafter
 from treespec.errors import ExactnessError
 from treespec.models.decoder import Decoder
 from treespec.request import Request
 from treespec.tree import TokenTree, merge
-from treespec.verify import Verified, verify_greedy
-from treespec_kernels import tree_attention_cpu
-from treespec_kernels.linear import Linear, onednn_available
-from treespec_kernels.tree_batch import RequestRows
+from treespec.verification.verify import Verified, verify_greedy
+from treespec_kernels.attention import tree_attention_cpu
+from treespec_kernels.attention.tree_batch import RequestRows
+from treespec_kernels.linear.linear import Linear, onednn_available
 
 TOKENS = 18
 LENGTHS = (20, 58, 61, 63, 126)  # trees cross tile borders

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treespec.noise import Noise
-from treespec_kernels.coupled_choice import gumbel_integers_of_row as integers
-from treespec_kernels.coupled_choice import gumbel_integers_ref
-from treespec_kernels.coupled_choice import gumbel_ref as gumbel
+from treespec.sampling.noise import Noise
+from treespec_kernels.sampling.coupled_choice import gumbel_integers_of_row as integers
+from treespec_kernels.sampling.coupled_choice import gumbel_integers_ref
+from treespec_kernels.sampling.coupled_choice import gumbel_ref as gumbel
 
 WORD = 2**64 - 1
 VOCABS = (1, 5, 63, 64, 100, 4096, 4099, 151936)

@@ -14,9 +14,9 @@ from tests.models import OracleDrafter, greedy, random_prompts, tiny_llm
 from tests.test_graph_engine import ScriptedRounds, scripted
 from treespec import RoundRecord, SamplingParams, SpecConfig, TokenTree
 from treespec.errors import ConfigError, RequestError
-from treespec.request import RequestOutput
-from treespec.rounds.inputs import RoundInput
-from treespec.rounds.trees import RoundTree
+from treespec.graphs.round_inputs import RoundInput
+from treespec.graphs.round_tree import RoundTree
+from treespec.outputs import RequestOutput
 
 PROMPTS = random_prompts((20, 33))
 TREE = SpecConfig(nodes=12, max_depth=4)

@@ -98,9 +98,13 @@ def test_sources_name_a_drafter() -> None:
     llm = open_llm(tiny()[0], [tiny()[1][0], drafter])
     assert llm.draft_names == ("ssm-1", "mine")
     asked = {
-        ("mine",): {"mine"}, ("ssm",): {"ssm-1"}, ("ssm-1", "mine"): {"ssm-1", "mine"}, ("lookup",): set(), (): set(),
+        ("mine",): {"mine"},
+        ("ssm",): {"ssm-1"},
+        ("ssm-1", "mine"): {"ssm-1", "mine"},
+        ("lookup",): set(),
+        (): set(),
         None: {"ssm-1", "mine"},
-    }  # fmt: skip
+    }
     for sources, names in asked.items():
         drafter.asked.clear()
         outputs = llm.generate(PROMPTS, greedy(TOKENS), SpecConfig(nodes=16, sources=sources))
@@ -186,7 +190,8 @@ FAULTS: dict[str, tuple[Callable[[str, Sequence[Request]], Any], str]] = {
         r"proposed tokens as list instead of int64 \[num_nodes\]; TokenTree.from_parents",
     ),
     "words": (
-        proposing(lambda trees: [TokenTree(np.array(["a"]), *[np.zeros(1)] * 3, None, ())]), "tokens as <U1 .* instead"
+        proposing(lambda trees: [TokenTree(np.array(["a"]), *[np.zeros(1)] * 3, None, ())]),
+        "tokens as <U1 .* instead",
     ),
     "no draws": (
         proposing(lambda trees: [replace(tree, draws=None) for tree in trees]),
@@ -195,7 +200,7 @@ FAULTS: dict[str, tuple[Callable[[str, Sequence[Request]], Any], str]] = {
     "writes": (writing, r"propose changed request.tokens, which is the text itself; work on list\(request.tokens\)"),
     "replaces": (replacing, "commit changed request.tokens"),
     "commit": (raising(ValueError("full"), "commit"), "commit raised ValueError: full"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -265,11 +270,15 @@ def test_arrays_of_other_types_are_taken() -> None:
     def narrow(trees: list[TokenTree]) -> list[TokenTree]:
         return [
             TokenTree(
-                tree.tokens.astype(np.int32), tree.parents.astype(np.int16), tree.depths.astype(np.uint8),
-                tree.probs.astype(np.float32), tree.draws, tree.source_names,
+                tree.tokens.astype(np.int32),
+                tree.parents.astype(np.int16),
+                tree.depths.astype(np.uint8),
+                tree.probs.astype(np.float32),
+                tree.draws,
+                tree.source_names,
             )
             for tree in trees
-        ]  # fmt: skip
+        ]
 
     with engine_with(proposing(narrow)) as (llm, _):
         outputs = llm.generate(PROMPTS, greedy(TOKENS), MINE)

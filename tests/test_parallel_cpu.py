@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import treespec_kernels
-from treespec_kernels.cpu_library import compile_library, find_compiler
+from treespec_kernels.cpu.cpu_library import compile_library, find_compiler
 
 THREADS = (1, 2, 3, 8)
 COUNTS = (1, 2, 7, 64, 1000)
-HEADERS = Path(treespec_kernels.__file__).parent
+HEADERS = Path(treespec_kernels.__file__).parent / "cpu"
 
 
 @pytest.fixture(scope="module")

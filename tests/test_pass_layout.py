@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.child import run_cases
-from treespec_kernels.pass_layout import DeviceLayout, pass_layout_ref
-from treespec_kernels.tree_attention import SegmentPartition, TreeAttentionConfig
+from treespec_kernels.attention.pass_layout import DeviceLayout, pass_layout_ref
+from treespec_kernels.attention.tree_attention import SegmentPartition, TreeAttentionConfig
 
 CASES = "pass_layout_cases.py"
 MODEL: dict[str, Any] = {

@@ -9,13 +9,13 @@ import pytest
 from tests.exactness import differences, run
 from tests.models import greedy, make_draft, new_folder, open_llm, random_prompts, tiny, tree_of
 from treespec import LLM, SpecConfig
-from treespec import planner as planner_module
-from treespec.drafters.plan import Drafted
-from treespec.observe import watch
-from treespec.params import SamplingParams
-from treespec.planner import Planner
+from treespec.drawing.recording import watch
+from treespec.planning import planner as planner_module
+from treespec.planning.draft_plan import Drafted
+from treespec.planning.planner import Planner
+from treespec.planning.round_costs import CostCurve, RoundSeconds, Typical
 from treespec.request import Request
-from treespec.round_costs import CostCurve, RoundSeconds, Typical
+from treespec.sampling_params import SamplingParams
 from treespec.tree import TokenTree
 
 COST = CostCurve((1, 16, 64), (1e-3, 1.3e-3, 3e-3), draft_seconds=2e-4, request_seconds=1e-4, ssm_seconds=1e-4)

@@ -22,7 +22,7 @@ from tests.speech import checked, speaking_llm
 from treespec import LLM, RequestOutput, SamplingParams, SpecConfig
 from treespec.errors import RequestError
 from treespec.runner import Runner
-from treespec.sampling import Logprob, logprobs_of
+from treespec.sampling.transforms import Logprob, logprobs_of
 
 LENGTHS = (1, 2, 9, 62, 65, 130)
 TREE = SpecConfig(nodes=16, max_depth=5)
@@ -129,9 +129,7 @@ def test_they_are_of_the_models_own_logits() -> None:
 
 def test_as_many_as_asked_for() -> None:
     llm, prompt = tiny_llm(), random_prompts((6,))[0]
-    none, own, some, every = (
-        llm.generate(prompt, greedy(2, prompt_logprobs=count))[0] for count in (None, 0, 2, -1)
-    )  # fmt: skip
+    none, own, some, every = (llm.generate(prompt, greedy(2, prompt_logprobs=count))[0] for count in (None, 0, 2, -1))
     assert none.prompt_logprobs is None
     assert [len(found) for found in of_prompt(own)] == [1] * 5
     for one, few, many in zip(of_prompt(own), of_prompt(some), of_prompt(every), strict=True):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.child import run_cases
-from treespec_kernels.qkv_rope import qkv_rope_ref, qkv_rope_triton
+from treespec_kernels.attention.qkv_rope import qkv_rope_ref, qkv_rope_triton
 
 CASES = "qkv_rope_cases.py"
 DECODER_CASES = "decoder_ops_cases.py"

@@ -13,11 +13,11 @@ from tests.exactness import differences, run
 from tests.models import greedy, make_llama, new_folder, open_llm, random_prompts, tiny
 from tests.quantized import needs_compiler, quantize_folder
 from treespec import LLM, SpecConfig
-from treespec.costs import cost_key
 from treespec.errors import ConfigError
-from treespec.models.quantized import weight_bytes
-from treespec_kernels.cpu_library import CompileError
-from treespec_kernels.quantized_linear import QuantizedLinear
+from treespec.models.quantized_weights import weight_bytes
+from treespec.planning.cost_measurement import cost_key
+from treespec_kernels.cpu.cpu_library import CompileError
+from treespec_kernels.linear.quantized_linear import QuantizedLinear
 
 LENGTHS, TOKENS = (1, 31, 62, 64, 90, 126), 16
 SPECS = [SpecConfig(nodes=16), SpecConfig(nodes=40, max_depth=4), SpecConfig(branching=(3, 2, 1))]
@@ -59,7 +59,10 @@ def test_sampled_tokens(compile: bool) -> None:
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_the_embedded_models_keep_their_tokens(quantization: str, compile: bool) -> None:
-    with mock.patch("treespec.costs.load", return_value=None), mock.patch("treespec.build.START_SECONDS", 0.05):
+    with (
+        mock.patch("treespec.planning.cost_measurement.load", return_value=None),
+        mock.patch("treespec.startup.assemble.START_SECONDS", 0.05),
+    ):
         llm = LLM(device="cpu", max_num_seqs=3, max_model_len=256, quantization=quantization, compile=compile)
     prompts = ["def fibonacci(n):", "The weather in the mountains", "import numpy as np\n\ndef mean(x):"]
     tree, plain = (llm.generate(prompts, greedy(64), spec=spec) for spec in (SpecConfig(nodes=16), "off"))
@@ -96,7 +99,7 @@ def test_what_the_engine_says() -> None:
 
 def test_without_a_compiler_it_says_so_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     target, drafts = tiny(torch.float32)
-    failing = mock.patch("treespec.models.quantized.find_compiler", side_effect=CompileError("no C++ compiler"))
+    failing = mock.patch("treespec.models.quantized_weights.find_compiler", side_effect=CompileError("no C++ compiler"))
     with failing, caplog.at_level(logging.WARNING, "treespec"):
         llm = open_llm(target, drafts, quantization="int4", prove=True)
     assert "quantised weights are held as torch.float32" in caplog.text

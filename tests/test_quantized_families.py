@@ -12,7 +12,7 @@ from tests.quantized import needs_compiler
 from tests.test_decoder_parity import our_logits
 from treespec import SpecConfig
 from treespec.errors import KernelError
-from treespec_kernels.testing import assert_close
+from treespec_kernels.tuning.testing import assert_close
 from treespec_weights import ModelShape, family_of, read_config
 from treespec_weights.load import expected_tensors, quantizable
 from treespec_weights.quantize import dequantize, quantize

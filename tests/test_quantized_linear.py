@@ -9,23 +9,28 @@ import torch
 from tests.child import run_cases
 from tests.models import new_folder
 from tests.quantized import needs_compiler
-from treespec_kernels.cpu_library import find_compiler
-from treespec_kernels.decoder_cpu import PackedLinear, build
-from treespec_kernels.linear import Linear
-from treespec_kernels.quantized import QuantizedWeight, dequantized, integers, stacked
-from treespec_kernels.quantized_linear import QuantizedLinear, quantized_linear
-from treespec_kernels.quantized_row_linear import AOT_FORMS, quantized_default
-from treespec_kernels.row_linear import row_linear_ref
-from treespec_kernels.testing import assert_close
+from treespec_kernels.cpu.cpu_library import find_compiler
+from treespec_kernels.cpu.decoder_cpu import PackedLinear, build
+from treespec_kernels.linear.linear import Linear
+from treespec_kernels.linear.quantized import QuantizedWeight, dequantized, integers, stacked
+from treespec_kernels.linear.quantized_linear import QuantizedLinear, quantized_linear
+from treespec_kernels.linear.quantized_row_linear import AOT_FORMS, quantized_default
+from treespec_kernels.linear.row_linear import row_linear_ref
+from treespec_kernels.tuning.testing import assert_close
 from treespec_weights.quantize import Quantized, dequantize, quantize
 
 DTYPES = [torch.float32, torch.bfloat16]
 BOUNDS = {torch.float32: (1e-5, 1e-6), torch.bfloat16: (8e-2, 8e-3)}
 # outputs, inputs, bits, groups, zero points
 FORMS = [
-    (64, 64, 8, 1, False), (97, 96, 8, 1, False), (33, 96, 8, 3, True), (64, 256, 4, 2, False),
-    (130, 704, 4, 11, False), (97, 96, 4, 3, True), (16, 48, 4, 1, True),
-]  # fmt: skip
+    (64, 64, 8, 1, False),
+    (97, 96, 8, 1, False),
+    (33, 96, 8, 3, True),
+    (64, 256, 4, 2, False),
+    (130, 704, 4, 11, False),
+    (97, 96, 4, 3, True),
+    (16, 48, 4, 1, True),
+]
 _LIBRARIES = Path(new_folder("libraries"))
 
 

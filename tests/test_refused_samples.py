@@ -231,8 +231,11 @@ def test_a_model_with_nan(where: str, spec: SpecConfig | str) -> None:
         assert pool[:, :, 1:].isfinite().all()
 
 
-@pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.2}, {"temperature": 0.0,
-                                     "repetition_penalty": 1.1}], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.2}, {"temperature": 0.0, "repetition_penalty": 1.1}],
+    ids=str,
+)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_one_logit_that_is_not_finite(value: float, options: dict[str, Any]) -> None:
     """A row of the head: no hidden state is touched, and no truncation may drop it silently."""

@@ -10,7 +10,7 @@ import pytest
 
 from tests.effort import effort
 from tests.tokenizers_made import TEXT, byte_level, letters, save_tokenizer, sentencepiece_like
-from treespec.drafters.retokenize import LONGEST, Context, Translation
+from treespec.drafters.foreign.retokenize import LONGEST, Context, Translation
 from treespec.errors import CheckpointError
 from treespec_weights import default_folder
 from treespec_weights.codec import Codec

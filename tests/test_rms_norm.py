@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.child import run_cases
-from treespec_kernels.rms_norm import rms_norm_ref, rms_norm_triton
+from treespec_kernels.linear.rms_norm import rms_norm_ref, rms_norm_triton
 
 CASES = "rms_norm_cases.py"
 

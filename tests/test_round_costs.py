@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from treespec import SpecConfig
-from treespec.drafters.plan import Drafted
-from treespec.params import SamplingParams
+from treespec.planning.draft_plan import Drafted
+from treespec.planning.round_costs import CostCurve, RoundCosts, RoundSeconds
 from treespec.request import Request
-from treespec.round_costs import CostCurve, RoundCosts, RoundSeconds
+from treespec.sampling_params import SamplingParams
 
 CURVE = CostCurve((1, 16), (1e-3, 2.5e-3), 1e-4, request_seconds=2e-4, tree_seconds=5e-5, context=128)
 LONG = dataclasses.replace(CURVE, position_seconds=1e-6, row_position_seconds=2e-7)

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from treespec.rounds.planner import PLAIN, RoundPlan, RoundPlanner, RoundSeconds
+from treespec.graphs.graph_planner import PLAIN, RoundPlan, RoundPlanner, RoundSeconds
 
 NODES = (1, 8, 16, 32)
 CHEAP = RoundSeconds(0.1, 0.1, {1: 1.0, 8: 1.05, 16: 1.1, 32: 1.2})

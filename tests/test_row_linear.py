@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 
 from tests.child import run_cases, run_uninterpreted
-from treespec_kernels.row_linear import (
+from treespec_kernels.launch.triton_launch import shared_bytes
+from treespec_kernels.linear.row_linear import (
     RowLinearConfig,
     row_linear_partials_triton,
     row_linear_ref,
     row_linear_triton,
 )
-from treespec_kernels.testing import assert_close
-from treespec_kernels.triton_launch import shared_bytes
+from treespec_kernels.tuning.testing import assert_close
 
 CASES = "row_linear_cases.py"
 CONFIG = RowLinearConfig(16, 32, 32, split_k=2, num_warps=4, num_stages=2)
@@ -171,7 +171,7 @@ def test_no_argument_is_specialised() -> None:
     """One binary for all row counts: nothing that a launch passes may choose another one."""
     pytest.importorskip("triton")
     script = (
-        "from treespec_kernels.row_linear_kernels import add_splits, multiply_rows\n"
+        "from treespec_kernels.linear.row_linear_kernels import add_splits, multiply_rows\n"
         "for kernel in (multiply_rows, add_splits):\n"
         "    print([p.name for p in kernel.params if not p.is_constexpr and not p.do_not_specialize])\n"
     )
@@ -183,8 +183,8 @@ def test_specs_name_every_constant_once() -> None:
     pytest.importorskip("triton")
     script = (
         "import torch\n"
-        "from treespec_kernels.aot_spec import KernelShape\n"
-        "from treespec_kernels.row_linear_kernels import aot_specs\n"
+        "from treespec_kernels.aot.kernel_spec import KernelShape\n"
+        "from treespec_kernels.linear.row_linear_kernels import aot_specs\n"
         "for dtype in (torch.bfloat16, torch.float32):\n"
         "    for shape in ((128, 32, 8, 4096, 14336), (64, 4, 4, 256, 256)):\n"
         "        specs = aot_specs(KernelShape(dtype, *shape, 1000))\n"

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.child import run_cases
-from treespec_kernels.lm_head import BlockStats
-from treespec_kernels.row_topk import row_topk_ref, row_topk_triton
+from treespec_kernels.linear.lm_head import BlockStats
+from treespec_kernels.sampling.row_topk import row_topk_ref, row_topk_triton
 
 CASES = "row_topk_cases.py"
 NUMBERS = torch.zeros(2, dtype=torch.int64)

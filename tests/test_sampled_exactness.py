@@ -51,13 +51,21 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "top_p": {"temperature": 1.0, "top_p": 0.9},
     "top_k, min_p": {"temperature": 1.3, "top_k": 20, "min_p": 0.02},
     "penalties": {
-        "temperature": 0.8, "repetition_penalty": 1.3, "presence_penalty": 0.6, "frequency_penalty": 0.9,
+        "temperature": 0.8,
+        "repetition_penalty": 1.3,
+        "presence_penalty": 0.6,
+        "frequency_penalty": 0.9,
     },
     "bias, bad words, processors": {
-        "temperature": 1.0, "logit_bias": {0: 6.0, 3: 4.0, 77: 5.0}, "min_tokens": 6, "ignore_eos": False,
-        "stop_token_ids": [77], "bad_words": ["t3", "t5 t9", "t77 t3"], "logits_processors": [no_echo],
+        "temperature": 1.0,
+        "logit_bias": {0: 6.0, 3: 4.0, 77: 5.0},
+        "min_tokens": 6,
+        "ignore_eos": False,
+        "stop_token_ids": [77],
+        "bad_words": ["t3", "t5 t9", "t77 t3"],
+        "logits_processors": [no_echo],
     },
-}  # fmt: skip
+}
 
 
 def mixed(names: tuple[str, ...] = tuple(SETTINGS), **options: Any) -> list[SamplingParams]:
@@ -101,8 +109,10 @@ def test_the_settings_do_something() -> None:
     plain, llm = plain_run(torch.float32), tiny_llm(torch.float32, (), tokenizer=WORDS)
     for name, own in SETTINGS.items():
         with_it = run(llm, plain.prompts, mixed((name,)))
-        bare = [SamplingParams(max_tokens=TOKENS, ignore_eos=True, seed=100 + i, temperature=own["temperature"])
-                for i in range(len(LENGTHS))]  # fmt: skip
+        bare = [
+            SamplingParams(max_tokens=TOKENS, ignore_eos=True, seed=100 + i, temperature=own["temperature"])
+            for i in range(len(LENGTHS))
+        ]
         assert (with_it.tokens == run(llm, plain.prompts, bare).tokens) == (len(own) == 1), name
     reasons = {output.outputs[0].finish_reason for output in plain.outputs}
     assert reasons == {"stop", "length"}
@@ -130,9 +140,7 @@ def test_repetitive_prompts_with_and_without_lookup(lookup: str) -> None:
     plain = run(tiny_llm(torch.float32, (), tokenizer=WORDS), prompts, params)
     sources = {"lookup alone": ("lookup",), "SSMs alone": ("ssm",)}.get(lookup)
     for shape in ("16", "auto") if lookup != "lookup with SSMs" else ("16", "static 3-2-1"):
-        tree = assert_exact(
-            tiny_llm(tokenizer=WORDS), plain, SpecConfig(**SHAPES[shape], sources=sources), params
-        )  # fmt: skip
+        tree = assert_exact(tiny_llm(tokenizer=WORDS), plain, SpecConfig(**SHAPES[shape], sources=sources), params)
         by_source = [output.metrics.accepted_by_source for output in tree.outputs]
         if shape == "16":
             assert any("lookup" in found for found in by_source) == (lookup != "SSMs alone")

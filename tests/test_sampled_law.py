@@ -17,17 +17,18 @@ import torch
 
 from tests.exactness import recorded
 from tests.models import make_draft, make_llama, new_folder, open_llm, random_prompts, tiny, tiny_llm
-from treespec import LLM, SamplingParams, SpecConfig, sampler
+from treespec import LLM, SamplingParams, SpecConfig
 from treespec.config import DRAWS
 from treespec.drafters.trust import Trust
-from treespec.observe import watch
-from treespec.oracle import RandomOracle
-from treespec.planner import Planner
-from treespec.round_costs import CostCurve
+from treespec.drawing.recording import watch
+from treespec.planning.planner import Planner
+from treespec.planning.round_costs import CostCurve
 from treespec.round_record import RoundRecord
-from treespec.sampler import _VERIFY_STREAM, Sampler
+from treespec.sampling import sampler
+from treespec.sampling.sampler import _VERIFY_STREAM, Sampler
 from treespec.tree import TokenTree
-from treespec.verify import verify_drawn_one
+from treespec.verification.oracle import RandomOracle
+from treespec.verification.verify import verify_drawn_one
 
 ALPHA = 1e-6
 VOCAB, LENGTH, SAMPLES = 8, 3, 1200
@@ -340,7 +341,7 @@ def drawn_rounds(spec: SpecConfig, temperature: float = 1.0) -> tuple[list[Round
         for seed in (1, 2)
     ]
     witness = type("Witnessed", (Witness,), {"asked": []})
-    with mock.patch("treespec.drafters.ssm.RandomOracle", witness), watch(llm.engine) as rounds:
+    with mock.patch("treespec.drafters.ssm.ssm_drafter.RandomOracle", witness), watch(llm.engine) as rounds:
         llm.generate(random_prompts((30, 64)), params, spec=spec)
     return rounds, witness.asked
 

@@ -30,7 +30,7 @@ from tests.sampled import (
 )
 from tests.speech import checked, speaking_llm
 from treespec import SpecConfig
-from treespec.request import StreamChunk
+from treespec.outputs import StreamChunk
 
 # --- logprobs
 

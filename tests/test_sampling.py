@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from treespec import SamplingParams
-from treespec.sampling import Transforms
+from treespec.sampling.transforms import Transforms
 
 VOCABS = (5, 63, 64, 100, 4096, 4099)
 CPU = torch.device("cpu")
@@ -209,9 +209,16 @@ def test_min_tokens(written: int) -> None:
 
 
 ORDERED = {
-    "logit_bias": {3: 5.0, 2: 7.0, 4: 4.0, 11: -1.0}, "min_tokens": 9, "repetition_penalty": 1.3,
-    "frequency_penalty": 0.4, "presence_penalty": 0.3, "temperature": 0.9, "top_k": 12, "top_p": 0.9, "min_p": 0.05,
-}  # fmt: skip
+    "logit_bias": {3: 5.0, 2: 7.0, 4: 4.0, 11: -1.0},
+    "min_tokens": 9,
+    "repetition_penalty": 1.3,
+    "frequency_penalty": 0.4,
+    "presence_penalty": 0.3,
+    "temperature": 0.9,
+    "top_k": 12,
+    "top_p": 0.9,
+    "min_p": 0.05,
+}
 
 
 def in_order(options: dict[str, Any], doubled: Callable[[Any, Tensor], Tensor]) -> list[Any]:
@@ -242,7 +249,7 @@ def test_all_in_the_documented_order(seed: int, vocab: int) -> None:
     logits = random_logits(vocab, seed, spread=1.0)
     ours = transform(
         logits, PROMPT, OUTPUT, PATH, bad_words=[[5], [2, 0, 9], [6]], logits_processors=[flatten], **ORDERED
-    )  # fmt: skip
+    )
     processors = in_order(ORDERED, flatten)
     tokens = [*PROMPT, *OUTPUT, *PATH]
     theirs = hugging(logits, processors, tokens)

@@ -11,13 +11,15 @@ from torch import Tensor
 from tests import enumeration
 from tests.exactness import Run, differences, run
 from tests.models import OracleDrafter, open_llm, random_prompts, tiny, tree_of
-from treespec import SamplingParams, SpecConfig, sampling, verify
+from treespec import SamplingParams, SpecConfig
 from treespec.engine import Engine
-from treespec.noise import Noise
-from treespec.sampler import Sampler
-from treespec.sampling import Transforms
+from treespec.sampling.noise import Noise
+from treespec.sampling.sampler import Sampler
+from treespec.sampling.transforms import Transforms
+from treespec.sampling.transforms import transforms as sampling
 from treespec.tree import TokenTree
-from treespec.verify import Verified
+from treespec.verification import verify
+from treespec.verification.verify import Verified
 
 Patch = pytest.MonkeyPatch
 LENGTHS = (20, 58, 63)

@@ -146,9 +146,15 @@ def test_arguments_of_an_engine_from_a_command_line() -> None:
     args = parser.parse_args(words)
     assert args.my_own == "x" and not hasattr(args, "swap_space")
     assert EngineArgs.from_cli_args(args) == EngineArgs(
-        model="123", compile=False, drafts=["a", "b"], max_model_len=64, exact=False, enforce_eager=True,
-        spec={"nodes": 4}, speculative_config={"method": "ngram"},
-    )  # fmt: skip
+        model="123",
+        compile=False,
+        drafts=["a", "b"],
+        max_model_len=64,
+        exact=False,
+        enforce_eager=True,
+        spec={"nodes": 4},
+        speculative_config={"method": "ngram"},
+    )
     assert vars(parser.parse_args([])) == {"my_own": None} | LLM_DEFAULTS
 
 

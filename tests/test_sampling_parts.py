@@ -19,7 +19,7 @@ from tests.test_sampling import (
     tied,
     transform,
 )
-from treespec.sampling import keep_best, logprobs_of, nucleus_size, topk_rows
+from treespec.sampling.transforms import keep_best, logprobs_of, nucleus_size, topk_rows
 
 # --- the parts
 

@@ -10,7 +10,7 @@ from transformers import TopKLogitsWarper
 from tests.test_sampling import CPU, OUTPUT, PROMPT, random_logits, transform
 from treespec import SamplingParams
 from treespec.errors import RequestError
-from treespec.sampling import Transforms
+from treespec.sampling.transforms import Transforms
 
 
 def test_processors_get_each_nodes_own_past() -> None:

@@ -26,9 +26,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = make_llama(tmp_path_factory.mktemp("sentencepiece") / "model", 0, vocab_size=VOCAB, eos_token_id=2)
     written, lines = io.BytesIO(), Path(__file__).read_text().splitlines()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines), model_writer=written, vocab_size=VOCAB, model_type="bpe", byte_fallback=True,
+        sentence_iterator=iter(lines),
+        model_writer=written,
+        vocab_size=VOCAB,
+        model_type="bpe",
+        byte_fallback=True,
         minloglevel=2,
-    )  # fmt: skip
+    )
     (made / "tokenizer.model").write_bytes(written.getvalue())
     (made / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
     return made

@@ -11,7 +11,7 @@ from tests.models import open_llm, random_prompts, tiny, tiny_llm
 from tests.sharing import Driven, assert_clean, departures, drive, few_pages, guarded, part_ways, samples
 from treespec import LLM, SpecConfig
 from treespec.cache import KVCache, pages_for
-from treespec.drafters.ssm import SsmDrafter
+from treespec.drafters.ssm.ssm_drafter import SsmDrafter
 from treespec.request import Request
 from treespec.tree import TokenTree
 
@@ -44,8 +44,11 @@ def compare(llm: LLM, prompt: list[int], spec: Any, counts: Any = COUNTS) -> tup
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("ssms, spec", [((), "off"), ((), SpecConfig(nodes=8)), (ALL, NODES), (ALL, SpecConfig())],
-                         ids=["plain", "lookup", "nodes", "auto"])  # fmt: skip
+@pytest.mark.parametrize(
+    "ssms, spec",
+    [((), "off"), ((), SpecConfig(nodes=8)), (ALL, NODES), (ALL, SpecConfig())],
+    ids=["plain", "lookup", "nodes", "auto"],
+)
 @pytest.mark.parametrize("length", LENGTHS)
 def test_tokens_and_bits_are_those_of_samples_on_their_own(
     length: int, ssms: tuple[int, ...], spec: Any, dtype: torch.dtype

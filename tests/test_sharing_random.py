@@ -17,7 +17,7 @@ from treespec import LLM, SpecConfig
 from treespec.cache import pages_for
 from treespec.request import Request
 from treespec.tree import TokenTree
-from treespec_kernels.tree_batch import PAGE_SIZE
+from treespec_kernels.attention.tree_batch import PAGE_SIZE
 
 PROMPTS = random_prompts((1, 20, 64, 65, 130, 130), seed=1)
 LONGEST = 12  # tokens of an output

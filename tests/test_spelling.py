@@ -16,7 +16,7 @@ from tests.speech import END, speaking_folder
 from tests.tokenizers_made import resized
 from treespec import SpecConfig, StructuredOutputsParams
 from treespec.errors import RequestError
-from treespec.grammar import Grammar, Grammars
+from treespec.sampling.grammar import Grammar, Grammars
 
 
 def following(grammar: Grammar, text: list[int]) -> list[int]:

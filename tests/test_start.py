@@ -10,7 +10,7 @@ import torch
 from transformers import AutoTokenizer
 
 from treespec.models.rotation import Rotation
-from treespec.tokenizer import load_tokenizer
+from treespec.text.prompt_tokenizer import load_tokenizer
 from treespec_weights import default_folder, default_names
 
 embedded = pytest.mark.skipif("target" not in default_names(), reason="no embedded models in this checkout")
@@ -20,7 +20,8 @@ embedded = pytest.mark.skipif("target" not in default_names(), reason="no embedd
 def test_the_embedded_tokenizer_brings_no_models_along() -> None:
     """AutoTokenizer would import transformers' modelling code: 3 of the 6 seconds that `LLM()` took."""
     code = (
-        "import json, sys; from treespec.tokenizer import load_tokenizer; from treespec_weights import default_folder\n"
+        "import json, sys; from treespec_weights import default_folder\n"
+        "from treespec.text.prompt_tokenizer import load_tokenizer\n"
         "load_tokenizer(None, default_folder('target'))\n"
         "print(json.dumps([name for name in sys.modules if name.startswith('transformers.model')]))"
     )

@@ -15,7 +15,7 @@ from tests.speech import checked, speaking_folder, speaking_llm
 from tests.test_vocabularies import llm_of
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.request import Request
-from treespec.tokenizer import load_tokenizer
+from treespec.text.prompt_tokenizer import load_tokenizer
 from treespec.tree import TokenTree
 
 # --- the tokens of plain decoding, in the form that was asked for
@@ -170,7 +170,7 @@ def test_drafts_guess_allowed_tokens_only(opened: Callable[[], LLM], temperature
     guessed = {token for _, _, tree in seen for token in tree.tokens[1:].tolist()}
     assert guessed and guessed <= set(allowed)
     passes = sum(output.metrics.target_passes for output in outputs)
-    with mock.patch("treespec.restriction.Restriction.narrow", lambda *_: None):
+    with mock.patch("treespec.sampling.restriction.Restriction.narrow", lambda *_: None):
         unaware = llm.generate(PROMPTS, params, spec)
     assert [output.outputs for output in unaware] == [output.outputs for output in plain]
     assert passes < sum(output.metrics.target_passes for output in unaware)

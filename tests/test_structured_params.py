@@ -18,7 +18,7 @@ from tests.models import new_folder, open_llm, tiny, tiny_llm
 from tests.speech import add_tokenizer, speaking_llm
 from treespec import SamplingParams, StructuredOutputsParams
 from treespec.errors import ConfigError, RequestError
-from treespec.structured import closed_schema
+from treespec.sampling.structured_params import closed_schema
 
 # --- bad input
 
@@ -36,7 +36,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "deep": ({"json": '{"items":' * 600 + "{}" + "}" * 600}, "json cannot be read: recursion limit exceeded"),
     "nothing": ({"regex": "[^\\s\\S]"}, "structured_outputs: no token of the model's continues the text"),
     "surrogate": ({"choice": ["a", "\ud800"]}, "lone surrogate"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -84,7 +84,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "stray": ({"regex": "a", "disable_any_whitespace": True}, "disable_any_whitespace=True is for json"),
     "both": ({"json": {}, "disable_any_whitespace": True, "whitespace_pattern": " "}, "contradict each other"),
     "tag": ({"structural_tag": "{}"}, "structural_tag is not supported; use grammar"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -147,7 +147,7 @@ def test_without_llguidance_the_error_says_what_to_install() -> None:
 
 
 def test_llguidance_is_imported_only_where_a_form_is_asked_for() -> None:
-    script = "import sys, treespec.llm, treespec.params; assert 'llguidance' not in sys.modules"
+    script = "import sys, treespec.llm, treespec.sampling_params; assert 'llguidance' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0
 
 

@@ -11,7 +11,7 @@ import pytest
 from tests.models import greedy, open_llm, random_prompts, tiny, tiny_llm
 from treespec import LLM, SpecConfig
 from treespec.errors import RequestError
-from treespec.params import SamplingParams
+from treespec.sampling_params import SamplingParams
 
 TREE = SpecConfig(nodes=12)
 PROMPTS = random_prompts((5, 30, 64, 70))

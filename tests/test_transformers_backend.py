@@ -35,13 +35,26 @@ from treespec.adapter.trace import trace
 from treespec.cache import KVCache
 from treespec.errors import CheckpointError, ConfigError, DraftError, ExactnessError, KernelError, ModelError
 from treespec.models.attention import CpuAttention
-from treespec_kernels.tree_attention_cpu import tree_attention_cpu
-from treespec_kernels.tree_batch import RequestRows
+from treespec_kernels.attention.tree_attention_cpu import tree_attention_cpu
+from treespec_kernels.attention.tree_batch import RequestRows
 
 EXACT = (
-    "llama", "mistral", "qwen3", "gpt_neox", "opt", "gpt2", "gemma2", "stablelm", "cohere2", "olmo2", "granite",
-    "starcoder2", "gpt_bigcode", "diffllama", "deepseek_v3",
-)  # fmt: skip
+    "llama",
+    "mistral",
+    "qwen3",
+    "gpt_neox",
+    "opt",
+    "gpt2",
+    "gemma2",
+    "stablelm",
+    "cohere2",
+    "olmo2",
+    "granite",
+    "starcoder2",
+    "gpt_bigcode",
+    "diffllama",
+    "deepseek_v3",
+)
 EXPERTS = ("gpt_oss", "mixtral")
 TREES = SpecConfig(nodes=16)
 COUNT = 64
@@ -173,9 +186,11 @@ def test_long_contexts_pass_window_and_pages() -> None:
 def test_windows_are_attended_as_in_native_families() -> None:
     """Only sinks, and masks that are no window, are left to the attention of every row alone."""
     for kind, windows, plans in (
-        ("mistral", (17,), (0, 0)), ("gemma2", (17, None), (0, 1)), ("stablelm", (None,), (0, 0)),
+        ("mistral", (17,), (0, 0)),
+        ("gemma2", (17, None), (0, 1)),
+        ("stablelm", (None,), (0, 0)),
         ("gpt_oss", (), (None, None)),
-    ):  # fmt: skip
+    ):
         decoder = open_adapter_llm(saved(kind)[1], backend="transformers", exact=False).engine.runner.target
         assert isinstance(decoder, AdapterDecoder)
         assert (decoder.windows, decoder._plans) == (windows, plans)
@@ -212,9 +227,13 @@ def test_rows_alone_are_exact(kind: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_longrope_ends_where_rotations_change(caplog: pytest.LogCaptureFixture) -> None:
     rope = {
-        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "factor": 4.0,
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0] * 4,
+        "factor": 4.0,
         "original_max_position_embeddings": 64,
-    }  # fmt: skip
+    }
     model = make_model("llama", head_dim=8, num_key_value_heads=2, rope_parameters=rope)
     with caplog.at_level(logging.INFO, "treespec"):
         llm = open_adapter_llm(model, max_model_len=None, exact=False)
@@ -254,7 +273,7 @@ def test_fixed_rows_are_proven_with_passes_of_that_size() -> None:
     """A product that rounds differently in larger passes, which an engine with fixed rows never makes."""
     model = make_model("stablelm")
     model.model.layers[0].mlp.register_forward_hook(lambda _, args, out: out * (1 + (out.shape[1] > 32) * 2**-20))
-    with mock.patch("treespec.costs.load", lambda key: CURVE):
+    with mock.patch("treespec.planning.cost_measurement.load", lambda key: CURVE):
         llm = LLM(model, device="cpu", max_model_len=256)
     assert llm.stats()["frozen"]["exactness"] == "bit-identical at 32 fixed rows"
 
@@ -381,16 +400,25 @@ FAULTS: dict[str, tuple[str, str, str, Any]] = {
     "a window one shorter": ("gemma2", "adapter.decoder", "window_below", lambda *args: shorter(window_below(*args))),
     "no soft cap": ("gemma2", "models.attention", "tree_attention_cpu", lambda *args: tree_attention_cpu(*args[:5])),
     "positions by row": (
-        "gemma2", "adapter.decoder", "run", lambda base, tokens, at: run_rows(base, tokens, torch.arange(len(at)))
+        "gemma2",
+        "adapter.decoder",
+        "run",
+        lambda base, tokens, at: run_rows(base, tokens, torch.arange(len(at))),
     ),
     "a mask that is not obeyed": (
-        "gpt_oss", "adapter.row_attention", "sees", lambda _, queries, keys: keys <= queries[:, None]
+        "gpt_oss",
+        "adapter.row_attention",
+        "sees",
+        lambda _, queries, keys: keys <= queries[:, None],
     ),
     "no sinks": ("gpt_oss", "adapter.decoder", "attend_rows", lambda *args: attend_rows(*args[:7])),
     "another scale": (
-        "gpt_oss", "adapter.decoder", "attend_rows", lambda *args: attend_rows(*args[:5], 1.1 * args[5], *args[6:])
+        "gpt_oss",
+        "adapter.decoder",
+        "attend_rows",
+        lambda *args: attend_rows(*args[:5], 1.1 * args[5], *args[6:]),
     ),
-}  # fmt: skip
+}
 
 
 def shorter(window: Window | None) -> Window:

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from tests.models import greedy, random_prompts, tiny_llm
 from treespec import SpecConfig
-from treespec.observe import watch
-from treespec.sampling import topk_rows
+from treespec.drawing.recording import watch
+from treespec.sampling.transforms import topk_rows
 from treespec.tree import Draws, TokenTree, merge
-from treespec.verify import verify_greedy
+from treespec.verification.verify import verify_greedy
 
 ROOT = 5
 NAMES = ("a", "b", "c")

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from tests.exactness import threads
-from treespec_kernels.testing import assert_close, path_to, tree_parents
-from treespec_kernels.tree_attention import tree_attention_ref
-from treespec_kernels.tree_attention_cpu import AttentionMode, plan_tree_attention_cpu, tree_attention_cpu
-from treespec_kernels.tree_batch import PAGE_SIZE, RequestRows
+from treespec_kernels.attention.tree_attention import tree_attention_ref
+from treespec_kernels.attention.tree_attention_cpu import AttentionMode, plan_tree_attention_cpu, tree_attention_cpu
+from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
+from treespec_kernels.tuning.testing import assert_close, path_to, tree_parents
 
 CONTEXTS = (0, 1, 62, 63, 64, 65, 127, 128, 190, 640)
 TREES = ("star-9", "chain-16", "deep-33", "random-64", "random-2", "random-100", "star-1", "deep-100", "random-16")
@@ -55,9 +55,14 @@ class Case:
 
         slots = context_len + len(parents)
         return cls(
-            context_len, parents, pages[:count], 2 * draw(len(parents), heads[0]), draw(slots, heads[1]),
-            draw(slots, heads[1]), count + 3,
-        )  # fmt: skip
+            context_len,
+            parents,
+            pages[:count],
+            2 * draw(len(parents), heads[0]),
+            draw(slots, heads[1]),
+            draw(slots, heads[1]),
+            count + 3,
+        )
 
     @functools.cached_property
     def depths(self) -> np.ndarray:
@@ -72,9 +77,7 @@ class Case:
 
     def rows(self, nodes: np.ndarray | None = None) -> RequestRows:
         nodes = np.arange(len(self.parents)) if nodes is None else nodes
-        return RequestRows(
-            self.context_len, nodes, self.depths[nodes], self.visible[nodes], self.depths, self.pages
-        )  # fmt: skip
+        return RequestRows(self.context_len, nodes, self.depths[nodes], self.visible[nodes], self.depths, self.pages)
 
     def cache(self, slots: np.ndarray | None = None) -> tuple[Tensor, Tensor]:
         """The pool with `slots` (None = all logical ones) in their places, packed to the front where given."""
@@ -223,11 +226,15 @@ def test_close_to_the_reference(kind: str, mode: AttentionMode) -> None:
             path = path_to(case.parents, node)
             ancestors[node, : len(path)] = torch.tensor(path)
         expected = tree_attention_ref(
-            case.q, *case.cache(), scale=head_dim**-0.5, ancestors=ancestors, depths=torch.tensor(case.depths).int(),
+            case.q,
+            *case.cache(),
+            scale=head_dim**-0.5,
+            ancestors=ancestors,
+            depths=torch.tensor(case.depths).int(),
             row_request=torch.zeros(len(case.parents), dtype=torch.int32),
             context_lens=torch.tensor([context], dtype=torch.int32),
             page_table=torch.tensor(case.pages)[None].int(),
-        )  # fmt: skip
+        )
         actual = attend(case, case.rows(), mode, case.q, case.cache())
         assert_close(actual, expected, max_error=2e-5, rms_error=2e-6)
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from tests.child import run_cases
-from treespec_kernels.testing import path_to, tree_attention_inputs, tree_parents
-from treespec_kernels.tree_attention import TreeAttentionConfig, plan_tree_attention, tree_attention_triton
-from treespec_kernels.tree_attention_masked import ancestor_masks, num_words, tree_attention_masked_triton
+from treespec_kernels.attention.tree_attention import TreeAttentionConfig, plan_tree_attention, tree_attention_triton
+from treespec_kernels.attention.tree_attention_masked import ancestor_masks, num_words, tree_attention_masked_triton
+from treespec_kernels.tuning.testing import path_to, tree_attention_inputs, tree_parents
 
 CASES = "tree_attention_masked_cases.py"
 

@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from tests.child import run_cases
-from treespec_kernels.testing import assert_close, path_to, tree_attention_inputs, tree_parents
-from treespec_kernels.tree_attention import (
+from treespec_kernels.attention.tree_attention import (
     PlanCapacity,
     SegmentPartition,
     TreeAttentionConfig,
@@ -14,7 +13,8 @@ from treespec_kernels.tree_attention import (
     tree_attention_ref,
     tree_attention_triton,
 )
-from treespec_kernels.triton_launch import target_of
+from treespec_kernels.launch.triton_launch import target_of
+from treespec_kernels.tuning.testing import assert_close, path_to, tree_attention_inputs, tree_parents
 
 CASES = ["tree_attention_cases.py", "combine_segments_cases.py"]
 SMALL = TreeAttentionConfig(16, 16, 4, 2, SegmentPartition(short=32, long=64, long_from=64))

@@ -7,9 +7,9 @@ import torch
 
 from tests.child import run_cases
 from tests.growth import Sizes
-from treespec_kernels.device_trees import DeviceForest
-from treespec_kernels.tree_merge import tree_merge_ref, tree_merge_triton
-from treespec_kernels.tree_root import tree_root_ref, tree_root_triton
+from treespec_kernels.tree.device_trees import DeviceForest
+from treespec_kernels.tree.tree_merge import tree_merge_ref, tree_merge_triton
+from treespec_kernels.tree.tree_root import tree_root_ref, tree_root_triton
 
 CASES = "tree_merge_cases.py"
 

@@ -7,8 +7,8 @@ import torch
 
 from tests.child import run_cases
 from tests.growth import Sizes
-from treespec_kernels.device_trees import DeviceTrees
-from treespec_kernels.tree_select import tree_select_ref, tree_select_triton
+from treespec_kernels.tree.device_trees import DeviceTrees
+from treespec_kernels.tree.tree_select import tree_select_ref, tree_select_triton
 
 CASES = "tree_select_cases.py"
 
@@ -32,9 +32,12 @@ def test_what_does_not_fit_is_refused(tree_select: Any) -> None:
     forest = Sizes(2, 1, 2, 2, 3).forest()
     integers = torch.zeros(2, dtype=torch.int32)
     fitting: dict[str, Any] = {
-        "root_tokens": integers, "nodes": 4, "least_values": torch.zeros(2), "max_depths": integers,
+        "root_tokens": integers,
+        "nodes": 4,
+        "least_values": torch.zeros(2),
+        "max_depths": integers,
         "out": DeviceTrees.allocate(2, nodes=4, max_depth=3),
-    }  # fmt: skip
+    }
 
     def select(**wrong: Any) -> None:
         tree_select(forest, **(fitting | wrong))

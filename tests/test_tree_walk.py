@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.child import run_cases
-from treespec_kernels.device_trees import DeviceTrees
-from treespec_kernels.tree_walk import Walk, tree_walk_ref, tree_walk_triton
+from treespec_kernels.tree.device_trees import DeviceTrees
+from treespec_kernels.tree.tree_walk import Walk, tree_walk_ref, tree_walk_triton
 
 CASES = "tree_walk_cases.py"
 ROUND_CASES = "tree_round_cases.py"

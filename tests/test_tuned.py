@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from treespec_kernels import tuned
-from treespec_kernels.tree_attention_config import SegmentPartition, TreeAttentionConfig
-from treespec_kernels.tuned import KernelConfigs, TunedEntry, TunedFileError, versions_of
+from treespec_kernels.attention.tree_attention_config import SegmentPartition, TreeAttentionConfig
+from treespec_kernels.tuning import tuned
+from treespec_kernels.tuning.tuned import KernelConfigs, TunedEntry, TunedFileError, versions_of
 
 GPU = "NVIDIA H200"
 KEY = {"dtype": "bfloat16", "head_dim": 128, "group": 4}
@@ -92,9 +92,17 @@ def test_torch_driver_and_a_patch_of_triton_make_nothing_stale() -> None:
 
 @pytest.mark.parametrize(
     "content",
-    ["", "{", "[]", "null", '{"format": "another"}', '{"format": "treespec tuned kernels 1", "device": "NVIDIA H100", '
-     '"entries": []}', '{"format": "treespec tuned kernels 2", "device": "NVIDIA H200", "entries": []}', "\udcff"],
-)  # fmt: skip
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        '{"format": "another"}',
+        '{"format": "treespec tuned kernels 1", "device": "NVIDIA H100", "entries": []}',
+        '{"format": "treespec tuned kernels 2", "device": "NVIDIA H200", "entries": []}',
+        "\udcff",
+    ],
+)
 def test_a_corrupt_or_foreign_file_is_skipped_with_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, content: str
 ) -> None:
@@ -172,17 +180,18 @@ def test_where_files_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_hash_follows_the_kernels_and_what_they_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuned, "__file__", str(tmp_path / "tuned.py"))
     assert tuned.source_hash("op") == "none"
-    texts = {"op_kernels": "from .dot import dot\nfrom .aot_spec import KernelSpec\n", "dot": "x = 1", "aot_spec": ""}
-    for name, text in texts.items():
+    monkeypatch.setattr(tuned, "kernel_modules", lambda: {"op": "treespec_kernels.linear.op_kernels"})
+    monkeypatch.setattr(tuned, "module_file", lambda name: tmp_path / f"{name.rpartition('.')[2]}.py")
+    imports = "from treespec_kernels.linear.dot import dot\nfrom treespec_kernels.aot.kernel_spec import KernelSpec\n"
+    for name, text in {"op_kernels": imports, "dot": "x = 1", "kernel_spec": ""}.items():
         (tmp_path / f"{name}.py").write_text(text)
     seen = [tuned.source_hash("op")]
     for name in ("dot", "op_kernels"):
         with (tmp_path / f"{name}.py").open("a") as file:
             file.write("# more\n")
         seen.append(tuned.source_hash("op"))
-    (tmp_path / "aot_spec.py").write_text("# more")
+    (tmp_path / "kernel_spec.py").write_text("# more")
     assert len(set(seen)) == 3 and tuned.source_hash("op") == seen[-1]
 
 

@@ -9,21 +9,22 @@ from tests.child import run_uninterpreted
 # An implementation asked for by name never falls back. Each is called on CPU tensors that fit.
 CALLS = {
     "coupled_choice": (
-        "from treespec_kernels.coupled_choice import coupled_choice_triton\n"
+        "from treespec_kernels.sampling.coupled_choice import coupled_choice_triton\n"
         "zero = torch.zeros(1, dtype=torch.int64)\n"
         "coupled_choice_triton(torch.zeros(1, 5), torch.ones(1), zero, zero, zero)\n"
     ),
     "kv_commit": (
-        "from treespec_kernels.kv_commit import kv_commit_triton\n"
-        "from treespec_kernels.testing import kv_commit_inputs\n"
+        "from treespec_kernels.attention.kv_commit import kv_commit_triton\n"
+        "from treespec_kernels.tuning.testing import kv_commit_inputs\n"
         "i = kv_commit_inputs([3], [[0, 2]])\n"
         "kv_commit_triton(i.kv_cache, i.page_table, i.context_lens, i.paths, i.path_lens)\n"
     ),
     "lm_head": (
-        "from treespec_kernels.lm_head import lm_head_triton\nlm_head_triton(torch.zeros(1, 8), torch.zeros(5, 8))\n"
+        "from treespec_kernels.linear.lm_head import lm_head_triton\n"
+        "lm_head_triton(torch.zeros(1, 8), torch.zeros(5, 8))\n"
     ),
     "pass_layout": (
-        "from treespec_kernels.pass_layout import DeviceLayout\n"
+        "from treespec_kernels.attention.pass_layout import DeviceLayout\n"
         "layout = DeviceLayout.allocate(1, 1, 1, chain=True, max_context=1, num_heads=1, num_kv_heads=1, head_dim=16,\n"
         "                               dtype=torch.float32, device='cpu')\n"
         "zeros = torch.zeros(1, 1, dtype=torch.int32)\n"
@@ -31,37 +32,52 @@ CALLS = {
     ),
     "qkv_rope": (
         "from tests.test_qkv_rope import fitting\n"
-        "from treespec_kernels.qkv_rope import qkv_rope_triton\n"
+        "from treespec_kernels.attention.qkv_rope import qkv_rope_triton\n"
         "qkv_rope_triton(**fitting())\n"
     ),
     "rms_norm": (
-        "from treespec_kernels.rms_norm import rms_norm_triton\n"
+        "from treespec_kernels.linear.rms_norm import rms_norm_triton\n"
         "rms_norm_triton(torch.zeros(1, 8), torch.ones(8), 1e-5)\n"
     ),
     "row_linear": (
-        "from treespec_kernels.row_linear import row_linear_triton\n"
+        "from treespec_kernels.linear.row_linear import row_linear_triton\n"
         "row_linear_triton(torch.zeros(1, 16), torch.zeros(16, 16))\n"
     ),
-    "row_topk": "from treespec_kernels.row_topk import row_topk_triton\nrow_topk_triton(torch.zeros(1, 5), 1)\n",
+    "row_topk": (
+        "from treespec_kernels.sampling.row_topk import row_topk_triton\nrow_topk_triton(torch.zeros(1, 5), 1)\n"
+    ),
     "tree_attention": (
-        "from treespec_kernels.testing import tree_attention_inputs\n"
-        "from treespec_kernels.tree_attention import plan_tree_attention, tree_attention_triton\n"
+        "from treespec_kernels.tuning.testing import tree_attention_inputs\n"
+        "from treespec_kernels.attention.tree_attention import plan_tree_attention, tree_attention_triton\n"
         "i = tree_attention_inputs([3], [[-1]], num_heads=1, num_kv_heads=1, head_dim=16, dtype=torch.float32)\n"
         "plan = plan_tree_attention(**i.plan, num_heads=1, num_kv_heads=1, head_dim=16, dtype=torch.float32,\n"
         "                           device='cpu')\n"
         "tree_attention_triton(i.q, i.k_cache, i.v_cache, **i.rows, plan=plan)\n"
     ),
     "tree_root": (
-        "from treespec_kernels.device_trees import DeviceForest\n"
-        "from treespec_kernels.tree_root import tree_root_triton\n"
+        "from treespec_kernels.tree.device_trees import DeviceForest\n"
+        "from treespec_kernels.tree.tree_root import tree_root_triton\n"
         "forest = DeviceForest.allocate(1, frontier=1, num_ssms=1, proposals=1, max_depth=1)\n"
         "tree_root_triton(forest, torch.zeros(1, dtype=torch.int32))\n"
     ),
 }
 REFERENCES = [
-    "aot", "coupled_choice", "kv_commit", "lm_head", "pass_layout", "qkv_rope", "rms_norm", "row_linear", "row_topk",
-    "tree_attention", "tree_attention_masked", "tree_merge", "tree_root", "tree_select", "tree_walk",
-]  # fmt: skip
+    "treespec_kernels.aot.compiler",
+    "treespec_kernels.sampling.coupled_choice",
+    "treespec_kernels.attention.kv_commit",
+    "treespec_kernels.linear.lm_head",
+    "treespec_kernels.attention.pass_layout",
+    "treespec_kernels.attention.qkv_rope",
+    "treespec_kernels.linear.rms_norm",
+    "treespec_kernels.linear.row_linear",
+    "treespec_kernels.sampling.row_topk",
+    "treespec_kernels.attention.tree_attention",
+    "treespec_kernels.attention.tree_attention_masked",
+    "treespec_kernels.tree.tree_merge",
+    "treespec_kernels.tree.tree_root",
+    "treespec_kernels.tree.tree_select",
+    "treespec_kernels.tree.tree_walk",
+]
 
 
 def errors_of(scripts: dict[str, str], before: str = "") -> dict[str, str]:
@@ -96,7 +112,7 @@ def test_cpu_tensors_are_refused_outside_the_interpreter(op: str, refusals: dict
 
 @pytest.fixture(scope="module")
 def without_triton() -> dict[str, str]:
-    scripts = {module: f"import treespec_kernels.{module}" for module in REFERENCES}
+    scripts = {module: f"import {module}" for module in REFERENCES}
     return errors_of(scripts, "sys.modules['triton'] = None")
 
 

@@ -26,9 +26,9 @@ from tests.enumeration import (
     reference,
     runs,
 )
-from treespec import verify
-from treespec.oracle import Oracle
 from treespec.tree import TokenTree, merge
+from treespec.verification import verify
+from treespec.verification.oracle import Oracle
 
 EXACT, WRONG = 1e-12, 1e-3
 SEEDS = (0, 1)
@@ -92,7 +92,7 @@ WAYS: dict[str, tuple[int, int, Callable[[World, Oracle], TokenTree]]] = {
         ("deep", 2, proposals("own0 own1", "cross0 cross1 top0", "free0 next1")),
         ("deep, duplicates", 2, proposals("free0 free0", "free1", "free0 free1")),
     ]
-} | {"sources apart": (3, 2, apart), "adaptive": (3, 2, adaptive)}  # fmt: skip
+} | {"sources apart": (3, 2, apart), "adaptive": (3, 2, adaptive)}
 
 
 @cache
@@ -290,7 +290,7 @@ FAULTS: dict[str, tuple[str, str, Callable[[pytest.MonkeyPatch], None]]] = {
     "down to the wrong child": ("traversal", "without replacement", plant_draws(next_child)),
     "the draws in reverse": ("rejection", "without replacement", plant_draws(lambda draws: draws[::-1])),
     "acceptance over 1 - q": ("traversal", "two sources", plant_port),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)

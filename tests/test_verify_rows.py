@@ -9,9 +9,9 @@ import pytest
 
 from tests.enumeration import Builder, Path, Proposal, World, draft, engine, outcomes, paths_of, reference
 from treespec.errors import ConfigError
-from treespec.oracle import Oracle, RandomOracle
 from treespec.tree import Draws, TokenTree
-from treespec.verify import verify_drawn, verify_drawn_one, verify_tree
+from treespec.verification.oracle import Oracle, RandomOracle
+from treespec.verification.verify import verify_drawn, verify_drawn_one, verify_tree
 
 RULES = ("rejection", "traversal")
 VOCAB = 4096
@@ -223,10 +223,14 @@ def test_a_node_without_a_law_ends_the_output(rule: str, draws: int) -> None:
         children = np.array([paths.index((*above, token)) for above, token in drawn])
         zeros = np.zeros(len(drawn), dtype=np.int64)
         tree = TokenTree(
-            np.array([0, *(path[-1] for path in paths[1:])]), parents, np.array([len(path) for path in paths]),
-            np.ones(len(paths)), Draws(parents[children], children, zeros, np.ones(len(drawn)), zeros), ("a",),
+            np.array([0, *(path[-1] for path in paths[1:])]),
+            parents,
+            np.array([len(path) for path in paths]),
+            np.ones(len(paths)),
+            Draws(parents[children], children, zeros, np.ones(len(drawn)), zeros),
+            ("a",),
             (draft,),
-        )  # fmt: skip
+        )
 
         def target(node: int) -> np.ndarray | None:
             return root if node == 0 else None if paths[node][-1] == ends else later
@@ -378,7 +382,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "NaN": ({"target_probs": NOT_A_NUMBER}, r"target_probs\[0\].*nan"),
     "draft NaN": ({"draft_probs": np.array([[0.5, 0.5, 0.0], [np.nan, 0.2, 0.7]])}, r"draft_probs\[1\].*nan"),
     "sum": ({"draft_probs": np.array([[0.5, 0.5, 0.0], [0.1, 0.2, 0.6]])}, r"draft_probs\[1\] must sum to 1, not 0\.9"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD)

@@ -18,8 +18,8 @@ from tests.models import EOS, greedy, open_llm, tiny, tiny_llm
 from tests.speech import END, scripted, speaking_folder, speaking_llm
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.errors import ConfigError, ModelError, RequestError
-from treespec.params import LEAST_TEMPERATURE
-from treespec.request import CompletionOutput
+from treespec.outputs import CompletionOutput
+from treespec.sampling_params import LEAST_TEMPERATURE
 
 PROMPT = "def add("
 

@@ -17,8 +17,9 @@ from transformers import PrefixConstrainedLogitsProcessor, PreTrainedTokenizerFa
 from tests.models import greedy, open_llm, random_prompts, tiny, tiny_llm
 from tests.quantized import quantize_folder
 from tests.speech import END, speaking_folder, speaking_llm
-from treespec import LLM, SamplingParams, vllm_options
+from treespec import LLM, SamplingParams
 from treespec.errors import ConfigError, RequestError
+from treespec.frontend import vllm_options
 
 PROMPT = "def add("
 

@@ -48,10 +48,10 @@ def run(folder: Path) -> Iterator[Callable[[Script], dict[str, Any]]]:
         return names
 
     with (
-        mock.patch("treespec.costs.load", lambda key: CURVE),
-        mock.patch("treespec.build.differing_rows", _differing_rows_once),
-        mock.patch("treespec.build.resolve_compile", lambda *_: False),
-        mock.patch("treespec.build.resolve_lookup", lambda *_: None),
+        mock.patch("treespec.planning.cost_measurement.load", lambda key: CURVE),
+        mock.patch("treespec.startup.assemble.differing_rows", _differing_rows_once),
+        mock.patch("treespec.startup.assemble.resolve_compile", lambda *_: False),
+        mock.patch("treespec.startup.assemble.resolve_lookup", lambda *_: None),
     ):
         yield play
 
@@ -139,7 +139,7 @@ def test_hints_are_named_in_one_line(run: Callable[[Script], dict[str, Any]], ca
 
 
 def test_missing_methods_are_missing_attributes(reference: LLM) -> None:
-    from treespec.vllm_options import METHODS
+    from treespec.frontend.vllm_options import METHODS
 
     for name in METHODS:
         assert not hasattr(reference, name) and getattr(reference, name, None) is None

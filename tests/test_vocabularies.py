@@ -21,13 +21,13 @@ from tests.speech import speaking_folder
 from tests.test_drafts import assert_same_tree
 from tests.tokenizers_made import TEXT, byte_level, permuted, resized, save_tokenizer, sentencepiece_like
 from treespec import LLM, SamplingParams, SpecConfig
-from treespec.drafters.by_text import TextDrafter
-from treespec.drafters.foreign import ForeignDrafter
-from treespec.drafters.retokenize import Context
-from treespec.drafters.translated import TranslatedDrafter
+from treespec.drafters.foreign.by_text import TextDrafter
+from treespec.drafters.foreign.foreign_drafter import ForeignDrafter
+from treespec.drafters.foreign.retokenize import Context
+from treespec.drafters.foreign.translated import TranslatedDrafter
+from treespec.drawing.recording import watch
 from treespec.errors import ConfigError, DraftError
-from treespec.observe import watch
-from treespec.request import RequestOutput
+from treespec.outputs import RequestOutput
 from treespec_weights import default_folder
 
 TREE = SpecConfig(nodes=16, max_depth=5, sources=("ssm",))

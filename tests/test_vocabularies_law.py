@@ -20,13 +20,13 @@ from tests.test_sampled_law import ALPHA, PROMPT, VOCAB, sampled, timeless
 from tests.test_sampled_law import folders as law_folders
 from tests.tokenizers_made import letters, save_tokenizer
 from treespec import LLM, SamplingParams, SpecConfig
-from treespec.drafters.foreign import ForeignDrafter
-from treespec.drafters.translated import TranslatedDrafter
+from treespec.drafters.foreign.foreign_drafter import ForeignDrafter
+from treespec.drafters.foreign.translated import TranslatedDrafter
+from treespec.drawing.recording import watch
 from treespec.errors import DraftError
-from treespec.observe import watch
-from treespec.oracle import Oracle
 from treespec.request import Request
 from treespec.tree import TokenTree
+from treespec.verification.oracle import Oracle
 
 OWN, OTHER = "abcdefgh", "xhgfyedcz"  # "a" and "b" are unknown to the draft, "x", "y" and "z" to the target
 SSM = {"sources": ("ssm",)}

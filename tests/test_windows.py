@@ -12,12 +12,12 @@ from tests.families import TYPICAL, VOCAB, make_model
 from tests.models import greedy, open_llm, random_prompts
 from tests.test_tree_attention_cpu import Case, some_nodes
 from treespec.errors import ExactnessError
-from treespec_kernels import tree_attention_cpu as tree_attention_cpu_module
-from treespec_kernels.activations import ACTIVATIONS, soft_cap
-from treespec_kernels.linear import Linear, onednn_available
-from treespec_kernels.testing import assert_close, path_to
-from treespec_kernels.tree_attention_cpu import AttentionMode, plan_tree_attention_cpu, tree_attention_cpu
-from treespec_kernels.tree_batch import PAGE_SIZE, RequestRows
+from treespec_kernels.attention import tree_attention_cpu as tree_attention_cpu_module
+from treespec_kernels.attention.tree_attention_cpu import AttentionMode, plan_tree_attention_cpu, tree_attention_cpu
+from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
+from treespec_kernels.linear.activations import ACTIVATIONS, soft_cap
+from treespec_kernels.linear.linear import Linear, onednn_available
+from treespec_kernels.tuning.testing import assert_close, path_to
 
 CAP = 1.5
 WINDOWS = (1, 2, 17, 63, 64, 65, 130, 700)
@@ -25,9 +25,13 @@ CASES = ((0, "random-16"), (1, "deep-33"), (62, "star-9"), (63, "random-64"), (1
 
 
 def attend(
-    rows: RequestRows, mode: AttentionMode, q: Tensor, cache: tuple[Tensor, Tensor], window: int | None,
+    rows: RequestRows,
+    mode: AttentionMode,
+    q: Tensor,
+    cache: tuple[Tensor, Tensor],
+    window: int | None,
     cap: float | None = CAP,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     plan = plan_tree_attention_cpu([rows], q.shape[1], cache[0].shape[1], mode, window)
     return tree_attention_cpu(q, *cache, plan, q.shape[2] ** -0.5, cap)
 
@@ -119,9 +123,11 @@ def test_an_activation_has_equal_bits_for_any_number_of_rows(name: str, count: i
     """At widths that are no multiple of a vector, where ATen's own differ; and after products of both kinds."""
     function = ACTIVATIONS[name]
     exact = {
-        "silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu, "relu": torch.relu,
+        "silu": torch.nn.functional.silu,
+        "gelu": torch.nn.functional.gelu,
+        "relu": torch.relu,
         "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
-    }[name]  # fmt: skip
+    }[name]
     generator = torch.Generator().manual_seed(0)
     with threads(count):
         for width in (1, 3, 7, 173, 509, 1365, 2730):

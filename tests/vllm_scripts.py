@@ -13,8 +13,8 @@ IMPORTS = (
     ("vllm.engine.arg_utils", "treespec"),
     ("vllm.engine.async_llm_engine", "treespec"),
     ("vllm.v1.engine.async_llm", "treespec"),
-    ("vllm.v1.metrics.reader", "treespec.vllm_metrics"),
-    ("vllm.distributed", "treespec.memory"),
+    ("vllm.v1.metrics.reader", "treespec.frontend.vllm_metrics"),
+    ("vllm.distributed", "treespec.startup.memory"),
     ("vllm.lora.request", "treespec"),
     ("vllm", "treespec"),  # and vllm.sampling_params, vllm.inputs, vllm.outputs
 )

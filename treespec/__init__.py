@@ -24,28 +24,28 @@ __all__ = [
 if TYPE_CHECKING:
     from treespec.config import SpecConfig
     from treespec.drafters.base import Drafter
-    from treespec.engine_args import EngineArgs, FlexibleArgumentParser
+    from treespec.frontend.engine_args import EngineArgs, FlexibleArgumentParser
+    from treespec.frontend.llm_engine import LLMEngine
     from treespec.inputs import TextPrompt, TokensPrompt
     from treespec.llm import LLM
-    from treespec.llm_engine import LLMEngine
-    from treespec.params import SamplingParams
-    from treespec.request import CompletionOutput, RequestOutput
+    from treespec.outputs import CompletionOutput, RequestOutput
     from treespec.round_record import RoundRecord
-    from treespec.structured import StructuredOutputsParams
+    from treespec.sampling.structured_params import StructuredOutputsParams
+    from treespec.sampling_params import SamplingParams
     from treespec.tree import TokenTree
 
 _HOME = {
-    "CompletionOutput": "treespec.request",
+    "CompletionOutput": "treespec.outputs",
     "Drafter": "treespec.drafters.base",
-    "EngineArgs": "treespec.engine_args",
-    "FlexibleArgumentParser": "treespec.engine_args",
+    "EngineArgs": "treespec.frontend.engine_args",
+    "FlexibleArgumentParser": "treespec.frontend.engine_args",
     "LLM": "treespec.llm",
-    "LLMEngine": "treespec.llm_engine",
-    "RequestOutput": "treespec.request",
+    "LLMEngine": "treespec.frontend.llm_engine",
+    "RequestOutput": "treespec.outputs",
     "RoundRecord": "treespec.round_record",
-    "SamplingParams": "treespec.params",
+    "SamplingParams": "treespec.sampling_params",
     "SpecConfig": "treespec.config",
-    "StructuredOutputsParams": "treespec.structured",
+    "StructuredOutputsParams": "treespec.sampling.structured_params",
     "TextPrompt": "treespec.inputs",
     "TokenTree": "treespec.tree",
     "TokensPrompt": "treespec.inputs",

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treespec.memory import lazy_zeros
-from treespec_kernels.kv_commit import kv_commit_cpu, kv_commit_triton
-from treespec_kernels.tree_batch import PAGE_SIZE
+from treespec.startup.memory import lazy_zeros
+from treespec_kernels.attention.kv_commit import kv_commit_cpu, kv_commit_triton
+from treespec_kernels.attention.tree_batch import PAGE_SIZE
 from treespec_weights.rules import ModelShape
 
 NO_PAGES = np.empty(0, dtype=np.int64)
@@ -42,9 +42,13 @@ class KVCache:
     """
 
     def __init__(
-        self, shapes: Sequence[ModelShape], num_pages: int, dtype: torch.dtype, device: torch.device | str,
+        self,
+        shapes: Sequence[ModelShape],
+        num_pages: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
         stacks: Sequence[int] | None = None,
-    ):  # fmt: skip
+    ):
         self.num_pages = num_pages
         self.pools: list[Tensor] = []
         self.stacked: list[Tensor] = []

@@ -9,7 +9,7 @@ from typing import Any, Literal, Never, Self
 import torch
 
 from treespec.errors import ConfigError, ModelError, VariantError, reject_unknown
-from treespec.layers import LayerKind, Rope, read_layers
+from treespec.models.layer_kinds import LayerKind, Rope, read_layers
 from treespec.scalars import plain
 from treespec_weights.families import family_of
 from treespec_weights.files import resolve_folder
@@ -49,7 +49,8 @@ class SpecConfig:
         verification: how a sampled token is accepted; greedily all are the walk along the target's argmax. "coupled":
             drafts guess the target's choice with the target's own noise; "naive": without it. Both emit the very tokens
             of plain decoding with the same seed. "rejection" (SpecInfer, arXiv 2305.09781) and "traversal" (arXiv
-            2505.12398) draw children at random and keep the distribution, not the tokens. See `treespec.verify`.
+            2505.12398) draw children at random and keep the distribution, not the tokens
+            (`treespec.verification.verify`).
         draws: of "rejection" and "traversal". "cross-source": no token twice below one node, whichever SSM draws;
             "without-replacement": no SSM draws one twice; "with-replacement": independent draws.
         sources: who drafts: "ssm" for all SSMs, an SSM's own name for it alone, "lookup" for what followed the same
@@ -261,9 +262,20 @@ class ModelConfig:
         """What models have in common that compute the same with other weights."""
         rules, ropes = self.rules, tuple(rope.key for rope in self.ropes)
         return (
-            self.shape, rules.norm, rules.extra_positions, self.norm_eps, self.activation, self.parallel,
-            self.query_scale, self.score_cap, self.logit_cap, self.embed_scale, ropes, self.layers, self.quantization,
-        )  # fmt: skip
+            self.shape,
+            rules.norm,
+            rules.extra_positions,
+            self.norm_eps,
+            self.activation,
+            self.parallel,
+            self.query_scale,
+            self.score_cap,
+            self.logit_cap,
+            self.embed_scale,
+            ropes,
+            self.layers,
+            self.quantization,
+        )
 
     @classmethod
     def from_hf(cls, folder: str | Path, max_model_len: int | None = None) -> "ModelConfig":

@@ -12,23 +12,24 @@ import numpy as np
 
 from treespec.cache import KVCache
 from treespec.drafters.base import Drafter
+from treespec.drafters.calls import Failures, ask, release, tell
 from treespec.drafters.forced import forced_tree
-from treespec.drafters.foreign import ForeignDrafter
-from treespec.drafters.lookup import LookupDrafter
-from treespec.drafters.outside import Failures, ask, release, tell
-from treespec.drafters.plan import Drafted, DraftPlan
-from treespec.drafters.ssm import SsmDrafter
+from treespec.drafters.foreign.foreign_drafter import ForeignDrafter
+from treespec.drafters.lookup.lookup_drafter import LookupDrafter
+from treespec.drafters.ssm.ssm_drafter import SsmDrafter
 from treespec.errors import DraftError, RequestError, TreespecError
 from treespec.metrics import Stats
-from treespec.planner import Planner
-from treespec.request import FinishReason, Request
-from treespec.round_costs import RoundSeconds
+from treespec.outputs import FinishReason
+from treespec.planning.draft_plan import Drafted, DraftPlan
+from treespec.planning.planner import Planner
+from treespec.planning.round_costs import RoundSeconds
+from treespec.request import Request
 from treespec.round_record import RoundObservers, RoundRecord
 from treespec.runner import Choices, Runner
-from treespec.sampling import logprobs_of
+from treespec.sampling.transforms import logprobs_of
 from treespec.scheduler import Batch, Scheduler
 from treespec.tree import TokenTree, merge
-from treespec.verify import Verified, verify_greedy
+from treespec.verification.verify import Verified, verify_greedy
 
 logger = logging.getLogger("treespec")
 

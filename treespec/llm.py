@@ -15,26 +15,35 @@ import torch
 from torch import nn
 
 from treespec.adapter.trace import AdapterConfig
-from treespec.build import Built, build
-from treespec.chat import Message, conversations, streamed
 from treespec.config import SpecConfig
-from treespec.defaults import check_generation_config, default_sampling_params
-from treespec.drafters.outside import is_from_outside
+from treespec.drafters.calls import is_from_outside
 from treespec.errors import ConfigError, RequestError, describe_error, reject_unknown, show
-from treespec.grammar import Grammars
-from treespec.intake import Intake, Prompt, as_list, log_refused, no_text
-from treespec.param_values import checked
-from treespec.params import SamplingParams
-from treespec.progress import Progress
-from treespec.request import Request, RequestOutput, StreamChunk
-from treespec.resolve import on_device, resolve_device
+from treespec.frontend.generation_defaults import check_generation_config, default_sampling_params
+from treespec.frontend.progress import Progress
+from treespec.frontend.requests import Intake, Prompt, as_list, log_refused, no_text
+from treespec.frontend.vllm_methods import VllmMethods
+from treespec.frontend.vllm_options import (
+    CALLS,
+    ENGINE,
+    CallOptions,
+    EngineOptions,
+    Translated,
+    translated,
+    without_absent,
+)
+from treespec.outputs import RequestOutput, StreamChunk
+from treespec.request import Request
 from treespec.round_record import ObserverHandle, RoundObserver
-from treespec.sampler import SEED_BITS, new_seed
+from treespec.sampling.grammar import Grammars
+from treespec.sampling.param_values import checked
+from treespec.sampling.sampler import SEED_BITS, new_seed
+from treespec.sampling_params import SamplingParams
 from treespec.scalars import plain
-from treespec.surroundings import own_passes
-from treespec.tokenizer import Tokenization, UserTokenizer, check_sentencepiece, load_tokenizer
-from treespec.vllm_methods import VllmMethods
-from treespec.vllm_options import CALLS, ENGINE, CallOptions, EngineOptions, Translated, translated, without_absent
+from treespec.startup.assemble import Built, build
+from treespec.startup.resolve import on_device, resolve_device
+from treespec.startup.torch_state import own_passes
+from treespec.text.chat import Message, conversations, streamed
+from treespec.text.prompt_tokenizer import Tokenization, UserTokenizer, check_sentencepiece, load_tokenizer
 
 
 class LLM(VllmMethods):
@@ -135,9 +144,23 @@ class LLM(VllmMethods):
         self._waiting: set[object] = set()  # callers in other threads that want the next round
         with own_passes(where), on_device(where):
             self._built: Built = build(
-                model, drafts, self.spec, where, dtype, exact, plain(max_num_seqs), plain(max_model_len), attention,
-                plain(prefill_chunk), compile, linear, cuda_graphs, backend, quantization, suffix_tokens,
-            )  # fmt: skip
+                model,
+                drafts,
+                self.spec,
+                where,
+                dtype,
+                exact,
+                plain(max_num_seqs),
+                plain(max_model_len),
+                attention,
+                plain(prefill_chunk),
+                compile,
+                linear,
+                cuda_graphs,
+                backend,
+                quantization,
+                suffix_tokens,
+            )
         self._kept: Any = model, drafts  # models in memory: the engine itself does not keep them alive
         self.engine, self.config = self._built.engine, self._built.config
         target = self._built.target
@@ -150,10 +173,16 @@ class LLM(VllmMethods):
         vocab_size, device = target.shape.vocab_size, self.engine.runner.target.device
         ends = tuple(dict.fromkeys(ends))
         self._intake = Intake(
-            spoken, vocab_size, ends, self.config.max_model_len, target.max_positions, device,
-            Grammars(self._tokenizer, vocab_size, ends, device), kernel_noise=self.config.linear == "triton",
+            spoken,
+            vocab_size,
+            ends,
+            self.config.max_model_len,
+            target.max_positions,
+            device,
+            Grammars(self._tokenizer, vocab_size, ends, device),
+            kernel_noise=self.config.linear == "triton",
             draw_seed=new_seed if seed is None else partial(random.Random(seed).getrandbits, SEED_BITS),
-        )  # fmt: skip
+        )
 
     def generate(
         self,
@@ -186,9 +215,13 @@ class LLM(VllmMethods):
         return self._generate(as_list(prompts), sampling_params, spec, use_tqdm, tokenization_kwargs)
 
     def _generate(
-        self, prompts: list[Any], params: Any, spec: SpecConfig | str | None, use_tqdm: Any,
+        self,
+        prompts: list[Any],
+        params: Any,
+        spec: SpecConfig | str | None,
+        use_tqdm: Any,
         tokenization: Mapping[str, Any] | None,
-    ) -> list[RequestOutput]:  # fmt: skip
+    ) -> list[RequestOutput]:
         """For each prompt, text, token ids or a conversation."""
         if not isinstance(use_tqdm, bool) and not callable(use_tqdm):
             raise ConfigError(f"use_tqdm={show(use_tqdm)}; valid: True, False, or what takes the place of tqdm.tqdm")
@@ -238,9 +271,14 @@ class LLM(VllmMethods):
         """
         refuse_unknown(LLM.chat, vllm_options)
         prompts = conversations(
-            self._tokenizer, messages, chat_template, add_generation_prompt, continue_final_message, tools,
+            self._tokenizer,
+            messages,
+            chat_template,
+            add_generation_prompt,
+            continue_final_message,
+            tools,
             chat_template_kwargs,
-        )  # fmt: skip
+        )
         return self._generate(list(prompts), sampling_params, spec, use_tqdm, tokenization_kwargs)
 
     def stream(
@@ -275,9 +313,14 @@ class LLM(VllmMethods):
         """
         refuse_unknown(LLM.stream, vllm_options)
         prompt = streamed(
-            self._tokenizer, prompt, chat_template, add_generation_prompt, continue_final_message, tools,
+            self._tokenizer,
+            prompt,
+            chat_template,
+            add_generation_prompt,
+            continue_final_message,
+            tools,
             chat_template_kwargs,
-        )  # fmt: skip
+        )
         with self._lock:
             samples = self._requests([prompt], sampling_params, spec, tokenization_kwargs, stream=True)[0]
         if isinstance(samples, RequestOutput):
@@ -449,9 +492,13 @@ class LLM(VllmMethods):
             self._end(leaving)
 
     def _requests(
-        self, prompts: list[Any], params: Any, spec: SpecConfig | str | None, tokenization: Mapping[str, Any] | None,
+        self,
+        prompts: list[Any],
+        params: Any,
+        spec: SpecConfig | str | None,
+        tokenization: Mapping[str, Any] | None,
         stream: bool = False,
-    ) -> list[list[Request] | RequestOutput]:  # fmt: skip
+    ) -> list[list[Request] | RequestOutput]:
         """By prompt: its samples, or, where it is bad, its finished output with the error."""
         if params is None:
             params = self._default_params

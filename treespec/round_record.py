@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from treespec.errors import ConfigError
-from treespec.surroundings import outside_code
+from treespec.startup.torch_state import outside_code
 from treespec.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -80,9 +80,15 @@ class RoundRecord:
 
     @classmethod
     def of(
-        cls, request: "Request", tree: TokenTree, path: np.ndarray, bonus: int, emitted: int, seconds: float,
+        cls,
+        request: "Request",
+        tree: TokenTree,
+        path: np.ndarray,
+        bonus: int,
+        emitted: int,
+        seconds: float,
         target_seconds: float | None = None,
-    ) -> "RoundRecord":  # fmt: skip
+    ) -> "RoundRecord":
         """The record of a round whose `emitted` tokens have just been added to the request.
 
         `path` and `bonus` are those that verification found; a stop may have cut them.
@@ -91,9 +97,16 @@ class RoundRecord:
         context = request.tokens[: len(request.tokens) - emitted - 1]
         kept = path if complete else path[: 1 + emitted]
         return cls(
-            request.output_id, request.num_rounds, context, tree, kept, int(bonus) if complete else None,
-            request.sample, seconds, target_seconds,
-        )  # fmt: skip
+            request.output_id,
+            request.num_rounds,
+            context,
+            tree,
+            kept,
+            int(bonus) if complete else None,
+            request.sample,
+            seconds,
+            target_seconds,
+        )
 
 
 class ObserverHandle:
@@ -147,5 +160,7 @@ class RoundObservers:
                 name = getattr(handle._observer, "__qualname__", type(handle._observer).__name__)
                 logger.exception(
                     "round observer %s failed in round %d of request %s and was removed; the request goes on",
-                    name, record.number, record.request_id,
-                )  # fmt: skip
+                    name,
+                    record.number,
+                    record.request_id,
+                )

@@ -12,9 +12,9 @@ from treespec.cache import KVCache
 from treespec.errors import RequestError
 from treespec.models.decoder import Decoder
 from treespec.request import Request
-from treespec.sampling import logprobs_of
+from treespec.sampling.transforms import logprobs_of
 from treespec.tree import TokenTree
-from treespec_kernels.tree_batch import PAGE_SIZE, RequestRows
+from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
 
 _SCORED_ROWS = 64  # of a prompt, whose logits are computed at once: 20 MB in bfloat16 where there are 152,000 tokens
 
@@ -38,9 +38,7 @@ def tree_rows(request: Request, tree: TokenTree) -> RequestRows:
     assert request.context_len + len(tree) <= len(request.pages) * PAGE_SIZE, "a tree outgrew its request's pages"
     if len(tree) == 1:
         return RequestRows.chain(request.context_len, 1, request.pages)
-    return RequestRows(
-        request.context_len, np.arange(len(tree)), tree.depths, tree.visible, tree.depths, request.pages
-    )  # fmt: skip
+    return RequestRows(request.context_len, np.arange(len(tree)), tree.depths, tree.visible, tree.depths, request.pages)
 
 
 class Runner:
@@ -57,9 +55,7 @@ class Runner:
         ConfigError: `hidden_of` names no layer. KernelError: the target's passes hand no states out.
     """
 
-    def __init__(
-        self, target: Decoder, cache: KVCache, max_rows: int | None = None, hidden_of: Sequence[int] = ()
-    ):  # fmt: skip
+    def __init__(self, target: Decoder, cache: KVCache, max_rows: int | None = None, hidden_of: Sequence[int] = ()):
         if hidden_of:
             target.check_states(hidden_of)
         self.target, self.cache, self.max_rows, self.hidden_of = target, cache, max_rows, tuple(hidden_of)
@@ -76,9 +72,7 @@ class Runner:
         """
         if not requests:
             return []
-        rows = [
-            RequestRows.chain(r.context_len, count, r.pages) for r, count in zip(requests, counts, strict=True)
-        ]  # fmt: skip
+        rows = [RequestRows.chain(r.context_len, count, r.pages) for r, count in zip(requests, counts, strict=True)]
         tokens = [t for r, n in zip(requests, counts, strict=True) for t in r.tokens[r.context_len : r.context_len + n]]
         hidden, states = self._pass(rows, np.array(tokens))
         for request, count, part in zip(requests, counts, hidden.split(list(counts)), strict=True):

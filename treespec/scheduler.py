@@ -7,8 +7,9 @@ from typing import NamedTuple
 import numpy as np
 
 from treespec.cache import NO_PAGES, KVCache
-from treespec.request import FinishReason, PromptGroup, Request
-from treespec_kernels.tree_batch import PAGE_SIZE
+from treespec.outputs import FinishReason
+from treespec.request import PromptGroup, Request
+from treespec_kernels.attention.tree_batch import PAGE_SIZE
 
 
 class Batch(NamedTuple):

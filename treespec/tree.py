@@ -169,10 +169,13 @@ class TokenTree:
         """The tree of the first nodes, which keep their numbers."""
         draws, kept = self.draws, self.draws.children < count
         tree = TokenTree(
-            self.tokens[:count], self.parents[:count], self.depths[:count], self.probs[:count],
+            self.tokens[:count],
+            self.parents[:count],
+            self.depths[:count],
+            self.probs[:count],
             Draws(draws.parents[kept], draws.children[kept], draws.sources[kept], draws.probs[kept]),
             self.source_names,
-        )  # fmt: skip
+        )
         return tree.with_values(self.values[:count])
 
     def best(self, count: int) -> "TokenTree":

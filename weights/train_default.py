@@ -25,7 +25,9 @@ from transformers import LlamaForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from treespec import LLM
-from treespec_training import data, distill, evaluate, models, rendered, tokenizer, train
+from treespec_training import data, distill, evaluate, rendered, train
+from treespec_training import shapes as models
+from treespec_training import train_tokenizer as tokenizer
 from treespec_training.export import export, rounded, write_folder
 from treespec_training.files import write_json
 
@@ -180,9 +182,15 @@ class Build:
         with tempfile.TemporaryDirectory() as name:
             write_folder(Path(name), reader, self.tokenizer)
             teacher = LLM(
-                name, [], "off", device=self.device, dtype="bfloat16", max_num_seqs=batch,
-                max_model_len=distill.LENGTH, compile=self.args.compile and self.device.type == "cpu",
-            ).engine.runner  # fmt: skip
+                name,
+                [],
+                "off",
+                device=self.device,
+                dtype="bfloat16",
+                max_num_seqs=batch,
+                max_model_len=distill.LENGTH,
+                compile=self.args.compile and self.device.type == "cpu",
+            ).engine.runner
         self.progress["lessons"] = distill.make_lessons(reader, teacher, text, folder, budget, batch, self.pause)
         halves = [sorted(folder.glob(f"{name}-*.npz")) for name in ("text", "continued")]
         return distill.Lessons.load(halves[0]), distill.Lessons.load(halves[1])

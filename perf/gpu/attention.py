@@ -18,9 +18,9 @@ from gpu import roofline
 from gpu.clock import sets_for
 from gpu.setting import Setting
 from gpu.stage import Context, Measurement
-from treespec_kernels.testing import assert_close, path_to, tree_parents
-from treespec_kernels.tree_attention import TreeAttentionConfig, plan_tree_attention, tree_attention_triton
-from treespec_kernels.tuned import KernelConfigs
+from treespec_kernels.attention.tree_attention import TreeAttentionConfig, plan_tree_attention, tree_attention_triton
+from treespec_kernels.tuning.testing import assert_close, path_to, tree_parents
+from treespec_kernels.tuning.tuned import KernelConfigs
 
 PAGE = 64
 COPY = "copy"
@@ -42,9 +42,14 @@ class Case:
 
 
 CASES = (
-    Case(8192, 32, True), Case(32768, 32, True), Case(2048, 32, True), Case(32768, 1), Case(8192, 1), Case(8192, 64),
+    Case(8192, 32, True),
+    Case(32768, 32, True),
+    Case(2048, 32, True),
+    Case(32768, 1),
+    Case(8192, 1),
+    Case(8192, 64),
     Case(2048, 1),
-)  # fmt: skip
+)
 DRY_CASES = (Case(20, 3, True),)
 
 
@@ -136,9 +141,16 @@ def ours(inputs: Inputs) -> Callable[[int], Tensor]:
     ancestors = torch.tensor([path + [path[-1]] * (max(depths) + 1 - len(path)) for path in paths], dtype=torch.int32)
     config = configuration(dtype, head_dim, heads // kv_heads, device)
     plan = plan_tree_attention(
-        [context], [nodes], depths, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, dtype=dtype,
-        device=device, config=config,
-    )  # fmt: skip
+        [context],
+        [nodes],
+        depths,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        device=device,
+        config=config,
+    )
     num_pages = -(-length // PAGE)
     table = torch.randperm(num_pages, generator=torch.Generator().manual_seed(1)).to(device)
     caches = []

@@ -21,9 +21,9 @@ from gpu.models import Passes, open_engine
 from gpu.setting import Setting
 from gpu.stage import Context, Measurement, op_module
 from treespec import LLM, SamplingParams
-from treespec_kernels.testing import path_to, tree_attention_inputs, tree_parents
-from treespec_kernels.tree_attention import TreeAttentionConfig, plan_tree_attention, tree_attention_triton
-from treespec_kernels.tuned import KernelConfigs
+from treespec_kernels.attention.tree_attention import TreeAttentionConfig, plan_tree_attention, tree_attention_triton
+from treespec_kernels.tuning.testing import path_to, tree_attention_inputs, tree_parents
+from treespec_kernels.tuning.tuned import KernelConfigs
 from treespec_weights.rules import ModelShape
 
 
@@ -44,9 +44,62 @@ class Sizes:
 
 
 # Borders of pages, of tiles, of short and of long segments, and nothing in particular.
-_BORDERS = [0, 1, 15, 16, 17, 33, 63, 64, 65, 100, 127, 128, 129, 191, 192, 193, 250, 255, 256, 257, 300, 383, 384, 500,
-            511, 512, 513, 700, 767, 768, 1000, 1023, 1024, 1025, 1500, 2047, 2048, 2049, 3333, 4095, 4096, 4097, 6000,
-            8180, 8191, 8192, 8193, 9215, 9216, 9217, 10240, 12000, 16383, 16384]  # fmt: skip
+_BORDERS = [
+    0,
+    1,
+    15,
+    16,
+    17,
+    33,
+    63,
+    64,
+    65,
+    100,
+    127,
+    128,
+    129,
+    191,
+    192,
+    193,
+    250,
+    255,
+    256,
+    257,
+    300,
+    383,
+    384,
+    500,
+    511,
+    512,
+    513,
+    700,
+    767,
+    768,
+    1000,
+    1023,
+    1024,
+    1025,
+    1500,
+    2047,
+    2048,
+    2049,
+    3333,
+    4095,
+    4096,
+    4097,
+    6000,
+    8180,
+    8191,
+    8192,
+    8193,
+    9215,
+    9216,
+    9217,
+    10240,
+    12000,
+    16383,
+    16384,
+]
 ENGINE_SECONDS = 90.0  # after these no further mode begins
 REPEATS, REPEAT_SECONDS = 2000, 20.0  # of one pass: what a race spoils, it spoils now and then
 REAL = Sizes(
@@ -69,9 +122,17 @@ REAL = Sizes(
     batches=(1, 8),
 )
 DRY = Sizes(
-    heads=((2, 1, 16),), prefixes=(3, 17), nodes=3, rows=3, linears=((32, 32, False), (64, 32, True)), contexts=(5,),
-    prompts=2, max_tokens=6, batches=(2,), modes=("ssm-1", "auto"),
-)  # fmt: skip
+    heads=((2, 1, 16),),
+    prefixes=(3, 17),
+    nodes=3,
+    rows=3,
+    linears=((32, 32, False), (64, 32, True)),
+    contexts=(5,),
+    prompts=2,
+    max_tokens=6,
+    batches=(2,),
+    modes=("ssm-1", "auto"),
+)
 
 
 # Of one measurement, a dozen at a time. An engine takes longest where nothing is compiled yet: 180 s are for compiling
@@ -113,8 +174,7 @@ def _measurements(setting: Setting) -> Iterator[Measurement]:
         yield Measurement(f"decoder/{name}", partial(_decoder, sizes, shape), 90.0 + REPEAT_SECONDS)
     for batch in sizes.batches:
         for how in DECODED:
-            yield Measurement(f"{how}/{_name(setting.dtype)}/batch{batch}",
-                              partial(_engine, sizes, batch, how), 110.0)  # fmt: skip
+            yield Measurement(f"{how}/{_name(setting.dtype)}/batch{batch}", partial(_engine, sizes, batch, how), 110.0)
 
 
 DECODED: dict[str, dict[str, Any]] = {
@@ -176,9 +236,11 @@ def _decoded_alone(inputs: Any, prefix: int, path: list[int], node: int, config:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
     rows = inputs.rows | {
-        "row_request": integers(0), "context_lens": integers(length), "depths": integers(0),
+        "row_request": integers(0),
+        "context_lens": integers(length),
+        "depths": integers(0),
         "ancestors": integers(0)[None],
-    }  # fmt: skip
+    }
     plan = {"context_lens": [length], "rows_per_request": [1], "depths": [0]}
     return _attend(inputs.q[node : node + 1], *caches, rows, plan, config)[0]
 
@@ -187,9 +249,14 @@ def _attend(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: dict[str, Any], plan: dict[str, Any], config: TreeAttentionConfig
 ) -> Tensor:
     made = plan_tree_attention(
-        **plan, num_heads=q.shape[1], num_kv_heads=k_cache.shape[1], head_dim=q.shape[2], dtype=q.dtype,
-        device=q.device, config=config,
-    )  # fmt: skip
+        **plan,
+        num_heads=q.shape[1],
+        num_kv_heads=k_cache.shape[1],
+        head_dim=q.shape[2],
+        dtype=q.dtype,
+        device=q.device,
+        config=config,
+    )
     out = torch.full_like(q, float("nan"))
     return tree_attention_triton(q, k_cache, v_cache, **rows, plan=made, out=out)
 
@@ -199,7 +266,7 @@ def _attend(
 
 def _linear(sizes: Sizes, out_features: int, in_features: int, gate: bool, context: Context) -> dict[str, Any]:
     """Row counts at which a row has other bits than among `sizes.rows`, and the error against fp32."""
-    op, setting = op_module("row_linear"), context.setting
+    op, setting = op_module("linear.row_linear"), context.setting
     key = {"dtype": setting.dtype, "out_features": out_features, "in_features": in_features, "silu_gate": gate}
     default = op.RowLinearConfig.default(setting.dtype, out_features, in_features, silu_gate=gate)
     config = KernelConfigs.load(setting.device).get("row_linear", key | {"groups": 1}, default)
@@ -297,10 +364,15 @@ def _engine(sizes: Sizes, batch: int, how: str, context: Context) -> dict[str, A
         made = sum(output.metrics.generated_tokens for output in tree)
         passes = sum(output.metrics.target_passes for output in tree)
         rows.append(
-            {"mode": mode, "tokens": made, "differing_tokens": tokens,
-             "differing_logit_rows": differing if comparable else None, "acceptance_length": made / passes,
-             "seconds": seconds}
-        )  # fmt: skip
+            {
+                "mode": mode,
+                "tokens": made,
+                "differing_tokens": tokens,
+                "differing_logit_rows": differing if comparable else None,
+                "acceptance_length": made / passes,
+                "seconds": seconds,
+            }
+        )
     compared = [row["differing_logit_rows"] for row in rows if row["differing_logit_rows"] is not None]
     return {
         "tokens": sum(row["tokens"] for row in rows),
@@ -337,17 +409,22 @@ def describe(document: dict[str, Any]) -> str:
         if "error" in figures:
             lines.append(f"  {name:36} ERROR {figures['error'][:150]}")
         elif name.startswith(("attention", "decoder")):
-            lines.append(f"  {name:36} {figures['differing_rows']} of {figures['rows']} rows differ"
-                         + (f", first {figures['first']}" if figures["first"] else "")
-                         + (f"; {figures['differing_repeats']} of {figures['repeats']} repeats"
-                            if "repeats" in figures else ""))  # fmt: skip
+            lines.append(
+                f"  {name:36} {figures['differing_rows']} of {figures['rows']} rows differ"
+                + (f", first {figures['first']}" if figures["first"] else "")
+                + (f"; {figures['differing_repeats']} of {figures['repeats']} repeats" if "repeats" in figures else "")
+            )
         elif name.startswith("row_linear"):
             error = figures["relative_error"]  # None where it is NaN
-            lines.append(f"  {name:36} {figures['differing_row_counts']} of {figures['row_counts']} row counts differ, "
-                         f"error {'-' if error is None else format(error, '.1e')}")  # fmt: skip
+            lines.append(
+                f"  {name:36} {figures['differing_row_counts']} of {figures['row_counts']} row counts differ, "
+                f"error {'-' if error is None else format(error, '.1e')}"
+            )
         else:
             logits = figures["differing_logit_rows"]
-            lines.append(f"  {name:36} {figures['differing_tokens']} of {figures['tokens']} tokens differ, "
-                         f"logit rows: {'not handed out' if logits is None else logits}"
-                         + "".join(f", without {mode}" for mode in figures["modes_left_out"]))  # fmt: skip
+            lines.append(
+                f"  {name:36} {figures['differing_tokens']} of {figures['tokens']} tokens differ, "
+                f"logit rows: {'not handed out' if logits is None else logits}"
+                + "".join(f", without {mode}" for mode in figures["modes_left_out"])
+            )
     return "\n".join(lines)

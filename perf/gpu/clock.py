@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from treespec_kernels.graph_capture import GraphMemory, captured
+from treespec_kernels.launch.graph_capture import GraphMemory, captured
 
 Call = Callable[[], object]
 
@@ -34,8 +34,12 @@ class Times(NamedTuple):
 
     @property
     def figures(self) -> dict[str, Any]:
-        return {"us": round(self.median, 3), "us_p10": round(self.low, 3), "us_p90": round(self.high, 3),
-                "repeats": self.repeats}  # fmt: skip
+        return {
+            "us": round(self.median, 3),
+            "us_p10": round(self.low, 3),
+            "us_p90": round(self.high, 3),
+            "repeats": self.repeats,
+        }
 
 
 class Clock:

@@ -23,10 +23,10 @@ from gpu.models import Passes
 from gpu.setting import Setting
 from gpu.stage import Context, Measurement
 from treespec.config import ModelConfig
-from treespec_kernels.qkv_rope import HeadNorm, qkv_rope_triton
-from treespec_kernels.rms_norm import rms_norm_triton
-from treespec_kernels.testing import tree_attention_inputs, tree_parents
-from treespec_kernels.tree_attention import plan_tree_attention, tree_attention_triton
+from treespec_kernels.attention.qkv_rope import HeadNorm, qkv_rope_triton
+from treespec_kernels.attention.tree_attention import plan_tree_attention, tree_attention_triton
+from treespec_kernels.linear.rms_norm import rms_norm_triton
+from treespec_kernels.tuning.testing import tree_attention_inputs, tree_parents
 
 COPY, COMPILED = "copy", "compiled"
 
@@ -46,8 +46,13 @@ DRY_FAMILIES = ("gemma3_text", "gpt_neox", "gpt2")
 
 
 def _sizes(hidden: int, inter: int, heads: int, kv_heads: int, head_dim: int) -> dict[str, Any]:
-    return {"hidden_size": hidden, "intermediate_size": inter, "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads, "head_dim": head_dim}  # fmt: skip
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": inter,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+    }
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -57,27 +62,49 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {"sliding_window": 0, "use_sliding_window": True, "max_window_layers": 2},
     "qwen3": _sizes(4096, 12288, 32, 8, 128),
     "gemma2": _sizes(3584, 14336, 16, 8, 256)
-    | {"sliding_window": 0, "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0,
-       "final_logit_softcapping": 30.0, "hidden_activation": "gelu_pytorch_tanh"},
+    | {
+        "sliding_window": 0,
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "hidden_activation": "gelu_pytorch_tanh",
+    },
     "gemma3_text": _sizes(2560, 10240, 8, 4, 256)
-    | {"sliding_window": 0, "query_pre_attn_scalar": 256, "hidden_activation": "gelu_pytorch_tanh",
-       "layer_types": ["sliding_attention", "full_attention"] * 2, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
+    | {
+        "sliding_window": 0,
+        "query_pre_attn_scalar": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+    },
     "phi3": _sizes(3072, 8192, 24, 8, 128) | {"partial_rotary_factor": 0.75, "sliding_window": None},
     "gpt_neox": _sizes(2560, 10240, 32, 32, 80) | {"rotary_pct": 0.25, "hidden_act": "gelu"},
     "opt": _sizes(4096, 0, 32, 32, 128) | {"ffn_dim": 16384, "activation_function": "relu"},
     "gpt2": {"n_embd": 1600, "n_head": 25, "n_layer": 4, "n_positions": 4096, "activation_function": "gelu_new"},
-}  # fmt: skip
+}
 """What config.json says of each; a window of 0 stands for that of `Sizes`."""
 
-_TINY = _sizes(32, 64, 2, 1, 16) | {"n_embd": 32, "n_head": 2, "n_layer": 2, "vocab_size": 64, "num_hidden_layers": 2,
-                                     "layer_types": ["sliding_attention", "full_attention"]}  # fmt: skip
+_TINY = _sizes(32, 64, 2, 1, 16) | {
+    "n_embd": 32,
+    "n_head": 2,
+    "n_layer": 2,
+    "vocab_size": 64,
+    "num_hidden_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 
 
 def config_of(setting: Setting, family: str) -> ModelConfig:
     """The architecture of a family's model, with the window of the run."""
     sizes = DRY if setting.dry else REAL
-    raw = {"model_type": family, "num_hidden_layers": 4, "vocab_size": 32000, "max_position_embeddings": 4096,
-           "torch_dtype": str(setting.dtype).removeprefix("torch.")} | FAMILIES[family]  # fmt: skip
+    raw = {
+        "model_type": family,
+        "num_hidden_layers": 4,
+        "vocab_size": 32000,
+        "max_position_embeddings": 4096,
+        "torch_dtype": str(setting.dtype).removeprefix("torch."),
+    } | FAMILIES[family]
     if setting.dry:
         raw |= {name: value for name, value in _TINY.items() if name in raw}
     if raw.get("sliding_window") == 0:
@@ -150,7 +177,7 @@ def _norms(sizes: Sizes, setting: Setting) -> Calls:
         "rms": lambda: norm(weight),
         "rms_plus_one, post": lambda: norm(held, kind="rms_plus_one", post_weight=held),
         "layer": lambda: norm(weight, kind="layer", shift=shift),
-    }  # fmt: skip
+    }
 
 
 def _heads(sizes: Sizes, setting: Setting) -> Calls:
@@ -180,12 +207,14 @@ def _scores(sizes: Sizes, setting: Setting) -> Calls:
     def call(window: int | None, cap: float | None) -> Callable[[], Tensor]:
         plan = plan_tree_attention(**inputs.plan, **shape, device=setting.device, window=window)
         rows = inputs.rows | {"window": window}
-        return lambda: tree_attention_triton(
-            inputs.q, inputs.k_cache, inputs.v_cache, **rows, score_cap=cap, plan=plan
-        )  # fmt: skip
+        return lambda: tree_attention_triton(inputs.q, inputs.k_cache, inputs.v_cache, **rows, score_cap=cap, plan=plan)
 
-    return {"all": call(None, None), "capped": call(None, 50.0), "window": call(sizes.window, None),
-            "window, capped": call(sizes.window, 50.0)}  # fmt: skip
+    return {
+        "all": call(None, None),
+        "capped": call(None, 50.0),
+        "window": call(sizes.window, None),
+        "window, capped": call(sizes.window, 50.0),
+    }
 
 
 SWITCHES: dict[str, Callable[[Sizes, Setting], Calls]] = {"norm": _norms, "heads": _heads, "attention": _scores}
@@ -194,9 +223,11 @@ SWITCHES: dict[str, Callable[[Sizes, Setting], Calls]] = {"norm": _norms, "heads
 def _switch(sizes: Sizes, switch: Callable[[Sizes, Setting], Calls], context: Context) -> dict[str, Any]:
     with torch.inference_mode():
         return {
-            "us": {name: context.clock(30, 2.0).graphed(call).median
-                   for name, call in switch(sizes, context.setting).items()}
-        }  # fmt: skip
+            "us": {
+                name: context.clock(30, 2.0).graphed(call).median
+                for name, call in switch(sizes, context.setting).items()
+            }
+        }
 
 
 def describe(document: dict[str, Any]) -> str:
@@ -209,9 +240,7 @@ def describe(document: dict[str, Any]) -> str:
                 f"{key.removeprefix('us_')} nodes {value:.1f} us" for key, value in figures.items() if key[:3] == "us_"
             )
             first = f", first {figures['first']}" if figures["first"] else ""
-            lines.append(
-                f"  {name:24} {figures['differing_rows']} of {figures['rows']} rows differ{first}; {times}"
-            )  # fmt: skip
+            lines.append(f"  {name:24} {figures['differing_rows']} of {figures['rows']} rows differ{first}; {times}")
         elif name.startswith("switch/"):
             shown = ", ".join(f"{each} {value:.2f} us" for each, value in figures["us"].items())
             lines.append(f"  {name:24} {shown}")

@@ -24,9 +24,27 @@ from treespec_weights import default_folder
 
 SECONDS = 110.0  # of the repeats at one batch size
 SSMS = ("ssm-1", "ssm-2", "ssm-3")
-KEPT = ("mode", "engine", "output_throughput", "output_throughput_min", "output_throughput_max", "mean_ttft_ms",
-        "p50_itl_ms", "p99_itl_ms", "speedup", "speedup_min", "speedup_max", "acceptance_length", "nodes_per_pass",
-        "mismatches", "efficiency", "pass_ratio", "draft_share", "verify_share", "profile_ms")  # fmt: skip
+KEPT = (
+    "mode",
+    "engine",
+    "output_throughput",
+    "output_throughput_min",
+    "output_throughput_max",
+    "mean_ttft_ms",
+    "p50_itl_ms",
+    "p99_itl_ms",
+    "speedup",
+    "speedup_min",
+    "speedup_max",
+    "acceptance_length",
+    "nodes_per_pass",
+    "mismatches",
+    "efficiency",
+    "pass_ratio",
+    "draft_share",
+    "verify_share",
+    "profile_ms",
+)
 
 
 @dataclass(frozen=True)
@@ -40,8 +58,17 @@ class Sizes:
     modes: tuple[str, ...]
 
 
-_MODES = ("chain-k5", "tree-ssms-n16", "tree-ssms-n32", "tree-ssms-n64", "tree-everything-n32", "auto", "hf-plain",
-          "hf-assisted-ssm-1-k5", "hf-assisted-ssm-1-own")  # fmt: skip
+_MODES = (
+    "chain-k5",
+    "tree-ssms-n16",
+    "tree-ssms-n32",
+    "tree-ssms-n64",
+    "tree-everything-n32",
+    "auto",
+    "hf-plain",
+    "hf-assisted-ssm-1-k5",
+    "hf-assisted-ssm-1-own",
+)
 _DRY_MODES = ("tree-ssms-n16", "hf-plain", "hf-assisted-ssm-1-k5")
 DRY = {"1B": Sizes(None, {1: 1, 2: 2}, 1, 4, _DRY_MODES), "8B": Sizes(None, {1: 1}, 1, 4, _DRY_MODES[:1])}
 
@@ -148,8 +175,10 @@ def describe(document: dict[str, Any]) -> str:
             lines.append(f"  {name}: ERROR {figures['error'][:150]}")
         if "modes" not in figures:
             continue
-        lines.append(f"  {name:22} {'tok/s':>7} {'ms/tok':>7} {'p99':>6} {'tau':>5} {'speedup':>16} {'differ':>6}  "
-                     "draft/pass/verify/commit/rest")  # fmt: skip
+        lines.append(
+            f"  {name:22} {'tok/s':>7} {'ms/tok':>7} {'p99':>6} {'tau':>5} {'speedup':>16} {'differ':>6}  "
+            "draft/pass/verify/commit/rest"
+        )
         for mode in figures["modes"]:
             parts = shares(mode["profile_ms"])
             spread = f"{mode['speedup']:.2f} ({mode['speedup_min']:.2f}-{mode['speedup_max']:.2f})"

@@ -10,8 +10,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-_ASKED = {"driver": "driver_version", "compute_mode": "compute_mode", "memory_free": "memory.free",
-          "memory_total": "memory.total"}  # fmt: skip
+_ASKED = {
+    "driver": "driver_version",
+    "compute_mode": "compute_mode",
+    "memory_free": "memory.free",
+    "memory_total": "memory.total",
+}
 
 
 def facts() -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 Calls are timed in captured graphs over buffers that take turns, three times the L2 together, so that every call reads
 from memory. `attention.py` holds the comparison of tree attention; the other ops come from
-`treespec_kernels.workloads`, where each says what it moves and what else computes it.
+`treespec_kernels.tuning.workloads`, where each says what it moves and what else computes it.
 """
 
 from collections.abc import Iterator
@@ -16,9 +16,9 @@ from gpu.attention import COPY
 from gpu.clock import copy_bandwidth, sets_for
 from gpu.setting import Setting
 from gpu.stage import Context, Measurement, NotThere, op_module
-from treespec_kernels.aot_spec import KernelShape
-from treespec_kernels.kv_commit import kv_commit_triton
-from treespec_kernels.tuned import KernelConfigs
+from treespec_kernels.aot.kernel_spec import KernelShape
+from treespec_kernels.attention.kv_commit import kv_commit_triton
+from treespec_kernels.tuning.tuned import KernelConfigs
 
 COMMIT = "kv_commit/8B, path 6"
 ROWS = (1, 8, 16, 32, 64)  # of linear layers and heads
@@ -61,9 +61,9 @@ def _commit(context: Context) -> dict[str, Any]:
 def _workloads(setting: Setting) -> Iterator[Measurement]:
     """Each op at each load once; where this checkout lacks an op, one measurement that says so."""
     try:
-        ops = op_module("workloads").ops()
+        ops = op_module("tuning.workloads").ops()
     except NotThere:
-        yield Measurement("workloads", lambda context: op_module("workloads").ops())
+        yield Measurement("workloads", lambda context: op_module("tuning.workloads").ops())
         return
     for op in ops:
         if op in ("tree_attention", "kv_commit", "programmatic_launch"):  # measured above, and by stage `passes`
@@ -83,18 +83,29 @@ def workloads(setting: Setting, op: str) -> dict[str, Any]:
     Raises:
         NotThere: this checkout does not have the op.
     """
-    op_module(op)
-    known, shape = op_module("workloads"), setting.target
+    known, shape = op_module("tuning.workloads"), setting.target
+    if op not in known.ops():
+        raise NotThere(f"there are no workloads of {op}")
     kernel_shape = KernelShape(
-        setting.dtype, shape.head_dim, shape.num_heads, shape.num_kv_heads, shape.hidden_size, shape.intermediate_size,
+        setting.dtype,
+        shape.head_dim,
+        shape.num_heads,
+        shape.num_kv_heads,
+        shape.hidden_size,
+        shape.intermediate_size,
         shape.vocab_size,
-    )  # fmt: skip
+    )
     found: dict[str, Any] = {}
     for rows in (3,) if setting.dry else ROWS:
         made = known.Setting(
-            kernel_shape, setting.device, nodes=rows, context=20 if setting.dry else 2048, requests=1,
-            layers=shape.num_layers, fixed_order_dot=setting.dry,
-        )  # fmt: skip
+            kernel_shape,
+            setting.device,
+            nodes=rows,
+            context=20 if setting.dry else 2048,
+            requests=1,
+            layers=shape.num_layers,
+            fixed_order_dot=setting.dry,
+        )
         for workload in known.workloads_of(made, [op]):
             found.setdefault(f"{op}/{_size_of(workload.key)}/{workload.load}", workload)
     return found
@@ -128,9 +139,12 @@ def _workload(workload: Any, context: Context) -> dict[str, Any]:
     bandwidth = context.figure(COPY, "bytes_per_second")
     share = workload.bytes / (1e-6 * times.median) / bandwidth if bandwidth else None
     return times.figures | {
-        "bytes": workload.bytes, "share_of_copy": share, "sets": copies, "config": str(config),
+        "bytes": workload.bytes,
+        "share_of_copy": share,
+        "sets": copies,
+        "config": str(config),
         "others_us": {name: other.median for name, other in others.items()},
-    }  # fmt: skip
+    }
 
 
 def _configuration(workload: Any) -> Any:
@@ -143,8 +157,10 @@ def _configuration(workload: Any) -> Any:
 def describe(document: dict[str, Any]) -> str:
     """One line for an op of one size: its loads, or its competitors, beside each other."""
     found = document["measurements"]
-    lines = [f"  copy {(found.get(COPY, {}).get('bytes_per_second') or 0) / 1e12:.2f} TB/s; "
-             "microseconds (share of the copy's bandwidth) [fastest other]"]  # fmt: skip
+    lines = [
+        f"  copy {(found.get(COPY, {}).get('bytes_per_second') or 0) / 1e12:.2f} TB/s; "
+        "microseconds (share of the copy's bandwidth) [fastest other]"
+    ]
     groups: dict[str, list[tuple[str, dict[str, Any]]]] = {}
     for name, figures in found.items():
         if name != COPY:

@@ -21,12 +21,12 @@ from gpu.setting import Setting, source_hash
 from treespec import LLM
 from treespec.cache import KVCache, pages_for
 from treespec.config import ModelConfig
-from treespec.layers import LayerKind, Rope
 from treespec.models.attention import make_attention
+from treespec.models.layer_kinds import LayerKind, Rope
 from treespec.models.triton_decoder import TritonDecoder
-from treespec_kernels.quantized import WeightForm
-from treespec_kernels.tree_batch import RequestRows
-from treespec_kernels.tuned import KernelConfigs
+from treespec_kernels.attention.tree_batch import RequestRows
+from treespec_kernels.linear.quantized import WeightForm
+from treespec_kernels.tuning.tuned import KernelConfigs
 from treespec_weights import LLAMA, ModelShape, default_folder, read_config
 from treespec_weights.grow import grow_checkpoint, grown_shape
 from treespec_weights.load import quantizable, quantized_group
@@ -60,16 +60,32 @@ def config_of(setting: Setting, shape: ModelShape) -> ModelConfig:
     exponent = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
     rope = Rope(1.0 / 500000.0**exponent, torch.ones(shape.head_dim // 2), shape.head_dim)
     return ModelConfig(
-        folder=Path("random"), rules=LLAMA, shape=shape, norm_eps=1e-5, activation="silu", parallel=False,
-        query_scale=shape.head_dim**-0.5, score_cap=None, logit_cap=None, embed_scale=1.0, ropes=(rope,),
-        layers=(LayerKind(0, None),) * shape.num_layers, max_positions=131072, dtype=setting.dtype, eos_token_ids=(),
-    )  # fmt: skip
+        folder=Path("random"),
+        rules=LLAMA,
+        shape=shape,
+        norm_eps=1e-5,
+        activation="silu",
+        parallel=False,
+        query_scale=shape.head_dim**-0.5,
+        score_cap=None,
+        logit_cap=None,
+        embed_scale=1.0,
+        ropes=(rope,),
+        layers=(LayerKind(0, None),) * shape.num_layers,
+        max_positions=131072,
+        dtype=setting.dtype,
+        eos_token_ids=(),
+    )
 
 
 def open_decoder(
-    setting: Setting, shape: ModelShape, exact: bool, num_positions: int, config: ModelConfig | None = None,
+    setting: Setting,
+    shape: ModelShape,
+    exact: bool,
+    num_positions: int,
+    config: ModelConfig | None = None,
     quantization: str | None = None,
-) -> tuple[TritonDecoder, str]:  # fmt: skip
+) -> tuple[TritonDecoder, str]:
     """A decoder of random weights, and what runs its passes.
 
     Args:

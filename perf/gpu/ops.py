@@ -128,8 +128,20 @@ def _start(file: str, options: list[str], report: Path) -> subprocess.Popen[str]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     paths = [str(ROOT / part) for part in ("", "kernels", "weights")]
     environment["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [environment.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", "pytest", file, *options, "-v", "--tb=short", "-p", "no:cacheprovider",
-               "-o", "faulthandler_timeout=100", f"--junitxml={report}"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        file,
+        *options,
+        "-v",
+        "--tb=short",
+        "-p",
+        "no:cacheprovider",
+        "-o",
+        "faulthandler_timeout=100",
+        f"--junitxml={report}",
+    ]
     return subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0
     )

@@ -19,15 +19,15 @@ from gpu.clock import Times, copy_bandwidth, matmul_rate
 from gpu.models import Passes
 from gpu.setting import Setting
 from gpu.stage import Context, Measurement
-from treespec.rounds.batch import BatchRound
-from treespec.rounds.build import CONTEXTS
-from treespec.rounds.inputs import RoundInput, RoundLimits
-from treespec.rounds.passes import ModelStack
+from treespec.graphs.batch_round import BatchRound
+from treespec.graphs.capture import CONTEXTS
+from treespec.graphs.round_inputs import RoundInput, RoundLimits
+from treespec.graphs.stack_passes import ModelStack
 from treespec.tree import Draws, TokenTree
-from treespec_kernels.graph_capture import GraphMemory
-from treespec_kernels.testing import tree_parents
-from treespec_kernels.triton_launch import takes_pdl
-from treespec_kernels.workloads.base import same_bits
+from treespec_kernels.launch.graph_capture import GraphMemory
+from treespec_kernels.launch.triton_launch import takes_pdl
+from treespec_kernels.tuning.testing import tree_parents
+from treespec_kernels.tuning.workloads.base import same_bits
 
 COPY, MATMUL = "copy", "matmul"
 DEPTH = 3  # of the trees in captured rounds
@@ -57,18 +57,22 @@ def measurements(setting: Setting) -> Iterator[Measurement]:
             yield Measurement(key(context_len, nodes), partial(_pass, sizes, context_len, nodes, True, 1), 90.0)
     for context_len in sizes.contexts:
         for nodes in sizes.captured:
-            yield Measurement(f"captured/context{context_len}/nodes{nodes}",
-                              partial(_captured, sizes, context_len, nodes), 90.0)  # fmt: skip
+            yield Measurement(
+                f"captured/context{context_len}/nodes{nodes}", partial(_captured, sizes, context_len, nodes), 90.0
+            )
     for nodes in sizes.nodes:  # what exactness costs: the same passes as exact=False runs them
-        yield Measurement(key(sizes.contexts[0], nodes, exact=False),
-                          partial(_pass, sizes, sizes.contexts[0], nodes, False, 1), 90.0)  # fmt: skip
+        yield Measurement(
+            key(sizes.contexts[0], nodes, exact=False), partial(_pass, sizes, sizes.contexts[0], nodes, False, 1), 90.0
+        )
     for batch in sizes.batches:
         for nodes in sizes.nodes[:: len(sizes.nodes) - 1]:
-            yield Measurement(key(sizes.contexts[0], nodes, batch),
-                              partial(_pass, sizes, sizes.contexts[0], nodes, True, batch), 90.0)  # fmt: skip
+            yield Measurement(
+                key(sizes.contexts[0], nodes, batch), partial(_pass, sizes, sizes.contexts[0], nodes, True, batch), 90.0
+            )
     for nodes in sizes.nodes:  # behind all passes and apart from them: where a driver fails at it, no other figure does
-        yield Measurement(f"pdl/context{sizes.contexts[0]}/nodes{nodes}",
-                          partial(_launched, sizes, sizes.contexts[0], nodes), 90.0)  # fmt: skip
+        yield Measurement(
+            f"pdl/context{sizes.contexts[0]}/nodes{nodes}", partial(_launched, sizes, sizes.contexts[0], nodes), 90.0
+        )
 
 
 def key(context_len: int, nodes: int, batch: int = 1, exact: bool = True) -> str:
@@ -125,12 +129,15 @@ def figures(context: Context, opened: Passes, context_len: int, nodes: int) -> d
     itemsize = setting.dtype.itemsize
     num_bytes = roofline.pass_bytes(opened.shape, nodes, context_len, itemsize, batch, opened.form)
     return {
-        "graph_us": graphed.median, "graph_spread": _spread(graphed),
-        "eager_us": eager.median, "eager_spread": _spread(eager),
-        "bytes": num_bytes, **_shares(context, num_bytes, graphed.median),
+        "graph_us": graphed.median,
+        "graph_spread": _spread(graphed),
+        "eager_us": eager.median,
+        "eager_spread": _spread(eager),
+        "bytes": num_bytes,
+        **_shares(context, num_bytes, graphed.median),
         "floor_us": _floor(context, num_bytes, roofline.pass_flop(opened.shape, nodes, context_len, batch)),
         "how": opened.how,
-    }  # fmt: skip
+    }
 
 
 def _captured(sizes: Sizes, context_len: int, nodes: int, context: Context) -> dict[str, Any]:
@@ -159,9 +166,12 @@ def _captured(sizes: Sizes, context_len: int, nodes: int, context: Context) -> d
         raise ValueError(f"the tree has {len(result.depths)} nodes instead of {nodes}")
     num_bytes = roofline.pass_bytes(shape, nodes, context_len, setting.dtype.itemsize)
     return {
-        "verify_us": verify.median, "verify_spread": _spread(verify), "bytes": num_bytes,
-        **_shares(context, num_bytes, verify.median), "plain_round_us": Times.of(walls).median,
-    }  # fmt: skip
+        "verify_us": verify.median,
+        "verify_spread": _spread(verify),
+        "bytes": num_bytes,
+        **_shares(context, num_bytes, verify.median),
+        "plain_round_us": Times.of(walls).median,
+    }
 
 
 def _tree(nodes: int) -> TokenTree:
@@ -204,13 +214,17 @@ def _floor(context: Context, num_bytes: int, flop: int) -> float | None:
 
 def describe(document: dict[str, Any]) -> str:
     found = document["measurements"]
-    lines = [f"  copy {(found.get(COPY, {}).get('bytes_per_second') or 0) / 1e12:.2f} TB/s, matrix product "
-             f"{(found.get(MATMUL, {}).get('flop_per_second') or 0) / 1e12:.0f} TFLOP/s"]  # fmt: skip
+    lines = [
+        f"  copy {(found.get(COPY, {}).get('bytes_per_second') or 0) / 1e12:.2f} TB/s, matrix product "
+        f"{(found.get(MATMUL, {}).get('flop_per_second') or 0) / 1e12:.0f} TFLOP/s"
+    ]
     names = [name for name in found if name.startswith(("pass/", "fast/", "captured/"))]
     how = {found[name]["how"] for name in names if "how" in found[name]}
     lines += [f"  {each[:118]}" for each in sorted(how)]
-    lines.append(f"  {'pass':34} {'graph ms':>9} {'share':>6} {'of floor':>8} {'eager ms':>9} {'in order':>9} "
-                 f"{'overlap':>9}  (share of the copy's bandwidth; floor / graph; programmatic launches)")  # fmt: skip
+    lines.append(
+        f"  {'pass':34} {'graph ms':>9} {'share':>6} {'of floor':>8} {'eager ms':>9} {'in order':>9} "
+        f"{'overlap':>9}  (share of the copy's bandwidth; floor / graph; programmatic launches)"
+    )
     for name in names:
         figures = found[name]
         if "error" in figures:
@@ -218,8 +232,10 @@ def describe(document: dict[str, Any]) -> str:
             continue
         share = _percent(figures["share_of_copy"])
         if "verify_us" in figures:
-            lines.append(f"  {name:34} {figures['verify_us'] / 1e3:9.3f} {share:>6} {'':8} "
-                         f"{figures['plain_round_us'] / 1e3:9.3f}  (wall clock of a plain round)")  # fmt: skip
+            lines.append(
+                f"  {name:34} {figures['verify_us'] / 1e3:9.3f} {share:>6} {'':8} "
+                f"{figures['plain_round_us'] / 1e3:9.3f}  (wall clock of a plain round)"
+            )
             continue
         graph, eager, floor = figures["graph_us"] / 1e3, figures["eager_us"] / 1e3, figures["floor_us"]
         of_floor = _percent(None if floor is None else floor / 1e3 / graph)

@@ -2,7 +2,7 @@
 
 import math
 
-from treespec_kernels.quantized import WeightForm
+from treespec_kernels.linear.quantized import WeightForm
 from treespec_weights.load import quantizable
 from treespec_weights.rules import ModelShape
 

@@ -23,7 +23,7 @@ from gpu.models import grown_folder, open_engine
 from gpu.setting import Setting
 from gpu.stage import Context, Measurement
 from treespec import LLM, SamplingParams, SpecConfig
-from treespec.rounds.engine import GraphEngine
+from treespec.graphs.graph_engine import GraphEngine
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,17 @@ def _rounds(sizes: Sizes, nodes: int | None, exact: bool, context: Context) -> d
             kernels[event.name[:60]] += event.time_range.end - event.time_range.start
     times, mean, busy = Times.of([1e6 * each for each in free]), 1e6 * sum(free) / len(free), busy / len(profiled)
     return {
-        "round_us": times.median, "round_spread": [times.low, times.high], "mean_round_us": mean,
-        "busy_us": busy, "gap_share": max(1.0 - busy / mean, 0.0), "tokens_per_round": sum(tokens) / len(tokens),
+        "round_us": times.median,
+        "round_spread": [times.low, times.high],
+        "mean_round_us": mean,
+        "busy_us": busy,
+        "gap_share": max(1.0 - busy / mean, 0.0),
+        "tokens_per_round": sum(tokens) / len(tokens),
         "profiled_round_us": 1e6 * statistics.median(profiled),
         "us_by_kernel": {name: us / len(profiled) for name, us in kernels.most_common(NAMED)},
-        "planned_us": _planned(llm), "frozen": llm.stats()["frozen"],
-    }  # fmt: skip
+        "planned_us": _planned(llm),
+        "frozen": llm.stats()["frozen"],
+    }
 
 
 def _planned(llm: LLM) -> dict[str, Any] | None:

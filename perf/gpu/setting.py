@@ -24,13 +24,24 @@ MEASURED = ("perf/gpu", "perf/identity.py", "treespec", "kernels", "weights/tree
 """Sources that results depend on: what was measured under the same ones is not measured again."""
 
 LLAMA_8B = ModelShape(
-    num_layers=32, hidden_size=4096, intermediate_size=14336, num_heads=32, num_kv_heads=8, head_dim=128,
+    num_layers=32,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
     vocab_size=128256,
-)  # fmt: skip
+)
 LLAMA_1B = ModelShape(
-    num_layers=16, hidden_size=2048, intermediate_size=8192, num_heads=32, num_kv_heads=8, head_dim=64,
-    vocab_size=128256, tied=True,
-)  # fmt: skip
+    num_layers=16,
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=64,
+    vocab_size=128256,
+    tied=True,
+)
 TINY = ModelShape(
     num_layers=1, hidden_size=32, intermediate_size=64, num_heads=2, num_kv_heads=1, head_dim=16, vocab_size=64
 )

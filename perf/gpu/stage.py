@@ -177,8 +177,15 @@ def _begin(stage: Stage, setting: Setting, path: Path) -> dict[str, Any]:
     facts = setting.facts()
     document = load(path)
     if document is None or document["source"] != facts["source"]:
-        document = {"stage": stage.name, "title": stage.title, **facts, "date": _now(), "complete": False,
-                    "running": None, "measurements": {}}  # fmt: skip
+        document = {
+            "stage": stage.name,
+            "title": stage.title,
+            **facts,
+            "date": _now(),
+            "complete": False,
+            "running": None,
+            "measurements": {},
+        }
     if (name := document["running"]) is not None:  # this is what the process before ended in
         document["measurements"][name] = {"error": "the process ended in it"}
         document["running"] = None

@@ -35,10 +35,14 @@ def measurements(setting: Setting) -> Iterator[Measurement]:
 def shape_options(shape: ModelShape) -> list[str]:
     """A model's shape as the command takes it."""
     sizes = {
-        "heads": shape.num_heads, "kv-heads": shape.num_kv_heads, "head-dim": shape.head_dim,
-        "hidden": shape.hidden_size, "intermediate": shape.intermediate_size, "vocab": shape.vocab_size,
+        "heads": shape.num_heads,
+        "kv-heads": shape.num_kv_heads,
+        "head-dim": shape.head_dim,
+        "hidden": shape.hidden_size,
+        "intermediate": shape.intermediate_size,
+        "vocab": shape.vocab_size,
         "layers": shape.num_layers,
-    }  # fmt: skip
+    }
     return [part for name, size in sizes.items() for part in (f"--{name}", str(size))]
 
 
@@ -54,9 +58,14 @@ def autotune(options: Sequence[str], context: Context) -> dict[str, Any]:
     environment["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [environment.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "treespec", "autotune", "--json", "--device", setting.device.type, *options]
     child = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         process_group=0,
-    )  # fmt: skip
+    )
     try:
         output, errors = child.communicate()
     except BaseException:
@@ -99,8 +108,12 @@ def describe(document: dict[str, Any]) -> str:
             key = ", ".join(f"{part} {value}" for part, value in result["key"].items() if part != "dtype")
             times = "nothing measured"
             if load is not None and load["default_microseconds"] is not None:
-                times = (f"{load['microseconds']:.1f} us, default {load['default_microseconds']:.1f}, "
-                         f"{load['share_of_copy']:.0%} of copy")  # fmt: skip
-            lines.append(f"    {result['op']} {key}: {times}; {result['measured']} measured, "
-                         f"{len(result['failed'])} failed, {result['left']} left")  # fmt: skip
+                times = (
+                    f"{load['microseconds']:.1f} us, default {load['default_microseconds']:.1f}, "
+                    f"{load['share_of_copy']:.0%} of copy"
+                )
+            lines.append(
+                f"    {result['op']} {key}: {times}; {result['measured']} measured, "
+                f"{len(result['failed'])} failed, {result['left']} left"
+            )
     return "\n".join(lines)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-from treespec_kernels.combine_segments import combine_segments
-from treespec_kernels.testing import assert_close
-from treespec_kernels.triton_launch import block_of_head_dim, launch_options
+from treespec_kernels.attention.combine_segments import combine_segments
+from treespec_kernels.launch.triton_launch import block_of_head_dim, launch_options
+from treespec_kernels.tuning.testing import assert_close
 
 INTERPRETED = isinstance(combine_segments, InterpretedFunction)
 DEVICE = "cpu" if INTERPRETED else "cuda"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from treespec_kernels.coupled_choice import (
+from treespec_kernels.sampling.coupled_choice import (
     BLOCK_V,
     CoupledChoice,
     coupled_choice_ref,

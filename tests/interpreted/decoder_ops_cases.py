@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 
 from treespec.config import ModelConfig
-from treespec.layers import LayerKind, Rope
 from treespec.models.decoder import Decoder
-from treespec_kernels.qkv_rope import qkv_rope_ref, qkv_rope_triton
-from treespec_kernels.rms_norm import rms_norm_ref, rms_norm_triton
-from treespec_kernels.testing import assert_close
-from treespec_kernels.tree_batch import PAGE_SIZE, RequestRows
+from treespec.models.layer_kinds import LayerKind, Rope
+from treespec_kernels.attention.qkv_rope import qkv_rope_ref, qkv_rope_triton
+from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
+from treespec_kernels.linear.rms_norm import rms_norm_ref, rms_norm_triton
+from treespec_kernels.tuning.testing import assert_close
 from treespec_weights import LLAMA
 
 IMPLEMENTATION = os.environ["TREESPEC_DECODER_OPS"]
@@ -48,10 +48,22 @@ def config_of(shape: Any, inv_freq: torch.Tensor, scale: float) -> ModelConfig:
     """A Llama of that shape and rope."""
     rope = Rope(inv_freq, torch.full_like(inv_freq, scale), 2 * len(inv_freq))
     return ModelConfig(
-        folder=Path("random"), rules=LLAMA, shape=shape, norm_eps=EPS, activation="silu", parallel=False,
-        query_scale=shape.head_dim**-0.5, score_cap=None, logit_cap=None, embed_scale=1.0, ropes=(rope,),
-        layers=(LayerKind(0, None),) * LAYERS, max_positions=256, dtype=torch.float32, eos_token_ids=(),
-    )  # fmt: skip
+        folder=Path("random"),
+        rules=LLAMA,
+        shape=shape,
+        norm_eps=EPS,
+        activation="silu",
+        parallel=False,
+        query_scale=shape.head_dim**-0.5,
+        score_cap=None,
+        logit_cap=None,
+        embed_scale=1.0,
+        ropes=(rope,),
+        layers=(LayerKind(0, None),) * LAYERS,
+        max_positions=256,
+        dtype=torch.float32,
+        eos_token_ids=(),
+    )
 
 
 def random_weights(num_heads: int, num_kv_heads: int, head_dim: int, bias: bool) -> dict[str, torch.Tensor]:

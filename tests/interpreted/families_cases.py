@@ -19,12 +19,12 @@ from tests.models import greedy, make_draft, new_folder, open_llm, random_prompt
 from treespec import SpecConfig
 from treespec.cache import KVCache
 from treespec.config import ModelConfig
+from treespec.graphs.batch_round import BatchRound
 from treespec.models.attention import make_attention
 from treespec.models.triton_decoder import TritonDecoder
-from treespec.rounds.batch import BatchRound
-from treespec_kernels.testing import assert_close, path_to
-from treespec_kernels.tree_batch import RequestRows
-from treespec_kernels.tuned import KernelConfigs
+from treespec_kernels.attention.tree_batch import RequestRows
+from treespec_kernels.tuning.testing import assert_close, path_to
+from treespec_kernels.tuning.tuned import KernelConfigs
 from treespec_weights import load_weights
 
 torch.set_num_threads(1)
@@ -85,7 +85,9 @@ def test_rounds(name: str, folders: dict[str, Path]) -> None:
     target = folders[name]
     drafts = [make_draft(target.with_name(f"{name}-ssm-{i}"), target, i, 0.05 * i) for i in (1, 2)]
     prompts, options = random_prompts([PREFIX], vocab=VOCAB), {"max_num_seqs": 1, "max_model_len": 128}
-    with mock.patch("treespec.build._prove"):  # minutes in the interpreter; tokens are compared here, bits above
+    with mock.patch(
+        "treespec.startup.assemble._prove"
+    ):  # minutes in the interpreter; tokens are compared here, bits above
         spec = SpecConfig(nodes=5, max_depth=2, sources=("ssm",))
         llm = open_llm(target, drafts, spec=spec, attention="triton", linear="triton", **options)
     with mock.patch.object(BatchRound, "run", autospec=True, side_effect=BatchRound.run) as run:

@@ -8,20 +8,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from treespec_kernels.activations import ACTIVATIONS
-from treespec_kernels.lm_head import BlockStats, LmHeadConfig, block_stats_ref, lm_head_ref, lm_head_triton
-from treespec_kernels.qkv_rope import HeadNorm, qkv_rope_ref, qkv_rope_triton
-from treespec_kernels.rms_norm import rms_norm_ref, rms_norm_triton
-from treespec_kernels.row_linear import RowLinearConfig, row_linear_ref, row_linear_triton
-from treespec_kernels.testing import assert_close, tree_attention_inputs, tree_parents
-from treespec_kernels.tree_attention import (
+from treespec_kernels.attention.qkv_rope import HeadNorm, qkv_rope_ref, qkv_rope_triton
+from treespec_kernels.attention.tree_attention import (
     TreeAttentionConfig,
     plan_tree_attention,
     tree_attention_ref,
     tree_attention_triton,
 )
-from treespec_kernels.tree_attention_config import SegmentPartition
-from treespec_kernels.tree_attention_masked import ancestor_masks, tree_attention_masked_triton
+from treespec_kernels.attention.tree_attention_config import SegmentPartition
+from treespec_kernels.attention.tree_attention_masked import ancestor_masks, tree_attention_masked_triton
+from treespec_kernels.linear.activations import ACTIVATIONS
+from treespec_kernels.linear.lm_head import BlockStats, LmHeadConfig, block_stats_ref, lm_head_ref, lm_head_triton
+from treespec_kernels.linear.rms_norm import rms_norm_ref, rms_norm_triton
+from treespec_kernels.linear.row_linear import RowLinearConfig, row_linear_ref, row_linear_triton
+from treespec_kernels.tuning.testing import assert_close, tree_attention_inputs, tree_parents
 
 IMPLEMENTATION = os.environ["TREESPEC_FAMILY_OPS"]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

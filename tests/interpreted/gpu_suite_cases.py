@@ -25,15 +25,21 @@ torch.set_num_threads(1)
 
 
 SPEC = SpecConfig(nodes=2, max_depth=1)  # two launches of a model a round: the interpreter takes seconds for each
-SMALL = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2,
-         "num_key_value_heads": 1, "vocab_size": 64}  # fmt: skip
+SMALL = {
+    "num_hidden_layers": 1,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 64,
+}
 
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
     target = make_llama(new_folder("target"), 0, **SMALL)
     draft = make_draft(new_folder("ssm-1"), target, 1, 0.05)
-    with mock.patch("treespec.build._prove"):  # minutes in the interpreter
+    with mock.patch("treespec.startup.assemble._prove"):  # minutes in the interpreter
         return open_llm(target, [draft], spec=SPEC, attention="triton", linear="triton", max_num_seqs=1)
 
 

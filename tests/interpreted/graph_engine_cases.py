@@ -11,14 +11,14 @@ from safetensors.torch import load_file, save_file
 
 from tests.models import greedy, make_draft, make_llama, new_folder, open_llm, random_prompts
 from treespec import LLM, SamplingParams, SpecConfig
-from treespec.request import RequestOutput
-from treespec.rounds.batch import BatchRound
-from treespec.rounds.build import MAX_DEPTH
-from treespec.rounds.engine import GraphEngine
-from treespec.rounds.inputs import RoundInput
-from treespec.rounds.proof import differing_rounds
-from treespec.rounds.verify import RoundResult, VerifyHalf
-from treespec_kernels.tree_attention_masked import tree_attention_masked_triton as masked
+from treespec.graphs.batch_round import BatchRound
+from treespec.graphs.capture import MAX_DEPTH
+from treespec.graphs.graph_engine import GraphEngine
+from treespec.graphs.proof import differing_rounds
+from treespec.graphs.round_inputs import RoundInput
+from treespec.graphs.verify_stage import RoundResult, VerifyHalf
+from treespec.outputs import RequestOutput
+from treespec_kernels.attention.tree_attention_masked import tree_attention_masked_triton as masked
 
 torch.set_num_threads(1)
 PROMPTS = random_prompts([3, 62], vocab=64)
@@ -35,7 +35,7 @@ def folders() -> tuple[Path, list[Path]]:
 @pytest.fixture(scope="module")
 def llm(folders: tuple[Path, list[Path]]) -> LLM:
     # The self-test takes minutes in the interpreter; the tokens are compared here.
-    with mock.patch("treespec.build._prove"):
+    with mock.patch("treespec.startup.assemble._prove"):
         spec = SpecConfig(max_depth=2, sources=("ssm", "lookup", "suffix"))
         return open_llm(*folders, spec=spec, attention="triton", linear="triton", max_num_seqs=2, suffix_tokens=256)
 
@@ -96,9 +96,10 @@ def test_the_proof_at_start(llm: LLM) -> None:
     learned = engine.planner, engine.rounds.planners, engine.lookup, engine.stats
     before = pickle.dumps(learned)
     with (
-        torch.inference_mode(), mock.patch.object(VerifyHalf, "results", spoilt),
+        torch.inference_mode(),
+        mock.patch.object(VerifyHalf, "results", spoilt),
         mock.patch.object(engine, "drafters", [mock.Mock(propose=mock.Mock(side_effect=KeyError("no such prompt")))]),
-    ):  # fmt: skip
+    ):
         found = differing_rounds(engine, engine.rounds, max_tokens=2)
     assert found == [f"trees of 16 nodes at temperature 0.8 for {count} of 2 requests" for count in (1, 2)]
     engine.check_integrity()
@@ -142,7 +143,7 @@ def test_the_deepest_round(folders: tuple[Path, list[Path]]) -> None:
     tensors = load_file(target / "model.safetensors")
     save_file(tensors | {"lm_head.weight": 20 * tensors["lm_head.weight"]}, target / "model.safetensors")
     drafts = [make_draft(root / "ssm", target, 1, 0.0)]
-    with mock.patch("treespec.build._prove"):
+    with mock.patch("treespec.startup.assemble._prove"):
         spec = SpecConfig(nodes=16, sources=("ssm",))
         llm = open_llm(target, drafts, spec=spec, attention="triton", linear="triton", max_num_seqs=1)
     [deep] = llm.generate(PROMPTS[:1], greedy(MAX_DEPTH + 1))

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from treespec_kernels.kv_commit import kv_commit_cpu, kv_commit_ref, kv_commit_triton
-from treespec_kernels.testing import KvCommitInputs, kv_commit_inputs, path_to, tree_parents
+from treespec_kernels.attention.kv_commit import kv_commit_cpu, kv_commit_ref, kv_commit_triton
+from treespec_kernels.tuning.testing import KvCommitInputs, kv_commit_inputs, path_to, tree_parents
 
 IMPLEMENTATION = os.environ["TREESPEC_KV_COMMIT"]
 

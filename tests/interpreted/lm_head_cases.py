@@ -7,10 +7,17 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-from treespec_kernels.lm_head import BlockStats, LmHead, LmHeadConfig, block_stats_ref, lm_head_ref, lm_head_triton
-from treespec_kernels.lm_head_kernels import project_to_vocab
-from treespec_kernels.row_topk import row_topk_ref, row_topk_triton
-from treespec_kernels.testing import assert_close
+from treespec_kernels.linear.lm_head import (
+    BlockStats,
+    LmHead,
+    LmHeadConfig,
+    block_stats_ref,
+    lm_head_ref,
+    lm_head_triton,
+)
+from treespec_kernels.linear.lm_head_kernels import project_to_vocab
+from treespec_kernels.sampling.row_topk import row_topk_ref, row_topk_triton
+from treespec_kernels.tuning.testing import assert_close
 
 INTERPRETED = isinstance(project_to_vocab, InterpretedFunction)
 DEVICE = "cpu" if INTERPRETED else "cuda"

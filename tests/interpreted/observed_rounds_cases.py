@@ -17,8 +17,9 @@ from tests.simulated_gpu import Gpu
 from treespec import LLM, RoundRecord, SamplingParams, SpecConfig
 from treespec.bench.profile import profiled
 from treespec.cli import app
-from treespec.request import Request, RequestOutput
-from treespec.rounds.engine import GraphEngine
+from treespec.graphs.graph_engine import GraphEngine
+from treespec.outputs import RequestOutput
+from treespec.request import Request
 
 torch.set_num_threads(1)
 
@@ -108,7 +109,7 @@ def test_captured_rounds_are_told(gpu: Gpu) -> None:
 def test_plain_targets_and_outputs_of_one_round(gpu: Gpu) -> None:
     target = make_llama(new_folder("plain") / "target", 0, torch.float16, **SMALL)
     options: dict[str, Any] = {"device": "cuda", "dtype": "float16", "max_num_seqs": 1, "max_model_len": 12}
-    with mock.patch("treespec.build._prove"):
+    with mock.patch("treespec.startup.assemble._prove"):
         llm = open_llm(target, [], spec=SpecConfig(nodes=8, max_depth=2), **options)
     assert llm.stats()["frozen"]["rounds"] == "on the device"
     whole = "5 9 2 5 9 2 5 9 2 5 9"  # room for one token

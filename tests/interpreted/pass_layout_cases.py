@@ -9,16 +9,16 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-from treespec_kernels.pass_layout import DeviceLayout, pass_layout_ref
-from treespec_kernels.pass_layout_kernels import lay_out_pass
-from treespec_kernels.testing import TreeAttentionInputs, path_to, tree_attention_inputs, tree_parents
-from treespec_kernels.tree_attention import (
+from treespec_kernels.attention.pass_layout import DeviceLayout, pass_layout_ref
+from treespec_kernels.attention.pass_layout_kernels import lay_out_pass
+from treespec_kernels.attention.tree_attention import (
     SegmentPartition,
     TreeAttentionConfig,
     plan_tree_attention,
     tree_attention_triton,
 )
-from treespec_kernels.tree_attention_masked import ancestor_masks, tree_attention_masked_triton
+from treespec_kernels.attention.tree_attention_masked import ancestor_masks, tree_attention_masked_triton
+from treespec_kernels.tuning.testing import TreeAttentionInputs, path_to, tree_attention_inputs, tree_parents
 
 INTERPRETED = isinstance(lay_out_pass, InterpretedFunction)
 DEVICE = "cpu" if INTERPRETED else "cuda"

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from treespec_kernels.qkv_rope import qkv_rope_ref, qkv_rope_triton
-from treespec_kernels.testing import assert_close
+from treespec_kernels.attention.qkv_rope import qkv_rope_ref, qkv_rope_triton
+from treespec_kernels.tuning.testing import assert_close
 
 IMPLEMENTATION = os.environ["TREESPEC_QKV_ROPE"]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

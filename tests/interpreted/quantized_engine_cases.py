@@ -10,10 +10,10 @@ from tests.interpreted.tuning_cases import NAME
 from tests.models import greedy, make_draft, make_llama, new_folder, open_llm, random_prompts
 from tests.quantized import quantize_folder
 from treespec import SpecConfig
-from treespec.rounds.batch import BatchRound
-from treespec_kernels import tuned
-from treespec_kernels.quantized import QuantizedWeight
-from treespec_kernels.tuned import KernelConfigs, TunedEntry
+from treespec.graphs.batch_round import BatchRound
+from treespec_kernels.linear.quantized import QuantizedWeight
+from treespec_kernels.tuning import tuned
+from treespec_kernels.tuning.tuned import KernelConfigs, TunedEntry
 
 torch.set_num_threads(1)
 PROMPTS = random_prompts([3, 62], vocab=64)
@@ -32,11 +32,15 @@ def folders() -> tuple[Path, list[Path]]:
 
 def test_trees_give_the_tokens_of_plain_decoding(folders: tuple[Path, list[Path]]) -> None:
     quantization = "int4"
-    with mock.patch("treespec.build._prove"):  # the self-test takes minutes in the interpreter
+    with mock.patch("treespec.startup.assemble._prove"):  # the self-test takes minutes in the interpreter
         llm = open_llm(
-            *folders, spec=SpecConfig(max_depth=2, sources=("ssm",)), attention="triton", linear="triton",
-            max_num_seqs=2, quantization=quantization,
-        )  # fmt: skip
+            *folders,
+            spec=SpecConfig(max_depth=2, sources=("ssm",)),
+            attention="triton",
+            linear="triton",
+            max_num_seqs=2,
+            quantization=quantization,
+        )
     assert isinstance(llm.engine.runner.target.weights.layers[0].qkv, QuantizedWeight)
     assert [model.quantization for model in llm.engine.ssms.models] == ["int8", "int8"]
     with mock.patch.object(BatchRound, "run", autospec=True, side_effect=BatchRound.run) as run:
@@ -70,7 +74,7 @@ def test_tuned_configurations_are_used_and_change_no_token(folders: tuple[Path, 
     tuned.save_entries(tmp_path / f"{tuned.slug(NAME)}.json", NAME, entries)
     load = KernelConfigs.load
     with (
-        mock.patch("treespec.build._prove"),
+        mock.patch("treespec.startup.assemble._prove"),
         mock.patch.object(KernelConfigs, "load", lambda device: load("cuda", name=NAME, folders=[tmp_path])),
     ):
         llm = open_llm(
@@ -78,8 +82,11 @@ def test_tuned_configurations_are_used_and_change_no_token(folders: tuple[Path, 
         )
     [linear] = llm.engine.runner.target.kernels._linear
     assert [(each.block_n, each.block_k, each.split_k) for each in linear] == [
-        (16, 16, 2), (64, 32, 1), (64, 32, 1), (16, 16, 3)
-    ]  # fmt: skip
+        (16, 16, 2),
+        (64, 32, 1),
+        (64, 32, 1),
+        (16, 16, 3),
+    ]
     assert all(each.fixed_order_dot for each in linear)
     frozen = llm.stats()["frozen"]
     assert frozen["tuned_file"] == str(tmp_path / f"{tuned.slug(NAME)}.json")

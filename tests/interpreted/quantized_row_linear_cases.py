@@ -6,15 +6,15 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-from treespec_kernels.quantized import QuantizedWeight
-from treespec_kernels.quantized_row_linear_kernels import multiply_quantized
-from treespec_kernels.row_linear import (
+from treespec_kernels.linear.quantized import QuantizedWeight
+from treespec_kernels.linear.quantized_row_linear_kernels import multiply_quantized
+from treespec_kernels.linear.row_linear import (
     RowLinearConfig,
     row_linear_partials_triton,
     row_linear_ref,
     row_linear_triton,
 )
-from treespec_kernels.testing import assert_close
+from treespec_kernels.tuning.testing import assert_close
 
 INTERPRETED = isinstance(multiply_quantized, InterpretedFunction)
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -26,9 +26,16 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtyp
 # bits, inputs, groups of inputs, whether there are zero points
 each_form = pytest.mark.parametrize(
     "bits, inputs, groups, has_zero",
-    [(8, 96, 1, False), (8, 123, 1, False), (8, 64, 2, True), (4, 128, 1, False), (4, 106, 1, True), (4, 256, 4, False),
-     (4, 96, 3, True)],
-)  # fmt: skip
+    [
+        (8, 96, 1, False),
+        (8, 123, 1, False),
+        (8, 64, 2, True),
+        (4, 128, 1, False),
+        (4, 106, 1, True),
+        (4, 256, 4, False),
+        (4, 96, 3, True),
+    ],
+)
 
 
 def random_weight(
@@ -51,9 +58,16 @@ def random_rows(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 @each_form
 @pytest.mark.parametrize("rows, out, split_k, stack", [(1, 33, 1, ()), (17, 40, 3, (2,))])
 def test_against_ref(
-    dtype: torch.dtype, bits: int, inputs: int, groups: int, has_zero: bool, rows: int, out: int, split_k: int,
+    dtype: torch.dtype,
+    bits: int,
+    inputs: int,
+    groups: int,
+    has_zero: bool,
+    rows: int,
+    out: int,
+    split_k: int,
     stack: tuple[int, ...],
-) -> None:  # fmt: skip
+) -> None:
     weight = random_weight(out, inputs, bits, groups, has_zero, dtype, stack)
     x = random_rows(*stack, rows, inputs, dtype=dtype)
     options = {

@@ -18,14 +18,13 @@ from treespec.cli.kernels import Sizes, shapes_of
 from treespec.config import ModelConfig
 from treespec.models.attention import make_attention
 from treespec.models.triton_decoder import TritonDecoder, stacked
-from treespec_kernels import tuned
-from treespec_kernels.aot_spec import KernelShape
-from treespec_kernels.quantized import QuantizedWeight, WeightForm
-from treespec_kernels.row_linear import RowLinearConfig
-from treespec_kernels.tree_batch import RequestRows
-from treespec_kernels.tuned import KernelConfigs
-from treespec_kernels.tuning import Problem, SweepLog, problems_of, tune
-from treespec_kernels.workloads import Setting, row_linear, workloads_of
+from treespec_kernels.aot.kernel_spec import KernelShape
+from treespec_kernels.attention.tree_batch import RequestRows
+from treespec_kernels.linear.quantized import QuantizedWeight, WeightForm
+from treespec_kernels.linear.row_linear import RowLinearConfig
+from treespec_kernels.tuning.sweep import Problem, SweepLog, problems_of, tune, tuned
+from treespec_kernels.tuning.tuned import KernelConfigs
+from treespec_kernels.tuning.workloads import Setting, row_linear, workloads_of
 from treespec_weights import load_weights
 
 torch.set_num_threads(1)
@@ -49,8 +48,11 @@ def test_every_workload_is_right_by_its_own_check(form: WeightForm, groups: int)
     problems = problems_of(workloads_of(setting(form, groups), [OP]))
     found = [problem.workloads[0] for problem in problems]  # the rows of a tree
     assert {(work.key["out_features"], work.key["in_features"]) for work in found} == {
-        (128, 64), (64, 64), (192, 64), (64, 96)
-    }  # fmt: skip
+        (128, 64),
+        (64, 64),
+        (192, 64),
+        (64, 96),
+    }
     for work in found:
         inputs = work.key["in_features"]
         group = form.group if form.group and inputs % form.group == 0 else inputs

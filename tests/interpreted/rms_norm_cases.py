@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 import torch
 
-from treespec_kernels.rms_norm import rms_norm_ref, rms_norm_triton
-from treespec_kernels.testing import assert_close
+from treespec_kernels.linear.rms_norm import rms_norm_ref, rms_norm_triton
+from treespec_kernels.tuning.testing import assert_close
 
 IMPLEMENTATION = os.environ["TREESPEC_RMS_NORM"]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

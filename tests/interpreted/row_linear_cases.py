@@ -8,14 +8,14 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-from treespec_kernels.row_linear import (
+from treespec_kernels.linear.row_linear import (
     RowLinearConfig,
     row_linear_partials_triton,
     row_linear_ref,
     row_linear_triton,
 )
-from treespec_kernels.row_linear_kernels import multiply_rows
-from treespec_kernels.testing import assert_close
+from treespec_kernels.linear.row_linear_kernels import multiply_rows
+from treespec_kernels.tuning.testing import assert_close
 
 INTERPRETED = isinstance(multiply_rows, InterpretedFunction)
 DEVICE = "cpu" if INTERPRETED else "cuda"

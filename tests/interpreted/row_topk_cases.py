@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from treespec_kernels.coupled_choice import coupled_choice_ref, coupled_choice_triton, gumbel_integers_ref
-from treespec_kernels.lm_head import block_stats_ref
-from treespec_kernels.row_topk import BLOCK, RowTopk, row_topk_ref, row_topk_triton
+from treespec_kernels.linear.lm_head import block_stats_ref
+from treespec_kernels.sampling.coupled_choice import coupled_choice_ref, coupled_choice_triton, gumbel_integers_ref
+from treespec_kernels.sampling.row_topk import BLOCK, RowTopk, row_topk_ref, row_topk_triton
 
 TRITON = os.environ["TREESPEC_ROW_TOPK"] == "triton"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -24,22 +24,23 @@ from treespec.cache import KVCache
 from treespec.config import ModelConfig
 from treespec.engine import Engine
 from treespec.errors import ConfigError, KernelError
+from treespec.graphs.graph_engine import GraphEngine
+from treespec.graphs.verify_stage import VerifyHalf
 from treespec.models import triton_decoder
 from treespec.models.attention import make_attention
 from treespec.models.triton_decoder import TritonDecoder
-from treespec.request import Request, RequestOutput
-from treespec.rounds.engine import GraphEngine
-from treespec.rounds.verify import VerifyHalf
+from treespec.outputs import RequestOutput
+from treespec.request import Request
 from treespec.runner import Runner
-from treespec_kernels.aot_spec import KernelShape
-from treespec_kernels.predecessors import wait_for_predecessors
-from treespec_kernels.quantized import WeightForm
-from treespec_kernels.row_topk import row_topk_triton
-from treespec_kernels.tree_batch import RequestRows
-from treespec_kernels.triton_launch import LaunchConfig, doubts_about, launch_options
-from treespec_kernels.tuned import KernelConfigs, TunedEntry
-from treespec_kernels.tuning import SweepLog, problems_of, tune
-from treespec_kernels.workloads import Setting, programmatic_launch, workloads_of
+from treespec_kernels.aot.kernel_spec import KernelShape
+from treespec_kernels.attention.tree_batch import RequestRows
+from treespec_kernels.launch.predecessors import wait_for_predecessors
+from treespec_kernels.launch.triton_launch import LaunchConfig, doubts_about, launch_options
+from treespec_kernels.linear.quantized import WeightForm
+from treespec_kernels.sampling.row_topk import row_topk_triton
+from treespec_kernels.tuning.sweep import SweepLog, problems_of, tune
+from treespec_kernels.tuning.tuned import KernelConfigs, TunedEntry
+from treespec_kernels.tuning.workloads import Setting, programmatic_launch, workloads_of
 from treespec_weights import load_weights
 
 torch.set_num_threads(1)
@@ -79,10 +80,11 @@ def reads_and_waits(x, LATE: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexp
 @pytest.mark.parametrize(
     ("late", "early", "refused"),
     [
-        (False, False, "create_masked_load before the wait"), (True, False, "create_masked_load before the wait"),
+        (False, False, "create_masked_load before the wait"),
+        (True, False, "create_masked_load before the wait"),
         (False, True, None),
     ],
-)  # fmt: skip
+)
 def test_a_program_that_does_not_wait_first_is_noticed(gpu: Gpu, late: bool, early: bool, refused: str | None) -> None:
     x = torch.zeros(1, device="cuda")
     reads_and_waits[(3,)](x, late, early, **launch_options(False))
@@ -191,9 +193,11 @@ def open_on_gpu() -> LLM:
         make_llama(root / "other", 9, torch.float16, **(SMALL | {"hidden_size": 48})),
     ]
     with (
-        mock.patch("treespec.build._prove"),  # takes minutes in the interpreter; the tokens are compared here
-        mock.patch("treespec.rounds.build.is_interpreted", lambda: False),
-        mock.patch("treespec.rounds.build._REPEATS", 1),
+        mock.patch(
+            "treespec.startup.assemble._prove"
+        ),  # takes minutes in the interpreter; the tokens are compared here
+        mock.patch("treespec.graphs.capture.is_interpreted", lambda: False),
+        mock.patch("treespec.graphs.capture._REPEATS", 1),
     ):
         return open_llm(target, drafts, device="cuda", dtype="float16", spec=TREES, max_num_seqs=2)
 
@@ -248,7 +252,7 @@ def test_rounds_of_other_families(gpu: Gpu, target: str, draft: str, layers: int
         heads = {"n_head": 2} if name == "gpt2" else {"num_attention_heads": 2, "num_key_value_heads": 1}
         folders.append(make_model(root / name, TYPICAL[name], 3, torch.float16, **small(name, layers), **heads))
     prompts, spec = random_prompts([length], vocab=61), SpecConfig(nodes=4, max_depth=1)
-    with mock.patch("treespec.build._prove"):
+    with mock.patch("treespec.startup.assemble._prove"):
         llm = open_llm(folders[0], folders[1:], device="cuda", dtype="float16", spec=spec, max_num_seqs=1)
     with rounds_wait_for_nothing(gpu):
         plain = tokens_of(llm.generate(prompts, greedy(3), spec="off"))
@@ -261,7 +265,7 @@ def test_rounds_of_other_families(gpu: Gpu, target: str, draft: str, layers: int
 def test_a_round_does_not_wait_for_prompts(gpu: Gpu) -> None:
     """The planner learns from what a round takes, which a prompt before it is no part of."""
     target = make_llama(new_folder("prompts") / "target", 0, torch.float16, **SMALL)
-    with mock.patch("treespec.build._prove"):
+    with mock.patch("treespec.startup.assemble._prove"):
         llm = open_llm(target, [], device="cuda", dtype="float16", spec="off", max_num_seqs=1)
     prefill, decode, order = Runner.prefill, GraphEngine.decode, []
 
@@ -284,7 +288,7 @@ def test_a_gpu_that_is_not_the_threads_own(gpu: Gpu) -> None:
     gpu.current = 1
     with pytest.raises(ValueError, match="launched on cuda:1, its tensors lie on cuda:0"):
         row_topk_triton(torch.ones(2, 8, device="cuda:0"), 1)
-    with mock.patch("treespec.build._prove"):
+    with mock.patch("treespec.startup.assemble._prove"):
         llm = open_llm(target, [], device="cuda:0", dtype="float16", spec="off", max_num_seqs=1)
     assert len(tokens_of(llm.generate(PROMPTS[:1], greedy(3)))[0]) == 3
     assert gpu.current == 1 and str(llm.config.device) == "cuda:0"
@@ -296,7 +300,10 @@ def test_a_kernel_that_does_not_fit(gpu: Gpu) -> None:
     target = make_llama(new_folder("large") / "target", 0, torch.float16, **SMALL)
     refused = OutOfResources(122880, 101376, "shared memory")
     message = r"does not run on cuda:0: out of resource: shared memory, Required: 122880.*treespec autotune"
-    with mock.patch("treespec.selftest.differing_rows", side_effect=refused), pytest.raises(KernelError, match=message):
+    with (
+        mock.patch("treespec.startup.selftest.differing_rows", side_effect=refused),
+        pytest.raises(KernelError, match=message),
+    ):
         open_llm(target, [], device="cuda", dtype="float16", prove=True)
 
 
@@ -326,10 +333,10 @@ def test_where_captured_rounds_fail_it_goes_step_by_step(
         return ["trees of 16 nodes"]
 
     with (
-        mock.patch("treespec.build._prove"),
-        mock.patch("treespec.build.is_interpreted", lambda: False),
-        mock.patch("treespec.build.captured_rounds", capture),
-        mock.patch("treespec.rounds.proof.differing_rounds", differing),
+        mock.patch("treespec.startup.assemble._prove"),
+        mock.patch("treespec.startup.assemble.is_interpreted", lambda: False),
+        mock.patch("treespec.startup.assemble.captured_rounds", capture),
+        mock.patch("treespec.graphs.proof.differing_rounds", differing),
     ):
         llm = open_llm(target, [], device="cuda", dtype="float16", spec=TREES, max_num_seqs=1)
     assert capture.call_count == 1 and type(llm.engine) is Engine
@@ -354,9 +361,9 @@ def test_rounds_that_cuda_does_not_capture(gpu: Gpu, caplog: pytest.LogCaptureFi
         half.target.pool.sum().item()
 
     with (
-        mock.patch("treespec.build._prove"),
-        mock.patch("treespec.build.is_interpreted", lambda: False),
-        mock.patch("treespec.rounds.build.is_interpreted", lambda: False),
+        mock.patch("treespec.startup.assemble._prove"),
+        mock.patch("treespec.startup.assemble.is_interpreted", lambda: False),
+        mock.patch("treespec.graphs.capture.is_interpreted", lambda: False),
         mock.patch.object(VerifyHalf, "run", waiting),
     ):
         llm = open_llm(target, [], device="cuda", dtype="float16", spec=TREES, max_num_seqs=1)

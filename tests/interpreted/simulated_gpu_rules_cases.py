@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tests.simulated_gpu import Gpu
-from treespec_kernels import graph_capture
-from treespec_kernels.clock import CudaClock
-from treespec_kernels.graph_capture import GraphMemory
-from treespec_kernels.row_topk import row_topk_triton
+from treespec_kernels.launch import graph_capture
+from treespec_kernels.launch.graph_capture import GraphMemory
+from treespec_kernels.sampling.row_topk import row_topk_triton
+from treespec_kernels.tuning.clock import CudaClock
 
 torch.set_num_threads(1)
 
@@ -47,11 +47,18 @@ def test_a_kernel_does_not_take_the_hosts_memory(gpu: Gpu) -> None:
 @pytest.mark.parametrize(
     "waits",
     [
-        lambda x: x.sum().item(), lambda x: x.tolist(), lambda x: x.cpu(), lambda x: x[x > 1], lambda x: x.nonzero(),
-        lambda x: bool((x > 1).any()), lambda x: x.repeat_interleave(x.long()), lambda x: x[torch.tensor([1])],
-        lambda x: x[[1, 2]], lambda x: x.__setitem__([1], 1.0),
+        lambda x: x.sum().item(),
+        lambda x: x.tolist(),
+        lambda x: x.cpu(),
+        lambda x: x[x > 1],
+        lambda x: x.nonzero(),
+        lambda x: bool((x > 1).any()),
+        lambda x: x.repeat_interleave(x.long()),
+        lambda x: x[torch.tensor([1])],
+        lambda x: x[[1, 2]],
+        lambda x: x.__setitem__([1], 1.0),
     ],
-)  # fmt: skip
+)
 def test_waiting_is_counted_and_not_captured(gpu: Gpu, waits: object) -> None:
     assert callable(waits)
     x = torch.ones(3, device="cuda")

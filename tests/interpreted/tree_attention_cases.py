@@ -8,15 +8,7 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-from treespec_kernels.testing import (
-    TreeAttentionInputs,
-    assert_close,
-    path_to,
-    scattered_page_table,
-    tree_attention_inputs,
-    tree_parents,
-)
-from treespec_kernels.tree_attention import (
+from treespec_kernels.attention.tree_attention import (
     PlanCapacity,
     SegmentPartition,
     TreeAttentionConfig,
@@ -25,7 +17,15 @@ from treespec_kernels.tree_attention import (
     tree_attention_ref,
     tree_attention_triton,
 )
-from treespec_kernels.tree_attention_kernels import attend_items
+from treespec_kernels.attention.tree_attention_kernels import attend_items
+from treespec_kernels.tuning.testing import (
+    TreeAttentionInputs,
+    assert_close,
+    path_to,
+    scattered_page_table,
+    tree_attention_inputs,
+    tree_parents,
+)
 
 INTERPRETED = isinstance(attend_items, InterpretedFunction)
 DEVICE = "cpu" if INTERPRETED else "cuda"

@@ -8,15 +8,15 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-from treespec_kernels.testing import TreeAttentionInputs, assert_close, tree_attention_inputs, tree_parents
-from treespec_kernels.tree_attention import (
+from treespec_kernels.attention.tree_attention import (
     SegmentPartition,
     TreeAttentionConfig,
     plan_tree_attention,
     tree_attention_ref,
 )
-from treespec_kernels.tree_attention_masked import ancestor_masks, tree_attention_masked_triton
-from treespec_kernels.tree_attention_masked_kernels import attend_masked_items
+from treespec_kernels.attention.tree_attention_masked import ancestor_masks, tree_attention_masked_triton
+from treespec_kernels.attention.tree_attention_masked_kernels import attend_masked_items
+from treespec_kernels.tuning.testing import TreeAttentionInputs, assert_close, tree_attention_inputs, tree_parents
 
 INTERPRETED = isinstance(attend_masked_items, InterpretedFunction)
 DEVICE = "cpu" if INTERPRETED else "cuda"

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from tests.growth import KINDS, Sizes, Trie, assert_frontier, assert_trees, mixtures, poison, proposals
-from treespec_kernels.device_trees import DeviceForest
-from treespec_kernels.tree_merge import tree_merge_ref, tree_merge_triton
-from treespec_kernels.tree_root import tree_root_ref, tree_root_triton
-from treespec_kernels.tree_select import tree_select_ref
+from treespec_kernels.tree.device_trees import DeviceForest
+from treespec_kernels.tree.tree_merge import tree_merge_ref, tree_merge_triton
+from treespec_kernels.tree.tree_root import tree_root_ref, tree_root_triton
+from treespec_kernels.tree.tree_select import tree_select_ref
 
 IMPLEMENTATION = os.environ["TREESPEC_TREE_MERGE"]
 DEVICE = "cpu" if IMPLEMENTATION != "triton" or os.environ.get("TRITON_INTERPRET") == "1" else "cuda"

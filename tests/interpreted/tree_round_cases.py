@@ -10,12 +10,12 @@ import torch
 
 from tests.growth import Sizes, Trie, assert_trees, mixtures, proposals
 from treespec.tree import Draws, TokenTree
-from treespec.verify import verify_greedy
-from treespec_kernels.device_trees import DeviceTrees
-from treespec_kernels.tree_merge import tree_merge_ref, tree_merge_triton
-from treespec_kernels.tree_root import tree_root_ref, tree_root_triton
-from treespec_kernels.tree_select import tree_select_ref, tree_select_triton
-from treespec_kernels.tree_walk import Walk, tree_walk_ref, tree_walk_triton
+from treespec.verification.verify import verify_greedy
+from treespec_kernels.tree.device_trees import DeviceTrees
+from treespec_kernels.tree.tree_merge import tree_merge_ref, tree_merge_triton
+from treespec_kernels.tree.tree_root import tree_root_ref, tree_root_triton
+from treespec_kernels.tree.tree_select import tree_select_ref, tree_select_triton
+from treespec_kernels.tree.tree_walk import Walk, tree_walk_ref, tree_walk_triton
 
 IMPLEMENTATION = os.environ["TREESPEC_TREE_WALK"]
 DEVICE = "cpu" if IMPLEMENTATION != "triton" or os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
@@ -81,9 +81,11 @@ def test_rounds(levels: int) -> None:
         least, deepest = torch.tensor([0.0, 0.001, 0.05]), torch.tensor([3, number % 4, 2], dtype=torch.int32)
         ends = torch.tensor([[1, -1], [-1, -1], [0, 2]], dtype=torch.int32)
         for buffer, tensor in (
-            (batch.roots, torch.tensor(roots, dtype=torch.int32)), (batch.least, least),
-            (batch.max_depths, deepest), (batch.ends, ends),
-        ):  # fmt: skip
+            (batch.roots, torch.tensor(roots, dtype=torch.int32)),
+            (batch.least, least),
+            (batch.max_depths, deepest),
+            (batch.ends, ends),
+        ):
             buffer.copy_(tensor)
         batch.root()
         for _ in range(levels):
@@ -115,8 +117,11 @@ def test_rounds(levels: int) -> None:
             tree = TokenTree(
                 np.array([path[-1] if path else trie.root for path in nodes]),
                 np.array([nodes.index(path[:-1]) if path else -1 for path in nodes]),
-                np.array([len(path) for path in nodes]), np.ones(len(nodes)), Draws.none(), (),
-            )  # fmt: skip
+                np.array([len(path) for path in nodes]),
+                np.ones(len(nodes)),
+                Draws.none(),
+                (),
+            )
             verified = verify_greedy(tree, choices[request, : len(nodes)].numpy())
             expected = [*tree.tokens[verified.path[1:]].tolist(), verified.bonus]
             assert batch.walked.paths[request, :length].tolist() == verified.path.tolist()

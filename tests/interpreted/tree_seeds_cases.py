@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from treespec_kernels.device_trees import DeviceForest
-from treespec_kernels.tree_merge import tree_merge_ref
-from treespec_kernels.tree_root import tree_root_ref
-from treespec_kernels.tree_seeds import DeviceSeeds, tree_seeds_ref, tree_seeds_triton
+from treespec_kernels.tree.device_trees import DeviceForest
+from treespec_kernels.tree.tree_merge import tree_merge_ref
+from treespec_kernels.tree.tree_root import tree_root_ref
+from treespec_kernels.tree.tree_seeds import DeviceSeeds, tree_seeds_ref, tree_seeds_triton
 
 IMPLEMENTATION = os.environ["TREESPEC_TREE_SEEDS"]
 DEVICE = "cpu" if IMPLEMENTATION != "triton" or os.environ.get("TRITON_INTERPRET") == "1" else "cuda"

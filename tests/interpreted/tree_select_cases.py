@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tests.growth import KINDS, Sizes, Trie, assert_trees, mixtures, poison, proposals
-from treespec_kernels.device_trees import DeviceForest, DeviceTrees
-from treespec_kernels.tree_merge import tree_merge_ref
-from treespec_kernels.tree_root import tree_root_ref
-from treespec_kernels.tree_select import tree_select_ref, tree_select_triton
+from treespec_kernels.tree.device_trees import DeviceForest, DeviceTrees
+from treespec_kernels.tree.tree_merge import tree_merge_ref
+from treespec_kernels.tree.tree_root import tree_root_ref
+from treespec_kernels.tree.tree_select import tree_select_ref, tree_select_triton
 
 IMPLEMENTATION = os.environ["TREESPEC_TREE_SELECT"]
 DEVICE = "cpu" if IMPLEMENTATION != "triton" or os.environ.get("TRITON_INTERPRET") == "1" else "cuda"

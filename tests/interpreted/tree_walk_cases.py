@@ -1,5 +1,5 @@
 """Cases of tree_walk, for the implementation that TREESPEC_TREE_WALK names: run by tests/test_tree_walk.py, for Triton
-in a process of its own. Compared by equality with `treespec.verify.verify_greedy`, which knows no padding."""
+in a process of its own. Compared by equality with `verify_greedy`, which knows no padding."""
 
 import os
 import random
@@ -10,10 +10,10 @@ import torch
 
 from tests.growth import poison
 from treespec.tree import Draws, TokenTree
-from treespec.verify import verify_greedy
-from treespec_kernels.device_trees import DeviceTrees
-from treespec_kernels.testing import path_to, tree_parents
-from treespec_kernels.tree_walk import Walk, tree_walk_ref, tree_walk_triton
+from treespec.verification.verify import verify_greedy
+from treespec_kernels.tree.device_trees import DeviceTrees
+from treespec_kernels.tree.tree_walk import Walk, tree_walk_ref, tree_walk_triton
+from treespec_kernels.tuning.testing import path_to, tree_parents
 
 IMPLEMENTATION = os.environ["TREESPEC_TREE_WALK"]
 DEVICE = "cpu" if IMPLEMENTATION != "triton" or os.environ.get("TRITON_INTERPRET") == "1" else "cuda"

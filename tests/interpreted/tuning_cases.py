@@ -14,11 +14,11 @@ from treespec.cli.kernels import Sizes, shapes_of
 from treespec.config import ModelConfig
 from treespec.models.attention import make_attention
 from treespec.models.triton_decoder import TritonDecoder, stacked
-from treespec_kernels import tuned, tuning
-from treespec_kernels.aot_spec import KernelShape
-from treespec_kernels.tree_attention import TreeAttentionConfig
-from treespec_kernels.tuning import Problem, SweepLog, Tuned, TuningError, measure, problems_of, tune
-from treespec_kernels.workloads import Setting, Workload, ops, tree_attention, workloads_of
+from treespec_kernels.aot.kernel_spec import KernelShape
+from treespec_kernels.attention.tree_attention import TreeAttentionConfig
+from treespec_kernels.tuning import sweep as tuning
+from treespec_kernels.tuning.sweep import Problem, SweepLog, Tuned, TuningError, measure, problems_of, tune, tuned
+from treespec_kernels.tuning.workloads import Setting, Workload, ops, tree_attention, workloads_of
 from treespec_weights import load_weights
 
 NAME = "A device"
@@ -149,7 +149,7 @@ def test_what_was_measured_is_not_measured_again(problems: list[Problem], tmp_pa
     times = iter([0.0] * 4 + [100.0] * 20)  # the budget ends while the first configuration is measured
 
     def hurried(monkeypatch: pytest.MonkeyPatch) -> list[Tuned]:
-        monkeypatch.setattr("treespec_kernels.tuning.time.monotonic", lambda: next(times))
+        monkeypatch.setattr("treespec_kernels.tuning.sweep.time.monotonic", lambda: next(times))
         return tune(problems, clock(), SweepLog(path, NAME), budget_seconds=50.0)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -9,9 +9,9 @@ import torch
 from tests.models import greedy, make_draft, make_llama, new_folder, open_llm, random_prompts
 from tests.tokenizers_made import letters, permuted, resized, save_tokenizer
 from treespec import SpecConfig
-from treespec.drafters.translated import TranslatedDrafter
-from treespec.rounds.batch import BatchRound
-from treespec.rounds.engine import GraphEngine
+from treespec.drafters.foreign.translated import TranslatedDrafter
+from treespec.graphs.batch_round import BatchRound
+from treespec.graphs.graph_engine import GraphEngine
 
 torch.set_num_threads(1)
 OWN, PADDED = 64, 72
@@ -37,7 +37,9 @@ def folders() -> dict[str, Path]:
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "seed": 3}], ids=["greedy", "sampled"])
 def test_padded_drafts_in_captured_rounds(folders: dict[str, Path], options: dict[str, float]) -> None:
     """A draft with fewer tokens than the target and one with more are one stack; neither guesses what one lacks."""
-    with mock.patch("treespec.build._prove"):  # takes minutes in the interpreter; the tokens are compared here
+    with mock.patch(
+        "treespec.startup.assemble._prove"
+    ):  # takes minutes in the interpreter; the tokens are compared here
         llm = open_llm(folders["wide"], [folders["small"], folders["large"]], spec=SPEC, **TRITON)
     assert set(llm.stats()["draft_vocabularies"].values()) == {"padded"}
     prompts = [[OWN + 1, 3, PADDED - 1], random_prompts([9], vocab=PADDED)[0]]
@@ -62,7 +64,7 @@ def test_padded_drafts_in_captured_rounds(folders: dict[str, Path], options: dic
 
 
 def test_a_translated_draft_goes_step_by_step(folders: dict[str, Path]) -> None:
-    with mock.patch("treespec.build._prove"):
+    with mock.patch("treespec.startup.assemble._prove"):
         llm = open_llm(folders["target"], [folders["shuffled"]], spec=SPEC, **TRITON)
     assert isinstance(llm.engine, GraphEngine) and isinstance(llm.engine.drafters[0], TranslatedDrafter)
     prompts = random_prompts([3, 20], vocab=OWN)

@@ -31,9 +31,16 @@ def llm(
     folder = fetched(request.param)
     size = len(PreTrainedTokenizerFast.from_pretrained(folder))
     target = make_llama(
-        tmp_path_factory.mktemp("target"), 0, vocab_size=size, num_hidden_layers=1, hidden_size=32,
-        intermediate_size=32, tie_word_embeddings=True, eos_token_id=None, bos_token_id=None,
-    )  # fmt: skip
+        tmp_path_factory.mktemp("target"),
+        0,
+        vocab_size=size,
+        num_hidden_layers=1,
+        hidden_size=32,
+        intermediate_size=32,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
     return open_llm(target, tokenizer=str(folder))
 
 

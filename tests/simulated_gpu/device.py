@@ -241,19 +241,30 @@ def simulated_gpu() -> Iterator[Gpu]:
         name="Simulated GPU", major=9, minor=0, total_memory=MEMORY, multi_processor_count=132, L2_cache_size=50 << 20
     )
     replaced: dict[str, Any] = {
-        "_lazy_init": lambda: None, "is_available": lambda: True, "is_initialized": lambda: True,
-        "device_count": lambda: 2, "current_device": lambda: gpu.current, "device": gpu.device,
+        "_lazy_init": lambda: None,
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: 2,
+        "current_device": lambda: gpu.current,
+        "device": gpu.device,
         "get_device_name": lambda device=None: properties.name,
         "get_device_capability": lambda device=None: (properties.major, properties.minor),
         "get_device_properties": lambda device=None: properties,
-        "mem_get_info": lambda device=None: (MEMORY, MEMORY), "memory_reserved": lambda device=None: 0,
-        "max_memory_allocated": lambda device=None: 0, "empty_cache": gpu.captures.check_cache,
-        "synchronize": lambda device=None: gpu.finish(), "Event": _bound(_Event, gpu),
-        "Stream": _bound(Stream, gpu), "current_stream": gpu.captures.current_stream,
-        "set_stream": gpu.captures.set_stream, "stream": gpu.captures.on, "CUDAGraph": _bound(CudaGraph, gpu),
-        "graph_pool_handle": Pool, "graph": gpu.captures.capture,
+        "mem_get_info": lambda device=None: (MEMORY, MEMORY),
+        "memory_reserved": lambda device=None: 0,
+        "max_memory_allocated": lambda device=None: 0,
+        "empty_cache": gpu.captures.check_cache,
+        "synchronize": lambda device=None: gpu.finish(),
+        "Event": _bound(_Event, gpu),
+        "Stream": _bound(Stream, gpu),
+        "current_stream": gpu.captures.current_stream,
+        "set_stream": gpu.captures.set_stream,
+        "stream": gpu.captures.on,
+        "CUDAGraph": _bound(CudaGraph, gpu),
+        "graph_pool_handle": Pool,
+        "graph": gpu.captures.capture,
         "is_current_stream_capturing": lambda: gpu.capturing is not None,
-    }  # fmt: skip
+    }
     with contextlib.ExitStack() as stack:
         for name, function in replaced.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, function))

@@ -11,9 +11,16 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 aten = torch.ops.aten
 
 WAITING = {
-    aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten._unique2, aten.unique_dim, aten.equal,
-    aten.unique_consecutive, aten.is_nonzero, aten.bincount,
-}  # fmt: skip
+    aten._local_scalar_dense,
+    aten.nonzero,
+    aten.masked_select,
+    aten._unique2,
+    aten.unique_dim,
+    aten.equal,
+    aten.unique_consecutive,
+    aten.is_nonzero,
+    aten.bincount,
+}
 """The host waits for their values, or for a size that depends on values."""
 
 
@@ -33,9 +40,13 @@ class GpuTensor(Tensor):
     @staticmethod
     def __new__(cls, inner: Tensor, dispatch: Callable[..., Any]) -> "GpuTensor":
         return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
-            cls, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype,
+            cls,
+            inner.size(),
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
             device="meta",
-        )  # fmt: skip
+        )
 
     def __init__(self, inner: Tensor, dispatch: Callable[..., Any]):
         assert not isinstance(inner, GpuTensor)

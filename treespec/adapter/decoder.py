@@ -26,8 +26,8 @@ from treespec.adapter.widened import Widened
 from treespec.errors import KernelError, ModelError
 from treespec.models.attention import make_attention
 from treespec.models.decoder import Attention, Decoder, Sample
-from treespec_kernels.linear import LinearImpl, onednn_available
-from treespec_kernels.tree_batch import PAGE_SIZE, RequestRows
+from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
+from treespec_kernels.linear.linear import LinearImpl, onednn_available
 
 logger = logging.getLogger("treespec")
 
@@ -63,9 +63,15 @@ class AdapterDecoder(Decoder):
     quantization = None
 
     def __init__(
-        self, config: AdapterConfig, model: nn.Module, attention: Attention, longest: int, min_rows: int = 2,
-        multiple: int = 1, known: int | None = None,
-    ):  # fmt: skip
+        self,
+        config: AdapterConfig,
+        model: nn.Module,
+        attention: Attention,
+        longest: int,
+        min_rows: int = 2,
+        multiple: int = 1,
+        known: int | None = None,
+    ):
         shape, parameter = config.shape, next(model.parameters())
         self.config: AdapterConfig = config  # type: ignore[assignment]
         self.attention, self.min_rows, self.multiple = attention, min_rows, multiple

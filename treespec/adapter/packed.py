@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from treespec_kernels.linear import Linear, onednn_available
+from treespec_kernels.linear.linear import Linear, onednn_available
 
 
 class PackedLinear(nn.Module):

@@ -27,7 +27,7 @@ from treespec.adapter.trace import AdapterConfig
 from treespec.adapter.widened import Widened
 from treespec.cache import KVCache, pages_for
 from treespec.errors import ModelError, describe_error
-from treespec_kernels.tree_batch import PAGE_SIZE, RequestRows
+from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
 
 if TYPE_CHECKING:
     from treespec.adapter.decoder import AdapterDecoder
@@ -100,8 +100,11 @@ class Probe:
                     break
                 logger.info(
                     "%s does not compute in float32 (%s: %s): compared in %s alone",
-                    self._source.name, type(error).__name__, error, self._dtype,
-                )  # fmt: skip
+                    self._source.name,
+                    type(error).__name__,
+                    error,
+                    self._dtype,
+                )
                 return
             worst = float(_distance(found, expected).max())
             if worst <= STRUCTURE_BOUND:

@@ -128,9 +128,16 @@ def causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 
 def _attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    scaling: float | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **options: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
     """The registered attention. query: [1, num_heads, num_rows, width] -> [1, num_rows, num_heads, value width]."""
     route, kind = _route.get(), type(module).__name__
     if route is None or route.handler is None:
@@ -170,9 +177,14 @@ def _attend(
 
 
 def _stand_in(
-    *, mask_function: MaskRule, q_length: int = 1, kv_length: int = 1, device: torch.device | None = None,
-    config: Any = None, **options: Any,
-) -> Tensor | None:  # fmt: skip
+    *,
+    mask_function: MaskRule,
+    q_length: int = 1,
+    kv_length: int = 1,
+    device: torch.device | None = None,
+    config: Any = None,
+    **options: Any,
+) -> Tensor | None:
     """The registered mask: zeros of the mask's shape in four bytes, whose address says which rule is meant."""
     route = _route.get()
     if route is None or route.handler is None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from treespec.adapter.route import MaskRule, sees
-from treespec_kernels.tree_batch import PAGE_SIZE, RequestRows
+from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
 
 
 class RowPlan:
@@ -48,9 +48,15 @@ class RowPlan:
 
 
 def attend_rows(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: RowPlan, mask: MaskRule, scale: float,
-    softcap: float | None = None, sinks: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    plan: RowPlan,
+    mask: MaskRule,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attention of the rows of a pass to their own paths, in float32.
 
     Args:

@@ -72,9 +72,12 @@ def run(module: nn.Module, tokens: Tensor, positions: Tensor) -> Any:
     The mask of ones says that no row is padding; without it rows whose positions jump would count as other texts.
     """
     return module(
-        input_ids=tokens[None], position_ids=positions[None], attention_mask=torch.ones_like(tokens)[None],
-        use_cache=False, return_dict=True,
-    )  # fmt: skip
+        input_ids=tokens[None],
+        position_ids=positions[None],
+        attention_mask=torch.ones_like(tokens)[None],
+        use_cache=False,
+        return_dict=True,
+    )
 
 
 def run_head(model: nn.Module, base: nn.Module, hidden: Tensor, output: type) -> Tensor:

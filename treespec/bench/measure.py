@@ -12,7 +12,7 @@ from treespec.bench.profile import profiled
 from treespec.config import SpecConfig
 from treespec.errors import RequestError
 from treespec.llm import LLM
-from treespec.params import SamplingParams
+from treespec.sampling_params import SamplingParams
 
 
 @dataclass

@@ -59,9 +59,15 @@ class Transformers:
         else:
             raise ModelError(f"{peer.name}: one token took longer than {max_tokens}, {_TRIES} times; give more tokens")
         return Sample(
-            tokens=made, decode_seconds=decode, decoded=rest * len(made), total_seconds=total, ttft=[first] * len(made),
-            per_token=[decode / rest] * len(made), passes=[self._passes] * len(made), rounds=self._passes,
-        )  # fmt: skip
+            tokens=made,
+            decode_seconds=decode,
+            decoded=rest * len(made),
+            total_seconds=total,
+            ttft=[first] * len(made),
+            per_token=[decode / rest] * len(made),
+            passes=[self._passes] * len(made),
+            rounds=self._passes,
+        )
 
     def _generate(
         self, prompts: Sequence[list[int]], max_tokens: int, options: dict[str, Any]

@@ -30,7 +30,7 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
     depths = max(len(mode["acceptance_by_depth"] or ()) for run in runs for mode in run["modes"])
     axes = figure.subplots(
         len(runs), 2, squeeze=False, width_ratios=(8, max(depths, 3)), height_ratios=heights, sharey="row"
-    )  # fmt: skip
+    )
     for (left, right), run in zip(axes, runs, strict=True):
         modes = sorted(run["modes"], key=lambda mode: mode["speedup"])
         _speed(left, modes, run["batch"])

@@ -15,10 +15,10 @@ from functools import partial
 from typing import Any
 
 from treespec.engine import Decided, Engine
-from treespec.noise import Noise
-from treespec.rounds.engine import GraphEngine
-from treespec.rounds.planner import RoundSeconds
-from treespec.rounds.verify import RoundResult
+from treespec.graphs.graph_engine import GraphEngine
+from treespec.graphs.graph_planner import RoundSeconds
+from treespec.graphs.verify_stage import RoundResult
+from treespec.sampling.noise import Noise
 
 MEANING = {
     "draft": "all sources propose",

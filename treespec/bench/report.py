@@ -193,7 +193,12 @@ def comparisons(fastest: Mapping[str, str], samples: Mapping[str, Sequence[Sampl
             if mode in samples and peer in samples:
                 ratios = _ratios(samples[peer], samples[mode], lambda sample: sample.seconds_per_token)
                 result.append(
-                    {"mode": mode, "peer": peer, "times": statistics.median(ratios), "times_min": min(ratios),
-                     "times_max": max(ratios)}
-                )  # fmt: skip
+                    {
+                        "mode": mode,
+                        "peer": peer,
+                        "times": statistics.median(ratios),
+                        "times_min": min(ratios),
+                        "times_max": max(ratios),
+                    }
+                )
     return result

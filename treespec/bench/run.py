@@ -21,13 +21,13 @@ from treespec.bench.peers import Transformers
 from treespec.bench.progress import Plan, Progress
 from treespec.bench.prompts import Prompt, choose, read_prompts
 from treespec.bench.report import DEFINITIONS, best, comparisons, mismatches, summarise
-from treespec.bench.rules import default_branching, intervals, rule_modes
+from treespec.bench.rule_comparison import default_branching, intervals, rule_modes
 from treespec.config import AUTO_NODES, SpecConfig
-from treespec.costs import processor
 from treespec.errors import ConfigError
 from treespec.llm import LLM
-from treespec.params import SamplingParams
-from treespec.resolve import resolve_folders, resolve_model
+from treespec.planning.cost_measurement import processor
+from treespec.sampling_params import SamplingParams
+from treespec.startup.resolve import resolve_folders, resolve_model
 from treespec_weights import default_folder
 
 WHY_BATCH_ONE = "transformers drafts for one request at a time, so they have batch 1 only"
@@ -100,9 +100,15 @@ def bench(
     specs = {mode.name: mode.spec for mode in selection.ours}  # refuses bad values before anything is loaded
     progress.stage("loading the models")
     llm = LLM(
-        target, [*folders.values()], _widest(specs.values()), device=options.device, dtype=options.dtype,
-        max_num_seqs=max(options.batches), compile=options.compile, quantization=options.quantization,
-    )  # fmt: skip
+        target,
+        [*folders.values()],
+        _widest(specs.values()),
+        device=options.device,
+        dtype=options.dtype,
+        max_num_seqs=max(options.batches),
+        compile=options.compile,
+        quantization=options.quantization,
+    )
     prompts, left_out = _prompts(options, llm)
     ids = [prompt.content for prompt in prompts if isinstance(prompt.content, list)]
     memory = {"peak_with_ours": _peak_mib()}
@@ -291,8 +297,11 @@ def commit() -> str | None:
     try:
         done = subprocess.run(
             ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"],
-            capture_output=True, text=True, timeout=20, check=True,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()

@@ -82,7 +82,7 @@ def autotune(
         return
     from treespec.config import QUANTIZATIONS
     from treespec.errors import reject_unknown
-    from treespec.resolve import DTYPES, on_device, resolve_device
+    from treespec.startup.resolve import DTYPES, on_device, resolve_device
 
     end_cleanly()
     reject_unknown("--dtype", [dtype], ("auto", *DTYPES))
@@ -92,9 +92,13 @@ def autotune(
         raise typer.Exit(_aot(aot, ops, sizes, model, draft, computed, quantization, fresh, as_json))
     where = resolve_device(device)
     swept = {
-        "--ops": ops, "--nodes": nodes, "--context": context, "--budget-seconds": budget_seconds, "--fresh": fresh,
+        "--ops": ops,
+        "--nodes": nodes,
+        "--context": context,
+        "--budget-seconds": budget_seconds,
+        "--fresh": fresh,
         "--force": force,
-    }  # fmt: skip
+    }
     of_kernels = [*sizes.given, *(name for name, value in swept.items() if value)]
     if where.type == "cpu" and not (of_kernels and kernels.rehearses()):
         if of_kernels:
@@ -107,7 +111,7 @@ def autotune(
         return
     if threads is not None:
         raise usage_error(f"--threads {threads} is about a CPU; use --device cpu")
-    from treespec_kernels.workloads import ops as known_ops
+    from treespec_kernels.tuning.workloads import ops as known_ops
 
     if computed is None and where.type == "cpu":
         computed = DTYPES["float32"]  # Triton's interpreter computes bfloat16 wrongly
@@ -129,13 +133,20 @@ def autotune(
 
 
 def _aot(
-    targets: list[str], ops: list[str] | None, sizes: kernels.Sizes, model: str | None, drafts: list[str] | None,
-    dtype: Any, quantization: str | None, fresh: bool, as_json: bool,
-) -> int:  # fmt: skip
+    targets: list[str],
+    ops: list[str] | None,
+    sizes: kernels.Sizes,
+    model: str | None,
+    drafts: list[str] | None,
+    dtype: Any,
+    quantization: str | None,
+    fresh: bool,
+    as_json: bool,
+) -> int:
     """Compile ahead of time; the exit code."""
     from dataclasses import replace
 
-    from treespec_kernels import aot
+    from treespec_kernels.aot import compiler as aot
 
     chosen = kernels.names("--aot", targets, aot.SHARED_BYTES) or []
     if sizes.given or model is not None or quantization is not None:
@@ -153,9 +164,14 @@ def _aot(
 
 
 def _measure_on_cpu(
-    model: str | None, drafts: list[str] | None, dtype: str, quantization: str | None, seconds: float,
-    threads: int | None, as_json: bool,
-) -> None:  # fmt: skip
+    model: str | None,
+    drafts: list[str] | None,
+    dtype: str,
+    quantization: str | None,
+    seconds: float,
+    threads: int | None,
+    as_json: bool,
+) -> None:
     counts = curves.thread_counts()
     if threads is not None or len(counts) == 1:
         entries = [curves.measure_here(model, drafts, "cpu", dtype, quantization, seconds, threads)]
@@ -169,7 +185,7 @@ def _measure_on_cpu(
 
 
 def _show(as_json: bool) -> None:
-    from treespec import costs
+    from treespec.planning import cost_measurement as costs
 
     document = _curves(costs.load_all()) | {"tuned": kernels.stored()}
     if as_json:
@@ -184,7 +200,7 @@ def _show(as_json: bool) -> None:
 
 def _curves(entries: list[dict[str, Any]]) -> dict[str, Any]:
     """The part of a document that is about curves; `threads` compares what is stored for the first of them."""
-    from treespec import costs
+    from treespec.planning import cost_measurement as costs
 
     compared = curves.compare_threads(entries[0]["key"]) if entries else None
     return {"file": str(costs.costs_file()), "curves": entries, "threads": compared}

@@ -157,7 +157,7 @@ def bench(
         "nodes": integers("--nodes", nodes, (16,), least=2),
         "batches": integers("--batch", batch, (1,)),
     }
-    from treespec.bench.rules import TEMPERATURE, parse_rules
+    from treespec.bench.rule_comparison import TEMPERATURE, parse_rules
     from treespec.bench.run import Options
 
     end_cleanly()

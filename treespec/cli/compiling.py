@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 if TYPE_CHECKING:
-    from treespec_kernels.aot import Plan
-    from treespec_kernels.aot_cache import ResultCache
+    from treespec_kernels.aot.binary_cache import ResultCache
+    from treespec_kernels.aot.compiler import Plan
 
 KERNEL_SECONDS = 2.5  # of one core for one kernel, about: 497 take ten minutes on two
 _EVERY = 15.0  # seconds between lines where stderr is no terminal

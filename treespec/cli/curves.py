@@ -17,14 +17,19 @@ BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}"
 
 
 def measure_here(
-    model: str | None, drafts: list[str] | None, device: str, dtype: str, quantization: str | None, seconds: float,
+    model: str | None,
+    drafts: list[str] | None,
+    device: str,
+    dtype: str,
+    quantization: str | None,
+    seconds: float,
     threads: int | None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Measure an engine's curve in this process and store it; the entry that was stored."""
     import torch
     from tqdm import tqdm  # type: ignore[import-untyped]
 
-    from treespec import costs
+    from treespec.planning import cost_measurement as costs
 
     if threads is not None:
         torch.set_num_threads(threads)
@@ -50,9 +55,13 @@ def thread_counts() -> list[int]:
 
 
 def measure_in_children(
-    counts: Sequence[int], model: str | None, drafts: list[str] | None, dtype: str, quantization: str | None,
+    counts: Sequence[int],
+    model: str | None,
+    drafts: list[str] | None,
+    dtype: str,
+    quantization: str | None,
     seconds: float,
-) -> list[dict[str, Any]]:  # fmt: skip
+) -> list[dict[str, Any]]:
     """The curve with each number of threads, which is fixed once an engine has proved its bits.
 
     Raises:
@@ -95,7 +104,7 @@ def _error_of(error: dict[str, str]) -> Exception:
 
 def compare_threads(key: dict[str, Any]) -> dict[str, Any] | None:
     """What is stored of this machine and these models with any number of threads; None on a GPU."""
-    from treespec import costs
+    from treespec.planning import cost_measurement as costs
 
     seconds = costs.by_threads(key)
     if key["device"] != "cpu" or not seconds:
@@ -129,7 +138,7 @@ def describe(entry: dict[str, Any]) -> str:
 
 def describe_threads(compared: dict[str, Any]) -> str:
     """One line: what a round takes with each number of threads, and which is best."""
-    from treespec.costs import DRAFT_LEVELS, ROUND_ROWS
+    from treespec.planning.cost_measurement import DRAFT_LEVELS, ROUND_ROWS
 
     times = ", ".join(f"{_threads(int(number))}: {ms:.2f} ms" for number, ms in compared["round_ms"].items())
     what = f"a round of {ROUND_ROWS} rows and {DRAFT_LEVELS} levels of drafting"

@@ -35,8 +35,8 @@ from treespec.cli.options import (
 
 if TYPE_CHECKING:
     from treespec.llm import LLM
-    from treespec.params import SamplingParams
-    from treespec.request import CompletionOutput, RequestOutput, StreamChunk
+    from treespec.outputs import CompletionOutput, RequestOutput, StreamChunk
+    from treespec.sampling_params import SamplingParams
 
 MOST_AT_ONCE = 8  # samples that are decoded side by side
 DRAWING_RULES = ("rejection", "traversal")  # as RANDOM_DRAWS, which would import torch
@@ -111,7 +111,7 @@ def generate(
     text = read_prompt(prompt, file)
 
     def params(seed: int | None) -> "SamplingParams":
-        from treespec.params import SamplingParams
+        from treespec.sampling_params import SamplingParams
 
         return SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, n=samples, **truncation)
 
@@ -169,9 +169,13 @@ def first_of_outputs(ours: "RequestOutput", plain: "RequestOutput") -> dict[str,
 
 
 def _decode(
-    llm: "LLM", prompt: Any, params: Any, spec: str | None, template: str | None,
+    llm: "LLM",
+    prompt: Any,
+    params: Any,
+    spec: str | None,
+    template: str | None,
     on_chunk: "Callable[[StreamChunk], None] | None",
-) -> "RequestOutput":  # fmt: skip
+) -> "RequestOutput":
     """Generate for a prompt or a conversation, with a progress bar on a terminal unless the text shows the progress."""
     from tqdm import tqdm  # type: ignore[import-untyped]
 

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     import torch
 
     from treespec.config import ModelConfig
-    from treespec_kernels.aot_spec import KernelShape
-    from treespec_kernels.quantized import WeightForm
-    from treespec_kernels.tuning import Tuned
+    from treespec_kernels.aot.kernel_spec import KernelShape
+    from treespec_kernels.linear.quantized import WeightForm
+    from treespec_kernels.tuning.sweep import Tuned
 
 MAX_NODES = 256
 MAX_CONTEXT = 1 << 20
@@ -73,13 +73,16 @@ def shapes_of(
     """
     import torch
 
-    from treespec_kernels.aot_spec import KernelShape
+    from treespec_kernels.aot.kernel_spec import KernelShape
 
     if sizes.given:
         if model is not None or drafts:
             raise usage_error(f"{sizes.given[0]} describes a model, and --model names one; use one of them")
-        missing = [f"--{name.replace('_', '-')}" for name in ("heads", "head_dim", "intermediate", "vocab")
-                   if getattr(sizes, name) is None]  # fmt: skip
+        missing = [
+            f"--{name.replace('_', '-')}"
+            for name in ("heads", "head_dim", "intermediate", "vocab")
+            if getattr(sizes, name) is None
+        ]
         if missing:
             raise usage_error(f"{sizes.given[0]} needs {', '.join(missing)} too, or give --model")
         for name, value in asdict(sizes).items():
@@ -90,13 +93,18 @@ def shapes_of(
         if heads % kv_heads:
             raise usage_error(f"--heads {heads}: not a multiple of --kv-heads {kv_heads}")
         kernel = KernelShape(
-            dtype or torch.bfloat16, head_dim, heads, kv_heads, sizes.hidden or heads * head_dim,
-            int(sizes.intermediate or 0), int(sizes.vocab or 0),
-        )  # fmt: skip
+            dtype or torch.bfloat16,
+            head_dim,
+            heads,
+            kv_heads,
+            sizes.hidden or heads * head_dim,
+            int(sizes.intermediate or 0),
+            int(sizes.vocab or 0),
+        )
         return [Shape(replace(kernel, quantized=_form_of_sizes(kernel, quantization)), sizes.layers or 1)]
     from treespec.config import ModelConfig
-    from treespec.models.quantized import resolve_quantization
-    from treespec.resolve import resolve_folders, resolve_model
+    from treespec.models.quantized_weights import resolve_quantization
+    from treespec.startup.resolve import resolve_folders, resolve_model
 
     target = ModelConfig.from_hf(resolve_model(model))
     resolve_quantization(quantization, target, dtype or target.dtype)
@@ -113,7 +121,7 @@ def shapes_of(
 
 def _form_of_sizes(kernel: "KernelShape", quantization: str | None) -> "WeightForm | None":
     """Of a shape that options give."""
-    from treespec_kernels.quantized import WeightForm
+    from treespec_kernels.linear.quantized import WeightForm
     from treespec_weights.quantize import BITS, group_of
 
     if quantization is None:
@@ -127,22 +135,33 @@ def _form_of_sizes(kernel: "KernelShape", quantization: str | None) -> "WeightFo
 
 def _kernel_shapes(config: "ModelConfig", dtype: "torch.dtype", quantization: str | None) -> "list[KernelShape]":
     """A model's, for each form that its layers have."""
-    from treespec_kernels.aot_spec import KernelShape
+    from treespec_kernels.aot.kernel_spec import KernelShape
 
     shape = config.shape
     return [
         KernelShape(
-            dtype, shape.head_dim, shape.num_heads, shape.num_kv_heads, shape.hidden_size, shape.intermediate_size,
-            shape.vocab_size, norm=config.rules.norm, post_norms=shape.post_norms, qk_norm=shape.qk_norm,
-            rotary=bool(config.ropes), gated=shape.gated, activation=config.activation,
-            capped=config.score_cap is not None or config.logit_cap is not None, quantized=form,
+            dtype,
+            shape.head_dim,
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.hidden_size,
+            shape.intermediate_size,
+            shape.vocab_size,
+            norm=config.rules.norm,
+            post_norms=shape.post_norms,
+            qk_norm=shape.qk_norm,
+            rotary=bool(config.ropes),
+            gated=shape.gated,
+            activation=config.activation,
+            capped=config.score_cap is not None or config.logit_cap is not None,
+            quantized=form,
         )
         for form in _forms(config, quantization)
-    ]  # fmt: skip
+    ]
 
 
 def _forms(config: "ModelConfig", quantization: str | None) -> "list[WeightForm | None]":
-    from treespec_kernels.quantized import WeightForm
+    from treespec_kernels.linear.quantized import WeightForm
     from treespec_weights.load import covered, expected_tensors, quantizable, quantized_group
     from treespec_weights.quantize import BITS
 
@@ -180,15 +199,15 @@ def check_number(flag: str, value: float | None, most: float) -> None:
 def aot_report(
     targets: Sequence[str], only: list[str] | None, shapes: "Iterable[KernelShape]", fresh: bool
 ) -> dict[str, Any]:
-    """What `treespec_kernels.aot` says, without a GPU.
+    """What `treespec_kernels.aot.compiler` says, without a GPU.
 
     Args:
         targets, only, shapes: what to compile.
         fresh: compile again what was compiled before.
     """
     from treespec.cli.compiling import Compiling
-    from treespec_kernels import aot
-    from treespec_kernels.aot_cache import ResultCache, cache_folder
+    from treespec_kernels.aot import compiler as aot
+    from treespec_kernels.aot.binary_cache import ResultCache, cache_folder
 
     try:
         cache = ResultCache(cache_folder(), reads=not fresh)
@@ -222,7 +241,7 @@ def echo_aot(report: dict[str, Any]) -> None:
 
 def rehearses() -> bool:
     """Whether kernels run in Triton's interpreter: the sweep then runs on a CPU, and its times say nothing."""
-    from treespec_kernels.triton_launch import is_interpreted
+    from treespec_kernels.launch.triton_launch import is_interpreted
 
     return is_interpreted()
 
@@ -247,9 +266,10 @@ def tune_kernels(
     import torch
 
     from treespec.errors import KernelError
-    from treespec_kernels import tuned, tuning, workloads
-    from treespec_kernels.clock import CudaClock, HostClock
-    from treespec_kernels.workloads import Setting
+    from treespec_kernels.tuning import sweep as tuning
+    from treespec_kernels.tuning import tuned, workloads
+    from treespec_kernels.tuning.clock import CudaClock, HostClock
+    from treespec_kernels.tuning.workloads import Setting
 
     on_gpu = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if on_gpu else "Triton interpreter"
@@ -257,11 +277,16 @@ def tune_kernels(
     path = folder / f"{tuned.slug(name)}.json"
     settings = [
         Setting(
-            shape.kernel, device, nodes=nodes, context=context, groups=shape.groups, layers=shape.layers,
+            shape.kernel,
+            device,
+            nodes=nodes,
+            context=context,
+            groups=shape.groups,
+            layers=shape.layers,
             fixed_order_dot=not on_gpu,
         )
         for shape in shapes
-    ]  # fmt: skip
+    ]
     try:
         if not force:
             tuned.check_writable(path, name)
@@ -299,19 +324,23 @@ def tune_kernels(
 
 
 def _result(found: "Tuned", bandwidth: float) -> dict[str, Any]:
-    from treespec_kernels.tuned import config_fields
+    from treespec_kernels.tuning.tuned import config_fields
 
     best, default, problem = found.best, found.default, found.problem
-    loads = [] if best is None else [
-        {
-            "load": work.load,
-            "weight": work.weight,
-            "microseconds": 1e6 * best.seconds[work.load],
-            "default_microseconds": 1e6 * default.seconds[work.load] if default else None,
-            "share_of_copy": work.bytes / best.seconds[work.load] / bandwidth,
-        }
-        for work in problem.workloads
-    ]  # fmt: skip
+    loads = (
+        []
+        if best is None
+        else [
+            {
+                "load": work.load,
+                "weight": work.weight,
+                "microseconds": 1e6 * best.seconds[work.load],
+                "default_microseconds": 1e6 * default.seconds[work.load] if default else None,
+                "share_of_copy": work.bytes / best.seconds[work.load] / bandwidth,
+            }
+            for work in problem.workloads
+        ]
+    )
     return {
         "op": problem.op,
         "key": problem.key,
@@ -338,11 +367,15 @@ def echo_tuned(document: dict[str, Any]) -> None:
     for result in document["results"]:
         for load in result["loads"]:
             default = load["default_microseconds"]
-            lines.append((
-                f"{_label(result)}, {load['load']}", f"{load['microseconds']:.2f}",
-                "failed" if default is None else f"{default:.2f}", f"{100 * load['share_of_copy']:.0f} %",
-                f"weight {load['weight']:g}",
-            ))  # fmt: skip
+            lines.append(
+                (
+                    f"{_label(result)}, {load['load']}",
+                    f"{load['microseconds']:.2f}",
+                    "failed" if default is None else f"{default:.2f}",
+                    f"{100 * load['share_of_copy']:.0f} %",
+                    f"weight {load['weight']:g}",
+                )
+            )
     typer.echo(f"\n{table(lines)}\n")
     for result in document["results"]:
         chosen = "nothing measured" if result["config"] is None else _config(result)
@@ -357,7 +390,7 @@ def echo_tuned(document: dict[str, Any]) -> None:
 
 
 def _label(result: dict[str, Any]) -> str:
-    from treespec_kernels.tuned import label_of
+    from treespec_kernels.tuning.tuned import label_of
 
     return label_of(result["op"], result["key"])
 
@@ -371,7 +404,7 @@ def _config(result: dict[str, Any]) -> str:
 
 def stored() -> list[dict[str, Any]]:
     """Every tuned file of this machine's user and of the package, with what holds no more for this installation."""
-    from treespec_kernels import tuned
+    from treespec_kernels.tuning import tuned
 
     documents = []
     for path in sorted({f for folder in (tuned.user_folder(), tuned.package_folder()) for f in folder.glob("*.json")}):

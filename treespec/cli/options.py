@@ -177,9 +177,15 @@ def load_llm(
 
     end_cleanly()
     return LLM(
-        model, drafts, spec, device=device, dtype=dtype, max_num_seqs=max_num_seqs,
-        compile="auto" if compile is None else compile, quantization=quantization,
-    )  # fmt: skip
+        model,
+        drafts,
+        spec,
+        device=device,
+        dtype=dtype,
+        max_num_seqs=max_num_seqs,
+        compile="auto" if compile is None else compile,
+        quantization=quantization,
+    )
 
 
 @contextmanager

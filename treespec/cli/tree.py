@@ -70,8 +70,8 @@ def tree(
         spec = spec_config(nodes or (None if branching else NODES), max_depth, branching, verification)
         llm = load_llm(model, draft, spec, device, dtype)
     from treespec.drawing import to_svg, to_text
+    from treespec.drawing.recording import picture, record_rounds
     from treespec.errors import RequestError
-    from treespec.observe import picture, record_rounds
 
     rounds = record_rounds(llm, encoded(text, llm), number or FIRST_ROUNDS, None, temperature, seed)
     if number is not None and number > len(rounds):

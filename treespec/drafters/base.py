@@ -9,13 +9,16 @@ import numpy as np
 from treespec.errors import ConfigError, DraftError
 from treespec.request import Request
 from treespec.tree import TokenTree
-from treespec.verify_reference import MAX_DEPTH
+from treespec.verification.reference import MAX_DEPTH
 
 RESERVED = ("ssm", "lookup", "suffix", "grammar")  # names that `SpecConfig.sources` gives another meaning
 _METHODS = ("propose", "commit", "release")
 _DTYPES: dict[str, tuple[Any, str]] = {  # of a tree's arrays, and the kinds of numbers that are converted to them
-    "tokens": (np.int64, "iu"), "parents": (np.int64, "iu"), "depths": (np.int64, "iu"), "probs": (np.float64, "iuf"),
-}  # fmt: skip
+    "tokens": (np.int64, "iu"),
+    "parents": (np.int64, "iu"),
+    "depths": (np.int64, "iu"),
+    "probs": (np.float64, "iuf"),
+}
 
 
 @runtime_checkable

@@ -112,9 +112,15 @@ def _drafts_of(entry: _Entry) -> list[nn.Module | None]:
 
 
 def _build(
-    model: nn.Module, drafts: Sequence[Any], spec: SpecConfig, exact: bool, rows: int, length: int, most_positions: int,
+    model: nn.Module,
+    drafts: Sequence[Any],
+    spec: SpecConfig,
+    exact: bool,
+    rows: int,
+    length: int,
+    most_positions: int,
     others: list[_Entry],
-) -> LLM:  # fmt: skip
+) -> LLM:
     """A new engine: with room to spare, or, where memory is short, without the `others` and for this call alone."""
     parameter = next(model.parameters())
     widest = SpecConfig(nodes=max(spec.max_nodes, AUTO_NODES))
@@ -123,9 +129,16 @@ def _build(
         while True:
             try:
                 llm = LLM(
-                    model, drafts, widest, device=parameter.device, dtype=parameter.dtype, exact=exact,
-                    max_num_seqs=at_once, max_model_len=room, generation_config="treespec",
-                )  # fmt: skip
+                    model,
+                    drafts,
+                    widest,
+                    device=parameter.device,
+                    dtype=parameter.dtype,
+                    exact=exact,
+                    max_num_seqs=at_once,
+                    max_model_len=room,
+                    generation_config="treespec",
+                )
             except CacheMemoryError as error:
                 short = str(error)
             else:

@@ -80,16 +80,31 @@ def generate(
     check_kept_arguments(model)
     with Ending(check_streamer("token_streamer", token_streamer)) as ending:
         return _generate(
-            model, input_ids, logits_processor, stopping_criteria, generation_config, drafts, spec, ending.streamer,
-            exact, model_kwargs,
-        )  # fmt: skip
+            model,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            drafts,
+            spec,
+            ending.streamer,
+            exact,
+            model_kwargs,
+        )
 
 
 def _generate(
-    model: nn.Module, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any,
-    drafts: Sequence[Any] | None, spec: SpecConfig | str | None, token_streamer: Any, exact: bool,
+    model: nn.Module,
+    input_ids: Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    drafts: Sequence[Any] | None,
+    spec: SpecConfig | str | None,
+    token_streamer: Any,
+    exact: bool,
     model_kwargs: dict[str, Any],
-) -> Any:  # fmt: skip
+) -> Any:
     """As `generate`, whose caller ends the streamer."""
     processors, criteria = list(logits_processor or ()), list(stopping_criteria or ())
     check_config(generation_config, processors, criteria, len(input_ids))
@@ -120,11 +135,20 @@ def _generate(
     seed = int(torch.randint(_MAX_SEED, (1,), device="cpu")) if generation_config.do_sample else 0
     rows = [
         make_row(
-            tokens, row, generation_config, type(logits_processor)(processors_of_row(processors, row)),
-            stopping, input_ids[row, :pad], most, resolved, seed, decoder.vocab_size, decoder.device,
+            tokens,
+            row,
+            generation_config,
+            type(logits_processor)(processors_of_row(processors, row)),
+            stopping,
+            input_ids[row, :pad],
+            most,
+            resolved,
+            seed,
+            decoder.vocab_size,
+            decoder.device,
         )
         for row, (tokens, pad) in enumerate(zip(prompts.tokens, prompts.padding, strict=True))
-    ]  # fmt: skip
+    ]
     streamer = RowStreamer(token_streamer, prompts, rows, _pad_token(generation_config))
     for row in llm._run(rows):
         if row.error is not None:

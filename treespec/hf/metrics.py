@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from torch import nn
 
 from treespec.hf.rows import Row
-from treespec.request import RequestMetrics
+from treespec.outputs import RequestMetrics
 
 _metrics: "weakref.WeakKeyDictionary[nn.Module, GenerateMetrics]" = weakref.WeakKeyDictionary()
 _guard = threading.Lock()

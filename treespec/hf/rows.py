@@ -12,10 +12,10 @@ from torch import Tensor
 
 from treespec.config import SpecConfig
 from treespec.errors import ConfigError, RequestError, describe_error
-from treespec.params import LEAST_TEMPERATURE, SamplingParams
 from treespec.request import Request
-from treespec.sampler import Sampler
-from treespec.surroundings import call_processor, outside_code
+from treespec.sampling.sampler import Sampler
+from treespec.sampling_params import LEAST_TEMPERATURE, SamplingParams
+from treespec.startup.torch_state import call_processor, outside_code
 
 
 def processors_of_row(processors: Sequence[Any], row: int) -> list[Any]:
@@ -142,9 +142,18 @@ def temperature_of(config: Any) -> float:
 
 
 def make_row(
-    tokens: list[int], row: int, config: Any, processors: Any, criteria: Any, padding: Tensor, most: int,
-    spec: SpecConfig, seed: int, vocab_size: int, device: torch.device,
-) -> Row:  # fmt: skip
+    tokens: list[int],
+    row: int,
+    config: Any,
+    processors: Any,
+    criteria: Any,
+    padding: Tensor,
+    most: int,
+    spec: SpecConfig,
+    seed: int,
+    vocab_size: int,
+    device: torch.device,
+) -> Row:
     """A request of one row.
 
     Args:

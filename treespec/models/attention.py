@@ -7,14 +7,14 @@ from torch import Tensor
 
 from treespec.errors import KernelError
 from treespec.models.decoder import Attention
-from treespec_kernels.tree_attention_cpu import (
+from treespec_kernels.attention.tree_attention_cpu import (
     AttentionMode,
     CpuAttentionPlan,
     plan_tree_attention_cpu,
     tree_attention_cpu,
 )
-from treespec_kernels.tree_batch import RequestRows
-from treespec_kernels.tuned import KernelConfigs
+from treespec_kernels.attention.tree_batch import RequestRows
+from treespec_kernels.tuning.tuned import KernelConfigs
 from treespec_weights.rules import ModelShape
 
 
@@ -40,9 +40,13 @@ ATTENTIONS = ("cpu-packed", "cpu-gathered", "triton")
 
 
 def make_attention(
-    kind: str, shape: ModelShape, dtype: torch.dtype, device: torch.device, configs: KernelConfigs | None = None,
+    kind: str,
+    shape: ModelShape,
+    dtype: torch.dtype,
+    device: torch.device,
+    configs: KernelConfigs | None = None,
     exact: bool = True,
-) -> Attention:  # fmt: skip
+) -> Attention:
     """The implementation of that name, for a model of that shape; `configs`: what was tuned for the device.
 
     Raises:

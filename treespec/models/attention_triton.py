@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from treespec.errors import KernelError
-from treespec_kernels.tree_attention import (
+from treespec_kernels.attention.tree_attention import (
     PlanCapacity,
     TreeAttentionConfig,
     plan_tree_attention,
     tree_attention_triton,
 )
-from treespec_kernels.tree_attention_masked import tree_attention_masked_triton
-from treespec_kernels.tree_batch import RequestRows
-from treespec_kernels.triton_launch import is_interpreted, target_of
-from treespec_kernels.tuned import KernelConfigs
+from treespec_kernels.attention.tree_attention_masked import tree_attention_masked_triton
+from treespec_kernels.attention.tree_batch import RequestRows
+from treespec_kernels.launch.triton_launch import is_interpreted, target_of
+from treespec_kernels.tuning.tuned import KernelConfigs
 
 
 class TritonAttention:
@@ -35,9 +35,15 @@ class TritonAttention:
     name = "triton"
 
     def __init__(
-        self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device,
-        configs: KernelConfigs | None = None, exact: bool = True,
-    ):  # fmt: skip
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        configs: KernelConfigs | None = None,
+        exact: bool = True,
+    ):
         interpreted = is_interpreted()
         if device.type != "cuda" and not interpreted:
             raise KernelError(
@@ -95,8 +101,14 @@ class TritonAttention:
         return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int32)).to(self.device)
 
     def __call__(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: dict[str, Any], scale: float,
-        cap: float | None = None, pdl: bool = False,
-    ) -> Tensor:  # fmt: skip
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        plan: dict[str, Any],
+        scale: float,
+        cap: float | None = None,
+        pdl: bool = False,
+    ) -> Tensor:
         kernel = tree_attention_masked_triton if "ancestor_words" in plan else tree_attention_triton
         return kernel(q, k_cache, v_cache, scale=scale, score_cap=cap, pdl=pdl, **plan)

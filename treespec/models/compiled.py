@@ -19,10 +19,10 @@ from treespec.config import ModelConfig
 from treespec.errors import KernelError
 from treespec.models.decoder import Decoder, Pass
 from treespec.models.norms import take_head_norm
-from treespec.models.quantized import take_projection
-from treespec_kernels.activations import soft_cap
-from treespec_kernels.cpu_library import CompileError, build_together, find_compiler
-from treespec_kernels.decoder_cpu import (
+from treespec.models.quantized_weights import take_projection
+from treespec_kernels.attention.tree_batch import RequestRows
+from treespec_kernels.cpu.cpu_library import CompileError, build_together, find_compiler
+from treespec_kernels.cpu.decoder_cpu import (
     Architecture,
     CompiledModel,
     CompiledPlan,
@@ -33,9 +33,9 @@ from treespec_kernels.decoder_cpu import (
     misfit,
     plan_compiled,
 )
-from treespec_kernels.growth_cpu import growth_library
-from treespec_kernels.lookup_cpu import lookup_library
-from treespec_kernels.tree_batch import RequestRows
+from treespec_kernels.cpu.growth_cpu import growth_library
+from treespec_kernels.cpu.lookup_cpu import lookup_library
+from treespec_kernels.linear.activations import soft_cap
 
 
 class CompiledAttention:
@@ -111,16 +111,29 @@ class CompiledDecoder(Decoder):
     def _take(self, weights: dict[str, Tensor]) -> None:
         config, shape = self.config, self.config.shape
         architecture = Architecture(
-            self.heads, self.kv_heads, config.norm_eps, config.query_scale, config.activation,
-            config.rules.norm == "layer", config.parallel, len(config.ropes), self.embed_scale, config.score_cap,
-        )  # fmt: skip
+            self.heads,
+            self.kv_heads,
+            config.norm_eps,
+            config.query_scale,
+            config.activation,
+            config.rules.norm == "layer",
+            config.parallel,
+            len(config.ropes),
+            self.embed_scale,
+            config.score_cap,
+        )
         layers = [_take_layer(weights, i, config) for i in range(shape.num_layers)]
         library, self.growth = _libraries(self.head_dim, self.dtype, self._folder)
         self.model = CompiledModel(
-            library, architecture, self.embed, self.positions, layers,
-            _take_norm(weights, "final_norm"), self.embed if shape.tied else weights.pop("lm_head"),
+            library,
+            architecture,
+            self.embed,
+            self.positions,
+            layers,
+            _take_norm(weights, "final_norm"),
+            self.embed if shape.tied else weights.pop("lm_head"),
             torch.get_num_threads(),
-        )  # fmt: skip
+        )
 
     def _keep(self, layers: Sequence[int]) -> None:
         kinds = [self.config.layers[i] for i in layers]
@@ -188,13 +201,22 @@ def _take_layer(weights: dict[str, Tensor], i: int, config: ModelConfig) -> Laye
 
     up = ("gate", "up") if shape.gated else ("up",)
     return LayerWeights(
-        _take_norm(weights, f"{at}attn_norm"), _take_norm(weights, f"{at}mlp_norm"),
-        post_norm("attn_post_norm"), post_norm("mlp_post_norm"),
+        _take_norm(weights, f"{at}attn_norm"),
+        _take_norm(weights, f"{at}mlp_norm"),
+        post_norm("attn_post_norm"),
+        post_norm("mlp_post_norm"),
         take_head_norm(weights, at, shape.num_heads, shape.num_kv_heads),
-        take_projection(weights, at, ("q", "k", "v")), bias("q", "k", "v"),
-        take_projection(weights, at, ("o",)), bias("o"), take_projection(weights, at, up), bias(*up),
-        take_projection(weights, at, ("down",)), bias("down"), kind.rope, kind.window,
-    )  # fmt: skip
+        take_projection(weights, at, ("q", "k", "v")),
+        bias("q", "k", "v"),
+        take_projection(weights, at, ("o",)),
+        bias("o"),
+        take_projection(weights, at, up),
+        bias(*up),
+        take_projection(weights, at, ("down",)),
+        bias("down"),
+        kind.rope,
+        kind.window,
+    )
 
 
 def _take_norm(weights: dict[str, Tensor], name: str) -> NormWeights:

@@ -23,10 +23,10 @@ from treespec.models.layer import Layer
 from treespec.models.norms import STREAMS, LayerStream, RmsStream, norm_heads
 from treespec.models.prepare import prepare
 from treespec.models.rotation import Rotation
-from treespec_kernels.activations import soft_cap
-from treespec_kernels.linear import Linear, LinearImpl
-from treespec_kernels.quantized import QuantizedWeight
-from treespec_kernels.tree_batch import PAGE_SIZE, RequestRows
+from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
+from treespec_kernels.linear.activations import soft_cap
+from treespec_kernels.linear.linear import Linear, LinearImpl
+from treespec_kernels.linear.quantized import QuantizedWeight
 
 
 class Attention(Protocol):
@@ -137,9 +137,16 @@ class Decoder:
         """Models of equal keys can share a `Pass`."""
         ropes, learned = tuple(rope.key for rope in self.config.ropes), self.config.shape.learned_positions
         return (
-            self.heads, self.kv_heads, self.head_dim, self.min_rows, ropes, learned, self.windows, self.attention.name,
+            self.heads,
+            self.kv_heads,
+            self.head_dim,
+            self.min_rows,
+            ropes,
+            learned,
+            self.windows,
+            self.attention.name,
             self.device,
-        )  # fmt: skip
+        )
 
     @property
     def nbytes(self) -> int:

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from treespec.config import ModelConfig
 from treespec.models.norms import STREAMS, Norm, take_head_norm
-from treespec.models.quantized import take_projection
-from treespec_kernels.linear import Linear, LinearImpl
-from treespec_kernels.quantized import QuantizedWeight
-from treespec_kernels.quantized_linear import QuantizedLinear, quantized_linear
+from treespec.models.quantized_weights import take_projection
+from treespec_kernels.linear.linear import Linear, LinearImpl
+from treespec_kernels.linear.quantized import QuantizedWeight
+from treespec_kernels.linear.quantized_linear import QuantizedLinear, quantized_linear
 
 
 class Layer:
@@ -20,9 +20,14 @@ class Layer:
     """
 
     def __init__(
-        self, weights: dict[str, Tensor], i: int, config: ModelConfig, impl: LinearImpl, dtype: torch.dtype,
+        self,
+        weights: dict[str, Tensor],
+        i: int,
+        config: ModelConfig,
+        impl: LinearImpl,
+        dtype: torch.dtype,
         library: CDLL | None,
-    ):  # fmt: skip
+    ):
         def take(*names: str) -> Tensor | None:
             parts = [weights.pop(f"layers.{i}.{name}", None) for name in names]
             present = [part for part in parts if part is not None]
@@ -50,7 +55,15 @@ class Layer:
     @property
     def nbytes(self) -> int:
         parts = (
-            self.attn_norm, self.mlp_norm, self.attn_post_norm, self.mlp_post_norm, self.head_norm,
-            self.qkv, self.o, self.gate, self.up, self.down,
-        )  # fmt: skip
+            self.attn_norm,
+            self.mlp_norm,
+            self.attn_post_norm,
+            self.mlp_post_norm,
+            self.head_norm,
+            self.qkv,
+            self.o,
+            self.gate,
+            self.up,
+            self.down,
+        )
         return sum(part.nbytes for part in parts if part is not None)

@@ -20,19 +20,22 @@ from treespec.config import ModelConfig
 from treespec.models.attention_triton import TritonAttention
 from treespec.models.decoder import Decoder, Pass
 from treespec.models.triton_weights import LayerWeights, ModelWeights, Weight, each_tensor
-from treespec_kernels.lm_head import LmHead, LmHeadConfig, lm_head_triton
-from treespec_kernels.qkv_rope import HeadNorm, qkv_rope_triton
-from treespec_kernels.quantized import QuantizedWeight
-from treespec_kernels.quantized_row_linear import quantized_default
-from treespec_kernels.rms_norm import rms_norm_triton
-from treespec_kernels.row_linear import RowLinearConfig, row_linear_partials_triton, row_linear_triton
-from treespec_kernels.tree_batch import PAGE_SIZE, RequestRows
-from treespec_kernels.triton_launch import LaunchConfig, is_interpreted, takes_pdl, target_of
-from treespec_kernels.tuned import KernelConfigs
+from treespec_kernels.attention.qkv_rope import HeadNorm, qkv_rope_triton
+from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
+from treespec_kernels.launch.triton_launch import LaunchConfig, is_interpreted, takes_pdl, target_of
+from treespec_kernels.linear.lm_head import LmHead, LmHeadConfig, lm_head_triton
+from treespec_kernels.linear.quantized import QuantizedWeight
+from treespec_kernels.linear.quantized_row_linear import quantized_default
+from treespec_kernels.linear.rms_norm import rms_norm_triton
+from treespec_kernels.linear.row_linear import RowLinearConfig, row_linear_partials_triton, row_linear_triton
+from treespec_kernels.tuning.tuned import KernelConfigs
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu": F.relu,
-}  # fmt: skip
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
 """torch's, beside the vendor's matrix products; the exact ones are part of ours."""
 
 
@@ -143,9 +146,13 @@ class PassKernels:
         return configs.get("quantized_row_linear", key, default)
 
     def hidden(
-        self, tokens: Tensor, layout: TritonPass, kv: Tensor, num_layers: int | None = None,
+        self,
+        tokens: Tensor,
+        layout: TritonPass,
+        kv: Tensor,
+        num_layers: int | None = None,
         states: dict[int, Tensor | None] | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Hidden states after the final norm, [G * rows, hidden_size]; writes the rows' K/V to their slots.
 
         Args:
@@ -214,9 +221,15 @@ class PassKernels:
         return rms_norm_triton(stream, norm.weight, config.norm_eps, kind=kind, shift=shift, pdl=self.pdl)
 
     def _attend(
-        self, layer: LayerWeights, linear: RowLinearConfig, h: Tensor, layout: TritonPass, cache: Tensor,
-        table: Tensor | None, plan: Any,
-    ) -> Tensor:  # fmt: skip
+        self,
+        layer: LayerWeights,
+        linear: RowLinearConfig,
+        h: Tensor,
+        layout: TritonPass,
+        cache: Tensor,
+        table: Tensor | None,
+        plan: Any,
+    ) -> Tensor:
         rows, config = len(h), self.config
         q = torch.empty(rows, self.heads, self.head_dim, dtype=self.attention.cache_dtype, device=h.device)
         if self.exact or isinstance(layer.qkv, QuantizedWeight):
@@ -268,9 +281,16 @@ class PassKernels:
             product = torch.matmul(grouped, weight.mT).flatten(0, -2)
         bias = None if bias is None else self._squeezed(bias)
         return rms_norm_triton(
-            product, norm.weight, self.config.norm_eps, residual=stream, bias=bias, kind=self.config.rules.norm,
-            shift=norm.shift, post_weight=norm.post, pdl=self.pdl,
-        )  # fmt: skip
+            product,
+            norm.weight,
+            self.config.norm_eps,
+            residual=stream,
+            bias=bias,
+            kind=self.config.rules.norm,
+            shift=norm.shift,
+            post_weight=norm.post,
+            pdl=self.pdl,
+        )
 
     def _grouped(self, x: Tensor) -> Tensor:
         """[G * rows, n] -> [G, rows, n]; as it is for one model."""

@@ -7,8 +7,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from treespec.models.quantized import take_projection
-from treespec_kernels.quantized import QuantizedWeight, stacked
+from treespec.models.quantized_weights import take_projection
+from treespec_kernels.linear.quantized import QuantizedWeight, stacked
 from treespec_weights.rules import ModelShape
 
 Weight = Tensor | QuantizedWeight
@@ -86,16 +86,23 @@ class LayerWeights:
             return weight
 
         return cls(
-            needed("attn_norm"), joined("attn_norm_bias"),
-            projection("q", "k", "v"), joined("q_bias", "k_bias", "v_bias"),
-            joined("q_norm"), joined("k_norm"),
-            projection("o"), joined("o_bias"),
+            needed("attn_norm"),
+            joined("attn_norm_bias"),
+            projection("q", "k", "v"),
+            joined("q_bias", "k_bias", "v_bias"),
+            joined("q_norm"),
+            joined("k_norm"),
+            projection("o"),
+            joined("o_bias"),
             joined("attn_post_norm"),
-            needed("mlp_norm"), joined("mlp_norm_bias"),
-            projection(*(("gate", "up") if gated else ("up",))), joined("gate_bias", "up_bias"),
-            projection("down"), joined("down_bias"),
+            needed("mlp_norm"),
+            joined("mlp_norm_bias"),
+            projection(*(("gate", "up") if gated else ("up",))),
+            joined("gate_bias", "up_bias"),
+            projection("down"),
+            joined("down_bias"),
             joined("mlp_post_norm"),
-        )  # fmt: skip
+        )
 
     @classmethod
     def stack(cls, layers: Sequence["LayerWeights"]) -> Self:
@@ -176,9 +183,7 @@ class ModelWeights:
         tied = models[0].head.data_ptr() == models[0].embed.data_ptr()
         embed = torch.cat([model.embed for model in models])
         head = embed.view(len(models), -1, embed.shape[1]) if tied else torch.cat([model.head for model in models])
-        layers = tuple(
-            LayerWeights.stack([model.layers[i] for model in models]) for i in range(len(models[0].layers))
-        )  # fmt: skip
+        layers = tuple(LayerWeights.stack([model.layers[i] for model in models]) for i in range(len(models[0].layers)))
         biases = [model.final_norm_bias for model in models if model.final_norm_bias is not None]
         tables = [model.positions for model in models if model.positions is not None]
         final_norm, bias = torch.cat([model.final_norm for model in models]), torch.cat(biases) if biases else None

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from treespec.runner import Runner
-from treespec_kernels.tree_batch import RequestRows
+from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_training.data import Mixture
 from treespec_training.files import replacing, write_json
-from treespec_training.models import logits_of
+from treespec_training.shapes import logits_of
 from treespec_training.train import Budget, PauseRequest, Progress, ProgressLog
 
 LENGTH = 256  # tokens of a lesson

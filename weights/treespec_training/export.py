@@ -11,8 +11,8 @@ from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
 from treespec_training.files import atomic_write_text, write_json
-from treespec_training.models import MAX_LENGTH
-from treespec_training.tokenizer import as_pretrained
+from treespec_training.shapes import MAX_LENGTH
+from treespec_training.train_tokenizer import as_pretrained
 
 CARD = """---
 license: {card_license}

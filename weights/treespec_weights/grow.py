@@ -86,10 +86,15 @@ def widened(shape: ModelShape, ratio: int, vocab: int, layers: int, widen: int) 
     """`shape` with hidden dimension and heads times `ratio`, and an MLP of `widen` times that width."""
     hidden = shape.hidden_size * ratio
     return replace(
-        shape, hidden_size=hidden, num_layers=layers, num_heads=shape.num_heads * ratio,
-        num_kv_heads=shape.num_kv_heads * ratio, intermediate_size=max(shape.intermediate_size, widen * hidden),
-        vocab_size=vocab, tied=shape.tied and vocab == shape.vocab_size,
-    )  # fmt: skip
+        shape,
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=shape.num_heads * ratio,
+        num_kv_heads=shape.num_kv_heads * ratio,
+        intermediate_size=max(shape.intermediate_size, widen * hidden),
+        vocab_size=vocab,
+        tied=shape.tied and vocab == shape.vocab_size,
+    )
 
 
 def grow_checkpoint(
@@ -137,11 +142,16 @@ def grow_checkpoint(
     shards = plan_shards([[output] for output in outputs], SHARD_BYTES)
     tensors = (growth.tensor(name, size, small.get(name), dtype, generator) for name, size in parameters.items())
     config |= {
-        "hidden_size": shape.hidden_size, "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": shape.num_layers, "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads, "head_dim": shape.head_dim, "vocab_size": shape.vocab_size,
-        "tie_word_embeddings": shape.tied, "rms_norm_eps": config.get("rms_norm_eps", 1e-6) / growth.ratio,
-    }  # fmt: skip
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "vocab_size": shape.vocab_size,
+        "tie_word_embeddings": shape.tied,
+        "rms_norm_eps": config.get("rms_norm_eps", 1e-6) / growth.ratio,
+    }
     carried = carried_files(source, CONFIG, INDEX)
     with staged(place) as partial:
         check_room(partial, sum(shard.tensor_bytes for shard in shards))

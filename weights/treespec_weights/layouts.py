@@ -17,18 +17,47 @@ from treespec_weights.rules import FamilyRules, ModelShape
 
 # Of FamilyRules: how things are spelt, or what a config may say. All other fields say what a layer computes.
 _SPELLING = (
-    "model_type", "tensors", "tied_copy", "ignored", "prefix", "config_keys", "defaults", "constants", "requires",
-    "windows", "assumed",
-)  # fmt: skip
+    "model_type",
+    "tensors",
+    "tied_copy",
+    "ignored",
+    "prefix",
+    "config_keys",
+    "defaults",
+    "constants",
+    "requires",
+    "windows",
+    "assumed",
+)
 _WITHOUT_EFFECT = (  # on what a decoder computes from given weights
-    "architectures", "attention_dropout", "auto_map", "bos_token_id", "dtype", "embd_pdrop", "eos_token_id",
-    "hidden_dropout", "initializer_range", "model_type", "pad_token_id", "pretraining_tp", "resid_pdrop", "torch_dtype",
-    "transformers_version", "use_cache", "original_max_position_embeddings",
-)  # fmt: skip
+    "architectures",
+    "attention_dropout",
+    "auto_map",
+    "bos_token_id",
+    "dtype",
+    "embd_pdrop",
+    "eos_token_id",
+    "hidden_dropout",
+    "initializer_range",
+    "model_type",
+    "pad_token_id",
+    "pretraining_tp",
+    "resid_pdrop",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+    "original_max_position_embeddings",
+)
 _NOT_OF_A_DECODER = (  # what config classes write beside it
-    "chunk_size_feed_forward", "id2label", "is_encoder_decoder", "label2id", "output_attentions",
-    "output_hidden_states", "problem_type", "return_dict",
-)  # fmt: skip
+    "chunk_size_feed_forward",
+    "id2label",
+    "is_encoder_decoder",
+    "label2id",
+    "output_attentions",
+    "output_hidden_states",
+    "problem_type",
+    "return_dict",
+)
 _ABSENT = (None, False, 0, 0.0)
 
 
@@ -53,11 +82,15 @@ def translate_config(
         CheckpointConfigError: transformers refuses the config of one of the two.
     """
     problems = [
-        Problem("config", "'model_type'", f"{own.model_type} and {other.model_type} compute differently: {field.name} "
-                f"is {getattr(own, field.name)!r} and {getattr(other, field.name)!r}")
+        Problem(
+            "config",
+            "'model_type'",
+            f"{own.model_type} and {other.model_type} compute differently: {field.name} "
+            f"is {getattr(own, field.name)!r} and {getattr(other, field.name)!r}",
+        )
         for field in fields(FamilyRules)
         if field.name not in _SPELLING and getattr(own, field.name) != getattr(other, field.name)
-    ]  # fmt: skip
+    ]
     problems += _parameters_without_place(shape, other)
     if problems:
         raise UnsupportedModelError(folder, problems)
@@ -135,8 +168,10 @@ def _carried(
         result["rope_parameters"] = {k: v for k, v in rope.items() if k != "partial_rotary_factor" or k in known}
         if rope.get("rope_type", "default") != "default" and "original_max_position_embeddings" in before:
             if "original_max_position_embeddings" not in after:
-                message = f"{rope['rope_type']!r} needs original_max_position_embeddings beside it, which a " \
-                          f"{other.model_type} model has not"  # fmt: skip
+                message = (
+                    f"{rope['rope_type']!r} needs original_max_position_embeddings beside it, which a "
+                    f"{other.model_type} model has not"
+                )
                 problems.append(Problem("config", "'rope_parameters'", message))
     for key, value in after.items():  # what only the other family has is switched off
         if key not in before and key not in spelt and key not in _WITHOUT_EFFECT and value not in _ABSENT:

@@ -177,8 +177,10 @@ class QuantScheme:
         zero = held.get("weight_zero_point")
         in_words = zero is not None and zero.dtype == torch.int32
         if zero is not None and self.packed and len(zero) != (-(-out * self.bits // 32) if in_words else out):
-            raise ValueError(f"its zero points are {zero.dtype} {list(zero.shape)}; expected int8 for every output, or "
-                             f"int32 words of {32 // self.bits}")  # fmt: skip
+            raise ValueError(
+                f"its zero points are {zero.dtype} {list(zero.shape)}; expected int8 for every output, or "
+                f"int32 words of {32 // self.bits}"
+            )
         if zero is not None and in_words:
             zero = _words(zero.t().contiguous(), self.bits).t()[:out]
         elif zero is not None:
@@ -320,10 +322,15 @@ def _compressed_tensors(found: "_Reader") -> QuantScheme:
         except re.error:
             raise found.refuse("ignore", entry, "names, and patterns behind 're:'") from None
     return QuantScheme(
-        "compressed-tensors", bits, group, packed=layout == "pack-quantized", floating=floating,
-        symmetric=weights.one("symmetric", (True, False)), block=tuple(block) if block else None,
+        "compressed-tensors",
+        bits,
+        group,
+        packed=layout == "pack-quantized",
+        floating=floating,
+        symmetric=weights.one("symmetric", (True, False)),
+        block=tuple(block) if block else None,
         ignore=ignore,
-    )  # fmt: skip
+    )
 
 
 def _natural(value: object) -> bool:

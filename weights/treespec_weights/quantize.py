@@ -139,10 +139,17 @@ def compressed_tensors_config(bits: int, group: int | None, ignore: list[str]) -
         ignore: modules that are linear layers and not quantised, such as "lm_head".
     """
     weights = {
-        "num_bits": bits, "type": "int", "symmetric": True, "strategy": "channel" if group is None else "group",
-        "group_size": group, "dynamic": False, "actorder": None, "block_structure": None, "observer": "minmax",
+        "num_bits": bits,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "channel" if group is None else "group",
+        "group_size": group,
+        "dynamic": False,
+        "actorder": None,
+        "block_structure": None,
+        "observer": "minmax",
         "observer_kwargs": {},
-    }  # fmt: skip
+    }
     scheme = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
     return {
         "quant_method": "compressed-tensors",

@@ -171,9 +171,15 @@ NormKind = Literal["rms", "rms_plus_one", "layer"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 ACTIVATIONS: dict[str, Activation] = {
-    "silu": "silu", "swish": "silu", "relu": "relu", "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
-}  # fmt: skip
+    "silu": "silu",
+    "swish": "silu",
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
 """What config.json calls an activation, and what it is: GELU by the error function, or by its tanh approximation."""
 
 

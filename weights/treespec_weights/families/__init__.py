@@ -20,14 +20,23 @@ from treespec_weights.quant_schemes import scheme_of
 from treespec_weights.rules import FamilyRules
 
 __all__ = [
-    "FAMILIES", "GEMMA2", "GEMMA3", "GPT2", "GPT_NEOX", "LLAMA", "MISTRAL", "OPT", "PHI3", "QWEN2", "QWEN3",
+    "FAMILIES",
+    "GEMMA2",
+    "GEMMA3",
+    "GPT2",
+    "GPT_NEOX",
+    "LLAMA",
+    "MISTRAL",
+    "OPT",
+    "PHI3",
+    "QWEN2",
+    "QWEN3",
     "family_of",
-]  # fmt: skip
+]
 
 FAMILIES = {
-    rules.model_type: rules
-    for rules in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3, GPT_NEOX, OPT, GPT2)
-}  # fmt: skip
+    rules.model_type: rules for rules in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3, GPT_NEOX, OPT, GPT2)
+}
 
 
 def family_of(config: Mapping[str, Any], folder: Path | str = ".") -> FamilyRules:

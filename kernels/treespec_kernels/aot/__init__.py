@@ -1,0 +1,1 @@
+"""Ahead-of-time compilation: checks without a GPU that every kernel compiles for real targets."""

@@ -1,0 +1,93 @@
+"""What an op tells the ahead-of-time compiler: for a model's shape, which kernels are compiled and how."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from treespec_kernels.linear.quantized import WeightForm
+from treespec_kernels.linear.rms_norm import NormKind
+
+PAGE_SIZE = 64
+TRITON_TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+
+class LinearLayer(NamedTuple):
+    """A layer's weight is [out_features, in_features]; with silu_gate, out_features counts gates and ups."""
+
+    name: str
+    out_features: int
+    in_features: int
+    silu_gate: bool = False
+
+
+@dataclass(frozen=True)
+class KernelShape:
+    """The part of a model that kernels are compiled for: its sizes, and what its family differs in from Llama.
+
+    Args:
+        dtype, head_dim, num_heads, num_kv_heads, hidden_size, intermediate_size, vocab_size: the sizes.
+        norm: of the residual stream; LayerNorms come with biases everywhere.
+        post_norms: what attention and MLP add is normed before.
+        qk_norm: heads of q and k are normed.
+        rotary: q and k are turned by position.
+        gated, activation: of the MLP.
+        capped: scores and logits have soft caps.
+        quantized: how the linear layers are quantised; None = they are not.
+    """
+
+    dtype: torch.dtype
+    head_dim: int
+    num_heads: int
+    num_kv_heads: int
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    norm: NormKind = "rms"
+    post_norms: bool = False
+    qk_norm: bool = False
+    rotary: bool = True
+    gated: bool = True
+    activation: str = "silu"
+    capped: bool = False
+    quantized: WeightForm | None = None
+
+    @property
+    def linear_layers(self) -> tuple[LinearLayer, ...]:
+        """Of one layer, in the order in which they run."""
+        width, hidden, intermediate = self.num_heads * self.head_dim, self.hidden_size, self.intermediate_size
+        return (
+            LinearLayer("qkv", width + 2 * self.num_kv_heads * self.head_dim, hidden),
+            LinearLayer("o", hidden, width),
+            LinearLayer("gate_up", 2 * intermediate, hidden, True)
+            if self.gated
+            else LinearLayer("up", intermediate, hidden),
+            LinearLayer("down", hidden, intermediate),
+        )
+
+    @property
+    def element(self) -> str:
+        """Triton's name of the dtype."""
+        return TRITON_TYPES[self.dtype]
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """One kernel, ready to be compiled.
+
+    Args:
+        kernel: the `triton.jit` function.
+        types: argument name to Triton type ("*bf16", "fp32", "i64"). Of the others, what is named `stride_*` or `num_*`
+            is an i32 and the rest points to int32.
+        constants: the constexpr arguments.
+        options: num_warps, num_stages, enable_fp_fusion.
+        config: what a reader of the report is told.
+    """
+
+    kernel: Any
+    types: dict[str, str]
+    constants: dict[str, int | bool | str]
+    options: dict[str, Any]
+    config: dict[str, Any]

@@ -1,0 +1,155 @@
+"""KV commit: compacts the cache in place to the accepted path, for all layers, K and V at once.
+
+Before: request b holds `context_lens[b]` = L committed positions in logical slots 0..L-1 and the K/V of its tree's
+node i in logical slot L + i. After: the node `paths[b, j]` lies in logical slot L + j. The root stays where it is, so a
+path of length 0 or 1 moves nothing. Slots past the path keep what they held; truncation is the caller's bookkeeping.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from treespec_kernels.launch.triton_launch import block_of_head_dim, check_last_strides, check_launch, require_triton
+
+BLOCK_J = 16  # path steps in flight at once: nearly every path moves in one round of loads
+NUM_WARPS = 4
+
+_INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def kv_commit_ref(
+    kv_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    paths: torch.Tensor,
+    path_lens: torch.Tensor,
+) -> None:
+    """Moves logical slot L + paths[b, j] to L + j in every layer, K and V. Eager torch, any device, any dtype.
+
+    Args:
+        kv_cache: [num_layers, 2, num_pages, num_kv_heads, page_size, head_dim], changed in place; any outer strides.
+        page_table: [num_requests, max_pages] int32. Logical slot s of request b is page
+            `page_table[b, s // page_size]`, offset `s % page_size`.
+        context_lens: [num_requests] int32, L: committed positions before this commit.
+        paths: [num_requests, max_path] int32, accepted node indices, root first (`paths[b, 0] == 0`), strictly
+            increasing; whatever stands beyond `path_lens[b]` is ignored.
+        path_lens: [num_requests] int32, 0..max_path.
+
+    Raises:
+        ValueError: a shape, dtype or device that does not fit.
+
+    Sources and destinations of one request overlap (path 0, 2, 3 reads slot 2 as the source of step 1 and as the
+    destination of step 2). All sources are gathered into fresh memory before the first destination is written, so
+    nothing is read after it was overwritten; destinations are distinct, so the order of the writes is free.
+    """
+    check_kv_commit(kv_cache, page_table, context_lens, paths, path_lens)
+    page_size = kv_cache.shape[4]
+    step_of_column = torch.arange(paths.shape[1], device=paths.device)
+    moved = (step_of_column < path_lens[:, None]) & (paths != step_of_column)
+    request, step = moved.nonzero(as_tuple=True)
+    if request.numel() == 0:
+        return
+    base = context_lens[request].long()
+    source, target = base + paths[request, step], base + step
+    source_page, target_page = (page_table[request, slot // page_size].long() for slot in (source, target))
+    kv_cache[:, :, target_page, :, target % page_size] = kv_cache[:, :, source_page, :, source % page_size]
+
+
+def kv_commit_cpu(
+    kv_cache: torch.Tensor,
+    pages: Sequence[np.ndarray],
+    context_lens: Sequence[int],
+    paths: Sequence[np.ndarray],
+) -> None:
+    """The same from host arrays: two torch calls, however many requests; `kv_commit_ref` takes twenty.
+
+    Args:
+        kv_cache: as in `kv_commit_ref`, on the CPU.
+        pages, context_lens, paths: by request: int64 [num pages], L, and int64 [length], root first.
+    """
+    page_size = kv_cache.shape[4]
+    sources, targets = [], []
+    for own, base, path in zip(pages, context_lens, paths, strict=True):
+        steps = np.flatnonzero(path != np.arange(len(path)))
+        for slots, logical in ((sources, base + path[steps]), (targets, base + steps)):
+            slots.append(np.stack([own[logical // page_size], logical % page_size]))
+    source, target = (torch.from_numpy(np.concatenate(slots, 1)) for slots in (sources, targets))
+    kv_cache[:, :, target[0], :, target[1]] = kv_cache[:, :, source[0], :, source[1]]
+
+
+def kv_commit_triton(
+    kv_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    paths: torch.Tensor,
+    path_lens: torch.Tensor,
+) -> None:
+    """The same on a GPU in one launch, without a host read; arguments as in `kv_commit_ref`, head_dim contiguous.
+
+    Raises:
+        ValueError: a shape, dtype, stride or device that does not fit, or triton that cannot run here.
+    """
+    check_kv_commit(kv_cache, page_table, context_lens, paths, path_lens)
+    check_last_strides(
+        kv_cache=kv_cache, page_table=page_table, context_lens=context_lens, paths=paths, path_lens=path_lens
+    )
+    require_triton("kv_commit")
+    from treespec_kernels.attention import kv_commit_kernels as kernels
+
+    # A copy needs no arithmetic: as integers, every dtype and every NaN payload survives, in the interpreter too.
+    integers = kv_cache.view(_INTEGER_OF_SIZE[kv_cache.element_size()])
+    check_launch("kv_commit", kernels.move_path, integers)
+    num_layers, _, _, num_kv_heads, page_size, head_dim = kv_cache.shape
+    num_requests, max_path = paths.shape
+    if kv_cache.numel() == 0 or paths.numel() == 0:
+        return
+    kernels.move_path[(num_layers * 2 * num_kv_heads, num_requests)](
+        integers,
+        page_table,
+        context_lens,
+        paths,
+        path_lens,
+        max_path,
+        *kv_cache.stride()[:5],
+        page_table.stride(0),
+        paths.stride(0),
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        PAGE_SIZE=page_size,
+        BLOCK_J=BLOCK_J,
+        BLOCK_D=block_of_head_dim(head_dim),
+        num_warps=NUM_WARPS,
+        enable_fp_fusion=False,
+    )
+
+
+def check_kv_commit(
+    kv_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    paths: torch.Tensor,
+    path_lens: torch.Tensor,
+) -> None:
+    """Host-side checks of shapes, dtypes and devices; values on a device are never read."""
+    if kv_cache.dim() != 6 or kv_cache.shape[1] != 2:
+        raise ValueError(
+            f"kv_cache has shape {list(kv_cache.shape)}; "
+            "expected [num_layers, 2, num_pages, num_kv_heads, page_size, head_dim]"
+        )
+    num_requests = page_table.shape[0] if page_table.dim() == 2 else -1
+    if num_requests < 0:
+        raise ValueError(f"page_table has shape {list(page_table.shape)}; expected [num_requests, max_pages]")
+    if paths.dim() != 2 or paths.shape[0] != num_requests:
+        raise ValueError(f"paths has shape {list(paths.shape)}; expected [{num_requests}, max_path] as in page_table")
+    for name, tensor in (("context_lens", context_lens), ("path_lens", path_lens)):
+        if tuple(tensor.shape) != (num_requests,):
+            raise ValueError(f"{name} has shape {list(tensor.shape)}; expected [{num_requests}] as in page_table")
+    named = {"page_table": page_table, "context_lens": context_lens, "paths": paths, "path_lens": path_lens}
+    for name, tensor in named.items():
+        if tensor.dtype != torch.int32:
+            raise ValueError(f"{name} has dtype {tensor.dtype}; convert it to torch.int32")
+        if tensor.device != kv_cache.device:
+            raise ValueError(f"{name} is on {tensor.device} and kv_cache on {kv_cache.device}; move it there")

@@ -1,0 +1,368 @@
+"""Pass layout: plans a tree-attention pass on the device, over trees that the host never sees.
+
+A pass has a fixed shape, `num_requests` x `rows_per_request` rows, so that a captured CUDA graph can run it. A row of
+depth -1 is padding, anywhere in a tree and behind the rows of a chain; a request of nothing but padding is idle. Two
+kinds of passes:
+
+- *trees*: any rows of a request's token tree (a target's pass, one level of a draft);
+- *chains*: row i of a request is the i-th of consecutive tokens (a draft that reads again what was accepted); the
+  number of rows may differ per request.
+
+The layout has a place for every work item that a pass of this shape may need, and writes an empty one where it needs
+none: programs of empty items exit at once. Bits equal those of `plan_tree_attention` for the same pass, because both
+cut the same positions into the same tiles and segments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from treespec_kernels.attention.tree_attention_config import TreeAttentionConfig
+from treespec_kernels.attention.tree_attention_masked import num_words
+from treespec_kernels.attention.tree_attention_plan import (
+    MAX_NODES,
+    PlanCapacity,
+    TreeAttentionPlan,
+    check_window,
+    group_of,
+)
+from treespec_kernels.launch.triton_launch import check_last_strides, check_launch, require_triton, target_of
+
+BLOCK_R = 64  # rows that one program places
+BLOCK_S = 32  # segments that one program cuts at once: 8192 positions of 256
+NUM_WARPS = 1
+
+_NO_BOUND = 1 << 30  # more positions than any request has
+
+
+class PassPlaces(NamedTuple):
+    """Where the rows of a pass stand."""
+
+    positions: torch.Tensor  # [num_rows] int32, absolute; 0 for padding
+    slots: torch.Tensor  # [num_rows] int64: page * page_size + offset of the row's own K/V; 0 for padding
+
+
+def pass_layout_ref(
+    context_lens: torch.Tensor,
+    page_table: torch.Tensor,
+    depths: torch.Tensor,
+    row_slots: torch.Tensor,
+    *,
+    page_size: int = 64,
+) -> PassPlaces:
+    """The specification of positions and slots, row by row; that of the plan is `plan_tree_attention`.
+
+    Args:
+        context_lens: [num_requests] int32, L: committed positions.
+        page_table: [num_requests, max_pages] int32.
+        depths: [num_requests, rows_per_request] int32; -1: padding.
+        row_slots: [num_requests, rows_per_request] int32: the row's own K/V go to logical slot L + row_slots.
+        page_size: slots of a page.
+    """
+    positions = torch.zeros(depths.numel(), dtype=torch.int32, device=depths.device)
+    slots = torch.zeros(depths.numel(), dtype=torch.int64, device=depths.device)
+    for row, depth in enumerate(depths.flatten().tolist()):
+        if depth < 0:
+            continue
+        request = row // depths.shape[1]
+        length = int(context_lens[request])
+        slot = length + int(row_slots.flatten()[row])
+        positions[row] = length + depth
+        slots[row] = int(page_table[request, slot // page_size]) * page_size + slot % page_size
+    return PassPlaces(positions, slots)
+
+
+@dataclass(frozen=True)
+class DeviceLayout:
+    """The buffers of one pass shape. Made by `allocate`; `fill` rewrites them for each pass."""
+
+    num_requests: int
+    rows_per_request: int
+    width: int  # depths are 0 .. width - 1
+    chain: bool
+    max_context: int
+    page_size: int
+    tree_slots: int | None
+    positions: torch.Tensor  # [num_rows] int32, as in `PassPlaces`
+    slots: torch.Tensor  # [num_rows] int64
+    ancestor_words: torch.Tensor  # [num_rows, words] int64, with tree_slots; else no words
+    row_request: torch.Tensor  # [num_rows] int32
+    chain_slots: torch.Tensor  # [num_requests, rows_per_request] int32: row i of a chain lies in tree slot i
+    chain_ancestors: torch.Tensor  # [num_rows, width] int32, behind all rows before it; one row of memory
+    plan: TreeAttentionPlan
+    num_partials: int
+    keeps_partials: bool
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a pass, padding included."""
+        return self.num_requests * self.rows_per_request
+
+    @classmethod
+    def allocate(
+        cls,
+        num_requests: int,
+        rows_per_request: int,
+        width: int,
+        *,
+        chain: bool,
+        max_context: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        window: int | None = None,
+        tree_slots: int | None = None,
+        config: TreeAttentionConfig | None = None,
+        page_size: int = 64,
+        keeps_partials: bool = True,
+    ) -> DeviceLayout:
+        """A layout for passes of this shape.
+
+        Args:
+            num_requests, rows_per_request: of the pass, idle requests and padding rows included.
+            width: depths are below it; the columns of `ancestors`. For a chain usually rows_per_request.
+            chain: whether the passes are chains.
+            max_context: the most committed positions that a request may have. Partial results take
+                num_rows * segments * num_heads * (head_dim + 2) * 4 bytes, and launches have a program for each
+                segment: a graph for short contexts deserves a layout of its own.
+            num_heads, num_kv_heads, head_dim, dtype, device, window, config: as in `plan_tree_attention`.
+            tree_slots: for a pass of `tree_attention_masked`, how many slots a tree takes at most; None: a pass of
+                `tree_attention`.
+            page_size: slots of a page of the cache.
+            keeps_partials: whether memory for partial results is kept; False takes it anew for each pass, so that
+                captured graphs share it.
+
+        Raises:
+            ValueError: a number that is not positive, heads that do not divide, chains with tree_slots.
+        """
+        sizes = {"num_requests": num_requests, "rows_per_request": rows_per_request, "width": width}
+        sizes |= {"page_size": page_size} | ({} if tree_slots is None else {"tree_slots": tree_slots})
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{name} is {size}; it must be 1 or more")
+        if max_context < 0:
+            raise ValueError(f"max_context is {max_context}; it must not be negative")
+        if tree_slots is not None and tree_slots > MAX_NODES:
+            raise ValueError(f"tree_slots is {tree_slots}; a masked tree has {MAX_NODES} at most")
+        if chain and tree_slots is not None:
+            raise ValueError(f"tree_slots is {tree_slots} and chain True; a chain has no tree to mask")
+        check_window(window)
+        config = config or TreeAttentionConfig.default(dtype, head_dim, target_of(device))
+        group = group_of(num_heads, num_kv_heads)
+        num_rows = num_requests * rows_per_request
+        bounds = _segment_bounds(config, rows_per_request, width, chain, max_context, group, window, tree_slots)
+        node_items = 0 if chain or tree_slots is not None else bounds.node * num_rows * -(-group // config.block_m)
+        capacity = PlanCapacity(
+            num_rows,
+            bounds.packed * num_requests * -(-rows_per_request * group // config.block_m),
+            node_items,
+            num_rows * bounds.row,
+        )
+        plan = TreeAttentionPlan.allocate(
+            capacity if keeps_partials else capacity._replace(partials=0),
+            config,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            dtype=dtype,
+            device=device,
+            window=window,
+            masked=tree_slots is not None,
+        )
+        plan.num_packed_items.fill_(capacity.packed_items)
+        plan.num_node_items.fill_(capacity.node_items)
+        plan.first_partial.copy_(torch.arange(num_rows, device=device) * bounds.row)
+        requests = torch.arange(num_requests, dtype=torch.int32, device=device)
+        return cls(
+            num_requests=num_requests,
+            rows_per_request=rows_per_request,
+            width=width,
+            chain=chain,
+            max_context=max_context,
+            page_size=page_size,
+            tree_slots=tree_slots,
+            positions=torch.zeros(num_rows, dtype=torch.int32, device=device),
+            slots=torch.zeros(num_rows, dtype=torch.int64, device=device),
+            ancestor_words=torch.zeros(num_rows, num_words(tree_slots or 0), dtype=torch.int64, device=device),
+            row_request=requests.repeat_interleave(rows_per_request),
+            chain_slots=torch.arange(rows_per_request, dtype=torch.int32, device=device).repeat(num_requests, 1),
+            chain_ancestors=torch.arange(width, dtype=torch.int32, device=device).expand(num_rows, -1),
+            plan=plan,
+            num_partials=capacity.partials,
+            keeps_partials=keeps_partials,
+        )
+
+    def fill(
+        self,
+        context_lens: torch.Tensor,
+        page_table: torch.Tensor,
+        depths: torch.Tensor,
+        row_slots: torch.Tensor | None = None,
+        ancestors: torch.Tensor | None = None,
+    ) -> dict[str, Any]:
+        """Plans a pass in one launch, without a host read, and without an allocation but for partials not kept.
+
+        Args:
+            context_lens, page_table, depths, row_slots: as in `pass_layout_ref`. A page id outside the table is never
+                read: a row whose slot or position exceeds the table, `max_context` or `width` counts as padding.
+            ancestors: [num_requests, rows_per_request, width] int32, as in `tree_attention_ref`; garbage for padding.
+            A chain may leave out row_slots and ancestors: row i then lies in tree slot i, behind all rows before it.
+
+        Returns:
+            The keyword arguments of `tree_attention_triton`, or with tree_slots of `tree_attention_masked_triton`, for
+            this pass, but `scale` and `out`.
+
+        Raises:
+            ValueError: a shape, dtype, stride or device that does not fit, a tree without row_slots or ancestors.
+        """
+        if not self.chain and (row_slots is None or ancestors is None):
+            raise ValueError("a layout of trees needs row_slots and ancestors; only a chain may leave them out")
+        row_slots = self.chain_slots if row_slots is None else row_slots
+        self._check(context_lens, page_table, depths, row_slots, ancestors)
+        require_triton("pass_layout")
+        from treespec_kernels.attention import pass_layout_kernels as kernels
+
+        check_launch("pass_layout", kernels.lay_out_pass, context_lens)
+        plan, config = self.plan, self.plan.config
+        group = plan.num_heads // plan.num_kv_heads
+        num_tiles = -(-self.rows_per_request * group // config.block_m)
+        tiles_of_group = -(-group // config.block_m)
+        row_blocks = -(-self.rows_per_request // BLOCK_R)
+        kernels.lay_out_pass[(self.num_requests, num_tiles + row_blocks)](
+            context_lens,
+            page_table,
+            depths,
+            row_slots,
+            self.chain_ancestors if ancestors is None else ancestors,
+            self.positions,
+            self.slots,
+            self.ancestor_words,
+            plan.first_segment,
+            plan.num_segments,
+            plan.packed_items,
+            plan.node_items,
+            self.num_requests,
+            self.rows_per_request,
+            self.width,
+            self.max_context,
+            _NO_BOUND if self.tree_slots is None else self.tree_slots,
+            page_table.shape[1] * self.page_size,
+            num_tiles,
+            len(plan.packed_items) // (self.num_requests * num_tiles),
+            len(plan.node_items) // (self.num_rows * tiles_of_group),
+            _NO_BOUND if plan.window is None else plan.window,
+            page_table.stride(0),
+            **constants(config, group, self.chain, self.ancestor_words.shape[1], self.page_size),
+            num_warps=NUM_WARPS,
+            enable_fp_fusion=False,
+        )
+        if self.tree_slots is not None:
+            seen = {"ancestor_words": self.ancestor_words}
+        else:
+            seen = {
+                "ancestors": self.chain_ancestors if ancestors is None else ancestors.view(self.num_rows, self.width)
+            }
+        used = plan if self.keeps_partials else plan.with_partials(self.num_partials)
+        tables = {"row_request": self.row_request, "context_lens": context_lens, "page_table": page_table}
+        return {**tables, "depths": depths.view(-1), **seen, "window": plan.window, "plan": used}
+
+    def _check(
+        self,
+        context_lens: torch.Tensor,
+        page_table: torch.Tensor,
+        depths: torch.Tensor,
+        row_slots: torch.Tensor,
+        ancestors: torch.Tensor | None,
+    ) -> None:
+        rows = (self.num_requests, self.rows_per_request)
+        if page_table.dim() != 2 or page_table.shape[0] != self.num_requests:
+            raise ValueError(
+                f"page_table has shape {list(page_table.shape)}; this layout is for [{self.num_requests}, max_pages]"
+            )
+        check_last_strides(page_table=page_table)
+        named = {"context_lens": (context_lens, rows[:1]), "depths": (depths, rows), "row_slots": (row_slots, rows)}
+        if ancestors is not None:
+            named["ancestors"] = (ancestors, (*rows, self.width))
+        for name, (tensor, shape) in named.items():
+            if tuple(tensor.shape) != shape:
+                raise ValueError(f"{name} has shape {list(tensor.shape)}; this layout is for {list(shape)}")
+            if not tensor.is_contiguous():
+                raise ValueError(f"{name} has strides {tensor.stride()}; make it contiguous")
+        for name, tensor in (
+            {name: tensor for name, (tensor, _) in named.items()} | {"page_table": page_table}
+        ).items():
+            if tensor.dtype != torch.int32:
+                raise ValueError(f"{name} has dtype {tensor.dtype}; convert it to torch.int32")
+            if tensor.device != self.slots.device:
+                raise ValueError(f"{name} is on {tensor.device} and the layout on {self.slots.device}; move it there")
+
+
+def constants(
+    config: TreeAttentionConfig, group: int, chain: bool, words: int, page_size: int
+) -> dict[str, int | bool]:
+    """What the kernel is compiled for. `words`: of a row's ancestors, 0 without masks."""
+    return {
+        "CHAIN": chain,
+        "NUM_WORDS": words,
+        "GROUP": group,
+        "PAGE_SIZE": page_size,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "SHORT": config.partition.short,
+        "LONG": config.partition.long,
+        "LONG_FROM": config.partition.long_from,
+        "TILES_OF_GROUP": -(-group // config.block_m),
+        "ROWS_OF_TILE": rows_of_tile(config, group),
+        "BLOCK_R": BLOCK_R,
+        "BLOCK_S": BLOCK_S,
+    }
+
+
+def rows_of_tile(config: TreeAttentionConfig, group: int) -> int:
+    """The most rows that one M tile touches, as a power of two: a group that does not divide it leaves a part."""
+    most = -(-config.block_m // group) + (config.block_m % group > 0)
+    return 1 << (most - 1).bit_length()
+
+
+class _SegmentBounds(NamedTuple):
+    packed: int  # of one M tile
+    node: int  # of one node, from the root's tile on
+    row: int  # of one row
+
+
+def _segment_bounds(
+    config: TreeAttentionConfig,
+    rows_per_request: int,
+    width: int,
+    chain: bool,
+    max_context: int,
+    group: int,
+    window: int | None,
+    tree_slots: int | None,
+) -> _SegmentBounds:
+    """How many segments the keys of an item's owner touch at most."""
+    last_position = max_context + (width if tree_slots is None else tree_slots) - 1
+
+    def up_to(position: int) -> int:
+        return int(config.partition.segment_of(np.array(position))) + 1
+
+    def touched(num_positions: int, alignment: int) -> int:
+        """Segments under any `num_positions` consecutive positions from a multiple of `alignment` on."""
+        smallest = min(config.partition.short, config.partition.long)
+        return min(up_to(last_position), 1 + (smallest - alignment + num_positions - 1) // smallest)
+
+    packed = up_to(last_position if chain or tree_slots is not None else max(max_context - 1, 0))
+    row = up_to(last_position)
+    if window is not None:
+        # A tile begins up to block_n - 1 positions before the window of its first row. Columns of a masked pass are
+        # slots: a window may begin before the root, and all of the tree lies behind it.
+        own = 0 if tree_slots is None else tree_slots
+        span = config.block_n + window - 1 + (min(rows_per_request, rows_of_tile(config, group)) if chain else own)
+        packed, row = min(packed, touched(span, config.block_n)), touched(window + own, 1)
+    return _SegmentBounds(packed, touched(config.block_n + width - 1, config.block_n), row)

@@ -1,0 +1,356 @@
+"""Triton kernel of the pass layout. Import this module only where triton is installed."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from treespec_kernels.aot.kernel_spec import PAGE_SIZE, KernelShape, KernelSpec
+from treespec_kernels.attention import pass_layout
+from treespec_kernels.attention.tree_attention_config import TreeAttentionConfig
+
+
+@triton.jit
+def _segment_of(position, SHORT: tl.constexpr, LONG: tl.constexpr, LONG_FROM: tl.constexpr):
+    return tl.minimum(position, LONG_FROM) // SHORT + tl.maximum(position - LONG_FROM, 0) // LONG
+
+
+@triton.jit
+def _start_of(segment, SHORT: tl.constexpr, LONG: tl.constexpr, LONG_FROM: tl.constexpr):
+    NUM_SHORT: tl.constexpr = LONG_FROM // SHORT
+    return tl.minimum(segment, NUM_SHORT) * SHORT + tl.maximum(segment - NUM_SHORT, 0) * LONG
+
+
+@triton.jit
+def _store_items(items, index, m_items, request, slot_row, m_lo, m_hi, key_lo, key_hi, segment, continues):
+    """Columns ITEM_FIELDS. An item without keys gets the range [0, 0), which `attend_items` passes by."""
+    p_item = items + index.to(tl.int64) * 8
+    m_keys = key_hi > key_lo
+    tl.store(p_item, request, mask=m_items)
+    tl.store(p_item + 1, slot_row, mask=m_items)
+    tl.store(p_item + 2, m_lo, mask=m_items)
+    tl.store(p_item + 3, m_hi, mask=m_items)
+    tl.store(p_item + 4, tl.where(m_keys, key_lo, 0), mask=m_items)
+    tl.store(p_item + 5, tl.where(m_keys, key_hi, 0), mask=m_items)
+    tl.store(p_item + 6, segment, mask=m_items)
+    tl.store(p_item + 7, continues, mask=m_items)
+
+
+@triton.jit
+def _load_rows(depths, row_slots, row, m_row, context_len, width, max_context, tree_slots, num_slots):
+    """(depth, slot, which rows exist): padding, and whatever the buffers or the page table cannot hold, does not."""
+    depth = tl.load(depths + row, mask=m_row, other=-1)
+    own = tl.load(row_slots + row, mask=m_row, other=0)
+    slot = context_len + own
+    depth = tl.where(context_len <= max_context, depth, -1)
+    exists = (depth >= 0) & (depth < width) & (own >= 0) & (own < tree_slots) & (slot < num_slots)
+    return depth, slot, exists
+
+
+@triton.jit
+def _store_words(
+    ancestor_words,
+    ancestors,
+    row,
+    m_r,
+    depth,
+    exists,
+    width,
+    window,
+    NUM_WORDS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Bit i of a row: whether node i is its ancestor, or itself, inside the window."""
+    bit = tl.full([BLOCK_R], 1, dtype=tl.int64)
+    for word in tl.static_range(NUM_WORDS):
+        bits = tl.zeros([BLOCK_R], dtype=tl.int64)
+        for j in range(width):
+            m_j = exists & (depth >= j) & (depth - j < window)
+            node = tl.load(ancestors + row.to(tl.int64) * width + j, mask=m_j, other=0)
+            bits |= tl.where(m_j & (node // 64 == word), bit << (node % 64).to(tl.int64), 0)
+        tl.store(ancestor_words + row.to(tl.int64) * NUM_WORDS + word, bits, mask=m_r)
+
+
+@triton.jit
+def _cut_tile(
+    packed_items,
+    depths,
+    row_slots,
+    request,
+    i_tile,
+    context_len,
+    num_requests,
+    num_rows,
+    width,
+    max_context,
+    tree_slots,
+    num_slots,
+    num_tiles,
+    num_segments,
+    window,
+    CHAIN: tl.constexpr,
+    NUM_WORDS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SHORT: tl.constexpr,
+    LONG: tl.constexpr,
+    LONG_FROM: tl.constexpr,
+    ROWS_OF_TILE: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """The packed items of one M tile of a request, one per segment."""
+    first_row = request * num_rows
+    first = i_tile * BLOCK_M // GROUP
+    m_end = tl.minimum((i_tile + 1) * BLOCK_M, num_rows * GROUP)
+    o_r = first + tl.arange(0, ROWS_OF_TILE)
+    m_r = o_r < (m_end + GROUP - 1) // GROUP
+    depth, slot, exists = _load_rows(
+        depths, row_slots, first_row + o_r, m_r, context_len, width, max_context, tree_slots, num_slots
+    )
+    last = tl.max(tl.where(exists, o_r, first), axis=0)
+    # Without a row, the start lies past every end.
+    start = tl.min(tl.where(exists, tl.maximum(context_len + depth - window + 1, 0), 1 << 30), axis=0)
+    if NUM_WORDS > 0:
+        key_hi = tl.max(tl.where(exists, slot + 1, 0), axis=0)
+        start = tl.minimum(start, tl.where(key_hi > 0, context_len, start))
+    elif CHAIN:
+        key_hi = tl.max(tl.where(exists, context_len + depth + 1, 0), axis=0)
+    else:
+        key_hi = context_len // BLOCK_N * BLOCK_N
+    key_lo = start // BLOCK_N * BLOCK_N
+    first_segment = _segment_of(key_lo, SHORT, LONG, LONG_FROM)
+    for k in range(0, num_segments, BLOCK_S):
+        o_k = k + tl.arange(0, BLOCK_S)
+        segment = first_segment + o_k
+        lo = tl.maximum(key_lo, _start_of(segment, SHORT, LONG, LONG_FROM))
+        hi = tl.minimum(key_hi, _start_of(segment + 1, SHORT, LONG, LONG_FROM))
+        # M tiles of one segment follow each other, so that they find its keys in L2.
+        index = (o_k * num_requests + request) * num_tiles + i_tile
+        m_lo = first_row * GROUP + i_tile * BLOCK_M
+        m_hi = first_row * GROUP + m_end
+        m_k = o_k < num_segments
+        _store_items(packed_items, index, m_k, request, first_row + last, m_lo, m_hi, lo, hi, segment, 0)
+
+
+@triton.jit
+def _place_rows(
+    page_table,
+    depths,
+    row_slots,
+    ancestors,
+    positions,
+    slots,
+    ancestor_words,
+    first_segment,
+    num_segments,
+    node_items,
+    request,
+    i_block,
+    context_len,
+    num_requests,
+    num_rows,
+    width,
+    max_context,
+    tree_slots,
+    num_slots,
+    num_node_segments,
+    window,
+    stride_page_table,
+    CHAIN: tl.constexpr,
+    NUM_WORDS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SHORT: tl.constexpr,
+    LONG: tl.constexpr,
+    LONG_FROM: tl.constexpr,
+    TILES_OF_GROUP: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Position, slot, segments and node items of BLOCK_R rows of a request."""
+    o_r = i_block * BLOCK_R + tl.arange(0, BLOCK_R)
+    m_r = o_r < num_rows
+    row = request * num_rows + o_r
+    depth, slot, exists = _load_rows(
+        depths, row_slots, row, m_r, context_len, width, max_context, tree_slots, num_slots
+    )
+    position = context_len + depth
+    page = tl.load(page_table + request.to(tl.int64) * stride_page_table + slot // PAGE_SIZE, mask=exists, other=0)
+    own_slot = page.to(tl.int64) * PAGE_SIZE + slot % PAGE_SIZE
+    tl.store(positions + row, tl.where(exists, position, 0), mask=m_r)
+    tl.store(slots + row, tl.where(exists, own_slot, 0), mask=m_r)
+    start = tl.maximum(position - window + 1, 0)
+    last = position
+    if NUM_WORDS > 0:
+        # Columns are slots, and every tree slot lies at the root's or behind it.
+        start = tl.minimum(start, context_len)
+        last = slot
+    start_segment = _segment_of(start, SHORT, LONG, LONG_FROM)
+    count = _segment_of(last, SHORT, LONG, LONG_FROM) + 1 - start_segment
+    tl.store(first_segment + row, start_segment, mask=m_r)
+    tl.store(num_segments + row, tl.where(exists, count, 0), mask=m_r)
+    if NUM_WORDS > 0:
+        _store_words(ancestor_words, ancestors, row, m_r, depth, exists, width, window, NUM_WORDS, BLOCK_R)
+    elif not CHAIN:
+        root_tile = context_len // BLOCK_N * BLOCK_N
+        key_lo = tl.maximum(root_tile, start // BLOCK_N * BLOCK_N)
+        first_of_row = _segment_of(key_lo, SHORT, LONG, LONG_FROM)
+        for k in range(num_node_segments):
+            segment = first_of_row + k
+            begin = _start_of(segment, SHORT, LONG, LONG_FROM)
+            lo = tl.maximum(key_lo, begin)
+            hi = tl.minimum(position + 1, _start_of(segment + 1, SHORT, LONG, LONG_FROM))
+            hi = tl.where(exists, hi, 0)
+            # A row whose window begins at the root's tile or later has nothing to continue from.
+            continues = ((lo > begin) & (start < root_tile)).to(tl.int32)
+            for tile in tl.static_range(TILES_OF_GROUP):
+                index = (k * num_requests * num_rows + row) * TILES_OF_GROUP + tile
+                m_lo = row * GROUP + tile * BLOCK_M
+                m_hi = tl.minimum(m_lo + BLOCK_M, (row + 1) * GROUP)
+                _store_items(node_items, index, m_r, request, row, m_lo, m_hi, lo, hi, segment, continues)
+
+
+# Sizes that follow the batch and the tree stay unspecialised: one binary serves every layout.
+@triton.jit(
+    do_not_specialize=[
+        "num_requests",
+        "num_rows",
+        "width",
+        "max_context",
+        "tree_slots",
+        "num_slots",
+        "num_tiles",
+        "num_packed_segments",
+        "num_node_segments",
+        "window",
+        "stride_page_table",
+    ]
+)
+def lay_out_pass(
+    context_lens,  # [num_requests] int32
+    page_table,  # [num_requests, num_slots / PAGE_SIZE] int32
+    depths,  # [num_requests, num_rows] int32
+    row_slots,  # [num_requests, num_rows] int32
+    ancestors,  # [num_requests, num_rows, width] int32; read for words alone
+    positions,  # [num_requests * num_rows] int32
+    slots,  # [num_requests * num_rows] int64
+    ancestor_words,  # [num_requests * num_rows, NUM_WORDS] int64
+    first_segment,  # [num_requests * num_rows] int32
+    num_segments,
+    packed_items,  # [num_packed_segments, num_requests, num_tiles, 8] int32
+    node_items,  # [num_node_segments, num_requests * num_rows, TILES_OF_GROUP, 8] int32
+    num_requests,
+    num_rows,  # of one request
+    width,
+    max_context,
+    tree_slots,
+    num_slots,
+    num_tiles,  # M tiles of one request
+    num_packed_segments,
+    num_node_segments,
+    window,
+    stride_page_table,
+    CHAIN: tl.constexpr,
+    NUM_WORDS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SHORT: tl.constexpr,
+    LONG: tl.constexpr,
+    LONG_FROM: tl.constexpr,
+    TILES_OF_GROUP: tl.constexpr,
+    ROWS_OF_TILE: tl.constexpr,  # rows that one M tile touches at most, as a power of two
+    BLOCK_R: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """Programs of a request: first one per M tile, for its packed items; then one per BLOCK_R rows."""
+    request = tl.program_id(0)
+    i_part = tl.program_id(1)
+    context_len = tl.load(context_lens + request)
+    if i_part < num_tiles:
+        _cut_tile(
+            packed_items,
+            depths,
+            row_slots,
+            request,
+            i_part,
+            context_len,
+            num_requests,
+            num_rows,
+            width,
+            max_context,
+            tree_slots,
+            num_slots,
+            num_tiles,
+            num_packed_segments,
+            window,
+            CHAIN,
+            NUM_WORDS,
+            GROUP,
+            BLOCK_M,
+            BLOCK_N,
+            SHORT,
+            LONG,
+            LONG_FROM,
+            ROWS_OF_TILE,
+            BLOCK_S,
+        )
+    else:
+        _place_rows(
+            page_table,
+            depths,
+            row_slots,
+            ancestors,
+            positions,
+            slots,
+            ancestor_words,
+            first_segment,
+            num_segments,
+            node_items,
+            request,
+            i_part - num_tiles,
+            context_len,
+            num_requests,
+            num_rows,
+            width,
+            max_context,
+            tree_slots,
+            num_slots,
+            num_node_segments,
+            window,
+            stride_page_table,
+            CHAIN,
+            NUM_WORDS,
+            GROUP,
+            PAGE_SIZE,
+            BLOCK_M,
+            BLOCK_N,
+            SHORT,
+            LONG,
+            LONG_FROM,
+            TILES_OF_GROUP,
+            BLOCK_R,
+        )
+
+
+def aot_specs(shape: KernelShape, target: str | None = None) -> list[KernelSpec]:
+    """Layouts of trees, of chains and of masked trees of 64 slots, for the default configuration of attention."""
+    return [aot_spec(shape, chain, words, target) for chain, words in ((False, 0), (True, 0), (False, 1))]
+
+
+def aot_spec(shape: KernelShape, chain: bool, words: int, target: str | None = None) -> KernelSpec:
+    """One kind of layout."""
+    config = TreeAttentionConfig.default(shape.dtype, shape.head_dim, target)
+    group = shape.num_heads // shape.num_kv_heads
+    pointers = {"slots": "*i64", "ancestor_words": "*i64", "num_segments": "*i32"}
+    sizes = ("num_requests", "num_rows", "width", "max_context", "tree_slots", "num_slots", "num_tiles", "window")
+    return KernelSpec(
+        kernel=lay_out_pass,
+        types=pointers | dict.fromkeys((*sizes, "num_packed_segments", "num_node_segments"), "i32"),
+        constants=pass_layout.constants(config, group, chain, words, PAGE_SIZE),
+        options={"num_warps": pass_layout.NUM_WARPS, "enable_fp_fusion": False},
+        config={"dtype": shape.element, "head_dim": shape.head_dim, "group": group, "chain": chain, "words": words},
+    )

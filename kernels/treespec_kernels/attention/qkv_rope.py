@@ -1,0 +1,232 @@
+"""QKV's way into attention: rotates Q and K by their positions (RoPE), and writes K and V to their slots of the cache.
+
+Rotate-half RoPE (Su et al., arXiv 2104.09864, in the layout of Llama's checkpoints): dimension d turns with dimension
+d + head_dim / 2, y = x * cos + roll(x, head_dim / 2) * sin, where the sines of the first half are negated. All of
+it is computed in fp32, each product and the sum rounded alone, and rounded to the dtype once, when it is stored.
+
+Before that each head of Q and of K may be normed by itself (Qwen 3, Gemma 3). A model that learned its positions turns
+nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from treespec_kernels.launch.rows import (
+    FLOAT_TYPES,
+    by_row,
+    check_contiguous,
+    check_devices,
+    check_parameter,
+    check_partials,
+    rows_per_group,
+    split_rows,
+    sum_of_splits,
+)
+from treespec_kernels.launch.triton_launch import check_last_strides, check_launch, launch_options, require_triton
+
+TILE = 512  # numbers per program: 12 programs per row of an 8B model
+NUM_WARPS = 2  # so a thread holds 4 numbers of either half; with 8, ptxas spilled at 8 splits on sm_90
+
+
+class HeadNorm(NamedTuple):
+    """RMSNorm of each head of Q and of K. Weights: [head_dim] or [groups, head_dim] in the dtype or float32, both
+    alike."""
+
+    q_weight: torch.Tensor
+    k_weight: torch.Tensor
+    eps: float
+
+
+def block_of_half(head_dim: int) -> int:
+    """The power of two that half a head is padded to by masks."""
+    return 1 << (head_dim // 2 - 1).bit_length()
+
+
+def block_of_heads(head_dim: int) -> int:
+    """How many heads a program takes."""
+    return max(TILE // (2 * block_of_half(head_dim)), 1)
+
+
+def qkv_rope_ref(
+    qkv: torch.Tensor,
+    rotation: torch.Tensor | None,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    kv_layer: torch.Tensor,
+    q_out: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    norm: HeadNorm | None = None,
+) -> None:
+    """The specification: eager torch in fp32, any device. Writes `q_out`, and the rows' slots of `kv_layer`.
+
+    Args:
+        qkv: [rows, (num_heads + 2 * num_kv_heads) * head_dim], the heads of Q, of K, then of V, in the dtype (float32,
+            bfloat16 or float16), or a split linear layer's partial sums fp32 [splits, rows, ..], added from the left.
+        rotation: [max_positions, 2, head_dim] fp32: cosines, and sines whose first half is negated. None: no head is
+            turned.
+        positions: [rows] int32, below max_positions.
+        slots: [rows] int64, page * page_size + offset. Rows of one slot leave there what any of them writes: padding
+            rows all point to a slot that nobody reads.
+        kv_layer: [2, num_pages, num_kv_heads, page_size, head_dim] in the dtype, K then V; any outer strides.
+        q_out: [rows, num_heads, head_dim] in the dtype.
+        bias: [(num_heads + 2 * num_kv_heads) * head_dim] or [groups, ..] in the dtype, added before anything else;
+            with groups, each is for rows / groups consecutive rows.
+        norm: of each head of Q and K, behind the bias.
+
+    Raises:
+        ValueError: a shape, dtype or device that does not fit.
+    """
+    check_qkv_rope(qkv, rotation, positions, slots, kv_layer, q_out, bias, norm)
+    num_rows, num_heads, head_dim = q_out.shape
+    num_kv_heads, page_size = kv_layer.shape[2:4]
+    total = sum_of_splits(qkv)
+    if bias is not None:
+        total = total + by_row(bias, num_rows)
+    heads = total.view(num_rows, num_heads + 2 * num_kv_heads, head_dim)
+    turned, values = heads.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
+    if norm is not None:
+        scale = torch.rsqrt(turned.square().mean(dim=2, keepdim=True) + norm.eps)
+        factors = [
+            by_row(weight, num_rows)[:, None].expand(-1, count, -1)
+            for weight, count in ((norm.q_weight, num_heads), (norm.k_weight, num_kv_heads))
+        ]
+        turned = turned * scale * torch.cat(factors, 1)
+    if rotation is not None:
+        cos, sin = rotation[positions.long()][:, None].unbind(2)
+        turned = turned * cos + turned.roll(head_dim // 2, -1) * sin
+    q_out.copy_(turned[:, :num_heads])
+    pages, offsets = slots // page_size, slots % page_size
+    for cache, new in zip(kv_layer, (turned[:, num_heads:], values), strict=True):
+        cache[pages, :, offsets] = new.to(cache.dtype)
+
+
+def qkv_rope_triton(
+    qkv: torch.Tensor,
+    rotation: torch.Tensor | None,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    kv_layer: torch.Tensor,
+    q_out: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    norm: HeadNorm | None = None,
+    pdl: bool = False,
+) -> None:
+    """The same on a GPU in one launch and without an allocation; arguments as in `qkv_rope_ref`, and without a norm its
+    bits.
+
+    All but `kv_layer`, whose head_dim alone must be contiguous, are contiguous; splits may lie further apart. Slots and
+    positions are read on the device and not checked. `pdl`: launched as `launch_options` says.
+
+    Raises:
+        ValueError: a shape, dtype, layout or device that does not fit, or triton that cannot run here.
+    """
+    check_qkv_rope(qkv, rotation, positions, slots, kv_layer, q_out, bias, norm)
+    num_split_rows = split_rows("qkv", qkv)
+    q_weight, k_weight = (None, None) if norm is None else (norm.q_weight, norm.k_weight)
+    check_contiguous(rotation=rotation, positions=positions, slots=slots, q_out=q_out, bias=bias)
+    check_contiguous(q_weight=q_weight, k_weight=k_weight)
+    check_last_strides(kv_layer=kv_layer)
+    require_triton("qkv_rope")
+    from treespec_kernels.attention import qkv_rope_kernels as kernels
+
+    check_launch("qkv_rope", kernels.rotate_and_write, q_out)
+    num_rows, num_heads, head_dim = q_out.shape
+    num_kv_heads, page_size = kv_layer.shape[2:4]
+    if num_rows == 0:
+        return
+    block_h = block_of_heads(head_dim)
+    kernels.rotate_and_write[(num_rows, -(-(num_heads + 2 * num_kv_heads) // block_h))](
+        qkv,
+        qkv if bias is None else bias,
+        qkv if q_weight is None else q_weight,
+        qkv if k_weight is None else k_weight,
+        qkv if rotation is None else rotation,
+        positions,
+        slots,
+        kv_layer,
+        q_out,
+        0.0 if norm is None else float(norm.eps),
+        num_split_rows,
+        num_rows if bias is None else rows_per_group(bias, num_rows),
+        num_rows if q_weight is None else rows_per_group(q_weight, num_rows),
+        *kv_layer.stride()[:4],
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        PAGE_SIZE=page_size,
+        NUM_SPLITS=qkv.shape[0] if qkv.dim() == 3 else 1,
+        HAS_BIAS=bias is not None,
+        HAS_NORM=norm is not None,
+        ROTATES=rotation is not None,
+        BLOCK_H=block_h,
+        BLOCK_D=block_of_half(head_dim),
+        num_warps=NUM_WARPS,
+        enable_fp_fusion=False,
+        **launch_options(pdl),
+    )
+
+
+def check_qkv_rope(
+    qkv: torch.Tensor,
+    rotation: torch.Tensor | None,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    kv_layer: torch.Tensor,
+    q_out: torch.Tensor,
+    bias: torch.Tensor | None,
+    norm: HeadNorm | None,
+) -> None:
+    """Host-side checks of shapes, dtypes and devices; values on a device are never read."""
+    if q_out.dim() != 3 or q_out.shape[2] == 0 or q_out.shape[2] % 2:
+        raise ValueError(f"q_out has shape {list(q_out.shape)}; expected [rows, num_heads, head_dim], head_dim even")
+    if q_out.dtype not in FLOAT_TYPES:
+        raise ValueError(f"q_out has dtype {q_out.dtype}; use torch.float32, torch.bfloat16 or torch.float16")
+    num_rows, num_heads, head_dim = q_out.shape
+    if kv_layer.dim() != 5 or kv_layer.shape[0] != 2 or kv_layer.shape[4] != head_dim:
+        raise ValueError(
+            f"kv_layer has shape {list(kv_layer.shape)}; expected [2, num_pages, num_kv_heads, page_size, {head_dim}]"
+        )
+    width = (num_heads + 2 * kv_layer.shape[2]) * head_dim
+    if qkv.dim() not in (2, 3) or tuple(qkv.shape[-2:]) != (num_rows, width):
+        raise ValueError(
+            f"qkv has shape {list(qkv.shape)}; expected [{num_rows}, {width}] or partials [splits, {num_rows}, {width}]"
+        )
+    if qkv.dim() == 3:
+        check_partials("qkv", qkv)
+    elif qkv.dtype != q_out.dtype:
+        raise ValueError(f"qkv has dtype {qkv.dtype} and q_out {q_out.dtype}; they must be equal")
+    if kv_layer.dtype != q_out.dtype:
+        raise ValueError(f"kv_layer has dtype {kv_layer.dtype} and q_out {q_out.dtype}; they must be equal")
+    if bias is not None:
+        check_parameter("bias", bias, num_rows, width, q_out.dtype)
+    if norm is not None:
+        held = torch.float32 if norm.q_weight.dtype == torch.float32 else q_out.dtype
+        check_parameter("norm.q_weight", norm.q_weight, num_rows, head_dim, held)
+        check_parameter("norm.k_weight", norm.k_weight, num_rows, head_dim, held)
+        if norm.q_weight.shape != norm.k_weight.shape:
+            raise ValueError(
+                f"norm.k_weight has shape {list(norm.k_weight.shape)}; expected that of norm.q_weight, "
+                f"{list(norm.q_weight.shape)}"
+            )
+        check_devices(q_out.device, **{"norm.q_weight": norm.q_weight, "norm.k_weight": norm.k_weight})
+    if rotation is not None and rotation.dtype != torch.float32:
+        raise ValueError(f"rotation has dtype {rotation.dtype}; convert it to {torch.float32}")
+    if rotation is not None and (rotation.dim() != 3 or tuple(rotation.shape[1:]) != (2, head_dim)):
+        raise ValueError(f"rotation has shape {list(rotation.shape)}; expected [max_positions, 2, {head_dim}]")
+    for name, tensor in (("positions", positions), ("slots", slots)):
+        if tuple(tensor.shape) != (num_rows,):
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)}; expected [{num_rows}] as q_out has {num_rows} rows"
+            )
+    expected = {"positions": torch.int32, "slots": torch.int64}
+    for (name, dtype), tensor in zip(expected.items(), (positions, slots), strict=True):
+        if tensor.dtype != dtype:
+            raise ValueError(f"{name} has dtype {tensor.dtype}; convert it to {dtype}")
+    check_devices(
+        q_out.device, qkv=qkv, rotation=rotation, positions=positions, slots=slots, kv_layer=kv_layer, bias=bias
+    )

@@ -1,0 +1,155 @@
+"""Triton kernel of RoPE and the write of K and V. Import this module only where triton is installed."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from treespec_kernels.aot.kernel_spec import PAGE_SIZE, KernelShape, KernelSpec
+from treespec_kernels.attention.qkv_rope import NUM_WARPS, block_of_half, block_of_heads
+from treespec_kernels.launch.predecessors import wait_for_predecessors
+
+
+@triton.jit
+def _half(p_qkv, p_bias, m_half, stride_split, NUM_SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """One half of each head in fp32: the splits from the left, then the bias."""
+    b_half = tl.load(p_qkv, mask=m_half, other=0.0).to(tl.float32)
+    for _ in tl.static_range(1, NUM_SPLITS):
+        p_qkv += stride_split
+        b_half += tl.load(p_qkv, mask=m_half, other=0.0)
+    if HAS_BIAS:
+        b_half += tl.load(p_bias, mask=m_half, other=0.0).to(tl.float32)
+    return b_half
+
+
+# What follows the number of rows stays unspecialised: one binary serves every pass.
+@triton.jit(do_not_specialize=["num_split_rows", "num_bias_rows", "num_norm_rows"])
+def rotate_and_write(
+    qkv,  # [rows, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM], or fp32 partials [NUM_SPLITS, num_split_rows, ..]
+    bias,  # [groups, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM]
+    q_weight,  # [groups, HEAD_DIM]
+    k_weight,
+    rotation,  # [max_positions, 2, HEAD_DIM] fp32
+    positions,  # [rows] int32
+    slots,  # [rows] int64
+    kv_layer,  # [2, num_pages, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM]
+    q_out,  # [rows, NUM_HEADS, HEAD_DIM]
+    eps,
+    num_split_rows,  # rows from one split to the next
+    num_bias_rows,  # consecutive rows of one group of bias
+    num_norm_rows,  # of the norms' weights
+    stride_kv,
+    stride_page,
+    stride_head,
+    stride_slot,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    ROTATES: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program owns BLOCK_H heads of one row, of Q, K and V alike. The halves of a head are tiles of their own:
+    element by element they turn into one another, so nothing moves between threads."""
+    wait_for_predecessors(PDL)
+    HALF: tl.constexpr = HEAD_DIM // 2
+    WIDTH: tl.constexpr = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
+    i_row = tl.program_id(0)
+    row = i_row.to(tl.int64)
+    o_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    o_d = tl.arange(0, BLOCK_D)
+    m_half = (o_h < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & (o_d < HALF)[None, :]
+    o_half = o_h[:, None] * HEAD_DIM + o_d[None, :]
+
+    slot = tl.load(slots + row)
+    if ROTATES:
+        position = tl.load(positions + row).to(tl.int64)
+    p_qkv = qkv + row * WIDTH + o_half
+    p_bias = bias + i_row // num_bias_rows * WIDTH + o_half
+    stride_split = num_split_rows.to(tl.int64) * WIDTH
+    b_0 = _half(p_qkv, p_bias, m_half, stride_split, NUM_SPLITS, HAS_BIAS)
+    b_1 = _half(p_qkv + HALF, p_bias + HALF, m_half, stride_split, NUM_SPLITS, HAS_BIAS)
+
+    # V is chosen, not turned by an angle of 0: infinity times a sine of 0 is NaN.
+    m_turned = (o_h < NUM_HEADS + NUM_KV_HEADS)[:, None]
+    is_q = (o_h < NUM_HEADS)[:, None]
+    if HAS_NORM:
+        mean_square = tl.sum(b_0 * b_0 + b_1 * b_1, axis=1) / HEAD_DIM
+        b_scale = tl.rsqrt(mean_square + eps)[:, None]
+        o_weight = i_row // num_norm_rows * HEAD_DIM + tl.broadcast_to(o_d[None, :], (BLOCK_H, BLOCK_D))
+        p_weight = tl.where(is_q, q_weight + o_weight, k_weight + o_weight)
+        m_weight = m_half & m_turned
+        b_factor_0 = tl.load(p_weight, mask=m_weight, other=0.0).to(tl.float32)
+        b_factor_1 = tl.load(p_weight + HALF, mask=m_weight, other=0.0).to(tl.float32)
+        b_0 = tl.where(m_turned, b_0 * b_scale * b_factor_0, b_0)
+        b_1 = tl.where(m_turned, b_1 * b_scale * b_factor_1, b_1)
+    if ROTATES:
+        # Every head loads the angles anew, from the first-level cache: broadcasting them would go through shared
+        # memory.
+        o_angle = position * (2 * HEAD_DIM) + o_d[None, :]
+        p_cos = rotation + tl.broadcast_to(o_angle, (BLOCK_H, BLOCK_D))
+        b_cos_0 = tl.load(p_cos, mask=m_half, other=0.0)
+        b_cos_1 = tl.load(p_cos + HALF, mask=m_half, other=0.0)
+        b_sin_0 = tl.load(p_cos + HEAD_DIM, mask=m_half, other=0.0)
+        b_sin_1 = tl.load(p_cos + HEAD_DIM + HALF, mask=m_half, other=0.0)
+        b_out_0 = tl.where(m_turned, b_0 * b_cos_0 + b_1 * b_sin_0, b_0).to(q_out.dtype.element_ty)
+        b_out_1 = tl.where(m_turned, b_1 * b_cos_1 + b_0 * b_sin_1, b_1).to(q_out.dtype.element_ty)
+    else:
+        b_out_0 = b_0.to(q_out.dtype.element_ty)
+        b_out_1 = b_1.to(q_out.dtype.element_ty)
+
+    p_q = q_out + row * (NUM_HEADS * HEAD_DIM) + o_half
+    tl.store(p_q, b_out_0, mask=m_half & is_q)
+    tl.store(p_q + HALF, b_out_1, mask=m_half & is_q)
+    o_kv_head = (o_h - NUM_HEADS).to(tl.int64)
+    o_cache = o_kv_head // NUM_KV_HEADS * stride_kv + o_kv_head % NUM_KV_HEADS * stride_head
+    o_slot = slot // PAGE_SIZE * stride_page + slot % PAGE_SIZE * stride_slot
+    p_kv = kv_layer + o_slot + o_cache[:, None] + o_d[None, :]
+    tl.store(p_kv, b_out_0, mask=m_half & (o_h >= NUM_HEADS)[:, None])
+    tl.store(p_kv + HALF, b_out_1, mask=m_half & (o_h >= NUM_HEADS)[:, None])
+
+
+def aot_specs(shape: KernelShape, target: str | None = None) -> list[KernelSpec]:
+    """Rows in the dtype, and a linear layer's partial sums, of which there may be 8."""
+    names = ("qkv", "bias", "q_weight", "k_weight", "kv_layer", "q_out")
+    tensors = dict.fromkeys(names, f"*{shape.element}")
+    tensors |= {"rotation": "*fp32", "positions": "*i32", "slots": "*i64", "eps": "fp32"}
+    if shape.norm == "rms_plus_one":
+        tensors |= {"q_weight": "*fp32", "k_weight": "*fp32"}
+    specs = []
+    for num_splits, has_bias in ((1, False), (2, False), (8, True)):
+        constants: dict[str, int | bool | str] = {
+            "NUM_HEADS": shape.num_heads,
+            "NUM_KV_HEADS": shape.num_kv_heads,
+            "HEAD_DIM": shape.head_dim,
+            "PAGE_SIZE": PAGE_SIZE,
+            "NUM_SPLITS": num_splits,
+            "HAS_BIAS": has_bias,
+            "HAS_NORM": shape.qk_norm,
+            "ROTATES": shape.rotary,
+            "BLOCK_H": block_of_heads(shape.head_dim),
+            "BLOCK_D": block_of_half(shape.head_dim),
+            "PDL": False,
+        }
+        specs.append(
+            KernelSpec(
+                kernel=rotate_and_write,
+                types=tensors | ({"qkv": "*fp32"} if num_splits > 1 else {}),
+                constants=constants,
+                options={"num_warps": NUM_WARPS, "enable_fp_fusion": False},
+                config={
+                    "dtype": shape.element,
+                    "head_dim": shape.head_dim,
+                    "group": shape.num_heads // shape.num_kv_heads,
+                    "splits": num_splits,
+                    "qk_norm": shape.qk_norm,
+                    "rotary": shape.rotary,
+                },
+            )
+        )
+    return specs

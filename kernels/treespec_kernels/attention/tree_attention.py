@@ -1,0 +1,335 @@
+"""Tree attention: every row of a pass attends to its request's committed positions and to its own ancestors.
+
+Terms. K/V of one layer live in pages: logical slot s of request b is page `page_table[b, s // page_size]`, offset
+`s % page_size`. The request's committed positions 0..L-1 (L = `context_lens[b]`) are logical slots 0..L-1, and node i
+of its token tree lies in logical slot L + i. A row is one node of one tree; its absolute position is L + depth, and its
+key at absolute position L + j is that of its ancestor at depth j, in logical slot L + `ancestors[row, j]`. Plain
+decoding is one row of depth 0 with ancestors [[0]]; a prefill chunk is a chain.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from treespec_kernels.attention.tree_attention_config import SegmentPartition as SegmentPartition
+from treespec_kernels.attention.tree_attention_config import TreeAttentionConfig as TreeAttentionConfig
+from treespec_kernels.attention.tree_attention_plan import PlanCapacity as PlanCapacity
+from treespec_kernels.attention.tree_attention_plan import TreeAttentionPlan as TreeAttentionPlan
+from treespec_kernels.attention.tree_attention_plan import check_window
+from treespec_kernels.attention.tree_attention_plan import plan_tree_attention as plan_tree_attention
+from treespec_kernels.launch.triton_launch import (
+    block_of_head_dim,
+    check_last_strides,
+    check_launch,
+    launch_options,
+    require_triton,
+)
+from treespec_kernels.linear.activations import soft_cap
+
+
+def tree_attention_ref(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    row_request: torch.Tensor,
+    context_lens: torch.Tensor,
+    page_table: torch.Tensor,
+    depths: torch.Tensor,
+    ancestors: torch.Tensor,
+    scale: float,
+    score_cap: float | None = None,
+    window: int | None = None,
+) -> torch.Tensor:
+    """The specification: one row at a time, softmax(scale * q k^T) v over the row's positions, in fp32.
+
+    Args:
+        q: [num_rows, num_heads, head_dim], any float dtype. Head h reads KV head h // (num_heads / num_kv_heads).
+        k_cache, v_cache: [num_pages, num_kv_heads, page_size, head_dim], any outer strides.
+        row_request: [num_rows] int32, rows ordered by request.
+        context_lens: [num_requests] int32, L: committed positions.
+        page_table: [num_requests, max_pages] int32.
+        depths: [num_rows] int32.
+        ancestors: [num_rows, max_depth + 1] int32; `ancestors[r, j]` for j <= depths[r] is the tree index of the row's
+            ancestor at depth j (j = depth: the row's own node), the rest is ignored.
+        scale: multiplies the scores, usually head_dim ** -0.5.
+        score_cap: c, where scores x, scaled, become c tanh(x / c) (a soft cap, Gemma 2); None: they stay.
+        window: how many positions a row reads, its own included (a sliding window); None: all.
+
+    Returns:
+        [num_rows, num_heads, head_dim] in q's dtype.
+
+    Raises:
+        ValueError: a shape, dtype or device that does not fit, a window that holds nothing.
+    """
+    check_tree_attention(q, k_cache, v_cache, row_request, context_lens, page_table, depths, ancestors)
+    check_window(window)
+    check_cap("score_cap", score_cap)
+    page_size, group = k_cache.shape[2], q.shape[1] // k_cache.shape[1]
+    out = torch.empty_like(q)
+    for row, request in enumerate(row_request.tolist()):
+        length, depth = int(context_lens[request]), int(depths[row])
+        committed = torch.arange(length, device=q.device)
+        slots = torch.cat([committed, length + ancestors[row, : depth + 1].long()])  # column = absolute position
+        slots = slots if window is None else slots[-window:]
+        pages = page_table[request, slots // page_size].long()
+        keys = k_cache[pages, :, slots % page_size].float().repeat_interleave(group, dim=1)  # [n, num_heads, head_dim]
+        values = v_cache[pages, :, slots % page_size].float().repeat_interleave(group, dim=1)
+        scores = torch.einsum("hd,nhd->hn", q[row].float(), keys) * scale
+        scores = scores if score_cap is None else soft_cap(scores, score_cap)
+        out[row] = torch.einsum("hn,nhd->hd", scores.softmax(dim=-1), values).to(q.dtype)
+    return out
+
+
+def tree_attention_triton(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    row_request: torch.Tensor,
+    context_lens: torch.Tensor,
+    page_table: torch.Tensor,
+    depths: torch.Tensor,
+    ancestors: torch.Tensor,
+    scale: float,
+    score_cap: float | None = None,
+    window: int | None = None,
+    plan: TreeAttentionPlan,
+    out: torch.Tensor | None = None,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """Tree attention on a GPU: at most three launches, the first two of one compiled kernel.
+
+    Arguments as in `tree_attention_ref`; the last dimension of q, cache and out is contiguous. `plan` comes from
+    `plan_tree_attention` for the same context_lens, rows and depths, with a row capacity equal to q's rows; rows of q
+    beyond the planned ones (padding of a captured graph) become 0. With `out` nothing is allocated. `pdl`: launched as
+    `launch_options` says.
+
+    The bits of a row depend on its request's keys and values by absolute position and on `plan.config`: not on other
+    rows, on the order of the tree, on the batch, or on where the root stands.
+
+    Raises:
+        ValueError: a shape, dtype, stride or device that does not fit, or triton that cannot run here.
+    """
+    check_tree_attention(q, k_cache, v_cache, row_request, context_lens, page_table, depths, ancestors)
+    check_plan(q, k_cache, out, window, False, plan)
+    check_cap("score_cap", score_cap)
+    check_last_strides(ancestors=ancestors)
+    require_triton("tree_attention")
+    from treespec_kernels.attention.tree_attention_kernels import attend_items
+
+    caches = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
+    tables = {"context_lens": context_lens, "page_table": page_table, "depths": depths}
+    return run_plan(
+        "tree_attention",
+        attend_items,
+        **caches,
+        **tables,
+        seen=ancestors,
+        scale=scale,
+        score_cap=score_cap,
+        plan=plan,
+        out=out,
+        pdl=pdl,
+    )
+
+
+def run_plan(
+    op: str,
+    kernel: Any,
+    *,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    context_lens: torch.Tensor,
+    page_table: torch.Tensor,
+    depths: torch.Tensor,
+    seen: torch.Tensor,
+    scale: float,
+    score_cap: float | None,
+    plan: TreeAttentionPlan,
+    out: torch.Tensor | None,
+    pdl: bool,
+) -> torch.Tensor:
+    """Runs a kernel over the plan's items and combines the segments. `seen` says which nodes a row sees, in the form
+    that the kernel takes."""
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    check_last_strides(
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        out=out,
+        context_lens=context_lens,
+        page_table=page_table,
+        depths=depths,
+    )
+    from treespec_kernels.attention.combine_segments import combine_segments
+
+    check_launch(op, kernel, q)
+    num_rows, num_heads, head_dim = q.shape
+    if num_rows == 0:
+        return out
+    num_kv_heads = k_cache.shape[1]
+    config = plan.config
+    block_d = block_of_head_dim(head_dim)
+    for items, num_items in ((plan.packed_items, plan.num_packed_items), (plan.node_items, plan.num_node_items)):
+        if len(items) == 0:
+            continue
+        kernel[(len(items), num_kv_heads)](
+            q,
+            k_cache,
+            v_cache,
+            plan.partial_acc,
+            plan.partial_max,
+            plan.partial_sum,
+            items,
+            num_items,
+            plan.first_partial,
+            plan.first_segment,
+            plan.num_segments,
+            page_table,
+            context_lens,
+            depths,
+            seen,
+            scale * math.log2(math.e),
+            plan.window or 0,
+            (score_cap or 0.0) * math.log2(math.e),
+            *q.stride()[:2],
+            *k_cache.stride()[:3],
+            *v_cache.stride()[:3],
+            page_table.stride(0),
+            seen.stride(0),
+            NUM_HEADS=num_heads,
+            GROUP=num_heads // num_kv_heads,
+            HEAD_DIM=head_dim,
+            PAGE_SIZE=k_cache.shape[2],
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            BLOCK_D=block_d,
+            HAS_WINDOW=plan.window is not None,
+            HAS_CAP=score_cap is not None,
+            FIXED_ORDER_DOT=config.fixed_order_dot,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            enable_fp_fusion=False,
+            **launch_options(pdl),
+        )
+    combine_segments[(num_rows, num_heads)](
+        plan.partial_acc,
+        plan.partial_max,
+        plan.partial_sum,
+        plan.first_partial,
+        plan.num_segments,
+        out,
+        *out.stride()[:2],
+        NUM_HEADS=num_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_D=block_d,
+        num_warps=1,
+        enable_fp_fusion=False,
+        **launch_options(pdl),
+    )
+    return out
+
+
+def check_cap(name: str, cap: float | None) -> None:
+    """Raises ValueError where a soft cap is not above 0; None is no cap."""
+    if cap is not None and not cap > 0:
+        raise ValueError(f"{name} is {cap}; it must be above 0, or None for no cap")
+
+
+def check_plan(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    out: torch.Tensor | None,
+    window: int | None,
+    masked: bool,
+    plan: TreeAttentionPlan,
+) -> None:
+    """Raises ValueError where the plan is not of this pass, or `out` not like q."""
+    planned = (plan.num_heads, plan.num_kv_heads, plan.head_dim, plan.dtype)
+    given = (q.shape[1], k_cache.shape[1], q.shape[2], q.dtype)
+    if planned != given:
+        raise ValueError(f"the plan is for (heads, KV heads, head_dim, dtype) {planned}, q and cache have {given}")
+    if plan.window != window:
+        raise ValueError(f"the plan is for window {plan.window} and the pass has {window}; plan for that window")
+    if plan.masked != masked:
+        raise ValueError(
+            f"the plan is for tree_attention{'_masked' * plan.masked}; plan {'with' if masked else 'without'} row_slots"
+        )
+    if plan.capacity.rows != q.shape[0]:
+        raise ValueError(f"the plan holds {plan.capacity.rows} rows and q has {q.shape[0]}; plan this pass")
+    if plan.first_partial.device != q.device:
+        raise ValueError(f"the plan is on {plan.first_partial.device} and q on {q.device}; plan for that device")
+    if out is not None and (out.shape, out.dtype, out.device) != (q.shape, q.dtype, q.device):
+        raise ValueError(f"out is {list(out.shape)} {out.dtype} on {out.device}; expected that of q")
+
+
+def check_tree_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    row_request: torch.Tensor,
+    context_lens: torch.Tensor,
+    page_table: torch.Tensor,
+    depths: torch.Tensor,
+    ancestors: torch.Tensor,
+) -> None:
+    """Host-side checks of shapes, dtypes and devices; values on a device are never read."""
+    tables = {"row_request": row_request, "context_lens": context_lens, "page_table": page_table, "depths": depths}
+    check_pass(q, k_cache, v_cache, **tables)
+    if ancestors.dim() != 2 or ancestors.shape[0] != len(q):
+        raise ValueError(f"ancestors has shape {list(ancestors.shape)}; expected [{len(q)}, max_depth + 1]")
+    check_integers(q, torch.int32, ancestors=ancestors)
+
+
+def check_pass(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    row_request: torch.Tensor,
+    context_lens: torch.Tensor,
+    page_table: torch.Tensor,
+    depths: torch.Tensor,
+) -> None:
+    """The part of `check_tree_attention` that does not depend on how a tree is given."""
+    if q.dim() != 3:
+        raise ValueError(f"q has shape {list(q.shape)}; expected [num_rows, num_heads, head_dim]")
+    num_rows, num_heads, head_dim = q.shape
+    if k_cache.dim() != 4 or k_cache.shape != v_cache.shape:
+        raise ValueError(
+            f"k_cache has shape {list(k_cache.shape)} and v_cache {list(v_cache.shape)}; "
+            "expected [num_pages, num_kv_heads, page_size, head_dim] for both"
+        )
+    if k_cache.shape[3] != head_dim:
+        raise ValueError(f"q has head_dim {head_dim} and the cache {k_cache.shape[3]}; they must be equal")
+    if num_heads % k_cache.shape[1]:
+        raise ValueError(f"{num_heads} query heads are not a multiple of the cache's {k_cache.shape[1]} KV heads")
+    if page_table.dim() != 2 or tuple(context_lens.shape) != (page_table.shape[0],):
+        raise ValueError(
+            f"page_table has shape {list(page_table.shape)} and context_lens {list(context_lens.shape)}; "
+            "expected [num_requests, max_pages] and [num_requests]"
+        )
+    for name, tensor in (("row_request", row_request), ("depths", depths)):
+        if tuple(tensor.shape) != (num_rows,):
+            raise ValueError(f"{name} has shape {list(tensor.shape)}; expected [{num_rows}] as q has {num_rows} rows")
+    for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if tensor.dtype != q.dtype:
+            raise ValueError(f"{name} has dtype {tensor.dtype} and q {q.dtype}; they must be equal")
+        if tensor.device != q.device:
+            raise ValueError(f"{name} is on {tensor.device} and q on {q.device}; move it there")
+    tables = {"row_request": row_request, "context_lens": context_lens, "page_table": page_table, "depths": depths}
+    check_integers(q, torch.int32, **tables)
+
+
+def check_integers(q: torch.Tensor, dtype: torch.dtype, **tensors: torch.Tensor) -> None:
+    """Raises ValueError for another dtype, or another device than that of q."""
+    for name, tensor in tensors.items():
+        if tensor.dtype != dtype:
+            raise ValueError(f"{name} has dtype {tensor.dtype}; convert it to {dtype}")
+        if tensor.device != q.device:
+            raise ValueError(f"{name} is on {tensor.device} and q on {q.device}; move it there")

@@ -1,0 +1,117 @@
+"""What the bits of tree attention depend on beside its inputs: the partition of positions, and the tiles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from treespec_kernels.launch.triton_launch import has_tensor_memory, shared_bytes
+
+
+@dataclass(frozen=True)
+class SegmentPartition:
+    """Segments of `short` positions below `long_from`, of `long` positions from there on."""
+
+    short: int = 256
+    long: int = 1024
+    long_from: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.short < 1 or self.long < 1 or self.long_from < 0 or self.long_from % self.short:
+            raise ValueError(f"{self}: sizes must be positive and long_from a multiple of short")
+
+    def segment_of(self, position: np.ndarray) -> np.ndarray:
+        beyond = np.maximum(position - self.long_from, 0)
+        return np.minimum(position, self.long_from) // self.short + beyond // self.long
+
+    def start_of(self, segment: np.ndarray) -> np.ndarray:
+        num_short = self.long_from // self.short
+        return np.minimum(segment, num_short) * self.short + np.maximum(segment - num_short, 0) * self.long
+
+
+@dataclass(frozen=True)
+class TreeAttentionConfig:
+    """What the bits depend on beside the inputs: frozen for an engine's life. Launch options are part of it, because
+    another number of warps may reduce a tile in another order."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    partition: SegmentPartition = field(default_factory=SegmentPartition)
+    fixed_order_dot: bool = False  # for tests in the interpreter, whose dot is BLAS and not row-invariant
+
+    def __post_init__(self) -> None:
+        for name in ("block_m", "block_n"):
+            size = getattr(self, name)
+            if size < 16 or size & (size - 1):
+                raise ValueError(f"{name} is {size}; it must be a power of two, 16 or more")
+        for name in ("short", "long", "long_from"):
+            if getattr(self.partition, name) % self.block_n:
+                raise ValueError(f"{name} of {self.partition} is not a multiple of block_n {self.block_n}")
+
+    @classmethod
+    def default(cls, dtype: torch.dtype, head_dim: int, target: str | None = None) -> TreeAttentionConfig:
+        """The shipped configuration. M = 64 is one `wgmma` on sm_90: 16 nodes of a group of 4 heads in one tile.
+        float32 has no exact matrix instruction and small tiles. None of them spills, with a window or without.
+
+        Args:
+            dtype, head_dim: of the model.
+            target: as `target_of` a device gives it; None takes what fits sm_80 and sm_90.
+
+        Raises:
+            ValueError: a dtype or head_dim that is not supported.
+        """
+        check_supported(dtype, head_dim)
+        if target is not None and target.startswith("gfx"):
+            return cls._default_of_amd(dtype, head_dim)
+        if dtype == torch.float32 and head_dim <= 128:  # spills under neither Triton 3.7 nor 3.9
+            return cls(block_m=16, block_n=16, num_warps=8, num_stages=2)
+        if dtype == torch.float32:
+            return cls(block_m=16, block_n=32, num_warps=8, num_stages=2)
+        if head_dim <= 64:
+            return cls(block_m=64, block_n=64, num_warps=4, num_stages=3)
+        if head_dim <= 128:
+            return cls(block_m=64, block_n=64, num_warps=8, num_stages=2 if has_tensor_memory(target) else 3)
+        # Three stages take 100 KB.
+        return cls(block_m=64, block_n=32, num_warps=8, num_stages=3 if shared_bytes(target) >= 100 << 10 else 2)
+
+    @classmethod
+    def _default_of_amd(cls, dtype: torch.dtype, head_dim: int) -> TreeAttentionConfig:
+        """Smaller tiles: a block has 64 KiB of shared memory on gfx942, and a warp 64 threads."""
+        if dtype == torch.float32:
+            return cls(block_m=16, block_n=16, num_warps=4, num_stages=2)
+        if head_dim <= 64:
+            return cls(block_m=64, block_n=64, num_warps=4, num_stages=2)
+        if head_dim <= 128:
+            return cls(block_m=64, block_n=32, num_warps=8, num_stages=2)
+        return cls(block_m=32, block_n=32, num_warps=4, num_stages=2)
+
+    @classmethod
+    def candidates(cls, dtype: torch.dtype, head_dim: int, target: str | None = None) -> list[TreeAttentionConfig]:
+        """What a sweep on a GPU tries, the default first: tiles of the shipped partition, and other lengths of
+        segments. Arguments and errors as of `default`. A masked pass must be able to run any of them, so a tile holds
+        at most 64 positions."""
+        default = cls.default(dtype, head_dim, target)
+        if dtype == torch.float32:
+            tiles = [(16, 16, 4, 2), (16, 16, 8, 2), (16, 32, 8, 2), (32, 16, 8, 2)]  # larger ones spill with 4 warps
+        else:
+            tiles = [
+                *((64, block_n, num_warps, 3) for block_n in (32, 64) for num_warps in (4, 8)),
+                *((block_m, block_n, 4, 4) for block_m in (16, 32) for block_n in (32, 64)),
+                *((64, 64, num_warps, 2) for num_warps in (4, 8)),
+                *((128, 64, 8, num_stages) for num_stages in (2, 3)),
+            ]
+        found = [default, *(cls(*tile, default.partition) for tile in tiles)]
+        found += [replace(default, partition=replace(default.partition, short=short)) for short in (128, 512)]
+        return list(dict.fromkeys(found))
+
+
+def check_supported(dtype: torch.dtype, head_dim: int) -> None:
+    """Raises ValueError for what tree attention has no kernel for."""
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise ValueError(f"dtype {dtype} is not supported; use float16, bfloat16 or float32")
+    if not 1 <= head_dim <= 256:
+        raise ValueError(f"head_dim {head_dim} is not supported; use 1 to 256")

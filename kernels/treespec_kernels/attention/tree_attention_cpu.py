@@ -1,0 +1,255 @@
+"""Exact tree attention on a CPU: a tree node gets the bits that plain decoding gives the same token.
+
+A row sums over *position tiles*: positions [64 t, 64 (t + 1)) form tile t whatever the tree looks like. Its scores are
+taken against its global maximum (exact in any order), each tile's weighted sum of V is one matrix product over the
+tile, and tiles are added in one fixed order. Plain decoding is the same computation for a one-node tree.
+
+Two facts about the fp32 matrix product (MKL through `torch.bmm`, measured on AVX-512) carry the fast path, and the
+engine's self-test proves them anew on every machine before it relies on them:
+
+* an element's bits depend neither on the number of rows (in multiples of 4, from 4, 8 or 12 on: `_least_rows`) nor on
+  its column;
+* up to 192 summands are accumulated in one chain, so summands that are exactly zero may stand anywhere in between.
+
+Hence tree nodes need not be gathered into position order: a parent's slot precedes its child's, so in slot order a
+path's keys stand in position order with masked slots between them, and masked slots weigh exactly 0. `packed` computes
+all rows of a request at once in slot order. `gathered` copies each row's keys into position order and gives every
+product the same shape, so that it holds under weaker facts; it is also what trees use whose tail passes `MAX_CHAIN`
+slots. Both give equal bits where both hold.
+
+In a layer with a *window* a row sees the last positions of its path only. Then a block begins at the first tile that
+one of its rows sees, whose number depends on the other rows. So tiles are added one after the other: those that a row
+does not see weigh exactly 0, and adding them first changes nothing, while `torch.sum` would group the others by index.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from treespec_kernels.attention.tree_attention_cpu_plan import (
+    MAX_CHAIN,
+    ROW_MULTIPLE,
+    AttentionMode,
+    Block,
+    CpuAttentionPlan,
+    Gather,
+    plan_tree_attention_cpu,
+)
+from treespec_kernels.attention.tree_batch import PAGE_SIZE
+
+__all__ = ["MAX_CHAIN", "AttentionMode", "CpuAttentionPlan", "plan_tree_attention_cpu", "tree_attention_cpu"]
+
+_FOLD_MULTIPLE = 64  # columns of the sum over tiles: torch adds a remainder of fewer in another order from 5 tiles on
+
+
+class _Workspace(NamedTuple):
+    """Buffers of one block and their views, made once for all layers: views cost as much as the arithmetic on them."""
+
+    q: Tensor  # to fill: [num_tiles, Hkv, num_rows, group, D]
+    q_flat: Tensor  # [num_tiles * Hkv, padded rows, D], 0 in the padding
+    scores: Tensor  # [num_tiles, Hkv, padded rows, PAGE_SIZE]
+    scores_flat: Tensor
+    masked: Tensor  # of the scores: [tiles, Hkv, num_rows, group, PAGE_SIZE], those of `hidden`
+    peak: Tensor  # [1, Hkv, padded rows, 1]
+    ones: Tensor  # [num_tiles * Hkv, PAGE_SIZE, 16]
+    summed: Tensor  # [num_parts, Hkv, padded rows, D], weighted V by tile of positions
+    summed_flat: Tensor  # of the tiles that stand alone: [num * Hkv, padded rows, D]
+    mass: Tensor  # [num_parts, Hkv, padded rows, 16]
+    mass_flat: Tensor
+    total: Tensor  # [Hkv, padded rows, D]
+    value: Tensor  # of the total, as the output has it: [num_rows, Hkv, group, D]
+    total_mass: Tensor  # [Hkv, padded rows, 16]
+    divisor: Tensor  # [num_rows, Hkv, group, 1]
+
+
+@functools.cache
+def _ones() -> Tensor:
+    """fp32 [1, MAX_CHAIN, 16]: row sums are matrix products too, so that they follow the same chain."""
+    with torch.inference_mode(False):
+        return torch.ones(1, MAX_CHAIN, 16, dtype=torch.float32, device="cpu")
+
+
+def tree_attention_cpu(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: CpuAttentionPlan, scale: float, cap: float | None = None
+) -> Tensor:
+    """Attention of the rows of a pass to their own paths.
+
+    Args:
+        q: fp32 [num_rows, num_heads, head_dim], rotated. Rows beyond the plan's are passed over.
+        k_cache, v_cache: fp32 [num_pages, num_kv_heads, PAGE_SIZE, head_dim] of one layer, contiguous. Slots that no
+            row sees may hold any *finite* value.
+        plan: from `plan_tree_attention_cpu`.
+        scale: factor on the scores, 1 / sqrt(head_dim) as a rule.
+        cap: scores x become cap tanh(x / cap); None = they stay.
+
+    Returns:
+        fp32 [num_rows, num_heads, head_dim].
+    """
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if len(q) > plan.num_rows:
+        out[plan.num_rows :] = 0
+    for i, block in enumerate(plan.blocks):
+        if isinstance(block, Gather):
+            _attend_gathered(q * scale, k_cache, v_cache, block, cap, out)
+        else:
+            if i not in plan.workspaces:
+                plan.workspaces[i] = _workspace(block, q.shape[1], k_cache.shape[1], q.shape[2])
+            _attend_packed(q, k_cache, v_cache, block, plan.workspaces[i], scale, cap, out)
+    return out
+
+
+@functools.cache
+def _least_rows(head_dim: int, threads: int) -> int:
+    """The fewest rows from which on scores have the bits that they have among more rows, on this machine.
+
+    4 on AVX-512 without AMX; on a Sapphire Rapids MKL has another kernel for 4 rows from 96 summands on, and for 8 from
+    192 on. `threads` are those of torch: a kernel may depend on them.
+    """
+    generator = torch.Generator().manual_seed(0)
+    sizes = {"dtype": torch.float32, "device": "cpu", "generator": generator}
+    q, k = torch.randn(8, 32, head_dim, **sizes), torch.randn(8, PAGE_SIZE, head_dim, **sizes).transpose(1, 2)
+    whole, least = torch.bmm(q, k), ROW_MULTIPLE
+    for rows in range(ROW_MULTIPLE, 32, ROW_MULTIPLE):
+        if not torch.equal(torch.bmm(q[:, :rows].contiguous(), k), whole[:, :rows]):
+            least = rows + ROW_MULTIPLE
+    return least
+
+
+def _padded_rows(rows: int, kv_heads: int, head_dim: int) -> int:
+    """Rows to compute for `rows`, so that neither a product nor the sum over tiles has a remainder."""
+    step = max(ROW_MULTIPLE, _FOLD_MULTIPLE // math.gcd(_FOLD_MULTIPLE, kv_heads * head_dim))
+    return -(-max(rows, _least_rows(head_dim, torch.get_num_threads())) // step) * step
+
+
+def _workspace(block: Block, heads: int, kv_heads: int, head_dim: int) -> _Workspace:
+    rows, group, full = block.last_row - block.first_row, heads // kv_heads, block.num_full
+    num_tiles, m = full + block.num_tail, rows * group
+    padded = _padded_rows(m, kv_heads, head_dim)
+    alone = full if block.slot_order else num_tiles
+    num_parts = full + len(block.position_tiles) if block.slot_order else num_tiles
+
+    def fp32(*size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.float32, device="cpu")
+
+    q = fp32(num_tiles, kv_heads, padded, head_dim)
+    if padded > m:
+        q[:, :, m:] = 0
+    scores = fp32(num_tiles, kv_heads, padded, PAGE_SIZE)
+    summed, mass = fp32(num_parts, kv_heads, padded, head_dim), fp32(num_parts, kv_heads, padded, 16)
+    total, total_mass = fp32(kv_heads, padded, head_dim), fp32(kv_heads, padded, 16)
+    return _Workspace(
+        q=q[:, :, :m].view(num_tiles, kv_heads, rows, group, head_dim),
+        q_flat=q.view(-1, padded, head_dim),
+        scores=scores,
+        scores_flat=scores.view(-1, padded, PAGE_SIZE),
+        masked=scores[-len(block.hidden) :, :, :m].view(-1, kv_heads, rows, group, PAGE_SIZE),
+        peak=fp32(1, kv_heads, padded, 1),
+        ones=_ones()[:, :PAGE_SIZE].expand(alone * kv_heads, -1, -1),
+        summed=summed,
+        summed_flat=summed[:alone].view(-1, padded, head_dim),
+        mass=mass,
+        mass_flat=mass[:alone].view(-1, padded, 16),
+        total=total,
+        value=total[:, :m].view(kv_heads, rows, group, head_dim).transpose(0, 1),
+        total_mass=total_mass,
+        divisor=total_mass[:, :m, :1].view(kv_heads, rows, group, 1).transpose(0, 1),
+    )
+
+
+def _attend_packed(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block: Block,
+    work: _Workspace,
+    scale: float,
+    cap: float | None,
+    out: Tensor,
+) -> None:
+    k, v = k_cache[block.pages], v_cache[block.pages]  # [num_tiles, Hkv, PAGE_SIZE, D], a view where pages are in line
+    _, kv_heads, _, head_dim = k.shape
+    own = slice(block.first_row, block.last_row)
+    q_rows = q[own].view(work.value.shape).transpose(0, 1)
+    torch.mul(q_rows.expand(work.q.shape), scale, out=work.q)
+    torch.bmm(work.q_flat, k.view(-1, PAGE_SIZE, head_dim).transpose(1, 2), out=work.scores_flat)
+    if cap is not None:
+        _cap_scores(work.scores, cap)
+    work.masked.masked_fill_(block.hidden, float("-inf"))
+    torch.amax(work.scores, (0, 3), keepdim=True, out=work.peak)
+    work.scores.sub_(work.peak).exp_()  # the weights
+
+    alone = len(work.summed_flat)  # tiles whose slots stand in position order, times KV heads
+    if alone:
+        weights = work.scores_flat[:alone]
+        torch.bmm(weights, v.view(-1, PAGE_SIZE, head_dim)[:alone], out=work.summed_flat)
+        torch.bmm(weights, work.ones, out=work.mass_flat)
+    if block.slot_order:
+        columns, full = block.num_tail * PAGE_SIZE, block.num_full
+        w_tail = work.scores[full:].permute(1, 2, 0, 3).reshape(kv_heads, -1, columns)
+        v_tail = v[full:].permute(1, 0, 2, 3).reshape(kv_heads, columns, head_dim)
+        ones = _ones()[:, :columns].expand(kv_heads, -1, -1)
+        for part, in_tile in enumerate(block.position_tiles, start=full):
+            w_tile = w_tail * in_tile
+            torch.bmm(w_tile, v_tail, out=work.summed[part])
+            torch.bmm(w_tile, ones, out=work.mass[part])
+    _add_tiles(work.summed, block.windowed, work.total)
+    _add_tiles(work.mass, block.windowed, work.total_mass)
+    torch.div(work.value, work.divisor, out=out[own].view(work.value.shape))
+
+
+def _cap_scores(scores: Tensor, cap: float) -> None:
+    scores.div_(cap).tanh_().mul_(cap)  # torch computes tanh, as exp, in whole vectors everywhere
+
+
+def _add_tiles(parts: Tensor, windowed: bool, total: Tensor) -> None:
+    """Sum over the first dimension; with a window one by one, so that leading zeros change nothing."""
+    if not windowed:
+        torch.sum(parts, 0, out=total)
+        return
+    total.copy_(parts[0])
+    for part in parts[1:]:
+        total.add_(part)
+
+
+def _attend_gathered(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block: Gather, cap: float | None, out: Tensor
+) -> None:
+    """Every row alone: each product has the same shape [padded rows, D] x [D, PAGE_SIZE], whatever the pass."""
+    _, kv_heads, _, head_dim = k_cache.shape
+    rows, columns = block.slots.shape
+    num_tiles, heads = columns // PAGE_SIZE, q.shape[1]
+    group = heads // kv_heads
+    padded = _padded_rows(group, kv_heads, head_dim)
+    page, offset = block.slots // PAGE_SIZE, block.slots % PAGE_SIZE
+    for row in range(rows):  # one row at a time: the batch count of a product is then the row's own
+        index = (page[row], slice(None), offset[row])
+        k = (
+            k_cache[index]
+            .view(num_tiles, PAGE_SIZE, kv_heads, head_dim)
+            .transpose(1, 2)
+            .reshape(-1, PAGE_SIZE, head_dim)
+        )
+        v = (
+            v_cache[index]
+            .view(num_tiles, PAGE_SIZE, kv_heads, head_dim)
+            .transpose(1, 2)
+            .reshape(-1, PAGE_SIZE, head_dim)
+        )
+        q_tiles = torch.zeros(num_tiles, kv_heads, padded, head_dim, dtype=torch.float32, device="cpu")
+        q_tiles[:, :, :group] = q[block.first_row + row].view(kv_heads, group, head_dim)
+        scores = torch.bmm(q_tiles.view(-1, padded, head_dim), k.transpose(1, 2))
+        scores = scores.view(num_tiles, kv_heads, padded, PAGE_SIZE)
+        if cap is not None:
+            _cap_scores(scores, cap)
+        scores.masked_fill_(block.hidden[row], float("-inf"))
+        weights = scores.sub_(scores.amax(dim=(0, 3), keepdim=True)).exp_().view(-1, padded, PAGE_SIZE)
+        summed = torch.bmm(weights, v).view(num_tiles, kv_heads, padded, head_dim)
+        mass = torch.bmm(weights, _ones()[:, :PAGE_SIZE].expand(len(weights), -1, -1))
+        mass = mass.view(num_tiles, kv_heads, padded, 16)
+        total, total_mass = torch.empty_like(summed[0]), torch.empty_like(mass[0])
+        _add_tiles(summed, block.windowed, total)
+        _add_tiles(mass, block.windowed, total_mass)
+        out[block.first_row + row] = (total / total_mass[..., :1])[:, :group].reshape(heads, head_dim)

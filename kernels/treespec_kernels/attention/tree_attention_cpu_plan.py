@@ -1,0 +1,177 @@
+"""What exact tree attention on a CPU computes in a pass, laid out once for all layers of a window.
+
+How it is computed, and why bits cannot depend on the company of a row: tree_attention_cpu.py.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
+
+AttentionMode = Literal["packed", "gathered"]
+
+MAX_CHAIN = 2 * PAGE_SIZE
+"""Summands of one matrix product in slot order; one chain was measured up to 192."""
+
+ROW_MULTIPLE = 4  # rows of a product
+_SCORE_BYTES = 16 << 20  # rows of a long prefill chunk are taken in blocks whose scores fit in the last-level cache
+
+
+class Block(NamedTuple):
+    """Some rows of one request, with the tiles they attend to."""
+
+    first_row: int  # rows of the pass
+    last_row: int
+    pages: slice | Tensor  # a slice of the pool where the pages are consecutive: no copy
+    num_full: int  # tiles whose positions are all committed
+    num_tail: int
+    hidden: Tensor  # bool [tiles, 1, num_rows, 1, PAGE_SIZE], of the tail; of all tiles where there is a window
+    slot_order: bool  # tail slots cross into another tile, out of position order
+    position_tiles: tuple[Tensor, ...]  # fp32 [num_tail * PAGE_SIZE] each: 1 where a tail slot lies in the tile
+    windowed: bool
+
+
+class Gather(NamedTuple):
+    first_row: int
+    last_row: int
+    slots: Tensor  # int64 [num_rows, num_tiles * PAGE_SIZE], page * PAGE_SIZE + offset by position
+    hidden: Tensor  # bool [num_rows, num_tiles, 1, 1, PAGE_SIZE]
+    windowed: bool
+
+
+@dataclass(frozen=True)
+class CpuAttentionPlan:
+    """Work of one pass, the same for all layers. `num_rows` are the requests' own, padding not counted."""
+
+    num_rows: int
+    blocks: tuple[Block | Gather, ...]
+    workspaces: dict[int, Any] = field(default_factory=dict)  # by block, made by the first layer
+
+
+def _page_index(pages: np.ndarray) -> slice | Tensor:
+    if len(pages) == 1 or bool((pages[1:] - pages[:-1] == 1).all()):
+        return slice(int(pages[0]), int(pages[0]) + len(pages))
+    return torch.from_numpy(np.ascontiguousarray(pages, dtype=np.int64))
+
+
+def plan_tree_attention_cpu(
+    requests: list[RequestRows],
+    num_heads: int,
+    num_kv_heads: int,
+    mode: AttentionMode = "packed",
+    window: int | None = None,
+) -> CpuAttentionPlan:
+    """Lay out the work of a pass over the rows of all requests, in their order.
+
+    `window`: a row at position p sees the positions above p - window of its path; None = all.
+    """
+    blocks: list[Block | Gather] = []
+    first = 0
+    for rows in requests:
+        tail_slots = rows.context_len % PAGE_SIZE + rows.num_slots
+        if mode == "gathered" or (not rows.is_chain and tail_slots > MAX_CHAIN):
+            blocks.append(_plan_gathered(rows, first, window))
+        elif rows.is_chain:
+            blocks.extend(_plan_chain(rows, first, num_heads, window))
+        else:
+            blocks.append(_plan_packed_tree(rows, first, window))
+        first += rows.num_rows
+    return CpuAttentionPlan(first, tuple(blocks))
+
+
+def _first_tile(position: int, window: int | None) -> int:
+    """The first tile that a row at that position sees."""
+    return 0 if window is None else max(position - window + 1, 0) // PAGE_SIZE
+
+
+def _plan_chain(rows: RequestRows, first: int, num_heads: int, window: int | None) -> list[Block]:
+    """A chain's slots are its positions, so every tile stands alone; long ones are cut into blocks of rows."""
+    blocks = []
+    num_tiles = (rows.context_len + rows.num_rows - 1) // PAGE_SIZE + 1 - _first_tile(rows.context_len, window)
+    step = max(ROW_MULTIPLE, _SCORE_BYTES // (num_tiles * num_heads * PAGE_SIZE * 4))
+    full = rows.context_len // PAGE_SIZE
+    for start in range(0, rows.num_rows, step):
+        stop = min(start + step, rows.num_rows)
+        begin, tiles = _first_tile(rows.context_len + start, window), (rows.context_len + stop - 1) // PAGE_SIZE + 1
+        masked = min(full, tiles) if window is None else begin  # the first tile with a mask
+        columns, positions = np.arange(masked * PAGE_SIZE, tiles * PAGE_SIZE), rows.positions[start:stop, None]
+        hidden = columns[None, :] > positions
+        if window is not None:
+            hidden |= columns[None, :] <= positions - window
+        mask = torch.from_numpy(hidden.reshape(stop - start, tiles - masked, PAGE_SIZE)).transpose(0, 1)
+        whole = max(full - begin, 0)
+        blocks.append(
+            Block(
+                first + start,
+                first + stop,
+                _page_index(rows.pages[begin:tiles]),
+                whole,
+                tiles - begin - whole,
+                mask[:, None, :, None, :],
+                False,
+                (),
+                window is not None,
+            )
+        )
+    return blocks
+
+
+def _plan_packed_tree(rows: RequestRows, first: int, window: int | None) -> Block:
+    full = rows.context_len // PAGE_SIZE
+    begin = min(_first_tile(int(rows.positions.min()), window), full)
+    tail = (rows.context_len + rows.num_slots - 1) // PAGE_SIZE + 1 - full
+    assert rows.slot_depths is not None
+    masked = full if window is None else begin  # the first tile with a mask
+    tiles = full + tail - masked
+    hidden = rows.hidden_mask(tiles * PAGE_SIZE, masked * PAGE_SIZE)
+    parts: tuple[Tensor, ...] = ()
+    if tail > 1 or window is not None:
+        position = np.arange(masked * PAGE_SIZE, (full + tail) * PAGE_SIZE)  # of each slot; -1 in the unused ones
+        start = rows.context_len - masked * PAGE_SIZE
+        position[start:] = -1
+        position[start : start + rows.num_slots] = rows.context_len + rows.slot_depths
+        if window is not None:
+            hidden |= position[None, :] <= rows.positions[:, None] - window
+        if tail > 1:
+            in_tile = position[(full - masked) * PAGE_SIZE :] // PAGE_SIZE
+            parts = tuple(
+                torch.from_numpy((in_tile == tile).astype(np.float32)) for tile in range(full, int(in_tile.max()) + 1)
+            )
+    mask = torch.from_numpy(hidden.reshape(rows.num_rows, tiles, PAGE_SIZE)).transpose(0, 1)[:, None, :, None, :]
+    return Block(
+        first,
+        first + rows.num_rows,
+        _page_index(rows.pages[begin : full + tail]),
+        full - begin,
+        tail,
+        mask,
+        tail > 1,
+        parts,
+        window is not None,
+    )
+
+
+def _plan_gathered(rows: RequestRows, first: int, window: int | None) -> Gather:
+    begin, end = _first_tile(int(rows.positions.min()), window), int(rows.positions.max()) // PAGE_SIZE + 1
+    columns = np.arange(end * PAGE_SIZE)
+    logical = np.repeat(columns[None, :], rows.num_rows, axis=0)
+    own = rows.context_len + rows.ancestors
+    logical[:, rows.context_len : rows.context_len + own.shape[1]] = own[:, : len(columns) - rows.context_len]
+    logical, columns = logical[:, begin * PAGE_SIZE :], columns[begin * PAGE_SIZE :]
+    hidden = columns[None, :] > rows.positions[:, None]
+    if window is not None:
+        hidden |= columns[None, :] <= rows.positions[:, None] - window
+    logical[hidden] = 0
+    slots = rows.pages[logical // PAGE_SIZE] * PAGE_SIZE + logical % PAGE_SIZE
+    shape = (rows.num_rows, end - begin, 1, 1, PAGE_SIZE)
+    return Gather(
+        first,
+        first + rows.num_rows,
+        torch.from_numpy(slots),
+        torch.from_numpy(hidden.reshape(shape)),
+        window is not None,
+    )

@@ -1,0 +1,258 @@
+"""Triton kernels of tree attention. Import this module only where triton is installed.
+
+`attend_items` runs twice per layer, first over packed and then over node items, as the *same* compiled kernel: block
+sizes, warps and the shape of every dot are equal, so a position keeps its bits when it moves from a row's own part to
+the shared part. `combine_segments` then combines a row's segments from left to right. No atomics.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from treespec_kernels.aot.kernel_spec import PAGE_SIZE, KernelShape, KernelSpec
+from treespec_kernels.attention.combine_segments import combine_segments
+from treespec_kernels.attention.tree_attention_config import TreeAttentionConfig
+from treespec_kernels.launch.pointwise import soft_cap
+from treespec_kernels.launch.predecessors import wait_for_predecessors
+from treespec_kernels.launch.triton_launch import block_of_head_dim
+from treespec_kernels.linear.dot import dot
+
+
+@triton.jit
+def attend_tile(
+    b_q,
+    b_k,
+    b_v,
+    m_scores,
+    scale_log2,
+    score_cap,
+    b_max,
+    b_sum,
+    b_acc,
+    HAS_CAP: tl.constexpr,
+    FIXED_ORDER_DOT: tl.constexpr,
+):
+    """The state (max in units of log2, sum, accumulator) after one more tile of keys and values."""
+    BLOCK_M: tl.constexpr = b_q.shape[0]
+    BLOCK_N: tl.constexpr = b_k.shape[0]
+    b_scores = dot(b_q, tl.trans(b_k), tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32), FIXED_ORDER_DOT)
+    b_scores *= scale_log2
+    if HAS_CAP:
+        b_scores = soft_cap(b_scores, score_cap)
+    b_scores = tl.where(m_scores, b_scores, float("-inf"))
+    b_new_max = tl.maximum(b_max, tl.max(b_scores, axis=1))
+    # -inf minus -inf is NaN: a row that has seen no key yet subtracts 0. A fully masked tile is an exact no-op.
+    b_shift = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
+    b_weights = tl.exp2(b_scores - b_shift[:, None])
+    b_decay = tl.exp2(b_max - b_shift)
+    b_sum = b_sum * b_decay + tl.sum(b_weights, axis=1)
+    b_acc = dot(b_weights.to(b_v.dtype), b_v, b_acc * b_decay[:, None], FIXED_ORDER_DOT)
+    return b_new_max, b_sum, b_acc
+
+
+@triton.jit
+def find_partials(
+    p_item,
+    first_partial,
+    first_segment,
+    num_segments,
+    i_kv_head,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Where the item's (row, head) pairs have their partial results, and which of them have one: a row of a chain may
+    end before this segment, a row's window may begin after it, and padding has no segment."""
+    o_m = tl.load(p_item + 2) + tl.arange(0, BLOCK_M)
+    m_m = o_m < tl.load(p_item + 3)
+    row = o_m // GROUP
+    row_segment = tl.load(p_item + 6) - tl.load(first_segment + row, mask=m_m, other=0)
+    m_partial = m_m & (row_segment >= 0) & (row_segment < tl.load(num_segments + row, mask=m_m, other=0))
+    partial = (tl.load(first_partial + row, mask=m_m, other=0) + row_segment).to(tl.int64)
+    return partial * NUM_HEADS + i_kv_head * GROUP + o_m % GROUP, m_partial
+
+
+@triton.jit
+def find_slots(p_ancestors, p_pages, context_len, tile, key_hi, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(page, offset) of the keys at positions tile, tile + 1, ..; beyond key_hi any. A position's slot is its own, or
+    from the root on that of the row's ancestor."""
+    o_n = tile + tl.arange(0, BLOCK_N)
+    m_n = o_n < key_hi
+    depth = o_n - context_len
+    node = tl.load(p_ancestors + depth, mask=m_n & (depth >= 0), other=0)
+    slot = tl.where(depth >= 0, context_len + node, o_n)
+    page = tl.load(p_pages + slot // PAGE_SIZE, mask=m_n, other=0)
+    return page, slot % PAGE_SIZE
+
+
+# Sizes that follow the batch and the tree stay unspecialised: one binary serves every pass.
+@triton.jit(do_not_specialize=["window", "stride_page_table", "stride_ancestors"])
+def attend_items(
+    q,  # [num_rows, num_heads, HEAD_DIM]
+    k_cache,  # [num_pages, num_kv_heads, PAGE_SIZE, HEAD_DIM]
+    v_cache,
+    partial_acc,  # [num_partials, NUM_HEADS, HEAD_DIM] fp32
+    partial_max,  # [num_partials, NUM_HEADS] fp32, log2
+    partial_sum,
+    items,  # [capacity, 8] int32: request, slot_row, m_lo, m_hi, key_lo, key_hi, segment, continues
+    num_items,  # [1] int32
+    first_partial,  # [num_rows] int32, and so the next two
+    first_segment,
+    num_segments,
+    page_table,
+    context_lens,
+    depths,
+    ancestors,
+    scale_log2,
+    window,
+    score_cap,  # in units of log2
+    stride_q_row,
+    stride_q_head,
+    stride_k_page,
+    stride_k_head,
+    stride_k_slot,
+    stride_v_page,
+    stride_v_head,
+    stride_v_slot,
+    stride_page_table,
+    stride_ancestors,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    FIXED_ORDER_DOT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_predecessors(PDL)
+    i_item = tl.program_id(0)
+    i_kv_head = tl.program_id(1).to(tl.int64)
+    p_item = items + i_item.to(tl.int64) * 8
+    key_lo = tl.load(p_item + 4)
+    key_hi = tl.load(p_item + 5)
+    # A static layout has empty items; past the count of a host's plan stands anything.
+    if (i_item >= tl.load(num_items)) | (key_lo >= key_hi):
+        return
+    request = tl.load(p_item).to(tl.int64)
+    slot_row = tl.load(p_item + 1).to(tl.int64)
+    m_lo = tl.load(p_item + 2)
+    m_hi = tl.load(p_item + 3)
+    continues = tl.load(p_item + 7)
+    context_len = tl.load(context_lens + request)
+
+    o_m = m_lo + tl.arange(0, BLOCK_M)
+    o_d = tl.arange(0, BLOCK_D)
+    m_m = o_m < m_hi
+    m_d = o_d < HEAD_DIM
+    row = (o_m // GROUP).to(tl.int64)
+    head = i_kv_head * GROUP + o_m % GROUP
+    position = context_len + tl.load(depths + row, mask=m_m, other=0)
+    p_q = q + row[:, None] * stride_q_row + head[:, None] * stride_q_head + o_d[None, :]
+    b_q = tl.load(p_q, mask=m_m[:, None] & m_d[None, :], other=0.0)
+
+    partial, m_partial = find_partials(
+        p_item, first_partial, first_segment, num_segments, i_kv_head, NUM_HEADS, GROUP, BLOCK_M
+    )
+    m_state = m_partial & (o_m < m_lo + continues * BLOCK_M)
+    b_max = tl.load(partial_max + partial, mask=m_state, other=float("-inf"))
+    b_sum = tl.load(partial_sum + partial, mask=m_state, other=0.0)
+    p_acc = partial_acc + partial[:, None] * HEAD_DIM + o_d[None, :]
+    b_acc = tl.load(p_acc, mask=m_state[:, None] & m_d[None, :], other=0.0)
+    # The state is stored again below, perhaps by other threads than those that loaded it.
+    tl.debug_barrier()
+
+    p_ancestors = ancestors + slot_row * stride_ancestors
+    p_pages = page_table + request * stride_page_table
+    p_k_head = k_cache + i_kv_head * stride_k_head + o_d
+    p_v_head = v_cache + i_kv_head * stride_v_head + o_d
+    page, offset = find_slots(p_ancestors, p_pages, context_len, key_lo, key_hi, PAGE_SIZE, BLOCK_N)
+    for tile in range(key_lo, key_hi, BLOCK_N):
+        o_n = tile + tl.arange(0, BLOCK_N)  # absolute positions
+        m_n = o_n < key_hi
+        # Stale slots may hold NaN, and 0 * NaN is NaN: V is masked as well as the scores.
+        m_kv = m_n[:, None] & m_d[None, :]
+        o_k = page.to(tl.int64) * stride_k_page + offset.to(tl.int64) * stride_k_slot
+        o_v = page.to(tl.int64) * stride_v_page + offset.to(tl.int64) * stride_v_slot
+        b_k = tl.load(p_k_head[None, :] + o_k[:, None], mask=m_kv, other=0.0)
+        b_v = tl.load(p_v_head[None, :] + o_v[:, None], mask=m_kv, other=0.0)
+        # Looked up a tile ahead: keys whose place is loaded in the same turn are not fetched several tiles ahead.
+        page, offset = find_slots(p_ancestors, p_pages, context_len, tile + BLOCK_N, key_hi, PAGE_SIZE, BLOCK_N)
+
+        m_scores = m_n[None, :] & (o_n[None, :] <= position[:, None])
+        if HAS_WINDOW:
+            m_scores = m_scores & (o_n[None, :] > position[:, None] - window)
+        b_max, b_sum, b_acc = attend_tile(
+            b_q, b_k, b_v, m_scores, scale_log2, score_cap, b_max, b_sum, b_acc, HAS_CAP, FIXED_ORDER_DOT
+        )
+
+    # Found again rather than kept in registers over the loop.
+    partial, m_partial = find_partials(
+        p_item, first_partial, first_segment, num_segments, i_kv_head, NUM_HEADS, GROUP, BLOCK_M
+    )
+    tl.store(partial_max + partial, b_max, mask=m_partial)
+    tl.store(partial_sum + partial, b_sum, mask=m_partial)
+    p_acc = partial_acc + partial[:, None] * HEAD_DIM + tl.arange(0, BLOCK_D)[None, :]
+    tl.store(p_acc, b_acc, mask=m_partial[:, None] & (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :])
+
+
+def aot_specs(shape: KernelShape, target: str | None = None) -> list[KernelSpec]:
+    """The default configuration, with and without a sliding window."""
+    config = TreeAttentionConfig.default(shape.dtype, shape.head_dim, target)
+    combine = KernelSpec(
+        kernel=combine_segments,
+        types=_types(shape),
+        constants=_constants(shape),
+        options={"num_warps": 1, "enable_fp_fusion": False},
+        config=_described(shape),
+    )
+    return [*(aot_spec(shape, config, window) for window in (False, True)), combine]
+
+
+def aot_spec(shape: KernelShape, config: TreeAttentionConfig, window: bool, kernel: Any = attend_items) -> KernelSpec:
+    """One configuration of a kernel over work items."""
+    return KernelSpec(
+        kernel=kernel,
+        types=_types(shape),
+        constants=_constants(shape)
+        | {
+            "GROUP": shape.num_heads // shape.num_kv_heads,
+            "PAGE_SIZE": PAGE_SIZE,
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "HAS_WINDOW": window,
+            "HAS_CAP": shape.capped,
+            "FIXED_ORDER_DOT": False,
+        },
+        options={"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False},
+        config=_described(shape) | {"window": window, "cap": shape.capped} | asdict(config),
+    )
+
+
+def _types(shape: KernelShape) -> dict[str, str]:
+    return (
+        dict.fromkeys(("q", "k_cache", "v_cache", "out"), f"*{shape.element}")
+        | dict.fromkeys(("partial_acc", "partial_max", "partial_sum"), "*fp32")
+        | {"num_items": "*i32", "num_segments": "*i32", "ancestor_words": "*i64"}
+        | {"scale_log2": "fp32", "window": "i32", "score_cap": "fp32"}
+    )
+
+
+def _constants(shape: KernelShape) -> dict[str, int | bool | str]:
+    return {
+        "NUM_HEADS": shape.num_heads,
+        "HEAD_DIM": shape.head_dim,
+        "BLOCK_D": block_of_head_dim(shape.head_dim),
+        "PDL": False,
+    }
+
+
+def _described(shape: KernelShape) -> dict[str, Any]:
+    return {"dtype": shape.element, "head_dim": shape.head_dim, "group": shape.num_heads // shape.num_kv_heads}

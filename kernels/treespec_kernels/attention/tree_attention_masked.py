@@ -1,0 +1,108 @@
+"""Masked tree attention: what `tree_attention` computes, with each row's ancestors given as bits. For `exact=False`.
+
+Columns are logical slots, the tree's nodes in tree order behind the committed positions, and bit i of a row's words
+says whether it sees node i. So all rows of a request share every tile of keys, and nothing is gathered row by row:
+cheaper than `tree_attention`, but sums run in the order of the tree, and a row has not the bits of plain decoding. The
+specification is `tree_attention_ref`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from treespec_kernels.attention.tree_attention import check_cap, check_integers, check_pass, check_plan, run_plan
+from treespec_kernels.attention.tree_attention_plan import MAX_NODES, TreeAttentionPlan, check_window
+from treespec_kernels.launch.triton_launch import check_last_strides, require_triton
+
+WORD_BITS = 64
+
+
+def num_words(num_nodes: int) -> int:
+    """Words that hold a bit for each node."""
+    return -(-num_nodes // WORD_BITS)
+
+
+def ancestor_masks(parents: Sequence[int], window: int | None = None) -> np.ndarray:
+    """The words of a tree's nodes.
+
+    Args:
+        parents: the parent of each node, -1 for the root. A parent stands before its children.
+        window: of the model; an ancestor that is `window` or more levels above is not seen. None: all are.
+
+    Returns:
+        int64 [num_nodes, num_words(num_nodes)]: bit i % 64 of word i // 64 of a row is set where it sees node i, itself
+        included.
+
+    Raises:
+        ValueError: a parent that does not stand before its child, a window that holds nothing.
+    """
+    check_window(window)
+    words = np.zeros((len(parents), num_words(len(parents))), dtype=np.uint64)
+    for node, parent in enumerate(parents):
+        if not -1 <= parent < node:
+            raise ValueError(f"node {node} has parent {parent}; a parent must stand before its child")
+        levels, ancestor = 0, node
+        while ancestor >= 0 and (window is None or levels < window):
+            words[node, ancestor // WORD_BITS] |= np.uint64(1 << ancestor % WORD_BITS)
+            levels, ancestor = levels + 1, parents[ancestor]
+    return words.view(np.int64)
+
+
+def tree_attention_masked_triton(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    row_request: torch.Tensor,
+    context_lens: torch.Tensor,
+    page_table: torch.Tensor,
+    depths: torch.Tensor,
+    ancestor_words: torch.Tensor,
+    scale: float,
+    score_cap: float | None = None,
+    window: int | None = None,
+    plan: TreeAttentionPlan,
+    out: torch.Tensor | None = None,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """Masked tree attention on a GPU, in two launches; arguments as in `tree_attention_triton`, but:
+
+    Args:
+        ancestor_words: [num_rows, words] int64, as `ancestor_masks` makes them, with its window if there is one: a row
+            sees the nodes whose bits are set. Node i lies in logical slot L + i, and no row sees one beyond its own.
+        plan: of `plan_tree_attention` with row_slots, or of a `DeviceLayout` with tree_slots.
+
+    Raises:
+        ValueError: a shape, dtype, stride or device that does not fit, or triton that cannot run here.
+    """
+    tables = {"context_lens": context_lens, "page_table": page_table, "depths": depths}
+    check_pass(q, k_cache, v_cache, row_request=row_request, **tables)
+    check_plan(q, k_cache, out, window, True, plan)
+    check_cap("score_cap", score_cap)
+    most = num_words(MAX_NODES)
+    if ancestor_words.dim() != 2 or ancestor_words.shape[0] != len(q) or not 1 <= ancestor_words.shape[1] <= most:
+        raise ValueError(
+            f"ancestor_words has shape {list(ancestor_words.shape)}; expected [{len(q)}, words] with 1 to {most} "
+            f"words: a tree has {MAX_NODES} nodes at most"
+        )
+    check_integers(q, torch.int64, ancestor_words=ancestor_words)
+    check_last_strides(ancestor_words=ancestor_words)
+    require_triton("tree_attention_masked")
+    from treespec_kernels.attention.tree_attention_masked_kernels import attend_masked_items
+
+    caches = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
+    return run_plan(
+        "tree_attention_masked",
+        attend_masked_items,
+        **caches,
+        **tables,
+        seen=ancestor_words,
+        scale=scale,
+        score_cap=score_cap,
+        plan=plan,
+        out=out,
+        pdl=pdl,
+    )

@@ -1,0 +1,346 @@
+"""The plan of a tree-attention pass: which rows read which positions together. Built on the host, once for all layers.
+
+Absolute positions are cut by one fixed partition into segments, and each segment is processed in tiles of `block_n`
+positions, never along borders that depend on a row, a tree or a batch. A work item is one M tile of (row, head) pairs
+and one range of positions inside one segment:
+
+- a *packed* item serves all rows of a request at once, from the segment's start up to the tile that holds the root;
+- a *node* item serves one row from the root's tile on, and continues from what the packed item of that segment left;
+- a request that is a chain (a single row is one) needs packed items alone: all its rows see the same slots.
+
+As the root advances, a position moves from node items to packed items; both run the same compiled kernel.
+
+The plan of a *masked* pass (see `tree_attention_masked`) has packed items alone, over logical slots in place of
+positions: up to the last node that a row of the tile sees.
+
+Under a sliding window a row at position p reads p - window + 1 .. p. An item starts at the first tile that one of its
+rows reads, and what lies before a row's own window is masked: a fully masked tile changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from treespec_kernels.attention.tree_attention_config import TreeAttentionConfig, check_supported
+from treespec_kernels.launch.triton_launch import target_of
+
+# Columns of a work item. Rows and heads are one axis: m = row * group + head within the KV group.
+ITEM_FIELDS = ("request", "slot_row", "m_lo", "m_hi", "key_lo", "key_hi", "segment", "continues")
+
+MAX_NODES = 256
+"""Nodes of a tree of `tree_attention_masked`: 4 words of 64 bits."""
+
+
+class PlanCapacity(NamedTuple):
+    """Sizes of a plan's buffers, for a plan that is refilled under a captured CUDA graph."""
+
+    rows: int
+    packed_items: int
+    node_items: int
+    partials: int
+
+
+@dataclass(frozen=True)
+class TreeAttentionPlan:
+    """Work items on the device, and the partial results that every layer of the pass writes anew.
+
+    Grids have the size of the buffers; programs past the device-side counts exit at once, so `refill` changes a pass
+    under a captured graph.
+    """
+
+    config: TreeAttentionConfig
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    window: int | None  # positions that a row reads, its own included; None: all
+    masked: bool  # whether it is for `tree_attention_masked`
+    packed_items: torch.Tensor  # [capacity.packed_items, 8] int32, columns ITEM_FIELDS
+    num_packed_items: torch.Tensor  # [1] int32
+    node_items: torch.Tensor  # [capacity.node_items, 8] int32
+    num_node_items: torch.Tensor  # [1] int32
+    first_partial: torch.Tensor  # [capacity.rows] int32: where the partials of a row's segments begin
+    first_segment: torch.Tensor  # [capacity.rows] int32: the first segment of which a row reads a position
+    num_segments: torch.Tensor  # [capacity.rows] int32: how many it reads of; 0 for padding
+    partial_acc: torch.Tensor  # [capacity.partials, num_heads, head_dim] float32, not normalised
+    partial_max: torch.Tensor  # [capacity.partials, num_heads] float32, in units of log2
+    partial_sum: torch.Tensor  # [capacity.partials, num_heads] float32
+
+    @property
+    def capacity(self) -> PlanCapacity:
+        return PlanCapacity(
+            len(self.first_partial), len(self.packed_items), len(self.node_items), len(self.partial_max)
+        )
+
+    @classmethod
+    def allocate(
+        cls,
+        capacity: PlanCapacity,
+        config: TreeAttentionConfig,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        window: int | None,
+        masked: bool,
+    ) -> TreeAttentionPlan:
+        """Buffers of these sizes, not yet filled; arguments as in `plan_tree_attention`.
+
+        Raises:
+            ValueError: a dtype or head_dim that is not supported, heads that do not divide, an empty window.
+        """
+        check_supported(dtype, head_dim)
+        group_of(num_heads, num_kv_heads)
+        check_window(window)
+        if masked and config.block_n > 64:
+            raise ValueError(f"block_n is {config.block_n}; a masked plan takes 64 at most, as a word has 64 bits")
+
+        def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        return cls(
+            config=config,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            dtype=dtype,
+            window=window,
+            masked=masked,
+            packed_items=empty(capacity.packed_items, len(ITEM_FIELDS)),
+            num_packed_items=empty(1),
+            node_items=empty(capacity.node_items, len(ITEM_FIELDS)),
+            num_node_items=empty(1),
+            first_partial=empty(capacity.rows),
+            first_segment=empty(capacity.rows),
+            num_segments=empty(capacity.rows),
+            partial_acc=empty(capacity.partials, num_heads, head_dim, dtype=torch.float32),
+            partial_max=empty(capacity.partials, num_heads, dtype=torch.float32),
+            partial_sum=empty(capacity.partials, num_heads, dtype=torch.float32),
+        )
+
+    def with_partials(self, count: int) -> TreeAttentionPlan:
+        """The same plan with fresh memory for so many partial results."""
+
+        def empty(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=torch.float32, device=self.partial_acc.device)
+
+        heads = self.num_heads
+        return replace(
+            self,
+            partial_acc=empty(count, heads, self.head_dim),
+            partial_max=empty(count, heads),
+            partial_sum=empty(count, heads),
+        )
+
+    def refill(
+        self,
+        context_lens: Sequence[int],
+        rows_per_request: Sequence[int],
+        depths: Sequence[int],
+        chains: Sequence[bool] | None = None,
+        row_slots: Sequence[int] | None = None,
+    ) -> None:
+        """Plans another pass into the same buffers; arguments as in `plan_tree_attention`.
+
+        Raises:
+            ValueError: the pass does not fit the capacity, which it names, or is not of this plan's kind.
+        """
+        if self.masked != (row_slots is not None):
+            raise ValueError("row_slots are for a masked plan, and a masked plan needs them")
+        group = group_of(self.num_heads, self.num_kv_heads)
+        work = _work_items(context_lens, rows_per_request, depths, chains, row_slots, group, self.config, self.window)
+        if any(needed > held for needed, held in zip(work.capacity, self.capacity, strict=True)):
+            raise ValueError(f"the pass needs {work.capacity} and the plan holds {self.capacity}; plan with more")
+        self.packed_items[: len(work.packed)].copy_(torch.from_numpy(work.packed))
+        self.node_items[: len(work.node)].copy_(torch.from_numpy(work.node))
+        self.num_packed_items.fill_(len(work.packed))
+        self.num_node_items.fill_(len(work.node))
+        for name in ("first_partial", "first_segment", "num_segments"):
+            held, values = getattr(self, name), getattr(work, name)
+            held[: len(values)].copy_(torch.from_numpy(values))
+            held[len(values) :].zero_()
+
+
+def plan_tree_attention(
+    context_lens: Sequence[int],
+    rows_per_request: Sequence[int],
+    depths: Sequence[int],
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    chains: Sequence[bool] | None = None,
+    row_slots: Sequence[int] | None = None,
+    window: int | None = None,
+    config: TreeAttentionConfig | None = None,
+    capacity: PlanCapacity | None = None,
+) -> TreeAttentionPlan:
+    """Builds the work items of one pass.
+
+    Args:
+        context_lens: committed positions L per request.
+        rows_per_request: rows of the pass per request, in row order; 0 is allowed.
+        depths: depth of every row.
+        num_heads, num_kv_heads, head_dim, dtype: of the model; they choose the default configuration.
+        device: where the attention runs.
+        chains: per request, whether every row is an ancestor of the next one (a prefill chunk). Such rows share all
+            keys and are not gathered one by one. None: only requests of one row. It changes the cost, never the bits.
+        row_slots: the tree index of every row, for a plan of `tree_attention_masked`; None: of `tree_attention`.
+        window: positions that a row reads, its own included; None: all.
+        config: None takes `TreeAttentionConfig.default` for the device.
+        capacity: sizes of the buffers; None takes exactly what this pass needs.
+
+    Raises:
+        ValueError: lengths that do not fit each other, negative values, a chain whose depths do not ascend.
+    """
+    config = config or TreeAttentionConfig.default(dtype, head_dim, target_of(device))
+    if capacity is None:
+        check_window(window)
+        group = group_of(num_heads, num_kv_heads)
+        work = _work_items(context_lens, rows_per_request, depths, chains, row_slots, group, config, window)
+        capacity = work.capacity
+    plan = TreeAttentionPlan.allocate(
+        capacity,
+        config,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        device=device,
+        window=window,
+        masked=row_slots is not None,
+    )
+    plan.refill(context_lens, rows_per_request, depths, chains, row_slots)
+    return plan
+
+
+def group_of(num_heads: int, num_kv_heads: int) -> int:
+    """Query heads per KV head. Raises ValueError where they do not divide."""
+    if num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise ValueError(f"{num_heads} query heads are not a multiple of {num_kv_heads} KV heads")
+    return num_heads // num_kv_heads
+
+
+def check_window(window: int | None) -> None:
+    """Raises ValueError where a window holds nothing."""
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}; it must be 1 or more, or None for all positions")
+
+
+class _WorkItems(NamedTuple):
+    packed: np.ndarray  # [num_packed, 8] int32
+    node: np.ndarray  # [num_node, 8] int32
+    first_partial: np.ndarray  # [num_rows] int32, and so the next two
+    first_segment: np.ndarray
+    num_segments: np.ndarray
+    capacity: PlanCapacity
+
+
+def _work_items(
+    context_lens: Sequence[int],
+    rows_per_request: Sequence[int],
+    depths: Sequence[int],
+    chains: Sequence[bool] | None,
+    row_slots: Sequence[int] | None,
+    group: int,
+    config: TreeAttentionConfig,
+    window: int | None,
+) -> _WorkItems:
+    """Vectorised over all requests, rows and segments: a pass may have thousands of items."""
+    lengths, num_rows_of, depth = (np.array(x, dtype=np.int64) for x in (context_lens, rows_per_request, depths))
+    if len(lengths) != len(num_rows_of) or num_rows_of.sum() != len(depth):
+        raise ValueError(
+            f"{len(lengths)} context_lens, {len(num_rows_of)} rows_per_request that sum to {num_rows_of.sum()}, "
+            f"{len(depth)} depths: one length and row count per request and one depth per row are needed"
+        )
+    for name, values in (("context_lens", lengths), ("rows_per_request", num_rows_of), ("depths", depth)):
+        if (values < 0).any():
+            raise ValueError(f"{name} holds {values.min()}; it must not be negative")
+    chain = num_rows_of <= 1
+    if chains is not None:
+        if len(chains) != len(lengths):
+            raise ValueError(f"chains has {len(chains)} entries; expected {len(lengths)}, one per request")
+        chain = chain | np.array(chains, dtype=bool)
+    request = np.repeat(np.arange(len(lengths)), num_rows_of)
+    same_chain = chain[request[1:]] & (request[1:] == request[:-1])
+    if (same_chain & (depth[1:] <= depth[:-1])).any():
+        raise ValueError(f"depths {depth.tolist()} of a chain must ascend")
+
+    position = reach = lengths[request] + depth
+    start = np.zeros_like(position) if window is None else np.maximum(position - window + 1, 0)
+    if row_slots is not None:
+        own = np.array(row_slots, dtype=np.int64)
+        if len(own) != len(depth) or (own < 0).any() or (own >= MAX_NODES).any():
+            raise ValueError(f"row_slots {own.tolist()}: one tree index per row is needed, 0 to {MAX_NODES - 1}")
+        reach = lengths[request] + own
+        start = np.minimum(start, lengths[request])
+        chain = np.ones_like(chain)  # packed items alone
+    start_tile = start // config.block_n * config.block_n
+    first_segment = config.partition.segment_of(start)
+    num_segments = config.partition.segment_of(reach) + 1 - first_segment
+    first_partial = np.cumsum(num_segments) - num_segments
+
+    # Packed: M tiles over all rows of a request. A chain's tile reaches as far as one of its rows.
+    first_m = (np.cumsum(num_rows_of) - num_rows_of) * group
+    of_tile, i_tile = _enumerate((num_rows_of * group + config.block_m - 1) // config.block_m)
+    m_lo = first_m[of_tile] + i_tile * config.block_m
+    m_hi = np.minimum(m_lo + config.block_m, first_m[of_tile] + num_rows_of[of_tile] * group)
+    first_row, last_row = m_lo // group, (m_hi - 1) // group
+    spans = np.stack([first_row, last_row + 1], axis=1).ravel()
+    key_lo = np.minimum.reduceat(np.append(start_tile, 0), spans)[::2]  # the rows of a tile ascend in no order
+    root_tile = lengths // config.block_n * config.block_n
+    key_hi = np.where(chain[of_tile], np.maximum.reduceat(np.append(reach, 0), spans)[::2] + 1, root_tile[of_tile])
+    packed = _cut(of_tile, last_row, m_lo, m_hi, key_lo, key_hi, np.zeros_like(key_lo), config)
+    # M tiles of one segment follow each other, so that they find its keys in L2.
+    packed = packed[np.argsort(packed[:, ITEM_FIELDS.index("segment")], kind="stable")]
+
+    # Node: every row of a tree, from the root's tile on. A group of more heads than block_m takes several M tiles.
+    tree_rows = np.flatnonzero(~chain[request])
+    of_row, i_tile = _enumerate(np.full(len(tree_rows), (group + config.block_m - 1) // config.block_m))
+    row = tree_rows[of_row]
+    m_lo = row * group + i_tile * config.block_m
+    m_hi = np.minimum(m_lo + config.block_m, (row + 1) * group)
+    key_lo = np.maximum(root_tile[request[row]], start_tile[row])
+    # A row whose window begins at the root's tile or later has nothing to continue from.
+    shared = start[row] < root_tile[request[row]]
+    node = _cut(request[row], row, m_lo, m_hi, key_lo, position[row] + 1, shared, config)
+
+    capacity = PlanCapacity(len(depth), len(packed), len(node), int(num_segments.sum()))
+    arrays = (packed, node, first_partial, first_segment, num_segments)
+    return _WorkItems(*(array.astype(np.int32) for array in arrays), capacity)
+
+
+def _enumerate(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[2, 0, 3] -> owners [0, 0, 2, 2, 2] and indices within the owner [0, 1, 0, 1, 2]."""
+    owner = np.repeat(np.arange(len(counts)), counts)
+    return owner, np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]
+
+
+def _cut(
+    request: np.ndarray,
+    slot_row: np.ndarray,
+    m_lo: np.ndarray,
+    m_hi: np.ndarray,
+    key_lo: np.ndarray,
+    key_hi: np.ndarray,
+    shared: np.ndarray,
+    config: TreeAttentionConfig,
+) -> np.ndarray:
+    """Cuts [key_lo, key_hi) of every entry at the segment borders. Returns items, [num_items, 8] int64: one that begins
+    inside its segment, of a `shared` entry, continues what a packed item left there."""
+    first = config.partition.segment_of(key_lo)
+    owner, offset = _enumerate(np.where(key_hi > key_lo, config.partition.segment_of(key_hi - 1) - first + 1, 0))
+    segment = first[owner] + offset
+    start, end = config.partition.start_of(segment), config.partition.start_of(segment + 1)
+    lo, hi = np.maximum(key_lo[owner], start), np.minimum(key_hi[owner], end)
+    continues = (lo > start) & shared[owner].astype(bool)
+    return np.stack([request[owner], slot_row[owner], m_lo[owner], m_hi[owner], lo, hi, segment, continues], axis=1)

@@ -1,0 +1,1 @@
+"""C++ compiled on the user's machine: decoder passes, tree growth, prompt lookup."""

@@ -1,0 +1,153 @@
+"""C++ that is compiled on the user's machine: needed is a compiler (`$CXX`, c++, g++ or clang++) and nothing else.
+
+A library is kept; its name holds a hash of the source, the command and the compiler's own macros, that is its version
+and the instructions of the machine, and a hash of its own bytes: loading a file that was cut short ends the process.
+Of several processes that need the same library at once, one compiles it and the others wait.
+"""
+
+import ctypes
+import hashlib
+import logging
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from treespec_kernels.cpu.file_lock import shared_work
+
+logger = logging.getLogger("treespec")
+
+_PATIENCE = 600.0  # seconds to wait for another process's compiler; it takes 10 to 100
+# No -ffast-math, no contraction: the compiler must keep the result of every operation, so vectorising changes no bit.
+_FLAGS = "-std=c++17 -O3 -march=native -ffp-contract=off -fno-math-errno -pthread -fPIC -shared -Wno-psabi".split()
+
+
+class CompileError(RuntimeError):
+    """No compiler, or one that refuses the source."""
+
+
+def find_compiler() -> tuple[str, ...]:
+    """The command of the C++ compiler. Raises CompileError where there is none."""
+    named = os.environ.get("CXX")
+    try:
+        commands = [shlex.split(named)] if named else [["c++"], ["g++"], ["clang++"]]
+    except ValueError as error:
+        raise CompileError(f"CXX={named!r} is no command: {error}") from error
+    for command in commands:
+        if command and shutil.which(command[0]):
+            return tuple(command)
+    raise CompileError(f"no C++ compiler: {f'CXX={named!r} is none' if named else 'neither c++, g++ nor clang++ here'}")
+
+
+def _run(command: Sequence[str], stdin: str = "") -> str:
+    done = subprocess.run(command, input=stdin, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise CompileError(f"{shlex.join(command)} failed: {done.stderr.strip()[-500:]}")
+    return done.stdout
+
+
+def address_of(array: np.ndarray, dtype: type = np.int64) -> int:
+    """Where the elements of a contiguous array of this type lie. It takes a microsecond."""
+    assert array.flags.c_contiguous and array.dtype == dtype, (array.dtype, array.shape)
+    return array.__array_interface__["data"][0]
+
+
+def compile_library(
+    compiler: tuple[str, ...], sources: Sequence[Path], defines: Sequence[str], folder: Path
+) -> ctypes.CDLL:
+    """A library, built into `folder` where it does not lie there yet. Where the folder cannot be written, it is built
+    for this process alone, as the log says.
+
+    Args:
+        compiler: from `find_compiler`: the program, and flags that follow ours.
+        sources: what is compiled, then what it includes.
+        defines: flags of this library.
+        folder: made where it is missing.
+
+    Raises:
+        CompileError: the compiler fails, or its library does not load.
+    """
+    command = [compiler[0], *_FLAGS, *compiler[1:], *defines]
+    macros = _run([*command, "-x", "c++", "-dM", "-E", "-"])  # the compiler's version, and this machine's instructions
+    texts = [source.read_text() for source in sources]
+    key = hashlib.sha256("\n".join([*texts, macros, *command]).encode()).hexdigest()
+    name = f"{sources[0].stem}-{key[:24]}"
+    build = [*command, str(sources[0]), "-o"]
+    path = _kept(folder, name)
+    if path is None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            scratch = tempfile.TemporaryDirectory(dir=folder)
+        except OSError as error:
+            return _compile_for_now(build, name, error)
+        with scratch, shared_work(folder / f"{name}.lock", f"compile {sources[0].stem}", _PATIENCE):
+            path = _kept(folder, name)
+            if path is None:  # renamed at the end: a process that could not wait may build at the same time
+                built = Path(scratch.name) / f"{name}.so"
+                logger.info("compiling %s with %s; it is kept in %s", sources[0].stem, compiler[0], folder)
+                _run([*build, str(built)])
+                path = folder / f"{name}-{_digest(built)}.so"
+                os.replace(built, path)
+    return _load(path)
+
+
+def build_together(builds: Sequence[Callable[[], object]]) -> None:
+    """Run several builds side by side, each in a thread that waits for a compiler. Errors are left to the calls that
+    need the results: these ask for the same libraries again."""
+    if len(builds) > 1 and len(_cores()) > 1:
+        threads = ThreadPoolExecutor(min(len(builds), len(_cores())))
+        try:
+            for future in [threads.submit(build) for build in builds]:
+                future.exception()
+        finally:  # after Ctrl-C nobody waits for the builds that run, and the others do not begin
+            threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _cores() -> Sequence[int]:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return range(os.cpu_count() or 1)
+
+
+def _compile_for_now(build: Sequence[str], name: str, reason: OSError) -> ctypes.CDLL:
+    """A library from a temporary folder, which is gone once it is loaded."""
+    logger.warning(
+        "compiled libraries cannot be kept (%s), so every start compiles them; set XDG_CACHE_HOME to a folder that can "
+        "be written",
+        reason,
+    )
+    with tempfile.TemporaryDirectory() as scratch:
+        built = Path(scratch) / f"{name}.so"
+        _run([*build, str(built)])
+        return _load(built)
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise CompileError(f"{path} does not load: {error}") from error
+
+
+def _kept(folder: Path, name: str) -> Path | None:
+    """A library that was built before, if it is whole."""
+    return next((kept for kept in sorted(folder.glob(f"{name}-*.so")) if _is_whole(kept)), None)
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a kept library is what its name says, as after a full disk it may not be."""
+    try:
+        return path.stem.endswith(f"-{_digest(path)}")
+    except OSError:
+        return False

@@ -1,0 +1,345 @@
+// One level of the token trees of a batch while they grow: the frontier gets its slots, SSMs score it, what they and
+// other sources say below it becomes nodes, and the best of them the next frontier. The specification is
+// `Forest.extend` in treespec/drafters/ssm/forest.py; a level of a small tree takes numpy 25 calls and an SSM's whole pass
+// as long.
+
+#include "vectors_cpu.h"
+
+#include <functional>
+
+#include "batch_cpu.h"
+
+extern "C" {
+
+struct Law {  // an SSM's probabilities below a part of the frontier
+    const float* probs;   // [count, vocab]
+    const int64_t* rows;  // [count], ascending: of the frontier; null: all of it
+    int64_t count, ssm;
+};
+
+struct Growth {
+    int64_t num_ssms, vocab, max_frontier, max_slots, most_nodes;
+    // By tree. branching: children of a node at this depth, 0: values decide. best: the largest values so far, falling.
+    const int64_t *max_depths, *nodes, *branching, *end_tokens, *end_starts;
+    int64_t *num_slots, *num_values;
+    double *least, *best;  // [num_trees], [num_trees, most_nodes]
+    int64_t seed_width;    // children: [seeds' nodes + 1, seed_width], -1 where there is none
+    const int64_t *seed_children, *seed_tokens;
+    const double* seed_probs;
+    int64_t depth, size, children, num_laws;  // nodes of all trees so far; proposals of an SSM
+    const Law* laws;
+    const double* weights;  // [num_trees, num_ssms]
+    int64_t num_rows;       // of the frontier
+    const int64_t *row_nodes, *row_tokens, *row_owners, *row_seeds, *row_above;
+    const double* row_values;
+    // What is written: new nodes in the order of their trees and parents, and the next frontier, whose `above` is the
+    // slot of the parent in its tree.
+    int64_t *tokens, *parents, *owners, *seeds;
+    double *probs, *values, *draft_probs;  // draft_probs: [new nodes, num_ssms]
+    uint8_t *proposed, *broken;            // [new nodes, num_ssms]; [num_rows]: some SSM's law is not finite here
+    int64_t num_next, *next_nodes, *next_tokens, *next_owners, *next_seeds, *next_above;
+    double* next_values;
+};
+
+struct Placing {  // the slots of a level's nodes: each takes the next one of its tree
+    int64_t num_rows, depth, page_size;
+    const int64_t *owners, *above;                // [num_rows]
+    const int64_t *context, *first_page, *pages;  // by tree: committed positions, and where its pages begin and end
+    int64_t *taken, *first, *row_of_slot;         // by tree: slots taken; the level's first; row minus slot
+    const int64_t* paths_above;                   // [rows of the level above, depth]
+    int64_t *paths, *slots, *rows, *positions;    // [num_rows, depth + 1], [num_rows], [4, num_rows], [num_rows]
+};
+
+struct Draft {  // an SSM, whose passes are another library's
+    void (*forward)(const void* model, const Batch* batch);
+    void (*probs)(const void* head, const void* hidden, int64_t num_rows, float* out, int64_t threads);
+    const void *model, *head;
+    const float* rotation;
+    void* cache;
+    int64_t num_layers, num_pages, num_places, hidden_bytes, threads;  // num_places: learned positions, 0: none
+    int64_t ssm;
+    const uint8_t* active;  // [num_trees]: where it drafts
+    float* out;             // [num_rows of the frontier, vocab]: written up to num_rows
+    int64_t num_rows;       // written: how many it scored
+};
+
+}  // extern "C"
+
+namespace {
+
+// The `wanted` largest of a row of probabilities, falling; of equal ones the first. Broken: one is NaN or infinite.
+class Top {
+  public:
+    std::vector<float> values;
+    std::vector<int64_t> ids;
+    bool broken = false;
+
+    Top(const float* row, int64_t width, int64_t wanted) : wanted(wanted) {
+        int64_t i = 0;
+        for (; i + 4 * LANES <= width; i += 4 * LANES) {
+            const vec least = splat(bound());
+            ivec passed = {};
+            for (int64_t j = 0; j < 4; j++) passed |= ~(load<vec>(row + i + LANES * j) <= least);  // NaN passes
+            uint64_t words[8], any = 0;
+            std::memcpy(words, &passed, sizeof words);
+            for (uint64_t word : words) any |= word;
+            if (any)
+                for (int64_t j = i; j < i + 4 * LANES; j++) offer(row[j], j);
+        }
+        for (; i < width; i++) offer(row[i], i);
+    }
+
+  private:
+    const int64_t wanted;
+
+    float bound() const { return int64_t(values.size()) == wanted ? values.back() : -1.0f; }
+
+    void offer(float value, int64_t id) {
+        if (!(value < INFINITY)) broken = true;
+        if (!(value > bound())) return;
+        if (int64_t(values.size()) == wanted) values.pop_back(), ids.pop_back();
+        size_t at = values.size();
+        while (at && values[at - 1] < value) at--;
+        values.insert(values.begin() + at, value), ids.insert(ids.begin() + at, id);
+    }
+};
+
+struct Candidate {
+    int64_t row, token, seed;  // seed: which of the seeds' nodes it is, -1: none
+    double prob, value;
+    bool stays;
+};
+
+// One probability out of two opinions; `combine` in forest.py.
+inline double combined(double seed, double mixture) {
+    const auto odds = [](double p) { return std::log(p / (1 - p)); };
+    const double a = odds(std::min(std::max(seed, 1e-4), 0.999)), b = odds(std::min(std::max(mixture, 0.05), 0.999));
+    return 1 / (1 + std::exp(-(0.64 * a + 1.16 * b + 0.83)));
+}
+
+class Level {
+    Growth& g;
+    std::vector<int64_t> law_row;       // [num_laws, num_rows], of a law's probabilities, -1: silent
+    std::vector<Candidate> candidates;  // of one tree
+    std::vector<double> opinions;       // [candidates, num_laws]
+    std::vector<uint8_t> proposed;      // [candidates, num_laws]
+    std::vector<int64_t> slots;         // of the new nodes' parents in their trees
+    int64_t count = 0;
+
+    // The merged candidates below one row, equal tokens once.
+    void merge(int64_t row) {
+        const size_t first = candidates.size();
+        const double* weights = g.weights + g.row_owners[row] * g.num_ssms;
+        std::vector<int64_t> tokens;
+        std::vector<float> worst(g.num_laws);
+        for (int64_t l = 0; l < g.num_laws; l++) {
+            int64_t& at = law_row[l * g.num_rows + row];
+            if (at < 0) continue;
+            const Top top(g.laws[l].probs + at * g.vocab, g.vocab, g.children);
+            if (top.broken) {
+                g.broken[row] = 1, at = -1;  // an SSM that overflowed stays silent
+                continue;
+            }
+            worst[l] = top.values.back();
+            tokens.insert(tokens.end(), top.ids.begin(), top.ids.end());
+        }
+        const int64_t* below = g.seed_children + g.row_seeds[row] * g.seed_width;  // of -1: not read
+        const int64_t width = g.row_seeds[row] < 0 ? 0 : g.seed_width;
+        for (int64_t j = 0; j < width; j++)
+            if (below[j] >= 0) tokens.push_back(g.seed_tokens[below[j]]);
+        double taken = 0, before = 0;
+        for (size_t i = 0; i < tokens.size(); i++) {
+            if (std::find(tokens.begin(), tokens.begin() + i, tokens[i]) != tokens.begin() + i) continue;
+            Candidate c{row, tokens[i], -1, 0.0, 0.0, true};
+            for (int64_t l = 0; l < g.num_laws; l++) {
+                const int64_t at = law_row[l * g.num_rows + row];
+                const float p = at < 0 ? 0.0f : g.laws[l].probs[at * g.vocab + c.token];
+                opinions.push_back(p);
+                proposed.push_back(at >= 0 && p >= worst[l]);
+                c.prob += weights[g.laws[l].ssm] * p;
+            }
+            c.prob = std::min(c.prob, 1.0);
+            for (int64_t j = 0; j < width && c.seed < 0; j++)
+                if (below[j] >= 0 && g.seed_tokens[below[j]] == c.token) c.seed = below[j];
+            if (c.seed >= 0) {
+                before += c.prob;
+                c.prob = combined(g.seed_probs[c.seed], c.prob);
+                taken += c.prob;
+            }
+            candidates.push_back(c);
+        }
+        const double rest = std::max(std::min((1 - taken) / std::max(1 - before, 1e-9), 1.0), 0.0);
+        for (size_t i = first; i < candidates.size(); i++) {  // the seeds' children first, the others share what is left
+            Candidate& c = candidates[i];
+            if (taken > 0) c.prob = c.seed >= 0 ? c.prob / std::max(taken, 1.0) : c.prob * rest;
+            c.value = g.row_values[row] * c.prob;
+        }
+    }
+
+    // A fixed number of children for every node: the likeliest.
+    void keep_children(int64_t children) {
+        for (size_t first = 0, last; first < candidates.size(); first = last) {
+            std::vector<size_t> order;
+            for (last = first; last < candidates.size() && candidates[last].row == candidates[first].row; last++)
+                order.push_back(last);
+            std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) {
+                return candidates[a].value > candidates[b].value;
+            });
+            for (size_t i = children; i < order.size(); i++) candidates[order[i]].stays = false;
+        }
+    }
+
+    // What can be among a tree's best nodes, and the seeds: left out, they would come back with their old value.
+    void keep_best(int64_t tree) {
+        double* best = g.best + tree * g.most_nodes;
+        const int64_t nodes = g.nodes[tree], held = std::min(g.num_values[tree], nodes);
+        std::vector<double> all(best, best + held);
+        for (const Candidate& c : candidates) all.push_back(c.value);
+        std::sort(all.begin(), all.end(), std::greater<double>());
+        std::copy_n(all.begin(), std::min<int64_t>(nodes, all.size()), best);
+        g.num_values[tree] += candidates.size();
+        if (g.num_values[tree] <= nodes) return;
+        g.least[tree] = best[nodes - 1];
+        for (Candidate& c : candidates) c.stays = c.value >= g.least[tree] || c.seed >= 0;
+    }
+
+    // Writes a tree's nodes that stay; `slot`: of the tree's first row `first`.
+    void write(int64_t tree, int64_t first, int64_t slot) {
+        const int64_t begin = count;
+        for (size_t i = 0; i < candidates.size(); i++) {
+            const Candidate& c = candidates[i];
+            if (!c.stays) continue;
+            g.tokens[count] = c.token, g.parents[count] = g.row_nodes[c.row], g.owners[count] = tree;
+            g.seeds[count] = c.seed, g.probs[count] = c.prob, g.values[count] = c.value;
+            std::fill_n(g.draft_probs + count * g.num_ssms, g.num_ssms, 0.0);
+            for (int64_t l = 0; l < g.num_laws; l++) {
+                const int64_t to = count * g.num_ssms + g.laws[l].ssm;
+                g.draft_probs[to] = opinions[i * g.num_laws + l], g.proposed[to] = proposed[i * g.num_laws + l];
+            }
+            slots.push_back(slot + c.row - first), count++;
+        }
+        if (g.depth + 1 < g.max_depths[tree]) choose(tree, begin);
+    }
+
+    // Which of a tree's newest nodes, from `begin` on, are expanded next.
+    void choose(int64_t tree, int64_t begin) {
+        std::vector<int64_t> order;
+        for (int64_t i = begin; i < count; i++) order.push_back(i);
+        if (!g.branching[tree]) {
+            const int64_t room = std::max<int64_t>(std::min(g.max_frontier, g.max_slots - g.num_slots[tree]), 0);
+            std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return g.values[a] > g.values[b]; });
+            if (int64_t(order.size()) > room) order.resize(room);
+            std::sort(order.begin(), order.end());
+        }
+        const int64_t *ends = g.end_tokens + g.end_starts[tree], *stop = g.end_tokens + g.end_starts[tree + 1];
+        for (int64_t i : order) {
+            if (std::find(ends, stop, g.tokens[i]) != stop) continue;  // nothing is emitted below one
+            if (!g.branching[tree] && !(g.values[i] > 0 && g.values[i] >= g.least[tree])) continue;
+            const int64_t to = g.num_next++;
+            g.next_nodes[to] = g.size + i, g.next_tokens[to] = g.tokens[i], g.next_owners[to] = tree;
+            g.next_seeds[to] = g.seeds[i], g.next_above[to] = slots[i], g.next_values[to] = g.values[i];
+        }
+    }
+
+  public:
+    explicit Level(Growth& growth) : g(growth), law_row(g.num_laws * g.num_rows, -1) {
+        for (int64_t l = 0; l < g.num_laws; l++)
+            for (int64_t i = 0; i < g.laws[l].count; i++)
+                law_row[l * g.num_rows + (g.laws[l].rows ? g.laws[l].rows[i] : i)] = i;
+    }
+
+    int64_t run() {
+        g.num_next = 0;
+        for (int64_t first = 0, last; first < g.num_rows; first = last) {
+            const int64_t tree = g.row_owners[first], slot = g.num_slots[tree];
+            candidates.clear(), opinions.clear(), proposed.clear();
+            for (last = first; last < g.num_rows && g.row_owners[last] == tree; last++) merge(last);
+            g.num_slots[tree] += last - first;
+            if (g.branching[tree]) keep_children(g.branching[tree]);
+            else keep_best(tree);
+            write(tree, first, slot);
+        }
+        return count;
+    }
+};
+
+bool place(Placing& p) {  // false: a tree has no page for its nodes
+    const int64_t width = p.depth + 1;
+    for (int64_t first = 0, last; first < p.num_rows; first = last) {
+        const int64_t tree = p.owners[first], slot = p.taken[tree], shift = p.row_of_slot[tree];
+        for (last = first; last < p.num_rows && p.owners[last] == tree; last++) {
+            const int64_t logical = p.context[tree] + slot + last - first;
+            const int64_t page = p.first_page[tree] + logical / p.page_size;
+            if (page >= p.first_page[tree + 1]) return false;
+            p.slots[last] = p.pages[page] * p.page_size + logical % p.page_size;
+            std::copy_n(p.paths_above + (p.above[last] + shift) * p.depth, p.depth, p.paths + last * width);
+            p.paths[last * width + p.depth] = p.slots[last];
+            p.positions[last] = p.context[tree] + p.depth;
+            p.rows[last] = p.first_page[tree], p.rows[p.num_rows + last] = p.context[tree];
+            p.rows[2 * p.num_rows + last] = last * width, p.rows[3 * p.num_rows + last] = width;
+        }
+        p.first[tree] = slot, p.taken[tree] = slot + last - first, p.row_of_slot[tree] = first - slot;
+    }
+    return true;
+}
+
+// One SSM's pass over the rows of the trees for which it drafts; writes to `rows` which they are.
+void score(const Growth& g, const Placing& p, Draft& draft, std::vector<int64_t>& rows) {
+    const int64_t all = p.num_rows;
+    for (int64_t i = 0; i < all; i++)
+        if (draft.active[p.owners[i]]) rows.push_back(i);
+    const int64_t n = draft.num_rows = rows.size();
+    if (!n) return;
+    Batch batch{n, draft.num_layers, g.row_tokens, nullptr, p.slots, p.rows, p.rows + all, p.rows + 2 * all,
+                p.rows + 3 * all, p.pages, p.paths, p.positions, draft.rotation, draft.cache, draft.num_pages, nullptr};
+    std::vector<int64_t> own;
+    own.reserve(8 * n);
+    const auto gather = [&](const int64_t* from) {
+        for (int64_t i : rows) own.push_back(from[i]);
+        return own.data() + own.size() - n;
+    };
+    if (n < all)
+        for (const int64_t** part : {&batch.tokens, &batch.slots, &batch.tables, &batch.direct, &batch.starts,
+                                     &batch.counts, &batch.positions})
+            *part = gather(*part);
+    if (draft.num_places) {
+        for (int64_t i = 0; i < n; i++) own.push_back(std::min(batch.positions[i], draft.num_places - 1));
+        batch.places = own.data() + own.size() - n;
+    }
+    static thread_local std::vector<char> hidden;
+    hidden.resize(n * draft.hidden_bytes);
+    batch.out = hidden.data();
+    draft.forward(draft.model, &batch);
+    draft.probs(draft.head, hidden.data(), n, draft.out, draft.threads);
+}
+
+}  // namespace
+
+extern "C" {
+
+// Grows trees by a level; returns how many nodes it has.
+int64_t treespec_grow(Growth* growth) { return Level(*growth).run(); }
+
+// Gives the nodes of a level their slots; 0 where there is no page for them.
+int64_t treespec_place(Placing* placing) { return place(*placing); }
+
+// Both, and between them the passes of SSMs, in the order of their numbers; -1 where there is no page.
+int64_t treespec_draft(Growth* growth, Placing* placing, Draft* drafts, int64_t num_drafts) {
+    Growth& g = *growth;
+    Placing& p = *placing;
+    p.num_rows = g.num_rows, p.depth = g.depth, p.owners = g.row_owners, p.above = g.row_above;
+    if (!place(p)) return -1;
+    std::vector<Law> laws;
+    std::vector<std::vector<int64_t>> rows(num_drafts);
+    for (int64_t i = 0; i < num_drafts; i++) {
+        score(g, p, drafts[i], rows[i]);
+        const int64_t count = drafts[i].num_rows;
+        if (count) laws.push_back({drafts[i].out, count < g.num_rows ? rows[i].data() : nullptr, count, drafts[i].ssm});
+    }
+    g.laws = laws.data(), g.num_laws = laws.size();
+    const int64_t count = Level(g).run();
+    g.laws = nullptr, g.num_laws = 0;
+    return count;
+}
+
+}  // extern "C"

@@ -1,0 +1,387 @@
+"""Growing token trees by a level in one call of C++: the slots of the frontier, the SSMs' passes over it, the merge of
+what they and other sources say, and the choice of the next frontier.
+
+The source is `growth_cpu.cpp`, the specification `Forest.extend` in treespec/drafters/ssm/forest.py. Python's share of
+a call dominates (an array's address alone takes 1 us), so a level's nodes lie side by side in three arrays.
+"""
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treespec_kernels.attention.tree_batch import PAGE_SIZE
+from treespec_kernels.cpu.cpu_library import address_of, compile_library
+from treespec_kernels.cpu.decoder_cpu import CompiledPlan, PassEntries
+from treespec_kernels.tree.tree_levels import Frontier, Level
+
+_SOURCES = tuple(Path(__file__).with_name(name) for name in ("growth_cpu.cpp", "vectors_cpu.h", "batch_cpu.h"))
+
+
+class _Law(ctypes.Structure):
+    _fields_ = (
+        ("probs", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
+        ("ssm", ctypes.c_int64),
+    )
+
+
+NO_PAGE = "a tree has no page for its nodes"
+_LIMITS = ("num_ssms", "vocab", "max_frontier", "max_slots", "most_nodes")
+_TREES = ("max_depths", "nodes", "branching", "end_tokens", "end_starts", "num_slots", "num_values", "least", "best")
+_SEEDS = ("seed_children", "seed_tokens", "seed_probs")
+_ROW = ("row_nodes", "row_tokens", "row_owners", "row_seeds", "row_above", "row_values")
+_NEXT = ("next_nodes", "next_tokens", "next_owners", "next_seeds", "next_above", "next_values")
+_LEVEL = ("tokens", "parents", "owners", "seeds", "probs", "values", "draft_probs", "proposed", "broken")
+
+
+def _numbers(*names: str) -> tuple[tuple[str, type], ...]:
+    return tuple((name, ctypes.c_int64) for name in names)
+
+
+def _pointers(*names: str) -> tuple[tuple[str, type], ...]:
+    return tuple((name, ctypes.c_void_p) for name in names)
+
+
+class _Growth(ctypes.Structure):
+    _fields_ = (
+        *_numbers(*_LIMITS),
+        *_pointers(*_TREES),
+        *_numbers("seed_width"),
+        *_pointers(*_SEEDS),
+        *_numbers("depth", "size", "children", "num_laws"),
+        ("laws", ctypes.POINTER(_Law)),
+        *_pointers("weights"),
+        *_numbers("num_rows"),
+        *_pointers(*_ROW),
+        *_pointers(*_LEVEL),
+        *_numbers("num_next"),
+        *_pointers(*_NEXT),
+    )
+
+
+class _Placing(ctypes.Structure):
+    _fields_ = (
+        *_numbers("num_rows", "depth", "page_size"),
+        *_pointers("owners", "above", "context", "first_page", "pages", "taken", "first", "row_of_slot"),
+        *_pointers("paths_above", "paths", "slots", "rows", "positions"),
+    )
+
+
+class _Draft(ctypes.Structure):
+    _fields_ = (
+        *_pointers("forward", "probs", "model", "head", "rotation", "cache"),
+        *_numbers("num_layers", "num_pages", "num_places", "hidden_bytes", "threads", "ssm"),
+        *_pointers("active", "out"),
+        *_numbers("num_rows"),
+    )
+
+
+@functools.cache
+def growth_library(compiler: tuple[str, ...], folder: Path) -> ctypes.CDLL:
+    """The library, as `compile_library`."""
+    library = compile_library(compiler, _SOURCES, (), folder)
+    library.treespec_grow.argtypes = library.treespec_place.argtypes = (ctypes.c_void_p,)
+    library.treespec_draft.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
+    for entry in (library.treespec_grow, library.treespec_place, library.treespec_draft):
+        entry.restype = ctypes.c_int64
+    return library
+
+
+class Grown(NamedTuple):
+    """A level, which of its nodes are expanded next, and bool [num_rows]: where an SSM's law is not finite."""
+
+    level: Level
+    frontier: Frontier
+    broken: np.ndarray
+
+
+class _Results(NamedTuple):
+    """What a call writes: int64 [9, room], float64 [3 + num_ssms, room], and bools of nodes and rows."""
+
+    ints: np.ndarray
+    floats: np.ndarray
+    flags: np.ndarray
+
+
+class TreeGrowth:
+    """What the library knows of some trees between two levels.
+
+    Args:
+        library: from `growth_library`.
+        num_ssms: that may score.
+        max_depths, nodes: int64 [num_trees]: levels of each tree; only what can be among so many nodes is kept.
+        end_tokens: by tree: below them nothing is expanded.
+        seeds: children int64 [num nodes + 1, width], tokens int64 and probs float64 [num nodes], of other sources.
+        max_frontier, max_slots: nodes of one tree that are expanded, at one depth and in all.
+    """
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        num_ssms: int,
+        max_depths: np.ndarray,
+        nodes: np.ndarray,
+        end_tokens: Sequence[Sequence[int]],
+        seeds: tuple[np.ndarray, np.ndarray, np.ndarray],
+        max_frontier: int,
+        max_slots: int,
+    ):
+        count, most = len(nodes), int(nodes.max())
+        ends = np.array([token for tokens in end_tokens for token in tokens], dtype=np.int64)
+        starts = np.cumsum([0, *(len(tokens) for tokens in end_tokens)])
+        state = np.zeros((2, count), dtype=np.int64)  # slots, values
+        state[1] = 1  # the root's
+        floats = np.zeros((1 + most, count))  # the least value, and [num_trees, most] best ones
+        floats[1:].reshape(count, most)[:, 0] = 1.0
+        self._library, self._num_ssms, self._width = library, num_ssms, seeds[0].shape[1]
+        self._held = (max_depths, nodes, ends, starts, state, floats, seeds)
+        self._growth = _Growth(
+            num_ssms=num_ssms,
+            max_frontier=max_frontier,
+            max_slots=max_slots,
+            most_nodes=most,
+            max_depths=address_of(max_depths),
+            nodes=address_of(nodes),
+            end_tokens=address_of(ends),
+            end_starts=address_of(starts),
+            num_slots=address_of(state),
+            num_values=address_of(state) + 8 * count,
+            least=address_of(floats, np.float64),
+            best=address_of(floats, np.float64) + 8 * count,
+            seed_width=self._width,
+            seed_children=address_of(seeds[0]),
+            seed_tokens=address_of(seeds[1]),
+            seed_probs=address_of(seeds[2], np.float64),
+        )
+        self._largest_token = int(seeds[1].max())
+        self._frontier: Frontier | None = None
+        self._weights: np.ndarray | None = None
+
+    def extend(
+        self,
+        frontier: Frontier,
+        size: int,
+        depth: int,
+        laws: Sequence[tuple[int, np.ndarray, np.ndarray]],
+        weights: np.ndarray,
+        branching: np.ndarray,
+        children: int,
+    ) -> Grown:
+        """One level from what SSMs said.
+
+        Args:
+            frontier: what was scored.
+            size, depth: nodes of all trees so far, and levels.
+            laws: SSM, rows (int64, ascending) and probabilities (float32 [len(rows), vocab]) of each that scored.
+            weights: float64 [num_trees, num_ssms].
+            branching: int64 [num_trees], children of a node, 0 where values decide.
+            children: most proposals of one SSM.
+        """
+        rows, vocab, g = len(frontier.nodes), laws[0][2].shape[1], self._growth
+        assert all(probs.shape == (len(own), vocab) for _, own, probs in laws)
+        own = (_Law * len(laws))(
+            *((address_of(p, np.float32), None if len(r) == rows else address_of(r), len(r), ssm) for ssm, r, p in laws)
+        )
+        g.num_laws, g.laws = len(laws), own
+        results = self._begin(frontier, size, depth, vocab, len(laws), weights, branching, children)
+        return self._grown(results, self._library.treespec_grow(ctypes.byref(g)))
+
+    def draft(
+        self,
+        frontier: Frontier,
+        size: int,
+        depth: int,
+        passes: "DraftPasses",
+        weights: np.ndarray,
+        branching: np.ndarray,
+        children: int,
+    ) -> tuple[Grown, list[np.ndarray]]:
+        """One level below the roots, SSMs' passes and all; the other arguments as of `extend`.
+
+        Args:
+            passes: of these trees.
+
+        Returns:
+            The level, and what each SSM said: float32 [rows that it scored, vocab], in the order of the frontier.
+        """
+        rows, drafts = len(frontier.nodes), passes.drafts
+        results = self._begin(frontier, size, depth, passes.vocab, len(drafts), weights, branching, children)
+        probs = np.empty((len(drafts), rows, passes.vocab), dtype=np.float32)
+        at = address_of(probs, np.float32)
+        for i, draft in enumerate(drafts):
+            draft.out = at + 4 * i * rows * passes.vocab
+        places = passes.places
+        placed = places.prepare(rows, depth)
+        count = self._library.treespec_draft(
+            ctypes.byref(self._growth), ctypes.byref(places.placing), drafts, len(drafts)
+        )
+        assert count >= 0, NO_PAGE
+        places.paths = placed[6 * rows :]
+        return self._grown(results, count), [own[: draft.num_rows] for own, draft in zip(probs, drafts, strict=True)]
+
+    def _begin(
+        self,
+        frontier: Frontier,
+        size: int,
+        depth: int,
+        vocab: int,
+        num_laws: int,
+        weights: np.ndarray,
+        branching: np.ndarray,
+        children: int,
+    ) -> _Results:
+        """Everything but the laws, and room for what is written."""
+        assert self._largest_token < vocab
+        g, rows, ssms = self._growth, len(frontier.nodes), self._num_ssms
+        room = rows * (num_laws * min(children, vocab) + self._width)
+        ints, floats = np.empty((9, room), dtype=np.int64), np.empty((3 + ssms, room))
+        flags = np.zeros(room * ssms + rows, dtype=bool)
+        g.vocab, g.depth, g.size, g.children, g.num_rows = vocab, depth, size, children, rows
+        g.branching = address_of(branching)
+        if weights is not self._weights:
+            self._weights, g.weights = weights, address_of(weights, np.float64)
+        if frontier is not self._frontier:  # else it lies where the last level put it
+            own = frontier.nodes, frontier.tokens, frontier.owners, frontier.seeds, frontier.above
+            g.row_nodes, g.row_tokens, g.row_owners, g.row_seeds, g.row_above = map(address_of, own)
+            g.row_values = address_of(frontier.values, np.float64)
+        at, other, step = address_of(ints), address_of(floats, np.float64), 8 * room
+        g.tokens, g.parents, g.owners, g.seeds = (at + i * step for i in range(4))
+        g.probs, g.values, g.draft_probs = other, other + step, other + 3 * step
+        g.next_nodes, g.next_tokens, g.next_owners, g.next_seeds, g.next_above = (at + i * step for i in range(4, 9))
+        g.next_values = other + 2 * step
+        g.proposed = address_of(flags, np.bool_)
+        g.broken = g.proposed + room * ssms
+        return _Results(ints, floats, flags)
+
+    def _grown(self, results: _Results, size: int) -> Grown:
+        """What a call wrote: a level of `size` nodes, whose frontier is the next call's."""
+        ints, floats, flags = self._results = results  # `_frontier` points to them
+        g, ssms, room = self._growth, self._num_ssms, ints.shape[1]
+        g.row_nodes, g.row_tokens, g.row_owners = g.next_nodes, g.next_tokens, g.next_owners
+        g.row_seeds, g.row_above, g.row_values = g.next_seeds, g.next_above, g.next_values
+        self._frontier = Frontier(*ints[4:, : g.num_next], floats[2, : g.num_next])
+        draft_probs = floats[3:].reshape(-1)[: size * ssms].reshape(size, ssms)
+        level = Level(*ints[:4, :size], *floats[:2, :size], flags[: size * ssms].reshape(size, ssms), draft_probs)
+        return Grown(level, self._frontier, flags[room * ssms :])
+
+
+class TreePlaces:
+    """Where the nodes of some trees lie in the SSMs' pools; each takes the next slot of its tree, the root slot 0.
+
+    Args:
+        library: from `growth_library`.
+        context_lens: committed positions, by tree.
+        pages: of their requests, by tree.
+    """
+
+    def __init__(self, library: ctypes.CDLL, context_lens: Sequence[int], pages: Sequence[np.ndarray]):
+        count = len(context_lens)
+        self._library = library
+        self._table = torch.from_numpy(np.concatenate(pages))
+        # By tree: context, slots taken, the level's first slot, and a row minus its slot.
+        state = self._state = np.zeros((4, count), dtype=np.int64)
+        state[0], state[1], state[3] = context_lens, 1, np.arange(count)
+        first_page = self._first_page = np.cumsum([0, *(len(own) for own in pages)])
+        page, offset = np.divmod(state[0], PAGE_SIZE)
+        self.paths = torch.from_numpy(self._table.numpy()[first_page[:-1] + page] * PAGE_SIZE + offset)
+        at, step = address_of(state), 8 * count
+        self.placing = _Placing(
+            page_size=PAGE_SIZE,
+            context=at,
+            taken=at + step,
+            first=at + 2 * step,
+            row_of_slot=at + 3 * step,
+            first_page=address_of(first_page),
+            pages=self._table.data_ptr(),
+        )
+
+    def first_slot(self, tree: int) -> int:
+        """Of a tree's nodes in the newest level."""
+        return int(self._state[2, tree])
+
+    def extend(self, owners: np.ndarray, above: np.ndarray, depth: int) -> CompiledPlan:
+        """Give the nodes of a level their slots, and lay out a pass over them.
+
+        Args:
+            owners, above: int64 [num_rows], the tree, and the slot of the parent in it; those of a tree side by side.
+            depth: of the level.
+        """
+        count, p = len(owners), self.placing
+        p.num_rows, p.depth, p.owners, p.above = count, depth, address_of(owners), address_of(above)
+        results = self.prepare(count, depth)
+        found = self._library.treespec_place(ctypes.byref(p))
+        assert found, NO_PAGE
+        self.paths = results[6 * count :]
+        return CompiledPlan(
+            count,
+            results[:count],
+            results[2 * count : 6 * count].view(4, count),
+            self._table,
+            self.paths,
+            results[count : 2 * count],
+        )
+
+    def prepare(self, count: int, depth: int) -> Tensor:
+        """Room for what a level of `count` nodes writes; its paths, behind the first 6 `count`, are the next one's."""
+        results = torch.empty(count * (depth + 7), dtype=torch.int64, device="cpu")
+        at, step, p = results.data_ptr(), 8 * count, self.placing
+        p.paths_above, p.slots, p.positions, p.rows, p.paths = (
+            self.paths.data_ptr(),
+            at,
+            at + step,
+            at + 2 * step,
+            at + 6 * step,
+        )
+        return results
+
+
+class DraftPasses:
+    """SSMs that score level after level of some trees.
+
+    Args:
+        places: of the trees; no other call gives them slots.
+        ssms: numbers of those that draft for any of them, ascending.
+        entries: what the passes of each run on.
+        rotations: of each, as `CompiledModel.forward` takes it, for all positions that the trees may reach.
+        pools: of each, its part of the cache.
+        active: bool [num_trees, len(ssms)], which of them draft for a tree.
+        vocab: theirs.
+    """
+
+    def __init__(
+        self,
+        places: TreePlaces,
+        ssms: Sequence[int],
+        entries: Sequence[PassEntries],
+        rotations: Sequence[Tensor],
+        pools: Sequence[Tensor],
+        active: np.ndarray,
+        vocab: int,
+    ):
+        self.places, self.vocab = places, vocab
+        columns = np.ascontiguousarray(active.T)
+        assert all(part.is_contiguous() for part in (*rotations, *pools))
+        self._held = rotations, pools, columns
+        at, step = address_of(columns, np.bool_), columns.shape[1]
+        self.drafts = (_Draft * len(ssms))(
+            *(
+                _Draft(
+                    *own[:4],
+                    rotation.data_ptr(),
+                    pool.data_ptr(),
+                    len(pool),
+                    pool.shape[2],
+                    *own[4:],
+                    ssm,
+                    at + i * step,
+                )
+                for i, (ssm, own, rotation, pool) in enumerate(zip(ssms, entries, rotations, pools, strict=True))
+            )
+        )

@@ -1,0 +1,276 @@
+// Prompt lookup and its history in one call: where the end of a text occurred before, in itself and in what was written
+// for other requests, and the tree of what followed there. The specification is `search` in
+// treespec/drafters/lookup/lookup_drafter.py and `History` in treespec/drafters/lookup/history.py, which take Python many steps.
+//
+// MAX_MATCH, MATCHES, PLACES, OWN_PLACES, PAST_MATCHES, SHORT, LONG and STEPS are defined by lookup_cpu.py.
+
+#include <algorithm>
+#include <cstdint>
+#include <numeric>
+#include <vector>
+
+namespace {
+
+constexpr int64_t LENGTHS = MAX_MATCH + 1, BOTH = MATCHES + PAST_MATCHES;
+constexpr int64_t ORDERS[2] = {SHORT, LONG};
+enum Past { SOLE = OWN_PLACES, UNANIMOUS, MAJORITY, PLURALITY, SECOND, LATER };
+
+struct Counts {  // guesses and how many of them held, [PLACES, LENGTHS] each
+    double trials[PLACES][LENGTHS], hits[PLACES][LENGTHS];
+
+    double rate(int64_t place, int64_t length, double prior, double weight) const {
+        return (hits[place][length] + weight * prior) / (trials[place][length] + weight);
+    }
+};
+
+struct History {  // the last `capacity` tokens written; number s, from 1 on, lies at s % capacity
+    int64_t capacity, count, num_heads;
+    int64_t *tokens, *owners, *before, *after;  // [capacity]; before and after: numbers in the same text, 0: none
+    int64_t *older;                             // [2, capacity]: the number before with the same last tokens
+    int64_t *heads;                             // [2, num_heads]: the latest number with that hash
+
+    bool holds(int64_t number) const { return number > 0 && number > count - capacity; }
+    int64_t at(int64_t number) const { return number & (capacity - 1); }
+    int64_t previous(int64_t number) const {
+        const int64_t found = before[at(number)];
+        return holds(found) ? found : 0;
+    }
+    int64_t next(int64_t number) const { return after[at(number)]; }  // younger than what is kept, so kept
+    int64_t& head(int order, uint64_t hash) { return heads[order * num_heads + (hash & (num_heads - 1))]; }
+};
+
+uint64_t mixed(uint64_t hash, int64_t token) {
+    hash = (hash ^ static_cast<uint64_t>(token)) * 0x9E3779B97F4A7C15ull;
+    return hash ^ (hash >> 29);
+}
+
+int64_t add(History& h, int64_t owner, int64_t last, const int64_t* tokens, int64_t length) {
+    for (int64_t i = 0; i < length; i++) {
+        const int64_t number = ++h.count, slot = h.at(number);
+        last = h.holds(last) ? last : 0;
+        h.tokens[slot] = tokens[i], h.owners[slot] = owner, h.before[slot] = last, h.after[slot] = 0;
+        if (last) h.after[h.at(last)] = number;
+        last = number;
+        uint64_t hash = 0;
+        int64_t back = number;
+        for (int64_t n = 1; n <= LONG && back; n++, back = h.previous(back)) {
+            hash = mixed(hash, h.tokens[h.at(back)]);
+            for (int order = 0; order < 2; order++) {
+                if (n != ORDERS[order]) continue;
+                int64_t& head = h.head(order, hash);
+                h.older[order * h.capacity + slot] = head, head = number;
+            }
+        }
+    }
+    return last;
+}
+
+struct Search {
+    const double* prior;  // [PLACES, LENGTHS]
+    double prior_trials, global_trials;
+    const Counts *common, *own;  // of all requests and of this one; own: null where nothing was counted
+    const int64_t* tokens;       // [length]
+    int64_t length, depth;
+    double least;
+    int64_t looks_up;  // whether the text itself is searched
+    History* history;  // null: none is searched
+    int64_t owner;     // whose tokens in it are no matches
+    // What is written, of BOTH * depth + 1 nodes at most; of two rows the first is the text's, the second the history's.
+    int64_t *node_tokens, *parents, *depths, *places[2], *lengths[2];
+    double *probs, *values;
+};
+
+struct Match {
+    int64_t end, length;  // end: a position in the text, or a number in the history
+};
+
+double rate(const Search& s, int64_t place, int64_t length) {
+    const double common = s.common->rate(place, length, s.prior[place * LENGTHS + length], s.prior_trials);
+    return s.own ? s.own->rate(place, length, common, s.global_trials) : common;
+}
+
+// Keeps the longest matches, of equally long ones those that came first; returns how many there are.
+int64_t keep(Match* best, int64_t found, int64_t most, Match match) {
+    if (found == most && match.length <= best[found - 1].length) return found;
+    int64_t at = found < most ? found++ : found - 1;
+    for (; at && best[at - 1].length < match.length; at--) best[at] = best[at - 1];
+    best[at] = match;
+    return found;
+}
+
+// The longest matches in the text, of equally long ones the most recent first; returns how many.
+int64_t find(const Search& s, Match* best) {
+    const int64_t last = s.length - 1, longest = std::min<int64_t>(MAX_MATCH, last);
+    int64_t found = 0;
+    for (int64_t end = last - 1; end >= 0; end--) {
+        if (s.tokens[end] != s.tokens[last]) continue;
+        int64_t length = 1;
+        while (length < longest && length <= end && s.tokens[end - length] == s.tokens[last - length]) length++;
+        found = keep(best, found, MATCHES, {end, length});
+        if (found == MATCHES && best[found - 1].length == longest) break;
+    }
+    return found;
+}
+
+// The same in the history, among the latest STEPS places where LONG tokens, or else SHORT, stand as at the text's end.
+int64_t find_past(const Search& s, Match* best) {
+    History& h = *s.history;
+    int64_t found = 0;
+    for (int order = 1; order >= 0 && !found; order--) {
+        const int64_t least = ORDERS[order], longest = std::min<int64_t>(MAX_MATCH, s.length);
+        if (s.length < least) continue;
+        uint64_t hash = 0;
+        for (int64_t i = 0; i < least; i++) hash = mixed(hash, s.tokens[s.length - 1 - i]);
+        int64_t number = h.head(order, hash);
+        for (int64_t steps = 0; steps < STEPS && h.holds(number); number = h.older[order * h.capacity + h.at(number)]) {
+            int64_t length = 0;
+            for (int64_t back = number; back && length < longest; back = h.previous(back), length++)
+                if (h.tokens[h.at(back)] != s.tokens[s.length - 1 - length]) break;
+            if (length < least) continue;  // of the same hash, or its beginning was overwritten
+            steps++;
+            if (h.owners[h.at(number)] == s.owner || !h.next(number)) continue;
+            found = keep(best, found, PAST_MATCHES, {number, length});
+        }
+    }
+    return found;
+}
+
+struct Node {
+    int64_t token, parent, depth, places[2], lengths[2], votes;
+    double prob, value;
+};
+
+struct Trie {
+    const Search& s;
+    Match matches[BOTH];
+    int64_t own, count;   // matches in the text; in both
+    int64_t place[BOTH];  // the number that a match in the history has reached
+    int64_t at[BOTH];     // the node that each match has reached; -1: it has ended
+    std::vector<Node>& nodes;
+
+    // One more level: first which nodes there are, and who proposes them, then how probable they are.
+    void grow(int64_t level) {
+        const int64_t first = nodes.size(), last = s.length - 1;
+        for (int64_t m = 0; m < count; m++) {
+            if (at[m] < 0) continue;
+            const int64_t above = at[m];
+            int64_t token;
+            if (m < own) {  // a continuation that reaches the end of the text goes on as a loop
+                token = s.tokens[matches[m].end + 1 + level % (last - matches[m].end)];
+            } else if ((place[m] = s.history->next(place[m]))) {
+                token = s.history->tokens[s.history->at(place[m])];
+            } else {
+                at[m] = -1;
+                continue;
+            }
+            int64_t node = first, siblings = 0;
+            for (; node < static_cast<int64_t>(nodes.size()); node++) {
+                if (nodes[node].parent != above) continue;
+                if (nodes[node].token == token) break;
+                siblings++;
+            }
+            if (node == static_cast<int64_t>(nodes.size()))
+                nodes.push_back({token, above, level + 1, {-1, -1}, {-1, -1}, 0, 0.0, 0.0});
+            Node& child = nodes[node];
+            const bool past = m >= own;
+            child.votes += past;
+            if (child.lengths[past] < 0) {
+                child.lengths[past] = std::min<int64_t>(matches[m].length + level, MAX_MATCH);
+                if (!past) child.places[0] = std::min<int64_t>(siblings, OWN_PLACES - 1);
+            }
+            at[m] = node;
+        }
+        for (size_t node = first; node < nodes.size(); node++) {
+            Node& child = nodes[node];
+            if (child.votes) child.places[1] = past_place(node, first);
+            for (int source = 0; source < 2; source++)
+                if (child.places[source] >= 0)
+                    child.prob = std::max(child.prob, rate(s, child.places[source], child.lengths[source]));
+            child.value = child.prob * nodes[child.parent].value;
+        }
+    }
+
+    // What the votes of the matches in the history make of a guess.
+    int64_t past_place(int64_t node, int64_t first) const {
+        const int64_t votes = nodes[node].votes;
+        int64_t total = 0, rank = 0;
+        for (int64_t other = first; other < static_cast<int64_t>(nodes.size()); other++) {
+            if (nodes[other].parent != nodes[node].parent) continue;
+            total += nodes[other].votes;
+            rank += nodes[other].votes > votes || (nodes[other].votes == votes && other < node);
+        }
+        if (votes == total) return total == 1 ? SOLE : UNANIMOUS;
+        if (rank == 0) return 3 * votes >= 2 * total ? MAJORITY : PLURALITY;
+        return rank == 1 ? SECOND : LATER;
+    }
+};
+
+int64_t search(const Search& s) {
+    static thread_local std::vector<Node> nodes;
+    static thread_local std::vector<int64_t> order, place;
+    nodes.clear();
+    Trie trie{s, {}, 0, 0, {}, {}, nodes};
+    trie.own = s.looks_up ? find(s, trie.matches) : 0;
+    trie.count = trie.own + (s.history ? find_past(s, trie.matches + trie.own) : 0);
+    if (!trie.count) return 0;
+    for (int64_t m = trie.own; m < trie.count; m++) trie.place[m] = trie.matches[m].end;
+    nodes.push_back({s.tokens[s.length - 1], -1, 0, {0, 0}, {0, 0}, 0, 1.0, 1.0});
+    for (int64_t level = 0; level < s.depth; level++) {
+        trie.grow(level);
+        if (level == 0) {
+            double best = 0.0;
+            for (const Node& node : nodes) best = node.parent == 0 ? std::max(best, node.prob) : best;
+            if (best < s.least) return 0;
+        }
+    }
+    order.resize(nodes.size()), place.resize(nodes.size());
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(), [](int64_t a, int64_t b) { return nodes[a].value > nodes[b].value; });
+    for (size_t i = 0; i < order.size(); i++) {
+        const Node& node = nodes[order[i]];
+        place[order[i]] = i;
+        s.node_tokens[i] = node.token, s.parents[i] = i ? place[node.parent] : -1, s.depths[i] = node.depth;
+        s.probs[i] = node.prob, s.values[i] = node.value;
+        for (int source = 0; source < 2; source++)
+            s.places[source][i] = node.places[source], s.lengths[source][i] = node.lengths[source];
+    }
+    return nodes.size();
+}
+
+}  // namespace
+
+extern "C" {
+
+// Appends tokens of a text behind its token of number `last` (0: it begins); returns the number of the last one.
+int64_t treespec_history_add(History* h, int64_t owner, int64_t last, const int64_t* tokens, int64_t length) {
+    return add(*h, owner, last, tokens, length);
+}
+
+// Writes the tree and returns how many nodes it has, the root included; 0 without a match, or where the most probable
+// first guess is less probable than `least`.
+int64_t treespec_lookup(const Search* s) { return search(*s); }
+
+// Counts the guesses below every node of a path: one of them held, or none. places and lengths: [2, nodes], -1 where
+// the source did not propose the node.
+void treespec_lookup_count(const int64_t* parents, const int64_t* places, const int64_t* lengths, int64_t nodes,
+                           const int64_t* path, int64_t path_length, Counts* common, Counts* own) {
+    std::vector<uint8_t> on_path(nodes, 0);
+    for (int64_t i = 0; i < path_length; i++) on_path[path[i]] = 1;
+    int64_t trials[PLACES][LENGTHS] = {}, hits[PLACES][LENGTHS] = {};
+    for (int64_t node = 1; node < nodes; node++) {
+        if (!on_path[parents[node]]) continue;
+        for (int64_t cell = node; cell < 2 * nodes; cell += nodes) {
+            if (places[cell] < 0) continue;
+            trials[places[cell]][lengths[cell]]++;
+            hits[places[cell]][lengths[cell]] += on_path[node];
+        }
+    }
+    for (Counts* counts : {common, own})
+        for (int64_t place = 0; place < PLACES; place++)
+            for (int64_t length = 0; length < LENGTHS; length++) {
+                counts->trials[place][length] += trials[place][length];
+                counts->hits[place][length] += hits[place][length];
+            }
+}
+
+}  // extern "C"

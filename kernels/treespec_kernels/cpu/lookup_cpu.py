@@ -1,0 +1,211 @@
+"""Prompt lookup in one call of C++: the search for earlier occurrences of a text's end, in itself and in a history of
+texts, and the tree of what followed.
+
+The source is `lookup_cpu.cpp`; the specifications are `search` in treespec/drafters/lookup/lookup_drafter.py and
+`History` in treespec/drafters/lookup/history.py. Addresses of what stays where it is are taken once.
+"""
+
+import ctypes
+import functools
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from treespec_kernels.cpu.cpu_library import address_of, compile_library
+
+MAX_MATCH = 12  # longer matches count as this long
+MATCHES, PAST_MATCHES = 6, 16  # in the text and in the history, whose continuations are proposed
+# What is told apart of a guess. In the text: its place among siblings, of which the third stands for all later ones. In
+# the history, by the matches that go on to it: the only one; all of several; the most, two thirds of them or fewer; the
+# second most; fewer.
+PLACES, OWN_PLACES = 9, 3
+ORDERS = SHORT, LONG = 3, 6  # tokens that a match in the history has at least; the longer ones are looked for first
+BYTES_PER_TOKEN = 64  # of the history: eight numbers
+STEPS = 64  # of the latest occurrences in the history that are looked at
+
+_SOURCE = Path(__file__).with_name("lookup_cpu.cpp")
+_INTS = ("node_tokens", "parents", "depths", "own_places", "past_places", "own_lengths", "past_lengths")
+_FLOATS = ("probs", "values")
+
+
+class _Search(ctypes.Structure):
+    _fields_ = (
+        ("prior", ctypes.c_void_p),
+        ("prior_trials", ctypes.c_double),
+        ("global_trials", ctypes.c_double),
+        ("common", ctypes.c_void_p),
+        ("own", ctypes.c_void_p),
+        ("tokens", ctypes.c_void_p),
+        ("length", ctypes.c_int64),
+        ("depth", ctypes.c_int64),
+        ("least", ctypes.c_double),
+        ("looks_up", ctypes.c_int64),
+        ("history", ctypes.c_void_p),
+        ("owner", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in (*_INTS, *_FLOATS)),
+    )
+
+
+class _History(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("capacity", "count", "num_heads")),
+        *((name, ctypes.c_void_p) for name in ("tokens", "owners", "before", "after", "older", "heads")),
+    )
+
+
+@functools.cache
+def lookup_library(compiler: tuple[str, ...], folder: Path) -> ctypes.CDLL:
+    """The library, as `compile_library`."""
+    sizes = [
+        f"-D{name}={value}"
+        for name, value in {
+            "MAX_MATCH": MAX_MATCH,
+            "MATCHES": MATCHES,
+            "PLACES": PLACES,
+            "OWN_PLACES": OWN_PLACES,
+            "PAST_MATCHES": PAST_MATCHES,
+            "SHORT": SHORT,
+            "LONG": LONG,
+            "STEPS": STEPS,
+        }.items()
+    ]
+    library = compile_library(compiler, (_SOURCE,), sizes, folder)
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    library.treespec_lookup.argtypes, library.treespec_lookup.restype = (pointer,), number
+    library.treespec_lookup_count.argtypes = (pointer, pointer, pointer, number, pointer, number, pointer, pointer)
+    library.treespec_lookup_count.restype = None
+    library.treespec_history_add.argtypes = (pointer, number, number, pointer, number)
+    library.treespec_history_add.restype = number
+    return library
+
+
+class Found(NamedTuple):
+    """A tree of guesses, numbered by falling value; arrays of [num_nodes], int64, and float64 the last two.
+
+    Attributes:
+        tokens, parents, depths: as `TokenTree` has them.
+        places, lengths: [2, num_nodes], what is told apart of each node, and how long the match is that it follows: in
+            the text, and in the history; -1 where it was not proposed there. The root's are 0.
+        probs: that the text goes on to this node from its parent.
+        values: products of them along the path.
+    """
+
+    tokens: np.ndarray
+    parents: np.ndarray
+    depths: np.ndarray
+    places: np.ndarray
+    lengths: np.ndarray
+    probs: np.ndarray
+    values: np.ndarray
+
+
+class CompiledHistory:
+    """`History` in C++.
+
+    Args:
+        library: from `lookup_library`.
+        capacity: tokens, a power of two. A token takes BYTES_PER_TOKEN, once it was written.
+    """
+
+    def __init__(self, library: ctypes.CDLL, capacity: int):
+        self._add = library.treespec_history_add
+        names = ("tokens", "owners", "before", "after")
+        # Zeros that the system hands out when they are first touched.
+        self._held = {name: np.zeros(capacity, dtype=np.int64) for name in names}
+        self._held |= {name: np.zeros(2 * capacity, dtype=np.int64) for name in ("older", "heads")}
+        addresses = {name: address_of(array) for name, array in self._held.items()}
+        self._history = _History(capacity=capacity, count=0, num_heads=capacity, **addresses)
+        self.address = ctypes.addressof(self._history)
+
+    def add(self, owner: int, last: int, tokens: np.ndarray) -> int:
+        """As `History.add`; `tokens` int64 [length], contiguous."""
+        return self._add(self.address, owner, last, address_of(tokens), len(tokens))
+
+    def __len__(self) -> int:
+        return min(self._history.count, self._history.capacity)
+
+
+class LookupSearch:
+    """Searches texts with what was counted so far.
+
+    Args:
+        library: from `lookup_library`.
+        prior: float64 [PLACES, MAX_MATCH + 1], probability that a guess holds, before any was seen.
+        prior_trials, global_trials: what the prior counts for against the counts of all requests, and these against a
+            request's own.
+        common: float64 [2, PLACES, MAX_MATCH + 1], guesses of all requests and how many of them held.
+        history: that is searched beside each text, or None.
+    """
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        prior: np.ndarray,
+        prior_trials: float,
+        global_trials: float,
+        common: np.ndarray,
+        history: CompiledHistory | None,
+    ):
+        assert prior.shape == common.shape[1:] == (PLACES, MAX_MATCH + 1) and prior.dtype == common.dtype == np.float64
+        self._library, self._held = library, (prior, common, history)
+        self._history = None if history is None else history.address
+        self._search = _Search(
+            prior=address_of(prior, np.float64),
+            prior_trials=prior_trials,
+            global_trials=global_trials,
+            common=address_of(common, np.float64),
+        )
+        self._address = ctypes.addressof(self._search)
+        self._make_room(0)
+
+    def search(
+        self, tokens: int, length: int, depth: int, own: int | None, least: float, looks_up: bool, owner: int | None
+    ) -> Found | None:
+        """The tree of what followed the best matches; None without one, or where the best guess is too improbable.
+
+        Args:
+            tokens: address of the text, int64 [length].
+            length: of it, at least 1.
+            depth: of the tree, at least 1.
+            own: address of what was counted of this text, as `common`; None: nothing.
+            least: probability that the best first guess must have.
+            looks_up: whether the text itself is searched.
+            owner: whose tokens in the history are no matches; None: it is not searched.
+        """
+        most = (MATCHES + PAST_MATCHES) * depth + 1
+        if most > self._ints.shape[1]:
+            self._make_room(most)
+        search = self._search
+        search.tokens, search.length, search.depth, search.own, search.least = tokens, length, depth, own, least
+        search.looks_up, search.history, search.owner = looks_up, None, 0
+        if owner is not None:
+            search.history, search.owner = self._history, owner
+        count = self._library.treespec_lookup(self._address)
+        if not count:
+            return None
+        ints = self._ints[:, :count].copy()
+        return Found(*ints[:3], ints[3:5], ints[5:], *self._floats[:, :count].copy())
+
+    def count(self, found: Found, path: np.ndarray, own: np.ndarray) -> None:
+        """Count the guesses below every node of `path`, int64 [length] of node indices: one of them held, or none.
+
+        `own` is counted into beside `common`, and of its shape.
+        """
+        parents, row = address_of(found.parents), found.parents.nbytes  # rows of one array
+        self._library.treespec_lookup_count(
+            parents,
+            parents + 2 * row,
+            parents + 4 * row,
+            len(found.parents),
+            address_of(path),
+            len(path),
+            self._search.common,
+            address_of(own, np.float64),
+        )
+
+    def _make_room(self, nodes: int) -> None:
+        self._ints, self._floats = np.empty((len(_INTS), nodes), dtype=np.int64), np.empty((len(_FLOATS), nodes))
+        for names, arrays, kind in ((_INTS, self._ints, np.int64), (_FLOATS, self._floats, np.float64)):
+            for name, array in zip(names, arrays, strict=True):
+                setattr(self._search, name, address_of(array, kind))

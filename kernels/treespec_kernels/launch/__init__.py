@@ -1,0 +1,1 @@
+"""What Triton launches share: checks, CUDA graphs, programmatic launches, pointwise functions."""

@@ -1,0 +1,267 @@
+"""LM head: the logits of every row, and of each block of the vocabulary its best token and its share of the softmax.
+
+logits = x W^T with fp32 accumulators and one rounding to the dtype, behind a soft cap where the model has one. The
+summary of a block of `block_n` tokens is of the *rounded* logits, because those are what a consumer of the logits sees:
+their maximum, its first token, and the sum of exp(logit - maximum). Greedy choice, top-k and log-sum-exp then read
+vocab / block_n numbers of a row, not vocab.
+
+The weights stream once for up to `block_m` rows, and the bits of a row depend on the configuration alone: one tile for
+every number of rows, the whole of K in one program, never split. A retune may change bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from treespec_kernels.launch.triton_launch import check_last_strides, check_launch, launch_options, require_triton
+from treespec_kernels.linear.activations import soft_cap
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class BlockStats(NamedTuple):
+    """Of each row and each block of consecutive tokens; a NaN counts as +inf.
+
+    values: [rows, num_blocks] float32, the maximum. tokens: [rows, num_blocks] int32, the first token that has it.
+    sums: [rows, num_blocks] float32, the sum of exp(v - maximum), where an infinite maximum counts as 0.
+    """
+
+    values: torch.Tensor
+    tokens: torch.Tensor
+    sums: torch.Tensor
+
+    @classmethod
+    def empty(cls, num_rows: int, num_blocks: int, device: torch.device | str) -> BlockStats:
+        """Buffers for the summary of `num_rows` rows; num_blocks = ceil(vocab / block_n)."""
+        values, sums = (torch.empty(num_rows, num_blocks, dtype=torch.float32, device=device) for _ in range(2))
+        return cls(values, torch.empty(num_rows, num_blocks, dtype=torch.int32, device=device), sums)
+
+
+class LmHead(NamedTuple):
+    """logits: [rows, vocab] in the dtype of x. stats: of the logits as they were rounded."""
+
+    logits: torch.Tensor
+    stats: BlockStats
+
+
+@dataclass(frozen=True)
+class LmHeadConfig:
+    """What the bits depend on beside the inputs: frozen for an engine's life, launch options included.
+
+    Args:
+        block_m: rows of a tile. Each further tile of rows reads the weights again, from L2.
+        block_n: tokens of a tile, and of a block of the summary.
+        block_k: how much of the hidden size is multiplied at a time.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    fixed_order_dot: bool = False  # for tests in the interpreter, whose dot is BLAS and not row-invariant
+
+    def __post_init__(self) -> None:
+        for name in ("block_m", "block_n", "block_k"):
+            size = getattr(self, name)
+            if size < 16 or size & (size - 1):
+                raise ValueError(f"{name} is {size}; it must be a power of two, 16 or more")
+
+    @classmethod
+    def default(cls, dtype: torch.dtype, vocab_size: int, hidden_size: int) -> LmHeadConfig:
+        """The shipped configuration.
+
+        M = 64 is one `wgmma` on sm_90, and its 64 rows read the weights once; three blocks of 72 KB then share a
+        multiprocessor and keep 48 KB of weights in flight. A small vocabulary takes narrow tiles, to have one for
+        each multiprocessor. float32 has no exact matrix instruction; its tiles are those that spill nowhere.
+
+        Raises:
+            ValueError: a dtype or size that is not supported.
+        """
+        if dtype not in _DTYPES:
+            raise ValueError(f"dtype {dtype} is not supported; use float16, bfloat16 or float32")
+        for name, size in (("vocab_size", vocab_size), ("hidden_size", hidden_size)):
+            if size < 1:
+                raise ValueError(f"{name} is {size}; it must be 1 or more")
+        if dtype == torch.float32:
+            return cls(block_m=16, block_n=32, block_k=32, num_warps=4, num_stages=3)
+        if vocab_size < _LARGE_VOCAB:
+            return cls(block_m=64, block_n=32, block_k=64 if hidden_size <= 64 else 128, num_warps=4, num_stages=3)
+        return cls(block_m=64, block_n=128, block_k=64, num_warps=4, num_stages=3)
+
+    @classmethod
+    def candidates(cls, dtype: torch.dtype, vocab_size: int, hidden_size: int) -> list[LmHeadConfig]:
+        """What a sweep on a GPU tries, the default first."""
+        tiles: list[tuple[int, int, int, int, int]]
+        if dtype == torch.float32:
+            tiles = [(16, 32, 64, 4, 3), (16, 64, 32, 4, 3), (16, 64, 32, 8, 3), (32, 32, 32, 4, 3)]
+        elif vocab_size < _LARGE_VOCAB:
+            tiles = [(m, n, k, 4, 3) for m in (16, 64) for n in (16, 32, 64) for k in (64, 128)]
+        else:
+            tiles = [(64, 128, 64, 4, 4), (64, 128, 64, 8, 3), (64, 128, 128, 8, 2), (64, 128, 128, 8, 3)]
+            tiles += [(64, 64, 64, 4, 4), (64, 64, 128, 4, 3), (64, 256, 64, 8, 3), (64, 256, 64, 8, 4)]
+            tiles += [(32, 128, 64, 4, 4), (16, 128, 64, 4, 5), (16, 128, 128, 4, 3)]
+            tiles += [(128, 128, 64, 8, 3)]
+        default = cls.default(dtype, vocab_size, hidden_size)
+        return [default] + [config for tile in tiles if (config := cls(*tile)) != default]
+
+
+_LARGE_VOCAB = 1 << 15  # from here on, tiles of 128 tokens fill 256 programs
+
+
+def block_stats_ref(values: torch.Tensor, block: int) -> BlockStats:
+    """The summary of `values`, [rows, vocab] of any float dtype, in blocks of `block` tokens. Eager torch, fp32."""
+    plain = values.float().masked_fill(values.isnan(), float("inf"))
+    blocks = list(plain.split(block, dim=1))
+    best = torch.stack([b.amax(dim=1) for b in blocks], dim=1)
+    tokens = torch.stack([b.argmax(dim=1) + i * block for i, b in enumerate(blocks)], dim=1)
+    shift = best.masked_fill(best.isinf(), 0.0)
+    sums = torch.stack([(b - shift[:, i, None]).exp().sum(dim=1) for i, b in enumerate(blocks)], dim=1)
+    return BlockStats(best, tokens.int(), sums)
+
+
+def lm_head_ref(
+    x: torch.Tensor, weight: torch.Tensor, *, config: LmHeadConfig | None = None, logit_cap: float | None = None
+) -> LmHead:
+    """The specification: one fp32 product, rounded once, and the summary of what was rounded.
+
+    Args:
+        x: [rows, hidden], or [groups, rows, hidden] with rows of a group next to each other; float16, bfloat16 or
+            float32.
+        weight: [vocab, hidden], or [groups, vocab, hidden], in the dtype of x.
+        config: `block_n` is the number of tokens of a block; None takes `LmHeadConfig.default`.
+        logit_cap: c, where logits x become c tanh(x / c); None: they stay.
+
+    Returns:
+        LmHead with groups * rows rows.
+
+    Raises:
+        ValueError: a shape, dtype or device that does not fit.
+    """
+    check_lm_head(x, weight, logit_cap)
+    vocab, hidden = weight.shape[-2:]
+    config = config or LmHeadConfig.default(x.dtype, vocab, hidden)
+    logits = x.float() @ weight.float().mT
+    logits = (logits if logit_cap is None else soft_cap(logits, logit_cap)).to(x.dtype).reshape(-1, vocab)
+    return LmHead(logits, block_stats_ref(logits, config.block_n))
+
+
+def lm_head_triton(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    config: LmHeadConfig | None = None,
+    logit_cap: float | None = None,
+    logits: torch.Tensor | None = None,
+    stats: BlockStats | None = None,
+    pdl: bool = False,
+) -> LmHead:
+    """The same on a GPU in one launch; x and weight as in `lm_head_ref`, contiguous over hidden.
+
+    Args:
+        logits: [groups * rows, vocab] in the dtype of x, contiguous over the vocabulary, to write into.
+        stats: buffers to write into, as of `BlockStats.empty`. With both nothing is allocated.
+        pdl: launched as `launch_options` says.
+
+    Raises:
+        ValueError: a shape, dtype, stride or device that does not fit, or triton that cannot run here.
+    """
+    check_lm_head(x, weight, logit_cap)
+    vocab, hidden = weight.shape[-2:]
+    config = config or LmHeadConfig.default(x.dtype, vocab, hidden)
+    grouped_x = x if x.dim() == 3 else x[None]
+    grouped_weight = weight if weight.dim() == 3 else weight[None]
+    groups, num_rows = grouped_x.shape[:2]
+    if logits is None:
+        logits = torch.empty(groups * num_rows, vocab, dtype=x.dtype, device=x.device)
+    num_blocks = -(-vocab // config.block_n)
+    if stats is None:
+        stats = BlockStats.empty(groups * num_rows, num_blocks, x.device)
+    _check_outputs(x, groups * num_rows, vocab, num_blocks, logits, stats)
+    check_last_strides(x=x, weight=weight, logits=logits)
+    if groups > 1 and grouped_x.stride(0) != num_rows * grouped_x.stride(1):
+        raise ValueError(
+            f"x has stride {grouped_x.stride(0)} over groups and {grouped_x.stride(1)} over {num_rows} rows; "
+            "rows of consecutive groups must follow each other"
+        )
+    require_triton("lm_head")
+    from treespec_kernels.linear import lm_head_kernels as kernels
+
+    check_launch("lm_head", kernels.project_to_vocab, x)
+    if groups * num_rows == 0:
+        return LmHead(logits, stats)
+    kernels.project_to_vocab[(-(-num_rows // config.block_m), num_blocks, groups)](
+        x,
+        weight,
+        logits,
+        *stats,
+        logit_cap or 0.0,
+        num_rows,
+        grouped_x.stride(1),
+        grouped_weight.stride(0),
+        grouped_weight.stride(1),
+        logits.stride(0),
+        VOCAB=vocab,
+        HIDDEN=hidden,
+        HAS_CAP=logit_cap is not None,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        FIXED_ORDER_DOT=config.fixed_order_dot,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        enable_fp_fusion=False,
+        **launch_options(pdl),
+    )
+    return LmHead(logits, stats)
+
+
+def _check_outputs(
+    x: torch.Tensor, num_rows: int, vocab: int, num_blocks: int, logits: torch.Tensor, stats: BlockStats
+) -> None:
+    if (tuple(logits.shape), logits.dtype, logits.device) != ((num_rows, vocab), x.dtype, x.device):
+        raise ValueError(
+            f"logits is {list(logits.shape)} {logits.dtype} on {logits.device}; "
+            f"expected {[num_rows, vocab]} {x.dtype} on {x.device}"
+        )
+    check_block_stats(stats, num_rows, num_blocks, x.device)
+
+
+def check_block_stats(stats: BlockStats, num_rows: int, num_blocks: int, device: torch.device) -> None:
+    """Raises ValueError where a summary is not that of `num_rows` rows in `num_blocks` blocks."""
+    for name, tensor in stats._asdict().items():
+        dtype = torch.int32 if name == "tokens" else torch.float32
+        if (tuple(tensor.shape), tensor.dtype, tensor.device) != ((num_rows, num_blocks), dtype, device):
+            raise ValueError(
+                f"stats.{name} is {list(tensor.shape)} {tensor.dtype} on {tensor.device}; "
+                f"expected {[num_rows, num_blocks]} {dtype} on {device}"
+            )
+        if not tensor.is_contiguous():
+            raise ValueError(f"stats.{name} has strides {list(tensor.stride())}; make it contiguous")
+
+
+def check_lm_head(x: torch.Tensor, weight: torch.Tensor, logit_cap: float | None = None) -> None:
+    """Host-side checks of shapes, dtypes and devices; values on a device are never read."""
+    if logit_cap is not None and not logit_cap > 0:
+        raise ValueError(f"logit_cap is {logit_cap}; it must be above 0, or None for no cap")
+    if x.dim() not in (2, 3):
+        raise ValueError(f"x has shape {list(x.shape)}; expected [rows, hidden] or [groups, rows, hidden]")
+    if weight.dim() != x.dim() or weight.shape[:-2] != x.shape[:-2]:
+        expected = ["vocab", "hidden"] if x.dim() == 2 else [x.shape[0], "vocab", "hidden"]
+        raise ValueError(
+            f"weight has shape {list(weight.shape)}; expected [{', '.join(map(str, expected))}] as x has "
+            f"{list(x.shape)}"
+        )
+    if weight.shape[-1] != x.shape[-1]:
+        raise ValueError(f"weight has hidden size {weight.shape[-1]} and x {x.shape[-1]}; they must be equal")
+    if 0 in weight.shape:
+        raise ValueError(f"weight has shape {list(weight.shape)}; no size may be 0")
+    if x.dtype not in _DTYPES:
+        raise ValueError(f"x has dtype {x.dtype}; use torch.float16, torch.bfloat16 or torch.float32")
+    if weight.dtype != x.dtype:
+        raise ValueError(f"weight has dtype {weight.dtype} and x {x.dtype}; they must be equal")
+    if weight.device != x.device:
+        raise ValueError(f"weight is on {weight.device} and x on {x.device}; move it there")

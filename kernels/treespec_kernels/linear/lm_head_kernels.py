@@ -1,0 +1,124 @@
+"""Triton kernel of the LM head. Import this module only where triton is installed."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import triton
+import triton.language as tl
+
+from treespec_kernels.aot.kernel_spec import KernelShape, KernelSpec
+from treespec_kernels.launch.pointwise import soft_cap
+from treespec_kernels.launch.predecessors import wait_for_predecessors
+from treespec_kernels.linear.dot import dot
+from treespec_kernels.linear.lm_head import LmHeadConfig
+
+
+@triton.jit
+def summary(values):
+    """Of float32 [n, block]: the maximum, the first index that has it, and the sum of exp(v - maximum), each [n].
+
+    The sum takes an infinite maximum as 0: -inf - -inf would be NaN.
+    """
+    best, at = tl.max(values, axis=1, return_indices=True, return_indices_tie_break_left=True)
+    shift = tl.where((best > float("-inf")) & (best < float("inf")), best, 0.0)
+    return best, at, tl.sum(tl.exp(values - shift[:, None]), axis=1)
+
+
+# The number of rows follows the batch: one binary serves every pass.
+@triton.jit(do_not_specialize=["num_rows"])
+def project_to_vocab(
+    x,  # [groups, num_rows, HIDDEN], as one matrix of rows
+    weight,  # [groups, VOCAB, HIDDEN]
+    logits,  # [groups * num_rows, VOCAB]
+    best_values,  # [groups * num_rows, num_programs(1)] fp32, as sums
+    best_tokens,  # int32
+    sums,
+    logit_cap,
+    num_rows,
+    stride_x,
+    stride_weight_group,
+    stride_weight,
+    stride_logits,
+    VOCAB: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    FIXED_ORDER_DOT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program owns one tile of rows and one block of tokens, over the whole of K.
+
+    Tiles of rows are the fastest axis of the grid: those that read the same weights run together and find them in L2.
+    """
+    wait_for_predecessors(PDL)
+    i_block = tl.program_id(1)
+    i_group = tl.program_id(2).to(tl.int64)
+    o_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    o_n = i_block * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_k = tl.arange(0, BLOCK_K)
+    m_m = o_m < num_rows
+    m_n = o_n < VOCAB
+    row = i_group * num_rows + o_m
+    # Past the vocabulary the last token is read again: no mask over tokens in the loop, and none is stored.
+    o_weight = o_n if VOCAB % BLOCK_N == 0 else tl.minimum(o_n, VOCAB - 1)
+    p_x = x + row[:, None] * stride_x + o_k[None, :]
+    p_weight = weight + i_group * stride_weight_group + o_weight.to(tl.int64)[:, None] * stride_weight + o_k[None, :]
+    b_acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for k in range(0, HIDDEN, BLOCK_K):
+        if HIDDEN % BLOCK_K == 0:
+            b_x = tl.load(p_x + k, mask=m_m[:, None], other=0.0)
+            b_weight = tl.load(p_weight + k)
+        else:
+            m_k = (k + o_k < HIDDEN)[None, :]
+            b_x = tl.load(p_x + k, mask=m_m[:, None] & m_k, other=0.0)
+            b_weight = tl.load(p_weight + k, mask=m_k, other=0.0)
+        b_acc = dot(b_x, tl.trans(b_weight), b_acc, FIXED_ORDER_DOT)
+
+    if HAS_CAP:
+        b_acc = soft_cap(b_acc, logit_cap)
+    b_logits = b_acc.to(logits.dtype.element_ty)
+    values = b_logits.to(tl.float32)
+    values = tl.where(values == values, values, float("inf"))  # a NaN must not get lost in comparisons
+    values = tl.where(m_n[None, :], values, float("-inf"))
+    best, at, b_sums = summary(values)
+    o_stats = row * tl.num_programs(1) + i_block
+    tl.store(best_values + o_stats, best, mask=m_m)
+    tl.store(best_tokens + o_stats, i_block * BLOCK_N + at, mask=m_m)
+    tl.store(sums + o_stats, b_sums, mask=m_m)
+    tl.store(logits + row[:, None] * stride_logits + o_n[None, :], b_logits, mask=m_m[:, None] & m_n[None, :])
+
+
+def aot_specs(shape: KernelShape, target: str | None = None) -> list[KernelSpec]:
+    """The default configuration for the model's vocabulary."""
+    config = LmHeadConfig.default(shape.dtype, shape.vocab_size, shape.hidden_size)
+    return [aot_spec(shape, config)]
+
+
+def aot_spec(shape: KernelShape, config: LmHeadConfig) -> KernelSpec:
+    """One configuration."""
+    return KernelSpec(
+        kernel=project_to_vocab,
+        types=dict.fromkeys(("x", "weight", "logits"), f"*{shape.element}")
+        | {"best_values": "*fp32", "sums": "*fp32", "logit_cap": "fp32"},
+        constants={
+            "VOCAB": shape.vocab_size,
+            "HIDDEN": shape.hidden_size,
+            "HAS_CAP": shape.capped,
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "BLOCK_K": config.block_k,
+            "FIXED_ORDER_DOT": False,
+            "PDL": False,
+        },
+        options={"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False},
+        config={
+            "dtype": shape.element,
+            "vocab_size": shape.vocab_size,
+            "hidden_size": shape.hidden_size,
+            "cap": shape.capped,
+        }
+        | asdict(config),
+    )

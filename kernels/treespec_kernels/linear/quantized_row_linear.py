@@ -1,0 +1,133 @@
+"""Partial sums of row-invariant linear layers with quantised weights; `row_linear` is what calls it.
+
+The sums of every split of K are written in fp32, whatever follows: bias, activation and residual are the business of
+the kernel that adds them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import torch
+
+from treespec_kernels.launch.triton_launch import check_launch, launch_options, require_triton, shared_bytes
+from treespec_kernels.linear.quantized import QuantizedWeight, WeightForm
+from treespec_kernels.linear.row_linear_config import MULTIPROCESSORS, RowLinearConfig
+
+# What is compiled ahead of time where no form is named: int8 by channel, int4 by group, and as AWQ has it.
+AOT_FORMS = (WeightForm(8), WeightForm(4, 128), WeightForm(4, 128, True))
+
+
+def quantized_default(
+    dtype: torch.dtype, out_features: int, in_features: int, group: int, bits: int, target: str | None = None
+) -> RowLinearConfig:
+    """The shipped configuration: that of the plain layer, in blocks of K that divide the groups.
+
+    Widened weights stand in registers between their load and the product, so tiles have at most 64 outputs, or 32 in
+    float32, where 64 took 253 of 255 registers on NVIDIA.
+
+    Args:
+        dtype: of x.
+        out_features, in_features: the weight's shape.
+        group: inputs that share a scale.
+        bits: 8 or 4.
+        target: as `target_of` a device gives it.
+    """
+    plain = RowLinearConfig.default(dtype, out_features, in_features, target=target)
+    block_n = min(plain.block_n, 32 if dtype == torch.float32 else 64)
+    tiles = -(-out_features // block_n)
+    block_k = plain.block_k
+    while group != in_features and group % block_k:
+        block_k //= 2
+    max_split = max(1, min(8, in_features // (4 * block_k)))
+    split_k = 1 if out_features * in_features <= 1 << 20 else min(-(-120 // tiles), max_split)
+    return replace(plain, block_n=block_n, block_k=block_k, split_k=split_k)
+
+
+def quantized_candidates(
+    dtype: torch.dtype, out_features: int, in_features: int, group: int, bits: int, target: str | None = None
+) -> list[RowLinearConfig]:
+    """Configurations worth timing, the default first: what the target's shared memory holds, or that of sm_90.
+    Arguments as in `quantized_default`."""
+    if dtype == torch.float32:
+        tiles, blocks = [(16, 16, 4), (16, 32, 4), (16, 64, 8)], (32, 64)
+    else:
+        tiles = [(64, 32, 4), (64, 64, 4), (64, 128, 8), (32, 64, 4), (16, 64, 4), (16, 128, 8), (128, 64, 8)]
+        blocks = (32, 64, 128)
+    dividing = [block_k for block_k in blocks if group == in_features or group % block_k == 0]
+    found = [quantized_default(dtype, out_features, in_features, group, bits, target)]
+    for (block_m, block_n, num_warps), block_k in itertools.product(tiles, dividing[-2:]):
+        num_tiles, num_blocks = -(-out_features // block_n), -(-in_features // block_k)
+        stage_bytes = block_m * block_k * dtype.itemsize + block_n * block_k * bits // 8
+        for residents in (1, 2, 3):  # programs per multiprocessor that this number of splits and stages is for
+            split_k = max(1, min(round(residents * MULTIPROCESSORS / num_tiles), num_blocks // 2))
+            widened = block_n * block_k * dtype.itemsize  # at most; it changes places before the product
+            num_stages = min(8, (shared_bytes(target or "sm_90") // residents - widened) // stage_bytes)
+            if num_stages >= 3:
+                found.append(RowLinearConfig(block_m, block_n, block_k, split_k, num_warps, num_stages))
+    return list(dict.fromkeys(found))
+
+
+def multiply_quantized_triton(
+    x: torch.Tensor,
+    weight: QuantizedWeight,
+    config: RowLinearConfig,
+    partials: torch.Tensor,
+    pdl: bool = False,
+) -> None:
+    """Writes the sums of every split of K.
+
+    Args:
+        x: [rows, in_features], or [groups, rows, in_features]; checked, its last stride 1.
+        weight: of as many dimensions, contiguous.
+        config: block_k divides the weight's group, where that is not all inputs.
+        partials: float32 [split_k, rows of all groups, out_features], contiguous.
+        pdl: launched as `launch_options` says.
+
+    Raises:
+        ValueError: a configuration or memory that does not fit, or triton that cannot run here.
+    """
+    if weight.group != weight.in_features and weight.group % config.block_k:
+        raise ValueError(f"block_k is {config.block_k}; it must divide the weight's groups of {weight.group} inputs")
+    for name, tensor in zip(weight._fields, weight, strict=True):
+        if tensor is not None and (not tensor.is_contiguous() or tensor.data_ptr() % 16):
+            raise ValueError(f"{name} of the weight must be contiguous, from a multiple of 16 bytes on")
+    require_triton("row_linear")
+    from treespec_kernels.linear import quantized_row_linear_kernels as kernels
+    from treespec_kernels.linear.row_linear import alignment, check_alignment, row_strides
+
+    check_launch("row_linear", kernels.multiply_quantized, x)
+    num_groups = weight.values.shape[0] if weight.values.dim() == 3 else 1
+    bytes_x = alignment(x.element_size(), weight.in_features)
+    check_alignment(bytes_x, x=x)
+    num_rows = x.shape[-2]
+    if num_rows * num_groups == 0:
+        return
+    tiles = (-(-num_rows // config.block_m), -(-weight.out_features // config.block_n))
+    kernels.multiply_quantized[(*tiles, num_groups * config.split_k)](
+        x,
+        weight.values,
+        weight.scale,
+        weight.values if weight.zero is None else weight.zero,  # never read without zero points
+        partials,
+        num_rows,
+        *row_strides(x),
+        BITS=weight.bits,
+        GROUP=weight.group,
+        HAS_ZERO=weight.zero is not None,
+        OUT_FEATURES=weight.out_features,
+        IN_FEATURES=weight.in_features,
+        BYTES_X=bytes_x,
+        BYTES_VALUES=alignment(1, weight.values.shape[-1]),
+        BYTES_OUT=alignment(4, weight.out_features),
+        SPLIT_K=config.split_k,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        FIXED_ORDER_DOT=config.fixed_order_dot,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        enable_fp_fusion=False,
+        **launch_options(pdl),
+    )

@@ -1,0 +1,159 @@
+"""Triton kernel of the row-invariant linear layer with quantised weights. Import it only where triton is installed.
+
+As `row_linear_kernels`: no argument is specialised, so one weight and one configuration have one binary, in which a
+row's sum runs over the same blocks of K in the same order wherever the row lies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import triton
+import triton.language as tl
+
+from treespec_kernels.aot.kernel_spec import KernelShape, KernelSpec
+from treespec_kernels.launch.predecessors import wait_for_predecessors
+from treespec_kernels.linear.dot import dot
+from treespec_kernels.linear.quantized_row_linear import AOT_FORMS, quantized_default
+from treespec_kernels.linear.row_linear import alignment
+from treespec_kernels.linear.row_linear_kernels import adding_spec
+
+_RUNTIME = "x values scale zero out num_rows stride_x_group stride_x_row".split()
+
+
+@triton.jit(do_not_specialize=_RUNTIME)
+def multiply_quantized(
+    x,  # [groups, num_rows, IN_FEATURES]
+    values,  # [groups, OUT_FEATURES, IN_FEATURES] int8; with 4 BITS uint8 of two each, IN_FEATURES / 2
+    scale,  # [groups, OUT_FEATURES, IN_FEATURES / GROUP]
+    zero,  # as scale, int8
+    out,  # [SPLIT_K, groups, num_rows, OUT_FEATURES] fp32
+    num_rows,
+    stride_x_group,
+    stride_x_row,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,  # inputs that share a scale: all of them, or a multiple of BLOCK_K
+    HAS_ZERO: tl.constexpr,
+    OUT_FEATURES: tl.constexpr,
+    IN_FEATURES: tl.constexpr,
+    BYTES_X: tl.constexpr,  # alignment of every row of x
+    BYTES_VALUES: tl.constexpr,  # of values
+    BYTES_OUT: tl.constexpr,  # of out
+    SPLIT_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    FIXED_ORDER_DOT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program owns BLOCK_M rows, BLOCK_N outputs and one split of K.
+
+    Integers become the dtype of x, exactly; zero points are taken off them before. A block's product is scaled in fp32
+    and added to the sum, or, with one scale for all inputs, the whole sum is scaled at the end.
+    """
+    wait_for_predecessors(PDL)
+    i_m = tl.program_id(0)
+    i_n = tl.program_id(1)
+    i_group = (tl.program_id(2) // SPLIT_K).to(tl.int64)
+    i_split = tl.program_id(2) % SPLIT_K
+    PER_BYTE: tl.constexpr = 8 // BITS
+    GROUPS: tl.constexpr = IN_FEATURES // GROUP
+    BYTES: tl.constexpr = BLOCK_K // PER_BYTE  # of a weight's row in a block
+
+    o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    m_m = o_m < num_rows
+    o_n = tl.minimum(i_n * BLOCK_N + tl.arange(0, BLOCK_N), OUT_FEATURES - 1)  # the last ones again, and not stored
+    BLOCKS: tl.constexpr = (IN_FEATURES + BLOCK_K - 1) // BLOCK_K
+    BLOCKS_PER_SPLIT: tl.constexpr = (BLOCKS + SPLIT_K - 1) // SPLIT_K
+    first = i_split * BLOCKS_PER_SPLIT
+    end = tl.minimum(first + BLOCKS_PER_SPLIT, BLOCKS)
+    o_row = i_group * OUT_FEATURES + o_n.to(tl.int64)
+    o_k = first * BLOCK_K + tl.arange(0, BLOCK_K)
+    o_byte = first * BYTES + tl.arange(0, BYTES)
+    o_x = i_group * stride_x_group + o_m.to(tl.int64) * stride_x_row
+    p_x = tl.multiple_of(x + o_x[:, None] + o_k[None, :], [BYTES_X, BYTES_X])
+    o_values = (o_row * (IN_FEATURES // PER_BYTE))[:, None] + o_byte[None, :]
+    p_values = tl.multiple_of(values + o_values, [BYTES_VALUES, BYTES_VALUES])
+    b_acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for i_block in range(first, end):
+        m_x = m_m[:, None]
+        if IN_FEATURES % BLOCK_K == 0:
+            b_q = tl.load(p_values, eviction_policy="evict_first")
+        else:
+            left = IN_FEATURES - i_block * BLOCK_K
+            m_x = m_x & (tl.arange(0, BLOCK_K) < left)[None, :]
+            b_q = tl.load(p_values, mask=(tl.arange(0, BYTES) * PER_BYTE < left)[None, :], other=0)
+        b_x = tl.load(p_x, mask=m_x, other=0.0)
+        if BITS == 4:
+            b_pair = tl.join((b_q & 15).to(tl.int8), (b_q >> 4).to(tl.int8))  # the earlier input in the low bits
+            b_q = tl.reshape(b_pair, [BLOCK_N, BLOCK_K]) - 8
+        o_scale = o_row * GROUPS + i_block * BLOCK_K // GROUP
+        if HAS_ZERO:
+            b_zero = tl.load(zero + o_scale)
+            b_weight = (b_q.to(tl.int16) - b_zero.to(tl.int16)[:, None]).to(x.dtype.element_ty)
+        else:
+            b_weight = b_q.to(x.dtype.element_ty)
+        if GROUPS == 1:
+            b_acc = dot(b_x, tl.trans(b_weight), b_acc, FIXED_ORDER_DOT)
+        else:
+            b_none = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+            b_part = dot(b_x, tl.trans(b_weight), b_none, FIXED_ORDER_DOT)
+            b_acc += b_part * tl.load(scale + o_scale).to(tl.float32)[None, :]
+        p_x += BLOCK_K
+        p_values += BYTES
+    if GROUPS == 1:
+        b_acc *= tl.load(scale + o_row).to(tl.float32)[None, :]
+
+    o_f = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    m_out = m_m[:, None]
+    if OUT_FEATURES % BLOCK_N != 0:
+        m_out = m_out & (o_f < OUT_FEATURES)[None, :]
+    i_plane = i_split * (tl.num_programs(2) // SPLIT_K) + i_group
+    o_out = (i_plane * num_rows + o_m) * OUT_FEATURES
+    p_out = tl.multiple_of(out + o_out[:, None] + o_f[None, :], [BYTES_OUT, BYTES_OUT])
+    tl.store(p_out, b_acc, mask=m_out)
+
+
+def aot_specs(shape: KernelShape, target: str | None = None) -> list[KernelSpec]:
+    """The linear layers of a shape in their default configurations, as a decoder launches them: in the form that the
+    shape names, or in all of `AOT_FORMS`. All but qkv have their parts added by `add_splits`, however few."""
+    specs: list[KernelSpec] = []
+    for layer in shape.linear_layers:
+        out_features, in_features = layer.out_features, layer.in_features
+        for form in AOT_FORMS if shape.quantized is None else (shape.quantized,):
+            bits, group = form.bits, form.group_of(in_features)
+            config = quantized_default(shape.dtype, out_features, in_features, group, bits, target)
+            constants = {
+                "BITS": bits,
+                "GROUP": group,
+                "HAS_ZERO": form.has_zero,
+                "OUT_FEATURES": out_features,
+                "IN_FEATURES": in_features,
+                "BYTES_X": alignment(shape.dtype.itemsize, in_features),
+                "BYTES_VALUES": alignment(1, in_features * bits // 8),
+                "BYTES_OUT": alignment(4, out_features),
+                "SPLIT_K": config.split_k,
+                "BLOCK_M": config.block_m,
+                "BLOCK_N": config.block_n,
+                "BLOCK_K": config.block_k,
+                "FIXED_ORDER_DOT": False,
+                "PDL": False,
+            }
+            types = {
+                "x": f"*{shape.element}",
+                "values": "*i8" if bits == 8 else "*u8",
+                "scale": f"*{shape.element}",
+                "zero": "*i8",
+                "out": "*fp32",
+            }
+            described = {"dtype": shape.element, "out_features": out_features, "in_features": in_features}
+            spec = KernelSpec(
+                multiply_quantized,
+                types,
+                constants,
+                {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False},
+                described | {"bits": bits, "group": group, "zero": form.has_zero} | asdict(config),
+            )
+            found = [spec] if layer.name == "qkv" else [spec, adding_spec(shape, layer, config.split_k)]
+            specs += [spec for spec in found if spec not in specs]
+    return specs

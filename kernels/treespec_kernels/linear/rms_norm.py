@@ -1,0 +1,229 @@
+"""RMSNorm or LayerNorm of rows, and the residual stream's sum before it.
+
+y = x * rsqrt(mean(x^2) + eps) * weight (Zhang and Sennrich, arXiv 1910.07467), in fp32 throughout with one rounding. A
+`residual` first takes x up, in place: residual + x is rounded to the dtype, as the stream's next reader sees it, and
+the norm is of that rounded value. x may then be the unreduced partial sums of a split linear layer, which are added
+from the left, then its bias, then the residual: what the layer's own epilogue would do.
+
+Three kinds: "rms"; "rms_plus_one", whose weights are fp32 numbers 1 + w (Gemma: in bf16 the sum would lose what w
+says); "layer", of x without its mean (Ba et al., arXiv 1607.06450). A *post* norm is one of x alone, before the
+residual takes it up (Gemma 2).
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+
+from treespec_kernels.launch.rows import (
+    FLOAT_TYPES,
+    by_row,
+    check_contiguous,
+    check_devices,
+    check_parameter,
+    check_partials,
+    rows_per_group,
+    split_rows,
+    sum_of_splits,
+)
+from treespec_kernels.launch.triton_launch import check_launch, launch_options, require_triton
+
+NormKind = Literal["rms", "rms_plus_one", "layer"]
+
+
+def block_of_hidden(hidden: int) -> int:
+    """The power of two, a warp's width or more, that a row is padded to by masks."""
+    return max(32, 1 << (hidden - 1).bit_length())
+
+
+def warps_of_block(block: int) -> int:
+    """4 numbers per thread while there are warps: a pass has few rows, so loads in flight count.
+
+    More than 16 warps are more threads than AMD's blocks have.
+    """
+    return min(max(block // 128, 1), 16)
+
+
+def rms_norm_ref(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    residual: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    kind: NormKind = "rms",
+    shift: torch.Tensor | None = None,
+    post_weight: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The specification: eager torch in fp32, any device.
+
+    Args:
+        x: [rows, hidden] in the dtype (float32, bfloat16 or float16), or, with a residual, partial sums fp32
+            [splits, rows, hidden].
+        weight: [hidden] or [groups, hidden] in the dtype, for "rms_plus_one" in float32; with groups, each is for
+            rows / groups consecutive rows.
+        eps: added to the mean of squares.
+        residual: [rows, hidden] in the dtype; x (and bias) are added to it in place.
+        bias: [hidden] or [groups, hidden] in the dtype, added to x; only with a residual.
+        kind: of the norm.
+        shift: like weight, added to the norm (LayerNorm's bias); None: nothing is.
+        post_weight: like weight, of the norm of x (and bias) before the residual takes it up; only with a residual.
+
+    Returns:
+        [rows, hidden] in the dtype.
+
+    Raises:
+        ValueError: a shape, dtype or device that does not fit.
+    """
+    check_rms_norm(x, weight, residual, bias, None, kind, shift, post_weight)
+    num_rows = x.shape[-2]
+    total = sum_of_splits(x)
+    if bias is not None:
+        total = total + by_row(bias, num_rows)
+    if post_weight is not None:
+        total = _normed(total, post_weight, eps, kind)
+    if residual is not None:
+        residual.copy_(residual.float() + total)
+        total = residual.float()
+    normed = _normed(total, weight, eps, kind)
+    if shift is not None:
+        normed = normed + by_row(shift, num_rows)
+    return normed.to(_dtype_of(x, weight, residual, kind))
+
+
+def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float, kind: NormKind) -> torch.Tensor:
+    if kind == "layer":
+        x = x - x.mean(dim=1, keepdim=True)
+    return x * torch.rsqrt(x.square().mean(dim=1, keepdim=True) + eps) * by_row(weight, len(x))
+
+
+def _dtype_of(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, kind: str) -> torch.dtype:
+    """Of the stream and of the result."""
+    if kind != "rms_plus_one":
+        return weight.dtype
+    return (x if residual is None else residual).dtype
+
+
+def rms_norm_triton(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    residual: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    kind: NormKind = "rms",
+    shift: torch.Tensor | None = None,
+    post_weight: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """The same on a GPU in one launch; arguments as in `rms_norm_ref`, contiguous, but splits may lie further apart.
+
+    `out`, [rows, hidden] in the dtype, may be x itself; with it nothing is allocated. The bits of a row do not depend
+    on how many rows there are or where it stands. `pdl`: launched as `launch_options` says.
+
+    Raises:
+        ValueError: a shape, dtype, layout or device that does not fit, or triton that cannot run here.
+    """
+    check_rms_norm(x, weight, residual, bias, out, kind, shift, post_weight)
+    num_rows, hidden = x.shape[-2:]
+    if out is None:
+        out = torch.empty(num_rows, hidden, dtype=_dtype_of(x, weight, residual, kind), device=x.device)
+    num_split_rows = split_rows("x", x)
+    tensors = {"weight": weight, "residual": residual, "bias": bias, "shift": shift, "post_weight": post_weight}
+    check_contiguous(**tensors, out=out)
+    _check_alignment(x=x, **tensors, out=out)
+    require_triton("rms_norm")
+    from treespec_kernels.linear import rms_norm_kernels as kernels
+
+    check_launch("rms_norm", kernels.norm_rows, out)
+    if num_rows == 0:
+        return out
+    block = block_of_hidden(hidden)
+    kernels.norm_rows[(num_rows,)](
+        x,
+        weight,
+        out if residual is None else residual,
+        weight if bias is None else bias,
+        weight if shift is None else shift,
+        weight if post_weight is None else post_weight,
+        out,
+        float(eps),
+        num_split_rows,
+        rows_per_group(weight, num_rows),
+        num_rows if bias is None else rows_per_group(bias, num_rows),
+        HIDDEN=hidden,
+        NUM_SPLITS=x.shape[0] if x.dim() == 3 else 1,
+        HAS_RESIDUAL=residual is not None,
+        HAS_BIAS=bias is not None,
+        HAS_POST=post_weight is not None,
+        CENTRED=kind == "layer",
+        HAS_SHIFT=shift is not None,
+        BLOCK_H=block,
+        num_warps=warps_of_block(block),
+        enable_fp_fusion=False,
+        **launch_options(pdl),
+    )
+    return out
+
+
+def _check_alignment(**tensors: torch.Tensor | None) -> None:
+    """Rows of an even width are loaded in vectors where Triton is told that tensors start at multiples of 16 bytes. The
+    order of a row's sum follows from that, so a slice that starts elsewhere would get other bits."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.shape[-1] % 2 == 0 and tensor.data_ptr() % 16:
+            raise ValueError(
+                f"{name} starts {tensor.data_ptr() % 16} bytes behind a multiple of 16; "
+                "pass a tensor that starts at one, so that its rows keep their bits"
+            )
+
+
+def check_rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    residual: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None,
+    kind: str,
+    shift: torch.Tensor | None,
+    post_weight: torch.Tensor | None,
+) -> None:
+    """Host-side checks of shapes, dtypes and devices; values on a device are never read."""
+    if x.dim() not in (2, 3) or x.shape[-1] == 0:
+        raise ValueError(f"x has shape {list(x.shape)}; expected [rows, hidden] or partials [splits, rows, hidden]")
+    if weight.dtype not in FLOAT_TYPES:
+        raise ValueError(
+            f"weight has dtype {weight.dtype}; convert it to torch.float32, torch.bfloat16 or torch.float16"
+        )
+    if kind not in get_args(NormKind):
+        raise ValueError(f"kind is {kind!r}; use one of {', '.join(get_args(NormKind))}")
+    num_rows, hidden = x.shape[-2:]
+    dtype = _dtype_of(x, weight, residual, kind)
+    if kind == "rms_plus_one" and weight.dtype != torch.float32:
+        raise ValueError(f"weight has dtype {weight.dtype}; of {kind!r} it is 1 + w in torch.float32")
+    if x.dim() == 3:
+        check_partials("x", x)
+    elif x.dtype != dtype:
+        raise ValueError(f"x has dtype {x.dtype} and weight {dtype}; they must be equal")
+    if residual is None and (x.dim() == 3 or bias is not None):
+        raise ValueError("residual is None; partials and a bias need a residual to be added to")
+    if residual is None and post_weight is not None:
+        raise ValueError("residual is None; post_weight is of what is added to a residual")
+    check_parameter("weight", weight, num_rows, hidden, weight.dtype)
+    if bias is not None:
+        check_parameter("bias", bias, num_rows, hidden, dtype)
+    for name, tensor in (("shift", shift), ("post_weight", post_weight)):
+        if tensor is not None and (tensor.shape, tensor.dtype) != (weight.shape, weight.dtype):
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)} and dtype {tensor.dtype}; "
+                f"expected {list(weight.shape)} in {weight.dtype} as of weight"
+            )
+    for name, tensor in (("residual", residual), ("out", out)):
+        if tensor is not None and (tuple(tensor.shape), tensor.dtype) != ((num_rows, hidden), dtype):
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)} and dtype {tensor.dtype}; "
+                f"expected [{num_rows}, {hidden}] in {dtype}"
+            )
+    tensors = {"weight": weight, "residual": residual, "bias": bias, "shift": shift, "post_weight": post_weight}
+    check_devices(x.device, **tensors, out=out)

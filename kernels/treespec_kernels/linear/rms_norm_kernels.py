@@ -1,0 +1,119 @@
+"""Triton kernel of RMSNorm and LayerNorm. Import this module only where triton is installed."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from treespec_kernels.aot.kernel_spec import KernelShape, KernelSpec
+from treespec_kernels.launch.predecessors import wait_for_predecessors
+from treespec_kernels.linear.rms_norm import block_of_hidden, warps_of_block
+
+
+@triton.jit
+def _centred(b_x, m_h, HIDDEN: tl.constexpr, CENTRED: tl.constexpr):
+    """A row without its mean, where the norm is LayerNorm; padding stays 0."""
+    if CENTRED:
+        b_x = tl.where(m_h, b_x - tl.sum(b_x, axis=0) / HIDDEN, 0.0)
+    return b_x
+
+
+# What follows the number of rows stays unspecialised: one binary, so one order of sums, for every pass.
+@triton.jit(do_not_specialize=["num_split_rows", "num_weight_rows", "num_bias_rows"])
+def norm_rows(
+    x,  # [rows, HIDDEN], or fp32 partials [NUM_SPLITS, num_split_rows, HIDDEN]
+    weight,  # [groups, HIDDEN], as bias
+    residual,  # [rows, HIDDEN]
+    bias,
+    shift,  # as weight, and so the next
+    post_weight,
+    out,  # [rows, HIDDEN]
+    eps,
+    num_split_rows,  # rows from one split to the next
+    num_weight_rows,  # consecutive rows of one group of weight
+    num_bias_rows,
+    HIDDEN: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_POST: tl.constexpr,
+    CENTRED: tl.constexpr,
+    HAS_SHIFT: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program owns one row and holds it in registers. All loads come first, so that they are in flight together."""
+    wait_for_predecessors(PDL)
+    i_row = tl.program_id(0)
+    row = i_row.to(tl.int64)
+    o_h = tl.arange(0, BLOCK_H)
+    m_h = o_h < HIDDEN
+    o_row = row * HIDDEN + o_h
+    o_weight = i_row // num_weight_rows * HIDDEN + o_h
+    b_weight = tl.load(weight + o_weight, mask=m_h, other=0.0)
+    if HAS_SHIFT:
+        b_shift = tl.load(shift + o_weight, mask=m_h, other=0.0)
+    if HAS_POST:
+        b_post = tl.load(post_weight + o_weight, mask=m_h, other=0.0)
+    b_x = tl.load(x + o_row, mask=m_h, other=0.0).to(tl.float32)
+    p_x = x + o_row
+    for _ in tl.static_range(1, NUM_SPLITS):
+        p_x += num_split_rows.to(tl.int64) * HIDDEN
+        b_x += tl.load(p_x, mask=m_h, other=0.0)
+    if HAS_BIAS:
+        b_x += tl.load(bias + i_row // num_bias_rows * HIDDEN + o_h, mask=m_h, other=0.0).to(tl.float32)
+    if HAS_POST:
+        b_x = _centred(b_x, m_h, HIDDEN, CENTRED)
+        post_square = tl.sum(b_x * b_x, axis=0) / HIDDEN
+        b_x = b_x * tl.rsqrt(post_square + eps) * b_post.to(tl.float32)
+    if HAS_RESIDUAL:
+        b_sum = tl.load(residual + o_row, mask=m_h, other=0.0).to(tl.float32) + b_x
+        b_sum = b_sum.to(residual.dtype.element_ty)
+        b_x = b_sum.to(tl.float32)
+    b_x = _centred(b_x, m_h, HIDDEN, CENTRED)
+    mean_square = tl.sum(b_x * b_x, axis=0) / HIDDEN
+    # What is stored was loaded above, perhaps by other threads than those that store it.
+    tl.debug_barrier()
+    if HAS_RESIDUAL:
+        tl.store(residual + o_row, b_sum, mask=m_h)
+    b_out = b_x * tl.rsqrt(mean_square + eps) * b_weight.to(tl.float32)
+    if HAS_SHIFT:
+        b_out += b_shift.to(tl.float32)
+    tl.store(out + o_row, b_out.to(out.dtype.element_ty), mask=m_h)
+
+
+def aot_specs(shape: KernelShape, target: str | None = None) -> list[KernelSpec]:
+    """The plain norm, and the one that takes up a linear layer's partial sums, of which there may be 8."""
+    block = block_of_hidden(shape.hidden_size)
+    names = ("weight", "residual", "bias", "shift", "post_weight", "out")
+    tensors = dict.fromkeys(names, f"*{shape.element}")
+    if shape.norm == "rms_plus_one":
+        tensors |= {"weight": "*fp32", "post_weight": "*fp32"}
+    specs = []
+    for num_splits, has_residual, has_bias in ((1, False, False), (2, True, False), (8, True, True)):
+        constants: dict[str, int | bool | str] = {
+            "HIDDEN": shape.hidden_size,
+            "NUM_SPLITS": num_splits,
+            "HAS_RESIDUAL": has_residual,
+            "HAS_BIAS": has_bias,
+            "HAS_POST": shape.post_norms and has_residual,
+            "CENTRED": shape.norm == "layer",
+            "HAS_SHIFT": shape.norm == "layer",
+            "BLOCK_H": block,
+            "PDL": False,
+        }
+        specs.append(
+            KernelSpec(
+                kernel=norm_rows,
+                types=tensors | {"x": "*fp32" if has_residual else f"*{shape.element}", "eps": "fp32"},
+                constants=constants,
+                options={"num_warps": warps_of_block(block), "enable_fp_fusion": False},
+                config={
+                    "dtype": shape.element,
+                    "hidden_size": shape.hidden_size,
+                    "norm": shape.norm,
+                    "splits": num_splits,
+                },
+            )
+        )
+    return specs

@@ -1,0 +1,335 @@
+"""Row-invariant linear layer: y = x W^T, whose rows have the same bits however many are computed, and where they stand.
+
+With silu_gate the weight's rows are those of a gate and then those of an up projection, and y = silu(gate) * up, or
+another activation's gate; without, y itself may go through an activation.
+Sums are in fp32; bias, activation and residual follow in fp32, and one rounding to the dtype ends them. Each sum runs
+over blocks of K in order; `split_k` of the configuration cuts them into parts that are summed apart and then added
+from the first to the last. A group is one of several layers of equal shape whose weights are stacked.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from treespec_kernels.launch.triton_launch import (
+    check_last_strides,
+    check_launch,
+    launch_options,
+    require_triton,
+    target_of,
+)
+from treespec_kernels.linear.activations import ACTIVATIONS
+from treespec_kernels.linear.quantized import QuantizedWeight, dequantized
+from treespec_kernels.linear.quantized_row_linear import multiply_quantized_triton, quantized_default
+from treespec_kernels.linear.row_linear_config import SUPPORTED
+from treespec_kernels.linear.row_linear_config import RowLinearConfig as RowLinearConfig
+
+REDUCE_BLOCK = 256  # features per program that adds splits: 16 programs for one row of 4,096
+REDUCE_WARPS = 2  # 16 bytes of each split per thread
+
+
+def row_linear_ref(
+    x: torch.Tensor,
+    weight: torch.Tensor | QuantizedWeight,
+    *,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    silu_gate: bool = False,
+    activation: str | None = None,
+) -> torch.Tensor:
+    """The specification, in fp32 with one rounding at the end; eager torch on any device.
+
+    Args:
+        x: [rows, in_features], or [groups, rows, in_features]; float32, bfloat16 or float16.
+        weight: [out_features, in_features], or [groups, out_features, in_features], in x's dtype; or a quantised one
+            of this shape, whose scales and zero points then have the leading dimension too.
+        bias: [out_features], or [groups, out_features], in x's dtype.
+        residual: in the shape and dtype of the result, added to it (after the activation).
+        silu_gate: the weight's (and bias's) first half is the gate's, the second the up projection's.
+        activation: of `ACTIVATIONS`: what the gate goes through in place of SiLU, or y where there is no gate. None:
+            SiLU with a gate, nothing without.
+
+    Returns:
+        [rows, features], or [groups, rows, features], in x's dtype: features is out_features, or half of it with
+        silu_gate.
+
+    Raises:
+        ValueError: a shape, dtype or device that does not fit.
+    """
+    check_row_linear(x, weight, bias=bias, residual=residual, silu_gate=silu_gate, activation=activation)
+    y = x.float() @ (dequantized(weight) if isinstance(weight, QuantizedWeight) else weight.float()).mT
+    if bias is not None:
+        y += bias.float().unsqueeze(-2)
+    if silu_gate:
+        gate, up = y.chunk(2, dim=-1)
+        y = (gate / (1 + torch.exp(-gate)) if activation is None else ACTIVATIONS[activation](gate)) * up
+    elif activation is not None:
+        y = ACTIVATIONS[activation](y)
+    if residual is not None:
+        y = y + residual.float()
+    return y.to(x.dtype)
+
+
+def row_linear_triton(
+    x: torch.Tensor,
+    weight: torch.Tensor | QuantizedWeight,
+    *,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    silu_gate: bool = False,
+    activation: str | None = None,
+    config: RowLinearConfig | None = None,
+    out: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """The same on a GPU, in one launch, or in two with split_k > 1 or a quantised weight.
+
+    Bits follow the row, the weight and `config` alone.
+
+    Arguments as in `row_linear_ref`, last dimensions contiguous, rows and groups anywhere. Where 16 bytes divide a row
+    of the weight, those of x must start at multiples of 16 bytes, and likewise out and residual.
+
+    Args:
+        config: None takes `RowLinearConfig.default` for the weight.
+        out: the result's memory; `residual` itself is allowed, x is not.
+        workspace: float32, contiguous, at least `config.workspace_size(rows of all groups, out_features)` elements;
+            used with split_k > 1 or a quantised weight only. With it and `out` nothing is allocated.
+        pdl: launched as `launch_options` says.
+
+    Raises:
+        ValueError: a shape, dtype, stride, alignment or device that does not fit, or triton that cannot run here.
+    """
+    check_row_linear(x, weight, bias=bias, residual=residual, silu_gate=silu_gate, activation=activation)
+    out_features, in_features = weight.shape[-2:]
+    features = out_features // 2 if silu_gate else out_features
+    if config is None and isinstance(weight, QuantizedWeight):
+        target = target_of(x.device)
+        config = quantized_default(x.dtype, out_features, in_features, weight.group, weight.bits, target)
+    config = config or RowLinearConfig.default(x.dtype, out_features, in_features, silu_gate, target_of(x.device))
+    if out is None:
+        out = x.new_empty(*x.shape[:-1], features)
+    _check_out(x, out, (*x.shape[:-1], features))
+    bytes_out = alignment(x.element_size(), features)
+    tensors = {"out": out} if residual is None else {"out": out, "residual": residual}
+    check_last_strides(**tensors, **({} if bias is None else {"bias": bias}))
+    check_alignment(bytes_out, **tensors)
+    epilogue = {
+        "BYTES_OUT": bytes_out,
+        "SILU_GATE": silu_gate,
+        "ACTIVATION": activation or ("silu" if silu_gate else "none"),
+        "HAS_BIAS": bias is not None,
+        "HAS_RESIDUAL": residual is not None,
+    }
+    # An argument that is not there is never read; its place takes a tensor of the same dtype.
+    added = (x if bias is None else bias, x if residual is None else residual)
+    strides = (0 if bias is None else _group_stride(bias, 2), *row_strides(residual), *row_strides(out))
+    if config.split_k == 1 and not isinstance(weight, QuantizedWeight):
+        _multiply(x, weight, config, *added, out, strides, epilogue | {"PARTIALS": False}, pdl)
+        return out
+    partials = row_linear_partials_triton(x, weight, config=config, workspace=workspace, pdl=pdl)
+    if out.numel() == 0:
+        return out
+    from treespec_kernels.linear import row_linear_kernels as kernels
+
+    kernels.add_splits[(partials.shape[1], -(-features // REDUCE_BLOCK))](
+        partials,
+        *added,
+        out,
+        x.shape[-2],
+        *strides,
+        **epilogue,
+        OUT_FEATURES=out_features,
+        BYTES_PARTIAL=alignment(4, features),
+        SPLIT_K=config.split_k,
+        BLOCK_F=REDUCE_BLOCK,
+        num_warps=REDUCE_WARPS,
+        enable_fp_fusion=False,
+        **launch_options(pdl),
+    )
+    return out
+
+
+def row_linear_partials_triton(
+    x: torch.Tensor,
+    weight: torch.Tensor | QuantizedWeight,
+    *,
+    config: RowLinearConfig,
+    workspace: torch.Tensor | None = None,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """The sums of every split of K, for a consumer that adds them itself, from the first to the last; one launch.
+
+    Arguments and errors as in `row_linear_triton`; `workspace` is used with every split_k.
+
+    Returns:
+        [split_k, rows of all groups, out_features] float32, in `workspace` where it was given.
+    """
+    check_row_linear(x, weight)
+    out_features = weight.shape[-2]
+    num_rows = x.numel() // x.shape[-1]
+    size = config.workspace_size(num_rows, out_features)
+    if workspace is None:
+        workspace = torch.empty(size, dtype=torch.float32, device=x.device)
+    _check_workspace(workspace, x, size)
+    partials = workspace.view(-1)[:size].view(config.split_k, num_rows, out_features)
+    if isinstance(weight, QuantizedWeight):
+        check_last_strides(x=x)
+        multiply_quantized_triton(x, weight, config, partials, pdl)
+        return partials
+    constants = {
+        "PARTIALS": True,
+        "BYTES_OUT": alignment(4, out_features),
+        "SILU_GATE": False,
+        "ACTIVATION": "none",
+        "HAS_BIAS": False,
+        "HAS_RESIDUAL": False,
+    }
+    _multiply(x, weight, config, x, x, partials, (0,) * 5, constants, pdl)
+    return partials
+
+
+def _multiply(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    config: RowLinearConfig,
+    bias: torch.Tensor,
+    residual: torch.Tensor,
+    out: torch.Tensor,
+    strides: tuple[int, ...],
+    constants: dict[str, Any],
+    pdl: bool,
+) -> None:
+    check_last_strides(x=x, weight=weight)
+    num_groups = weight.shape[0] if weight.dim() == 3 else 1
+    out_features, in_features = weight.shape[-2:]
+    stride_group, stride_weight = row_strides(weight)
+    bytes_in = alignment(x.element_size(), in_features, stride_weight, stride_group)
+    check_alignment(bytes_in, x=x, weight=weight)
+    require_triton("row_linear")
+    from treespec_kernels.linear import row_linear_kernels as kernels
+
+    check_launch("row_linear", kernels.multiply_rows, x)
+    num_rows = x.shape[-2]
+    if num_rows * num_groups == 0:
+        return
+    programs = (-(-num_rows // config.block_m), -(-out_features // config.block_n), num_groups * config.split_k)
+    kernels.multiply_rows[programs](
+        x,
+        weight,
+        bias,
+        residual,
+        out,
+        num_rows,
+        *row_strides(x),
+        stride_group,
+        *strides,
+        **constants,
+        STRIDE_WEIGHT=stride_weight,
+        OUT_FEATURES=out_features,
+        IN_FEATURES=in_features,
+        BYTES_IN=bytes_in,
+        SPLIT_K=config.split_k,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        FIXED_ORDER_DOT=config.fixed_order_dot,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        enable_fp_fusion=False,
+        **launch_options(pdl),
+    )
+
+
+def alignment(element_size: int, *sizes: int) -> int:
+    """16 where these numbers of elements are all multiples of 16 bytes, otherwise one element's bytes."""
+    return 16 if all(size * element_size % 16 == 0 for size in sizes) else element_size
+
+
+def _group_stride(tensor: torch.Tensor, dims_with_groups: int) -> int:
+    """The stride from one group to the next; 0 where there is only one."""
+    return tensor.stride(0) if tensor.dim() == dims_with_groups and tensor.shape[0] > 1 else 0
+
+
+def row_strides(tensor: torch.Tensor | None) -> tuple[int, int]:
+    """Strides of groups and rows; 0 where there is only one, whose stride in torch may be any number."""
+    if tensor is None:
+        return 0, 0
+    return _group_stride(tensor, 3), tensor.stride(-2) if tensor.shape[-2] > 1 else 0
+
+
+def check_alignment(multiple: int, **tensors: torch.Tensor) -> None:
+    for name, tensor in tensors.items():
+        size = tensor.element_size()
+        starts = (tensor.data_ptr(), *(stride * size for stride in row_strides(tensor)))
+        if multiple > size and any(start % multiple for start in starts):
+            raise ValueError(
+                f"{name} has rows that do not start at multiples of {multiple} bytes (address {starts[0]:#x}, strides "
+                f"{list(tensor.stride())} of {size} bytes); make it contiguous"
+            )
+
+
+def _check_out(x: torch.Tensor, out: torch.Tensor, shape: tuple[int, ...]) -> None:
+    if (tuple(out.shape), out.dtype, out.device) != (shape, x.dtype, x.device):
+        raise ValueError(
+            f"out is {list(out.shape)} {out.dtype} on {out.device}; expected {list(shape)} {x.dtype} on {x.device}"
+        )
+    if out.numel() and out.data_ptr() == x.data_ptr():
+        raise ValueError("out starts where x does, which other programs still read; give it memory of its own")
+
+
+def _check_workspace(workspace: torch.Tensor, x: torch.Tensor, size: int) -> None:
+    if workspace.dtype != torch.float32 or workspace.device != x.device or not workspace.is_contiguous():
+        raise ValueError(
+            f"workspace is {workspace.dtype} on {workspace.device} with strides {list(workspace.stride())}; "
+            f"expected contiguous torch.float32 on {x.device}"
+        )
+    if workspace.numel() < size:
+        raise ValueError(f"workspace has {workspace.numel()} elements and {size} are needed; see workspace_size")
+    check_alignment(16, workspace=workspace.view(1, -1))
+
+
+def check_row_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor | QuantizedWeight,
+    *,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    silu_gate: bool = False,
+    activation: str | None = None,
+) -> None:
+    """Host-side checks of shapes, dtypes and devices; values on a device are never read."""
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}; use one of {', '.join(ACTIVATIONS)}, or None")
+    if len(weight.shape) not in (2, 3) or 0 in weight.shape:
+        raise ValueError(
+            f"weight has shape {list(weight.shape)}; expected [out_features, in_features] or "
+            "[groups, out_features, in_features], each 1 or more"
+        )
+    *groups, out_features, in_features = weight.shape
+    if x.dim() != len(weight.shape) or list(x.shape[:-2]) != groups or x.shape[-1] != in_features:
+        expected = ", ".join(map(str, [*groups, "rows", in_features]))
+        raise ValueError(f"x has shape {list(x.shape)}; expected [{expected}] as the weight is {list(weight.shape)}")
+    if x.dtype not in SUPPORTED:
+        raise ValueError(f"x has dtype {x.dtype}; convert it to torch.float32, torch.bfloat16 or torch.float16")
+    if silu_gate and out_features % 2:
+        raise ValueError(f"silu_gate needs as many gates as ups, and the weight has {out_features} rows")
+    if bias is not None and list(bias.shape) != [*groups, out_features]:
+        raise ValueError(f"bias has shape {list(bias.shape)}; expected {[*groups, out_features]} as in the weight")
+    features = out_features // 2 if silu_gate else out_features
+    if residual is not None and list(residual.shape) != [*x.shape[:-1], features]:
+        raise ValueError(f"residual has shape {list(residual.shape)}; expected {[*x.shape[:-1], features]}")
+    if isinstance(weight, QuantizedWeight):
+        weight.check()
+        if weight.values.device != x.device:
+            raise ValueError(f"weight is on {weight.values.device} and x on {x.device}; move it there")
+    dense = None if isinstance(weight, QuantizedWeight) else weight
+    for name, tensor in (("weight", dense), ("bias", bias), ("residual", residual)):
+        if tensor is None:
+            continue
+        if tensor.dtype != x.dtype:
+            raise ValueError(f"{name} has dtype {tensor.dtype} and x {x.dtype}; they must be equal")
+        if tensor.device != x.device:
+            raise ValueError(f"{name} is on {tensor.device} and x on {x.device}; move it there")

@@ -1,0 +1,150 @@
+"""The configuration of row-invariant linear layers: which tiles, and how many splits of K."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from treespec_kernels.launch.triton_launch import has_tensor_memory, shared_bytes
+
+SUPPORTED = (torch.float16, torch.bfloat16, torch.float32)
+
+MULTIPROCESSORS = 132  # of an H200
+AMD_STAGES = 3  # what the 64 KB of gfx942 hold; the number changes no bit
+
+
+@dataclass(frozen=True)
+class RowLinearConfig:
+    """What a row's bits depend on beside the row and the weight: frozen for an engine's life, one for all row counts.
+
+    Args:
+        block_m: rows of one tile; a power of two, 16 or more, as block_n and block_k.
+        block_n: rows of the weight of one tile (with silu_gate half of them gates).
+        block_k: features that one step of the loop multiplies.
+        split_k: parts of K that are summed apart, in whole blocks of block_k, and then added in order.
+        num_warps, num_stages: launch options. The number of stages changes no bit, the number of warps may.
+        fixed_order_dot: for tests in the interpreter, whose dot is BLAS and not row-invariant.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    split_k: int
+    num_warps: int
+    num_stages: int
+    fixed_order_dot: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("block_m", "block_n", "block_k"):
+            size = getattr(self, name)
+            if size < 16 or size & (size - 1):
+                raise ValueError(f"{name} is {size}; it must be a power of two, 16 or more")
+        for name in ("split_k", "num_warps", "num_stages"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+
+    @classmethod
+    def default(
+        cls,
+        dtype: torch.dtype,
+        out_features: int,
+        in_features: int,
+        silu_gate: bool = False,
+        target: str | None = None,
+    ) -> RowLinearConfig:
+        """The shipped configuration, derived for an H200 and not yet tuned on one.
+
+        A layer is bound by reading its weight once, so a program must not read more than that from the L2 cache, and
+        enough bytes must be on their way: about 4.3 TB/s times 1 us, 32 KB per multiprocessor.
+
+        - block_m 64 serves 64 rows with one read of the weight, and is one `wgmma` on sm_90 and later. Padded rows are
+          neither read nor stored; their arithmetic keeps the matrix units busy for a third of the time at most.
+        - block_n is the largest of 128, 64 and 32 for which a modest split_k makes enough programs: every program reads
+          all its rows' part of K, which for 64 rows is 64 / block_n of the weight's bytes.
+        - split_k, at most 8, brings the programs to 96 or more, of at least four blocks of K each; to 132 at most, one
+          per multiprocessor, where that gives as many. A layer with silu_gate is not split, nor one of at most 2^20
+          weights: adding the parts would cost more than it gains.
+        - On an H200 all programs are resident at once: one per multiprocessor with stages of 144 KB, or two with 96 KB
+          each, no more than eight or than blocks and two. One stage is being multiplied and the one before it still
+          read by its `wgmma`, so two less are on their way: with block_n 128, 64 or 32 KB of weights. 96 programs of
+          six stages have 6 MB on their way, 144 of four 4.5. A GPU with less memory holds one with 96 KB.
+
+        float32 has no exact matrix instruction on NVIDIA: 16 rows, beyond which arithmetic would be the bound.
+
+        Args:
+            dtype: float16, bfloat16 or float32.
+            out_features, in_features: the weight's shape; with silu_gate, out_features counts gates and ups.
+            target: as `target_of` a device gives it; None takes what fits sm_80 and sm_90.
+
+        Raises:
+            ValueError: another dtype, or no features.
+        """
+        if dtype not in SUPPORTED:
+            raise ValueError(f"dtype {dtype} is not supported; use float16, bfloat16 or float32")
+        if out_features < 1 or in_features < 1:
+            raise ValueError(f"the weight is [{out_features}, {in_features}]; both must be 1 or more")
+        is_float32 = dtype == torch.float32
+        block_m, block_k = (16, 32) if is_float32 else (64, 64)
+        max_split = max(1, min(8, in_features // (4 * block_k)))
+        if silu_gate or out_features * in_features <= 1 << 20:
+            max_split = 1
+        for block_n in (64, 32) if is_float32 else (128, 64, 32):
+            tiles = -(-out_features // block_n)
+            split_k = min(max(MULTIPROCESSORS // tiles, 1), max_split)
+            if tiles * split_k < 96:
+                split_k = min(-(-120 // tiles), max_split)
+            if tiles * split_k >= 96:
+                break
+        is_alone = tiles * split_k <= MULTIPROCESSORS
+        num_stages = 6 if is_alone else 4
+        if not is_float32:
+            room = 144 << 10 if is_alone and shared_bytes(target) > 144 << 10 else 96 << 10
+            held = room // ((block_m + block_n) * block_k * dtype.itemsize)
+            num_stages = min(8, held, 2 + -(-in_features // block_k // split_k))
+        if target is not None and target.startswith("gfx"):
+            num_stages = min(num_stages, AMD_STAGES)
+        # With 4 warps, the two products of a gate spill where they lie in tensor memory.
+        num_warps = 8 if has_tensor_memory(target) and silu_gate and block_n == 128 else 4
+        return cls(block_m, block_n, block_k, split_k, num_warps, num_stages)
+
+    @classmethod
+    def candidates(
+        cls,
+        dtype: torch.dtype,
+        out_features: int,
+        in_features: int,
+        silu_gate: bool = False,
+        target: str | None = None,
+    ) -> list[RowLinearConfig]:
+        """Configurations worth timing, the default first: what the target's shared memory holds, or that of sm_90.
+        Arguments and errors as in `default`."""
+        default = cls.default(dtype, out_features, in_features, silu_gate, target)
+        if dtype == torch.float32:
+            tiles = [(16, 32, 32, 4), (16, 64, 32, 4), (16, 64, 64, 4), (16, 64, 32, 8), (16, 128, 32, 8)]
+        else:
+            tiles = [
+                *((64, block_n, block_k, 4) for block_n in (32, 64, 128) for block_k in (64, 128)),
+                (64, 256, 64, 8),
+                (64, 128, 64, 8),
+                (32, 64, 128, 4),
+                (32, 128, 64, 4),
+                (16, 64, 128, 4),
+                (16, 128, 64, 4),
+                (128, 128, 64, 8),
+            ]
+        found = [default]
+        for block_m, block_n, block_k, num_warps in tiles:
+            num_tiles = -(-out_features // block_n)
+            num_blocks = -(-in_features // block_k)
+            stage_bytes = (block_m + block_n) * block_k * dtype.itemsize
+            for residents in (1, 2, 3):  # programs per multiprocessor that this number of splits and stages is for
+                nearest = max(1, min(round(residents * MULTIPROCESSORS / num_tiles), num_blocks // 2))
+                num_stages = min(8, shared_bytes(target or "sm_90") // residents // stage_bytes)
+                if num_stages >= 3:
+                    found.append(cls(block_m, block_n, block_k, nearest, num_warps, num_stages))
+        return list(dict.fromkeys(found))
+
+    def workspace_size(self, num_rows: int, out_features: int) -> int:
+        """float32 elements of the partial sums of `num_rows` rows (of all groups) and a weight of `out_features`."""
+        return self.split_k * num_rows * out_features

@@ -1,0 +1,273 @@
+"""Triton kernels of the row-invariant linear layer. Import this module only where triton is installed.
+
+Why a row's bits cannot follow the number of rows: no argument is specialised (an integer that is 1 or a multiple of 16
+and an aligned pointer would each make another binary), so one weight and one configuration have one binary; every
+alignment it may rely on is a constant that follows from the weight. In it, a row's sum runs over the same blocks of K
+in the same order with the same instruction, wherever in its tile the row lies, and rows of one tile never mix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import triton
+import triton.language as tl
+
+from treespec_kernels.aot.kernel_spec import KernelShape, KernelSpec, LinearLayer
+from treespec_kernels.launch.pointwise import activate
+from treespec_kernels.launch.predecessors import wait_for_predecessors
+from treespec_kernels.linear.dot import dot
+from treespec_kernels.linear.row_linear import REDUCE_BLOCK, REDUCE_WARPS, RowLinearConfig, alignment
+
+_RUNTIME = (
+    "x weight bias residual out partials num_rows stride_x_group stride_x_row stride_weight_group stride_bias_group "
+    "stride_residual_group stride_residual_row stride_out_group stride_out_row"
+).split()
+
+
+@triton.jit(do_not_specialize=_RUNTIME)
+def multiply_rows(
+    x,  # [groups, num_rows, IN_FEATURES]
+    weight,  # [groups, OUT_FEATURES, IN_FEATURES]
+    bias,  # [groups, OUT_FEATURES]
+    residual,  # [groups, num_rows, FEATURES]: OUT_FEATURES, or half of them with SILU_GATE
+    out,  # as residual; with PARTIALS [SPLIT_K, groups, num_rows, OUT_FEATURES] fp32
+    num_rows,
+    stride_x_group,
+    stride_x_row,
+    stride_weight_group,
+    stride_bias_group,
+    stride_residual_group,
+    stride_residual_row,
+    stride_out_group,
+    stride_out_row,
+    STRIDE_WEIGHT: tl.constexpr,
+    OUT_FEATURES: tl.constexpr,
+    IN_FEATURES: tl.constexpr,
+    BYTES_IN: tl.constexpr,  # alignment of every row of x and weight
+    BYTES_OUT: tl.constexpr,  # of every row of out and residual
+    SPLIT_K: tl.constexpr,
+    PARTIALS: tl.constexpr,
+    SILU_GATE: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # of the gate; without one, of the sum
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    FIXED_ORDER_DOT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program owns BLOCK_M rows, BLOCK_N rows of the weight and one split of K.
+
+    Row tiles are the fastest axis of the grid: those that need a tile of the weight run together, so that only the
+    first of them reads it from memory.
+    """
+    wait_for_predecessors(PDL)
+    i_m = tl.program_id(0)
+    i_n = tl.program_id(1)
+    i_group = (tl.program_id(2) // SPLIT_K).to(tl.int64)
+    i_split = tl.program_id(2) % SPLIT_K
+
+    # Rows beyond the last are masked, which costs no traffic; columns beyond the last read the last again, which costs
+    # no mask in the loop, and are not stored.
+    o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    m_m = o_m < num_rows
+    o_column = tl.arange(0, BLOCK_N)
+    if SILU_GATE:
+        # Gate and up alternate in the tile: both halves of a pair end in one thread.
+        FEATURES: tl.constexpr = OUT_FEATURES // 2
+        BLOCK_F: tl.constexpr = BLOCK_N // 2
+        o_n = tl.minimum(i_n * BLOCK_F + o_column // 2, FEATURES - 1) + o_column % 2 * FEATURES
+    else:
+        FEATURES: tl.constexpr = OUT_FEATURES
+        BLOCK_F: tl.constexpr = BLOCK_N
+        o_n = tl.minimum(i_n * BLOCK_N + o_column, OUT_FEATURES - 1)
+
+    FULL_BLOCKS: tl.constexpr = IN_FEATURES // BLOCK_K
+    BLOCKS: tl.constexpr = (IN_FEATURES + BLOCK_K - 1) // BLOCK_K
+    BLOCKS_PER_SPLIT: tl.constexpr = (BLOCKS + SPLIT_K - 1) // SPLIT_K
+    first = i_split * BLOCKS_PER_SPLIT
+    end = tl.minimum(first + BLOCKS_PER_SPLIT, FULL_BLOCKS)
+    o_k = first * BLOCK_K + tl.arange(0, BLOCK_K)
+    o_x = i_group * stride_x_group + o_m.to(tl.int64) * stride_x_row
+    o_weight = i_group * stride_weight_group + o_n.to(tl.int64) * STRIDE_WEIGHT
+    p_x = tl.multiple_of(x + o_x[:, None] + o_k[None, :], [BYTES_IN, BYTES_IN])
+    p_weight = tl.multiple_of(weight + o_weight[:, None] + o_k[None, :], [BYTES_IN, BYTES_IN])
+    b_acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for _ in range(first, end):
+        b_x = tl.load(p_x, mask=m_m[:, None], other=0.0)
+        # A pass reads the weight once: it should not push activations and partial sums out of the L2 cache.
+        b_weight = tl.load(p_weight, eviction_policy="evict_first")
+        b_acc = dot(b_x, tl.trans(b_weight), b_acc, FIXED_ORDER_DOT)
+        p_x += BLOCK_K
+        p_weight += BLOCK_K
+    if BLOCKS > FULL_BLOCKS:
+        if (first <= FULL_BLOCKS) & (first + BLOCKS_PER_SPLIT > FULL_BLOCKS):
+            m_k = FULL_BLOCKS * BLOCK_K + tl.arange(0, BLOCK_K) < IN_FEATURES
+            b_x = tl.load(p_x, mask=m_m[:, None] & m_k[None, :], other=0.0)
+            b_weight = tl.load(p_weight, mask=m_k[None, :], other=0.0)
+            b_acc = dot(b_x, tl.trans(b_weight), b_acc, FIXED_ORDER_DOT)
+
+    o_f = i_n * BLOCK_F + tl.arange(0, BLOCK_F)
+    m_out = m_m[:, None]
+    if FEATURES % BLOCK_F != 0:
+        m_out = m_out & (o_f < FEATURES)[None, :]
+    if PARTIALS:
+        i_plane = i_split * (tl.num_programs(2) // SPLIT_K) + i_group
+        # Offsets within the tile are of 32 bits: with those of 64, a tile of 64 x 64 spilled on sm_100.
+        p_tile = out + (i_plane * num_rows + i_m * BLOCK_M) * OUT_FEATURES + i_n * BLOCK_N
+        o_tile = (tl.arange(0, BLOCK_M) * OUT_FEATURES)[:, None] + o_column[None, :]
+        tl.store(tl.multiple_of(p_tile + o_tile, [BYTES_OUT, BYTES_OUT]), b_acc, mask=m_out)
+    else:
+        if HAS_BIAS:
+            b_acc += tl.load(bias + i_group * stride_bias_group + o_n).to(tl.float32)[None, :]
+        if SILU_GATE:
+            b_gate, b_up = tl.split(tl.reshape(b_acc, [BLOCK_M, BLOCK_F, 2]))
+            b_y = activate(b_gate, ACTIVATION) * b_up
+        else:
+            b_y = activate(b_acc, ACTIVATION)
+        if HAS_RESIDUAL:
+            o_residual = i_group * stride_residual_group + o_m.to(tl.int64) * stride_residual_row
+            p_residual = tl.multiple_of(residual + o_residual[:, None] + o_f[None, :], [BYTES_OUT, BYTES_OUT])
+            b_y += tl.load(p_residual, mask=m_out, other=0.0).to(tl.float32)
+            # out may be residual itself, and the thread that stores an element another one than that which loads it.
+            tl.debug_barrier()
+        o_out = i_group * stride_out_group + o_m.to(tl.int64) * stride_out_row
+        p_out = tl.multiple_of(out + o_out[:, None] + o_f[None, :], [BYTES_OUT, BYTES_OUT])
+        tl.store(p_out, b_y.to(out.dtype.element_ty), mask=m_out)
+
+
+@triton.jit
+def sum_of_splits(p_row, m_f, stride_split, SPLIT_K: tl.constexpr):
+    """((split 0 + split 1) + split 2) + ... of the elements that `p_row` points to in split 0."""
+    b_sum = tl.zeros(p_row.shape, dtype=tl.float32)
+    for i_split in tl.static_range(SPLIT_K):
+        b_sum += tl.load(p_row + i_split * stride_split, mask=m_f, other=0.0)
+    return b_sum
+
+
+@triton.jit(do_not_specialize=_RUNTIME)
+def add_splits(
+    partials,  # [SPLIT_K, groups, num_rows, OUT_FEATURES] fp32
+    bias,  # [groups, OUT_FEATURES]
+    residual,  # [groups, num_rows, FEATURES]: OUT_FEATURES, or half of them with SILU_GATE
+    out,  # as residual
+    num_rows,
+    stride_bias_group,
+    stride_residual_group,
+    stride_residual_row,
+    stride_out_group,
+    stride_out_row,
+    OUT_FEATURES: tl.constexpr,
+    BYTES_PARTIAL: tl.constexpr,  # alignment of every row's gates and ups in the partials
+    BYTES_OUT: tl.constexpr,  # of every row of out and residual
+    SPLIT_K: tl.constexpr,
+    SILU_GATE: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # of the gate; without one, of the sum
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program owns BLOCK_F features of one row of all groups' rows."""
+    wait_for_predecessors(PDL)
+    i_row = tl.program_id(0).to(tl.int64)
+    group, row = i_row // num_rows, i_row % num_rows
+    FEATURES: tl.constexpr = OUT_FEATURES // 2 if SILU_GATE else OUT_FEATURES
+    o_f = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
+    m_f = o_f < FEATURES
+    p_row = tl.multiple_of(partials + i_row * OUT_FEATURES + o_f, BYTES_PARTIAL)
+    stride_split = tl.num_programs(0).to(tl.int64) * OUT_FEATURES
+    p_bias = bias + group * stride_bias_group + o_f
+    b_y = sum_of_splits(p_row, m_f, stride_split, SPLIT_K)
+    if HAS_BIAS:
+        b_y += tl.load(p_bias, mask=m_f, other=0.0).to(tl.float32)
+    if SILU_GATE:
+        b_up = sum_of_splits(p_row + FEATURES, m_f, stride_split, SPLIT_K)
+        if HAS_BIAS:
+            b_up += tl.load(p_bias + FEATURES, mask=m_f, other=0.0).to(tl.float32)
+        b_y = activate(b_y, ACTIVATION) * b_up
+    else:
+        b_y = activate(b_y, ACTIVATION)
+    if HAS_RESIDUAL:
+        p_residual = residual + group * stride_residual_group + row * stride_residual_row + o_f
+        b_y += tl.load(tl.multiple_of(p_residual, BYTES_OUT), mask=m_f, other=0.0).to(tl.float32)
+        # out may be residual itself, and the thread that stores an element another one than that which loads it.
+        tl.debug_barrier()
+    p_out = out + group * stride_out_group + row * stride_out_row + o_f
+    tl.store(tl.multiple_of(p_out, BYTES_OUT), b_y.to(out.dtype.element_ty), mask=m_f)
+
+
+def aot_specs(shape: KernelShape, target: str | None = None) -> list[KernelSpec]:
+    """The linear layers of a Llama-like shape in their default configurations, as a decoder launches them.
+
+    qkv, o and down leave partial sums where they are split; o and down add them, and the residual, in `add_splits`.
+    gate_up, or up alone where there is no gate, ends in its activation. Quantised layers are another op's.
+    """
+    specs: list[KernelSpec] = []
+    for layer in shape.linear_layers if shape.quantized is None else ():
+        out_features, in_features = layer.out_features, layer.in_features
+        config = RowLinearConfig.default(shape.dtype, out_features, in_features, layer.silu_gate, target)
+        is_split = config.split_k > 1
+        epilogue = _epilogue(shape, layer)
+        described = {"dtype": shape.element, "out_features": out_features, "in_features": in_features}
+        described["activation"] = epilogue["ACTIVATION"]
+        multiply = epilogue | {
+            "OUT_FEATURES": out_features,
+            "SPLIT_K": config.split_k,
+            "STRIDE_WEIGHT": in_features,
+            "IN_FEATURES": in_features,
+            "BYTES_IN": alignment(shape.dtype.itemsize, in_features),
+            "PARTIALS": is_split,
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "BLOCK_K": config.block_k,
+            "FIXED_ORDER_DOT": False,
+        }
+        if is_split:
+            multiply |= {"BYTES_OUT": alignment(4, out_features), "SILU_GATE": False, "HAS_RESIDUAL": False}
+            multiply |= {"ACTIVATION": "none", "HAS_BIAS": False}
+        found = [
+            KernelSpec(
+                multiply_rows,
+                _types(shape) | ({"out": "*fp32"} if is_split else {}),
+                multiply,
+                {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False},
+                described | asdict(config),
+            )
+        ]
+        if is_split and layer.name != "qkv":
+            found.append(adding_spec(shape, layer, config.split_k))
+        specs += [spec for spec in found if spec not in specs]
+    return specs
+
+
+def adding_spec(shape: KernelShape, layer: LinearLayer, split_k: int) -> KernelSpec:
+    """`add_splits` behind a layer of that shape."""
+    features = layer.out_features // 2 if layer.silu_gate else layer.out_features
+    constants = _epilogue(shape, layer) | {
+        "OUT_FEATURES": layer.out_features,
+        "SPLIT_K": split_k,
+        "BYTES_PARTIAL": alignment(4, features),
+        "BLOCK_F": REDUCE_BLOCK,
+    }
+    launch = {"num_warps": REDUCE_WARPS, "enable_fp_fusion": False}
+    return KernelSpec(add_splits, _types(shape), constants, launch, {"dtype": shape.element} | constants)
+
+
+def _epilogue(shape: KernelShape, layer: LinearLayer) -> dict[str, int | bool | str]:
+    features = layer.out_features // 2 if layer.silu_gate else layer.out_features
+    return {
+        "BYTES_OUT": alignment(shape.dtype.itemsize, features),
+        "SILU_GATE": layer.silu_gate,
+        "ACTIVATION": shape.activation if layer.name.endswith("up") else "none",
+        "HAS_BIAS": shape.norm == "layer" and layer.name != "qkv",
+        "HAS_RESIDUAL": layer.name in ("o", "down"),
+        "PDL": False,
+    }
+
+
+def _types(shape: KernelShape) -> dict[str, str]:
+    names = ("x", "weight", "bias", "residual", "out")
+    return dict.fromkeys(names, f"*{shape.element}") | {"partials": "*fp32"}

@@ -1,0 +1,1 @@
+"""Choosing tokens from logits: coupled (Gumbel) sampling and top-k."""

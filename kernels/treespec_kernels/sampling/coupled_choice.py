@@ -1,0 +1,199 @@
+"""Coupled choice: samples every row's token with Gumbel noise that depends on seed, sample, position and token only.
+
+Whoever knows these four draws the same noise, so a draft and its target, a tree and plain decoding, choose alike.
+The noise of token v is a 32-bit integer x of Philox4x64-10 (Salmon et al., SC11): key (seed, sample), counter
+(1 + v // 8, 0, position, 0), output word v // 2 % 4, its low half for even v and its high half for odd v. As float32:
+w = (x + 1/2) * 2^-32, clamped to at most 1 - 2^-24, and g = -log(-log1p(-w)). Without the half x = 0, and without the
+clamp the largest x, would make g infinite: about once in 8,000 tokens of a vocabulary of 4,096.
+
+The integers are equal everywhere, bit by bit. Logarithms may differ in their last bits between implementations, so two
+of them may disagree where the two best tokens are that close; one implementation never disagrees with itself: the value
+of a token is computed without regard to the batch, the row or the vocabulary, and a maximum knows no order.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from treespec_kernels.launch.triton_launch import check_last_strides, check_launch, require_triton
+
+BLOCK_V = 1024  # tokens per program: one Philox block of 8 per thread, 126 programs for one row of 128 k
+NUM_WARPS = 4
+
+_SCORE_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class CoupledChoice(NamedTuple):
+    """tokens: [rows] int64. finite: [rows] bool, whether the winner's value is a finite number and no value is NaN."""
+
+    tokens: torch.Tensor
+    finite: torch.Tensor
+
+
+def gumbel_integers_of_row(seed: int, sample: int, position: int, vocab: int) -> np.ndarray:
+    """The integers x of one row, [vocab] uint32. A larger vocabulary leaves those of the other tokens as they are.
+
+    Args:
+        seed, sample, position: 0 to 2**64 - 1.
+        vocab: how many tokens.
+    """
+    key = np.array([seed, sample], dtype=np.uint64)
+    counter = np.array([0, 0, position, 0], dtype=np.uint64)  # numpy increments it before its first block
+    words = np.random.Philox(key=key, counter=counter).random_raw(-(-vocab // 8) * 4)
+    return words.astype("<u8", copy=False).view("<u4")[:vocab].astype(np.uint32, copy=False)
+
+
+def gumbel_integers_ref(seeds: np.ndarray, samples: np.ndarray, positions: np.ndarray, vocab: int) -> np.ndarray:
+    """The integers x, [rows, vocab] uint32, of three [rows] int64 or uint64 arrays, whose bits count as uint64."""
+    integers = np.empty((len(seeds), vocab), dtype=np.uint32)
+    numbers = (array.astype(np.uint64).tolist() for array in (seeds, samples, positions))
+    for row, (seed, sample, position) in enumerate(zip(*numbers, strict=True)):
+        integers[row] = gumbel_integers_of_row(seed, sample, position, vocab)
+    return integers
+
+
+def gumbel_ref(integers: np.ndarray) -> np.ndarray:
+    """g of uint32 integers of any shape, in float32 throughout; between -2.82 and 22.88."""
+    w = integers.astype(np.float32)
+    w += np.float32(0.5)  # in place: a row of 128 k is half a megabyte, and the engine computes one for every token
+    w *= np.float32(2**-32)
+    np.minimum(w, np.float32(1 - 2**-24), out=w)
+    np.negative(w, out=w)
+    np.log1p(w, out=w)
+    np.negative(w, out=w)
+    np.log(w, out=w)
+    return np.negative(w, out=w)
+
+
+def coupled_values_ref(
+    scores: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    samples: torch.Tensor,
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    """[rows, vocab] float32 on the CPU: what `coupled_choice_ref` takes the argmax of. A NaN has become +inf."""
+    keys = (tensor.cpu().numpy() for tensor in (seeds, samples, positions))
+    noise = torch.from_numpy(gumbel_ref(gumbel_integers_ref(*keys, scores.shape[1])))
+    plain, temperature = scores.float().cpu(), temperatures.cpu()[:, None]
+    values = torch.where(temperature == 0, plain, plain / temperature + noise)
+    return values.masked_fill(values.isnan(), float("inf"))
+
+
+def coupled_choice_ref(
+    scores: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    samples: torch.Tensor,
+    positions: torch.Tensor,
+) -> CoupledChoice:
+    """argmax over v of float32(scores[v]) / temperature + g[v], the lowest v of equals; numpy and eager torch.
+
+    Args:
+        scores: [rows, vocab] float32, bfloat16 or float16: logits, or log-probabilities up to a constant; -inf is
+            masked, and wins only (as token 0) where every score is masked.
+        temperatures: [rows] float32, >= 0. At 0 the value is the score itself: a plain argmax without noise.
+        seeds: [rows] int64, the bits of an unsigned 64-bit seed.
+        samples: [rows] int64, which of the samples of one prompt.
+        positions: [rows] int64, the position in the sequence of the token that is chosen.
+
+    Returns:
+        CoupledChoice. A NaN counts as +inf: it wins, unless a lower token is +inf, and `finite` is False.
+
+    Raises:
+        ValueError: a shape, dtype or device that does not fit.
+    """
+    check_coupled_choice(scores, temperatures, seeds, samples, positions)
+    values = coupled_values_ref(scores, temperatures, seeds, samples, positions)
+    tokens = values.argmax(dim=1, keepdim=True)
+    finite = values.gather(1, tokens).isfinite()
+    return CoupledChoice(tokens[:, 0].to(scores.device), finite[:, 0].to(scores.device))
+
+
+def coupled_choice_triton(
+    scores: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    samples: torch.Tensor,
+    positions: torch.Tensor,
+) -> CoupledChoice:
+    """The same on a GPU in two launches, without a host read; arguments as in `coupled_choice_ref`.
+
+    The last dimension of `scores` and the vectors must be contiguous, rows of `scores` may lie apart.
+
+    Raises:
+        ValueError: a shape, dtype, stride or device that does not fit, or triton that cannot run here.
+    """
+    check_coupled_choice(scores, temperatures, seeds, samples, positions)
+    check_last_strides(scores=scores, temperatures=temperatures, seeds=seeds, samples=samples, positions=positions)
+    require_triton("coupled_choice")
+    from treespec_kernels.sampling import coupled_choice_kernels as kernels
+
+    # Scores are only widened, which the interpreter does rightly for bfloat16 too: all arithmetic is in float32.
+    check_launch("coupled_choice", kernels.choose_in_blocks, temperatures)
+    rows, vocab = scores.shape
+    num_blocks = -(-vocab // BLOCK_V)
+    tokens = torch.empty(rows, dtype=torch.int64, device=scores.device)
+    finite = torch.empty(rows, dtype=torch.bool, device=scores.device)
+    if rows == 0:
+        return CoupledChoice(tokens, finite)
+    best_values = torch.empty(rows, num_blocks, dtype=torch.float32, device=scores.device)
+    best_tokens = torch.empty(rows, num_blocks, dtype=torch.int32, device=scores.device)
+    kernels.choose_in_blocks[(rows, num_blocks)](
+        scores,
+        temperatures,
+        seeds,
+        samples,
+        positions,
+        best_values,
+        best_tokens,
+        vocab,
+        scores.stride(0),
+        BLOCK_V=BLOCK_V,
+        num_warps=NUM_WARPS,
+        enable_fp_fusion=False,
+    )
+    kernels.choose_of_blocks[(rows,)](
+        best_values,
+        best_tokens,
+        tokens,
+        finite,
+        NUM_BLOCKS=num_blocks,
+        BLOCK_B=block_of_blocks(vocab),
+        num_warps=1,
+        enable_fp_fusion=False,
+    )
+    return CoupledChoice(tokens, finite)
+
+
+def block_of_blocks(vocab: int) -> int:
+    """The power of two that holds the best of every block of a vocabulary."""
+    return 1 << (-(-vocab // BLOCK_V) - 1).bit_length()
+
+
+def check_coupled_choice(
+    scores: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    samples: torch.Tensor,
+    positions: torch.Tensor,
+) -> None:
+    """Host-side checks of shapes, dtypes and devices; values on a device are never read."""
+    if scores.dim() != 2 or scores.shape[1] == 0:
+        raise ValueError(f"scores has shape {list(scores.shape)}; expected [rows, vocab] with a vocab of 1 or more")
+    if scores.dtype not in _SCORE_TYPES:
+        raise ValueError(
+            f"scores has dtype {scores.dtype}; convert it to torch.float32, torch.bfloat16 or torch.float16"
+        )
+    integers = {"seeds": seeds, "samples": samples, "positions": positions}
+    for name, tensor in ({"temperatures": temperatures} | integers).items():
+        if tuple(tensor.shape) != scores.shape[:1]:
+            raise ValueError(f"{name} has shape {list(tensor.shape)}; expected [{scores.shape[0]}] as in scores")
+        dtype = torch.int64 if name in integers else torch.float32
+        if tensor.dtype != dtype:
+            raise ValueError(f"{name} has dtype {tensor.dtype}; convert it to {dtype}")
+        if tensor.device != scores.device:
+            raise ValueError(f"{name} is on {tensor.device} and scores on {scores.device}; move it there")

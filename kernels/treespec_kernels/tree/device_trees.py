@@ -1,0 +1,269 @@
+"""Token trees that live on a device: what grows them level by level, and what the target scores.
+
+A round of a batch is `tree_root`, then for each level one pass of the drafts and `tree_merge`, then `tree_select`, the
+target's pass and `tree_walk`. No tensor here is read by the host, and none is allocated in a round, so that a round can
+be captured in CUDA graphs; one captured `tree_merge` serves every level, because the level is data.
+
+B requests, F frontier nodes of a request (those that the drafts score next), G SSMs, C proposals of an SSM at a node,
+D levels, N nodes of a tree, root included. Candidates are what the SSMs propose, P = F * G * C of a request and level:
+proposal c of SSM g at frontier node f is number (f * G + g) * C + c of its level, and its *flat index* counts on over
+levels: level * P + number. Its depth in the tree is level + 1, so a parent's flat index is always smaller.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+
+MAX_SSMS = 31  # the bits of an int32 mask without its sign
+MAX_CANDIDATES = 4096  # of all levels: one program holds them in registers, and twice as many spill
+
+
+@dataclass(frozen=True)
+class DeviceForest:
+    """The trees of a batch while they grow. Made by `allocate`, started by `tree_root`, grown by `tree_merge`.
+
+    Args:
+        cand_tokens: [B, D, P] int32; -1 where there is no candidate.
+        cand_parents: [B, D, P] int32, the parent's flat index, -1 for the root and where there is no candidate.
+        cand_values: [B, D, P] float32, product of probabilities along the path; -inf where there is no candidate: no
+            proposal, or a token that is named by an earlier one at the same node.
+        cand_masks: [B, D, P] int32, bit g: SSM g proposed it; 0 where there is no candidate.
+        cand_slots: [B, D, P] int32, slot among the drafts' scratch slots, -1 where a candidate is not expanded.
+        frontier: [B, F] int32, flat index of each frontier node, best value first; -1: none; D * P: the root.
+        frontier_tokens: [B, F] int32; 0, a token that can be embedded, where there is none.
+        frontier_values: [B, F] float32; 0 where there is none.
+        frontier_depths: [B, F] int32; -1 where there is none.
+        frontier_slots: [B, F] int32, scratch slots: 0 for the root, 1 + (level - 1) * F + i for node i of a later
+            level; 0 where there is none.
+        frontier_ancestors: [B, F, D + 1] int32, scratch slots of a node's ancestors by depth, itself last and then
+            repeated; 0 where there is none.
+        levels: [B] int32, how many levels have been grown; equal for all requests. Each request has its own copy
+            because the programs of a launch, one per request, may not read what another one advances.
+
+    Raises:
+        ValueError: a shape, dtype, device or stride that does not fit.
+    """
+
+    cand_tokens: torch.Tensor
+    cand_parents: torch.Tensor
+    cand_values: torch.Tensor
+    cand_masks: torch.Tensor
+    cand_slots: torch.Tensor
+    frontier: torch.Tensor
+    frontier_tokens: torch.Tensor
+    frontier_values: torch.Tensor
+    frontier_depths: torch.Tensor
+    frontier_slots: torch.Tensor
+    frontier_ancestors: torch.Tensor
+    levels: torch.Tensor
+
+    def __post_init__(self) -> None:
+        if self.cand_tokens.dim() != 3 or self.frontier.dim() != 2 or 0 in self.cand_tokens.shape:
+            raise ValueError(
+                f"cand_tokens has shape {list(self.cand_tokens.shape)} and frontier {list(self.frontier.shape)}; "
+                "expected [B, D, P] and [B, F], none of them 0"
+            )
+        requests, depth, candidates = self.cand_tokens.shape
+        width = self.frontier.shape[1]
+        if depth * candidates > MAX_CANDIDATES:
+            raise ValueError(f"{depth} levels of {candidates} candidates are more than {MAX_CANDIDATES}; grow less")
+        shapes = {"levels": (requests,), "frontier_ancestors": (requests, width, depth + 1)}
+        shapes |= dict.fromkeys(_names(self, "cand_"), (requests, depth, candidates))
+        shapes |= dict.fromkeys([n for n in _names(self, "frontier") if n not in shapes], (requests, width))
+        _check(self, shapes, self.cand_tokens.device)
+
+    @classmethod
+    def allocate(
+        cls,
+        num_requests: int,
+        *,
+        frontier: int,
+        num_ssms: int,
+        proposals: int,
+        max_depth: int,
+        device: torch.device | str = "cpu",
+    ) -> DeviceForest:
+        """An idle forest: B, F, G, C and D in this order.
+
+        Raises:
+            ValueError: a number below 1, more than 31 SSMs, or more than 4,096 candidates of a request.
+        """
+        sizes = {
+            "num_requests": num_requests,
+            "frontier": frontier,
+            "num_ssms": num_ssms,
+            "proposals": proposals,
+            "max_depth": max_depth,
+        }
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{name} is {size}; expected 1 or more")
+        if num_ssms > MAX_SSMS:
+            raise ValueError(f"num_ssms is {num_ssms}; masks hold at most {MAX_SSMS}")
+        candidates = (num_requests, max_depth, frontier * num_ssms * proposals)
+        nodes = (num_requests, frontier)
+
+        def filled(shape: tuple[int, ...], value: float, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.full(shape, value, dtype=dtype, device=device)
+
+        return cls(
+            cand_tokens=filled(candidates, -1),
+            cand_parents=filled(candidates, -1),
+            cand_values=filled(candidates, -torch.inf, torch.float32),
+            cand_masks=filled(candidates, 0),
+            cand_slots=filled(candidates, -1),
+            frontier=filled(nodes, -1),
+            frontier_tokens=filled(nodes, 0),
+            frontier_values=filled(nodes, 0, torch.float32),
+            frontier_depths=filled(nodes, -1),
+            frontier_slots=filled(nodes, 0),
+            frontier_ancestors=filled((*nodes, max_depth + 1), 0),
+            levels=filled((num_requests,), 0),
+        )
+
+    @property
+    def level(self) -> torch.Tensor:
+        """[1] int32, a view: how many levels have been grown, as every request has it."""
+        return self.levels[:1]
+
+    @property
+    def num_requests(self) -> int:
+        return self.cand_tokens.shape[0]
+
+    @property
+    def max_depth(self) -> int:
+        """D, levels at most."""
+        return self.cand_tokens.shape[1]
+
+    @property
+    def candidates(self) -> int:
+        """P, candidates of a request and level."""
+        return self.cand_tokens.shape[2]
+
+    @property
+    def frontier_width(self) -> int:
+        """F, nodes of a request that are expanded in a level, at most."""
+        return self.frontier.shape[1]
+
+
+@dataclass(frozen=True)
+class DeviceTrees:
+    """The trees of a batch as the target scores them. Node 0 is the root; parents precede their children.
+
+    Nodes from `num_nodes[b]` on are padding, each marked by its depth of -1.
+
+    Args:
+        tokens: [B, N] int32; 0, a token that can be embedded, for padding.
+        parents: [B, N] int32; -1 for the root and for padding.
+        depths: [B, N] int32; -1 for padding.
+        ancestors: [B, N, D + 1] int32, by depth, itself last and then repeated; padding repeats its own index.
+        num_nodes: [B] int32; 0: the request is idle.
+        masks: [B, N] int32, bit g: SSM g proposed the node; 0 for the root and padding.
+        values: [B, N] float32, estimated probability that the node is accepted: 1 for the root, 0 for padding.
+        slots: [B, N] int32, the drafts' scratch slot where the node's K/V lie; -1 where no draft has seen the node.
+
+    Raises:
+        ValueError: a shape, dtype, device or stride that does not fit.
+    """
+
+    tokens: torch.Tensor
+    parents: torch.Tensor
+    depths: torch.Tensor
+    ancestors: torch.Tensor
+    num_nodes: torch.Tensor
+    masks: torch.Tensor
+    values: torch.Tensor
+    slots: torch.Tensor
+
+    def __post_init__(self) -> None:
+        if self.ancestors.dim() != 3 or 0 in self.ancestors.shape:
+            raise ValueError(f"ancestors has shape {list(self.ancestors.shape)}; expected [B, N, D + 1], none 0")
+        requests, nodes, _ = self.ancestors.shape
+        shapes = dict.fromkeys(_names(self, ""), (requests, nodes))
+        shapes |= {"ancestors": tuple(self.ancestors.shape), "num_nodes": (requests,)}
+        _check(self, shapes, self.ancestors.device)
+
+    @classmethod
+    def allocate(
+        cls, num_requests: int, *, nodes: int, max_depth: int, device: torch.device | str = "cpu"
+    ) -> DeviceTrees:
+        """Trees of no nodes: B, N and D in this order.
+
+        Raises:
+            ValueError: `num_requests` or `nodes` below 1, or `max_depth` below 0.
+        """
+        for name, size, least in (("num_requests", num_requests, 1), ("nodes", nodes, 1), ("max_depth", max_depth, 0)):
+            if size < least:
+                raise ValueError(f"{name} is {size}; expected {least} or more")
+        shape = (num_requests, nodes)
+
+        def filled(value: float, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.full(shape, value, dtype=dtype, device=device)
+
+        own = torch.arange(nodes, dtype=torch.int32, device=device)[None, :, None]
+        return cls(
+            tokens=filled(0),
+            parents=filled(-1),
+            depths=filled(-1),
+            ancestors=own.repeat(num_requests, 1, max_depth + 1),
+            num_nodes=torch.zeros(num_requests, dtype=torch.int32, device=device),
+            masks=filled(0),
+            values=filled(0, torch.float32),
+            slots=filled(-1),
+        )
+
+    @property
+    def num_requests(self) -> int:
+        return self.ancestors.shape[0]
+
+    @property
+    def max_nodes(self) -> int:
+        """N, nodes of a tree at most."""
+        return self.ancestors.shape[1]
+
+    @property
+    def max_depth(self) -> int:
+        """D."""
+        return self.ancestors.shape[2] - 1
+
+
+def _names(state: DeviceForest | DeviceTrees, prefix: str) -> list[str]:
+    return [field.name for field in fields(state) if field.name.startswith(prefix)]
+
+
+def _check(state: DeviceForest | DeviceTrees, shapes: dict[str, tuple[int, ...]], device: torch.device) -> None:
+    """Once, at construction: the launches of a round need not look at the state again."""
+    for name, shape in shapes.items():
+        tensor = getattr(state, name)
+        dtype = torch.float32 if name.endswith("values") else torch.int32
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} has shape {list(tensor.shape)}; expected {list(shape)}")
+        if tensor.dtype != dtype:
+            raise ValueError(f"{name} has dtype {tensor.dtype}; convert it to {dtype}")
+        if tensor.device != device:
+            raise ValueError(f"{name} is on {tensor.device} and others on {device}; move it there")
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} has strides {tensor.stride()}; make it contiguous")
+
+
+def block_of(size: int) -> int:
+    """The power of two that holds `size` elements."""
+    return 1 << (size - 1).bit_length()
+
+
+def check_per_request(num_requests: int, device: torch.device, **tensors: tuple[torch.Tensor, torch.dtype]) -> None:
+    """Raises ValueError where a [B] tensor does not fit; values are never read."""
+    for name, (tensor, dtype) in tensors.items():
+        if tuple(tensor.shape) != (num_requests,):
+            raise ValueError(f"{name} has shape {list(tensor.shape)}; expected [{num_requests}], one for each request")
+        check_tensor(name, tensor, device, dtype)
+
+
+def check_tensor(name: str, tensor: torch.Tensor, device: torch.device, *dtypes: torch.dtype) -> None:
+    """Raises ValueError where a tensor has another dtype or device."""
+    if tensor.dtype not in dtypes:
+        raise ValueError(f"{name} has dtype {tensor.dtype}; convert it to {' or '.join(map(str, dtypes))}")
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device} and the trees on {device}; move it there")

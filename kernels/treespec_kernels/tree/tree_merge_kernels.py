@@ -1,0 +1,175 @@
+"""Triton kernel of the tree merge. Import this module only where triton is installed."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from treespec_kernels.aot.kernel_spec import KernelShape, KernelSpec
+from treespec_kernels.tree.device_trees import block_of
+from treespec_kernels.tree.tree_merge import blocks_of, warps_of
+
+
+@triton.jit
+def shares_of(tokens, probs, weight, mask):
+    """Shares of the proposals that count, -1 elsewhere. A NaN fails every comparison."""
+    share = weight * probs
+    return tl.where(mask & (tokens >= 0) & (share >= 0) & (share < float("inf")), share, -1.0)
+
+
+@triton.jit
+def merge_level(
+    tokens,  # [SSMS, B, FRONTIER, PROPOSALS]
+    probs,  # as tokens, fp32
+    weights,  # [B, SSMS] fp32
+    end_tokens,  # [B, ENDS]
+    cand_tokens,  # [B, MAX_DEPTH, FRONTIER * SSMS * PROPOSALS], as the next four
+    cand_parents,
+    cand_values,
+    cand_masks,
+    cand_slots,
+    frontier,  # [B, FRONTIER], as the next four
+    frontier_tokens,
+    frontier_values,
+    frontier_depths,
+    frontier_slots,
+    frontier_ancestors,  # [B, FRONTIER, MAX_DEPTH + 1]
+    levels,  # [B]
+    stride_tokens_ssm,
+    stride_tokens_request,
+    stride_tokens_node,
+    stride_probs_ssm,
+    stride_probs_request,
+    stride_probs_node,
+    stride_weights,
+    stride_ends,
+    SSMS: tl.constexpr,
+    FRONTIER: tl.constexpr,
+    PROPOSALS: tl.constexpr,
+    ENDS: tl.constexpr,
+    MAX_DEPTH: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """One program owns one request.
+
+    Every candidate is compared with one SSM's proposals at its node at a time, SSM by SSM, so sums have one order.
+    """
+    CANDIDATES: tl.constexpr = FRONTIER * SSMS * PROPOSALS
+    request = tl.program_id(0).to(tl.int64)
+    level = tl.load(levels + request)
+    if level >= MAX_DEPTH:
+        return
+
+    # What each proposal says.
+    o_p = tl.arange(0, BLOCK_P)
+    m_p = o_p < CANDIDATES
+    f = o_p // (SSMS * PROPOSALS)
+    i_own = o_p % (SSMS * PROPOSALS)
+    ssm = (i_own // PROPOSALS).to(tl.int64)
+    c = i_own % PROPOSALS
+    node = tl.load(frontier + request * FRONTIER + f, mask=m_p, other=-1)
+    node_value = tl.load(frontier_values + request * FRONTIER + f, mask=m_p, other=0.0)
+    p_tokens = tokens + request * stride_tokens_request
+    p_probs = probs + request * stride_probs_request
+    token = tl.load(p_tokens + ssm * stride_tokens_ssm + f * stride_tokens_node + c, mask=m_p, other=-1)
+    prob = tl.load(p_probs + ssm * stride_probs_ssm + f * stride_probs_node + c, mask=m_p, other=0.0)
+    weight = tl.load(weights + request * stride_weights + ssm, mask=m_p, other=0.0)
+    m_node = node >= 0
+    counts = shares_of(token, prob, weight, m_node) >= 0
+
+    # What all SSMs say about its token, and whether one said it earlier.
+    o_c = tl.arange(0, BLOCK_C)
+    m_c = m_node[:, None] & (o_c < PROPOSALS)[None, :]
+    total = tl.zeros((BLOCK_P,), tl.float32)
+    named_by = tl.zeros((BLOCK_P,), tl.int32)
+    repeats = tl.zeros((BLOCK_P,), tl.int32)
+    for g in tl.static_range(SSMS):
+        o_ssm = tl.full((), g, tl.int64)
+        o_tokens = (f * stride_tokens_node)[:, None] + o_c[None, :]
+        o_probs = (f * stride_probs_node)[:, None] + o_c[None, :]
+        tokens_g = tl.load(p_tokens + o_ssm * stride_tokens_ssm + o_tokens, mask=m_c, other=-1)
+        probs_g = tl.load(p_probs + o_ssm * stride_probs_ssm + o_probs, mask=m_c, other=0.0)
+        share_g = shares_of(tokens_g, probs_g, tl.load(weights + request * stride_weights + g), m_c)
+        share_g = tl.where(tokens_g == token[:, None], share_g, -1.0)
+        is_earlier = (share_g >= 0) & ((g * PROPOSALS + o_c)[None, :] < i_own[:, None])
+        repeats = tl.maximum(repeats, tl.max(is_earlier.to(tl.int32), axis=1))
+        said = tl.max(share_g, axis=1)
+        total = tl.where(said >= 0, total + said, total)
+        named_by = tl.where(said >= 0, named_by | (1 << g), named_by)
+    is_candidate = counts & (repeats == 0)
+    value = node_value * tl.minimum(total, 1.0)
+    parent = tl.where(node == MAX_DEPTH * CANDIDATES, -1, node)
+
+    # The best F, one after another. A key is unique: the value's bits, which order numbers of 0 or more, then the
+    # earlier index.
+    o_e = tl.arange(0, BLOCK_E)
+    ends = tl.load(end_tokens + request * stride_ends + o_e, mask=o_e < ENDS, other=-1)
+    is_end = tl.max((token[:, None] == ends[None, :]).to(tl.int32), axis=1) > 0
+    keys = (value.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (BLOCK_P - 1 - o_p).to(tl.int64)
+    keys = tl.where(is_candidate & (is_end == 0), keys, -1)
+    o_f = tl.arange(0, BLOCK_F)
+    winners = tl.full((BLOCK_F,), -1, tl.int64)
+    slot = tl.full((BLOCK_P,), -1, tl.int32)
+    first_slot = 1 + level * FRONTIER
+    worse = keys
+    for i in range(FRONTIER):
+        best = tl.max(worse, axis=0)
+        winners = tl.where(o_f == i, best, winners)
+        slot = tl.where((keys == best) & (keys >= 0), first_slot + i, slot)
+        worse = tl.where(worse == best, -1, worse)
+
+    # What the next frontier takes over from its candidates and from the frontier that it replaces.
+    m_f = o_f < FRONTIER
+    m_next = m_f & (winners >= 0)
+    number = tl.where(m_next, BLOCK_P - 1 - (winners & (BLOCK_P - 1)).to(tl.int32), 0)
+    i_node = number // (SSMS * PROPOSALS)
+    i_said = number % (SSMS * PROPOSALS)
+    o_said = (i_said // PROPOSALS).to(tl.int64) * stride_tokens_ssm + i_node * stride_tokens_node + i_said % PROPOSALS
+    next_token = tl.load(p_tokens + o_said, mask=m_next, other=0)
+    next_value = (winners >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    o_w = tl.arange(0, BLOCK_W)
+    p_ancestors = frontier_ancestors + request * (FRONTIER * (MAX_DEPTH + 1)) + o_w[None, :]
+    m_w = m_f[:, None] & (o_w <= MAX_DEPTH)[None, :]
+    old = tl.load(p_ancestors + o_f[:, None] * (MAX_DEPTH + 1), mask=m_w, other=0)
+    # Gathered, so that no thread has its part before every thread has loaded: the frontier is replaced in place, and
+    # on AMD a barrier alone does not wait for loads from global memory.
+    above = tl.gather(old, tl.zeros_like(old) + i_node[:, None], axis=0)
+    m_above = m_next[:, None] & (o_w <= level)[None, :]
+    next_slot = tl.where(m_next, first_slot + o_f, 0)
+
+    tl.debug_barrier()
+    p_cand = (request * MAX_DEPTH + level) * CANDIDATES + o_p
+    tl.store(cand_tokens + p_cand, tl.where(is_candidate, token, -1), mask=m_p)
+    tl.store(cand_parents + p_cand, tl.where(is_candidate, parent, -1), mask=m_p)
+    tl.store(cand_values + p_cand, tl.where(is_candidate, value, float("-inf")), mask=m_p)
+    tl.store(cand_masks + p_cand, tl.where(is_candidate, named_by, 0), mask=m_p)
+    tl.store(cand_slots + p_cand, slot, mask=m_p)
+    p_f = request * FRONTIER + o_f
+    tl.store(frontier + p_f, tl.where(m_next, level * CANDIDATES + number, -1), mask=m_f)
+    tl.store(frontier_tokens + p_f, next_token, mask=m_f)
+    tl.store(frontier_values + p_f, tl.where(m_next, next_value, 0.0), mask=m_f)
+    tl.store(frontier_depths + p_f, tl.where(m_next, level + 1, -1), mask=m_f)
+    tl.store(frontier_slots + p_f, next_slot, mask=m_f)
+    tl.store(p_ancestors + o_f[:, None] * (MAX_DEPTH + 1), tl.where(m_above, above, next_slot[:, None]), mask=m_w)
+    tl.store(levels + request, level + 1)
+
+
+def aot_specs(shape: KernelShape, target: str | None = None) -> list[KernelSpec]:
+    """A usual round and a large one. Trees know nothing of the model, so every shape gives the same."""
+    specs = []
+    for num_ssms, frontier, proposals in ((4, 8, 8), (4, 16, 8)):
+        constants = blocks_of(num_ssms, frontier, proposals, 4)
+        specs.append(
+            KernelSpec(
+                kernel=merge_level,
+                types=dict.fromkeys(("probs", "weights", "cand_values", "frontier_values"), "*fp32"),
+                constants=constants | {"MAX_DEPTH": 12, "BLOCK_W": block_of(13)},
+                options={"num_warps": warps_of(constants), "enable_fp_fusion": False},
+                config={"num_ssms": num_ssms, "frontier": frontier, "proposals": proposals},
+            )
+        )
+    return specs

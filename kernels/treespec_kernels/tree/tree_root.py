@@ -1,0 +1,83 @@
+"""Tree root: starts a round. Every tree is its root again, which is the first frontier, and no level is grown.
+
+The root of request b carries `root_tokens[b]`, has value 1, depth 0 and scratch slot 0. A negative token marks an idle
+request: its frontier is empty, so it grows nothing. Candidates of the round before are cleared.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from treespec_kernels.launch.triton_launch import check_last_strides, check_launch, require_triton
+from treespec_kernels.tree.device_trees import DeviceForest, block_of, check_per_request
+
+BLOCK_Q = 1024  # candidates that one program clears
+NUM_WARPS = 4
+
+
+def tree_root_ref(forest: DeviceForest, root_tokens: torch.Tensor) -> None:
+    """Writes every tensor of the forest. Eager torch, any device.
+
+    Args:
+        forest: changed in place.
+        root_tokens: [B] int32, the last committed token of each request; negative where it is idle.
+
+    Raises:
+        ValueError: a shape, dtype or device that does not fit.
+    """
+    check_tree_root(forest, root_tokens)
+    for tensor in (forest.cand_tokens, forest.cand_parents, forest.cand_slots, forest.frontier, forest.frontier_depths):
+        tensor.fill_(-1)
+    for tensor in (forest.cand_masks, forest.frontier_tokens, forest.frontier_values, forest.levels):
+        tensor.zero_()
+    forest.frontier_slots.zero_()
+    forest.frontier_ancestors.zero_()
+    forest.cand_values.fill_(-torch.inf)
+    busy = root_tokens >= 0
+    forest.frontier[busy, 0] = forest.max_depth * forest.candidates
+    forest.frontier_tokens[busy, 0] = root_tokens[busy]
+    forest.frontier_values[busy, 0] = 1.0
+    forest.frontier_depths[busy, 0] = 0
+
+
+def tree_root_triton(forest: DeviceForest, root_tokens: torch.Tensor) -> None:
+    """The same on a GPU in one launch, without a host read; arguments as in `tree_root_ref`.
+
+    Raises:
+        ValueError: a shape, dtype, stride or device that does not fit, or triton that cannot run here.
+    """
+    check_tree_root(forest, root_tokens)
+    check_last_strides(root_tokens=root_tokens)
+    require_triton("tree_root")
+    from treespec_kernels.tree import tree_root_kernels as kernels
+
+    check_launch("tree_root", kernels.start_round, root_tokens)
+    candidates = forest.max_depth * forest.candidates
+    kernels.start_round[(forest.num_requests, -(-candidates // BLOCK_Q))](
+        root_tokens,
+        forest.cand_tokens,
+        forest.cand_parents,
+        forest.cand_values,
+        forest.cand_masks,
+        forest.cand_slots,
+        forest.frontier,
+        forest.frontier_tokens,
+        forest.frontier_values,
+        forest.frontier_depths,
+        forest.frontier_slots,
+        forest.frontier_ancestors,
+        forest.levels,
+        CANDIDATES=candidates,
+        FRONTIER=forest.frontier_width,
+        WIDTH=forest.max_depth + 1,
+        BLOCK_Q=BLOCK_Q,
+        BLOCK_F=block_of(forest.frontier_width),
+        BLOCK_W=block_of(forest.max_depth + 1),
+        num_warps=NUM_WARPS,
+        enable_fp_fusion=False,
+    )
+
+
+def check_tree_root(forest: DeviceForest, root_tokens: torch.Tensor) -> None:
+    """Host-side checks; values on a device are never read."""
+    check_per_request(forest.num_requests, forest.levels.device, root_tokens=(root_tokens, torch.int32))

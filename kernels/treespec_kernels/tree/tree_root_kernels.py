@@ -1,0 +1,85 @@
+"""Triton kernel of the tree root. Import this module only where triton is installed."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from treespec_kernels.aot.kernel_spec import KernelShape, KernelSpec
+from treespec_kernels.tree.device_trees import block_of
+from treespec_kernels.tree.tree_root import BLOCK_Q, NUM_WARPS
+
+
+@triton.jit
+def start_round(
+    root_tokens,  # [B]
+    cand_tokens,  # [B, CANDIDATES], as the next four
+    cand_parents,
+    cand_values,
+    cand_masks,
+    cand_slots,
+    frontier,  # [B, FRONTIER], as the next four
+    frontier_tokens,
+    frontier_values,
+    frontier_depths,
+    frontier_slots,
+    frontier_ancestors,  # [B, FRONTIER, WIDTH]
+    levels,  # [B]
+    CANDIDATES: tl.constexpr,
+    FRONTIER: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """One program clears one block of one request's candidates; the first also writes the frontier."""
+    request = tl.program_id(0).to(tl.int64)
+    i_block = tl.program_id(1)
+    o_q = i_block * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    m_q = o_q < CANDIDATES
+    p_q = request * CANDIDATES + o_q
+    none = tl.full((BLOCK_Q,), -1, tl.int32)
+    tl.store(cand_tokens + p_q, none, mask=m_q)
+    tl.store(cand_parents + p_q, none, mask=m_q)
+    tl.store(cand_values + p_q, tl.full((BLOCK_Q,), float("-inf"), tl.float32), mask=m_q)
+    tl.store(cand_masks + p_q, none + 1, mask=m_q)
+    tl.store(cand_slots + p_q, none, mask=m_q)
+    if i_block == 0:
+        token = tl.load(root_tokens + request)
+        o_f = tl.arange(0, BLOCK_F)
+        m_f = o_f < FRONTIER
+        p_f = request * FRONTIER + o_f
+        is_root = (o_f == 0) & (token >= 0)
+        tl.store(frontier + p_f, tl.where(is_root, CANDIDATES, -1), mask=m_f)
+        tl.store(frontier_tokens + p_f, tl.where(is_root, token, 0), mask=m_f)
+        tl.store(frontier_values + p_f, tl.where(is_root, 1.0, 0.0), mask=m_f)
+        tl.store(frontier_depths + p_f, tl.where(is_root, 0, -1), mask=m_f)
+        tl.store(frontier_slots + p_f, tl.zeros((BLOCK_F,), tl.int32), mask=m_f)
+        o_w = tl.arange(0, BLOCK_W)
+        m_w = m_f[:, None] & (o_w < WIDTH)[None, :]
+        tl.store(
+            frontier_ancestors + p_f[:, None] * WIDTH + o_w[None, :], tl.zeros((BLOCK_F, BLOCK_W), tl.int32), mask=m_w
+        )
+        tl.store(levels + request, 0)
+
+
+def aot_specs(shape: KernelShape, target: str | None = None) -> list[KernelSpec]:
+    """Trees know nothing of the model but its tokens, so every shape gives the same."""
+    frontier, depth, candidates = 8, 12, 3072
+    constants = {
+        "CANDIDATES": candidates,
+        "FRONTIER": frontier,
+        "WIDTH": depth + 1,
+        "BLOCK_Q": BLOCK_Q,
+        "BLOCK_F": block_of(frontier),
+        "BLOCK_W": block_of(depth + 1),
+    }
+    return [
+        KernelSpec(
+            kernel=start_round,
+            types=dict.fromkeys(("cand_values", "frontier_values"), "*fp32"),
+            constants=constants,
+            options={"num_warps": NUM_WARPS, "enable_fp_fusion": False},
+            config={"frontier": frontier, "max_depth": depth, "candidates": candidates},
+        )
+    ]

@@ -1,0 +1,183 @@
+"""Tree select: the target's tree out of all candidates, the root and the N - 1 best below it.
+
+Best is by (value descending, flat index ascending), among candidates of the levels grown so far whose depth is at most
+`max_depths[b]` and whose value is at least `least_values[b]`. Node order is by flat index, so parents precede children.
+
+The set is connected. A candidate's parent was a frontier node, so a candidate itself. Its value is no smaller, as
+probabilities are at most 1 and rounding keeps the order of numbers; its flat index and its depth are smaller. So
+wherever a node is allowed its parent is, and wherever a node is among the N - 1 best its parent is, ties included.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from treespec_kernels.launch.triton_launch import check_last_strides, check_launch, require_triton
+from treespec_kernels.tree.device_trees import DeviceForest, DeviceTrees, block_of, check_per_request
+
+
+def tree_select_ref(
+    forest: DeviceForest,
+    root_tokens: torch.Tensor,
+    nodes: int | torch.Tensor,
+    least_values: torch.Tensor,
+    max_depths: torch.Tensor,
+    *,
+    out: DeviceTrees | None = None,
+) -> DeviceTrees:
+    """The trees that the target is to score. numpy on the host, any device.
+
+    Args:
+        forest: not changed.
+        root_tokens: [B] int32, as given to `tree_root`; the tree of a negative one has no nodes.
+        nodes: of a tree at most, root included: 1 or more, and no more than `out` holds; or [B] int32, of each request
+            what is below 1 or more than `out` holds counts as the nearest that is not. So the number is data too.
+        least_values: [B] float32, of a node below the root; NaN allows none.
+        max_depths: [B] int32, 0 for the root alone.
+        out: written in place and returned; None allocates trees of `nodes` nodes, which is a number then.
+
+    Raises:
+        ValueError: a shape, dtype, device or number that does not fit.
+    """
+    out = check_tree_select(forest, root_tokens, nodes, least_values, max_depths, out)
+    state = {name: getattr(forest, name).cpu().numpy() for name in forest.__dataclass_fields__}
+    trees = DeviceTrees.allocate(out.num_requests, nodes=out.max_nodes, max_depth=out.max_depth)
+    wanted = per_request(nodes, out).clamp(1, out.max_nodes)
+    for request, (token, most, least, deepest) in enumerate(
+        zip(root_tokens.tolist(), wanted.tolist(), least_values.tolist(), max_depths.tolist(), strict=True)
+    ):
+        if token < 0:
+            continue
+        level = int(state["levels"][request])
+        flat = {name: array[request].ravel() for name, array in state.items()}
+        values = flat["cand_values"]
+        usable = max(min(level, deepest), 0) * forest.candidates
+        allowed = [i for i in range(usable) if values[i] >= 0 and values[i] >= np.float32(least)]
+        chosen = sorted(sorted(allowed, key=lambda i: (-values[i], i))[: most - 1])
+        node_of = {index: node for node, index in enumerate([-1, *chosen])}
+        trees.num_nodes[request] = len(node_of)
+        for index, node in node_of.items():
+            is_root = index < 0
+            parent = -1 if is_root else node_of[int(flat["cand_parents"][index])]
+            depth = 0 if is_root else index // forest.candidates + 1
+            trees.tokens[request, node] = token if is_root else int(flat["cand_tokens"][index])
+            trees.parents[request, node] = parent
+            trees.depths[request, node] = depth
+            if not is_root:
+                trees.ancestors[request, node, :depth] = trees.ancestors[request, parent, :depth]
+            trees.masks[request, node] = 0 if is_root else int(flat["cand_masks"][index])
+            trees.values[request, node] = 1.0 if is_root else float(values[index])
+            slot = 0 if is_root else int(flat["cand_slots"][index])
+            trees.slots[request, node] = slot if depth < level else -1  # the last frontier was never run
+    for name in trees.__dataclass_fields__:
+        getattr(out, name).copy_(getattr(trees, name))
+    return out
+
+
+def tree_select_triton(
+    forest: DeviceForest,
+    root_tokens: torch.Tensor,
+    nodes: int | torch.Tensor,
+    least_values: torch.Tensor,
+    max_depths: torch.Tensor,
+    *,
+    out: DeviceTrees | None = None,
+) -> DeviceTrees:
+    """The same on a GPU in one launch, without a host read; arguments as in `tree_select_ref`.
+
+    Raises:
+        ValueError: a shape, dtype, stride, device or number that does not fit, or triton that cannot run here.
+    """
+    out = check_tree_select(forest, root_tokens, nodes, least_values, max_depths, out)
+    check_last_strides(root_tokens=root_tokens, least_values=least_values, max_depths=max_depths)
+    require_triton("tree_select")
+    from treespec_kernels.tree import tree_select_kernels as kernels
+
+    check_launch("tree_select", kernels.select_nodes, least_values)
+    constants = blocks_of(forest.candidates, forest.max_depth, out.max_nodes)
+    kernels.select_nodes[(forest.num_requests,)](
+        forest.cand_tokens,
+        forest.cand_parents,
+        forest.cand_values,
+        forest.cand_masks,
+        forest.cand_slots,
+        forest.levels,
+        root_tokens,
+        least_values,
+        max_depths,
+        per_request(nodes, out),
+        out.tokens,
+        out.parents,
+        out.depths,
+        out.ancestors,
+        out.num_nodes,
+        out.masks,
+        out.values,
+        out.slots,
+        **constants,
+        num_warps=warps_of(constants),
+        enable_fp_fusion=False,
+    )
+    return out
+
+
+def per_request(nodes: int | torch.Tensor, out: DeviceTrees) -> torch.Tensor:
+    """[B] int32: how many nodes each tree may have."""
+    return nodes if isinstance(nodes, torch.Tensor) else torch.full_like(out.num_nodes, nodes)
+
+
+def blocks_of(candidates: int, max_depth: int, max_nodes: int) -> dict[str, int]:
+    """The constants of the kernel that follow from P, D and N."""
+    block_q = block_of(max_depth * candidates)
+    return {
+        "CANDIDATES": candidates,
+        "MAX_DEPTH": max_depth,
+        "MAX_NODES": max_nodes,
+        "BLOCK_Q": block_q,
+        "BLOCK_N": block_of(max_nodes),
+        "BLOCK_W": block_of(max_depth + 1),
+        "LOG_BLOCK_Q": block_q.bit_length() - 1,
+    }
+
+
+def warps_of(constants: dict[str, int]) -> int:
+    """8 candidates per thread while a block of threads can be that large."""
+    return min(max(constants["BLOCK_Q"] // 256, 1), 16)
+
+
+def check_tree_select(
+    forest: DeviceForest,
+    root_tokens: torch.Tensor,
+    nodes: int | torch.Tensor,
+    least_values: torch.Tensor,
+    max_depths: torch.Tensor,
+    out: DeviceTrees | None,
+) -> DeviceTrees:
+    """Host-side checks; values on a device are never read. Returns `out`, or new trees where it is None."""
+    requests, device = forest.num_requests, forest.levels.device
+    check_per_request(
+        requests,
+        device,
+        root_tokens=(root_tokens, torch.int32),
+        least_values=(least_values, torch.float32),
+        max_depths=(max_depths, torch.int32),
+    )
+    if isinstance(nodes, torch.Tensor):
+        check_per_request(requests, device, nodes=(nodes, torch.int32))
+        if out is None:
+            raise ValueError("nodes is a tensor, whose values are not read; give out, which says how many there can be")
+    elif nodes < 1:
+        raise ValueError(f"nodes is {nodes}; expected 1 or more, as the root counts")
+    elif out is None:
+        return DeviceTrees.allocate(requests, nodes=nodes, max_depth=forest.max_depth, device=device)
+    elif nodes > out.max_nodes:
+        raise ValueError(f"nodes is {nodes}; out holds {out.max_nodes}")
+    if (out.num_requests, out.max_depth) != (requests, forest.max_depth):
+        raise ValueError(
+            f"out has {out.num_requests} requests and depth {out.max_depth}; expected {requests} and "
+            f"{forest.max_depth} as in the forest"
+        )
+    if out.ancestors.device != device:
+        raise ValueError(f"out is on {out.ancestors.device} and the forest on {device}; move it there")
+    return out

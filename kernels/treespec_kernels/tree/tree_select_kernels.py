@@ -1,0 +1,131 @@
+"""Triton kernel of the tree select. Import this module only where triton is installed."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from treespec_kernels.aot.kernel_spec import KernelShape, KernelSpec
+from treespec_kernels.tree.tree_select import blocks_of, warps_of
+
+
+@triton.jit
+def select_nodes(
+    cand_tokens,  # [B, MAX_DEPTH * CANDIDATES], as the next four
+    cand_parents,
+    cand_values,
+    cand_masks,
+    cand_slots,
+    levels,  # [B], as the next four
+    root_tokens,
+    least_values,
+    max_depths,
+    wanted,
+    tree_tokens,  # [B, MAX_NODES], as parents, depths, masks, values and slots
+    tree_parents,
+    tree_depths,
+    tree_ancestors,  # [B, MAX_NODES, MAX_DEPTH + 1]
+    tree_sizes,  # [B]
+    tree_masks,
+    tree_values,
+    tree_slots,
+    CANDIDATES: tl.constexpr,
+    MAX_DEPTH: tl.constexpr,
+    MAX_NODES: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    LOG_BLOCK_Q: tl.constexpr,
+):
+    """One program owns one request. It finds the least value that is taken, digit by digit, instead of sorting."""
+    request = tl.program_id(0).to(tl.int64)
+    token = tl.load(root_tokens + request)
+    level = tl.load(levels + request)
+    least = tl.load(least_values + request)
+    is_busy = token >= 0
+    usable = tl.maximum(tl.minimum(tl.minimum(level, tl.load(max_depths + request)), MAX_DEPTH), 0) * CANDIDATES
+    o_q = tl.arange(0, BLOCK_Q)
+    m_q = o_q < usable
+    first = request * (MAX_DEPTH * CANDIDATES)
+    value = tl.load(cand_values + first + o_q, mask=m_q, other=-1.0)
+    is_allowed = m_q & is_busy & (value >= 0) & (value >= least)
+
+    # The bits of numbers of 0 or more order as they do. Values are at most 1, so 30 bits tell them apart: `at` becomes
+    # the largest number with `room` allowed candidates or more at or above it, 0 where there are fewer. Each round
+    # settles two bits by three counts, which share one reduction.
+    room = tl.maximum(tl.minimum(tl.load(wanted + request), MAX_NODES) - 1, 0).to(tl.int64)
+    bits = tl.where(is_allowed, value.to(tl.int32, bitcast=True), -1)
+    at = tl.zeros((), tl.int32)
+    for i in range(15):
+        step = tl.full((), 1, tl.int32) << (28 - 2 * i)
+        ones = (bits >= at + step).to(tl.int64)
+        ones += (bits >= at + 2 * step).to(tl.int64) << 20
+        ones += (bits >= at + 3 * step).to(tl.int64) << 40
+        counts = tl.sum(ones, axis=0)
+        digit = ((counts & 0xFFFFF) >= room).to(tl.int32)
+        digit += (((counts >> 20) & 0xFFFFF) >= room).to(tl.int32)
+        digit += ((counts >> 40) >= room).to(tl.int32)
+        at += digit * step
+
+    # All above `at`, and of those at it the earliest, as far as there is room.
+    above = bits > at
+    equal = bits == at
+    left = room - tl.sum(above.to(tl.int32), axis=0)
+    is_taken = above | (equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= left))
+    node = tl.cumsum(is_taken.to(tl.int32), axis=0)  # the root is node 0
+    size = tl.where(is_busy, tl.max(node, axis=0) + 1, 0)
+
+    # From here on by node. Node n is the first candidate with a count of n: a binary search, since the counts rise.
+    # Registers and shared memory only: what one thread stores in global memory, another need not see in this launch.
+    o_n = tl.arange(0, BLOCK_N)
+    cand = tl.zeros((BLOCK_N,), tl.int32)
+    for i in tl.static_range(LOG_BLOCK_Q):
+        half = BLOCK_Q >> (i + 1)
+        cand += tl.where(tl.gather(node, cand + (half - 1), axis=0) < o_n, half, 0)
+    is_root = (o_n == 0) & is_busy
+    m_drafted = (o_n > 0) & (o_n < size)
+    p_cand = request * (MAX_DEPTH * CANDIDATES) + cand
+    cand_parent = tl.load(cand_parents + p_cand, mask=m_drafted, other=-1)
+    parent = tl.where(cand_parent < 0, 0, tl.gather(node, tl.maximum(cand_parent, 0), axis=0))
+    parent = tl.where(m_drafted, parent, -1)
+    depth = tl.where(m_drafted, cand // CANDIDATES + 1, tl.where(is_root, 0, -1))
+    slot = tl.load(cand_slots + p_cand, mask=m_drafted, other=-1)
+    slot = tl.where(is_root, 0, slot)
+    m_n = o_n < MAX_NODES
+    p_n = request * MAX_NODES + o_n
+    node_token = tl.load(cand_tokens + p_cand, mask=m_drafted, other=0)
+    tl.store(tree_tokens + p_n, tl.where(is_root, token, node_token), mask=m_n)
+    tl.store(tree_parents + p_n, parent, mask=m_n)
+    tl.store(tree_depths + p_n, depth, mask=m_n)
+    tl.store(tree_masks + p_n, tl.load(cand_masks + p_cand, mask=m_drafted, other=0), mask=m_n)
+    node_value = tl.load(cand_values + p_cand, mask=m_drafted, other=0.0)
+    tl.store(tree_values + p_n, tl.where(is_root, 1.0, node_value), mask=m_n)
+    tl.store(tree_slots + p_n, tl.where(depth < level, slot, -1), mask=m_n)  # the last frontier was never run
+    tl.store(tree_sizes + request, size)
+
+    # Ancestors: every node goes up once for each level; padding stays where it is.
+    o_w = tl.arange(0, BLOCK_W)
+    up = o_n
+    ancestors = tl.zeros((BLOCK_N, BLOCK_W), tl.int32) + o_n[:, None]
+    for i in range(1, MAX_DEPTH + 1):
+        up = tl.gather(tl.maximum(parent, 0), up, axis=0)
+        ancestors = tl.where(o_w[None, :] == depth[:, None] - i, up[:, None], ancestors)
+    m_w = m_n[:, None] & (o_w <= MAX_DEPTH)[None, :]
+    tl.store(tree_ancestors + p_n[:, None] * (MAX_DEPTH + 1) + o_w[None, :], ancestors, mask=m_w)
+
+
+def aot_specs(shape: KernelShape, target: str | None = None) -> list[KernelSpec]:
+    """A usual round and the largest. Trees know nothing of the model, so every shape gives the same."""
+    specs = []
+    for candidates, max_depth, max_nodes in ((256, 12, 64), (512, 8, 256)):
+        constants = blocks_of(candidates, max_depth, max_nodes)
+        specs.append(
+            KernelSpec(
+                kernel=select_nodes,
+                types=dict.fromkeys(("cand_values", "least_values", "tree_values"), "*fp32"),
+                constants=constants,
+                options={"num_warps": warps_of(constants), "enable_fp_fusion": False},
+                config={"candidates": candidates, "max_depth": max_depth, "max_nodes": max_nodes},
+            )
+        )
+    return specs

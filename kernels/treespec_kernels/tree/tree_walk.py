@@ -1,0 +1,166 @@
+"""Tree walk: naive verification of every tree of a batch. From the root it goes to the child that carries the target's
+choice after the current node, as long as there is one.
+
+The emitted tokens are the target's own choices along the path and nothing else: those that led to a child are the
+accepted tokens, the last one is the bonus. So a path of `path_lens[b]` nodes, root included, emits as many tokens.
+
+A request emits nothing (length 0) where it is idle, or where any of its nodes is not finite: then nothing that this
+pass computed for it can be trusted.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from treespec_kernels.launch.triton_launch import check_last_strides, check_launch, require_triton
+from treespec_kernels.tree.device_trees import DeviceTrees, block_of, check_tensor
+
+
+class Walk(NamedTuple):
+    """What one target pass decided.
+
+    Args:
+        paths: [B, D + 1] int32, accepted node indices, root first; 0 beyond the path.
+        path_lens: [B] int32, nodes of the path, root included, and tokens emitted; 0: nothing was decided.
+        tokens: [B, D + 1] int32, the accepted tokens, then the bonus; -1 beyond.
+        slots: [B, D + 1] int32, the drafts' scratch slots of the path's nodes; 0 beyond `slot_lens`.
+        slot_lens: [B] int32, how many nodes of the path, from the root on, the drafts have K/V of.
+    """
+
+    paths: torch.Tensor
+    path_lens: torch.Tensor
+    tokens: torch.Tensor
+    slots: torch.Tensor
+    slot_lens: torch.Tensor
+
+    @classmethod
+    def allocate(cls, num_requests: int, *, max_depth: int, device: torch.device | str = "cpu") -> Walk:
+        """A walk of paths of length 0: B and D in this order."""
+        shape = (num_requests, max_depth + 1)
+
+        def filled(shape: tuple[int, ...], value: int) -> torch.Tensor:
+            return torch.full(shape, value, dtype=torch.int32, device=device)
+
+        return cls(
+            paths=filled(shape, 0),
+            path_lens=filled(shape[:1], 0),
+            tokens=filled(shape, -1),
+            slots=filled(shape, 0),
+            slot_lens=filled(shape[:1], 0),
+        )
+
+
+def tree_walk_ref(trees: DeviceTrees, choices: torch.Tensor, finite: torch.Tensor, *, out: Walk | None = None) -> Walk:
+    """Walks every tree. Python loops on the host, any device.
+
+    Args:
+        trees: siblings carry different tokens.
+        choices: [B, N] int32 or int64, the target's token after each node; of padding, anything.
+        finite: [B, N] bool, whether a node's logits were numbers; of padding, anything.
+        out: written in place and returned; None allocates.
+
+    Raises:
+        ValueError: a shape, dtype or device that does not fit.
+    """
+    out = check_tree_walk(trees, choices, finite, out)
+    walk = Walk.allocate(trees.num_requests, max_depth=trees.max_depth)
+    host = {name: getattr(trees, name).tolist() for name in ("tokens", "parents", "num_nodes", "slots")}
+    chosen, is_finite = choices.tolist(), finite.tolist()
+    for request, size in enumerate(host["num_nodes"]):
+        if size == 0 or not all(is_finite[request][:size]):
+            continue
+        node, length, slots = 0, 0, 0
+        while node is not None:
+            walk.paths[request, length] = node
+            walk.tokens[request, length] = chosen[request][node]
+            if host["slots"][request][node] >= 0:
+                walk.slots[request, length] = host["slots"][request][node]
+                slots += 1
+            length += 1
+            node = next(
+                (
+                    child
+                    for child in range(1, size)
+                    if host["parents"][request][child] == node
+                    and host["tokens"][request][child] == chosen[request][node]
+                ),
+                None,
+            )
+        walk.path_lens[request], walk.slot_lens[request] = length, slots
+    for written, tensor in zip(walk, out, strict=True):
+        tensor.copy_(written)
+    return out
+
+
+def tree_walk_triton(
+    trees: DeviceTrees, choices: torch.Tensor, finite: torch.Tensor, *, out: Walk | None = None
+) -> Walk:
+    """The same on a GPU in one launch, without a host read; arguments as in `tree_walk_ref`.
+
+    The last dimensions of `choices` and `finite` must be contiguous.
+
+    Raises:
+        ValueError: a shape, dtype, stride or device that does not fit, or triton that cannot run here.
+    """
+    out = check_tree_walk(trees, choices, finite, out)
+    check_last_strides(choices=choices, finite=finite)
+    require_triton("tree_walk")
+    from treespec_kernels.tree import tree_walk_kernels as kernels
+
+    check_launch("tree_walk", kernels.walk_down, choices)
+    constants = blocks_of(trees.max_depth, trees.max_nodes)
+    kernels.walk_down[(trees.num_requests,)](
+        trees.tokens,
+        trees.depths,
+        trees.ancestors,
+        trees.num_nodes,
+        trees.slots,
+        choices,
+        finite,
+        out.paths,
+        out.path_lens,
+        out.tokens,
+        out.slots,
+        out.slot_lens,
+        choices.stride(0),
+        finite.stride(0),
+        **constants,
+        num_warps=warps_of(constants),
+        enable_fp_fusion=False,
+    )
+    return out
+
+
+def blocks_of(max_depth: int, max_nodes: int) -> dict[str, int]:
+    """The constants of the kernel that follow from D and N."""
+    return {
+        "MAX_DEPTH": max_depth,
+        "MAX_NODES": max_nodes,
+        "BLOCK_N": block_of(max_nodes),
+        "BLOCK_W": block_of(max_depth + 1),
+    }
+
+
+def warps_of(constants: dict[str, int]) -> int:
+    """16 edges per thread while a block of threads can be that large."""
+    return min(max(constants["BLOCK_N"] * constants["BLOCK_W"] // 512, 1), 8)
+
+
+def check_tree_walk(trees: DeviceTrees, choices: torch.Tensor, finite: torch.Tensor, out: Walk | None) -> Walk:
+    """Host-side checks; values on a device are never read. Returns `out`, or a new walk where it is None."""
+    shape, device = (trees.num_requests, trees.max_nodes), trees.ancestors.device
+    for name, tensor in (("choices", choices), ("finite", finite)):
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} has shape {list(tensor.shape)}; expected {list(shape)} as the trees")
+    check_tensor("choices", choices, device, torch.int32, torch.int64)
+    check_tensor("finite", finite, device, torch.bool)
+    if out is None:
+        return Walk.allocate(shape[0], max_depth=trees.max_depth, device=device)
+    for name, tensor in out._asdict().items():
+        expected = shape[:1] if name.endswith("lens") else (shape[0], trees.max_depth + 1)
+        if tuple(tensor.shape) != expected or not tensor.is_contiguous():
+            raise ValueError(f"out.{name} has shape {list(tensor.shape)}; expected {list(expected)}, contiguous")
+        check_tensor(f"out.{name}", tensor, device, torch.int32)
+    return out

@@ -1,0 +1,327 @@
+"""Tuned kernel configurations: one file per kind of device, written by `treespec autotune`, read once at start.
+
+`tuned/<device>.json` lies in this package where that can be written, else in the user's cache folder; the name is the
+device's name, because an H100 and an H200 share an architecture. Each entry says for which versions it was measured,
+and a stale one is skipped alone. Torch and driver are recorded for the reader: neither compiles a kernel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from treespec_kernels.ops import ROOT, kernel_modules, module_file
+
+logger = logging.getLogger("treespec")
+
+FORMAT = "treespec tuned kernels 1"
+DECIDING = ("gpu", "triton", "source")  # versions that make an entry stale; of triton major and minor count
+
+ConfigT = TypeVar("ConfigT")
+Key = Mapping[str, "int | str | bool | torch.dtype"]
+
+
+class TunedFileError(ValueError):
+    """A file that autotune would have to replace and did not write."""
+
+
+@dataclass(frozen=True)
+class TunedEntry:
+    """The best configuration of an op for one shape.
+
+    Args:
+        op, key: what it holds for, such as "row_linear" and dtype, out_features, ...
+        config: fields of the op's configuration.
+        microseconds, default_microseconds: of the winner and of the shipped default, weighted over `loads`.
+        loads: what was timed, by label: microseconds, default_microseconds, weight.
+        versions: `versions_of` the device and op when it was measured.
+        measured: when, ISO 8601.
+    """
+
+    op: str
+    key: dict[str, Any]
+    config: dict[str, Any]
+    microseconds: float
+    default_microseconds: float
+    loads: dict[str, dict[str, float]]
+    versions: dict[str, str]
+    measured: str
+
+    @property
+    def label(self) -> str:
+        return label_of(self.op, self.key)
+
+    def stale(self, versions: Mapping[str, str]) -> list[str]:
+        """Which versions are others now, as "triton 3.8.0, now 3.9.0"; none where the entry holds."""
+        return [
+            f"{name} {self.versions.get(name)}, now {versions.get(name)}"
+            for name in DECIDING
+            if _comparable(name, self.versions.get(name)) != _comparable(name, versions.get(name))
+        ]
+
+
+def label_of(op: str, key: Key) -> str:
+    """An op and its key for a reader: "row_linear bfloat16, groups 1, in_features 4096, ..."."""
+    values = dict(sorted(normalised(key).items()))
+    parts = [str(values.pop("dtype"))] if "dtype" in values else []
+    return f"{op} " + ", ".join([*parts, *(f"{name} {value}" for name, value in values.items())])
+
+
+def normalised(key: Key) -> dict[str, Any]:
+    """A key as JSON holds it: dtypes by name ("bfloat16"), truth as 0 and 1."""
+    return {
+        name: str(value).removeprefix("torch.") if isinstance(value, torch.dtype | str) else int(value)
+        for name, value in key.items()
+    }
+
+
+class KernelConfigs:
+    """The configurations that an engine runs with: tuned where a file holds them, defaults elsewhere.
+
+    Attributes:
+        files: those that held entries for this device, the user's first.
+        file: the first of them as text, or None.
+        tuned: labels of what `get` answered from a file, in the order of the first asking.
+        fallbacks: labels of what `get` answered by the default.
+        stale: labels of entries that hold no more, with the reason.
+    """
+
+    def __init__(self, entries: Sequence[TunedEntry] = (), files: Sequence[Path] = (), stale: Sequence[str] = ()):
+        self.files = tuple(files)
+        self.file = str(files[0]) if files else None
+        self.tuned: list[str] = []
+        self.fallbacks: list[str] = []
+        self.stale = list(stale)
+        self._entries = {_identity(entry.op, entry.key): entry for entry in entries}
+
+    @classmethod
+    def load(
+        cls, device: torch.device | str, *, name: str | None = None, folders: Sequence[Path] | None = None
+    ) -> KernelConfigs:
+        """What holds for a device. A file that cannot be read is skipped with a warning, a stale entry silently:
+        `describe` tells of it.
+
+        Args:
+            device: where the kernels run; a CPU has no tuned kernels.
+            name: of the device instead of torch's.
+            folders: where to look instead of the user's cache folder and this package; earlier ones win between
+                entries measured at the same time.
+        """
+        if name is None:
+            if torch.device(device).type == "cpu":
+                return cls()
+            name = torch.cuda.get_device_name(device)
+        chosen: dict[Any, TunedEntry] = {}
+        files, stale = [], []
+        for folder in folders or (user_folder(), package_folder()):
+            path = folder / f"{slug(name)}.json"
+            found = read_entries(path, name)
+            held = False
+            for entry in found or ():
+                reasons = entry.stale(versions_of(name, entry.op))
+                if reasons:
+                    stale.append(f"{entry.label} ({'; '.join(reasons)})")
+                    continue
+                held, identity = True, _identity(entry.op, entry.key)
+                if identity not in chosen or chosen[identity].measured < entry.measured:
+                    chosen[identity] = entry
+            if held:
+                files.append(path)
+        return cls(list(chosen.values()), files, stale)
+
+    def get(self, op: str, key: Key, default: ConfigT) -> ConfigT:
+        """The tuned configuration of an op for a key, or `default`, which is then remembered as a fallback."""
+        label, entry = label_of(op, key), self._entries.get(_identity(op, key))
+        if entry is not None:
+            try:
+                config = config_of(entry.config, default)
+            except (TypeError, ValueError) as error:
+                logger.warning("%s: %s is no configuration of it (%s); using the default", label, entry.config, error)
+                del self._entries[_identity(op, key)]
+            else:
+                if label not in self.tuned:
+                    self.tuned.append(label)
+                return config
+        if label not in self.fallbacks:
+            self.fallbacks.append(label)
+        return default
+
+    def describe(self) -> str:
+        """One line for a log: how many shapes are tuned, from where, and which are not."""
+        total = len(self.tuned) + len(self.fallbacks)
+        parts = [f"{len(self.tuned)} of {total} kernel shapes tuned"]
+        if self.files:
+            parts[0] += f" ({', '.join(map(str, self.files))})"
+        if self.fallbacks:
+            parts.append(f"defaults for {'; '.join(self.fallbacks)}")
+        if self.stale:
+            parts.append(f"stale: {'; '.join(self.stale)}")
+        return ". ".join(parts)
+
+
+def config_of(values: Mapping[str, Any], like: ConfigT) -> ConfigT:
+    """A configuration of the type of `like` from its fields; fields that `values` does not name are those of `like`.
+
+    Raises:
+        TypeError, ValueError: an unknown field, or a value that the type refuses.
+    """
+    given = dict(values)
+    for each in dataclasses.fields(like):  # type: ignore[arg-type]
+        part = getattr(like, each.name)
+        if dataclasses.is_dataclass(part) and isinstance(given.get(each.name), dict):
+            given[each.name] = config_of(given[each.name], part)
+    return dataclasses.replace(like, **given)  # type: ignore[type-var]
+
+
+def config_fields(config: Any) -> dict[str, Any] | None:
+    """The fields of a configuration as JSON; None for an op that has none."""
+    return None if config is None else dataclasses.asdict(config)
+
+
+def versions_of(device_name: str, op: str) -> dict[str, str]:
+    """What the measurements of an op depend on."""
+    return {
+        "gpu": device_name,
+        "triton": _triton_version(),
+        "source": source_hash(op),
+        "torch": torch.__version__,
+        "driver": _driver_version(),
+    }
+
+
+def source_hash(op: str) -> str:
+    """Of the op's kernels and of the files of this package that they import; "none" where the op has no kernels."""
+    modules = kernel_modules()
+    if op not in modules:
+        return "none"
+    names, digest = [modules[op]], hashlib.sha256()
+    for name in names:
+        text = module_file(name).read_text(encoding="utf-8")
+        digest.update(text.encode())
+        found = re.findall(r"^from (treespec_kernels\.[\w.]+) import", text, flags=re.MULTILINE)
+        names += sorted({each for each in found if not each.startswith("treespec_kernels.aot.")} - {*names})
+    return digest.hexdigest()[:16]
+
+
+def slug(name: str) -> str:
+    """A device's name as a file's: "NVIDIA H200" is "nvidia-h200"."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def package_folder() -> Path:
+    return ROOT / "tuned"
+
+
+def user_folder() -> Path:
+    """$XDG_CACHE_HOME/treespec/tuned or ~/.cache/treespec/tuned."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "treespec" / "tuned"
+
+
+def writable_folder() -> Path:
+    """Where a tuned file is written: this package's folder where that is allowed, else the user's."""
+    folder = package_folder()
+    nearest = folder if folder.exists() else folder.parent
+    return folder if os.access(nearest, os.W_OK) else user_folder()
+
+
+def read_entries(path: Path, device_name: str) -> list[TunedEntry] | None:
+    """The entries of a file; None where there is none, or where it is not of this format and device (with a warning).
+    A broken entry is skipped alone."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        logger.warning("%s is skipped: it cannot be read (%s: %s)", path, type(error).__name__, error)
+        return None
+    match document:
+        case {"format": str(found), "device": str(device), "entries": list(entries)}:
+            if (found, device) == (FORMAT, device_name):
+                return [entry for entry in map(_entry, entries) if entry is not None]
+            logger.warning("%s is skipped: it is %r of %r, not %r of %r", path, found, device, FORMAT, device_name)
+        case _:
+            logger.warning("%s is skipped: it is not %r", path, FORMAT)
+    return None
+
+
+def check_writable(path: Path, device_name: str) -> None:
+    """Raises TunedFileError where `path` holds something else than a tuned file of this device."""
+    if path.exists() and read_entries(path, device_name) is None:
+        raise TunedFileError(
+            f"{path} exists and is not a tuned file of {device_name}; move it away, or replace it with --force"
+        )
+
+
+def save_entries(path: Path, device_name: str, entries: Iterable[TunedEntry], force: bool = False) -> None:
+    """Puts entries into a file, atomically; others in it stay, those of equal op and key are replaced.
+
+    Raises:
+        TunedFileError: the file holds something else, and `force` is not given.
+    """
+    if not force:
+        check_writable(path, device_name)
+    kept = {_identity(entry.op, entry.key): entry for entry in read_entries(path, device_name) or ()}
+    kept |= {_identity(entry.op, entry.key): entry for entry in entries}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    listed = sorted(kept.values(), key=lambda entry: (entry.op, json.dumps(entry.key, sort_keys=True)))
+    lines = ",\n".join(f"  {json.dumps(dataclasses.asdict(entry))}" for entry in listed)
+    head = f' "format": {json.dumps(FORMAT)},\n "device": {json.dumps(device_name)},\n'
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        temporary.write_text(f'{{\n{head} "entries": [\n{lines}\n ]\n}}\n', encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _entry(raw: Any) -> TunedEntry | None:
+    match raw:
+        case {
+            "op": str(op),
+            "key": dict(key),
+            "config": dict(config),
+            "microseconds": int() | float() as best,
+            "default_microseconds": int() | float() as default,
+            "loads": dict(loads),
+            "versions": dict(versions),
+            "measured": str(measured),
+        }:
+            if all(isinstance(value, str | int) for value in key.values()):
+                return TunedEntry(op, key, config, best, default, loads, versions, measured)
+    return None
+
+
+def _identity(op: str, key: Key) -> tuple[str, tuple[tuple[str, Any], ...]]:
+    return op, tuple(sorted(normalised(key).items()))
+
+
+def _comparable(name: str, version: str | None) -> str | None:
+    return ".".join(version.split(".")[:2]) if name == "triton" and version else version
+
+
+def _triton_version() -> str:
+    for package in ("triton", "pytorch-triton", "pytorch-triton-rocm"):
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "none"
+
+
+def _driver_version() -> str:
+    try:
+        found = re.search(r"Module\s+(?:for \S+\s+)?([\d.]+)", Path("/proc/driver/nvidia/version").read_text())
+    except OSError:
+        found = None
+    return found[1] if found else str(torch.version.hip or "none")

@@ -1,0 +1,55 @@
+"""The coupled choice of every row of a tree pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from treespec_kernels.sampling.coupled_choice import coupled_choice_ref, coupled_choice_triton
+
+from .base import Setting, Tensors, Workload, equal
+
+
+class CoupledChoiceWorkload(Workload[Tensors]):
+    """Rows of logits at temperature 0.8.
+
+    `flops` counts none: the noise takes integer arithmetic, about 40 instructions a token.
+    """
+
+    op = "coupled_choice"
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, vocab_size: int, rows: int):
+        super().__init__(device, dtype)
+        self.rows, self.vocab_size = rows, vocab_size
+        self.key = {"dtype": str(dtype).removeprefix("torch."), "vocab_size": vocab_size}
+        self.load = f"rows {rows}"
+        self.bytes, self.flops = rows * vocab_size * dtype.itemsize, 0
+
+    def make(self, generator: torch.Generator) -> Tensors:
+        scores = self.random(generator, self.rows, self.vocab_size, scale=2.0)
+        temperatures = torch.full((self.rows,), 0.8, device=self.device, dtype=torch.float32)
+        positions = torch.arange(self.rows, device=self.device)
+        return scores, temperatures, torch.full_like(positions, 7), torch.zeros_like(positions), positions
+
+    def run(self, config: Any, copy: int = 0) -> Tensors:
+        return tuple(coupled_choice_triton(*self.inputs[copy]))
+
+    def expected(self) -> Tensors:
+        return tuple(coupled_choice_ref(*self.inputs[0]))
+
+    def compare(self, actual: Tensors, expected: Tensors, config: Any) -> None:
+        equal(actual[0], expected[0], "tokens")
+        equal(actual[1], expected[1], "finite")
+
+    def alone(self, config: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        tokens = self.run(config)[0]
+        for row in {0, self.rows - 1}:
+            yield tokens[row : row + 1], coupled_choice_triton(*(x[row : row + 1] for x in self.inputs[0])).tokens
+
+
+def workloads(setting: Setting) -> list[Workload]:
+    shape = setting.shape
+    rows = (1, setting.nodes)
+    return [CoupledChoiceWorkload(setting.device, shape.dtype, shape.vocab_size, n) for n in rows]

@@ -1,0 +1,80 @@
+"""Trees of a batch for the workloads of the ops that grow, select and walk them: what SSMs would propose."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from treespec_kernels.tree.device_trees import DeviceForest
+from treespec_kernels.tree.tree_merge import tree_merge_ref, tree_merge_triton
+from treespec_kernels.tree.tree_root import tree_root_ref, tree_root_triton
+
+# As in captured rounds, lookup being the fourth source.
+LEVELS = 12
+FRONTIER = 8
+SSMS = 4
+PROPOSALS = 8
+VOCAB = 12  # so small that SSMs often name the same token
+
+
+class ForestInputs(NamedTuple):
+    forest: DeviceForest
+    roots: torch.Tensor  # [B] int32
+    tokens: torch.Tensor  # [levels, G, B, F, C] int32
+    probs: torch.Tensor
+    weights: torch.Tensor
+    end_tokens: torch.Tensor
+
+    def grow(self) -> None:
+        """Start the round, and merge every level."""
+        tree_root_triton(self.forest, self.roots)
+        for tokens, probs in zip(self.tokens, self.probs, strict=True):
+            tree_merge_triton(self.forest, tokens, probs, self.weights, self.end_tokens)
+
+    def grown_by_reference(self) -> DeviceForest:
+        """Another forest, grown by the references."""
+        forest = empty_forest(len(self.roots), self.roots.device)
+        tree_root_ref(forest, self.roots)
+        for tokens, probs in zip(self.tokens, self.probs, strict=True):
+            tree_merge_ref(forest, tokens, probs, self.weights, self.end_tokens)
+        return forest
+
+
+def empty_forest(requests: int, device: torch.device) -> DeviceForest:
+    return DeviceForest.allocate(
+        requests, frontier=FRONTIER, num_ssms=SSMS, proposals=PROPOSALS, max_depth=LEVELS, device=device
+    )
+
+
+def forest_inputs(requests: int, generator: torch.Generator, levels: int = LEVELS) -> ForestInputs:
+    """Proposals of SSMs that are sure of little, for the first `levels` levels."""
+    device = generator.device
+    size = (levels, SSMS, requests, FRONTIER, PROPOSALS)
+
+    def uniform(*shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=generator, device=device, dtype=torch.float32)
+
+    tokens = uniform(*size[:-1], VOCAB).argsort(-1)[..., :PROPOSALS]
+    probs = uniform(*size).sort(-1, descending=True).values / PROPOSALS
+    return ForestInputs(
+        forest=empty_forest(requests, device),
+        roots=torch.full((requests,), 3, dtype=torch.int32, device=device),
+        tokens=tokens.int().contiguous(),
+        probs=probs.contiguous(),
+        weights=torch.full((requests, SSMS), 1 / SSMS, device=device, dtype=torch.float32),
+        end_tokens=torch.full((requests, 1), VOCAB - 1, dtype=torch.int32, device=device),
+    )
+
+
+def forest_key() -> dict[str, int]:
+    return {"levels": LEVELS, "frontier": FRONTIER, "ssms": SSMS, "proposals": PROPOSALS}
+
+
+def tensors_of(value: object) -> tuple[torch.Tensor, ...]:
+    """The tensors of a dataclass, in order."""
+    return tuple(getattr(value, name) for name in value.__dataclass_fields__)  # type: ignore[attr-defined]
+
+
+def num_bytes(tensors: tuple[torch.Tensor, ...]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)

@@ -1,0 +1,88 @@
+"""The plan of a pass over trees that only the device knows."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from treespec_kernels.attention.pass_layout import DeviceLayout, pass_layout_ref
+from treespec_kernels.tuning.testing import scattered_page_table, tree_parents
+
+from .base import Setting, Tensors, Workload, equal
+
+
+class LayoutInputs(NamedTuple):
+    layout: DeviceLayout
+    context_lens: torch.Tensor
+    page_table: torch.Tensor
+    depths: torch.Tensor
+    row_slots: torch.Tensor
+    ancestors: torch.Tensor
+
+
+class PassLayoutWorkload(Workload[LayoutInputs]):
+    """Random trees of `nodes` nodes. What the plan says is proved by the attention that follows it, in its tests."""
+
+    op = "pass_layout"
+
+    def __init__(self, setting: Setting, requests: int):
+        super().__init__(setting.device, setting.dtype)
+        self.setting, self.requests = setting, requests
+        shape = setting.shape
+        self.key = {
+            "dtype": str(setting.dtype).removeprefix("torch."),
+            "head_dim": shape.head_dim,
+            "group": shape.num_heads // shape.num_kv_heads,
+        }
+        self.load = f"requests {requests}, nodes {setting.nodes}, context {setting.context}"
+        plan = self._layout(torch.device("cpu")).plan
+        self.bytes = plan.packed_items.nbytes + plan.node_items.nbytes + requests * setting.nodes * (8 + 4)
+        self.flops = 0
+
+    def _layout(self, device: torch.device) -> DeviceLayout:
+        setting, shape = self.setting, self.setting.shape
+        return DeviceLayout.allocate(
+            self.requests,
+            setting.nodes,
+            setting.nodes,
+            chain=False,
+            max_context=setting.context,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            dtype=setting.dtype,
+            device=device,
+        )
+
+    def make(self, generator: torch.Generator) -> LayoutInputs:
+        setting, host = self.setting, torch.Generator().manual_seed(generator.initial_seed())
+        depths = torch.zeros(self.requests, setting.nodes, dtype=torch.int32, device="cpu")
+        ancestors = torch.zeros(self.requests, setting.nodes, setting.nodes, dtype=torch.int32, device="cpu")
+        for request in range(self.requests):
+            for node, parent in enumerate(tree_parents("random", setting.nodes, host)):
+                if node:
+                    depths[request, node] = depths[request, parent] + 1
+                    ancestors[request, node] = ancestors[request, parent]
+                    ancestors[request, node, depths[request, node] :] = node
+        page_table = scattered_page_table(self.requests, -(-(setting.context + setting.nodes) // 64), host)
+        lengths = torch.full((self.requests,), setting.context, dtype=torch.int32, device="cpu")
+        slots = torch.arange(setting.nodes, dtype=torch.int32, device="cpu").repeat(self.requests, 1)
+        rest = (tensor.to(self.device) for tensor in (lengths, page_table, depths, slots, ancestors))
+        return LayoutInputs(self._layout(self.device), *rest)
+
+    def run(self, config: Any, copy: int = 0) -> Tensors:
+        layout, *rest = self.inputs[copy]
+        layout.fill(*rest)
+        return layout.positions, layout.slots
+
+    def expected(self) -> Tensors:
+        return tuple(pass_layout_ref(*self.inputs[0][1:5]))
+
+    def compare(self, actual: Tensors, expected: Tensors, config: Any) -> None:
+        for name, own, right in zip(("positions", "slots"), actual, expected, strict=True):
+            equal(own, right, name)
+
+
+def workloads(setting: Setting) -> list[Workload]:
+    return [PassLayoutWorkload(setting, requests) for requests in dict.fromkeys((1, setting.requests))]

@@ -1,0 +1,83 @@
+"""RMSNorm of the residual stream after a split linear layer: reduces, adds, norms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from treespec_kernels.linear.rms_norm import rms_norm_ref, rms_norm_triton
+
+from .base import Setting, Tensors, Workload
+
+SPLITS = 4
+EPS = 1e-5
+
+
+class NormInputs(NamedTuple):
+    x: torch.Tensor  # [splits, rows, hidden] fp32
+    weight: torch.Tensor
+    residual: torch.Tensor
+    before: torch.Tensor  # what residual held
+
+
+class RmsNormWorkload(Workload[NormInputs]):
+    """Partial sums of four splits are small, so that a residual that takes them up again and again stays finite."""
+
+    op = "rms_norm"
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, hidden_size: int, rows: int):
+        super().__init__(device, dtype)
+        self.rows, self.hidden_size = rows, hidden_size
+        self.key = {"dtype": str(dtype).removeprefix("torch."), "hidden_size": hidden_size, "splits": SPLITS}
+        self.load = f"rows {rows}"
+        self.bytes = rows * hidden_size * (4 * SPLITS + 3 * dtype.itemsize) + hidden_size * dtype.itemsize
+        self.flops = rows * hidden_size * (SPLITS + 5)
+
+    def make(self, generator: torch.Generator) -> NormInputs:
+        size = (self.rows, self.hidden_size)
+        x = torch.randn((SPLITS, *size), generator=generator, device=self.device, dtype=torch.float32).mul_(1e-3)
+        residual = self.random(generator, *size)
+        return NormInputs(x, self.random(generator, self.hidden_size), residual, residual.clone())
+
+    def reset(self, inputs: NormInputs) -> None:
+        inputs.residual.copy_(inputs.before)
+
+    def run(self, config: Any, copy: int = 0) -> Tensors:
+        """The norm, and the residual after it."""
+        x, weight, residual, _ = self.inputs[copy]
+        return rms_norm_triton(x, weight, EPS, residual=residual), residual
+
+    def expected(self) -> Tensors:
+        x, weight, residual, _ = self.inputs[0]
+        residual = residual.clone()
+        return rms_norm_ref(x, weight, EPS, residual=residual), residual
+
+    def compare(self, actual: Tensors, expected: Tensors, config: Any) -> None:
+        for own, right in zip(actual, expected, strict=True):
+            self.near(own, right)
+
+    def alone(self, config: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        inputs = self.inputs[0]
+        company = [part.clone() for part in self.run(config)]
+        for row in {0, self.rows - 1}:
+            residual = inputs.before[row : row + 1].clone()
+            normed = rms_norm_triton(inputs.x[:, row : row + 1], inputs.weight, EPS, residual=residual)
+            yield company[0][row : row + 1], normed
+            yield company[1][row : row + 1], residual
+
+    def baselines(self) -> dict[str, Callable[[int], Any]]:
+        """torch, operation by operation."""
+
+        def norm(copy: int) -> torch.Tensor:
+            x, weight, residual, _ = self.inputs[copy]
+            return F.rms_norm((residual + x.sum(0)).to(self.dtype), (self.hidden_size,), weight, EPS)
+
+        return {"torch": norm}
+
+
+def workloads(setting: Setting) -> list[Workload]:
+    rows = dict.fromkeys((1, setting.nodes, setting.requests * setting.nodes))
+    return [RmsNormWorkload(setting.device, setting.dtype, setting.shape.hidden_size, n) for n in rows]

@@ -1,0 +1,124 @@
+"""The linear layers of a model: QKV, output, gate and up with SiLU, down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from treespec_kernels.launch.triton_launch import target_of
+from treespec_kernels.linear.quantized import QuantizedWeight
+from treespec_kernels.linear.row_linear import RowLinearConfig, row_linear_ref, row_linear_triton
+
+from .base import Setting, Tensors, Workload
+
+# Of the time that tuning minimises: rows of a pass of one tree, of plain decoding, and of a batch's trees.
+TREE, PLAIN, BATCH = 0.6, 0.2, 0.2
+
+
+class LinearInputs(NamedTuple):
+    """x: [rows, in] or [groups, rows, in]. weight: [out, in] or [groups, out, in], perhaps quantised."""
+
+    x: torch.Tensor
+    weight: torch.Tensor | QuantizedWeight
+
+
+class RowLinearWorkload(Workload[LinearInputs]):
+    """One layer of `rows` rows in each group. With silu_gate, out_features counts gates and ups."""
+
+    op = "row_linear"
+
+    def __init__(
+        self,
+        setting: Setting,
+        out_features: int,
+        in_features: int,
+        rows: int,
+        silu_gate: bool = False,
+        weight: float = 1.0,
+    ):
+        super().__init__(setting.device, setting.dtype, setting.fixed_order_dot)
+        self.sizes = (setting.dtype, out_features, in_features, silu_gate)
+        self.rows, self.groups, self.silu_gate, self.weight = rows, setting.groups, silu_gate, weight
+        self.key = {
+            "dtype": str(setting.dtype).removeprefix("torch."),
+            "out_features": out_features,
+            "in_features": in_features,
+            "silu_gate": int(silu_gate),
+            "groups": setting.groups,
+        }
+        self.load = f"rows {rows}"
+        written = rows * (out_features // 2 if silu_gate else out_features)
+        moved = out_features * in_features + rows * in_features + written
+        self.bytes = setting.groups * moved * setting.dtype.itemsize
+        self.flops = 2 * setting.groups * rows * out_features * in_features
+
+    def shipped(self) -> list[Any]:
+        return RowLinearConfig.candidates(*self.sizes, target_of(self.device))
+
+    def make(self, generator: torch.Generator) -> LinearInputs:
+        _, out_features, in_features, _ = self.sizes
+        groups = (self.groups,) if self.groups > 1 else ()
+        x = self.random(generator, *groups, self.rows, in_features)
+        return LinearInputs(x, self.random(generator, *groups, out_features, in_features, scale=in_features**-0.5))
+
+    def _run(self, inputs: LinearInputs, config: Any) -> torch.Tensor:
+        return row_linear_triton(*inputs, silu_gate=self.silu_gate, config=config)
+
+    def run(self, config: Any, copy: int = 0) -> Tensors:
+        return (self._run(self.inputs[copy], config),)
+
+    def expected(self) -> Tensors:
+        return (row_linear_ref(*self.inputs[0], silu_gate=self.silu_gate),)
+
+    def compare(self, actual: Tensors, expected: Tensors, config: Any) -> None:
+        self.near(actual[0], expected[0])
+
+    def alone(self, config: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """A row by itself, the rows in reverse, and among more rows than a tile has."""
+        x, weight = self.inputs[0]
+        (company,) = self.run(config)
+        for row in {0, self.rows // 2, self.rows - 1}:
+            yield (
+                company[..., row : row + 1, :],
+                self._run(LinearInputs(_packed(x[..., row : row + 1, :]), weight), config),
+            )
+        yield company.flip(-2), self._run(LinearInputs(x.flip(-2), weight), config)
+        more = _packed(x.repeat(*(1,) * (x.dim() - 2), 3, 1)[..., : 2 * self.rows + 1, :])
+        yield company, self._run(LinearInputs(more, weight), config)[..., : self.rows, :]
+
+    def baselines(self) -> dict[str, Callable[[int], Any]]:
+        """torch's matrix product without the activation; its bits depend on the number of rows."""
+
+        def product(copy: int) -> torch.Tensor:
+            x, weight = self.inputs[copy]
+            assert isinstance(weight, torch.Tensor)
+            return F.linear(x, weight) if x.dim() == 2 else torch.bmm(x, weight.mT)
+
+        return {"torch": product}
+
+
+def _packed(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous()
+
+
+def row_counts(setting: Setting) -> dict[int, float]:
+    """Rows of the passes that a layer is tuned for, with the weight of each."""
+    weights: dict[int, float] = {}
+    counts = ((setting.nodes, TREE), (1, PLAIN), (setting.requests * setting.nodes, BATCH))
+    for rows, weight in counts:
+        weights[rows] = weights.get(rows, 0.0) + weight
+    return weights
+
+
+def workloads(setting: Setting) -> list[Workload]:
+    if setting.shape.quantized is not None:
+        return []
+    layers = {layer[1:] for layer in setting.shape.linear_layers}  # those of equal size count once
+    return [
+        RowLinearWorkload(setting, out_features, in_features, rows, silu_gate, weight)
+        for out_features, in_features, silu_gate in sorted(layers)
+        for rows, weight in row_counts(setting).items()
+    ]

@@ -1,0 +1,80 @@
+"""The best tokens of every row of a draft's pass, plain and with noise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from treespec_kernels.sampling.row_topk import RowTopk, row_topk_ref, row_topk_triton
+
+from .base import Setting, Tensors, Workload, equal
+
+K = 4
+
+
+class RowTopkWorkload(Workload[Tensors]):
+    """The K best tokens of rows of logits at a temperature; 0 is without noise. `flops` counts none."""
+
+    op = "row_topk"
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, vocab_size: int, rows: int, temperature: float):
+        super().__init__(device, dtype)
+        self.rows, self.vocab_size, self.temperature = rows, vocab_size, temperature
+        self.key = {"dtype": str(dtype).removeprefix("torch."), "vocab_size": vocab_size, "k": min(K, vocab_size)}
+        self.load = f"rows {rows}, temperature {temperature:g}"
+        self.bytes, self.flops = rows * vocab_size * dtype.itemsize, 0
+
+    def make(self, generator: torch.Generator) -> Tensors:
+        """Logits, temperatures, seeds, samples, positions."""
+        logits = self.random(generator, self.rows, self.vocab_size, scale=2.0)
+        temperatures = torch.full((self.rows,), self.temperature, device=self.device, dtype=torch.float32)
+        positions = torch.arange(self.rows, device=self.device)
+        return logits, temperatures, torch.full_like(positions, 7), torch.zeros_like(positions), positions
+
+    def _run(self, inputs: Tensors) -> RowTopk:
+        return row_topk_triton(inputs[0], self.key["k"], **self._noise(inputs))
+
+    def _noise(self, inputs: Tensors) -> dict[str, torch.Tensor]:
+        if not self.temperature:
+            return {}
+        return dict(zip(("temperatures", "seeds", "samples", "positions"), inputs[1:], strict=True))
+
+    def run(self, config: Any, copy: int = 0) -> Tensors:
+        return tuple(self._run(self.inputs[copy]))
+
+    def expected(self) -> Tensors:
+        inputs = self.inputs[0]
+        return tuple(row_topk_ref(inputs[0], self.key["k"], **self._noise(inputs)))
+
+    def compare(self, actual: Tensors, expected: Tensors, config: Any) -> None:
+        for name, own, right in zip(RowTopk._fields, actual, expected, strict=True):
+            if name in ("tokens", "finite"):
+                equal(own, right, name)
+            else:  # logarithms may differ in their last bits
+                torch.testing.assert_close(own, right, rtol=1e-4, atol=1e-4)
+
+    def alone(self, config: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        company = self.run(config)
+        for row in {0, self.rows - 1}:
+            single = self._run(tuple(part[row : row + 1] for part in self.inputs[0]))
+            yield from zip((part[row : row + 1] for part in company), single, strict=True)
+
+    def baselines(self) -> dict[str, Callable[[int], Any]]:
+        """torch's top-k and log-sum-exp of the logits, without noise."""
+
+        def topk(copy: int) -> Any:
+            logits = self.inputs[copy][0]
+            return logits.topk(self.key["k"], dim=1), logits.float().logsumexp(1)
+
+        return {"torch topk and logsumexp": topk}
+
+
+def workloads(setting: Setting) -> list[Workload]:
+    shape = setting.shape
+    return [
+        RowTopkWorkload(setting.device, setting.dtype, shape.vocab_size, rows, temperature)
+        for temperature in (0.0, 0.8)
+        for rows in (1, setting.nodes)
+    ]

@@ -1,0 +1,140 @@
+"""One layer's tree attention: of plain decoding, of a tree, and of a batch of trees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from treespec_kernels.attention.tree_attention import (
+    TreeAttentionConfig,
+    TreeAttentionPlan,
+    plan_tree_attention,
+    tree_attention_ref,
+    tree_attention_triton,
+)
+from treespec_kernels.launch.triton_launch import target_of
+from treespec_kernels.tuning.testing import TreeAttentionInputs, tree_attention_inputs, tree_parents
+
+from .base import Setting, Tensors, Workload
+
+
+class TreeAttentionWorkload(Workload[TreeAttentionInputs]):
+    """`requests` trees of `nodes` random nodes each, over `context` committed positions each."""
+
+    op = "tree_attention"
+
+    def __init__(self, setting: Setting, requests: int, nodes: int, weight: float = 1.0):
+        shape = setting.shape
+        super().__init__(setting.device, shape.dtype, setting.fixed_order_dot)
+        self.shape, self.requests, self.nodes, self.context = shape, requests, nodes, setting.context
+        self.group = shape.num_heads // shape.num_kv_heads
+        self.key = {
+            "dtype": str(shape.dtype).removeprefix("torch."),
+            "head_dim": shape.head_dim,
+            "group": self.group,
+        }
+        self.load = f"requests {requests}, nodes {nodes}, context {setting.context}"
+        self.weight = weight
+        positions = 2 * shape.num_kv_heads * (setting.context + nodes)
+        self.bytes = requests * (positions + 2 * nodes * shape.num_heads) * shape.head_dim * shape.dtype.itemsize
+        keys = setting.context + nodes // 2
+        self.flops = 4 * requests * nodes * shape.num_heads * shape.head_dim * keys
+        self._plans: dict[TreeAttentionConfig, TreeAttentionPlan] = {}
+
+    def shipped(self) -> list[Any]:
+        return TreeAttentionConfig.candidates(self.dtype, self.shape.head_dim, target_of(self.device))
+
+    def make(self, generator: torch.Generator) -> TreeAttentionInputs:
+        host = torch.Generator().manual_seed(generator.initial_seed())
+        trees = [tree_parents("random", self.nodes, host) for _ in range(self.requests)]
+        return self._inputs_of(trees, generator.initial_seed())
+
+    def _inputs_of(self, trees: list[list[int]], seed: int) -> TreeAttentionInputs:
+        return tree_attention_inputs(
+            [self.context + 5 * i for i in range(self.requests)],
+            trees,
+            num_heads=self.shape.num_heads,
+            num_kv_heads=self.shape.num_kv_heads,
+            head_dim=self.shape.head_dim,
+            dtype=self.dtype,
+            device=self.device,
+            seed=seed,
+        )
+
+    def release(self) -> None:
+        super().release()
+        self._plans = {}
+
+    def run(self, config: Any, copy: int = 0) -> Tensors:
+        inputs = self.inputs[copy]
+        if (copy, config) not in self._plans:  # trees of the copies are not alike
+            self._plans[copy, config] = self._plan(inputs, config)
+        return (self._attend(inputs, self._plans[copy, config]),)
+
+    def _plan(self, inputs: TreeAttentionInputs, config: TreeAttentionConfig) -> TreeAttentionPlan:
+        return plan_tree_attention(
+            **inputs.plan,
+            num_heads=self.shape.num_heads,
+            num_kv_heads=self.shape.num_kv_heads,
+            head_dim=self.shape.head_dim,
+            dtype=self.dtype,
+            device=self.device,
+            config=config,
+        )
+
+    @staticmethod
+    def _attend(inputs: TreeAttentionInputs, plan: TreeAttentionPlan) -> torch.Tensor:
+        return tree_attention_triton(inputs.q, inputs.k_cache, inputs.v_cache, **inputs.rows, plan=plan)
+
+    def expected(self) -> Tensors:
+        return self._by_reference(self.inputs[0])
+
+    @staticmethod
+    def _by_reference(inputs: TreeAttentionInputs) -> Tensors:
+        return (tree_attention_ref(inputs.q, inputs.k_cache, inputs.v_cache, **inputs.rows),)
+
+    def compare(self, actual: Tensors, expected: Tensors, config: Any) -> None:
+        self.near(actual[0], expected[0])
+
+    def alone(self, config: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """A node as the only row of its request: what plain decoding would run."""
+        inputs = self.inputs[0]
+        (company,) = self.run(config)
+        starts = torch.tensor(inputs.plan["rows_per_request"], dtype=torch.int64, device="cpu").cumsum(0) - self.nodes
+        for row in {0, self.nodes // 2, self.requests * self.nodes - 1}:
+            request = int((starts <= row).sum()) - 1
+            rows = {name: value for name, value in inputs.rows.items() if name not in ("context_lens", "page_table")}
+            rows = {name: value if name == "scale" else value[row : row + 1] for name, value in rows.items()}
+            rows["row_request"] = torch.zeros_like(rows["row_request"])
+            rows |= {name: inputs.rows[name][request : request + 1] for name in ("context_lens", "page_table")}
+            plan = {
+                "context_lens": inputs.plan["context_lens"][request : request + 1],
+                "rows_per_request": [1],
+                "depths": inputs.plan["depths"][row : row + 1],
+            }
+            single = TreeAttentionInputs(inputs.q[row : row + 1], inputs.k_cache, inputs.v_cache, rows, plan)
+            yield company[row : row + 1], self._attend(single, self._plan(single, config))
+
+    def baselines(self) -> dict[str, Callable[[int], Any]]:
+        """torch's attention over contiguous keys of as many positions, every row seeing all of them."""
+        length = self.context + self.nodes
+        shape = (self.requests, self.shape.num_kv_heads, length, self.shape.head_dim)
+        keys = [torch.randn(shape, device=self.device, dtype=self.dtype) for _ in range(2 * len(self.inputs))]
+
+        def sdpa(copy: int) -> torch.Tensor:
+            q = self.inputs[copy].q.view(self.requests, self.nodes, -1, self.shape.head_dim).transpose(1, 2)
+            return F.scaled_dot_product_attention(q, keys[2 * copy], keys[2 * copy + 1], enable_gqa=True)
+
+        return {"torch sdpa, no mask": sdpa}
+
+
+def workloads(setting: Setting) -> list[Workload]:
+    """Half of the weight is on the tree of one request; plain decoding and a batch of trees share the rest."""
+    return [
+        TreeAttentionWorkload(setting, 1, setting.nodes, 0.5),
+        TreeAttentionWorkload(setting, 1, 1, 0.25),
+        TreeAttentionWorkload(setting, setting.requests, setting.nodes, 0.25),
+    ]

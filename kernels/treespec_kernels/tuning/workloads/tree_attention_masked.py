@@ -1,0 +1,52 @@
+"""One layer's tree attention with ancestors as bits: of a tree, and of a batch of trees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from treespec_kernels.attention.tree_attention import TreeAttentionPlan
+from treespec_kernels.attention.tree_attention_masked import ancestor_masks, tree_attention_masked_triton
+from treespec_kernels.tuning.testing import TreeAttentionInputs, tree_parents
+
+from .base import Setting, Workload
+from .tree_attention import TreeAttentionWorkload
+
+
+class MaskedTreeAttentionWorkload(TreeAttentionWorkload):
+    """The trees of `TreeAttentionWorkload`, with the configuration that is tuned for exact attention."""
+
+    op = "tree_attention_masked"
+
+    def make(self, generator: torch.Generator) -> TreeAttentionInputs:
+        host = torch.Generator().manual_seed(generator.initial_seed())
+        trees = [tree_parents("random", self.nodes, host) for _ in range(self.requests)]
+        inputs = self._inputs_of(trees, generator.initial_seed())
+        words = torch.from_numpy(np.concatenate([ancestor_masks(parents) for parents in trees]))
+        rows = {name: value for name, value in inputs.rows.items() if name != "ancestors"}
+        slots = list(range(self.nodes)) * self.requests
+        return replace(
+            inputs,
+            rows=rows | {"ancestor_words": words.to(self.device)},
+            plan=inputs.plan | {"row_slots": slots},
+        )
+
+    def expected(self) -> tuple[torch.Tensor, ...]:
+        return self._by_reference(super().make(torch.Generator().manual_seed(0)))  # equal seeds give equal inputs
+
+    @staticmethod
+    def _attend(inputs: TreeAttentionInputs, plan: TreeAttentionPlan) -> torch.Tensor:
+        return tree_attention_masked_triton(inputs.q, inputs.k_cache, inputs.v_cache, **inputs.rows, plan=plan)
+
+    def alone(self, config: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """None: sums run in the order of the tree."""
+        return iter(())
+
+
+def workloads(setting: Setting) -> list[Workload]:
+    counts = dict.fromkeys((1, setting.requests))
+    return [MaskedTreeAttentionWorkload(setting, requests, setting.nodes) for requests in counts]

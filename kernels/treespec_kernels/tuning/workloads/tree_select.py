@@ -1,0 +1,74 @@
+"""The selection of the target's trees out of all candidates."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from treespec_kernels.tree.device_trees import DeviceForest, DeviceTrees
+from treespec_kernels.tree.tree_select import tree_select_ref, tree_select_triton
+
+from .base import Setting, Tensors, Workload, equal
+from .forests import LEVELS, forest_inputs, forest_key, num_bytes, tensors_of
+
+
+class SelectInputs(NamedTuple):
+    forest: DeviceForest
+    roots: torch.Tensor
+    nodes: int
+    least_values: torch.Tensor
+    max_depths: torch.Tensor
+    out: DeviceTrees
+
+    def select(self) -> DeviceTrees:
+        return tree_select_triton(*self[:5], out=self.out)
+
+    def selected_by_reference(self) -> DeviceTrees:
+        return tree_select_ref(*self[:5])
+
+
+def select_inputs(requests: int, nodes: int, generator: torch.Generator) -> SelectInputs:
+    """Grown forests, by reference, and room for trees of `nodes` nodes."""
+    made = forest_inputs(requests, generator)
+    device = generator.device
+    return SelectInputs(
+        made.grown_by_reference(),
+        made.roots,
+        nodes,
+        torch.zeros(requests, device=device, dtype=torch.float32),
+        torch.full((requests,), LEVELS, dtype=torch.int32, device=device),
+        DeviceTrees.allocate(requests, nodes=nodes, max_depth=LEVELS, device=device),
+    )
+
+
+class TreeSelectWorkload(Workload[SelectInputs]):
+    """Trees of `nodes` nodes out of all levels' candidates."""
+
+    op = "tree_select"
+
+    def __init__(self, setting: Setting, requests: int):
+        super().__init__(setting.device, setting.dtype)
+        self.requests, self.nodes = requests, setting.nodes
+        self.key = forest_key() | {"nodes": setting.nodes}
+        self.load = f"requests {requests}"
+        made = select_inputs(requests, setting.nodes, torch.Generator().manual_seed(0))
+        self.bytes = num_bytes((*tensors_of(made.forest)[:5], *tensors_of(made.out)))
+        self.flops = 0
+
+    def make(self, generator: torch.Generator) -> SelectInputs:
+        return select_inputs(self.requests, self.nodes, generator)
+
+    def run(self, config: Any, copy: int = 0) -> Tensors:
+        return tensors_of(self.inputs[copy].select())
+
+    def expected(self) -> Tensors:
+        return tensors_of(self.inputs[0].selected_by_reference())
+
+    def compare(self, actual: Tensors, expected: Tensors, config: Any) -> None:
+        for name, own, right in zip(self.inputs[0].out.__dataclass_fields__, actual, expected, strict=True):
+            equal(own, right, name)
+
+
+def workloads(setting: Setting) -> list[Workload]:
+    return [TreeSelectWorkload(setting, requests) for requests in dict.fromkeys((1, setting.requests))]

@@ -1,0 +1,61 @@
+"""The walk down every tree of a batch, along the target's choices."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from treespec_kernels.tree.device_trees import DeviceTrees
+from treespec_kernels.tree.tree_walk import Walk, tree_walk_ref, tree_walk_triton
+
+from .base import Setting, Tensors, Workload, equal
+from .forests import LEVELS, num_bytes, tensors_of
+from .tree_select import select_inputs
+
+
+class WalkInputs(NamedTuple):
+    trees: DeviceTrees
+    choices: torch.Tensor
+    finite: torch.Tensor
+    out: Walk
+
+
+class TreeWalkWorkload(Workload[WalkInputs]):
+    """After every node the target chooses its first child, so that the path is long."""
+
+    op = "tree_walk"
+
+    def __init__(self, setting: Setting, requests: int):
+        super().__init__(setting.device, setting.dtype)
+        self.requests, self.nodes = requests, setting.nodes
+        self.key = {"levels": LEVELS, "nodes": setting.nodes}
+        self.load = f"requests {requests}"
+        out = DeviceTrees.allocate(requests, nodes=setting.nodes, max_depth=LEVELS)
+        self.bytes, self.flops = num_bytes(tensors_of(out)), 0
+
+    def make(self, generator: torch.Generator) -> WalkInputs:
+        trees = select_inputs(self.requests, self.nodes, generator).selected_by_reference()
+        choices = torch.full((self.requests, self.nodes), -7, dtype=torch.int64, device="cpu")
+        for request, (parents, tokens) in enumerate(zip(trees.parents.tolist(), trees.tokens.tolist(), strict=True)):
+            for node in reversed(range(1, self.nodes)):
+                if parents[node] >= 0:
+                    choices[request, parents[node]] = tokens[node]
+        finite = torch.ones(self.requests, self.nodes, dtype=torch.bool, device=self.device)
+        walk = Walk.allocate(self.requests, max_depth=LEVELS, device=self.device)
+        return WalkInputs(trees, choices.to(self.device), finite, walk)
+
+    def run(self, config: Any, copy: int = 0) -> Tensors:
+        trees, choices, finite, out = self.inputs[copy]
+        return tuple(tree_walk_triton(trees, choices, finite, out=out))
+
+    def expected(self) -> Tensors:
+        return tuple(tree_walk_ref(*self.inputs[0][:3]))
+
+    def compare(self, actual: Tensors, expected: Tensors, config: Any) -> None:
+        for name, own, right in zip(Walk._fields, actual, expected, strict=True):
+            equal(own, right, name)
+
+
+def workloads(setting: Setting) -> list[Workload]:
+    return [TreeWalkWorkload(setting, requests) for requests in dict.fromkeys((1, setting.requests))]

@@ -1,0 +1,1 @@
+"""Drafts with another tokenizer than the target's."""

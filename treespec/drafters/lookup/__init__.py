@@ -1,0 +1,1 @@
+"""Prompt lookup and suffix decoding: draft sources that run no model."""

@@ -1,0 +1,1 @@
+"""The SSM group: small speculative models that grow one token tree in lockstep."""

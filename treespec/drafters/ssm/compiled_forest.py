@@ -1,0 +1,78 @@
+"""Trees of several requests while they grow, a level in one call of the compiled library."""
+
+import ctypes
+from collections.abc import Sequence
+
+import numpy as np
+
+from treespec.drafters.ssm.forest import Forest, Laws, Shape
+from treespec.tree import TokenTree
+from treespec_kernels.cpu.growth_cpu import DraftPasses, Grown, TreeGrowth
+
+
+class CompiledForest(Forest):
+    """A `Forest` of the same nodes; its arguments, and the library."""
+
+    def __init__(
+        self,
+        seeds: Sequence[TokenTree],
+        shapes: Sequence[Shape],
+        num_ssms: int,
+        max_children: int,
+        max_frontier: int,
+        max_slots: int,
+        library: ctypes.CDLL,
+    ):
+        super().__init__(seeds, shapes, num_ssms, max_children, max_frontier, max_slots)
+        own = self.seeds
+        self._growth = TreeGrowth(
+            library,
+            num_ssms,
+            np.array([shape.max_depth for shape in shapes], dtype=np.int64),
+            np.array([max(shape.nodes, 1) for shape in shapes], dtype=np.int64),
+            [s.end_tokens for s in shapes],
+            (own.children, own.tokens.astype(np.int64), own.probs.astype(np.float64)),
+            max_frontier,
+            max_slots,
+        )
+        self._branching = np.zeros(len(shapes), dtype=np.int64)
+        self._static = any(shape.branching for shape in shapes)
+        self._weights: Sequence[np.ndarray] | None = None
+        self._mixture = np.empty(0)  # the same as one array
+
+    def extend(self, laws: Sequence[Laws], weights: Sequence[np.ndarray]) -> np.ndarray:
+        branching, widest = self._begin(weights)
+        grown = self._growth.extend(self.frontier, self._size, self.depth, laws, self._mixture, branching, widest)
+        return self._take(grown)
+
+    def draft(self, passes: DraftPasses, weights: Sequence[np.ndarray]) -> tuple[np.ndarray, list[np.ndarray]]:
+        """As `extend`, with what these SSMs say of a level below the roots.
+
+        Returns:
+            Also, by SSM of `passes`, its probabilities: float32 [rows that it scored, vocab].
+        """
+        branching, widest = self._begin(weights)
+        grown, probs = self._growth.draft(
+            self.frontier, self._size, self.depth, passes, self._mixture, branching, widest
+        )
+        return self._take(grown), probs
+
+    def _begin(self, weights: Sequence[np.ndarray]) -> tuple[np.ndarray, int]:
+        """Children of a node by tree, 0 where values decide, and the most that an SSM may propose."""
+        at = self.frontier
+        parts = at.parts()
+        if self._weights is not weights:
+            self._weights, self._mixture = weights, np.array(weights, dtype=np.float64)
+            assert np.isfinite(self._mixture).all()
+        for owner, part in parts.items():
+            self.slots[owner].append(at.nodes[part])
+        if not self._static:
+            return self._branching, self.max_children
+        children = [self.children_at(i) if shape.branching else 0 for i, shape in enumerate(self.shapes)]
+        return np.array(children), max(self.children_at(owner) for owner in parts)
+
+    def _take(self, grown: Grown) -> np.ndarray:
+        self._levels.append(grown.level)
+        self._size += len(grown.level.tokens)
+        self.frontier = grown.frontier
+        return grown.broken

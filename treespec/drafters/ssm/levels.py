@@ -1,0 +1,121 @@
+"""Where nodes of growing trees lie in the SSMs' pools, and what their rows see: passes over one level after another.
+
+An expanded node takes the next slot of its tree, the root slot 0.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treespec.cache import KVCache
+from treespec.drafters.ssm.forest import Frontier
+from treespec.drafters.ssm.ssm_state import grown_masks
+from treespec.models.compiled import CompiledDecoder
+from treespec.models.decoder import Decoder, Pass
+from treespec.request import Request
+from treespec_kernels.attention.tree_batch import RequestRows
+from treespec_kernels.cpu.decoder_cpu import CompiledPlan
+from treespec_kernels.cpu.growth_cpu import DraftPasses, TreePlaces
+
+
+class Levels(Protocol):
+    """The slots of some trees."""
+
+    def first_slot(self, tree: int) -> int:
+        """Of a tree's nodes in the newest level."""
+
+    def extend(self, frontier: Frontier, depth: int) -> None:
+        """Give the frontier, whose nodes have this depth, its slots."""
+
+    def plan(self, ssm: int, rows: np.ndarray) -> Pass:
+        """Lay out an SSM's pass over some rows of the newest level, those of a tree all or none; int64, ascending."""
+
+
+def levels_for(models: Sequence[Decoder], cache: KVCache, requests: Sequence[Request]) -> Levels:
+    """Of the trees of these requests, in whose slots nothing but the root lies yet."""
+    compiled = [model for model in models if isinstance(model, CompiledDecoder)]
+    if len(compiled) == len(models):
+        return CompiledLevels(compiled, requests)
+    return PlannedLevels(models, cache, requests)
+
+
+class PlannedLevels:
+    """For any decoder, through `Decoder.plan`. SSMs of one shape share a plan: it takes a tenth of their pass."""
+
+    def __init__(self, models: Sequence[Decoder], cache: KVCache, requests: Sequence[Request]):
+        self._models, self._cache, self._requests = models, cache, requests
+        self._masks = [np.ones((1, 1), dtype=bool) for _ in requests]  # by tree, who sees whom; [slots, slots]
+
+    def first_slot(self, tree: int) -> int:
+        return int(self._rows[tree].nodes[0])
+
+    def extend(self, frontier: Frontier, depth: int) -> None:
+        self._rows, self._plans = {}, dict[object, Pass]()
+        for owner, part in frontier.parts().items():
+            first, request = len(self._masks[owner]), self._requests[owner]
+            grown = self._masks[owner] = grown_masks(self._masks[owner], frontier.above[part])
+            depths = grown.sum(1) - 1
+            nodes = np.arange(first, len(grown))
+            self._rows[owner] = RequestRows(
+                request.context_len, nodes, depths[first:], grown[first:], depths, request.pages
+            )
+        self._row_owners = frontier.owners
+
+    def plan(self, ssm: int, rows: np.ndarray) -> Pass:
+        own = np.unique(self._row_owners[rows]).tolist()
+        key = self._models[ssm].plan_key, tuple(own)
+        if key not in self._plans:
+            served = [self._rows[owner] for owner in own]
+            self._plans[key] = self._models[ssm].plan(served, self._cache.pools[1 + ssm])
+        return self._plans[key]
+
+
+class CompiledLevels:
+    """For compiled passes, without `RequestRows`: a row's path is that of the row above and its own slot."""
+
+    def __init__(self, models: Sequence[CompiledDecoder], requests: Sequence[Request]):
+        self._models = models
+        contexts, pages = [request.context_len for request in requests], [request.pages for request in requests]
+        self._places = TreePlaces(models[0].growth, contexts, pages)
+        self._longest = max(contexts) + 1
+
+    def first_slot(self, tree: int) -> int:
+        return self._places.first_slot(tree)
+
+    def passes(self, pools: Sequence[Tensor], active: np.ndarray, max_depth: int) -> DraftPasses | None:
+        """For whole levels in one call; None where a model has no probabilities for it.
+
+        Args:
+            pools: of the models, in the cache.
+            active: bool [num trees, number of models], who drafts.
+            max_depth: of the trees.
+        """
+        entries = [model.entries for model in self._models]
+        ssms = np.flatnonzero(active.any(0)).tolist()
+        own = [entry for entry in (entries[ssm] for ssm in ssms) if entry is not None]
+        if len(own) < len(ssms):
+            return None
+        rotations = [self._models[ssm].rotations_to(self._longest + max_depth) for ssm in ssms]
+        vocab = self._models[0].vocab_size
+        return DraftPasses(self._places, ssms, own, rotations, [pools[ssm] for ssm in ssms], active[:, ssms], vocab)
+
+    def extend(self, frontier: Frontier, depth: int) -> None:
+        self._plan = self._places.extend(frontier.owners, frontier.above, depth)
+        self._num_positions = self._longest + depth
+        self._plans = dict[object, Pass]()
+
+    def plan(self, ssm: int, rows: np.ndarray) -> Pass:
+        model, plan = self._models[ssm], self._plan
+        whole = len(rows) == plan.num_rows
+        key = model.plan_key, None if whole else rows.tobytes()
+        if key not in self._plans:
+            if not whole:
+                index = torch.from_numpy(rows)
+                plan = CompiledPlan(
+                    len(rows), plan.slots[index], plan.rows[:, index], plan.pages, plan.paths, plan.positions[index]
+                )
+            self._plans[key] = model.layout(plan, self._num_positions)
+        return self._plans[key]

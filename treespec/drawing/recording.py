@@ -1,0 +1,72 @@
+"""Records single rounds and prepares them to be drawn."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from treespec.config import SpecConfig
+from treespec.drawing import RoundPicture
+from treespec.engine import Engine
+from treespec.llm import LLM, Prompt
+from treespec.round_record import RoundRecord
+from treespec.sampling_params import SamplingParams
+
+_WINDOW = 8  # tokens decoded ahead of one whose text is wanted
+_CONTEXT = 64  # tokens of context in a picture
+
+
+def record_rounds(
+    llm: LLM,
+    prompt: Prompt,
+    count: int,
+    spec: SpecConfig | str | None = None,
+    temperature: float = 0.0,
+    seed: int | None = None,
+) -> list[RoundRecord]:
+    """The first `count` rounds of a prompt's continuation; fewer where the output ends before.
+
+    Raises:
+        RequestError: as `LLM.stream`.
+    """
+    deepest = SpecConfig.resolve(spec, llm.spec).max_depth
+    most = count * (deepest + 1)  # so that no tree is cut by the end of the output
+    params = SamplingParams(max_tokens=most, temperature=temperature, seed=seed)
+    with watch(llm.engine) as rounds:
+        own: list[RoundRecord] = []
+        for chunk in llm.stream(prompt, params, spec):
+            own = [each for each in rounds if each.request_id == chunk.request_id]
+            if len(own) >= count:
+                break
+    return own
+
+
+@contextmanager
+def watch(engine: Engine) -> Iterator[list[RoundRecord]]:
+    """A list to which every round of every request is added while the context is open."""
+    rounds: list[RoundRecord] = []
+    with engine.observers.add(rounds.append):
+        yield rounds
+
+
+def picture(each: RoundRecord, tokenizer: Any) -> RoundPicture:
+    """A round, ready to be drawn. A node's text is what it adds to the text before it; [id] without a tokenizer."""
+    tree, before = each.tree, each.context[-_WINDOW:]
+    paths = [tree.tokens[tree.path_to(node)].tolist() for node in range(len(tree))]
+    context = each.context[-_CONTEXT:]
+    return RoundPicture(
+        tokens=[_last_text([*before, *path], tokenizer) for path in paths],
+        parents=tree.parents.tolist(),
+        sources=[tree.sources_of(node) for node in range(len(tree))],
+        probs=[None, *tree.probs[1:].tolist()],
+        path=each.path.tolist(),
+        bonus=None if each.bonus is None else _last_text([*before, *paths[each.path[-1]], each.bonus], tokenizer),
+        context="".join(f"[{t}]" for t in context) if tokenizer is None else tokenizer.decode(context),
+    )
+
+
+def _last_text(tokens: list[int], tokenizer: Any) -> str:
+    """The text of the last of some tokens, as it reads after the others."""
+    if tokenizer is None:
+        return f"[{tokens[-1]}]"
+    before, whole = tokenizer.decode(tokens[:-1]), tokenizer.decode(tokens)
+    return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(tokens[-1:])

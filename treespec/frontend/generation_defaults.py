@@ -1,0 +1,87 @@
+"""What a model's own generation config asks for, where a call says nothing."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from treespec.errors import ConfigError, ModelError
+from treespec.sampling_params import SamplingParams
+from treespec_weights.files import resolve_folder
+from treespec_weights.rules import GENERATION_CONFIG, read_generation_config
+
+_TRUNCATIONS = ("top_k", "top_p", "min_p")
+_NAMES = ("auto", "treespec", "vllm")
+_VALID = f"{', '.join(map(repr, _NAMES))}, or a folder with a {GENERATION_CONFIG}"
+
+
+def check_generation_config(generation_config: Any) -> None:
+    """Refuse what names no source of parameters; the model's own is read later.
+
+    Raises:
+        ConfigError: it is of another kind, or a folder without such a file. OSError: there is no such folder.
+    """
+    if not isinstance(generation_config, str | os.PathLike):
+        raise ConfigError(f"generation_config={generation_config!r}; valid: {_VALID}")
+    if generation_config not in _NAMES:
+        default_sampling_params(generation_config, Path())
+
+
+def default_sampling_params(
+    generation_config: str | os.PathLike[str], folder: Path, given: Mapping[str, Any] | None = None
+) -> SamplingParams:
+    """The parameters of a call without any.
+
+    Args:
+        generation_config: "auto", the model folder's file; "treespec", the defaults of `SamplingParams`; "vllm", vLLM's
+            own; or another folder with such a file.
+        folder: the model's.
+        given: what "auto" means in place of a file, for a model in memory.
+
+    Raises:
+        ConfigError: there is no such file. ModelError, CheckpointError: the file's values are unusable.
+    """
+    if generation_config == "treespec":
+        return SamplingParams()
+    if generation_config == "vllm":
+        return SamplingParams(temperature=1.0, max_tokens=16)
+    if generation_config == "auto":
+        where = folder
+        raw = read_generation_config(folder) if given is None else given
+    else:
+        where = resolve_folder(os.fspath(generation_config))
+        if not (where / GENERATION_CONFIG).is_file():
+            raise ConfigError(
+                f"generation_config={str(generation_config)!r} has no {GENERATION_CONFIG}; valid: {_VALID}"
+            )
+        raw = read_generation_config(where)
+    try:
+        return SamplingParams(**_options(raw))
+    except ConfigError as error:
+        raise ModelError(
+            f"{where / GENERATION_CONFIG}: {error}; correct it, or use generation_config='treespec'"
+        ) from error
+
+
+def _options(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of `SamplingParams`. As vLLM does it a temperature means sampling; `do_sample` decides where it is given,
+    and then temperature is 1 and top_k 50 unless the file says otherwise, which are transformers' defaults."""
+    options: dict[str, Any] = {}
+    sampled = raw.get("do_sample")
+    if sampled is not None and not isinstance(sampled, bool):
+        raise ConfigError(f"do_sample={sampled!r}; valid: true or false")
+    if sampled is True or (sampled is None and raw.get("temperature") is not None):
+        options["temperature"] = raw.get("temperature") if raw.get("temperature") is not None else 1.0
+        options |= {name: raw[name] for name in _TRUNCATIONS if raw.get(name) is not None}
+        if sampled and raw.get("top_k") is None:
+            options["top_k"] = 50
+    if raw.get("repetition_penalty") is not None:
+        options["repetition_penalty"] = raw["repetition_penalty"]
+    if raw.get("max_new_tokens") is not None:
+        options["max_tokens"] = raw["max_new_tokens"]
+    return {name: _whole(value) if name in ("top_k", "max_tokens") else value for name, value in options.items()}
+
+
+def _whole(value: Any) -> Any:
+    """A number of things that was written as 50.0, as tools that know only one kind of number do."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value

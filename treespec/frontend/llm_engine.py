@@ -1,0 +1,101 @@
+"""LLMEngine: requests that are added one by one and decoded one round at a time, with vLLM's names."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Self, Unpack
+
+from treespec.config import SpecConfig
+from treespec.errors import ConfigError, RequestError
+from treespec.frontend.engine_args import EngineArgs
+from treespec.frontend.requests import Prompt
+from treespec.frontend.vllm_options import CallOptions
+from treespec.llm import LLM, refuse_unknown
+from treespec.outputs import RequestOutput
+from treespec.request import Request
+from treespec.sampling_params import SamplingParams
+
+
+class LLMEngine:
+    """The engine of an `LLM`, whose rounds the caller runs.
+
+    Requests of `LLM.generate` in other threads share the rounds.
+
+    Args:
+        llm: stays usable beside it.
+    """
+
+    def __init__(self, llm: LLM):
+        self.llm = llm
+        self._open: dict[str, list[Request]] = {}
+        self._seen: dict[str, int] = {}  # tokens of each that a step has returned
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """An engine with these arguments."""
+        return cls(LLM.from_engine_args(engine_args))
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        spec: SpecConfig | str | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        **vllm_options: Unpack[CallOptions],
+    ) -> None:
+        """Add a request to the next round. Arguments other than its id are those of `LLM.generate`.
+
+        Raises:
+            ConfigError: an unknown keyword, or an id that is in use.
+            RequestError: the request cannot be served.
+        """
+        refuse_unknown(LLMEngine.add_request, vllm_options)
+        if request_id in self._open:
+            raise ConfigError(f"request_id={request_id!r} is in use; give another one")
+        llm = self.llm
+        with llm.between_rounds():
+            (samples,) = llm._requests([prompt], params, spec, tokenization_kwargs, stream=True)
+            if isinstance(samples, RequestOutput):
+                raise RequestError(samples.error)
+            for sample in samples:
+                sample.output_id = request_id
+                llm.engine.scheduler.add(sample)
+            self._open[request_id], self._seen[request_id] = samples, 0
+
+    def step(self) -> list[RequestOutput]:
+        """Run a round and return the requests that have new tokens or have ended, with all of their tokens so far.
+
+        A request that fails comes back with finish_reason "error" and `error`.
+        """
+        llm = self.llm
+        llm._check_threads()
+        with llm.between_rounds():
+            if any(not sample.finished for samples in self._open.values() for sample in samples):
+                llm._step()
+            outputs = []
+            for request_id, samples in list(self._open.items()):
+                generated, finished = sum(s.num_generated for s in samples), all(s.finished for s in samples)
+                if finished or generated > self._seen[request_id]:
+                    outputs.append(llm._intake.output(samples, finished))
+                self._seen[request_id] = generated
+                if finished:
+                    del self._open[request_id], self._seen[request_id]
+        return outputs
+
+    def abort_request(self, request_id: str | Iterable[str]) -> None:
+        """End requests; the next step returns them. Unknown and finished ones are left alone."""
+        with self.llm.between_rounds():
+            for each in [request_id] if isinstance(request_id, str) else request_id:
+                self.llm._end(self._open.get(each, ()))
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether a step has something to do or to return."""
+        return bool(self._open)
+
+    def get_num_unfinished_requests(self) -> int:
+        """How many requests have been added and not returned as finished."""
+        return len(self._open)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """True: no prefix is cached between requests, so there is nothing to reset."""
+        return self.llm.reset_prefix_cache(reset_running_requests, reset_connector)

@@ -1,0 +1,308 @@
+"""From prompts and parameters to requests, and from finished requests to what the user gets."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from numbers import Integral
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from treespec.config import SpecConfig
+from treespec.errors import ConfigError, RequestError, describe_error, show
+from treespec.inputs import TextPrompt, TokensPrompt
+from treespec.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from treespec.request import PromptGroup, Request, new_request_id
+from treespec.sampling.grammar import Grammars
+from treespec.sampling.sampler import Sampler, new_seed
+from treespec.sampling.transforms import Logprob
+from treespec.sampling_params import SamplingParams
+from treespec.scalars import as_int, plain
+from treespec.text.chat import Conversation
+from treespec.text.detokenizer import Detokenizer
+from treespec.text.prompt_tokenizer import Tokenization, UserTokenizer, check_text
+
+logger = logging.getLogger("treespec")
+
+_Position = TypeVar("_Position", dict[int, Logprob], dict[int, Logprob] | None)
+Prompt = str | Sequence[int] | np.ndarray | torch.Tensor | TextPrompt | TokensPrompt | dict[str, Any]
+
+# How many texts, and how many characters together: stop strings are all searched for after each token, and each bad
+# word is tokenized twice.
+_MOST_TEXTS = {"stop": (1000, 100_000), "bad_words": (5000, 200_000)}
+_PROMPT_KEYS = ("prompt", "prompt_token_ids")
+
+
+@dataclass(frozen=True)
+class Intake:
+    """What requests are made with.
+
+    Args:
+        tokenizer: or None.
+        vocab_size: of the target.
+        eos_token_ids: of the target and of the tokenizer.
+        max_model_len: positions of the longest request.
+        max_positions: of the model, the largest that `max_model_len` could be.
+        device: of the target's logits.
+        grammars: for structured outputs.
+        kernel_noise: whether noise is computed by a kernel (`Sampler`).
+        draw_seed: gives the seed of a sampled request without one.
+    """
+
+    tokenizer: UserTokenizer | None
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int
+    max_positions: int
+    device: torch.device
+    grammars: Grammars
+    kernel_noise: bool = False
+    draw_seed: Callable[[], int] = new_seed
+
+    def requests(
+        self, prompt: Any, params: SamplingParams, spec: SpecConfig, stream: bool, tokenization: Tokenization
+    ) -> list[Request] | RequestOutput:
+        """The samples of a prompt, or, where it is bad, its finished output with the error."""
+        given = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+        text, tokens = given if isinstance(given, str) else None, []
+        request_id = new_request_id()
+        try:
+            if isinstance(prompt, Conversation):
+                assert self.tokenizer is not None, "conversations are made for a tokenizer"
+                text = prompt.render(self.tokenizer.own)
+                prompt = tokenization.encode(self.tokenizer, text, special=False)
+            tokens = self._encode(prompt, tokenization)
+            self._check(tokens, params)
+            seed = params.seed if params.seed is not None or params.temperature == 0 else self.draw_seed()
+            samples = [self._request(request_id, tokens, text, params, spec, seed, i, stream) for i in range(params.n)]
+        except RequestError as error:
+            failed = Request(tokens, params, spec, text, error=str(error), finish_reason="error")
+            failed.request_id, failed.seed = request_id, params.seed
+            return self.output([failed])
+        if len(samples) > 1:
+            group = PromptGroup()
+            for sample in samples:
+                sample.group = group
+        return samples
+
+    def _request(
+        self,
+        request_id: str,
+        tokens: list[int],
+        text: str | None,
+        params: SamplingParams,
+        spec: SpecConfig,
+        seed: int | None,
+        sample: int,
+        stream: bool,
+    ) -> Request:
+        if -1 in (params.logprobs, params.prompt_logprobs):
+            counts = [self.vocab_size if count == -1 else count for count in (params.logprobs, params.prompt_logprobs)]
+            params = replace(params, logprobs=counts[0], prompt_logprobs=counts[1])
+        request = Request(tokens, params, spec, text, eos_token_ids=self.eos_token_ids, seed=seed)
+        request.output_id, request.sample = request_id, sample
+        request.request_id = request_id if params.n == 1 else f"{request_id}.{sample}"
+        room = self.max_model_len - len(tokens)
+        request.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        request.detokenizer = self.detokenizer(tokens, params) if stream or params.stop else None
+        if not params.is_argmax:
+            spellings = self._spell(params.bad_words)
+            form = params.structured_outputs
+            grammar = None if form is None else self.grammars.grammar(form, len(tokens))
+            request.sampler = Sampler(
+                params,
+                tokens,
+                request.end_tokens,
+                spellings,
+                self.vocab_size,
+                self.device,
+                seed or 0,
+                sample,
+                self.kernel_noise,
+                grammar=grammar,
+            )
+        return request
+
+    def _encode(self, prompt: Any, tokenization: Tokenization) -> list[int]:
+        """Token ids of a prompt, those that are used. Raises RequestError where it is none."""
+        if isinstance(prompt, dict):
+            prompt = {key: value for key, value in prompt.items() if value is not None or key in _PROMPT_KEYS}
+            if not prompt or any(key not in _PROMPT_KEYS for key in prompt):
+                raise RequestError(f"prompt {show(prompt)}; keys of a dict: {' and '.join(map(repr, _PROMPT_KEYS))}")
+            prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError(f"a text prompt {prompt[:40]!r}, but the model has no tokenizer; give token ids")
+            prompt = tokenization.encode(self.tokenizer, prompt, special=True)
+        try:
+            prompt = plain(prompt)
+        except Exception as error:  # a tensor without values, such as one of the device meta
+            raise RequestError(f"prompt {show(prompt)} has no list of token ids: {describe_error(error)}") from error
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+            raise RequestError(f"prompt {show(prompt)}; valid: text, a list of token ids, or a dict of one of them")
+        if not len(prompt):
+            raise RequestError("an empty prompt; give at least one token")
+        tokens = []
+        for given in prompt:
+            token = as_int(given, 0)
+            if token is None or token >= self.vocab_size:
+                raise RequestError(f"prompt token {show(given)}; valid: ints from 0 to {self.vocab_size - 1}")
+            tokens.append(token)
+        return tokenization.cut(tokens)
+
+    def _check(self, tokens: list[int], params: SamplingParams) -> None:
+        """Raise RequestError where the parameters do not fit the prompt, the model or its tokenizer."""
+        limit, most = self.max_model_len, self.max_positions
+        if len(tokens) >= limit:
+            what = f"max_model_len={limit}" if limit < most else f"the model's context of {limit} tokens"
+            remedy = f", raise max_model_len (the model has {most})" if limit < most else ""
+            raise RequestError(
+                f"a prompt of {len(tokens)} tokens, but {what} leaves room for at most {limit - 1}; shorten "
+                f"it{remedy}, or keep its end: tokenization_kwargs={{'truncate_prompt_tokens': -1}}"
+            )
+        if self.tokenizer is None:
+            if params.stop:
+                raise RequestError(f"stop={params.stop!r} needs a tokenizer; use stop_token_ids")
+            if params.bad_words:
+                raise RequestError(f"bad_words={params.bad_words!r} needs a tokenizer; use logit_bias")
+        for name, (count, characters) in _MOST_TEXTS.items():
+            texts = getattr(params, name)
+            if len(texts) > count or sum(map(len, texts)) > characters:
+                raise RequestError(
+                    f"{name}: {len(texts)} texts of {sum(map(len, texts))} characters; valid: at most {count} of "
+                    f"{characters} together"
+                )
+        if len(params.stop_token_ids) > self.vocab_size:
+            raise RequestError(
+                f"stop_token_ids: {len(params.stop_token_ids)} ids; the vocabulary has {self.vocab_size} tokens"
+            )
+        for text in params.stop:
+            check_text(text)
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > self.vocab_size:
+                raise RequestError(f"{name}={getattr(params, name)}; the vocabulary has {self.vocab_size} tokens")
+        for name in ("logit_bias", "allowed_token_ids"):
+            for token in getattr(params, name) or ():
+                if token >= self.vocab_size:
+                    raise RequestError(f"{name}: token {token}; valid: 0 to {self.vocab_size - 1}")
+
+    def _spell(self, words: Sequence[str]) -> list[tuple[int, ...]]:
+        """Token ids of each word, as it stands and behind a space, where the model has these tokens."""
+        spellings: dict[tuple[int, ...], None] = {}
+        for word in words:
+            assert self.tokenizer is not None, "checked with the parameters"
+            for text in (word.lstrip(), " " + word.lstrip()):
+                ids = self.tokenizer.encode(text, special=False)
+                if not ids:
+                    raise RequestError(f"bad_words: {word!r} has no tokens")
+                if max(ids) < self.vocab_size:
+                    spellings.setdefault(tuple(ids))
+        return list(spellings)
+
+    def detokenizer(self, prompt: Sequence[int], params: SamplingParams) -> Detokenizer | None:
+        """For the text of an output; None where none is made."""
+        if self.tokenizer is None or not params.detokenize:
+            return None
+        decode = partial(self.tokenizer.decode, skip_special=params.skip_special_tokens)
+        return Detokenizer(decode, prompt, params.stop, params.include_stop_str_in_output)
+
+    def output(self, samples: Sequence[Request], finished: bool = True) -> RequestOutput:
+        """What the user gets of a prompt's samples, whether or not they have all finished."""
+        first, prompt_logprobs = samples[0], None
+        try:
+            prompt_logprobs = self._prompt_logprobs(samples)
+        except RequestError as error:
+            _fail(first, error)
+        completions = [self._completion(sample) for sample in samples]
+        return RequestOutput(
+            first.output_id,
+            first.prompt,
+            first.prompt_token_ids,
+            completions,
+            finished,
+            RequestMetrics.of(samples),
+            next((sample.error for sample in samples if sample.error), None),
+            prompt_logprobs,
+        )
+
+    def _prompt_logprobs(self, samples: Sequence[Request]) -> list[dict[int, Logprob] | None] | None:
+        """Of the sample that computed the whole prompt; None where none did, or nobody asked."""
+        for sample in samples:
+            if len(sample.prompt_logprobs) == sample.num_prompt:
+                return self._named(sample.prompt_logprobs, sample.params)
+        return None
+
+    def _completion(self, request: Request) -> CompletionOutput:
+        try:
+            return self._text_and_logprobs(request)
+        except RequestError as error:  # the tokenizer cannot decode what was written: the tokens remain
+            _fail(request, error)
+            return CompletionOutput(
+                request.sample, None, request.output_token_ids, request.finish_reason, request.stop_reason
+            )
+
+    def _text_and_logprobs(self, request: Request) -> CompletionOutput:
+        tokens = request.output_token_ids
+        detokenizer = request.detokenizer
+        if detokenizer is None and (detokenizer := self.detokenizer(request.prompt_token_ids, request.params)):
+            keeps_end = request.ended != "stop" or request.params.include_stop_str_in_output
+            for token in tokens if keeps_end else tokens[:-1]:
+                detokenizer.push(token)
+        if detokenizer is not None and request.finished:
+            detokenizer.flush()
+        text = no_text(request.params) if detokenizer is None else detokenizer.shown(request.finished)
+        logprobs, total = None, None
+        if request.params.logprobs is not None:
+            logprobs = self._named(request.logprobs, request.params)
+            total = sum(found[token].logprob for found, token in zip(logprobs, tokens, strict=True))
+        return CompletionOutput(
+            request.sample, text, tokens, request.finish_reason, request.stop_reason, logprobs, total
+        )
+
+    def _named(self, positions: Sequence[_Position], params: SamplingParams) -> list[_Position]:
+        """With the tokens' texts, where text is made."""
+        if self.tokenizer is None or not params.detokenize:
+            return list(positions)
+        tokenizer = self.tokenizer
+        text = cache(lambda token: tokenizer.decode([token]))  # with all tokens at each position they come often
+        return [
+            found and {token: each._replace(decoded_token=text(token)) for token, each in found.items()}
+            for found in positions
+        ]
+
+
+def log_refused(prompts: Sequence[Any], entries: Sequence[list[Request] | RequestOutput]) -> None:
+    """Log the prompts of a call that are refused while others are served. Where none is, the call raises the error."""
+    if all(isinstance(entry, RequestOutput) for entry in entries):
+        return
+    for i, (prompt, entry) in enumerate(zip(prompts, entries, strict=True)):
+        if isinstance(entry, RequestOutput):
+            logger.warning("prompt %d (%s) was refused: %s", i, show(prompt)[:40], entry.error)
+
+
+def _fail(request: Request, error: RequestError) -> None:
+    """Report a finished request as failed; the first error counts. One that still runs is told at its end."""
+    if request.finished:
+        request.finish_reason, request.error = "error", request.error or str(error)
+
+
+def no_text(params: SamplingParams) -> str | None:
+    """What stands for the text of an output where none is made: as in vLLM nothing, where the request wants none."""
+    return None if params.detokenize else ""
+
+
+def as_list(prompts: Any) -> list[Any]:
+    """One prompt or several, as a list of prompts."""
+    if isinstance(prompts, str | dict):
+        return [prompts]
+    try:
+        prompts = plain(prompts)
+    except Exception as error:  # a tensor without values, such as one of the device meta
+        raise ConfigError(f"prompts={show(prompts)} has no token ids: {describe_error(error)}") from error
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+        raise ConfigError(f"prompts={show(prompts)}; valid: text, token ids, or a list of those")
+    if len(prompts) and all(isinstance(item, Integral) for item in prompts):
+        return [list(prompts)]
+    return list(prompts)

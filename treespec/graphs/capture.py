@@ -1,0 +1,187 @@
+"""Captured rounds of an engine: which sizes there are, and what they take."""
+
+import itertools
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from treespec.cache import pages_for
+from treespec.config import ModelConfig, SpecConfig
+from treespec.drafters.ssm.ssm_drafter import SsmDrafter
+from treespec.graphs.batch_round import BatchRound
+from treespec.graphs.graph_planner import RoundPlanner, RoundSeconds
+from treespec.graphs.round_inputs import CHILDREN, FRONTIER, RoundLimits
+from treespec.graphs.stack_passes import ModelStack
+from treespec.models.triton_decoder import TritonDecoder, stacked
+from treespec.runner import Runner
+from treespec.startup.memory import release_cached
+from treespec_kernels.attention.tree_attention import SegmentPartition
+from treespec_kernels.launch.graph_capture import GraphMemory
+from treespec_kernels.launch.triton_launch import is_interpreted
+from treespec_kernels.tree.device_trees import MAX_CANDIDATES
+from treespec_kernels.tuning.tuned import KernelConfigs
+
+MAX_DEPTH = 12  # levels of a captured round at most
+SLOTS = (
+    1 + (MAX_DEPTH - 1) * FRONTIER
+)  # that drafts write behind a request: the root's, and every frontier's but the last
+NODES = (1, 8, 16, 32, 64)  # rows of the target pass by graph
+# Programs are launched for every segment of a context: shorter ones get their own graphs.
+CONTEXTS = (4096, 16384, 65536)
+MARGIN = 1 << 30  # bytes for what is not planned: the driver's modules, graphs, the vendor's workspaces
+_REPEATS = 5
+
+
+def stack_sizes(drafts: Sequence[ModelConfig]) -> list[int]:
+    """How many neighbouring SSMs run as one model: those that compute the same with other weights."""
+    return [len(list(group)) for _, group in itertools.groupby(drafts, lambda config: config.computes)]
+
+
+class Rounds(NamedTuple):
+    """Captured rounds of an engine.
+
+    Attributes:
+        limits: of the longest context.
+        by_size: by the largest batch, ascending: rounds for ascending contexts.
+        planners: by the largest batch.
+        nbytes: that buffers and the graphs of greedy rounds have taken of a GPU's memory.
+    """
+
+    limits: RoundLimits
+    by_size: dict[int, list[BatchRound]]
+    planners: dict[int, RoundPlanner]
+    nbytes: int
+
+    def size_for(self, num_requests: int) -> int:
+        """The smallest batch that holds so many requests."""
+        return next(size for size in self.by_size if size >= num_requests)
+
+    def round_for(self, size: int, context: int) -> BatchRound:
+        """The round of a batch size for requests of so many committed positions."""
+        return next(each for each in self.by_size[size] if each.limits.max_context >= context)
+
+
+def captured_rounds(
+    runner: Runner,
+    ssms: SsmDrafter | None,
+    configs: KernelConfigs,
+    spec: SpecConfig,
+    max_model_len: int,
+    scratch: int,
+    max_num_seqs: int,
+    cuda_graphs: bool,
+) -> Rounds:
+    """The rounds of an engine, captured and measured."""
+    limits = round_limits(spec, max_model_len, scratch, len(ssms.models) if ssms is not None else 0)
+    target, cache = runner.target, runner.cache
+    assert isinstance(target, TritonDecoder)
+    model = ModelStack(target.kernels, target.table, target.triton_attention, cache.pools[0])
+    stacks = _stacks(ssms, cache.stacked[1:], configs)
+    captures = cuda_graphs and target.device.type == "cuda"
+    graph_memory = GraphMemory.of(target.device) if captures else None
+    release_cached(target.device)
+    before = _reserved(target.device)
+    contexts = [context for context in CONTEXTS if context < max_model_len] + [max_model_len]
+    rounds, planners = {}, {}
+    for size in reversed(batch_sizes(max_num_seqs)):  # the largest first: the others then find room in its memory
+        rounds[size] = [
+            BatchRound(size, replace(limits, max_context=context), model, stacks, graph_memory) for context in contexts
+        ]
+        planners[size] = RoundPlanner(_measured(rounds[size]), limits.max_depth, limits.nodes)
+    release_cached(target.device)
+    by_size = {size: rounds[size] for size in sorted(rounds)}
+    return Rounds(limits, by_size, planners, _reserved(target.device) - before)
+
+
+def _reserved(device: torch.device) -> int:
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+
+
+def planned_bytes(
+    models: Sequence[ModelConfig], limits: RoundLimits, max_num_seqs: int, prefill_chunk: int, dtype: torch.dtype
+) -> int:
+    """What passes need beside weights and cache: the largest of the captured ones, as all graphs share their memory,
+    and a prompt's.
+
+    Args:
+        models: the target and the SSMs.
+        limits: of the longest context.
+        max_num_seqs: the largest batch.
+        prefill_chunk: rows of a prompt's pass.
+        dtype: of the passes.
+    """
+    longest = limits.max_context + limits.nodes[-1]
+    needed = MARGIN
+    for i, model in enumerate(models):
+        shape, spans = model.shape, np.array([min(window or longest, longest) for window in model.windows])
+        segments = int((SegmentPartition().segment_of(spans) + 1 + (spans < longest)).sum())  # a window begins anywhere
+        # Twice what is captured: a graph's first run, by which its kernels are compiled, stands beside its memory.
+        captured = 2 * max_num_seqs * (max(limits.width, FRONTIER) if i else limits.nodes[-1])
+        rows = captured + (0 if i else prefill_chunk)
+        partials = rows * segments * shape.num_heads * (shape.head_dim + 2) * 4
+        widths = 4 * shape.hidden_size + 3 * shape.intermediate_size + 8 * shape.num_heads * shape.head_dim
+        split = 8 * max(shape.hidden_size, 3 * shape.num_heads * shape.head_dim) * 4  # fp32 sums of split layers
+        each = rows * (widths * dtype.itemsize + split + shape.vocab_size * (dtype.itemsize + 1))
+        tables = len(model.ropes) * limits.max_context * 2 * shape.head_dim * 4  # of RoPE
+        needed += partials + each + tables
+    return needed
+
+
+def batch_sizes(max_num_seqs: int) -> list[int]:
+    """Powers of two, and the largest batch."""
+    sizes = [1 << i for i in range(max_num_seqs.bit_length()) if 1 << i < max_num_seqs]
+    return [*sizes, max_num_seqs]
+
+
+def round_limits(spec: SpecConfig, max_model_len: int, scratch: int, num_ssms: int) -> RoundLimits:
+    """What rounds hold. Nodes of drafts and trees must fit into the `scratch` slots behind a request."""
+    depth = min(MAX_DEPTH, spec.max_depth if not spec.is_plain else MAX_DEPTH, 1 + (scratch - 1) // FRONTIER)
+    depth = max(min(depth, MAX_CANDIDATES // (FRONTIER * CHILDREN * (num_ssms + 1))), 1)
+    most = max(spec.max_nodes, NODES[-1] if spec.is_adaptive else 1)
+    nodes = sorted({n for n in NODES if n <= most} | {min(most, scratch)})
+    return RoundLimits(depth, tuple(nodes), pages_for(max_model_len + scratch), max_model_len)
+
+
+def _stacks(ssms: SsmDrafter | None, pools: Sequence[torch.Tensor], configs: KernelConfigs) -> list[ModelStack]:
+    if ssms is None:
+        return []
+    stacks: list[ModelStack] = []
+    first = 0
+    for pool in pools:
+        count = pool.shape[2] // ssms.cache.pools[1 + first].shape[2]
+        models = [model for model in ssms.models[first : first + count] if isinstance(model, TritonDecoder)]
+        assert len(models) == count
+        attention, table = models[0].triton_attention, models[0].table
+        known = ssms.known[first : first + count]
+        stacks.append(ModelStack(stacked(models, configs), table, attention, pool, first, known))
+        first += count
+    return stacks
+
+
+def _measured(rounds: Sequence[BatchRound]) -> RoundSeconds:
+    """What the parts of a round take on an idle batch; in the interpreter, where times say nothing, made up ones."""
+    batch = rounds[0]
+    nodes = batch.limits.nodes
+    if is_interpreted():
+        return RoundSeconds(0.1, 0.1, dict.fromkeys(nodes, 1.0))
+    for each in reversed(rounds):
+        each.warm_up()
+    verify = {n: _seconds(batch, 0, n) for n in nodes}
+    first = _seconds(batch, 1, 1)
+    second = _seconds(batch, min(2, batch.limits.max_depth), 1)
+    return RoundSeconds(max(first - verify[1], 0.0), max(second - first, 0.0), verify)
+
+
+def _seconds(batch: BatchRound, levels: int, nodes: int) -> float:
+    """Of drafting and verifying nothing: the idle batch runs through the same kernels."""
+    times = []
+    for _ in range(_REPEATS):
+        began = time.perf_counter()
+        batch.replay(levels, nodes)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)

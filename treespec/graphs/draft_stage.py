@@ -1,0 +1,113 @@
+"""Drafting's half of a captured round."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from treespec.graphs.round_inputs import CHILDREN, FRONTIER, RoundInputs
+from treespec.graphs.stack_passes import ModelStack, StackPasses
+from treespec_kernels.linear.lm_head import BlockStats
+from treespec_kernels.sampling.row_topk import row_topk_triton
+from treespec_kernels.tree.device_trees import DeviceForest
+from treespec_kernels.tree.tree_merge import tree_merge_triton
+from treespec_kernels.tree.tree_root import tree_root_triton
+from treespec_kernels.tree.tree_seeds import DeviceSeeds, tree_seeds_triton
+
+
+class DraftHalf:
+    """Grows the trees of a batch, level by level.
+
+    Args:
+        inputs: of the round.
+        stacks: of the SSMs.
+        vocab_size: of all models.
+
+    Attributes:
+        forest: the trees while they grow.
+        foretold: float32 [num_ssms, B, D], each SSM's probabilities of the tokens that it read in this round.
+    """
+
+    def __init__(self, inputs: RoundInputs, stacks: Sequence[ModelStack], vocab_size: int):
+        self.inputs, self.stacks, self.children = inputs, list(stacks), min(CHILDREN, vocab_size)
+        b, limits, device, sources = inputs.num_requests, inputs.limits, inputs.device, inputs.num_ssms + 1
+        self.forest = DeviceForest.allocate(
+            b, frontier=FRONTIER, num_ssms=sources, proposals=self.children, max_depth=limits.max_depth, device=device
+        )
+        places = torch.full((b, FRONTIER), -1, dtype=torch.int32, device=device)
+        self._seeds = DeviceSeeds(inputs["seed_tokens"], inputs["seed_parents"], inputs["seed_probs"], places)
+        shape = (sources, b, FRONTIER, self.children)  # the seeds are the last source
+        self._tokens = torch.full(shape, -1, dtype=torch.int32, device=device)
+        self._probs = torch.zeros(shape, dtype=torch.float32, device=device)
+        self.foretold = torch.zeros(inputs.num_ssms, b, limits.max_depth, dtype=torch.float32, device=device)
+        self._steps = torch.arange(limits.width, dtype=torch.int32, device=device)
+        self._chains = [StackPasses(stack, inputs, limits.width) for stack in self.stacks]
+        self._trees = [
+            StackPasses(stack, inputs, FRONTIER, 1 + (limits.max_depth - 1) * FRONTIER) for stack in self.stacks
+        ]
+
+    def root(self) -> None:
+        """Begin with the roots alone."""
+        tree_root_triton(self.forest, self.inputs["roots"])
+
+    def first_level(self, sampled: bool) -> None:
+        """Read what was emitted last, up to the roots, and propose below them."""
+        inputs = self.inputs
+        b, width = inputs.num_requests, inputs.limits.width
+        self.root()
+        news, tokens = inputs["new_lens"], inputs["new_tokens"]
+        depths = torch.where(self._steps < news[:, None], self._steps, -1)  # [B, D + 1]
+        first = inputs["context_lens"] - news + (news > 0)  # position of the first row
+        last = (news - 1).clamp(min=0).long()
+        following = tokens.roll(-1, 1).long()
+        for stack, passes in zip(self.stacks, self._chains, strict=True):
+            groups, own = stack.groups, slice(stack.first, stack.first + stack.groups)
+            scores, stats = stack.logits(passes.hidden(tokens, first, depths))
+            summary = row_topk_triton(scores, 1, stats=stats)
+            logits = scores.view(groups, b, width, -1)
+            seen = logits.gather(3, following.expand(groups, b, width)[..., None])[..., 0].float()
+            self.foretold[own] = (seen - summary.lse.view(groups, b, width))[..., :-1].exp()
+            roots = logits.gather(2, last[:, None, None].expand(groups, b, 1, logits.shape[3]))
+            self._guess(own, roots.view(groups * b, -1), None, 1, sampled)
+        self._merge()
+
+    def next_level(self, sampled: bool) -> None:
+        """Score the frontier and propose below it."""
+        forest = self.forest
+        for stack, passes in zip(self.stacks, self._trees, strict=True):
+            hidden = passes.hidden(
+                forest.frontier_tokens,
+                self.inputs["context_lens"],
+                forest.frontier_depths,
+                forest.frontier_slots,
+                forest.frontier_ancestors,
+            )
+            own = slice(stack.first, stack.first + stack.groups)
+            self._guess(own, *stack.logits(hidden), FRONTIER, sampled)
+        self._merge()
+
+    def _guess(self, ssms: slice, logits: Tensor, stats: BlockStats | None, rows: int, sampled: bool) -> None:
+        """What these SSMs propose at the first `rows` nodes of the frontier, after [G * B * rows, vocab] logits.
+
+        `stats`: their summary, where there is one.
+        """
+        inputs, groups = self.inputs, ssms.stop - ssms.start
+        b = inputs.num_requests
+
+        def by_row(values: Tensor) -> Tensor:
+            return values[None, :, None].expand(groups, b, rows).reshape(-1).contiguous()  # of one request a view
+
+        positions = inputs["context_lens"].long() + 1 + self.forest.level.long()
+        noise: dict[str, Any] = {"stats": stats}
+        if sampled:
+            noise = inputs.noise("draft_temperatures", by_row, by_row(positions))
+        best = row_topk_triton(logits, self.children, **noise)
+        shape = (groups, b, rows, self.children)
+        self._tokens[ssms, :, :rows] = best.tokens.view(shape)
+        self._probs[ssms, :, :rows] = (best.values - best.lse[:, None]).exp().view(shape)
+
+    def _merge(self) -> None:
+        inputs, last = self.inputs, self.inputs.num_ssms
+        tree_seeds_triton(self.forest, self._seeds, self._tokens[last], self._probs[last])
+        tree_merge_triton(self.forest, self._tokens, self._probs, inputs["weights"], inputs["end_tokens"])

@@ -1,0 +1,128 @@
+"""Proof at start, on this GPU: captured rounds give the tokens of plain decoding.
+
+startup/selftest.py proves that the target's passes have the same bits in any batch. What captured rounds do besides, to
+draft, merge, select, walk and commit on the device, shows in what they emit: a few requests are decoded plainly step by
+step, then by captured rounds, plainly and with trees.
+"""
+
+import copy
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from treespec.config import SpecConfig
+from treespec.drafters.lookup.lookup_drafter import LookupDrafter
+from treespec.engine import Engine
+from treespec.errors import TreespecError
+from treespec.graphs.capture import Rounds
+from treespec.graphs.graph_engine import GraphEngine
+from treespec.request import Request
+from treespec.sampling.sampler import Sampler
+from treespec.sampling_params import SamplingParams
+
+logger = logging.getLogger("treespec")
+
+_PROMPTS = (60, 3)  # tokens; the first one's repeat, so that lookup has something to say; outputs cross a page
+_PERIOD = 16
+_NODES = 16  # of the trees, where rounds hold so many
+_TEMPERATURES = (0.0, 0.8)
+
+
+def proven_rounds(engine: Engine, capture: Callable[[], Rounds], exact: bool) -> Rounds | None:
+    """Captured rounds of an engine that have given the tokens of plain decoding, or need not.
+
+    None, and a warning, where they do not run here or give others: rounds step by step need none of their graphs, and
+    the passes of both have been proven apart.
+    """
+    try:
+        rounds = capture()
+        found = differing_rounds(engine, rounds)
+    except (AssertionError, TreespecError):
+        raise
+    except Exception as error:  # whatever a driver or a compiler says that has not run them before
+        torch.cuda.synchronize(engine.runner.target.device)  # raises where the device is lost: nothing else would run
+        logger.warning("captured rounds do not run here; going step by step, which is slower", exc_info=error)
+    else:
+        if not found or not exact:
+            return rounds
+        words = "captured rounds give other tokens than plain decoding here; going step by step, which is slower: %s"
+        logger.warning(words, "; ".join(found))
+    # What they have left in the cache, perhaps NaN, must not reach the next holder of its pages.
+    engine.cache.scrub(np.arange(engine.cache.num_pages + 1))
+    return None
+
+
+def differing_rounds(engine: Engine, rounds: Rounds, max_tokens: int = 12, seed: int = 0) -> list[str]:
+    """Compare captured rounds with plain decoding, greedy and sampled, for one request and for two.
+
+    Args:
+        engine: an idle one, whose models and cache are used. What it has learned and counted stays as it is, and
+            drafters from outside are not asked.
+        rounds: captured of it.
+        max_tokens: that each request emits.
+        seed: of prompts and noise.
+
+    Returns:
+        What differed, a line each; empty where every token was equal.
+    """
+    trial = GraphEngine(
+        engine.runner,
+        engine.scheduler,
+        copy.deepcopy(engine.planner),
+        engine.ssms,
+        None if engine.lookup is None else LookupDrafter(),
+        [],
+        engine.max_model_len,
+        rounds._replace(planners=copy.deepcopy(rounds.planners)),
+    )
+    try:
+        return _differing(trial, max_tokens, seed)
+    finally:
+        for request in [*engine.scheduler.running, *engine.scheduler.waiting]:
+            trial.finish(request, "abort")
+
+
+def _differing(engine: GraphEngine, max_tokens: int, seed: int) -> list[str]:
+    rng = np.random.default_rng(seed)
+    max_tokens = min(max_tokens, engine.max_model_len - 1)
+    lengths = [min(length, engine.max_model_len - max_tokens) for length in _PROMPTS]
+    period = rng.integers(engine.runner.target.vocab_size, size=_PERIOD)
+    prompts = [np.resize(period, length).tolist() for length in lengths]
+    plain, nodes = SpecConfig.resolve("off", SpecConfig()), min(_NODES, engine.rounds.limits.nodes[-1])
+    ways = {"plain decoding": plain}
+    if nodes > 1:
+        ways[f"trees of {nodes} nodes"] = SpecConfig(nodes=nodes)
+    found = []
+    counts = range(1, 1 + min(len(prompts), engine.scheduler.max_num_seqs))
+    for count, temperature in itertools.product(counts, _TEMPERATURES):
+        params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, ignore_eos=True)
+        expected = _decode(engine, Engine.step, prompts[:count], params, plain)
+        for name, spec in ways.items():
+            if _decode(engine, GraphEngine.step, prompts[:count], params, spec) != expected:
+                found.append(f"{name} at temperature {temperature} for {count} of {len(prompts)} requests")
+    return found
+
+
+def _decode(
+    engine: GraphEngine,
+    step: Callable[[GraphEngine], object],
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    spec: SpecConfig,
+) -> list[tuple[list[int], str | None]]:
+    """What each prompt's request emits in rounds of this kind, and why it ends."""
+    target, requests = engine.runner.target, []
+    for prompt in prompts:
+        request = Request(list(prompt), params, spec, seed=params.seed)
+        if params.temperature:
+            request.sampler = Sampler(
+                params, prompt, (), (), target.vocab_size, target.device, params.seed or 0, kernel_noise=True
+            )
+        engine.scheduler.add(request)
+        requests.append(request)
+    while not engine.scheduler.is_idle:
+        step(engine)
+    return [(request.output_token_ids, request.finish_reason) for request in requests]

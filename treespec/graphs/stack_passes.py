@@ -1,0 +1,133 @@
+"""Passes of one shape over one pool: what a captured round runs a model on."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from treespec.graphs.round_inputs import RoundInputs
+from treespec.models.attention_triton import TritonAttention
+from treespec.models.triton_decoder import PassKernels, TritonPass
+from treespec_kernels.attention.pass_layout import DeviceLayout
+from treespec_kernels.attention.tree_attention_plan import MAX_NODES
+from treespec_kernels.attention.tree_batch import PAGE_SIZE
+from treespec_kernels.linear.lm_head import BlockStats
+
+
+@dataclass(frozen=True, eq=False)
+class ModelStack:
+    """G models of one shape, with what their passes read.
+
+    Args:
+        kernels: of the stacked models.
+        table: RoPE, fp32 [num_ropes, num_positions, 2, head_dim].
+        attention: of that shape.
+        pool: [num_layers, 2, G * num_pages, num_kv_heads, PAGE_SIZE, head_dim].
+        first: number of the first of these models among the SSMs.
+        known: how many tokens of the vocabulary each of them has; none guesses one from there on. None: all.
+    """
+
+    kernels: PassKernels
+    table: Tensor
+    attention: TritonAttention
+    pool: Tensor
+    first: int = 0
+    known: tuple[int, ...] | None = None
+
+    @property
+    def groups(self) -> int:
+        """G."""
+        return self.kernels.weights.groups
+
+    @cached_property
+    def _lacks(self) -> Tensor | None:
+        """bool [G, 1, vocab], the tokens that each model lacks; None where all have all."""
+        vocab = self.kernels.weights.head.shape[1]
+        if self.known is None or min(self.known) >= vocab:
+            return None
+        device = self.pool.device
+        known = torch.tensor(self.known, device=device, dtype=torch.int64)
+        return (torch.arange(vocab, device=device) >= known[:, None])[:, None]
+
+    def logits(self, hidden: Tensor) -> tuple[Tensor, BlockStats | None]:
+        """[G * rows, vocab] logits, -inf where a model lacks the token, and their summary where it is at hand."""
+        head = self.kernels.logits(hidden)
+        if self._lacks is None:
+            return head
+        head.logits.view(self.groups, -1, head.logits.shape[1]).masked_fill_(self._lacks, -torch.inf)
+        return head.logits, None
+
+
+class StackPasses:
+    """Passes of R rows of each of B requests through each of G models.
+
+    Args:
+        stack: the models.
+        inputs: of the round.
+        rows: R.
+        tree_slots: slots that a tree takes behind the committed ones; None: rows are consecutive tokens.
+    """
+
+    def __init__(self, stack: ModelStack, inputs: RoundInputs, rows: int, tree_slots: int | None = None):
+        self.stack, self.inputs = stack, inputs
+        attention, limits, device, chain = stack.attention, inputs.limits, inputs.device, tree_slots is None
+        by_bits = not attention.exact and tree_slots is not None and tree_slots <= MAX_NODES
+        self._layouts = [
+            DeviceLayout.allocate(
+                stack.groups * inputs.num_requests,
+                rows,
+                rows if chain else limits.width,
+                chain=chain,
+                max_context=limits.max_context,
+                num_heads=attention.num_heads,
+                num_kv_heads=attention.num_kv_heads,
+                head_dim=attention.head_dim,
+                dtype=attention.cache_dtype,
+                device=device,
+                window=window,
+                config=attention.config,
+                tree_slots=tree_slots if by_bits else None,
+                page_size=PAGE_SIZE,
+                keeps_partials=False,
+            )
+            for window in stack.kernels.windows
+        ]
+        models = torch.arange(stack.groups, dtype=torch.int32, device=device)[:, None, None]
+        self._first_pages = models * (stack.pool.shape[2] // stack.groups)
+        self._first_tokens = models.long() * stack.kernels.weights.head.shape[1]
+
+    @property
+    def positions(self) -> Tensor:
+        """int32 [G * B * R], of the last pass."""
+        return self._layouts[0].positions
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        context_lens: Tensor,
+        depths: Tensor,
+        row_slots: Tensor | None = None,
+        ancestors: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states after the final norm, [G * B * R, hidden_size], of the same rows in every model.
+
+        Args:
+            tokens: int32 [B, R]; of padding rows anything.
+            context_lens, depths, row_slots, ancestors: [B], [B, R], [B, R], [B, R, D + 1], int32, as in
+                `pass_layout_ref`; a chain needs no more than depths.
+        """
+        groups, stack = self.stack.groups, self.stack
+
+        def repeated(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values.expand(groups, *values.shape).flatten(0, 1).contiguous()
+
+        pages = (self.inputs["pages"][None] + self._first_pages).flatten(0, 1)
+        lens, of_rows = repeated(context_lens), repeated(depths)
+        assert lens is not None and of_rows is not None
+        placed = lens, pages, of_rows, repeated(row_slots), repeated(ancestors)
+        attention = [layout.fill(*placed) for layout in self._layouts]
+        layout = self._layouts[0]
+        rows = TritonPass(layout.num_rows, stack.table, layout.slots, attention, layout.positions)
+        ids = (tokens.clamp(min=0).long() + self._first_tokens).flatten()
+        return stack.kernels.hidden(ids, rows, stack.pool)

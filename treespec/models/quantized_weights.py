@@ -1,0 +1,120 @@
+"""Quantised models: what may be quantised, what it takes, and quantised projections out of loaded weights."""
+
+import logging
+import math
+from collections.abc import Callable
+from ctypes import CDLL
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from treespec.adapter.source import Source
+from treespec.adapter.trace import AdapterConfig
+from treespec.config import QUANTIZATIONS, ModelConfig
+from treespec.errors import ConfigError, ModelError
+from treespec_kernels.cpu.cpu_library import CompileError, find_compiler
+from treespec_kernels.cpu.decoder_cpu import DTYPES, build
+from treespec_kernels.linear.quantized import QuantizedWeight, stacked
+from treespec_weights.load import quantizable, quantized_group
+from treespec_weights.quant_schemes import METHODS
+from treespec_weights.quantize import BITS
+
+logger = logging.getLogger("treespec")
+
+_ANY_HEAD = 16  # the library is built for a head size, which a single layer does not have
+
+
+def resolve_quantization(quantization: str | None, target: ModelConfig | Source, dtype: torch.dtype) -> str | None:
+    """How weights are quantised while loading, None where they stay as the checkpoint has them.
+
+    Bad values are refused before anything is loaded. Where a checkpoint's fp8 weights are held as `dtype`, the log says
+    so.
+
+    Raises:
+        ConfigError: another name than those of `QUANTIZATIONS`, a checkpoint that is quantised already, or sizes that
+            no group divides.
+    """
+    own = None if isinstance(target, Source) or target.quantization is None else target.quantization
+    if isinstance(quantization, str) and (method := quantization.removesuffix("_marlin")) in METHODS:
+        if own is None or own.method != method:
+            where = "this one is not quantised" if own is None else f"this one is {own.name}"
+            raise ConfigError(
+                f"quantization={quantization!r}: leave it out; a checkpoint's own quantisation is read from its config "
+                f"({where}), and 'int8' or 'int4' quantises while loading"
+            )
+        quantization = None
+    if isinstance(target, Source):
+        if quantization is not None:
+            raise ConfigError(f"quantization={quantization!r} is for native families; transformers runs {target.name}")
+        return None
+    if quantization is None:
+        if target.quantization is not None and target.quantization.floating:
+            logger.warning("%s: %s weights are held as %s", target.folder, target.quantization.name, dtype)
+        return None
+    if quantization not in QUANTIZATIONS:
+        raise ConfigError(f"quantization={quantization!r}; valid: None, {', '.join(map(repr, QUANTIZATIONS))}")
+    if target.quantization is not None:
+        raise ConfigError(
+            f"quantization={quantization!r}, but {target.folder} is quantised already ({target.quantization.name}); "
+            "leave it at None"
+        )
+    try:
+        quantized_group(target.shape, quantization)
+    except ValueError as error:
+        raise ConfigError(f"quantization={quantization!r}: {target.folder}: {error}") from error
+    return quantization
+
+
+def quantized_library(dtype: torch.dtype, device: torch.device, folder: Callable[[], Path]) -> CDLL | None:
+    """What computes quantised layers on a CPU, kept in the folder that is asked for; None, said once, where it cannot
+    be built or kept."""
+    if device.type == "cpu" and dtype in DTYPES:
+        try:
+            return build(find_compiler(), _ANY_HEAD, dtype, folder())
+        except (CompileError, OSError) as error:
+            reason = str(error)
+    else:
+        reason = f"there is no kernel for {dtype} on {device}"
+    logger.warning("quantised weights are held as %s, which saves no memory and no time: %s", dtype, reason)
+    return None
+
+
+def weight_bytes(config: ModelConfig | AdapterConfig, dtype: torch.dtype, quantization: str | None) -> int:
+    """What a model's weights take, about: scales as float32, zero points left out."""
+    total = config.shape.num_parameters() * dtype.itemsize
+    if isinstance(config, AdapterConfig):
+        return total
+    scheme = config.quantization
+    if quantization is not None:
+        bits, group = BITS[quantization], quantized_group(config.shape, quantization)
+    elif scheme is not None and not scheme.floating:
+        bits, group = scheme.bits, scheme.group
+    else:
+        return total
+    for size in quantizable(config.shape).values():
+        count = math.prod(size)
+        total += count * bits // 8 + 4 * count // (group or size[1]) - count * dtype.itemsize
+    return total
+
+
+def take_projection(weights: dict[str, Tensor], prefix: str, names: tuple[str, ...]) -> Tensor | QuantizedWeight:
+    """The matrices `prefix + name`, one below the other, taken out of `weights` with their scales and zero points.
+
+    Raises:
+        ModelError: only some of them are quantised, or not all alike.
+    """
+    values = [weights.pop(prefix + name) for name in names]
+    scales = [weights.pop(f"{prefix}{name}_scale", None) for name in names]
+    zeros = [weights.pop(f"{prefix}{name}_zero", None) for name in names]
+    if all(scale is None for scale in scales):
+        return torch.cat(values) if len(values) > 1 else values[0]
+    parts = [QuantizedWeight(v, s, z) for v, s, z in zip(values, scales, zeros, strict=True) if s is not None]
+    if len(parts) < len(names) or len({(part.bits, part.group) for part in parts}) > 1:
+        raise ModelError(
+            f"{', '.join(prefix + name for name in names)} are not all quantised alike, and they are one product here; "
+            "use a checkpoint that quantises all of them or none"
+        )
+    for part in parts:
+        part.check()
+    return stacked(parts) if len(parts) > 1 else parts[0]

@@ -1,0 +1,1 @@
+"""The planner: which sources draft, how deep, and how many nodes the target verifies."""

@@ -1,1 +1,0 @@
-"""Rounds that run on the device from draft to commit, from captured CUDA graphs."""

@@ -1,0 +1,1 @@
+"""Sampling: logit transforms, keyed Gumbel noise, and the restrictions of structured outputs."""

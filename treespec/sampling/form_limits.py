@@ -1,0 +1,177 @@
+"""Bounds on the forms of structured outputs.
+
+llguidance cannot be interrupted while it reads a form, and its own limits count expressions, whose size is not bounded:
+reading a regex of n optional parts takes n^2 steps. Within the bounds below a form is read in a second of CPU time.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from treespec.errors import RequestError
+from treespec.sampling.structured_params import StructuredOutputsParams
+
+MAX_CHARACTERS = 1_000_000  # of the texts of a choice together, or of a JSON schema
+MAX_TEXT = 20_000  # characters of one text, each of which every later step walks through
+MAX_GRAMMAR = 100_000  # characters
+MAX_PARTS = 1000  # optional or repeated parts of one regex, terminal or rule
+MAX_PATTERN_PROPERTIES = 100  # each is compared with each
+MAX_MULTIPLE = 100_000  # states of the automaton of `multipleOf`
+
+# What makes a part optional or repeats it, or an alternative empty; "(?" begins a group.
+_OPTIONAL = re.compile(r"(?<!\()\?|[*{]|\|\)|\(\||\|\||\(\)")
+_OPTIONAL_IN_LARK = re.compile(_OPTIONAL.pattern + r"|\[")
+_DEFINITION = re.compile(r"^[ \t]*[!?]*([A-Za-z_]\w*)(?:\[[^\n\]]*\]|\{[^\n}]*\}|[^\n:\"/\[{])*:", re.MULTILINE)
+_TERMINAL = re.compile(r"\b[A-Z_][A-Z0-9_]*\b")
+_MULTIPLE_OF = re.compile(r'"multipleOf"\s*:\s*([-+.\w]+)')
+_DIGITS = 18  # of a multiple that are looked at: so many are beyond the limit
+_COMBINES = ("allOf", "anyOf", "oneOf", "$ref", "$dynamicRef")  # what asks for two multiples at once
+
+
+def check_form(form: StructuredOutputsParams) -> None:
+    """Refuse a form that would take llguidance too long, or too much memory, to read.
+
+    Raises:
+        RequestError: names the size, the limit and what to do.
+    """
+    if form.choice is not None:
+        check_length("choice", sum(map(len, form.choice)), MAX_CHARACTERS, "give fewer or shorter texts")
+        check_length("a text of choice", max(map(len, form.choice)), MAX_TEXT, "give shorter ones")
+    if form.regex is not None:
+        check_regex("regex", form.regex)
+    if form.whitespace_pattern is not None:
+        check_regex("whitespace_pattern", form.whitespace_pattern)
+    if form.grammar is not None:
+        check_length("grammar", len(form.grammar), MAX_GRAMMAR, "give a shorter one")
+    if form.json is not None:
+        check_length("json", len(form.json), MAX_CHARACTERS, "give a smaller schema")
+        _check_schema(json.loads(form.json))
+
+
+def check_length(what: str, length: int, most: int, remedy: str) -> None:
+    """Raise RequestError where a text is longer than `most` characters."""
+    if length > most:
+        raise RequestError(f"structured_outputs: {what} has {length} characters, the limit is {most}; {remedy}")
+
+
+def check_regex(what: str, regex: str) -> None:
+    """Raise RequestError for a regex that is too long, or that has too many optional or repeated parts."""
+    check_length(what, len(regex), MAX_TEXT, "use choice for a list of words, or a shorter regex")
+    _check_parts(what, len(_OPTIONAL.findall(regex)))
+
+
+def check_lark(grammar: str) -> None:
+    """Refuse a grammar in Lark's notation with a rule or terminal that is too large.
+
+    A terminal is one regex, into which every terminal that it names is copied: twenty lines may ask for a million
+    parts.
+
+    Raises:
+        RequestError: names the rule or terminal, its size and the limit.
+    """
+    _check_multiples([*map(_number, _MULTIPLE_OF.findall(grammar))], combined=True)
+    found = list(_DEFINITION.finditer(grammar))
+    starts = [*(match.start() for match in found), len(grammar)]
+    bodies = {match[1]: grammar[match.end() : end] for match, end in zip(found, starts[1:], strict=True)}
+    parts = {name: len(_OPTIONAL_IN_LARK.findall(body)) for name, body in bodies.items()}
+    sizes = {name: len(body) for name, body in bodies.items()}
+    named = {name: [each for each in _TERMINAL.findall(body) if each in bodies] for name, body in bodies.items()}
+    for name in _inner_first(named):
+        if name.isupper():
+            parts[name] += sum(parts[each] for each in named[name])
+            sizes[name] += sum(sizes[each] for each in named[name])
+            what = f"terminal {name} of grammar, with the terminals that it names,"
+            check_length(what, sizes[name], MAX_GRAMMAR, "use rules, whose names are in lower case")
+            _check_parts(what, parts[name])
+        else:
+            _check_parts(f"rule {name} of grammar", parts[name])
+
+
+def _inner_first(named: dict[str, list[str]]) -> list[str]:
+    """Names in an order in which each comes after those that it names; of a cycle, which is an error, in any."""
+    order: dict[str, None] = {}
+    entered: set[str] = set()
+    for first in named:
+        stack = [first]
+        while stack:
+            name = stack[-1]
+            if name in entered:
+                order.setdefault(stack.pop())
+            else:
+                entered.add(name)
+                stack += [each for each in named[name] if each not in entered]
+    return list(order)
+
+
+def _check_parts(what: str, parts: int) -> None:
+    if parts > MAX_PARTS:
+        raise RequestError(
+            f"structured_outputs: {what} has {parts} optional or repeated parts, the limit is {MAX_PARTS}; repeat a "
+            "group, as in (...){0,100}, in place of writing it out"
+        )
+
+
+def _check_schema(schema: Any) -> None:
+    """Refuse a JSON schema with patterns, texts or multiples that are too large."""
+    parts = patterns = 0
+    multiples: list[Decimal] = []
+    combined = False
+    for key, value in _entries(schema):
+        combined |= key in _COMBINES
+        if isinstance(value, str):
+            check_length("a text in json", len(value), MAX_TEXT, "give a shorter one")
+        if key == "pattern" and isinstance(value, str):
+            parts += len(_OPTIONAL.findall(value))
+        elif key == "patternProperties" and isinstance(value, dict):
+            patterns += len(value)
+            parts += sum(len(_OPTIONAL.findall(each)) for each in value)
+        elif key == "multipleOf" and isinstance(value, int | float):
+            multiples.append(_number(str(value)))
+        elif key is not None:
+            check_length("a name in json", len(key), MAX_TEXT, "give a shorter one")
+    _check_parts("json, in its patterns,", parts)
+    if patterns > MAX_PATTERN_PROPERTIES:
+        raise RequestError(
+            f"structured_outputs: json has {patterns} patternProperties, the limit is {MAX_PATTERN_PROPERTIES}; join "
+            "patterns by |"
+        )
+    _check_multiples(multiples, combined)
+
+
+def _entries(schema: Any) -> Iterator[tuple[str | None, Any]]:
+    """Every key with its value, and every element of a list without a key."""
+    stack = [schema]
+    while stack:
+        value = stack.pop()
+        pairs = value.items() if isinstance(value, dict) else ((None, each) for each in value)
+        for key, each in pairs:
+            yield key, each
+            if isinstance(each, dict | list):
+                stack.append(each)
+
+
+def _number(text: str) -> Decimal:
+    try:
+        return Decimal(text)
+    except InvalidOperation:
+        return Decimal(0)
+
+
+def _check_multiples(values: list[Decimal], combined: bool) -> None:
+    """Bound the states that numbers need: one for every remainder.
+
+    Args:
+        values: of `multipleOf`.
+        combined: whether one number may have to be a multiple of several of them.
+    """
+    texts = {"".join(map(str, value.as_tuple().digits)).rstrip("0") for value in values}
+    numbers = [int(text[:_DIGITS] or "1") for text in texts]
+    states = math.lcm(*numbers) if combined else sum(numbers)
+    if states > MAX_MULTIPLE:
+        raise RequestError(
+            f"structured_outputs: multipleOf in json needs {states} states, the limit is {MAX_MULTIPLE}; use smaller "
+            "multiples, or fewer that differ"
+        )

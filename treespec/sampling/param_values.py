@@ -1,0 +1,145 @@
+"""The valid values of each field of `SamplingParams`."""
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+from treespec.errors import ConfigError, show
+from treespec.sampling.structured_params import StructuredOutputsParams
+from treespec.scalars import as_int, as_number, plain
+
+logger = logging.getLogger("treespec")
+
+LEAST_TEMPERATURE = 1e-4  # below it, logits over the temperature may overflow
+MAX_SEED = 2**64 - 1
+MAX_SAMPLES = 16384  # of one prompt, as in vLLM: each is set up before the first round
+
+
+def checked(name: str, value: Any) -> Any:
+    """The value as the field keeps it: Python's numbers, tuples for lists, and copies of dicts.
+
+    Raises:
+        ConfigError: it is of another kind or out of range; the message names the field, the value and the valid ones.
+    """
+    if name in _OTHERS:
+        return _OTHERS[name](name, value)
+    if name in _BOOLS:
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name}={value!r}; valid: True or False")
+        return value
+    return _number(name, value)
+
+
+def _number(name: str, value: Any) -> float | int | None:
+    if name in _FLOATS:
+        (low, high), valid = _FLOATS[name]
+        real = as_number(value)
+        if real is None or not low <= real <= high:
+            raise ConfigError(f"{name}={value!r}; valid: {valid}")
+        if real == 0 and name in ("top_p", "repetition_penalty"):
+            raise ConfigError(f"{name}=0; valid: more than 0")
+        if name == "temperature" and 0 < real < LEAST_TEMPERATURE:  # as vLLM, which has a least one, too
+            logger.warning("temperature=%r is raised to %r, the least above 0", real, LEAST_TEMPERATURE)
+            return LEAST_TEMPERATURE
+        return real
+    least, most, valid = _INTS[name]
+    if value is None and name in _MAY_BE_NONE:
+        return None
+    number = as_int(value, least)
+    if number is None or number > most:
+        raise ConfigError(f"{name}={value!r}; valid: {valid}")
+    return None if name == "seed" and number == -1 else number
+
+
+def _sequence(name: str, value: Any, valid: str) -> tuple[Any, ...]:
+    value = plain(value)
+    if value is None:
+        return ()
+    if not isinstance(value, list | tuple):
+        raise ConfigError(f"{name}={value!r}; valid: {valid}")
+    return tuple(value)
+
+
+def _stop(name: str, value: Any) -> tuple[str, ...]:
+    texts = (value,) if isinstance(value, str) else _sequence(name, value, "a string or a list of strings")
+    if any(not isinstance(text, str) or not text for text in texts):
+        raise ConfigError(f"stop={texts!r}; valid: non-empty strings")
+    return texts
+
+
+def _stop_token_ids(name: str, value: Any) -> tuple[int, ...]:
+    given = _sequence(name, value, "a list of token ids")
+    ids = [number for token in given if (number := as_int(token, 0)) is not None]
+    if len(ids) < len(given):
+        raise ConfigError(f"{name}={given!r}; valid: token ids")
+    return tuple(ids)
+
+
+def _bad_words(name: str, value: Any) -> tuple[str, ...]:
+    words = _sequence(name, value, "a list of strings")
+    if any(not isinstance(word, str) or not word.strip() for word in words):
+        raise ConfigError(f"{name}={words!r}; valid: strings that are not blank")
+    return words
+
+
+def _logit_bias(name: str, value: Any) -> dict[int, float] | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{name}={value!r}; valid: a dict of token ids to numbers")
+    biases = {}
+    for token, bias in value.items():
+        number, real = as_int(token, 0), as_number(bias)
+        if number is None or real is None:
+            raise ConfigError(f"{name}={{{token!r}: {bias!r}}}; valid: token ids to finite numbers")
+        biases[number] = real
+    return biases
+
+
+def _allowed_token_ids(name: str, value: Any) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    given = _sequence(name, value, "None or a list of token ids")
+    ids = [number for token in given if (number := as_int(token, 0)) is not None]
+    if not ids or len(ids) < len(given):
+        raise ConfigError(f"{name}={value!r}; valid: at least one token id, or None for all")
+    return tuple(ids)
+
+
+def _logits_processors(name: str, value: Any) -> tuple[Any, ...]:
+    processors = _sequence(name, value, "a list of Hugging Face's processors")
+    for processor in processors:
+        if not callable(processor):
+            raise ConfigError(f"{name}: {show(processor)} cannot be called; valid: Hugging Face's processors")
+    return processors
+
+
+_OTHERS: dict[str, Callable[[str, Any], Any]] = {
+    "stop": _stop,
+    "stop_token_ids": _stop_token_ids,
+    "bad_words": _bad_words,
+    "logit_bias": _logit_bias,
+    "allowed_token_ids": _allowed_token_ids,
+    "logits_processors": _logits_processors,
+    "structured_outputs": lambda _, value: StructuredOutputsParams.of(value),
+}
+_BOOLS = ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens")
+_INTS = {
+    "max_tokens": (1, math.inf, "an int of at least 1, or None for as many as the context holds"),
+    "min_tokens": (0, math.inf, "an int of at least 0"),
+    "n": (1, MAX_SAMPLES, f"an int from 1 to {MAX_SAMPLES}"),
+    "top_k": (-1, math.inf, "an int of at least 1, or 0 or -1 for all tokens"),
+    "seed": (-1, MAX_SEED, "an int from 0 to 2**64 - 1, or None or -1 for a new one"),
+    "logprobs": (-1, math.inf, "None, an int of at least 0, or -1 for all tokens"),
+    "prompt_logprobs": (-1, math.inf, "None, an int of at least 0, or -1 for all tokens"),
+}
+_MAY_BE_NONE = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
+_FLOATS = {
+    "temperature": ((0, math.inf), "0 (greedy) or a finite positive number"),
+    "top_p": ((0, 1), "more than 0, at most 1"),
+    "min_p": ((0, 1), "0 to 1"),
+    "repetition_penalty": ((0, math.inf), "a finite positive number; 1 is none"),
+    "frequency_penalty": ((-2, 2), "-2 to 2"),
+    "presence_penalty": ((-2, 2), "-2 to 2"),
+}

@@ -1,0 +1,94 @@
+"""Which tokens a request may write at all: the one part of its transforms that its drafts know, too."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treespec.errors import RequestError
+from treespec.sampling.grammar import Grammar
+from treespec.tree import TokenTree
+
+
+class Restriction:
+    """Tokens are left out by a list, by a grammar or by both.
+
+    Args:
+        allowed: token ids; None = all.
+        grammar: or None.
+        vocab_size, device: of the target's logits.
+    """
+
+    def __init__(self, allowed: Sequence[int] | None, grammar: Grammar | None, vocab_size: int, device: torch.device):
+        self.grammar = grammar
+        self._unlisted = np.full(vocab_size, allowed is not None)
+        self._unlisted[list(allowed or ())] = False
+        self._unlisted_on_device = torch.from_numpy(self._unlisted).to(device)
+
+    def excluded(self, tokens: Sequence[int], ancestors: Sequence[int]) -> Tensor:
+        """bool [vocab]: the tokens that may not come next; not to be changed.
+
+        Args:
+            tokens: prompt and output so far.
+            ancestors: what a path of the tree adds to them.
+
+        Raises:
+            RequestError: as `Grammar.excluded`.
+        """
+        if self.grammar is None:
+            return self._unlisted_on_device
+        return self._unlisted_on_device | self.grammar.excluded(tokens, ancestors)
+
+    def narrow(self, logits: Tensor, tokens: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Exclude from a draft's guesses what the target may not choose.
+
+        A row stays as it is where nothing of the draft's would be left, and where a grammar knows no such text: what is
+        guessed there is not accepted, that is all.
+
+        Args:
+            logits: float [num_rows, vocab], changed in place.
+            tokens: prompt and output so far.
+            paths: by row, what the tree adds to them.
+        """
+        excluded = torch.stack([self._excluded_if_known(tokens, path) for path in paths])
+        narrowed = logits.masked_fill(excluded, -torch.inf)
+        some_left = narrowed.amax(1, keepdim=True) > -torch.inf
+        logits.copy_(torch.where(some_left, narrowed, logits))
+
+    def _excluded_if_known(self, tokens: Sequence[int], path: Sequence[int]) -> Tensor:
+        """As `excluded`; no token where the grammar knows no such text."""
+        try:
+            return self.excluded(tokens, path)
+        except RequestError:
+            return torch.zeros_like(self._unlisted_on_device)
+
+    def prune(self, tree: TokenTree, tokens: Sequence[int]) -> TokenTree:
+        """The tree without guesses that the target may not choose, and what is below them. One with random draws stays
+        whole, as `TokenTree.keep` says.
+
+        Args:
+            tree: over the last of `tokens`.
+            tokens: prompt and output so far.
+        """
+        if tree.draws.rows is not None:
+            return tree
+        fits = np.append(True, ~self._unlisted[tree.tokens[1:]])
+        if self.grammar is not None:
+            fits &= self._fits(self.grammar, tree, tokens)
+        if fits.all():
+            return tree
+        own, parents = fits.tolist(), tree.parents.tolist()
+        for node in range(1, len(own)):
+            own[node] = own[node] and own[parents[node]]
+        return tree.keep(np.flatnonzero(own))
+
+    def _fits(self, grammar: Grammar, tree: TokenTree, tokens: Sequence[int]) -> np.ndarray:
+        """bool [num_nodes]: which nodes' paths are the grammar's, asked at the leaves."""
+        fits = np.zeros(len(tree), dtype=bool)
+        inner = np.zeros(len(tree), dtype=bool)
+        inner[tree.parents[1:]] = True
+        for leaf in np.flatnonzero(~inner).tolist():
+            path = tree.path_to(leaf)
+            fits[path[: 1 + grammar.fitting(tokens, tree.tokens[path[1:]].tolist())]] = True
+        return fits

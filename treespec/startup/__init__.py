@@ -1,0 +1,1 @@
+"""Builds an engine: resolves options, loads models, plans memory, measures and proves."""

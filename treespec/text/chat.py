@@ -1,0 +1,193 @@
+"""Conversations as prompts: a tokenizer's chat template turns messages into the text that the model was trained on."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from treespec.errors import ConfigError, RequestError, describe_error, show
+
+Message = Mapping[str, Any]
+
+_LOOP_OVER_PARTS = re.compile(r"""\bfor\s+\w+\s+in\s+\w+(\.content|\[['"]content['"]\])""")
+
+
+class Conversation(NamedTuple):
+    """Messages, and how they are rendered. Names are those of transformers' `apply_chat_template`."""
+
+    messages: Sequence[Message]
+    chat_template: str | None
+    add_generation_prompt: bool
+    continue_final_message: bool
+    tools: Sequence[Mapping[str, Any]] | None
+    template_kwargs: Mapping[str, Any]
+
+    def render(self, tokenizer: Any) -> str:
+        """The prompt's text, with all special tokens that the template writes.
+
+        Raises:
+            RequestError: the messages are malformed, or the template refuses them.
+        """
+        for message in self.messages:
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+                raise RequestError(f"message {show(message)}; valid: {{'role': 'user', 'content': '...'}}")
+        if not self.messages:
+            raise RequestError("a conversation without messages; give at least one")
+        if self.continue_final_message and self.messages[-1]["role"] != "assistant":
+            raise RequestError(
+                f"continue_final_message=True, but the last message is of role {self.messages[-1]['role']!r}; end with "
+                "the assistant's, or leave it out"
+            )
+        template = self.chat_template or getattr(tokenizer, "chat_template", None)
+        named = list(template.values()) if isinstance(template, Mapping) else [template]  # some have one for tools
+        reads_parts = any(_LOOP_OVER_PARTS.search(str(each)) for each in named)
+        messages = [_as_templates_expect(message, reads_parts) for message in self.messages]
+        try:
+            text = tokenizer.apply_chat_template(
+                messages,
+                tools=self.tools,
+                chat_template=self.chat_template,
+                tokenize=False,
+                add_generation_prompt=self.add_generation_prompt,
+                continue_final_message=self.continue_final_message,
+                **self.template_kwargs,
+            )
+        except Exception as error:  # templates are programs: they raise what they like
+            raise RequestError(f"the chat template refuses the messages: {describe_error(error)}") from error
+        if not isinstance(text, str):
+            raise RequestError(f"the chat template made {type(text).__name__}, not one text")
+        return text
+
+
+def _as_templates_expect(message: Message, reads_parts: bool) -> Message:
+    """A message with what OpenAI's API writes in another way than templates read it: a content in parts as one text,
+    unless the template reads parts itself, and the arguments of tool calls as objects in place of JSON texts.
+
+    Raises:
+        RequestError: a part that is no text, or arguments that are no JSON.
+    """
+    changed, content = dict(message), message.get("content")
+    if isinstance(content, list | tuple):
+        texts = [_text_of(part) for part in content]
+        changed["content"] = [{"type": "text", "text": text} for text in texts] if reads_parts else "\n".join(texts)
+    if isinstance(message.get("tool_calls"), list | tuple):
+        changed["tool_calls"] = [_with_arguments(call) for call in message["tool_calls"]]
+    return changed
+
+
+def _text_of(part: Any) -> str:
+    """The text that a part of a content is."""
+    text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part
+    if not isinstance(text, str):
+        raise RequestError(f"content part {show(part)}; valid: a text or {{'type': 'text', 'text': '...'}}")
+    return text
+
+
+def _with_arguments(call: Any) -> Any:
+    """A tool call whose arguments, a JSON text, are an object; any other as it is."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except ValueError as error:
+        raise RequestError(f"arguments of a tool call: {function['arguments'][:80]!r} is no JSON: {error}") from error
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def conversations(
+    tokenizer: Any,
+    messages: Any,
+    chat_template: str | None,
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+    tools: Sequence[Mapping[str, Any]] | None,
+    template_kwargs: Mapping[str, Any] | None,
+) -> list[Conversation]:
+    """One conversation (a list of messages) or several.
+
+    Raises:
+        ConfigError: no tokenizer, no template, or options that contradict each other.
+    """
+    if tokenizer is None:
+        raise ConfigError("chat needs a tokenizer, and the model's folder has none; give LLM(tokenizer=...)")
+    if not hasattr(tokenizer, "apply_chat_template"):
+        raise ConfigError(f"chat needs a tokenizer with apply_chat_template; {type(tokenizer).__name__} has none")
+    if chat_template is None and not getattr(tokenizer, "chat_template", None):
+        raise ConfigError(
+            "the model's tokenizer has no chat template (it was not trained to chat); give chat_template=..., or use "
+            "generate"
+        )
+    if add_generation_prompt and continue_final_message:
+        raise ConfigError(
+            "continue_final_message=True goes on with the last message, add_generation_prompt=True begins another; "
+            "set add_generation_prompt=False"
+        )
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        raise ConfigError(f"messages={show(messages)}; valid: a list of messages, or a list of such lists")
+    several = bool(messages) and not isinstance(messages[0], Mapping)
+    each = list(messages) if several else [messages]
+    for one in each:
+        if not isinstance(one, Sequence) or isinstance(one, str | bytes):
+            raise ConfigError(f"messages: {show(one)} is no list of messages")
+    return [
+        Conversation(
+            one, chat_template, add_generation_prompt, continue_final_message, tools, dict(template_kwargs or {})
+        )
+        for one in each
+    ]
+
+
+def streamed(
+    tokenizer: Any,
+    prompt: Any,
+    chat_template: str | None,
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+    tools: Sequence[Mapping[str, Any]] | None,
+    template_kwargs: Mapping[str, Any] | None,
+) -> Any:
+    """What `LLM.stream` was given: a conversation, or a prompt as it is.
+
+    Raises:
+        ConfigError: several prompts or conversations, options of a conversation with a prompt that is none, or as
+            `conversations`.
+    """
+    if _holds_messages(prompt):
+        found = conversations(
+            tokenizer, prompt, chat_template, add_generation_prompt, continue_final_message, tools, template_kwargs
+        )
+        if len(found) > 1:
+            raise ConfigError(
+                f"stream takes one conversation, and {len(found)} were given; stream each by itself (threads may share "
+                "an LLM), or use chat"
+            )
+        return found[0]
+    given = {
+        "chat_template": chat_template is not None,
+        "add_generation_prompt": add_generation_prompt is not True,
+        "continue_final_message": continue_final_message is not False,
+        "tools": tools is not None,
+        "chat_template_kwargs": template_kwargs is not None,
+    }
+    if names := [name for name, is_given in given.items() if is_given]:
+        raise ConfigError(
+            f"stream: {', '.join(names)} without a conversation; give a list of messages, such as "
+            "[{'role': 'user', 'content': '...'}], or leave it out"
+        )
+    if isinstance(prompt, list | tuple) and any(isinstance(each, str | Mapping) for each in prompt):
+        raise ConfigError(
+            f"stream takes one prompt, and {str(prompt)[:60]} is a list of {len(prompt)}; stream each by itself "
+            "(threads may share an LLM), or use generate"
+        )
+    return prompt
+
+
+def _holds_messages(prompt: Any) -> bool:
+    """Whether a prompt is a list of messages, well-formed or not, or a list of such lists."""
+    if not isinstance(prompt, list | tuple) or not prompt:
+        return False
+    first = prompt[0]
+    if isinstance(first, Mapping):
+        return not any(isinstance(each, Mapping) and each.keys() & {"prompt", "prompt_token_ids"} for each in prompt)
+    return isinstance(first, list | tuple) and any(isinstance(each, Mapping) for each in first)

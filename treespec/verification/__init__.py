@@ -1,0 +1,1 @@
+"""Verification rules: which drafted tokens the target accepts."""

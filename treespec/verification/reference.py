@@ -1,0 +1,188 @@
+"""The verification rules in float64, on probabilities as they are: the reference that `verify.py` is tested against.
+
+The rules themselves, their sources and what they demand of a tree stand in `verify.py`. Nothing is shared with that
+implementation, so that each can be tested against the other.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from treespec.errors import ConfigError, reject_unknown
+from treespec.verification.oracle import Oracle
+
+RULES = ("naive", "rejection", "traversal")
+MAX_DEPTH = 256  # the traversal calls itself once for each level
+SUM_TOLERANCE = 1e-6  # float32 rows that were cast pass
+
+Draw = tuple[int, int, int | None]
+
+
+def verify_tree(
+    rule: str,
+    tokens: Sequence[int],
+    parents: Sequence[int],
+    draws: Sequence[Draw],
+    target_probs: np.ndarray,
+    draft_probs: np.ndarray,
+    oracle: Oracle,
+) -> tuple[list[int], int]:
+    """Decide which nodes of a token tree the target accepts, and what follows them.
+
+    The tokens along the path and the one after it follow the target's own law, whatever the drafts, as long as each
+    draw came from the law that is given for it (`treespec.verification.verify` states the conditions).
+
+    Args:
+        rule: "naive", "rejection" or "traversal".
+        tokens: [num_nodes]; node 0 is the root, the last committed token. Siblings carry different tokens: a token that
+            was drawn twice is one node with two draws.
+        parents: [num_nodes], -1 for the root, else smaller than the node's own index.
+        draws: (parent, child, q) in the order in which they were drawn at each parent. q is the row of `draft_probs`
+            that the child's token was drawn from, None where it was chosen without chance.
+        target_probs: float64 [num_nodes, vocab], the target's law after each node.
+        draft_probs: float64 [num_rows, vocab], the laws drawn from; [0, vocab] where all draws are without chance.
+        oracle: all the randomness: `choose(probs)` and `flip(p)`, such as `treespec.verification.verify.RandomOracle`.
+
+    Returns:
+        The accepted node indices, root first, and the token after them.
+
+    Raises:
+        ConfigError: an argument that breaks one of the above; a ValueError.
+    """
+    reject_unknown("verification rule", [rule], RULES)
+    target_probs, draft_probs = np.asarray(target_probs, np.float64), np.asarray(draft_probs, np.float64)
+    _check_tree(tokens, parents, target_probs)
+    _check_laws("target_probs", target_probs)
+    _check_laws("draft_probs", draft_probs)
+    _check_draws(tokens, parents, draws, target_probs.shape[1], draft_probs)
+    below: list[list[tuple[int, np.ndarray]]] = [[] for _ in tokens]
+    for parent, child, q in draws:
+        law = np.zeros(target_probs.shape[1]) if q is None else draft_probs[q]
+        if q is None:
+            law[tokens[child]] = 1.0
+        below[parent].append((child, law))
+    if rule == "naive":
+        return _naive(tokens, parents, target_probs, oracle)
+    if rule == "rejection":
+        return _rejection(tokens, below, target_probs, oracle)
+    found = _traversal(0, 1.0, tokens, below, target_probs, oracle)
+    assert found is not None, "the root is accepted with probability 1"
+    return found
+
+
+def _naive(
+    tokens: Sequence[int], parents: Sequence[int], target_probs: np.ndarray, oracle: Oracle
+) -> tuple[list[int], int]:
+    path = [0]
+    while True:
+        token = oracle.choose(target_probs[path[-1]])
+        onward = [n for n in range(1, len(tokens)) if parents[n] == path[-1] and tokens[n] == token]
+        if not onward:
+            return path, token
+        path += onward
+
+
+def _rejection(
+    tokens: Sequence[int], below: list[list[tuple[int, np.ndarray]]], target_probs: np.ndarray, oracle: Oracle
+) -> tuple[list[int], int]:
+    path = [0]
+    while True:
+        r = target_probs[path[-1]]
+        for child, q in below[path[-1]]:
+            x = tokens[child]
+            if r[x] > 0 and oracle.flip(min(1.0, r[x] / q[x])):
+                path.append(child)
+                break
+            residual = np.maximum(r - q, 0.0)
+            residual[x] = 0.0  # already so but for rounding
+            if residual.sum() > 0:
+                r = residual / residual.sum()
+            elif r[x] > 0:  # r = q but for rounding, and in that limit the draw is accepted for certain
+                path.append(child)
+                break
+        else:
+            return path, oracle.choose(r)
+
+
+def _traversal(
+    node: int,
+    accept: float,
+    tokens: Sequence[int],
+    below: list[list[tuple[int, np.ndarray]]],
+    target_probs: np.ndarray,
+    oracle: Oracle,
+) -> tuple[list[int], int] | None:
+    """The path from `node` on and the token after it, with probability `accept`; else None."""
+    law = target_probs[node]
+    for child, q in below[node]:
+        x = tokens[child]
+        found = None
+        chance = min(1.0, accept * law[x] / q[x])
+        if chance > 0:
+            found = _traversal(child, chance, tokens, below, target_probs, oracle)
+        residual = np.maximum(accept * law - q, 0.0)
+        residual[x] = 0.0
+        left = residual.sum()
+        if found is None and chance > 0 and accept == 1 and not left > 0:  # the same limit as in `_rejection`
+            found = _traversal(child, 1.0, tokens, below, target_probs, oracle)
+        if found is not None:
+            return [node, *found[0]], found[1]
+        if left > 0:
+            accept, law = left / (left + (1.0 - accept)), residual / left
+        elif accept < 1:
+            return None
+    return ([node], oracle.choose(law)) if oracle.flip(accept) else None
+
+
+def _check_tree(tokens: Sequence[int], parents: Sequence[int], target_probs: np.ndarray) -> None:
+    if not len(tokens) == len(parents) > 0:
+        raise ConfigError(f"tokens and parents must have one entry for each node, not {len(tokens)} and {len(parents)}")
+    if target_probs.ndim != 2 or len(target_probs) != len(tokens):
+        raise ConfigError(f"target_probs must be [{len(tokens)} nodes, vocab], not {list(target_probs.shape)}")
+    if parents[0] != -1:
+        raise ConfigError(f"parents[0] must be -1, the root's, not {parents[0]!r}")
+    vocab, depths = target_probs.shape[1], [0]
+    seen: dict[tuple[int, int], int] = {}
+    for node in range(1, len(tokens)):
+        parent, token = parents[node], tokens[node]
+        if not 0 <= parent < node:
+            raise ConfigError(f"parents[{node}] must be a node before it (0 to {node - 1}), not {parent!r}")
+        if not 0 <= token < vocab:
+            raise ConfigError(f"tokens[{node}] must be below the vocabulary's {vocab}, not {token!r}")
+        if (parent, token) in seen:
+            raise ConfigError(
+                f"siblings {seen[parent, token]} and {node} under node {parent} both carry token {token}; "
+                "a token drawn twice is one node with two draws"
+            )
+        seen[parent, token] = node
+        depths.append(depths[parent] + 1)
+        if depths[node] > MAX_DEPTH:
+            raise ConfigError(f"node {node} is {depths[node]} deep; at most {MAX_DEPTH} are possible")
+
+
+def _check_laws(name: str, laws: np.ndarray) -> None:
+    for row, law in enumerate(laws if laws.ndim == 2 else ()):
+        smallest, total = law.min(initial=np.inf), law.sum()
+        if not smallest >= 0:  # or NaN
+            raise ConfigError(f"{name}[{row}] must be probabilities, but holds {smallest}")
+        if not abs(total - 1) <= SUM_TOLERANCE:
+            raise ConfigError(f"{name}[{row}] must sum to 1, not {total}")
+
+
+def _check_draws(
+    tokens: Sequence[int], parents: Sequence[int], draws: Sequence[Draw], vocab: int, draft_probs: np.ndarray
+) -> None:
+    if draft_probs.ndim != 2 or draft_probs.shape[1] != vocab:
+        raise ConfigError(f"draft_probs must be [rows, vocab {vocab}], not {list(draft_probs.shape)}")
+    for i, (parent, child, q) in enumerate(draws):
+        if not 0 < child < len(tokens) or parents[child] != parent:
+            raise ConfigError(f"draws[{i}]: node {child!r} is not a child of node {parent!r}")
+        if q is None:
+            continue
+        if not 0 <= q < len(draft_probs):
+            raise ConfigError(f"draws[{i}]: q must be a row of draft_probs (0 to {len(draft_probs) - 1}), not {q!r}")
+        if not draft_probs[q][tokens[child]] > 0:
+            raise ConfigError(f"draws[{i}]: token {tokens[child]} cannot come from row {q}, where its probability is 0")
+    undrawn = sorted(set(range(1, len(tokens))) - {child for _, child, _ in draws})
+    if undrawn:
+        raise ConfigError(f"every node below the root needs a draw; nodes without one: {undrawn}")

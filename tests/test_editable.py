@@ -19,14 +19,14 @@ PACKAGES = {"treespec", "treespec_kernels", "treespec_weights"}
 SCRIPT = """\
 from treespec import LLM, EngineArgs, LLMEngine, SamplingParams, SpecConfig, StructuredOutputsParams, TokensPrompt  # ok
 llm = LLM(model="x", max_num_seqs=4, gpu_memory_utilization=0.5, enforce_eager=True, seed=0)  # ok
-reveal_type(llm.generate("x"))  # list[treespec.request.RequestOutput]
+reveal_type(llm.generate("x"))  # list[treespec.outputs.RequestOutput]
 params = llm.get_default_sampling_params()  # ok
 params.temperature = 0.5; params.stop = ["a"]  # ok
 llm.generate([TokensPrompt(prompt_token_ids=[1])], [params], use_tqdm=False, lora_request=None)  # ok
 form = StructuredOutputsParams(choice=["a", "b"])  # ok
 SamplingParams(temperature=0.5, stop=["a"], structured_outputs=form, best_of=1)  # ok
 LLM.from_engine_args(EngineArgs(model="x", tensor_parallel_size=1)).chat([{"role": "user", "content": "x"}])  # ok
-reveal_type(LLMEngine(llm).step())  # list[treespec.request.RequestOutput]
+reveal_type(LLMEngine(llm).step())  # list[treespec.outputs.RequestOutput]
 LLM(max_num_seq=4)  # call-arg
 SamplingParams(max_token=4)  # call-arg
 SamplingParams(0.5)  # call-arg

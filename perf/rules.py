@@ -58,7 +58,7 @@ def verified_by_all(rng: np.random.Generator) -> Iterator[dict[int, dict[str, li
         own = lengths.setdefault(self.noise.seed, {name: [] for name in RULES[:3]})
         chosen, oracle = tree.without_chance(), RandomOracle(rng)
         for _ in range(REPEATS):
-            for name in RULES[:3]:  # the lemma with one-hot laws is the naive rule
+            for name in RULES[:3]:  # the lemma with one-hot distributions is the naive rule
                 how = ("rejection", chosen) if name == "naive" else (name, tree)
                 own[name].append(len(verify_drawn_one(*how, target, oracle).path))
         return original(self, rule, tree, logits, tokens)

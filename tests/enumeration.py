@@ -1,4 +1,5 @@
-"""Exact laws by replaying every branch of a random program, and the programs: tiny targets, drafts and ways to draft.
+"""Exact distributions by replaying every branch of a random program, and the programs: tiny targets, drafts and ways to
+draft.
 
 A program takes an oracle and returns a result. `outcomes` runs it once for each sequence of answers that the oracle can
 give, depth first, with the probability of each. Drafting is such a program, verification another.
@@ -62,7 +63,7 @@ def outcomes(program: Callable[[Oracle], T]) -> Iterator[tuple[float, Answers, T
 
 
 class World(NamedTuple):
-    """A target and sources over a few tokens: a law for each prefix below the root."""
+    """A target and sources over a few tokens: a distribution for each prefix below the root."""
 
     vocab: int
     depth: int  # of the deepest draft
@@ -70,30 +71,30 @@ class World(NamedTuple):
     sources: tuple[dict[Path, np.ndarray], ...]
 
     def joint(self, prefix: Path = ()) -> np.ndarray:
-        """[vocab] * (depth + 1 - len(prefix)): the target's law of the tokens that follow the prefix."""
+        """[vocab] * (depth + 1 - len(prefix)): the target's distribution of the tokens that follow the prefix."""
         if len(prefix) > self.depth:
             return np.ones(())
-        law = self.target[prefix]
-        return np.stack([law[token] * self.joint((*prefix, token)) for token in range(self.vocab)])
+        probs = self.target[prefix]
+        return np.stack([probs[token] * self.joint((*prefix, token)) for token in range(self.vocab)])
 
 
-def random_law(rng: np.random.Generator, vocab: int, zeros: float = 0.2) -> np.ndarray:
+def random_probs(rng: np.random.Generator, vocab: int, zeros: float = 0.2) -> np.ndarray:
     """float64 [vocab], uneven, each entry 0 with probability `zeros` unless all would be."""
-    law = rng.exponential(size=vocab) ** 1.5
+    probs = rng.exponential(size=vocab) ** 1.5
     keep = rng.random(vocab) >= zeros
-    law = law * keep if keep.any() else law
-    law /= law.sum()
-    law.flags.writeable = False  # what verification gets on loan
-    return law
+    probs = probs * keep if keep.any() else probs
+    probs /= probs.sum()
+    probs.flags.writeable = False  # what verification gets on loan
+    return probs
 
 
 def random_world(seed: int, vocab: int, depth: int, sources: int = 2, zeros: float = 0.2, same: bool = False) -> World:
-    """Another law for every prefix and source; every fourth draft law is the target's, with `same` all of them."""
+    """One distribution per prefix and source; every fourth draft distribution is the target's, with `same` all are."""
     rng = np.random.default_rng(seed)
     prefixes = [path for length in range(depth + 1) for path in product(range(vocab), repeat=length)]
-    target = {path: random_law(rng, vocab, zeros) for path in prefixes}
+    target = {path: random_probs(rng, vocab, zeros) for path in prefixes}
     drafts = tuple(
-        {path: target[path] if same or rng.random() < 0.25 else random_law(rng, vocab, zeros) for path in prefixes}
+        {path: target[path] if same or rng.random() < 0.25 else random_probs(rng, vocab, zeros) for path in prefixes}
         for _ in range(sources)
     )
     return World(vocab, depth, target, drafts)
@@ -117,7 +118,7 @@ class Proposal(NamedTuple):
 Scheme = Sequence[Sequence[Proposal]]  # by depth
 
 
-def law_of(tree: TokenTree, draw: int) -> np.ndarray | None:
+def probs_of(tree: TokenTree, draw: int) -> np.ndarray | None:
     """float64 [vocab]: what the draw's token came from; None where there was no chance."""
     rows, excluded = tree.draws.rows, tree.draws.excluded
     if rows is None or rows[draw] < 0:
@@ -126,9 +127,9 @@ def law_of(tree: TokenTree, draw: int) -> np.ndarray | None:
 
 
 def restricted(row: np.ndarray, excluded: Sequence[int]) -> np.ndarray:
-    law = row.astype(np.float64)
-    law[list(excluded)] = 0.0
-    return law / law.sum()
+    probs = row.astype(np.float64)
+    probs[list(excluded)] = 0.0
+    return probs / probs.sum()
 
 
 def paths_of(tree: TokenTree) -> list[Path]:
@@ -164,12 +165,14 @@ class Builder:
         tokens = [self.tokens[child] for at, child, by, *_ in self.draws if at == parent and source in (None, by)]
         return tuple(dict.fromkeys(tokens))
 
-    def add(self, parent: int, token: int, source: int, law: np.ndarray | None, excluded: tuple[int, ...] = ()) -> int:
-        """Record a draw. The law's row is shared with the draws before it where it is the very same array."""
+    def add(
+        self, parent: int, token: int, source: int, probs: np.ndarray | None, excluded: tuple[int, ...] = ()
+    ) -> int:
+        """Record a draw. The distribution's row is shared with the draws before it where it is the very same array."""
         row = -1
-        if law is not None:
-            row = next((i for i, other in enumerate(self.rows) if other is law), len(self.rows))
-            self.rows[row:] = self.rows[row:] or [law]
+        if probs is not None:
+            row = next((i for i, other in enumerate(self.rows) if other is probs), len(self.rows))
+            self.rows[row:] = self.rows[row:] or [probs]
         child = self.node(parent, token)
         self.draws.append((parent, child, source, row, excluded))
         return child
@@ -198,16 +201,16 @@ def draft(world: World, scheme: Scheme, oracle: Oracle) -> TokenTree:
         children: list[int] = []
         for node in level:
             for source, how in proposals:
-                law = world.sources[source][built.path(node)]
+                probs = world.sources[source][built.path(node)]
                 excluded = {"own": built.drawn(node, source), "cross": built.drawn(node), "next": built.drawn(node)}
-                left = law.copy()
+                left = probs.copy()
                 left[list(excluded.get(how, ()))] = 0.0
                 if not left.any():
                     continue
                 if how in ("top", "next"):
                     child = built.add(node, int(left.argmax()), source, None)
                 else:
-                    child = built.add(node, oracle.choose(left), source, law, excluded.get(how, ()))
+                    child = built.add(node, oracle.choose(left), source, probs, excluded.get(how, ()))
                 if child not in children:
                     children.append(child)
         level = children
@@ -221,19 +224,19 @@ Verifier = Callable[[TokenTree, World, Oracle], tuple[list[int], int]]
 
 
 def reference(rule: str) -> Verifier:
-    """`verify_tree`, with the laws that the tree's draws came from."""
+    """`verify_tree`, with the distributions that the tree's draws came from."""
 
     def verify(tree: TokenTree, world: World, oracle: Oracle) -> tuple[list[int], int]:
-        laws: list[np.ndarray] = []
+        drawn_from: list[np.ndarray] = []
         draws = []
         for i, (parent, child) in enumerate(
             zip(tree.draws.parents.tolist(), tree.draws.children.tolist(), strict=True)
         ):
-            law = law_of(tree, i)
-            draws.append((parent, child, None if law is None else len(laws)))
-            laws += [] if law is None else [law]
+            probs = probs_of(tree, i)
+            draws.append((parent, child, None if probs is None else len(drawn_from)))
+            drawn_from += [] if probs is None else [probs]
         target = np.stack([world.target[path] for path in paths_of(tree)])
-        rows = np.stack(laws) if laws else np.empty((0, world.vocab))
+        rows = np.stack(drawn_from) if drawn_from else np.empty((0, world.vocab))
         return verify_tree(rule, tree.tokens.tolist(), tree.parents.tolist(), draws, target, rows, oracle)
 
     return verify
@@ -258,9 +261,9 @@ def drafts_of(drafter: Callable[[Oracle], TokenTree]) -> Drafts:
     return [(weight, tree) for weight, _, tree in outcomes(drafter)]
 
 
-def output_law(world: World, drafts: Drafts, verifier: Verifier) -> tuple[np.ndarray, float]:
-    """The law of the first depth + 1 tokens, short outputs continued by the target, and the mean accepted length."""
-    law, accepted = np.zeros((world.vocab,) * (world.depth + 1)), 0.0
+def output_distribution(world: World, drafts: Drafts, verifier: Verifier) -> tuple[np.ndarray, float]:
+    """Distribution of the first depth + 1 tokens (the target continues short outputs), and the mean accepted length."""
+    probs, accepted = np.zeros((world.vocab,) * (world.depth + 1)), 0.0
     futures: dict[Path, np.ndarray] = {}
     for drafted, tree in drafts:
         paths = paths_of(tree)
@@ -269,9 +272,9 @@ def output_law(world: World, drafts: Drafts, verifier: Verifier) -> tuple[np.nda
             output = (*paths[path[-1]], token)
             if output not in futures:
                 futures[output] = world.joint(output)
-            law[output] += drafted * verified * futures[output]
+            probs[output] += drafted * verified * futures[output]
             accepted += drafted * verified * (len(path) - 1)
-    return law, accepted
+    return probs, accepted
 
 
 def runs(tree: TokenTree, world: World, verifier: Verifier) -> dict[Answers, tuple[float, tuple[list[int], int]]]:
@@ -285,5 +288,5 @@ def total_variation(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def distance(world: World, drafts: Drafts, verifier: Verifier) -> float:
-    """Total variation between what is emitted and the target's own law."""
-    return total_variation(output_law(world, drafts, verifier)[0], world.joint())
+    """Total variation between what is emitted and the target's own distribution."""
+    return total_variation(output_distribution(world, drafts, verifier)[0], world.joint())

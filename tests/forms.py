@@ -125,8 +125,8 @@ def parsed(name: str) -> LLMatcher:
     return grammars()._parse(form_of(name))
 
 
-def fresh_intake(llm: LLM) -> Any:
+def fresh_request_factory(llm: LLM) -> Any:
     """The engine's own, that has read no form yet."""
-    own = llm._intake
+    own = llm._request_factory
     assert own.tokenizer is not None
     return replace(own, grammars=Grammars(own.tokenizer.own, own.vocab_size, own.eos_token_ids, own.device))

@@ -252,11 +252,11 @@ def test_a_bad_drafter_changes_no_token(name: str, spec: str) -> None:
         assert llm.engine.scheduler.is_idle
 
 
-def drawn_chain(request: Request, tokens: list[int], law: np.ndarray, excluded: Any = None) -> TokenTree:
-    """Tokens one below the other, each said to be drawn from the same law."""
+def drawn_chain(request: Request, tokens: list[int], probs: np.ndarray, excluded: Any = None) -> TokenTree:
+    """Tokens one below the other, each said to be drawn from the same distribution."""
     tree = bare_tree([request.tokens[-1], *tokens], list(range(-1, len(tokens))))
     rows = np.zeros(len(tokens), dtype=np.int64)
-    return replace(tree, draws=replace(tree.draws, rows=rows, excluded=excluded), draft_probs=(law,))
+    return replace(tree, draws=replace(tree.draws, rows=rows, excluded=excluded), draft_probs=(probs,))
 
 
 UNIFORM, HALF = np.full(VOCAB, 1 / VOCAB), np.repeat([2 / VOCAB, 0.0], VOCAB // 2)
@@ -264,8 +264,8 @@ BAD_DRAWS: dict[str, tuple[Any, str]] = {
     "impossible": (lambda r: drawn_chain(r, [VOCAB - 1], HALF), "token 511 as drawn from row 0"),
     "excluded itself": (lambda r: drawn_chain(r, [3], UNIFORM, ((3,),)), "token 3 as drawn from row 0"),
     "excluded beyond": (lambda r: drawn_chain(r, [3], UNIFORM, ((VOCAB,),)), r"excluded tokens \(512,\)"),
-    "no law": (lambda r: drawn_chain(r, [3], UNIFORM * 2), "no probabilities of 512 tokens"),
-    "short law": (lambda r: drawn_chain(r, [3], UNIFORM[:9]), "no probabilities of 512 tokens"),
+    "no distribution": (lambda r: drawn_chain(r, [3], UNIFORM * 2), "no probabilities of 512 tokens"),
+    "short distribution": (lambda r: drawn_chain(r, [3], UNIFORM[:9]), "no probabilities of 512 tokens"),
     "too many": (lambda r: drawn_chain(r, [3] * 16, UNIFORM), "drew 17 nodes at random"),
     "too deep": (lambda r: drawn_chain(r, [3] * 300, UNIFORM), "at most 256 are possible"),
 }
@@ -273,7 +273,7 @@ BAD_DRAWS: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("name", BAD_DRAWS)
 def test_bad_random_draws_are_refused(name: str) -> None:
-    """Their rule of verification would not hold; to the rules that ask for no law the tree is as good as any."""
+    """Rules that need the drafts' distributions reject the tree; the others accept it."""
     make, message = BAD_DRAWS[name]
     llm = open_llm(tiny()[0], [BadDrafter(make)], max_num_seqs=2)
     (prompt,) = random_prompts((20,))

@@ -1,4 +1,4 @@
-"""Coupled choice: the noise's integers, the law of the specification, what is refused, and the cases of each
+"""Coupled choice: the noise's integers, the distribution of the specification, what is refused, and the cases of each
 implementation."""
 
 import numpy as np
@@ -101,7 +101,7 @@ def test_noise_is_finite_and_accurate_at_every_integer() -> None:
 
 
 @pytest.mark.parametrize("varied", ["seeds", "samples", "positions"])
-def test_the_law_is_softmax_of_scores_over_temperature(varied: str) -> None:
+def test_the_distribution_is_softmax_of_scores_over_temperature(varied: str) -> None:
     """A G-test over neighbours in each of the three numbers, and one that consecutive choices are independent."""
     rows, temperature = 30000, 1.3
     scores = torch.tensor([0.3, -1.2, 1.1, 0.0, -0.4, 0.9])
@@ -109,11 +109,11 @@ def test_the_law_is_softmax_of_scores_over_temperature(varied: str) -> None:
     keys = {name: torch.full((rows,), value) for name, value in fixed.items()} | {varied: torch.arange(rows)}
     chosen = coupled_choice_ref(scores.expand(rows, -1), torch.full((rows,), temperature), **keys)
     assert chosen.finite.all()
-    law = (scores.double() / temperature).softmax(0)
+    probs = (scores.double() / temperature).softmax(0)
     pairs = chosen.tokens.view(-1, 2)
     for tokens, expected in (
-        (chosen.tokens, law * rows),
-        (pairs[:, 0] * 6 + pairs[:, 1], (law[:, None] * law).flatten() * len(pairs)),
+        (chosen.tokens, probs * rows),
+        (pairs[:, 0] * 6 + pairs[:, 1], (probs[:, None] * probs).flatten() * len(pairs)),
     ):
         assert expected.min() > 5
         observed = tokens.bincount(minlength=len(expected)).double()

@@ -16,7 +16,7 @@ from tests.forms import (
     asked,
     every_form,
     form_of,
-    fresh_intake,
+    fresh_request_factory,
     grammars,
     parsed,
     speaking_tokenizer,
@@ -135,7 +135,7 @@ def test_a_parser_that_fails_at_a_drafted_text_costs_no_token(temperature: float
     failures: list[str] = []
     parse = Grammars._parse
     limited = mock.patch.object(Grammars, "_parse", lambda self, form: _Limited(parse(self, form), failures))
-    with limited, mock.patch.object(llm, "_intake", fresh_intake(llm)):
+    with limited, mock.patch.object(llm, "_request_factory", fresh_request_factory(llm)):
         outputs = llm.generate(PROMPTS, params, TREE)
     assert set(failures) == {"excluded", "fitting", "forced"}
     assert [output.outputs for output in outputs] == [output.outputs for output in plain]
@@ -152,7 +152,11 @@ def test_a_limit_that_a_drafted_text_comes_to_costs_no_token() -> None:
     (plain,) = llm.generate([[5]], params, "off")
     read_anew = mock.patch.object(Grammar, "_read_anew", autospec=True, side_effect=Grammar._read_anew)
     for spec in ("off", TREE, SpecConfig()):
-        with limited(step_lexer_fuel=50), mock.patch.object(llm, "_intake", fresh_intake(llm)), read_anew as reading:
+        with (
+            limited(step_lexer_fuel=50),
+            mock.patch.object(llm, "_request_factory", fresh_request_factory(llm)),
+            read_anew as reading,
+        ):
             (output,) = llm.generate([[5]], params, spec)
         assert output.outputs == plain.outputs and output.outputs[0].finish_reason == "stop"
         assert reading.called == (spec != "off")
@@ -163,7 +167,7 @@ def test_a_limit_that_one_request_comes_to_is_not_the_next_ones(spec: Any) -> No
     llm, form = speaking_llm(), {"regex": "[ab]*a[ab]{14}c"}
     a, b = (speaking_tokenizer().token_to_id(letter) for letter in "ab")
     long, short = (asked(form, count, temperature=1.0, seed=1, allowed_token_ids=[a, b]) for count in (200, 3))
-    with limited(max_lexer_states=60), mock.patch.object(llm, "_intake", fresh_intake(llm)):
+    with limited(max_lexer_states=60), mock.patch.object(llm, "_request_factory", fresh_request_factory(llm)):
         for _ in range(2):
             failed, beside = llm.generate(PROMPTS[:2], [long, short], spec)
             assert "lexer error: too many states" in str(failed.error) and len(failed.outputs[0].token_ids) > 3

@@ -236,7 +236,9 @@ def test_what_is_served(params: dict[str, Any], spec: dict[str, Any], served: bo
     llm, _, prompts, _ = scripted(1)
     engine = llm.engine
     assert isinstance(engine, GraphEngine)
-    entry = llm._intake.requests(prompts[0], SamplingParams(**params), SpecConfig(**spec), False, Tokenization())
+    entry = llm._request_factory.requests(
+        prompts[0], SamplingParams(**params), SpecConfig(**spec), False, Tokenization()
+    )
     assert isinstance(entry, list)
     request: Request = entry[0]
     assert engine.serves(request) is served

@@ -1,4 +1,4 @@
-"""Which engine serves a call of `treespec.hf.generate`, and in what surroundings its code runs."""
+"""Which engine serves a call of `treespec.hf.generate`, and the torch state it runs in."""
 
 import importlib
 import logging

@@ -1,4 +1,4 @@
-"""`model.generate(custom_generate=treespec.hf.generate)` beside transformers' own: tokens, law, rules, refusals."""
+"""`model.generate(custom_generate=treespec.hf.generate)` against transformers: tokens, distribution, rules, errors."""
 
 import gc
 import itertools
@@ -183,18 +183,18 @@ def test_sampled_tokens_come_from_the_seed_alone(model: Any, draft: Any) -> None
         assert not torch.equal(found[0][0], found[0][1]), "two samples of one prompt are the same"
 
 
-# --- the law
+# --- the distribution
 
 
 SMALL, SAMPLES = 8, 1500
-LAWS: dict[str, dict[str, Any]] = {
+SAMPLED_OPTIONS: dict[str, dict[str, Any]] = {
     "top_k of the config": {"temperature": 2.0, "top_k": 5},
     "default top_k, penalty": {"temperature": 3.0, "repetition_penalty": 1.7},
     "top_p and min_p": {"temperature": 2.0, "top_k": 0, "top_p": 0.8, "min_p": 0.05},
 }
 
 
-def law_of(model: Any, prompt: list[int], options: dict[str, Any]) -> np.ndarray:
+def probs_of(model: Any, prompt: list[int], options: dict[str, Any]) -> np.ndarray:
     """float64 [8, 8], of the first two tokens: transformers' forward, processors and softmax."""
     processors = LogitsProcessorList()
     if "repetition_penalty" in options:
@@ -217,14 +217,14 @@ def law_of(model: Any, prompt: list[int], options: dict[str, Any]) -> np.ndarray
     return np.stack([first[token] * after([*prompt, token]) for token in range(SMALL)])
 
 
-@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize("name", SAMPLED_OPTIONS)
 @pytest.mark.parametrize("verification", ["coupled", "rejection"])
-def test_the_law_is_transformers(name: str, verification: str) -> None:
+def test_the_distribution_is_transformers(name: str, verification: str) -> None:
     """A G-test of 64 outcomes; drafted by a model far from the target."""
     small = make_model("stablelm", vocab_size=SMALL, eos_token_id=None, pad_token_id=None, bos_token_id=None)
     far = make_model("stablelm", seed=5, vocab_size=SMALL, eos_token_id=None, pad_token_id=None, bos_token_id=None)
     prompt = [1, 2, 3, 4, 1, 2]
-    law = law_of(small, prompt, LAWS[name])
+    probs = probs_of(small, prompt, SAMPLED_OPTIONS[name])
     torch.manual_seed(7)
     spec = SpecConfig(branching=(2, 1), verification=verification, sources=("ssm",))
     out = by_trees(
@@ -236,17 +236,17 @@ def test_the_law_is_transformers(name: str, verification: str) -> None:
         spec=spec,
         num_return_sequences=SAMPLES,
         pad_token_id=0,
-        **LAWS[name],
+        **SAMPLED_OPTIONS[name],
     )
     counts = np.zeros((SMALL, SMALL))
     for first, second in out[:, len(prompt) :].tolist():
         counts[first, second] += 1
-    assert not counts[law == 0].any(), "a token that processors exclude"
+    assert not counts[probs == 0].any(), "a token that processors exclude"
     seen = counts > 0
-    statistic = 2 * float((counts[seen] * np.log(counts[seen] / (SAMPLES * law[seen]))).sum())
-    freedom = int((law > 0).sum()) - 1
+    statistic = 2 * float((counts[seen] * np.log(counts[seen] / (SAMPLES * probs[seen]))).sum())
+    freedom = int((probs > 0).sum()) - 1
     assert statistic < freedom + 6 * (2 * freedom) ** 0.5 + 10, f"G = {statistic:.0f} of {freedom} degrees of freedom"
-    wrong = np.roll(law, 1, axis=1)
+    wrong = np.roll(probs, 1, axis=1)
     off = seen & (wrong > 0)
     assert 2 * float((counts[off] * np.log(counts[off] / (SAMPLES * wrong[off]))).sum()) > 2 * statistic
 

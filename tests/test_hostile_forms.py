@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 from llguidance import LLMatcher
 
-from tests.forms import asked, fresh_intake
+from tests.forms import asked, fresh_request_factory
 from tests.models import greedy
 from tests.sampled import TREE, idle
 from tests.speech import speaking_llm
@@ -130,7 +130,7 @@ def test_reading_that_takes_long_all_the_same_is_given_up(monkeypatch: pytest.Mo
 
     monkeypatch.setattr("treespec.sampling.grammar._SECONDS", 0.05)
     alone = llm.generate("def", greedy(4))[0].outputs
-    with mock.patch.object(llm, "_intake", fresh_intake(llm)):
+    with mock.patch.object(llm, "_request_factory", fresh_request_factory(llm)):
         llm.generate("x", asked({"choice": ["a"]}, 2))  # reads the tokenizer
         try:
             with mock.patch("llguidance.LLMatcher", mock.Mock(wraps=LLMatcher, side_effect=read)):

@@ -1,4 +1,4 @@
-"""The noise: its integers against Philox on Python integers, its independence of padding, its law, what is kept."""
+"""The noise: its integers against Philox on Python integers, independence of padding, distribution, what is kept."""
 
 import math
 
@@ -141,22 +141,22 @@ def test_mean_and_variance_are_gumbels() -> None:
 
 
 @pytest.mark.parametrize("varied", ["seed", "sample", "position"])
-def test_the_largest_sum_of_log_probability_and_noise_follows_the_law(varied: str) -> None:
+def test_the_largest_sum_of_log_probability_and_noise_follows_the_distribution(varied: str) -> None:
     """Over neighbours in each part of the key, alone and in pairs."""
-    rounds, law = 12000, np.array([0.4, 0.25, 0.05, 0.0, 0.15, 0.02, 0.13])
+    rounds, probs = 12000, np.array([0.4, 0.25, 0.05, 0.0, 0.15, 0.02, 0.13])
     with np.errstate(divide="ignore"):
-        log_law = np.log(law).astype(np.float32)
+        log_probs = np.log(probs).astype(np.float32)
     keys = [{"seed": 99, "sample": 0, "position": 31} | {varied: i} for i in range(rounds)]
-    chosen = np.array([int((log_law + gumbel(integers(**key, vocab=7))).argmax()) for key in keys])
-    possible = np.flatnonzero(law)
+    chosen = np.array([int((log_probs + gumbel(integers(**key, vocab=7))).argmax()) for key in keys])
+    possible = np.flatnonzero(probs)
     counts = np.bincount(chosen, minlength=7)
     assert counts[3] == 0
-    assert g_test(counts[possible], law[possible] * rounds) > 1e-6
+    assert g_test(counts[possible], probs[possible] * rounds) > 1e-6
     pairs = np.bincount(chosen[::2] * 7 + chosen[1::2], minlength=49).reshape(7, 7)[np.ix_(possible, possible)]
     rare = possible.tolist().index(5)  # 2 %: its pairs are pooled with those of 5 %
     pairs[rare - 2] += pairs[rare]
     pairs[:, rare - 2] += pairs[:, rare]
-    pooled = law[possible].copy()
+    pooled = probs[possible].copy()
     pooled[rare - 2] += pooled[rare]
     pairs, pooled = np.delete(np.delete(pairs, rare, 0), rare, 1), np.delete(pooled, rare)
     assert g_test(pairs.ravel(), np.outer(pooled, pooled).ravel() * (rounds // 2)) > 1e-6

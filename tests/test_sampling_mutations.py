@@ -157,7 +157,7 @@ def test_drafts_without_noise_cost_acceptance_and_no_token() -> None:
     assert shifted < without, lengths
 
 
-# --- faults in what a node's law depends on
+# --- faults in what a node's distribution depends on
 
 
 def altered_ancestors(change: Callable[[list[int]], list[int]]) -> Callable[[Patch], None]:
@@ -288,52 +288,52 @@ def test_a_walk_that_takes_a_cousin() -> None:
 
 def keeps_p(patch: Patch) -> None:
     """A rejected draw leaves p, where the residual belongs."""
-    patch.setattr(verify._Residual, "turn_down", lambda self, draw: True)
+    patch.setattr(verify._Residual, "reject", lambda self, draw: True)
 
 
 def forgets_acceptance(patch: Patch) -> None:
     """After a rejection the node is accepted as before."""
-    turn_down = verify._Residual.turn_down
+    reject = verify._Residual.reject
 
     def forgetful(self: Any, draw: Any) -> bool:
         before = self.accept
-        result = turn_down(self, draw)
+        result = reject(self, draw)
         if result and self._mass > 0:
             self.accept = before
         return result
 
-    patch.setattr(verify._Residual, "turn_down", forgetful)
+    patch.setattr(verify._Residual, "reject", forgetful)
 
 
 def divides_by_one_minus_q(patch: Patch) -> None:
     """The acceptance of a public port: S / (1 - q(x))."""
-    turn_down = verify._Residual.turn_down
+    reject = verify._Residual.reject
 
     def ported(self: Any, draw: Any) -> bool:
         before, mass = self.accept, self._mass
-        result = turn_down(self, draw)
+        result = reject(self, draw)
         if before < 1:
             self.accept = min(before * self._mass / mass / max(1 - draw.prob, 1e-9), 1.0)
         return result
 
-    patch.setattr(verify._Residual, "turn_down", ported)
+    patch.setattr(verify._Residual, "reject", ported)
 
 
-def whole_laws(patch: Patch) -> None:
-    """Excluded tokens stay in the mass of a law."""
-    patch.setattr(verify._Draw, "law_mass", 1.0)
+def unrenormalised(patch: Patch) -> None:
+    """Excluded tokens stay in the mass of a distribution."""
+    patch.setattr(verify._Draw, "row_mass", 1.0)
 
 
 def accepts_by_p(patch: Patch) -> None:
     """A draw is accepted with probability p, as if it had been chosen without chance."""
-    patch.setattr(verify._Residual, "chance", lambda self, draw: min(1.0, float(self.law[draw.token]) / self._mass))
+    patch.setattr(verify._Residual, "chance", lambda self, draw: min(1.0, float(self.probs[draw.token]) / self._mass))
 
 
 RESIDUALS: dict[str, tuple[Callable[[Patch], None], tuple[str, ...]]] = {
     "p is kept": (keeps_p, ("rejection", "traversal")),
     "acceptance is forgotten": (forgets_acceptance, ("traversal",)),
     "divided by 1 - q(x)": (divides_by_one_minus_q, ("traversal",)),
-    "excluded mass is kept": (whole_laws, ("rejection", "traversal")),
+    "excluded mass is kept": (unrenormalised, ("rejection", "traversal")),
     "accepted by p": (accepts_by_p, ("rejection", "traversal")),
 }
 
@@ -353,7 +353,7 @@ def worst_distance(rule: str) -> float:
 
 
 @pytest.mark.parametrize("rule", ["rejection", "traversal"])
-def test_without_a_fault_the_law_is_exact(rule: str) -> None:
+def test_without_a_fault_the_distribution_is_exact(rule: str) -> None:
     assert worst_distance(rule) < 1e-12
 
 

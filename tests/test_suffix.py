@@ -90,7 +90,7 @@ def test_greedy_tokens_by_every_rule(verification: str) -> None:
     assert accepted(tree.outputs) > 40
     sampled = [greedy(24, temperature=0.9, seed=i) for i in range(4)]
     for _ in range(2):
-        outputs = run(llm, PROMPTS, sampled, spec).outputs  # another law than plain decoding's tokens
+        outputs = run(llm, PROMPTS, sampled, spec).outputs  # another distribution than plain decoding's tokens
         assert all(output.error is None for output in outputs)
 
 

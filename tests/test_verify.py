@@ -1,4 +1,4 @@
-"""Verification rules against the target's law, exactly: every branch of drafting and verifying is replayed."""
+"""Verification rules against the target's distribution, exactly: every branch of drafting and verifying is replayed."""
 
 import dataclasses
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from tests.enumeration import (
     draft,
     drafts_of,
     engine,
-    output_law,
+    output_distribution,
     paths_of,
     random_world,
     reference,
@@ -58,9 +58,9 @@ def adaptive(world: World, oracle: Oracle) -> TokenTree:
     built, (one, other) = Builder(), world.sources
 
     def draw(node: int, source: int, excluded: tuple[int, ...] = ()) -> int:
-        law = world.sources[source][built.path(node)]
-        left = enumeration.restricted(law, excluded) if excluded else law
-        return built.add(node, oracle.choose(left), source, law, excluded)
+        probs = world.sources[source][built.path(node)]
+        left = enumeration.restricted(probs, excluded) if excluded else probs
+        return built.add(node, oracle.choose(left), source, probs, excluded)
 
     first = draw(0, 0)
     below = draw(first, 0)
@@ -146,11 +146,13 @@ def changed(tree: TokenTree, keep: np.ndarray) -> TokenTree:
     )
 
 
-def law_values(tree: TokenTree) -> np.ndarray:
-    """float64 [num_draws]: the probability of each draw's token in its law; 1 without chance."""
-    laws = [enumeration.law_of(tree, i) for i in range(len(tree.draws.children))]
+def drawn_probs(tree: TokenTree) -> np.ndarray:
+    """float64 [num_draws]: the probability of each draw's token in its distribution; 1 without chance."""
+    distributions = [enumeration.probs_of(tree, i) for i in range(len(tree.draws.children))]
     tokens = tree.tokens[tree.draws.children]
-    return np.array([1.0 if law is None else law[token] for law, token in zip(laws, tokens, strict=True)])
+    return np.array(
+        [1.0 if probs is None else probs[token] for probs, token in zip(distributions, tokens, strict=True)]
+    )
 
 
 def duplicates_skipped(tree: TokenTree) -> TokenTree:
@@ -158,12 +160,12 @@ def duplicates_skipped(tree: TokenTree) -> TokenTree:
 
 
 def sorted_by_q(tree: TokenTree) -> TokenTree:
-    return changed(tree, np.argsort(-law_values(tree), kind="stable"))
+    return changed(tree, np.argsort(-drawn_probs(tree), kind="stable"))
 
 
 def pruned_by_value(tree: TokenTree) -> TokenTree:
     """Of the two draws at the root the one with the larger q."""
-    best = int(law_values(tree).argmax())
+    best = int(drawn_probs(tree).argmax())
     built, draws = Builder(), tree.draws
     assert draws.rows is not None and draws.excluded is not None
     token, row = int(tree.tokens[draws.children[best]]), tree.draft_probs[draws.rows[best]]
@@ -230,8 +232,8 @@ def test_a_rule_chosen_by_what_was_drawn_is_seen(rule: str) -> None:
     def by_token(tree: TokenTree, world: World, oracle: Oracle) -> tuple[list[int], int]:
         return reference("naive" if tree.tokens[1] == 1 else rule)(tree, world, oracle)
 
-    law, _ = output_law(world, drafts, by_token)
-    assert law[0].sum() == pytest.approx(0.95, abs=EXACT)
+    probs, _ = output_distribution(world, drafts, by_token)
+    assert probs[0].sum() == pytest.approx(0.95, abs=EXACT)
     assert distance(world, drafts, reference(rule)) < EXACT
 
 
@@ -239,22 +241,22 @@ def test_a_rule_chosen_by_what_was_drawn_is_seen(rule: str) -> None:
 
 
 def plant_residual(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(verify._Residual, "turn_down", lambda self, draw: True)
+    patch.setattr(verify._Residual, "reject", lambda self, draw: True)
 
 
 def plant_mass(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(verify._Draw, "law_mass", 1.0)
+    patch.setattr(verify._Draw, "row_mass", 1.0)
 
 
 def plant_one_hot(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(verify._Residual, "_without", lambda self, token: (self.law, self._mass))
+    patch.setattr(verify._Residual, "_without", lambda self, token: (self.probs, self._mass))
 
 
 def plant_port(patch: pytest.MonkeyPatch) -> None:
     """A public port's slip: S / (1 - q[x])."""
-    original = verify._Residual.turn_down
+    original = verify._Residual.reject
 
-    def turn_down(self: Any, draw: Any) -> bool:
+    def reject(self: Any, draw: Any) -> bool:
         before = self.accept
         done = original(self, draw)
         if before < 1 and draw.prob < 1:
@@ -262,7 +264,7 @@ def plant_port(patch: pytest.MonkeyPatch) -> None:
             self.accept = min(1.0, left / (1 - draw.prob))
         return done
 
-    patch.setattr(verify._Residual, "turn_down", turn_down)
+    patch.setattr(verify._Residual, "reject", reject)
 
 
 def plant_draws(change: Callable[[list[Any]], list[Any]]) -> Callable[[pytest.MonkeyPatch], None]:
@@ -280,7 +282,7 @@ def next_child(draws: list[Any]) -> list[Any]:
 FAULTS: dict[str, tuple[str, str, Callable[[pytest.MonkeyPatch], None]]] = {
     "the residual stays": ("rejection", "without replacement", plant_residual),
     "the residual stays in the traversal": ("traversal", "without replacement", plant_residual),
-    "laws are not renormalised": ("rejection", "without replacement", plant_mass),
+    "distributions are not renormalised": ("rejection", "without replacement", plant_mass),
     "a token without chance stays": ("rejection", "without chance", plant_one_hot),
     "excluded is ignored": (
         "rejection",
@@ -312,7 +314,7 @@ BY_WHAT_WAS_DRAWN = {"mixed", "mixed, without chance first", "deep", "adaptive"}
 def accepted(world: World, drafts: Drafts) -> np.ndarray:
     """Mean accepted tokens of naive, rejection, traversal."""
     rules = (reference("naive"), engine("rejection"), engine("traversal"))
-    return np.array([output_law(world, drafts, each)[1] for each in rules])
+    return np.array([output_distribution(world, drafts, each)[1] for each in rules])
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -328,16 +330,16 @@ def test_rejection_can_accept_less_than_naive() -> None:
     """Where a child without chance is chosen by what was drawn.
 
     p = (0, .5, .5), q = (.5, .5, 0), and b is proposed after a, c after b. Rejection: b is accepted where it was drawn,
-    and a is turned down always, but then nothing is left for b: .5 in all. Naive: b or c where b was drawn, b alone
+    and a is rejected always, but then nothing is left for b: .5 in all. Naive: b or c where b was drawn, b alone
     otherwise: .5 * 1 + .5 * .5.
     """
     anything = {(token,): np.full(3, 1 / 3) for token in range(3)}
     world = World(3, 1, {(): np.array([0.0, 0.5, 0.5])} | anything, ({(): np.array([0.5, 0.5, 0.0])},))
 
     def by_draw(oracle: Oracle) -> TokenTree:
-        built, law = Builder(), world.sources[0][()]
-        drawn = oracle.choose(law)
-        built.add(0, drawn, 0, law)
+        built, probs = Builder(), world.sources[0][()]
+        drawn = oracle.choose(probs)
+        built.add(0, drawn, 0, probs)
         built.add(0, drawn + 1, 1, None)
         return built.tree()
 
@@ -366,10 +368,14 @@ def test_the_order_of_sources_does_not_matter(rule: str) -> None:
     def merged(first: Scheme, second: Scheme) -> Drafts:
         return drafts_of(lambda oracle: merge([draft(world, first, oracle), draft(world, second, oracle)]))
 
-    laws = [output_law(world, merged(*order), engine(rule))[0] for order in ((one, other), (other, one))]
+    distributions = [
+        output_distribution(world, merged(*order), engine(rule))[0] for order in ((one, other), (other, one))
+    ]
     for levels in (("cross0 cross1", "free0"), ("cross1 cross0", "free0")):
-        laws.append(output_law(world, drafts_of(partial(draft, world, proposals(*levels))), engine(rule))[0])
-    assert all(enumeration.total_variation(law, world.joint()) < EXACT for law in laws)
+        distributions.append(
+            output_distribution(world, drafts_of(partial(draft, world, proposals(*levels))), engine(rule))[0]
+        )
+    assert all(enumeration.total_variation(probs, world.joint()) < EXACT for probs in distributions)
 
 
 # --- block verification
@@ -396,13 +402,13 @@ def block_verification(tree: TokenTree, world: World, oracle: Oracle) -> tuple[l
 
 @pytest.mark.parametrize("make", [reference, engine])
 def test_traversal_of_a_chain_is_block_verification(make: Callable[[str], Verifier]) -> None:
-    """For every drafted chain the same law of accepted length and next token."""
+    """For every drafted chain the same distribution of accepted length and next token."""
 
     def ends(world: World, tree: TokenTree, verifier: Verifier) -> np.ndarray:
-        law = np.zeros((len(tree), world.vocab))
+        probs = np.zeros((len(tree), world.vocab))
         for weight, (path, token) in runs(tree, world, verifier).values():
-            law[len(path) - 1, token] += weight
-        return law
+            probs[len(path) - 1, token] += weight
+        return probs
 
     apart = 0.0
     for seed in range(4):

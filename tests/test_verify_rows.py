@@ -17,8 +17,8 @@ RULES = ("rejection", "traversal")
 VOCAB = 4096
 
 
-class Laws(dict[Path, np.ndarray]):
-    """float32 laws made when asked for: what all share at a prefix, and noise of one's own."""
+class RandomProbs(dict[Path, np.ndarray]):
+    """float32 distributions made when asked for: what all share at a prefix, and noise of one's own."""
 
     def __init__(self, seed: int, own: int, noise: float, vocab: int = VOCAB):
         super().__init__()
@@ -28,17 +28,17 @@ class Laws(dict[Path, np.ndarray]):
         shared = np.random.default_rng([self.seed, 99, *path]).normal(size=self.vocab) * 3
         logits = shared + self.noise * np.random.default_rng([self.seed, self.own, *path]).normal(size=self.vocab)
         weights = np.exp(logits - logits.max())
-        law = (weights / weights.sum()).astype(np.float32)
-        law.flags.writeable = False
-        self[path] = law
-        return law
+        probs = (weights / weights.sum()).astype(np.float32)
+        probs.flags.writeable = False
+        self[path] = probs
+        return probs
 
 
 def random_case(seed: int, vocab: int = VOCAB) -> tuple[World, TokenTree]:
     """Three sources that resemble the target more or less, and a tree of random draws of every kind."""
     rng = np.random.default_rng(seed)
-    sources = tuple(Laws(seed, 1 + i, noise, vocab) for i, noise in enumerate((0.2, 0.6, 1.5)))
-    world = World(vocab, 4, Laws(seed, 0, 0.0, vocab), sources)
+    sources = tuple(RandomProbs(seed, 1 + i, noise, vocab) for i, noise in enumerate((0.2, 0.6, 1.5)))
+    world = World(vocab, 4, RandomProbs(seed, 0, 0.0, vocab), sources)
     kinds = ["free", "own", "own", "cross", "cross", "top", "next"]
     scheme = [[Proposal(int(rng.integers(3)), str(rng.choice(kinds))) for _ in range(n)] for n in (4, 2, 2, 1)]
     return world, draft(world, scheme, RandomOracle(rng))
@@ -50,14 +50,14 @@ class Injected:
     def __init__(self, seed: int):
         self.uniforms: Iterator[float] = iter(np.random.default_rng(seed).random(1000).tolist())
         self.flips: list[tuple[float, float]] = []
-        self.law = np.empty(0)
+        self.probs = np.empty(0)
 
     def flip(self, p: float) -> bool:
         self.flips.append((next(self.uniforms), p))
         return self.flips[-1][0] < p
 
     def choose(self, weights: np.ndarray) -> int:
-        self.law = weights.astype(np.float64) / weights.sum(dtype=np.float64)
+        self.probs = weights.astype(np.float64) / weights.sum(dtype=np.float64)
         return 0
 
 
@@ -76,7 +76,7 @@ def test_float32_goes_the_way_of_float64(rule: str) -> None:
                     continue
                 assert path == expected
                 assert np.array(ours.flips) == pytest.approx(np.array(theirs.flips), rel=1e-4, abs=1e-6)
-                assert np.abs(ours.law - theirs.law).sum() < 1e-4
+                assert np.abs(ours.probs - theirs.probs).sum() < 1e-4
                 lengths.append(len(path) - 1)
     assert close <= 1
     assert 0.5 < np.mean(lengths) < 3.5 and len(set(lengths)) == 5
@@ -107,8 +107,8 @@ def chain_of(rows: list[np.ndarray], tokens: list[int]) -> TokenTree:
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("verifier", ["engine", "reference"])
 def test_nothing_left_but_rounding_is_accepted(rule: str, dtype: Any, verifier: str) -> None:
-    """p the next float below q in every entry: the draw can be turned down, and then max(p - q, 0) is 0 everywhere."""
-    q = Laws(0, 0, 0.0)[()].astype(dtype)
+    """p the next float below q in every entry: the draw can be rejected, and then max(p - q, 0) is 0 everywhere."""
+    q = RandomProbs(0, 0, 0.0)[()].astype(dtype)
     p = np.nextafter(q, dtype(0))
     tree = chain_of([q, q], [5, 6])
     target: dict[Path, np.ndarray] = {(): p, (5,): p, (5, 6): p}
@@ -121,7 +121,7 @@ def test_nothing_left_but_rounding_is_accepted(rule: str, dtype: Any, verifier: 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("verifier", ["engine", "reference"])
 def test_a_token_the_target_excludes_is_never_accepted(rule: str, verifier: str) -> None:
-    """q = p elsewhere, so that turning the token down leaves less than rounding; then the law stays as it is."""
+    """q = p elsewhere: rejecting the token leaves less than rounding, so the distribution stays as it is."""
     q = np.full(4, 0.25, dtype=np.float32)
     q[0] = 1e-9
     p = q.copy()
@@ -141,7 +141,7 @@ def test_a_token_the_target_excludes_is_never_accepted(rule: str, verifier: str)
 @pytest.mark.parametrize("tiny", [1e-45, 1e-40, 1e-30, 0.0])
 def test_vanishing_probabilities_give_no_nan(rule: str, tiny: float) -> None:
     """A lookup proposes what the target all but excludes, with a random draw below it."""
-    p, q = Laws(1, 0, 0.0)[()].copy(), Laws(1, 1, 0.5)[()].copy()
+    p, q = RandomProbs(1, 0, 0.0)[()].copy(), RandomProbs(1, 1, 0.5)[()].copy()
     p[7], q[9] = tiny, 0.0
     built = Builder()
     built.add(built.add(0, 7, 1, None), 3, 0, q)
@@ -205,11 +205,11 @@ def test_only_rows_that_matter_are_asked_for() -> None:
 
 @pytest.mark.parametrize("rule", ["rejection", "traversal"])
 @pytest.mark.parametrize("draws", [1, 2, 3])
-def test_a_node_without_a_law_ends_the_output(rule: str, draws: int) -> None:
-    """Nothing is asked below it, and the tokens up to it keep their law."""
+def test_a_node_without_a_distribution_ends_the_output(rule: str, draws: int) -> None:
+    """Nothing is asked below it, and the tokens up to it keep their distribution."""
     root, later = np.array([0.7, 0.2, 0.1]), np.array([0.1, 0.3, 0.6])
     draft = np.array([0.3, 0.2, 0.5])
-    ends = 2  # after this token there is no law
+    ends = 2  # after this token there is no distribution
 
     def program(oracle: Oracle) -> tuple[int, ...]:
         paths: list[tuple[int, ...]] = []
@@ -217,7 +217,7 @@ def test_a_node_without_a_law_ends_the_output(rule: str, draws: int) -> None:
         for _ in range(draws):
             drawn.append(((), oracle.choose(draft)))
         for token in dict.fromkeys(token for _, token in drawn):
-            drawn.append(((token,), oracle.choose(draft)))  # below a token without a law too
+            drawn.append(((token,), oracle.choose(draft)))  # below a token without a distribution too
         paths = [(), *dict.fromkeys((*above, token) for above, token in drawn)]
         parents = np.array([-1, *(paths.index(path[:-1]) for path in paths[1:])])
         children = np.array([paths.index((*above, token)) for above, token in drawn])
@@ -237,17 +237,17 @@ def test_a_node_without_a_law_ends_the_output(rule: str, draws: int) -> None:
 
         path, bonus = verify_drawn_one(rule, tree, target, oracle)
         tokens = (*tree.tokens[path[1:]].tolist(), bonus)
-        assert ends not in tokens[:-1], "something follows a node without a law"
+        assert ends not in tokens[:-1], "something follows a node without a distribution"
         if len(tokens) == 1 and tokens[0] != ends:
             tokens = (*tokens, oracle.choose(later))
         return tokens[:2]
 
-    law: dict[tuple[int, ...], float] = {}
+    probs: dict[tuple[int, ...], float] = {}
     for weight, _, tokens in outcomes(program):
-        law[tokens] = law.get(tokens, 0.0) + weight
+        probs[tokens] = probs.get(tokens, 0.0) + weight
     expected = {(ends,): root[ends]} | {(a, b): root[a] * later[b] for a in (0, 1) for b in range(3)}
-    assert law.keys() == expected.keys()
-    assert sum(abs(law[tokens] - p) for tokens, p in expected.items()) / 2 < 1e-12
+    assert probs.keys() == expected.keys()
+    assert sum(abs(probs[tokens] - p) for tokens, p in expected.items()) / 2 < 1e-12
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -396,11 +396,11 @@ def test_bad_input_is_named(case: str) -> None:
 def test_a_chain_too_deep_is_refused() -> None:
     n = 300
     chain = {"tokens": [0] * n, "parents": list(range(-1, n - 1)), "draws": [(i, i + 1, None) for i in range(n - 1)]}
-    laws = {"target_probs": np.ones((n, 1)), "draft_probs": np.empty((0, 1))}
+    arrays = {"target_probs": np.ones((n, 1)), "draft_probs": np.empty((0, 1))}
     with pytest.raises(ConfigError, match="node 257 is 257 deep"):
-        verify_tree("traversal", **chain, **laws, oracle=Unlucky())
+        verify_tree("traversal", **chain, **arrays, oracle=Unlucky())
     short = {name: value[:257] for name, value in chain.items()} | {"draws": chain["draws"][:256]}
     path, token = verify_tree(
-        "traversal", **short, target_probs=np.ones((257, 1)), draft_probs=laws["draft_probs"], oracle=Unlucky()
+        "traversal", **short, target_probs=np.ones((257, 1)), draft_probs=arrays["draft_probs"], oracle=Unlucky()
     )
     assert path == list(range(257)) and token == 0

@@ -293,8 +293,8 @@ def test_a_smaller_vocabulary_never_guesses_what_it_lacks(
     assert max(said) >= VOCAB, "the target never said what the draft lacks"
     for each in rounds:
         assert (each.tree.tokens[1:] < VOCAB).all()
-        for law in each.tree.draft_probs:
-            assert law.shape == (VOCAB + 60,) and not law[VOCAB:].any()
+        for probs in each.tree.draft_probs:
+            assert probs.shape == (VOCAB + 60,) and not probs[VOCAB:].any()
     assert any(each.tree.tokens[0] >= VOCAB and len(each.tree) > 1 for each in rounds)
     assert sum(sum(counts) for counts, _ in accepted(outputs)) > 5
 

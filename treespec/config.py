@@ -18,7 +18,7 @@ from treespec_weights.rules import ACTIVATIONS, Activation, FamilyRules, ModelSh
 
 POLICIES = ("auto", "static", "dynamic")
 VERIFICATIONS = ("coupled", "naive", "rejection", "traversal")
-RANDOM_DRAWS = ("rejection", "traversal")  # rules that hold for children drawn at random from a draft's law
+RANDOM_DRAWS = ("rejection", "traversal")  # rules that hold for children drawn at random from a draft's distribution
 DRAWS = ("cross-source", "without-replacement", "with-replacement")
 MAX_NODES = 1024
 QUANTIZATIONS = ("int8", "int4")

@@ -20,7 +20,7 @@ from treespec.drafters.calls import is_from_outside
 from treespec.errors import ConfigError, RequestError, describe_error, reject_unknown, show
 from treespec.frontend.generation_defaults import check_generation_config, default_sampling_params
 from treespec.frontend.progress import Progress
-from treespec.frontend.requests import Intake, Prompt, as_list, log_refused, no_text
+from treespec.frontend.requests import Prompt, RequestFactory, as_list, log_refused, no_text
 from treespec.frontend.vllm_methods import VllmMethods
 from treespec.frontend.vllm_options import (
     CALLS,
@@ -172,7 +172,7 @@ class LLM(VllmMethods):
         ends = (*target.eos_token_ids, *(() if spoken is None else spoken.eos_token_ids))
         vocab_size, device = target.shape.vocab_size, self.engine.runner.target.device
         ends = tuple(dict.fromkeys(ends))
-        self._intake = Intake(
+        self._request_factory = RequestFactory(
             spoken,
             vocab_size,
             ends,
@@ -233,7 +233,7 @@ class LLM(VllmMethods):
             for request in self._run(requests):
                 progress.update(int(request.finished))
         with self._lock:
-            outputs = [self._intake.output(entry) if isinstance(entry, list) else entry for entry in entries]
+            outputs = [self._request_factory.output(entry) if isinstance(entry, list) else entry for entry in entries]
         if outputs and all(one.finish_reason == "error" for output in outputs for one in output.outputs):
             raise next((r.exception for r in requests if r.failure is not None), RequestError(outputs[0].error))
         return outputs
@@ -342,7 +342,7 @@ class LLM(VllmMethods):
                 if request.finished:
                     open_samples.remove(request)
                 # Several may end in one round, and only the last chunk has them all.
-                final = None if open_samples else self._intake.output(samples)
+                final = None if open_samples else self._request_factory.output(samples)
                 chunk = StreamChunk(request.output_id, text, tokens, request.finish_reason, final, request.sample)
             if tokens or text or request not in open_samples:
                 yield chunk
@@ -518,7 +518,7 @@ class LLM(VllmMethods):
                 f"a tree of {resolved.max_nodes} nodes, but this engine keeps {slots} slots for one; give the larger "
                 "SpecConfig to LLM"
             )
-        how, make = Tokenization.resolve(tokenization, self.config.max_model_len), self._intake.requests
+        how, make = Tokenization.resolve(tokenization, self.config.max_model_len), self._request_factory.requests
         entries = [make(prompt, one, resolved, stream, how) for prompt, one in zip(prompts, each, strict=True)]
         self.engine.stats.add_refused(sum(isinstance(entry, RequestOutput) for entry in entries))
         return entries

@@ -27,8 +27,8 @@ class Draws:
             known.
         rows: int64 [num_draws], which of the tree's `draft_probs` a token was drawn from at random, -1 where it was
             chosen without chance; None where all were.
-        excluded: by draw, the tokens that could not come up: the draw's law is its row without them, renormalised;
-            None where nothing was excluded.
+        excluded: by draw, the tokens that could not come up: the draw's distribution is its row without them,
+            renormalised; None where nothing was excluded.
     """
 
     parents: np.ndarray
@@ -57,7 +57,7 @@ class TokenTree:
             root's is 1); a mixture where several sources speak.
         draws: who proposed which child.
         source_names: names for `draws.sources`.
-        draft_probs: the laws that `draws.rows` names, float [vocab] each, sum 1.
+        draft_probs: the distributions that `draws.rows` names, float [vocab] each, sum 1.
     """
 
     tokens: np.ndarray
@@ -143,7 +143,7 @@ class TokenTree:
     def keep(self, nodes: np.ndarray) -> "TokenTree":
         """The tree of the given nodes (ascending, root and all ancestors among them), renumbered.
 
-        Of a tree with random draws none may be left out: what is kept would no longer follow the draws' laws.
+        Of a tree with random draws none may be left out: what is kept would no longer follow the draws' distributions.
         """
         if self.draws.rows is not None:
             assert len(nodes) == len(self), "a random draw was removed"
@@ -270,7 +270,7 @@ def merge(trees: Sequence[TokenTree]) -> TokenTree:
     index = {path: i for i, path in enumerate(ordered)}
     children = np.array([index[path_of[i][c]] for i, tree in enumerate(trees) for c in tree.draws.children], np.int64)
     parents = np.array([-1] + [index[path[:-1]] for path in ordered[1:]], dtype=np.int64)
-    rows, excluded = _merge_laws(trees)
+    rows, excluded = _merge_draft_rows(trees)
     return TokenTree(
         tokens=np.array([roots.pop()] + [path[-1] for path in ordered[1:]], dtype=np.int64),
         parents=parents,
@@ -285,11 +285,11 @@ def merge(trees: Sequence[TokenTree]) -> TokenTree:
             excluded,
         ),
         source_names=names,
-        draft_probs=tuple(law for tree in trees for law in tree.draft_probs),
+        draft_probs=tuple(probs for tree in trees for probs in tree.draft_probs),
     )
 
 
-def _merge_laws(trees: Sequence[TokenTree]) -> tuple[np.ndarray | None, tuple[tuple[int, ...], ...] | None]:
+def _merge_draft_rows(trees: Sequence[TokenTree]) -> tuple[np.ndarray | None, tuple[tuple[int, ...], ...] | None]:
     """`rows` and `excluded` of the trees' draws, side by side."""
     if all(tree.draws.rows is None for tree in trees):
         return None, None

@@ -76,7 +76,7 @@ class LLMEngine:
             for request_id, samples in list(self._open.items()):
                 generated, finished = sum(s.num_generated for s in samples), all(s.finished for s in samples)
                 if finished or generated > self._seen[request_id]:
-                    outputs.append(llm._intake.output(samples, finished))
+                    outputs.append(llm._request_factory.output(samples, finished))
                 self._seen[request_id] = generated
                 if finished:
                     del self._open[request_id], self._seen[request_id]

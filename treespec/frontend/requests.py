@@ -36,7 +36,7 @@ _PROMPT_KEYS = ("prompt", "prompt_token_ids")
 
 
 @dataclass(frozen=True)
-class Intake:
+class RequestFactory:
     """What requests are made with.
 
     Args:

@@ -33,8 +33,8 @@ def accelerate(
     """Let a model's own `generate` decode by token trees, in pipelines too, until `restore(model)`.
 
     Arguments, results and tokens are those of transformers' `generate`: greedily the same tokens, sampled ones of the
-    same law. `streamer=` gets every token and its end, after an error too; `assistant_model=` becomes one more draft;
-    `tokenizer=` serves `stop_strings=`. What trees cannot do, such as beams, is refused by name. A call may have
+    same distribution. `streamer=` gets every token and its end, after an error too; `assistant_model=` becomes one more
+    draft; `tokenizer=` serves `stop_strings=`. What trees cannot do, such as beams, is refused by name. A call may have
     `drafts=`, `spec=` and `exact=` of its own; with another `custom_generate=` it is left to transformers.
 
     Args:

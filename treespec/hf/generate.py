@@ -50,7 +50,7 @@ def generate(
 
     The model is used as it is: nothing of it is copied or changed, and other threads may run it meanwhile. It computes
     in its own dtype, under `torch.autocast` too, which the log says: cast the model where that is not wanted. Greedily
-    the tokens are those of `model.generate` without autocast; sampled ones have its law and come from
+    the tokens are those of `model.generate` without autocast; sampled ones have its distribution and come from
     `torch.manual_seed` alone, whatever is drafted.
 
     Args:

@@ -170,7 +170,7 @@ class Sampler:
     def temper(self, logits: Tensor, position: int, rule: str) -> None:
         """Make a draft's logits say what the target's choice at `position` will be.
 
-        Coupled, the noise of that choice is added; then softmax is the law of the choice of a target whose own
+        Coupled, the noise of that choice is added; then softmax is the distribution of the choice of a target whose own
         log-probabilities differ from the draft's by further Gumbel noise, so it serves as a child's probability. What
         is drawn at random is truncated as the target is; coupled guesses gain nothing by it.
 

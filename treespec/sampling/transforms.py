@@ -219,7 +219,7 @@ def nucleus_size(scores: Tensor, top_p: float) -> int:
 
 
 def truncate_rows(logits: Tensor, params: SamplingParams) -> None:
-    """Exclude, in place, what top_k, top_p and min_p would leave out of a draft's own law.
+    """Exclude, in place, what top_k, top_p and min_p would leave out of a draft's own distribution.
 
     A draft need not truncate as exactly as the target does: ties at the border stay, and a nucleus of more than
     `_NUCLEUS` tokens is left whole.

@@ -29,8 +29,8 @@ def verify_tree(
 ) -> tuple[list[int], int]:
     """Decide which nodes of a token tree the target accepts, and what follows them.
 
-    The tokens along the path and the one after it follow the target's own law, whatever the drafts, as long as each
-    draw came from the law that is given for it (`treespec.verification.verify` states the conditions).
+    The tokens along the path and the one after it follow the target's own distribution, whatever the drafts, as long as
+    each draw came from the distribution that is given for it (`treespec.verification.verify` states the conditions).
 
     Args:
         rule: "naive", "rejection" or "traversal".
@@ -39,8 +39,9 @@ def verify_tree(
         parents: [num_nodes], -1 for the root, else smaller than the node's own index.
         draws: (parent, child, q) in the order in which they were drawn at each parent. q is the row of `draft_probs`
             that the child's token was drawn from, None where it was chosen without chance.
-        target_probs: float64 [num_nodes, vocab], the target's law after each node.
-        draft_probs: float64 [num_rows, vocab], the laws drawn from; [0, vocab] where all draws are without chance.
+        target_probs: float64 [num_nodes, vocab], the target's distribution after each node.
+        draft_probs: float64 [num_rows, vocab], the distributions drawn from; [0, vocab] where all draws are without
+            chance.
         oracle: all the randomness: `choose(probs)` and `flip(p)`, such as `treespec.verification.verify.RandomOracle`.
 
     Returns:
@@ -52,15 +53,15 @@ def verify_tree(
     reject_unknown("verification rule", [rule], RULES)
     target_probs, draft_probs = np.asarray(target_probs, np.float64), np.asarray(draft_probs, np.float64)
     _check_tree(tokens, parents, target_probs)
-    _check_laws("target_probs", target_probs)
-    _check_laws("draft_probs", draft_probs)
+    _check_probs("target_probs", target_probs)
+    _check_probs("draft_probs", draft_probs)
     _check_draws(tokens, parents, draws, target_probs.shape[1], draft_probs)
     below: list[list[tuple[int, np.ndarray]]] = [[] for _ in tokens]
     for parent, child, q in draws:
-        law = np.zeros(target_probs.shape[1]) if q is None else draft_probs[q]
+        probs = np.zeros(target_probs.shape[1]) if q is None else draft_probs[q]
         if q is None:
-            law[tokens[child]] = 1.0
-        below[parent].append((child, law))
+            probs[tokens[child]] = 1.0
+        below[parent].append((child, probs))
     if rule == "naive":
         return _naive(tokens, parents, target_probs, oracle)
     if rule == "rejection":
@@ -113,14 +114,14 @@ def _traversal(
     oracle: Oracle,
 ) -> tuple[list[int], int] | None:
     """The path from `node` on and the token after it, with probability `accept`; else None."""
-    law = target_probs[node]
+    probs = target_probs[node]
     for child, q in below[node]:
         x = tokens[child]
         found = None
-        chance = min(1.0, accept * law[x] / q[x])
+        chance = min(1.0, accept * probs[x] / q[x])
         if chance > 0:
             found = _traversal(child, chance, tokens, below, target_probs, oracle)
-        residual = np.maximum(accept * law - q, 0.0)
+        residual = np.maximum(accept * probs - q, 0.0)
         residual[x] = 0.0
         left = residual.sum()
         if found is None and chance > 0 and accept == 1 and not left > 0:  # the same limit as in `_rejection`
@@ -128,10 +129,10 @@ def _traversal(
         if found is not None:
             return [node, *found[0]], found[1]
         if left > 0:
-            accept, law = left / (left + (1.0 - accept)), residual / left
+            accept, probs = left / (left + (1.0 - accept)), residual / left
         elif accept < 1:
             return None
-    return ([node], oracle.choose(law)) if oracle.flip(accept) else None
+    return ([node], oracle.choose(probs)) if oracle.flip(accept) else None
 
 
 def _check_tree(tokens: Sequence[int], parents: Sequence[int], target_probs: np.ndarray) -> None:
@@ -160,9 +161,9 @@ def _check_tree(tokens: Sequence[int], parents: Sequence[int], target_probs: np.
             raise ConfigError(f"node {node} is {depths[node]} deep; at most {MAX_DEPTH} are possible")
 
 
-def _check_laws(name: str, laws: np.ndarray) -> None:
-    for row, law in enumerate(laws if laws.ndim == 2 else ()):
-        smallest, total = law.min(initial=np.inf), law.sum()
+def _check_probs(name: str, rows: np.ndarray) -> None:
+    for row, probs in enumerate(rows if rows.ndim == 2 else ()):
+        smallest, total = probs.min(initial=np.inf), probs.sum()
         if not smallest >= 0:  # or NaN
             raise ConfigError(f"{name}[{row}] must be probabilities, but holds {smallest}")
         if not abs(total - 1) <= SUM_TOLERANCE:

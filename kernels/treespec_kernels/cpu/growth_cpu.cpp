@@ -11,7 +11,7 @@
 
 extern "C" {
 
-struct Law {  // an SSM's probabilities below a part of the frontier
+struct SsmProbs {  // an SSM's probabilities below a part of the frontier
     const float* probs;   // [count, vocab]
     const int64_t* rows;  // [count], ascending: of the frontier; null: all of it
     int64_t count, ssm;
@@ -26,8 +26,8 @@ struct Growth {
     int64_t seed_width;    // children: [seeds' nodes + 1, seed_width], -1 where there is none
     const int64_t *seed_children, *seed_tokens;
     const double* seed_probs;
-    int64_t depth, size, children, num_laws;  // nodes of all trees so far; proposals of an SSM
-    const Law* laws;
+    int64_t depth, size, children, num_scored;  // nodes of all trees so far; proposals of an SSM
+    const SsmProbs* ssm_probs;
     const double* weights;  // [num_trees, num_ssms]
     int64_t num_rows;       // of the frontier
     const int64_t *row_nodes, *row_tokens, *row_owners, *row_seeds, *row_above;
@@ -36,7 +36,7 @@ struct Growth {
     // slot of the parent in its tree.
     int64_t *tokens, *parents, *owners, *seeds;
     double *probs, *values, *draft_probs;  // draft_probs: [new nodes, num_ssms]
-    uint8_t *proposed, *broken;            // [new nodes, num_ssms]; [num_rows]: some SSM's law is not finite here
+    uint8_t *proposed, *broken;            // [new nodes, num_ssms]; [num_rows]: an SSM's row is not finite
     int64_t num_next, *next_nodes, *next_tokens, *next_owners, *next_seeds, *next_above;
     double* next_values;
 };
@@ -119,10 +119,10 @@ inline double combined(double seed, double mixture) {
 
 class Level {
     Growth& g;
-    std::vector<int64_t> law_row;       // [num_laws, num_rows], of a law's probabilities, -1: silent
+    std::vector<int64_t> probs_row;     // [num_scored, num_rows], of an SSM's probabilities, -1: silent
     std::vector<Candidate> candidates;  // of one tree
-    std::vector<double> opinions;       // [candidates, num_laws]
-    std::vector<uint8_t> proposed;      // [candidates, num_laws]
+    std::vector<double> opinions;       // [candidates, num_scored]
+    std::vector<uint8_t> proposed;      // [candidates, num_scored]
     std::vector<int64_t> slots;         // of the new nodes' parents in their trees
     int64_t count = 0;
 
@@ -131,11 +131,11 @@ class Level {
         const size_t first = candidates.size();
         const double* weights = g.weights + g.row_owners[row] * g.num_ssms;
         std::vector<int64_t> tokens;
-        std::vector<float> worst(g.num_laws);
-        for (int64_t l = 0; l < g.num_laws; l++) {
-            int64_t& at = law_row[l * g.num_rows + row];
+        std::vector<float> worst(g.num_scored);
+        for (int64_t l = 0; l < g.num_scored; l++) {
+            int64_t& at = probs_row[l * g.num_rows + row];
             if (at < 0) continue;
-            const Top top(g.laws[l].probs + at * g.vocab, g.vocab, g.children);
+            const Top top(g.ssm_probs[l].probs + at * g.vocab, g.vocab, g.children);
             if (top.broken) {
                 g.broken[row] = 1, at = -1;  // an SSM that overflowed stays silent
                 continue;
@@ -151,12 +151,12 @@ class Level {
         for (size_t i = 0; i < tokens.size(); i++) {
             if (std::find(tokens.begin(), tokens.begin() + i, tokens[i]) != tokens.begin() + i) continue;
             Candidate c{row, tokens[i], -1, 0.0, 0.0, true};
-            for (int64_t l = 0; l < g.num_laws; l++) {
-                const int64_t at = law_row[l * g.num_rows + row];
-                const float p = at < 0 ? 0.0f : g.laws[l].probs[at * g.vocab + c.token];
+            for (int64_t l = 0; l < g.num_scored; l++) {
+                const int64_t at = probs_row[l * g.num_rows + row];
+                const float p = at < 0 ? 0.0f : g.ssm_probs[l].probs[at * g.vocab + c.token];
                 opinions.push_back(p);
                 proposed.push_back(at >= 0 && p >= worst[l]);
-                c.prob += weights[g.laws[l].ssm] * p;
+                c.prob += weights[g.ssm_probs[l].ssm] * p;
             }
             c.prob = std::min(c.prob, 1.0);
             for (int64_t j = 0; j < width && c.seed < 0; j++)
@@ -212,9 +212,9 @@ class Level {
             g.tokens[count] = c.token, g.parents[count] = g.row_nodes[c.row], g.owners[count] = tree;
             g.seeds[count] = c.seed, g.probs[count] = c.prob, g.values[count] = c.value;
             std::fill_n(g.draft_probs + count * g.num_ssms, g.num_ssms, 0.0);
-            for (int64_t l = 0; l < g.num_laws; l++) {
-                const int64_t to = count * g.num_ssms + g.laws[l].ssm;
-                g.draft_probs[to] = opinions[i * g.num_laws + l], g.proposed[to] = proposed[i * g.num_laws + l];
+            for (int64_t l = 0; l < g.num_scored; l++) {
+                const int64_t to = count * g.num_ssms + g.ssm_probs[l].ssm;
+                g.draft_probs[to] = opinions[i * g.num_scored + l], g.proposed[to] = proposed[i * g.num_scored + l];
             }
             slots.push_back(slot + c.row - first), count++;
         }
@@ -242,10 +242,10 @@ class Level {
     }
 
   public:
-    explicit Level(Growth& growth) : g(growth), law_row(g.num_laws * g.num_rows, -1) {
-        for (int64_t l = 0; l < g.num_laws; l++)
-            for (int64_t i = 0; i < g.laws[l].count; i++)
-                law_row[l * g.num_rows + (g.laws[l].rows ? g.laws[l].rows[i] : i)] = i;
+    explicit Level(Growth& growth) : g(growth), probs_row(g.num_scored * g.num_rows, -1) {
+        for (int64_t l = 0; l < g.num_scored; l++)
+            for (int64_t i = 0; i < g.ssm_probs[l].count; i++)
+                probs_row[l * g.num_rows + (g.ssm_probs[l].rows ? g.ssm_probs[l].rows[i] : i)] = i;
     }
 
     int64_t run() {
@@ -329,16 +329,17 @@ int64_t treespec_draft(Growth* growth, Placing* placing, Draft* drafts, int64_t 
     Placing& p = *placing;
     p.num_rows = g.num_rows, p.depth = g.depth, p.owners = g.row_owners, p.above = g.row_above;
     if (!place(p)) return -1;
-    std::vector<Law> laws;
+    std::vector<SsmProbs> ssm_probs;
     std::vector<std::vector<int64_t>> rows(num_drafts);
     for (int64_t i = 0; i < num_drafts; i++) {
         score(g, p, drafts[i], rows[i]);
         const int64_t count = drafts[i].num_rows;
-        if (count) laws.push_back({drafts[i].out, count < g.num_rows ? rows[i].data() : nullptr, count, drafts[i].ssm});
+        if (count)
+            ssm_probs.push_back({drafts[i].out, count < g.num_rows ? rows[i].data() : nullptr, count, drafts[i].ssm});
     }
-    g.laws = laws.data(), g.num_laws = laws.size();
+    g.ssm_probs = ssm_probs.data(), g.num_scored = ssm_probs.size();
     const int64_t count = Level(g).run();
-    g.laws = nullptr, g.num_laws = 0;
+    g.ssm_probs = nullptr, g.num_scored = 0;
     return count;
 }
 

@@ -23,7 +23,7 @@ from treespec_kernels.tree.tree_levels import Frontier, Level
 _SOURCES = tuple(Path(__file__).with_name(name) for name in ("growth_cpu.cpp", "vectors_cpu.h", "batch_cpu.h"))
 
 
-class _Law(ctypes.Structure):
+class _SsmProbs(ctypes.Structure):
     _fields_ = (
         ("probs", ctypes.c_void_p),
         ("rows", ctypes.c_void_p),
@@ -55,8 +55,8 @@ class _Growth(ctypes.Structure):
         *_pointers(*_TREES),
         *_numbers("seed_width"),
         *_pointers(*_SEEDS),
-        *_numbers("depth", "size", "children", "num_laws"),
-        ("laws", ctypes.POINTER(_Law)),
+        *_numbers("depth", "size", "children", "num_scored"),
+        ("ssm_probs", ctypes.POINTER(_SsmProbs)),
         *_pointers("weights"),
         *_numbers("num_rows"),
         *_pointers(*_ROW),
@@ -95,7 +95,7 @@ def growth_library(compiler: tuple[str, ...], folder: Path) -> ctypes.CDLL:
 
 
 class Grown(NamedTuple):
-    """A level, which of its nodes are expanded next, and bool [num_rows]: where an SSM's law is not finite."""
+    """A level, the nodes to expand next, and bool [num_rows]: rows where an SSM's probabilities are not finite."""
 
     level: Level
     frontier: Frontier
@@ -169,7 +169,7 @@ class TreeGrowth:
         frontier: Frontier,
         size: int,
         depth: int,
-        laws: Sequence[tuple[int, np.ndarray, np.ndarray]],
+        ssm_probs: Sequence[tuple[int, np.ndarray, np.ndarray]],
         weights: np.ndarray,
         branching: np.ndarray,
         children: int,
@@ -179,18 +179,21 @@ class TreeGrowth:
         Args:
             frontier: what was scored.
             size, depth: nodes of all trees so far, and levels.
-            laws: SSM, rows (int64, ascending) and probabilities (float32 [len(rows), vocab]) of each that scored.
+            ssm_probs: SSM, rows (int64, ascending) and probabilities (float32 [len(rows), vocab]) of each that scored.
             weights: float64 [num_trees, num_ssms].
             branching: int64 [num_trees], children of a node, 0 where values decide.
             children: most proposals of one SSM.
         """
-        rows, vocab, g = len(frontier.nodes), laws[0][2].shape[1], self._growth
-        assert all(probs.shape == (len(own), vocab) for _, own, probs in laws)
-        own = (_Law * len(laws))(
-            *((address_of(p, np.float32), None if len(r) == rows else address_of(r), len(r), ssm) for ssm, r, p in laws)
+        rows, vocab, g = len(frontier.nodes), ssm_probs[0][2].shape[1], self._growth
+        assert all(probs.shape == (len(own), vocab) for _, own, probs in ssm_probs)
+        own = (_SsmProbs * len(ssm_probs))(
+            *(
+                (address_of(p, np.float32), None if len(r) == rows else address_of(r), len(r), ssm)
+                for ssm, r, p in ssm_probs
+            )
         )
-        g.num_laws, g.laws = len(laws), own
-        results = self._begin(frontier, size, depth, vocab, len(laws), weights, branching, children)
+        g.num_scored, g.ssm_probs = len(ssm_probs), own
+        results = self._begin(frontier, size, depth, vocab, len(ssm_probs), weights, branching, children)
         return self._grown(results, self._library.treespec_grow(ctypes.byref(g)))
 
     def draft(
@@ -232,15 +235,15 @@ class TreeGrowth:
         size: int,
         depth: int,
         vocab: int,
-        num_laws: int,
+        num_scored: int,
         weights: np.ndarray,
         branching: np.ndarray,
         children: int,
     ) -> _Results:
-        """Everything but the laws, and room for what is written."""
+        """Everything but the SSMs' probabilities, and room for what is written."""
         assert self._largest_token < vocab
         g, rows, ssms = self._growth, len(frontier.nodes), self._num_ssms
-        room = rows * (num_laws * min(children, vocab) + self._width)
+        room = rows * (num_scored * min(children, vocab) + self._width)
         ints, floats = np.empty((9, room), dtype=np.int64), np.empty((3 + ssms, room))
         flags = np.zeros(room * ssms + rows, dtype=bool)
         g.vocab, g.depth, g.size, g.children, g.num_rows = vocab, depth, size, children, rows

@@ -1,7 +1,8 @@
-"""The law of sampled output, end to end: thousands of samples of tiny models against their exact joint law.
+"""The distribution of sampled output, end to end: thousands of samples of tiny models against their exact joint
+distribution.
 
 A model of eight tokens has 512 continuations of three, and the engine's own logits after the 73 prefixes give the
-probability of each. A G-test compares; a wrong rule, or a law that was not drawn from, turns it red.
+probability of each. A G-test compares; a wrong rule, or a distribution that was not drawn from, turns it red.
 """
 
 import dataclasses
@@ -38,22 +39,22 @@ FREE = CostCurve((1, 64), (1e-3, 1.001e-3), 1e-7)  # automatic trees grow in a b
 Patch = pytest.MonkeyPatch
 
 
-# --- the exact law
+# --- the exact distribution
 
 
 @functools.cache
 def folders() -> tuple[Any, tuple[Any, ...]]:
     """A target of eight tokens, and two drafts far from it: total variations of 0.75 and 0.55 after the prompt.
 
-    Of the models of several seeds these show the planted faults best: by enumeration of (3,)-trees a first token's law
-    is off by 0.07 (duplicates skipped) to 0.25 (excluded tokens ignored).
+    Of the models of several seeds these show the planted faults best: by enumeration of (3,)-trees a first token's
+    distribution is off by 0.07 (duplicates skipped) to 0.25 (excluded tokens ignored).
     """
-    root = new_folder("law")
+    root = new_folder("distribution")
     target = make_llama(root / "target", 2, vocab_size=VOCAB, num_hidden_layers=2)
     return target, tuple(make_draft(root / f"ssm-{i}", target, i, 1.0) for i in (1, 2))
 
 
-def law_llm() -> LLM:
+def sampling_llm() -> LLM:
     """A fresh engine whose automatic trees do not depend on the clock."""
     target, drafts = folders()
     return timeless(open_llm(target, drafts, max_num_seqs=32, max_model_len=64))
@@ -75,7 +76,7 @@ def plain_logits() -> dict[tuple[int, ...], np.ndarray]:
     return {tail: logits[(*PROMPT, *tail)].double().numpy() for tail in tails}
 
 
-def law_after(tail: tuple[int, ...], params: SamplingParams) -> np.ndarray:
+def probs_after(tail: tuple[int, ...], params: SamplingParams) -> np.ndarray:
     """float64 [vocab]: allowed tokens, penalties, temperature and top_p as they are defined, in another hand than the
     engine's."""
     scores = plain_logits()[tail].copy()
@@ -86,19 +87,19 @@ def law_after(tail: tuple[int, ...], params: SamplingParams) -> np.ndarray:
             factor = params.repetition_penalty
             scores[token] = scores[token] / factor if scores[token] > 0 else scores[token] * factor
         scores[token] -= params.frequency_penalty * tail.count(token) + params.presence_penalty * (token in tail)
-    law = np.exp((scores - scores.max()) / params.temperature)
-    law /= law.sum()
-    order = np.argsort(-law, kind="stable")
-    before = np.cumsum(law[order]) - law[order]
-    law[order[before >= params.top_p]] = 0.0
-    return law / law.sum()
+    probs = np.exp((scores - scores.max()) / params.temperature)
+    probs /= probs.sum()
+    order = np.argsort(-probs, kind="stable")
+    before = np.cumsum(probs[order]) - probs[order]
+    probs[order[before >= params.top_p]] = 0.0
+    return probs / probs.sum()
 
 
-def joint_law(params: SamplingParams) -> np.ndarray:
+def joint_probs(params: SamplingParams) -> np.ndarray:
     """float64 [vocab] * LENGTH."""
     joint = np.zeros((VOCAB,) * LENGTH)
     for tokens in itertools.product(range(VOCAB), repeat=LENGTH):
-        joint[tokens] = np.prod([law_after(tokens[:i], params)[token] for i, token in enumerate(tokens)])
+        joint[tokens] = np.prod([probs_after(tokens[:i], params)[token] for i, token in enumerate(tokens)])
     return joint
 
 
@@ -125,13 +126,13 @@ def p_value(counts: np.ndarray, expected: np.ndarray) -> float:
 
 
 def worst_p(tokens: Sequence[Sequence[int]], params: SamplingParams) -> float:
-    """The least p-value of the first token's law, the first two's and the first three's."""
-    joint, worst = joint_law(params), 1.0
+    """The least p-value of the first token's distribution, the first two's and the first three's."""
+    joint, worst = joint_probs(params), 1.0
     for length in range(1, LENGTH + 1):
-        law = joint.sum(tuple(range(length, LENGTH)))
-        counts = np.zeros(law.shape)
+        probs = joint.sum(tuple(range(length, LENGTH)))
+        counts = np.zeros(probs.shape)
         np.add.at(counts, tuple(np.array([each[:length] for each in tokens]).T), 1)
-        worst = min(worst, p_value(counts, law * len(tokens)))
+        worst = min(worst, p_value(counts, probs * len(tokens)))
     return worst
 
 
@@ -151,13 +152,13 @@ def sampled(llm: LLM, spec: SpecConfig, seed: int = 1, **options: Any) -> tuple[
 
 
 def test_the_g_test_itself() -> None:
-    """Right laws pass, a law that is wrong by five percent does not, nor an outcome that cannot be."""
+    """The right distribution passes; one that is wrong by five percent fails, as does an impossible outcome."""
     params = SamplingParams(temperature=TEMPERATURE)
-    joint, rng = joint_law(params), np.random.default_rng(0)
+    joint, rng = joint_probs(params), np.random.default_rng(0)
     assert abs(joint.sum() - 1) < 1e-12
     assert joint.max() < 0.3, "one continuation outweighs all others"
-    for law, right in ((joint, True), (0.8 * joint + 0.2 / joint.size, False)):
-        drawn_cells = rng.choice(joint.size, SAMPLES, p=law.ravel())
+    for probs, right in ((joint, True), (0.8 * joint + 0.2 / joint.size, False)):
+        drawn_cells = rng.choice(joint.size, SAMPLES, p=probs.ravel())
         tokens = np.stack(np.unravel_index(drawn_cells, joint.shape), 1).tolist()
         assert (worst_p(tokens, params) > 1e-3) == right
     assert p_value(np.array([99.0, 1.0]), np.array([100.0, 0.0])) == 0.0
@@ -191,16 +192,16 @@ for rule in ("rejection", "traversal"):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_joint_law(name: str) -> None:
+def test_the_joint_distribution(name: str) -> None:
     spec, options = CASES[name]
-    p, acceptance = sampled(law_llm(), spec, **options)
+    p, acceptance = sampled(sampling_llm(), spec, **options)
     assert p > ALPHA, f"p = {p}"
     assert acceptance > 1.2 or spec.is_plain, "nothing was accepted, so nothing was shown"
 
 
-def test_the_joint_law_of_lookup_alone_and_of_separate_prompts() -> None:
+def test_the_joint_distribution_of_lookup_alone_and_of_separate_prompts() -> None:
     """The prompts of a list have seeds of their own and share no cache."""
-    llm = law_llm()
+    llm = sampling_llm()
     for rule in ("coupled", "rejection", "traversal"):
         spec = SpecConfig(nodes=8, verification=rule, sources=("lookup",))
         each = [
@@ -225,17 +226,17 @@ def altered_verification(change: Callable[[TokenTree], TokenTree]) -> Callable[[
 
 
 def everything_possible(tree: TokenTree) -> TokenTree:
-    """The laws before tokens were excluded."""
+    """The distributions before tokens were excluded."""
     return dataclasses.replace(tree, draws=dataclasses.replace(tree.draws, excluded=None))
 
 
 def another_temperature(tree: TokenTree) -> TokenTree:
-    laws = tuple(law**0.4 / (law**0.4).sum() for law in tree.draft_probs)
-    return dataclasses.replace(tree, draft_probs=laws)
+    tempered = tuple(probs**0.4 / (probs**0.4).sum() for probs in tree.draft_probs)
+    return dataclasses.replace(tree, draft_probs=tempered)
 
 
 def first_draws_only(tree: TokenTree) -> TokenTree:
-    """A duplicate is skipped, and the next draw's law stays what it was."""
+    """A duplicate is skipped, and the next draw's distribution stays what it was."""
     draws = tree.draws
     kept = np.sort(np.unique(draws.children, return_index=True)[1])
     columns = {name: getattr(draws, name)[kept] for name in ("parents", "children", "sources", "probs", "rows")}
@@ -301,12 +302,12 @@ FAULTS: dict[str, tuple[Callable[[Patch], None], list[SpecConfig]]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_faults_change_the_law(fault: str) -> None:
+def test_faults_change_the_distribution(fault: str) -> None:
     plant, specs = FAULTS[fault]
     for spec in specs:
         with Patch.context() as patch:
             plant(patch)
-            p, _ = sampled(law_llm(), spec)
+            p, _ = sampled(sampling_llm(), spec)
         assert p < ALPHA, f"{spec.verification}: p = {p}, and nobody would have noticed"
 
 
@@ -358,9 +359,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("draws", DRAWS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_trees_keep_every_draw_with_its_law(draws: str, shape: str) -> None:
-    """No token twice where none may be, laws of sum 1 that the oracle was really asked, chances that follow from them,
-    in draw order, random draws before chosen ones; sizes and depths as asked for; nothing below an end token."""
+def test_trees_keep_every_draw_with_its_distribution(draws: str, shape: str) -> None:
+    """No token twice where none may be, distributions of sum 1 that the oracle was really asked, chances that follow
+    from them, in draw order, random draws before chosen ones; sizes and depths as asked for; nothing below an end
+    token."""
     spec = SpecConfig(**SHAPES[shape], verification="traversal", draws=draws, sources=("ssm",))
     rounds, asked = drawn_rounds(spec)
     drafted = {each.request_id for each in rounds if len(each.tree) > 1}  # an automatic tree may never have grown
@@ -384,16 +386,16 @@ def check_tree(tree: TokenTree, spec: SpecConfig, answers: Any) -> None:
     for i, (parent, child, source, row) in enumerate(
         zip(draws.parents.tolist(), draws.children.tolist(), draws.sources.tolist(), draws.rows.tolist(), strict=True)
     ):
-        token, earlier, law = int(tree.tokens[child]), before.setdefault(parent, []), tree.draft_probs[row].copy()
-        assert abs(float(law.sum(dtype=np.float64)) - 1) < 1e-5
+        token, earlier, probs = int(tree.tokens[child]), before.setdefault(parent, []), tree.draft_probs[row].copy()
+        assert abs(float(probs.sum(dtype=np.float64)) - 1) < 1e-5
         assert int(tree.tokens[parent]) not in ENDS or parent == 0
         cannot = {t for by, t in earlier if spec.draws == "cross-source" or by == source}
         cannot = set() if spec.draws == "with-replacement" else cannot
         assert set(draws.excluded[i]) == cannot and token not in cannot
-        law[list(cannot)] = 0.0
-        assert np.isclose(draws.probs[i], law[token] / law.sum(dtype=np.float64), rtol=1e-5)
+        probs[list(cannot)] = 0.0
+        assert np.isclose(draws.probs[i], probs[token] / probs.sum(dtype=np.float64), rtol=1e-5)
         weights, answer = next(answers)
-        assert answer == token and np.array_equal(weights, law)
+        assert answer == token and np.array_equal(weights, probs)
         earlier.append((source, token))
     if spec.branching and spec.draws == "cross-source":
         for node in range(len(tree)):
@@ -402,7 +404,7 @@ def check_tree(tree: TokenTree, spec: SpecConfig, answers: Any) -> None:
             assert children == (0 if ends else spec.branching[depth])
 
 
-def test_the_laws_are_the_drafts_own() -> None:
+def test_the_distributions_are_the_drafts_own() -> None:
     """A draft's row at the root is its softmax at the request's temperature, by another engine."""
     spec = SpecConfig(branching=(2, 1), verification="rejection", sources=("ssm-1",))
     rounds, _ = drawn_rounds(spec, temperature=0.8)
@@ -413,9 +415,9 @@ def test_the_laws_are_the_drafts_own() -> None:
         with recorded(own) as (logits, _):
             prompt = (*each.context, int(each.tree.tokens[0]))
             own.generate([list(prompt)], SamplingParams(max_tokens=1))
-        law = torch.softmax(logits[prompt].float() / 0.8, -1).numpy()
+        probs = torch.softmax(logits[prompt].float() / 0.8, -1).numpy()
         first = each.tree.draft_probs[int(each.tree.draws.rows[0])]
-        assert np.allclose(first, law, atol=1e-6)
+        assert np.allclose(first, probs, atol=1e-6)
 
 
 @pytest.mark.parametrize("shape", ["16", "static 3-2-1"])
@@ -440,9 +442,9 @@ def test_random_draws_stand_before_chosen_ones(shape: str) -> None:
     assert both
 
 
-def test_nodes_are_filled_as_far_as_laws_reach() -> None:
-    """`nodes` is obeyed where the drafts have so many proposals, also where a law is nearly certain."""
-    llm = law_llm()
+def test_nodes_are_filled_as_far_as_distributions_reach() -> None:
+    """`nodes` is obeyed where the drafts have so many proposals, also where a distribution is nearly certain."""
+    llm = sampling_llm()
     for draws, temperature in itertools.product(DRAWS, (0.05, 0.5, 5.0)):
         spec = SpecConfig(nodes=16, verification="rejection", draws=draws, max_depth=3, **SSM)
         params = SamplingParams(max_tokens=8, temperature=temperature, seed=1, n=2, ignore_eos=True)

@@ -1,5 +1,5 @@
-"""The law of sampled output with drafts of other vocabularies: exact by enumeration, end to end by G-tests, and the
-faults that either must catch."""
+"""The distribution of sampled output with drafts of other vocabularies: exact by enumeration, end to end by G-tests,
+and the faults that either must catch."""
 
 import dataclasses
 import functools
@@ -14,10 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.enumeration import Builder, World, distance, drafts_of, engine, random_law, random_world, reference
+from tests.enumeration import Builder, World, distance, drafts_of, engine, random_probs, random_world, reference
 from tests.models import new_folder, open_llm
-from tests.test_sampled_law import ALPHA, PROMPT, VOCAB, sampled, timeless
-from tests.test_sampled_law import folders as law_folders
+from tests.test_sampled_distribution import ALPHA, PROMPT, VOCAB, sampled, timeless
+from tests.test_sampled_distribution import folders as tiny_folders
 from tests.tokenizers_made import letters, save_tokenizer
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.drafters.foreign.foreign_drafter import ForeignDrafter
@@ -35,32 +35,32 @@ SSM = {"sources": ("ssm",)}
 # --- by enumeration
 
 
-def restricted(law: np.ndarray, known: Sequence[int]) -> np.ndarray:
-    """A draft's law over the target's ids: masked, then renormalised."""
-    masked = np.zeros_like(law)
-    masked[list(known)] = law[list(known)]
+def restricted(probs: np.ndarray, known: Sequence[int]) -> np.ndarray:
+    """A draft's distribution over the target's ids: masked, then renormalised."""
+    masked = np.zeros_like(probs)
+    masked[list(known)] = probs[list(known)]
     return masked / masked.sum()
 
 
 def translated_world(seed: int, known: Sequence[int]) -> tuple[World, World]:
     """A target and a draft that has only some of its tokens; and the draft as it was before they were masked."""
     whole = random_world(seed, vocab=4, depth=2, sources=1, zeros=0.0)
-    masked = {path: restricted(law, known) for path, law in whole.sources[0].items()}
+    masked = {path: restricted(probs, known) for path, probs in whole.sources[0].items()}
     return whole._replace(sources=(masked,)), whole
 
 
-Law = Callable[[World, World, tuple[int, ...]], np.ndarray]
+ProbsAfter = Callable[[World, World, tuple[int, ...]], np.ndarray]
 
 
-def drawn_tree(world: World, whole: World, oracle: Oracle, law_of: Law) -> TokenTree:
-    """Two draws at the root and one below each, from the masked laws; `law_of` is what is kept of each."""
+def drawn_tree(world: World, whole: World, oracle: Oracle, probs_of: ProbsAfter) -> TokenTree:
+    """Two draws at the root and one below each, from the masked distributions; `probs_of` is what is kept of each."""
     built = Builder()
     level = [0]
     for draws in (2, 1):
         children: list[int] = []
         for node in level:
             path = built.path(node)
-            kept = law_of(world, whole, path)
+            kept = probs_of(world, whole, path)
             for _ in range(draws):
                 child = built.add(node, oracle.choose(world.sources[0][path]), 0, kept)
                 children += [child] if child not in children else []
@@ -68,36 +68,36 @@ def drawn_tree(world: World, whole: World, oracle: Oracle, law_of: Law) -> Token
     return built.tree()
 
 
-def own_law(world: World, whole: World, path: tuple[int, ...]) -> np.ndarray:
+def own_probs(world: World, whole: World, path: tuple[int, ...]) -> np.ndarray:
     return world.sources[0][path]
 
 
-def unmasked_law(world: World, whole: World, path: tuple[int, ...]) -> np.ndarray:
-    """Masked only after the softmax that the law was taken from."""
+def unmasked_probs(world: World, whole: World, path: tuple[int, ...]) -> np.ndarray:
+    """Masked only after the softmax that the distribution was taken from."""
     return np.maximum(whole.sources[0][path], 1e-12)
 
 
-def wrongly_mapped_law(world: World, whole: World, path: tuple[int, ...]) -> np.ndarray:
+def wrongly_mapped_probs(world: World, whole: World, path: tuple[int, ...]) -> np.ndarray:
     """Two tokens of the intersection in each other's place."""
     return np.maximum(world.sources[0][path][[0, 1, 3, 2]], 1e-12)
 
 
 @pytest.mark.parametrize("rule", ["rejection", "traversal"])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_restricted_law_is_exact(rule: str, seed: int) -> None:
-    """Whatever is left of the draft's law, for the engine's verifier and the reference."""
+def test_a_restricted_distribution_is_exact(rule: str, seed: int) -> None:
+    """Whatever is left of the draft's distribution, for the engine's verifier and the reference."""
     for known in ((1, 2, 3), (2, 3), (3,)):
         world, whole = translated_world(seed, known)
-        drafts = drafts_of(lambda oracle, w=world, o=whole: drawn_tree(w, o, oracle, own_law))  # type: ignore[misc]
+        drafts = drafts_of(lambda oracle, w=world, o=whole: drawn_tree(w, o, oracle, own_probs))  # type: ignore[misc]
         for verifier in (engine(rule), reference(rule)):
             assert distance(world, drafts, verifier) < 1e-12
 
 
 @pytest.mark.parametrize("rule", ["rejection", "traversal"])
-@pytest.mark.parametrize("law", [unmasked_law, wrongly_mapped_law])
-def test_enumeration_catches_a_law_that_was_not_drawn_from(rule: str, law: Law) -> None:
+@pytest.mark.parametrize("probs", [unmasked_probs, wrongly_mapped_probs])
+def test_enumeration_catches_a_distribution_that_was_not_drawn_from(rule: str, probs: ProbsAfter) -> None:
     world, whole = translated_world(1, (1, 2, 3))
-    drafts = drafts_of(lambda oracle: drawn_tree(world, whole, oracle, law))
+    drafts = drafts_of(lambda oracle: drawn_tree(world, whole, oracle, probs))
     assert distance(world, drafts, reference(rule)) > 1e-3
 
 
@@ -107,7 +107,7 @@ def test_chosen_children_after_drawn_ones_are_exact(rule: str, seed: int) -> Non
     """An SSM draws, and then a translated draft's likeliest tokens stand there too, chosen without chance."""
     world, _ = translated_world(seed, (0, 2))
     rng = np.random.default_rng(seed)
-    other = {path: random_law(rng, world.vocab) for path in world.target}
+    other = {path: random_probs(rng, world.vocab) for path in world.target}
 
     def grow(oracle: Oracle) -> TokenTree:
         built, level = Builder(), [0]
@@ -133,8 +133,8 @@ def test_chosen_children_after_drawn_ones_are_exact(rule: str, seed: int) -> Non
 def folders() -> tuple[Path, Path, Path]:
     """The target of eight tokens with a tokenizer, a draft of nine tokens of which six are the target's, and one with
     the target's vocabulary."""
-    root = new_folder("translated-law")
-    target, (source, second) = law_folders()
+    root = new_folder("translated-distribution")
+    target, (source, second) = tiny_folders()
     shutil.copytree(target, root / "target")
     save_tokenizer(root / "target", letters(OWN))
     shutil.copytree(second, root / "same")
@@ -157,7 +157,7 @@ def folders() -> tuple[Path, Path, Path]:
     return root / "target", root / "other", root / "same"
 
 
-def law_llm(*drafts: Path, text: bool = False) -> LLM:
+def sampling_llm(*drafts: Path, text: bool = False) -> LLM:
     with mock.patch("treespec_weights.vocabularies.LEAST_SHARE", 1.1 if text else 0.0):
         llm = timeless(open_llm(folders()[0], drafts, max_num_seqs=32, max_model_len=64))
     for drafter in llm.engine.drafters:
@@ -183,10 +183,10 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_joint_law(name: str) -> None:
+def test_the_joint_distribution(name: str) -> None:
     spec, kind = CASES[name]
     drafts = folders()[1:] if kind == "both" else folders()[1:2]
-    llm = law_llm(*drafts, text=kind == "text")
+    llm = sampling_llm(*drafts, text=kind == "text")
     assert [type(each).__name__ for each in llm.engine.drafters] == [
         "TextDrafter" if kind == "text" else "TranslatedDrafter"
     ]
@@ -195,9 +195,9 @@ def test_the_joint_law(name: str) -> None:
     assert acceptance > (1.03 if kind == "text" else 1.2), "nothing was accepted, so nothing was shown"
 
 
-def test_the_laws_are_over_the_intersection() -> None:
+def test_the_distributions_are_over_the_intersection() -> None:
     """What is drawn is the draft's own softmax over the tokens that both have, in the target's ids."""
-    llm = law_llm(folders()[1])
+    llm = sampling_llm(folders()[1])
     params = SamplingParams(temperature=2.0, seed=1, max_tokens=2, ignore_eos=True)
     spec = SpecConfig(branching=(2, 1), verification="rejection", **SSM)
     with watch(llm.engine) as rounds:
@@ -205,7 +205,7 @@ def test_the_laws_are_over_the_intersection() -> None:
     tree = rounds[0].tree
     assert tree.draws.rows is not None and (tree.draws.rows >= 0).all()
     unknown = [OWN.index(letter) for letter in "ab"]
-    assert all(not law[unknown].any() for law in tree.draft_probs)
+    assert all(not probs[unknown].any() for probs in tree.draft_probs)
     own = open_llm(folders()[1], max_model_len=64)
     prompt = [OTHER.index(OWN[token]) for token in PROMPT if OWN[token] in OTHER]
     seen: list[np.ndarray] = []
@@ -219,15 +219,15 @@ def test_the_laws_are_over_the_intersection() -> None:
     ):
         own.generate([context], SamplingParams(max_tokens=1))
     logits = seen[0][0] / 2.0
-    law = np.zeros(VOCAB)
+    probs = np.zeros(VOCAB)
     for id, letter in enumerate(OTHER):
         if letter in OWN:
-            law[OWN.index(letter)] = np.exp(logits[id])
-    assert np.allclose(tree.draft_probs[int(tree.draws.rows[0])], law / law.sum(), atol=1e-6)
+            probs[OWN.index(letter)] = np.exp(logits[id])
+    assert np.allclose(tree.draft_probs[int(tree.draws.rows[0])], probs / probs.sum(), atol=1e-6)
 
 
 def altered(change: Callable[[np.ndarray], np.ndarray]) -> Callable[..., list[TokenTree]]:
-    """`propose`, with other laws in the trees than those that were drawn from."""
+    """`propose`, with other distributions in the trees than those that were drawn from."""
     original = TranslatedDrafter.propose
 
     def propose(self: TranslatedDrafter, requests: Sequence[Request], depths: Sequence[int]) -> list[TokenTree]:
@@ -237,36 +237,36 @@ def altered(change: Callable[[np.ndarray], np.ndarray]) -> Callable[..., list[To
     return propose
 
 
-def swapped(law: np.ndarray) -> np.ndarray:
+def swapped(probs: np.ndarray) -> np.ndarray:
     """A wrong map: the tokens of the intersection in reversed order."""
     known = [OWN.index(letter) for letter in OTHER if letter in OWN]
-    wrong = np.full_like(law, 1e-6)
-    wrong[known] = np.maximum(law[known[::-1]], 1e-6)
+    wrong = np.full_like(probs, 1e-6)
+    wrong[known] = np.maximum(probs[known[::-1]], 1e-6)
     return wrong / wrong.sum()
 
 
-def unmasked(law: np.ndarray) -> np.ndarray:
+def unmasked(probs: np.ndarray) -> np.ndarray:
     """As if the tokens that the target lacks had been drawn from too: the others have less, and somebody the rest."""
-    wrong = law * 0.4
+    wrong = probs * 0.4
     wrong[OWN.index("a")] += 0.6
     return wrong
 
 
 @pytest.mark.parametrize("change", [swapped, unmasked])
 @pytest.mark.parametrize("rule", ["rejection", "traversal"])
-def test_the_g_test_catches_a_wrong_law(rule: str, change: Callable[[np.ndarray], np.ndarray]) -> None:
-    llm = law_llm(folders()[1])
+def test_the_g_test_catches_a_wrong_distribution(rule: str, change: Callable[[np.ndarray], np.ndarray]) -> None:
+    llm = sampling_llm(folders()[1])
     with mock.patch.object(TranslatedDrafter, "propose", altered(change)):
         p, _ = sampled(llm, SpecConfig(branching=(3, 2), verification=rule, **SSM))
     assert p < ALPHA, f"p = {p}"
 
 
-def test_a_law_that_lost_its_mask_is_refused() -> None:
+def test_a_distribution_that_lost_its_mask_is_refused() -> None:
     """One that does not sum to 1, as when the mask comes after softmax, never reaches verification."""
-    llm = law_llm(folders()[1])
+    llm = sampling_llm(folders()[1])
     spec = SpecConfig(branching=(3, 2), verification="rejection", **SSM)
     with (
-        mock.patch.object(TranslatedDrafter, "propose", altered(lambda law: law * 0.7)),
+        mock.patch.object(TranslatedDrafter, "propose", altered(lambda probs: probs * 0.7)),
         pytest.raises(DraftError, match="draft_probs that are no probabilities"),
     ):
         sampled(llm, spec)
@@ -278,7 +278,7 @@ def test_only_one_source_draws_at_random() -> None:
     spec = SpecConfig(nodes=8, verification="rejection", **SSM)
     params = SamplingParams(temperature=2.0, seed=1, max_tokens=12, ignore_eos=True, n=4)
     for drafts, drawing in (((other, other), "other"), ((other, same), "same")):
-        llm = law_llm(*drafts)
+        llm = sampling_llm(*drafts)
         with watch(llm.engine) as rounds:
             llm.generate([PROMPT], params, spec=spec)
         by_chance: set[str] = set()

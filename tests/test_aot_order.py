@@ -122,7 +122,7 @@ KERNELS = """
 import json, torch
 from dataclasses import replace
 from treespec_kernels.aot import compiler as aot
-from treespec_kernels.linear.quantized_row_linear import AOT_FORMS
+from treespec_kernels.aot.kernel_spec import AOT_FORMS
 if __name__ == "__main__":
     plain = aot.default_shapes([torch.bfloat16])[2]
     shapes = [plain, *(replace(plain, quantized=form) for form in AOT_FORMS)]
@@ -161,7 +161,7 @@ PLANTED = """
 import json
 import triton, triton.language as tl
 from treespec_kernels.aot import compiler as aot
-from treespec_kernels.launch import programmatic_launch_kernels as kernels
+from treespec_kernels.aot.specs import SPECS
 from treespec_kernels.aot.kernel_spec import KernelSpec
 from treespec_kernels.launch.predecessors import wait_for_predecessors
 
@@ -199,7 +199,7 @@ def waits(x, out, num_blocks, PDL: tl.constexpr):
 def aot_specs(shape, target):
     return [KernelSpec(kernel, {}, {"PDL": True}, {"num_warps": 1}, {})
             for kernel in (reads_first, leaves_first, waits_in_a_loop, forgets, waits)]
-kernels.aot_specs = aot_specs
+SPECS["programmatic_launch"] = aot_specs
 print(json.dumps(aot.compile_report(["sm_90"], aot.default_shapes()[:1], ["programmatic_launch"], jobs=1)))
 """
 

@@ -20,6 +20,7 @@ from treespec_weights import (
     CheckpointError,
     ModelShape,
     convert_checkpoint,
+    family_of,
     inspect_checkpoint,
     load_weights,
     read_config,
@@ -133,7 +134,8 @@ def try_everything(rng: random.Random, folder: Path) -> bool:
     """Opens, loads and verifies a folder, and describes and converts every third; whether it could be loaded."""
     weights: dict[str, torch.Tensor] | None = None
     try:
-        shape = ModelShape.from_hf(read_config(folder))
+        config = read_config(folder)
+        shape = ModelShape.from_hf(config, family_of(config))
         weights = load_weights(folder, shape, dtype=torch.bfloat16)
         assert {name: tuple(tensor.shape) for name, tensor in weights.items()} == shape.parameters()
     except CheckpointError as error:
@@ -153,7 +155,7 @@ def try_everything(rng: random.Random, folder: Path) -> bool:
         assert error.problems and str(error)
     else:
         assert weights is not None
-        converted = load_weights(result, ModelShape.from_hf(read_config(result)))
+        converted = load_weights(result, ModelShape.from_hf(read_config(result), family_of(read_config(result))))
         for name, tensor in weights.items():
             assert torch.equal(converted[name].view(torch.int16), tensor.view(torch.int16)), name
         shutil.rmtree(result)

@@ -13,7 +13,7 @@ from treespec_kernels.aot import launch_order as aot_order
 COMPILED = """
 import json, torch
 from treespec_kernels.aot import compiler as aot
-from treespec_kernels.attention import tree_attention_kernels as kernels
+from treespec_kernels.aot.specs import attention_specs
 
 def sass_of(target, spec):
     dump, cubins = aot._cuobjdump, []
@@ -29,16 +29,16 @@ if __name__ == "__main__":
         [f"{target}, heads of {shape.head_dim} {shape.element}", sass_of(target, spec)]
         for target in ("sm_80", "sm_90")
         for shape in shapes
-        for spec in kernels.aot_specs(shape, target)
-        if spec.kernel is kernels.combine_segments
+        for spec in attention_specs.tree_attention(shape, target)
+        if spec.kernel is attention_specs.combine_segments
     ]))
 """
 
 # What the kernel's branches are against: a chunk's loads in one block with what is made of them.
 PLANTED = """
 import triton, triton.language as tl
-from treespec_kernels.attention import tree_attention_kernels as kernels
-from treespec_kernels.attention.combine_segments import load_segments
+from treespec_kernels.aot.specs import attention_specs
+from treespec_kernels.attention.tree_attention_kernels import load_segments
 
 @triton.jit
 def combine_at_once(
@@ -60,7 +60,7 @@ def combine_at_once(
     p_out = out + row * stride_out_row + head * stride_out_head + tl.arange(0, BLOCK_D)
     tl.store(p_out, b_acc.to(out.dtype.element_ty))
 
-kernels.combine_segments = combine_at_once
+attention_specs.combine_segments = combine_at_once
 """
 
 

@@ -22,6 +22,7 @@ from treespec_weights import (
     UnsupportedModelError,
     default_folder,
     default_names,
+    family_of,
     load_weights,
     read_config,
     verify_checkpoint,
@@ -112,7 +113,7 @@ def test_round_trip_with_transformers(tmp_path: Path, sharded: bool, tied: bool,
     model.save_pretrained(tmp_path, max_shard_size="8KB" if sharded else "1GB")
     assert (tmp_path / INDEX).exists() == sharded
 
-    shape = ModelShape.from_hf(read_config(tmp_path))
+    shape = ModelShape.from_hf(read_config(tmp_path), LLAMA)
     assert (shape.tied, shape.attention_bias, shape.o_bias, shape.mlp_bias) == (tied, biases, biases, biases)
     weights = load_weights(tmp_path, shape)
     assert {name: tuple(tensor.shape) for name, tensor in weights.items()} == shape.parameters()
@@ -309,7 +310,7 @@ def test_biases_that_the_config_promises_are_required(tmp_path: Path) -> None:
 )
 def test_config_problems(change: dict[str, Any], parts: list[str]) -> None:
     with pytest.raises(CheckpointConfigError) as caught:
-        ModelShape.from_hf(CONFIG | change)
+        ModelShape.from_hf(CONFIG | change, LLAMA)
     assert len(caught.value.problems) == len(parts)
     for part in parts:
         assert part in str(caught.value)
@@ -318,14 +319,14 @@ def test_config_problems(change: dict[str, Any], parts: list[str]) -> None:
 def test_config_defaults() -> None:
     config = {key: value for key, value in CONFIG.items() if key not in ("head_dim", "num_key_value_heads")}
     del config["tie_word_embeddings"]
-    shape = ModelShape.from_hf(config)
+    shape = ModelShape.from_hf(config, LLAMA)
     assert (shape.head_dim, shape.num_kv_heads, shape.tied, shape.o_bias) == (3, 4, False, False)
 
 
 @pytest.mark.parametrize("change", [{"model_type": "mamba"}, {"model_type": ["llama"]}, {"quantization_config": {}}])
 def test_unsupported_models(change: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedModelError, match=f"'{next(iter(change))}'"):
-        ModelShape.from_hf(CONFIG | change)
+        family_of(CONFIG | change)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", '{"a": 1, "a": 2}', "\x00"])

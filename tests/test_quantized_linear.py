@@ -9,12 +9,13 @@ import torch
 from tests.child import run_cases
 from tests.models import new_folder
 from tests.quantized import needs_compiler
+from treespec_kernels.aot.kernel_spec import AOT_FORMS
 from treespec_kernels.cpu.cpu_library import find_compiler
 from treespec_kernels.cpu.decoder_cpu import PackedLinear, build
 from treespec_kernels.linear.linear import Linear
 from treespec_kernels.linear.quantized import QuantizedWeight, dequantized, integers, stacked
 from treespec_kernels.linear.quantized_linear import QuantizedLinear, quantized_linear
-from treespec_kernels.linear.quantized_row_linear import AOT_FORMS, quantized_default
+from treespec_kernels.linear.quantized_row_linear import quantized_default
 from treespec_kernels.linear.row_linear import row_linear_ref
 from treespec_kernels.tuning.testing import assert_close
 from treespec_weights.quantize import Quantized, dequantize, quantize

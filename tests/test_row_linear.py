@@ -184,10 +184,10 @@ def test_specs_name_every_constant_once() -> None:
     script = (
         "import torch\n"
         "from treespec_kernels.aot.kernel_spec import KernelShape\n"
-        "from treespec_kernels.linear.row_linear_kernels import aot_specs\n"
+        "from treespec_kernels.aot.specs.linear_specs import row_linear\n"
         "for dtype in (torch.bfloat16, torch.float32):\n"
         "    for shape in ((128, 32, 8, 4096, 14336), (64, 4, 4, 256, 256)):\n"
-        "        specs = aot_specs(KernelShape(dtype, *shape, 1000))\n"
+        "        specs = row_linear(KernelShape(dtype, *shape, 1000), None)\n"
         "        for spec in specs:\n"
         "            assert specs.count(spec) == 1\n"
         "            constants = {p.name for p in spec.kernel.params if p.is_constexpr}\n"

@@ -1,16 +1,28 @@
-"""Locates the Triton kernels of each op: `<op>_kernels.py`, in the folder of its family."""
+"""Locates the Triton kernels of each op: `<op>_kernels.py` in the folder of its family."""
 
 from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent
+PDL_OPS = (
+    "lm_head",
+    "qkv_rope",
+    "quantized_row_linear",
+    "rms_norm",
+    "row_linear",
+    "tree_attention",
+    "tree_attention_masked",
+)
+"""Ops whose kernels support programmatic dependent launch, which is tuned and compiled as op `programmatic_launch`."""
 
 
 @cache
-def kernel_modules() -> dict[str, str]:
-    """Every op with Triton kernels, and the name of the module that holds them."""
-    files = sorted(ROOT.glob("*/*_kernels.py"), key=lambda file: file.name)
-    return {file.stem.removesuffix("_kernels"): f"{__package__}.{file.parent.name}.{file.stem}" for file in files}
+def kernel_modules() -> dict[str, tuple[str, ...]]:
+    """Every op with Triton kernels, and the names of the modules that hold them."""
+    files = ROOT.glob("*/*_kernels.py")
+    found = {file.stem.removesuffix("_kernels"): (f"{__package__}.{file.parent.name}.{file.stem}",) for file in files}
+    found["programmatic_launch"] = tuple(name for op in PDL_OPS for name in found[op])
+    return dict(sorted(found.items()))
 
 
 def module_file(name: str) -> Path:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-from treespec_kernels.attention.combine_segments import combine_segments
+from treespec_kernels.attention.tree_attention_kernels import combine_segments
 from treespec_kernels.launch.triton_launch import block_of_head_dim, launch_options
 from treespec_kernels.tuning.testing import assert_close
 

@@ -4,7 +4,7 @@ from importlib import resources
 from pathlib import Path
 
 from treespec_weights.checkpoint import Checkpoint, TensorInfo
-from treespec_weights.convert import Cast, Transform, convert_checkpoint
+from treespec_weights.convert import convert_checkpoint
 from treespec_weights.errors import (
     CheckpointConfigError,
     CheckpointError,
@@ -23,6 +23,7 @@ from treespec_weights.rules import FamilyRules, ModelShape, TensorRule, read_con
 from treespec_weights.sizes import parse_bytes, parse_size
 from treespec_weights.timing import time_loading
 from treespec_weights.tokenizer import Vocabulary, read_vocabulary
+from treespec_weights.transform import Cast, Transform
 from treespec_weights.verify import Check, Verification, verify_checkpoint
 
 __all__ = [

@@ -10,9 +10,8 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,12 +21,13 @@ from treespec_weights.errors import CheckpointError, OptionError, Problem, Write
 from treespec_weights.families import family_of
 from treespec_weights.files import read_json, resolve_folder
 from treespec_weights.layouts import family_named, translate_config
-from treespec_weights.load import Placement, cast, expected_tensors, match, overflow_message, tied_head_problem
+from treespec_weights.load import Placement, expected_tensors, match, tied_head_problem
 from treespec_weights.quant_schemes import scheme_of
+from treespec_weights.quantized_layout import quantising
 from treespec_weights.rules import CONFIG, FamilyRules, ModelShape, read_config
 from treespec_weights.staging import carried_files, check_room, copy_files, free_place, partial_of, publish
+from treespec_weights.transform import Cast, Transform
 from treespec_weights.writer import (
-    NAMES,
     Output,
     Shard,
     is_written,
@@ -41,41 +41,6 @@ from treespec_weights.writer import (
 SHARD_BYTES = 2 * 10**9
 STATE = "conversion.json"  # in an unfinished result: what it is made of
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-class Transform(Protocol):
-    """What becomes of each tensor of the result."""
-
-    def outputs(self, placement: Placement, dtype: torch.dtype) -> Sequence[Output]:
-        """What one tensor, of a stored dtype, becomes."""
-
-    def apply(self, placement: Placement, tensor: Tensor) -> Sequence[Tensor]:
-        """That, in the same order. Raises OverflowError with the reason where a value does not fit."""
-
-    def config(self, config: dict[str, Any]) -> dict[str, Any]:
-        """The result's config.json."""
-
-
-@dataclass(frozen=True)
-class Cast:
-    """Another dtype; None keeps each tensor's own."""
-
-    dtype: torch.dtype | None = None
-
-    def outputs(self, placement: Placement, dtype: torch.dtype) -> Sequence[Output]:
-        return [Output(placement.name, NAMES[self.dtype or dtype], placement.shape)]
-
-    def apply(self, placement: Placement, tensor: Tensor) -> Sequence[Tensor]:
-        result, infinite = cast(tensor, self.dtype)
-        if infinite:
-            raise OverflowError(overflow_message(tensor, result))
-        return [result]
-
-    def config(self, config: dict[str, Any]) -> dict[str, Any]:
-        if self.dtype is None:
-            return config
-        older = {key: value for key, value in config.items() if key != "torch_dtype"}
-        return older | {"dtype": str(self.dtype).removeprefix("torch.")}
 
 
 class Step(NamedTuple):
@@ -155,8 +120,6 @@ def convert_checkpoint(
         config = translate_config(root, config, shape, rules, written_as)
     transform = transform or Cast(dtype)
     if quantization is not None:
-        from treespec_weights.quantized_layout import quantising  # which is made of this module's parts
-
         transform = quantising(quantization, Cast(dtype), shape, written_as)
     with Checkpoint.open(root) as checkpoint:
         steps = plan_steps(checkpoint, shape, rules, written_as, transform)

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treespec_weights.convert import Cast
 from treespec_weights.errors import OptionError
 from treespec_weights.load import Placement, quantizable, quantized_group
 from treespec_weights.quantize import BITS, compressed_tensors, compressed_tensors_config, quantize
 from treespec_weights.rules import FamilyRules, ModelShape
+from treespec_weights.transform import Cast
 from treespec_weights.writer import NAMES, Output
 
 

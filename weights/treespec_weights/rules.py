@@ -82,18 +82,11 @@ class ModelShape:
         return sum(math.prod(shape) for shape in self.parameters().values())
 
     @classmethod
-    def from_hf(
-        cls, config: Mapping[str, Any], rules: "FamilyRules | None" = None, folder: Path | str = "."
-    ) -> "ModelShape":
+    def from_hf(cls, config: Mapping[str, Any], rules: "FamilyRules", folder: Path | str = ".") -> "ModelShape":
         """Reads a parsed config.json (`read_config`) by the keys of its family; `folder` is for messages.
 
-        Raises CheckpointConfigError with all missing, mistyped and contradictory keys, and UnsupportedModelError for
-        a family or quantisation that is not covered.
+        Raises CheckpointConfigError with all missing, mistyped and contradictory keys.
         """
-        if rules is None:
-            from treespec_weights.families import family_of  # the declarations need this module
-
-            rules = family_of(config, folder)
         values: dict[str, Any] = dict(rules.constants)
         problems = []
         for name, key in rules.config_keys.items():

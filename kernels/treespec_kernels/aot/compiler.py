@@ -1,14 +1,13 @@
 """Ahead-of-time compilation: proves without a GPU that every kernel compiles for a real target and does not spill.
 
 `python -m treespec_kernels.aot.compiler --target sm_80 --target sm_90` compiles the shipped configurations and prints
-JSON. Each op lists its kernels in `aot_specs` of its `<op>_kernels.py`. The process must run without TRITON_INTERPRET,
-as interpreted kernels cannot be compiled. Results are cached (`binary_cache`): another run compiles what is new.
+JSON. `aot/specs` lists the kernels of each op. The process must run without TRITON_INTERPRET, because interpreted
+kernels cannot be compiled. Results are cached (`binary_cache`): the next run compiles only what changed.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import itertools
 import json
 import re
@@ -27,7 +26,7 @@ from treespec_kernels.aot.compile_jobs import num_processes, run_in_processes
 from treespec_kernels.aot.kernel_spec import KernelShape, KernelSpec
 from treespec_kernels.aot.launch_order import order_fault
 from treespec_kernels.launch.triton_launch import SHARED_BYTES, require_triton
-from treespec_kernels.ops import kernel_modules, module_file
+from treespec_kernels.ops import kernel_modules
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -65,8 +64,8 @@ class _Task(NamedTuple):
 
 
 def ops() -> tuple[str, ...]:
-    """The ops that have Triton kernels: every `<op>_kernels.py` of this package that lists some."""
-    return tuple(op for op, module in kernel_modules().items() if "def aot_specs(" in module_file(module).read_text())
+    """The ops that have Triton kernels."""
+    return tuple(kernel_modules())
 
 
 def default_shapes(dtypes: Iterable[torch.dtype] = DTYPES) -> tuple[KernelShape, ...]:
@@ -108,7 +107,9 @@ def specs_of(op: str, shape: KernelShape, target: str | None = None) -> list[Ker
     require_triton("aot")
     if op not in ops():
         raise ValueError(f"aot: op {op!r} has no kernels; use one of {', '.join(ops())}")
-    return importlib.import_module(kernel_modules()[op]).aot_specs(shape, target)
+    from treespec_kernels.aot.specs import SPECS
+
+    return SPECS[op](shape, target)
 
 
 def compile_spec(target: str, spec: KernelSpec) -> CompiledKernel:

@@ -11,6 +11,8 @@ from treespec_kernels.linear.quantized import WeightForm
 from treespec_kernels.linear.rms_norm import NormKind
 
 PAGE_SIZE = 64
+# Compiled for a shape that names no form: int8 per channel, int4 per group, and int4 as AWQ stores it.
+AOT_FORMS = (WeightForm(8), WeightForm(4, 128), WeightForm(4, 128, True))
 TRITON_TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 

@@ -5,10 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from treespec_kernels.aot.kernel_spec import PAGE_SIZE, KernelShape, KernelSpec
-from treespec_kernels.attention.kv_commit import BLOCK_J, NUM_WARPS
-from treespec_kernels.launch.triton_launch import block_of_head_dim
-
 
 @triton.jit(do_not_specialize=["max_path", "stride_page_table", "stride_paths"])
 def move_path(
@@ -60,22 +56,3 @@ def move_path(
         moved = tl.load(p_plane + o_source[:, None], mask=m_move)
         tl.debug_barrier()
         tl.store(p_plane + o_target[:, None], moved, mask=m_move)
-
-
-def aot_specs(shape: KernelShape, target: str | None = None) -> list[KernelSpec]:
-    """The one launch."""
-    return [
-        KernelSpec(
-            kernel=move_path,
-            types={"kv_cache": "*i32" if shape.element == "fp32" else "*i16", "max_path": "i32"},
-            constants={
-                "NUM_KV_HEADS": shape.num_kv_heads,
-                "HEAD_DIM": shape.head_dim,
-                "PAGE_SIZE": PAGE_SIZE,
-                "BLOCK_J": BLOCK_J,
-                "BLOCK_D": block_of_head_dim(shape.head_dim),
-            },
-            options={"num_warps": NUM_WARPS, "enable_fp_fusion": False},
-            config={"dtype": shape.element, "head_dim": shape.head_dim, "kv_heads": shape.num_kv_heads},
-        )
-    ]

@@ -5,10 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from treespec_kernels.aot.kernel_spec import PAGE_SIZE, KernelShape, KernelSpec
-from treespec_kernels.attention import pass_layout
-from treespec_kernels.attention.tree_attention_config import TreeAttentionConfig
-
 
 @triton.jit
 def _segment_of(position, SHORT: tl.constexpr, LONG: tl.constexpr, LONG_FROM: tl.constexpr):
@@ -334,23 +330,3 @@ def lay_out_pass(
             TILES_OF_GROUP,
             BLOCK_R,
         )
-
-
-def aot_specs(shape: KernelShape, target: str | None = None) -> list[KernelSpec]:
-    """Layouts of trees, of chains and of masked trees of 64 slots, for the default configuration of attention."""
-    return [aot_spec(shape, chain, words, target) for chain, words in ((False, 0), (True, 0), (False, 1))]
-
-
-def aot_spec(shape: KernelShape, chain: bool, words: int, target: str | None = None) -> KernelSpec:
-    """One kind of layout."""
-    config = TreeAttentionConfig.default(shape.dtype, shape.head_dim, target)
-    group = shape.num_heads // shape.num_kv_heads
-    pointers = {"slots": "*i64", "ancestor_words": "*i64", "num_segments": "*i32"}
-    sizes = ("num_requests", "num_rows", "width", "max_context", "tree_slots", "num_slots", "num_tiles", "window")
-    return KernelSpec(
-        kernel=lay_out_pass,
-        types=pointers | dict.fromkeys((*sizes, "num_packed_segments", "num_node_segments"), "i32"),
-        constants=pass_layout.constants(config, group, chain, words, PAGE_SIZE),
-        options={"num_warps": pass_layout.NUM_WARPS, "enable_fp_fusion": False},
-        config={"dtype": shape.element, "head_dim": shape.head_dim, "group": group, "chain": chain, "words": words},
-    )

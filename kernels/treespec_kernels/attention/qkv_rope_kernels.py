@@ -5,8 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from treespec_kernels.aot.kernel_spec import PAGE_SIZE, KernelShape, KernelSpec
-from treespec_kernels.attention.qkv_rope import NUM_WARPS, block_of_half, block_of_heads
 from treespec_kernels.launch.predecessors import wait_for_predecessors
 
 
@@ -112,44 +110,3 @@ def rotate_and_write(
     p_kv = kv_layer + o_slot + o_cache[:, None] + o_d[None, :]
     tl.store(p_kv, b_out_0, mask=m_half & (o_h >= NUM_HEADS)[:, None])
     tl.store(p_kv + HALF, b_out_1, mask=m_half & (o_h >= NUM_HEADS)[:, None])
-
-
-def aot_specs(shape: KernelShape, target: str | None = None) -> list[KernelSpec]:
-    """Rows in the dtype, and a linear layer's partial sums, of which there may be 8."""
-    names = ("qkv", "bias", "q_weight", "k_weight", "kv_layer", "q_out")
-    tensors = dict.fromkeys(names, f"*{shape.element}")
-    tensors |= {"rotation": "*fp32", "positions": "*i32", "slots": "*i64", "eps": "fp32"}
-    if shape.norm == "rms_plus_one":
-        tensors |= {"q_weight": "*fp32", "k_weight": "*fp32"}
-    specs = []
-    for num_splits, has_bias in ((1, False), (2, False), (8, True)):
-        constants: dict[str, int | bool | str] = {
-            "NUM_HEADS": shape.num_heads,
-            "NUM_KV_HEADS": shape.num_kv_heads,
-            "HEAD_DIM": shape.head_dim,
-            "PAGE_SIZE": PAGE_SIZE,
-            "NUM_SPLITS": num_splits,
-            "HAS_BIAS": has_bias,
-            "HAS_NORM": shape.qk_norm,
-            "ROTATES": shape.rotary,
-            "BLOCK_H": block_of_heads(shape.head_dim),
-            "BLOCK_D": block_of_half(shape.head_dim),
-            "PDL": False,
-        }
-        specs.append(
-            KernelSpec(
-                kernel=rotate_and_write,
-                types=tensors | ({"qkv": "*fp32"} if num_splits > 1 else {}),
-                constants=constants,
-                options={"num_warps": NUM_WARPS, "enable_fp_fusion": False},
-                config={
-                    "dtype": shape.element,
-                    "head_dim": shape.head_dim,
-                    "group": shape.num_heads // shape.num_kv_heads,
-                    "splits": num_splits,
-                    "qk_norm": shape.qk_norm,
-                    "rotary": shape.rotary,
-                },
-            )
-        )
-    return specs

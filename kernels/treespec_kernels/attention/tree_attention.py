@@ -166,7 +166,7 @@ def run_plan(
         page_table=page_table,
         depths=depths,
     )
-    from treespec_kernels.attention.combine_segments import combine_segments
+    from treespec_kernels.attention.tree_attention_kernels import combine_segments
 
     check_launch(op, kernel, q)
     num_rows, num_heads, head_dim = q.shape

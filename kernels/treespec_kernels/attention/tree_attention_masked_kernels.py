@@ -5,9 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from treespec_kernels.aot.kernel_spec import KernelShape, KernelSpec
-from treespec_kernels.attention.tree_attention_config import TreeAttentionConfig
-from treespec_kernels.attention.tree_attention_kernels import aot_spec, attend_tile, find_partials
+from treespec_kernels.attention.tree_attention_kernels import attend_tile, find_partials
 from treespec_kernels.launch.predecessors import wait_for_predecessors
 
 
@@ -166,9 +164,3 @@ def attend_masked_items(
     tl.store(partial_sum + partial, b_sum, mask=m_partial)
     p_acc = partial_acc + partial[:, None] * HEAD_DIM + o_d[None, :]
     tl.store(p_acc, b_acc, mask=m_partial[:, None] & m_d[None, :])
-
-
-def aot_specs(shape: KernelShape, target: str | None = None) -> list[KernelSpec]:
-    """The default configuration, with and without a sliding window."""
-    config = TreeAttentionConfig.default(shape.dtype, shape.head_dim, target)
-    return [aot_spec(shape, config, window, attend_masked_items) for window in (False, True)]

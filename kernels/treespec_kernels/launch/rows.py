@@ -84,3 +84,32 @@ def split_rows(name: str, x: torch.Tensor) -> int:
             "expected contiguous rows, and splits a number of rows apart"
         )
     return x.stride(0) // x.shape[2]
+
+
+def alignment(element_size: int, *sizes: int) -> int:
+    """16 where these numbers of elements are all multiples of 16 bytes, otherwise one element's bytes."""
+    return 16 if all(size * element_size % 16 == 0 for size in sizes) else element_size
+
+
+def group_stride(tensor: torch.Tensor, dims_with_groups: int) -> int:
+    """The stride from one group to the next; 0 where there is only one."""
+    return tensor.stride(0) if tensor.dim() == dims_with_groups and tensor.shape[0] > 1 else 0
+
+
+def row_strides(tensor: torch.Tensor | None) -> tuple[int, int]:
+    """Strides of groups and rows; 0 where there is only one, whose stride in torch may be any number."""
+    if tensor is None:
+        return 0, 0
+    return group_stride(tensor, 3), tensor.stride(-2) if tensor.shape[-2] > 1 else 0
+
+
+def check_alignment(multiple: int, **tensors: torch.Tensor) -> None:
+    """Raises ValueError where rows or groups do not start at multiples of `multiple` bytes."""
+    for name, tensor in tensors.items():
+        size = tensor.element_size()
+        starts = (tensor.data_ptr(), *(stride * size for stride in row_strides(tensor)))
+        if multiple > size and any(start % multiple for start in starts):
+            raise ValueError(
+                f"{name} has rows that do not start at multiples of {multiple} bytes (address {starts[0]:#x}, strides "
+                f"{list(tensor.stride())} of {size} bytes); make it contiguous"
+            )

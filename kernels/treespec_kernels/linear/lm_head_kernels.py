@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 import triton
 import triton.language as tl
 
-from treespec_kernels.aot.kernel_spec import KernelShape, KernelSpec
 from treespec_kernels.launch.pointwise import soft_cap
 from treespec_kernels.launch.predecessors import wait_for_predecessors
 from treespec_kernels.linear.dot import dot
-from treespec_kernels.linear.lm_head import LmHeadConfig
 
 
 @triton.jit
@@ -89,36 +85,3 @@ def project_to_vocab(
     tl.store(best_tokens + o_stats, i_block * BLOCK_N + at, mask=m_m)
     tl.store(sums + o_stats, b_sums, mask=m_m)
     tl.store(logits + row[:, None] * stride_logits + o_n[None, :], b_logits, mask=m_m[:, None] & m_n[None, :])
-
-
-def aot_specs(shape: KernelShape, target: str | None = None) -> list[KernelSpec]:
-    """The default configuration for the model's vocabulary."""
-    config = LmHeadConfig.default(shape.dtype, shape.vocab_size, shape.hidden_size)
-    return [aot_spec(shape, config)]
-
-
-def aot_spec(shape: KernelShape, config: LmHeadConfig) -> KernelSpec:
-    """One configuration."""
-    return KernelSpec(
-        kernel=project_to_vocab,
-        types=dict.fromkeys(("x", "weight", "logits"), f"*{shape.element}")
-        | {"best_values": "*fp32", "sums": "*fp32", "logit_cap": "fp32"},
-        constants={
-            "VOCAB": shape.vocab_size,
-            "HIDDEN": shape.hidden_size,
-            "HAS_CAP": shape.capped,
-            "BLOCK_M": config.block_m,
-            "BLOCK_N": config.block_n,
-            "BLOCK_K": config.block_k,
-            "FIXED_ORDER_DOT": False,
-            "PDL": False,
-        },
-        options={"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False},
-        config={
-            "dtype": shape.element,
-            "vocab_size": shape.vocab_size,
-            "hidden_size": shape.hidden_size,
-            "cap": shape.capped,
-        }
-        | asdict(config),
-    )

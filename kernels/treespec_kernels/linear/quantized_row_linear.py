@@ -11,12 +11,10 @@ from dataclasses import replace
 
 import torch
 
+from treespec_kernels.launch.rows import alignment, check_alignment, row_strides
 from treespec_kernels.launch.triton_launch import check_launch, launch_options, require_triton, shared_bytes
-from treespec_kernels.linear.quantized import QuantizedWeight, WeightForm
+from treespec_kernels.linear.quantized import QuantizedWeight
 from treespec_kernels.linear.row_linear_config import MULTIPROCESSORS, RowLinearConfig
-
-# What is compiled ahead of time where no form is named: int8 by channel, int4 by group, and as AWQ has it.
-AOT_FORMS = (WeightForm(8), WeightForm(4, 128), WeightForm(4, 128, True))
 
 
 def quantized_default(
@@ -95,7 +93,6 @@ def multiply_quantized_triton(
             raise ValueError(f"{name} of the weight must be contiguous, from a multiple of 16 bytes on")
     require_triton("row_linear")
     from treespec_kernels.linear import quantized_row_linear_kernels as kernels
-    from treespec_kernels.linear.row_linear import alignment, check_alignment, row_strides
 
     check_launch("row_linear", kernels.multiply_quantized, x)
     num_groups = weight.values.shape[0] if weight.values.dim() == 3 else 1

@@ -6,17 +6,11 @@ row's sum runs over the same blocks of K in the same order wherever the row lies
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 import triton
 import triton.language as tl
 
-from treespec_kernels.aot.kernel_spec import KernelShape, KernelSpec
 from treespec_kernels.launch.predecessors import wait_for_predecessors
 from treespec_kernels.linear.dot import dot
-from treespec_kernels.linear.quantized_row_linear import AOT_FORMS, quantized_default
-from treespec_kernels.linear.row_linear import alignment
-from treespec_kernels.linear.row_linear_kernels import adding_spec
 
 _RUNTIME = "x values scale zero out num_rows stride_x_group stride_x_row".split()
 
@@ -112,48 +106,3 @@ def multiply_quantized(
     o_out = (i_plane * num_rows + o_m) * OUT_FEATURES
     p_out = tl.multiple_of(out + o_out[:, None] + o_f[None, :], [BYTES_OUT, BYTES_OUT])
     tl.store(p_out, b_acc, mask=m_out)
-
-
-def aot_specs(shape: KernelShape, target: str | None = None) -> list[KernelSpec]:
-    """The linear layers of a shape in their default configurations, as a decoder launches them: in the form that the
-    shape names, or in all of `AOT_FORMS`. All but qkv have their parts added by `add_splits`, however few."""
-    specs: list[KernelSpec] = []
-    for layer in shape.linear_layers:
-        out_features, in_features = layer.out_features, layer.in_features
-        for form in AOT_FORMS if shape.quantized is None else (shape.quantized,):
-            bits, group = form.bits, form.group_of(in_features)
-            config = quantized_default(shape.dtype, out_features, in_features, group, bits, target)
-            constants = {
-                "BITS": bits,
-                "GROUP": group,
-                "HAS_ZERO": form.has_zero,
-                "OUT_FEATURES": out_features,
-                "IN_FEATURES": in_features,
-                "BYTES_X": alignment(shape.dtype.itemsize, in_features),
-                "BYTES_VALUES": alignment(1, in_features * bits // 8),
-                "BYTES_OUT": alignment(4, out_features),
-                "SPLIT_K": config.split_k,
-                "BLOCK_M": config.block_m,
-                "BLOCK_N": config.block_n,
-                "BLOCK_K": config.block_k,
-                "FIXED_ORDER_DOT": False,
-                "PDL": False,
-            }
-            types = {
-                "x": f"*{shape.element}",
-                "values": "*i8" if bits == 8 else "*u8",
-                "scale": f"*{shape.element}",
-                "zero": "*i8",
-                "out": "*fp32",
-            }
-            described = {"dtype": shape.element, "out_features": out_features, "in_features": in_features}
-            spec = KernelSpec(
-                multiply_quantized,
-                types,
-                constants,
-                {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False},
-                described | {"bits": bits, "group": group, "zero": form.has_zero} | asdict(config),
-            )
-            found = [spec] if layer.name == "qkv" else [spec, adding_spec(shape, layer, config.split_k)]
-            specs += [spec for spec in found if spec not in specs]
-    return specs

@@ -5,9 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from treespec_kernels.aot.kernel_spec import KernelShape, KernelSpec
 from treespec_kernels.launch.predecessors import wait_for_predecessors
-from treespec_kernels.linear.rms_norm import block_of_hidden, warps_of_block
 
 
 @triton.jit
@@ -80,40 +78,3 @@ def norm_rows(
     if HAS_SHIFT:
         b_out += b_shift.to(tl.float32)
     tl.store(out + o_row, b_out.to(out.dtype.element_ty), mask=m_h)
-
-
-def aot_specs(shape: KernelShape, target: str | None = None) -> list[KernelSpec]:
-    """The plain norm, and the one that takes up a linear layer's partial sums, of which there may be 8."""
-    block = block_of_hidden(shape.hidden_size)
-    names = ("weight", "residual", "bias", "shift", "post_weight", "out")
-    tensors = dict.fromkeys(names, f"*{shape.element}")
-    if shape.norm == "rms_plus_one":
-        tensors |= {"weight": "*fp32", "post_weight": "*fp32"}
-    specs = []
-    for num_splits, has_residual, has_bias in ((1, False, False), (2, True, False), (8, True, True)):
-        constants: dict[str, int | bool | str] = {
-            "HIDDEN": shape.hidden_size,
-            "NUM_SPLITS": num_splits,
-            "HAS_RESIDUAL": has_residual,
-            "HAS_BIAS": has_bias,
-            "HAS_POST": shape.post_norms and has_residual,
-            "CENTRED": shape.norm == "layer",
-            "HAS_SHIFT": shape.norm == "layer",
-            "BLOCK_H": block,
-            "PDL": False,
-        }
-        specs.append(
-            KernelSpec(
-                kernel=norm_rows,
-                types=tensors | {"x": "*fp32" if has_residual else f"*{shape.element}", "eps": "fp32"},
-                constants=constants,
-                options={"num_warps": warps_of_block(block), "enable_fp_fusion": False},
-                config={
-                    "dtype": shape.element,
-                    "hidden_size": shape.hidden_size,
-                    "norm": shape.norm,
-                    "splits": num_splits,
-                },
-            )
-        )
-    return specs

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from treespec_kernels.launch.rows import alignment, check_alignment, group_stride, row_strides
 from treespec_kernels.launch.triton_launch import (
     check_last_strides,
     check_launch,
@@ -125,7 +126,7 @@ def row_linear_triton(
     }
     # An argument that is not there is never read; its place takes a tensor of the same dtype.
     added = (x if bias is None else bias, x if residual is None else residual)
-    strides = (0 if bias is None else _group_stride(bias, 2), *row_strides(residual), *row_strides(out))
+    strides = (0 if bias is None else group_stride(bias, 2), *row_strides(residual), *row_strides(out))
     if config.split_k == 1 and not isinstance(weight, QuantizedWeight):
         _multiply(x, weight, config, *added, out, strides, epilogue | {"PARTIALS": False}, pdl)
         return out
@@ -241,34 +242,6 @@ def _multiply(
         enable_fp_fusion=False,
         **launch_options(pdl),
     )
-
-
-def alignment(element_size: int, *sizes: int) -> int:
-    """16 where these numbers of elements are all multiples of 16 bytes, otherwise one element's bytes."""
-    return 16 if all(size * element_size % 16 == 0 for size in sizes) else element_size
-
-
-def _group_stride(tensor: torch.Tensor, dims_with_groups: int) -> int:
-    """The stride from one group to the next; 0 where there is only one."""
-    return tensor.stride(0) if tensor.dim() == dims_with_groups and tensor.shape[0] > 1 else 0
-
-
-def row_strides(tensor: torch.Tensor | None) -> tuple[int, int]:
-    """Strides of groups and rows; 0 where there is only one, whose stride in torch may be any number."""
-    if tensor is None:
-        return 0, 0
-    return _group_stride(tensor, 3), tensor.stride(-2) if tensor.shape[-2] > 1 else 0
-
-
-def check_alignment(multiple: int, **tensors: torch.Tensor) -> None:
-    for name, tensor in tensors.items():
-        size = tensor.element_size()
-        starts = (tensor.data_ptr(), *(stride * size for stride in row_strides(tensor)))
-        if multiple > size and any(start % multiple for start in starts):
-            raise ValueError(
-                f"{name} has rows that do not start at multiples of {multiple} bytes (address {starts[0]:#x}, strides "
-                f"{list(tensor.stride())} of {size} bytes); make it contiguous"
-            )
 
 
 def _check_out(x: torch.Tensor, out: torch.Tensor, shape: tuple[int, ...]) -> None:

@@ -8,16 +8,12 @@ in the same order with the same instruction, wherever in its tile the row lies, 
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 import triton
 import triton.language as tl
 
-from treespec_kernels.aot.kernel_spec import KernelShape, KernelSpec, LinearLayer
 from treespec_kernels.launch.pointwise import activate
 from treespec_kernels.launch.predecessors import wait_for_predecessors
 from treespec_kernels.linear.dot import dot
-from treespec_kernels.linear.row_linear import REDUCE_BLOCK, REDUCE_WARPS, RowLinearConfig, alignment
 
 _RUNTIME = (
     "x weight bias residual out partials num_rows stride_x_group stride_x_row stride_weight_group stride_bias_group "
@@ -197,77 +193,3 @@ def add_splits(
         tl.debug_barrier()
     p_out = out + group * stride_out_group + row * stride_out_row + o_f
     tl.store(tl.multiple_of(p_out, BYTES_OUT), b_y.to(out.dtype.element_ty), mask=m_f)
-
-
-def aot_specs(shape: KernelShape, target: str | None = None) -> list[KernelSpec]:
-    """The linear layers of a Llama-like shape in their default configurations, as a decoder launches them.
-
-    qkv, o and down leave partial sums where they are split; o and down add them, and the residual, in `add_splits`.
-    gate_up, or up alone where there is no gate, ends in its activation. Quantised layers are another op's.
-    """
-    specs: list[KernelSpec] = []
-    for layer in shape.linear_layers if shape.quantized is None else ():
-        out_features, in_features = layer.out_features, layer.in_features
-        config = RowLinearConfig.default(shape.dtype, out_features, in_features, layer.silu_gate, target)
-        is_split = config.split_k > 1
-        epilogue = _epilogue(shape, layer)
-        described = {"dtype": shape.element, "out_features": out_features, "in_features": in_features}
-        described["activation"] = epilogue["ACTIVATION"]
-        multiply = epilogue | {
-            "OUT_FEATURES": out_features,
-            "SPLIT_K": config.split_k,
-            "STRIDE_WEIGHT": in_features,
-            "IN_FEATURES": in_features,
-            "BYTES_IN": alignment(shape.dtype.itemsize, in_features),
-            "PARTIALS": is_split,
-            "BLOCK_M": config.block_m,
-            "BLOCK_N": config.block_n,
-            "BLOCK_K": config.block_k,
-            "FIXED_ORDER_DOT": False,
-        }
-        if is_split:
-            multiply |= {"BYTES_OUT": alignment(4, out_features), "SILU_GATE": False, "HAS_RESIDUAL": False}
-            multiply |= {"ACTIVATION": "none", "HAS_BIAS": False}
-        found = [
-            KernelSpec(
-                multiply_rows,
-                _types(shape) | ({"out": "*fp32"} if is_split else {}),
-                multiply,
-                {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False},
-                described | asdict(config),
-            )
-        ]
-        if is_split and layer.name != "qkv":
-            found.append(adding_spec(shape, layer, config.split_k))
-        specs += [spec for spec in found if spec not in specs]
-    return specs
-
-
-def adding_spec(shape: KernelShape, layer: LinearLayer, split_k: int) -> KernelSpec:
-    """`add_splits` behind a layer of that shape."""
-    features = layer.out_features // 2 if layer.silu_gate else layer.out_features
-    constants = _epilogue(shape, layer) | {
-        "OUT_FEATURES": layer.out_features,
-        "SPLIT_K": split_k,
-        "BYTES_PARTIAL": alignment(4, features),
-        "BLOCK_F": REDUCE_BLOCK,
-    }
-    launch = {"num_warps": REDUCE_WARPS, "enable_fp_fusion": False}
-    return KernelSpec(add_splits, _types(shape), constants, launch, {"dtype": shape.element} | constants)
-
-
-def _epilogue(shape: KernelShape, layer: LinearLayer) -> dict[str, int | bool | str]:
-    features = layer.out_features // 2 if layer.silu_gate else layer.out_features
-    return {
-        "BYTES_OUT": alignment(shape.dtype.itemsize, features),
-        "SILU_GATE": layer.silu_gate,
-        "ACTIVATION": shape.activation if layer.name.endswith("up") else "none",
-        "HAS_BIAS": shape.norm == "layer" and layer.name != "qkv",
-        "HAS_RESIDUAL": layer.name in ("o", "down"),
-        "PDL": False,
-    }
-
-
-def _types(shape: KernelShape) -> dict[str, str]:
-    names = ("x", "weight", "bias", "residual", "out")
-    return dict.fromkeys(names, f"*{shape.element}") | {"partials": "*fp32"}

@@ -9,8 +9,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from treespec_kernels.aot.kernel_spec import KernelShape, KernelSpec
-
 
 @triton.jit
 def gumbel_integers(o_block, seed, sample, position):
@@ -105,24 +103,3 @@ def choose_of_blocks(
     value, i_block = tl.max(values, axis=0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(tokens + row, tl.load(best_tokens + row * NUM_BLOCKS + i_block).to(tl.int64))
     tl.store(finite + row, (value > float("-inf")) & (value < float("inf")))
-
-
-def aot_specs(shape: KernelShape, target: str | None = None) -> list[KernelSpec]:
-    """What a model of this shape launches."""
-    from treespec_kernels.sampling.coupled_choice import BLOCK_V, NUM_WARPS, block_of_blocks
-
-    types = dict.fromkeys(("seeds", "samples", "positions", "tokens"), "*i64") | {
-        "scores": f"*{shape.element}",
-        "temperatures": "*fp32",
-        "best_values": "*fp32",
-        "finite": "*i1",
-        "vocab": "i32",
-    }
-    num_blocks = -(-shape.vocab_size // BLOCK_V)
-    of_blocks = {"NUM_BLOCKS": num_blocks, "BLOCK_B": block_of_blocks(shape.vocab_size)}
-    config = {"dtype": shape.element, "vocab_size": shape.vocab_size}
-    options = {"num_warps": NUM_WARPS, "enable_fp_fusion": False}
-    return [
-        KernelSpec(choose_in_blocks, types, {"BLOCK_V": BLOCK_V}, options, config),
-        KernelSpec(choose_of_blocks, types, of_blocks, options | {"num_warps": 1}, config),
-    ]

@@ -10,10 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from treespec_kernels.aot.kernel_spec import KernelShape, KernelSpec
 from treespec_kernels.linear.lm_head_kernels import summary
 from treespec_kernels.sampling.coupled_choice_kernels import coupled_values
-from treespec_kernels.sampling.row_topk import BLOCK, MAX_K, SELECT_WARPS, SPAN, SUMMARY_WARPS, selection_sizes
 
 _TAKEN = tl.constexpr(-(2**63))  # below the key of every number, -inf included
 
@@ -149,22 +147,3 @@ def select_of_blocks(
             b_keys = tl.where(o_k == i, key, b_keys)
         tl.store(tokens + row * K + o_k, _index_of(b_keys), mask=o_k < K)
         tl.store(values + row * K + o_k, _value_of(b_keys), mask=o_k < K)
-
-
-def aot_specs(shape: KernelShape, target: str | None = None) -> list[KernelSpec]:
-    """The summary with and without noise, and the selection of the best and of the most tokens, with and without."""
-    numbers = dict.fromkeys(("seeds", "samples", "positions"), "*i64")
-    floats = dict.fromkeys(("temperatures", "best_values", "sums", "values", "lse"), "*fp32")
-    types = numbers | floats | {"logits": f"*{shape.element}", "finite": "*i1"}
-    summary_options = {"num_warps": SUMMARY_WARPS, "enable_fp_fusion": False}
-    select_options = {"num_warps": SELECT_WARPS, "enable_fp_fusion": False}
-    described = {"dtype": shape.element, "vocab_size": shape.vocab_size, "block": BLOCK}
-    specs = []
-    for noisy in (False, True):
-        span = {"NOISY": noisy, "VOCAB": shape.vocab_size, "BLOCK": BLOCK, "SPAN": SPAN}
-        specs.append(KernelSpec(summarise_blocks, types, span, summary_options, described | {"noisy": noisy}))
-        for k in sorted({1, min(MAX_K, shape.vocab_size)}):
-            sizes = {"NOISY": noisy} | selection_sizes(shape.vocab_size, k, BLOCK)
-            config = described | {"noisy": noisy, "k": k}
-            specs.append(KernelSpec(select_of_blocks, types, sizes, select_options, config))
-    return specs

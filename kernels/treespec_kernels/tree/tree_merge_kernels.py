@@ -5,10 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from treespec_kernels.aot.kernel_spec import KernelShape, KernelSpec
-from treespec_kernels.tree.device_trees import block_of
-from treespec_kernels.tree.tree_merge import blocks_of, warps_of
-
 
 @triton.jit
 def shares_of(tokens, probs, weight, mask):
@@ -156,20 +152,3 @@ def merge_level(
     tl.store(frontier_slots + p_f, next_slot, mask=m_f)
     tl.store(p_ancestors + o_f[:, None] * (MAX_DEPTH + 1), tl.where(m_above, above, next_slot[:, None]), mask=m_w)
     tl.store(levels + request, level + 1)
-
-
-def aot_specs(shape: KernelShape, target: str | None = None) -> list[KernelSpec]:
-    """A usual round and a large one. Trees know nothing of the model, so every shape gives the same."""
-    specs = []
-    for num_ssms, frontier, proposals in ((4, 8, 8), (4, 16, 8)):
-        constants = blocks_of(num_ssms, frontier, proposals, 4)
-        specs.append(
-            KernelSpec(
-                kernel=merge_level,
-                types=dict.fromkeys(("probs", "weights", "cand_values", "frontier_values"), "*fp32"),
-                constants=constants | {"MAX_DEPTH": 12, "BLOCK_W": block_of(13)},
-                options={"num_warps": warps_of(constants), "enable_fp_fusion": False},
-                config={"num_ssms": num_ssms, "frontier": frontier, "proposals": proposals},
-            )
-        )
-    return specs

@@ -5,10 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from treespec_kernels.aot.kernel_spec import KernelShape, KernelSpec
-from treespec_kernels.tree.device_trees import block_of
-from treespec_kernels.tree.tree_root import BLOCK_Q, NUM_WARPS
-
 
 @triton.jit
 def start_round(
@@ -61,25 +57,3 @@ def start_round(
             frontier_ancestors + p_f[:, None] * WIDTH + o_w[None, :], tl.zeros((BLOCK_F, BLOCK_W), tl.int32), mask=m_w
         )
         tl.store(levels + request, 0)
-
-
-def aot_specs(shape: KernelShape, target: str | None = None) -> list[KernelSpec]:
-    """Trees know nothing of the model but its tokens, so every shape gives the same."""
-    frontier, depth, candidates = 8, 12, 3072
-    constants = {
-        "CANDIDATES": candidates,
-        "FRONTIER": frontier,
-        "WIDTH": depth + 1,
-        "BLOCK_Q": BLOCK_Q,
-        "BLOCK_F": block_of(frontier),
-        "BLOCK_W": block_of(depth + 1),
-    }
-    return [
-        KernelSpec(
-            kernel=start_round,
-            types=dict.fromkeys(("cand_values", "frontier_values"), "*fp32"),
-            constants=constants,
-            options={"num_warps": NUM_WARPS, "enable_fp_fusion": False},
-            config={"frontier": frontier, "max_depth": depth, "candidates": candidates},
-        )
-    ]

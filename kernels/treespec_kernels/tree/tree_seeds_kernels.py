@@ -5,8 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from treespec_kernels.aot.kernel_spec import KernelShape, KernelSpec
-
 
 @triton.jit
 def propose_seeds(
@@ -73,24 +71,3 @@ def propose_seeds(
         prob = tl.max(tl.where(is_next, seed_prob[None, :], 0.0), axis=1)
         tl.store(tokens + request * stride_tokens_request + o_f * stride_tokens_node + c, said, mask=m_f)
         tl.store(probs + request * stride_probs_request + o_f * stride_probs_node + c, prob, mask=m_f)
-
-
-def aot_specs(shape: KernelShape, target: str | None = None) -> list[KernelSpec]:
-    """The batches that captured rounds make. Trees know nothing of the model, so every shape gives the same."""
-    constants: dict[str, int | bool] = {
-        "SEEDS": 32,
-        "FRONTIER": 8,
-        "PROPOSALS": 8,
-        "CANDIDATES": 3072,
-        "BLOCK_S": 32,
-        "BLOCK_F": 8,
-    }
-    return [
-        KernelSpec(
-            kernel=propose_seeds,
-            types=dict.fromkeys(("seed_probs", "probs"), "*fp32"),
-            constants=constants,
-            options={"num_warps": 1, "enable_fp_fusion": False},
-            config={"seeds": 32, "frontier": 8, "proposals": 8},
-        )
-    ]

@@ -5,9 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from treespec_kernels.aot.kernel_spec import KernelShape, KernelSpec
-from treespec_kernels.tree.tree_select import blocks_of, warps_of
-
 
 @triton.jit
 def select_nodes(
@@ -112,20 +109,3 @@ def select_nodes(
         ancestors = tl.where(o_w[None, :] == depth[:, None] - i, up[:, None], ancestors)
     m_w = m_n[:, None] & (o_w <= MAX_DEPTH)[None, :]
     tl.store(tree_ancestors + p_n[:, None] * (MAX_DEPTH + 1) + o_w[None, :], ancestors, mask=m_w)
-
-
-def aot_specs(shape: KernelShape, target: str | None = None) -> list[KernelSpec]:
-    """A usual round and the largest. Trees know nothing of the model, so every shape gives the same."""
-    specs = []
-    for candidates, max_depth, max_nodes in ((256, 12, 64), (512, 8, 256)):
-        constants = blocks_of(candidates, max_depth, max_nodes)
-        specs.append(
-            KernelSpec(
-                kernel=select_nodes,
-                types=dict.fromkeys(("cand_values", "least_values", "tree_values"), "*fp32"),
-                constants=constants,
-                options={"num_warps": warps_of(constants), "enable_fp_fusion": False},
-                config={"candidates": candidates, "max_depth": max_depth, "max_nodes": max_nodes},
-            )
-        )
-    return specs

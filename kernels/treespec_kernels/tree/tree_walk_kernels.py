@@ -5,9 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from treespec_kernels.aot.kernel_spec import KernelShape, KernelSpec
-from treespec_kernels.tree.tree_walk import blocks_of, warps_of
-
 
 @triton.jit
 def walk_down(
@@ -73,20 +70,3 @@ def walk_down(
     tl.store(paths + p_w, zero, mask=m_beyond)
     tl.store(tokens + p_w, zero - 1, mask=m_beyond)
     tl.store(slots + p_w, zero, mask=(o_w >= slot_len) & (o_w < WIDTH))
-
-
-def aot_specs(shape: KernelShape, target: str | None = None) -> list[KernelSpec]:
-    """A usual round and the largest. Trees know nothing of the model, so every shape gives the same."""
-    specs = []
-    for max_depth, max_nodes in ((12, 64), (12, 256)):
-        constants = blocks_of(max_depth, max_nodes)
-        specs.append(
-            KernelSpec(
-                kernel=walk_down,
-                types={"choices": "*i64", "finite": "*i1"},
-                constants=constants,
-                options={"num_warps": warps_of(constants), "enable_fp_fusion": False},
-                config={"max_depth": max_depth, "max_nodes": max_nodes},
-            )
-        )
-    return specs

@@ -202,15 +202,15 @@ def versions_of(device_name: str, op: str) -> dict[str, str]:
 
 def source_hash(op: str) -> str:
     """Of the op's kernels and of the files of this package that they import; "none" where the op has no kernels."""
-    modules = kernel_modules()
-    if op not in modules:
+    names = list(kernel_modules().get(op, ()))
+    if not names:
         return "none"
-    names, digest = [modules[op]], hashlib.sha256()
+    digest = hashlib.sha256()
     for name in names:
         text = module_file(name).read_text(encoding="utf-8")
         digest.update(text.encode())
-        found = re.findall(r"^from (treespec_kernels\.[\w.]+) import", text, flags=re.MULTILINE)
-        names += sorted({each for each in found if not each.startswith("treespec_kernels.aot.")} - {*names})
+        imported = re.findall(r"^from (treespec_kernels\.[\w.]+) import", text, flags=re.MULTILINE)
+        names += [each for each in imported if each not in names]
     return digest.hexdigest()[:16]
 
 

@@ -1,0 +1,26 @@
+"""Specs of every op: which kernels it compiles for a model's shape, and with which constants. Needs triton."""
+
+from collections.abc import Callable
+
+from treespec_kernels.aot.kernel_spec import KernelShape, KernelSpec
+from treespec_kernels.aot.specs import attention_specs, linear_specs, pdl_specs, sampling_specs, tree_specs
+
+SPECS: dict[str, Callable[[KernelShape, str | None], list[KernelSpec]]] = {
+    "coupled_choice": sampling_specs.coupled_choice,
+    "kv_commit": attention_specs.kv_commit,
+    "lm_head": linear_specs.lm_head,
+    "pass_layout": attention_specs.pass_layout,
+    "programmatic_launch": pdl_specs.programmatic_launch,
+    "qkv_rope": attention_specs.qkv_rope,
+    "quantized_row_linear": linear_specs.quantized_row_linear,
+    "rms_norm": linear_specs.rms_norm,
+    "row_linear": linear_specs.row_linear,
+    "row_topk": sampling_specs.row_topk,
+    "tree_attention": attention_specs.tree_attention,
+    "tree_attention_masked": attention_specs.tree_attention_masked,
+    "tree_merge": tree_specs.tree_merge,
+    "tree_root": tree_specs.tree_root,
+    "tree_seeds": tree_specs.tree_seeds,
+    "tree_select": tree_specs.tree_select,
+    "tree_walk": tree_specs.tree_walk,
+}

@@ -1,0 +1,195 @@
+"""Specs of the linear layers, the norms and the LM head."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from treespec_kernels.aot.kernel_spec import AOT_FORMS, KernelShape, KernelSpec, LinearLayer
+from treespec_kernels.launch.rows import alignment
+from treespec_kernels.linear.lm_head import LmHeadConfig
+from treespec_kernels.linear.lm_head_kernels import project_to_vocab
+from treespec_kernels.linear.quantized_row_linear import quantized_default
+from treespec_kernels.linear.quantized_row_linear_kernels import multiply_quantized
+from treespec_kernels.linear.rms_norm import block_of_hidden, warps_of_block
+from treespec_kernels.linear.rms_norm_kernels import norm_rows
+from treespec_kernels.linear.row_linear import REDUCE_BLOCK, REDUCE_WARPS
+from treespec_kernels.linear.row_linear_config import RowLinearConfig
+from treespec_kernels.linear.row_linear_kernels import add_splits, multiply_rows
+
+
+def row_linear(shape: KernelShape, target: str | None) -> list[KernelSpec]:
+    """The linear layers of a Llama-like shape in their default configurations, as a decoder launches them.
+
+    qkv, o and down leave partial sums where they are split; o and down add them, and the residual, in `add_splits`.
+    gate_up, or up alone where there is no gate, ends in its activation. None for a quantised shape.
+    """
+    specs: list[KernelSpec] = []
+    for layer in shape.linear_layers if shape.quantized is None else ():
+        out_features, in_features = layer.out_features, layer.in_features
+        config = RowLinearConfig.default(shape.dtype, out_features, in_features, layer.silu_gate, target)
+        is_split = config.split_k > 1
+        epilogue = _epilogue(shape, layer)
+        described = {"dtype": shape.element, "out_features": out_features, "in_features": in_features}
+        described["activation"] = epilogue["ACTIVATION"]
+        multiply = epilogue | {
+            "OUT_FEATURES": out_features,
+            "SPLIT_K": config.split_k,
+            "STRIDE_WEIGHT": in_features,
+            "IN_FEATURES": in_features,
+            "BYTES_IN": alignment(shape.dtype.itemsize, in_features),
+            "PARTIALS": is_split,
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "BLOCK_K": config.block_k,
+            "FIXED_ORDER_DOT": False,
+        }
+        if is_split:
+            multiply |= {"BYTES_OUT": alignment(4, out_features), "SILU_GATE": False, "HAS_RESIDUAL": False}
+            multiply |= {"ACTIVATION": "none", "HAS_BIAS": False}
+        found = [
+            KernelSpec(
+                multiply_rows,
+                _row_linear_types(shape) | ({"out": "*fp32"} if is_split else {}),
+                multiply,
+                {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False},
+                described | asdict(config),
+            )
+        ]
+        if is_split and layer.name != "qkv":
+            found.append(_add_splits_spec(shape, layer, config.split_k))
+        specs += [spec for spec in found if spec not in specs]
+    return specs
+
+
+def quantized_row_linear(shape: KernelShape, target: str | None) -> list[KernelSpec]:
+    """The quantised linear layers of a shape in their default configurations, as a decoder launches them: in the
+    shape's form, or in all of `AOT_FORMS`. The splits of all but qkv are added by `add_splits`, even a single one."""
+    specs: list[KernelSpec] = []
+    for layer in shape.linear_layers:
+        out_features, in_features = layer.out_features, layer.in_features
+        for form in AOT_FORMS if shape.quantized is None else (shape.quantized,):
+            bits, group = form.bits, form.group_of(in_features)
+            config = quantized_default(shape.dtype, out_features, in_features, group, bits, target)
+            constants = {
+                "BITS": bits,
+                "GROUP": group,
+                "HAS_ZERO": form.has_zero,
+                "OUT_FEATURES": out_features,
+                "IN_FEATURES": in_features,
+                "BYTES_X": alignment(shape.dtype.itemsize, in_features),
+                "BYTES_VALUES": alignment(1, in_features * bits // 8),
+                "BYTES_OUT": alignment(4, out_features),
+                "SPLIT_K": config.split_k,
+                "BLOCK_M": config.block_m,
+                "BLOCK_N": config.block_n,
+                "BLOCK_K": config.block_k,
+                "FIXED_ORDER_DOT": False,
+                "PDL": False,
+            }
+            types = {
+                "x": f"*{shape.element}",
+                "values": "*i8" if bits == 8 else "*u8",
+                "scale": f"*{shape.element}",
+                "zero": "*i8",
+                "out": "*fp32",
+            }
+            described = {"dtype": shape.element, "out_features": out_features, "in_features": in_features}
+            spec = KernelSpec(
+                multiply_quantized,
+                types,
+                constants,
+                {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False},
+                described | {"bits": bits, "group": group, "zero": form.has_zero} | asdict(config),
+            )
+            found = [spec] if layer.name == "qkv" else [spec, _add_splits_spec(shape, layer, config.split_k)]
+            specs += [spec for spec in found if spec not in specs]
+    return specs
+
+
+def rms_norm(shape: KernelShape, target: str | None) -> list[KernelSpec]:
+    """The norm alone, and the norm of a residual with a linear layer's partial sums of 2 and 8 splits."""
+    block = block_of_hidden(shape.hidden_size)
+    names = ("weight", "residual", "bias", "shift", "post_weight", "out")
+    tensors = dict.fromkeys(names, f"*{shape.element}")
+    if shape.norm == "rms_plus_one":
+        tensors |= {"weight": "*fp32", "post_weight": "*fp32"}
+    return [
+        KernelSpec(
+            kernel=norm_rows,
+            types=tensors | {"x": "*fp32" if has_residual else f"*{shape.element}", "eps": "fp32"},
+            constants={
+                "HIDDEN": shape.hidden_size,
+                "NUM_SPLITS": num_splits,
+                "HAS_RESIDUAL": has_residual,
+                "HAS_BIAS": has_bias,
+                "HAS_POST": shape.post_norms and has_residual,
+                "CENTRED": shape.norm == "layer",
+                "HAS_SHIFT": shape.norm == "layer",
+                "BLOCK_H": block,
+                "PDL": False,
+            },
+            options={"num_warps": warps_of_block(block), "enable_fp_fusion": False},
+            config={
+                "dtype": shape.element,
+                "hidden_size": shape.hidden_size,
+                "norm": shape.norm,
+                "splits": num_splits,
+            },
+        )
+        for num_splits, has_residual, has_bias in ((1, False, False), (2, True, False), (8, True, True))
+    ]
+
+
+def lm_head(shape: KernelShape, target: str | None) -> list[KernelSpec]:
+    """The default configuration for the model's vocabulary."""
+    config = LmHeadConfig.default(shape.dtype, shape.vocab_size, shape.hidden_size)
+    sizes = {"vocab_size": shape.vocab_size, "hidden_size": shape.hidden_size, "cap": shape.capped}
+    return [
+        KernelSpec(
+            kernel=project_to_vocab,
+            types=dict.fromkeys(("x", "weight", "logits"), f"*{shape.element}")
+            | {"best_values": "*fp32", "sums": "*fp32", "logit_cap": "fp32"},
+            constants={
+                "VOCAB": shape.vocab_size,
+                "HIDDEN": shape.hidden_size,
+                "HAS_CAP": shape.capped,
+                "BLOCK_M": config.block_m,
+                "BLOCK_N": config.block_n,
+                "BLOCK_K": config.block_k,
+                "FIXED_ORDER_DOT": False,
+                "PDL": False,
+            },
+            options={"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False},
+            config={"dtype": shape.element} | sizes | asdict(config),
+        )
+    ]
+
+
+def _add_splits_spec(shape: KernelShape, layer: LinearLayer, split_k: int) -> KernelSpec:
+    """`add_splits` after a layer of that shape."""
+    features = layer.out_features // 2 if layer.silu_gate else layer.out_features
+    constants = _epilogue(shape, layer) | {
+        "OUT_FEATURES": layer.out_features,
+        "SPLIT_K": split_k,
+        "BYTES_PARTIAL": alignment(4, features),
+        "BLOCK_F": REDUCE_BLOCK,
+    }
+    launch = {"num_warps": REDUCE_WARPS, "enable_fp_fusion": False}
+    return KernelSpec(add_splits, _row_linear_types(shape), constants, launch, {"dtype": shape.element} | constants)
+
+
+def _epilogue(shape: KernelShape, layer: LinearLayer) -> dict[str, int | bool | str]:
+    features = layer.out_features // 2 if layer.silu_gate else layer.out_features
+    return {
+        "BYTES_OUT": alignment(shape.dtype.itemsize, features),
+        "SILU_GATE": layer.silu_gate,
+        "ACTIVATION": shape.activation if layer.name.endswith("up") else "none",
+        "HAS_BIAS": shape.norm == "layer" and layer.name != "qkv",
+        "HAS_RESIDUAL": layer.name in ("o", "down"),
+        "PDL": False,
+    }
+
+
+def _row_linear_types(shape: KernelShape) -> dict[str, str]:
+    names = ("x", "weight", "bias", "residual", "out")
+    return dict.fromkeys(names, f"*{shape.element}") | {"partials": "*fp32"}

@@ -1,0 +1,47 @@
+"""Specs of the sampling ops: coupled choice and row top-k."""
+
+from __future__ import annotations
+
+from treespec_kernels.aot.kernel_spec import KernelShape, KernelSpec
+from treespec_kernels.sampling import coupled_choice as choice
+from treespec_kernels.sampling import row_topk as topk
+from treespec_kernels.sampling.coupled_choice_kernels import choose_in_blocks, choose_of_blocks
+from treespec_kernels.sampling.row_topk_kernels import select_of_blocks, summarise_blocks
+
+
+def coupled_choice(shape: KernelShape, target: str | None) -> list[KernelSpec]:
+    """The choice in blocks of the vocabulary, and the choice among the blocks."""
+    types = dict.fromkeys(("seeds", "samples", "positions", "tokens"), "*i64") | {
+        "scores": f"*{shape.element}",
+        "temperatures": "*fp32",
+        "best_values": "*fp32",
+        "finite": "*i1",
+        "vocab": "i32",
+    }
+    num_blocks = -(-shape.vocab_size // choice.BLOCK_V)
+    of_blocks = {"NUM_BLOCKS": num_blocks, "BLOCK_B": choice.block_of_blocks(shape.vocab_size)}
+    config = {"dtype": shape.element, "vocab_size": shape.vocab_size}
+    options = {"num_warps": choice.NUM_WARPS, "enable_fp_fusion": False}
+    return [
+        KernelSpec(choose_in_blocks, types, {"BLOCK_V": choice.BLOCK_V}, options, config),
+        KernelSpec(choose_of_blocks, types, of_blocks, options | {"num_warps": 1}, config),
+    ]
+
+
+def row_topk(shape: KernelShape, target: str | None) -> list[KernelSpec]:
+    """The summary of blocks, and the selection of 1 and of the most tokens; each with and without noise."""
+    numbers = dict.fromkeys(("seeds", "samples", "positions"), "*i64")
+    floats = dict.fromkeys(("temperatures", "best_values", "sums", "values", "lse"), "*fp32")
+    types = numbers | floats | {"logits": f"*{shape.element}", "finite": "*i1"}
+    summary_options = {"num_warps": topk.SUMMARY_WARPS, "enable_fp_fusion": False}
+    select_options = {"num_warps": topk.SELECT_WARPS, "enable_fp_fusion": False}
+    described = {"dtype": shape.element, "vocab_size": shape.vocab_size, "block": topk.BLOCK}
+    specs = []
+    for noisy in (False, True):
+        span = {"NOISY": noisy, "VOCAB": shape.vocab_size, "BLOCK": topk.BLOCK, "SPAN": topk.SPAN}
+        specs.append(KernelSpec(summarise_blocks, types, span, summary_options, described | {"noisy": noisy}))
+        for k in sorted({1, min(topk.MAX_K, shape.vocab_size)}):
+            sizes = {"NOISY": noisy} | topk.selection_sizes(shape.vocab_size, k, topk.BLOCK)
+            config = described | {"noisy": noisy, "k": k}
+            specs.append(KernelSpec(select_of_blocks, types, sizes, select_options, config))
+    return specs

@@ -13,7 +13,7 @@ from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
 from tests.models import VOCAB
-from tests.quantized import needs_compiler
+from tests.quantized_checkpoints import needs_compiler
 from tests.sampled import NAIVE, TREE
 from tests.speech import speaking_folder, speaking_llm
 from treespec import LLM, RequestOutput, SamplingParams, SpecConfig, StructuredOutputsParams

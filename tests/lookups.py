@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.models import new_folder
-from tests.quantized import needs_compiler
+from tests.quantized_checkpoints import needs_compiler
 from treespec import SpecConfig
 from treespec.drafters.lookup.lookup_drafter import LookupDrafter
 from treespec.request import Request

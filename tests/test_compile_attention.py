@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.quantized import needs_compiler
+from tests.quantized_checkpoints import needs_compiler
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
 from treespec_kernels.cpu.cpu_library import find_compiler
 from treespec_kernels.cpu.decoder_cpu import (

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.families import TYPICAL, make_model
 from tests.models import VOCAB, greedy, make_draft, new_folder, open_llm, random_prompts, tiny
-from tests.quantized import needs_compiler
+from tests.quantized_checkpoints import needs_compiler
 from tests.test_compile_families import fitting
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.drafters.ssm.forest import Forest

@@ -12,7 +12,7 @@ import torch
 from tests.exactness import differences, run
 from tests.families import CASES, TYPICAL, VOCAB, WINDOW, Case, make_model
 from tests.models import OracleDrafter, greedy, make_draft, new_folder, open_llm, random_prompts
-from tests.quantized import needs_compiler
+from tests.quantized_checkpoints import needs_compiler
 from tests.test_decoder_parity import our_logits
 from treespec import SpecConfig
 from treespec.planning import cost_measurement as costs

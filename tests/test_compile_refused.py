@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.models import CURVE, make_llama, new_folder, tiny
-from tests.quantized import needs_compiler
+from tests.quantized_checkpoints import needs_compiler
 from treespec import LLM
 from treespec.errors import ConfigError, ExactnessError, KernelError
 from treespec.models.decoder import Decoder

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.models import tiny
-from tests.quantized import needs_compiler
+from tests.quantized_checkpoints import needs_compiler
 from treespec_kernels.cpu.cpu_library import compile_library, find_compiler
 from treespec_kernels.cpu.file_lock import shared_work
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.models import new_folder, tree_of
-from tests.quantized import needs_compiler
+from tests.quantized_checkpoints import needs_compiler
 from treespec.drafters.ssm.compiled_forest import CompiledForest
 from treespec.drafters.ssm.forest import Forest, Laws, Shape, combine
 from treespec.drafters.ssm.ssm_state import grown_masks

@@ -8,7 +8,7 @@ import pytest
 
 from tests.lookups import BOTH, PAST, WAYS, New, children_of, compiled_history, paths_of, propose, request_of, write
 from tests.models import random_prompts
-from tests.quantized import needs_compiler
+from tests.quantized_checkpoints import needs_compiler
 from treespec import SpecConfig
 from treespec.drafters.lookup.history import History
 from treespec.drafters.lookup.lookup_drafter import NAMES, PRIOR_TRIALS, PROMPT_TAIL, LookupDrafter

@@ -6,7 +6,7 @@ import pytest
 from tests.exactness import differences, run
 from tests.lookups import LOOKUP, PAST, WAYS, New, compiled, numpy, paths_of, propose, request_of
 from tests.models import greedy, random_prompts, tiny_llm
-from tests.quantized import needs_compiler
+from tests.quantized_checkpoints import needs_compiler
 from treespec import SpecConfig
 from treespec.drafters.lookup.lookup_drafter import FADING_ROUNDS, REACH, LookupDrafter, find_matches
 from treespec.request import Request

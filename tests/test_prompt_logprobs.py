@@ -16,7 +16,7 @@ from tests.architectures import open_adapter_llm, saved
 from tests.families import MAX_LEN, TYPICAL, make_model
 from tests.families import VOCAB as FAMILY_VOCAB
 from tests.models import VOCAB, greedy, new_folder, open_llm, random_prompts, tiny, tiny_llm
-from tests.quantized import needs_compiler
+from tests.quantized_checkpoints import needs_compiler
 from tests.sampled import idle
 from tests.speech import checked, speaking_llm
 from treespec import LLM, RequestOutput, SamplingParams, SpecConfig

@@ -11,7 +11,7 @@ import torch
 from tests.child import run_cases
 from tests.exactness import differences, run
 from tests.models import greedy, make_llama, new_folder, open_llm, random_prompts, tiny
-from tests.quantized import needs_compiler, quantize_folder
+from tests.quantized_checkpoints import needs_compiler, quantize_folder
 from treespec import LLM, SpecConfig
 from treespec.errors import ConfigError
 from treespec.models.quantized_weights import weight_bytes

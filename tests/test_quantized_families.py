@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from tests.exactness import differences, run
 from tests.families import TYPICAL, VOCAB, Case, make_model
 from tests.models import OracleDrafter, greedy, open_llm, random_prompts
-from tests.quantized import needs_compiler
+from tests.quantized_checkpoints import needs_compiler
 from tests.test_decoder_parity import our_logits
 from treespec import SpecConfig
 from treespec.errors import KernelError

@@ -8,7 +8,7 @@ import torch
 
 from tests.child import run_cases
 from tests.models import new_folder
-from tests.quantized import needs_compiler
+from tests.quantized_checkpoints import needs_compiler
 from treespec_kernels.aot.kernel_spec import AOT_FORMS
 from treespec_kernels.cpu.cpu_library import find_compiler
 from treespec_kernels.cpu.decoder_cpu import PackedLinear, build

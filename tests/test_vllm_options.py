@@ -15,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PrefixConstrainedLogitsProcessor, PreTrainedTokenizerFast
 
 from tests.models import greedy, open_llm, random_prompts, tiny, tiny_llm
-from tests.quantized import quantize_folder
+from tests.quantized_checkpoints import quantize_folder
 from tests.speech import END, speaking_folder, speaking_llm
 from treespec import LLM, SamplingParams
 from treespec.errors import ConfigError, RequestError

@@ -8,7 +8,7 @@ import torch
 
 from tests.interpreted.tuning_cases import NAME
 from tests.models import greedy, make_draft, make_llama, new_folder, open_llm, random_prompts
-from tests.quantized import quantize_folder
+from tests.quantized_checkpoints import quantize_folder
 from treespec import SpecConfig
 from treespec.graphs.batch_round import BatchRound
 from treespec_kernels.linear.quantized import QuantizedWeight

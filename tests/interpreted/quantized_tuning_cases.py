@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.interpreted.tuning_cases import NAME, PlannedClock
 from tests.models import make_draft, make_llama, new_folder
-from tests.quantized import quantize_folder
+from tests.quantized_checkpoints import quantize_folder
 from treespec.cache import KVCache
 from treespec.cli.kernels import Sizes, shapes_of
 from treespec.config import ModelConfig

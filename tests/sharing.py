@@ -73,7 +73,7 @@ def drive(llm: LLM, requests: Sequence[Request], change: Any = part_ways) -> Dri
             return pages
 
         with mock.patch.object(engine, "step", watched), mock.patch.object(engine.cache, "reserve", counted):
-            for _ in llm._run(requests):
+            for _ in llm._rounds.run(requests):
                 pass
     assert engine.scheduler.is_idle
     return driven

@@ -20,7 +20,7 @@ from treespec import LLM
 from treespec.cli import app, curves
 from treespec.planning import cost_measurement as costs
 from treespec.planning.round_costs import CostCurve
-from treespec.startup.assemble import _compare_threads
+from treespec.startup.start_costs import warn_of_threads
 from treespec_kernels.aot import compiler as aot
 from treespec_kernels.aot.compile_jobs import run_in_processes
 from treespec_kernels.linear.quantized import WeightForm
@@ -192,9 +192,9 @@ def test_the_engine_says_that_other_threads_are_faster(caplog: pytest.LogCapture
     said = [record.getMessage() for record in caplog.records if "OMP_NUM_THREADS" in record.getMessage()]
     assert len(said) == 1 and f"set OMP_NUM_THREADS={THREADS + 1}" in said[0] and "200 ms" in said[0]
     caplog.clear()
-    _compare_threads({1: 0.1, 2: 0.095}, 1)  # as good as equal
-    _compare_threads({2: 0.1, 4: 0.2}, 1)  # this number was not measured
-    _compare_threads({1: 0.1, 2: 0.2}, 1)
+    warn_of_threads({1: 0.1, 2: 0.095}, 1)  # as good as equal
+    warn_of_threads({2: 0.1, 4: 0.2}, 1)  # this number was not measured
+    warn_of_threads({1: 0.1, 2: 0.2}, 1)
     assert not caplog.records
 
 

@@ -162,7 +162,7 @@ def test_auto_takes_the_eager_pass_where_the_compiled_one_is_not_exact(caplog: p
         return ["row 1 of 2 differs"] if decoder.linear == "compiled" else []
 
     with (
-        mock.patch("treespec.startup.assemble.differing_rows", differing),
+        mock.patch("treespec.startup.target.differing_rows", differing),
         mock.patch("treespec.planning.cost_measurement.load", lambda key: CURVE),
     ):
         llm = LLM(tiny(torch.bfloat16)[0], device="cpu", max_num_seqs=1, max_model_len=64)
@@ -178,7 +178,7 @@ def test_auto_pads_passes_where_no_linear_layer_is_row_invariant(caplog: pytest.
         return ["row 1 of 2 differs"] if decoder.linear in ("compiled", "onednn") else []
 
     with (
-        mock.patch("treespec.startup.assemble.differing_rows", differing),
+        mock.patch("treespec.startup.target.differing_rows", differing),
         mock.patch("treespec.planning.cost_measurement.load", lambda key: CURVE),
     ):
         llm = LLM(tiny()[0], device="cpu", max_num_seqs=1, max_model_len=64)

@@ -61,7 +61,7 @@ def test_sampled_tokens(compile: bool) -> None:
 def test_the_embedded_models_keep_their_tokens(quantization: str, compile: bool) -> None:
     with (
         mock.patch("treespec.planning.cost_measurement.load", return_value=None),
-        mock.patch("treespec.startup.assemble.START_SECONDS", 0.05),
+        mock.patch("treespec.startup.start_costs.START_SECONDS", 0.05),
     ):
         llm = LLM(device="cpu", max_num_seqs=3, max_model_len=256, quantization=quantization, compile=compile)
     prompts = ["def fibonacci(n):", "The weather in the mountains", "import numpy as np\n\ndef mean(x):"]

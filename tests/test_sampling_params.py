@@ -113,14 +113,14 @@ def test_signatures_are_in_step() -> None:
         assert all(each.kind is each.KEYWORD_ONLY for each in parameters[:-1])
         own = [each.name for each in parameters[:-1] if each.name != "structural_tag"]
         assert own == [each.name for each in dataclasses.fields(kind)]
-    for options, table in (
-        (vllm_options.ParamsOptions, vllm_options.PARAMS.keys()),
-        (vllm_options.CallOptions, vllm_options.CALLS.keys()),
-        (vllm_options.EngineOptions, vllm_options.ENGINE.keys() | {"enforce_eager", "speculative_config"}),
+    for options, table, others in (
+        (vllm_options.ParamsOptions, vllm_options.PARAMS, set()),
+        (vllm_options.CallOptions, vllm_options.CALLS, set()),
+        (vllm_options.VllmEngineOptions, vllm_options.ENGINE, {"enforce_eager", "speculative_config"}),
     ):
-        assert set(options.__annotations__) == set(table)
+        assert set(options.__annotations__) == table.keys() | others
     fields = {each.name: each.default for each in dataclasses.fields(EngineArgs)}
-    assert fields == LLM_DEFAULTS | dict.fromkeys(vllm_options.EngineOptions.__annotations__)
+    assert fields == LLM_DEFAULTS | dict.fromkeys(vllm_options.VllmEngineOptions.__annotations__)
     with pytest.raises(TypeError, match="positional"):
         SamplingParams(0.5)  # type: ignore[misc]
     with pytest.raises(ConfigError, match=r"unknown 'choices' \(did you mean 'choice'\?\)"):

@@ -151,7 +151,7 @@ def test_aborts(who: list[int], when: int, seqs: int) -> None:
             return touched
 
         patch.setattr(llm.engine, "step", step_then_abort)
-        for _ in llm._run(group):
+        for _ in llm._rounds.run(group):
             pass
     llm.engine.step = step  # type: ignore[method-assign]
     truth = max((request.tokens for request in group), key=len)

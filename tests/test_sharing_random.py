@@ -153,7 +153,7 @@ def test_an_interrupt_in_one_step(place: str, seqs: int) -> None:
                 llm.engine.scheduler.add(request)
             for _ in range(80):
                 with suppress(KeyboardInterrupt):
-                    llm._step()
+                    llm._rounds.step()
         assert llm.engine.scheduler.is_idle
         for request in group:
             assert request.finish_reason == "abort" or request.num_generated == request.max_tokens

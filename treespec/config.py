@@ -203,7 +203,7 @@ class SpecConfig:
         return cls(nodes=1)
 
     @classmethod
-    def resolve(cls, spec: "SpecConfig | str | None", default: "SpecConfig") -> "SpecConfig":
+    def resolve(cls, spec: "SpecConfig | str | dict[str, Any] | None", default: "SpecConfig") -> "SpecConfig":
         """What a call's `spec=` means: None is the engine's own, "off" plain decoding."""
         if spec is None:
             return default

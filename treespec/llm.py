@@ -3,11 +3,8 @@
 import inspect
 import os
 import random
-import threading
-import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Unpack
 
@@ -17,20 +14,14 @@ from torch import nn
 from treespec.adapter.trace import AdapterConfig
 from treespec.config import SpecConfig
 from treespec.drafters.calls import is_from_outside
-from treespec.errors import ConfigError, RequestError, describe_error, reject_unknown, show
+from treespec.errors import ConfigError, RequestError, reject_unknown, show
+from treespec.frontend.engine_args import translate_options
 from treespec.frontend.generation_defaults import check_generation_config, default_sampling_params
 from treespec.frontend.progress import Progress
 from treespec.frontend.requests import Prompt, RequestFactory, as_list, log_refused, no_text
+from treespec.frontend.round_loop import RoundLoop
 from treespec.frontend.vllm_methods import VllmMethods
-from treespec.frontend.vllm_options import (
-    CALLS,
-    ENGINE,
-    CallOptions,
-    EngineOptions,
-    Translated,
-    translated,
-    without_absent,
-)
+from treespec.frontend.vllm_options import CALLS, ENGINE, CallOptions, VllmEngineOptions, without_absent
 from treespec.outputs import RequestOutput, StreamChunk
 from treespec.request import Request
 from treespec.round_record import ObserverHandle, RoundObserver
@@ -39,9 +30,10 @@ from treespec.sampling.param_values import checked
 from treespec.sampling.sampler import SEED_BITS, new_seed
 from treespec.sampling_params import SamplingParams
 from treespec.scalars import plain
-from treespec.startup.assemble import Built, build
-from treespec.startup.resolve import on_device, resolve_device
-from treespec.startup.torch_state import own_passes
+from treespec.startup.assemble import build
+from treespec.startup.device import resolve_device
+from treespec.startup.engine_options import EngineOptions
+from treespec.startup.torch_state import on_device, own_passes
 from treespec.text.chat import Message, conversations, streamed
 from treespec.text.prompt_tokenizer import Tokenization, UserTokenizer, check_sentencepiece, load_tokenizer
 
@@ -124,13 +116,30 @@ class LLM(VllmMethods):
         quantization: str | None = None,
         suffix_tokens: int = 0,
         seed: int | None = None,
-        **vllm_options: Unpack[EngineOptions],
+        **vllm_options: Unpack[VllmEngineOptions],
     ):
         eager, speculation = vllm_options.pop("enforce_eager", None), vllm_options.pop("speculative_config", None)
         unknown = without_absent("LLM", vllm_options, ENGINE)
         reject_unknown("LLM", unknown, list(inspect.signature(LLM).parameters)[:-1])
-        own = Translated(drafts, cuda_graphs, plain(suffix_tokens))
-        drafts, cuda_graphs, suffix_tokens = translated(eager, speculation, own)
+        options = EngineOptions(
+            model=model,
+            drafts=drafts,
+            spec=spec,
+            device=device,
+            dtype=dtype,
+            exact=exact,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            attention=attention,
+            prefill_chunk=prefill_chunk,
+            compile=compile,
+            linear=linear,
+            cuda_graphs=cuda_graphs,
+            backend=backend,
+            quantization=quantization,
+            suffix_tokens=suffix_tokens,
+        )
+        options = translate_options(options, eager, speculation)
         seed = checked("seed", plain(seed))
         self.spec = SpecConfig.resolve(spec, SpecConfig())
         where = resolve_device(device)
@@ -138,31 +147,11 @@ class LLM(VllmMethods):
         spoken = None if tokenizer is None else UserTokenizer(load_tokenizer(tokenizer, ""))
         if tokenizer is None and isinstance(model, str | os.PathLike):
             check_sentencepiece(model)  # before the weights are loaded
-        self._lock = threading.RLock()
-        self._stepping = False
-        self._leaving: deque[Request] = deque()  # to be ended when the round is over that runs
-        self._waiting: set[object] = set()  # callers in other threads that want the next round
         with own_passes(where), on_device(where):
-            self._built: Built = build(
-                model,
-                drafts,
-                self.spec,
-                where,
-                dtype,
-                exact,
-                plain(max_num_seqs),
-                plain(max_model_len),
-                attention,
-                plain(prefill_chunk),
-                compile,
-                linear,
-                cuda_graphs,
-                backend,
-                quantization,
-                suffix_tokens,
-            )
-        self._kept: Any = model, drafts  # models in memory: the engine itself does not keep them alive
+            self._built = build(options)
+        self._kept: Any = options  # keeps models in memory alive, which the engine itself does not
         self.engine, self.config = self._built.engine, self._built.config
+        self._rounds = RoundLoop(self.engine, self.config)
         target = self._built.target
         given = target.source.generation if isinstance(target, AdapterConfig) else None
         self._default_params = default_sampling_params(generation_config, target.folder, given)
@@ -225,14 +214,14 @@ class LLM(VllmMethods):
         """For each prompt, text, token ids or a conversation."""
         if not isinstance(use_tqdm, bool) and not callable(use_tqdm):
             raise ConfigError(f"use_tqdm={show(use_tqdm)}; valid: True, False, or what takes the place of tqdm.tqdm")
-        with self._lock:
+        with self.between_rounds():
             entries = self._requests(prompts, params, spec, tokenization)
         log_refused(prompts, entries)
         requests = [request for entry in entries if isinstance(entry, list) for request in entry]
         with Progress(use_tqdm, len(requests)) as progress:
-            for request in self._run(requests):
+            for request in self._rounds.run(requests):
                 progress.update(int(request.finished))
-        with self._lock:
+        with self.between_rounds():
             outputs = [self._request_factory.output(entry) if isinstance(entry, list) else entry for entry in entries]
         if outputs and all(one.finish_reason == "error" for output in outputs for one in output.outputs):
             raise next((r.exception for r in requests if r.failure is not None), RequestError(outputs[0].error))
@@ -321,15 +310,15 @@ class LLM(VllmMethods):
             tools,
             chat_template_kwargs,
         )
-        with self._lock:
+        with self.between_rounds():
             samples = self._requests([prompt], sampling_params, spec, tokenization_kwargs, stream=True)[0]
         if isinstance(samples, RequestOutput):
             raise RequestError(samples.error)
         emitted, open_samples = [0] * len(samples), set(samples)
-        for request in self._run(samples):
+        for request in self._rounds.run(samples):
             if request not in open_samples:
                 continue  # another thread's round ended it before its last chunk was made
-            with self._lock:  # no round of another thread may come between tokens and text
+            with self.between_rounds():  # no round of another thread may come between tokens and text
                 tokens = request.output_token_ids[emitted[request.sample] :]
                 emitted[request.sample] += len(tokens)
                 if request.error is not None:
@@ -352,12 +341,12 @@ class LLM(VllmMethods):
 
         From any thread: between two rounds it ends at once, in the middle of one when that is over.
         """
-        with self._lock:
-            self._end(self.engine.scheduler.find(request_id))
+        with self.between_rounds():
+            self._rounds.end(self.engine.scheduler.find(request_id))
 
     def reset_suffix_cache(self) -> None:
         """Forget what was written so far: later outputs are drafted as if nothing had been."""
-        with self._lock:
+        with self.between_rounds():
             if self.engine.lookup is not None:
                 self.engine.lookup.forget(self.engine.scheduler.running)
 
@@ -377,7 +366,7 @@ class LLM(VllmMethods):
 
     def stats(self) -> dict[str, Any]:
         """Totals since the start, and what is frozen for bit equality."""
-        with self._lock:
+        with self.between_rounds():
             return self._built.stats()
 
     def check_sources(self, spec: SpecConfig) -> None:
@@ -402,94 +391,11 @@ class LLM(VllmMethods):
 
     def between_rounds(self) -> AbstractContextManager[Any]:
         """Within it no round runs in another thread, so requests stay as they are."""
-        return self._lock
+        return self._rounds.lock
 
     def release_models(self) -> None:
         """Leave it to their owner to keep models in memory alive; generating after they have gone is an error."""
         self._kept = None
-
-    def _run(self, requests: Sequence[Request]) -> Iterator[Request]:
-        """Step until all of `requests` have ended; yields each after every round that it took part in."""
-        self._check_threads()
-        open_requests = dict.fromkeys(requests, 0)  # and how many tokens of it were seen
-        me = object()
-
-        def news() -> list[Request]:
-            """What ended or has new tokens: from this round, from another thread's, or by an abort."""
-            found = [r for r, seen in open_requests.items() if r.finished or r.num_generated > seen]
-            for request in found:
-                open_requests[request] = request.num_generated
-                if request.finished:
-                    del open_requests[request]
-            return found
-
-        try:
-            with self._lock:
-                for request in requests:
-                    self.engine.scheduler.add(request)
-            while open_requests:
-                self._waiting.add(me)
-                with self._lock:
-                    self._waiting.discard(me)
-                    found = news()
-                    if not found:
-                        self._step()
-                        found = news()
-                yield from found
-                self._let_others_in()
-        finally:  # Ctrl-C, an error, or a caller that stopped listening: nothing stays behind
-            self._waiting.discard(me)
-            with self._lock:
-                self._end(requests)
-
-    def _check_threads(self) -> None:
-        threads = torch.get_num_threads()
-        if threads != self.config.num_threads:
-            raise ConfigError(
-                f"torch has {threads} threads now and had {self.config.num_threads} when this engine proved its bits; "
-                f"call torch.set_num_threads({self.config.num_threads}), or build a new LLM"
-            )
-
-    def _let_others_in(self) -> None:
-        """A lock goes to whoever asks first, which is who has just let go of it: waiting streams would stand still."""
-        waiting = len(self._waiting)
-        for _ in range(20 if waiting else 0):  # 1 ms at most
-            time.sleep(5e-5)
-            if len(self._waiting) < waiting:
-                break
-
-    def _end(self, requests: Sequence[Request]) -> None:
-        """End what is open of `requests`. In the middle of a round, whose batch they may be in, they end behind it."""
-        if self._stepping:
-            self._leaving.extend(requests)
-            return
-        with ExitStack() as ends:
-            for request in requests:
-                ends.callback(self.engine.finish, request, "abort")
-
-    def _step(self) -> None:
-        """One round. Where it breaks off in the middle, what ran in it is in no known state and ends."""
-        if self._stepping:
-            raise RequestError(
-                "a processor, drafter or observer cannot generate with the engine that called it, in the middle of a "
-                "round; use another LLM"
-            )
-        try:
-            self._stepping = True
-            with own_passes(self.config.device), on_device(self.config.device):
-                self.engine.step()
-        except BaseException as error:
-            ending: tuple[Any, ...] = ("abort",)  # Ctrl-C
-            if isinstance(error, Exception):
-                ending = "error", f"a round broke off: {describe_error(error)}"
-            with ExitStack() as ends:
-                for request in list(self.engine.scheduler.running):
-                    ends.callback(self.engine.finish, request, *ending)
-            raise
-        finally:
-            self._stepping = False
-            leaving = [self._leaving.popleft() for _ in range(len(self._leaving))]
-            self._end(leaving)
 
     def _requests(
         self,

@@ -85,11 +85,8 @@ def test_rounds(name: str, folders: dict[str, Path]) -> None:
     target = folders[name]
     drafts = [make_draft(target.with_name(f"{name}-ssm-{i}"), target, i, 0.05 * i) for i in (1, 2)]
     prompts, options = random_prompts([PREFIX], vocab=VOCAB), {"max_num_seqs": 1, "max_model_len": 128}
-    with mock.patch(
-        "treespec.startup.assemble._prove"
-    ):  # minutes in the interpreter; tokens are compared here, bits above
-        spec = SpecConfig(nodes=5, max_depth=2, sources=("ssm",))
-        llm = open_llm(target, drafts, spec=spec, attention="triton", linear="triton", **options)
+    spec = SpecConfig(nodes=5, max_depth=2, sources=("ssm",))
+    llm = open_llm(target, drafts, spec=spec, attention="triton", linear="triton", **options, prove=None)
     with mock.patch.object(BatchRound, "run", autospec=True, side_effect=BatchRound.run) as run:
         [trees] = llm.generate(prompts, greedy(4))
     assert run.call_count, "no round was captured"

@@ -39,8 +39,7 @@ SMALL = {
 def llm() -> LLM:
     target = make_llama(new_folder("target"), 0, **SMALL)
     draft = make_draft(new_folder("ssm-1"), target, 1, 0.05)
-    with mock.patch("treespec.startup.assemble._prove"):  # minutes in the interpreter
-        return open_llm(target, [draft], spec=SPEC, attention="triton", linear="triton", max_num_seqs=1)
+    return open_llm(target, [draft], spec=SPEC, attention="triton", linear="triton", max_num_seqs=1, prove=None)
 
 
 @pytest.fixture

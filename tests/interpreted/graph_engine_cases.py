@@ -34,10 +34,10 @@ def folders() -> tuple[Path, list[Path]]:
 
 @pytest.fixture(scope="module")
 def llm(folders: tuple[Path, list[Path]]) -> LLM:
-    # The self-test takes minutes in the interpreter; the tokens are compared here.
-    with mock.patch("treespec.startup.assemble._prove"):
-        spec = SpecConfig(max_depth=2, sources=("ssm", "lookup", "suffix"))
-        return open_llm(*folders, spec=spec, attention="triton", linear="triton", max_num_seqs=2, suffix_tokens=256)
+    spec = SpecConfig(max_depth=2, sources=("ssm", "lookup", "suffix"))
+    return open_llm(
+        *folders, spec=spec, attention="triton", linear="triton", max_num_seqs=2, suffix_tokens=256, prove=None
+    )
 
 
 def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[int]]:
@@ -143,9 +143,8 @@ def test_the_deepest_round(folders: tuple[Path, list[Path]]) -> None:
     tensors = load_file(target / "model.safetensors")
     save_file(tensors | {"lm_head.weight": 20 * tensors["lm_head.weight"]}, target / "model.safetensors")
     drafts = [make_draft(root / "ssm", target, 1, 0.0)]
-    with mock.patch("treespec.startup.assemble._prove"):
-        spec = SpecConfig(nodes=16, sources=("ssm",))
-        llm = open_llm(target, drafts, spec=spec, attention="triton", linear="triton", max_num_seqs=1)
+    spec = SpecConfig(nodes=16, sources=("ssm",))
+    llm = open_llm(target, drafts, spec=spec, attention="triton", linear="triton", max_num_seqs=1, prove=None)
     [deep] = llm.generate(PROMPTS[:1], greedy(MAX_DEPTH + 1))
     cpu = open_llm(target, attention="cpu-packed", max_num_seqs=1).generate(PROMPTS[:1], greedy(MAX_DEPTH + 1))
     assert tokens_of([deep]) == tokens_of(cpu)

@@ -109,8 +109,7 @@ def test_captured_rounds_are_told(gpu: Gpu) -> None:
 def test_plain_targets_and_outputs_of_one_round(gpu: Gpu) -> None:
     target = make_llama(new_folder("plain") / "target", 0, torch.float16, **SMALL)
     options: dict[str, Any] = {"device": "cuda", "dtype": "float16", "max_num_seqs": 1, "max_model_len": 12}
-    with mock.patch("treespec.startup.assemble._prove"):
-        llm = open_llm(target, [], spec=SpecConfig(nodes=8, max_depth=2), **options)
+    llm = open_llm(target, [], spec=SpecConfig(nodes=8, max_depth=2), **options, prove=None)
     assert llm.stats()["frozen"]["rounds"] == "on the device"
     whole = "5 9 2 5 9 2 5 9 2 5 9"  # room for one token
     [output] = llm.generate([[int(token) for token in whole.split()]], SamplingParams())

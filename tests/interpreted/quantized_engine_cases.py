@@ -32,15 +32,15 @@ def folders() -> tuple[Path, list[Path]]:
 
 def test_trees_give_the_tokens_of_plain_decoding(folders: tuple[Path, list[Path]]) -> None:
     quantization = "int4"
-    with mock.patch("treespec.startup.assemble._prove"):  # the self-test takes minutes in the interpreter
-        llm = open_llm(
-            *folders,
-            spec=SpecConfig(max_depth=2, sources=("ssm",)),
-            attention="triton",
-            linear="triton",
-            max_num_seqs=2,
-            quantization=quantization,
-        )
+    llm = open_llm(
+        *folders,
+        spec=SpecConfig(max_depth=2, sources=("ssm",)),
+        attention="triton",
+        linear="triton",
+        max_num_seqs=2,
+        quantization=quantization,
+        prove=None,
+    )
     assert isinstance(llm.engine.runner.target.weights.layers[0].qkv, QuantizedWeight)
     assert [model.quantization for model in llm.engine.ssms.models] == ["int8", "int8"]
     with mock.patch.object(BatchRound, "run", autospec=True, side_effect=BatchRound.run) as run:
@@ -74,11 +74,17 @@ def test_tuned_configurations_are_used_and_change_no_token(folders: tuple[Path, 
     tuned.save_entries(tmp_path / f"{tuned.slug(NAME)}.json", NAME, entries)
     load = KernelConfigs.load
     with (
-        mock.patch("treespec.startup.assemble._prove"),
         mock.patch.object(KernelConfigs, "load", lambda device: load("cuda", name=NAME, folders=[tmp_path])),
     ):
         llm = open_llm(
-            folders[0], [], attention="triton", linear="triton", max_num_seqs=1, quantization="int4", max_model_len=128
+            folders[0],
+            [],
+            attention="triton",
+            linear="triton",
+            max_num_seqs=1,
+            quantization="int4",
+            max_model_len=128,
+            prove=None,
         )
     [linear] = llm.engine.runner.target.kernels._linear
     assert [(each.block_n, each.block_k, each.split_k) for each in linear] == [

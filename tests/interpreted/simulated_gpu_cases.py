@@ -193,13 +193,10 @@ def open_on_gpu() -> LLM:
         make_llama(root / "other", 9, torch.float16, **(SMALL | {"hidden_size": 48})),
     ]
     with (
-        mock.patch(
-            "treespec.startup.assemble._prove"
-        ),  # takes minutes in the interpreter; the tokens are compared here
         mock.patch("treespec.graphs.capture.is_interpreted", lambda: False),
         mock.patch("treespec.graphs.capture._REPEATS", 1),
     ):
-        return open_llm(target, drafts, device="cuda", dtype="float16", spec=TREES, max_num_seqs=2)
+        return open_llm(target, drafts, device="cuda", dtype="float16", spec=TREES, max_num_seqs=2, prove=None)
 
 
 @contextlib.contextmanager
@@ -252,8 +249,7 @@ def test_rounds_of_other_families(gpu: Gpu, target: str, draft: str, layers: int
         heads = {"n_head": 2} if name == "gpt2" else {"num_attention_heads": 2, "num_key_value_heads": 1}
         folders.append(make_model(root / name, TYPICAL[name], 3, torch.float16, **small(name, layers), **heads))
     prompts, spec = random_prompts([length], vocab=61), SpecConfig(nodes=4, max_depth=1)
-    with mock.patch("treespec.startup.assemble._prove"):
-        llm = open_llm(folders[0], folders[1:], device="cuda", dtype="float16", spec=spec, max_num_seqs=1)
+    llm = open_llm(folders[0], folders[1:], device="cuda", dtype="float16", spec=spec, max_num_seqs=1, prove=None)
     with rounds_wait_for_nothing(gpu):
         plain = tokens_of(llm.generate(prompts, greedy(3), spec="off"))
         [trees] = llm.generate(prompts, greedy(3), spec=spec)
@@ -265,8 +261,7 @@ def test_rounds_of_other_families(gpu: Gpu, target: str, draft: str, layers: int
 def test_a_round_does_not_wait_for_prompts(gpu: Gpu) -> None:
     """The planner learns from what a round takes, which a prompt before it is no part of."""
     target = make_llama(new_folder("prompts") / "target", 0, torch.float16, **SMALL)
-    with mock.patch("treespec.startup.assemble._prove"):
-        llm = open_llm(target, [], device="cuda", dtype="float16", spec="off", max_num_seqs=1)
+    llm = open_llm(target, [], device="cuda", dtype="float16", spec="off", max_num_seqs=1, prove=None)
     prefill, decode, order = Runner.prefill, GraphEngine.decode, []
 
     def prompts(runner: Runner, requests: Sequence[Request], counts: Sequence[int]) -> list[torch.Tensor]:
@@ -288,8 +283,7 @@ def test_a_gpu_that_is_not_the_threads_own(gpu: Gpu) -> None:
     gpu.current = 1
     with pytest.raises(ValueError, match="launched on cuda:1, its tensors lie on cuda:0"):
         row_topk_triton(torch.ones(2, 8, device="cuda:0"), 1)
-    with mock.patch("treespec.startup.assemble._prove"):
-        llm = open_llm(target, [], device="cuda:0", dtype="float16", spec="off", max_num_seqs=1)
+    llm = open_llm(target, [], device="cuda:0", dtype="float16", spec="off", max_num_seqs=1, prove=None)
     assert len(tokens_of(llm.generate(PROMPTS[:1], greedy(3)))[0]) == 3
     assert gpu.current == 1 and str(llm.config.device) == "cuda:0"
     with pytest.raises(ConfigError, match="device='cuda:2', but the last of the 2 that torch sees here is cuda:1"):
@@ -333,12 +327,11 @@ def test_where_captured_rounds_fail_it_goes_step_by_step(
         return ["trees of 16 nodes"]
 
     with (
-        mock.patch("treespec.startup.assemble._prove"),
         mock.patch("treespec.startup.assemble.is_interpreted", lambda: False),
         mock.patch("treespec.startup.assemble.captured_rounds", capture),
         mock.patch("treespec.graphs.proof.differing_rounds", differing),
     ):
-        llm = open_llm(target, [], device="cuda", dtype="float16", spec=TREES, max_num_seqs=1)
+        llm = open_llm(target, [], device="cuda", dtype="float16", spec=TREES, max_num_seqs=1, prove=None)
     assert capture.call_count == 1 and type(llm.engine) is Engine
     assert not llm.engine.cache.pools[0].any()
     [warning] = [record for record in caplog.records if record.levelname == "WARNING"]
@@ -361,12 +354,11 @@ def test_rounds_that_cuda_does_not_capture(gpu: Gpu, caplog: pytest.LogCaptureFi
         half.target.pool.sum().item()
 
     with (
-        mock.patch("treespec.startup.assemble._prove"),
         mock.patch("treespec.startup.assemble.is_interpreted", lambda: False),
         mock.patch("treespec.graphs.capture.is_interpreted", lambda: False),
         mock.patch.object(VerifyHalf, "run", waiting),
     ):
-        llm = open_llm(target, [], device="cuda", dtype="float16", spec=TREES, max_num_seqs=1)
+        llm = open_llm(target, [], device="cuda", dtype="float16", spec=TREES, max_num_seqs=1, prove=None)
     assert llm.stats()["frozen"]["rounds"] == "step by step"
     [warning] = [record for record in caplog.records if record.levelname == "WARNING"]
     assert warning.exc_info is not None and "host cannot wait" in str(warning.exc_info[1])

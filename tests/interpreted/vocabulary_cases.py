@@ -37,10 +37,7 @@ def folders() -> dict[str, Path]:
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "seed": 3}], ids=["greedy", "sampled"])
 def test_padded_drafts_in_captured_rounds(folders: dict[str, Path], options: dict[str, float]) -> None:
     """A draft with fewer tokens than the target and one with more are one stack; neither guesses what one lacks."""
-    with mock.patch(
-        "treespec.startup.assemble._prove"
-    ):  # takes minutes in the interpreter; the tokens are compared here
-        llm = open_llm(folders["wide"], [folders["small"], folders["large"]], spec=SPEC, **TRITON)
+    llm = open_llm(folders["wide"], [folders["small"], folders["large"]], spec=SPEC, **TRITON, prove=None)
     assert set(llm.stats()["draft_vocabularies"].values()) == {"padded"}
     prompts = [[OWN + 1, 3, PADDED - 1], random_prompts([9], vocab=PADDED)[0]]
     guesses = []
@@ -64,8 +61,7 @@ def test_padded_drafts_in_captured_rounds(folders: dict[str, Path], options: dic
 
 
 def test_a_translated_draft_goes_step_by_step(folders: dict[str, Path]) -> None:
-    with mock.patch("treespec.startup.assemble._prove"):
-        llm = open_llm(folders["target"], [folders["shuffled"]], spec=SPEC, **TRITON)
+    llm = open_llm(folders["target"], [folders["shuffled"]], spec=SPEC, **TRITON, prove=None)
     assert isinstance(llm.engine, GraphEngine) and isinstance(llm.engine.drafters[0], TranslatedDrafter)
     prompts = random_prompts([3, 20], vocab=OWN)
     trees, plain = (llm.generate(prompts, greedy(6), spec=spec) for spec in (SPEC, "off"))

@@ -11,7 +11,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from treespec.errors import ConfigError
-from treespec.startup.resolve import resolve_device, resolve_folders, resolve_model
+from treespec.startup.device import resolve_device
+from treespec.startup.folders import resolve_folders, resolve_model
 from treespec_weights import LLAMA, ModelShape, family_of, read_config
 from treespec_weights.errors import OptionError
 from treespec_weights.files import resolve_folder

@@ -27,7 +27,7 @@ from treespec.errors import ConfigError
 from treespec.llm import LLM
 from treespec.planning.cost_measurement import processor
 from treespec.sampling_params import SamplingParams
-from treespec.startup.resolve import resolve_folders, resolve_model
+from treespec.startup.folders import resolve_folders, resolve_model
 from treespec_weights import default_folder
 
 WHY_BATCH_ONE = "transformers drafts for one request at a time, so they have batch 1 only"

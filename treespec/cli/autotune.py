@@ -82,7 +82,8 @@ def autotune(
         return
     from treespec.config import QUANTIZATIONS
     from treespec.errors import reject_unknown
-    from treespec.startup.resolve import DTYPES, on_device, resolve_device
+    from treespec.startup.device import DTYPES, resolve_device
+    from treespec.startup.torch_state import on_device
 
     end_cleanly()
     reject_unknown("--dtype", [dtype], ("auto", *DTYPES))

@@ -104,7 +104,7 @@ def shapes_of(
         return [Shape(replace(kernel, quantized=_form_of_sizes(kernel, quantization)), sizes.layers or 1)]
     from treespec.config import ModelConfig
     from treespec.models.quantized_weights import resolve_quantization
-    from treespec.startup.resolve import resolve_folders, resolve_model
+    from treespec.startup.folders import resolve_folders, resolve_model
 
     target = ModelConfig.from_hf(resolve_model(model))
     resolve_quantization(quantization, target, dtype or target.dtype)

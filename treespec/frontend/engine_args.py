@@ -1,42 +1,34 @@
-"""The arguments of an engine as one object, and from a command line."""
+"""EngineArgs: the arguments of `LLM` as one object or from a command line, and the translation of vLLM's."""
 
 import argparse
 import json
+import logging
+import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, Self, TypeVar, get_args, get_origin, get_type_hints
 
-from treespec.frontend.vllm_options import EngineOptions
+from treespec.errors import ConfigError
+from treespec.frontend.vllm_options import VllmEngineOptions
+from treespec.startup.engine_options import EngineOptions
+
+logger = logging.getLogger("treespec")
+
+SUFFIX_TOKENS = 262144  # remembered where vLLM's suffix decoding is requested
 
 _Parser = TypeVar("_Parser", bound="argparse.ArgumentParser | argparse._ArgumentGroup")
 
 
 @dataclass(kw_only=True)
-class EngineArgs:
-    """Arguments of `LLM` with its defaults, and those of vLLM's that it accepts or answers; None is not given.
+class EngineArgs(EngineOptions):
+    """Arguments of `LLM` with its defaults, and vLLM's other names, where None means not given.
 
-    `LLM(**dataclasses.asdict(args))` and `LLM.from_engine_args(args)` make the engine. Values are checked there.
+    `LLM(**dataclasses.asdict(args))` and `LLM.from_engine_args(args)` build the engine and check the values.
     """
 
-    model: str | Any = None
-    drafts: list[str] | None = None
-    spec: Any = None
-    tokenizer: str | Any = None
-    device: str = "auto"
-    dtype: str = "auto"
-    exact: bool = True
-    max_num_seqs: int = 8
-    max_model_len: int | None = None
-    attention: str = "auto"
-    prefill_chunk: int = 512
-    compile: bool | str = "auto"
-    linear: str = "auto"
-    cuda_graphs: bool = True
-    generation_config: str = "auto"
-    backend: str = "auto"
-    quantization: str | None = None
-    suffix_tokens: int = 0
+    tokenizer: Any = None
+    generation_config: str | os.PathLike[str] = "auto"
     seed: int | None = None
     allowed_local_media_path: str | None = None
     async_scheduling: bool | None = None
@@ -99,7 +91,7 @@ class EngineArgs:
     worker_extension_cls: Any = None
 
     def given(self) -> dict[str, Any]:
-        """The keywords of `LLM`, without vLLM's names that are None."""
+        """Return the keywords of `LLM`, without vLLM's names that are None."""
         own = {each.name: getattr(self, each.name) for each in fields(self)}
         return {name: value for name, value in own.items() if value is not None or name not in _VLLM_ONLY}
 
@@ -107,8 +99,7 @@ class EngineArgs:
     def add_cli_args(cls, parser: _Parser) -> _Parser:
         """Add `--max-model-len` and so on to a parser or to one of its groups, and return it.
 
-        What the command line leaves out keeps its default; of vLLM's own names nothing is then in the namespace, so
-        `LLM(**vars(args))` gets what was given.
+        The namespace holds vLLM's own names only where the command line sets them, so that `LLM(**vars(args))` works.
         """
         hints = get_type_hints(cls)
         for each in fields(cls):
@@ -119,12 +110,52 @@ class EngineArgs:
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
-        """From a parsed command line, which may hold options of the script's own."""
+        """Make one from a parsed command line, which may hold options of other parsers too."""
         return cls(**{each.name: getattr(args, each.name) for each in fields(cls) if hasattr(args, each.name)})
 
 
+def translate_options(options: EngineOptions, enforce_eager: Any, speculative_config: Any) -> EngineOptions:
+    """Return options with what two arguments of vLLM request.
+
+    Args:
+        options: of the engine.
+        enforce_eager: True turns CUDA graphs off; compiled passes on a CPU are no graphs and stay.
+        speculative_config: vLLM's dict. A draft model becomes `drafts`, suffix decoding `suffix_tokens`; n-gram
+            lookup is on by default.
+
+    Raises:
+        ConfigError: a value of another type, or a method that treespec does not have.
+    """
+    if not isinstance(enforce_eager, bool | None):
+        raise ConfigError(f"enforce_eager={enforce_eager!r}; valid: True or False")
+    if enforce_eager:
+        options = replace(options, cuda_graphs=False)
+    if speculative_config is None:
+        return options
+    if not isinstance(speculative_config, Mapping):
+        raise ConfigError(f"speculative_config={speculative_config!r}; valid: a dict, such as {{'model': 'a-draft'}}")
+    given = {name: value for name, value in speculative_config.items() if value is not None}
+    model = given.pop("model", None)
+    method = given.pop("method", "ngram" if model in ("ngram", "[ngram]") else "draft_model")
+    if method == "suffix":
+        options = replace(options, suffix_tokens=options.suffix_tokens or SUFFIX_TOKENS)
+    elif method == "draft_model" and model is not None:
+        if options.drafts is not None:
+            raise ConfigError(f"speculative_config names the draft {model!r} beside drafts=[...]; give one of them")
+        options = replace(options, drafts=[model])
+    elif method != "ngram":
+        raise ConfigError(
+            f"speculative_config={speculative_config!r} is not supported; use drafts=[...] for draft models, "
+            f"suffix_tokens={SUFFIX_TOKENS} for suffix decoding; prompt lookup is on anyway"
+        )
+    if given:
+        ignored = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        logger.warning("speculative_config: ignored %s; SpecConfig says how much is drafted", ignored)
+    return options
+
+
 class FlexibleArgumentParser(argparse.ArgumentParser):
-    """An argument parser that also takes `--max_model_len` for `--max-model-len`."""
+    """An argument parser that accepts `--max_model_len` for `--max-model-len`."""
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -139,24 +170,25 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         return name.replace("_", "-") + equals + value
 
 
-_VLLM_ONLY = frozenset(EngineOptions.__annotations__)
+_VLLM_ONLY = frozenset(VllmEngineOptions.__annotations__)
 
 
 def _option(hint: Any) -> dict[str, Any]:
-    """How argparse reads an option of this type."""
+    """Return the arguments of `add_argument` for an option of this type."""
     kinds = set(get_args(hint) or (hint,)) - {type(None)}
     if kinds == {bool}:
         return {"action": argparse.BooleanOptionalAction}
-    if any(get_origin(kind) is list for kind in kinds):
+    if any(get_origin(kind) is Sequence for kind in kinds):
         return {"nargs": "*"}
     for kind in (float, int):
         if kind in kinds:
             return {"type": kind}
-    return {"type": str if str in kinds and bool not in kinds else _value}
+    has_json = bool in kinds or any(get_origin(kind) is dict for kind in kinds)
+    return {"type": str if str in kinds and not has_json else _value}
 
 
 def _value(text: str) -> Any:
-    """JSON where it is some (a number, true, a dict), otherwise the text itself."""
+    """Return parsed JSON (a number, true, a dict) or, where the text is not JSON, the text itself."""
     try:
         return json.loads(text)
     except ValueError:

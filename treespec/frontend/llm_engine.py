@@ -68,10 +68,10 @@ class LLMEngine:
         A request that fails comes back with finish_reason "error" and `error`.
         """
         llm = self.llm
-        llm._check_threads()
+        llm._rounds.check_threads()
         with llm.between_rounds():
             if any(not sample.finished for samples in self._open.values() for sample in samples):
-                llm._step()
+                llm._rounds.step()
             outputs = []
             for request_id, samples in list(self._open.items()):
                 generated, finished = sum(s.num_generated for s in samples), all(s.finished for s in samples)
@@ -86,7 +86,7 @@ class LLMEngine:
         """End requests; the next step returns them. Unknown and finished ones are left alone."""
         with self.llm.between_rounds():
             for each in [request_id] if isinstance(request_id, str) else request_id:
-                self.llm._end(self._open.get(each, ()))
+                self.llm._rounds.end(self._open.get(each, ()))
 
     def has_unfinished_requests(self) -> bool:
         """Whether a step has something to do or to return."""

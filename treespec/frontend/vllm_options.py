@@ -1,28 +1,26 @@
-"""vLLM's options and methods that treespec does not have, and what is done with them.
+"""vLLM's options and methods that treespec does not have, and how they are handled.
 
-An option that asks for nothing is accepted. A hint, which could change speed or memory but no token, is accepted too,
-with one line in the log for all hints of a call. Everything else is refused with what to do instead.
+A value that requests nothing is accepted. A hint, which may change speed or memory but no token, is ignored, with one
+log line for all hints of a call. Every other value is an error that names the alternative.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import Enum
-from typing import Any, NamedTuple, TypedDict
+from typing import Annotated, Any, NamedTuple, TypedDict, get_origin, get_type_hints
 
 from treespec.errors import ConfigError, UnsupportedError
 
 logger = logging.getLogger("treespec")
 
-SUFFIX_TOKENS = 262144  # that an engine remembers where suffix decoding is asked for without a number
-
 
 class Absent(NamedTuple):
-    """An option.
+    """How an option is handled that treespec does not have.
 
     Attributes:
-        nothing: the values that ask for nothing, as lists of them do. None always does.
-        instead: what to do in place of asking.
-        hints: types of the values that are accepted as hints.
+        nothing: values that request nothing, alone or in a list. None always does.
+        instead: the alternative, for errors and log lines.
+        hints: types of values that are accepted as hints.
     """
 
     nothing: tuple[Any, ...]
@@ -30,146 +28,78 @@ class Absent(NamedTuple):
     hints: tuple[type, ...] = ()
 
 
-class ParamsOptions(TypedDict, total=False):
-    """Types of the options in `PARAMS`, for type checkers."""
-
-    best_of: int | None
-    extra_args: dict[str, Any] | None
-    flat_logprobs: bool
-    guided_decoding: Any
-    logprob_token_ids: list[int] | None
-    output_kind: Any
-    prompt_logprob_start: int | None
-    prompt_logprob_token_ids: Any
-    repetition_detection: Any
-    skip_clone: bool
-    skip_reading_prefix_cache: bool | None
-    spaces_between_special_tokens: bool
-    stream_interval: int | None
-    thinking_token_budget: int | None
-    truncate_prompt_tokens: int | None
-    watermarking: bool | None
-
-
-class CallOptions(TypedDict, total=False):
-    """Types of the options in `CALLS`, for type checkers."""
-
-    chat_template_content_format: str
-    guided_options_request: Any
-    lora_request: Any
-    mm_processor_kwargs: dict[str, Any] | None
-    priority: int | list[int] | None
-    prompt_adapter_request: Any
-    prompt_token_ids: Any
-    stream: bool | None
-
-
-class EngineOptions(TypedDict, total=False):
-    """Types of the options in `ENGINE` and of those that `translated` takes, for type checkers."""
-
-    allowed_local_media_path: str | None
-    async_scheduling: bool | None
-    attention_backend: str | None
-    block_size: int | None
-    chat_template: Any
-    code_revision: str | None
-    compilation_config: Any
-    config_format: str | None
-    convert: str | None
-    cpu_offload_gb: float | None
-    data_parallel_size: int | None
-    disable_cascade_attn: bool | None
-    disable_chunked_mm_input: bool | None
-    disable_custom_all_reduce: bool | None
-    disable_log_stats: bool | None
-    distributed_executor_backend: str | None
-    download_dir: str | None
-    enable_chunked_prefill: bool | None
-    enable_lora: bool | None
-    enable_prefix_caching: bool | None
-    enable_prompt_embeds: bool | None
-    enable_sleep_mode: bool | None
-    enforce_eager: bool | None
-    gpu_memory_utilization: float | None
-    hf_overrides: Any
-    hf_token: bool | str | None
-    kv_cache_dtype: str | None
-    kv_cache_memory_bytes: int | None
-    limit_mm_per_prompt: dict[str, Any] | None
-    load_format: str | None
-    logits_processors: Any
-    logprobs_mode: str | None
-    max_logprobs: int | None
-    max_lora_rank: int | None
-    max_loras: int | None
-    max_num_batched_tokens: int | None
-    max_num_partial_prefills: int | None
-    max_parallel_loading_workers: int | None
-    max_seq_len_to_capture: int | None
-    mm_processor_kwargs: dict[str, Any] | None
-    num_gpu_blocks_override: int | None
-    override_generation_config: dict[str, Any] | None
-    pipeline_parallel_size: int | None
-    pooler_config: Any
-    profiler_config: Any
-    revision: str | None
-    runner: str | None
-    scheduling_policy: str | None
-    served_model_name: Any
-    skip_tokenizer_init: bool | None
-    speculative_config: dict[str, Any] | None
-    structured_outputs_config: Any
-    swap_space: float | None
-    task: str | None
-    tensor_parallel_size: int | None
-    tokenizer_mode: str | None
-    tokenizer_revision: str | None
-    trust_remote_code: bool | None
-    worker_extension_cls: Any
-
-
 _GRAMMAR = Absent((None,), "use SamplingParams(structured_outputs={'json': schema}), or another form")
 _LORA = Absent((None,), "merge the adapter into the model (merge_and_unload of peft) and open the result as an LLM")
 _TEXT_ONLY = Absent((None, {}), "prompts are text or token ids: leave it out")
 
-PARAMS = {
-    "best_of": Absent((None, 1), "ask for n outputs with logprobs=0, and choose by cumulative_logprob"),
-    "extra_args": Absent((None, {}), "give a logits processor its arguments where it is made"),
-    "flat_logprobs": Absent((False,), "logprobs come as a list of dicts: leave it out"),
-    "guided_decoding": _GRAMMAR,
-    "logprob_token_ids": Absent((None,), "use logprobs=-1, which has all tokens"),
-    "output_kind": Absent(
-        (None, "CUMULATIVE", "FINAL_ONLY"), "generate returns finished outputs; use stream for what each round adds"
-    ),
-    "prompt_logprob_start": Absent((None,), "use prompt_logprobs, and the end of what it gives"),
-    "prompt_logprob_token_ids": Absent((None,), "use prompt_logprobs=-1, which has all tokens"),
-    "repetition_detection": Absent((None,), "use repetition_penalty, or stop reading a stream"),
-    "skip_clone": Absent((False, True), "use True or False"),
-    "skip_reading_prefix_cache": Absent((False, True), "no prefix is cached between requests: leave it out"),
-    "spaces_between_special_tokens": Absent(
-        (True,), "leave it out where special tokens are skipped, or decode token_ids with what writes no spaces"
-    ),
-    "stream_interval": Absent((None, 1), "each chunk of a stream is what one round added: leave it out"),
-    "thinking_token_budget": Absent((None, -1), "use max_tokens"),
-    "truncate_prompt_tokens": Absent(
-        (None,), "it is an option of the call, as in vLLM 0.17: tokenization_kwargs={'truncate_prompt_tokens': ...}"
-    ),
-    "watermarking": Absent((None, False), "outputs carry no watermark; give a logits processor that writes one"),
-}
-CALLS = {
-    "chat_template_content_format": Absent(
-        ("auto", "string", "openai"), "a content may be a text or a list of parts as it is"
-    ),
-    "guided_options_request": _GRAMMAR,
-    "lora_request": _LORA,
-    "mm_processor_kwargs": _TEXT_ONLY,
-    "priority": Absent((None, 0), "requests enter in the order of the prompts: put the urgent ones first"),
-    "prompt_adapter_request": _LORA,
-    "prompt_token_ids": Absent(
-        (None,), "give the ids as prompts, as in vLLM today: generate({'prompt_token_ids': ids})"
-    ),
-    "stream": Absent((None, False), "use llm.stream, which takes a prompt or the messages of a conversation"),
-}
+
+class ParamsOptions(TypedDict, total=False):
+    """Options of vLLM's `SamplingParams`."""
+
+    best_of: Annotated[
+        int | None, Absent((None, 1), "ask for n outputs with logprobs=0, and choose by cumulative_logprob")
+    ]
+    extra_args: Annotated[
+        dict[str, Any] | None, Absent((None, {}), "give a logits processor its arguments where it is made")
+    ]
+    flat_logprobs: Annotated[bool, Absent((False,), "logprobs come as a list of dicts: leave it out")]
+    guided_decoding: Annotated[Any, _GRAMMAR]
+    logprob_token_ids: Annotated[list[int] | None, Absent((None,), "use logprobs=-1, which has all tokens")]
+    output_kind: Annotated[
+        Any,
+        Absent(
+            (None, "CUMULATIVE", "FINAL_ONLY"), "generate returns finished outputs; use stream for what each round adds"
+        ),
+    ]
+    prompt_logprob_start: Annotated[int | None, Absent((None,), "use prompt_logprobs, and the end of what it gives")]
+    prompt_logprob_token_ids: Annotated[Any, Absent((None,), "use prompt_logprobs=-1, which has all tokens")]
+    repetition_detection: Annotated[Any, Absent((None,), "use repetition_penalty, or stop reading a stream")]
+    skip_clone: Annotated[bool, Absent((False, True), "use True or False")]
+    skip_reading_prefix_cache: Annotated[
+        bool | None, Absent((False, True), "no prefix is cached between requests: leave it out")
+    ]
+    spaces_between_special_tokens: Annotated[
+        bool,
+        Absent(
+            (True,), "leave it out where special tokens are skipped, or decode token_ids with what writes no spaces"
+        ),
+    ]
+    stream_interval: Annotated[
+        int | None, Absent((None, 1), "each chunk of a stream is what one round added: leave it out")
+    ]
+    thinking_token_budget: Annotated[int | None, Absent((None, -1), "use max_tokens")]
+    truncate_prompt_tokens: Annotated[
+        int | None,
+        Absent(
+            (None,), "it is an option of the call, as in vLLM 0.17: tokenization_kwargs={'truncate_prompt_tokens': ...}"
+        ),
+    ]
+    watermarking: Annotated[
+        bool | None, Absent((None, False), "outputs carry no watermark; give a logits processor that writes one")
+    ]
+
+
+class CallOptions(TypedDict, total=False):
+    """Options of vLLM's `generate` and `chat`."""
+
+    chat_template_content_format: Annotated[
+        str, Absent(("auto", "string", "openai"), "a content may be a text or a list of parts as it is")
+    ]
+    guided_options_request: Annotated[Any, _GRAMMAR]
+    lora_request: Annotated[Any, _LORA]
+    mm_processor_kwargs: Annotated[dict[str, Any] | None, _TEXT_ONLY]
+    priority: Annotated[
+        int | list[int] | None,
+        Absent((None, 0), "requests enter in the order of the prompts: put the urgent ones first"),
+    ]
+    prompt_adapter_request: Annotated[Any, _LORA]
+    prompt_token_ids: Annotated[
+        Any, Absent((None,), "give the ids as prompts, as in vLLM today: generate({'prompt_token_ids': ids})")
+    ]
+    stream: Annotated[
+        bool | None, Absent((None, False), "use llm.stream, which takes a prompt or the messages of a conversation")
+    ]
+
 
 _ONE_DEVICE = Absent((1,), "a model runs on one device here, such as device='cuda:1'")
 _REVISION = Absent((None,), "fetch it (treespec weights fetch) and give the folder")
@@ -177,70 +107,109 @@ _MEMORY = "max_num_seqs and max_model_len bound the memory"
 _LEAVE_OUT = "there is nothing that it would change: leave it out"
 _POOLING = "LLM generates text; run embedding, classification and reward models with transformers itself"
 _NUMBER, _FLAG = (int, float), (bool,)
-ENGINE = {
-    "allowed_local_media_path": Absent((None, ""), _TEXT_ONLY.instead, (str,)),
-    "async_scheduling": Absent((), _LEAVE_OUT, _FLAG),
-    "attention_backend": Absent((None,), "attention names an implementation", (str,)),
-    "block_size": Absent((16,), "the cache's pages have one size", (int,)),
-    "chat_template": Absent((None,), "give it to chat: chat(messages, chat_template=...)"),
-    "code_revision": Absent((None,), "code that comes with a checkpoint is never run: leave it out"),
-    "compilation_config": Absent(({},), "compile and cuda_graphs say how passes run", (int, dict)),
-    "config_format": Absent(("auto", "hf"), "open a folder in Hugging Face's format"),
-    "convert": Absent(("auto", "none"), _POOLING),
-    "cpu_offload_gb": Absent((0, 0.0), "use quantization='int8' or 'int4' where the weights do not fit"),
-    "data_parallel_size": _ONE_DEVICE,
-    "disable_cascade_attn": Absent((), _LEAVE_OUT, _FLAG),
-    "disable_chunked_mm_input": Absent((), _TEXT_ONLY.instead, _FLAG),
-    "disable_custom_all_reduce": Absent((False, True), "use True or False"),
-    "disable_log_stats": Absent((False, True), "use True or False"),
-    "distributed_executor_backend": Absent((None,), _ONE_DEVICE.instead, (str,)),
-    "download_dir": Absent((None,), "set HF_HOME, or give the folder that the checkpoint lies in"),
-    "enable_chunked_prefill": Absent((True,), "prompts are computed prefill_chunk tokens at a time", _FLAG),
-    "enable_lora": Absent((False,), _LORA.instead),
-    "enable_prefix_caching": Absent((False,), "only the n samples of one prompt share its cache", _FLAG),
-    "enable_prompt_embeds": Absent((False,), "prompts are text or token ids: encode them with the tokenizer"),
-    "enable_sleep_mode": Absent((False,), "delete the LLM to free its memory, and build it again"),
-    "gpu_memory_utilization": Absent((0.9, 0.92), _MEMORY, _NUMBER),
-    "hf_overrides": Absent(({},), "change config.json"),
-    "hf_token": Absent((None,), "set HF_TOKEN, or log in with the Hub's own command"),
-    "kv_cache_dtype": Absent(("auto",), "the cache has the dtype that the exactness of passes needs: leave it out"),
-    "kv_cache_memory_bytes": Absent((), _MEMORY, (int,)),
-    "limit_mm_per_prompt": Absent(({},), _TEXT_ONLY.instead, (dict,)),
-    "load_format": Absent(("auto", "safetensors", "hf"), "weights are read from safetensors: convert them"),
-    "logits_processors": Absent(
-        ([],), "give instances to the requests: SamplingParams(logits_processors=[...]), called as Hugging Face's"
-    ),
-    "logprobs_mode": Absent(("raw_logprobs",), "logprobs are of the model's own logits"),
-    "max_logprobs": Absent((), "any number of logprobs may be asked for", (int,)),
-    "max_lora_rank": Absent((None,), _LORA.instead, (int,)),
-    "max_loras": Absent((None,), _LORA.instead, (int,)),
-    "max_num_batched_tokens": Absent((), "prefill_chunk is the number of prompt tokens of a step", (int,)),
-    "max_num_partial_prefills": Absent((), "prefill_chunk is the number of prompt tokens of a step", (int,)),
-    "max_parallel_loading_workers": Absent((), _LEAVE_OUT, (int,)),
-    "max_seq_len_to_capture": Absent((), "captured rounds hold for every length", (int,)),
-    "mm_processor_kwargs": _TEXT_ONLY,
-    "num_gpu_blocks_override": Absent((), _MEMORY, (int,)),
-    "override_generation_config": Absent(
-        ({},), "give SamplingParams to the call, or generation_config=a folder with a generation_config.json"
-    ),
-    "pipeline_parallel_size": _ONE_DEVICE,
-    "pooler_config": Absent((None,), _POOLING),
-    "profiler_config": Absent(({},), "run the calls within torch.profiler.profile()", (dict,)),
-    "revision": _REVISION,
-    "runner": Absent(("auto", "generate"), _POOLING),
-    "scheduling_policy": Absent(("fcfs",), "requests enter in the order of the prompts: put the urgent ones first"),
-    "served_model_name": Absent((None,), _LEAVE_OUT, (str, list)),
-    "skip_tokenizer_init": Absent((False,), "give token ids, and detokenize=False"),
-    "structured_outputs_config": Absent(({},), "forms are read by llguidance: leave it out"),
-    "swap_space": Absent((0, 0.0, 4, 4.0), _MEMORY, _NUMBER),
-    "task": Absent(("auto", "generate"), _POOLING),
-    "tensor_parallel_size": _ONE_DEVICE,
-    "tokenizer_mode": Absent(("auto", "hf", "slow"), "give the tokenizer itself as tokenizer"),
-    "tokenizer_revision": _REVISION,
-    # A permission that is not used: a checkpoint that needs it is refused when it is read.
-    "trust_remote_code": Absent((False, True), "use True or False"),
-    "worker_extension_cls": Absent(("",), "there are no worker processes: call what you need on the LLM's own model"),
-}
+
+
+class VllmEngineOptions(TypedDict, total=False):
+    """Options of vLLM's `LLM` and `EngineArgs`; `translate_options` handles those that are not `Absent`."""
+
+    allowed_local_media_path: Annotated[str | None, Absent((None, ""), _TEXT_ONLY.instead, (str,))]
+    async_scheduling: Annotated[bool | None, Absent((), _LEAVE_OUT, _FLAG)]
+    attention_backend: Annotated[str | None, Absent((None,), "attention names an implementation", (str,))]
+    block_size: Annotated[int | None, Absent((16,), "the cache's pages have one size", (int,))]
+    chat_template: Annotated[Any, Absent((None,), "give it to chat: chat(messages, chat_template=...)")]
+    code_revision: Annotated[
+        str | None, Absent((None,), "code that comes with a checkpoint is never run: leave it out")
+    ]
+    compilation_config: Annotated[Any, Absent(({},), "compile and cuda_graphs say how passes run", (int, dict))]
+    config_format: Annotated[str | None, Absent(("auto", "hf"), "open a folder in Hugging Face's format")]
+    convert: Annotated[str | None, Absent(("auto", "none"), _POOLING)]
+    cpu_offload_gb: Annotated[
+        float | None, Absent((0, 0.0), "use quantization='int8' or 'int4' where the weights do not fit")
+    ]
+    data_parallel_size: Annotated[int | None, _ONE_DEVICE]
+    disable_cascade_attn: Annotated[bool | None, Absent((), _LEAVE_OUT, _FLAG)]
+    disable_chunked_mm_input: Annotated[bool | None, Absent((), _TEXT_ONLY.instead, _FLAG)]
+    disable_custom_all_reduce: Annotated[bool | None, Absent((False, True), "use True or False")]
+    disable_log_stats: Annotated[bool | None, Absent((False, True), "use True or False")]
+    distributed_executor_backend: Annotated[str | None, Absent((None,), _ONE_DEVICE.instead, (str,))]
+    download_dir: Annotated[str | None, Absent((None,), "set HF_HOME, or give the folder that the checkpoint lies in")]
+    enable_chunked_prefill: Annotated[
+        bool | None, Absent((True,), "prompts are computed prefill_chunk tokens at a time", _FLAG)
+    ]
+    enable_lora: Annotated[bool | None, Absent((False,), _LORA.instead)]
+    enable_prefix_caching: Annotated[
+        bool | None, Absent((False,), "only the n samples of one prompt share its cache", _FLAG)
+    ]
+    enable_prompt_embeds: Annotated[
+        bool | None, Absent((False,), "prompts are text or token ids: encode them with the tokenizer")
+    ]
+    enable_sleep_mode: Annotated[bool | None, Absent((False,), "delete the LLM to free its memory, and build it again")]
+    enforce_eager: bool | None
+    gpu_memory_utilization: Annotated[float | None, Absent((0.9, 0.92), _MEMORY, _NUMBER)]
+    hf_overrides: Annotated[Any, Absent(({},), "change config.json")]
+    hf_token: Annotated[bool | str | None, Absent((None,), "set HF_TOKEN, or log in with the Hub's own command")]
+    kv_cache_dtype: Annotated[
+        str | None, Absent(("auto",), "the cache has the dtype that the exactness of passes needs: leave it out")
+    ]
+    kv_cache_memory_bytes: Annotated[int | None, Absent((), _MEMORY, (int,))]
+    limit_mm_per_prompt: Annotated[dict[str, Any] | None, Absent(({},), _TEXT_ONLY.instead, (dict,))]
+    load_format: Annotated[
+        str | None, Absent(("auto", "safetensors", "hf"), "weights are read from safetensors: convert them")
+    ]
+    logits_processors: Annotated[
+        Any,
+        Absent(
+            ([],), "give instances to the requests: SamplingParams(logits_processors=[...]), called as Hugging Face's"
+        ),
+    ]
+    logprobs_mode: Annotated[str | None, Absent(("raw_logprobs",), "logprobs are of the model's own logits")]
+    max_logprobs: Annotated[int | None, Absent((), "any number of logprobs may be asked for", (int,))]
+    max_lora_rank: Annotated[int | None, Absent((None,), _LORA.instead, (int,))]
+    max_loras: Annotated[int | None, Absent((None,), _LORA.instead, (int,))]
+    max_num_batched_tokens: Annotated[
+        int | None, Absent((), "prefill_chunk is the number of prompt tokens of a step", (int,))
+    ]
+    max_num_partial_prefills: Annotated[
+        int | None, Absent((), "prefill_chunk is the number of prompt tokens of a step", (int,))
+    ]
+    max_parallel_loading_workers: Annotated[int | None, Absent((), _LEAVE_OUT, (int,))]
+    max_seq_len_to_capture: Annotated[int | None, Absent((), "captured rounds hold for every length", (int,))]
+    mm_processor_kwargs: Annotated[dict[str, Any] | None, _TEXT_ONLY]
+    num_gpu_blocks_override: Annotated[int | None, Absent((), _MEMORY, (int,))]
+    override_generation_config: Annotated[
+        dict[str, Any] | None,
+        Absent(({},), "give SamplingParams to the call, or generation_config=a folder with a generation_config.json"),
+    ]
+    pipeline_parallel_size: Annotated[int | None, _ONE_DEVICE]
+    pooler_config: Annotated[Any, Absent((None,), _POOLING)]
+    profiler_config: Annotated[Any, Absent(({},), "run the calls within torch.profiler.profile()", (dict,))]
+    revision: Annotated[str | None, _REVISION]
+    runner: Annotated[str | None, Absent(("auto", "generate"), _POOLING)]
+    scheduling_policy: Annotated[
+        str | None, Absent(("fcfs",), "requests enter in the order of the prompts: put the urgent ones first")
+    ]
+    served_model_name: Annotated[Any, Absent((None,), _LEAVE_OUT, (str, list))]
+    skip_tokenizer_init: Annotated[bool | None, Absent((False,), "give token ids, and detokenize=False")]
+    speculative_config: dict[str, Any] | None
+    structured_outputs_config: Annotated[Any, Absent(({},), "forms are read by llguidance: leave it out")]
+    swap_space: Annotated[float | None, Absent((0, 0.0, 4, 4.0), _MEMORY, _NUMBER)]
+    task: Annotated[str | None, Absent(("auto", "generate"), _POOLING)]
+    tensor_parallel_size: Annotated[int | None, _ONE_DEVICE]
+    tokenizer_mode: Annotated[str | None, Absent(("auto", "hf", "slow"), "give the tokenizer itself as tokenizer")]
+    tokenizer_revision: Annotated[str | None, _REVISION]
+    trust_remote_code: Annotated[bool | None, Absent((False, True), "use True or False")]
+    worker_extension_cls: Annotated[
+        Any, Absent(("",), "there are no worker processes: call what you need on the LLM's own model")
+    ]
+
+
+def _table(options: type) -> dict[str, Absent]:
+    """Return the `Absent` of each option that is annotated with one."""
+    hints = get_type_hints(options, include_extras=True).items()
+    return {name: hint.__metadata__[0] for name, hint in hints if get_origin(hint) is Annotated}
+
+
+PARAMS, CALLS, ENGINE = _table(ParamsOptions), _table(CallOptions), _table(VllmEngineOptions)
 
 _TRANSFORMERS = "LLM generates text; use transformers' AutoModel, or sentence-transformers"
 _IN_PROCESS = "the model runs in this process; open a transformers model, change it, and give it to LLM(model)"
@@ -271,7 +240,7 @@ METHODS = {
 
 
 def without_absent(kind: str, given: Mapping[str, Any], absent: Mapping[str, Absent]) -> dict[str, Any]:
-    """The options but those of `absent`. The hints among them are named in one line of the log.
+    """Return the options that are not in `absent`, and log the hints among the others.
 
     Args:
         kind: what is being set, for the message.
@@ -279,7 +248,7 @@ def without_absent(kind: str, given: Mapping[str, Any], absent: Mapping[str, Abs
         absent: `PARAMS`, `CALLS` or `ENGINE`.
 
     Raises:
-        ConfigError: one of them asks for something.
+        ConfigError: an option of `absent` requests something.
     """
     hints = []
     for name, option in absent.items():
@@ -294,59 +263,13 @@ def without_absent(kind: str, given: Mapping[str, Any], absent: Mapping[str, Abs
     return {name: value for name, value in given.items() if name not in absent}
 
 
-class Translated(NamedTuple):
-    """Options of `LLM` that some of vLLM's stand for."""
-
-    drafts: Sequence[Any] | None
-    cuda_graphs: bool
-    suffix_tokens: int
-
-
-def translated(enforce_eager: Any, speculative_config: Any, own: Translated) -> Translated:
-    """What `enforce_eager` and `speculative_config` ask for.
-
-    Args:
-        enforce_eager: no CUDA graphs. Compiled passes on a CPU are no graphs and stay.
-        speculative_config: vLLM's dict. A draft model becomes one of `drafts`; prompt lookup is on anyway.
-        own: what the caller gave to `LLM`.
-
-    Raises:
-        ConfigError: a value of another kind, or a method that treespec does not have.
-    """
-    if not isinstance(enforce_eager, bool | None):
-        raise ConfigError(f"enforce_eager={enforce_eager!r}; valid: True or False")
-    own = own._replace(cuda_graphs=own.cuda_graphs and not enforce_eager)
-    if speculative_config is None:
-        return own
-    if not isinstance(speculative_config, Mapping):
-        raise ConfigError(f"speculative_config={speculative_config!r}; valid: a dict, such as {{'model': 'a-draft'}}")
-    asked = {name: value for name, value in speculative_config.items() if value is not None}
-    model = asked.pop("model", None)
-    method = asked.pop("method", "ngram" if model in ("ngram", "[ngram]") else "draft_model")
-    if method == "suffix":
-        own = own._replace(suffix_tokens=own.suffix_tokens or SUFFIX_TOKENS)
-    elif method == "draft_model" and model is not None:
-        if own.drafts is not None:
-            raise ConfigError(f"speculative_config names the draft {model!r} beside drafts=[...]; give one of them")
-        own = own._replace(drafts=[model])
-    elif method != "ngram":
-        raise ConfigError(
-            f"speculative_config={speculative_config!r} is not supported; use drafts=[...] for draft models, "
-            "suffix_tokens=262144 for suffix decoding; prompt lookup is on anyway"
-        )
-    if asked:
-        said = ", ".join(f"{name}={value!r}" for name, value in asked.items())
-        logger.warning("speculative_config: ignored %s; SpecConfig says how much is drafted", said)
-    return own
-
-
 def missing_method(name: str) -> UnsupportedError:
-    """The error for a method that is in `METHODS`."""
+    """Return the error for a method in `METHODS`."""
     return UnsupportedError(f"LLM.{name} is not supported; {METHODS[name]}")
 
 
 def _is_one_of(value: Any, types: tuple[type, ...]) -> bool:
-    """Whether a value has one of the types; a bool is no number."""
+    """Return whether a value has one of the types; a bool is not a number."""
     return isinstance(value, types) and (bool in types or not isinstance(value, bool))
 
 

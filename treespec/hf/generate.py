@@ -150,7 +150,7 @@ def _generate(
         for row, (tokens, pad) in enumerate(zip(prompts.tokens, prompts.padding, strict=True))
     ]
     streamer = RowStreamer(token_streamer, prompts, rows, _pad_token(generation_config))
-    for row in llm._run(rows):
+    for row in llm._rounds.run(rows):
         if row.error is not None:
             raise row.exception
         with llm.between_rounds():

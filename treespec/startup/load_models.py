@@ -1,4 +1,4 @@
-"""Decoders from what was read of models: native ones, and those that run transformers' own code."""
+"""Loads the decoders of an engine: native ones, and adapters around transformers models."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,20 +25,20 @@ from treespec_weights import load_weights
 
 
 def libraries_folder() -> Path:
-    """Where what the machine's C++ compiler builds is kept. Raises OSError where there is no place for it."""
+    """Return the cache folder of compiled C++ libraries. Raises OSError where there is none."""
     return costs.cache_folder() / "compiled"
 
 
 @dataclass(frozen=True)
 class Loader:
-    """How an engine's models are loaded.
+    """Loads the models of an engine.
 
     Args:
-        device, dtype: to compute on and in.
-        attention: the name of an implementation.
-        linear: the implementation of native models' linear layers; "compiled" compiles whole passes.
-        exact: as `LLM`.
-        configs: what was tuned for Triton's kernels, where they are used.
+        device, dtype: of the passes.
+        attention: the implementation of tree attention.
+        linear: the implementation of native models' linear layers; "compiled" runs whole passes in C++.
+        exact: as in `LLM`.
+        configs: tuned configurations of the Triton kernels; None without Triton.
     """
 
     device: torch.device
@@ -50,7 +50,7 @@ class Loader:
     _modules: dict[Source, nn.Module] = field(default_factory=dict)
 
     def open(self, model: ModelConfig | Source) -> ModelConfig | AdapterConfig:
-        """The config of a model; one that transformers runs is loaded for it."""
+        """Return the config of a model. A model for the adapter is loaded: its config comes from a trace."""
         if isinstance(model, ModelConfig):
             return model
         config, self._modules[model] = open_adapter(model, self.dtype, self.device, self.attention)
@@ -64,14 +64,14 @@ class Loader:
         min_rows: int,
         quantization: str | None = None,
     ) -> Decoder:
-        """A model's decoder.
+        """Load a model's weights and return its decoder.
 
         Args:
-            config: from `open`, perhaps fitted to another vocabulary.
-            known: tokens of the model's own.
-            positions: that will ever be asked for.
-            min_rows: rows that every pass is padded to.
-            quantization: of weights that are not quantised yet.
+            config: from `open`; its vocabulary size may be the target's.
+            known: the model's own vocabulary size.
+            positions: the largest context that will be requested.
+            min_rows: rows to pad every pass to.
+            quantization: of unquantised weights, applied while loading.
         """
         if isinstance(config, AdapterConfig):
             return self.adapt(config, known, positions, self.attention, min_rows, 1)
@@ -94,6 +94,6 @@ class Loader:
     def adapt(
         self, config: AdapterConfig, known: int, positions: int, attention: str, min_rows: int, multiple: int
     ) -> AdapterDecoder:
-        """The decoder of a model that transformers runs, which was loaded by `open`."""
+        """Return the decoder of a model for the adapter, which `open` has loaded."""
         op = make_attention(attention, config.shape, self.dtype, self.device, self.configs, self.exact)
         return AdapterDecoder(config, self._modules[config.source], op, positions, min_rows, multiple, known)

@@ -1,4 +1,4 @@
-"""A device's memory: how much is free, and zeros that take none before they are written."""
+"""Free memory of a device, and zeros whose memory is allocated on first write."""
 
 import gc
 import logging
@@ -14,26 +14,26 @@ from torch import Tensor
 
 logger = logging.getLogger("treespec")
 
-UNKNOWN = 8 << 30  # bytes that are taken to be free where nothing says how many are
+UNKNOWN = 8 << 30  # bytes assumed to be free where the platform reports no number
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that are free now; on a CPU within the limit of the control group. Cached files count as free."""
+    """Return the bytes that are free now; on a CPU within the cgroup's limit, with file cache counted as free."""
     if device.type == "cuda":
-        release_cached(device)  # an engine before this one may have left some
+        release_cached(device)  # of engines that were deleted
         return torch.cuda.mem_get_info(device)[0]
     return max(min(_available(), _left_in_group()), 0)
 
 
 def release_cached(device: torch.device) -> None:
-    """Give back what torch holds of a GPU's memory and nobody uses."""
+    """Return unused memory of torch's caching allocator to the GPU."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
 
 
 def _available(system: Path = Path("/proc/meminfo")) -> int:
-    """What the kernel could give to a new program, its file cache among it."""
+    """Return the memory available to a new process, reclaimable file cache included."""
     try:
         lines = dict(line.split(":", 1) for line in system.read_text().splitlines())
         return int(lines["MemAvailable"].split()[0]) << 10
@@ -47,14 +47,14 @@ def _available(system: Path = Path("/proc/meminfo")) -> int:
 
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
-    """Free what deleted engines held: vLLM's name, for its scripts. There are no other processes to shut down."""
+    """Free the memory of deleted engines. For vLLM's scripts; there are no worker processes to shut down."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def _left_in_group(group: Path = Path("/sys/fs/cgroup")) -> int:
-    """What this process's control group may still take. The file cache that it counts as used would be given back."""
+    """Return what is left of the cgroup's limit. Inactive file cache, which counts as used there, is reclaimable."""
     try:
         left = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
     except (OSError, ValueError):  # no control group, or no limit
@@ -67,8 +67,10 @@ def _left_in_group(group: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def lazy_zeros(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros of a shape. On a CPU the system hands out their pages as they are first written: zeroing 8 GiB at once
-    takes half a minute, and holds memory that no request may ever need."""
+    """Return zeros that, on a CPU, the system allocates page by page on first write.
+
+    Zeroing 8 GiB takes half a minute and commits memory that requests may never use.
+    """
     count = math.prod(size)
     if device.type != "cpu" or not count or not hasattr(mmap, "MAP_PRIVATE"):
         return torch.zeros(size, dtype=dtype, device=device)

@@ -1,7 +1,7 @@
-"""What of torch's state surrounds a computation: the engine's own passes, and code from outside that they call."""
+"""Torch's thread-local state (grad mode, autocast, current device) around the engine's passes and around user code."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,13 +11,18 @@ from treespec.errors import RequestError, describe_error
 
 
 def own_passes(device: torch.device) -> AbstractContextManager[Any]:
-    """Passes compute as they were proven: without gradients, and in the model's own dtype.
+    """Run passes as the self-test does: in inference mode and without autocast.
 
-    Under `torch.autocast` linear layers would round as nothing was proven to. It is seldom on, and leaving it takes
-    20 us, 2 % of a short round.
+    Under `torch.autocast` linear layers round differently from what was tested. Autocast is rarely on, and disabling
+    it takes 20 us, 2 % of a short round, so it is disabled only where it is on.
     """
     casting = [kind for kind in {device.type, "cpu"} if torch.is_autocast_enabled(kind)]
     return _without_autocast(casting) if casting else torch.inference_mode()
+
+
+def on_device(device: torch.device) -> AbstractContextManager[None]:
+    """Launch this thread's kernels on `device`: the current GPU is a setting of each thread."""
+    return nullcontext() if device.type == "cpu" else torch.cuda.device(device)
 
 
 @contextmanager
@@ -31,21 +36,21 @@ def _without_autocast(kinds: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def outside_code() -> Iterator[None]:
-    """Processors and criteria run as transformers runs them: without gradients, but not in inference mode, whose
-    tensors they could neither keep nor change later. Tensors that they get are made in here, or cloned."""
+    """Run logits processors and stopping criteria as transformers does: with no_grad, but not in inference mode, whose
+    tensors they could neither keep nor modify later. Create or clone their arguments inside this context."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
 
 def call_processor(name: str, call: Callable[[], Any], size: int, device: torch.device) -> Tensor:
-    """Call a logits processor and copy what it returns into a tensor of our own.
+    """Call a logits processor and return a checked copy of its scores.
 
-    A processor may return any object that claims to be a tensor, and may keep what it returned and change it later:
-    everything that touches the result is guarded, and the scores are a copy.
+    The result may be any object that claims to be a tensor, so all access to it is guarded. It is copied because the
+    processor may keep and modify it.
 
     Args:
         name: of the processor, for messages.
-        call: runs it; within `outside_code`.
+        call: runs it, within `outside_code`.
         size: of the vocabulary.
         device: of the logits.
 
@@ -61,7 +66,7 @@ def call_processor(name: str, call: Callable[[], Any], size: int, device: torch.
         problem = _problem_of_scores(result, size)
         if problem is None:
             scores.copy_(result[0])
-    except Exception as error:  # code from outside may raise anything, and only one request asked for it
+    except Exception as error:  # user code may raise anything; only this request fails
         raise RequestError(f"{name} failed: {describe_error(error)}") from error
     if problem is not None:
         raise RequestError(f"{name} returned {problem}")
@@ -69,7 +74,7 @@ def call_processor(name: str, call: Callable[[], Any], size: int, device: torch.
 
 
 def _problem_of_scores(result: Any, size: int) -> str | None:
-    """What keeps a processor's result from being scores; None where it is dense and of the right shape and type."""
+    """Describe what is wrong with a processor's result; None where it is dense and of the right shape and dtype."""
     if not isinstance(result, Tensor):
         return f"{type(result).__name__} instead of a tensor"
     if result.is_nested:

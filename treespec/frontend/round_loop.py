@@ -1,0 +1,118 @@
+"""RoundLoop: runs the rounds of one engine for callers in several threads."""
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from threading import RLock
+from typing import Any
+
+import torch
+
+from treespec.config import EngineConfig
+from treespec.engine import Engine
+from treespec.errors import ConfigError, RequestError, describe_error
+from treespec.request import Request
+from treespec.startup.torch_state import on_device, own_passes
+
+
+class RoundLoop:
+    """Runs the rounds of an engine, one at a time, for the requests of all threads.
+
+    Args:
+        engine: whose rounds run.
+        config: of the engine.
+
+    Attributes:
+        lock: held during a round; requests do not change while another thread holds it.
+    """
+
+    def __init__(self, engine: Engine, config: EngineConfig):
+        self.lock = RLock()
+        self._engine, self._config = engine, config
+        self._in_round = False
+        self._ending: deque[Request] = deque()  # requests to end after the current round
+        self._waiting: set[object] = set()  # callers in other threads that want the next round
+
+    def run(self, requests: Sequence[Request]) -> Iterator[Request]:
+        """Add requests and run rounds until all of them have ended; yield each after every round that changed it."""
+        self.check_threads()
+        open_requests = dict.fromkeys(requests, 0)  # tokens of each that were yielded
+        caller = object()
+
+        def changed() -> list[Request]:
+            """Requests that have ended or have new tokens, by this thread's round, by another's, or by an abort."""
+            found = [r for r, seen in open_requests.items() if r.finished or r.num_generated > seen]
+            for request in found:
+                open_requests[request] = request.num_generated
+                if request.finished:
+                    del open_requests[request]
+            return found
+
+        try:
+            with self.lock:
+                for request in requests:
+                    self._engine.scheduler.add(request)
+            while open_requests:
+                self._waiting.add(caller)
+                with self.lock:
+                    self._waiting.discard(caller)
+                    found = changed()
+                    if not found:
+                        self.step()
+                        found = changed()
+                yield from found
+                self._yield_lock()
+        finally:  # also after Ctrl-C, an error, or a caller that stops iterating
+            self._waiting.discard(caller)
+            with self.lock:
+                self.end(requests)
+
+    def step(self) -> None:
+        """Run one round; the caller holds the lock. If it raises, running requests end: their state is undefined."""
+        if self._in_round:
+            raise RequestError(
+                "a processor, drafter or observer cannot generate with the engine that called it, in the middle of a "
+                "round; use another LLM"
+            )
+        try:
+            self._in_round = True
+            with own_passes(self._config.device), on_device(self._config.device):
+                self._engine.step()
+        except BaseException as error:
+            ending: tuple[Any, ...] = ("abort",)  # Ctrl-C
+            if isinstance(error, Exception):
+                ending = "error", f"a round broke off: {describe_error(error)}"
+            with ExitStack() as ends:
+                for request in list(self._engine.scheduler.running):
+                    ends.callback(self._engine.finish, request, *ending)
+            raise
+        finally:
+            self._in_round = False
+            self.end([self._ending.popleft() for _ in range(len(self._ending))])
+
+    def end(self, requests: Sequence[Request]) -> None:
+        """Abort the unfinished ones of `requests`: now, or, when called from within a round, after it."""
+        if self._in_round:
+            self._ending.extend(requests)
+            return
+        with ExitStack() as ends:
+            for request in requests:
+                ends.callback(self._engine.finish, request, "abort")
+
+    def check_threads(self) -> None:
+        """Raise ConfigError where torch's number of threads, which bits depend on, has changed since the self-test."""
+        threads, tested = torch.get_num_threads(), self._config.num_threads
+        if threads != tested:
+            raise ConfigError(
+                f"torch has {threads} threads now and had {tested} when this engine proved its bits; "
+                f"call torch.set_num_threads({tested}), or build a new LLM"
+            )
+
+    def _yield_lock(self) -> None:
+        """Let a waiting thread take the lock, which the thread that has just released it would take again."""
+        waiting = len(self._waiting)
+        for _ in range(20 if waiting else 0):  # 1 ms at most
+            time.sleep(5e-5)
+            if len(self._waiting) < waiting:
+                break

@@ -1,0 +1,81 @@
+"""Built: an engine with the facts about its start that `LLM` reports."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from treespec.adapter.trace import AdapterConfig
+from treespec.config import EngineConfig, ModelConfig
+from treespec.engine import Engine
+from treespec_kernels.attention.tree_batch import PAGE_SIZE
+from treespec_kernels.tuning.tuned import KernelConfigs
+
+
+@dataclass(frozen=True)
+class Built:
+    """An engine and what it was built with. Holds no model in memory that the engine itself does not hold.
+
+    Attributes:
+        engine, config: the engine and its resolved resources.
+        target: config of the target.
+        backend: of the target, "native" or "transformers".
+        exactness: what is guaranteed of the tokens.
+        captured: whether rounds run on the device, from captured graphs where it has them.
+        memory: bytes by use.
+        kernels: configurations of the Triton kernels; None without Triton.
+        connections: how each draft model guesses for the target, by name.
+    """
+
+    engine: Engine
+    config: EngineConfig
+    target: ModelConfig | AdapterConfig
+    backend: str
+    exactness: str
+    captured: bool
+    memory: dict[str, int]
+    kernels: KernelConfigs | None
+    connections: dict[str, str]
+
+    def stats(self) -> dict[str, Any]:
+        """Return totals since the start, and what is fixed for bit equality."""
+        engine, config = self.engine, self.config
+        drafts = engine.ssms.names if engine.ssms else ()
+        return engine.stats.as_dict() | {
+            "frozen": self._frozen(),
+            "suffix_tokens": 0 if engine.lookup is None else engine.lookup.remembered,
+            "drafts": [*drafts, *(drafter.name for drafter in engine.drafters)],
+            "draft_vocabularies": dict(self.connections),
+            "max_model_len": config.max_model_len,
+            "max_num_seqs": config.max_num_seqs,
+            "memory": dict(self.memory),
+            "cost_curve": self._cost_curve(),
+        }
+
+    def _frozen(self) -> dict[str, Any]:
+        """What decides the bits of a pass; it does not change while the engine lives."""
+        config, kernels = self.config, self.kernels
+        return {
+            "dtype": str(config.dtype).removeprefix("torch."),
+            "device": str(config.device),
+            "threads": config.num_threads,
+            "exact": config.exact,
+            "exactness": self.exactness,
+            "backend": self.backend,
+            "attention": config.attention,
+            "linear": config.linear,
+            "compile": config.compile,
+            "quantization": config.quantization,
+            "attention_tile": PAGE_SIZE,
+            "fixed_rows": self.engine.runner.max_rows,
+            "rounds": "on the device" if self.captured else "step by step",
+            "tuned_file": None if kernels is None else kernels.file,
+            "default_kernels": [] if kernels is None else list(kernels.fallbacks),
+        }
+
+    def _cost_curve(self) -> dict[str, Any]:
+        curve = self.engine.planner.costs.curve
+        return {
+            "rows": list(curve.rows),
+            "verify_seconds": list(curve.verify_seconds),
+            "draft_seconds": curve.draft_seconds,
+            "draft_start_seconds": curve.draft_start_seconds,
+        }

@@ -1,0 +1,86 @@
+"""EngineOptions: what an engine is built from."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from treespec.config import SpecConfig
+from treespec.drafters.lookup.lookup_drafter import MAX_SUFFIX_TOKENS
+from treespec.errors import ConfigError
+from treespec.scalars import plain
+
+
+@dataclass(kw_only=True)
+class EngineOptions:
+    """Options of an engine, with the names, types and defaults of `LLM`, which documents them in full.
+
+    Attributes:
+        model: the target: a folder, a hub id, a model in memory, or None for the embedded one.
+        drafts: draft models and `Drafter` objects; None takes the embedded SSMs with the embedded target.
+        spec: the engine's default speculation; the largest tree it has to hold.
+        device: "auto", "cpu", "cuda" or "cuda:N".
+        dtype: "auto" (the checkpoint's), a name, or a torch dtype.
+        exact: refuse to run where trees do not have the bits of plain decoding.
+        max_num_seqs: requests decoded at once.
+        max_model_len: positions of the longest request; None derives it from the model and the free memory.
+        attention: the implementation of tree attention.
+        prefill_chunk: prompt rows per step.
+        compile: run CPU passes in compiled C++; "auto" falls back to eager passes.
+        linear: the implementation of linear layers.
+        cuda_graphs: capture rounds in CUDA graphs.
+        backend: "native", "transformers" or "auto".
+        quantization: of the target's layers, applied while loading: "int8", "int4" or None.
+        suffix_tokens: output tokens remembered for the source "suffix".
+    """
+
+    model: str | os.PathLike[str] | nn.Module | None = None
+    drafts: Sequence[Any] | None = None
+    spec: SpecConfig | str | dict[str, Any] | None = None
+    device: str | torch.device = "auto"
+    dtype: str | torch.dtype = "auto"
+    exact: bool = True
+    max_num_seqs: int = 8
+    max_model_len: int | None = None
+    attention: str = "auto"
+    prefill_chunk: int = 512
+    compile: bool | str = "auto"
+    linear: str = "auto"
+    cuda_graphs: bool = True
+    backend: str = "auto"
+    quantization: str | None = None
+    suffix_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_model_len", "prefill_chunk", "suffix_tokens"):
+            setattr(self, name, plain(getattr(self, name)))
+
+    def check(self) -> None:
+        """Check what needs neither a file nor a device: types, and the ranges of numbers.
+
+        Raises:
+            ConfigError: a value of another type or out of range.
+        """
+        model, compile = self.model, self.compile
+        if not _is_int(self.suffix_tokens, 0) or self.suffix_tokens > MAX_SUFFIX_TOKENS:
+            raise ConfigError(f"suffix_tokens={self.suffix_tokens!r}; valid: an int from 0 to {MAX_SUFFIX_TOKENS}")
+        for name in ("max_num_seqs", "prefill_chunk"):
+            if not _is_int(getattr(self, name), 1):
+                raise ConfigError(f"{name}={getattr(self, name)!r}; valid: an int of at least 1")
+        # Its range depends on the model, see `resolve_max_model_len`.
+        if isinstance(self.max_model_len, bool) or not isinstance(self.max_model_len, int | None):
+            raise ConfigError(f"max_model_len={self.max_model_len!r}; valid: an int of at least 2, or None")
+        if compile != "auto" and not isinstance(compile, bool):
+            raise ConfigError(f'compile={compile!r}; valid: True, False or "auto"')
+        for name in ("exact", "cuda_graphs"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r}; valid: True or False")
+        if model is not None and not isinstance(model, str | os.PathLike | nn.Module):
+            raise ConfigError(f"model={model!r}; valid: a folder, a hub id, a model, or None for the embedded target")
+
+
+def _is_int(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -1,0 +1,153 @@
+"""Second step of a start: how the device's memory is divided between weights, captured rounds and the KV cache."""
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from treespec.adapter.trace import AdapterConfig
+from treespec.cache import KVCache, pages_for
+from treespec.config import ModelConfig
+from treespec.drafters.foreign.foreign_drafter import ROOM
+from treespec.drafters.ssm.ssm_drafter import MAX_SLOTS
+from treespec.errors import CacheMemoryError, ConfigError
+from treespec.graphs.capture import SLOTS, planned_bytes, round_limits, stack_sizes
+from treespec.models.attention import make_attention
+from treespec.models.quantized_weights import weight_bytes
+from treespec.startup.memory import free_memory
+from treespec.startup.resolve import Resolved
+from treespec_kernels.attention.tree_batch import PAGE_SIZE
+from treespec_weights.rules import ModelShape
+
+logger = logging.getLogger("treespec")
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The sizes of an engine.
+
+    Attributes:
+        max_model_len: positions of the longest request.
+        scratch: slots after a request's committed ones, for its tree and its drafts.
+        largest_pass: rows of the largest pass.
+        num_pages: pages of the KV cache.
+        cache_dtype: of the KV cache.
+        shapes: of the models in the KV cache, target first.
+        stacks: how many neighbouring models share a tensor of the KV cache, as `KVCache` has it.
+    """
+
+    max_model_len: int
+    scratch: int
+    largest_pass: int
+    num_pages: int
+    cache_dtype: torch.dtype
+    shapes: list[ModelShape]
+    stacks: list[int] | None
+
+    @property
+    def positions(self) -> int:
+        """Positions that models compute, scratch included."""
+        return self.max_model_len + self.scratch
+
+    def make_cache(self, device: torch.device) -> KVCache:
+        """Allocate the KV cache of the target and its SSMs."""
+        return KVCache(self.shapes, self.num_pages, self.cache_dtype, device, self.stacks)
+
+
+def plan_memory(resolved: Resolved) -> MemoryPlan:
+    """Choose the length of the longest request and the size of the KV cache.
+
+    Raises:
+        ConfigError: max_model_len is out of range. CacheMemoryError: the free memory is too small.
+    """
+    options, spec, loader, target = resolved.options, resolved.spec, resolved.loader, resolved.target
+    triton = loader.configs is not None
+    shapes = [target.shape, *(draft.config.shape for draft in resolved.ssms)]
+    scratch = max(spec.max_nodes, MAX_SLOTS, SLOTS if triton else 0)
+    cache_dtype = loader.dtype
+    if not resolved.compile:
+        cache_dtype = make_attention(loader.attention, target.shape, loader.dtype, loader.device).cache_dtype
+    page = KVCache.bytes_per_page(shapes, cache_dtype)
+    page += int(ROOM * KVCache.bytes_per_page([draft.config.shape for draft in resolved.foreign], cache_dtype))
+    reserved = 0
+    if triton and loader.device.type == "cuda":  # a CPU's memory is not divided so closely
+        reserved = _weight_bytes(resolved) + _round_bytes(resolved, scratch)
+    max_num_seqs = options.max_num_seqs
+    length = resolve_max_model_len(options.max_model_len, target, page, max_num_seqs, scratch, loader.device, reserved)
+    return MemoryPlan(
+        max_model_len=length,
+        scratch=scratch,
+        largest_pass=max(options.prefill_chunk, max_num_seqs * spec.max_nodes),
+        num_pages=max_num_seqs * pages_for(length + scratch),
+        cache_dtype=cache_dtype,
+        shapes=shapes,
+        stacks=[1, *stack_sizes(_natives(resolved)[1:])] if triton else None,
+    )
+
+
+def resolve_max_model_len(
+    asked: int | None,
+    target: ModelConfig | AdapterConfig,
+    bytes_per_page: int,
+    seqs: int,
+    scratch: int,
+    device: torch.device,
+    reserved: int = 0,
+) -> int:
+    """Return the positions of the longest request.
+
+    Args:
+        asked: by the user; None takes the model's maximum, or less where half of the free memory holds fewer.
+        target: config of the target.
+        bytes_per_page: of all models in the KV cache.
+        seqs: requests to hold at once.
+        scratch: slots after each request.
+        device: whose memory is used.
+        reserved: bytes for weights and captured rounds.
+
+    Raises:
+        ConfigError: `asked` is out of range, or the free memory holds no context at all.
+        CacheMemoryError: the cache, or what is `reserved`, does not fit into the free memory.
+    """
+    free = free_memory(device) - reserved
+    if free <= 0:
+        raise CacheMemoryError(
+            f"weights and captured rounds need {reserved / 2**30:.1f} GiB, and {(free + reserved) / 2**30:.1f} GiB of "
+            f"{device} are free; take a smaller model, or lower max_num_seqs, max_model_len or nodes"
+        )
+    if asked is not None:
+        if not 2 <= asked <= target.max_positions:
+            raise ConfigError(f"max_model_len={asked!r}; valid: an int from 2 to the model's {target.max_positions}")
+        needed = seqs * pages_for(asked + scratch) * bytes_per_page
+        if needed > free:
+            raise CacheMemoryError(
+                f"max_num_seqs={seqs} requests of max_model_len={asked} need {needed / 2**30:.1f} GiB of cache, and "
+                f"{free / 2**30:.1f} GiB are free; lower one of them"
+            )
+        return asked
+    fits = free // 2 // bytes_per_page // seqs * PAGE_SIZE - scratch
+    if fits < 2:
+        raise ConfigError(f"half of the free memory holds no context for max_num_seqs={seqs}; lower max_num_seqs")
+    length = min(target.max_positions, fits)
+    logger.info("max_model_len=%d (the model's %d, memory for %d)", length, target.max_positions, fits)
+    return length
+
+
+def _weight_bytes(resolved: Resolved) -> int:
+    dtype = resolved.loader.dtype
+    drafts = sum(weight_bytes(draft.config, dtype, None) for draft in resolved.drafts)
+    return drafts + weight_bytes(resolved.target, dtype, resolved.quantization)
+
+
+def _round_bytes(resolved: Resolved, scratch: int) -> int:
+    """Bytes of captured rounds for the longest context."""
+    options, most = resolved.options, resolved.target.max_positions
+    longest = min(options.max_model_len or most, most)
+    limits = round_limits(resolved.spec, longest, scratch, len(resolved.ssms))
+    return planned_bytes(_natives(resolved), limits, options.max_num_seqs, options.prefill_chunk, resolved.loader.dtype)
+
+
+def _natives(resolved: Resolved) -> list[ModelConfig]:
+    """The native ones of the target and its SSMs."""
+    configs = (resolved.target, *(draft.config for draft in resolved.ssms))
+    return [config for config in configs if isinstance(config, ModelConfig)]

@@ -18,9 +18,9 @@ from treespec import (
     SamplingParams,
     SpecConfig,
     StructuredOutputsParams,
-    vllm_options,
 )
 from treespec.errors import ConfigError
+from treespec.frontend import vllm_options
 
 LLM_DEFAULTS = {name: each.default for name, each in list(inspect.signature(LLM).parameters.items())[:-1]}
 

@@ -1,4 +1,4 @@
-"""LLM: the Python API, with the names of vLLM's offline one."""
+"""LLM: the Python API, with the names of vLLM's offline API."""
 
 import inspect
 import os
@@ -33,66 +33,62 @@ from treespec.scalars import plain
 from treespec.startup.assemble import build
 from treespec.startup.device import resolve_device
 from treespec.startup.engine_options import EngineOptions
-from treespec.startup.torch_state import on_device, own_passes
 from treespec.text.chat import Message, conversations, streamed
 from treespec.text.prompt_tokenizer import Tokenization, UserTokenizer, check_sentencepiece, load_tokenizer
+from treespec.torch_state import on_device, own_passes
 
 
 class LLM(VllmMethods):
-    """A target with its drafts, ready to generate.
+    """A target model with its drafts: treespec's engine behind vLLM's offline API.
 
-    Any number of threads may call `generate`, `chat`, `stream`, `abort` and `stats`. One round of the engine runs at a
-    time, for the requests of all of them, and no token depends on that; a call that fails in the middle of a round ends
-    the others' running requests with an error, and Ctrl-C there aborts them. `torch.autocast` changes nothing: passes
-    compute in the model's dtype.
+    Any number of threads may call `generate`, `chat`, `stream`, `abort` and `stats`. Rounds run one at a time and serve
+    the requests of all threads; no token depends on which requests share a round. A round that raises ends all running
+    requests with an error, and Ctrl-C aborts them. Passes compute in the model's dtype even under `torch.autocast`.
 
     Args:
         model: a Hugging Face folder or hub id, or a transformers model in memory; None is the embedded target.
         drafts: folders, hub ids, transformers models or `Drafter` objects. None means the embedded SSMs with the
-            embedded target, and none with any other; [] means none. A draft may have another tokenizer than the model:
-            its guesses are then translated, or it writes text; `stats()` says how each is connected.
+            embedded target, and no drafts with any other; [] means no drafts. A draft may have another tokenizer than
+            the model: its proposals are then translated by token or by text; `stats()` tells which.
         spec: how to speculate; calls may override it.
-        tokenizer: a folder, or an object with `encode(text)` and `decode(ids)`, such as transformers' and tokenizers'
-            have; None is the model folder's own. Without one, prompts and outputs are token ids and `text` is None.
-            Its `eos_token_id` ends an output as the model's own end tokens do.
-        device: "auto" (this thread's GPU where there is one), "cpu", "cuda", or one of several, such as "cuda:1".
+        tokenizer: a folder, or an object with `encode(text)` and `decode(ids)`, such as a tokenizer of transformers or
+            tokenizers; None is that of the model's folder. Without one, prompts and outputs are token ids and `text` is
+            None. Its `eos_token_id` ends outputs too, in addition to the model's end tokens.
+        device: "auto" (this thread's current GPU, or the CPU), "cpu", "cuda", or one of several, such as "cuda:1".
         dtype: "auto" (the checkpoint's; float32 on a CPU without bf16 instructions), a name ("half" and "float" are
             float16 and float32), or a torch dtype.
-        exact: refuse to run where trees would not have the bits of plain decoding. False lets a GPU take the vendor's
-            matrix products, and trees masked by bits.
+        exact: raise ExactnessError where trees do not have the bits of plain decoding. False allows the vendor's matrix
+            products and masked tree attention on a GPU.
         max_num_seqs: requests decoded at once.
-        max_model_len: positions of the longest request; None = the smaller of the model's and what half of the free
-            memory holds for `max_num_seqs` requests.
-        attention: an implementation of tree attention by name ("cpu-packed", "cpu-gathered", "triton"); "auto" picks.
+        max_model_len: positions of the longest request; None is the model's maximum, or less where half of the free
+            memory cannot hold `max_num_seqs` requests of it.
+        attention: the implementation of tree attention: "cpu-packed", "cpu-gathered", "triton" or "auto".
         prefill_chunk: prompt rows computed in one step.
-        linear: an implementation of linear layers by name ("onednn", "torch", "triton"); "auto" picks.
-        cuda_graphs: run rounds on a GPU from captured graphs; False launches every kernel by itself.
-        compile: run passes on a CPU through code that this machine's C++ compiler builds at the first use (seconds) and
-            that is kept in the user's cache folder, under the same proof as the rest. "auto" does so where it can:
-            float32 and bfloat16, `attention` and `linear` at "auto", a compiler, a family that it covers; the log says
-            why not. True refuses to go without.
-        generation_config: where the parameters of a call without any come from: "auto" (the model's
-            generation_config.json, or what a model in memory has), "treespec" (the defaults of `SamplingParams`),
-            "vllm" (vLLM's: temperature 1, 16 tokens), or a folder.
-        backend: "native" is treespec's own decoder; "transformers" runs transformers' own code of any architecture
-            whose attention can be replaced, slower; "auto" takes it, for each model, where no native family fits.
-        quantization: "int8" (a scale for every output) or "int4" (one for 128, 64 or 32 inputs) quantises the weights
-            of the target's layers while loading; activations, embedding, norms and head stay as they are. None keeps
-            the checkpoint's own: quantised ones (compressed-tensors, GPTQ, AWQ, fp8) are read as they are.
-            The name of the checkpoint's own method means the same as None.
-        suffix_tokens: how many tokens are remembered, of outputs and the last ones of their prompts, up to the next
-            power of two, 64 bytes each (several hundred without a C++ compiler): what was written once is then guessed
-            where another request seems to write it again (the source "suffix"). 0: none, as a prompt that is decoded a
-            second time would otherwise say nothing of the speed of new ones. What others wrote changes no token (or,
-            under "rejection" and "traversal", no token's probability), but how soon it comes.
-        seed: of the seeds that sampled requests without one are given: the same calls in the same order then give the
-            same tokens. None gives others in every engine.
-        vllm_options: vLLM's other names. Hints that change no token are ignored with a line in the log, what cannot be
-            served is refused with what to do instead; docs/vllm.md lists them.
+        compile: run CPU passes as C++ that is compiled on first use (seconds) and kept in the user's cache folder; the
+            self-test covers it too. "auto" needs float32 or bfloat16, `attention` and `linear` at "auto", a C++
+            compiler and a supported family, and logs what is missing. True raises an error instead.
+        linear: the implementation of linear layers: "onednn", "torch", "triton" or "auto".
+        cuda_graphs: capture rounds on a GPU in CUDA graphs; False launches every kernel separately.
+        generation_config: default sampling parameters: "auto" (the model's generation_config.json, or the generation
+            config of a model in memory), "treespec" (the defaults of `SamplingParams`), "vllm" (temperature 1, 16
+            tokens), or a folder with a generation_config.json.
+        backend: "native" is treespec's own decoder; "transformers" runs the code of transformers for any architecture
+            whose attention can be replaced, and is slower; "auto" chooses it for each model that no native family fits.
+        quantization: quantise the weights of the target's layers while loading: "int8" (a scale per output) or "int4"
+            (a scale per 128, 64 or 32 inputs). Activations, embedding, norms and head are not quantised. None, or the
+            name of the checkpoint's method, keeps the checkpoint's format (compressed-tensors, GPTQ, AWQ, fp8).
+        suffix_tokens: number of recent tokens to remember, rounded up to a power of two, for the source "suffix", which
+            proposes what followed the same tokens in earlier outputs and prompts. Takes 64 bytes per token (several
+            hundred without a C++ compiler). It changes the speed, not the tokens (under "rejection" and "traversal",
+            not their probabilities). 0 turns it off: benchmarks that repeat a prompt would measure the memory.
+        seed: seeds the generator that draws the seeds of sampled requests without one, so that the same calls in the
+            same order give the same tokens. None draws other seeds in every engine.
+        vllm_options: vLLM's other names. Hints that change no token are ignored with a log line, others raise an error
+            that names the alternative; docs/vllm.md lists them.
 
     Raises:
-        ConfigError, ModelError, DraftError, CheckpointError, ExactnessError, KernelError: all of them ValueErrors.
-        OSError: a folder that is not there.
+        ConfigError, ModelError, DraftError, CheckpointError, ExactnessError, KernelError: subclasses of ValueError.
+        OSError: a folder does not exist.
     """
 
     def __init__(
@@ -149,7 +145,7 @@ class LLM(VllmMethods):
             check_sentencepiece(model)  # before the weights are loaded
         with own_passes(where), on_device(where):
             self._built = build(options)
-        self._kept: Any = options  # keeps models in memory alive, which the engine itself does not
+        self._options: EngineOptions | None = options  # keeps models in memory alive; the engine holds no reference
         self.engine, self.config = self._built.engine, self._built.config
         self._rounds = RoundLoop(self.engine, self.config)
         target = self._built.target
@@ -158,11 +154,14 @@ class LLM(VllmMethods):
         if spoken is None and (found := load_tokenizer(None, target.folder)) is not None:
             spoken = UserTokenizer(found)
         self._tokenizer = None if spoken is None else spoken.own
-        ends = (*target.eos_token_ids, *(() if spoken is None else spoken.eos_token_ids))
-        vocab_size, device = target.shape.vocab_size, self.engine.runner.target.device
-        ends = tuple(dict.fromkeys(ends))
-        self._request_factory = RequestFactory(
-            spoken,
+        self._request_factory = self._make_request_factory(spoken, seed)
+
+    def _make_request_factory(self, tokenizer: UserTokenizer | None, seed: int | None) -> RequestFactory:
+        target, device = self._built.target, self.engine.runner.target.device
+        vocab_size = target.shape.vocab_size
+        ends = tuple(dict.fromkeys((*target.eos_token_ids, *(() if tokenizer is None else tokenizer.eos_token_ids))))
+        return RequestFactory(
+            tokenizer,
             vocab_size,
             ends,
             self.config.max_model_len,
@@ -183,22 +182,22 @@ class LLM(VllmMethods):
         tokenization_kwargs: Mapping[str, Any] | None = None,
         **vllm_options: Unpack[CallOptions],
     ) -> list[RequestOutput]:
-        """Generate for every prompt; results in the order of the prompts.
+        """Generate for every prompt and return the outputs in the order of the prompts.
 
         Args:
             prompts: a string, token ids (a list, an array or a tensor), {"prompt": text} or {"prompt_token_ids": ids},
-                where "prompt" may stand beside the ids for the record; or a list of such.
-            sampling_params: for all prompts, or one each; None = `get_default_sampling_params()`.
+                with an optional "prompt" for the record; or a list of these.
+            sampling_params: one for all prompts, or a list; None is `get_default_sampling_params()`.
             spec: overrides the engine's for this call; "off" is plain decoding.
-            use_tqdm: show how many outputs are finished; a callable takes the place of `tqdm.tqdm`.
-            tokenization_kwargs: `truncate_prompt_tokens`: use the last so many tokens of a prompt, -1 = as many as the
-                context holds. `add_special_tokens`: whether a text gets the tokenizer's special tokens around it, which
-                truncation then keeps.
+            use_tqdm: show a progress bar of finished outputs; a callable replaces `tqdm.tqdm`.
+            tokenization_kwargs: `truncate_prompt_tokens` keeps the last so many tokens of a prompt, -1 as many as the
+                context holds. `add_special_tokens` adds the tokenizer's special tokens to a text; truncation keeps
+                them.
 
         Raises:
-            ConfigError: an unknown keyword, one of vLLM's that is not supported, or parameters of another kind.
-            RequestError, DraftError: no request could be served. Where others of the batch could, the bad ones come
-                back with finish_reason "error" and `error`.
+            ConfigError: an unknown keyword, an unsupported one of vLLM, or parameters of another type.
+            RequestError, DraftError: all requests failed. Where some succeed, the failed ones are returned with
+                finish_reason "error" and `error`.
         """
         refuse_unknown(LLM.generate, vllm_options)
         return self._generate(as_list(prompts), sampling_params, spec, use_tqdm, tokenization_kwargs)
@@ -211,7 +210,7 @@ class LLM(VllmMethods):
         use_tqdm: Any,
         tokenization: Mapping[str, Any] | None,
     ) -> list[RequestOutput]:
-        """For each prompt, text, token ids or a conversation."""
+        """Generate for prompts: texts, token ids or conversations."""
         if not isinstance(use_tqdm, bool) and not callable(use_tqdm):
             raise ConfigError(f"use_tqdm={show(use_tqdm)}; valid: True, False, or what takes the place of tqdm.tqdm")
         with self.between_rounds():
@@ -242,17 +241,17 @@ class LLM(VllmMethods):
         tokenization_kwargs: Mapping[str, Any] | None = None,
         **vllm_options: Unpack[CallOptions],
     ) -> list[RequestOutput]:
-        """Answer a conversation, or several: `generate` behind the tokenizer's chat template.
+        """Answer one conversation or several: apply the chat template, then `generate`.
 
         Args:
-            messages: a list of {"role": ..., "content": ...}, or a list of such lists. As in OpenAI's API a content may
-                be a list of {"type": "text", "text": ...}, and the arguments of a tool call a JSON text.
+            messages: a list of {"role": ..., "content": ...}, or a list of such lists. As in OpenAI's API, a content
+                may be a list of {"type": "text", "text": ...}, and the arguments of a tool call may be JSON text.
             sampling_params, spec, use_tqdm, tokenization_kwargs: as of `generate`.
-            chat_template: in place of the tokenizer's own (Jinja, as transformers has it).
-            add_generation_prompt: begin the assistant's answer.
-            continue_final_message: go on with the last message, which is the assistant's; needs
+            chat_template: replaces the tokenizer's (Jinja, as in transformers).
+            add_generation_prompt: append the start of the assistant's answer.
+            continue_final_message: continue the last message, which is the assistant's; needs
                 add_generation_prompt=False.
-            tools: functions that the template may describe, as JSON schemas.
+            tools: JSON schemas of functions, for the template.
             chat_template_kwargs: further variables of the template, such as enable_thinking.
 
         Raises:
@@ -284,11 +283,10 @@ class LLM(VllmMethods):
         tokenization_kwargs: Mapping[str, Any] | None = None,
         **vllm_options: Unpack[CallOptions],
     ) -> Iterator[StreamChunk]:
-        """Generate for one prompt or one conversation and yield what each round added. Leaving the loop ends the
-        request.
+        """Generate for one prompt or conversation and yield what each round adds. Leaving the loop ends the request.
 
-        The chunks' texts concatenate to the final text: partial characters and beginnings of stop strings are held
-        back.
+        The texts of all chunks concatenate to the final text: incomplete characters and possible beginnings of stop
+        strings are held back.
 
         Args:
             prompt: a prompt of `generate`, or the messages of a conversation as `chat` takes them.
@@ -298,7 +296,7 @@ class LLM(VllmMethods):
 
         Raises:
             ConfigError: an unknown keyword, several prompts or conversations, or a conversation that `chat` refuses.
-            RequestError: before the first chunk, or where the request fails on the way.
+            RequestError: the request is invalid, or fails later.
         """
         refuse_unknown(LLM.stream, vllm_options)
         prompt = streamed(
@@ -317,8 +315,8 @@ class LLM(VllmMethods):
         emitted, open_samples = [0] * len(samples), set(samples)
         for request in self._rounds.run(samples):
             if request not in open_samples:
-                continue  # another thread's round ended it before its last chunk was made
-            with self.between_rounds():  # no round of another thread may come between tokens and text
+                continue  # another thread's round ended it before its last chunk
+            with self.between_rounds():  # tokens and text of the same round
                 tokens = request.output_token_ids[emitted[request.sample] :]
                 emitted[request.sample] += len(tokens)
                 if request.error is not None:
@@ -330,72 +328,72 @@ class LLM(VllmMethods):
                     text = request.detokenizer.release(request.finished)
                 if request.finished:
                     open_samples.remove(request)
-                # Several may end in one round, and only the last chunk has them all.
+                # Several samples may end in one round; only the last chunk has the whole output.
                 final = None if open_samples else self._request_factory.output(samples)
                 chunk = StreamChunk(request.output_id, text, tokens, request.finish_reason, final, request.sample)
             if tokens or text or request not in open_samples:
                 yield chunk
 
     def abort(self, request_id: str) -> None:
-        """End a request and free its slot, wherever it stands. An unknown or finished one is left alone.
+        """End a request and free its slot, from any thread. An unknown or finished id is ignored.
 
-        From any thread: between two rounds it ends at once, in the middle of one when that is over.
+        It ends at once, or, when called from within a round, after that round.
         """
         with self.between_rounds():
             self._rounds.end(self.engine.scheduler.find(request_id))
 
     def reset_suffix_cache(self) -> None:
-        """Forget what was written so far: later outputs are drafted as if nothing had been."""
+        """Forget all earlier outputs, which the source "suffix" drafts from."""
         with self.between_rounds():
             if self.engine.lookup is not None:
                 self.engine.lookup.forget(self.engine.scheduler.running)
 
     def get_tokenizer(self) -> Any:
-        """The tokenizer, or None."""
+        """Return the tokenizer, or None."""
         return self._tokenizer
 
     @property
     def draft_names(self) -> tuple[str, ...]:
-        """The drafts, models first, as `SpecConfig.sources` may name them."""
+        """Names of the drafts for `SpecConfig.sources`, models first."""
         own = (drafter.name for drafter in self.engine.drafters if is_from_outside(drafter))
         return (*self._built.connections, *own)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """A copy of what a call without parameters uses."""
+        """Return a copy of the parameters of calls that give none."""
         return self._default_params.clone()
 
     def stats(self) -> dict[str, Any]:
-        """Totals since the start, and what is frozen for bit equality."""
+        """Return totals since the start, and the settings that bits depend on, under "frozen"."""
         with self.between_rounds():
             return self._built.stats()
 
     def check_sources(self, spec: SpecConfig) -> None:
-        """Raise ConfigError where `spec.sources` names a source that this engine lacks."""
+        """Raise ConfigError if `spec.sources` names a source that this engine lacks."""
         models = tuple(self._built.connections)
         spec.check_sources(models, self._built.memory["suffix"] > 0, self.draft_names[len(models) :])
 
     def add_round_observer(self, observer: RoundObserver) -> ObserverHandle:
-        """Have `observer(record)` called with a `RoundRecord` for every request of every round, on every device.
+        """Call `observer(record)` with a `RoundRecord` for every request of every round.
 
-        It is called in the thread that runs the round, after the round's tokens were added and before the request
-        ends. Rounds on a GPU read their trees back for it, in one copy more; without an observer nothing is read. An
-        observer that raises is removed, and the log says so with its traceback; requests are not affected.
+        The call happens in the thread that runs the round, after the round's tokens are added and before the request
+        ends. On a GPU it costs one more copy, of the trees to the host. An observer that raises is removed and its
+        traceback logged; requests are not affected.
 
         Returns:
-            A handle: `handle.remove()` ends the calls, as does the end of `with llm.add_round_observer(...):`.
+            A handle: `handle.remove()` removes the observer, as does leaving `with llm.add_round_observer(...):`.
 
         Raises:
-            ConfigError: the observer cannot be called.
+            ConfigError: the observer is not callable.
         """
         return self.engine.observers.add(observer)
 
     def between_rounds(self) -> AbstractContextManager[Any]:
-        """Within it no round runs in another thread, so requests stay as they are."""
+        """Return a context in which no other thread runs a round or changes requests."""
         return self._rounds.lock
 
     def release_models(self) -> None:
-        """Leave it to their owner to keep models in memory alive; generating after they have gone is an error."""
-        self._kept = None
+        """Drop the references to models in memory. Their owner keeps them alive; generating after that is an error."""
+        self._options = None
 
     def _requests(
         self,
@@ -405,7 +403,7 @@ class LLM(VllmMethods):
         tokenization: Mapping[str, Any] | None,
         stream: bool = False,
     ) -> list[list[Request] | RequestOutput]:
-        """By prompt: its samples, or, where it is bad, its finished output with the error."""
+        """Return for each prompt its samples, or, if it is invalid, its finished output with the error."""
         if params is None:
             params = self._default_params
         each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
@@ -431,6 +429,6 @@ class LLM(VllmMethods):
 
 
 def refuse_unknown(method: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    """Say what to do instead of vLLM's options that are not there, and name the nearest of a method's keywords."""
+    """Handle the further keywords of a method: vLLM's options, or unknown ones, with the nearest valid name."""
     given = without_absent(method.__name__, given, CALLS)
     reject_unknown(method.__name__, given, list(inspect.signature(method).parameters)[1:-1])

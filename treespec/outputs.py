@@ -4,14 +4,9 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
 
+from treespec.request import FinishReason, Request
 from treespec.sampling.transforms import Logprob
-
-if TYPE_CHECKING:
-    from treespec.request import Request
-
-FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +38,7 @@ class RequestMetrics:
     seed: int | None
 
     @classmethod
-    def of(cls, samples: Sequence["Request"]) -> "RequestMetrics":
+    def of(cls, samples: Sequence[Request]) -> "RequestMetrics":
         """Sums over a prompt's samples; `ttft` is the earliest, `seconds` the longest."""
         passes, generated = sum(s.target_passes for s in samples), sum(s.num_generated for s in samples)
         accepted: Counter[str] = Counter()

@@ -4,18 +4,20 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
 from treespec.config import RANDOM_DRAWS, SpecConfig
 from treespec.drafters.trust import Trust
 from treespec.errors import RequestError, TreespecError
-from treespec.outputs import FinishReason
 from treespec.sampling.restriction import Restriction
 from treespec.sampling.sampler import Sampler
 from treespec.sampling.transforms import Logprob
 from treespec.sampling_params import SamplingParams
 from treespec.text.detokenizer import Detokenizer
+
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 _ids = itertools.count()
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from treespec.errors import ConfigError
-from treespec.startup.torch_state import outside_code
+from treespec.torch_state import outside_code
 from treespec.tree import TokenTree
 
 if TYPE_CHECKING:

@@ -83,7 +83,7 @@ def autotune(
     from treespec.config import QUANTIZATIONS
     from treespec.errors import reject_unknown
     from treespec.startup.device import DTYPES, resolve_device
-    from treespec.startup.torch_state import on_device
+    from treespec.torch_state import on_device
 
     end_cleanly()
     reject_unknown("--dtype", [dtype], ("auto", *DTYPES))

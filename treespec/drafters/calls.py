@@ -13,7 +13,7 @@ from treespec.drafters.lookup.lookup_drafter import LookupDrafter
 from treespec.drafters.ssm.ssm_drafter import SsmDrafter
 from treespec.errors import DraftError, describe_error
 from treespec.request import Request
-from treespec.startup.torch_state import outside_code
+from treespec.torch_state import outside_code
 from treespec.tree import TokenTree
 
 logger = logging.getLogger("treespec")

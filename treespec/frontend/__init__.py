@@ -1,1 +1,1 @@
-"""The caller's side of the engine: prompts, parameters and outputs of `LLM`, and vLLM's names for them."""
+"""The API side of the engine: requests and outputs, the round loop, and vLLM's names."""

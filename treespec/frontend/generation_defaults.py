@@ -1,4 +1,4 @@
-"""What a model's own generation config asks for, where a call says nothing."""
+"""Default sampling parameters from a model's generation_config.json."""
 
 import os
 from collections.abc import Mapping
@@ -16,10 +16,10 @@ _VALID = f"{', '.join(map(repr, _NAMES))}, or a folder with a {GENERATION_CONFIG
 
 
 def check_generation_config(generation_config: Any) -> None:
-    """Refuse what names no source of parameters; the model's own is read later.
+    """Check `generation_config` before the model is loaded; the model's own file is read later.
 
     Raises:
-        ConfigError: it is of another kind, or a folder without such a file. OSError: there is no such folder.
+        ConfigError: an invalid value, or a folder without the file. OSError: no such folder.
     """
     if not isinstance(generation_config, str | os.PathLike):
         raise ConfigError(f"generation_config={generation_config!r}; valid: {_VALID}")
@@ -30,16 +30,16 @@ def check_generation_config(generation_config: Any) -> None:
 def default_sampling_params(
     generation_config: str | os.PathLike[str], folder: Path, given: Mapping[str, Any] | None = None
 ) -> SamplingParams:
-    """The parameters of a call without any.
+    """Return the parameters of calls that give none.
 
     Args:
-        generation_config: "auto", the model folder's file; "treespec", the defaults of `SamplingParams`; "vllm", vLLM's
-            own; or another folder with such a file.
-        folder: the model's.
-        given: what "auto" means in place of a file, for a model in memory.
+        generation_config: "auto", the file in the model's folder; "treespec", the defaults of `SamplingParams`;
+            "vllm", vLLM's defaults; or another folder with the file.
+        folder: of the model.
+        given: the generation config of a model in memory, used by "auto" instead of the file.
 
     Raises:
-        ConfigError: there is no such file. ModelError, CheckpointError: the file's values are unusable.
+        ConfigError: the file is missing. ModelError, CheckpointError: its values are invalid.
     """
     if generation_config == "treespec":
         return SamplingParams()
@@ -64,8 +64,11 @@ def default_sampling_params(
 
 
 def _options(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of `SamplingParams`. As vLLM does it a temperature means sampling; `do_sample` decides where it is given,
-    and then temperature is 1 and top_k 50 unless the file says otherwise, which are transformers' defaults."""
+    """Return options of `SamplingParams`.
+
+    As in vLLM, a temperature without `do_sample` means sampling. With do_sample=true the defaults are transformers':
+    temperature 1 and top_k 50.
+    """
     options: dict[str, Any] = {}
     sampled = raw.get("do_sample")
     if sampled is not None and not isinstance(sampled, bool):
@@ -83,5 +86,5 @@ def _options(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _whole(value: Any) -> Any:
-    """A number of things that was written as 50.0, as tools that know only one kind of number do."""
+    """Return an integral float as int: some tools write 50.0."""
     return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -1,4 +1,4 @@
-"""LLMEngine: requests that are added one by one and decoded one round at a time, with vLLM's names."""
+"""LLMEngine: vLLM's interface to add requests and run one round at a time."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, Self, Unpack
@@ -15,12 +15,10 @@ from treespec.sampling_params import SamplingParams
 
 
 class LLMEngine:
-    """The engine of an `LLM`, whose rounds the caller runs.
-
-    Requests of `LLM.generate` in other threads share the rounds.
+    """Runs the engine of an `LLM` round by round.
 
     Args:
-        llm: stays usable beside it.
+        llm: whose engine to run. It stays usable: requests of other threads share the rounds.
     """
 
     def __init__(self, llm: LLM):
@@ -30,7 +28,7 @@ class LLMEngine:
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
-        """An engine with these arguments."""
+        """Build an engine from its arguments."""
         return cls(LLM.from_engine_args(engine_args))
 
     def add_request(
@@ -43,7 +41,7 @@ class LLMEngine:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         **vllm_options: Unpack[CallOptions],
     ) -> None:
-        """Add a request to the next round. Arguments other than its id are those of `LLM.generate`.
+        """Add a request to the next round. Arguments are those of `LLM.generate`, for one prompt.
 
         Raises:
             ConfigError: an unknown keyword, or an id that is in use.
@@ -63,9 +61,9 @@ class LLMEngine:
             self._open[request_id], self._seen[request_id] = samples, 0
 
     def step(self) -> list[RequestOutput]:
-        """Run a round and return the requests that have new tokens or have ended, with all of their tokens so far.
+        """Run one round; return requests with new tokens or that have ended, with all of their tokens so far.
 
-        A request that fails comes back with finish_reason "error" and `error`.
+        A failed request has finish_reason "error" and `error`.
         """
         llm = self.llm
         llm._rounds.check_threads()
@@ -83,19 +81,19 @@ class LLMEngine:
         return outputs
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
-        """End requests; the next step returns them. Unknown and finished ones are left alone."""
+        """End requests; the next step returns them. Unknown and finished ids are ignored."""
         with self.llm.between_rounds():
             for each in [request_id] if isinstance(request_id, str) else request_id:
                 self.llm._rounds.end(self._open.get(each, ()))
 
     def has_unfinished_requests(self) -> bool:
-        """Whether a step has something to do or to return."""
+        """Return whether a step has requests to run or to return."""
         return bool(self._open)
 
     def get_num_unfinished_requests(self) -> int:
-        """How many requests have been added and not returned as finished."""
+        """Return the number of requests that were added and not yet returned as finished."""
         return len(self._open)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """True: no prefix is cached between requests, so there is nothing to reset."""
+        """Return True; there is no prefix cache to reset."""
         return self.llm.reset_prefix_cache(reset_running_requests, reset_connector)

@@ -1,4 +1,4 @@
-"""The progress bar of a call: `tqdm`, or what the user gives in its place."""
+"""Progress: the progress bar of a call, `tqdm` or the user's own."""
 
 import logging
 from collections.abc import Callable
@@ -14,14 +14,14 @@ logger = logging.getLogger("treespec")
 
 
 class Progress:
-    """Counts finished outputs on a bar that may be the user's own code.
+    """Counts finished outputs on a bar, which may be user code.
 
-    A bar that cannot be made is refused before anything runs. One that fails later is dropped with a warning: it
-    belongs to no request, and the outputs are worth more.
+    A bar that fails when it is created is an error, before any round runs. A bar that fails later is dropped with a
+    warning, and the call goes on.
 
     Args:
-        use_tqdm: whether to show `tqdm.tqdm`, or a callable in its place.
-        total: outputs to come.
+        use_tqdm: whether to show `tqdm.tqdm`, or a callable that replaces it.
+        total: number of outputs.
 
     Raises:
         ConfigError: the callable fails.
@@ -34,11 +34,11 @@ class Progress:
             bar = make(total=total, desc="outputs")
             self._bar = bar.__enter__()
             self._close = bar.__exit__
-        except Exception as error:  # code from outside may raise anything
+        except Exception as error:  # user code may raise anything
             raise ConfigError(f"use_tqdm={show(use_tqdm)} failed: {describe_error(error)}") from error
 
     def update(self, count: int) -> None:
-        """Add finished outputs."""
+        """Count finished outputs."""
         self._guarded(lambda: self._bar.update(count))
 
     def __enter__(self) -> "Progress":
@@ -52,10 +52,10 @@ class Progress:
             self._guarded(lambda: close(kind, error, traceback))
 
     def _guarded(self, call: Callable[[], object]) -> None:
-        if self._close is None:  # it has failed before
+        if self._close is None:  # it has failed
             return
         try:
             call()
-        except Exception as error:  # code from outside may raise anything
+        except Exception as error:  # user code may raise anything
             self._close = None
             logger.warning("the progress bar of use_tqdm failed and is left out: %s", describe_error(error))

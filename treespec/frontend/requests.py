@@ -1,4 +1,4 @@
-"""From prompts and parameters to requests, and from finished requests to what the user gets."""
+"""RequestFactory: makes requests from prompts and parameters, and outputs from requests."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -29,26 +29,26 @@ logger = logging.getLogger("treespec")
 _Position = TypeVar("_Position", dict[int, Logprob], dict[int, Logprob] | None)
 Prompt = str | Sequence[int] | np.ndarray | torch.Tensor | TextPrompt | TokensPrompt | dict[str, Any]
 
-# How many texts, and how many characters together: stop strings are all searched for after each token, and each bad
-# word is tokenized twice.
+# Most texts, and most characters of all of them: all stop strings are searched for after every token, and every bad word
+# is tokenized twice.
 _MOST_TEXTS = {"stop": (1000, 100_000), "bad_words": (5000, 200_000)}
 _PROMPT_KEYS = ("prompt", "prompt_token_ids")
 
 
 @dataclass(frozen=True)
 class RequestFactory:
-    """What requests are made with.
+    """Makes requests, and outputs from requests.
 
     Args:
-        tokenizer: or None.
+        tokenizer: of prompts and outputs; None for token ids only.
         vocab_size: of the target.
         eos_token_ids: of the target and of the tokenizer.
         max_model_len: positions of the longest request.
-        max_positions: of the model, the largest that `max_model_len` could be.
+        max_positions: of the model, an upper limit of `max_model_len`.
         device: of the target's logits.
         grammars: for structured outputs.
-        kernel_noise: whether noise is computed by a kernel (`Sampler`).
-        draw_seed: gives the seed of a sampled request without one.
+        kernel_noise: whether a kernel computes noise (`Sampler`).
+        draw_seed: returns a seed for a sampled request without one.
     """
 
     tokenizer: UserTokenizer | None
@@ -64,7 +64,7 @@ class RequestFactory:
     def requests(
         self, prompt: Any, params: SamplingParams, spec: SpecConfig, stream: bool, tokenization: Tokenization
     ) -> list[Request] | RequestOutput:
-        """The samples of a prompt, or, where it is bad, its finished output with the error."""
+        """Return the samples of a prompt, or the finished output of an invalid one, with its error."""
         given = prompt.get("prompt") if isinstance(prompt, dict) else prompt
         text, tokens = given if isinstance(given, str) else None, []
         request_id = new_request_id()
@@ -126,7 +126,7 @@ class RequestFactory:
         return request
 
     def _encode(self, prompt: Any, tokenization: Tokenization) -> list[int]:
-        """Token ids of a prompt, those that are used. Raises RequestError where it is none."""
+        """Return the token ids of a prompt after truncation. Raises RequestError where it is invalid."""
         if isinstance(prompt, dict):
             prompt = {key: value for key, value in prompt.items() if value is not None or key in _PROMPT_KEYS}
             if not prompt or any(key not in _PROMPT_KEYS for key in prompt):
@@ -138,7 +138,7 @@ class RequestFactory:
             prompt = tokenization.encode(self.tokenizer, prompt, special=True)
         try:
             prompt = plain(prompt)
-        except Exception as error:  # a tensor without values, such as one of the device meta
+        except Exception as error:  # a tensor without values, such as on the meta device
             raise RequestError(f"prompt {show(prompt)} has no list of token ids: {describe_error(error)}") from error
         if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
             raise RequestError(f"prompt {show(prompt)}; valid: text, a list of token ids, or a dict of one of them")
@@ -189,7 +189,7 @@ class RequestFactory:
                     raise RequestError(f"{name}: token {token}; valid: 0 to {self.vocab_size - 1}")
 
     def _spell(self, words: Sequence[str]) -> list[tuple[int, ...]]:
-        """Token ids of each word, as it stands and behind a space, where the model has these tokens."""
+        """Return token ids of each word, with and without a leading space, where the model's vocabulary has them."""
         spellings: dict[tuple[int, ...], None] = {}
         for word in words:
             assert self.tokenizer is not None, "checked with the parameters"
@@ -202,14 +202,14 @@ class RequestFactory:
         return list(spellings)
 
     def detokenizer(self, prompt: Sequence[int], params: SamplingParams) -> Detokenizer | None:
-        """For the text of an output; None where none is made."""
+        """Return a detokenizer for an output; None where it has no text."""
         if self.tokenizer is None or not params.detokenize:
             return None
         decode = partial(self.tokenizer.decode, skip_special=params.skip_special_tokens)
         return Detokenizer(decode, prompt, params.stop, params.include_stop_str_in_output)
 
     def output(self, samples: Sequence[Request], finished: bool = True) -> RequestOutput:
-        """What the user gets of a prompt's samples, whether or not they have all finished."""
+        """Return the output of a prompt's samples, finished or not."""
         first, prompt_logprobs = samples[0], None
         try:
             prompt_logprobs = self._prompt_logprobs(samples)
@@ -228,7 +228,7 @@ class RequestFactory:
         )
 
     def _prompt_logprobs(self, samples: Sequence[Request]) -> list[dict[int, Logprob] | None] | None:
-        """Of the sample that computed the whole prompt; None where none did, or nobody asked."""
+        """Return those of the sample that computed the whole prompt; None where they were not requested or computed."""
         for sample in samples:
             if len(sample.prompt_logprobs) == sample.num_prompt:
                 return self._named(sample.prompt_logprobs, sample.params)
@@ -237,7 +237,7 @@ class RequestFactory:
     def _completion(self, request: Request) -> CompletionOutput:
         try:
             return self._text_and_logprobs(request)
-        except RequestError as error:  # the tokenizer cannot decode what was written: the tokens remain
+        except RequestError as error:  # the tokenizer cannot decode the tokens, which are returned without text
             _fail(request, error)
             return CompletionOutput(
                 request.sample, None, request.output_token_ids, request.finish_reason, request.stop_reason
@@ -262,11 +262,11 @@ class RequestFactory:
         )
 
     def _named(self, positions: Sequence[_Position], params: SamplingParams) -> list[_Position]:
-        """With the tokens' texts, where text is made."""
+        """Add the texts of tokens, where the output has text."""
         if self.tokenizer is None or not params.detokenize:
             return list(positions)
         tokenizer = self.tokenizer
-        text = cache(lambda token: tokenizer.decode([token]))  # with all tokens at each position they come often
+        text = cache(lambda token: tokenizer.decode([token]))  # with logprobs=-1 each token occurs at every position
         return [
             found and {token: each._replace(decoded_token=text(token)) for token, each in found.items()}
             for found in positions
@@ -274,7 +274,7 @@ class RequestFactory:
 
 
 def log_refused(prompts: Sequence[Any], entries: Sequence[list[Request] | RequestOutput]) -> None:
-    """Log the prompts of a call that are refused while others are served. Where none is, the call raises the error."""
+    """Log the invalid prompts of a call that serves others. Where all are invalid, the call raises an error."""
     if all(isinstance(entry, RequestOutput) for entry in entries):
         return
     for i, (prompt, entry) in enumerate(zip(prompts, entries, strict=True)):
@@ -283,23 +283,23 @@ def log_refused(prompts: Sequence[Any], entries: Sequence[list[Request] | Reques
 
 
 def _fail(request: Request, error: RequestError) -> None:
-    """Report a finished request as failed; the first error counts. One that still runs is told at its end."""
+    """Mark a finished request as failed and keep its first error. A running request is marked when it ends."""
     if request.finished:
         request.finish_reason, request.error = "error", request.error or str(error)
 
 
 def no_text(params: SamplingParams) -> str | None:
-    """What stands for the text of an output where none is made: as in vLLM nothing, where the request wants none."""
+    """Return the text of an output without a detokenizer: "" with detokenize=False, as in vLLM, else None."""
     return None if params.detokenize else ""
 
 
 def as_list(prompts: Any) -> list[Any]:
-    """One prompt or several, as a list of prompts."""
+    """Return one prompt or several as a list of prompts."""
     if isinstance(prompts, str | dict):
         return [prompts]
     try:
         prompts = plain(prompts)
-    except Exception as error:  # a tensor without values, such as one of the device meta
+    except Exception as error:  # a tensor without values, such as on the meta device
         raise ConfigError(f"prompts={show(prompts)} has no token ids: {describe_error(error)}") from error
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
         raise ConfigError(f"prompts={show(prompts)}; valid: text, token ids, or a list of those")

@@ -1,4 +1,4 @@
-"""An engine's totals in the form of vLLM's metrics."""
+"""An engine's totals as vLLM's metrics."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from treespec.engine import Engine
 
 @dataclass
 class Metric:
-    """A named figure; `labels` tell apart metrics of the same name."""
+    """A named value; `labels` distinguish metrics of the same name."""
 
     name: str
     labels: dict[str, str]
@@ -15,14 +15,14 @@ class Metric:
 
 @dataclass
 class Counter(Metric):
-    """A number that only grows."""
+    """A number that only increases."""
 
     value: int
 
 
 @dataclass
 class Gauge(Metric):
-    """A number that rises and falls."""
+    """A number that may increase and decrease."""
 
     value: float
 
@@ -36,7 +36,7 @@ class Vector(Metric):
 
 @dataclass
 class Histogram(Metric):
-    """Observations by bucket, whose upper limits are the keys. No metric of treespec is one."""
+    """Observations by the upper limit of their bucket. treespec has no metric of this type."""
 
     count: int
     sum: float
@@ -44,10 +44,10 @@ class Histogram(Metric):
 
 
 def as_metrics(engine: Engine) -> list[Metric]:
-    """Totals of the requests that have ended, and how many requests there are now.
+    """Return totals over finished requests, and the numbers of running and waiting ones.
 
-    Names that begin with "vllm:" mean what they mean there: a round of a request is a draft, the nodes below its root
-    are the draft tokens, and `1 + accepted / drafts` is the acceptance length.
+    Names with "vllm:" have vLLM's meaning: each round of a request is a draft, the nodes below the root are the draft
+    tokens, and `1 + accepted / drafts` is the acceptance length.
     """
     stats, scheduler = engine.stats, engine.scheduler
     counts = {

@@ -17,9 +17,9 @@ from treespec.graphs.batch_round import BatchRound
 from treespec.graphs.graph_planner import RoundPlanner, RoundSeconds
 from treespec.graphs.round_inputs import CHILDREN, FRONTIER, RoundLimits
 from treespec.graphs.stack_passes import ModelStack
+from treespec.memory import release_cached
 from treespec.models.triton_decoder import TritonDecoder, stacked
 from treespec.runner import Runner
-from treespec.startup.memory import release_cached
 from treespec_kernels.attention.tree_attention import SegmentPartition
 from treespec_kernels.launch.graph_capture import GraphMemory
 from treespec_kernels.launch.triton_launch import is_interpreted

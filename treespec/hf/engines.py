@@ -1,9 +1,9 @@
-"""Engines around models in memory: kept with the model, and built anew when it is no longer what it was.
+"""A cache of engines for models in memory.
 
-An engine reads the model's own parameters in every pass, so values that change in place (a training step) are simply
-seen. All of a model's engines go when a parameter of it was replaced, moved or cast, and when the model goes. Another
-is built for other drafts, another exactness or number of threads, and for more rows, longer texts or larger trees than
-one has room for; the last few are kept.
+An engine reads the model's own parameters in every pass, so in-place updates (a training step) take effect. A model's
+engines are dropped when one of its parameters is replaced, moved or cast, and when the model is deleted. Other drafts,
+another `exact` or number of threads, more rows, longer texts or larger trees need another engine; the last few are
+kept.
 """
 
 import logging
@@ -21,10 +21,10 @@ from treespec.llm import LLM
 
 logger = logging.getLogger("treespec")
 
-MAX_ROWS = 8  # decoded at once; more wait
-MAX_ENGINES = 3  # of one model: a call with drafts, one without, and one of many rows may follow each other
-LEAST_LENGTH = 512  # positions that an engine has room for, so that the next text need not build another
-_LENGTH_STEP = 4096  # up to here powers of two, beyond multiples: the room that nobody asked for stays below so much
+MAX_ROWS = 8  # decoded at once; further rows wait
+MAX_ENGINES = 3  # per model, for calls that alternate: with drafts, without, and with many rows
+LEAST_LENGTH = 512  # positions of an engine at least, so that a slightly longer text does not build another
+_LENGTH_STEP = 4096  # lengths are rounded up to powers of two below it, and to multiples of it above
 
 
 class _Entry(NamedTuple):
@@ -34,7 +34,7 @@ class _Entry(NamedTuple):
 
 
 class _Engines:
-    """Of one model, the least recently used first. The lock keeps two threads from building the same one."""
+    """Engines of one model, least recently used first. The lock keeps two threads from building the same one."""
 
     def __init__(self) -> None:
         self.lock, self.entries = threading.RLock(), list[_Entry]()
@@ -45,7 +45,7 @@ _guard = threading.Lock()
 
 
 def room_for(length: int, most_positions: int) -> int:
-    """Positions that an engine is built with for a call that needs `length`."""
+    """Return the positions to build an engine with for a call that needs `length`."""
     if length <= _LENGTH_STEP:
         return min(max(LEAST_LENGTH, 1 << (length - 1).bit_length()), most_positions)
     return min(-(-length // _LENGTH_STEP) * _LENGTH_STEP, most_positions)
@@ -54,16 +54,16 @@ def room_for(length: int, most_positions: int) -> int:
 def engine_for(
     model: nn.Module, drafts: Sequence[Any], spec: SpecConfig, exact: bool, rows: int, length: int, most_positions: int
 ) -> LLM:
-    """The engine of a model.
+    """Return an engine of a model, from the cache or newly built.
 
     Args:
         model: a `PreTrainedModel` in eval mode.
         drafts: folders, hub ids, models in memory or `Drafter` objects.
         spec: how to speculate.
-        exact: refuse where trees would not have the bits of plain decoding.
-        rows: of this call.
-        length: positions that this call needs.
-        most_positions: that the model has.
+        exact: as in `LLM`.
+        rows: of the call.
+        length: positions that the call needs.
+        most_positions: of the model.
 
     Raises:
         ConfigError, ModelError, DraftError, ExactnessError: as `LLM`.
@@ -74,13 +74,13 @@ def engine_for(
         tuple(weakref.ref(draft) for draft in drafts if isinstance(draft, nn.Module)),
         exact,
         spec.max_nodes > AUTO_NODES and spec.max_nodes,
-        torch.get_num_threads(),  # an engine proves its bits for one number
+        torch.get_num_threads(),  # the self-test holds for one number
     )
     rows, tensors = min(rows, MAX_ROWS), _tensors(model)
     with _guard:
         engines = _engines.setdefault(model, _Engines())
     with engines.lock:
-        # What nobody can ask for any more goes first: its memory is needed.
+        # Drop unusable engines first, to free their memory.
         engines.entries = [each for each in engines.entries if each.tensors == tensors and None not in _drafts_of(each)]
         for place, each in enumerate(engines.entries):
             config = each.llm.config
@@ -96,18 +96,18 @@ def engine_for(
 
 
 def _replaced_by(llm: LLM, rows: int, room: int) -> bool:
-    """Whether an engine for so many rows and positions would do all that this one does."""
+    """Return whether an engine of so many rows and positions makes this one redundant."""
     return llm.config.max_num_seqs <= rows and llm.config.max_model_len <= room
 
 
 def _tensors(model: nn.Module) -> tuple[Any, ...]:
-    """What tells whether a model still has the tensors that it had."""
+    """Return a key that changes when a tensor of the model is replaced, moved or cast."""
     tensors = (*model.parameters(), *model.buffers())
     return tuple((id(tensor), tensor.data_ptr(), tensor.dtype, tensor.device) for tensor in tensors)
 
 
 def _drafts_of(entry: _Entry) -> list[nn.Module | None]:
-    """The drafts in memory that an engine drafts with; None for one that is gone."""
+    """Return the draft models in memory of an engine; None for a deleted one."""
     return [reference() for reference in entry.key[1]]
 
 
@@ -121,7 +121,7 @@ def _build(
     most_positions: int,
     others: list[_Entry],
 ) -> LLM:
-    """A new engine: with room to spare, or, where memory is short, without the `others` and for this call alone."""
+    """Build an engine with spare room. Where memory is short, drop `others` and then shrink it to this call."""
     parameter = next(model.parameters())
     widest = SpecConfig(nodes=max(spec.max_nodes, AUTO_NODES))
     sizes = dict.fromkeys([(rows, room_for(length, most_positions)), (rows, length), (1, length)])

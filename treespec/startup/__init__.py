@@ -1,1 +1,1 @@
-"""Builds an engine: resolves options, loads models, plans memory, measures and proves."""
+"""Builds an engine: resolves options, plans memory, loads, tests and measures models."""

@@ -36,7 +36,7 @@ class Built:
     connections: dict[str, str]
 
     def stats(self) -> dict[str, Any]:
-        """Return totals since the start, and what is fixed for bit equality."""
+        """Return what `LLM.stats` does."""
         engine, config = self.engine, self.config
         drafts = engine.ssms.names if engine.ssms else ()
         return engine.stats.as_dict() | {
@@ -51,7 +51,7 @@ class Built:
         }
 
     def _frozen(self) -> dict[str, Any]:
-        """What decides the bits of a pass; it does not change while the engine lives."""
+        """Settings that bits depend on; they do not change while the engine lives."""
         config, kernels = self.config, self.kernels
         return {
             "dtype": str(config.dtype).removeprefix("torch."),

@@ -57,7 +57,7 @@ def differing_rows(model: Decoder, pool: Tensor, largest_pass: int = 512, seed: 
 
 
 def _hidden(model: Decoder, pool: Tensor, rows: list[RequestRows], tokens: np.ndarray) -> Tensor:
-    """Return [num tokens, hidden_size] after all layers of `pool`. NaN, which weights may hold, becomes comparable 0."""
+    """Return [num tokens, hidden_size] after all layers of `pool`, with 0 for NaN, which never compares equal."""
     ids = torch.from_numpy(tokens).to(model.device)
     return model.forward(ids, model.plan(rows, pool), pool, len(pool))[: len(tokens)].nan_to_num()
 

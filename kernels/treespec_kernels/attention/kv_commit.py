@@ -1,8 +1,8 @@
-"""KV commit: compacts the cache in place to the accepted path, for all layers, K and V at once.
+"""KV commit: compacts the KV cache in place to the accepted path, for all layers, K and V.
 
-Before: request b holds `context_lens[b]` = L committed positions in logical slots 0..L-1 and the K/V of its tree's
-node i in logical slot L + i. After: the node `paths[b, j]` lies in logical slot L + j. The root stays where it is, so a
-path of length 0 or 1 moves nothing. Slots past the path keep what they held; truncation is the caller's bookkeeping.
+Before: request b holds `context_lens[b]` = L committed positions in logical slots 0..L-1, and the K/V of node i of its
+tree in logical slot L + i. After: the K/V of node `paths[b, j]` are in logical slot L + j. The root stays in place, so
+a path of length 0 or 1 moves nothing. Slots after the path are unchanged; the caller tracks the new length.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from treespec_kernels.launch.triton_launch import block_of_head_dim, check_last_strides, check_launch, require_triton
 
-BLOCK_J = 16  # path steps in flight at once: nearly every path moves in one round of loads
+BLOCK_J = 16  # path steps per block of loads: most paths fit in one
 NUM_WARPS = 4
 
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -35,15 +35,14 @@ def kv_commit_ref(
             `page_table[b, s // page_size]`, offset `s % page_size`.
         context_lens: [num_requests] int32, L: committed positions before this commit.
         paths: [num_requests, max_path] int32, accepted node indices, root first (`paths[b, 0] == 0`), strictly
-            increasing; whatever stands beyond `path_lens[b]` is ignored.
+            increasing; entries from `path_lens[b]` on are ignored.
         path_lens: [num_requests] int32, 0..max_path.
 
     Raises:
         ValueError: a shape, dtype or device that does not fit.
 
-    Sources and destinations of one request overlap (path 0, 2, 3 reads slot 2 as the source of step 1 and as the
-    destination of step 2). All sources are gathered into fresh memory before the first destination is written, so
-    nothing is read after it was overwritten; destinations are distinct, so the order of the writes is free.
+    Sources and destinations of a request overlap: on path 0, 2, 3 slot 2 is the source of step 1 and the destination of
+    step 2. Indexing gathers all sources into new memory before the first write, and destinations are distinct.
     """
     check_kv_commit(kv_cache, page_table, context_lens, paths, path_lens)
     page_size = kv_cache.shape[4]
@@ -64,7 +63,7 @@ def kv_commit_cpu(
     context_lens: Sequence[int],
     paths: Sequence[np.ndarray],
 ) -> None:
-    """The same from host arrays: two torch calls, however many requests; `kv_commit_ref` takes twenty.
+    """`kv_commit_ref` from host arrays, in two torch calls instead of twenty.
 
     Args:
         kv_cache: as in `kv_commit_ref`, on the CPU.
@@ -87,7 +86,7 @@ def kv_commit_triton(
     paths: torch.Tensor,
     path_lens: torch.Tensor,
 ) -> None:
-    """The same on a GPU in one launch, without a host read; arguments as in `kv_commit_ref`, head_dim contiguous.
+    """`kv_commit_ref` on a GPU, in one launch and without a host sync; head_dim must be contiguous.
 
     Raises:
         ValueError: a shape, dtype, stride or device that does not fit, or triton that cannot run here.
@@ -99,7 +98,7 @@ def kv_commit_triton(
     require_triton("kv_commit")
     from treespec_kernels.attention import kv_commit_kernels as kernels
 
-    # A copy needs no arithmetic: as integers, every dtype and every NaN payload survives, in the interpreter too.
+    # Copied as integers: this keeps every NaN payload, and supports every dtype in the interpreter.
     integers = kv_cache.view(_INTEGER_OF_SIZE[kv_cache.element_size()])
     check_launch("kv_commit", kernels.move_path, integers)
     num_layers, _, _, num_kv_heads, page_size, head_dim = kv_cache.shape

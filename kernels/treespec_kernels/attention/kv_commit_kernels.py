@@ -29,8 +29,8 @@ def move_path(
 ):
     """One program owns one (request, layer, K or V, head) and walks its path in blocks of ascending steps.
 
-    A source never lies below its destination and sources ascend, so what a block writes is no source of a later block.
-    Inside a block every load comes before every store, with a barrier between.
+    Sources are ascending and never below their destinations, so no block overwrites a source of a later block. Within a
+    block all loads precede all stores, separated by a barrier.
     """
     i_plane = tl.program_id(0).to(tl.int64)
     request = tl.program_id(1).to(tl.int64)

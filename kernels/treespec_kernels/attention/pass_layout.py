@@ -1,16 +1,16 @@
-"""Pass layout: plans a tree-attention pass on the device, over trees that the host never sees.
+"""Pass layout: plans a tree-attention pass on the device, for trees that are never copied to the host.
 
-A pass has a fixed shape, `num_requests` x `rows_per_request` rows, so that a captured CUDA graph can run it. A row of
-depth -1 is padding, anywhere in a tree and behind the rows of a chain; a request of nothing but padding is idle. Two
-kinds of passes:
+A pass has a fixed shape, `num_requests` x `rows_per_request` rows, so that it can run in a captured CUDA graph. A row
+of depth -1 is padding: anywhere in a tree, or after the rows of a chain. A request whose rows are all padding is idle.
+There are two kinds of passes:
 
 - *trees*: any rows of a request's token tree (a target's pass, one level of a draft);
-- *chains*: row i of a request is the i-th of consecutive tokens (a draft that reads again what was accepted); the
-  number of rows may differ per request.
+- *chains*: row i of a request is the i-th of consecutive tokens (a draft that reads the accepted tokens); the number of
+  rows may differ per request.
 
-The layout has a place for every work item that a pass of this shape may need, and writes an empty one where it needs
-none: programs of empty items exit at once. Bits equal those of `plan_tree_attention` for the same pass, because both
-cut the same positions into the same tiles and segments.
+The layout reserves every work item that a pass of this shape may need, and writes empty items where it needs fewer;
+programs of empty items exit at once. Results are bit-identical to those of `plan_tree_attention` for the same pass,
+because both cut the same positions into the same tiles and segments.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from treespec_kernels.attention.tree_attention_plan import (
 )
 from treespec_kernels.launch.triton_launch import check_last_strides, check_launch, require_triton, target_of
 
-BLOCK_R = 64  # rows that one program places
-BLOCK_S = 32  # segments that one program cuts at once: 8192 positions of 256
+BLOCK_R = 64  # rows per program
+BLOCK_S = 32  # segments per step of a program: 8192 positions in segments of 256
 NUM_WARPS = 1
 
-_NO_BOUND = 1 << 30  # more positions than any request has
+_NO_BOUND = 1 << 30  # above every position
 
 
 class PassPlaces(NamedTuple):
-    """Where the rows of a pass stand."""
+    """Positions and cache slots of the rows of a pass."""
 
     positions: torch.Tensor  # [num_rows] int32, absolute; 0 for padding
     slots: torch.Tensor  # [num_rows] int64: page * page_size + offset of the row's own K/V; 0 for padding
@@ -54,7 +54,7 @@ def pass_layout_ref(
     *,
     page_size: int = 64,
 ) -> PassPlaces:
-    """The specification of positions and slots, row by row; that of the plan is `plan_tree_attention`.
+    """The specification of positions and slots; `plan_tree_attention` is that of the plan.
 
     Args:
         context_lens: [num_requests] int32, L: committed positions.
@@ -78,7 +78,7 @@ def pass_layout_ref(
 
 @dataclass(frozen=True)
 class DeviceLayout:
-    """The buffers of one pass shape. Made by `allocate`; `fill` rewrites them for each pass."""
+    """The buffers of one pass shape, allocated by `allocate` and rewritten by `fill` for each pass."""
 
     num_requests: int
     rows_per_request: int
@@ -89,10 +89,10 @@ class DeviceLayout:
     tree_slots: int | None
     positions: torch.Tensor  # [num_rows] int32, as in `PassPlaces`
     slots: torch.Tensor  # [num_rows] int64
-    ancestor_words: torch.Tensor  # [num_rows, words] int64, with tree_slots; else no words
+    ancestor_words: torch.Tensor  # [num_rows, words] int64; without tree_slots, 0 words
     row_request: torch.Tensor  # [num_rows] int32
-    chain_slots: torch.Tensor  # [num_requests, rows_per_request] int32: row i of a chain lies in tree slot i
-    chain_ancestors: torch.Tensor  # [num_rows, width] int32, behind all rows before it; one row of memory
+    chain_slots: torch.Tensor  # [num_requests, rows_per_request] int32: row i of a chain is in tree slot i
+    chain_ancestors: torch.Tensor  # [num_rows, width] int32, the rows before it; one row of memory, expanded
     plan: TreeAttentionPlan
     num_partials: int
     keeps_partials: bool
@@ -122,24 +122,24 @@ class DeviceLayout:
         page_size: int = 64,
         keeps_partials: bool = True,
     ) -> DeviceLayout:
-        """A layout for passes of this shape.
+        """Allocates a layout for passes of this shape.
 
         Args:
             num_requests, rows_per_request: of the pass, idle requests and padding rows included.
-            width: depths are below it; the columns of `ancestors`. For a chain usually rows_per_request.
+            width: the columns of `ancestors`, above every depth. For a chain usually rows_per_request.
             chain: whether the passes are chains.
-            max_context: the most committed positions that a request may have. Partial results take
-                num_rows * segments * num_heads * (head_dim + 2) * 4 bytes, and launches have a program for each
-                segment: a graph for short contexts deserves a layout of its own.
+            max_context: the largest number of committed positions of a request. Partial results take
+                num_rows * segments * num_heads * (head_dim + 2) * 4 bytes, and every launch has programs for all
+                segments: use a separate layout for graphs of short contexts.
             num_heads, num_kv_heads, head_dim, dtype, device, window, config: as in `plan_tree_attention`.
-            tree_slots: for a pass of `tree_attention_masked`, how many slots a tree takes at most; None: a pass of
+            tree_slots: the largest number of slots of a tree, for a pass of `tree_attention_masked`; None for a pass of
                 `tree_attention`.
-            page_size: slots of a page of the cache.
-            keeps_partials: whether memory for partial results is kept; False takes it anew for each pass, so that
-                captured graphs share it.
+            page_size: slots per page of the cache.
+            keeps_partials: whether the layout holds the memory of partial results; False allocates it for each pass, so
+                that captured graphs share it.
 
         Raises:
-            ValueError: a number that is not positive, heads that do not divide, chains with tree_slots.
+            ValueError: a size that is not positive, heads that do not divide, chains with tree_slots.
         """
         sizes = {"num_requests": num_requests, "rows_per_request": rows_per_request, "width": width}
         sizes |= {"page_size": page_size} | ({} if tree_slots is None else {"tree_slots": tree_slots})
@@ -206,23 +206,23 @@ class DeviceLayout:
         row_slots: torch.Tensor | None = None,
         ancestors: torch.Tensor | None = None,
     ) -> dict[str, Any]:
-        """Plans a pass in one launch, without a host read, and without an allocation but for partials not kept.
+        """Plans a pass in one launch, without a host sync; it allocates only partials that are not kept.
 
         Args:
-            context_lens, page_table, depths, row_slots: as in `pass_layout_ref`. A page id outside the table is never
-                read: a row whose slot or position exceeds the table, `max_context` or `width` counts as padding.
-            ancestors: [num_requests, rows_per_request, width] int32, as in `tree_attention_ref`; garbage for padding.
-            A chain may leave out row_slots and ancestors: row i then lies in tree slot i, behind all rows before it.
+            context_lens, page_table, depths, row_slots: as in `pass_layout_ref`. A row whose slot or position exceeds
+                the page table, `max_context` or `width` is treated as padding.
+            ancestors: [num_requests, rows_per_request, width] int32, as in `tree_attention_ref`; arbitrary for padding.
+            A chain may omit row_slots and ancestors: row i is then tree slot i, with all earlier rows as ancestors.
 
         Returns:
-            The keyword arguments of `tree_attention_triton`, or with tree_slots of `tree_attention_masked_triton`, for
-            this pass, but `scale` and `out`.
+            The keyword arguments of `tree_attention_triton` for this pass, except `scale` and `out`; with tree_slots,
+            those of `tree_attention_masked_triton`.
 
         Raises:
             ValueError: a shape, dtype, stride or device that does not fit, a tree without row_slots or ancestors.
         """
         if not self.chain and (row_slots is None or ancestors is None):
-            raise ValueError("a layout of trees needs row_slots and ancestors; only a chain may leave them out")
+            raise ValueError("a layout of trees needs row_slots and ancestors; only a chain may omit them")
         row_slots = self.chain_slots if row_slots is None else row_slots
         self._check(context_lens, page_table, depths, row_slots, ancestors)
         require_triton("pass_layout")
@@ -306,7 +306,7 @@ class DeviceLayout:
 def constants(
     config: TreeAttentionConfig, group: int, chain: bool, words: int, page_size: int
 ) -> dict[str, int | bool]:
-    """What the kernel is compiled for. `words`: of a row's ancestors, 0 without masks."""
+    """The kernel's constexpr arguments. `words`: ancestor words per row, 0 without masks."""
     return {
         "CHAIN": chain,
         "NUM_WORDS": words,
@@ -325,7 +325,8 @@ def constants(
 
 
 def rows_of_tile(config: TreeAttentionConfig, group: int) -> int:
-    """The most rows that one M tile touches, as a power of two: a group that does not divide it leaves a part."""
+    """The largest number of rows in one M tile, rounded up to a power of two; a group that does not divide the tile
+    adds a partial row."""
     most = -(-config.block_m // group) + (config.block_m % group > 0)
     return 1 << (most - 1).bit_length()
 
@@ -346,22 +347,22 @@ def _segment_bounds(
     window: int | None,
     tree_slots: int | None,
 ) -> _SegmentBounds:
-    """How many segments the keys of an item's owner touch at most."""
+    """The largest number of segments that the keys of an M tile, a node or a row lie in."""
     last_position = max_context + (width if tree_slots is None else tree_slots) - 1
 
     def up_to(position: int) -> int:
         return int(config.partition.segment_of(np.array(position))) + 1
 
     def touched(num_positions: int, alignment: int) -> int:
-        """Segments under any `num_positions` consecutive positions from a multiple of `alignment` on."""
+        """The most segments that `num_positions` consecutive positions, starting at a multiple of `alignment`, span."""
         smallest = min(config.partition.short, config.partition.long)
         return min(up_to(last_position), 1 + (smallest - alignment + num_positions - 1) // smallest)
 
     packed = up_to(last_position if chain or tree_slots is not None else max(max_context - 1, 0))
     row = up_to(last_position)
     if window is not None:
-        # A tile begins up to block_n - 1 positions before the window of its first row. Columns of a masked pass are
-        # slots: a window may begin before the root, and all of the tree lies behind it.
+        # A tile starts up to block_n - 1 positions before the window of its first row. The columns of a masked pass are
+        # slots: a window may start before the root, and the whole tree follows it.
         own = 0 if tree_slots is None else tree_slots
         span = config.block_n + window - 1 + (min(rows_per_request, rows_of_tile(config, group)) if chain else own)
         packed, row = min(packed, touched(span, config.block_n)), touched(window + own, 1)

@@ -19,7 +19,7 @@ def _start_of(segment, SHORT: tl.constexpr, LONG: tl.constexpr, LONG_FROM: tl.co
 
 @triton.jit
 def _store_items(items, index, m_items, request, slot_row, m_lo, m_hi, key_lo, key_hi, segment, continues):
-    """Columns ITEM_FIELDS. An item without keys gets the range [0, 0), which `attend_items` passes by."""
+    """Writes the columns ITEM_FIELDS. An item without keys gets the empty range [0, 0), which `attend_items` skips."""
     p_item = items + index.to(tl.int64) * 8
     m_keys = key_hi > key_lo
     tl.store(p_item, request, mask=m_items)
@@ -34,7 +34,7 @@ def _store_items(items, index, m_items, request, slot_row, m_lo, m_hi, key_lo, k
 
 @triton.jit
 def _load_rows(depths, row_slots, row, m_row, context_len, width, max_context, tree_slots, num_slots):
-    """(depth, slot, which rows exist): padding, and whatever the buffers or the page table cannot hold, does not."""
+    """(depth, slot, exists): padding, and rows that exceed the buffers or the page table, do not exist."""
     depth = tl.load(depths + row, mask=m_row, other=-1)
     own = tl.load(row_slots + row, mask=m_row, other=0)
     slot = context_len + own
@@ -56,7 +56,7 @@ def _store_words(
     NUM_WORDS: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Bit i of a row: whether node i is its ancestor, or itself, inside the window."""
+    """Writes the ancestor words: bit i of a row is set if node i is its ancestor or itself, within the window."""
     bit = tl.full([BLOCK_R], 1, dtype=tl.int64)
     for word in tl.static_range(NUM_WORDS):
         bits = tl.zeros([BLOCK_R], dtype=tl.int64)
@@ -105,7 +105,7 @@ def _cut_tile(
         depths, row_slots, first_row + o_r, m_r, context_len, width, max_context, tree_slots, num_slots
     )
     last = tl.max(tl.where(exists, o_r, first), axis=0)
-    # Without a row, the start lies past every end.
+    # A tile without rows gets a start past every end.
     start = tl.min(tl.where(exists, tl.maximum(context_len + depth - window + 1, 0), 1 << 30), axis=0)
     if NUM_WORDS > 0:
         key_hi = tl.max(tl.where(exists, slot + 1, 0), axis=0)
@@ -180,7 +180,7 @@ def _place_rows(
     start = tl.maximum(position - window + 1, 0)
     last = position
     if NUM_WORDS > 0:
-        # Columns are slots, and every tree slot lies at the root's or behind it.
+        # Columns are slots, and no tree slot precedes the root's.
         start = tl.minimum(start, context_len)
         last = slot
     start_segment = _segment_of(start, SHORT, LONG, LONG_FROM)
@@ -199,7 +199,7 @@ def _place_rows(
             lo = tl.maximum(key_lo, begin)
             hi = tl.minimum(position + 1, _start_of(segment + 1, SHORT, LONG, LONG_FROM))
             hi = tl.where(exists, hi, 0)
-            # A row whose window begins at the root's tile or later has nothing to continue from.
+            # A row whose window starts at the root's tile or later has no packed item to continue.
             continues = ((lo > begin) & (start < root_tile)).to(tl.int32)
             for tile in tl.static_range(TILES_OF_GROUP):
                 index = (k * num_requests * num_rows + row) * TILES_OF_GROUP + tile
@@ -208,7 +208,7 @@ def _place_rows(
                 _store_items(node_items, index, m_r, request, row, m_lo, m_hi, lo, hi, segment, continues)
 
 
-# Sizes that follow the batch and the tree stay unspecialised: one binary serves every layout.
+# Sizes of the batch and the tree are not specialised: one binary for every layout.
 @triton.jit(
     do_not_specialize=[
         "num_requests",
@@ -229,7 +229,7 @@ def lay_out_pass(
     page_table,  # [num_requests, num_slots / PAGE_SIZE] int32
     depths,  # [num_requests, num_rows] int32
     row_slots,  # [num_requests, num_rows] int32
-    ancestors,  # [num_requests, num_rows, width] int32; read for words alone
+    ancestors,  # [num_requests, num_rows, width] int32; read only if NUM_WORDS > 0
     positions,  # [num_requests * num_rows] int32
     slots,  # [num_requests * num_rows] int64
     ancestor_words,  # [num_requests * num_rows, NUM_WORDS] int64
@@ -258,11 +258,11 @@ def lay_out_pass(
     LONG: tl.constexpr,
     LONG_FROM: tl.constexpr,
     TILES_OF_GROUP: tl.constexpr,
-    ROWS_OF_TILE: tl.constexpr,  # rows that one M tile touches at most, as a power of two
+    ROWS_OF_TILE: tl.constexpr,  # the most rows in one M tile, rounded up to a power of two
     BLOCK_R: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """Programs of a request: first one per M tile, for its packed items; then one per BLOCK_R rows."""
+    """The programs of a request: one per M tile for its packed items, then one per BLOCK_R rows."""
     request = tl.program_id(0)
     i_part = tl.program_id(1)
     context_len = tl.load(context_lens + request)

@@ -1,11 +1,10 @@
-"""QKV's way into attention: rotates Q and K by their positions (RoPE), and writes K and V to their slots of the cache.
+"""RoPE and KV cache write: rotates Q and K by their positions, and writes K and V to their cache slots.
 
-Rotate-half RoPE (Su et al., arXiv 2104.09864, in the layout of Llama's checkpoints): dimension d turns with dimension
-d + head_dim / 2, y = x * cos + roll(x, head_dim / 2) * sin, where the sines of the first half are negated. All of
-it is computed in fp32, each product and the sum rounded alone, and rounded to the dtype once, when it is stored.
+Rotate-half RoPE (Su et al., arXiv 2104.09864, in the layout of Llama's checkpoints): dimension d is paired with
+d + head_dim / 2, y = x * cos + roll(x, head_dim / 2) * sin, with the sines of the first half negated. Everything is
+computed in fp32, without fused multiply-adds, and rounded to the dtype once, when it is stored.
 
-Before that each head of Q and of K may be normed by itself (Qwen 3, Gemma 3). A model that learned its positions turns
-nothing.
+An optional RMSNorm per head of Q and K comes first (Qwen 3, Gemma 3). Models with learned positions skip the rotation.
 """
 
 from __future__ import annotations
@@ -27,13 +26,12 @@ from treespec_kernels.launch.rows import (
 )
 from treespec_kernels.launch.triton_launch import check_last_strides, check_launch, launch_options, require_triton
 
-TILE = 512  # numbers per program: 12 programs per row of an 8B model
-NUM_WARPS = 2  # so a thread holds 4 numbers of either half; with 8, ptxas spilled at 8 splits on sm_90
+TILE = 512  # elements per program: 12 programs per row of an 8B model
+NUM_WARPS = 2  # 4 elements of each half per thread; with 8, ptxas spilled at 8 splits on sm_90
 
 
 class HeadNorm(NamedTuple):
-    """RMSNorm of each head of Q and of K. Weights: [head_dim] or [groups, head_dim] in the dtype or float32, both
-    alike."""
+    """RMSNorm of each head of Q and K. Weights: [head_dim] or [groups, head_dim], both in the dtype or in float32."""
 
     q_weight: torch.Tensor
     k_weight: torch.Tensor
@@ -41,12 +39,12 @@ class HeadNorm(NamedTuple):
 
 
 def block_of_half(head_dim: int) -> int:
-    """The power of two that half a head is padded to by masks."""
+    """The power of two that half a head is padded to."""
     return 1 << (head_dim // 2 - 1).bit_length()
 
 
 def block_of_heads(head_dim: int) -> int:
-    """How many heads a program takes."""
+    """Heads per program."""
     return max(TILE // (2 * block_of_half(head_dim)), 1)
 
 
@@ -61,21 +59,20 @@ def qkv_rope_ref(
     bias: torch.Tensor | None = None,
     norm: HeadNorm | None = None,
 ) -> None:
-    """The specification: eager torch in fp32, any device. Writes `q_out`, and the rows' slots of `kv_layer`.
+    """The specification: eager torch in fp32, any device. Writes `q_out` and the rows' slots of `kv_layer`.
 
     Args:
         qkv: [rows, (num_heads + 2 * num_kv_heads) * head_dim], the heads of Q, of K, then of V, in the dtype (float32,
-            bfloat16 or float16), or a split linear layer's partial sums fp32 [splits, rows, ..], added from the left.
-        rotation: [max_positions, 2, head_dim] fp32: cosines, and sines whose first half is negated. None: no head is
-            turned.
+            bfloat16 or float16), or a split linear layer's partial sums fp32 [splits, rows, ..], added in order.
+        rotation: [max_positions, 2, head_dim] fp32: cosines, and sines whose first half is negated. None: no rotation.
         positions: [rows] int32, below max_positions.
-        slots: [rows] int64, page * page_size + offset. Rows of one slot leave there what any of them writes: padding
-            rows all point to a slot that nobody reads.
+        slots: [rows] int64, page * page_size + offset. Rows with the same slot overwrite each other in any order:
+            padding rows all point to a slot that is never read.
         kv_layer: [2, num_pages, num_kv_heads, page_size, head_dim] in the dtype, K then V; any outer strides.
         q_out: [rows, num_heads, head_dim] in the dtype.
-        bias: [(num_heads + 2 * num_kv_heads) * head_dim] or [groups, ..] in the dtype, added before anything else;
-            with groups, each is for rows / groups consecutive rows.
-        norm: of each head of Q and K, behind the bias.
+        bias: [(num_heads + 2 * num_kv_heads) * head_dim] or [groups, ..] in the dtype, added first; with groups, each
+            is for rows / groups consecutive rows.
+        norm: of each head of Q and K, after the bias.
 
     Raises:
         ValueError: a shape, dtype or device that does not fit.
@@ -116,11 +113,10 @@ def qkv_rope_triton(
     norm: HeadNorm | None = None,
     pdl: bool = False,
 ) -> None:
-    """The same on a GPU in one launch and without an allocation; arguments as in `qkv_rope_ref`, and without a norm its
-    bits.
+    """`qkv_rope_ref` on a GPU, in one launch and without allocations; without a norm, bit-identical to it.
 
-    All but `kv_layer`, whose head_dim alone must be contiguous, are contiguous; splits may lie further apart. Slots and
-    positions are read on the device and not checked. `pdl`: launched as `launch_options` says.
+    All tensors must be contiguous, except that `kv_layer` may have any outer strides and splits may lie further apart.
+    Slots and positions are read on the device and not checked. `pdl`: see `launch_options`.
 
     Raises:
         ValueError: a shape, dtype, layout or device that does not fit, or triton that cannot run here.

@@ -10,7 +10,7 @@ from treespec_kernels.launch.predecessors import wait_for_predecessors
 
 @triton.jit
 def _half(p_qkv, p_bias, m_half, stride_split, NUM_SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """One half of each head in fp32: the splits from the left, then the bias."""
+    """One half of each head in fp32: the sum of the splits in order, then the bias."""
     b_half = tl.load(p_qkv, mask=m_half, other=0.0).to(tl.float32)
     for _ in tl.static_range(1, NUM_SPLITS):
         p_qkv += stride_split
@@ -20,7 +20,7 @@ def _half(p_qkv, p_bias, m_half, stride_split, NUM_SPLITS: tl.constexpr, HAS_BIA
     return b_half
 
 
-# What follows the number of rows stays unspecialised: one binary serves every pass.
+# Arguments that depend on the number of rows are not specialised: one binary for every pass.
 @triton.jit(do_not_specialize=["num_split_rows", "num_bias_rows", "num_norm_rows"])
 def rotate_and_write(
     qkv,  # [rows, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM], or fp32 partials [NUM_SPLITS, num_split_rows, ..]
@@ -52,8 +52,8 @@ def rotate_and_write(
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program owns BLOCK_H heads of one row, of Q, K and V alike. The halves of a head are tiles of their own:
-    element by element they turn into one another, so nothing moves between threads."""
+    """One program owns BLOCK_H heads of one row, of Q, K or V. The two halves of a head are separate tiles, so the
+    rotation is elementwise and needs no exchange between threads."""
     wait_for_predecessors(PDL)
     HALF: tl.constexpr = HEAD_DIM // 2
     WIDTH: tl.constexpr = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
@@ -73,7 +73,7 @@ def rotate_and_write(
     b_0 = _half(p_qkv, p_bias, m_half, stride_split, NUM_SPLITS, HAS_BIAS)
     b_1 = _half(p_qkv + HALF, p_bias + HALF, m_half, stride_split, NUM_SPLITS, HAS_BIAS)
 
-    # V is chosen, not turned by an angle of 0: infinity times a sine of 0 is NaN.
+    # V is selected, not rotated by an angle of 0: infinity times a sine of 0 is NaN.
     m_turned = (o_h < NUM_HEADS + NUM_KV_HEADS)[:, None]
     is_q = (o_h < NUM_HEADS)[:, None]
     if HAS_NORM:
@@ -87,8 +87,7 @@ def rotate_and_write(
         b_0 = tl.where(m_turned, b_0 * b_scale * b_factor_0, b_0)
         b_1 = tl.where(m_turned, b_1 * b_scale * b_factor_1, b_1)
     if ROTATES:
-        # Every head loads the angles anew, from the first-level cache: broadcasting them would go through shared
-        # memory.
+        # Every head loads the angles, from the L1 cache: broadcasting them would go through shared memory.
         o_angle = position * (2 * HEAD_DIM) + o_d[None, :]
         p_cos = rotation + tl.broadcast_to(o_angle, (BLOCK_H, BLOCK_D))
         b_cos_0 = tl.load(p_cos, mask=m_half, other=0.0)

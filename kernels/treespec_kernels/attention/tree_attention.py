@@ -1,9 +1,9 @@
 """Tree attention: every row of a pass attends to its request's committed positions and to its own ancestors.
 
-Terms. K/V of one layer live in pages: logical slot s of request b is page `page_table[b, s // page_size]`, offset
-`s % page_size`. The request's committed positions 0..L-1 (L = `context_lens[b]`) are logical slots 0..L-1, and node i
-of its token tree lies in logical slot L + i. A row is one node of one tree; its absolute position is L + depth, and its
-key at absolute position L + j is that of its ancestor at depth j, in logical slot L + `ancestors[row, j]`. Plain
+The K/V of a layer are paged: logical slot s of request b is page `page_table[b, s // page_size]`, offset
+`s % page_size`. The committed positions 0..L-1 of the request (L = `context_lens[b]`) are logical slots 0..L-1, and
+node i of its token tree is logical slot L + i. A row is one node of one tree. Its absolute position is L + depth, and
+its key at absolute position L + j is that of its ancestor at depth j, in logical slot L + `ancestors[row, j]`. Plain
 decoding is one row of depth 0 with ancestors [[0]]; a prefill chunk is a chain.
 """
 
@@ -54,16 +54,16 @@ def tree_attention_ref(
         page_table: [num_requests, max_pages] int32.
         depths: [num_rows] int32.
         ancestors: [num_rows, max_depth + 1] int32; `ancestors[r, j]` for j <= depths[r] is the tree index of the row's
-            ancestor at depth j (j = depth: the row's own node), the rest is ignored.
+            ancestor at depth j (j = depth: the row's own node); the rest is ignored.
         scale: multiplies the scores, usually head_dim ** -0.5.
-        score_cap: c, where scores x, scaled, become c tanh(x / c) (a soft cap, Gemma 2); None: they stay.
-        window: how many positions a row reads, its own included (a sliding window); None: all.
+        score_cap: soft cap c: scaled scores x become c tanh(x / c) (Gemma 2); None for no cap.
+        window: sliding window: how many positions a row reads, its own included; None for all.
 
     Returns:
         [num_rows, num_heads, head_dim] in q's dtype.
 
     Raises:
-        ValueError: a shape, dtype or device that does not fit, a window that holds nothing.
+        ValueError: a shape, dtype or device that does not fit, an empty window.
     """
     check_tree_attention(q, k_cache, v_cache, row_request, context_lens, page_table, depths, ancestors)
     check_window(window)
@@ -101,15 +101,15 @@ def tree_attention_triton(
     out: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """Tree attention on a GPU: at most three launches, the first two of one compiled kernel.
+    """Tree attention on a GPU, in at most three launches; the first two run the same compiled kernel.
 
-    Arguments as in `tree_attention_ref`; the last dimension of q, cache and out is contiguous. `plan` comes from
+    Arguments as in `tree_attention_ref`; the last dimension of q, caches and out must be contiguous. `plan` comes from
     `plan_tree_attention` for the same context_lens, rows and depths, with a row capacity equal to q's rows; rows of q
-    beyond the planned ones (padding of a captured graph) become 0. With `out` nothing is allocated. `pdl`: launched as
-    `launch_options` says.
+    after the planned ones (padding of a captured graph) become 0. With `out` nothing is allocated. `pdl`: see
+    `launch_options`.
 
-    The bits of a row depend on its request's keys and values by absolute position and on `plan.config`: not on other
-    rows, on the order of the tree, on the batch, or on where the root stands.
+    The bits of a row depend only on its q, on the keys and values of its path by absolute position, and on
+    `plan.config`: not on other rows, the order of the tree, the batch or the position of the root.
 
     Raises:
         ValueError: a shape, dtype, stride or device that does not fit, or triton that cannot run here.
@@ -154,8 +154,8 @@ def run_plan(
     out: torch.Tensor | None,
     pdl: bool,
 ) -> torch.Tensor:
-    """Runs a kernel over the plan's items and combines the segments. `seen` says which nodes a row sees, in the form
-    that the kernel takes."""
+    """Runs a kernel over the plan's items, then combines the segments. `seen` is the kernel's table of the nodes that
+    each row sees: ancestors or ancestor words."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     check_last_strides(
         q=q,
@@ -236,7 +236,7 @@ def run_plan(
 
 
 def check_cap(name: str, cap: float | None) -> None:
-    """Raises ValueError where a soft cap is not above 0; None is no cap."""
+    """Raises ValueError if a soft cap is not above 0; None is no cap."""
     if cap is not None and not cap > 0:
         raise ValueError(f"{name} is {cap}; it must be above 0, or None for no cap")
 
@@ -249,7 +249,7 @@ def check_plan(
     masked: bool,
     plan: TreeAttentionPlan,
 ) -> None:
-    """Raises ValueError where the plan is not of this pass, or `out` not like q."""
+    """Raises ValueError if the plan is for another pass, or `out` does not match q."""
     planned = (plan.num_heads, plan.num_kv_heads, plan.head_dim, plan.dtype)
     given = (q.shape[1], k_cache.shape[1], q.shape[2], q.dtype)
     if planned != given:
@@ -296,7 +296,7 @@ def check_pass(
     page_table: torch.Tensor,
     depths: torch.Tensor,
 ) -> None:
-    """The part of `check_tree_attention` that does not depend on how a tree is given."""
+    """The checks shared by `tree_attention` and `tree_attention_masked`."""
     if q.dim() != 3:
         raise ValueError(f"q has shape {list(q.shape)}; expected [num_rows, num_heads, head_dim]")
     num_rows, num_heads, head_dim = q.shape
@@ -327,7 +327,7 @@ def check_pass(
 
 
 def check_integers(q: torch.Tensor, dtype: torch.dtype, **tensors: torch.Tensor) -> None:
-    """Raises ValueError for another dtype, or another device than that of q."""
+    """Raises ValueError if a tensor has another dtype, or is not on q's device."""
     for name, tensor in tensors.items():
         if tensor.dtype != dtype:
             raise ValueError(f"{name} has dtype {tensor.dtype}; convert it to {dtype}")

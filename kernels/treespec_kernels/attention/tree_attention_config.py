@@ -1,4 +1,4 @@
-"""What the bits of tree attention depend on beside its inputs: the partition of positions, and the tiles."""
+"""Configuration of tree attention: the partition of positions into segments, and the tiles."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class SegmentPartition:
 
 @dataclass(frozen=True)
 class TreeAttentionConfig:
-    """What the bits depend on beside the inputs: frozen for an engine's life. Launch options are part of it, because
-    another number of warps may reduce a tile in another order."""
+    """Tiles, partition and launch options. Bits depend on them (another number of warps may reduce a tile in another
+    order), so they are fixed for an engine's lifetime."""
 
     block_m: int
     block_n: int
@@ -54,12 +54,12 @@ class TreeAttentionConfig:
 
     @classmethod
     def default(cls, dtype: torch.dtype, head_dim: int, target: str | None = None) -> TreeAttentionConfig:
-        """The shipped configuration. M = 64 is one `wgmma` on sm_90: 16 nodes of a group of 4 heads in one tile.
-        float32 has no exact matrix instruction and small tiles. None of them spills, with a window or without.
+        """The shipped configuration. M = 64 is one `wgmma` on sm_90: 16 nodes of a group of 4 heads per tile. float32,
+        which has no exact matrix instruction, takes small tiles. None spills, with or without a window.
 
         Args:
             dtype, head_dim: of the model.
-            target: as `target_of` a device gives it; None takes what fits sm_80 and sm_90.
+            target: from `target_of`; None for a configuration that fits sm_80 and sm_90.
 
         Raises:
             ValueError: a dtype or head_dim that is not supported.
@@ -91,9 +91,8 @@ class TreeAttentionConfig:
 
     @classmethod
     def candidates(cls, dtype: torch.dtype, head_dim: int, target: str | None = None) -> list[TreeAttentionConfig]:
-        """What a sweep on a GPU tries, the default first: tiles of the shipped partition, and other lengths of
-        segments. Arguments and errors as of `default`. A masked pass must be able to run any of them, so a tile holds
-        at most 64 positions."""
+        """Configurations to tune over, the default first: other tiles with the shipped partition, and other segment
+        lengths. Arguments and errors as in `default`. A tile holds at most 64 positions, as masked passes require."""
         default = cls.default(dtype, head_dim, target)
         if dtype == torch.float32:
             tiles = [(16, 16, 4, 2), (16, 16, 8, 2), (16, 32, 8, 2), (32, 16, 8, 2)]  # larger ones spill with 4 warps
@@ -110,7 +109,7 @@ class TreeAttentionConfig:
 
 
 def check_supported(dtype: torch.dtype, head_dim: int) -> None:
-    """Raises ValueError for what tree attention has no kernel for."""
+    """Raises ValueError for a dtype or head_dim that the kernels do not support."""
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise ValueError(f"dtype {dtype} is not supported; use float16, bfloat16 or float32")
     if not 1 <= head_dim <= 256:

@@ -1,25 +1,25 @@
-"""Exact tree attention on a CPU: a tree node gets the bits that plain decoding gives the same token.
+"""Exact tree attention on a CPU: a tree node is bit-identical to the same token in plain decoding.
 
-A row sums over *position tiles*: positions [64 t, 64 (t + 1)) form tile t whatever the tree looks like. Its scores are
-taken against its global maximum (exact in any order), each tile's weighted sum of V is one matrix product over the
-tile, and tiles are added in one fixed order. Plain decoding is the same computation for a one-node tree.
+A row sums over *position tiles*: positions [64 t, 64 (t + 1)) form tile t, whatever the tree. Its scores are taken
+relative to its global maximum (exact in any order), each tile's weighted sum of V is one matrix product over the tile,
+and tiles are added in a fixed order. Plain decoding is the same computation for a one-node tree.
 
-Two facts about the fp32 matrix product (MKL through `torch.bmm`, measured on AVX-512) carry the fast path, and the
-engine's self-test proves them anew on every machine before it relies on them:
+The fast path relies on two properties of the fp32 matrix product (MKL through `torch.bmm`, measured on AVX-512), which
+the engine's self-test verifies on every machine:
 
 * an element's bits depend neither on the number of rows (in multiples of 4, from 4, 8 or 12 on: `_least_rows`) nor on
   its column;
-* up to 192 summands are accumulated in one chain, so summands that are exactly zero may stand anywhere in between.
+* up to 192 summands are accumulated in one chain, so summands that are exactly zero may be inserted anywhere.
 
-Hence tree nodes need not be gathered into position order: a parent's slot precedes its child's, so in slot order a
-path's keys stand in position order with masked slots between them, and masked slots weigh exactly 0. `packed` computes
-all rows of a request at once in slot order. `gathered` copies each row's keys into position order and gives every
-product the same shape, so that it holds under weaker facts; it is also what trees use whose tail passes `MAX_CHAIN`
-slots. Both give equal bits where both hold.
+Tree nodes therefore need no gathering into position order: a parent's slot precedes its child's, so in slot order the
+keys of a path are in position order with masked slots in between, whose weight is exactly 0. `packed` computes all rows
+of a request at once in slot order. `gathered` copies each row's keys into position order and gives every product the
+same shape, so it needs weaker properties; it also handles trees whose tail exceeds `MAX_CHAIN` slots. Where both apply,
+their results are bit-identical.
 
-In a layer with a *window* a row sees the last positions of its path only. Then a block begins at the first tile that
-one of its rows sees, whose number depends on the other rows. So tiles are added one after the other: those that a row
-does not see weigh exactly 0, and adding them first changes nothing, while `torch.sum` would group the others by index.
+In a layer with a *window* a row sees only the last positions of its path. A block then starts at the first tile that
+one of its rows sees, which depends on the other rows. So tiles are added one by one: leading tiles that a row does not
+see have weight 0 and change nothing, while `torch.sum` would group the tiles by index.
 """
 
 import functools
@@ -42,32 +42,32 @@ from treespec_kernels.attention.tree_batch import PAGE_SIZE
 
 __all__ = ["MAX_CHAIN", "AttentionMode", "CpuAttentionPlan", "plan_tree_attention_cpu", "tree_attention_cpu"]
 
-_FOLD_MULTIPLE = 64  # columns of the sum over tiles: torch adds a remainder of fewer in another order from 5 tiles on
+_FOLD_MULTIPLE = 64  # columns of the sum over tiles: from 5 tiles on, torch adds a smaller remainder in another order
 
 
 class _Workspace(NamedTuple):
-    """Buffers of one block and their views, made once for all layers: views cost as much as the arithmetic on them."""
+    """Buffers of one block and their views, created once for all layers: views cost as much as the arithmetic."""
 
     q: Tensor  # to fill: [num_tiles, Hkv, num_rows, group, D]
     q_flat: Tensor  # [num_tiles * Hkv, padded rows, D], 0 in the padding
     scores: Tensor  # [num_tiles, Hkv, padded rows, PAGE_SIZE]
     scores_flat: Tensor
-    masked: Tensor  # of the scores: [tiles, Hkv, num_rows, group, PAGE_SIZE], those of `hidden`
+    masked: Tensor  # view of the scores that `hidden` masks: [tiles, Hkv, num_rows, group, PAGE_SIZE]
     peak: Tensor  # [1, Hkv, padded rows, 1]
     ones: Tensor  # [num_tiles * Hkv, PAGE_SIZE, 16]
-    summed: Tensor  # [num_parts, Hkv, padded rows, D], weighted V by tile of positions
-    summed_flat: Tensor  # of the tiles that stand alone: [num * Hkv, padded rows, D]
+    summed: Tensor  # [num_parts, Hkv, padded rows, D], weighted V per tile of positions
+    summed_flat: Tensor  # view of the independent tiles: [num * Hkv, padded rows, D]
     mass: Tensor  # [num_parts, Hkv, padded rows, 16]
     mass_flat: Tensor
     total: Tensor  # [Hkv, padded rows, D]
-    value: Tensor  # of the total, as the output has it: [num_rows, Hkv, group, D]
+    value: Tensor  # view of the total in the output's shape: [num_rows, Hkv, group, D]
     total_mass: Tensor  # [Hkv, padded rows, 16]
     divisor: Tensor  # [num_rows, Hkv, group, 1]
 
 
 @functools.cache
 def _ones() -> Tensor:
-    """fp32 [1, MAX_CHAIN, 16]: row sums are matrix products too, so that they follow the same chain."""
+    """fp32 [1, MAX_CHAIN, 16]: row sums are matrix products with ones, accumulated in the same order."""
     with torch.inference_mode(False):
         return torch.ones(1, MAX_CHAIN, 16, dtype=torch.float32, device="cpu")
 
@@ -75,15 +75,15 @@ def _ones() -> Tensor:
 def tree_attention_cpu(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: CpuAttentionPlan, scale: float, cap: float | None = None
 ) -> Tensor:
-    """Attention of the rows of a pass to their own paths.
+    """Attention of every row of a pass to its own path.
 
     Args:
-        q: fp32 [num_rows, num_heads, head_dim], rotated. Rows beyond the plan's are passed over.
+        q: fp32 [num_rows, num_heads, head_dim], rotated. Rows after the plan's are padding; their output is 0.
         k_cache, v_cache: fp32 [num_pages, num_kv_heads, PAGE_SIZE, head_dim] of one layer, contiguous. Slots that no
             row sees may hold any *finite* value.
         plan: from `plan_tree_attention_cpu`.
-        scale: factor on the scores, 1 / sqrt(head_dim) as a rule.
-        cap: scores x become cap tanh(x / cap); None = they stay.
+        scale: factor on the scores, usually 1 / sqrt(head_dim).
+        cap: soft cap: scores x become cap tanh(x / cap); None for no cap.
 
     Returns:
         fp32 [num_rows, num_heads, head_dim].
@@ -103,10 +103,10 @@ def tree_attention_cpu(
 
 @functools.cache
 def _least_rows(head_dim: int, threads: int) -> int:
-    """The fewest rows from which on scores have the bits that they have among more rows, on this machine.
+    """The smallest number of rows whose scores are bit-identical to those among more rows, on this machine.
 
-    4 on AVX-512 without AMX; on a Sapphire Rapids MKL has another kernel for 4 rows from 96 summands on, and for 8 from
-    192 on. `threads` are those of torch: a kernel may depend on them.
+    4 on AVX-512 without AMX. On a Sapphire Rapids, MKL uses another kernel for 4 rows from 96 summands on, and for 8
+    rows from 192 on. `threads` is torch's number of threads, which may affect MKL's choice of kernel.
     """
     generator = torch.Generator().manual_seed(0)
     sizes = {"dtype": torch.float32, "device": "cpu", "generator": generator}
@@ -119,7 +119,7 @@ def _least_rows(head_dim: int, threads: int) -> int:
 
 
 def _padded_rows(rows: int, kv_heads: int, head_dim: int) -> int:
-    """Rows to compute for `rows`, so that neither a product nor the sum over tiles has a remainder."""
+    """`rows`, padded so that neither the products nor the sum over tiles have a remainder."""
     step = max(ROW_MULTIPLE, _FOLD_MULTIPLE // math.gcd(_FOLD_MULTIPLE, kv_heads * head_dim))
     return -(-max(rows, _least_rows(head_dim, torch.get_num_threads())) // step) * step
 
@@ -169,7 +169,7 @@ def _attend_packed(
     cap: float | None,
     out: Tensor,
 ) -> None:
-    k, v = k_cache[block.pages], v_cache[block.pages]  # [num_tiles, Hkv, PAGE_SIZE, D], a view where pages are in line
+    k, v = k_cache[block.pages], v_cache[block.pages]  # [num_tiles, Hkv, PAGE_SIZE, D], a view if pages are consecutive
     _, kv_heads, _, head_dim = k.shape
     own = slice(block.first_row, block.last_row)
     q_rows = q[own].view(work.value.shape).transpose(0, 1)
@@ -181,7 +181,7 @@ def _attend_packed(
     torch.amax(work.scores, (0, 3), keepdim=True, out=work.peak)
     work.scores.sub_(work.peak).exp_()  # the weights
 
-    alone = len(work.summed_flat)  # tiles whose slots stand in position order, times KV heads
+    alone = len(work.summed_flat)  # tiles whose slots are in position order, times KV heads
     if alone:
         weights = work.scores_flat[:alone]
         torch.bmm(weights, v.view(-1, PAGE_SIZE, head_dim)[:alone], out=work.summed_flat)
@@ -201,11 +201,11 @@ def _attend_packed(
 
 
 def _cap_scores(scores: Tensor, cap: float) -> None:
-    scores.div_(cap).tanh_().mul_(cap)  # torch computes tanh, as exp, in whole vectors everywhere
+    scores.div_(cap).tanh_().mul_(cap)  # like exp, torch computes tanh in whole vectors, without a scalar tail
 
 
 def _add_tiles(parts: Tensor, windowed: bool, total: Tensor) -> None:
-    """Sum over the first dimension; with a window one by one, so that leading zeros change nothing."""
+    """Sums over the first dimension; with a window one by one, so that leading zeros change nothing."""
     if not windowed:
         torch.sum(parts, 0, out=total)
         return
@@ -217,14 +217,14 @@ def _add_tiles(parts: Tensor, windowed: bool, total: Tensor) -> None:
 def _attend_gathered(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block: Gather, cap: float | None, out: Tensor
 ) -> None:
-    """Every row alone: each product has the same shape [padded rows, D] x [D, PAGE_SIZE], whatever the pass."""
+    """Computes rows one by one: every product has the shape [padded rows, D] x [D, PAGE_SIZE] in every pass."""
     _, kv_heads, _, head_dim = k_cache.shape
     rows, columns = block.slots.shape
     num_tiles, heads = columns // PAGE_SIZE, q.shape[1]
     group = heads // kv_heads
     padded = _padded_rows(group, kv_heads, head_dim)
     page, offset = block.slots // PAGE_SIZE, block.slots % PAGE_SIZE
-    for row in range(rows):  # one row at a time: the batch count of a product is then the row's own
+    for row in range(rows):  # one row at a time: the batch size of a product depends on the row alone
         index = (page[row], slice(None), offset[row])
         k = (
             k_cache[index]

@@ -1,6 +1,6 @@
-"""What exact tree attention on a CPU computes in a pass, laid out once for all layers of a window.
+"""The plan of exact tree attention on a CPU, built once per pass for all layers of a window.
 
-How it is computed, and why bits cannot depend on the company of a row: tree_attention_cpu.py.
+`tree_attention_cpu.py` describes the computation, and why a row's bits do not depend on the other rows.
 """
 
 from dataclasses import dataclass, field
@@ -15,10 +15,10 @@ from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
 AttentionMode = Literal["packed", "gathered"]
 
 MAX_CHAIN = 2 * PAGE_SIZE
-"""Summands of one matrix product in slot order; one chain was measured up to 192."""
+"""Summands of one matrix product in slot order; a single accumulation chain was measured up to 192."""
 
 ROW_MULTIPLE = 4  # rows of a product
-_SCORE_BYTES = 16 << 20  # rows of a long prefill chunk are taken in blocks whose scores fit in the last-level cache
+_SCORE_BYTES = 16 << 20  # a long prefill chunk is cut into blocks of rows whose scores fit in the last-level cache
 
 
 class Block(NamedTuple):
@@ -26,12 +26,12 @@ class Block(NamedTuple):
 
     first_row: int  # rows of the pass
     last_row: int
-    pages: slice | Tensor  # a slice of the pool where the pages are consecutive: no copy
+    pages: slice | Tensor  # a slice of the pool for consecutive pages: no copy
     num_full: int  # tiles whose positions are all committed
     num_tail: int
-    hidden: Tensor  # bool [tiles, 1, num_rows, 1, PAGE_SIZE], of the tail; of all tiles where there is a window
-    slot_order: bool  # tail slots cross into another tile, out of position order
-    position_tiles: tuple[Tensor, ...]  # fp32 [num_tail * PAGE_SIZE] each: 1 where a tail slot lies in the tile
+    hidden: Tensor  # bool [tiles, 1, num_rows, 1, PAGE_SIZE], of the tail; with a window, of all tiles
+    slot_order: bool  # some tail slots belong to another tile of positions
+    position_tiles: tuple[Tensor, ...]  # fp32 [num_tail * PAGE_SIZE] each: 1 for a tail slot in the tile
     windowed: bool
 
 
@@ -45,11 +45,11 @@ class Gather(NamedTuple):
 
 @dataclass(frozen=True)
 class CpuAttentionPlan:
-    """Work of one pass, the same for all layers. `num_rows` are the requests' own, padding not counted."""
+    """The work of one pass, the same for all layers. `num_rows` does not count padding."""
 
     num_rows: int
     blocks: tuple[Block | Gather, ...]
-    workspaces: dict[int, Any] = field(default_factory=dict)  # by block, made by the first layer
+    workspaces: dict[int, Any] = field(default_factory=dict)  # by block, created by the first layer
 
 
 def _page_index(pages: np.ndarray) -> slice | Tensor:
@@ -65,9 +65,9 @@ def plan_tree_attention_cpu(
     mode: AttentionMode = "packed",
     window: int | None = None,
 ) -> CpuAttentionPlan:
-    """Lay out the work of a pass over the rows of all requests, in their order.
+    """Plans a pass over the rows of all requests, in order.
 
-    `window`: a row at position p sees the positions above p - window of its path; None = all.
+    `window`: a row at position p sees the positions of its path above p - window; None for all.
     """
     blocks: list[Block | Gather] = []
     first = 0
@@ -89,7 +89,7 @@ def _first_tile(position: int, window: int | None) -> int:
 
 
 def _plan_chain(rows: RequestRows, first: int, num_heads: int, window: int | None) -> list[Block]:
-    """A chain's slots are its positions, so every tile stands alone; long ones are cut into blocks of rows."""
+    """The slots of a chain are its positions, so tiles are independent; a long chain is cut into blocks of rows."""
     blocks = []
     num_tiles = (rows.context_len + rows.num_rows - 1) // PAGE_SIZE + 1 - _first_tile(rows.context_len, window)
     step = max(ROW_MULTIPLE, _SCORE_BYTES // (num_tiles * num_heads * PAGE_SIZE * 4))

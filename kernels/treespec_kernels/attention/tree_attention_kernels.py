@@ -1,8 +1,8 @@
 """Triton kernels of tree attention. Import this module only where triton is installed.
 
 `attend_items` runs twice per layer, first over packed and then over node items, as the *same* compiled kernel: block
-sizes, warps and the shape of every dot are equal, so a position keeps its bits when it moves from a row's own part to
-the shared part. `combine_segments` then combines a row's segments from left to right. No atomics.
+sizes, warps and the shape of every dot are equal, so a position contributes the same bits when it moves from a node
+item to a packed item. `combine_segments` then combines a row's segments from left to right. There are no atomics.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def attend_tile(
         b_scores = soft_cap(b_scores, score_cap)
     b_scores = tl.where(m_scores, b_scores, float("-inf"))
     b_new_max = tl.maximum(b_max, tl.max(b_scores, axis=1))
-    # -inf minus -inf is NaN: a row that has seen no key yet subtracts 0. A fully masked tile is an exact no-op.
+    # -inf minus -inf is NaN: a row that has seen no key yet subtracts 0. A fully masked tile changes nothing.
     b_shift = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
     b_weights = tl.exp2(b_scores - b_shift[:, None])
     b_decay = tl.exp2(b_max - b_shift)
@@ -58,8 +58,8 @@ def find_partials(
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Where the item's (row, head) pairs have their partial results, and which of them have one: a row of a chain may
-    end before this segment, a row's window may begin after it, and padding has no segment."""
+    """Indices of the partial results of the item's (row, head) pairs, and which pairs have one: a row of a chain may
+    end before this segment, a row's window may start after it, and padding has no segment."""
     o_m = tl.load(p_item + 2) + tl.arange(0, BLOCK_M)
     m_m = o_m < tl.load(p_item + 3)
     row = o_m // GROUP
@@ -71,8 +71,8 @@ def find_partials(
 
 @triton.jit
 def find_slots(p_ancestors, p_pages, context_len, tile, key_hi, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(page, offset) of the keys at positions tile, tile + 1, ..; beyond key_hi any. A position's slot is its own, or
-    from the root on that of the row's ancestor."""
+    """(page, offset) of the keys at positions tile, tile + 1, ..; arbitrary from key_hi on. From the root on, the slot
+    of a position is that of the row's ancestor."""
     o_n = tile + tl.arange(0, BLOCK_N)
     m_n = o_n < key_hi
     depth = o_n - context_len
@@ -82,7 +82,7 @@ def find_slots(p_ancestors, p_pages, context_len, tile, key_hi, PAGE_SIZE: tl.co
     return page, slot % PAGE_SIZE
 
 
-# Sizes that follow the batch and the tree stay unspecialised: one binary serves every pass.
+# Sizes of the batch and the tree are not specialised: one binary for every pass.
 @triton.jit(do_not_specialize=["window", "stride_page_table", "stride_ancestors"])
 def attend_items(
     q,  # [num_rows, num_heads, HEAD_DIM]
@@ -131,7 +131,7 @@ def attend_items(
     p_item = items + i_item.to(tl.int64) * 8
     key_lo = tl.load(p_item + 4)
     key_hi = tl.load(p_item + 5)
-    # A static layout has empty items; past the count of a host's plan stands anything.
+    # A device layout has empty items; items past the count of a host plan are uninitialised.
     if (i_item >= tl.load(num_items)) | (key_lo >= key_hi):
         return
     request = tl.load(p_item).to(tl.int64)
@@ -159,7 +159,7 @@ def attend_items(
     b_sum = tl.load(partial_sum + partial, mask=m_state, other=0.0)
     p_acc = partial_acc + partial[:, None] * HEAD_DIM + o_d[None, :]
     b_acc = tl.load(p_acc, mask=m_state[:, None] & m_d[None, :], other=0.0)
-    # The state is stored again below, perhaps by other threads than those that loaded it.
+    # The state is stored below, perhaps by other threads than those that loaded it.
     tl.debug_barrier()
 
     p_ancestors = ancestors + slot_row * stride_ancestors
@@ -176,7 +176,7 @@ def attend_items(
         o_v = page.to(tl.int64) * stride_v_page + offset.to(tl.int64) * stride_v_slot
         b_k = tl.load(p_k_head[None, :] + o_k[:, None], mask=m_kv, other=0.0)
         b_v = tl.load(p_v_head[None, :] + o_v[:, None], mask=m_kv, other=0.0)
-        # Looked up a tile ahead: keys whose place is loaded in the same turn are not fetched several tiles ahead.
+        # Looked up one tile ahead: the pipeliner does not prefetch keys whose address is loaded in the same iteration.
         page, offset = find_slots(p_ancestors, p_pages, context_len, tile + BLOCK_N, key_hi, PAGE_SIZE, BLOCK_N)
 
         m_scores = m_n[None, :] & (o_n[None, :] <= position[:, None])
@@ -186,7 +186,7 @@ def attend_items(
             b_q, b_k, b_v, m_scores, scale_log2, score_cap, b_max, b_sum, b_acc, HAS_CAP, FIXED_ORDER_DOT
         )
 
-    # Found again rather than kept in registers over the loop.
+    # Computed again rather than kept in registers across the loop.
     partial, m_partial = find_partials(
         p_item, first_partial, first_segment, num_segments, i_kv_head, NUM_HEADS, GROUP, BLOCK_M
     )
@@ -210,8 +210,8 @@ def load_segments(
     BLOCK_D: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """(max, sum, accumulator) of segments lo, lo + 1, .. of a row that has `count`. Those beyond are as if they had
-    seen no key, and not read: the partials there are another row's or stale, and 0 * NaN is NaN."""
+    """(max, sum, accumulator) of segments lo, lo + 1, .. of a row that has `count`. Segments past the count are not
+    read, since those partials are stale or another row's and 0 * NaN is NaN, and count as having no keys."""
     o_s = lo + tl.arange(0, CHUNK)
     o_d = tl.arange(0, BLOCK_D)
     m_s = o_s < count
@@ -246,7 +246,7 @@ def combine_segments(
     `num_segments` and `first_partial`, and one for each chunk.
     """
     wait_for_predecessors(PDL)
-    # 64 accumulators a lane: with more, code spills, or uses the first of a chunk before it asks for the last.
+    # 64 accumulators per lane: with more, the code spills or waits for a chunk's first load before issuing its last.
     CHUNK: tl.constexpr = 16 if BLOCK_D <= 128 else 8
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
@@ -255,14 +255,14 @@ def combine_segments(
     b_max = float("-inf")
     b_sum = tl.zeros([CHUNK], dtype=tl.float32)  # of every CHUNK-th segment
     b_acc = tl.zeros([BLOCK_D], dtype=tl.float32)
-    # A branch parts the loads of a chunk from their use. Where both stand in one basic block, ptxas saves registers by
-    # moving loads behind the use of others, and each that it moves is one more wait.
+    # A branch separates the loads of a chunk from their uses. In one basic block, ptxas saves registers by sinking
+    # loads below the uses of others, and each such load adds a wait.
     s_max, s_sum, s_acc = load_segments(
         partial_acc, partial_max, partial_sum, first, 0, count, head, NUM_HEADS, HEAD_DIM, BLOCK_D, CHUNK
     )
     for next_lo in range(CHUNK, count + CHUNK, CHUNK):
         b_new_max = tl.maximum(b_max, tl.max(s_max, axis=0))
-        # -inf minus -inf is NaN: where no key was seen yet, 0 is subtracted.
+        # -inf minus -inf is NaN: before the first key, subtract 0.
         b_shift = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
         b_decay = tl.exp2(b_max - b_shift)
         s_decay = tl.exp2(s_max - b_shift)
@@ -274,7 +274,7 @@ def combine_segments(
                 partial_acc, partial_max, partial_sum, first, next_lo, count, head, NUM_HEADS, HEAD_DIM, BLOCK_D, CHUNK
             )
     total = tl.sum(b_sum, axis=0)
-    # A padding row of a captured graph has no partial: 0 / 1. A NaN of the row's own keys stays a NaN.
+    # A padding row of a captured graph has no partial: 0 / 1. A NaN from the row's own keys stays NaN.
     b_out = b_acc / tl.where(total == 0.0, 1.0, total)
     o_d = tl.arange(0, BLOCK_D)
     p_out = out + row * stride_out_row + head * stride_out_head + o_d

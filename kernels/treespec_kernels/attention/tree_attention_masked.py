@@ -1,9 +1,9 @@
-"""Masked tree attention: what `tree_attention` computes, with each row's ancestors given as bits. For `exact=False`.
+"""Masked tree attention: `tree_attention` with each row's ancestors given as a bit mask. For `exact=False`.
 
-Columns are logical slots, the tree's nodes in tree order behind the committed positions, and bit i of a row's words
-says whether it sees node i. So all rows of a request share every tile of keys, and nothing is gathered row by row:
-cheaper than `tree_attention`, but sums run in the order of the tree, and a row has not the bits of plain decoding. The
-specification is `tree_attention_ref`.
+Columns are logical slots: the committed positions, then the nodes in tree order. Bit i of a row's words says whether it
+sees node i. All rows of a request share every tile of keys and nothing is gathered per row, which is cheaper than
+`tree_attention`; but sums run in tree order, so a row is not bit-identical to plain decoding. The specification is
+`tree_attention_ref`.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ WORD_BITS = 64
 
 
 def num_words(num_nodes: int) -> int:
-    """Words that hold a bit for each node."""
+    """The number of words that hold one bit per node."""
     return -(-num_nodes // WORD_BITS)
 
 
 def ancestor_masks(parents: Sequence[int], window: int | None = None) -> np.ndarray:
-    """The words of a tree's nodes.
+    """The ancestor words of a tree's nodes.
 
     Args:
-        parents: the parent of each node, -1 for the root. A parent stands before its children.
-        window: of the model; an ancestor that is `window` or more levels above is not seen. None: all are.
+        parents: the parent of each node, -1 for the root. Parents precede their children.
+        window: the model's sliding window: ancestors `window` or more levels above are hidden. None for no window.
 
     Returns:
-        int64 [num_nodes, num_words(num_nodes)]: bit i % 64 of word i // 64 of a row is set where it sees node i, itself
-        included.
+        int64 [num_nodes, num_words(num_nodes)]: bit i % 64 of word i // 64 of a row is set if it sees node i. A node
+        sees itself.
 
     Raises:
-        ValueError: a parent that does not stand before its child, a window that holds nothing.
+        ValueError: a parent that does not precede its child, an empty window.
     """
     check_window(window)
     words = np.zeros((len(parents), num_words(len(parents))), dtype=np.uint64)
     for node, parent in enumerate(parents):
         if not -1 <= parent < node:
-            raise ValueError(f"node {node} has parent {parent}; a parent must stand before its child")
+            raise ValueError(f"node {node} has parent {parent}; a parent must precede its child")
         levels, ancestor = 0, node
         while ancestor >= 0 and (window is None or levels < window):
             words[node, ancestor // WORD_BITS] |= np.uint64(1 << ancestor % WORD_BITS)
@@ -71,9 +71,9 @@ def tree_attention_masked_triton(
     """Masked tree attention on a GPU, in two launches; arguments as in `tree_attention_triton`, but:
 
     Args:
-        ancestor_words: [num_rows, words] int64, as `ancestor_masks` makes them, with its window if there is one: a row
-            sees the nodes whose bits are set. Node i lies in logical slot L + i, and no row sees one beyond its own.
-        plan: of `plan_tree_attention` with row_slots, or of a `DeviceLayout` with tree_slots.
+        ancestor_words: [num_rows, words] int64, as from `ancestor_masks` with the same window: a row sees the nodes
+            whose bits are set. Node i is logical slot L + i, and no row sees a node after its own.
+        plan: from `plan_tree_attention` with row_slots, or from a `DeviceLayout` with tree_slots.
 
     Raises:
         ValueError: a shape, dtype, stride or device that does not fit, or triton that cannot run here.

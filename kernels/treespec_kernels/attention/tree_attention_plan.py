@@ -1,20 +1,20 @@
-"""The plan of a tree-attention pass: which rows read which positions together. Built on the host, once for all layers.
+"""The work items of a tree-attention pass. Built on the host, once for all layers.
 
-Absolute positions are cut by one fixed partition into segments, and each segment is processed in tiles of `block_n`
-positions, never along borders that depend on a row, a tree or a batch. A work item is one M tile of (row, head) pairs
-and one range of positions inside one segment:
+A fixed partition cuts absolute positions into segments, and each segment is processed in tiles of `block_n` positions;
+no boundary depends on a row, a tree or a batch. A work item is one M tile of (row, head) pairs and one range of
+positions within a segment:
 
-- a *packed* item serves all rows of a request at once, from the segment's start up to the tile that holds the root;
-- a *node* item serves one row from the root's tile on, and continues from what the packed item of that segment left;
-- a request that is a chain (a single row is one) needs packed items alone: all its rows see the same slots.
+- a *packed* item computes all rows of a request, from the segment's start up to the tile that holds the root;
+- a *node* item computes one row from the root's tile on, and continues the packed item of that segment;
+- a chain (a single row is one) needs only packed items: all its rows see the same slots.
 
 As the root advances, a position moves from node items to packed items; both run the same compiled kernel.
 
-The plan of a *masked* pass (see `tree_attention_masked`) has packed items alone, over logical slots in place of
-positions: up to the last node that a row of the tile sees.
+The plan of a *masked* pass (`tree_attention_masked`) has only packed items, over logical slots instead of positions, up
+to the last node that a row of the tile sees.
 
-Under a sliding window a row at position p reads p - window + 1 .. p. An item starts at the first tile that one of its
-rows reads, and what lies before a row's own window is masked: a fully masked tile changes nothing.
+With a sliding window a row at position p reads p - window + 1 .. p. An item starts at the first tile that one of its
+rows reads, and positions before a row's own window are masked: a fully masked tile changes nothing.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from treespec_kernels.launch.triton_launch import target_of
 ITEM_FIELDS = ("request", "slot_row", "m_lo", "m_hi", "key_lo", "key_hi", "segment", "continues")
 
 MAX_NODES = 256
-"""Nodes of a tree of `tree_attention_masked`: 4 words of 64 bits."""
+"""The largest tree of `tree_attention_masked`: 4 words of 64 bits."""
 
 
 class PlanCapacity(NamedTuple):
-    """Sizes of a plan's buffers, for a plan that is refilled under a captured CUDA graph."""
+    """Buffer sizes of a plan that is refilled for a captured CUDA graph."""
 
     rows: int
     packed_items: int
@@ -47,10 +47,10 @@ class PlanCapacity(NamedTuple):
 
 @dataclass(frozen=True)
 class TreeAttentionPlan:
-    """Work items on the device, and the partial results that every layer of the pass writes anew.
+    """Work items on the device, and the buffers of partial results, which every layer overwrites.
 
-    Grids have the size of the buffers; programs past the device-side counts exit at once, so `refill` changes a pass
-    under a captured graph.
+    Grids have the size of the buffers, and programs past the device-side counts exit at once, so `refill` can change
+    the pass of a captured graph.
     """
 
     config: TreeAttentionConfig
@@ -58,15 +58,15 @@ class TreeAttentionPlan:
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
-    window: int | None  # positions that a row reads, its own included; None: all
+    window: int | None  # positions that a row reads, its own included; None for all
     masked: bool  # whether it is for `tree_attention_masked`
     packed_items: torch.Tensor  # [capacity.packed_items, 8] int32, columns ITEM_FIELDS
     num_packed_items: torch.Tensor  # [1] int32
     node_items: torch.Tensor  # [capacity.node_items, 8] int32
     num_node_items: torch.Tensor  # [1] int32
-    first_partial: torch.Tensor  # [capacity.rows] int32: where the partials of a row's segments begin
-    first_segment: torch.Tensor  # [capacity.rows] int32: the first segment of which a row reads a position
-    num_segments: torch.Tensor  # [capacity.rows] int32: how many it reads of; 0 for padding
+    first_partial: torch.Tensor  # [capacity.rows] int32: index of a row's first partial
+    first_segment: torch.Tensor  # [capacity.rows] int32: the first segment that a row reads
+    num_segments: torch.Tensor  # [capacity.rows] int32: how many segments it reads; 0 for padding
     partial_acc: torch.Tensor  # [capacity.partials, num_heads, head_dim] float32, not normalised
     partial_max: torch.Tensor  # [capacity.partials, num_heads] float32, in units of log2
     partial_sum: torch.Tensor  # [capacity.partials, num_heads] float32
@@ -91,7 +91,7 @@ class TreeAttentionPlan:
         window: int | None,
         masked: bool,
     ) -> TreeAttentionPlan:
-        """Buffers of these sizes, not yet filled; arguments as in `plan_tree_attention`.
+        """Allocates uninitialised buffers of these sizes; arguments as in `plan_tree_attention`.
 
         Raises:
             ValueError: a dtype or head_dim that is not supported, heads that do not divide, an empty window.
@@ -126,7 +126,7 @@ class TreeAttentionPlan:
         )
 
     def with_partials(self, count: int) -> TreeAttentionPlan:
-        """The same plan with fresh memory for so many partial results."""
+        """The same plan with new buffers for `count` partial results."""
 
         def empty(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=torch.float32, device=self.partial_acc.device)
@@ -150,7 +150,7 @@ class TreeAttentionPlan:
         """Plans another pass into the same buffers; arguments as in `plan_tree_attention`.
 
         Raises:
-            ValueError: the pass does not fit the capacity, which it names, or is not of this plan's kind.
+            ValueError: the pass exceeds the capacity, or is masked and the plan not, or the reverse.
         """
         if self.masked != (row_slots is not None):
             raise ValueError("row_slots are for a masked plan, and a masked plan needs them")
@@ -193,14 +193,14 @@ def plan_tree_attention(
         num_heads, num_kv_heads, head_dim, dtype: of the model; they choose the default configuration.
         device: where the attention runs.
         chains: per request, whether every row is an ancestor of the next one (a prefill chunk). Such rows share all
-            keys and are not gathered one by one. None: only requests of one row. It changes the cost, never the bits.
-        row_slots: the tree index of every row, for a plan of `tree_attention_masked`; None: of `tree_attention`.
-        window: positions that a row reads, its own included; None: all.
-        config: None takes `TreeAttentionConfig.default` for the device.
-        capacity: sizes of the buffers; None takes exactly what this pass needs.
+            keys and need no gathering. None: only requests of one row. It affects speed, never bits.
+        row_slots: the tree index of every row, for a plan of `tree_attention_masked`; None for `tree_attention`.
+        window: positions that a row reads, its own included; None for all.
+        config: None for `TreeAttentionConfig.default` of the device.
+        capacity: buffer sizes; None for exactly what this pass needs.
 
     Raises:
-        ValueError: lengths that do not fit each other, negative values, a chain whose depths do not ascend.
+        ValueError: inconsistent lengths, negative values, a chain whose depths do not ascend.
     """
     config = config or TreeAttentionConfig.default(dtype, head_dim, target_of(device))
     if capacity is None:
@@ -224,14 +224,14 @@ def plan_tree_attention(
 
 
 def group_of(num_heads: int, num_kv_heads: int) -> int:
-    """Query heads per KV head. Raises ValueError where they do not divide."""
+    """Query heads per KV head. Raises ValueError if they do not divide."""
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} query heads are not a multiple of {num_kv_heads} KV heads")
     return num_heads // num_kv_heads
 
 
 def check_window(window: int | None) -> None:
-    """Raises ValueError where a window holds nothing."""
+    """Raises ValueError for a window below 1."""
     if window is not None and window < 1:
         raise ValueError(f"window is {window}; it must be 1 or more, or None for all positions")
 
@@ -283,20 +283,20 @@ def _work_items(
             raise ValueError(f"row_slots {own.tolist()}: one tree index per row is needed, 0 to {MAX_NODES - 1}")
         reach = lengths[request] + own
         start = np.minimum(start, lengths[request])
-        chain = np.ones_like(chain)  # packed items alone
+        chain = np.ones_like(chain)  # only packed items
     start_tile = start // config.block_n * config.block_n
     first_segment = config.partition.segment_of(start)
     num_segments = config.partition.segment_of(reach) + 1 - first_segment
     first_partial = np.cumsum(num_segments) - num_segments
 
-    # Packed: M tiles over all rows of a request. A chain's tile reaches as far as one of its rows.
+    # Packed: M tiles over all rows of a request. A chain's tile reaches as far as its furthest row.
     first_m = (np.cumsum(num_rows_of) - num_rows_of) * group
     of_tile, i_tile = _enumerate((num_rows_of * group + config.block_m - 1) // config.block_m)
     m_lo = first_m[of_tile] + i_tile * config.block_m
     m_hi = np.minimum(m_lo + config.block_m, first_m[of_tile] + num_rows_of[of_tile] * group)
     first_row, last_row = m_lo // group, (m_hi - 1) // group
     spans = np.stack([first_row, last_row + 1], axis=1).ravel()
-    key_lo = np.minimum.reduceat(np.append(start_tile, 0), spans)[::2]  # the rows of a tile ascend in no order
+    key_lo = np.minimum.reduceat(np.append(start_tile, 0), spans)[::2]  # a tile's rows are in no order
     root_tile = lengths // config.block_n * config.block_n
     key_hi = np.where(chain[of_tile], np.maximum.reduceat(np.append(reach, 0), spans)[::2] + 1, root_tile[of_tile])
     packed = _cut(of_tile, last_row, m_lo, m_hi, key_lo, key_hi, np.zeros_like(key_lo), config)
@@ -310,7 +310,7 @@ def _work_items(
     m_lo = row * group + i_tile * config.block_m
     m_hi = np.minimum(m_lo + config.block_m, (row + 1) * group)
     key_lo = np.maximum(root_tile[request[row]], start_tile[row])
-    # A row whose window begins at the root's tile or later has nothing to continue from.
+    # A row whose window starts at the root's tile or later has no packed item to continue.
     shared = start[row] < root_tile[request[row]]
     node = _cut(request[row], row, m_lo, m_hi, key_lo, position[row] + 1, shared, config)
 
@@ -335,8 +335,8 @@ def _cut(
     shared: np.ndarray,
     config: TreeAttentionConfig,
 ) -> np.ndarray:
-    """Cuts [key_lo, key_hi) of every entry at the segment borders. Returns items, [num_items, 8] int64: one that begins
-    inside its segment, of a `shared` entry, continues what a packed item left there."""
+    """Cuts the range [key_lo, key_hi) of every entry at segment boundaries. Returns items [num_items, 8] int64. An item
+    of a `shared` entry that starts inside its segment continues that segment's packed item."""
     first = config.partition.segment_of(key_lo)
     owner, offset = _enumerate(np.where(key_hi > key_lo, config.partition.segment_of(key_hi - 1) - first + 1, 0))
     segment = first[owner] + offset

@@ -1,4 +1,4 @@
-"""The rows of one pass and what each of them may see."""
+"""The rows of a CPU pass, and which slots each row attends to."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -6,24 +6,22 @@ from functools import cached_property
 import numpy as np
 
 PAGE_SIZE = 64
-"""Slots per page of the KV cache. It is also the tile of positions over which attention sums, so that a page is read
-as a view, and the largest length for which BLAS was measured to accumulate in one chain (see `tree_attention_cpu`)."""
+"""Slots per page of the KV cache, and positions per tile of attention, so that a page is read as a view."""
 
 
 @dataclass(frozen=True, eq=False)
 class RequestRows:
-    """The rows that one request contributes to a pass.
+    """The rows of one request in a pass.
 
-    The request has `context_len` committed positions, in logical slots 0 .. context_len - 1. Behind them lie the slots
-    of its token tree: node i in logical slot context_len + i. Logical slot j is offset `j % PAGE_SIZE` of page
-    `pages[j // PAGE_SIZE]`.
+    The request's `context_len` committed positions are logical slots 0 .. context_len - 1; node i of its token tree is
+    logical slot context_len + i. Logical slot j is offset `j % PAGE_SIZE` of page `pages[j // PAGE_SIZE]`.
 
     Args:
-        context_len: committed positions L. A row at depth d stands at position L + d.
+        context_len: committed positions L. A row at depth d has position L + d.
         nodes: int64 [num_rows], the tree index of each row; its K/V go to logical slot context_len + node.
         depths: int64 [num_rows], depth of each row below the root.
-        visible: bool [num_rows, num_slots], which tree slots a row attends to, itself included. None means a chain:
-            row i is node i and sees the nodes 0 .. i (a prefill chunk, a plain decoding step).
+        visible: bool [num_rows, num_slots], which tree slots a row attends to, itself included. None for a chain: row i
+            is node i and sees nodes 0 .. i (a prefill chunk, a plain decoding step).
         slot_depths: int64 [num_slots], the depth of the node in each tree slot. None for a chain.
         pages: int64 [num_pages], the request's pages in logical order.
     """
@@ -47,7 +45,7 @@ class RequestRows:
 
     @property
     def num_slots(self) -> int:
-        """Tree slots that exist in this pass."""
+        """Tree slots of this pass."""
         return self.num_rows if self.visible is None else self.visible.shape[1]
 
     @property
@@ -67,7 +65,7 @@ class RequestRows:
 
     @cached_property
     def ancestors(self) -> np.ndarray:
-        """int64 [num_rows, max depth + 1]: the tree slot of each row's ancestor by depth, padded with its own node."""
+        """int64 [num_rows, max depth + 1]: the tree slot of each row's ancestor at each depth, padded with its own."""
         width = int(self.depths.max()) + 1 if self.num_rows else 1
         table = np.repeat(self.nodes[:, None], width, axis=1)
         if self.visible is None:

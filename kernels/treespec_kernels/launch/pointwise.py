@@ -11,13 +11,13 @@ import triton.language as tl
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
-    """fp32 through the activation of that name (see `activations.py`); x itself for "none"."""
+    """The activation of that name (`activations.py`) of fp32 x; x itself for "none"."""
     if ACTIVATION == "silu":
         y = x / (1.0 + tl.exp(-x))
     elif ACTIVATION == "gelu":
         y = 0.5 * x * (1.0 + tl.math.erf(x * 0.7071067811865476))
     elif ACTIVATION == "gelu_tanh":
-        # (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u)), here with 2 sqrt(2 / pi) in one factor.
+        # (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u)), with 2 sqrt(2 / pi) as one factor.
         y = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
     elif ACTIVATION == "relu":
         y = tl.where(x < 0.0, 0.0, x)  # a NaN stays one

@@ -1,29 +1,27 @@
-"""Programmatic launches: a kernel whose programs begin while the kernel before it still runs. Import this module only
-where triton is installed.
+"""Programmatic dependent launch (PDL): a kernel's programs start while the previous kernel still runs. Needs triton.
 
-Why results cannot change by it. A launch with the option begins as soon as every program of the kernel before it, in
-the order of the stream or along the edge of a captured graph, has let it or has ended; that kernel may then still run,
-and nothing that it wrote is visible. `gdc_wait` is what makes up for it: it returns when the kernel before has
-completed, all of it, and its writes are visible. So here
+A PDL launch may start once every program of the previous kernel (in stream order, or along a graph edge) has called
+`gdc_launch_dependents` or has exited. That kernel may still be running, and none of its writes are visible yet.
+`gdc_wait` returns when the previous kernel has completed and its writes are visible. Results cannot change, because:
 
-1. every program waits, as the first thing that its kernel does: before each load, store and copy, and before each way
-   out. What it reads has been written (read after write), and what it writes nobody reads any more (write after read)
-   or writes later (write after write), weights and tables included: no access needs an argument of its own.
-2. Only then does it let dependents begin. A dependent therefore begins when all programs of this kernel have waited,
-   that is, when the kernel before this one has completed and its writes are visible: of all that was launched before,
-   no more than one kernel is unfinished, and that is the one which the dependent waits for. A kernel with a program
-   that ended without waiting could complete before its predecessor, and the next would begin too early.
-3. A kernel without the option, a copy or a fill begins when all before it has completed, as ever: the last kernel of a
-   chain completes after the ones before it, by 1. Behind a copy the option does nothing: CUDA joins kernels alone by
-   it. The chain that `treespec autotune` checks begins behind one.
-4. The option and the wait are switched together, by `launch_options`. A kernel that waits and was launched without the
-   option goes on at once.
+1. Every program calls `gdc_wait` first, before any load, store, copy or exit. So all it reads has been written (read
+   after write), and nothing earlier still reads or writes what it writes (write after read, write after write). This
+   covers all memory, weights and tables included.
+2. Only then does it call `gdc_launch_dependents`. A dependent thus starts when all programs of this kernel have passed
+   their wait, so the kernel before this one has completed. At most one earlier kernel is unfinished: the one that the
+   dependent waits for. If a program exited without waiting, its kernel could complete before its predecessor, and the
+   next kernel would start too early.
+3. A kernel without PDL, a copy or a fill starts when everything before it has completed, as usual; by 1, the last
+   kernel of a chain completes after all others. After a copy PDL has no effect: CUDA overlaps only kernels. The chain
+   that `treespec autotune` checks starts after a copy.
+4. `launch_options` sets the launch attribute and the wait together. The wait returns at once in a kernel that was
+   launched without the attribute.
 
-No compiler may move an access above the wait: the operation that it is in Triton 3.9 has side effects, and so has the
-inline assembly that it is in 3.6. It stands outside of loops, where software pipelining would put a loop's first loads
-before it. On sm_100 a block allocates its tensor memory before anything else, the wait included. That cannot lock up:
-dependents begin when every program here has its own, and go on when these have ended. The order is not taken on trust:
-`aot_order` proves it of the PTX and the machine code of every configuration that is compiled ahead of time.
+Compilers do not move accesses above the wait: it is an operation with side effects in Triton 3.9, and inline assembly
+with side effects in 3.6. It stands outside of loops, since software pipelining would hoist a loop's first loads above
+it. On sm_100 a block allocates its tensor memory before the wait. This cannot deadlock: dependents start once every
+program here holds its own allocation, and proceed when these programs have exited. `aot/launch_order.py` checks the
+order in the PTX and the machine code of every configuration that is compiled ahead of time.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ import triton.language as tl
 
 @triton.jit
 def wait_for_predecessors(PDL: tl.constexpr):
-    """The first statement of a kernel that may be launched programmatically; nothing without PDL."""
+    """The first statement of every kernel that supports PDL; a no-op without it."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

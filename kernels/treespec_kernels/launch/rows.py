@@ -1,7 +1,7 @@
-"""What ops over the rows of a pass share: their parameters by group, and the checks of how rows lie in memory.
+"""Helpers of ops over the rows of a pass: parameters per group, and checks of shapes, strides and alignment.
 
-Models of equal shape run stacked: a parameter then has a leading dimension of groups, and the rows of a pass fall into
-as many runs of equal length, group 0's first.
+Models of equal shape run stacked: a parameter then has a leading dimension of groups, and the rows of a pass are as
+many consecutive runs of equal length, group 0 first.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ def by_row(parameter: torch.Tensor, num_rows: int) -> torch.Tensor:
 
 
 def rows_per_group(parameter: torch.Tensor, num_rows: int) -> int:
-    """How many consecutive rows read the same row of `parameter`, [width] or [groups, width]."""
+    """The number of consecutive rows that use the same row of `parameter`, [width] or [groups, width]."""
     return num_rows if parameter.dim() == 1 else num_rows // parameter.shape[0]
 
 
 def sum_of_splits(x: torch.Tensor) -> torch.Tensor:
-    """fp32 [rows, width] of rows in their dtype, or of partials [splits, rows, width], added from the left."""
+    """Rows as fp32 [rows, width]; partials [splits, rows, width] are added in order."""
     if x.dim() == 2:
         return x.float()
     total = x[0].clone()
@@ -33,7 +33,7 @@ def sum_of_splits(x: torch.Tensor) -> torch.Tensor:
 
 
 def check_parameter(name: str, parameter: torch.Tensor, num_rows: int, width: int, dtype: torch.dtype) -> None:
-    """Raises ValueError where `parameter` is not [width] or [groups, width] with groups that divide the rows."""
+    """Raises ValueError if `parameter` is not [width] or [groups, width] with groups that divide the rows."""
     if parameter.dim() not in (1, 2) or parameter.shape[-1] != width or parameter.numel() == 0:
         raise ValueError(f"{name} has shape {list(parameter.shape)}; expected [{width}] or [groups, {width}]")
     if parameter.dim() == 2 and num_rows % parameter.shape[0]:
@@ -43,7 +43,7 @@ def check_parameter(name: str, parameter: torch.Tensor, num_rows: int, width: in
 
 
 def check_partials(name: str, x: torch.Tensor) -> None:
-    """Raises ValueError where `x` is not fp32 [splits, rows, width] with one split or more."""
+    """Raises ValueError if `x` is not fp32 [splits, rows, width] with one split or more."""
     if x.shape[0] == 0 or x.dtype != torch.float32:
         raise ValueError(
             f"{name} has shape {list(x.shape)} and dtype {x.dtype}; "
@@ -52,14 +52,14 @@ def check_partials(name: str, x: torch.Tensor) -> None:
 
 
 def check_devices(device: torch.device, **tensors: torch.Tensor | None) -> None:
-    """Raises ValueError where a tensor is not on `device`."""
+    """Raises ValueError if a tensor is not on `device`."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.device != device:
             raise ValueError(f"{name} is on {tensor.device} and the rows on {device}; move it there")
 
 
 def check_contiguous(**tensors: torch.Tensor | None) -> None:
-    """Raises ValueError where a tensor is not contiguous."""
+    """Raises ValueError if a tensor is not contiguous."""
     for name, tensor in tensors.items():
         if tensor is not None and not tensor.is_contiguous():
             raise ValueError(
@@ -68,12 +68,12 @@ def check_contiguous(**tensors: torch.Tensor | None) -> None:
 
 
 def split_rows(name: str, x: torch.Tensor) -> int:
-    """The distance between the splits of partials [splits, rows, width] in rows, which must be contiguous in a split.
+    """The stride between the splits of partials [splits, rows, width], in rows; 0 for rows without splits.
 
-    So a split may lie in a buffer of more rows. 0 for rows without splits.
+    The rows of a split must be contiguous; a split may be part of a larger buffer.
 
     Raises:
-        ValueError: another layout.
+        ValueError: rows that are not contiguous, or splits that are not a whole number of rows apart.
     """
     if x.dim() == 2 or x.shape[0] == 1:
         check_contiguous(**{name: x if x.dim() == 2 else x[0]})
@@ -87,24 +87,24 @@ def split_rows(name: str, x: torch.Tensor) -> int:
 
 
 def alignment(element_size: int, *sizes: int) -> int:
-    """16 where these numbers of elements are all multiples of 16 bytes, otherwise one element's bytes."""
+    """16 if all of these sizes, in elements, are multiples of 16 bytes; otherwise the bytes of one element."""
     return 16 if all(size * element_size % 16 == 0 for size in sizes) else element_size
 
 
 def group_stride(tensor: torch.Tensor, dims_with_groups: int) -> int:
-    """The stride from one group to the next; 0 where there is only one."""
+    """The stride between groups; 0 for a single group."""
     return tensor.stride(0) if tensor.dim() == dims_with_groups and tensor.shape[0] > 1 else 0
 
 
 def row_strides(tensor: torch.Tensor | None) -> tuple[int, int]:
-    """Strides of groups and rows; 0 where there is only one, whose stride in torch may be any number."""
+    """Strides of groups and rows; 0 for a dimension of size 1, whose stride in torch is arbitrary."""
     if tensor is None:
         return 0, 0
     return group_stride(tensor, 3), tensor.stride(-2) if tensor.shape[-2] > 1 else 0
 
 
 def check_alignment(multiple: int, **tensors: torch.Tensor) -> None:
-    """Raises ValueError where rows or groups do not start at multiples of `multiple` bytes."""
+    """Raises ValueError if rows or groups do not start at multiples of `multiple` bytes."""
     for name, tensor in tensors.items():
         size = tensor.element_size()
         starts = (tensor.data_ptr(), *(stride * size for stride in row_strides(tensor)))

@@ -1,7 +1,7 @@
-"""What compiled kernels take of a target, kept between runs of the ahead-of-time compiler.
+"""Caches the resource usage of compiled kernels between runs of the ahead-of-time compiler.
 
-A result is found by everything that it depends on: the kernel's source and that of the functions it calls, its types,
-constants and options, the target, the versions of Triton and of its assembler, and the code that reads the result.
+The key covers everything that a result depends on: the source of the kernel and of the functions it calls, its types,
+constants and options, the target, the versions of Triton and its assembler, and the code that reads the result.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from treespec_kernels.tuning import tuned
 
 logger = logging.getLogger("treespec")
 
-# Where Triton keeps its own files, which changes no code.
+# Settings of Triton that do not affect the compiled code.
 _NO_CODE = ("TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_DUMP_DIR", "TRITON_OVERRIDE_DIR", "TRITON_ALWAYS_COMPILE")
 
 
 def cache_folder() -> Path:
-    """$XDG_CACHE_HOME/treespec/aot or ~/.cache/treespec/aot. Raises OSError for a user without a home."""
+    """$XDG_CACHE_HOME/treespec/aot or ~/.cache/treespec/aot. Raises OSError if there is no home folder."""
     try:
         return tuned.user_folder().parent / "aot"
     except RuntimeError as error:
-        raise OSError("no home folder to keep files in; set XDG_CACHE_HOME or HOME") from error
+        raise OSError("no home folder for the cache; set XDG_CACHE_HOME or HOME") from error
 
 
 def result_key(source: Any, backend: Any, options: dict[str, Any]) -> str:
-    """The name of a kernel's result.
+    """The key of a kernel's result.
 
     Args:
         source: Triton's `ASTSource`.
@@ -53,25 +53,25 @@ def result_key(source: Any, backend: Any, options: dict[str, Any]) -> str:
 
 
 def _reader() -> str:
-    """Hash of the files that say what a compiled kernel takes."""
+    """Hash of the files that compute the result of a compiled kernel."""
     here = Path(__file__).parent
     texts = [(here / name).read_bytes() for name in ("compiler.py", "launch_order.py")]
     return hashlib.sha256(b"".join(texts)).hexdigest()
 
 
 class ResultCache:
-    """Results in a folder, a file each, so that processes may share it and an interrupted run is continued.
+    """A folder of results, one file each, so that processes can share it and an interrupted run can be resumed.
 
     Args:
-        folder: made when the first result is stored.
-        reads: whether stored results are used; without that they are only written.
+        folder: created when the first result is stored.
+        reads: whether stored results are used; if not, they are only written.
     """
 
     def __init__(self, folder: Path, reads: bool = True):
         self.folder, self._reads, self._writes = folder, reads, True
 
     def load(self, key: str) -> dict[str, Any] | None:
-        """A stored result; None where there is none, or a broken one."""
+        """A stored result, or None if it is missing or broken."""
         if not self._reads:
             return None
         try:
@@ -81,7 +81,7 @@ class ResultCache:
         return found if isinstance(found, dict) else None
 
     def store(self, key: str, result: dict[str, Any]) -> None:
-        """Keep a result. Where that fails nothing more is kept, as the log says once."""
+        """Stores a result. After a failure, which is logged once, nothing more is stored."""
         if not self._writes:
             return
         temporary = self.folder / f"{key}.{os.getpid()}.tmp"
@@ -91,4 +91,4 @@ class ResultCache:
             os.replace(temporary, self.folder / f"{key}.json")
         except OSError as error:
             self._writes = False
-            logger.warning("results cannot be kept in %s: %s", self.folder, error)
+            logger.warning("cannot write results to %s: %s", self.folder, error)

@@ -1,4 +1,4 @@
-"""Runs the compiler in several processes: it is bound by the CPU, and its threads would share one interpreter."""
+"""Runs compile tasks in several processes, since compilation is CPU-bound and holds the GIL."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import TypeVar
 
-_BYTES = 1 << 30  # of memory for each process: torch, Triton and LLVM
-_LEAST_TASKS = 8  # for each process, whose start takes seconds
+_BYTES = 1 << 30  # memory per process: torch, Triton and LLVM
+_LEAST_TASKS = 8  # per process, whose start takes seconds
 
 _Task = TypeVar("_Task")
 _Result = TypeVar("_Result")
 
 
 def num_processes(tasks: int) -> int:
-    """Processes that are worth starting: at most one for each core and for each GiB of free memory."""
+    """The number of processes to start: at most one per core, per GiB of free memory, and per 8 tasks."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cores, _free_bytes() // _BYTES, -(-tasks // _LEAST_TASKS)))
 
@@ -31,14 +31,14 @@ def run_in_processes(
     finished: Callable[[int, _Result | None], None],
     fresh: bool = False,
 ) -> None:
-    """Run every task. Where a process dies, as for lack of memory, the rest runs in half as many.
+    """Runs every task. If a process dies, for example out of memory, the rest runs in half as many processes.
 
     Args:
-        work: a function of a module: processes are spawned, since this one may have threads.
-        tasks: to be pickled.
+        work: a module-level function; processes are spawned, since this one may have threads.
+        tasks: picklable.
         processes: 1 runs the tasks in this process.
-        finished: told a task's index and its result, in any order; None where its process died.
-        fresh: whether Triton compiles what is in its own cache.
+        finished: called with each task's index and result, in any order; None if its process died.
+        fresh: whether to bypass Triton's own cache.
     """
     if processes <= 1:
         before = os.environ.get("TRITON_ALWAYS_COMPILE")
@@ -56,7 +56,7 @@ def run_in_processes(
         try:
             _run_in_pool(work, left, processes, finished, fresh)
         except BrokenProcessPool:
-            if processes == 1:  # tasks run in their order, so it was the first of those that are left
+            if processes == 1:  # tasks run in order, so it was the first one left
                 index = next(iter(left))
                 del left[index]
                 finished(index, None)
@@ -70,7 +70,7 @@ def _run_in_pool(
     finished: Callable[[int, _Result | None], None],
     fresh: bool,
 ) -> None:
-    """Run what is left, and remove from it what has finished."""
+    """Runs the tasks in `left`, and removes those that finish."""
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_prepare, initargs=(fresh,))
     try:
@@ -84,15 +84,15 @@ def _run_in_pool(
 
 
 def _prepare(fresh: bool, of_its_own: bool = True) -> None:
-    """What a process does before its first task."""
+    """Prepares a process for its tasks."""
     if of_its_own:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all; the parent ends the work
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all processes; the parent handles it
     if fresh:
         os.environ["TRITON_ALWAYS_COMPILE"] = "1"
 
 
 def _free_bytes() -> int:
-    """Memory that may be taken; very much where the system does not say."""
+    """Available memory; unlimited if the system does not report it."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

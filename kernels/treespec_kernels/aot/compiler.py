@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation: proves without a GPU that every kernel compiles for a real target and does not spill.
+"""Ahead-of-time compilation: checks without a GPU that every kernel compiles for real targets and does not spill.
 
 `python -m treespec_kernels.aot.compiler --target sm_80 --target sm_90` compiles the shipped configurations and prints
 JSON. `aot/specs` lists the kernels of each op. The process must run without TRITON_INTERPRET, because interpreted
@@ -33,7 +33,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """What one compiled kernel takes of the target, per thread and per block."""
+    """The resource usage of a compiled kernel, per thread and per block."""
 
     kernel: str
     config: dict[str, Any]
@@ -43,11 +43,11 @@ class CompiledKernel:
 
 
 class OrderError(RuntimeError):
-    """A kernel that is launched programmatically does something before it waits for the one before it."""
+    """A kernel with programmatic dependent launch accesses memory or exits before its wait."""
 
 
 class Plan(NamedTuple):
-    """What a run has to do: kernels in all, those whose results are known, and processes that compile the others."""
+    """The work of a run: all kernels, those with cached results, and the processes that compile the others."""
 
     total: int
     known: int
@@ -55,7 +55,7 @@ class Plan(NamedTuple):
 
 
 class _Task(NamedTuple):
-    """A spec by where it is found: a kernel cannot be sent to another process."""
+    """Identifies a spec, because kernels cannot be pickled."""
 
     target: str
     op: str
@@ -69,7 +69,7 @@ def ops() -> tuple[str, ...]:
 
 
 def default_shapes(dtypes: Iterable[torch.dtype] = DTYPES) -> tuple[KernelShape, ...]:
-    """The embedded target, a Llama of 1B and one of 8B, in every dtype."""
+    """The embedded target, Llama 1B and Llama 8B, in every dtype."""
     return tuple(
         KernelShape(dtype, *sizes)
         for dtype in dtypes
@@ -83,8 +83,7 @@ def default_shapes(dtypes: Iterable[torch.dtype] = DTYPES) -> tuple[KernelShape,
 
 
 def family_shapes(dtypes: Iterable[torch.dtype] = DTYPES) -> tuple[KernelShape, ...]:
-    """What other families differ in, in the sizes of one of their models: Gemma 2 9B, Gemma 3 1B, GPT-NeoX 20B, Pythia
-    of 2.8B and OPT of 6.7B."""
+    """One model of each other family: Gemma 2 9B, Gemma 3 1B, GPT-NeoX 20B, Pythia 2.8B and OPT 6.7B."""
     gemma: dict[str, Any] = {"norm": "rms_plus_one", "post_norms": True, "activation": "gelu_tanh"}
     layer: dict[str, Any] = {"norm": "layer", "gated": False}
     sizes: tuple[tuple[tuple[int, ...], dict[str, Any]], ...] = (
@@ -99,7 +98,7 @@ def family_shapes(dtypes: Iterable[torch.dtype] = DTYPES) -> tuple[KernelShape, 
 
 
 def specs_of(op: str, shape: KernelShape, target: str | None = None) -> list[KernelSpec]:
-    """What `op` compiles for a model's shape; `target` None: where it has no configuration for one kind of GPU.
+    """The specs of `op` for a model's shape and a target; `target` None for configurations that fit sm_80 and sm_90.
 
     Raises:
         ValueError: an op without kernels, or no triton.
@@ -116,8 +115,8 @@ def compile_spec(target: str, spec: KernelSpec) -> CompiledKernel:
     """Compiles one kernel, or takes it from Triton's cache.
 
     Raises:
-        ValueError: an unknown target, or a process with TRITON_INTERPRET. What Triton raises is passed on.
-        OrderError: it is launched programmatically, and does anything before it waits.
+        ValueError: an unknown target, or TRITON_INTERPRET is set. Triton's own errors pass through.
+        OrderError: the kernel uses PDL, and accesses memory or exits before its wait.
     """
     import triton
 
@@ -134,14 +133,14 @@ def compile_spec(target: str, spec: KernelSpec) -> CompiledKernel:
 
 
 def _gpu_of(target: str) -> Any:
-    """Triton's name of a target."""
+    """Triton's object for a target."""
     from triton.backends.compiler import GPUTarget
 
     return GPUTarget("cuda", int(target[3:]), 32) if target.startswith("sm_") else GPUTarget("hip", target, 64)
 
 
 def _source_of(spec: KernelSpec) -> Any:
-    """What Triton compiles for a spec."""
+    """Triton's compilation source for a spec."""
     from triton.compiler import ASTSource
 
     kernel, signature, attributes = spec.kernel, {}, {}
@@ -153,7 +152,9 @@ def _source_of(spec: KernelSpec) -> Any:
         is_integer = name.startswith(("stride_", "num_"))
         signature[name] = spec.types.get(name, "i32" if is_integer else "*i32")
         if name not in unspecialised and not signature[name].startswith("fp"):
-            attributes[(index,)] = [["tt.divisibility", 16]]  # as the launcher sees aligned tensors and model sizes
+            attributes[(index,)] = [
+                ["tt.divisibility", 16]
+            ]  # as the launcher specialises aligned tensors and model sizes
     return ASTSource(fn=kernel, signature=signature, constexprs=spec.constants, attrs=attributes)
 
 
@@ -166,7 +167,7 @@ def _check_compiled(spec: KernelSpec) -> None:
     import triton
 
     if not isinstance(spec.kernel, triton.JITFunction):
-        raise ValueError("aot: TRITON_INTERPRET is set and an interpreted kernel cannot be compiled; unset it")
+        raise ValueError("aot: TRITON_INTERPRET is set, and interpreted kernels cannot be compiled; unset it")
 
 
 def _cuda_usage(cubin: bytes) -> tuple[int, int]:
@@ -200,22 +201,24 @@ def compile_report(
     cache: ResultCache | None = None,
     fresh: bool = False,
 ) -> dict[str, Any]:
-    """`{"targets": {target: [CompiledKernel as a dict]}, "failed": [{target, kernel, config, message}]}`.
-
-    What does not compile, spills or takes too much shared memory has failed; only the first is missing in `targets`.
+    """Compiles ops for models and targets, and reports what failed.
 
     Args:
         targets: of `SHARED_BYTES`.
         shapes: models to compile for.
-        only: the ops to compile; None takes all.
-        jobs: processes that compile; None takes one for each core.
-        advance: told how many kernels of how many are done.
-        begin: told once what there is to do.
-        cache: of earlier results, and for new ones.
-        fresh: compile what is in Triton's own cache, too.
+        only: the ops to compile; None for all.
+        jobs: number of processes; None for `num_processes`.
+        advance: called with the number of kernels done and of all.
+        begin: called once with the plan.
+        cache: earlier results are read from it, and new ones stored.
+        fresh: whether to bypass Triton's own cache.
+
+    Returns:
+        `{"targets": {target: [CompiledKernel as a dict]}, "failed": [{target, kernel, config, message}]}`. A kernel has
+        failed if it does not compile (and is then not in `targets`), spills, or exceeds the shared memory.
 
     Raises:
-        ValueError: an unknown target or op, no triton, or a process with TRITON_INTERPRET.
+        ValueError: an unknown target or op, no triton, or TRITON_INTERPRET is set.
     """
     targets, shapes = tuple(targets), tuple(shapes)
     for target in targets:
@@ -258,7 +261,7 @@ def _compile_all(
     cache: ResultCache | None,
     fresh: bool,
 ) -> dict[str, CompiledKernel | str]:
-    """The compiled kernel of each key, or what was wrong with it."""
+    """The compiled kernel of each key, or an error message."""
     results: dict[str, CompiledKernel | str] = {}
     for key in tasks if cache is not None else ():
         if (known := _stored(cache, key)) is not None:
@@ -269,7 +272,7 @@ def _compile_all(
 
     def finished(place: int, result: CompiledKernel | str | None) -> None:
         key = left[place]
-        results[key] = "the compiler's process died" if result is None else result
+        results[key] = "the compiler process died" if result is None else result
         if cache is not None and isinstance(result, CompiledKernel):
             cache.store(key, asdict(result))
         advance(len(results), len(tasks))
@@ -279,7 +282,7 @@ def _compile_all(
 
 
 def _stored(cache: ResultCache, key: str) -> CompiledKernel | None:
-    """A result of an earlier run, if it is whole."""
+    """A cached result, or None if it is missing or broken."""
     try:
         return CompiledKernel(**(cache.load(key) or {}))
     except TypeError:
@@ -289,7 +292,7 @@ def _stored(cache: ResultCache, key: str) -> CompiledKernel | None:
 def _compile_task(task: _Task) -> CompiledKernel | str:
     try:
         return compile_spec(task.target, specs_of(task.op, task.shape, task.target)[task.index])
-    except Exception as error:  # the compiler raises what its passes raise; the report names every kernel it fails on
+    except Exception as error:  # compiler passes raise anything; the report lists every kernel that failed
         return f"{type(error).__name__}: {error}"
 
 
@@ -298,7 +301,7 @@ def main() -> int:
     parser.add_argument("--target", action="append", choices=sorted(SHARED_BYTES), required=True)
     parser.add_argument("--op", action="append", choices=ops(), help="may be repeated; default: all")
     parser.add_argument("--jobs", type=int, help="processes; default: one per core")
-    parser.add_argument("--fresh", action="store_true", help="compile again what was compiled before")
+    parser.add_argument("--fresh", action="store_true", help="ignore cached results")
     given = parser.parse_args()
     shapes = (*default_shapes(), *family_shapes())
     cache = ResultCache(cache_folder(), reads=not given.fresh)

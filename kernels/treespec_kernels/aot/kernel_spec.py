@@ -1,4 +1,4 @@
-"""What an op tells the ahead-of-time compiler: for a model's shape, which kernels are compiled and how."""
+"""Model shapes and kernel specs: the input of the ahead-of-time compiler."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TRITON_TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "f
 
 
 class LinearLayer(NamedTuple):
-    """A layer's weight is [out_features, in_features]; with silu_gate, out_features counts gates and ups."""
+    """A linear layer with weight [out_features, in_features]; with silu_gate, out_features counts gates and ups."""
 
     name: str
     out_features: int
@@ -27,17 +27,17 @@ class LinearLayer(NamedTuple):
 
 @dataclass(frozen=True)
 class KernelShape:
-    """The part of a model that kernels are compiled for: its sizes, and what its family differs in from Llama.
+    """The properties of a model that kernels are compiled for; defaults are those of Llama.
 
     Args:
-        dtype, head_dim, num_heads, num_kv_heads, hidden_size, intermediate_size, vocab_size: the sizes.
-        norm: of the residual stream; LayerNorms come with biases everywhere.
-        post_norms: what attention and MLP add is normed before.
-        qk_norm: heads of q and k are normed.
-        rotary: q and k are turned by position.
+        dtype, head_dim, num_heads, num_kv_heads, hidden_size, intermediate_size, vocab_size: sizes.
+        norm: of the residual stream; a model with LayerNorm has biases in all layers.
+        post_norms: whether the outputs of attention and MLP are normed before the residual add.
+        qk_norm: whether heads of q and k are normed.
+        rotary: whether q and k are rotated by position.
         gated, activation: of the MLP.
-        capped: scores and logits have soft caps.
-        quantized: how the linear layers are quantised; None = they are not.
+        capped: whether scores and logits have soft caps.
+        quantized: format of the linear layers; None if they are not quantised.
     """
 
     dtype: torch.dtype
@@ -58,7 +58,7 @@ class KernelShape:
 
     @property
     def linear_layers(self) -> tuple[LinearLayer, ...]:
-        """Of one layer, in the order in which they run."""
+        """The linear layers of one decoder layer, in execution order."""
         width, hidden, intermediate = self.num_heads * self.head_dim, self.hidden_size, self.intermediate_size
         return (
             LinearLayer("qkv", width + 2 * self.num_kv_heads * self.head_dim, hidden),
@@ -81,11 +81,11 @@ class KernelSpec:
 
     Args:
         kernel: the `triton.jit` function.
-        types: argument name to Triton type ("*bf16", "fp32", "i64"). Of the others, what is named `stride_*` or `num_*`
-            is an i32 and the rest points to int32.
+        types: argument name to Triton type ("*bf16", "fp32", "i64"). Other arguments named `stride_*` or `num_*` are
+            i32, and the rest point to int32.
         constants: the constexpr arguments.
         options: num_warps, num_stages, enable_fp_fusion.
-        config: what a reader of the report is told.
+        config: describes the kernel in the report.
     """
 
     kernel: Any

@@ -1,9 +1,9 @@
-"""What `predecessors` promises, proved of compiled code: on no path is memory touched, or an end reached, before the
-wait.
+"""Checks the order of programmatic dependent launch in compiled code (`launch/predecessors.py`): no path accesses
+memory or exits before the wait.
 
-Every instruction that the entry leads to without a wait is looked at. It may compute, read the launch's parameters, and
-use the block's own shared memory: on sm_100 the tensor memory of a block is allocated first, and shared memory is where
-its address is put.
+It visits every instruction that is reachable from the entry without a wait. Such an instruction may compute, read
+launch parameters, and use the block's own shared memory: on sm_100 a block first allocates its tensor memory, whose
+address is stored in shared memory.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ class _Instruction(NamedTuple):
 
 
 class _Language(NamedTuple):
-    """Opcodes of one form of code, as patterns of their beginnings."""
+    """Opcode patterns of PTX or of machine code, matched at the start of an opcode."""
 
     name: str
     wait: str
     release: str
-    touches: re.Pattern[str]  # memory that other blocks see
+    touches: re.Pattern[str]  # accesses memory that other blocks see
     jumps: re.Pattern[str]
-    returns: re.Pattern[str]  # to behind a call, or by an error that ends the launch
+    returns: re.Pattern[str]  # returns from a call, or aborts the launch
     ends: re.Pattern[str]
 
 
@@ -58,11 +58,11 @@ _SASS = _Language(
 
 
 def order_fault(ptx: str, sass: str) -> str | None:
-    """What a program may do before it waits for the kernel before it; None where that is nothing.
+    """The first violation of the order in a kernel, or None.
 
     Args:
-        ptx: of one kernel, which is launched programmatically.
-        sass: its machine code for sm_90 or newer, as cuobjdump prints it.
+        ptx: of one kernel with programmatic dependent launch.
+        sass: its machine code for sm_90 or later, as cuobjdump prints it.
     """
     return _fault(_PTX, *_read_ptx(ptx)) or _fault(_SASS, *_read_sass(sass))
 
@@ -85,7 +85,7 @@ def _fault(language: _Language, instructions: list[_Instruction], places: dict[s
         if language.jumps.match(opcode):
             found = [places[word] for word in re.findall(r"[\w$]+", operands) if word in places]
             if not found:
-                return f"{opcode} {operands} before the wait in the {language.name} leads nobody knows where"
+                return f"{opcode} {operands} before the wait in the {language.name} has an unknown target"
             pending += found
             if opcode in ("bra", "bra.uni", "BRA") and not predicate and "P" not in operands:
                 continue
@@ -95,12 +95,12 @@ def _fault(language: _Language, instructions: list[_Instruction], places: dict[s
     if not waits:
         return f"the {language.name} does not wait"
     if language.release not in {opcode for _, opcode, _ in instructions}:
-        return f"the {language.name} lets no dependent begin"
+        return f"the {language.name} does not launch dependents"
     return None
 
 
 def _read_ptx(text: str) -> tuple[list[_Instruction], dict[str, int]]:
-    """The instructions of a kernel, and where its labels stand among them."""
+    """The instructions of a kernel, and the index of each label."""
     body = re.sub(r"//[^\n]*", "", text[text.index(".entry") :])
     return _read(
         re.finditer(
@@ -112,7 +112,7 @@ def _read_ptx(text: str) -> tuple[list[_Instruction], dict[str, int]]:
 
 
 def _read_sass(text: str) -> tuple[list[_Instruction], dict[str, int]]:
-    """The same; a place is an address. Leading zeros are dropped: jumps name 0x90, the instruction says 0090."""
+    """The instructions of a kernel, and the index of each address, without leading zeros: jumps to 0090 name 0x90."""
     return _read(
         re.finditer(
             r"/\*0*(?P<place>[0-9a-f]+)\*/\s+\{?\s*(?P<predicate>@!?U?P\w+)?\s*(?P<opcode>[A-Z][\w.]*)\s*(?P<operands>[^;]*);",

@@ -1,4 +1,4 @@
-"""Triton kernel of KV commit. Import this module only where triton is installed."""
+"""Triton kernel of KV commit. Needs triton."""
 
 from __future__ import annotations
 

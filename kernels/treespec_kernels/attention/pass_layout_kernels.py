@@ -1,4 +1,4 @@
-"""Triton kernel of the pass layout. Import this module only where triton is installed."""
+"""Triton kernel of the pass layout. Needs triton."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Triton kernel of RoPE and the write of K and V. Import this module only where triton is installed."""
+"""Triton kernel of RoPE and the write of K and V. Needs triton."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Triton kernels of tree attention. Import this module only where triton is installed.
+"""Triton kernels of tree attention. Needs triton.
 
 `attend_items` runs twice per layer, first over packed and then over node items, as the *same* compiled kernel: block
 sizes, warps and the shape of every dot are equal, so a position contributes the same bits when it moves from a node

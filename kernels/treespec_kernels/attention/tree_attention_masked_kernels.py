@@ -1,4 +1,4 @@
-"""Triton kernel of masked tree attention. Import this module only where triton is installed."""
+"""Triton kernel of masked tree attention. Needs triton."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions of single numbers in the kernels. Import this module only where triton is installed.
+"""Functions of single numbers in the kernels. Needs triton.
 
 tanh is written with an exponential: it has no instruction of its own that is exact, and the interpreter lacks it.
 """

@@ -1,8 +1,8 @@
-"""Activations of an MLP whose bits depend neither on how many values there are nor on where one stands.
+"""Activations of an MLP whose bits depend neither on the number of values nor on their index.
 
-ATen's SiLU and GELU round differently in their vector body and in its tail, so that a row's bits change with the number
-of rows. `exp`, `erf` and `tanh` did not on any width from 1 to 14,336 (they are computed in whole vectors everywhere),
-and each product, sum and quotient is rounded alone. All compute in fp32 and return the dtype that they got.
+ATen's SiLU and GELU round differently in their vectorised body and in their scalar tail, so a row's bits depend on the
+number of rows. `exp`, `erf` and `tanh` do not, as tested for every width from 1 to 14,336: they always compute whole
+vectors. All activations compute in fp32, with every operation rounded, and return the dtype of their input.
 """
 
 import math
@@ -21,7 +21,7 @@ def silu(x: Tensor) -> Tensor:
 
 
 def gelu(x: Tensor) -> Tensor:
-    """x Phi(x), Phi the normal distribution's (arXiv 1606.08415)."""
+    """x Phi(x), with the normal distribution function Phi (arXiv 1606.08415)."""
     y = x.float()
     return (y * 0.5 * (1 + torch.erf(y * math.sqrt(0.5)))).to(x.dtype)
 

@@ -1,4 +1,4 @@
-"""The matrix product of the kernels. Import this module only where triton is installed."""
+"""The matrix product of the kernels. Needs triton."""
 
 from __future__ import annotations
 

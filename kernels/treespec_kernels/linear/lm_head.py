@@ -1,12 +1,11 @@
-"""LM head: the logits of every row, and of each block of the vocabulary its best token and its share of the softmax.
+"""LM head: the logits of every row, and a summary of each block of the vocabulary for greedy choice and softmax.
 
-logits = x W^T with fp32 accumulators and one rounding to the dtype, behind a soft cap where the model has one. The
-summary of a block of `block_n` tokens is of the *rounded* logits, because those are what a consumer of the logits sees:
-their maximum, its first token, and the sum of exp(logit - maximum). Greedy choice, top-k and log-sum-exp then read
-vocab / block_n numbers of a row, not vocab.
+logits = x W^T with fp32 accumulators, an optional soft cap, and one rounding to the dtype. The summary of a block of
+`block_n` tokens is of the *rounded* logits: their maximum, the first token that has it, and the sum of
+exp(logit - maximum). Greedy choice, top-k and log-sum-exp then read vocab / block_n numbers per row instead of vocab.
 
-The weights stream once for up to `block_m` rows, and the bits of a row depend on the configuration alone: one tile for
-every number of rows, the whole of K in one program, never split. A retune may change bits.
+The weight is read once for up to `block_m` rows. A row's bits do not depend on the other rows: the configuration is the
+same for every number of rows, and one program sums over the whole of K. Retuning may change bits.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class BlockStats(NamedTuple):
-    """Of each row and each block of consecutive tokens; a NaN counts as +inf.
+    """Summary of each row's blocks of consecutive tokens; a NaN counts as +inf.
 
     values: [rows, num_blocks] float32, the maximum. tokens: [rows, num_blocks] int32, the first token that has it.
-    sums: [rows, num_blocks] float32, the sum of exp(v - maximum), where an infinite maximum counts as 0.
+    sums: [rows, num_blocks] float32, the sum of exp(v - maximum), with 0 in place of an infinite maximum.
     """
 
     values: torch.Tensor
@@ -35,13 +34,13 @@ class BlockStats(NamedTuple):
 
     @classmethod
     def empty(cls, num_rows: int, num_blocks: int, device: torch.device | str) -> BlockStats:
-        """Buffers for the summary of `num_rows` rows; num_blocks = ceil(vocab / block_n)."""
+        """Allocates the summary of `num_rows` rows; num_blocks = ceil(vocab / block_n)."""
         values, sums = (torch.empty(num_rows, num_blocks, dtype=torch.float32, device=device) for _ in range(2))
         return cls(values, torch.empty(num_rows, num_blocks, dtype=torch.int32, device=device), sums)
 
 
 class LmHead(NamedTuple):
-    """logits: [rows, vocab] in the dtype of x. stats: of the logits as they were rounded."""
+    """logits: [rows, vocab] in the dtype of x. stats: of the rounded logits."""
 
     logits: torch.Tensor
     stats: BlockStats
@@ -49,12 +48,12 @@ class LmHead(NamedTuple):
 
 @dataclass(frozen=True)
 class LmHeadConfig:
-    """What the bits depend on beside the inputs: frozen for an engine's life, launch options included.
+    """Tiles and launch options. Bits depend on them, so they are fixed for an engine's lifetime.
 
     Args:
-        block_m: rows of a tile. Each further tile of rows reads the weights again, from L2.
-        block_n: tokens of a tile, and of a block of the summary.
-        block_k: how much of the hidden size is multiplied at a time.
+        block_m: rows per tile. Each further tile of rows reads the weight again, from L2.
+        block_n: tokens per tile, and per block of the summary.
+        block_k: features per step of the loop.
     """
 
     block_m: int
@@ -74,9 +73,9 @@ class LmHeadConfig:
     def default(cls, dtype: torch.dtype, vocab_size: int, hidden_size: int) -> LmHeadConfig:
         """The shipped configuration.
 
-        M = 64 is one `wgmma` on sm_90, and its 64 rows read the weights once; three blocks of 72 KB then share a
-        multiprocessor and keep 48 KB of weights in flight. A small vocabulary takes narrow tiles, to have one for
-        each multiprocessor. float32 has no exact matrix instruction; its tiles are those that spill nowhere.
+        M = 64 is one `wgmma` on sm_90, and 64 rows read the weight once; three blocks of 72 KB fit a multiprocessor and
+        keep 48 KB of weights in flight. A small vocabulary takes narrow tiles, to occupy every multiprocessor. float32
+        has no exact matrix instruction; its tiles do not spill on any target.
 
         Raises:
             ValueError: a dtype or size that is not supported.
@@ -94,7 +93,7 @@ class LmHeadConfig:
 
     @classmethod
     def candidates(cls, dtype: torch.dtype, vocab_size: int, hidden_size: int) -> list[LmHeadConfig]:
-        """What a sweep on a GPU tries, the default first."""
+        """Configurations to tune over, the default first."""
         tiles: list[tuple[int, int, int, int, int]]
         if dtype == torch.float32:
             tiles = [(16, 32, 64, 4, 3), (16, 64, 32, 4, 3), (16, 64, 32, 8, 3), (32, 32, 32, 4, 3)]
@@ -109,7 +108,7 @@ class LmHeadConfig:
         return [default] + [config for tile in tiles if (config := cls(*tile)) != default]
 
 
-_LARGE_VOCAB = 1 << 15  # from here on, tiles of 128 tokens fill 256 programs
+_LARGE_VOCAB = 1 << 15  # from here on, tiles of 128 tokens give 256 programs
 
 
 def block_stats_ref(values: torch.Tensor, block: int) -> BlockStats:
@@ -126,14 +125,13 @@ def block_stats_ref(values: torch.Tensor, block: int) -> BlockStats:
 def lm_head_ref(
     x: torch.Tensor, weight: torch.Tensor, *, config: LmHeadConfig | None = None, logit_cap: float | None = None
 ) -> LmHead:
-    """The specification: one fp32 product, rounded once, and the summary of what was rounded.
+    """The specification: one fp32 product, rounded once, and the summary of the rounded logits.
 
     Args:
-        x: [rows, hidden], or [groups, rows, hidden] with rows of a group next to each other; float16, bfloat16 or
-            float32.
+        x: [rows, hidden], or [groups, rows, hidden] with consecutive groups; float16, bfloat16 or float32.
         weight: [vocab, hidden], or [groups, vocab, hidden], in the dtype of x.
-        config: `block_n` is the number of tokens of a block; None takes `LmHeadConfig.default`.
-        logit_cap: c, where logits x become c tanh(x / c); None: they stay.
+        config: `block_n` is the number of tokens per block; None for `LmHeadConfig.default`.
+        logit_cap: soft cap c: logits x become c tanh(x / c); None for no cap.
 
     Returns:
         LmHead with groups * rows rows.
@@ -159,12 +157,12 @@ def lm_head_triton(
     stats: BlockStats | None = None,
     pdl: bool = False,
 ) -> LmHead:
-    """The same on a GPU in one launch; x and weight as in `lm_head_ref`, contiguous over hidden.
+    """`lm_head_ref` on a GPU, in one launch; x and weight must be contiguous over hidden.
 
     Args:
         logits: [groups * rows, vocab] in the dtype of x, contiguous over the vocabulary, to write into.
-        stats: buffers to write into, as of `BlockStats.empty`. With both nothing is allocated.
-        pdl: launched as `launch_options` says.
+        stats: buffers to write into, as from `BlockStats.empty`. With both nothing is allocated.
+        pdl: see `launch_options`.
 
     Raises:
         ValueError: a shape, dtype, stride or device that does not fit, or triton that cannot run here.
@@ -231,7 +229,7 @@ def _check_outputs(
 
 
 def check_block_stats(stats: BlockStats, num_rows: int, num_blocks: int, device: torch.device) -> None:
-    """Raises ValueError where a summary is not that of `num_rows` rows in `num_blocks` blocks."""
+    """Raises ValueError if a summary is not that of `num_rows` rows in `num_blocks` blocks."""
     for name, tensor in stats._asdict().items():
         dtype = torch.int32 if name == "tokens" else torch.float32
         if (tuple(tensor.shape), tensor.dtype, tensor.device) != ((num_rows, num_blocks), dtype, device):

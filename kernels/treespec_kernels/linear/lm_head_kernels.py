@@ -1,4 +1,4 @@
-"""Triton kernel of the LM head. Import this module only where triton is installed."""
+"""Triton kernel of the LM head. Needs triton."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from treespec_kernels.linear.dot import dot
 
 @triton.jit
 def summary(values):
-    """Of float32 [n, block]: the maximum, the first index that has it, and the sum of exp(v - maximum), each [n].
+    """The maximum, its first index, and the sum of exp(v - maximum) of float32 [n, block], each [n].
 
-    The sum takes an infinite maximum as 0: -inf - -inf would be NaN.
+    The sum uses 0 in place of an infinite maximum: -inf - -inf would be NaN.
     """
     best, at = tl.max(values, axis=1, return_indices=True, return_indices_tie_break_left=True)
     shift = tl.where((best > float("-inf")) & (best < float("inf")), best, 0.0)
     return best, at, tl.sum(tl.exp(values - shift[:, None]), axis=1)
 
 
-# The number of rows follows the batch: one binary serves every pass.
+# The number of rows is not specialised: one binary for every pass.
 @triton.jit(do_not_specialize=["num_rows"])
 def project_to_vocab(
     x,  # [groups, num_rows, HIDDEN], as one matrix of rows
@@ -47,7 +47,7 @@ def project_to_vocab(
 ):
     """One program owns one tile of rows and one block of tokens, over the whole of K.
 
-    Tiles of rows are the fastest axis of the grid: those that read the same weights run together and find them in L2.
+    Tiles of rows are the fastest axis of the grid: programs that read the same weights run together and hit L2.
     """
     wait_for_predecessors(PDL)
     i_block = tl.program_id(1)
@@ -58,7 +58,7 @@ def project_to_vocab(
     m_m = o_m < num_rows
     m_n = o_n < VOCAB
     row = i_group * num_rows + o_m
-    # Past the vocabulary the last token is read again: no mask over tokens in the loop, and none is stored.
+    # Tokens past the vocabulary read the last one again, which needs no mask in the loop, and are not stored.
     o_weight = o_n if VOCAB % BLOCK_N == 0 else tl.minimum(o_n, VOCAB - 1)
     p_x = x + row[:, None] * stride_x + o_k[None, :]
     p_weight = weight + i_group * stride_weight_group + o_weight.to(tl.int64)[:, None] * stride_weight + o_k[None, :]

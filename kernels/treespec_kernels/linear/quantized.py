@@ -1,7 +1,7 @@
-"""Quantised weights as the linear layers take them: integers of 8 or 4 bits, with scales by output and group of inputs.
+"""Quantised weights of linear layers: 8-bit or 4-bit integers, with scales per output and group of inputs.
 
-A weight is (q - zero) * scale. Only weights are quantised: activations stay in the model's dtype, integers are widened
-exactly, and sums are in fp32. Tensors tell what they hold: int8 is 8 bits, uint8 two weights of 4.
+A weight is (q - zero) * scale. Only weights are quantised: activations stay in the model's dtype, integers are converted
+exactly, and sums are in fp32. The dtype gives the format: int8 holds 8-bit weights, uint8 two 4-bit weights.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ SMALLEST_GROUP = 32
 
 
 class WeightForm(NamedTuple):
-    """How a model's layers are quantised: what their kernels are compiled and tuned for, beside the sizes.
+    """The quantisation format of a model's layers, for which kernels are compiled and tuned.
 
     Args:
         bits: 8 or 4.
-        group: inputs that share a scale; None = all of them.
+        group: inputs that share a scale; None for all of them.
         has_zero: whether there are zero points.
     """
 
@@ -29,18 +29,18 @@ class WeightForm(NamedTuple):
     has_zero: bool = False
 
     def group_of(self, in_features: int) -> int:
-        """Inputs of a layer that share a scale; all where groups do not divide them."""
+        """Inputs of a layer that share a scale; all of them if groups do not divide them."""
         return in_features if self.group is None or in_features % self.group else self.group
 
 
 class QuantizedWeight(NamedTuple):
-    """A projection's weight.
+    """The quantised weight of a projection.
 
     Args:
-        values: int8 [out_features, in_features], q itself; or uint8 [out_features, in_features / 2], two q of 4 bits
-            each raised by 8, the earlier input in the low bits.
-        scale: [out_features, groups], floating; in_features / groups inputs in a row share one.
-        zero: int8 [out_features, groups], or None where all are 0.
+        values: int8 [out_features, in_features], q itself; or uint8 [out_features, in_features / 2], pairs of q + 8
+            with 4 bits each, the earlier input in the low bits.
+        scale: [out_features, groups], floating point; in_features / groups consecutive inputs share one.
+        zero: int8 [out_features, groups], or None if all are 0.
     """
 
     values: Tensor
@@ -53,7 +53,7 @@ class QuantizedWeight(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the weight: [out_features, in_features] behind what leads."""
+        """[out_features, in_features], after any leading dimensions."""
         return (*self.values.shape[:-1], self.in_features)
 
     @property
@@ -96,7 +96,7 @@ class QuantizedWeight(NamedTuple):
 
 
 def integers(weight: QuantizedWeight) -> Tensor:
-    """q, int8 [out_features, in_features]; leading dimensions stay."""
+    """q, int8 [out_features, in_features]; leading dimensions are kept."""
     if weight.bits == 8:
         return weight.values
     low, high = weight.values & 15, weight.values >> 4
@@ -104,7 +104,7 @@ def integers(weight: QuantizedWeight) -> Tensor:
 
 
 def dequantized(weight: QuantizedWeight) -> Tensor:
-    """The specification: (q - zero) * scale, fp32 [out_features, in_features]; leading dimensions stay."""
+    """The specification: (q - zero) * scale, fp32 [out_features, in_features]; leading dimensions are kept."""
     q = integers(weight).float().unflatten(-1, (-1, weight.group))
     if weight.zero is not None:
         q = q - weight.zero.float().unsqueeze(-1)
@@ -112,9 +112,9 @@ def dequantized(weight: QuantizedWeight) -> Tensor:
 
 
 def stacked(parts: Sequence[QuantizedWeight], dim: int = -2) -> QuantizedWeight:
-    """Several weights as one: projections of the same inputs one below the other, or along another dimension.
+    """Concatenates weights, by default along their outputs.
 
-    Their bits and groups are equal; where only some have zero points, those of the others are 0.
+    Their bits and groups must be equal; weights without zero points get zeros if any has them.
     """
     zero = None
     if any(part.zero is not None for part in parts):

@@ -1,9 +1,8 @@
-"""Row-invariant linear layers with quantised weights on a CPU, one call of the compiled library each.
+"""Row-invariant linear layers with quantised weights on a CPU, each one call of the compiled library.
 
-torch's own weight-only products were measured instead (a weight of 4096 x 1024, one thread, AVX-512): their rows were
-invariant, but `_weight_int8pack_mm` took 5.0 ms for 16 rows in bfloat16 where oneDNN's dense product takes 1.5, and
-`_weight_int4pack_mm_for_cpu` 2.6; in float32 both took more than 100. So without a compiler the weights are held as the
-model's dtype instead.
+torch's weight-only products are row-invariant too, but slower: for a weight of 4096 x 1024 and 16 rows in bfloat16 (one
+thread, AVX-512) `_weight_int8pack_mm` took 5.0 ms and `_weight_int4pack_mm_for_cpu` 2.6, oneDNN's dense product 1.5; in
+float32 both took more than 100 ms. So without a compiler the weights are dequantised to the model's dtype instead.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from treespec_kernels.linear.quantized import QuantizedWeight, dequantized
 
 
 class QuantizedLinear:
-    """y = x W^T + b, alone or with an activation, as `Linear`; the bits of a row do not depend on the number of rows.
+    """y = x W^T + b, optionally with an activation, as `Linear`; a row's bits do not depend on the number of rows.
 
     Args:
         library: from `decoder_cpu.build`, of `dtype`; in_features is even.
         weight: quantised.
         bias: [out_features] or None.
         dtype: of x and y, float32 or bfloat16.
-        num_threads: that share the outputs. No bit depends on it.
+        num_threads: number of threads that share the outputs; bits do not depend on it.
     """
 
     def __init__(
@@ -77,8 +76,8 @@ def quantized_linear(
     impl: LinearImpl,
     library: ctypes.CDLL | None,
 ) -> QuantizedLinear | Linear:
-    """The layer for a quantised weight: the library's; without one, or with an odd number of inputs, which it does not
-    take, a plain layer that holds the weight as `dtype`."""
+    """The layer for a quantised weight. Without a library, or with an odd number of inputs, which the library does not
+    support, this is a plain layer of the dequantised weight."""
     if library is None or weight.in_features % 2:
         return Linear(dequantized(weight).to(dtype), bias, impl)
     return QuantizedLinear(library, weight, bias, dtype, torch.get_num_threads())

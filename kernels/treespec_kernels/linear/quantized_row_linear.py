@@ -1,7 +1,7 @@
-"""Partial sums of row-invariant linear layers with quantised weights; `row_linear` is what calls it.
+"""Partial sums of row-invariant linear layers with quantised weights, called by `row_linear`.
 
-The sums of every split of K are written in fp32, whatever follows: bias, activation and residual are the business of
-the kernel that adds them.
+The sums of every split of K are written in fp32, even of a single one; the kernel that adds them applies bias,
+activation and residual.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from treespec_kernels.linear.row_linear_config import MULTIPROCESSORS, RowLinear
 def quantized_default(
     dtype: torch.dtype, out_features: int, in_features: int, group: int, bits: int, target: str | None = None
 ) -> RowLinearConfig:
-    """The shipped configuration: that of the plain layer, in blocks of K that divide the groups.
+    """The shipped configuration: that of the plain layer, with blocks of K that divide the groups.
 
-    Widened weights stand in registers between their load and the product, so tiles have at most 64 outputs, or 32 in
-    float32, where 64 took 253 of 255 registers on NVIDIA.
+    Dequantised weights are held in registers between their load and the product, so tiles have at most 64 outputs, or
+    32 in float32, where 64 took 253 of 255 registers on NVIDIA.
 
     Args:
         dtype: of x.
         out_features, in_features: the weight's shape.
         group: inputs that share a scale.
         bits: 8 or 4.
-        target: as `target_of` a device gives it.
+        target: from `target_of`.
     """
     plain = RowLinearConfig.default(dtype, out_features, in_features, target=target)
     block_n = min(plain.block_n, 32 if dtype == torch.float32 else 64)
@@ -46,7 +46,7 @@ def quantized_default(
 def quantized_candidates(
     dtype: torch.dtype, out_features: int, in_features: int, group: int, bits: int, target: str | None = None
 ) -> list[RowLinearConfig]:
-    """Configurations worth timing, the default first: what the target's shared memory holds, or that of sm_90.
+    """Configurations to tune over, the default first, that fit the target's shared memory (None: that of sm_90).
     Arguments as in `quantized_default`."""
     if dtype == torch.float32:
         tiles, blocks = [(16, 16, 4), (16, 32, 4), (16, 64, 8)], (32, 64)
@@ -58,9 +58,9 @@ def quantized_candidates(
     for (block_m, block_n, num_warps), block_k in itertools.product(tiles, dividing[-2:]):
         num_tiles, num_blocks = -(-out_features // block_n), -(-in_features // block_k)
         stage_bytes = block_m * block_k * dtype.itemsize + block_n * block_k * bits // 8
-        for residents in (1, 2, 3):  # programs per multiprocessor that this number of splits and stages is for
+        for residents in (1, 2, 3):  # programs per multiprocessor to fit splits and stages to
             split_k = max(1, min(round(residents * MULTIPROCESSORS / num_tiles), num_blocks // 2))
-            widened = block_n * block_k * dtype.itemsize  # at most; it changes places before the product
+            widened = block_n * block_k * dtype.itemsize  # at most, for the layout conversion before the product
             num_stages = min(8, (shared_bytes(target or "sm_90") // residents - widened) // stage_bytes)
             if num_stages >= 3:
                 found.append(RowLinearConfig(block_m, block_n, block_k, split_k, num_warps, num_stages))
@@ -74,14 +74,14 @@ def multiply_quantized_triton(
     partials: torch.Tensor,
     pdl: bool = False,
 ) -> None:
-    """Writes the sums of every split of K.
+    """Writes the partial sums of every split of K.
 
     Args:
-        x: [rows, in_features], or [groups, rows, in_features]; checked, its last stride 1.
-        weight: of as many dimensions, contiguous.
-        config: block_k divides the weight's group, where that is not all inputs.
+        x: [rows, in_features], or [groups, rows, in_features]; already checked, with last stride 1.
+        weight: with as many dimensions, contiguous.
+        config: its block_k must divide the weight's group, unless that is all inputs.
         partials: float32 [split_k, rows of all groups, out_features], contiguous.
-        pdl: launched as `launch_options` says.
+        pdl: see `launch_options`.
 
     Raises:
         ValueError: a configuration or memory that does not fit, or triton that cannot run here.
@@ -90,7 +90,7 @@ def multiply_quantized_triton(
         raise ValueError(f"block_k is {config.block_k}; it must divide the weight's groups of {weight.group} inputs")
     for name, tensor in zip(weight._fields, weight, strict=True):
         if tensor is not None and (not tensor.is_contiguous() or tensor.data_ptr() % 16):
-            raise ValueError(f"{name} of the weight must be contiguous, from a multiple of 16 bytes on")
+            raise ValueError(f"{name} of the weight must be contiguous and aligned to 16 bytes")
     require_triton("row_linear")
     from treespec_kernels.linear import quantized_row_linear_kernels as kernels
 

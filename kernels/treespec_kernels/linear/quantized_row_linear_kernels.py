@@ -1,7 +1,7 @@
-"""Triton kernel of the row-invariant linear layer with quantised weights. Import it only where triton is installed.
+"""Triton kernel of the row-invariant linear layer with quantised weights. Needs triton.
 
-As `row_linear_kernels`: no argument is specialised, so one weight and one configuration have one binary, in which a
-row's sum runs over the same blocks of K in the same order wherever the row lies.
+As in `row_linear_kernels`, no argument is specialised, so a weight and a configuration have one binary, in which a
+row's sum runs over the same blocks of K in the same order wherever the row is.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _RUNTIME = "x values scale zero out num_rows stride_x_group stride_x_row".split(
 @triton.jit(do_not_specialize=_RUNTIME)
 def multiply_quantized(
     x,  # [groups, num_rows, IN_FEATURES]
-    values,  # [groups, OUT_FEATURES, IN_FEATURES] int8; with 4 BITS uint8 of two each, IN_FEATURES / 2
+    values,  # [groups, OUT_FEATURES, IN_FEATURES] int8; with 4 BITS packed in pairs, uint8 of IN_FEATURES / 2
     scale,  # [groups, OUT_FEATURES, IN_FEATURES / GROUP]
     zero,  # as scale, int8
     out,  # [SPLIT_K, groups, num_rows, OUT_FEATURES] fp32
@@ -42,8 +42,8 @@ def multiply_quantized(
 ):
     """One program owns BLOCK_M rows, BLOCK_N outputs and one split of K.
 
-    Integers become the dtype of x, exactly; zero points are taken off them before. A block's product is scaled in fp32
-    and added to the sum, or, with one scale for all inputs, the whole sum is scaled at the end.
+    Zero points are subtracted from the integers, which are then converted exactly to the dtype of x. A block's product
+    is scaled in fp32 and added to the sum; with one scale for all inputs, the whole sum is scaled at the end.
     """
     wait_for_predecessors(PDL)
     i_m = tl.program_id(0)

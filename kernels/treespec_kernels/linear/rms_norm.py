@@ -1,13 +1,13 @@
-"""RMSNorm or LayerNorm of rows, and the residual stream's sum before it.
+"""RMSNorm or LayerNorm of rows, optionally fused with the residual add before it.
 
-y = x * rsqrt(mean(x^2) + eps) * weight (Zhang and Sennrich, arXiv 1910.07467), in fp32 throughout with one rounding. A
-`residual` first takes x up, in place: residual + x is rounded to the dtype, as the stream's next reader sees it, and
-the norm is of that rounded value. x may then be the unreduced partial sums of a split linear layer, which are added
-from the left, then its bias, then the residual: what the layer's own epilogue would do.
+y = x * rsqrt(mean(x^2) + eps) * weight (Zhang and Sennrich, arXiv 1910.07467), in fp32 with one rounding at the end.
+With a `residual`, x is first added to it in place: the sum is rounded to the dtype, and the norm is of the rounded sum.
+x may then be the partial sums of a split linear layer: the splits are added in order, then the layer's bias, then the
+residual, as in the layer's own epilogue.
 
-Three kinds: "rms"; "rms_plus_one", whose weights are fp32 numbers 1 + w (Gemma: in bf16 the sum would lose what w
-says); "layer", of x without its mean (Ba et al., arXiv 1607.06450). A *post* norm is one of x alone, before the
-residual takes it up (Gemma 2).
+There are three kinds: "rms"; "rms_plus_one", whose fp32 weights are 1 + w (Gemma; bf16 would round w away); "layer",
+which subtracts the mean (Ba et al., arXiv 1607.06450). A *post* norm is applied to x before it is added to the residual
+(Gemma 2).
 """
 
 from __future__ import annotations
@@ -33,15 +33,13 @@ NormKind = Literal["rms", "rms_plus_one", "layer"]
 
 
 def block_of_hidden(hidden: int) -> int:
-    """The power of two, a warp's width or more, that a row is padded to by masks."""
+    """The power of two, at least a warp's width, that a row is padded to."""
     return max(32, 1 << (hidden - 1).bit_length())
 
 
 def warps_of_block(block: int) -> int:
-    """4 numbers per thread while there are warps: a pass has few rows, so loads in flight count.
-
-    More than 16 warps are more threads than AMD's blocks have.
-    """
+    """4 elements per thread, up to 16 warps: a pass has few rows, so many loads must be in flight. AMD's blocks have no
+    more threads than that."""
     return min(max(block // 128, 1), 16)
 
 
@@ -67,8 +65,8 @@ def rms_norm_ref(
         residual: [rows, hidden] in the dtype; x (and bias) are added to it in place.
         bias: [hidden] or [groups, hidden] in the dtype, added to x; only with a residual.
         kind: of the norm.
-        shift: like weight, added to the norm (LayerNorm's bias); None: nothing is.
-        post_weight: like weight, of the norm of x (and bias) before the residual takes it up; only with a residual.
+        shift: like weight, added to the result (LayerNorm's bias); None for none.
+        post_weight: like weight, of the post norm of x (and bias); only with a residual.
 
     Returns:
         [rows, hidden] in the dtype.
@@ -99,7 +97,7 @@ def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float, kind: NormKind) -
 
 
 def _dtype_of(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, kind: str) -> torch.dtype:
-    """Of the stream and of the result."""
+    """The dtype of the residual stream and of the result."""
     if kind != "rms_plus_one":
         return weight.dtype
     return (x if residual is None else residual).dtype
@@ -118,10 +116,10 @@ def rms_norm_triton(
     out: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """The same on a GPU in one launch; arguments as in `rms_norm_ref`, contiguous, but splits may lie further apart.
+    """`rms_norm_ref` on a GPU, in one launch; all arguments must be contiguous, but splits may lie further apart.
 
-    `out`, [rows, hidden] in the dtype, may be x itself; with it nothing is allocated. The bits of a row do not depend
-    on how many rows there are or where it stands. `pdl`: launched as `launch_options` says.
+    `out`, [rows, hidden] in the dtype, may be x itself; with it nothing is allocated. The bits of a row depend neither
+    on the number of rows nor on its index. `pdl`: see `launch_options`.
 
     Raises:
         ValueError: a shape, dtype, layout or device that does not fit, or triton that cannot run here.
@@ -169,13 +167,13 @@ def rms_norm_triton(
 
 
 def _check_alignment(**tensors: torch.Tensor | None) -> None:
-    """Rows of an even width are loaded in vectors where Triton is told that tensors start at multiples of 16 bytes. The
-    order of a row's sum follows from that, so a slice that starts elsewhere would get other bits."""
+    """Raises ValueError for tensors of even width that are not aligned to 16 bytes: Triton specialises on alignment and
+    vectorises aligned rows, which changes the order of their sums and so their bits."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.shape[-1] % 2 == 0 and tensor.data_ptr() % 16:
             raise ValueError(
-                f"{name} starts {tensor.data_ptr() % 16} bytes behind a multiple of 16; "
-                "pass a tensor that starts at one, so that its rows keep their bits"
+                f"{name} starts {tensor.data_ptr() % 16} bytes after a multiple of 16; "
+                "pass a tensor aligned to 16 bytes, so that its rows keep their bits"
             )
 
 
@@ -201,7 +199,7 @@ def check_rms_norm(
     num_rows, hidden = x.shape[-2:]
     dtype = _dtype_of(x, weight, residual, kind)
     if kind == "rms_plus_one" and weight.dtype != torch.float32:
-        raise ValueError(f"weight has dtype {weight.dtype}; of {kind!r} it is 1 + w in torch.float32")
+        raise ValueError(f"weight has dtype {weight.dtype}; for {kind!r} it must be 1 + w in torch.float32")
     if x.dim() == 3:
         check_partials("x", x)
     elif x.dtype != dtype:
@@ -209,7 +207,7 @@ def check_rms_norm(
     if residual is None and (x.dim() == 3 or bias is not None):
         raise ValueError("residual is None; partials and a bias need a residual to be added to")
     if residual is None and post_weight is not None:
-        raise ValueError("residual is None; post_weight is of what is added to a residual")
+        raise ValueError("residual is None; post_weight norms what is added to a residual")
     check_parameter("weight", weight, num_rows, hidden, weight.dtype)
     if bias is not None:
         check_parameter("bias", bias, num_rows, hidden, dtype)

@@ -1,4 +1,4 @@
-"""Triton kernel of RMSNorm and LayerNorm. Import this module only where triton is installed."""
+"""Triton kernel of RMSNorm and LayerNorm. Needs triton."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from treespec_kernels.launch.predecessors import wait_for_predecessors
 
 @triton.jit
 def _centred(b_x, m_h, HIDDEN: tl.constexpr, CENTRED: tl.constexpr):
-    """A row without its mean, where the norm is LayerNorm; padding stays 0."""
+    """A row minus its mean for LayerNorm, otherwise unchanged; padding stays 0."""
     if CENTRED:
         b_x = tl.where(m_h, b_x - tl.sum(b_x, axis=0) / HIDDEN, 0.0)
     return b_x
 
 
-# What follows the number of rows stays unspecialised: one binary, so one order of sums, for every pass.
+# Arguments that depend on the number of rows are not specialised: one binary, so one order of sums, for every pass.
 @triton.jit(do_not_specialize=["num_split_rows", "num_weight_rows", "num_bias_rows"])
 def norm_rows(
     x,  # [rows, HIDDEN], or fp32 partials [NUM_SPLITS, num_split_rows, HIDDEN]
@@ -40,7 +40,7 @@ def norm_rows(
     BLOCK_H: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program owns one row and holds it in registers. All loads come first, so that they are in flight together."""
+    """One program owns one row and holds it in registers. All loads come first, to be in flight together."""
     wait_for_predecessors(PDL)
     i_row = tl.program_id(0)
     row = i_row.to(tl.int64)
@@ -70,7 +70,7 @@ def norm_rows(
         b_x = b_sum.to(tl.float32)
     b_x = _centred(b_x, m_h, HIDDEN, CENTRED)
     mean_square = tl.sum(b_x * b_x, axis=0) / HIDDEN
-    # What is stored was loaded above, perhaps by other threads than those that store it.
+    # The tensors stored below were loaded above, perhaps by other threads.
     tl.debug_barrier()
     if HAS_RESIDUAL:
         tl.store(residual + o_row, b_sum, mask=m_h)

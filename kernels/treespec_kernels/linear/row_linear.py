@@ -1,10 +1,10 @@
-"""Row-invariant linear layer: y = x W^T, whose rows have the same bits however many are computed, and where they stand.
+"""Row-invariant linear layer: y = x W^T, where a row's bits depend neither on the number of rows nor on its index.
 
-With silu_gate the weight's rows are those of a gate and then those of an up projection, and y = silu(gate) * up, or
-another activation's gate; without, y itself may go through an activation.
-Sums are in fp32; bias, activation and residual follow in fp32, and one rounding to the dtype ends them. Each sum runs
-over blocks of K in order; `split_k` of the configuration cuts them into parts that are summed apart and then added
-from the first to the last. A group is one of several layers of equal shape whose weights are stacked.
+With silu_gate the weight holds the rows of a gate projection, then those of an up projection, and
+y = silu(gate) * up, or with another activation of the gate; without, y may itself go through an activation.
+Sums, bias, activation and residual are in fp32, rounded to the dtype once at the end. Each sum runs over blocks of K in
+order; `split_k` cuts K into parts that are summed separately and then added in order. A group is one of several layers
+of equal shape whose weights are stacked.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ def row_linear_ref(
 
     Args:
         x: [rows, in_features], or [groups, rows, in_features]; float32, bfloat16 or float16.
-        weight: [out_features, in_features], or [groups, out_features, in_features], in x's dtype; or a quantised one
-            of this shape, whose scales and zero points then have the leading dimension too.
+        weight: [out_features, in_features], or [groups, out_features, in_features], in x's dtype; or a quantised
+            weight of this shape, whose scales and zero points also have the leading dimension.
         bias: [out_features], or [groups, out_features], in x's dtype.
-        residual: in the shape and dtype of the result, added to it (after the activation).
-        silu_gate: the weight's (and bias's) first half is the gate's, the second the up projection's.
-        activation: of `ACTIVATIONS`: what the gate goes through in place of SiLU, or y where there is no gate. None:
-            SiLU with a gate, nothing without.
+        residual: in the shape and dtype of the result, added after the activation.
+        silu_gate: the first half of the weight (and bias) is the gate's, the second the up projection's.
+        activation: one of `ACTIVATIONS`, for the gate in place of SiLU, or for y without a gate. None: SiLU with a
+            gate, none without.
 
     Returns:
-        [rows, features], or [groups, rows, features], in x's dtype: features is out_features, or half of it with
+        [rows, features], or [groups, rows, features], in x's dtype; features is out_features, or half of it with
         silu_gate.
 
     Raises:
@@ -86,19 +86,19 @@ def row_linear_triton(
     workspace: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """The same on a GPU, in one launch, or in two with split_k > 1 or a quantised weight.
+    """`row_linear_ref` on a GPU, in one launch, or two with split_k > 1 or a quantised weight.
 
-    Bits follow the row, the weight and `config` alone.
+    The bits of a row depend only on the row, the weight and `config`.
 
-    Arguments as in `row_linear_ref`, last dimensions contiguous, rows and groups anywhere. Where 16 bytes divide a row
-    of the weight, those of x must start at multiples of 16 bytes, and likewise out and residual.
+    Last dimensions must be contiguous; the strides of rows and groups are free. If the size of a weight row is a
+    multiple of 16 bytes, the rows of x must be aligned to 16 bytes; the same holds for out and residual.
 
     Args:
-        config: None takes `RowLinearConfig.default` for the weight.
-        out: the result's memory; `residual` itself is allowed, x is not.
+        config: None for `RowLinearConfig.default` of the weight.
+        out: the result's memory; may be `residual`, but not x.
         workspace: float32, contiguous, at least `config.workspace_size(rows of all groups, out_features)` elements;
-            used with split_k > 1 or a quantised weight only. With it and `out` nothing is allocated.
-        pdl: launched as `launch_options` says.
+            only used with split_k > 1 or a quantised weight. With it and `out` nothing is allocated.
+        pdl: see `launch_options`.
 
     Raises:
         ValueError: a shape, dtype, stride, alignment or device that does not fit, or triton that cannot run here.
@@ -124,7 +124,7 @@ def row_linear_triton(
         "HAS_BIAS": bias is not None,
         "HAS_RESIDUAL": residual is not None,
     }
-    # An argument that is not there is never read; its place takes a tensor of the same dtype.
+    # An absent argument is never read; any tensor of the same dtype takes its place.
     added = (x if bias is None else bias, x if residual is None else residual)
     strides = (0 if bias is None else group_stride(bias, 2), *row_strides(residual), *row_strides(out))
     if config.split_k == 1 and not isinstance(weight, QuantizedWeight):
@@ -161,12 +161,12 @@ def row_linear_partials_triton(
     workspace: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """The sums of every split of K, for a consumer that adds them itself, from the first to the last; one launch.
+    """The partial sums of every split of K, for a consumer that adds them in order; one launch.
 
     Arguments and errors as in `row_linear_triton`; `workspace` is used with every split_k.
 
     Returns:
-        [split_k, rows of all groups, out_features] float32, in `workspace` where it was given.
+        [split_k, rows of all groups, out_features] float32, in `workspace` if given.
     """
     check_row_linear(x, weight)
     out_features = weight.shape[-2]
@@ -250,7 +250,7 @@ def _check_out(x: torch.Tensor, out: torch.Tensor, shape: tuple[int, ...]) -> No
             f"out is {list(out.shape)} {out.dtype} on {out.device}; expected {list(shape)} {x.dtype} on {x.device}"
         )
     if out.numel() and out.data_ptr() == x.data_ptr():
-        raise ValueError("out starts where x does, which other programs still read; give it memory of its own")
+        raise ValueError("out starts where x does, which other programs still read; pass separate memory")
 
 
 def _check_workspace(workspace: torch.Tensor, x: torch.Tensor, size: int) -> None:

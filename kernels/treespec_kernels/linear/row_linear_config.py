@@ -1,4 +1,4 @@
-"""The configuration of row-invariant linear layers: which tiles, and how many splits of K."""
+"""Configurations of row-invariant linear layers: tiles, splits of K, and launch options."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from treespec_kernels.launch.triton_launch import has_tensor_memory, shared_byte
 SUPPORTED = (torch.float16, torch.bfloat16, torch.float32)
 
 MULTIPROCESSORS = 132  # of an H200
-AMD_STAGES = 3  # what the 64 KB of gfx942 hold; the number changes no bit
+AMD_STAGES = 3  # fit in the 64 KB of gfx942; the number of stages does not affect bits
 
 
 @dataclass(frozen=True)
 class RowLinearConfig:
-    """What a row's bits depend on beside the row and the weight: frozen for an engine's life, one for all row counts.
+    """A configuration of one weight for every number of rows. Bits depend on it, so it is fixed for an engine's lifetime.
 
     Args:
-        block_m: rows of one tile; a power of two, 16 or more, as block_n and block_k.
-        block_n: rows of the weight of one tile (with silu_gate half of them gates).
-        block_k: features that one step of the loop multiplies.
-        split_k: parts of K that are summed apart, in whole blocks of block_k, and then added in order.
-        num_warps, num_stages: launch options. The number of stages changes no bit, the number of warps may.
+        block_m: rows per tile; a power of two, 16 or more, as are block_n and block_k.
+        block_n: weight rows per tile (with silu_gate half of them are gates).
+        block_k: features per step of the loop.
+        split_k: parts of K, in whole blocks of block_k, that are summed separately and then added in order.
+        num_warps, num_stages: launch options. The number of stages does not affect bits, the number of warps may.
         fixed_order_dot: for tests in the interpreter, whose dot is BLAS and not row-invariant.
     """
 
@@ -55,27 +55,28 @@ class RowLinearConfig:
     ) -> RowLinearConfig:
         """The shipped configuration, derived for an H200 and not yet tuned on one.
 
-        A layer is bound by reading its weight once, so a program must not read more than that from the L2 cache, and
-        enough bytes must be on their way: about 4.3 TB/s times 1 us, 32 KB per multiprocessor.
+        A layer is bound by reading its weight once, so programs should not read more than that from L2, and enough
+        bytes must be in flight: about 4.3 TB/s times 1 us, 32 KB per multiprocessor.
 
         - block_m 64 serves 64 rows with one read of the weight, and is one `wgmma` on sm_90 and later. Padded rows are
-          neither read nor stored; their arithmetic keeps the matrix units busy for a third of the time at most.
-        - block_n is the largest of 128, 64 and 32 for which a modest split_k makes enough programs: every program reads
-          all its rows' part of K, which for 64 rows is 64 / block_n of the weight's bytes.
-        - split_k, at most 8, brings the programs to 96 or more, of at least four blocks of K each; to 132 at most, one
-          per multiprocessor, where that gives as many. A layer with silu_gate is not split, nor one of at most 2^20
-          weights: adding the parts would cost more than it gains.
-        - On an H200 all programs are resident at once: one per multiprocessor with stages of 144 KB, or two with 96 KB
-          each, no more than eight or than blocks and two. One stage is being multiplied and the one before it still
-          read by its `wgmma`, so two less are on their way: with block_n 128, 64 or 32 KB of weights. 96 programs of
-          six stages have 6 MB on their way, 144 of four 4.5. A GPU with less memory holds one with 96 KB.
+          neither read nor stored; their arithmetic occupies the matrix units for at most a third of the time.
+        - block_n is the largest of 128, 64 and 32 that gives enough programs with a modest split_k: every program reads
+          its part of K of all its rows, which for 64 rows is 64 / block_n of the weight's bytes.
+        - split_k, at most 8, raises the number of programs to 96 or more, with at least four blocks of K each, and if
+          possible to at most 132, one per multiprocessor. Layers with silu_gate or at most 2^20 weights are not split:
+          adding the parts would cost more than it gains.
+        - On an H200 all programs are resident at once: one per multiprocessor with 144 KB of stages, or two with 96 KB
+          each; at most eight stages, and at most two more than there are blocks. One stage is being multiplied and the
+          previous one may still be read by its `wgmma`, so all but two are in flight, each with 16 KB of weights for
+          block_n 128: 6 MB for 96 programs of six stages, 4.5 MB for 144 of four. A GPU with less memory holds one
+          program with 96 KB.
 
-        float32 has no exact matrix instruction on NVIDIA: 16 rows, beyond which arithmetic would be the bound.
+        float32 has no exact matrix instruction on NVIDIA: 16 rows, above which it would be bound by arithmetic.
 
         Args:
             dtype: float16, bfloat16 or float32.
             out_features, in_features: the weight's shape; with silu_gate, out_features counts gates and ups.
-            target: as `target_of` a device gives it; None takes what fits sm_80 and sm_90.
+            target: from `target_of`; None for a configuration that fits sm_80 and sm_90.
 
         Raises:
             ValueError: another dtype, or no features.
@@ -104,7 +105,7 @@ class RowLinearConfig:
             num_stages = min(8, held, 2 + -(-in_features // block_k // split_k))
         if target is not None and target.startswith("gfx"):
             num_stages = min(num_stages, AMD_STAGES)
-        # With 4 warps, the two products of a gate spill where they lie in tensor memory.
+        # With 4 warps, the two products of a gate spill if they are in tensor memory.
         num_warps = 8 if has_tensor_memory(target) and silu_gate and block_n == 128 else 4
         return cls(block_m, block_n, block_k, split_k, num_warps, num_stages)
 
@@ -117,7 +118,7 @@ class RowLinearConfig:
         silu_gate: bool = False,
         target: str | None = None,
     ) -> list[RowLinearConfig]:
-        """Configurations worth timing, the default first: what the target's shared memory holds, or that of sm_90.
+        """Configurations to tune over, the default first, that fit the target's shared memory (None: that of sm_90).
         Arguments and errors as in `default`."""
         default = cls.default(dtype, out_features, in_features, silu_gate, target)
         if dtype == torch.float32:
@@ -138,7 +139,7 @@ class RowLinearConfig:
             num_tiles = -(-out_features // block_n)
             num_blocks = -(-in_features // block_k)
             stage_bytes = (block_m + block_n) * block_k * dtype.itemsize
-            for residents in (1, 2, 3):  # programs per multiprocessor that this number of splits and stages is for
+            for residents in (1, 2, 3):  # programs per multiprocessor to fit splits and stages to
                 nearest = max(1, min(round(residents * MULTIPROCESSORS / num_tiles), num_blocks // 2))
                 num_stages = min(8, shared_bytes(target or "sm_90") // residents // stage_bytes)
                 if num_stages >= 3:
@@ -146,5 +147,5 @@ class RowLinearConfig:
         return list(dict.fromkeys(found))
 
     def workspace_size(self, num_rows: int, out_features: int) -> int:
-        """float32 elements of the partial sums of `num_rows` rows (of all groups) and a weight of `out_features`."""
+        """float32 elements of the partial sums of `num_rows` rows (of all groups) with `out_features` outputs."""
         return self.split_k * num_rows * out_features

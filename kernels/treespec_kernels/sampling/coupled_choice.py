@@ -1,14 +1,14 @@
-"""Coupled choice: samples every row's token with Gumbel noise that depends on seed, sample, position and token only.
+"""Coupled choice: samples every row's token with Gumbel noise that depends only on seed, sample, position and token.
 
-Whoever knows these four draws the same noise, so a draft and its target, a tree and plain decoding, choose alike.
-The noise of token v is a 32-bit integer x of Philox4x64-10 (Salmon et al., SC11): key (seed, sample), counter
-(1 + v // 8, 0, position, 0), output word v // 2 % 4, its low half for even v and its high half for odd v. As float32:
-w = (x + 1/2) * 2^-32, clamped to at most 1 - 2^-24, and g = -log(-log1p(-w)). Without the half x = 0, and without the
-clamp the largest x, would make g infinite: about once in 8,000 tokens of a vocabulary of 4,096.
+A draft and its target, or a tree and plain decoding, thus draw the same noise and make the same choice. The noise of
+token v is a 32-bit integer x of Philox4x64-10 (Salmon et al., SC11): key (seed, sample), counter
+(1 + v // 8, 0, position, 0), output word v // 2 % 4, its low half for even v and its high half for odd v. In float32:
+w = (x + 1/2) * 2^-32, clamped to at most 1 - 2^-24, and g = -log(-log1p(-w)). Without the half, g would be infinite for
+x = 0, and without the clamp for the largest x: about once in 8,000 tokens of a vocabulary of 4,096.
 
-The integers are equal everywhere, bit by bit. Logarithms may differ in their last bits between implementations, so two
-of them may disagree where the two best tokens are that close; one implementation never disagrees with itself: the value
-of a token is computed without regard to the batch, the row or the vocabulary, and a maximum knows no order.
+The integers are identical in all implementations. Logarithms may differ in their last bits, so two implementations may
+choose differently when the two best values are that close. Within one implementation choices are reproducible: a
+token's value does not depend on the batch, the row or the vocabulary, and a maximum does not depend on order.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class CoupledChoice(NamedTuple):
 
 
 def gumbel_integers_of_row(seed: int, sample: int, position: int, vocab: int) -> np.ndarray:
-    """The integers x of one row, [vocab] uint32. A larger vocabulary leaves those of the other tokens as they are.
+    """The integers x of one row, [vocab] uint32. A token's integer does not depend on the size of the vocabulary.
 
     Args:
         seed, sample, position: 0 to 2**64 - 1.
-        vocab: how many tokens.
+        vocab: the number of tokens.
     """
     key = np.array([seed, sample], dtype=np.uint64)
     counter = np.array([0, 0, position, 0], dtype=np.uint64)  # numpy increments it before its first block
@@ -47,7 +47,7 @@ def gumbel_integers_of_row(seed: int, sample: int, position: int, vocab: int) ->
 
 
 def gumbel_integers_ref(seeds: np.ndarray, samples: np.ndarray, positions: np.ndarray, vocab: int) -> np.ndarray:
-    """The integers x, [rows, vocab] uint32, of three [rows] int64 or uint64 arrays, whose bits count as uint64."""
+    """The integers x, [rows, vocab] uint32, of three [rows] int64 or uint64 arrays, reinterpreted as uint64."""
     integers = np.empty((len(seeds), vocab), dtype=np.uint32)
     numbers = (array.astype(np.uint64).tolist() for array in (seeds, samples, positions))
     for row, (seed, sample, position) in enumerate(zip(*numbers, strict=True)):
@@ -58,7 +58,7 @@ def gumbel_integers_ref(seeds: np.ndarray, samples: np.ndarray, positions: np.nd
 def gumbel_ref(integers: np.ndarray) -> np.ndarray:
     """g of uint32 integers of any shape, in float32 throughout; between -2.82 and 22.88."""
     w = integers.astype(np.float32)
-    w += np.float32(0.5)  # in place: a row of 128 k is half a megabyte, and the engine computes one for every token
+    w += np.float32(0.5)  # in place: a row of 128 k is half a megabyte, computed for every token
     w *= np.float32(2**-32)
     np.minimum(w, np.float32(1 - 2**-24), out=w)
     np.negative(w, out=w)
@@ -75,7 +75,7 @@ def coupled_values_ref(
     samples: torch.Tensor,
     positions: torch.Tensor,
 ) -> torch.Tensor:
-    """[rows, vocab] float32 on the CPU: what `coupled_choice_ref` takes the argmax of. A NaN has become +inf."""
+    """The values of which `coupled_choice_ref` takes the argmax, [rows, vocab] float32 on the CPU; NaN becomes +inf."""
     keys = (tensor.cpu().numpy() for tensor in (seeds, samples, positions))
     noise = torch.from_numpy(gumbel_ref(gumbel_integers_ref(*keys, scores.shape[1])))
     plain, temperature = scores.float().cpu(), temperatures.cpu()[:, None]
@@ -90,18 +90,18 @@ def coupled_choice_ref(
     samples: torch.Tensor,
     positions: torch.Tensor,
 ) -> CoupledChoice:
-    """argmax over v of float32(scores[v]) / temperature + g[v], the lowest v of equals; numpy and eager torch.
+    """argmax over v of float32(scores[v]) / temperature + g[v], the lowest v on ties; numpy and eager torch.
 
     Args:
         scores: [rows, vocab] float32, bfloat16 or float16: logits, or log-probabilities up to a constant; -inf is
-            masked, and wins only (as token 0) where every score is masked.
-        temperatures: [rows] float32, >= 0. At 0 the value is the score itself: a plain argmax without noise.
+            masked, and is chosen (as token 0) only if every score is masked.
+        temperatures: [rows] float32, >= 0. At 0 the value is the score itself: argmax without noise.
         seeds: [rows] int64, the bits of an unsigned 64-bit seed.
-        samples: [rows] int64, which of the samples of one prompt.
-        positions: [rows] int64, the position in the sequence of the token that is chosen.
+        samples: [rows] int64, index of the sample of a prompt.
+        positions: [rows] int64, position of the chosen token in the sequence.
 
     Returns:
-        CoupledChoice. A NaN counts as +inf: it wins, unless a lower token is +inf, and `finite` is False.
+        CoupledChoice. A NaN counts as +inf: it is chosen, unless a lower token is +inf, and `finite` is False.
 
     Raises:
         ValueError: a shape, dtype or device that does not fit.
@@ -120,9 +120,9 @@ def coupled_choice_triton(
     samples: torch.Tensor,
     positions: torch.Tensor,
 ) -> CoupledChoice:
-    """The same on a GPU in two launches, without a host read; arguments as in `coupled_choice_ref`.
+    """`coupled_choice_ref` on a GPU, in two launches and without a host sync.
 
-    The last dimension of `scores` and the vectors must be contiguous, rows of `scores` may lie apart.
+    The last dimension of `scores` and the vectors must be contiguous; the row stride of `scores` is free.
 
     Raises:
         ValueError: a shape, dtype, stride or device that does not fit, or triton that cannot run here.
@@ -132,7 +132,7 @@ def coupled_choice_triton(
     require_triton("coupled_choice")
     from treespec_kernels.sampling import coupled_choice_kernels as kernels
 
-    # Scores are only widened, which the interpreter does rightly for bfloat16 too: all arithmetic is in float32.
+    # All arithmetic is in float32; the interpreter also widens bfloat16 correctly.
     check_launch("coupled_choice", kernels.choose_in_blocks, temperatures)
     rows, vocab = scores.shape
     num_blocks = -(-vocab // BLOCK_V)
@@ -170,7 +170,7 @@ def coupled_choice_triton(
 
 
 def block_of_blocks(vocab: int) -> int:
-    """The power of two that holds the best of every block of a vocabulary."""
+    """The number of blocks of a vocabulary, rounded up to a power of two."""
     return 1 << (-(-vocab // BLOCK_V) - 1).bit_length()
 
 

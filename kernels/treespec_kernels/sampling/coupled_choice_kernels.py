@@ -1,7 +1,7 @@
-"""Triton kernels of the coupled choice. Import this module only where triton is installed.
+"""Triton kernels of the coupled choice. Needs triton.
 
-`choose_in_blocks` takes the best token of each block of the vocabulary, `choose_of_blocks` the best of those. Values
-are computed token by token and then only compared, so neither the batch nor the split can change a bit. No atomics.
+`choose_in_blocks` finds the best token of each block of the vocabulary, `choose_of_blocks` the best of those. Values
+are computed per token and then only compared, so choices depend neither on the batch nor on the blocks. No atomics.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import triton.language as tl
 
 @triton.jit
 def gumbel_integers(o_block, seed, sample, position):
-    """The integers of tokens 8 * o_block to 8 * o_block + 7 of each element, in that order: [.., 8n] uint32 of [.., n].
+    """The integers of tokens 8 * o_block to 8 * o_block + 7 of each element, in order: [.., 8n] uint32 from [.., n].
 
-    seed, sample and position are scalars whose bits are taken as uint64.
+    seed, sample and position are scalars, reinterpreted as uint64.
     """
     counter = (o_block + 1).to(tl.uint64)
     zero = tl.zeros_like(counter)
@@ -34,8 +34,8 @@ def gumbel_integers(o_block, seed, sample, position):
 def gumbel(x):
     """g of uint32 integers, in float32.
 
-    The winners have a small w, where log(1 - w) keeps few bits of w. What 1 - w rounds away is put back as a factor
-    (Goldberg 1991, theorem 4), as libdevice's log1p does not run in the interpreter.
+    Large noise comes from a small w, of which log(1 - w) keeps few bits. A factor corrects the rounding of 1 - w
+    (Goldberg 1991, theorem 4), because libdevice's log1p does not run in the interpreter.
     """
     w = tl.minimum((x.to(tl.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
     rest = 1.0 - w
@@ -47,9 +47,9 @@ def gumbel(x):
 
 @triton.jit
 def coupled_values(plain, o_philox, row, temperatures, seeds, samples, positions):
-    """What a choice compares, of float32 scores [.., 8n] of one row, where o_philox [.., n] is the token / 8.
+    """The values that a choice compares, of float32 scores [.., 8n] of one row; o_philox [.., n] is the token / 8.
 
-    A NaN becomes +inf, as it must not get lost in comparisons.
+    A NaN becomes +inf, so that comparisons do not drop it.
     """
     values = plain
     temperature = tl.load(temperatures + row)
@@ -96,7 +96,7 @@ def choose_of_blocks(
     NUM_BLOCKS: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
-    """One program owns one row. Of equal blocks the first wins, so the lowest token does."""
+    """One program owns one row. The first of equal blocks is chosen, and so the lowest token."""
     row = tl.program_id(0).to(tl.int64)
     o_b = tl.arange(0, BLOCK_B)
     values = tl.load(best_values + row * NUM_BLOCKS + o_b, mask=o_b < NUM_BLOCKS, other=float("-inf"))

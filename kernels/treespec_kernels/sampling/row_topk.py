@@ -1,12 +1,12 @@
 """Row top-k: the k best tokens of every row, their values, and the row's log-sum-exp.
 
 A token's value is its logit; in a row whose temperature is not 0, it is logit / temperature + Gumbel noise of the row's
-(seed, sample, position), exactly as `coupled_choice` defines it. The order is by falling value, of equal values by
-rising token; +0 and -0 are equal, and a NaN counts as +inf. So k = 1 is what `coupled_choice` chooses, and without a
-temperature it is argmax. With noise, the k best are a sample without replacement (Kool et al., 2019).
+(seed, sample, position), as defined by `coupled_choice`. Tokens are ordered by descending value, then ascending token;
++0 and -0 are equal, and a NaN counts as +inf. So k = 1 equals `coupled_choice`, and argmax without a temperature. With
+noise, the k best are a sample without replacement (Kool et al., 2019).
 
-The k best tokens lie in the k best blocks of the vocabulary: would one lie in another block, the best tokens of those
-k blocks would all come before it. So the first launch summarises blocks, and the second reads k of them.
+The k best tokens are in the k best blocks of the vocabulary: a token of any other block comes after the best token of
+each of these k. So the first launch summarises blocks, and the second reads k of them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from treespec_kernels.linear.lm_head import BlockStats, check_block_stats
 from treespec_kernels.sampling.coupled_choice import check_coupled_choice, coupled_values_ref
 
 MAX_K = 16
-BLOCK = 128  # tokens of a block: of 128 k tokens, 1,002 blocks are compared and then at most 2,048 tokens
+BLOCK = 128  # tokens per block: for a vocabulary of 128 k, compares 1,002 blocks and then at most 2,048 tokens
 SPAN = 1024  # tokens per program of the summary: one Philox block of 8 per thread
 SUMMARY_WARPS = 4
 SELECT_WARPS = 8  # with noise, 16 blocks spill in 4 warps
@@ -56,11 +56,11 @@ def row_topk_ref(
     Args:
         logits: [rows, vocab] float32, bfloat16 or float16; -inf is masked.
         k: 1 to 16, at most vocab.
-        temperatures: [rows] float32, >= 0; at 0 the value is the logit. None: no row has noise.
-        seeds, samples, positions: [rows] int64, with temperatures only; as in `coupled_choice_ref`.
+        temperatures: [rows] float32, >= 0; at 0 the value is the logit. None for no noise.
+        seeds, samples, positions: [rows] int64, only with temperatures; as in `coupled_choice_ref`.
 
     Raises:
-        ValueError: a k, shape, dtype or device that does not fit, or an incomplete key of the noise.
+        ValueError: a k, shape, dtype or device that does not fit, or temperatures without all of the noise's keys.
     """
     check_row_topk(logits, k, temperatures, seeds, samples, positions)
     if temperatures is None or seeds is None or samples is None or positions is None:
@@ -83,25 +83,25 @@ def row_topk_triton(
     positions: torch.Tensor | None = None,
     block: int | None = None,
 ) -> RowTopk:
-    """The same on a GPU in two launches, or in one with `stats`, without a host read.
+    """`row_topk_ref` on a GPU, in two launches, or one with `stats`, and without a host sync.
 
-    The last dimension of `logits` and the vectors must be contiguous, rows of `logits` may lie apart.
+    The last dimension of `logits` and the vectors must be contiguous; the row stride of `logits` is free.
 
     Args:
         stats: the summary of these logits, as `lm_head_triton` returns it; only without temperatures.
-        block: tokens per block of the summary, a power of two from 16 to 1024; None takes that of `stats`, or `BLOCK`.
+        block: tokens per block of the summary, a power of two from 16 to 1024; None for that of `stats`, or `BLOCK`.
         logits, k, temperatures, seeds, samples, positions: as in `row_topk_ref`.
 
     Raises:
-        ValueError: a k, shape, dtype, stride or device that does not fit, an incomplete key of the noise, stats
-            together with temperatures, or triton that cannot run here.
+        ValueError: a k, shape, dtype, stride or device that does not fit, temperatures without all of the noise's keys
+            or together with stats, or triton that cannot run here.
     """
     check_row_topk(logits, k, temperatures, seeds, samples, positions)
     noise = {"temperatures": temperatures, "seeds": seeds, "samples": samples, "positions": positions}
     check_last_strides(logits=logits, **{name: tensor for name, tensor in noise.items() if tensor is not None})
     rows, vocab = logits.shape
     if stats is not None and temperatures is not None:
-        raise ValueError("stats are of the logits without noise; leave out either stats or temperatures")
+        raise ValueError("stats are of the logits without noise; pass either stats or temperatures")
     block = _checked_block(block, vocab, stats)
     num_blocks = -(-vocab // block)
     if stats is not None:
@@ -109,7 +109,7 @@ def row_topk_triton(
     require_triton("row_topk")
     from treespec_kernels.sampling import row_topk_kernels as kernels
 
-    # Logits are only widened, which the interpreter does rightly for bfloat16 too: all arithmetic is in float32.
+    # All arithmetic is in float32; the interpreter also widens bfloat16 correctly.
     values = torch.empty(rows, k, dtype=torch.float32, device=logits.device)
     check_launch("row_topk", kernels.select_of_blocks, values)
     tokens = torch.empty(rows, k, dtype=torch.int32, device=logits.device)
@@ -149,7 +149,7 @@ def row_topk_triton(
 
 
 def selection_sizes(vocab: int, k: int, block: int) -> dict[str, int]:
-    """The constants of the selection kernel: counts, and the powers of two that hold them."""
+    """The constexpr arguments of the selection kernel: counts, and the powers of two that hold them."""
     num_blocks = -(-vocab // block)
     counts = {"B": num_blocks, "R": min(k, num_blocks), "K": k}
     powers = {f"BLOCK_{name}": 1 << (count - 1).bit_length() for name, count in counts.items()}
@@ -157,12 +157,14 @@ def selection_sizes(vocab: int, k: int, block: int) -> dict[str, int]:
 
 
 def _checked_block(block: int | None, vocab: int, stats: BlockStats | None) -> int:
-    """Tokens per block. The number of blocks of a summary tells it, as blocks are powers of two."""
+    """Tokens per block, given or inferred from the number of blocks of a summary, since blocks are powers of two."""
     if block is None and stats is not None and stats.values.dim() == 2:
         num_blocks = stats.values.shape[1]
         fitting = [size for size in _powers(16, SPAN) if -(-vocab // size) == num_blocks]
         if not fitting:
-            raise ValueError(f"stats has {num_blocks} blocks, which no block from 16 to {SPAN} gives of {vocab} tokens")
+            raise ValueError(
+                f"stats has {num_blocks} blocks, which no block size from 16 to {SPAN} gives for {vocab} tokens"
+            )
         return fitting[0]
     if block is None:
         return BLOCK

@@ -1,8 +1,8 @@
-"""Triton kernels of row top-k. Import this module only where triton is installed.
+"""Triton kernels of row top-k. Needs triton.
 
-`summarise_blocks` takes the best token and the sum of exponentials of each block of the vocabulary, `select_of_blocks`
-the k best blocks and then the k best of their tokens. Both compute a token's value by the same function, from the row
-and the token alone, so neither the batch nor the blocks can change a choice. No atomics.
+`summarise_blocks` computes the best token and the sum of exponentials of each block of the vocabulary;
+`select_of_blocks` selects the k best blocks, and then the k best of their tokens. Both compute a token's value by the
+same function of the row and the token, so choices depend neither on the batch nor on the blocks. No atomics.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ _TAKEN = tl.constexpr(-(2**63))  # below the key of every number, -inf included
 
 @triton.jit
 def _keys(values, index):
-    """int64 that order as (value falling, index rising) does when the largest comes first.
+    """int64 sort keys: in descending order they sort by descending value, then ascending index.
 
-    Above, the bits of the float32: negative numbers turned over, so that they order as integers. Below, the index.
+    The high half holds the float32 bits, with negative numbers flipped so that they compare as integers; the low half
+    holds the complement of the index.
     """
-    bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)  # -0 is no less than +0
+    bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)  # -0 equals +0
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
 

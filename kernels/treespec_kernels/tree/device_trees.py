@@ -1,13 +1,13 @@
-"""Token trees that live on a device: what grows them level by level, and what the target scores.
+"""Token trees on a device: the state of their growth, and the trees that the target scores.
 
 A round of a batch is `tree_root`, then for each level one pass of the drafts and `tree_merge`, then `tree_select`, the
-target's pass and `tree_walk`. No tensor here is read by the host, and none is allocated in a round, so that a round can
-be captured in CUDA graphs; one captured `tree_merge` serves every level, because the level is data.
+target's pass and `tree_walk`. The host reads no tensor and a round allocates none, so that it can be captured in CUDA
+graphs; one captured `tree_merge` serves every level, because the level is data.
 
-B requests, F frontier nodes of a request (those that the drafts score next), G SSMs, C proposals of an SSM at a node,
-D levels, N nodes of a tree, root included. Candidates are what the SSMs propose, P = F * G * C of a request and level:
-proposal c of SSM g at frontier node f is number (f * G + g) * C + c of its level, and its *flat index* counts on over
-levels: level * P + number. Its depth in the tree is level + 1, so a parent's flat index is always smaller.
+Sizes: B requests, F frontier nodes per request (those that the drafts score next), G SSMs, C proposals of an SSM at a
+node, D levels, N nodes of a tree, root included. Each level of a request has P = F * G * C candidates: proposal c of
+SSM g at frontier node f has number (f * G + g) * C + c in its level, and *flat index* level * P + number over all
+levels. Its depth in the tree is level + 1, so a parent's flat index is always smaller.
 """
 
 from __future__ import annotations
@@ -16,31 +16,32 @@ from dataclasses import dataclass, fields
 
 import torch
 
-MAX_SSMS = 31  # the bits of an int32 mask without its sign
-MAX_CANDIDATES = 4096  # of all levels: one program holds them in registers, and twice as many spill
+MAX_SSMS = 31  # bits of an int32 mask without its sign
+MAX_CANDIDATES = 4096  # over all levels: one program holds them in registers, and twice as many spill
 
 
 @dataclass(frozen=True)
 class DeviceForest:
-    """The trees of a batch while they grow. Made by `allocate`, started by `tree_root`, grown by `tree_merge`.
+    """The growing trees of a batch: allocated by `allocate`, started by `tree_root`, grown by `tree_merge`.
+
+    An entry is empty if there is no proposal, or if an earlier one at the same node has the same token.
 
     Args:
-        cand_tokens: [B, D, P] int32; -1 where there is no candidate.
-        cand_parents: [B, D, P] int32, the parent's flat index, -1 for the root and where there is no candidate.
-        cand_values: [B, D, P] float32, product of probabilities along the path; -inf where there is no candidate: no
-            proposal, or a token that is named by an earlier one at the same node.
-        cand_masks: [B, D, P] int32, bit g: SSM g proposed it; 0 where there is no candidate.
-        cand_slots: [B, D, P] int32, slot among the drafts' scratch slots, -1 where a candidate is not expanded.
-        frontier: [B, F] int32, flat index of each frontier node, best value first; -1: none; D * P: the root.
-        frontier_tokens: [B, F] int32; 0, a token that can be embedded, where there is none.
-        frontier_values: [B, F] float32; 0 where there is none.
-        frontier_depths: [B, F] int32; -1 where there is none.
+        cand_tokens: [B, D, P] int32; -1 if empty.
+        cand_parents: [B, D, P] int32, the parent's flat index; -1 for the root, and if empty.
+        cand_values: [B, D, P] float32, product of probabilities along the path; -inf if empty.
+        cand_masks: [B, D, P] int32, bit g: SSM g proposed it; 0 if empty.
+        cand_slots: [B, D, P] int32, the drafts' scratch slot; -1 for a candidate that is not expanded.
+        frontier: [B, F] int32, flat index of each frontier node, best value first; D * P for the root; -1 if empty.
+        frontier_tokens: [B, F] int32; 0, a valid token, if empty.
+        frontier_values: [B, F] float32; 0 if empty.
+        frontier_depths: [B, F] int32; -1 if empty.
         frontier_slots: [B, F] int32, scratch slots: 0 for the root, 1 + (level - 1) * F + i for node i of a later
-            level; 0 where there is none.
-        frontier_ancestors: [B, F, D + 1] int32, scratch slots of a node's ancestors by depth, itself last and then
-            repeated; 0 where there is none.
-        levels: [B] int32, how many levels have been grown; equal for all requests. Each request has its own copy
-            because the programs of a launch, one per request, may not read what another one advances.
+            level; 0 if empty.
+        frontier_ancestors: [B, F, D + 1] int32, scratch slots of a node's ancestors by depth, its own last and then
+            repeated; 0 if empty.
+        levels: [B] int32, the number of levels grown, equal for all requests. Each request has its own copy, because a
+            program of a launch must not read what the program of another request advances.
 
     Raises:
         ValueError: a shape, dtype, device or stride that does not fit.
@@ -85,10 +86,10 @@ class DeviceForest:
         max_depth: int,
         device: torch.device | str = "cpu",
     ) -> DeviceForest:
-        """An idle forest: B, F, G, C and D in this order.
+        """Allocates an idle forest: B, F, G, C and D in this order.
 
         Raises:
-            ValueError: a number below 1, more than 31 SSMs, or more than 4,096 candidates of a request.
+            ValueError: a size below 1, more than 31 SSMs, or more than 4,096 candidates per request.
         """
         sizes = {
             "num_requests": num_requests,
@@ -125,7 +126,7 @@ class DeviceForest:
 
     @property
     def level(self) -> torch.Tensor:
-        """[1] int32, a view: how many levels have been grown, as every request has it."""
+        """[1] int32, a view: the number of levels grown, equal for all requests."""
         return self.levels[:1]
 
     @property
@@ -134,35 +135,35 @@ class DeviceForest:
 
     @property
     def max_depth(self) -> int:
-        """D, levels at most."""
+        """D, the most levels."""
         return self.cand_tokens.shape[1]
 
     @property
     def candidates(self) -> int:
-        """P, candidates of a request and level."""
+        """P, candidates per request and level."""
         return self.cand_tokens.shape[2]
 
     @property
     def frontier_width(self) -> int:
-        """F, nodes of a request that are expanded in a level, at most."""
+        """F, the most nodes per request that a level expands."""
         return self.frontier.shape[1]
 
 
 @dataclass(frozen=True)
 class DeviceTrees:
-    """The trees of a batch as the target scores them. Node 0 is the root; parents precede their children.
+    """The trees of a batch that the target scores. Node 0 is the root; parents precede their children.
 
-    Nodes from `num_nodes[b]` on are padding, each marked by its depth of -1.
+    Nodes from `num_nodes[b]` on are padding, with depth -1.
 
     Args:
-        tokens: [B, N] int32; 0, a token that can be embedded, for padding.
+        tokens: [B, N] int32; 0, a valid token, for padding.
         parents: [B, N] int32; -1 for the root and for padding.
         depths: [B, N] int32; -1 for padding.
-        ancestors: [B, N, D + 1] int32, by depth, itself last and then repeated; padding repeats its own index.
-        num_nodes: [B] int32; 0: the request is idle.
+        ancestors: [B, N, D + 1] int32, by depth, the node itself last and then repeated; padding repeats its own index.
+        num_nodes: [B] int32; 0 for an idle request.
         masks: [B, N] int32, bit g: SSM g proposed the node; 0 for the root and padding.
         values: [B, N] float32, estimated probability that the node is accepted: 1 for the root, 0 for padding.
-        slots: [B, N] int32, the drafts' scratch slot where the node's K/V lie; -1 where no draft has seen the node.
+        slots: [B, N] int32, the drafts' scratch slot of the node's K/V; -1 for a node that no draft has computed.
 
     Raises:
         ValueError: a shape, dtype, device or stride that does not fit.
@@ -189,7 +190,7 @@ class DeviceTrees:
     def allocate(
         cls, num_requests: int, *, nodes: int, max_depth: int, device: torch.device | str = "cpu"
     ) -> DeviceTrees:
-        """Trees of no nodes: B, N and D in this order.
+        """Allocates trees without nodes: B, N and D in this order.
 
         Raises:
             ValueError: `num_requests` or `nodes` below 1, or `max_depth` below 0.
@@ -220,7 +221,7 @@ class DeviceTrees:
 
     @property
     def max_nodes(self) -> int:
-        """N, nodes of a tree at most."""
+        """N, the most nodes of a tree."""
         return self.ancestors.shape[1]
 
     @property
@@ -234,7 +235,7 @@ def _names(state: DeviceForest | DeviceTrees, prefix: str) -> list[str]:
 
 
 def _check(state: DeviceForest | DeviceTrees, shapes: dict[str, tuple[int, ...]], device: torch.device) -> None:
-    """Once, at construction: the launches of a round need not look at the state again."""
+    """Checks the state once, at construction, so that the launches of a round need not."""
     for name, shape in shapes.items():
         tensor = getattr(state, name)
         dtype = torch.float32 if name.endswith("values") else torch.int32
@@ -254,7 +255,7 @@ def block_of(size: int) -> int:
 
 
 def check_per_request(num_requests: int, device: torch.device, **tensors: tuple[torch.Tensor, torch.dtype]) -> None:
-    """Raises ValueError where a [B] tensor does not fit; values are never read."""
+    """Raises ValueError if a [B] tensor has another shape, dtype or device; values are never read."""
     for name, (tensor, dtype) in tensors.items():
         if tuple(tensor.shape) != (num_requests,):
             raise ValueError(f"{name} has shape {list(tensor.shape)}; expected [{num_requests}], one for each request")
@@ -262,7 +263,7 @@ def check_per_request(num_requests: int, device: torch.device, **tensors: tuple[
 
 
 def check_tensor(name: str, tensor: torch.Tensor, device: torch.device, *dtypes: torch.dtype) -> None:
-    """Raises ValueError where a tensor has another dtype or device."""
+    """Raises ValueError if a tensor has another dtype or device."""
     if tensor.dtype not in dtypes:
         raise ValueError(f"{name} has dtype {tensor.dtype}; convert it to {' or '.join(map(str, dtypes))}")
     if tensor.device != device:

@@ -1,4 +1,4 @@
-"""What trees consist of while they grow, a level at a time, in numpy (treespec/drafters/ssm/forest.py) as in C++
+"""Levels and frontiers of growing trees on the host, for growth in numpy (treespec/drafters/ssm/forest.py) and in C++
 (`growth_cpu`)."""
 
 from itertools import pairwise
@@ -8,7 +8,7 @@ import numpy as np
 
 
 class Level(NamedTuple):
-    """Nodes of one depth, in the order of their trees and parents.
+    """Nodes of one depth, ordered by tree and parent.
 
     tokens, parents, owners, seeds: int64 [size]; parents and owners as nodes and owners of a `Frontier`. probs, values:
     float64 [size]. proposed: bool [size, num_ssms]; draft_probs: float64 [size, num_ssms].
@@ -25,10 +25,10 @@ class Level(NamedTuple):
 
 
 class Frontier(NamedTuple):
-    """Nodes to score, those of a tree side by side; [num_rows] each, int64 but values.
+    """Nodes to score, grouped by tree; [num_rows] each, int64 except values.
 
-    nodes: their numbers over all levels of all trees. owners: which tree. seeds: the same node among the seeds' nodes,
-    -1 where it is none. above: slot of the parent in its tree. values: float64, the products of probs on the paths.
+    nodes: indices over all levels of all trees. owners: index of the tree. seeds: index of the node among the seeds, or
+    -1. above: slot of the parent in its tree. values: float64, the product of probs along the path.
     """
 
     nodes: np.ndarray
@@ -39,7 +39,7 @@ class Frontier(NamedTuple):
     values: np.ndarray
 
     def parts(self) -> dict[int, slice]:
-        """The rows of each tree that has any."""
+        """The rows of each tree, without trees that have none."""
         if len(self.owners) and self.owners[0] == self.owners[-1]:
             return {int(self.owners[0]): slice(0, len(self.owners))}
         starts = [0, *(np.flatnonzero(self.owners[1:] != self.owners[:-1]) + 1).tolist()]

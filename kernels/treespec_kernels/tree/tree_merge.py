@@ -1,18 +1,18 @@
-"""Tree merge: the SSMs' proposals for one level of every tree become candidates, and the best are the next frontier.
+"""Tree merge: merges the SSMs' proposals for one level of every tree into candidates, and picks the next frontier.
 
-The candidates of a level are a trie's new nodes: where several proposals below one frontier node name the same token,
-the first in the order of (SSM, proposal) stands for all of them and the others are no candidates.
+The candidates of a level are the new nodes of a trie: of several proposals with the same token below one frontier node,
+only the first in the order of (SSM, proposal) is a candidate, for all of them.
 
-Which proposal counts: its token is not negative, its frontier node exists, and its share, weight * probability, is a
-number of 0 or more. So whatever a draft that overflowed says, NaN or infinity, is not heard, and an SSM that says -1 is
-silent. An SSM that names a token twice below one node counts once, with its larger share.
+A proposal is valid if its token is not negative, its frontier node exists, and its share, weight * probability, is
+finite and not negative. So NaN and infinity from a draft that overflowed are ignored, and an SSM proposes nothing with
+token -1. If an SSM proposes a token twice below one node, the larger share counts.
 
-In float32, each operation rounded once and in this order: a candidate's probability is the sum of its SSMs' shares,
-from SSM 0 on, at most 1; its value is the frontier node's value times that. As such a product never exceeds its first
-factor, values never rise along a path, ties included.
+In float32, with every operation rounded and in this order: a candidate's probability is the sum of its SSMs' shares,
+from SSM 0 on, clipped to 1; its value is the frontier node's value times that. Since such a product never exceeds its
+first factor, values never increase along a path.
 
-The next frontier: the F best of this level's candidates that are no end tokens, by (value descending, flat index
-ascending). Where all D levels are grown already, nothing happens.
+The next frontier is the F best of this level's candidates that are not end tokens, by (value descending, flat index
+ascending). After D levels the merge does nothing.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def tree_merge_ref(
 
     Args:
         forest: changed in place.
-        tokens: [G, B, F, C] int32, what each SSM proposes at each frontier node; -1: nothing.
-        probs: [G, B, F, C] float32, the SSM's probability of it.
-        weights: [B, G] float32, of the mixture; they sum to 1 where every SSM speaks.
-        end_tokens: [B, E] int32, tokens below which nothing is drafted; padded with -1.
+        tokens: [G, B, F, C] int32, the proposals of each SSM at each frontier node; -1 for none.
+        probs: [G, B, F, C] float32, the SSM's probabilities of them.
+        weights: [B, G] float32, mixture weights of the SSMs; they sum to 1 if all SSMs take part.
+        end_tokens: [B, E] int32, tokens that are never expanded; padded with -1.
 
     Raises:
         ValueError: a shape, dtype or device that does not fit.
@@ -49,7 +49,7 @@ def tree_merge_ref(
     for request, ends in enumerate(end_tokens.tolist()):
         if state["levels"][request] < forest.max_depth:
             own = {name: array[request : request + 1] for name, array in state.items()}
-            with np.errstate(all="ignore"):  # a share that is no number is left out, a sum above 1 is cut
+            with np.errstate(all="ignore"):  # a NaN share is dropped, a sum above 1 is clipped
                 _merge_one(own, proposed[:, request], probability[:, request], weight[request], ends)
     for name, array in state.items():
         getattr(forest, name).copy_(torch.from_numpy(array))
@@ -109,9 +109,9 @@ def tree_merge_triton(
     weights: torch.Tensor,
     end_tokens: torch.Tensor,
 ) -> None:
-    """The same on a GPU in one launch, without a host read; arguments as in `tree_merge_ref`.
+    """`tree_merge_ref` on a GPU, in one launch and without a host sync.
 
-    The last dimensions must be contiguous, outer strides are free.
+    The last dimensions must be contiguous; outer strides are free.
 
     Raises:
         ValueError: a shape, dtype, stride or device that does not fit, or triton that cannot run here.
@@ -153,7 +153,7 @@ def tree_merge_triton(
 
 
 def blocks_of(num_ssms: int, frontier: int, proposals: int, num_ends: int) -> dict[str, int]:
-    """The constants of the kernel that follow from G, F, C and E."""
+    """The kernel's constexpr arguments that depend on G, F, C and E."""
     return {
         "SSMS": num_ssms,
         "FRONTIER": frontier,
@@ -167,7 +167,7 @@ def blocks_of(num_ssms: int, frontier: int, proposals: int, num_ends: int) -> di
 
 
 def warps_of(constants: dict[str, int]) -> int:
-    """Every proposal is compared with one SSM's at a time: about 16 comparisons in flight per thread."""
+    """About 16 comparisons in flight per thread: every proposal is compared with one SSM's at a time."""
     return min(max(constants["BLOCK_P"] * constants["BLOCK_C"] // 512, 1), 16)
 
 

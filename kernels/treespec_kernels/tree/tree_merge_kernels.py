@@ -1,4 +1,4 @@
-"""Triton kernel of the tree merge. Import this module only where triton is installed."""
+"""Triton kernel of the tree merge. Needs triton."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def shares_of(tokens, probs, weight, mask):
-    """Shares of the proposals that count, -1 elsewhere. A NaN fails every comparison."""
+    """Shares of the valid proposals, -1 elsewhere. A NaN fails every comparison."""
     share = weight * probs
     return tl.where(mask & (tokens >= 0) & (share >= 0) & (share < float("inf")), share, -1.0)
 
@@ -52,7 +52,7 @@ def merge_level(
 ):
     """One program owns one request.
 
-    Every candidate is compared with one SSM's proposals at its node at a time, SSM by SSM, so sums have one order.
+    Every candidate is compared with the proposals at its node, SSM by SSM, so that sums have a fixed order.
     """
     CANDIDATES: tl.constexpr = FRONTIER * SSMS * PROPOSALS
     request = tl.program_id(0).to(tl.int64)
@@ -60,7 +60,7 @@ def merge_level(
     if level >= MAX_DEPTH:
         return
 
-    # What each proposal says.
+    # Each proposal's token, probability and weight.
     o_p = tl.arange(0, BLOCK_P)
     m_p = o_p < CANDIDATES
     f = o_p // (SSMS * PROPOSALS)
@@ -77,7 +77,7 @@ def merge_level(
     m_node = node >= 0
     counts = shares_of(token, prob, weight, m_node) >= 0
 
-    # What all SSMs say about its token, and whether one said it earlier.
+    # The shares of all SSMs in its token, and whether an earlier proposal has the same token.
     o_c = tl.arange(0, BLOCK_C)
     m_c = m_node[:, None] & (o_c < PROPOSALS)[None, :]
     total = tl.zeros((BLOCK_P,), tl.float32)
@@ -100,8 +100,8 @@ def merge_level(
     value = node_value * tl.minimum(total, 1.0)
     parent = tl.where(node == MAX_DEPTH * CANDIDATES, -1, node)
 
-    # The best F, one after another. A key is unique: the value's bits, which order numbers of 0 or more, then the
-    # earlier index.
+    # The best F, one after another. Keys are unique: the value's bits, which compare like the value as it is not
+    # negative, then the complement of the index.
     o_e = tl.arange(0, BLOCK_E)
     ends = tl.load(end_tokens + request * stride_ends + o_e, mask=o_e < ENDS, other=-1)
     is_end = tl.max((token[:, None] == ends[None, :]).to(tl.int32), axis=1) > 0
@@ -118,7 +118,7 @@ def merge_level(
         slot = tl.where((keys == best) & (keys >= 0), first_slot + i, slot)
         worse = tl.where(worse == best, -1, worse)
 
-    # What the next frontier takes over from its candidates and from the frontier that it replaces.
+    # The next frontier's data, from its candidates and the frontier that it replaces.
     m_f = o_f < FRONTIER
     m_next = m_f & (winners >= 0)
     number = tl.where(m_next, BLOCK_P - 1 - (winners & (BLOCK_P - 1)).to(tl.int32), 0)
@@ -131,8 +131,8 @@ def merge_level(
     p_ancestors = frontier_ancestors + request * (FRONTIER * (MAX_DEPTH + 1)) + o_w[None, :]
     m_w = m_f[:, None] & (o_w <= MAX_DEPTH)[None, :]
     old = tl.load(p_ancestors + o_f[:, None] * (MAX_DEPTH + 1), mask=m_w, other=0)
-    # Gathered, so that no thread has its part before every thread has loaded: the frontier is replaced in place, and
-    # on AMD a barrier alone does not wait for loads from global memory.
+    # The gather makes every thread wait for all loads before the frontier is replaced in place: on AMD a barrier alone
+    # does not wait for loads from global memory.
     above = tl.gather(old, tl.zeros_like(old) + i_node[:, None], axis=0)
     m_above = m_next[:, None] & (o_w <= level)[None, :]
     next_slot = tl.where(m_next, first_slot + o_f, 0)

@@ -1,7 +1,7 @@
-"""Tree root: starts a round. Every tree is its root again, which is the first frontier, and no level is grown.
+"""Tree root: starts a round by resetting every tree to its root, which is the first frontier.
 
-The root of request b carries `root_tokens[b]`, has value 1, depth 0 and scratch slot 0. A negative token marks an idle
-request: its frontier is empty, so it grows nothing. Candidates of the round before are cleared.
+The root of request b has token `root_tokens[b]`, value 1, depth 0 and scratch slot 0. A negative token marks an idle
+request, whose frontier is empty. The candidates of the previous round are cleared.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import torch
 from treespec_kernels.launch.triton_launch import check_last_strides, check_launch, require_triton
 from treespec_kernels.tree.device_trees import DeviceForest, block_of, check_per_request
 
-BLOCK_Q = 1024  # candidates that one program clears
+BLOCK_Q = 1024  # candidates cleared per program
 NUM_WARPS = 4
 
 
 def tree_root_ref(forest: DeviceForest, root_tokens: torch.Tensor) -> None:
-    """Writes every tensor of the forest. Eager torch, any device.
+    """Resets every tensor of the forest. Eager torch, any device.
 
     Args:
         forest: changed in place.
-        root_tokens: [B] int32, the last committed token of each request; negative where it is idle.
+        root_tokens: [B] int32, the last committed token of each request; negative for an idle request.
 
     Raises:
         ValueError: a shape, dtype or device that does not fit.
@@ -41,7 +41,7 @@ def tree_root_ref(forest: DeviceForest, root_tokens: torch.Tensor) -> None:
 
 
 def tree_root_triton(forest: DeviceForest, root_tokens: torch.Tensor) -> None:
-    """The same on a GPU in one launch, without a host read; arguments as in `tree_root_ref`.
+    """`tree_root_ref` on a GPU, in one launch and without a host sync.
 
     Raises:
         ValueError: a shape, dtype, stride or device that does not fit, or triton that cannot run here.

@@ -1,4 +1,4 @@
-"""Triton kernel of the tree root. Import this module only where triton is installed."""
+"""Triton kernel of the tree root. Needs triton."""
 
 from __future__ import annotations
 

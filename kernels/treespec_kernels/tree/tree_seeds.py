@@ -1,9 +1,8 @@
-"""Tree seeds: trees that cost no pass, such as what followed the same tokens before, proposed level by level.
+"""Tree seeds: merges trees that need no draft pass, such as earlier continuations of the same tokens, level by level.
 
-A request brings a small tree of its own, its *seeds*, whose root is the root of the tree that grows. Wherever a
-frontier node stands for a seed, that is, wherever its path is a path of the seeds, the seed's children are proposals
-there, like those of one further SSM. So `tree_merge` unites them with what the SSMs say of the same tokens, and SSMs
-go on below them.
+Each request has a small tree of its own, its *seeds*, which shares the root of the growing tree. If a frontier node's
+path is a path of the seeds, the children of that seed are proposals at the node, like those of another SSM. So
+`tree_merge` merges them with the SSMs' proposals of the same tokens, and the SSMs continue below them.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ NUM_WARPS = 1
 
 @dataclass(frozen=True)
 class DeviceSeeds:
-    """Seeds of a batch. S seeds of a request at most; the root is none of them.
+    """The seeds of a batch, at most S per request, without the root.
 
     Args:
-        tokens: [B, S] int32, -1 where there is no seed.
+        tokens: [B, S] int32, -1 for no seed.
         parents: [B, S] int32, an earlier seed, or -1 for the root.
         probs: [B, S] float32, of the token after its parent.
-        places: [B, F] int32, which seed each frontier node is; S: the root, -1: none. Written by `tree_seeds`.
+        places: [B, F] int32, the seed of each frontier node; S for the root, -1 for none. Written by `tree_seeds`.
     """
 
     tokens: torch.Tensor
@@ -42,13 +41,13 @@ class DeviceSeeds:
 
 
 def tree_seeds_ref(forest: DeviceForest, seeds: DeviceSeeds, tokens: torch.Tensor, probs: torch.Tensor) -> None:
-    """Writes what the seeds propose below the frontier. numpy on the host, any device.
+    """Writes the seeds' proposals at the frontier. numpy on the host, any device.
 
     Args:
         forest: after `tree_root` or `tree_merge`, not changed.
         seeds: `places` are read and written.
-        tokens: [B, F, C] int32, written: the first C children of each node's seed, -1 where there is none.
-        probs: [B, F, C] float32, written: their probabilities, 0 where there is none.
+        tokens: [B, F, C] int32, written: the first C children of each node's seed, padded with -1.
+        probs: [B, F, C] float32, written: their probabilities, padded with 0.
 
     Raises:
         ValueError: a shape, dtype or device that does not fit.
@@ -93,7 +92,7 @@ def _below(own: dict[str, np.ndarray], request: int, place: int, width: int) -> 
 
 
 def tree_seeds_triton(forest: DeviceForest, seeds: DeviceSeeds, tokens: torch.Tensor, probs: torch.Tensor) -> None:
-    """The same on a GPU in one launch, without a host read; arguments as in `tree_seeds_ref`.
+    """`tree_seeds_ref` on a GPU, in one launch and without a host sync.
 
     Raises:
         ValueError: a shape, dtype, stride or device that does not fit, or triton that cannot run here.
@@ -125,7 +124,7 @@ def tree_seeds_triton(forest: DeviceForest, seeds: DeviceSeeds, tokens: torch.Te
 
 
 def blocks_of(forest: DeviceForest, width: int, proposals: int) -> dict[str, int]:
-    """The constants of the kernel."""
+    """The kernel's constexpr arguments."""
     return {
         "SEEDS": width,
         "FRONTIER": forest.frontier_width,

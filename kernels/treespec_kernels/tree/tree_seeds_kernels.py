@@ -1,4 +1,4 @@
-"""Triton kernel of tree seeds. Import this module only where triton is installed."""
+"""Triton kernel of tree seeds. Needs triton."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def propose_seeds(
     seed_prob = tl.load(seed_probs + request * SEEDS + o_s, mask=m_s, other=0.0)
     is_seed = seed_token >= 0
 
-    # Where each frontier node's parent stood: a candidate's slot counts the frontier nodes of all levels before it.
+    # The place of each frontier node's parent: a candidate's slot counts the frontier nodes of all earlier levels.
     o_f = tl.arange(0, BLOCK_F)
     level = tl.load(levels + request) + tl.zeros_like(o_f)
     m_f = o_f < FRONTIER
@@ -62,7 +62,7 @@ def propose_seeds(
     key = tl.where(place == SEEDS, -1, tl.where(place < 0, -3, place))
     is_child = is_seed[None, :] & (seed_parent[None, :] == key[:, None])
     rank = tl.cumsum(is_child.to(tl.int32), axis=1) - 1
-    # The places are replaced in place, perhaps by other threads than those that loaded them.
+    # The places are overwritten, perhaps by other threads than those that loaded them.
     tl.debug_barrier()
     tl.store(places + request * FRONTIER + o_f, place, mask=m_f)
     for c in tl.static_range(PROPOSALS):

@@ -1,11 +1,11 @@
-"""Tree select: the target's tree out of all candidates, the root and the N - 1 best below it.
+"""Tree select: builds the target's tree from the root and the N - 1 best candidates.
 
-Best is by (value descending, flat index ascending), among candidates of the levels grown so far whose depth is at most
-`max_depths[b]` and whose value is at least `least_values[b]`. Node order is by flat index, so parents precede children.
+The best are by (value descending, flat index ascending), among the candidates whose depth is at most `max_depths[b]`
+and whose value is at least `least_values[b]`. Nodes are in the order of their flat index, so parents precede children.
 
-The set is connected. A candidate's parent was a frontier node, so a candidate itself. Its value is no smaller, as
-probabilities are at most 1 and rounding keeps the order of numbers; its flat index and its depth are smaller. So
-wherever a node is allowed its parent is, and wherever a node is among the N - 1 best its parent is, ties included.
+The selected nodes form a tree. A candidate's parent was a frontier node and so a candidate. The parent's value is not
+smaller, as probabilities are at most 1 and rounding is monotonic; its flat index and depth are smaller. So if a node is
+eligible, or among the N - 1 best, so is its parent, ties included.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ def tree_select_ref(
     *,
     out: DeviceTrees | None = None,
 ) -> DeviceTrees:
-    """The trees that the target is to score. numpy on the host, any device.
+    """Selects the trees that the target scores. numpy on the host, any device.
 
     Args:
         forest: not changed.
-        root_tokens: [B] int32, as given to `tree_root`; the tree of a negative one has no nodes.
-        nodes: of a tree at most, root included: 1 or more, and no more than `out` holds; or [B] int32, of each request
-            what is below 1 or more than `out` holds counts as the nearest that is not. So the number is data too.
-        least_values: [B] float32, of a node below the root; NaN allows none.
-        max_depths: [B] int32, 0 for the root alone.
-        out: written in place and returned; None allocates trees of `nodes` nodes, which is a number then.
+        root_tokens: [B] int32, as passed to `tree_root`; the tree of a negative token has no nodes.
+        nodes: the most nodes of a tree, root included, from 1 to the size of `out`; or an int32 tensor [B] of the
+            number per request, clamped to that range, so that a captured graph can change it.
+        least_values: [B] float32, the least value of a node below the root; NaN selects none.
+        max_depths: [B] int32, 0 for only the root.
+        out: written in place and returned; None allocates trees of `nodes` nodes, which must then be an int.
 
     Raises:
-        ValueError: a shape, dtype, device or number that does not fit.
+        ValueError: a shape, dtype, device or number of nodes that does not fit.
     """
     out = check_tree_select(forest, root_tokens, nodes, least_values, max_depths, out)
     state = {name: getattr(forest, name).cpu().numpy() for name in forest.__dataclass_fields__}
@@ -84,10 +84,10 @@ def tree_select_triton(
     *,
     out: DeviceTrees | None = None,
 ) -> DeviceTrees:
-    """The same on a GPU in one launch, without a host read; arguments as in `tree_select_ref`.
+    """`tree_select_ref` on a GPU, in one launch and without a host sync.
 
     Raises:
-        ValueError: a shape, dtype, stride, device or number that does not fit, or triton that cannot run here.
+        ValueError: a shape, dtype, stride, device or number of nodes that does not fit, or triton that cannot run here.
     """
     out = check_tree_select(forest, root_tokens, nodes, least_values, max_depths, out)
     check_last_strides(root_tokens=root_tokens, least_values=least_values, max_depths=max_depths)
@@ -123,12 +123,12 @@ def tree_select_triton(
 
 
 def per_request(nodes: int | torch.Tensor, out: DeviceTrees) -> torch.Tensor:
-    """[B] int32: how many nodes each tree may have."""
+    """[B] int32: the most nodes of each tree."""
     return nodes if isinstance(nodes, torch.Tensor) else torch.full_like(out.num_nodes, nodes)
 
 
 def blocks_of(candidates: int, max_depth: int, max_nodes: int) -> dict[str, int]:
-    """The constants of the kernel that follow from P, D and N."""
+    """The kernel's constexpr arguments, from P, D and N."""
     block_q = block_of(max_depth * candidates)
     return {
         "CANDIDATES": candidates,
@@ -142,7 +142,7 @@ def blocks_of(candidates: int, max_depth: int, max_nodes: int) -> dict[str, int]
 
 
 def warps_of(constants: dict[str, int]) -> int:
-    """8 candidates per thread while a block of threads can be that large."""
+    """8 candidates per thread, up to the largest block of threads."""
     return min(max(constants["BLOCK_Q"] // 256, 1), 16)
 
 
@@ -154,7 +154,7 @@ def check_tree_select(
     max_depths: torch.Tensor,
     out: DeviceTrees | None,
 ) -> DeviceTrees:
-    """Host-side checks; values on a device are never read. Returns `out`, or new trees where it is None."""
+    """Host-side checks; values on a device are never read. Returns `out`, or new trees if it is None."""
     requests, device = forest.num_requests, forest.levels.device
     check_per_request(
         requests,
@@ -166,7 +166,9 @@ def check_tree_select(
     if isinstance(nodes, torch.Tensor):
         check_per_request(requests, device, nodes=(nodes, torch.int32))
         if out is None:
-            raise ValueError("nodes is a tensor, whose values are not read; give out, which says how many there can be")
+            raise ValueError(
+                "nodes is a tensor, whose values the host does not read; pass out, which sets the most nodes"
+            )
     elif nodes < 1:
         raise ValueError(f"nodes is {nodes}; expected 1 or more, as the root counts")
     elif out is None:

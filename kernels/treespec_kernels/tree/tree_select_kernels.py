@@ -1,4 +1,4 @@
-"""Triton kernel of the tree select. Import this module only where triton is installed."""
+"""Triton kernel of the tree select. Needs triton."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def select_nodes(
     BLOCK_W: tl.constexpr,
     LOG_BLOCK_Q: tl.constexpr,
 ):
-    """One program owns one request. It finds the least value that is taken, digit by digit, instead of sorting."""
+    """One program owns one request. It finds the least selected value by radix selection instead of sorting."""
     request = tl.program_id(0).to(tl.int64)
     token = tl.load(root_tokens + request)
     level = tl.load(levels + request)
@@ -47,9 +47,9 @@ def select_nodes(
     value = tl.load(cand_values + first + o_q, mask=m_q, other=-1.0)
     is_allowed = m_q & is_busy & (value >= 0) & (value >= least)
 
-    # The bits of numbers of 0 or more order as they do. Values are at most 1, so 30 bits tell them apart: `at` becomes
-    # the largest number with `room` allowed candidates or more at or above it, 0 where there are fewer. Each round
-    # settles two bits by three counts, which share one reduction.
+    # The bits of non-negative floats compare like the floats, and values are at most 1, so 30 bits suffice. `at` becomes
+    # the largest number with at least `room` eligible candidates at or above it, or 0 if there are fewer. Each
+    # iteration determines two bits by three counts, which share one reduction.
     room = tl.maximum(tl.minimum(tl.load(wanted + request), MAX_NODES) - 1, 0).to(tl.int64)
     bits = tl.where(is_allowed, value.to(tl.int32, bitcast=True), -1)
     at = tl.zeros((), tl.int32)
@@ -64,7 +64,7 @@ def select_nodes(
         digit += ((counts >> 40) >= room).to(tl.int32)
         at += digit * step
 
-    # All above `at`, and of those at it the earliest, as far as there is room.
+    # Take all above `at`, then the earliest at `at` while there is room.
     above = bits > at
     equal = bits == at
     left = room - tl.sum(above.to(tl.int32), axis=0)
@@ -72,8 +72,8 @@ def select_nodes(
     node = tl.cumsum(is_taken.to(tl.int32), axis=0)  # the root is node 0
     size = tl.where(is_busy, tl.max(node, axis=0) + 1, 0)
 
-    # From here on by node. Node n is the first candidate with a count of n: a binary search, since the counts rise.
-    # Registers and shared memory only: what one thread stores in global memory, another need not see in this launch.
+    # From here on by node. Node n is the first candidate with a count of n, found by binary search as counts ascend.
+    # This uses registers and shared memory only: stores to global memory may not be visible to other threads.
     o_n = tl.arange(0, BLOCK_N)
     cand = tl.zeros((BLOCK_N,), tl.int32)
     for i in tl.static_range(LOG_BLOCK_Q):
@@ -100,7 +100,7 @@ def select_nodes(
     tl.store(tree_slots + p_n, tl.where(depth < level, slot, -1), mask=m_n)  # the last frontier was never run
     tl.store(tree_sizes + request, size)
 
-    # Ancestors: every node goes up once for each level; padding stays where it is.
+    # Ancestors: every node moves up one parent per level; padding stays.
     o_w = tl.arange(0, BLOCK_W)
     up = o_n
     ancestors = tl.zeros((BLOCK_N, BLOCK_W), tl.int32) + o_n[:, None]

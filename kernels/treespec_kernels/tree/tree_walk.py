@@ -1,11 +1,11 @@
-"""Tree walk: naive verification of every tree of a batch. From the root it goes to the child that carries the target's
-choice after the current node, as long as there is one.
+"""Tree walk: verifies every tree of a batch. From the root it follows the child that has the target's choice at the
+current node, while there is one.
 
-The emitted tokens are the target's own choices along the path and nothing else: those that led to a child are the
-accepted tokens, the last one is the bonus. So a path of `path_lens[b]` nodes, root included, emits as many tokens.
+The emitted tokens are the target's own choices along the path: those that led to a child are the accepted tokens, the
+last one is the bonus token. So a path of `path_lens[b]` nodes, root included, emits as many tokens.
 
-A request emits nothing (length 0) where it is idle, or where any of its nodes is not finite: then nothing that this
-pass computed for it can be trusted.
+A request emits nothing (length 0) if it is idle, or if the logits of any of its nodes are not finite, as then none of
+its results can be trusted.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from treespec_kernels.tree.device_trees import DeviceTrees, block_of, check_tens
 
 
 class Walk(NamedTuple):
-    """What one target pass decided.
+    """The accepted paths of one target pass.
 
     Args:
-        paths: [B, D + 1] int32, accepted node indices, root first; 0 beyond the path.
-        path_lens: [B] int32, nodes of the path, root included, and tokens emitted; 0: nothing was decided.
-        tokens: [B, D + 1] int32, the accepted tokens, then the bonus; -1 beyond.
-        slots: [B, D + 1] int32, the drafts' scratch slots of the path's nodes; 0 beyond `slot_lens`.
-        slot_lens: [B] int32, how many nodes of the path, from the root on, the drafts have K/V of.
+        paths: [B, D + 1] int32, accepted node indices, root first; padded with 0.
+        path_lens: [B] int32, nodes of the path, root included, which is the number of emitted tokens.
+        tokens: [B, D + 1] int32, the accepted tokens, then the bonus token; padded with -1.
+        slots: [B, D + 1] int32, the drafts' scratch slots of the path's nodes; padded with 0 from `slot_lens` on.
+        slot_lens: [B] int32, how many nodes of the path, from the root on, have K/V in the drafts.
     """
 
     paths: torch.Tensor
@@ -37,7 +37,7 @@ class Walk(NamedTuple):
 
     @classmethod
     def allocate(cls, num_requests: int, *, max_depth: int, device: torch.device | str = "cpu") -> Walk:
-        """A walk of paths of length 0: B and D in this order."""
+        """Allocates paths of length 0: B and D in this order."""
         shape = (num_requests, max_depth + 1)
 
         def filled(shape: tuple[int, ...], value: int) -> torch.Tensor:
@@ -56,9 +56,9 @@ def tree_walk_ref(trees: DeviceTrees, choices: torch.Tensor, finite: torch.Tenso
     """Walks every tree. Python loops on the host, any device.
 
     Args:
-        trees: siblings carry different tokens.
-        choices: [B, N] int32 or int64, the target's token after each node; of padding, anything.
-        finite: [B, N] bool, whether a node's logits were numbers; of padding, anything.
+        trees: siblings have different tokens.
+        choices: [B, N] int32 or int64, the target's token after each node; arbitrary for padding.
+        finite: [B, N] bool, whether a node's logits were finite; arbitrary for padding.
         out: written in place and returned; None allocates.
 
     Raises:
@@ -97,7 +97,7 @@ def tree_walk_ref(trees: DeviceTrees, choices: torch.Tensor, finite: torch.Tenso
 def tree_walk_triton(
     trees: DeviceTrees, choices: torch.Tensor, finite: torch.Tensor, *, out: Walk | None = None
 ) -> Walk:
-    """The same on a GPU in one launch, without a host read; arguments as in `tree_walk_ref`.
+    """`tree_walk_ref` on a GPU, in one launch and without a host sync.
 
     The last dimensions of `choices` and `finite` must be contiguous.
 
@@ -134,7 +134,7 @@ def tree_walk_triton(
 
 
 def blocks_of(max_depth: int, max_nodes: int) -> dict[str, int]:
-    """The constants of the kernel that follow from D and N."""
+    """The kernel's constexpr arguments, from D and N."""
     return {
         "MAX_DEPTH": max_depth,
         "MAX_NODES": max_nodes,
@@ -144,12 +144,12 @@ def blocks_of(max_depth: int, max_nodes: int) -> dict[str, int]:
 
 
 def warps_of(constants: dict[str, int]) -> int:
-    """16 edges per thread while a block of threads can be that large."""
+    """16 edges per thread, up to the largest block of threads."""
     return min(max(constants["BLOCK_N"] * constants["BLOCK_W"] // 512, 1), 8)
 
 
 def check_tree_walk(trees: DeviceTrees, choices: torch.Tensor, finite: torch.Tensor, out: Walk | None) -> Walk:
-    """Host-side checks; values on a device are never read. Returns `out`, or a new walk where it is None."""
+    """Host-side checks; values on a device are never read. Returns `out`, or a new walk if it is None."""
     shape, device = (trees.num_requests, trees.max_nodes), trees.ancestors.device
     for name, tensor in (("choices", choices), ("finite", finite)):
         if tuple(tensor.shape) != shape:

@@ -1,4 +1,4 @@
-"""Triton kernel of the tree walk. Import this module only where triton is installed."""
+"""Triton kernel of the tree walk. Needs triton."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def walk_down(
     BLOCK_N: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """One program owns one request. Every node looks at all edges above itself at once instead of walking step by
-    step: it is on the path where the choice at each edge's upper end is the token of its lower end. Siblings differ,
-    so there is one such node at a depth at most.
+    """One program owns one request. All nodes check all edges above them at once instead of walking step by step: a
+    node is on the path if the choice at the upper end of each edge is the token at its lower end. Siblings differ, so
+    at most one node per depth is.
     """
     WIDTH: tl.constexpr = MAX_DEPTH + 1
     request = tl.program_id(0).to(tl.int64)

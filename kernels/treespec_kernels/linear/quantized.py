@@ -1,7 +1,7 @@
 """Quantised weights of linear layers: 8-bit or 4-bit integers, with scales per output and group of inputs.
 
-A weight is (q - zero) * scale. Only weights are quantised: activations stay in the model's dtype, integers are converted
-exactly, and sums are in fp32. The dtype gives the format: int8 holds 8-bit weights, uint8 two 4-bit weights.
+A weight is (q - zero) * scale. Only weights are quantised: activations stay in the model's dtype, integers convert to
+it exactly, and sums are in fp32. The dtype of the values gives the format: int8 holds one weight, uint8 two of 4 bits.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ AMD_STAGES = 3  # fit in the 64 KB of gfx942; the number of stages does not affe
 
 @dataclass(frozen=True)
 class RowLinearConfig:
-    """A configuration of one weight for every number of rows. Bits depend on it, so it is fixed for an engine's lifetime.
+    """A weight's configuration for every number of rows. Bits depend on it, so it is fixed for an engine's lifetime.
 
     Args:
         block_m: rows per tile; a power of two, 16 or more, as are block_n and block_k.

@@ -47,8 +47,8 @@ def select_nodes(
     value = tl.load(cand_values + first + o_q, mask=m_q, other=-1.0)
     is_allowed = m_q & is_busy & (value >= 0) & (value >= least)
 
-    # The bits of non-negative floats compare like the floats, and values are at most 1, so 30 bits suffice. `at` becomes
-    # the largest number with at least `room` eligible candidates at or above it, or 0 if there are fewer. Each
+    # The bits of non-negative floats compare like the floats, and values are at most 1, so 30 bits suffice. `at`
+    # becomes the largest number with at least `room` eligible candidates at or above it, or 0 if there are fewer. Each
     # iteration determines two bits by three counts, which share one reduction.
     room = tl.maximum(tl.minimum(tl.load(wanted + request), MAX_NODES) - 1, 0).to(tl.int64)
     bits = tl.where(is_allowed, value.to(tl.int32, bitcast=True), -1)

@@ -1,4 +1,4 @@
-"""Locates the Triton kernels of each op: `<op>_kernels.py` in the folder of its family."""
+"""Finds the modules of each op's Triton kernels, `<op>_kernels.py` in the folder of its family."""
 
 from functools import cache
 from pathlib import Path

@@ -1,8 +1,8 @@
-"""C++ that is compiled on the user's machine: needed is a compiler (`$CXX`, c++, g++ or clang++) and nothing else.
+"""Compiles and caches C++ libraries on the user's machine. It needs only a compiler: `$CXX`, c++, g++ or clang++.
 
-A library is kept; its name holds a hash of the source, the command and the compiler's own macros, that is its version
-and the instructions of the machine, and a hash of its own bytes: loading a file that was cut short ends the process.
-Of several processes that need the same library at once, one compiles it and the others wait.
+The name of a cached library holds a hash of the source, the command and the compiler's predefined macros, which give
+its version and the machine's instruction set; and a hash of its own bytes, because loading a truncated file crashes the
+process. If several processes need the same library at once, one compiles it and the others wait.
 """
 
 import ctypes
@@ -24,25 +24,26 @@ from treespec_kernels.cpu.file_lock import shared_work
 logger = logging.getLogger("treespec")
 
 _PATIENCE = 600.0  # seconds to wait for another process's compiler; it takes 10 to 100
-# No -ffast-math, no contraction: the compiler must keep the result of every operation, so vectorising changes no bit.
+# No -ffast-math and no contraction: every operation is rounded, so vectorisation does not affect bits.
 _FLAGS = "-std=c++17 -O3 -march=native -ffp-contract=off -fno-math-errno -pthread -fPIC -shared -Wno-psabi".split()
 
 
 class CompileError(RuntimeError):
-    """No compiler, or one that refuses the source."""
+    """No compiler was found, or it failed."""
 
 
 def find_compiler() -> tuple[str, ...]:
-    """The command of the C++ compiler. Raises CompileError where there is none."""
+    """The command of the C++ compiler. Raises CompileError if there is none."""
     named = os.environ.get("CXX")
     try:
         commands = [shlex.split(named)] if named else [["c++"], ["g++"], ["clang++"]]
     except ValueError as error:
-        raise CompileError(f"CXX={named!r} is no command: {error}") from error
+        raise CompileError(f"CXX={named!r} is not a command: {error}") from error
     for command in commands:
         if command and shutil.which(command[0]):
             return tuple(command)
-    raise CompileError(f"no C++ compiler: {f'CXX={named!r} is none' if named else 'neither c++, g++ nor clang++ here'}")
+    tried = f"CXX={named!r} is not one" if named else "none of c++, g++ and clang++ is installed"
+    raise CompileError(f"no C++ compiler: {tried}")
 
 
 def _run(command: Sequence[str], stdin: str = "") -> str:
@@ -53,7 +54,7 @@ def _run(command: Sequence[str], stdin: str = "") -> str:
 
 
 def address_of(array: np.ndarray, dtype: type = np.int64) -> int:
-    """Where the elements of a contiguous array of this type lie. It takes a microsecond."""
+    """The address of the elements of a contiguous array of this dtype. Takes a microsecond."""
     assert array.flags.c_contiguous and array.dtype == dtype, (array.dtype, array.shape)
     return array.__array_interface__["data"][0]
 
@@ -61,20 +62,20 @@ def address_of(array: np.ndarray, dtype: type = np.int64) -> int:
 def compile_library(
     compiler: tuple[str, ...], sources: Sequence[Path], defines: Sequence[str], folder: Path
 ) -> ctypes.CDLL:
-    """A library, built into `folder` where it does not lie there yet. Where the folder cannot be written, it is built
-    for this process alone, as the log says.
+    """Loads a library from `folder`, and compiles it first if needed. If the folder is not writable, it is compiled for
+    this process only, with a warning.
 
     Args:
-        compiler: from `find_compiler`: the program, and flags that follow ours.
-        sources: what is compiled, then what it includes.
+        compiler: from `find_compiler`: the program, and its flags, which follow the default ones.
+        sources: the file to compile, then the files that it includes.
         defines: flags of this library.
-        folder: made where it is missing.
+        folder: created if missing.
 
     Raises:
         CompileError: the compiler fails, or its library does not load.
     """
     command = [compiler[0], *_FLAGS, *compiler[1:], *defines]
-    macros = _run([*command, "-x", "c++", "-dM", "-E", "-"])  # the compiler's version, and this machine's instructions
+    macros = _run([*command, "-x", "c++", "-dM", "-E", "-"])  # the compiler's version and the machine's instruction set
     texts = [source.read_text() for source in sources]
     key = hashlib.sha256("\n".join([*texts, macros, *command]).encode()).hexdigest()
     name = f"{sources[0].stem}-{key[:24]}"
@@ -88,9 +89,9 @@ def compile_library(
             return _compile_for_now(build, name, error)
         with scratch, shared_work(folder / f"{name}.lock", f"compile {sources[0].stem}", _PATIENCE):
             path = _kept(folder, name)
-            if path is None:  # renamed at the end: a process that could not wait may build at the same time
+            if path is None:  # renamed at the end: a process without the lock may compile at the same time
                 built = Path(scratch.name) / f"{name}.so"
-                logger.info("compiling %s with %s; it is kept in %s", sources[0].stem, compiler[0], folder)
+                logger.info("compiling %s with %s into %s", sources[0].stem, compiler[0], folder)
                 _run([*build, str(built)])
                 path = folder / f"{name}-{_digest(built)}.so"
                 os.replace(built, path)
@@ -98,29 +99,28 @@ def compile_library(
 
 
 def build_together(builds: Sequence[Callable[[], object]]) -> None:
-    """Run several builds side by side, each in a thread that waits for a compiler. Errors are left to the calls that
-    need the results: these ask for the same libraries again."""
+    """Runs several builds in parallel, each in a thread that waits for a compiler. It ignores errors: the calls that
+    need the libraries build them again and raise."""
     if len(builds) > 1 and len(_cores()) > 1:
         threads = ThreadPoolExecutor(min(len(builds), len(_cores())))
         try:
             for future in [threads.submit(build) for build in builds]:
                 future.exception()
-        finally:  # after Ctrl-C nobody waits for the builds that run, and the others do not begin
+        finally:  # after Ctrl-C, do not wait for running builds, and start no others
             threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _cores() -> Sequence[int]:
-    """The cores that this process may use."""
+    """The cores available to this process."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return range(os.cpu_count() or 1)
 
 
 def _compile_for_now(build: Sequence[str], name: str, reason: OSError) -> ctypes.CDLL:
-    """A library from a temporary folder, which is gone once it is loaded."""
+    """Compiles and loads a library in a temporary folder, which is deleted afterwards."""
     logger.warning(
-        "compiled libraries cannot be kept (%s), so every start compiles them; set XDG_CACHE_HOME to a folder that can "
-        "be written",
+        "cannot cache compiled libraries (%s), so every start compiles them; set XDG_CACHE_HOME to a writable folder",
         reason,
     )
     with tempfile.TemporaryDirectory() as scratch:
@@ -137,7 +137,7 @@ def _load(path: Path) -> ctypes.CDLL:
 
 
 def _kept(folder: Path, name: str) -> Path | None:
-    """A library that was built before, if it is whole."""
+    """A cached library that is complete, or None."""
     return next((kept for kept in sorted(folder.glob(f"{name}-*.so")) if _is_whole(kept)), None)
 
 
@@ -146,7 +146,7 @@ def _digest(path: Path) -> str:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a kept library is what its name says, as after a full disk it may not be."""
+    """Whether a cached library matches the hash in its name; after a full disk it may not."""
     try:
         return path.stem.endswith(f"-{_digest(path)}")
     except OSError:

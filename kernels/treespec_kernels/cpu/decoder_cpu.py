@@ -1,11 +1,10 @@
-"""A decoder's whole pass on a CPU in one call of C++, compiled on the user's machine.
+"""Runs a decoder's whole pass on a CPU in one call of C++, compiled on the user's machine.
 
-The source is `decoder_cpu.cpp`; its specification is the eager decoder in treespec/models/decoder.py. A small model's
-eager pass spends most of its time between operations: 25 torch calls a layer at 1 to 15 us each. Inductor does not
-help: half a layer (o, norm, MLP) took 110 us compiled by it and 80 us eagerly, 2 rows of 256 on one thread.
+The source is `decoder_cpu.cpp`; its specification is the eager decoder in treespec/models/decoder.py. The eager pass of
+a small model is bound by call overhead: 25 torch calls per layer at 1 to 15 us each. Inductor does not help: half a
+layer (o, norm, MLP) took 110 us with it and 80 us eagerly, for 2 rows of 256 on one thread.
 
-Needed is a C++ compiler and nothing else, no headers of torch or Python; a library takes 3 seconds to build
-(`cpu_library`).
+It needs only a C++ compiler, no headers of torch or Python; a library compiles in 3 seconds (`cpu_library`).
 """
 
 import copy
@@ -24,7 +23,7 @@ from treespec_kernels.cpu.cpu_library import compile_library
 from treespec_kernels.linear.quantized import QuantizedWeight
 
 SOURCE = Path(__file__).with_name("decoder_cpu.cpp")
-PARTS = tuple(  # that it includes
+PARTS = tuple(  # included files
     SOURCE.with_name(name)
     for name in (
         "vectors_cpu.h",
@@ -36,7 +35,7 @@ PARTS = tuple(  # that it includes
     )
 )
 DTYPES = (torch.bfloat16, torch.float32)
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")  # in the order of the source's
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")  # in the order of the C++ enum
 
 _LANES, _PANEL = 16, 64
 
@@ -149,11 +148,11 @@ def in_panels(tensor: Tensor) -> Tensor:
 
 
 class PackedLinear:
-    """One linear layer as the library takes it. `struct` points into `held`.
+    """One linear layer in the library's layout. `struct` points into `held`.
 
     Args:
         library: from `build`.
-        weight: [outputs, inputs] in the library's dtype, or a quantised one of these sizes, inputs even.
+        weight: [outputs, inputs] in the library's dtype, or quantised with an even number of inputs.
         bias: [outputs] or None.
     """
 
@@ -195,18 +194,18 @@ class PackedLinear:
 
 
 class NormWeights(NamedTuple):
-    """Of [hidden_size]; no bias in RMSNorm."""
+    """Weights of a norm, [hidden_size] each; RMSNorm has no bias."""
 
     weight: Tensor
     bias: Tensor | None = None
 
 
 class LayerWeights(NamedTuple):
-    """One layer's, projections [out_features, in_features] in the model's dtype or quantised; gate and up stacked.
+    """Weights of one layer. Projections are [out_features, in_features] in the model's dtype or quantised.
 
-    A family that norms what it adds to the residual stream has post norms, one that norms its heads `head_norm`,
-    [num_heads + num_kv_heads, head_dim], and one without a gate has `up` alone where others have both. `rope`: the
-    place of the layer's rope. `window`: how many positions a row sees, its own included; None: all.
+    Gate and up are stacked; without a gate, only up. `head_norm`, the norm of each head of q and k, is
+    [num_heads + num_kv_heads, head_dim]. `rope`: index of the layer's rope. `window`: how many positions a row sees,
+    its own included; None for all.
     """
 
     attn_norm: NormWeights
@@ -227,11 +226,11 @@ class LayerWeights(NamedTuple):
 
 
 class Architecture(NamedTuple):
-    """What a model computes besides its weights. Sizes are multiples of 16 (`misfit`).
+    """The architecture of a model. Sizes are multiples of 16 (`misfit`).
 
-    layer_norm: LayerNorm everywhere, else RMSNorm. parallel: the MLP does not see what attention of its layer adds.
-    activation: one of ACTIVATIONS. num_ropes: that heads are turned by, 0 where positions are learned. query_scale: of
-    scores. embed_scale: of embeddings. score_cap: c, where scores x become c tanh(x / c); None: they stay.
+    layer_norm: LayerNorm instead of RMSNorm. parallel: attention and MLP of a layer have the same input. activation:
+    one of ACTIVATIONS. num_ropes: number of different ropes, 0 for learned positions. query_scale: factor on the
+    scores. embed_scale: factor on the embeddings. score_cap: soft cap c: scores x become c tanh(x / c); None for none.
     """
 
     num_heads: int
@@ -247,21 +246,21 @@ class Architecture(NamedTuple):
 
 
 class CompiledPlan(NamedTuple):
-    """Which slots the rows of a pass see, the same for all layers and models."""
+    """The slots that the rows of a pass see, the same for all layers and models."""
 
     num_rows: int
     slots: Tensor  # int64 [num_rows], page * PAGE_SIZE + offset of each row's own K and V
-    rows: Tensor  # int64 [4, num_rows]: first page of the table, positions through it, first of the paths, how many
-    pages: Tensor  # int64, the requests' pages one after the other
-    paths: Tensor  # int64, slots of tree nodes in the order of their positions
+    rows: Tensor  # int64 [4, num_rows]: start in pages, positions read through pages, start in paths, path length
+    pages: Tensor  # int64, the pages of all requests
+    paths: Tensor  # int64, slots of tree nodes, in position order
     positions: Tensor  # int64 [num_rows]
 
 
 def plan_compiled(requests: Sequence[RequestRows]) -> CompiledPlan:
-    """Lay out a pass over the rows of all requests, in their order.
+    """Plans a pass over the rows of all requests, in order.
 
-    A row finds its committed positions through its request's pages, a chain's further ones too, and a tree node's path
-    slot by slot. The pass stores scores by position, so it cannot tell a node from the same token decoded alone.
+    A row reads committed positions (and the positions of a chain) through its request's pages, and the path of a tree
+    node slot by slot. Scores are stored by position, so a node is computed exactly like the same token decoded alone.
     """
     slots, rows, pages, paths = [], [], [], []
     first_page = first_path = 0
@@ -295,10 +294,10 @@ def plan_compiled(requests: Sequence[RequestRows]) -> CompiledPlan:
 
 
 class PassEntries(NamedTuple):
-    """What another library needs to run a model's passes: addresses, and sizes as integers.
+    """Addresses and sizes with which another library runs a model's passes.
 
-    forward, probs: functions. model, head: what they take first. num_places: rows of learned positions, 0 where there
-    are none. hidden_bytes: of one row's hidden state. threads: that share a pass.
+    forward, probs: functions. model, head: their first arguments. num_places: rows of learned positions, or 0.
+    hidden_bytes: size of one row's hidden state. threads: number of threads of a pass.
     """
 
     forward: int
@@ -311,17 +310,17 @@ class PassEntries(NamedTuple):
 
 
 class CompiledModel:
-    """Packed weights and the library that runs them.
+    """A model with packed weights, run by the library.
 
     Args:
         library: from `build`, for this head size and dtype.
         architecture: of the model.
-        embed: [vocab, hidden], read at every pass.
-        positions: [positions, hidden] where they are learned, or None.
+        embed: [vocab, hidden].
+        positions: learned positions [positions, hidden], or None.
         layers: in order.
         final_norm: of [hidden].
         head: [vocab, hidden].
-        num_threads: that share a pass. No bit depends on it.
+        num_threads: number of threads of a pass; bits do not depend on it.
     """
 
     def __init__(
@@ -337,7 +336,10 @@ class CompiledModel:
     ):
         self._library, self._threads, self.num_ropes = library, num_threads, architecture.num_ropes
         self._num_places = 0 if positions is None else len(positions)
-        self._held: list[Tensor] = [embed, *([] if positions is None else [positions])]  # what structures point to
+        self._held: list[Tensor] = [
+            embed,
+            *([] if positions is None else [positions]),
+        ]  # referenced by pointers in the structs
         self.dtype, self.vocab_size, self.hidden_size = embed.dtype, head.shape[0], embed.shape[1]
         self._layers = (_Layer * len(layers))(
             *(
@@ -378,10 +380,10 @@ class CompiledModel:
             a.score_cap or 0.0,
         )
         self._head = self._linear(head, None)
-        self.entries = self._find_entries()  # for passes that another library runs; None: `probs` is not one call
+        self.entries = self._find_entries()  # for passes run by another library; None if `probs` is not a single call
 
     def keep(self, layers: Sequence[int], windows: Sequence[int | None]) -> "CompiledModel":
-        """The model of these layers alone, with these windows; weights are shared."""
+        """A model of only these layers, with these windows; it shares the weights."""
         model = copy.copy(self)
         model._layers = (_Layer * len(layers))(*(self._layers[i] for i in layers))
         for layer, window in zip(model._layers, windows, strict=True):
@@ -393,7 +395,7 @@ class CompiledModel:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all weights as they are held."""
+        """Bytes of all weights in memory."""
         return sum(tensor.nbytes for tensor in self._held)
 
     def _hold(self, tensor: Tensor) -> int:
@@ -426,9 +428,9 @@ class CompiledModel:
             tokens: int64 [num_rows].
             plan: from `plan_compiled`.
             rotation: fp32 [positions, 2 * num_ropes, head_dim], cos and signed sin of each rope, contiguous.
-            kv: in the model's dtype [num_layers, 2, num_pages, num_kv_heads, PAGE_SIZE, head_dim], contiguous.
-            num_layers: how many to run; None = all.
-            places: int64 [num_rows], rows of the learned positions.
+            kv: [num_layers, 2, num_pages, num_kv_heads, PAGE_SIZE, head_dim] in the model's dtype, contiguous.
+            num_layers: how many layers to run; None for all.
+            places: int64 [num_rows], indices into the learned positions.
         """
         assert tokens.dtype == torch.int64 and tokens.is_contiguous() and len(tokens) == plan.num_rows
         assert rotation.is_contiguous() and rotation.dtype == torch.float32
@@ -465,8 +467,8 @@ class CompiledModel:
         return out
 
     def best(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Of logits in the model's dtype [num_rows, vocab_size]: the largest of each row in fp32, NaN where one is, and
-        the first token that has it, int64."""
+        """The largest logit of each row in fp32 (NaN if any is), and the first token that has it, int64. Logits are
+        [num_rows, vocab_size] in the model's dtype."""
         assert logits.is_contiguous() and logits.dtype == self.dtype and logits.shape[1] == self.vocab_size
         values = torch.empty(len(logits), dtype=torch.float32, device="cpu")
         tokens = torch.empty(len(logits), dtype=torch.int64, device="cpu")
@@ -495,7 +497,7 @@ class CompiledModel:
 
     def probs(self, hidden: Tensor) -> Tensor:
         """hidden: [num_rows, hidden_size] -> fp32 [num_rows, vocab_size], softmax of fp32 logits."""
-        if self.vocab_size % _LANES:  # the library writes whole vectors of fp32; then logits are rounded
+        if self.vocab_size % _LANES:  # the library writes whole vectors of fp32; here logits are rounded first
             return torch.softmax(self.logits(hidden).float(), -1)
         out = torch.empty(len(hidden), self.vocab_size, dtype=torch.float32, device="cpu")
         self._run_head(self._library.treespec_probs, hidden, out)
@@ -508,10 +510,10 @@ class CompiledModel:
 
 
 def misfit(hidden: int, mlp: int, head_dim: int, dtype: torch.dtype) -> str | None:
-    """Why a model cannot be compiled, or None."""
+    """The reason why a model cannot be compiled, or None."""
     if dtype not in DTYPES:
         return f"dtype {dtype}; valid: float32, bfloat16"
     for name, size in (("hidden size", hidden), ("MLP size", mlp), ("head size", head_dim)):
         if size % _LANES:
-            return f"a {name} of {size}, which is no multiple of {_LANES}"
+            return f"a {name} of {size}, which is not a multiple of {_LANES}"
     return None

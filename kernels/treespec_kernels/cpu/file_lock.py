@@ -1,4 +1,4 @@
-"""A lock between processes, for work that one of them does and the others wait for."""
+"""A file lock between processes, for work that one of them does while the others wait."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ logger = logging.getLogger("treespec")
 
 @contextmanager
 def shared_work(path: Path, waiting_for: str, patience: float) -> Iterator[bool]:
-    """Hold the lock of `path` while the block runs; says in the log that it waits for another process, or thread.
+    """Holds the lock of `path` while the block runs; logs a warning when it waits for another process or thread.
 
-    The kernel releases the lock of a process that dies, however it dies. Where locks cannot be had (a file system
-    without them, a folder that cannot be written), and where the holder takes longer than `patience`, the block runs
-    without the lock, as the log says: its work must then be safe beside another's.
+    The operating system releases the lock of a process that dies. If locking is not possible (a file system without
+    locks, a folder that is not writable), or if the holder takes longer than `patience`, the block runs without the
+    lock, with a warning. Its work must be safe to run concurrently.
 
     Args:
-        path: of the lock file; its folder exists. The file stays.
-        waiting_for: what another process is doing, such as "compile decoder_cpu".
-        patience: seconds to wait at most.
+        path: of the lock file, in an existing folder. The file is not deleted.
+        waiting_for: the work of the other process, such as "compile decoder_cpu".
+        patience: the most seconds to wait.
 
     Yields:
         whether the lock is held.
@@ -39,11 +39,9 @@ def shared_work(path: Path, waiting_for: str, patience: float) -> Iterator[bool]
             lock.acquire(timeout=patience)
             held = True
     except Timeout:
-        logger.warning(
-            "another process has taken more than %.0f s to %s: not waiting any longer", patience, waiting_for
-        )
+        logger.warning("another process took more than %.0f s to %s; not waiting any longer", patience, waiting_for)
     except (OSError, NotImplementedError) as error:
-        logger.warning("%s cannot be locked (%s): processes that start together may all %s", path, error, waiting_for)
+        logger.warning("cannot lock %s (%s); processes that start together may all %s", path, error, waiting_for)
     try:
         yield held
     finally:

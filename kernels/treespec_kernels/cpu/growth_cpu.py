@@ -1,8 +1,8 @@
-"""Growing token trees by a level in one call of C++: the slots of the frontier, the SSMs' passes over it, the merge of
-what they and other sources say, and the choice of the next frontier.
+"""Grows token trees by one level in one call of C++: assigns slots to the frontier, runs the SSMs' passes over it,
+merges their proposals with those of other sources, and chooses the next frontier.
 
-The source is `growth_cpu.cpp`, the specification `Forest.extend` in treespec/drafters/ssm/forest.py. Python's share of
-a call dominates (an array's address alone takes 1 us), so a level's nodes lie side by side in three arrays.
+The source is `growth_cpu.cpp`, the specification `Forest.extend` in treespec/drafters/ssm/forest.py. The overhead of
+Python dominates a call (the address of an array alone takes 1 us), so all data of a level is in three arrays.
 """
 
 import ctypes
@@ -85,7 +85,7 @@ class _Draft(ctypes.Structure):
 
 @functools.cache
 def growth_library(compiler: tuple[str, ...], folder: Path) -> ctypes.CDLL:
-    """The library, as `compile_library`."""
+    """The compiled library; arguments and errors as in `compile_library`."""
     library = compile_library(compiler, _SOURCES, (), folder)
     library.treespec_grow.argtypes = library.treespec_place.argtypes = (ctypes.c_void_p,)
     library.treespec_draft.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
@@ -103,7 +103,7 @@ class Grown(NamedTuple):
 
 
 class _Results(NamedTuple):
-    """What a call writes: int64 [9, room], float64 [3 + num_ssms, room], and bools of nodes and rows."""
+    """The outputs of a call: int64 [9, room], float64 [3 + num_ssms, room], and bools of nodes and rows."""
 
     ints: np.ndarray
     floats: np.ndarray
@@ -111,15 +111,17 @@ class _Results(NamedTuple):
 
 
 class TreeGrowth:
-    """What the library knows of some trees between two levels.
+    """The library's state of some growing trees.
 
     Args:
         library: from `growth_library`.
-        num_ssms: that may score.
-        max_depths, nodes: int64 [num_trees]: levels of each tree; only what can be among so many nodes is kept.
-        end_tokens: by tree: below them nothing is expanded.
-        seeds: children int64 [num nodes + 1, width], tokens int64 and probs float64 [num nodes], of other sources.
-        max_frontier, max_slots: nodes of one tree that are expanded, at one depth and in all.
+        num_ssms: the number of SSMs.
+        max_depths, nodes: int64 [num_trees]: the most levels and nodes of each tree; candidates that cannot be among
+            the best `nodes` are dropped.
+        end_tokens: by tree: tokens that are not expanded.
+        seeds: proposals of other sources: children int64 [num nodes + 1, width], tokens int64 and probs float64
+            [num nodes].
+        max_frontier, max_slots: the most nodes of one tree that are expanded, at one depth and in total.
     """
 
     def __init__(
@@ -174,15 +176,15 @@ class TreeGrowth:
         branching: np.ndarray,
         children: int,
     ) -> Grown:
-        """One level from what SSMs said.
+        """Grows one level from the SSMs' probabilities.
 
         Args:
-            frontier: what was scored.
+            frontier: the scored nodes.
             size, depth: nodes of all trees so far, and levels.
             ssm_probs: SSM, rows (int64, ascending) and probabilities (float32 [len(rows), vocab]) of each that scored.
             weights: float64 [num_trees, num_ssms].
-            branching: int64 [num_trees], children of a node, 0 where values decide.
-            children: most proposals of one SSM.
+            branching: int64 [num_trees], children per node; 0 to choose by value.
+            children: the most proposals of one SSM per node.
         """
         rows, vocab, g = len(frontier.nodes), ssm_probs[0][2].shape[1], self._growth
         assert all(probs.shape == (len(own), vocab) for _, own, probs in ssm_probs)
@@ -206,13 +208,13 @@ class TreeGrowth:
         branching: np.ndarray,
         children: int,
     ) -> tuple[Grown, list[np.ndarray]]:
-        """One level below the roots, SSMs' passes and all; the other arguments as of `extend`.
+        """Grows one level, including the SSMs' passes; the other arguments as in `extend`.
 
         Args:
-            passes: of these trees.
+            passes: the passes of these trees.
 
         Returns:
-            The level, and what each SSM said: float32 [rows that it scored, vocab], in the order of the frontier.
+            The level, and each SSM's probabilities: float32 [rows that it scored, vocab], in the order of the frontier.
         """
         rows, drafts = len(frontier.nodes), passes.drafts
         results = self._begin(frontier, size, depth, passes.vocab, len(drafts), weights, branching, children)
@@ -240,7 +242,7 @@ class TreeGrowth:
         branching: np.ndarray,
         children: int,
     ) -> _Results:
-        """Everything but the SSMs' probabilities, and room for what is written."""
+        """Sets all inputs except the SSMs' probabilities, and allocates the outputs."""
         assert self._largest_token < vocab
         g, rows, ssms = self._growth, len(frontier.nodes), self._num_ssms
         room = rows * (num_scored * min(children, vocab) + self._width)
@@ -250,7 +252,7 @@ class TreeGrowth:
         g.branching = address_of(branching)
         if weights is not self._weights:
             self._weights, g.weights = weights, address_of(weights, np.float64)
-        if frontier is not self._frontier:  # else it lies where the last level put it
+        if frontier is not self._frontier:  # otherwise it is where the last level was written
             own = frontier.nodes, frontier.tokens, frontier.owners, frontier.seeds, frontier.above
             g.row_nodes, g.row_tokens, g.row_owners, g.row_seeds, g.row_above = map(address_of, own)
             g.row_values = address_of(frontier.values, np.float64)
@@ -264,7 +266,7 @@ class TreeGrowth:
         return _Results(ints, floats, flags)
 
     def _grown(self, results: _Results, size: int) -> Grown:
-        """What a call wrote: a level of `size` nodes, whose frontier is the next call's."""
+        """The outputs of a call: a level of `size` nodes, whose frontier is the next call's."""
         ints, floats, flags = self._results = results  # `_frontier` points to them
         g, ssms, room = self._growth, self._num_ssms, ints.shape[1]
         g.row_nodes, g.row_tokens, g.row_owners = g.next_nodes, g.next_tokens, g.next_owners
@@ -276,12 +278,12 @@ class TreeGrowth:
 
 
 class TreePlaces:
-    """Where the nodes of some trees lie in the SSMs' pools; each takes the next slot of its tree, the root slot 0.
+    """The slots of some trees' nodes in the SSMs' KV pools. Each node takes the next slot of its tree, the root slot 0.
 
     Args:
         library: from `growth_library`.
-        context_lens: committed positions, by tree.
-        pages: of their requests, by tree.
+        context_lens: committed positions by tree.
+        pages: the request's pages by tree.
     """
 
     def __init__(self, library: ctypes.CDLL, context_lens: Sequence[int], pages: Sequence[np.ndarray]):
@@ -306,14 +308,14 @@ class TreePlaces:
         )
 
     def first_slot(self, tree: int) -> int:
-        """Of a tree's nodes in the newest level."""
+        """The first slot of a tree's nodes in the newest level."""
         return int(self._state[2, tree])
 
     def extend(self, owners: np.ndarray, above: np.ndarray, depth: int) -> CompiledPlan:
-        """Give the nodes of a level their slots, and lay out a pass over them.
+        """Assigns slots to the nodes of a level, and plans a pass over them.
 
         Args:
-            owners, above: int64 [num_rows], the tree, and the slot of the parent in it; those of a tree side by side.
+            owners, above: int64 [num_rows], the tree, and the slot of the parent in it, grouped by tree.
             depth: of the level.
         """
         count, p = len(owners), self.placing
@@ -332,7 +334,8 @@ class TreePlaces:
         )
 
     def prepare(self, count: int, depth: int) -> Tensor:
-        """Room for what a level of `count` nodes writes; its paths, behind the first 6 `count`, are the next one's."""
+        """Allocates the outputs of a level of `count` nodes. Its paths, from index 6 * `count` on, are inputs of the
+        next level."""
         results = torch.empty(count * (depth + 7), dtype=torch.int64, device="cpu")
         at, step, p = results.data_ptr(), 8 * count, self.placing
         p.paths_above, p.slots, p.positions, p.rows, p.paths = (
@@ -346,16 +349,16 @@ class TreePlaces:
 
 
 class DraftPasses:
-    """SSMs that score level after level of some trees.
+    """The SSMs' passes over some trees, level by level.
 
     Args:
-        places: of the trees; no other call gives them slots.
-        ssms: numbers of those that draft for any of them, ascending.
-        entries: what the passes of each run on.
-        rotations: of each, as `CompiledModel.forward` takes it, for all positions that the trees may reach.
-        pools: of each, its part of the cache.
+        places: of the trees; only these passes assign slots in it.
+        ssms: indices of the SSMs that draft for any of them, ascending.
+        entries: by SSM, its `PassEntries`.
+        rotations: by SSM, as in `CompiledModel.forward`, for all positions that the trees may reach.
+        pools: by SSM, its part of the cache.
         active: bool [num_trees, len(ssms)], which of them draft for a tree.
-        vocab: theirs.
+        vocab: the vocabulary size of the SSMs.
     """
 
     def __init__(

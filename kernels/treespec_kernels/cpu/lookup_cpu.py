@@ -1,8 +1,8 @@
-"""Prompt lookup in one call of C++: the search for earlier occurrences of a text's end, in itself and in a history of
-texts, and the tree of what followed.
+"""Prompt lookup in one call of C++: finds earlier occurrences of a text's suffix, in the text and in a history of
+texts, and builds the tree of their continuations.
 
 The source is `lookup_cpu.cpp`; the specifications are `search` in treespec/drafters/lookup/lookup_drafter.py and
-`History` in treespec/drafters/lookup/history.py. Addresses of what stays where it is are taken once.
+`History` in treespec/drafters/lookup/history.py. Addresses of long-lived arrays are taken only once.
 """
 
 import ctypes
@@ -15,14 +15,14 @@ import numpy as np
 from treespec_kernels.cpu.cpu_library import address_of, compile_library
 
 MAX_MATCH = 12  # longer matches count as this long
-MATCHES, PAST_MATCHES = 6, 16  # in the text and in the history, whose continuations are proposed
-# What is told apart of a guess. In the text: its place among siblings, of which the third stands for all later ones. In
-# the history, by the matches that go on to it: the only one; all of several; the most, two thirds of them or fewer; the
-# second most; fewer.
+MATCHES, PAST_MATCHES = 6, 16  # the most matches in the text and in the history
+# Classes of guesses with separate acceptance counts. In the text: the index among siblings, up to the third and later.
+# In the history, by how many matches continue with it: the only match; all of several; the most, with more or with at
+# most two thirds of them; the second most; fewer.
 PLACES, OWN_PLACES = 9, 3
-ORDERS = SHORT, LONG = 3, 6  # tokens that a match in the history has at least; the longer ones are looked for first
+ORDERS = SHORT, LONG = 3, 6  # least lengths of a match in the history; the longer is tried first
 BYTES_PER_TOKEN = 64  # of the history: eight numbers
-STEPS = 64  # of the latest occurrences in the history that are looked at
+STEPS = 64  # the most occurrences in the history that are checked, latest first
 
 _SOURCE = Path(__file__).with_name("lookup_cpu.cpp")
 _INTS = ("node_tokens", "parents", "depths", "own_places", "past_places", "own_lengths", "past_lengths")
@@ -81,14 +81,14 @@ def lookup_library(compiler: tuple[str, ...], folder: Path) -> ctypes.CDLL:
 
 
 class Found(NamedTuple):
-    """A tree of guesses, numbered by falling value; arrays of [num_nodes], int64, and float64 the last two.
+    """A tree of guesses in descending order of value; arrays of [num_nodes], int64, the last two float64.
 
     Attributes:
-        tokens, parents, depths: as `TokenTree` has them.
-        places, lengths: [2, num_nodes], what is told apart of each node, and how long the match is that it follows: in
-            the text, and in the history; -1 where it was not proposed there. The root's are 0.
-        probs: that the text goes on to this node from its parent.
-        values: products of them along the path.
+        tokens, parents, depths: as in `TokenTree`.
+        places, lengths: [2, num_nodes], the class of each guess and the length of the match that it continues: in the
+            text, and in the history; -1 if not proposed there. The root's are 0.
+        probs: probability that the text continues from the parent to this node.
+        values: products of probs along the path.
     """
 
     tokens: np.ndarray
@@ -105,13 +105,13 @@ class CompiledHistory:
 
     Args:
         library: from `lookup_library`.
-        capacity: tokens, a power of two. A token takes BYTES_PER_TOKEN, once it was written.
+        capacity: tokens, a power of two. A written token takes BYTES_PER_TOKEN.
     """
 
     def __init__(self, library: ctypes.CDLL, capacity: int):
         self._add = library.treespec_history_add
         names = ("tokens", "owners", "before", "after")
-        # Zeros that the system hands out when they are first touched.
+        # Zero pages, allocated by the system on first access.
         self._held = {name: np.zeros(capacity, dtype=np.int64) for name in names}
         self._held |= {name: np.zeros(2 * capacity, dtype=np.int64) for name in ("older", "heads")}
         addresses = {name: address_of(array) for name, array in self._held.items()}
@@ -127,15 +127,15 @@ class CompiledHistory:
 
 
 class LookupSearch:
-    """Searches texts with what was counted so far.
+    """Searches texts, with probabilities from the counts of earlier guesses.
 
     Args:
         library: from `lookup_library`.
-        prior: float64 [PLACES, MAX_MATCH + 1], probability that a guess holds, before any was seen.
-        prior_trials, global_trials: what the prior counts for against the counts of all requests, and these against a
-            request's own.
-        common: float64 [2, PLACES, MAX_MATCH + 1], guesses of all requests and how many of them held.
-        history: that is searched beside each text, or None.
+        prior: float64 [PLACES, MAX_MATCH + 1], prior probability that a guess is right.
+        prior_trials, global_trials: the weight of the prior, in trials, against the counts of all requests, and of
+            these against a request's own.
+        common: float64 [2, PLACES, MAX_MATCH + 1], guesses of all requests, and how many of them were right.
+        history: searched in addition to each text, or None.
     """
 
     def __init__(
@@ -162,16 +162,16 @@ class LookupSearch:
     def search(
         self, tokens: int, length: int, depth: int, own: int | None, least: float, looks_up: bool, owner: int | None
     ) -> Found | None:
-        """The tree of what followed the best matches; None without one, or where the best guess is too improbable.
+        """The tree of continuations of the best matches; None without a match, or if the best guess is too improbable.
 
         Args:
             tokens: address of the text, int64 [length].
-            length: of it, at least 1.
+            length: of the text, at least 1.
             depth: of the tree, at least 1.
-            own: address of what was counted of this text, as `common`; None: nothing.
-            least: probability that the best first guess must have.
+            own: address of the counts of this text, as `common`; None for no counts.
+            least: the least probability of the best first guess.
             looks_up: whether the text itself is searched.
-            owner: whose tokens in the history are no matches; None: it is not searched.
+            owner: request whose own tokens in the history are skipped; None to not search the history.
         """
         most = (MATCHES + PAST_MATCHES) * depth + 1
         if most > self._ints.shape[1]:
@@ -188,9 +188,9 @@ class LookupSearch:
         return Found(*ints[:3], ints[3:5], ints[5:], *self._floats[:, :count].copy())
 
     def count(self, found: Found, path: np.ndarray, own: np.ndarray) -> None:
-        """Count the guesses below every node of `path`, int64 [length] of node indices: one of them held, or none.
+        """Counts the guesses below every node of `path`, int64 [length] node indices, as right or wrong.
 
-        `own` is counted into beside `common`, and of its shape.
+        The counts go to `common` and to `own`, which has the same shape.
         """
         parents, row = address_of(found.parents), found.parents.nbytes  # rows of one array
         self._library.treespec_lookup_count(

@@ -1,1 +1,1 @@
-"""What Triton launches share: checks, CUDA graphs, programmatic launches, pointwise functions."""
+"""Shared parts of Triton launches: checks, CUDA graphs, programmatic dependent launch, pointwise functions."""

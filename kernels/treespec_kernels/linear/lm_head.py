@@ -229,7 +229,7 @@ def _check_outputs(
 
 
 def check_block_stats(stats: BlockStats, num_rows: int, num_blocks: int, device: torch.device) -> None:
-    """Raises ValueError if a summary is not that of `num_rows` rows in `num_blocks` blocks."""
+    """Raises ValueError if `stats` is not a summary of `num_rows` rows and `num_blocks` blocks."""
     for name, tensor in stats._asdict().items():
         dtype = torch.int32 if name == "tokens" else torch.float32
         if (tuple(tensor.shape), tensor.dtype, tensor.device) != ((num_rows, num_blocks), dtype, device):

@@ -1,1 +1,1 @@
-"""Choosing tokens from logits: coupled (Gumbel) sampling and top-k."""
+"""Token selection from logits: coupled (Gumbel) sampling and top-k."""

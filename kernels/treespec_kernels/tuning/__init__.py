@@ -1,1 +1,1 @@
-"""Autotuning: timing of kernel configurations, and the tuned files they are kept in."""
+"""Autotuning: timing of kernel configurations, and the files of tuned configurations."""

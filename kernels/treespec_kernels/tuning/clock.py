@@ -1,4 +1,4 @@
-"""How long a call takes on a device, and how fast the device copies. Times are those of an otherwise idle device."""
+"""Clocks that time calls and measure copy bandwidth on an otherwise idle device."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ BANDWIDTH_BYTES = 2 << 30
 
 
 class Clock(Protocol):
-    """What a sweep measures with."""
+    """Times the calls of a sweep."""
 
     def seconds(self, calls: Sequence[Call]) -> float:
-        """Of one call, when all of them take turns."""
+        """Seconds per call, with `calls` run in turn."""
 
     def copies(self, num_bytes: int) -> int:
-        """How many copies of inputs of `num_bytes` take turns, so that none is found in a cache."""
+        """The number of copies of inputs of `num_bytes` to run in turn so that none stays in a cache."""
 
     def copy_bandwidth(self) -> float:
-        """Bytes read and written per second by a copy: the ceiling of what is bound by memory."""
+        """Bytes read and written per second by a copy: the limit of memory-bound kernels."""
 
 
 class CudaClock:

@@ -1,8 +1,8 @@
-"""The sweep: for each op and shape every configuration is checked, then timed, and the fastest is kept.
+"""The tuning sweep: checks and times every configuration of each op and shape, and keeps the fastest.
 
-A configuration whose results are not right, or whose rows depend on the rows beside them, is never timed. Each
-measurement is appended to a log at once, so that a sweep that was interrupted, or that ran out of its budget, goes on
-where it was. What is minimised is the mean time of the workloads of one key, weighted as they say.
+A configuration with wrong results, or whose rows depend on other rows, is not timed. Each measurement is appended to a
+log immediately, so that a sweep that was interrupted or ran out of its budget can be resumed. The sweep minimises the
+weighted mean time of the workloads of one key.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from treespec_kernels.tuning.clock import Clock
 from treespec_kernels.tuning.tuned import TunedEntry, config_fields, label_of, versions_of
 from treespec_kernels.tuning.workloads import Workload
 
-MARGIN = 0.01  # a winner is this much faster than the default, else the default stays
-BATCH = 4  # configurations that one process compiles for one making of inputs
+MARGIN = 0.01  # the best must be this much faster than the default to replace it
+BATCH = 4  # configurations that one process compiles per creation of inputs
 
 
 class TuningError(RuntimeError):
-    """A kernel left the device in a state in which nothing runs any more."""
+    """A kernel left the device unusable for this process."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One configuration of one op and key: the seconds of each load, or why there are none."""
+    """The result of one configuration of one op and key: the seconds of each load, or an error."""
 
     config: Any
     seconds: dict[str, float] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Problem:
-    """What is tuned as one: the workloads of equal op and key."""
+    """The workloads of one op and key, which are tuned together."""
 
     workloads: tuple[Workload, ...]
 
@@ -68,7 +68,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What a sweep found out about one problem. `left`: configurations that the budget did not reach."""
+    """The measurements of one problem. `left`: the number of configurations that the budget did not reach."""
 
     problem: Problem
     measurements: tuple[Measurement, ...]
@@ -76,13 +76,13 @@ class Tuned:
 
     @property
     def default(self) -> Measurement | None:
-        """Of the shipped default, where it was measured and right."""
+        """The measurement of the shipped default, if it succeeded."""
         shipped = self.problem.workloads[0].default
         return next((m for m in self.measurements if m.config == shipped and not m.error), None)
 
     @property
     def best(self) -> Measurement | None:
-        """The fastest one; the default where nothing is faster by `MARGIN`."""
+        """The fastest measurement; the default if none is faster by `MARGIN`."""
         right = [m for m in self.measurements if not m.error]
         if not right:
             return None
@@ -97,11 +97,11 @@ class Tuned:
         return [m for m in self.measurements if m.error]
 
     def entry(self, versions: dict[str, str]) -> TunedEntry | None:
-        """For a tuned file; None where the op has nothing to choose, or nothing was right."""
+        """The entry for a tuned file; None if the op has no configurations, or none succeeded."""
         best, default = self.best, self.default
         if best is None or best.config is None:
             return None
-        shipped = default or best  # where the default failed there is nothing to compare with
+        shipped = default or best  # nothing to compare with if the default failed
         loads = {
             workload.load: {
                 "microseconds": 1e6 * best.seconds[workload.load],
@@ -124,9 +124,9 @@ class Tuned:
 
 
 class SweepLog:
-    """What was measured on a device, a line of JSON for each configuration.
+    """Measurements on a device, one line of JSON per configuration.
 
-    Lines of other versions, of anything, count for nothing; nor does a line that was cut off in the middle.
+    Lines of other versions and truncated lines are ignored.
     """
 
     def __init__(self, path: Path, device_name: str):
@@ -158,7 +158,7 @@ class SweepLog:
             file.write("\n" * torn + _text({"what": what} | known) + "\n")
 
     def forget(self) -> None:
-        """Starts over."""
+        """Deletes the log."""
         self._known = {}
         self.path.unlink(missing_ok=True)
 
@@ -173,7 +173,7 @@ class SweepLog:
 
 
 def problems_of(workloads: Iterable[Workload]) -> list[Problem]:
-    """Workloads of equal op and key together, in the order of their first; a load that stands twice counts once."""
+    """Groups workloads by op and key, in order of first occurrence; a repeated load counts once."""
     grouped: dict[str, dict[str, Workload]] = {}
     for workload in workloads:
         loads = grouped.setdefault(label_of(workload.op, workload.key), {})
@@ -193,15 +193,15 @@ def tune(
     """Sweeps the configurations of every problem.
 
     Args:
-        problems: what to tune.
-        clock: measures.
-        log: what is in it is not measured again; what is measured is added.
-        budget_seconds: after it no further configuration begins; each problem gets its share of what is left.
-        jobs: processes that compile before anything is timed, for half of the budget at most; 1 compiles none.
-        advance: told what is at work, and how many configurations of how many are done.
+        problems: the problems to tune.
+        clock: times the workloads.
+        log: earlier measurements, which are not repeated; new ones are appended.
+        budget_seconds: no configuration starts after it; each problem gets an equal share of the remaining time.
+        jobs: processes that compile kernels before the timing, for at most half of the budget; 1 for no such step.
+        advance: called with the current step, and the numbers of configurations done and of all.
 
     Raises:
-        TuningError: a kernel broke the device. It is in the log as failed: the next sweep goes past it.
+        TuningError: a kernel broke the device. The log records it as failed, so the next sweep skips it.
         torch.OutOfMemoryError: the workloads do not fit.
     """
     began, done = time.monotonic(), 0
@@ -246,7 +246,7 @@ def tune(
 
 
 def measure(problem: Problem, config: Any, clock: Clock) -> Measurement:
-    """Checks a configuration on every workload of a problem; if it is right, times it on each."""
+    """Checks a configuration on every workload of a problem, then times it on each."""
     try:
         for workload in problem.workloads:
             workload.check(config)
@@ -255,19 +255,19 @@ def measure(problem: Problem, config: Any, clock: Clock) -> Measurement:
             copies = clock.copies(workload.bytes)
             workload.prepare(copies)
             seconds[workload.load] = clock.seconds([partial(workload.run, config, copy) for copy in range(copies)])
-    except torch.OutOfMemoryError:  # says nothing about the configuration
+    except torch.OutOfMemoryError:  # not the configuration's fault
         raise
-    except Exception as error:  # compilers and drivers raise what they like; the sweep goes on and tells of it
+    except Exception as error:  # compilers and drivers raise anything; recorded, and the sweep continues
         return Measurement(config, error=_message(error))
     return Measurement(config, seconds)
 
 
 def _check_device(problem: Problem, measurement: Measurement) -> None:
-    """Raises TuningError where a failed kernel left an error that sticks to the process."""
+    """Raises TuningError if a failed kernel left the process with a sticky device error."""
     if measurement.error is not None and not _works(problem.workloads[0].device):
         raise TuningError(
             f"{problem.label}, {measurement.config} broke the device ({measurement.error.splitlines()[0]}); "
-            "run again to go on without it"
+            "run again to continue without it"
         )
 
 
@@ -276,12 +276,12 @@ def _compile(
 ) -> dict[int, dict[int, str]]:
     """Runs configurations once in other processes, which fills Triton's cache and finds those that break a device.
 
-    Returns what was wrong, by index of the problem and of the candidate. What the deadline cuts off is compiled when it
-    is measured.
+    Returns error messages by index of the problem and of the candidate. Configurations that miss the deadline are
+    compiled when they are measured.
     """
     for problem in problems:
         for workload in problem.workloads:
-            workload.release()  # sent without inputs
+            workload.release()  # pickled without inputs
     batches = [
         (index, list(pending[at : at + BATCH]))
         for at in range(0, max(map(len, pending_of), default=0), BATCH)
@@ -297,7 +297,7 @@ def _compile(
         for index, future in futures:
             left = None if deadline == float("inf") else max(deadline - time.monotonic(), 0.0)
             wrong.setdefault(index, {}).update(future.result(left))
-    except (BrokenProcessPool, TimeoutError):  # which configuration ended a process shows when each is measured
+    except (BrokenProcessPool, TimeoutError):  # the measurement of each shows which one ended a process
         pass
     finally:
         pool.shutdown(cancel_futures=True)
@@ -305,12 +305,12 @@ def _compile(
 
 
 def _try_out(problem: Problem, batch: Sequence[int]) -> dict[int, str]:
-    """What is wrong with some of the candidates, in a process of its own. All loads of a key run the same binary."""
+    """Runs some candidates in a separate process, and returns errors by index. All loads of a key share a binary."""
     workload, wrong = problem.workloads[0], {}
     candidates = workload.candidates()
     try:
         for i in batch:
-            if not _works(workload.device):  # an error of the device sticks to a process: it can say nothing more
+            if not _works(workload.device):  # after a sticky device error nothing runs in this process
                 break
             try:
                 workload.run(candidates[i])

@@ -1,4 +1,4 @@
-"""What tests and the autotune runner share: one `assert_close`, and inputs with every unowned slot poisoned by NaN."""
+"""Helpers of tests and autotuning: `assert_close`, and inputs whose unused cache slots are poisoned with NaN."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor, *, max_error: float, rms_error: float) -> None:
-    """Compares by errors relative to the RMS of `expected`, so that small elements do not ask for more than fp allows.
+    """Compares by errors relative to the RMS of `expected`, so that small elements need no impossible precision.
 
     Args:
         max_error: bound on max |actual - expected| / rms(expected).
         rms_error: bound on rms(actual - expected) / rms(expected).
 
     Raises:
-        AssertionError: another shape or dtype, a NaN or infinity on either side, or an error above a bound; it prints
-            the worst coordinates.
+        AssertionError: another shape or dtype, a NaN or infinity on either side, or an error above a bound, with the
+            worst coordinates.
     """
     assert actual.shape == expected.shape, f"shape {list(actual.shape)}, expected {list(expected.shape)}"
     assert actual.dtype == expected.dtype, f"dtype {actual.dtype}, expected {expected.dtype}"
@@ -59,14 +59,14 @@ def path_to(parents: Sequence[int], node: int) -> list[int]:
 
 
 def scattered_page_table(num_requests: int, max_pages: int, generator: torch.Generator) -> torch.Tensor:
-    """[num_requests, max_pages] int32 over num_requests * max_pages + 1 pages: in no order, one page owned by none."""
+    """[num_requests, max_pages] int32: random distinct pages of num_requests * max_pages + 1, so that one is unused."""
     pages = torch.randperm(num_requests * max_pages + 1, generator=generator, device="cpu")[: num_requests * max_pages]
     return pages.view(num_requests, max_pages).int()
 
 
 @dataclass(frozen=True)
 class TreeAttentionInputs:
-    """Arguments of one tree-attention pass, and those of its plan."""
+    """Arguments of one tree-attention pass and of its plan."""
 
     q: torch.Tensor
     k_cache: torch.Tensor
@@ -88,12 +88,12 @@ def tree_attention_inputs(
     page_size: int = 64,
     seed: int = 0,
 ) -> TreeAttentionInputs:
-    """Random queries, keys and values of one tree per request; every slot that no row may see holds NaN.
+    """Random queries, keys and values of one tree per request; slots that no row may see hold NaN.
 
     Args:
         context_lens: committed positions per request.
         trees: parents per request.
-        nodes: per request, the nodes that are rows of the pass; None takes all of them.
+        nodes: per request, the nodes that are rows of the pass; None for all of them.
     """
     generator = torch.Generator().manual_seed(seed)
     nodes = [range(len(parents)) for parents in trees] if nodes is None else nodes
@@ -113,7 +113,7 @@ def tree_attention_inputs(
 
     paths = [path_to(parents, node) for parents, chosen in zip(trees, nodes, strict=True) for node in chosen]
     depths = [len(path) - 1 for path in paths]
-    # A padded entry leads to NaN.
+    # Padding points to a slot that holds NaN.
     ancestors = torch.full((len(paths), max(depths) + 1), max_nodes, dtype=torch.int32, device="cpu")
     for row, path in enumerate(paths):
         ancestors[row, : len(path)] = torch.tensor(path, dtype=torch.int64, device="cpu")
@@ -142,7 +142,7 @@ def tree_attention_inputs(
 
 @dataclass(frozen=True)
 class KvCommitInputs:
-    """Arguments of one commit. Every element of the cache is its own index, so that each copy can be told apart."""
+    """Arguments of one commit. Every element of the cache is its own index, so that every move is visible."""
 
     kv_cache: torch.Tensor
     page_table: torch.Tensor

@@ -1,8 +1,8 @@
-"""Tuned kernel configurations: one file per kind of device, written by `treespec autotune`, read once at start.
+"""Tuned kernel configurations: one file per device model, written by `treespec autotune` and read at startup.
 
-`tuned/<device>.json` lies in this package where that can be written, else in the user's cache folder; the name is the
-device's name, because an H100 and an H200 share an architecture. Each entry says for which versions it was measured,
-and a stale one is skipped alone. Torch and driver are recorded for the reader: neither compiles a kernel.
+`tuned/<device>.json` is in this package if that is writable, else in the user's cache folder. Files are named by the
+device rather than its architecture, which an H100 and an H200 share. Each entry records the versions that it was
+measured with, and stale entries are skipped. The versions of torch and the driver are informational.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from treespec_kernels.ops import ROOT, kernel_modules, module_file
 logger = logging.getLogger("treespec")
 
 FORMAT = "treespec tuned kernels 1"
-DECIDING = ("gpu", "triton", "source")  # versions that make an entry stale; of triton major and minor count
+DECIDING = ("gpu", "triton", "source")  # versions that make an entry stale; for triton, major and minor
 
 ConfigT = TypeVar("ConfigT")
 Key = Mapping[str, "int | str | bool | torch.dtype"]
 
 
 class TunedFileError(ValueError):
-    """A file that autotune would have to replace and did not write."""
+    """An existing file that is not a tuned file of the device, which autotune does not overwrite."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class TunedEntry:
     """The best configuration of an op for one shape.
 
     Args:
-        op, key: what it holds for, such as "row_linear" and dtype, out_features, ...
+        op, key: the op and its problem, such as "row_linear" and dtype, out_features, ...
         config: fields of the op's configuration.
-        microseconds, default_microseconds: of the winner and of the shipped default, weighted over `loads`.
-        loads: what was timed, by label: microseconds, default_microseconds, weight.
-        versions: `versions_of` the device and op when it was measured.
-        measured: when, ISO 8601.
+        microseconds, default_microseconds: of the best and of the default configuration, weighted over `loads`.
+        loads: the timed workloads by label: microseconds, default_microseconds, weight.
+        versions: `versions_of` the device and op at the time of the measurement.
+        measured: time of the measurement, ISO 8601.
     """
 
     op: str
@@ -63,7 +63,7 @@ class TunedEntry:
         return label_of(self.op, self.key)
 
     def stale(self, versions: Mapping[str, str]) -> list[str]:
-        """Which versions are others now, as "triton 3.8.0, now 3.9.0"; none where the entry holds."""
+        """The versions that differ now, as "triton 3.8.0, now 3.9.0"; empty for a valid entry."""
         return [
             f"{name} {self.versions.get(name)}, now {versions.get(name)}"
             for name in DECIDING
@@ -72,14 +72,14 @@ class TunedEntry:
 
 
 def label_of(op: str, key: Key) -> str:
-    """An op and its key for a reader: "row_linear bfloat16, groups 1, in_features 4096, ..."."""
+    """An op and its key as text: "row_linear bfloat16, groups 1, in_features 4096, ..."."""
     values = dict(sorted(normalised(key).items()))
     parts = [str(values.pop("dtype"))] if "dtype" in values else []
     return f"{op} " + ", ".join([*parts, *(f"{name} {value}" for name, value in values.items())])
 
 
 def normalised(key: Key) -> dict[str, Any]:
-    """A key as JSON holds it: dtypes by name ("bfloat16"), truth as 0 and 1."""
+    """A key as stored in JSON: dtypes by name ("bfloat16"), booleans as 0 and 1."""
     return {
         name: str(value).removeprefix("torch.") if isinstance(value, torch.dtype | str) else int(value)
         for name, value in key.items()
@@ -87,14 +87,14 @@ def normalised(key: Key) -> dict[str, Any]:
 
 
 class KernelConfigs:
-    """The configurations that an engine runs with: tuned where a file holds them, defaults elsewhere.
+    """The kernel configurations of an engine: tuned ones from files, otherwise defaults.
 
     Attributes:
-        files: those that held entries for this device, the user's first.
+        files: files with valid entries for this device, the user's first.
         file: the first of them as text, or None.
-        tuned: labels of what `get` answered from a file, in the order of the first asking.
-        fallbacks: labels of what `get` answered by the default.
-        stale: labels of entries that hold no more, with the reason.
+        tuned: labels of lookups by `get` that found a tuned configuration, in order.
+        fallbacks: labels of lookups by `get` that returned the default.
+        stale: labels of stale entries, with the reason.
     """
 
     def __init__(self, entries: Sequence[TunedEntry] = (), files: Sequence[Path] = (), stale: Sequence[str] = ()):
@@ -109,14 +109,13 @@ class KernelConfigs:
     def load(
         cls, device: torch.device | str, *, name: str | None = None, folders: Sequence[Path] | None = None
     ) -> KernelConfigs:
-        """What holds for a device. A file that cannot be read is skipped with a warning, a stale entry silently:
-        `describe` tells of it.
+        """Loads the entries for a device. Unreadable files are skipped with a warning; `describe` lists stale entries.
 
         Args:
             device: where the kernels run; a CPU has no tuned kernels.
-            name: of the device instead of torch's.
-            folders: where to look instead of the user's cache folder and this package; earlier ones win between
-                entries measured at the same time.
+            name: the device's name, if not torch's.
+            folders: searched in place of the user's cache folder and this package. The latest entry wins, and the
+                earlier folder between entries of the same time.
         """
         if name is None:
             if torch.device(device).type == "cpu":
@@ -141,13 +140,13 @@ class KernelConfigs:
         return cls(list(chosen.values()), files, stale)
 
     def get(self, op: str, key: Key, default: ConfigT) -> ConfigT:
-        """The tuned configuration of an op for a key, or `default`, which is then remembered as a fallback."""
+        """The tuned configuration of an op for a key, or `default`, which is recorded as a fallback."""
         label, entry = label_of(op, key), self._entries.get(_identity(op, key))
         if entry is not None:
             try:
                 config = config_of(entry.config, default)
             except (TypeError, ValueError) as error:
-                logger.warning("%s: %s is no configuration of it (%s); using the default", label, entry.config, error)
+                logger.warning("%s: configuration %s is not valid (%s); using the default", label, entry.config, error)
                 del self._entries[_identity(op, key)]
             else:
                 if label not in self.tuned:
@@ -158,7 +157,7 @@ class KernelConfigs:
         return default
 
     def describe(self) -> str:
-        """One line for a log: how many shapes are tuned, from where, and which are not."""
+        """One line for the log: how many shapes are tuned, from which files, and which are not."""
         total = len(self.tuned) + len(self.fallbacks)
         parts = [f"{len(self.tuned)} of {total} kernel shapes tuned"]
         if self.files:
@@ -171,10 +170,10 @@ class KernelConfigs:
 
 
 def config_of(values: Mapping[str, Any], like: ConfigT) -> ConfigT:
-    """A configuration of the type of `like` from its fields; fields that `values` does not name are those of `like`.
+    """A copy of the configuration `like` with the fields in `values` replaced.
 
     Raises:
-        TypeError, ValueError: an unknown field, or a value that the type refuses.
+        TypeError, ValueError: an unknown field, or a value that is not valid.
     """
     given = dict(values)
     for each in dataclasses.fields(like):  # type: ignore[arg-type]
@@ -185,12 +184,12 @@ def config_of(values: Mapping[str, Any], like: ConfigT) -> ConfigT:
 
 
 def config_fields(config: Any) -> dict[str, Any] | None:
-    """The fields of a configuration as JSON; None for an op that has none."""
+    """The fields of a configuration as JSON; None for an op without configurations."""
     return None if config is None else dataclasses.asdict(config)
 
 
 def versions_of(device_name: str, op: str) -> dict[str, str]:
-    """What the measurements of an op depend on."""
+    """The versions that measurements of an op depend on."""
     return {
         "gpu": device_name,
         "triton": _triton_version(),
@@ -201,7 +200,7 @@ def versions_of(device_name: str, op: str) -> dict[str, str]:
 
 
 def source_hash(op: str) -> str:
-    """Of the op's kernels and of the files of this package that they import; "none" where the op has no kernels."""
+    """Hash of the op's kernel modules and of the modules of this package that they import; "none" without kernels."""
     names = list(kernel_modules().get(op, ()))
     if not names:
         return "none"
@@ -215,7 +214,7 @@ def source_hash(op: str) -> str:
 
 
 def slug(name: str) -> str:
-    """A device's name as a file's: "NVIDIA H200" is "nvidia-h200"."""
+    """A device's name as a file name: "NVIDIA H200" becomes "nvidia-h200"."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
@@ -229,34 +228,34 @@ def user_folder() -> Path:
 
 
 def writable_folder() -> Path:
-    """Where a tuned file is written: this package's folder where that is allowed, else the user's."""
+    """The folder of new tuned files: this package's if it is writable, else the user's."""
     folder = package_folder()
     nearest = folder if folder.exists() else folder.parent
     return folder if os.access(nearest, os.W_OK) else user_folder()
 
 
 def read_entries(path: Path, device_name: str) -> list[TunedEntry] | None:
-    """The entries of a file; None where there is none, or where it is not of this format and device (with a warning).
-    A broken entry is skipped alone."""
+    """The entries of a file, without broken ones; None if the file is missing, or (with a warning) if it is not of this
+    format and device."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        logger.warning("%s is skipped: it cannot be read (%s: %s)", path, type(error).__name__, error)
+        logger.warning("skipping %s: it cannot be read (%s: %s)", path, type(error).__name__, error)
         return None
     match document:
         case {"format": str(found), "device": str(device), "entries": list(entries)}:
             if (found, device) == (FORMAT, device_name):
                 return [entry for entry in map(_entry, entries) if entry is not None]
-            logger.warning("%s is skipped: it is %r of %r, not %r of %r", path, found, device, FORMAT, device_name)
+            logger.warning("skipping %s: it is %r of %r, not %r of %r", path, found, device, FORMAT, device_name)
         case _:
-            logger.warning("%s is skipped: it is not %r", path, FORMAT)
+            logger.warning("skipping %s: it is not %r", path, FORMAT)
     return None
 
 
 def check_writable(path: Path, device_name: str) -> None:
-    """Raises TunedFileError where `path` holds something else than a tuned file of this device."""
+    """Raises TunedFileError if `path` exists and is not a tuned file of this device."""
     if path.exists() and read_entries(path, device_name) is None:
         raise TunedFileError(
             f"{path} exists and is not a tuned file of {device_name}; move it away, or replace it with --force"
@@ -264,10 +263,10 @@ def check_writable(path: Path, device_name: str) -> None:
 
 
 def save_entries(path: Path, device_name: str, entries: Iterable[TunedEntry], force: bool = False) -> None:
-    """Puts entries into a file, atomically; others in it stay, those of equal op and key are replaced.
+    """Merges entries into a file, atomically; existing entries of the same op and key are replaced.
 
     Raises:
-        TunedFileError: the file holds something else, and `force` is not given.
+        TunedFileError: the file is not a tuned file of this device, and `force` is not set.
     """
     if not force:
         check_writable(path, device_name)

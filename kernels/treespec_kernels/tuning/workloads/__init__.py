@@ -1,4 +1,4 @@
-"""Workloads: what each op is tuned, checked and benchmarked on. `<op>.py` here belongs to `<op>.py` above."""
+"""Workloads on which each op is checked, tuned and benchmarked: `<op>.py` holds those of one op."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .base import Setting as Setting
 from .base import Workload as Workload
 
 TUNABLE = ("row_linear", "quantized_row_linear", "lm_head", "tree_attention", "programmatic_launch")
-"""Ops with configurations to choose from; the others have one."""
+"""Ops with several configurations."""
 
 
 def ops() -> tuple[str, ...]:
@@ -23,10 +23,10 @@ def ops() -> tuple[str, ...]:
 
 
 def workloads_of(setting: Setting, only: Iterable[str] | None = None) -> list[Workload]:
-    """The workloads of ops, tunable ones where `only` names none. Those of equal op and key are tuned as one.
+    """The workloads of the ops in `only`, or of all tunable ones. Workloads of the same op and key are tuned together.
 
     Raises:
-        ValueError: an op that has none; it names those that have.
+        ValueError: an op without workloads.
     """
     chosen = tuple(only) if only is not None else tuple(op for op in ops() if op in TUNABLE)
     for op in chosen:

@@ -1,4 +1,4 @@
-"""What a workload is: one op on inputs of a given size, what it moves, what is right, and what else computes it."""
+"""The base class of workloads: one op on inputs of one size, with its reference, its traffic and its baselines."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from treespec_kernels.tuning.testing import assert_close
 Tensors = tuple[torch.Tensor, ...]
 InputsT = TypeVar("InputsT")
 
-# (max error, rms error) relative to the RMS of what is right, for results that are rounded once to the dtype.
+# (max error, rms error) relative to the RMS of the expected result, for results that are rounded once to the dtype.
 BOUNDS = {torch.float32: (1e-4, 1e-5), torch.float16: (2e-2, 2e-3), torch.bfloat16: (1e-1, 1e-2)}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Which passes an op is measured in.
+    """The model and the passes that ops are measured for.
 
     Args:
-        shape: the model's, with the dtype.
-        device: where inputs lie.
+        shape: of the model, with the dtype.
+        device: where inputs are.
         nodes: rows of the tree pass of one request, root included.
         context: committed positions of each request.
-        requests: of a batch.
-        groups: SSMs of equal shape that run as one; 1 for a target.
-        layers: of the model.
-        fixed_order_dot: in Triton's interpreter, whose dot is BLAS and not row-invariant.
+        requests: requests of a batch.
+        groups: SSMs of equal shape that run stacked; 1 for a target.
+        layers: layers of the model.
+        fixed_order_dot: set in Triton's interpreter, whose dot is BLAS and not row-invariant.
     """
 
     shape: KernelShape
@@ -51,15 +51,15 @@ class Setting:
 class Workload(ABC, Generic[InputsT]):
     """One op on inputs of one size.
 
-    Building one allocates nothing. Its inputs are made by the first run or by `prepare`, and dropped by `release`;
-    several copies of them, run in turn, keep what is read out of the caches.
+    The constructor allocates nothing: inputs are created by the first run or by `prepare`, and dropped by `release`.
+    Running several copies of the inputs in turn keeps them out of the caches.
 
     Attributes:
         op: the op's name.
-        key: what a tuned configuration of the op holds for.
-        load: what distinguishes workloads of one key: "rows 32".
-        weight: the share of this load in the time that tuning minimises, among the loads of one key.
-        bytes, flops: what any implementation must move and compute, of one run.
+        key: the problem that a tuned configuration of the op is for.
+        load: distinguishes the workloads of one key, such as "rows 32".
+        weight: the weight of this load in the mean time that tuning minimises.
+        bytes, flops: minimal memory traffic and operations of one run.
     """
 
     op: ClassVar[str]
@@ -76,37 +76,37 @@ class Workload(ABC, Generic[InputsT]):
 
     @abstractmethod
     def make(self, generator: torch.Generator) -> InputsT:
-        """One copy of the inputs. A generator of equal seed gives equal inputs."""
+        """Creates one copy of the inputs; equal seeds give equal inputs."""
 
     @abstractmethod
     def run(self, config: Any, copy: int = 0) -> Tensors:
-        """The op on a copy of the inputs. It may change them as the op does: see `reset`."""
+        """Runs the op on a copy of the inputs, which it may modify: see `reset`."""
 
     @abstractmethod
     def expected(self) -> Tensors:
-        """What is right for copy 0, by the op's reference."""
+        """The expected result for copy 0, from the op's reference."""
 
     @abstractmethod
     def compare(self, actual: Tensors, expected: Tensors, config: Any) -> None:
-        """Raises AssertionError where results are not right."""
+        """Raises AssertionError if results are wrong."""
 
     def shipped(self) -> list[Any]:
-        """Configurations as the op names them, its default first; [None] for an op that has none."""
+        """The op's configurations, its default first; [None] for an op without configurations."""
         return [None]
 
-    def alone(self, config: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Rows of copy 0 in company, and by themselves or elsewhere: pairs that must be equal bit by bit."""
+    def invariance_pairs(self, config: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Pairs of results that must be bit-identical: rows of copy 0 among others, and alone or at another index."""
         return iter(())
 
     def baselines(self) -> dict[str, Callable[[int], Any]]:
-        """What else computes this, by name: functions of the copy to run on."""
+        """Other implementations by name, as functions of the copy to run on."""
         return {}
 
     def reset(self, inputs: InputsT) -> None:
-        """Puts a copy back to where it was made, for an op that changes its inputs."""
+        """Restores a copy of the inputs, for an op that modifies them."""
 
     def candidates(self) -> list[Any]:
-        """The configurations to choose from, the default first."""
+        """The configurations to tune over, the default first."""
         configs = self.shipped()
         if self._fixed_order_dot:
             configs = [c if c is None else replace(c, fixed_order_dot=True) for c in configs]
@@ -123,40 +123,40 @@ class Workload(ABC, Generic[InputsT]):
         return self._inputs
 
     def prepare(self, copies: int = 1) -> None:
-        """Makes copies of the inputs up to a number."""
+        """Creates copies of the inputs until there are `copies`."""
         while len(self._inputs) < copies:
             generator = torch.Generator(self.device).manual_seed(len(self._inputs))
             self._inputs.append(self.make(generator))
 
     def release(self) -> None:
-        """Drops inputs and expectations."""
+        """Drops inputs and expected results."""
         self._inputs, self._expected = [], None
 
     def check(self, config: Any) -> None:
-        """Raises AssertionError where a configuration's results are not right, or depend on the rows beside a row."""
+        """Raises AssertionError if a configuration's results are wrong, or a row's depend on other rows."""
         if self._expected is None:
             self.reset(self.inputs[0])
             self._expected = self.expected()
         self.reset(self.inputs[0])
         self.compare(self.run(config), self._expected, config)
         self.reset(self.inputs[0])
-        for index, (company, alone) in enumerate(self.alone(config)):
+        for index, (company, alone) in enumerate(self.invariance_pairs(config)):
             differing = (_bits(company) != _bits(alone)).sum() if company.shape == alone.shape else company.numel()
-            assert not differing, f"rows depend on the rows beside them: {differing} values differ in case {index}"
+            assert not differing, f"rows depend on other rows: {differing} values differ in case {index}"
 
     def near(self, actual: torch.Tensor, expected: torch.Tensor) -> None:
-        """Raises AssertionError where results differ by more than their rounding to the dtype explains."""
+        """Raises AssertionError if results differ by more than rounding to the dtype explains."""
         max_error, rms_error = BOUNDS[self.dtype]
         assert_close(actual, expected, max_error=max_error, rms_error=rms_error)
 
     def random(self, generator: torch.Generator, *shape: int, scale: float = 1.0) -> torch.Tensor:
-        """Normal numbers in the dtype; never zeros, on which a GPU draws less power and runs faster."""
+        """Normally distributed numbers in the dtype; zeros would draw less power and run faster on a GPU."""
         values = torch.randn(shape, generator=generator, device=self.device, dtype=torch.float32)
         return values.mul_(scale).to(self.dtype)
 
 
 def equal(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    """Raises AssertionError where any element differs."""
+    """Raises AssertionError if any element differs."""
     assert actual.shape == expected.shape, f"{what} has shape {list(actual.shape)}, expected {list(expected.shape)}"
     wrong = (actual != expected).nonzero()
     if len(wrong):
@@ -167,12 +167,12 @@ def equal(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether tensors of one dtype are equal bit by bit: a NaN equals itself, and zeros have signs."""
+    """Whether tensors of one dtype are bit-identical: equal NaNs are, +0 and -0 are not."""
     return torch.equal(_bits(one), _bits(other))
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """As integers, so that NaN equals itself and zeros have signs."""
+    """The bits of a tensor as integers."""
     if not tensor.is_floating_point():
         return tensor
     return tensor.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])

@@ -1,4 +1,4 @@
-"""The coupled choice of every row of a tree pass."""
+"""Workload of coupled choice: every row of a tree pass."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .base import Setting, Tensors, Workload, equal
 class CoupledChoiceWorkload(Workload[Tensors]):
     """Rows of logits at temperature 0.8.
 
-    `flops` counts none: the noise takes integer arithmetic, about 40 instructions a token.
+    `flops` is 0: the noise takes integer arithmetic, about 40 instructions per token.
     """
 
     op = "coupled_choice"
@@ -43,7 +43,7 @@ class CoupledChoiceWorkload(Workload[Tensors]):
         equal(actual[0], expected[0], "tokens")
         equal(actual[1], expected[1], "finite")
 
-    def alone(self, config: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def invariance_pairs(self, config: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         tokens = self.run(config)[0]
         for row in {0, self.rows - 1}:
             yield tokens[row : row + 1], coupled_choice_triton(*(x[row : row + 1] for x in self.inputs[0])).tokens

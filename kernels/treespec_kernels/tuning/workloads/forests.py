@@ -1,4 +1,4 @@
-"""Trees of a batch for the workloads of the ops that grow, select and walk them: what SSMs would propose."""
+"""Random proposals of SSMs, as inputs of the tree workloads."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from treespec_kernels.tree.device_trees import DeviceForest
 from treespec_kernels.tree.tree_merge import tree_merge_ref, tree_merge_triton
 from treespec_kernels.tree.tree_root import tree_root_ref, tree_root_triton
 
-# As in captured rounds, lookup being the fourth source.
+# As in captured rounds, with lookup as the fourth source.
 LEVELS = 12
 FRONTIER = 8
 SSMS = 4
 PROPOSALS = 8
-VOCAB = 12  # so small that SSMs often name the same token
+VOCAB = 12  # small, so that SSMs often propose the same token
 
 
 class ForestInputs(NamedTuple):
@@ -27,7 +27,7 @@ class ForestInputs(NamedTuple):
     end_tokens: torch.Tensor
 
     def grow(self) -> None:
-        """Start the round, and merge every level."""
+        """Starts the round and merges every level."""
         tree_root_triton(self.forest, self.roots)
         for tokens, probs in zip(self.tokens, self.probs, strict=True):
             tree_merge_triton(self.forest, tokens, probs, self.weights, self.end_tokens)
@@ -48,7 +48,7 @@ def empty_forest(requests: int, device: torch.device) -> DeviceForest:
 
 
 def forest_inputs(requests: int, generator: torch.Generator, levels: int = LEVELS) -> ForestInputs:
-    """Proposals of SSMs that are sure of little, for the first `levels` levels."""
+    """Proposals with low probabilities, for the first `levels` levels."""
     device = generator.device
     size = (levels, SSMS, requests, FRONTIER, PROPOSALS)
 

@@ -1,4 +1,4 @@
-"""The commit of accepted paths, in all layers of a model."""
+"""Workload of KV commit: accepted paths in all layers of a model."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from treespec_kernels.tuning.testing import KvCommitInputs, kv_commit_inputs
 
 from .base import Setting, Tensors, Workload, equal
 
-CONTEXT = 64  # committed positions: nothing in front of the tree moves, and copies of a long context fill a GPU
+CONTEXT = 64  # committed positions: they do not move, and copies of a long context would fill a GPU
 
 
 class KvCommitWorkload(Workload[KvCommitInputs]):
-    """A path of every second node of each request's tree: all but the root move.
+    """A path of every second node of each request's tree, so that all but the root move.
 
-    A second commit of the same path moves other values over the same slots, which takes as long.
+    Repeated commits of the same path move other values between the same slots, in the same time.
     """
 
     op = "kv_commit"
@@ -76,7 +76,7 @@ class KvCommitWorkload(Workload[KvCommitInputs]):
 
     @staticmethod
     def _integers(cache: torch.Tensor) -> torch.Tensor:
-        """As the bits that are moved: some are those of a NaN."""
+        """The cache as integers, since some of its bit patterns are NaN."""
         return cache.view(torch.int16 if cache.element_size() == 2 else torch.int32)
 
 

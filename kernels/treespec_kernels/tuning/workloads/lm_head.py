@@ -1,4 +1,4 @@
-"""The LM head of a pass, with the summary of its blocks."""
+"""Workload of the LM head of a pass, with the summary of its blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .row_linear import LinearInputs, row_counts
 
 
 class LmHeadWorkload(Workload[LinearInputs]):
-    """`rows` rows in each group."""
+    """The LM head of `rows` rows per group."""
 
     op = "lm_head"
 
@@ -45,7 +45,7 @@ class LmHeadWorkload(Workload[LinearInputs]):
         return LinearInputs(x, self.random(generator, *groups, vocab, hidden, scale=hidden**-0.5))
 
     def run(self, config: Any, copy: int = 0) -> Tensors:
-        """logits, and values, tokens and sums of the blocks."""
+        """Logits, and the blocks' values, tokens and sums."""
         return self._run(self.inputs[copy], config)
 
     @staticmethod
@@ -58,7 +58,7 @@ class LmHeadWorkload(Workload[LinearInputs]):
         return ((x.float() @ weight.float().mT).to(x.dtype).reshape(-1, weight.shape[-2]),)
 
     def compare(self, actual: Tensors, expected: Tensors, config: Any) -> None:
-        """The summary is that of the logits as they came out."""
+        """The expected summary is that of the actual logits."""
         logits, values, tokens, sums = actual
         self.near(logits, expected[0])
         stats = block_stats_ref(logits, config.block_n)
@@ -66,7 +66,7 @@ class LmHeadWorkload(Workload[LinearInputs]):
         equal(tokens, stats.tokens, "the blocks' best tokens")
         torch.testing.assert_close(sums, stats.sums, rtol=1e-4, atol=0.0)
 
-    def alone(self, config: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def invariance_pairs(self, config: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """A row by itself, and the rows in reverse: logits and sums."""
         x, weight = self.inputs[0]
         company = [part.view(self.groups, self.rows, -1) for part in self.run(config)]

@@ -1,4 +1,4 @@
-"""The plan of a pass over trees that only the device knows."""
+"""Workload of the pass layout: the plan of a pass over trees on the device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class LayoutInputs(NamedTuple):
 
 
 class PassLayoutWorkload(Workload[LayoutInputs]):
-    """Random trees of `nodes` nodes. What the plan says is proved by the attention that follows it, in its tests."""
+    """Random trees of `nodes` nodes. The tests of attention check the plan itself."""
 
     op = "pass_layout"
 

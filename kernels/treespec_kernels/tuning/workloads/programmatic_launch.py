@@ -1,4 +1,4 @@
-"""A chain of a pass's kernels, launched one after the other and programmatically: `predecessors` says what that is."""
+"""Workload of programmatic dependent launch (`launch/predecessors.py`): the kernels of a pass, with and without it."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from .quantized_row_linear import QuantizedRowLinearWorkload
 from .row_linear import PLAIN, RowLinearWorkload
 
 LAYERS = 4
-REPLAYS = 50  # of the check, with all memory spoilt between two
+REPLAYS = 50  # runs of the check, with all memory poisoned in between
 EPS = 1e-5
 
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """Weights, tables and all the memory that the chain writes: one buffer of a kind for all layers, so that kernels
-    overwrite what others have just read."""
+    """Weights, tables, and all buffers that the chain writes. Layers share buffers, so that kernels overwrite what
+    others have just read."""
 
     start: torch.Tensor  # [rows, hidden], the residual stream before the first layer
     norm: torch.Tensor
@@ -57,8 +57,8 @@ class Chain:
     logits: torch.Tensor
     stats: BlockStats
 
-    def spoil(self) -> None:
-        """Fills what a run writes before it reads it with what cannot be taken for a result."""
+    def poison(self) -> None:
+        """Fills the buffers that a run writes before reading with values that no result has."""
         plan = self.plan
         for tensor in (
             *(self.stream, self.normed, self.partials, self.q, self.mixed, self.inner, self.logits, *self.stats),
@@ -70,10 +70,10 @@ class Chain:
 
 
 class ProgrammaticLaunchWorkload(Workload[Chain]):
-    """Some layers of a Llama and its LM head, over one tree of `nodes` of each of the models that run as one.
+    """Some layers of a Llama and its LM head, over one tree of `nodes` nodes for each of the stacked models.
 
-    One set of weights serves all layers. What is right is what the same kernels compute when each begins behind the
-    last: an order is measured here, and every result must have its bits.
+    All layers share one set of weights. Results must be bit-identical to those of the same kernels launched without
+    PDL.
     """
 
     op = "programmatic_launch"
@@ -161,7 +161,7 @@ class ProgrammaticLaunchWorkload(Workload[Chain]):
         """The residual stream, the normed one, the last attention, the cache of the rows, and the LM head's results."""
         chain, pdl = self.inputs[copy], bool(config.pdl)
         cache = chain.kv_layer
-        chain.stream.copy_(chain.start)  # a copy is what the first launch stands behind
+        chain.stream.copy_(chain.start)  # the first launch follows a copy
         rms_norm_triton(chain.stream, chain.norm, EPS, out=chain.normed, pdl=pdl)
         for _ in range(LAYERS):
             qkv = self._partials(chain, "qkv", chain.normed, pdl)
@@ -170,7 +170,7 @@ class ProgrammaticLaunchWorkload(Workload[Chain]):
                 chain.q, cache[0], cache[1], **chain.attention.rows, plan=chain.plan, out=chain.mixed, pdl=pdl
             )
             self._add(chain, "o", chain.mixed.view(self.rows, -1), pdl)
-            self._widen(chain, pdl)
+            self._gate_up(chain, pdl)
             self._add(chain, "down", chain.inner, pdl)
         lm_head_triton(
             self._grouped(chain.normed),
@@ -192,11 +192,11 @@ class ProgrammaticLaunchWorkload(Workload[Chain]):
         )
 
     def _add(self, chain: Chain, name: str, x: torch.Tensor, pdl: bool) -> None:
-        """Adds a layer's product to the residual stream, and norms it."""
+        """Adds a layer's product to the residual stream, and norms the sum."""
         product = self._partials(chain, name, x, pdl)
         rms_norm_triton(product, chain.norm, EPS, residual=chain.stream, out=chain.normed, pdl=pdl)
 
-    def _widen(self, chain: Chain, pdl: bool) -> None:
+    def _gate_up(self, chain: Chain, pdl: bool) -> None:
         name, shape = ("gate_up" if self.setting.shape.gated else "up"), self.setting.shape
         row_linear_triton(
             self._grouped(chain.normed),
@@ -210,21 +210,22 @@ class ProgrammaticLaunchWorkload(Workload[Chain]):
         )
 
     def _grouped(self, x: torch.Tensor) -> torch.Tensor:
-        """[groups * rows, n] -> [groups, rows, n]; as it is for one model."""
+        """[groups * rows, n] -> [groups, rows, n]; unchanged for one model."""
         return x if self.setting.groups == 1 else x.view(self.setting.groups, self.nodes, -1)
 
     def check(self, config: Any) -> None:
-        """Compares every result of `REPLAYS` runs of a captured chain with the bits of the chain in order. Between two
-        runs all memory is spoilt: what is read too early is not what the run before left there."""
+        """Compares the results of `REPLAYS` runs of a captured chain with those of the chain without PDL, bit by bit.
+        All memory is poisoned between runs, so that a kernel that reads too early does not find the previous results.
+        """
         chain = self.inputs[0]
         if self._expected is None:
-            chain.spoil()
+            chain.poison()
             self._expected = self.expected()
-        chain.spoil()
+        chain.poison()
         self.compare(self.run(config), self._expected, config)
         replay, repeats = self._captured(config)
         for _ in range(repeats):
-            chain.spoil()
+            chain.poison()
             self.compare(replay(), self._expected, config)
 
     def _captured(self, config: Any) -> tuple[Callable[[], Tensors], int]:
@@ -246,11 +247,11 @@ class ProgrammaticLaunchWorkload(Workload[Chain]):
 
     def compare(self, actual: Tensors, expected: Tensors, config: Any) -> None:
         for index, (own, right) in enumerate(zip(actual, expected, strict=True)):
-            assert same_bits(own, right), f"result {index} of the chain has other bits than that of the chain in order"
+            assert same_bits(own, right), f"result {index} of the chain differs from that of the chain without PDL"
 
 
 def workloads(setting: Setting) -> list[Workload]:
-    """Most of the weight is on a tree; plain decoding has the rest."""
+    """A tree with most of the weight, and plain decoding."""
     return [ProgrammaticLaunchWorkload(setting, nodes, weight) for nodes, weight in _nodes(setting).items()]
 
 

@@ -1,4 +1,4 @@
-"""The rotation of Q and K and the write of K and V, from the partial sums of a split QKV layer."""
+"""Workload of RoPE and the KV cache write, from the partial sums of a split QKV layer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RopeInputs(NamedTuple):
 
 
 class QkvRopeWorkload(Workload[RopeInputs]):
-    """Rows at consecutive positions after `context`, their slots scattered over the pages of a cache."""
+    """Rows at consecutive positions after `context`, with slots scattered over the pages of a cache."""
 
     op = "qkv_rope"
 
@@ -77,7 +77,7 @@ class QkvRopeWorkload(Workload[RopeInputs]):
         for own, right in zip(actual, expected, strict=True):
             self.near(own, right)
 
-    def alone(self, config: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def invariance_pairs(self, config: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         inputs = self.inputs[0]
         q, cache = self.run(config)
         for row in {0, self.rows - 1}:

@@ -1,4 +1,4 @@
-"""The linear layers of a quantised model: as `row_linear`, from integers and their scales."""
+"""Workloads of the linear layers of a quantised model."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from .row_linear import LinearInputs, RowLinearWorkload, row_counts
 
 
 class QuantizedRowLinearWorkload(RowLinearWorkload):
-    """One quantised layer of `rows` rows in each group, with the kernel that adds its parts.
+    """One quantised layer of `rows` rows per group, with the kernel that adds its splits.
 
-    The form is that of the setting's shape. In the key, `group` counts inputs even where one scale serves all.
+    The quantisation format is that of the setting's shape. `group` in the key is the number of inputs, even if one
+    scale serves all of them.
     """
 
     op = "quantized_row_linear"
@@ -36,7 +37,7 @@ class QuantizedRowLinearWorkload(RowLinearWorkload):
         form = setting.shape.quantized
         assert form is not None
         self.bits, self.group, self.has_zero = form._replace(group=form.group_of(in_features))
-        del self.key["silu_gate"]  # it is a matter of the kernel that adds
+        del self.key["silu_gate"]  # only affects the kernel that adds the splits
         self.key |= {"bits": self.bits, "group": self.group, "zero": int(self.has_zero)}
         size, itemsize = out_features * in_features, setting.dtype.itemsize
         held = size * self.bits // 8 + size // self.group * (itemsize + self.has_zero)
@@ -48,7 +49,7 @@ class QuantizedRowLinearWorkload(RowLinearWorkload):
         return quantized_candidates(dtype, out_features, in_features, self.group, self.bits, target)
 
     def make(self, generator: torch.Generator) -> LinearInputs:
-        """Integers of all values, and scales that keep the results near 1."""
+        """Uniform integers, and scales that keep the results near 1."""
         _, out_features, in_features, _ = self.sizes
         stack = (self.groups,) if self.groups > 1 else ()
 
@@ -65,7 +66,7 @@ class QuantizedRowLinearWorkload(RowLinearWorkload):
         return LinearInputs(x, QuantizedWeight(values, scale, zero))
 
     def baselines(self) -> dict[str, Callable[[int], Any]]:
-        """torch has no product of these forms."""
+        """None: torch has no product of these formats."""
         return {}
 
 

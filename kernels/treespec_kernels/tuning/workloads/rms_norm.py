@@ -1,4 +1,4 @@
-"""RMSNorm of the residual stream after a split linear layer: reduces, adds, norms."""
+"""Workload of RMSNorm after a split linear layer: adds the splits and the residual, then norms."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class NormInputs(NamedTuple):
 
 
 class RmsNormWorkload(Workload[NormInputs]):
-    """Partial sums of four splits are small, so that a residual that takes them up again and again stays finite."""
+    """Partial sums of four splits, small so that a residual to which they are added repeatedly stays finite."""
 
     op = "rms_norm"
 
@@ -59,7 +59,7 @@ class RmsNormWorkload(Workload[NormInputs]):
         for own, right in zip(actual, expected, strict=True):
             self.near(own, right)
 
-    def alone(self, config: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def invariance_pairs(self, config: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         inputs = self.inputs[0]
         company = [part.clone() for part in self.run(config)]
         for row in {0, self.rows - 1}:

@@ -1,4 +1,4 @@
-"""The linear layers of a model: QKV, output, gate and up with SiLU, down."""
+"""Workloads of the linear layers of a model: QKV, output, gate and up with SiLU, down."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from treespec_kernels.linear.row_linear import RowLinearConfig, row_linear_ref, 
 
 from .base import Setting, Tensors, Workload
 
-# Of the time that tuning minimises: rows of a pass of one tree, of plain decoding, and of a batch's trees.
+# Weights in the time that tuning minimises: a pass of one tree, of plain decoding, and of a batch of trees.
 TREE, PLAIN, BATCH = 0.6, 0.2, 0.2
 
 
 class LinearInputs(NamedTuple):
-    """x: [rows, in] or [groups, rows, in]. weight: [out, in] or [groups, out, in], perhaps quantised."""
+    """x: [rows, in] or [groups, rows, in]. weight: [out, in] or [groups, out, in], possibly quantised."""
 
     x: torch.Tensor
     weight: torch.Tensor | QuantizedWeight
 
 
 class RowLinearWorkload(Workload[LinearInputs]):
-    """One layer of `rows` rows in each group. With silu_gate, out_features counts gates and ups."""
+    """One layer of `rows` rows per group. With silu_gate, out_features counts gates and ups."""
 
     op = "row_linear"
 
@@ -76,7 +76,7 @@ class RowLinearWorkload(Workload[LinearInputs]):
     def compare(self, actual: Tensors, expected: Tensors, config: Any) -> None:
         self.near(actual[0], expected[0])
 
-    def alone(self, config: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def invariance_pairs(self, config: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """A row by itself, the rows in reverse, and among more rows than a tile has."""
         x, weight = self.inputs[0]
         (company,) = self.run(config)
@@ -105,7 +105,7 @@ def _packed(x: torch.Tensor) -> torch.Tensor:
 
 
 def row_counts(setting: Setting) -> dict[int, float]:
-    """Rows of the passes that a layer is tuned for, with the weight of each."""
+    """The numbers of rows that a layer is tuned for, and their weights."""
     weights: dict[int, float] = {}
     counts = ((setting.nodes, TREE), (1, PLAIN), (setting.requests * setting.nodes, BATCH))
     for rows, weight in counts:
@@ -116,7 +116,7 @@ def row_counts(setting: Setting) -> dict[int, float]:
 def workloads(setting: Setting) -> list[Workload]:
     if setting.shape.quantized is not None:
         return []
-    layers = {layer[1:] for layer in setting.shape.linear_layers}  # those of equal size count once
+    layers = {layer[1:] for layer in setting.shape.linear_layers}  # layers of equal size count once
     return [
         RowLinearWorkload(setting, out_features, in_features, rows, silu_gate, weight)
         for out_features, in_features, silu_gate in sorted(layers)

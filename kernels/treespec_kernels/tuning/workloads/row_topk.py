@@ -1,4 +1,4 @@
-"""The best tokens of every row of a draft's pass, plain and with noise."""
+"""Workloads of row top-k on a draft's pass, with and without noise."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ K = 4
 
 
 class RowTopkWorkload(Workload[Tensors]):
-    """The K best tokens of rows of logits at a temperature; 0 is without noise. `flops` counts none."""
+    """The K best tokens of rows of logits at a temperature; 0 is without noise. `flops` is 0."""
 
     op = "row_topk"
 
@@ -55,7 +55,7 @@ class RowTopkWorkload(Workload[Tensors]):
             else:  # logarithms may differ in their last bits
                 torch.testing.assert_close(own, right, rtol=1e-4, atol=1e-4)
 
-    def alone(self, config: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def invariance_pairs(self, config: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         company = self.run(config)
         for row in {0, self.rows - 1}:
             single = self._run(tuple(part[row : row + 1] for part in self.inputs[0]))

@@ -1,4 +1,4 @@
-"""One layer's tree attention: of plain decoding, of a tree, and of a batch of trees."""
+"""Workloads of one layer's tree attention: plain decoding, a tree, and a batch of trees."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .base import Setting, Tensors, Workload
 
 
 class TreeAttentionWorkload(Workload[TreeAttentionInputs]):
-    """`requests` trees of `nodes` random nodes each, over `context` committed positions each."""
+    """`requests` random trees of `nodes` nodes, each after `context` committed positions."""
 
     op = "tree_attention"
 
@@ -70,7 +70,7 @@ class TreeAttentionWorkload(Workload[TreeAttentionInputs]):
 
     def run(self, config: Any, copy: int = 0) -> Tensors:
         inputs = self.inputs[copy]
-        if (copy, config) not in self._plans:  # trees of the copies are not alike
+        if (copy, config) not in self._plans:  # each copy has its own trees
             self._plans[copy, config] = self._plan(inputs, config)
         return (self._attend(inputs, self._plans[copy, config]),)
 
@@ -99,7 +99,7 @@ class TreeAttentionWorkload(Workload[TreeAttentionInputs]):
     def compare(self, actual: Tensors, expected: Tensors, config: Any) -> None:
         self.near(actual[0], expected[0])
 
-    def alone(self, config: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def invariance_pairs(self, config: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """A node as the only row of its request: what plain decoding would run."""
         inputs = self.inputs[0]
         (company,) = self.run(config)
@@ -119,7 +119,7 @@ class TreeAttentionWorkload(Workload[TreeAttentionInputs]):
             yield company[row : row + 1], self._attend(single, self._plan(single, config))
 
     def baselines(self) -> dict[str, Callable[[int], Any]]:
-        """torch's attention over contiguous keys of as many positions, every row seeing all of them."""
+        """torch's attention over as many contiguous keys, without a mask."""
         length = self.context + self.nodes
         shape = (self.requests, self.shape.num_kv_heads, length, self.shape.head_dim)
         keys = [torch.randn(shape, device=self.device, dtype=self.dtype) for _ in range(2 * len(self.inputs))]
@@ -132,7 +132,7 @@ class TreeAttentionWorkload(Workload[TreeAttentionInputs]):
 
 
 def workloads(setting: Setting) -> list[Workload]:
-    """Half of the weight is on the tree of one request; plain decoding and a batch of trees share the rest."""
+    """One tree with half of the weight; plain decoding and a batch of trees share the rest."""
     return [
         TreeAttentionWorkload(setting, 1, setting.nodes, 0.5),
         TreeAttentionWorkload(setting, 1, 1, 0.25),

@@ -1,4 +1,4 @@
-"""One layer's tree attention with ancestors as bits: of a tree, and of a batch of trees."""
+"""Workloads of one layer's masked tree attention: a tree, and a batch of trees."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .tree_attention import TreeAttentionWorkload
 
 
 class MaskedTreeAttentionWorkload(TreeAttentionWorkload):
-    """The trees of `TreeAttentionWorkload`, with the configuration that is tuned for exact attention."""
+    """The trees of `TreeAttentionWorkload`, with the configuration tuned for exact attention."""
 
     op = "tree_attention_masked"
 
@@ -42,8 +42,8 @@ class MaskedTreeAttentionWorkload(TreeAttentionWorkload):
     def _attend(inputs: TreeAttentionInputs, plan: TreeAttentionPlan) -> torch.Tensor:
         return tree_attention_masked_triton(inputs.q, inputs.k_cache, inputs.v_cache, **inputs.rows, plan=plan)
 
-    def alone(self, config: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """None: sums run in the order of the tree."""
+    def invariance_pairs(self, config: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """None: sums are in tree order."""
         return iter(())
 
 

@@ -1,4 +1,4 @@
-"""The growth of every tree of a batch, root and levels: what drafting adds to the SSMs' passes."""
+"""Workload of tree growth: the root and the levels of every tree of a batch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from .base import Setting, Tensors, Workload, equal
 from .forests import ForestInputs, forest_inputs, forest_key, num_bytes, tensors_of
 
-MERGED = 2  # levels: the first one with one node to propose at, and one like all further ones
+MERGED = 2  # levels: the first, with one frontier node, and one like all later ones
 
 
 class TreeMergeWorkload(Workload[ForestInputs]):
@@ -42,7 +42,7 @@ class TreeMergeWorkload(Workload[ForestInputs]):
         for name, own, right in zip(names, actual, expected, strict=True):
             equal(own, right, name)
 
-    def alone(self, config: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def invariance_pairs(self, config: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """A request by itself."""
         inputs = self.inputs[0]
         company = [part.clone() for part in self.run(config)]

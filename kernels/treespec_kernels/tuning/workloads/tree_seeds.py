@@ -1,4 +1,4 @@
-"""What trees that cost no pass propose below the roots of a batch."""
+"""Workload of tree seeds: proposals below the roots of a batch."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ SEEDS = 32
 
 
 class SeedInputs(NamedTuple):
-    forest: DeviceForest  # at its roots, where what is proposed does not depend on what was proposed before
+    forest: DeviceForest  # at its roots, where proposals do not depend on earlier ones
     seeds: DeviceSeeds
     tokens: torch.Tensor  # [B, F, C]
     probs: torch.Tensor
 
 
 def seed_inputs(requests: int, generator: torch.Generator) -> SeedInputs:
-    """Seeds of two chains each, the second one from the root's second child on."""
+    """Seeds of two chains per request, the second one from the root's second child on."""
     device = generator.device
     forest = empty_forest(requests, device)
     tree_root_ref(forest, torch.full((requests,), 3, dtype=torch.int32, device=device))

@@ -1,4 +1,4 @@
-"""The selection of the target's trees out of all candidates."""
+"""Workload of tree select: the target's trees from all candidates."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SelectInputs(NamedTuple):
 
 
 def select_inputs(requests: int, nodes: int, generator: torch.Generator) -> SelectInputs:
-    """Grown forests, by reference, and room for trees of `nodes` nodes."""
+    """Forests grown by the reference, and buffers for trees of `nodes` nodes."""
     made = forest_inputs(requests, generator)
     device = generator.device
     return SelectInputs(
@@ -43,7 +43,7 @@ def select_inputs(requests: int, nodes: int, generator: torch.Generator) -> Sele
 
 
 class TreeSelectWorkload(Workload[SelectInputs]):
-    """Trees of `nodes` nodes out of all levels' candidates."""
+    """Trees of `nodes` nodes from the candidates of all levels."""
 
     op = "tree_select"
 

@@ -1,4 +1,4 @@
-"""The walk down every tree of a batch, along the target's choices."""
+"""Workload of tree walk: every tree of a batch, along the target's choices."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class WalkInputs(NamedTuple):
 
 
 class TreeWalkWorkload(Workload[WalkInputs]):
-    """After every node the target chooses its first child, so that the path is long."""
+    """The target chooses the first child of every node, so that paths are long."""
 
     op = "tree_walk"
 

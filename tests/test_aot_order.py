@@ -72,7 +72,7 @@ def test_code_that_waits_first(before: str) -> None:
         ("\t@%p1 griddepcontrol.wait;\n", "griddepcontrol.launch_dependents is reached before the wait"),
         ("\tgriddepcontrol.launch_dependents;\n" + WAIT, "griddepcontrol.launch_dependents is reached"),
         ("\tbrx.idx \t%r1, $L_table;\n" + WAIT, "brx.idx is reached"),
-        ("\tcall.uni \tprintf;\n" + WAIT, "leads nobody knows where"),
+        ("\tcall.uni \tprintf;\n" + WAIT, "has an unknown target"),
         ("\tld.b32 \t%r9, [%rd8];\n" + WAIT, ""),
         ("", "is reached before the wait"),
     ],
@@ -113,9 +113,9 @@ def test_machine_code_that_waits_first(text: str) -> None:
 
 def test_code_that_lets_nobody_begin() -> None:
     alone = PTX.format(WAIT).replace("\tgriddepcontrol.launch_dependents;\n", "")
-    assert "lets no dependent begin" in str(order_fault(alone, SASS.format(BULK)))
+    assert "does not launch dependents" in str(order_fault(alone, SASS.format(BULK)))
     assert "PREEXIT" not in (sass := SASS.replace("PREEXIT", "NOP")).format(BULK)
-    assert "lets no dependent begin" in str(order_fault(PTX.format(WAIT), sass.format(BULK)))
+    assert "does not launch dependents" in str(order_fault(PTX.format(WAIT), sass.format(BULK)))
 
 
 KERNELS = """

@@ -129,7 +129,7 @@ def test_without_a_cache_folder_libraries_are_built_for_each_start(
     monkeypatch.setenv("CXX", f"{find_compiler()[0]} -O0")
     with mock.patch("treespec.planning.cost_measurement.load", lambda key: CURVE):
         assert is_compiled(tiny()[0])
-    assert "compiled libraries cannot be kept" in caplog.text and "set XDG_CACHE_HOME" in caplog.text
+    assert "cannot cache compiled libraries" in caplog.text and "set XDG_CACHE_HOME" in caplog.text
 
 
 def test_auto_needs_no_home(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -179,7 +179,7 @@ def test_a_file_system_without_locks(
     monkeypatch.setattr(fcntl, "flock", flock)
     library = compile_library(find_compiler(), (source(tmp_path),), (), tmp_path / "kept")
     assert library.three() == 3
-    assert "cannot be locked" in caplog.text and "No locks available" in caplog.text
+    assert "cannot lock" in caplog.text and "No locks available" in caplog.text
 
 
 def test_a_holder_that_takes_too_long_is_not_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -51,7 +51,7 @@ REFUSED_BY_TRITON: list[tuple[dict[str, Any], str]] = [
     ({"x": torch.zeros(6, 16)[:, ::2]}, r"x has strides \[16, 2\] for shape \[6, 8\]; make it contiguous"),
     ({"residual": torch.zeros(6, 16)[:, :8]}, r"residual has strides \[16, 1\] .*; make it contiguous"),
     ({"x": torch.zeros(2, 6, 16)[..., :8], "residual": ROWS}, r"x has strides \[96, 16, 1\] .* contiguous rows"),
-    ({"x": torch.zeros(50)[1:49].view(6, 8)}, "x starts 4 bytes behind a multiple of 16"),
+    ({"x": torch.zeros(50)[1:49].view(6, 8)}, "x starts 4 bytes after a multiple of 16"),
 ]
 
 

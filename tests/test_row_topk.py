@@ -54,9 +54,11 @@ def test_triton_refuses_strides_blocks_and_summaries() -> None:
     for block in (0, 8, 48, 2048):
         with pytest.raises(ValueError, match=f"block is {block}; it must be a power of two from 16 to 1024"):
             row_topk_triton(logits, 1, block=block)
-    with pytest.raises(ValueError, match="leave out either stats or temperatures"):
+    with pytest.raises(ValueError, match="pass either stats or temperatures"):
         row_topk_triton(logits, 1, stats=BlockStats.empty(2, 1, "cpu"), **NOISE)
-    with pytest.raises(ValueError, match="stats has 3 blocks, which no block from 16 to 1024 gives of 100 tokens"):
+    with pytest.raises(
+        ValueError, match="stats has 3 blocks, which no block size from 16 to 1024 gives for 100 tokens"
+    ):
         row_topk_triton(logits, 1, stats=BlockStats.empty(2, 3, "cpu"))
     with pytest.raises(ValueError, match=r"stats\.values is \[2, 4\] .* expected \[2, 7\]"):
         row_topk_triton(logits, 1, stats=BlockStats.empty(2, 4, "cpu"), block=16)

@@ -37,7 +37,7 @@ def test_words_hold_the_path_of_every_node(num_nodes: int, window: int | None) -
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match="node 1 has parent 2; a parent must stand before its child"):
+    with pytest.raises(ValueError, match="node 1 has parent 2; a parent must precede its child"):
         ancestor_masks([-1, 2, 0])
     with pytest.raises(ValueError, match="window is 0; it must be 1 or more"):
         ancestor_masks([-1], window=0)

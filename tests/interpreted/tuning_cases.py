@@ -120,7 +120,7 @@ def last_bit_by_company(out: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"), [(one_wrong, "max error"), (last_bit_by_company, "rows depend on the rows beside them")]
+    ("change", "said"), [(one_wrong, "max error"), (last_bit_by_company, "rows depend on other rows")]
 )
 def test_a_wrong_kernel_is_refused_before_it_is_timed(
     problems: list[Problem], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any, said: str
@@ -191,7 +191,7 @@ def test_a_broken_device_ends_the_sweep_and_is_remembered(
     log = SweepLog(tmp_path / "log", NAME)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuning, "_works", lambda device: False)
-        with pytest.raises(TuningError, match=r"broke the device .*; run again to go on without it"):
+        with pytest.raises(TuningError, match=r"broke the device .*; run again to continue without it"):
             tune(problems, clock(), log)
     timed = clock()
     [found] = tune(problems, timed, SweepLog(tmp_path / "log", NAME))

@@ -1,4 +1,4 @@
-"""The kernel autotune runner: sweeps kernels on a GPU, compiles them without one, measures what passes cost.
+"""The kernel autotuner: tunes kernels on a GPU, compiles them without one, and measures the cost of passes.
 
 The same command as `treespec autotune`.
 """

@@ -1,6 +1,6 @@
-"""The safetensors model loader script: `python weights/load_model.py inspect FOLDER`.
+"""The safetensors model loader: `python weights/load_model.py inspect FOLDER`.
 
-Also verify, load, convert, grow and fetch: the same commands as `treespec weights`.
+Also verify, load, convert, grow and fetch, as in `treespec weights`.
 """
 
 from treespec_weights.cli import app

@@ -1,8 +1,8 @@
-"""Rebuild the embedded default models: `python weights/train_default.py`.
+"""Trains the embedded default models: `python weights/train_default.py`.
 
-Stages: text of installed packages -> tokenizer -> target -> lessons (the target's view of text and its own
+Stages: text of installed packages -> tokenizer -> target -> lessons (the target's probabilities on text and on its own
 continuations) -> ssm-1, ssm-2, ssm-3 -> evaluation on held-out packages and export. A signal (Ctrl-C) pauses without
-loss; `--resume` goes on. Training time is given in minutes per stage; the learning rate is annealed over it.
+loss; `--resume` continues. Training time is set in minutes per stage; the learning rate is annealed over it.
 """
 
 import argparse
@@ -31,23 +31,23 @@ from treespec_training import train_tokenizer as tokenizer
 from treespec_training.export import export, rounded, write_folder
 from treespec_training.files import write_json
 
-# The drafts and their shares of the kinds of text: each is good at one and knows a little of the others.
+# The drafts and their shares of the kinds of text: each specialises in one.
 DRAFTS = {
     "ssm-1": {"code": 0.8, "prose": 0.1, "data": 0.1},
     "ssm-2": {"code": 0.1, "prose": 0.8, "data": 0.1},
     "ssm-3": {"code": 0.1, "prose": 0.1, "data": 0.8},
 }
-# What the drafts are measured against: one that knows everything a little, of one's size and with all three's layers.
+# Baselines for the drafts: trained on all kinds equally, with the size of one draft and with the layers of all three.
 COMPARED = {"generalist": 1, "triple": len(DRAFTS)}
 PEAK_RATE = {"target": 4e-3, "draft": 3e-3}
-SHALLOW = 0.3  # of the target's schedule, trained with a third of its layers
-SHORT_WINDOWS = 0.8  # of the target's schedule on windows of half the length: a quarter more tokens a second
-SHALLOW_WINDOWS = 500_000_000  # windows are numbered apart from the deep model's steps
+SHALLOW = 0.3  # share of the target's schedule trained with a third of its layers
+SHORT_WINDOWS = 0.8  # share of the target's schedule on windows of half the length: a quarter more tokens per second
+SHALLOW_WINDOWS = 500_000_000  # offset that separates its windows from the deep model's
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What may not change when a run is resumed; kept as `settings.json` in the work folder."""
+    """Settings that must not change when a run is resumed; stored as `settings.json` in the work folder."""
 
     kinds: list[str]
     held_out: list[str]
@@ -58,12 +58,12 @@ class Settings:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens of the vocabulary."""
+        """The size of the vocabulary."""
         return 384 if self.tiny else 4096
 
     @property
     def lessons_per_step(self) -> int:
-        """Of a draft."""
+        """Lessons per training step of a draft."""
         return 4 if self.tiny else 8
 
     @property
@@ -86,7 +86,7 @@ class Settings:
 
 
 class Build:
-    """One run over a work folder. Every stage leaves its result there and returns at once where it is done."""
+    """One run in a work folder. Every stage stores its result there, and returns at once if it is done."""
 
     def __init__(self, args: argparse.Namespace, settings: Settings) -> None:
         self.args, self.settings, self.work = args, settings, args.work
@@ -96,7 +96,7 @@ class Build:
         self.progress: dict[str, train.Progress] = {}
 
     def run(self) -> None:
-        """All stages in order."""
+        """Runs all stages in order."""
         with self.pause.listening():
             self.text()
             tokens = self.tokens()
@@ -119,7 +119,7 @@ class Build:
         roots = [Path(root) for root in s.text_roots]
         documents = data.folder_documents(roots) if roots else data.installed_documents()
         halves = data.select(documents, ("code", *s.kinds), s.held_out, s.package_cap, s.seed)
-        # Rendered after the split, so that a copy of a held-out file is not rendered either.
+        # Rendered after the split, so that copies of held-out files are not rendered either.
         everything = (chain.from_iterable((d, *rendered.rendered(d)) for d in half) for half in halves)
         training, held_out = ([d for d in half if d.kind in s.kinds] for half in everything)
         if not training or not held_out:
@@ -174,7 +174,7 @@ class Build:
         return self._train("target", model, loss_of(0), budget, rate)
 
     def lessons(self, target: LlamaForCausalLM, text: data.Mixture) -> tuple[distill.Lessons, distill.Lessons]:
-        """Let the target read training text and continue it: `lessons/`."""
+        """Create lessons from the target's probabilities on training text and on its continuations: `lessons/`."""
         folder = self.work / "lessons"
         budget = train.Budget(self.args.continuation_minutes, self.args.max_steps)
         batch = 8 if self.settings.tiny else 64
@@ -274,9 +274,11 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--work", type=Path, default=cache / "treespec" / "train", help="folder for everything between")
+    parser.add_argument(
+        "--work", type=Path, default=cache / "treespec" / "train", help="folder of intermediate results"
+    )
     parser.add_argument("--out", type=Path, default=here / "treespec_weights" / "default", help="folder of the result")
-    parser.add_argument("--resume", action="store_true", help="go on with what the work folder holds")
+    parser.add_argument("--resume", action="store_true", help="continue from the work folder")
     parser.add_argument("--target-minutes", type=float, default=80, help="training time of the target")
     parser.add_argument("--continuation-minutes", type=float, default=33, help="time to make the drafts' lessons")
     parser.add_argument("--ssm-minutes", type=float, default=20, help="training time of each draft")
@@ -298,10 +300,10 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="compile the training step (a quarter faster on a CPU)",
     )
     parser.add_argument(
-        "--compare", action="store_true", help="also train drafts to compare with, into the work folder's compare/"
+        "--compare", action="store_true", help="also train baseline drafts, into the work folder's compare/"
     )
     parser.add_argument("--prompts", type=int, default=256, help="held-out prompts to evaluate on and export")
-    parser.add_argument("--new-tokens", type=int, default=128, help="tokens the target continues each of them by")
+    parser.add_argument("--new-tokens", type=int, default=128, help="tokens of each continuation")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tiny", action="store_true", help="toy shapes, for tests")
     return parser.parse_args(argv)
@@ -320,12 +322,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not args.resume:
             raise ValueError(f"{args.work} holds an earlier run: pass --resume, or another --work")
         if (kept := json.loads(file.read_text())) != asdict(settings):
-            raise ValueError(f"{args.work} was begun with {kept}, which differs from {asdict(settings)}")
+            raise ValueError(f"{args.work} was started with {kept}, which differs from {asdict(settings)}")
     write_json(file, asdict(settings))
     try:
         Build(args, settings).run()
     except train.Paused:
-        print(f"paused; go on with --resume --work {args.work}", flush=True)
+        print(f"paused; continue with --resume --work {args.work}", flush=True)
         return 130
     return 0
 

@@ -1,4 +1,4 @@
-"""Text that installs with Python and the project's dependencies, split by whole packages into training and held-out."""
+"""Training text from installed Python packages, split by whole packages into training and held-out."""
 
 import hashlib
 import json
@@ -47,7 +47,7 @@ class Document:
 
 
 def kind_of(path: Path) -> str | None:
-    """The kind of text in a file, by its name; None for files that are not text or hold no language."""
+    """The kind of text in a file, by its name; None for other files."""
     if path.stem.lower().startswith(SKIPPED_STEMS):
         return None
     if path.name == "METADATA":
@@ -56,7 +56,7 @@ def kind_of(path: Path) -> str | None:
 
 
 def read_text(path: Path, kind: str) -> str | None:
-    """The file's text with unified line ends; None where it is huge, tiny, generated, minified or not UTF-8."""
+    """The file's text with unified line ends; None if it is huge, tiny, generated, minified or not UTF-8."""
     try:
         if not 200 <= path.stat().st_size <= MAX_FILE_BYTES[kind]:
             return None
@@ -133,7 +133,7 @@ def select(
         documents: candidates; a text that occurs twice is kept once, and in the held-out half if it occurs there.
         kinds: kinds to keep.
         held_out: packages (or their sub-modules `package.x`) that never reach the training text.
-        package_cap: most characters of one package and kind, so that no project's habits dominate.
+        package_cap: most characters of one package and kind, so that no project dominates.
         seed: orders the documents.
     """
     documents = [document for document in documents if document.kind in kinds]
@@ -220,7 +220,7 @@ class Stream:
 class Mixture:
     """Random windows of several streams, drawn in given shares.
 
-    The windows of a step are a function of (seed, step) alone: a resumed run needs no data position but its step.
+    The windows of a step depend only on (seed, step), so a resumed run needs no other data position.
     """
 
     def __init__(self, streams: dict[str, Stream], shares: dict[str, float], seed: int) -> None:
@@ -232,7 +232,7 @@ class Mixture:
     def windows(self, step: int, count: int, length: int) -> tuple[np.ndarray, np.ndarray]:
         """Cut random windows. Returns int64 [count, length] and the index of each window's stream, [count].
 
-        Raises ValueError where a stream is shorter.
+        Raises ValueError if a stream is shorter.
         """
         rng = np.random.default_rng((self.seed, step))
         rows = []
@@ -240,6 +240,6 @@ class Mixture:
         for choice in choices:
             tokens = self.streams[choice].tokens
             if len(tokens) <= length:
-                raise ValueError(f"a kind of text has {len(tokens)} tokens; windows of {length} need more of it")
+                raise ValueError(f"a kind of text has {len(tokens)} tokens; windows of {length} need more")
             rows.append(self.streams[choice].windows([rng.integers(0, len(tokens) - length)], length))
         return np.concatenate(rows), choices

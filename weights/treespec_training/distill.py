@@ -1,8 +1,8 @@
-"""Drafts learn from the target: from its opinion of training text, then from its own continuations of it.
+"""Distils drafts from the target's probabilities on training text, then on its own continuations.
 
 A *lesson* is a token sequence with the target's most probable next tokens at every position, computed once and
-shared by all drafts. Boost-tuning (SpecInfer, arXiv 2305.09781, section 3) makes a later draft train most where
-the earlier ones miss the target's choice.
+shared by all drafts. Boost-tuning (SpecInfer, arXiv 2305.09781, section 3) weights the positions of a later draft
+where the earlier ones miss the target's choice.
 """
 
 import json
@@ -25,16 +25,16 @@ from treespec_training.train import Budget, PauseRequest, Progress, ProgressLog
 
 LENGTH = 256  # tokens of a lesson
 PROMPT_LENGTHS = (32, 128)
-TOP = 32  # 32 of 4,096 tokens hold about 97% of the target's probability
+TOP = 32  # 32 of 4,096 tokens have about 97% of the target's probability
 TEXT_SHARE = 0.25  # of the lessons' budget
 TEXT_PHASE = 0.3  # of a draft's budget
 TEMPERATURE = 0.7
-FIRST_WINDOW = 1_000_000_000  # windows of lessons are numbered apart from the target's training steps
+FIRST_WINDOW = 1_000_000_000  # offset that separates the lessons' windows from the target's training steps
 
 
 @dataclass(frozen=True)
 class Lessons:
-    """Sequences and the target's view of each next token.
+    """Sequences with the target's probabilities of each next token.
 
     tokens: uint16 [count, LENGTH]; top_ids: uint16 [count, LENGTH - 1, TOP], most probable first;
     top_logprobs: float16, same shape; kinds: int64 [count], the kind of text that a sequence was cut from.
@@ -76,7 +76,7 @@ def _lessons(tokens: Tensor, tops: Sequence[tuple[Tensor, Tensor]], kinds: np.nd
 
 @torch.inference_mode()
 def text_lessons(target: LlamaForCausalLM, windows: Tensor, kinds: np.ndarray) -> Lessons:
-    """The target's view of real text. windows: int64 [count, LENGTH]; kinds: [count]."""
+    """Lessons of real text. windows: int64 [count, LENGTH]; kinds: [count]."""
     tops = [_top(target(input_ids=part[:, :-1], use_cache=False).logits) for part in windows.split(16)]
     joined = [(torch.cat([top[0] for top in tops]), torch.cat([top[1] for top in tops]))]
     return _lessons(windows, joined, kinds)
@@ -89,7 +89,7 @@ def continuation_lessons(
     """Continue prompts, the first half greedily, the second half at temperature 0.7.
 
     Args:
-        teacher: runs the target; its cache has room for all of them at once.
+        teacher: runs the target, with a cache for all prompts at once.
         prompts: int64 [count, prompt length].
         kinds: [count], of the prompts.
         length: tokens of each result, prompt included.
@@ -128,12 +128,12 @@ def make_lessons(
 
     Args:
         target, teacher: the same model, to read whole windows and to continue them.
-        text: where the windows come from.
-        folder, budget, pause: as said.
+        text: source of the windows.
+        folder, budget, pause: destination, time budget and pause request.
         batch: lessons of a shard.
 
     Raises:
-        Paused: a signal came between two shards.
+        Paused: a signal arrived between two shards.
     """
     device = next(target.parameters()).device
     reader = target.to(torch.bfloat16).eval()
@@ -184,7 +184,7 @@ def distillation_loss(
 
 @torch.inference_mode()
 def missed(drafts: Sequence[LlamaForCausalLM], lessons: Lessons) -> np.ndarray:
-    """Where no draft's first choice is the target's. Returns bool [count, LENGTH - 1], all true without drafts."""
+    """Whether no draft's first choice is the target's: bool [count, LENGTH - 1], all true without drafts."""
     result = np.ones(lessons.top_ids.shape[:2], bool)
     for draft in drafts:
         device = next(draft.parameters()).device
@@ -196,7 +196,7 @@ def missed(drafts: Sequence[LlamaForCausalLM], lessons: Lessons) -> np.ndarray:
 
 
 def _odds(lessons: Lessons, shares: Sequence[float]) -> np.ndarray:
-    """How often each lesson is drawn, so that each kind of text that has lessons gets its share: [count]."""
+    """The probability of drawing each lesson, so that each kind of text with lessons gets its share: [count]."""
     odds = np.array(shares, float)[lessons.kinds] / np.bincount(lessons.kinds, minlength=len(shares))[lessons.kinds]
     return odds / odds.sum()
 
@@ -206,11 +206,11 @@ class Curriculum:
 
     Args:
         text, continued: the two kinds of lessons.
-        shares: of the lessons of each kind of text in what is learned from, [num kinds].
-        earlier: drafts trained before this one; where one of them already finds the target's choice, a position's
-            weight is `hit_weight`, elsewhere 1 (boost-tuning; 1 switches it off).
+        shares: shares of the kinds of text in the drawn lessons, [num kinds].
+        earlier: drafts trained before this one; a position where one of them has the target's choice has weight
+            `hit_weight`, others 1 (boost-tuning; 1 disables it).
         batch: lessons per step.
-        seed: orders the lessons; the order is a function of (seed, step).
+        seed: the lessons of a step depend only on (seed, step).
         loss: `distillation_loss` or its compiled form.
     """
 

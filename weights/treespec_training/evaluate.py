@@ -1,4 +1,4 @@
-"""Figures on held-out packages: loss, and how often drafts name the token that the target decodes next."""
+"""Evaluates models on held-out packages: loss, and how often drafts predict the target's next token."""
 
 import copy
 import random
@@ -19,7 +19,7 @@ TOPS = (1, 2, 4)
 
 @dataclass(frozen=True)
 class Prompt:
-    """The beginning of a continuation: whole lines of a held-out document, without the last line end."""
+    """A prompt: whole lines of a held-out document, without the last line end."""
 
     text: str
     package: str
@@ -73,7 +73,7 @@ def greedy_continuations(target: LlamaForCausalLM, prompts: Sequence[list[int]],
     device = next(target.parameters()).device
     config = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, pad_token_id=0)
     generator = copy.copy(target)
-    generator.generation_config = config  # `generate` would fill a missing end token from the model's own
+    generator.generation_config = config  # otherwise `generate` takes a missing end token from the model's config
     results: dict[int, Tensor] = {}
     by_length = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     for start in range(0, len(prompts), 64):
@@ -102,7 +102,7 @@ def ranks(draft: LlamaForCausalLM, sequences: Sequence[Tensor], prompt_lengths: 
 
 
 def distinct_4grams(sequences: Sequence[Tensor], prompt_lengths: Sequence[int]) -> float:
-    """Mean share of distinct 4-grams in the continuations: low where greedy decoding loops."""
+    """Mean share of distinct 4-grams in the continuations: low if greedy decoding loops."""
     shares = []
     for sequence, length in zip(sequences, prompt_lengths, strict=True):
         tokens = sequence[length:].tolist()
@@ -112,8 +112,8 @@ def distinct_4grams(sequences: Sequence[Tensor], prompt_lengths: Sequence[int]) 
 
 
 def agreement(ranks_per_draft: dict[str, Tensor]) -> dict[str, dict[str, float]]:
-    """Share of target tokens within each draft's top 1, 2, 4, and within any draft's; `only`: within the top 1 of this
-    draft and of no other.
+    """Share of target tokens in each draft's top 1, 2 and 4, and in any draft's; `only`: in the top 1 of this draft and
+    of no other.
 
     ranks_per_draft: name -> int64 [positions], the same positions for every draft.
     """
@@ -153,5 +153,5 @@ def agreement_report(
 
 
 def held_out_losses(model: LlamaForCausalLM, streams: dict[str, Stream]) -> dict[str, float]:
-    """`held_out_loss` per kind of text; kinds of which the held-out packages have next to nothing are left out."""
+    """`held_out_loss` per kind of text, without kinds of which the held-out packages have too little."""
     return {kind: round(held_out_loss(model, stream), 4) for kind, stream in streams.items() if len(stream.tokens) > 64}

@@ -1,4 +1,4 @@
-"""The finished folder: four Hugging Face models with tokenizer and model card, prompts, and the report."""
+"""Exports the trained models: four Hugging Face folders with tokenizer and model card, prompts, and the report."""
 
 import copy
 import shutil
@@ -124,7 +124,7 @@ def model_card(name: str, report: dict, model: LlamaForCausalLM) -> str:
 
 
 def rounded(model: LlamaForCausalLM) -> LlamaForCausalLM:
-    """A float32 copy whose weights are bfloat16 values: what a user of the exported file computes with."""
+    """A float32 copy with weights rounded to bfloat16, as in the exported file."""
     return copy.deepcopy(model).to(torch.bfloat16).to(torch.float32).eval()
 
 
@@ -133,16 +133,16 @@ def write_folder(folder: Path, model: LlamaForCausalLM, tokenizer: Tokenizer) ->
     copy.deepcopy(model).to(torch.bfloat16).cpu().save_pretrained(folder)
     as_pretrained(tokenizer, MAX_LENGTH).save_pretrained(folder)
     for file in folder.iterdir():
-        file.chmod(0o644)  # safetensors writes for the owner only
+        file.chmod(0o644)  # safetensors makes the file readable only for its owner
 
 
 def export(
     out: Path, models: dict[str, LlamaForCausalLM], tokenizer: Tokenizer, report: dict, prompts: Sequence[dict]
 ) -> None:
-    """Write all folders beside `out` and swap them in one by one, so that no folder is ever half new.
+    """Write all folders beside `out`, then swap them in one by one, so that no folder is ever half written.
 
     Args:
-        out: `default`; made if missing. Other files in it stay.
+        out: `default`; created if missing. Other files in it are kept.
         models: folder name -> model.
         tokenizer: the shared tokenizer.
         report: written as `report.json`, and the figures on the model cards.

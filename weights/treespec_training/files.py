@@ -1,4 +1,4 @@
-"""Files that are whole or absent: written beside their place, then moved into it."""
+"""Atomic file writes: to a temporary name, then renamed."""
 
 import json
 import os

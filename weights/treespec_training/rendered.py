@@ -1,7 +1,7 @@
-"""Prose and structured data out of Python source: installed packages hold much code, few manuals and few tables.
+"""Renders prose and structured data from Python source, since installed packages hold few manuals and tables.
 
 Docstrings become pages of documentation. Signatures, constants and log messages become records, written as JSON, YAML,
-TOML, tables or logs, one format a file.
+TOML, tables or logs, one format per file.
 """
 
 import ast
@@ -29,7 +29,7 @@ Record = dict[str, Any]
 
 
 def rendered(document: Document) -> Iterator[Document]:
-    """What a Python file gives beside its code: a page of prose, a file of data; nothing where it has too little."""
+    """The page of prose and the file of data rendered from a Python file, each only if it has enough."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)
@@ -47,7 +47,7 @@ def rendered(document: Document) -> Iterator[Document]:
 
 
 def page_of(name: str, module: ast.Module) -> str:
-    """The docstrings of a module, its classes and functions, under headings, as a manual prints them."""
+    """The docstrings of a module, its classes and functions, under headings, as in a manual."""
     parts = []
     for path, node in _definitions(module):
         text = ast.get_docstring(node)
@@ -177,7 +177,7 @@ def _table(functions: list[Record], rng: random.Random) -> str:
 
 
 def _log(name: str, functions: list[Record], messages: list[str], rng: random.Random) -> str:
-    """Lines as `logging` prints them: time, level, place, message with its blanks filled."""
+    """Lines in `logging`'s format: time, level, place, and a message with its placeholders filled."""
     places = [record["name"] for record in functions] or ["<module>"]
     day = f"2026-{rng.randint(1, 12):02}-{rng.randint(1, 28):02}"
     seconds, lines = rng.randrange(80000), []

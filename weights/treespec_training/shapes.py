@@ -1,4 +1,4 @@
-"""Shapes of the embedded models, built with transformers so that every library loads the result."""
+"""Builds the embedded models with transformers, so that other libraries can load them."""
 
 import torch
 from torch import Tensor
@@ -51,7 +51,7 @@ def next_token_loss(model: torch.nn.Module, windows: Tensor) -> Tensor:
 
 
 def stack(shallow: LlamaForCausalLM, deep: LlamaForCausalLM) -> None:
-    """Start a deep model as copies of a shallow one's layers, its whole pile repeated (arXiv 2405.15319, G_direct).
+    """Initialise a deep model by repeating the whole stack of a shallow one's layers (arXiv 2405.15319, G_direct).
 
     A shallow model learns the common patterns at a fraction of the cost.
     """

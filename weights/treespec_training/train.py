@@ -1,4 +1,4 @@
-"""One training loop for target and drafts: annealed over a time budget, paused and resumed without loss."""
+"""The training loop of target and drafts: annealed over a time budget, paused and resumed without loss."""
 
 import signal
 import sys
@@ -23,11 +23,11 @@ LossFunction = Callable[[nn.Module, int, float], tuple[Tensor, int]]
 
 
 class Paused(Exception):
-    """A stop was asked for by a signal; everything needed to go on is on disk."""
+    """A signal requested a stop; everything needed to resume is on disk."""
 
 
 class PauseRequest:
-    """Set by SIGINT or SIGTERM; long loops look at it between steps."""
+    """Set by SIGINT or SIGTERM; long loops check it between steps."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -47,17 +47,17 @@ class PauseRequest:
         self.requested = True
 
     def check(self) -> None:
-        """Raise `Paused` if a stop was asked for."""
+        """Raise `Paused` if a stop was requested."""
         if self.requested:
             raise Paused
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How long a stage runs: minutes of training time, or a number of steps where `max_steps` is given.
+    """The length of a stage: minutes of training time, or `max_steps` steps if given.
 
-    A stage may be a part of a longer one, from `start` to `end` of its schedule, both in [0, 1]; minutes and steps are
-    the whole one's.
+    A stage may be a part of a longer schedule, from `start` to `end`, both in [0, 1]; minutes and steps are those of
+    the whole schedule.
     """
 
     minutes: float
@@ -73,7 +73,7 @@ class Budget:
 
 @dataclass
 class Progress:
-    """What a checkpoint counts: optimizer steps, tokens trained on, seconds spent training (pauses left out)."""
+    """The counters of a checkpoint: optimizer steps, tokens trained on, seconds of training without pauses."""
 
     step: int = 0
     tokens: int = 0
@@ -103,7 +103,7 @@ def optimizers_for(model: nn.Module) -> list[torch.optim.Optimizer]:
 
 
 def save_checkpoint(path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer], progress: Progress) -> None:
-    """Write everything a resumed run needs; windows and noise are functions of (seed, step), so no generator state."""
+    """Write all state of a resumed run; windows and noise depend only on (seed, step), so no generator state."""
     state = {
         "model": model.state_dict(),
         "optimizers": [optimizer.state_dict() for optimizer in optimizers],
@@ -123,7 +123,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimizers: list[torch.optim.O
 
 
 def read_progress(path: Path) -> Progress:
-    """How far a checkpoint has come."""
+    """The progress of a checkpoint."""
     return Progress(**torch.load(path, map_location="cpu", weights_only=True, mmap=True)["progress"])
 
 
@@ -136,10 +136,10 @@ def train(
     checkpoint: Path,
     pause: PauseRequest,
 ) -> Progress:
-    """Train until the budget is spent, from `checkpoint` where one exists.
+    """Train until the budget is spent, from `checkpoint` if it exists.
 
     Raises:
-        Paused: a signal came; the checkpoint holds the state after the last whole step.
+        Paused: a signal arrived; the checkpoint holds the state after the last complete step.
     """
     optimizers = optimizers_for(model)
     progress = load_checkpoint(checkpoint, model, optimizers) if checkpoint.exists() else Progress()
@@ -181,7 +181,7 @@ class ProgressLog:
         self.since, self.tokens, self.losses = time.monotonic(), progress.tokens, list[float]()
 
     def update(self, done: float, progress: Progress, loss: float | None = None) -> None:
-        """Take one step's figures; print when it is time."""
+        """Add one step's figures, and print if it is time."""
         if loss is not None:
             self.losses.append(loss)
         waited = time.monotonic() - self.since

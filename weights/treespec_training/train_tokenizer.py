@@ -24,7 +24,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def as_pretrained(tokenizer: Tokenizer, max_length: int) -> PreTrainedTokenizerFast:
-    """Wrap for `save_pretrained`, with nothing added before, after or between tokens."""
+    """Wrap for `save_pretrained`, without special tokens added."""
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=END_OF_TEXT,

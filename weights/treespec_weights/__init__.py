@@ -67,14 +67,14 @@ __all__ = [
 
 
 def default_names() -> tuple[str, ...]:
-    """The names of the embedded models at hand, sorted: `ssm-1` ..., `target`. Empty where they are missing."""
+    """The names of the installed embedded models, sorted: `ssm-1` ..., `target`."""
     return tuple(sorted(path.parent.name for path in _default().glob("*/config.json")))
 
 
 def default_folder(name: str) -> Path:
     """The folder of an embedded model, `target` or one of the SSMs.
 
-    Raises FileNotFoundError where this installation has no such model, and says which it has.
+    Raises FileNotFoundError if this installation has no such model, and says which it has.
     """
     names = default_names()
     if name not in names:

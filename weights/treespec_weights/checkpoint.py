@@ -39,7 +39,7 @@ TORCH_DTYPES = {
 
 
 class TensorInfo(NamedTuple):
-    """What a file's header says about a tensor."""
+    """A tensor's entry in a file's header."""
 
     file: str
     dtype: str  # as safetensors spells it: "BF16", "F32" ...
@@ -52,10 +52,10 @@ class TensorInfo(NamedTuple):
 
 
 class Checkpoint:
-    """The tensors of one checkpoint folder, by name. Build it with `Checkpoint.open`.
+    """The tensors of one checkpoint folder, by name. Created by `Checkpoint.open`.
 
-    Tensors are memory-mapped: opening reads headers only, and pages come in when they are touched. Files must not be
-    changed in place while tensors of them are in use (replacing a file is safe).
+    Tensors are memory-mapped: opening reads only headers, and pages are read on access. Files must not be modified in
+    place while their tensors are in use (replacing a file is safe).
 
     Attributes: `folder`, the real path; `tensors`, name to TensorInfo, in the order of the files and within them;
     `files`, file name to size in bytes.
@@ -74,8 +74,8 @@ class Checkpoint:
         """Opens `model.safetensors`, or the shards that `model.safetensors.index.json` names.
 
         Raises FileNotFoundError or NotADirectoryError for a wrong folder, and CheckpointError with all problems of
-        the files: no safetensors, a path or link that leads outside, a malformed index, missing or malformed shards,
-        tensors that index and shards do not agree on, tensors that two shards hold.
+        the files: no safetensors, a path or link outside of the folder, a malformed index, missing or malformed shards,
+        tensors on which index and shards disagree, tensors in two shards.
         """
         root = resolve_folder(folder)
         placement, shards, problems = _placement(root)
@@ -118,7 +118,7 @@ class Checkpoint:
         """The dtype of a tensor, from the header. Raises CheckpointError for an unknown name or dtype."""
         info = self.info(name)
         if info.dtype not in TORCH_DTYPES:
-            raise self._refuse("dtype", name, f"torch has no equal of the stored dtype {info.dtype} (in {info.file!r})")
+            raise self._refuse("dtype", name, f"torch has no dtype {info.dtype}, as stored (in {info.file!r})")
         return TORCH_DTYPES[info.dtype]
 
     def info(self, name: str) -> TensorInfo:
@@ -132,8 +132,8 @@ class Checkpoint:
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """One tensor, contiguous, on the CPU.
 
-        Without a cast it is a private view of the mapped file: writing to it never changes the file, and it stays
-        valid after `close`. With `dtype` it owns its memory. Raises CheckpointError for an unknown name, an
+        Without a cast it is a private mapping of the file: writing to it never changes the file, and it stays valid
+        after `close`. With `dtype` it owns its memory. Raises CheckpointError for an unknown name, an
         unreadable tensor or a closed checkpoint.
         """
         info = self.info(name)
@@ -145,7 +145,7 @@ class Checkpoint:
         except (SafetensorError, OSError, RuntimeError, TypeError, ValueError) as error:
             raise self._refuse("file", name, f"cannot be read from {info.file!r}: {error}") from error
         if tensor.data_ptr() % tensor.element_size():
-            # Headers need not be padded, so a foreign writer's tensors may start at any byte.
+            # Headers need not be padded, so the tensors of other writers may start at any byte.
             tensor = tensor.clone()
         return tensor if dtype is None else tensor.to(dtype)
 
@@ -174,7 +174,7 @@ def _info(handle: Any, file: str, name: str) -> TensorInfo:
 def _placement(root: Path) -> tuple[dict[str, str], list[str], list[Problem]]:
     """The index's tensor name to shard (empty for a single file), the files that may be opened, and problems.
 
-    Raises CheckpointError where there is nothing to open.
+    Raises CheckpointError if there is nothing to open.
     """
     present = {entry.name for entry in root.iterdir()}
     if INDEX not in present:
@@ -198,7 +198,7 @@ def _placement(root: Path) -> tuple[dict[str, str], list[str], list[Problem]]:
 def _disagreements(
     placement: dict[str, str], holders: dict[str, list[str]], opened: Collection[str]
 ) -> Iterator[Problem]:
-    """Where the index and the shards that could be opened say different things; tensors in several shards."""
+    """Disagreements between the index and the shards that could be opened, and tensors in several shards."""
     for name, file in placement.items():
         if file in opened and file not in holders.get(name, ()):
             elsewhere = f", but {holders[name][0]!r} does" if name in holders else ""

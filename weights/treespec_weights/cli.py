@@ -1,4 +1,4 @@
-"""The commands behind `weights/load_model.py` and `treespec weights`."""
+"""The command line of `treespec weights` and `weights/load_model.py`."""
 
 import json
 import sys
@@ -30,7 +30,7 @@ UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 
 class Commands(TyperGroup):
-    """A group whose errors in how a command was called are JSON too where --json was given."""
+    """A group that also prints usage errors as JSON with --json."""
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, standalone_mode: bool = True, **options: Any) -> Any:
         given = list(sys.argv[1:] if args is None else args)
@@ -47,20 +47,20 @@ class Commands(TyperGroup):
 app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 Folder = Annotated[Path, typer.Argument(help="A checkpoint folder: config.json and safetensors.", show_default=False)]
-Destination = Annotated[Path, typer.Argument(help="The folder to make; it must not exist yet.", show_default=False)]
+Destination = Annotated[Path, typer.Argument(help="The folder to create; it must not exist yet.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 Drafts = Annotated[list[Path] | None, typer.Option("--draft", help="Compare a draft's folder; may be repeated.")]
-Dtype = Annotated[str | None, typer.Option(metavar="|".join(DTYPES), help="Of all tensors. [default: as stored]")]
+Dtype = Annotated[str | None, typer.Option(metavar="|".join(DTYPES), help="Dtype of all tensors. [default: as stored]")]
 
 
 @app.callback()
 def commands() -> None:
-    """Look into safetensors checkpoints, check and time them; convert, grow and fetch them."""
+    """Inspect, verify, time, convert, grow and fetch safetensors checkpoints."""
 
 
 @app.command()
 def inspect(folder: Folder, draft: Drafts = None, as_json: Json = False) -> None:
-    """Show what a checkpoint is: family, shapes, dtypes, memory, and what a draft shares with it."""
+    """Show a checkpoint's family, shapes, dtypes and memory, and how well drafts match it."""
     with _user_errors(as_json):
         report = inspect_checkpoint(folder)
         report["drafts"] = [compare_draft(report, inspect_checkpoint(path)) for path in draft or []]
@@ -69,7 +69,7 @@ def inspect(folder: Folder, draft: Drafts = None, as_json: Json = False) -> None
 
 @app.command()
 def verify(folder: Folder, as_json: Json = False) -> None:
-    """Check a checkpoint: files, index, config, tokenizer, names, shapes, every value. Exit code 1 on a problem."""
+    """Check files, index, config, tokenizer, names, shapes and every value. Exit code 1 on a problem."""
     with _user_errors(as_json), _bar("value") as advance:
         result = verify_checkpoint(folder, advance)
     if as_json:
@@ -85,12 +85,12 @@ def verify(folder: Folder, as_json: Json = False) -> None:
 def load(
     folder: Folder,
     dtype: Dtype = None,
-    device: Annotated[str, typer.Option(help="Where to: cpu, cuda, cuda:1.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Target device: cpu, cuda, cuda:1.")] = "cpu",
     repeats: Annotated[int, typer.Option(min=1, help="Loads of each kind.")] = 3,
     cold: Annotated[bool, typer.Option("--cold", help="Drop the files from the page cache before each load.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Load a checkpoint and time it, against a plain safetensors read of the same files in the same run."""
+    """Time loading a checkpoint, against a plain safetensors read of the same files."""
     with _user_errors(as_json), _bar("load") as advance:
         report = time_loading(folder, _dtype(dtype), _device(device), repeats, cold, advance)
     _show(report, as_json, describe_timing)
@@ -101,18 +101,18 @@ def convert(
     source: Folder,
     destination: Destination,
     dtype: Dtype = None,
-    shard_size: Annotated[str, typer.Option(help="Of a file: 500MB, 2GB, 1.5GiB.")] = f"{SHARD_BYTES // 10**9}GB",
+    shard_size: Annotated[str, typer.Option(help="Size of a file: 500MB, 2GB, 1.5GiB.")] = f"{SHARD_BYTES // 10**9}GB",
     layout: Annotated[
         str | None, typer.Option(metavar="FAMILY", help="Names and fused tensors of another family, such as llama.")
     ] = None,
     quantize: Annotated[
         str | None,
-        typer.Option(metavar="|".join(BITS), help="The layers' matrices, as compressed-tensors has them."),
+        typer.Option(metavar="|".join(BITS), help="Quantise the layers' matrices, in compressed-tensors' format."),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted conversion.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume an interrupted conversion.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Write a checkpoint anew: another dtype, other files, another family's layout, quantised; whole or not at all."""
+    """Convert a checkpoint: to another dtype, shard size or family's layout, or quantised. The result is atomic."""
     with _user_errors(as_json), _bar("B") as advance:
         report = convert_checkpoint(
             source,
@@ -131,16 +131,16 @@ def convert(
 def grow(
     source: Folder,
     destination: Destination,
-    size: Annotated[str, typer.Option(help="Parameters: 120M, 0.5B, 7B.", show_default=False)],
-    vocab: Annotated[int | None, typer.Option(min=1, help="Tokens. [default: as before]", show_default=False)] = None,
-    seed: Annotated[int, typer.Option(help="Of the random weights.")] = 0,
+    size: Annotated[str, typer.Option(help="Number of parameters: 120M, 0.5B, 7B.", show_default=False)],
+    vocab: Annotated[int | None, typer.Option(min=1, help="Tokens. [default: unchanged]", show_default=False)] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Write a larger model that computes the same: the cost of its size, the tokens of the small one."""
+    """Write a larger model that computes the same function, to measure the cost of its size with real acceptance."""
     with _user_errors(as_json), _bar("B") as advance:
         root = resolve_folder(source)
         config = read_config(root)
-        inspect_checkpoint(root)  # what the report of the result would fail at, such as the tokenizer, comes before it
+        inspect_checkpoint(root)  # fail early on what the final report would fail on, such as the tokenizer
         shape = grown_shape(ModelShape.from_hf(config, family_of(config, root), root), parse_size(size), vocab)
         grow_checkpoint(root, destination, shape, seed, on_bytes=advance)
         report = inspect_checkpoint(destination)
@@ -182,7 +182,7 @@ def _device(name: str) -> Any:
 
 @contextmanager
 def _user_errors(as_json: bool) -> Iterator[None]:
-    """Turns an error of the user's into exit code 2 and a message: JSON on stdout, or text on stderr."""
+    """Turns user errors into exit code 2 and a message: JSON on stdout, or text on stderr."""
     try:
         yield
     except (OSError, CheckpointError, OptionError, HubError) as error:
@@ -195,7 +195,7 @@ def _user_errors(as_json: bool) -> Iterator[None]:
 
 @contextmanager
 def _bar(unit: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on a terminal, and nothing elsewhere: what to call with what is done, of all."""
+    """A progress bar if stderr is a terminal. Yields a function of the amounts done and in total."""
     with tqdm(unit=unit, unit_scale=True, leave=False, disable=not sys.stderr.isatty()) as bar:
 
         def advance(done: int, total: int) -> None:

@@ -1,8 +1,8 @@
-"""What the ids of a tokenizer stand for: bytes of text, whichever way the tokenizer writes them down.
+"""Maps token ids to bytes of text, for every kind of tokenizer.
 
 Byte-level BPE writes a space as "Ġ" and every byte as a printable character; SentencePiece writes "▁" for a space and
-"<0x0A>" for a byte that no token has. As bytes, tokens of the two can be compared, and texts that end in the middle of
-a character can be put together.
+"<0x0A>" for a byte without a token. As bytes, tokens of both can be compared, and texts that end within a character can
+be joined.
 """
 
 import json
@@ -19,7 +19,7 @@ from treespec_weights.tokenizer import TOKENIZER
 FILES = (TOKENIZER, "tokenizer.model", "vocab.json")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "\u2581"
-MAX_ID = (1 << 24) - 1  # there is an entry for every id up to the last
+MAX_ID = (1 << 24) - 1  # tables have an entry for every id
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -29,14 +29,14 @@ def has_tokenizer(folder: Path) -> bool:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Codec:
-    """A tokenizer as bytes.
+    """A tokenizer on bytes.
 
     Attributes:
-        tokens: by id the bytes that it adds to a text; None for control tokens and ids without a token.
-        controls: control tokens, such as end tokens, by what the tokenizer calls them.
-        byte_ids: the token that stands for one byte alone, by byte.
-        start: the control tokens that this tokenizer puts before a text.
-        spaces_first: whether it puts a space before a text.
+        tokens: by id, the bytes that the token adds to a text; None for control tokens and unused ids.
+        controls: ids of control tokens, such as end tokens, by name.
+        byte_ids: by byte, the token of only that byte.
+        start: control tokens that the tokenizer prepends to a text.
+        spaces_first: whether it prepends a space to a text.
     """
 
     tokens: tuple[bytes | None, ...]
@@ -44,14 +44,14 @@ class Codec:
     byte_ids: dict[int, int]
     start: tuple[int, ...]
     spaces_first: bool
-    _inner: Any  # a tokenizers.Tokenizer that adds nothing before a text
+    _inner: Any  # a tokenizers.Tokenizer that prepends nothing
 
     @classmethod
     def read(cls, folder: Path) -> "Codec":
         """The tokenizer of a folder (a result of `resolve_folder`).
 
         Raises:
-            CheckpointError: there is none, or the tokenizers library, or transformers for the older files, refuses it.
+            CheckpointError: there is none, or the tokenizers library, or transformers for older files, cannot read it.
         """
         from tokenizers import Tokenizer
 
@@ -61,7 +61,7 @@ class Codec:
             whole = Tokenizer.from_str(json.dumps(raw))
             inner = Tokenizer.from_str(json.dumps(_without_prefix(raw)))
             first, plain = (whole.encode("a", add_special_tokens=each) for each in (True, False))
-        except BaseException as error:  # the library raises nothing more specific, and its panics are no Exception
+        except BaseException as error:  # the library raises bare Exceptions, and its panics are BaseExceptions
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             message = f"refused by the tokenizers library: {error}"
@@ -95,11 +95,11 @@ class Codec:
         return cls(tuple(tokens), controls, byte_ids, tuple(start), spaces_first, inner)
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a piece of text that need not be the beginning of one."""
+        """The tokens of a piece of text, which need not be the start of one."""
         return list(self._inner.encode(text, add_special_tokens=False).ids)
 
     def encode_bytes(self, data: bytes) -> list[int]:
-        """The same of bytes: those that are no whole character by one token each, left out where there is none."""
+        """The tokens of bytes; those outside of complete characters have one token each, or are dropped without one."""
         ids: list[int] = []
         while data:
             try:
@@ -111,7 +111,7 @@ class Codec:
         return ids
 
     def ids_of_bytes(self) -> dict[bytes, int]:
-        """The token of each text; of several with the same one, the ordinary one before a byte's, then the first."""
+        """The token of each byte string; of several, a regular token before a byte token, then the first."""
         found: dict[bytes, int] = {}
         for id, data in enumerate(self.tokens):
             if data:
@@ -120,7 +120,7 @@ class Codec:
 
 
 def _converted(folder: Path) -> dict[str, Any]:
-    """The older files of a tokenizer as transformers converts them."""
+    """Older tokenizer files, converted by transformers to tokenizer.json."""
     if missing := missing_packages(folder):
         message = sentencepiece_error(str(folder), missing)
         raise CheckpointError(folder, [Problem("tokenizer", "'tokenizer.model'", message)])
@@ -129,20 +129,20 @@ def _converted(folder: Path) -> dict[str, Any]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         return dict(json.loads(tokenizer.backend_tokenizer.to_str()))
-    except Exception as error:  # each kind of file has a library of its own, with errors of its own
+    except Exception as error:  # each file format has its own library and errors
         message = f"there is none, and transformers does not convert this folder's files: {error}"
         raise CheckpointError(folder, [Problem("tokenizer", repr(TOKENIZER), message)]) from error
 
 
 def _mentions(part: Any, kind: str) -> bool:
-    """Whether a part of tokenizer.json is, or holds, one of that type."""
+    """Whether a part of tokenizer.json has this type, or contains one that has."""
     if isinstance(part, dict):
         return part.get("type") == kind or any(_mentions(value, kind) for value in part.values())
     return isinstance(part, list) and any(_mentions(value, kind) for value in part)
 
 
 def _without_prefix(raw: dict[str, Any]) -> dict[str, Any]:
-    """tokenizer.json that puts nothing before a text, so that the middle of one can be encoded."""
+    """tokenizer.json modified to prepend nothing, so that the middle of a text can be encoded."""
 
     def changed(part: Any) -> Any:
         if isinstance(part, list):
@@ -163,15 +163,15 @@ def _without_prefix(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def byte_characters() -> dict[str, int]:
-    """The character by which byte-level tokenizers write each byte (GPT-2): itself where it is printable and not a
-    space, and else the next one from U+0100 on."""
+    """The character for each byte in byte-level tokenizers (GPT-2): the byte itself if it is printable and not a space,
+    otherwise the next character from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
 def _bytes_of(token: str, table: dict[str, int] | None) -> bytes | None:
-    """What a token of the model's own vocabulary adds to a text."""
+    """The bytes that a token of the model's vocabulary adds to a text."""
     if table is not None:
         return bytes(table[char] for char in token) if all(char in table for char in token) else token.encode()
     if match := _BYTE_TOKEN.fullmatch(token):

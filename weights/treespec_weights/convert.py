@@ -1,7 +1,7 @@
-"""Converting a checkpoint: dtype, shards, layout. One tensor in memory at a time, and the result whole or not at all.
+"""Converts a checkpoint's dtype, shards or layout, with one tensor in memory at a time and an atomic result.
 
-A conversion is a list of steps. Each reads what a tensor of the result is made of, and yields that tensor, or several
-that belong together (a quantised weight and its scales). So a file's header is known before its first tensor.
+A conversion is a list of steps. Each reads the source tensors of one result tensor and yields it, or several tensors (a
+quantised weight and its scales). So a file's header is known before its first tensor.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ from treespec_weights.writer import (
 )
 
 SHARD_BYTES = 2 * 10**9
-STATE = "conversion.json"  # in an unfinished result: what it is made of
+STATE = "conversion.json"  # describes an unfinished result
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -47,12 +47,12 @@ class Step(NamedTuple):
     """One tensor of the result, before the transform."""
 
     target: Placement
-    sources: tuple[Placement, ...]  # tensors of the checkpoint that hold its parameters
+    sources: tuple[Placement, ...]  # checkpoint tensors with its parameters
     dtype: torch.dtype
     outputs: tuple[Output, ...]
 
     def tensors(self, checkpoint: Checkpoint, transform: Transform) -> Sequence[Tensor]:
-        """What to write. Raises CheckpointError where a value does not fit."""
+        """The tensors to write. Raises CheckpointError if a value does not fit the dtype."""
         first = self.sources[0]
         if (first.rule.layout, first.params) == (self.target.rule.layout, self.target.params):
             tensor = checkpoint.tensor(first.name)
@@ -82,30 +82,30 @@ def convert_checkpoint(
     transform: Transform | None = None,
     on_bytes: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """Writes a checkpoint anew, as another folder.
+    """Writes a converted checkpoint to another folder.
 
-    Tensors are written one by one into `<destination>.partial`, which is renamed when all is there. Where writing
-    fails, or the process is killed, finished files stay in it for `resume`; nothing is ever at `destination`.
+    Tensors are written one by one into `<destination>.partial`, which is renamed at the end. If writing fails or the
+    process is killed, finished files remain there for `resume`, and `destination` does not exist.
 
     Args:
-        source: a folder that `verify` accepts; it stays as it is.
+        source: a folder that `verify` accepts; not modified.
         destination: a folder that does not exist, or is empty; not inside of the source.
-        dtype: of all tensors; None keeps each one's own.
-        shard_bytes: tensors of a file; a larger tensor has a file of its own.
-        layout: model_type of another family that has the same parameters; None keeps the family.
-        resume: go on with what an interrupted conversion of the same source with the same options has finished.
+        dtype: of all tensors; None keeps their dtypes.
+        shard_bytes: the most bytes of tensors per file; a larger tensor has its own file.
+        layout: model_type of another family with the same parameters; None keeps the family.
+        resume: continues an interrupted conversion of the same source with the same options.
         quantization: "int8" or "int4" quantises the layers' matrices, after the cast (quantized_layout.py).
-        transform: in the place of the cast to `dtype`.
-        on_bytes: called with the bytes that are written, and all that there are.
+        transform: replaces the cast to `dtype`.
+        on_bytes: called with the bytes written and the total.
 
     Returns:
         JSON-ready: `source`, `destination`, `family`, `dtypes`, `tensors`, `bytes`, `files` (name to size), `resumed`
-        (files that were there).
+        (files that were finished before).
 
     Raises:
-        OptionError: an option; a destination that is taken; an interrupted conversion that is there without `resume`,
-            or of other files or options. CheckpointError: the source; UnsupportedModelError: what the layout has no
-            place for. WriteError: what could not be written, with file, tensor and reason. OSError: no such folder.
+        OptionError: an invalid option, a destination that exists, or an interrupted conversion without `resume` or of
+            other files or options. CheckpointError: the source is unusable. UnsupportedModelError: the layout cannot
+            express the model. WriteError: a file could not be written. OSError: no such folder.
     """
     root = resolve_folder(source)
     place = free_place(destination, root)
@@ -142,7 +142,7 @@ def convert_checkpoint(
         except BaseException as error:
             keep = not isinstance(error, CheckpointError) or isinstance(error, WriteError)
             if _leave(partial, shards if keep else (), state) and isinstance(error, WriteError):
-                note = Problem("file", repr(partial.name), "holds what is finished: go on with --resume, or delete it")
+                note = Problem("file", repr(partial.name), "holds finished files: continue with --resume, or delete it")
                 raise WriteError(partial, [*error.problems, note]) from error
             raise
     outputs = [output for shard in shards for output in shard.outputs]
@@ -163,8 +163,8 @@ def plan_steps(
 ) -> list[Step]:
     """The steps of a conversion, layer by layer.
 
-    Raises CheckpointError where the checkpoint is not what its config says, or tensors of several dtypes would have to
-    become one.
+    Raises CheckpointError if the checkpoint does not match its config, or tensors of several dtypes would be fused into
+    one.
     """
     placements, problems = match(checkpoint, shape, rules)
     if not problems and (problem := tied_head_problem(checkpoint, shape, rules)):
@@ -181,7 +181,7 @@ def plan_steps(
         outputs = [tuple(transform.outputs(target, dtype)) for dtype in dtypes]
         if len(set(outputs)) > 1:
             stored = ", ".join(f"{name!r} is {str(dtype).removeprefix('torch.')}" for dtype, name in dtypes.items())
-            problems.append(Problem("dtype", repr(target.name), f"of several dtypes ({stored}); give --dtype"))
+            problems.append(Problem("dtype", repr(target.name), f"of several dtypes ({stored}); pass --dtype"))
         steps.append(Step(target, sources, next(iter(dtypes)), outputs[0]))
     if problems:
         raise CheckpointError(checkpoint.folder, problems)
@@ -196,7 +196,7 @@ def _write_shards(
     transform: Transform,
     on_bytes: Callable[[int, int], None] | None,
 ) -> list[str]:
-    """Writes what is not there yet; returns the names of what was."""
+    """Writes the shards that do not exist yet, and returns the names of those that did."""
     by_output = {step.outputs[0]: step for step in steps}
     resumed = [shard.file for shard in shards if is_written(partial, shard)]
     total = sum(shard.tensor_bytes for shard in shards)
@@ -216,7 +216,7 @@ def _tensors(steps: Sequence[Step], checkpoint: Checkpoint, transform: Transform
 
 
 def _state(root: Path, written_as: FamilyRules, shards: Sequence[Shard], transform: Transform) -> dict[str, Any]:
-    """What makes two conversions the same: the source's files by size and time, and every byte of the plan."""
+    """The identity of a conversion: sizes and times of the source's files, and a hash of the plan."""
     plan = hashlib.sha256(repr((written_as.model_type, shards, transform)).encode())
     files = {entry.name: entry.stat() for entry in sorted(root.iterdir()) if entry.is_file()}
     return {
@@ -231,11 +231,13 @@ def _start(partial: Path, state: dict[str, Any]) -> None:
         partial.mkdir()
     except FileExistsError:
         raise OptionError(
-            f"{str(partial)!r} is there already, of an interrupted conversion or one at work; go on with --resume, or "
+            f"{str(partial)!r} already exists, from an interrupted or running conversion; continue with --resume, or "
             "delete it"
         ) from None
     except OSError as error:
-        raise WriteError(partial, [Problem("file", repr(partial.name), f"cannot be made: {error.strerror}")]) from error
+        raise WriteError(
+            partial, [Problem("file", repr(partial.name), f"cannot create it: {error.strerror}")]
+        ) from error
     try:
         write_json(partial, STATE, state)
     except BaseException:
@@ -244,22 +246,22 @@ def _start(partial: Path, state: dict[str, Any]) -> None:
 
 
 def _check_state(partial: Path, state: dict[str, Any]) -> None:
-    """Raises OptionError where there is nothing to go on with, or something else."""
+    """Raises OptionError if there is no conversion to resume, or another one."""
     if partial.is_symlink() or not partial.is_dir():
-        raise OptionError(f"--resume: no interrupted conversion at {str(partial)!r}; leave the option out")
+        raise OptionError(f"--resume: no interrupted conversion at {str(partial)!r}; omit the option")
     try:
         found = read_json(resolve_folder(partial), STATE)
     except CheckpointError as error:
         raise OptionError(f"--resume: {error}; delete the folder") from error
     if not isinstance(found, dict) or found.keys() != state.keys():
-        raise OptionError(f"--resume: {str(partial / STATE)!r} is of something else; delete the folder")
+        raise OptionError(f"--resume: {str(partial / STATE)!r} is not from a conversion; delete the folder")
     for key, reason in (("source", "another source"), ("files", "files that have changed"), ("plan", "other options")):
         if found[key] != json.loads(json.dumps(state[key])):
-            raise OptionError(f"--resume: the conversion in {str(partial)!r} is of {reason}; delete the folder")
+            raise OptionError(f"--resume: the conversion in {str(partial)!r} has {reason}; delete the folder")
 
 
 def _leave(partial: Path, shards: Sequence[Shard], state: dict[str, Any]) -> bool:
-    """After an error: keeps the folder where a file in it is finished, for `resume`. Whether it did."""
+    """After an error: keeps the folder for `resume` if a file is finished, else deletes it. Returns whether it did."""
     if not any(is_written(partial, shard) for shard in shards):
         shutil.rmtree(partial, ignore_errors=True)
         return False
@@ -268,7 +270,7 @@ def _leave(partial: Path, shards: Sequence[Shard], state: dict[str, Any]) -> boo
         if entry.name not in names:
             with contextlib.suppress(OSError):
                 os.unlink(entry.path)
-    if not (partial / STATE).exists():  # it failed at the very end
+    if not (partial / STATE).exists():  # it failed after removing the state
         with contextlib.suppress(WriteError):
             write_json(partial, STATE, state)
     return True

@@ -1,4 +1,4 @@
-"""Reports on checkpoints as aligned text for a terminal."""
+"""Formats reports on checkpoints as aligned text."""
 
 from collections.abc import Sized
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Errors about checkpoints. Each carries every problem that was found, not only the first."""
+"""Errors about checkpoints. Each holds all problems found, not only the first."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +8,7 @@ MAX_LISTED = 1000
 
 
 class Problem(NamedTuple):
-    """One thing that is wrong with a checkpoint."""
+    """One problem of a checkpoint."""
 
     kind: str  # "file", "index", "config", "tokenizer", "missing", "unexpected", "shape", "dtype", "tied", "value"
     where: str  # the file, tensor or config key
@@ -19,7 +19,7 @@ class Problem(NamedTuple):
 
 
 class CheckpointError(ValueError):
-    """A checkpoint folder that cannot be used as it is.
+    """A checkpoint folder that cannot be used.
 
     Attributes: `folder`, and `problems`, all of them; the message lists the first 1,000.
     """
@@ -41,20 +41,20 @@ class CheckpointError(ValueError):
 
 
 class CheckpointConfigError(CheckpointError):
-    """A config.json that is missing, malformed, incomplete or contradicts itself."""
+    """A config.json that is missing, malformed, incomplete or contradictory."""
 
 
 class UnsupportedModelError(CheckpointConfigError):
-    """A model that is described correctly but that no family here covers."""
+    """A valid model of a family or variant that is not supported."""
 
 
 class WriteError(CheckpointError):
-    """A checkpoint that could not be written. Nothing of it is at its place."""
+    """A checkpoint that could not be written. Its destination does not exist."""
 
 
 class OptionError(ValueError):
-    """An option with a value that it cannot have. The message names both, and what would be valid."""
+    """An invalid value of an option. The message names both, and the valid values."""
 
 
 class HubError(ValueError):
-    """A model of the Hugging Face hub that is neither in the cache nor to be had, and what to do."""
+    """A model of the Hugging Face hub that is not cached and cannot be downloaded."""

@@ -1,4 +1,4 @@
-"""Opening files of a checkpoint folder, and nothing outside of it."""
+"""Opens files of a checkpoint folder, and refuses files outside of it."""
 
 import json
 import os
@@ -16,7 +16,7 @@ MAX_JSON_BYTES = 256 << 20  # the largest published tokenizer.json is about 35 M
 def resolve_folder(folder: Path | str) -> Path:
     """The real path of a checkpoint folder.
 
-    Raises FileNotFoundError where there is none, NotADirectoryError where `folder` is a file, CheckpointError where it
+    Raises FileNotFoundError where there is none, NotADirectoryError if `folder` is a file, CheckpointError where it
     is a GGUF file or a folder whose only weights are GGUF files.
     """
     try:
@@ -28,12 +28,12 @@ def resolve_folder(folder: Path | str) -> Path:
     if (gguf := _gguf_of(real)) is not None:
         raise CheckpointError(folder, [Problem("file", repr(gguf.name), _no_gguf(gguf))])
     if not real.is_dir():
-        raise NotADirectoryError(f"{str(folder)!r} is a file; give the folder that holds it")
+        raise NotADirectoryError(f"{str(folder)!r} is a file; pass the folder that holds it")
     return real
 
 
 def _hub_hint(name: str) -> str:
-    """How to get a model of the Hugging Face hub, where `name` may have been meant as one."""
+    """How to get a model of the Hugging Face hub, if `name` may be one."""
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name, re.ASCII):
         return ""
     if "/" in name:
@@ -45,20 +45,20 @@ def _hub_hint(name: str) -> str:
 
 
 def _gguf_of(path: Path) -> Path | None:
-    """The GGUF file that a path is, or the first of a folder without safetensors; None where there is none."""
+    """The path if it is a GGUF file, or the first GGUF file of a folder without safetensors, or None."""
     if path.is_file():
         return path if path.suffix.lower() == ".gguf" else None
     try:
         names = sorted(os.listdir(path)) if path.is_dir() else []
     except OSError:
-        return None  # opening the folder's files says what is wrong
+        return None  # opening the folder's files raises the error
     if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
         return None
     return next((path / name for name in names if name.lower().endswith(".gguf")), None)
 
 
 def _no_gguf(path: Path) -> str:
-    """What to do with a GGUF file."""
+    """The error message for a GGUF file."""
     source = f"{str(path.parent)!r}, gguf_file={path.name!r}"
     return (
         "GGUF is not supported; supported are folders with config.json and *.safetensors. transformers converts it "
@@ -79,7 +79,7 @@ def file_inside(folder: Path, name: str) -> Path:
         return CheckpointError(folder, [Problem("file", repr(name), message)])
 
     if not is_plain_name(name):
-        raise refuse("not a plain file name; a checkpoint's files lie directly in its folder")
+        raise refuse("not a plain file name; a checkpoint's files are directly in its folder")
     try:
         real = Path(os.path.realpath(folder / name, strict=True))
         mode = real.stat().st_mode
@@ -106,7 +106,7 @@ def is_plain_name(name: str) -> bool:
 
 
 def _hub_blobs(folder: Path) -> list[Path]:
-    """The blobs folder that a Hugging Face cache snapshot links to, if `folder` lies in a snapshot."""
+    """The blobs folder that a Hugging Face cache snapshot links to, if `folder` is in a snapshot."""
     for revision in (folder, *folder.parents):
         if revision.parent.name == "snapshots":
             return [revision.parent.parent / "blobs"]
@@ -116,8 +116,8 @@ def _hub_blobs(folder: Path) -> list[Path]:
 def read_json(folder: Path, name: str, *, unique_keys: bool = True) -> Any:
     """The parsed JSON file `name` of `folder`.
 
-    Raises CheckpointError where the file is missing, lies outside, is larger than 256 MiB, is not JSON or, with
-    `unique_keys`, repeats a key (Python's parser would keep the last and drop the others unnoticed).
+    Raises CheckpointError if the file is missing, outside of the folder, larger than 256 MiB, not JSON or, with
+    `unique_keys`, repeats a key (Python's parser would silently keep the last).
     """
     path = file_inside(folder, name)
     try:

@@ -1,23 +1,23 @@
-"""Grown models: the function of a small model in a larger shape, to measure at sizes without weights of that size.
+"""Grows a model: embeds the function of a small model in a larger shape, to benchmark sizes without trained weights.
 
-The cost of a pass is the larger shape's, and the tokens are the small model's, so acceptance is real. What is added
-computes with random weights and reaches nothing:
+A pass costs as much as the larger shape, and the tokens are the small model's, so acceptance is real. The added parts
+compute with random weights and have no effect:
 
 - hidden dimensions are padded with zeros: embeddings and every projection into the residual stream have zero rows
-  there. An RMSNorm over `ratio` times the width sees 1 / ratio of the mean square; eps is divided by the ratio and the
-  scale by its root. Both are exact where the ratio is a power of 4, the only ratios that are used.
-- extra heads and MLP units have zero columns in `o` and `down`. Heads come in whole KV groups after the model's own, so
-  that every head keeps its KV head.
+  there. An RMSNorm over `ratio` times the width sees 1 / ratio of the mean square, so eps is divided by the ratio and
+  the scale by its root. Both are exact for powers of 4, the only ratios used.
+- extra heads and MLP units have zero columns in `o` and `down`. Heads are added in whole KV groups after the model's
+  own, so that every head keeps its KV head.
 - extra layers have zero `o` and `down`: they add nothing to the residual stream.
-- extra vocabulary (only where asked for) must never win, nor take probability from the drafts' own tokens. One padded
-  hidden dimension carries `_TINY` in every embedding, too small to change any mean square in fp32, and every norm but
-  the last has scale 0 there. The last norm raises it to a large positive value, which the head's padding rows, zero
-  elsewhere, turn into a large negative logit. So such a model needs padded dimensions and its own head.
+- extra vocabulary (optional) must never be chosen, nor take probability from other tokens. One padded hidden dimension
+  is `_TINY` in every embedding, too small to change any mean square in fp32, and every norm but the last has scale 0
+  there. The last norm scales it to a large positive value, which the head's padding rows, zero elsewhere, turn into a
+  large negative logit. So such a model needs padded dimensions and an untied head.
 
-A product with a zero is zero as long as the other factor is finite; random weights of usual size see to that. So every
-sum has the small model's terms, and zeros. A library may group the terms of a longer row otherwise (oneDNN: 704 MLP
-units among 2,048; not among 1,024). Then logits differ in their last bits, as they do between machines, and the
-benchmark counts the tokens that do.
+A product with zero is zero if the other factor is finite, which random weights of usual size ensure. So every sum has
+the small model's terms and zeros. A library may group the terms of a longer row differently (oneDNN does for 704 MLP
+units among 2,048, not among 1,024). Then logits differ in their last bits, as between machines, and the benchmark
+counts the tokens that differ.
 """
 
 import itertools
@@ -41,11 +41,11 @@ from treespec_weights.staging import carried_files, check_room, copy_files, free
 from treespec_weights.writer import NAMES, Output, Shard, plan_shards, progress, write_index, write_json, write_shard
 
 SHARD_BYTES = 1 << 30
-_WIDEN = 4  # MLP units per hidden dimension, where the size leaves the choice
-_NARROWEST = 2  # the least of those, for a wider hidden dimension
+_WIDEN = 4  # preferred MLP units per hidden dimension
+_NARROWEST = 2  # the least MLP units per hidden dimension
 _TINY, _RAISED = 2.0**-40, 2.0**52
 
-# Parameters that are zero where anything was added, and those that scale a row.
+# Parameters that are zero in added parts, and those that scale a row.
 _TO_RESIDUAL = ("embed", "lm_head", "o", "down", "o_bias", "down_bias")
 _NORMS = ("attn_norm", "mlp_norm", "final_norm")
 
@@ -53,14 +53,13 @@ _NORMS = ("attn_norm", "mlp_norm", "final_norm")
 def grown_shape(
     shape: ModelShape, size: int, vocab: int | None = None, options: tuple[str, str] = ("--size", "--vocab")
 ) -> ModelShape:
-    """The shape of about `size` parameters that holds `shape`.
+    """The shape of about `size` parameters that contains `shape`.
 
-    The widest hidden dimension (times 1, 4, 16 ...) at which the model's own number of layers still has an MLP of
-    twice the width; there an MLP of four times the width and as many layers as the size asks for.
+    It takes the widest hidden dimension (times 1, 4, 16 ...) at which the model's own number of layers fits with an MLP
+    of twice the width, then an MLP of four times the width and as many layers as fit.
 
     Raises:
-        OptionError: the model is larger than `size` already, or the vocabulary would shrink. The message names
-            `options`.
+        OptionError: the model is larger than `size`, or the vocabulary would shrink. The message names `options`.
     """
     vocab = shape.vocab_size if vocab is None else vocab
     if vocab < shape.vocab_size:
@@ -69,7 +68,7 @@ def grown_shape(
     ratio = 4 if padded else 1
     if widened(shape, ratio, vocab, shape.num_layers, 1).num_parameters() > size:
         least = widened(shape, ratio, vocab, shape.num_layers, 1).num_parameters()
-        raise OptionError(f"{options[0]} {size / 1e6:.4g}M: this model can be grown from {math.ceil(least / 1e6)}M on")
+        raise OptionError(f"{options[0]} {size / 1e6:.4g}M: this model can grow to {math.ceil(least / 1e6)}M or more")
     while widened(shape, 4 * ratio, vocab, shape.num_layers, _NARROWEST).num_parameters() <= size:
         ratio *= 4
     full = widened(shape, ratio, vocab, 1, _WIDEN)
@@ -78,7 +77,7 @@ def grown_shape(
     wide = replace(full, num_layers=layers)
     one_unit = replace(wide, intermediate_size=wide.intermediate_size + 1).num_parameters() - wide.num_parameters()
     units = wide.intermediate_size + (size - wide.num_parameters()) / one_unit
-    step = max(64, wide.hidden_size // 4)  # as real models have it
+    step = max(64, wide.hidden_size // 4)  # a multiple, as in real models
     return replace(wide, intermediate_size=max(shape.intermediate_size, step * round(units / step)))
 
 
@@ -105,19 +104,19 @@ def grow_checkpoint(
     device: torch.device | str = "cpu",
     on_bytes: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Write a Hugging Face folder that computes `source`'s function in the larger `shape`, whole or not at all.
+    """Writes a Hugging Face folder that computes `source`'s function in the larger `shape`, atomically.
 
     Args:
         source: a checkpoint of the Llama family.
-        folder: where to write: a folder that does not exist, or is empty.
-        shape: at least as large as the source's in every respect, with a hidden dimension 4 ** n times as wide.
+        folder: the destination, which does not exist or is empty.
+        shape: at least as large as the source's in every size, with a hidden dimension 4 ** n times as wide.
         seed: of the random weights.
-        device: where they are drawn (on a CPU by one thread). Another device draws others.
-        on_bytes: called with the bytes that are written, and all that there are.
+        device: where random weights are drawn (on a CPU by one thread); devices differ in their random numbers.
+        on_bytes: called with the bytes written and the total.
 
     Raises:
-        OptionError: the source is of another family or quantised, or the folder is taken or lies in the source.
-            CheckpointError: the source cannot be read. WriteError: the folder cannot be written, or has no room.
+        OptionError: the source is of another family or quantised, or the folder exists or is inside of the source.
+            CheckpointError: the source cannot be read. WriteError: the folder cannot be written, or the disk is full.
     """
     source = resolve_folder(source)
     place = free_place(folder, source)
@@ -126,7 +125,7 @@ def grow_checkpoint(
     if rules is not LLAMA:
         raise OptionError(f"{source}: {rules.model_type} models cannot be grown; valid: {LLAMA.model_type}")
     if (scheme := scheme_of(config, source)) is not None:
-        raise OptionError(f"{source} is quantised ({scheme.name}); grow the checkpoint that it was made of")
+        raise OptionError(f"{source} is quantised ({scheme.name}); grow the original checkpoint")
     old = ModelShape.from_hf(config, rules, source)
     growth = _Growth(old, shape)
     small = load_weights(source, old, rules)
@@ -163,7 +162,7 @@ def grow_checkpoint(
 
 @dataclass(frozen=True)
 class _Growth:
-    """From the old shape to the new one."""
+    """Grows parameters from the old shape to the new one."""
 
     old: ModelShape
     new: ModelShape
@@ -194,7 +193,7 @@ class _Growth:
         return tensor
 
     def _silence(self, kind: str, tensor: Tensor) -> None:
-        """Make the added tokens' logits large and negative, through the last hidden dimension."""
+        """Makes the added tokens' logits large and negative, through the last hidden dimension."""
         if kind == "embed":
             tensor[:, -1] = _TINY
         elif kind == "lm_head":

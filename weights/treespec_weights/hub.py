@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub: from a name to a local folder."""
+"""Downloads models from the Hugging Face hub."""
 
 import os
 import re
@@ -8,34 +8,34 @@ from treespec_weights.checkpoint import Checkpoint
 from treespec_weights.errors import CheckpointError, HubError, OptionError
 from treespec_weights.rules import read_config
 
-# Safetensors, and what goes with them. No pickles, no code, and nothing below the top folder.
+# Safetensors, config, tokenizer and templates. No pickles, no code, and no subfolders.
 ALLOWED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "LICENSE*")
 IGNORED = ("*/*", "consolidated*")
 _ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name could be one of the hub's: `owner/model`, or a `model` of its first years."""
+    """Whether a name is a valid hub id: `owner/model`, or a legacy `model`."""
     return bool(_ID.fullmatch(name)) and ".." not in name and "--" not in name
 
 
 def fetch(hub_id: str, revision: str | None = None, to: Path | str | None = None) -> Path:
-    """The local folder of a model of the hub: what is cached already, fetched where it is not, checked.
+    """The local folder of a model of the hub, downloaded if it is not cached, and checked.
 
-    Only config, tokenizer, templates and safetensors are asked for. The cache, the token and the mirror are those of
+    It downloads only config, tokenizer, templates and safetensors. The cache, the token and the mirror are those of
     `huggingface_hub` (HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE).
 
     Args:
         hub_id: `owner/model`.
-        revision: branch, tag or commit; None is the main branch.
-        to: a folder to fetch into, instead of the cache.
+        revision: branch, tag or commit; None for the main branch.
+        to: a folder to download into, instead of the cache.
 
     Raises:
-        OptionError: a name that cannot be one of the hub's. HubError: offline and not cached; unknown, gated, or
-            interrupted. CheckpointError: it holds no safetensors, or unusable ones.
+        OptionError: not a valid hub id. HubError: offline and not cached; unknown, gated, or interrupted.
+            CheckpointError: it has no safetensors, or unusable ones.
     """
     if not is_hub_id(hub_id):
-        raise OptionError(f"{hub_id!r} is no name of the hub; valid are names such as owner/model")
+        raise OptionError(f"{hub_id!r} is not a hub id; valid are names such as owner/model")
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -53,7 +53,7 @@ def fetch(hub_id: str, revision: str | None = None, to: Path | str | None = None
             f"{offline}; run `treespec weights fetch {hub_id}` where there is a network, and copy that folder, or "
             "name a local folder with config.json and *.safetensors"
         ) from error
-    # First the HTTP library's own, such as proxies'; a RuntimeError is that this user has no home to cache in.
+    # The HTTP library's errors, such as those of proxies; a RuntimeError means that there is no home folder.
     except (*HfHubHTTPError.__bases__, OSError, ValueError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else "no reason given"
         raise HubError(

@@ -1,4 +1,4 @@
-"""What a checkpoint is and what it costs, from its headers alone."""
+"""Describes a checkpoint from its headers, config and tokenizer, and compares drafts with a target."""
 
 import math
 import re
@@ -22,16 +22,16 @@ ITEM_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "C64": 64}
 
 
 def inspect_checkpoint(folder: Path | str) -> dict[str, Any]:
-    """Describes a checkpoint as a JSON-ready dict; reads headers, config and tokenizer, no tensor.
+    """Describes a checkpoint as a JSON-ready dict; reads headers, config and tokenizer, but no tensors.
 
     Keys: `folder`, `family` (model_type), `architectures`, `supported`, `unsupported_because`, `shape` (ModelShape
     as a dict, None if unsupported), `context` (positions), `config_dtype`, `parameters`, `bytes`, `files`, `dtypes`,
-    `tensors` (rows of tensors that are alike but for the layer, `{i}`: name, count, dtype, shape, bytes of one),
-    `ignored` (names), `problems` (how many `match` finds), `memory` (per dtype: weights_bytes, kv_bytes_per_token),
-    `quantization` (how the weights are stored, None where they are not quantised), `vocabulary` (sha256, tokens,
-    max_id), `unused_ids` (rows of the embedding behind the tokenizer's last id, None where either is unknown),
-    `made_of` (None if unsupported; norm, activation, window, parallel: what config.json and the family's declaration
-    say of the layers). `parameters` counts what is loaded: a tied head once, no ignored buffer.
+    `tensors` (tensors that differ only in the layer, `{i}`, as one row: name, count, dtype, shape, bytes of each),
+    `ignored` (names), `problems` (the number that `match` finds), `memory` (per dtype: weights_bytes,
+    kv_bytes_per_token), `quantization` (its name, None if not quantised), `vocabulary` (sha256, tokens, max_id),
+    `unused_ids` (rows of the embedding after the tokenizer's last id, None if either is unknown), `made_of` (norm,
+    activation, window and parallel of the layers; None if unsupported). `parameters` counts loaded parameters: a tied
+    head once, and no ignored buffers.
 
     Raises as `Checkpoint.open`, and CheckpointConfigError for an unusable config.json.
     """
@@ -62,11 +62,11 @@ def inspect_checkpoint(folder: Path | str) -> dict[str, Any]:
 
 
 def compare_draft(target: dict[str, Any], draft: dict[str, Any]) -> dict[str, Any]:
-    """What a draft would share with a target, from two results of `inspect_checkpoint`.
+    """Compares a draft with a target, from two results of `inspect_checkpoint`.
 
     Keys: `folder`, `family`, `parameters`, `cost_ratio` (draft's parameters per target's), `same_vocab_size`,
-    `same_vocabulary` (None where one has no tokenizer file), `same_hidden_size`, `usable` (as a draft), `connection`
-    (how it would guess, by `vocabularies.connect`: in one vocabulary, translated, by text), `reason` (why it cannot).
+    `same_vocabulary` (None if one has no tokenizer file), `same_hidden_size`, `usable` (as a draft), `connection`
+    (from `vocabularies.connect`: one vocabulary, translated, or by text), `reason` (why it is not usable).
     """
     sizes = [report["shape"] and report["shape"]["vocab_size"] for report in (target, draft)]
     hidden = [report["shape"] and report["shape"]["hidden_size"] for report in (target, draft)]
@@ -137,7 +137,7 @@ def _as_model(config: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _made_of(config: dict[str, Any], rules: FamilyRules) -> dict[str, Any]:
-    """What config.json says where it is of the right kind: it may hold NaN, which is no JSON."""
+    """Properties of the layers, without values of a wrong type: config.json may hold NaN, which is not valid JSON."""
     windowed = rules.windows and config.get("use_sliding_window", True)
     activation, window = config.get(rules.activation), config.get("sliding_window") if windowed else None
     return {

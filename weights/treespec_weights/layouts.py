@@ -1,9 +1,9 @@
-"""The same model as a checkpoint of another family: which config says so, and whether one can.
+"""Translates config.json to another family with the same parameters, if that family can express the model.
 
-Tensors follow from the families' rules (`expected_tensors`). Of the config, sizes and switches follow from the rules
-too. What else config.json says is compared through transformers' own config classes, because families differ in what
-they take where a key is missing (Mistral's window is 4,096 then, Llama has none): every value is written out, and one
-that the other family has no key for is refused unless it changes nothing.
+Tensors, sizes and switches follow from the families' rules (`expected_tensors`). Other values of config.json go through
+transformers' config classes, because families have different defaults (without a key, Mistral's window is 4,096 and
+Llama has none): every value is written out, and a value for which the other family has no key is an error unless it has
+no effect.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from treespec_weights.errors import CheckpointConfigError, OptionError, Problem,
 from treespec_weights.families import FAMILIES
 from treespec_weights.rules import FamilyRules, ModelShape
 
-# Of FamilyRules: how things are spelt, or what a config may say. All other fields say what a layer computes.
+# Fields of FamilyRules that only affect names and configs. All others affect what a layer computes.
 _SPELLING = (
     "model_type",
     "tensors",
@@ -29,7 +29,7 @@ _SPELLING = (
     "windows",
     "assumed",
 )
-_WITHOUT_EFFECT = (  # on what a decoder computes from given weights
+_WITHOUT_EFFECT = (  # config keys that do not affect what a decoder computes
     "architectures",
     "attention_dropout",
     "auto_map",
@@ -48,7 +48,7 @@ _WITHOUT_EFFECT = (  # on what a decoder computes from given weights
     "use_cache",
     "original_max_position_embeddings",
 )
-_NOT_OF_A_DECODER = (  # what config classes write beside it
+_NOT_OF_A_DECODER = (  # other keys that config classes write
     "chunk_size_feed_forward",
     "id2label",
     "is_encoder_decoder",
@@ -62,7 +62,7 @@ _ABSENT = (None, False, 0, 0.0)
 
 
 def family_named(name: str) -> FamilyRules:
-    """The rules of a family. Raises OptionError for a name that is none."""
+    """The rules of a family. Raises OptionError for an unknown name."""
     if name not in FAMILIES:
         raise OptionError(f"--layout {name}: valid are {', '.join(FAMILIES)}")
     return FAMILIES[name]
@@ -71,15 +71,15 @@ def family_named(name: str) -> FamilyRules:
 def translate_config(
     folder: Path, config: Mapping[str, Any], shape: ModelShape, own: FamilyRules, other: FamilyRules
 ) -> dict[str, Any]:
-    """config.json of the same model as one of the family `other`.
+    """config.json of the same model in the family `other`.
 
     Args:
         folder: of the checkpoint, for messages.
-        config: its parsed config.json, `shape` as read from it, and its family `own`.
+        config: its parsed config.json, with `shape` read from it, of the family `own`.
 
     Raises:
         UnsupportedModelError: with everything that the other family cannot express.
-        CheckpointConfigError: transformers refuses the config of one of the two.
+        CheckpointConfigError: transformers rejects one of the two configs.
     """
     problems = [
         Problem(
@@ -111,7 +111,7 @@ def translate_config(
 
 
 def _parameters_without_place(shape: ModelShape, other: FamilyRules) -> list[Problem]:
-    """Parameters that the model has and one of the other family has not, and the reverse."""
+    """Parameters that only the model or only the other family has."""
     fixed = {
         field.name: other.constants.get(field.name, field.default)
         for field in fields(ModelShape)
@@ -126,7 +126,7 @@ def _parameters_without_place(shape: ModelShape, other: FamilyRules) -> list[Pro
         if name not in theirs or name not in places
     ]
     problems += [
-        Problem("missing", repr(name), f"a {other.model_type} model has this parameter, and the checkpoint has not")
+        Problem("missing", repr(name), f"a {other.model_type} model has this parameter, and the checkpoint does not")
         for name in theirs
         if name not in own
     ]
@@ -148,7 +148,7 @@ def _pattern(parameter: str) -> str:
 def _carried(
     folder: Path, before: dict[str, Any], after: dict[str, Any], own: FamilyRules, other: FamilyRules
 ) -> dict[str, Any]:
-    """Everything but the sizes; raises UnsupportedModelError where the other family cannot say it."""
+    """All values but the sizes. Raises UnsupportedModelError if the other family cannot express them."""
     spelt = {*own.config_keys.values(), *other.config_keys.values()}
     result: dict[str, Any] = {}
     problems = []
@@ -158,12 +158,12 @@ def _carried(
         if key in after or key.endswith("_token_id"):
             result[key] = value
         elif key not in _WITHOUT_EFFECT and value not in _ABSENT:
-            message = f"{value!r} cannot be said in the config of a {other.model_type} model"
+            message = f"{value!r} cannot be expressed in the config of a {other.model_type} model"
             problems.append(Problem("config", repr(key), message))
     rope, known = before.get("rope_parameters"), after.get("rope_parameters")
     if isinstance(rope, dict) and isinstance(known, dict):
         if rope.get("partial_rotary_factor", 1.0) != 1.0 and "partial_rotary_factor" not in known:
-            message = f"{rope['partial_rotary_factor']!r}, but a {other.model_type} model turns whole heads"
+            message = f"{rope['partial_rotary_factor']!r}, but a {other.model_type} model rotates whole heads"
             problems.append(Problem("config", "'partial_rotary_factor'", message))
         result["rope_parameters"] = {k: v for k, v in rope.items() if k != "partial_rotary_factor" or k in known}
         if rope.get("rope_type", "default") != "default" and "original_max_position_embeddings" in before:
@@ -173,7 +173,7 @@ def _carried(
                     f"{other.model_type} model has not"
                 )
                 problems.append(Problem("config", "'rope_parameters'", message))
-    for key, value in after.items():  # what only the other family has is switched off
+    for key, value in after.items():  # features that only the other family has are switched off
         if key not in before and key not in spelt and key not in _WITHOUT_EFFECT and value not in _ABSENT:
             result[key] = None
     if problems:
@@ -188,7 +188,7 @@ def _agrees(wanted: object, written: object) -> bool:
 
 
 def _explicit(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config with every value that its family's config class has. Raises CheckpointConfigError where it has none."""
+    """A config with the defaults of its config class. Raises CheckpointConfigError if transformers rejects it."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig  # takes seconds to import
 

@@ -1,4 +1,4 @@
-"""Strict loading: every tensor named, shaped and typed as the model's shape says, or nothing."""
+"""Strict loading: names, shapes and dtypes of all tensors must match the model's shape."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ DTYPES = tuple(TORCH_DTYPES[name] for name in LOADABLE)
 
 
 class Placement(NamedTuple):
-    """One checkpoint tensor, and the decoder parameters to take out of it."""
+    """One checkpoint tensor and the decoder parameters that it holds."""
 
     name: str
     rule: TensorRule
@@ -30,13 +30,13 @@ class Placement(NamedTuple):
 
     @property
     def shape(self) -> Shape:
-        """The shape that the tensor must have in the file."""
+        """The expected shape of the tensor in the file."""
         first = next(iter(self.params.values()))
         stacked = (sum(shape[0] for shape in self.params.values()), *first[1:])
         return stacked[::-1] if self.rule.layout == "transposed" else stacked
 
     def unpack(self, tensor: Tensor) -> dict[str, Tensor]:
-        """Parameter name to tensor, contiguous; views of `tensor` where its layout allows."""
+        """Parameter name to contiguous tensor; views of `tensor` if its layout allows."""
         if len(self.params) == 1 and self.rule.layout == "stacked":
             return dict.fromkeys(self.params, tensor.contiguous())
         if self.rule.layout == "transposed":
@@ -50,7 +50,7 @@ class Placement(NamedTuple):
         return {name: part.contiguous() for name, part in zip(self.params, parts, strict=True)}
 
     def pack(self, params: dict[str, Tensor]) -> Tensor:
-        """The tensor that holds these parameters: what `unpack` takes apart. One parameter alone is not copied."""
+        """The inverse of `unpack`: the tensor that holds these parameters. A single parameter is not copied."""
         parts = [params[name] for name in self.params]
         if self.rule.layout == "per_head":
             parts = [part.unflatten(0, (self.heads, -1)) for part in parts]
@@ -70,19 +70,19 @@ def load_weights(
 ) -> dict[str, Tensor]:
     """Loads a checkpoint into decoder parameters, `shape.parameters()`, contiguous and in that order.
 
-    Names, shapes and dtypes are checked from the headers before any tensor is read. Tensors are then cast one by
-    one, in the order in which they lie in the files, so that memory stays within one tensor over the result. With
-    `dtype=None`, or where the stored dtype is `dtype` already, CPU tensors stay mapped to the file (private: writing
-    never reaches it) and cost no memory of their own; the mapping ends with the last tensor that uses it.
+    Names, shapes and dtypes are checked from the headers before any tensor is read. Tensors are then cast one by one,
+    in file order, so that memory exceeds the result by at most one tensor. With `dtype=None`, or if the stored dtype is
+    `dtype`, CPU tensors stay memory-mapped (privately: writing never changes the file) and take no extra memory; the
+    mapping ends with the last tensor that uses it.
 
-    With `quantization`, "int8" or "int4", the layers' matrices are quantised one by one (quantize.py), from the stored
-    values; those of a checkpoint that is quantised itself are taken as they are (quant_schemes.py). Such a parameter
-    holds int8, or uint8 with two 4-bit weights; `<name>_scale` and, where zero points are stored, `<name>_zero` stand
-    beside it: the three of a `Quantized`.
+    With `quantization`, "int8" or "int4", the layers' matrices are quantised one by one from the stored values
+    (quantize.py); those of a quantised checkpoint are loaded unchanged (quant_schemes.py). Such a parameter is int8, or
+    uint8 with two 4-bit weights; with `<name>_scale` and, if there are zero points, `<name>_zero`, it forms a
+    `Quantized`.
 
-    Raises CheckpointError with the whole list: missing, unexpected or misshaped tensors, dtypes other than float64,
-    float32, float16 and bfloat16; a tied model whose stored head differs from its embedding; values that a cast to
-    `dtype` would turn into infinity. ValueError for a `dtype` that is none of these four. Otherwise as
+    Raises CheckpointError with all problems: missing, unexpected or misshaped tensors, dtypes other than float64,
+    float32, float16 and bfloat16; a tied model whose stored head differs from its embedding; values that overflow in a
+    cast to `dtype`. ValueError for another `dtype` than these four. Otherwise as
     `Checkpoint.open`.
     """
     if dtype is not None and dtype not in DTYPES:
@@ -108,7 +108,7 @@ def load_weights(
         raise CheckpointError(checkpoint.folder, problems)
     loaded: dict[str, Tensor] = {}
     overflows = []
-    at = {name: i for i, name in enumerate(checkpoint.tensors)}  # what a scheme renames comes last
+    at = {name: i for i, name in enumerate(checkpoint.tensors)}  # tensors that a scheme renames come last
     for placement in sorted(placements, key=lambda placement: at.get(placement.name, len(at))):
         if scheme is not None and covered(scheme, placement, rules):
             loaded |= _read_quantized(checkpoint, scheme, placement, dtype, device)
@@ -134,17 +134,17 @@ def load_weights(
 
 
 def quantizable(shape: ModelShape) -> dict[str, Shape]:
-    """The parameters that quantisation is for: the layers' matrices. Embedding, head and norms stay as they are."""
+    """The parameters that quantisation applies to: the layers' matrices, not embedding, head and norms."""
     return {name: size for name, size in shape.parameters().items() if name.startswith("layers.") and len(size) == 2}
 
 
 def quantized_group(shape: ModelShape, quantization: str) -> int | None:
-    """Inputs that share a scale in a model quantised so; None = all. Raises ValueError where no group fits."""
+    """Inputs that share a scale with this quantisation; None for all. Raises ValueError if no group fits."""
     return group_of({size[1] for size in quantizable(shape).values()}) if BITS[quantization] == 4 else None
 
 
 def stored_scheme(checkpoint: Checkpoint) -> QuantScheme | None:
-    """How the checkpoint is quantised by its config.json; None where it is not, or has none."""
+    """The quantisation of a checkpoint from its config.json; None if it is not quantised, or has no config."""
     if not (checkpoint.folder / CONFIG).is_file():
         return None
     config = read_json(checkpoint.folder, CONFIG)
@@ -152,7 +152,7 @@ def stored_scheme(checkpoint: Checkpoint) -> QuantScheme | None:
 
 
 def covered(scheme: QuantScheme, placement: Placement, rules: FamilyRules) -> bool:
-    """Whether the scheme quantises what a placement names."""
+    """Whether the scheme quantises the tensor of a placement."""
     is_matrix = len(placement.shape) == 2 and "embed" not in placement.params
     return is_matrix and scheme.covers(placement.name, rules.tied_copy)
 
@@ -165,7 +165,7 @@ def _parts(param: str, quantized: Quantized) -> dict[str, Tensor]:
 def _read_quantized(
     checkpoint: Checkpoint, scheme: QuantScheme, placement: Placement, dtype: torch.dtype | None, device: object
 ) -> dict[str, Tensor]:
-    """The parameters of a quantised tensor. Rows stay together with their scales, so they unpack as weights do."""
+    """The parameters of a quantised tensor. Scales are per row, so they unpack like the weights."""
     name, (out, inputs) = placement.name, placement.shape
 
     def get(part: str) -> Tensor | None:
@@ -186,9 +186,9 @@ def _read_quantized(
 
 
 def match(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> tuple[list[Placement], list[Problem]]:
-    """Lays the checkpoint's headers beside what the rules expect of a model of this shape; reads no tensor.
+    """Matches the checkpoint's headers with the tensors that the rules expect for this shape; reads no tensors.
 
-    Returns where to take every parameter from, and all problems; the first is usable only without the second.
+    Returns the placement of every parameter, which is usable only without problems, and all problems.
     """
     rules = rules.spelled_in(checkpoint.names())
     placements, scheme = expected_tensors(shape, rules), stored_scheme(checkpoint)
@@ -230,7 +230,7 @@ def match(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> tupl
 
 
 def _extra_biases(checkpoint: Checkpoint, placements: Sequence[Placement], rules: FamilyRules) -> dict[str, int]:
-    """Biases that no family asks for, by name, and their sizes: AutoGPTQ wrote one of zeros beside every weight."""
+    """Unexpected biases by name, and their sizes: AutoGPTQ wrote a zero bias for every weight."""
     scheme = stored_scheme(checkpoint)
     if scheme is None or scheme.method != "gptq":
         return {}
@@ -241,7 +241,7 @@ def _extra_biases(checkpoint: Checkpoint, placements: Sequence[Placement], rules
 
 
 def extra_bias_problems(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> list[Problem]:
-    """Biases that the model has no place for and that are not zero."""
+    """Problems of unexpected biases that are not zero."""
     rules = rules.spelled_in(checkpoint.names())
     extra = _extra_biases(checkpoint, expected_tensors(shape, rules), rules)
     message = "the config says that the model has no such bias, and it is not zero"
@@ -249,12 +249,12 @@ def extra_bias_problems(checkpoint: Checkpoint, shape: ModelShape, rules: Family
 
 
 def ignored_names(shape: ModelShape, rules: FamilyRules) -> set[str]:
-    """Names of derived buffers that a checkpoint may hold and that are not loaded."""
+    """Names of derived buffers, which are not loaded."""
     return {pattern.replace("{i}", str(i)) for pattern in rules.ignored for i in range(shape.num_layers)}
 
 
 def tied_head_problem(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> Problem | None:
-    """What is wrong with the stored head of a tied model, if one is stored: it must equal the embedding."""
+    """The problem of a tied model whose stored head differs from its embedding, or None."""
     if not shape.tied or rules.tied_copy not in checkpoint.tensors:
         return None
     rules = rules.spelled_in(checkpoint.names())
@@ -268,12 +268,12 @@ def tied_head_problem(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRu
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """As bytes, so that equal NaN count as equal."""
+    """The bytes of a tensor, so that equal NaNs compare equal."""
     return tensor.view(torch.uint8)
 
 
 def expected_tensors(shape: ModelShape, rules: FamilyRules) -> list[Placement]:
-    """The tensors that a checkpoint of this shape must hold, and what is in each."""
+    """The tensors that a checkpoint of this shape must have, with their parameters."""
     parameters = shape.parameters()
     placements = []
     for rule in rules.tensors:
@@ -300,15 +300,15 @@ def _why_unexpected(name: str, shape: ModelShape, rules: FamilyRules) -> str:
 
 
 def cast(stored: Tensor, dtype: torch.dtype | None, device: torch.device | str = "cpu") -> tuple[Tensor, bool]:
-    """A tensor in another dtype and place, and whether that has made a finite value infinite."""
+    """A tensor in another dtype and on another device, and whether a finite value became infinite."""
     dtype = dtype or stored.dtype
-    # float32 to bfloat16 does not count: the largest values differ by 0.4 %, no weight lies between.
+    # float32 to bfloat16 is not checked: the largest values differ by 0.4 %, and no weight is between.
     limit = torch.finfo(dtype).max
     if limit >= 0.5 * torch.finfo(stored.dtype).max or stored.numel() == 0:
         return stored.to(device=device, dtype=dtype), False
     if torch.device(device).type == "cpu":
         result = torch.empty_like(stored, dtype=dtype, memory_format=torch.contiguous_format)
-        extremes = []  # of what is in the processor's cache: of the whole tensor they took a quarter of the cast's time
+        extremes = []  # per chunk, while it is cached: over the whole tensor it took a quarter of the cast's time
         for part, target in zip(stored.flatten().split(CHUNK), result.flatten().split(CHUNK), strict=True):
             extremes += part.aminmax()
             target.copy_(part)
@@ -316,11 +316,11 @@ def cast(stored: Tensor, dtype: torch.dtype | None, device: torch.device | str =
     else:
         result = stored.to(device=device, dtype=dtype)
         least, greatest = (value.item() for value in result.aminmax())
-    if -limit <= least and greatest <= limit:  # false where there is a NaN
+    if -limit <= least and greatest <= limit:  # false with a NaN
         return result, False
     return result, bool((result.isinf().cpu() & stored.isfinite()).any())
 
 
 def overflow_message(stored: Tensor, result: Tensor) -> str:
-    """What to say where `cast` has made a value infinite."""
+    """The message for a value that `cast` made infinite."""
     return f"{stored.abs().max().item():.4g} is infinite in {result.dtype}; load it as bfloat16 or float32"

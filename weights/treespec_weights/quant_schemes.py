@@ -1,14 +1,14 @@
-"""Quantised checkpoints as others publish them: which tensors stand for a weight, and how to read them.
+"""Reads published formats of quantised checkpoints.
 
-A `QuantScheme` is what config.json's `quantization_config` says. Read are
+A `QuantScheme` is parsed from config.json's `quantization_config`. Supported are
 
-- compressed-tensors (llm-compressor): "pack-quantized" of 4 and 8 bits, "int-quantized", "float-quantized";
-- GPTQ of 4 and 8 bits (zero points stored less one, but for "gptq_v2"), where groups follow the inputs' order;
-- AWQ of 4 bits, "gemm";
-- fp8 (E4M3) with a scale of the tensor, of the output, or of a block, as Hugging Face's "fp8".
+- compressed-tensors (llm-compressor): "pack-quantized" with 4 and 8 bits, "int-quantized", "float-quantized";
+- GPTQ with 4 and 8 bits (zero points stored minus one, except in "gptq_v2"), with groups in the inputs' order;
+- AWQ with 4 bits, "gemm";
+- fp8 (E4M3) with a scale per tensor, output or block, as Hugging Face's "fp8".
 
-Integers are taken as they are, with their scales. fp8 weights become weights of the model's dtype: scaled in fp32 and
-rounded once. Only weights are quantised here: activations that a scheme would quantise while running stay as they are.
+Integers and their scales are loaded unchanged. fp8 weights are dequantised to the model's dtype, scaled in fp32 and
+rounded once. Quantisation of activations is ignored.
 """
 
 import re
@@ -25,7 +25,7 @@ from treespec_weights.quantize import Quantized
 
 KEY = "quantization_config"
 SMALLEST_GROUP = 32
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output that a word's i-th nibble belongs to
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output of a word's i-th nibble
 _FLOATS = ("F16", "BF16", "F32")
 
 Method = Literal["compressed-tensors", "gptq", "awq", "fp8"]
@@ -33,27 +33,27 @@ METHODS: tuple[Method, ...] = get_args(Method)
 
 
 class Part(NamedTuple):
-    """A tensor that a quantised weight is stored in."""
+    """One of the tensors of a quantised weight."""
 
-    shapes: tuple[tuple[int, ...], ...]  # the valid ones
+    shapes: tuple[tuple[int, ...], ...]  # valid shapes
     dtypes: tuple[str, ...]
     optional: bool = False
 
 
 @dataclass(frozen=True)
 class QuantScheme:
-    """How a checkpoint's linear layers are quantised.
+    """The quantisation of a checkpoint's linear layers.
 
     Args:
-        method: the publisher's name.
-        bits: 4 or 8; fp8 has 8.
-        group: inputs that share a scale; None = all.
-        packed: compressed-tensors: integers lie in int32 words.
+        method: the name of the method.
+        bits: 4 or 8; 8 for fp8.
+        group: inputs that share a scale; None for all.
+        packed: compressed-tensors: integers are packed in int32 words.
         floating: the values are fp8.
         symmetric: no zero points are stored.
         block: fp8: outputs and inputs that share a scale.
-        zero_less_one: GPTQ's first format.
-        centred: GPTQ: of the zero points that are stored all are said to be the middle.
+        zero_less_one: GPTQ's first format, which stores zero points minus one.
+        centred: GPTQ: all stored zero points are the middle value.
         ignore: modules that are not quantised: names, `re:` patterns, or, for fp8 and AWQ, parts of names.
     """
 
@@ -70,7 +70,7 @@ class QuantScheme:
 
     @property
     def name(self) -> str:
-        """Such as "gptq int4, groups of 128"."""
+        """A short description such as "gptq int4, groups of 128"."""
         kind = "fp8" if self.floating else f"int{self.bits}"
         grouped = f", groups of {self.group}" if self.group else f", blocks of {self.block}" if self.block else ""
         return f"{self.method} {kind}{grouped}" if self.method != "fp8" else f"fp8{grouped}"
@@ -88,9 +88,9 @@ class QuantScheme:
         return not any(entry in module for entry in self.ignore)
 
     def parts(self, name: str, out: int, inputs: int) -> dict[str, Part]:
-        """The tensors that stand for the weight `name` of [out, inputs], by name.
+        """The tensors of the weight `name` of [out, inputs], by name.
 
-        Raises ValueError where the scheme does not fit such a weight.
+        Raises ValueError if the scheme does not fit this shape.
         """
         stem = name.removesuffix("weight")
         group = self.group or inputs
@@ -145,11 +145,11 @@ class QuantScheme:
         """The weight `name` of [out, inputs].
 
         Args:
-            get: a tensor of `parts` by name, None where an optional one is missing.
-            dtype: of a floating weight; None = the scale's, where that has 16 bits or more.
+            get: returns a tensor of `parts` by name, or None if an optional one is missing.
+            dtype: of an fp8 weight; None for the scale's dtype, if that has 16 bits or more.
 
         Raises:
-            ValueError: values that the forms here cannot hold, such as groups out of the inputs' order.
+            ValueError: unsupported values, such as groups out of the inputs' order.
         """
         tensors = {part.removeprefix(name.removesuffix("weight")): get(part) for part in self.parts(name, out, inputs)}
         held = {part: tensor for part, tensor in tensors.items() if tensor is not None}
@@ -187,7 +187,7 @@ class QuantScheme:
             zero = zero.reshape(-1, inputs // group).expand(out, -1).to(torch.int16) + middle
         if not self.packed:
             return _raised(held["weight"].view(torch.uint8) ^ 128, scale, zero, self.bits)
-        words = held["weight_packed"].contiguous().view(torch.uint8)  # whole words: nothing is left over in a row
+        words = held["weight_packed"].contiguous().view(torch.uint8)  # rows are whole words
         _, _, shift = _raised(words[:, :0], scale, zero, self.bits)
         return Quantized(words if self.bits == 4 else (words ^ 128).view(torch.int8), scale, shift)
 
@@ -224,7 +224,7 @@ def _awq(words: Tensor) -> Tensor:
 
 
 def _raised(q: Tensor, scale: Tensor, zero: Tensor | None, bits: int) -> Quantized:
-    """From unsigned integers: q uint8 [out, in], zero [out, groups]."""
+    """The weight of unsigned integers: q uint8 [out, in], zero [out, groups]."""
     middle, shift = 1 << (bits - 1), None
     if zero is not None and bool((zero != middle).any()):
         if int(zero.max()) > 127 + middle:
@@ -245,9 +245,9 @@ def _check_order(groups_of: Tensor | None, group: int) -> None:
 
 
 def scheme_of(config: Mapping[str, Any], folder: Path | str = ".") -> QuantScheme | None:
-    """What a parsed config.json says; None where it is not quantised.
+    """The scheme of a parsed config.json; None if it is not quantised.
 
-    Raises UnsupportedModelError that names the key and the value that is not covered.
+    Raises UnsupportedModelError with the key and value that is not supported.
     """
     said = config.get(KEY)
     if said is None:
@@ -338,7 +338,7 @@ def _natural(value: object) -> bool:
 
 
 class _Reader:
-    """Values of an object of `quantization_config`, each from those that are covered."""
+    """Reads values of an object in `quantization_config`, and refuses unsupported ones."""
 
     def __init__(self, said: Mapping[str, Any], folder: Path | str):
         self.said, self.folder = said, folder

@@ -1,17 +1,17 @@
-"""Weight-only quantisation: int8 by output channel, int4 by groups of inputs; pure functions of one tensor each.
+"""Weight-only quantisation: int8 per output channel, int4 per group of inputs; pure functions of one tensor each.
 
-A weight is (q - zero) * scale. Quantising here is symmetric, without zero points, and follows one rule:
+A weight is (q - zero) * scale. Quantisation here is symmetric, without zero points:
 
-- A row, or a row's group of inputs, has one scale: the largest magnitude / 127 for int8, / 8 for int4. There the
-  largest weight, where it is positive, is cut by one step; / 7.5 and / 7, which cut less or nothing, had 5 % and 11 %
-  more error in groups of 128 normal values.
-- The scale is rounded to the weight's own dtype, in which checkpoints store it. A scale of 0 becomes 1.
-- q is weight / scale in fp32, rounded to the nearest integer, ties to even, and cut to -127 .. 127 or -8 .. 7.
+- A row, or a row's group of inputs, has one scale: the largest magnitude / 127 for int8, / 8 for int4. With / 8 the
+  largest weight, if positive, is clipped by one step; / 7.5 and / 7, which clip less or nothing, had 5 % and 11 % more
+  error in groups of 128 normally distributed values.
+- The scale is rounded to the weight's dtype, in which checkpoints store it. A scale of 0 becomes 1.
+- q is weight / scale in fp32, rounded to the nearest integer, ties to even, and clipped to -127 .. 127 or -8 .. 7.
 
-So a checkpoint that was quantised and stored holds the very numbers that quantising while loading gives.
+So quantising on load gives the same numbers as a stored quantised checkpoint.
 
-The output head is left as it is, as published checkpoints have it. Quantised to int8 too, the embedded target's
-divergence from itself in bfloat16 rose from 0.0003 to 0.0004 nats; to int4, to 0.018 (1,640 positions, held-out text).
+The output head is not quantised, as in published checkpoints. With the head in int8, the KL divergence of the embedded
+target from bfloat16 rose from 0.0003 to 0.0004 nats; in int4, to 0.018 (1,640 positions of held-out text).
 """
 
 from typing import NamedTuple
@@ -20,19 +20,19 @@ import torch
 from torch import Tensor
 
 BITS = {"int8": 8, "int4": 4}
-GROUPS = (128, 64, 32)  # inputs that share a scale in int4: those that vLLM's kernels have
-_STEPS = {8: 127.0, 4: 8.0}  # in the largest magnitude
-_CHUNK = 1 << 20  # weights at a time, as float32 4 MiB: about what stays in a cache
+GROUPS = (128, 64, 32)  # inputs that share a scale in int4: sizes that vLLM's kernels support
+_STEPS = {8: 127.0, 4: 8.0}  # per largest magnitude
+_CHUNK = 1 << 20  # weights at a time: 4 MiB as float32, which fits in a cache
 
 
 class Quantized(NamedTuple):
     """A quantised weight.
 
     Args:
-        values: int8 [out_features, in_features], q itself; or uint8 [out_features, in_features / 2], two q of 4 bits
-            each raised by 8, the earlier input in the low bits.
-        scale: [out_features, groups], floating; in_features / groups inputs in a row share one.
-        zero: int8 [out_features, groups], or None where all are 0.
+        values: int8 [out_features, in_features], q itself; or uint8 [out_features, in_features / 2], pairs of q + 8
+            with 4 bits each, the earlier input in the low bits.
+        scale: [out_features, groups], floating point; in_features / groups consecutive inputs share one.
+        zero: int8 [out_features, groups], or None if all are 0.
     """
 
     values: Tensor
@@ -41,7 +41,7 @@ class Quantized(NamedTuple):
 
 
 def group_of(sizes: set[int]) -> int:
-    """The largest group that divides every number of inputs, for int4. Raises ValueError where none does."""
+    """The largest group that divides every number of inputs, for int4. Raises ValueError if none does."""
     for group in GROUPS:
         if all(size % group == 0 for size in sizes):
             return group
@@ -50,16 +50,16 @@ def group_of(sizes: set[int]) -> int:
 
 
 def quantize(weight: Tensor, bits: int, group: int | None = None) -> Quantized:
-    """Quantise a weight.
+    """Quantises a weight.
 
     Args:
-        weight: [out_features, in_features], floating.
+        weight: [out_features, in_features], floating point.
         bits: 8 or 4.
-        group: inputs that share a scale, a divisor of in_features; None = all.
+        group: inputs that share a scale, a divisor of in_features; None for all.
 
     Raises:
-        ValueError: NaN or infinity, another number of bits, or in_features that is not whole groups (for 4 bits also
-            an odd one): nothing is padded.
+        ValueError: NaN or infinity, another number of bits, or in_features that is not a multiple of the group (or is
+            odd, for 4 bits).
     """
     if bits not in _STEPS:
         raise ValueError(f"{bits} bits; valid: {', '.join(map(str, _STEPS))}")
@@ -107,16 +107,16 @@ def unpacked(values: Tensor) -> Tensor:
 
 
 def compressed_tensors(name: str, quantized: Quantized) -> dict[str, Tensor]:
-    """One weight as compressed-tensors' format "pack-quantized" stores it.
+    """One weight in compressed-tensors' format "pack-quantized".
 
-    vLLM reads weights alone quantised (W8A16, W4A16) from this format only; "int-quantized" means W8A8 there.
+    vLLM reads weight-only quantisation (W8A16, W4A16) only from this format; "int-quantized" means W8A8 there.
 
     Args:
         name: the weight's name without quantisation, "....weight".
         quantized: without zero points, in_features a multiple of 32 / bits.
 
     Returns:
-        `weight_packed`, int32 [out, in * bits / 32]: each q raised by 2 ** (bits - 1), the first in the lowest bits;
+        `weight_packed`, int32 [out, in * bits / 32]: q + 2 ** (bits - 1), the first in the lowest bits;
         `weight_scale` [out, groups]; `weight_shape` int64 [2].
     """
     values, scale, zero = quantized
@@ -135,7 +135,7 @@ def compressed_tensors_config(bits: int, group: int | None, ignore: list[str]) -
     """The `quantization_config` of config.json for `compressed_tensors`.
 
     Args:
-        bits, group: of every weight; None = one scale for an output.
+        bits, group: of every weight; group None for one scale per output.
         ignore: modules that are linear layers and not quantised, such as "lm_head".
     """
     weights = {

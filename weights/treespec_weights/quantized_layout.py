@@ -1,4 +1,4 @@
-"""Quantising while converting: the layers' matrices as compressed-tensors stores them, for vLLM and transformers."""
+"""Quantisation during conversion, in compressed-tensors' format, which vLLM and transformers read."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ from treespec_weights.writer import NAMES, Output
 
 @dataclass(frozen=True)
 class Quantise:
-    """A `convert.Transform`: the very integers and scales that quantising while loading gives.
+    """A `Transform` that quantises, with the same integers and scales as quantising on load.
 
     Args:
-        bits, group: of every matrix of a layer; a group of None is one scale for an output.
-        cast: what is done before, and to all other tensors.
-        params: that are quantised.
-        head: the module that is not, as config.json names it.
+        bits, group: of the layers' matrices; group None for one scale per output.
+        cast: applied before quantising, and to all other tensors.
+        params: the parameters to quantise.
+        head: name of the output head's module, which is not quantised.
     """
 
     bits: int
@@ -32,7 +32,7 @@ class Quantise:
     params: frozenset[str]
     head: str
 
-    def __repr__(self) -> str:  # of a set the order is another in every process, and `--resume` compares
+    def __repr__(self) -> str:  # without the set, whose order differs between processes: `--resume` compares it
         return f"Quantise({self.bits}, {self.group}, {self.cast})"
 
     def outputs(self, placement: Placement, dtype: torch.dtype) -> Sequence[Output]:
@@ -67,7 +67,7 @@ def quantising(quantization: str, cast: Cast, shape: ModelShape, rules: FamilyRu
     """The transform for a model, written in a family's layout.
 
     Raises:
-        OptionError: another name than int8 or int4, sizes that no group divides, or a layout that cannot be quantised.
+        OptionError: not int8 or int4, sizes that no group divides, or a layout that cannot be quantised.
     """
     if quantization not in BITS:
         raise OptionError(f"--quantize {quantization}: valid are {', '.join(BITS)}")

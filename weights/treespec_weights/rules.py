@@ -1,6 +1,6 @@
-"""What a family of models is, as data: its tensors, its config keys, and what a layer computes.
+"""Declarative rules of a model family: its tensors, its config keys, and what a layer computes.
 
-The families themselves are in `families/`, one declaration each; no code reads a family's name.
+The families are in `families/`, one declaration each; no code depends on a family's name.
 """
 
 import math
@@ -22,7 +22,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """The sizes that fix the shape of every parameter of a decoder."""
+    """The sizes and switches that determine the shape of every parameter of a decoder."""
 
     num_layers: int
     hidden_size: int
@@ -36,13 +36,13 @@ class ModelShape:
     o_bias: bool = False
     mlp_bias: bool = False  # on gate, up, down
     norm_bias: bool = False  # on every norm of the residual stream
-    qk_norm: bool = False  # a norm of each head of q and k
-    post_norms: bool = False  # a norm of what attention and MLP add to the residual stream
+    qk_norm: bool = False  # each head of q and k is normed
+    post_norms: bool = False  # outputs of attention and MLP are normed before the residual add
     gated: bool = True  # the MLP has a gate
-    learned_positions: int = 0  # rows of the table of positions; 0 = none
+    learned_positions: int = 0  # rows of the position embedding; 0 for none
 
     def parameters(self) -> dict[str, Shape]:
-        """Decoder parameter name to shape, in order; a tied head is not a parameter of its own."""
+        """Decoder parameter name to shape, in order; a tied head is not a separate parameter."""
         hidden, inter = self.hidden_size, self.intermediate_size
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
 
@@ -147,10 +147,10 @@ def _contradictions(values: Mapping[str, Any], keys: Mapping[str, str]) -> list[
 
 @dataclass(frozen=True)
 class TensorRule:
-    """One checkpoint tensor and the decoder parameters that it holds. `{i}` stands for the layer.
+    """One checkpoint tensor and the decoder parameters that it holds. `{i}` is the layer.
 
-    A rule applies where the model has its parameters, so a bias needs no switch of its own. Layouts:
-    "stacked": the parameters one below the other (`[q + k + v, hidden]`), also for one parameter alone;
+    A rule applies if the model has its parameters, so a bias needs no separate switch. Layouts:
+    "stacked": the parameters concatenated (`[q + k + v, hidden]`), also for a single parameter;
     "per_head": stacked within each head (`[heads, (q, k, v), head_dim, hidden]`);
     "transposed": stacked, then transposed (`[in, out]`).
     """
@@ -173,37 +173,37 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-"""What config.json calls an activation, and what it is: GELU by the error function, or by its tanh approximation."""
+"""Activations by their names in config.json; gelu uses the error function, gelu_tanh the tanh approximation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FamilyRules:
-    """A family: how its checkpoints spell the decoder, and which of the decoder's parts its layers are made of.
+    """A model family: the tensor names and config keys of its checkpoints, and the components of its layers.
 
     Args:
         model_type: of config.json.
-        tensors: of a checkpoint, and the parameters in them.
-        tied_copy: the head's name; with a tied head it may be in the file, equal to the embedding.
+        tensors: the tensors of a checkpoint, and the parameters in them.
+        tied_copy: the head's name; a file with a tied head may contain it, equal to the embedding.
         ignored: derived buffers in old files.
-        prefix: that a checkpoint may leave out of all names, as one of the base model alone does.
+        prefix: of all names, which a checkpoint of only the base model omits.
         config_keys: ModelShape field -> key of config.json.
-        defaults: ModelShape field -> value where config.json leaves its key out.
+        defaults: ModelShape field -> value if config.json lacks its key.
         constants: ModelShape fields that the family fixes without a key.
-        assumed: key -> value where config.json leaves it out, for keys of no ModelShape field.
-        widening: MLP units per hidden dimension where config.json leaves their number out.
+        assumed: key -> value if config.json lacks it, for keys that are no ModelShape field.
+        widening: MLP units per hidden dimension if config.json does not give their number.
         max_positions: key of the longest context.
-        extra_positions: rows of the table of learned positions before that of position 0.
+        extra_positions: rows of the position embedding before that of position 0.
         norm: "rms"; "rms_plus_one", scaled by 1 + w; or "layer", LayerNorm.
-        norm_eps: the key of its epsilon, or the value that the family fixes.
-        activation: key of the MLP's; what it may be: `ACTIVATIONS`.
-        rotary: whether q and k are turned by position; `rope_parameters` and its older spellings say how.
-        windows: whether config.json may limit layers to a window of positions (sliding_window, layer_types).
-        parallel: key that says whether attention and MLP read the same stream; None = they never do.
-        query_scalar: key of what takes head_dim's place in the scores' factor 1 / sqrt(head_dim).
-        score_cap, logit_cap: keys of c, where scores or logits x become c tanh(x / c); null in the config = none.
+        norm_eps: key of its epsilon, or a fixed value.
+        activation: key of the MLP's activation, one of `ACTIVATIONS`.
+        rotary: whether q and k are rotated by position, as given by `rope_parameters` and its older spellings.
+        windows: whether config.json may limit layers to a sliding window (sliding_window, layer_types).
+        parallel: key of whether attention and MLP have the same input; None if they never do.
+        query_scalar: key of the value that replaces head_dim in the scores' factor 1 / sqrt(head_dim).
+        score_cap, logit_cap: keys of the soft caps c of scores and logits, c tanh(x / c); null for none.
         scaled_embedding: whether embeddings are multiplied by sqrt(hidden_size), rounded to the model's dtype.
-        requires: key -> values that this declaration covers; with others it is another model.
-        equal_sizes: key -> key; where they differ it is another model.
+        requires: key -> supported values; others are an unsupported variant.
+        equal_sizes: key -> key of an equal value; a difference is an unsupported variant.
     """
 
     model_type: str
@@ -232,7 +232,7 @@ class FamilyRules:
     equal_sizes: Mapping[str, str] = field(default_factory=dict)
 
     def spelled_in(self, names: Collection[str]) -> "FamilyRules":
-        """The rules as a checkpoint with these tensor names spells them: with the prefix, or all without it."""
+        """The rules for a checkpoint with these tensor names: with the prefix, or without it if none has it."""
         if not self.prefix or any(name.startswith(self.prefix) for name in names):
             return self
 
@@ -243,15 +243,15 @@ class FamilyRules:
         return replace(self, tensors=tensors, ignored=tuple(map(bare, self.ignored)), prefix="")
 
 
-def alone(pairs: Mapping[str, str]) -> tuple[TensorRule, ...]:
-    """Rules of tensors that hold one parameter each."""
+def one_to_one(pairs: Mapping[str, str]) -> tuple[TensorRule, ...]:
+    """Rules of tensors that hold one parameter each, by tensor name."""
     return tuple(TensorRule(name, (param,)) for name, param in pairs.items())
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The parsed config.json of a folder (a result of `resolve_folder`).
 
-    Raises CheckpointError where it cannot be read, CheckpointConfigError where it is not a JSON object.
+    Raises CheckpointError where it cannot be read, CheckpointConfigError if it is not a JSON object.
     """
     config = read_json(folder, CONFIG)
     if not isinstance(config, dict):
@@ -262,8 +262,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
-    """The parsed generation_config.json of a folder, {} where it has none; a null says nothing and is left out. Raises
-    as `read_config`."""
+    """The parsed generation_config.json of a folder without null values; {} if it has none. Raises as `read_config`."""
     if not (folder / GENERATION_CONFIG).exists():
         return {}
     config = read_json(folder, GENERATION_CONFIG)

@@ -1,15 +1,15 @@
-"""Tokenizers that are a sentencepiece model alone, and the packages that transformers reads them with."""
+"""Detects tokenizers that are only a sentencepiece model, and the packages that transformers needs to read them."""
 
 import importlib.util
 from pathlib import Path
 
-PACKAGES = {"sentencepiece": "sentencepiece", "protobuf": "google.protobuf"}  # and the module of each
+PACKAGES = {"sentencepiece": "sentencepiece", "protobuf": "google.protobuf"}  # package: module
 
 
 def missing_packages(folder: Path) -> list[str]:
-    """The packages to install before the tokenizer of a folder can be read; [] where it needs none.
+    """The packages to install before the tokenizer of a folder can be read.
 
-    Without them transformers takes a sentencepiece model for a tiktoken file, and its errors are about that.
+    Without them transformers reads a sentencepiece model as a tiktoken file, with misleading errors.
     """
     if (folder / "tokenizer.json").is_file() or not _is_sentencepiece(folder / "tokenizer.model"):
         return []
@@ -17,16 +17,16 @@ def missing_packages(folder: Path) -> list[str]:
 
 
 def sentencepiece_error(folder: str, missing: list[str]) -> str:
-    """The message for a folder whose `missing_packages` are these."""
+    """The error message for a folder with `missing_packages`."""
     return (
         f"the tokenizer of {folder} is a sentencepiece model (tokenizer.model without tokenizer.json), which needs "
-        f"further packages to be read: pip install {' '.join(missing)}"
+        f"more packages: pip install {' '.join(missing)}"
     )
 
 
 def _is_sentencepiece(path: Path) -> bool:
-    """Whether a file begins as a serialized sentencepiece model does, with the tag of its first piece. A tiktoken file,
-    which may have the same name, begins with base64 text."""
+    """Whether a file starts with the tag of a sentencepiece model's first piece. A tiktoken file, which may have the
+    same name, starts with base64 text."""
     try:
         with path.open("rb") as file:
             return file.read(1) == b"\n"

@@ -1,4 +1,4 @@
-"""Sizes as people write them: bytes such as 2GB, parameters such as 0.5B."""
+"""Parses sizes: bytes such as 2GB, and numbers of parameters such as 0.5B."""
 
 import re
 

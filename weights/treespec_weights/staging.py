@@ -1,4 +1,4 @@
-"""Folders that are there whole or not at all: written beside their place, renamed at the end."""
+"""Atomic creation of folders: written under a temporary name, renamed at the end."""
 
 import os
 import shutil
@@ -14,60 +14,60 @@ _CARRIED = (".json", ".jinja", ".txt", ".md", ".model")
 
 
 def free_place(destination: Path | str, source: Path) -> Path:
-    """The absolute path of a folder that is to be made; its parent exists and is resolved.
+    """The absolute path of a folder to create, in an existing, resolved parent.
 
     Args:
-        destination: where.
-        source: a result of `resolve_folder`: what the folder is made of.
+        destination: the folder.
+        source: the folder that it is made from, a result of `resolve_folder`.
 
-    Raises OptionError where something is there already (an empty folder does not count) or that lies in the source,
-    FileNotFoundError or NotADirectoryError where the parent is no folder.
+    Raises OptionError if the destination exists and is not empty, or is inside of the source; FileNotFoundError or
+    NotADirectoryError if its parent is not a folder.
     """
     if not os.fspath(destination):
         raise OptionError("the destination is empty; name a new folder")
     path = Path(os.path.abspath(destination))
     parent = Path(os.path.realpath(path.parent))
     if not parent.exists():
-        raise FileNotFoundError(f"no such folder: {str(parent)!r}; {path.name!r} was to be made in it")
+        raise FileNotFoundError(f"no such folder: {str(parent)!r}; cannot create {path.name!r} in it")
     if not parent.is_dir():
-        raise NotADirectoryError(f"{str(parent)!r} is a file; {path.name!r} was to be made in it")
+        raise NotADirectoryError(f"{str(parent)!r} is a file; cannot create {path.name!r} in it")
     path = parent / path.name
     if os.path.lexists(path) and (path.is_symlink() or not path.is_dir() or any(path.iterdir())):
         raise OptionError(f"{str(destination)!r} exists already; name a new folder")
     if path.is_relative_to(source):
-        raise OptionError(f"{str(destination)!r} lies in {str(source)!r}; name a folder outside of it")
+        raise OptionError(f"{str(destination)!r} is in {str(source)!r}; name a folder outside of it")
     return path
 
 
 def check_room(folder: Path, needed: int) -> None:
-    """Raises WriteError where a disk has less than `needed` bytes left."""
+    """Raises WriteError if the disk has less than `needed` bytes free."""
     free = shutil.disk_usage(folder).free
     if free < needed:
-        message = f"{needed / 1e9:.2f} GB are to be written, and {free / 1e9:.2f} GB are free"
+        message = f"{needed / 1e9:.2f} GB needed, {free / 1e9:.2f} GB free"
         raise WriteError(folder, [Problem("file", repr(folder.name), message)])
 
 
 def partial_of(place: Path) -> Path:
-    """The folder in which the contents of `place`, a result of `free_place`, are put together."""
+    """The temporary folder for the contents of `place`, a result of `free_place`."""
     return place.parent / f"{place.name}{SUFFIX}"
 
 
 @contextmanager
 def staged(place: Path) -> Iterator[Path]:
-    """A new folder beside `place`, a result of `free_place`; it becomes `place` at the end, and is removed on an error.
+    """A new temporary folder that becomes `place`, a result of `free_place`, at the end, and is removed on an error.
 
-    Raises OptionError where the folder is there already, of a process that was killed or is at work. WriteError where
-    it cannot be made or renamed.
+    Raises OptionError if the temporary folder exists, from a killed or running process; WriteError if it cannot be
+    created or renamed.
     """
     partial = partial_of(place)
     try:
         partial.mkdir()
     except FileExistsError:
-        raise OptionError(
-            f"{str(partial)!r} is there already: left over, or another process is writing it; delete it if none is"
-        ) from None
+        raise OptionError(f"{str(partial)!r} already exists; if no other process is writing it, delete it") from None
     except OSError as error:
-        raise WriteError(partial, [Problem("file", repr(partial.name), f"cannot be made: {error.strerror}")]) from error
+        raise WriteError(
+            partial, [Problem("file", repr(partial.name), f"cannot create it: {error.strerror}")]
+        ) from error
     try:
         yield partial
         publish(partial, place)
@@ -77,21 +77,21 @@ def staged(place: Path) -> Iterator[Path]:
 
 
 def publish(partial: Path, place: Path) -> None:
-    """Renames a finished folder to its place. Raises WriteError where that has been taken meanwhile."""
+    """Renames a finished folder to its place. Raises WriteError if that exists by now."""
     try:
-        os.replace(partial, place)  # over an empty folder too; never over one that holds something
+        os.replace(partial, place)  # replaces an empty folder, but never a non-empty one
     except OSError as error:
         raise WriteError(place, [Problem("file", repr(place.name), f"cannot be renamed: {error.strerror}")]) from error
 
 
 def carried_files(source: Path, *written: str) -> list[str]:
-    """The files of a checkpoint folder that go along with its weights: tokenizer, generation config, licence, card.
+    """The files to copy along with the weights of a checkpoint: tokenizer, generation config, licence, card.
 
     Args:
         source: a result of `resolve_folder`.
-        written: names that the caller writes itself.
+        written: names of files that the caller writes.
 
-    Raises CheckpointError for a link that leads outside.
+    Raises CheckpointError for a link to a file outside.
     """
     names = sorted(entry.name for entry in source.iterdir() if entry.is_file())
     carried = [
@@ -100,7 +100,7 @@ def carried_files(source: Path, *written: str) -> list[str]:
         if name not in written and not name.startswith(".") and not name.endswith(".index.json")
         if Path(name).suffix in _CARRIED or name.upper().startswith(("LICENSE", "LICENCE", "NOTICE"))
     ]
-    for name in carried:  # now, not when everything else is written
+    for name in carried:  # check now, not after everything else is written
         file_inside(source, name)
     return carried
 

@@ -1,4 +1,4 @@
-"""How fast a checkpoint loads, against a plain read of the same files in the same run."""
+"""Times the loading of a checkpoint, against a plain read of the same files."""
 
 import os
 import statistics
@@ -29,29 +29,28 @@ def time_loading(
     cold: bool = False,
     on_repeat: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """Times `load_weights` and safetensors' own `load_file`, in turn, after one reading that fills the page cache.
+    """Times `load_weights` and safetensors' `load_file` alternately, after a first read that fills the page cache.
 
-    Both give every tensor on `device`, in `dtype` where one is given, and every page of it is touched: what is only
-    mapped has not been read. `load_file` knows nothing of names and shapes, and stands for the least that a read costs.
+    Both return every tensor on `device`, in `dtype` if given, and every page is touched, since mapped pages are read on
+    access. `load_file` checks no names and shapes, so it is the least cost of a read.
 
     Args:
         folder: a checkpoint.
-        dtype, device: as for `load_weights`.
-        repeats: of each, at least 1.
-        cold: drop the files from the page cache before each load, so that it reads the disk. Where the system offers
-            that, which Linux does.
-        on_repeat: called with the loads that are done, and all that will be.
+        dtype, device: as in `load_weights`.
+        repeats: loads of each kind, at least 1.
+        cold: drop the files from the page cache before each load, so that it reads the disk. Needs Linux.
+        on_repeat: called with the number of loads done and in total.
 
     Returns:
         JSON-ready: `folder`, `bytes` (of the tensors in the files), `dtype`, `device`, `repeats`, `cold`;
-        `load_weights` and `plain` (seconds of each load, their `median`, and `gb_per_second` of it); `share` of the
-        plain read's speed, the median over the pairs of neighbours in time.
+        `load_weights` and `plain` (seconds of each load, their `median` and its `gb_per_second`); `share` of the plain
+        read's speed, the median over pairs of consecutive loads.
 
     Raises:
         As `load_weights`. OptionError: `cold` on a system without posix_fadvise.
     """
     if cold and not hasattr(os, "posix_fadvise"):
-        raise OptionError("--cold: this system cannot drop files from its page cache; leave the option out")
+        raise OptionError("--cold: this system cannot drop files from its page cache; omit the option")
     root = resolve_folder(folder)
     config = read_config(root)
     rules = family_of(config, root)
@@ -61,7 +60,7 @@ def time_loading(
         size = sum(info.size * checkpoint.dtype(name).itemsize for name, info in checkpoint.tensors.items())
 
     def plain() -> None:
-        # The whole result is held, as a loader holds it: memory that is given back in between would be taken faster.
+        # Hold the whole result, as a loader does: reusing freed memory would be faster.
         held = [tensor.to(dtype) for file in files for tensor in load_file(file, device=str(device)).values()]
         touch(held)
 
@@ -103,7 +102,7 @@ def touch(tensors: Iterable[Tensor]) -> None:
 
 
 def _drop(files: Iterable[Path]) -> None:
-    """Files out of the page cache: only pages that are on the disk and that nobody maps can go."""
+    """Drops files from the page cache; this only affects pages that are written to disk and not mapped."""
     for file in files:
         descriptor = os.open(file, os.O_RDONLY)
         try:

@@ -1,4 +1,4 @@
-"""The identity of a folder's vocabulary: whether two models mean the same by a token id."""
+"""The identity of a folder's vocabulary: whether token ids mean the same to two models."""
 
 import hashlib
 import json
@@ -13,15 +13,15 @@ SENTENCEPIECE = "tokenizer.model"
 
 
 class Vocabulary(NamedTuple):
-    """What two folders must share for one to draft for the other."""
+    """The identity of a vocabulary, equal for models that can draft for each other."""
 
     sha256: str  # over the token of every id; equal for equal vocabularies, however the file is formatted
-    tokens: int | None  # None where only a SentencePiece file is at hand, which is hashed as a whole
+    tokens: int | None  # None with only a SentencePiece file, which is hashed as a whole
     max_id: int | None
 
 
 def read_vocabulary(folder: Path) -> Vocabulary | None:
-    """The vocabulary of a folder (a result of `resolve_folder`), None where it has no tokenizer file.
+    """The vocabulary of a folder (a result of `resolve_folder`), or None without a tokenizer file.
 
     Raises CheckpointError for a malformed tokenizer.json.
     """
@@ -37,7 +37,7 @@ def read_vocabulary(folder: Path) -> Vocabulary | None:
 def _tokens(folder: Path, tokenizer: Any) -> dict[str, int]:
     try:
         vocab = tokenizer["model"]["vocab"]
-        # Unigram models list [token, score] in the order of ids, the others map token to id.
+        # Unigram models list [token, score] in id order, others map token to id.
         tokens = {entry[0]: id for id, entry in enumerate(vocab)} if isinstance(vocab, list) else dict(vocab)
         tokens |= {added["content"]: added["id"] for added in tokenizer.get("added_tokens") or []}
         if not all(type(token) is str and type(id) is int for token, id in tokens.items()):

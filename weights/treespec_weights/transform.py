@@ -1,4 +1,4 @@
-"""What a conversion does to each tensor: the `Transform` protocol, and the cast to another dtype."""
+"""Transforms of a conversion's tensors: the `Transform` protocol, and the cast to another dtype."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from treespec_weights.writer import NAMES, Output
 
 
 class Transform(Protocol):
-    """What becomes of each tensor of the result."""
+    """Transforms each tensor of a conversion into one or several output tensors."""
 
     def outputs(self, placement: Placement, dtype: torch.dtype) -> Sequence[Output]:
-        """What one tensor, of a stored dtype, becomes."""
+        """The outputs of one tensor of the stored dtype."""
 
     def apply(self, placement: Placement, tensor: Tensor) -> Sequence[Tensor]:
-        """That, in the same order. Raises OverflowError with the reason where a value does not fit."""
+        """The output tensors, in the order of `outputs`. Raises OverflowError if a value does not fit the dtype."""
 
     def config(self, config: dict[str, Any]) -> dict[str, Any]:
         """The result's config.json."""
@@ -26,7 +26,7 @@ class Transform(Protocol):
 
 @dataclass(frozen=True)
 class Cast:
-    """Another dtype; None keeps each tensor's own."""
+    """Casts to another dtype; None keeps each tensor's dtype."""
 
     dtype: torch.dtype | None = None
 

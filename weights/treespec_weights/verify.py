@@ -1,4 +1,4 @@
-"""Everything that can be wrong with a checkpoint, found in one go."""
+"""Verifies a checkpoint, and reports all its problems at once."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,8 +29,8 @@ class Check(NamedTuple):
     """One step of a verification."""
 
     name: str  # "files", "config", "tokenizer", "tensors", "values"
-    done: bool  # False where an earlier problem made it impossible
-    detail: str  # what was looked at; why it was not
+    done: bool  # False if an earlier problem prevented it
+    detail: str  # what was checked, or why it was not
     problems: tuple[Problem, ...]
 
 
@@ -49,10 +49,10 @@ class Verification(NamedTuple):
 
 
 def verify_checkpoint(folder: Path | str, on_values: Callable[[int, int], None] | None = None) -> Verification:
-    """Checks files and index, config, tokenizer, names and shapes, the tied head, and every value for NaN and Inf.
+    """Checks files and index, config, tokenizer, names and shapes, the tied head, and all values for NaN and Inf.
 
-    Values are scanned in place in the mapped files, 1 Mi values at a time. `on_values(values scanned, of all)` is
-    called after every tensor. Raises only for a missing folder (FileNotFoundError, NotADirectoryError).
+    Values are scanned in the mapped files, 1 Mi values at a time. `on_values` is called after every tensor with the
+    number of values scanned and in total. Raises only for a missing folder (FileNotFoundError, NotADirectoryError).
     """
     root = resolve_folder(folder)
     config, rules, shape, config_check = _check_config(root)

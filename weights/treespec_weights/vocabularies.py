@@ -1,8 +1,8 @@
-"""How a draft's vocabulary relates to the target's, and so how the draft can guess for it.
+"""Relates a draft's vocabulary to the target's, to choose how the draft can propose tokens for it.
 
-The same tokenizer means the same ids, however far each model's embedding is padded. With another one, the draft's
-guesses are restricted to the tokens that both have and translated (token-level intersection, arXiv 2502.05202), or,
-where that leaves too little, the draft writes text that the target's tokenizer reads.
+With the same tokenizer ids are the same, whatever the padding of the embeddings. With another one, the draft's
+proposals are restricted to shared tokens and translated (token-level intersection, arXiv 2502.05202), or, if too few
+tokens are shared, the draft generates text, which is encoded by the target's tokenizer.
 """
 
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ from treespec_weights.tokenizer import read_vocabulary
 Kind = Literal["same", "padded", "translated", "text", "none"]
 
 LEAST_SHARE = 0.5
-"""Of the draft's tokens in `SAMPLE`, those that the target has too: with less, a draft writes text. A guess of depth d
-survives the intersection with about share ** d, and at a half of it text is the surer way."""
-PADDING = 1024  # ids without a token that an embedding may have: its size is rounded up to multiples of up to so many
+"""The least share of the draft's tokens in `SAMPLE` that the target has; below it the draft generates text. A proposal
+of depth d survives the intersection with probability share ** d; at one half, text is more reliable."""
+PADDING = 1024  # the most padding ids of an embedding, whose size is rounded up to a multiple of up to 1,024
 
 SAMPLE = """\
 def nearest(points, origin=(0.0, 0.0)):
@@ -44,14 +44,14 @@ L'été dernier, nous avons visité plusieurs villes. Die Straße war gesperrt. 
 
 @dataclass(frozen=True, eq=False)
 class Connection:
-    """How a draft guesses for a target.
+    """How a draft proposes tokens for a target.
 
     Attributes:
         kind: "same" ids and sizes; "padded": the same ids, other sizes; "translated" through the intersection;
-            by "text"; or "none" at all.
-        share: of the draft's tokens in `SAMPLE`, those that the target has too; 1 for the same ids.
-        reason: why there is none.
-        codecs: of target and draft, where they differ.
+            by "text"; or "none": not at all.
+        share: the share of the draft's tokens in `SAMPLE` that the target has; 1 for the same ids.
+        reason: why the kind is "none".
+        codecs: of target and draft, if they differ.
     """
 
     kind: Kind
@@ -74,14 +74,14 @@ class Connection:
 
 
 def connect(target: Path, target_size: int, draft: Path, draft_size: int) -> Connection:
-    """How a draft can guess for a target.
+    """How a draft can propose tokens for a target.
 
-    Without tokenizer files on one side, equal sizes are taken as equal vocabularies. So are sizes that both hold the
-    tokens of the tokenizer that is there, with less than `PADDING` ids to spare. With files on both sides, an id that
-    means different things makes the vocabularies different; one that only one of them knows does not.
+    Without tokenizer files on one side, vocabularies of equal sizes count as equal. So do sizes that both fit the
+    tokens of the only tokenizer, with less than `PADDING` ids of padding. With files on both sides, an id with two
+    different meanings makes the vocabularies different; an id that only one side knows does not.
 
     Args:
-        target, draft: folders, as `resolve_folder` gives them.
+        target, draft: folders, results of `resolve_folder`.
         target_size, draft_size: rows of their embeddings.
 
     Raises:
@@ -102,7 +102,7 @@ def connect(target: Path, target_size: int, draft: Path, draft_size: int) -> Con
 
 
 def _without_files(alike: Kind, present: list[Path], target_size: int, draft_size: int) -> Connection:
-    """The same where one side, or both, have no tokenizer files."""
+    """The connection if one side, or both, have no tokenizer files."""
     if alike == "same":
         return Connection(alike)
     if not present:
@@ -119,7 +119,7 @@ def _without_files(alike: Kind, present: list[Path], target_size: int, draft_siz
 
 
 def _conflicts(target: Codec, draft: Codec) -> bool:
-    """Whether an id means one thing to the target and another to the draft."""
+    """Whether an id has different meanings for target and draft."""
     names = [{id: name.encode() for name, id in codec.controls.items()} for codec in (target, draft)]
     for id, (own, other) in enumerate(zip(target.tokens, draft.tokens, strict=False)):
         meanings = [data if data is not None else name.get(id) for data, name in zip((own, other), names, strict=True)]
@@ -129,7 +129,7 @@ def _conflicts(target: Codec, draft: Codec) -> bool:
 
 
 def intersection(target: Codec, draft: Codec, target_size: int, draft_size: int) -> np.ndarray:
-    """int64 [target_size]: the draft's id of each of the target's tokens, -1 where it has none."""
+    """int64 [target_size]: the draft's id of each of the target's tokens, or -1."""
     known = draft.ids_of_bytes()
     found = np.full(target_size, -1, dtype=np.int64)
     for data, id in target.ids_of_bytes().items():
@@ -143,7 +143,7 @@ def intersection(target: Codec, draft: Codec, target_size: int, draft_size: int)
 
 
 def share_of_tokens(target: Codec, draft: Codec) -> float:
-    """Of the tokens in which the draft's tokenizer writes `SAMPLE`, the share that the target has too."""
+    """The share of the draft's tokens of `SAMPLE` that the target has too."""
     written = [draft.tokens[id] for id in draft.encode(SAMPLE)]
     known = target.ids_of_bytes()
     return sum(data in known for data in written) / max(len(written), 1)

@@ -1,7 +1,7 @@
-"""Writing safetensors one tensor at a time: safetensors' own writer wants a whole file in memory.
+"""Writes safetensors files one tensor at a time; safetensors' own writer needs a whole file in memory.
 
-The format is public: eight bytes with the length of the header, little-endian; the header, JSON; the tensors' bytes
-without holes (https://github.com/huggingface/safetensors#format).
+The format: the length of the header in eight bytes, little-endian; the header as JSON; the tensors' bytes without gaps
+(https://github.com/huggingface/safetensors#format).
 """
 
 import json
@@ -19,16 +19,16 @@ from torch import Tensor
 from treespec_weights.checkpoint import INDEX, SINGLE, TORCH_DTYPES
 from treespec_weights.errors import Problem, WriteError
 
-CHUNK = 16 << 20  # bytes between two reports of progress
+CHUNK = 16 << 20  # bytes between progress reports
 NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-"""torch's dtypes as safetensors spells them."""
+"""safetensors' names of torch's dtypes."""
 
 
 class Output(NamedTuple):
-    """A tensor that is to be written."""
+    """A tensor to write."""
 
     name: str
-    dtype: str  # as safetensors spells it
+    dtype: str  # safetensors' name
     shape: tuple[int, ...]
 
     @property
@@ -37,13 +37,13 @@ class Output(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """A file that is to be written."""
+    """A file to write."""
 
     file: str
     outputs: tuple[Output, ...]
 
     def header(self) -> dict[str, dict[str, Any]]:
-        """What the file says of its tensors. The widest come first, so that all are aligned."""
+        """The entries of the file's tensors. The widest dtypes come first, so that all are aligned."""
         entries, start = {}, 0
         for output in sorted(self.outputs, key=lambda output: -TORCH_DTYPES[output.dtype].itemsize):
             end = start + output.nbytes
@@ -52,7 +52,7 @@ class Shard(NamedTuple):
         return entries
 
     def encoded(self) -> bytes:
-        """The bytes before the tensors."""
+        """The length and the header as bytes."""
         text = json.dumps({"__metadata__": {"format": "pt"}} | self.header(), separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         return struct.pack("<Q", len(text)) + text
@@ -68,7 +68,7 @@ class Shard(NamedTuple):
 
 
 def plan_shards(groups: Iterable[Sequence[Output]], shard_bytes: int) -> list[Shard]:
-    """Files of at most `shard_bytes` of tensors; a group stays together, also where it is larger than that."""
+    """Files of at most `shard_bytes` of tensors; a group is never split, even if it is larger."""
     shards: list[list[Output]] = [[]]
     size = 0
     for group in groups:
@@ -86,7 +86,7 @@ def plan_shards(groups: Iterable[Sequence[Output]], shard_bytes: int) -> list[Sh
 
 
 def progress(on_bytes: Callable[[int, int], None] | None, total: int, done: int = 0) -> Callable[[int], None]:
-    """An `on_bytes` of `write_shard` that tells another one how many bytes of `total` are written, `done` before."""
+    """An `on_bytes` for `write_shard` that adds up bytes from `done` on, and calls another with the sum and `total`."""
 
     def advance(count: int) -> None:
         nonlocal done
@@ -100,20 +100,19 @@ def progress(on_bytes: Callable[[int, int], None] | None, total: int, done: int 
 def write_shard(
     folder: Path, shard: Shard, tensors: Iterable[Tensor], on_bytes: Callable[[int], None] | None = None
 ) -> None:
-    """Writes one file: beside its name first, then read back by safetensors, then renamed.
+    """Writes one file: to a temporary name, read back by safetensors, then renamed.
 
     Args:
-        folder: where; it exists.
-        shard: what.
-        tensors: one for each of the shard's outputs, in their order, on any device. Each is written before the next
-            is asked for.
-        on_bytes: called with the number of bytes that were written since the last call.
+        folder: an existing folder.
+        shard: the file to write.
+        tensors: the shard's outputs, in order, on any device. Each is written before the next is requested.
+        on_bytes: called with the number of bytes written since the last call.
 
     Raises:
-        WriteError: it cannot be written. Neither the file nor a part of it is left.
+        WriteError: the file cannot be written. No partial file is left.
     """
     path, part = folder / shard.file, folder / f"{shard.file}.part"
-    part.unlink(missing_ok=True)  # of a process that was killed
+    part.unlink(missing_ok=True)  # from a process that was killed
     name = ""
     try:
         with part.open("xb") as file:
@@ -126,7 +125,7 @@ def write_shard(
                 assert (NAMES[tensor.dtype], tuple(tensor.shape)) == output[1:], f"{name}: not as planned"
                 file.seek(len(encoded) + header[name]["data_offsets"][0])
                 _write(file, tensor, on_bytes)
-                del tensor  # before the next one is made; zip would hold it
+                del tensor  # before the next one is created; zip would hold it
             name = ""
             file.flush()
             os.fsync(file.fileno())
@@ -140,7 +139,7 @@ def write_shard(
 
 
 def is_written(folder: Path, shard: Shard) -> bool:
-    """Whether `write_shard` has finished this file, as far as its size and header tell."""
+    """Whether `write_shard` has finished this file, judging by its size and header."""
     path = folder / shard.file
     if path.is_symlink() or not path.is_file() or path.stat().st_size != shard.nbytes:
         return False
@@ -149,7 +148,7 @@ def is_written(folder: Path, shard: Shard) -> bool:
 
 
 def write_index(folder: Path, shards: Sequence[Shard]) -> None:
-    """The index of several files; one alone needs none. Raises WriteError."""
+    """Writes the index of several files; a single file needs none. Raises WriteError."""
     if len(shards) == 1 and shards[0].file == SINGLE:
         return
     outputs = [(output, shard.file) for shard in shards for output in shard.outputs]
@@ -158,7 +157,7 @@ def write_index(folder: Path, shards: Sequence[Shard]) -> None:
 
 
 def write_json(folder: Path, name: str, document: Any) -> None:
-    """A JSON file. Raises WriteError."""
+    """Writes a JSON file. Raises WriteError."""
     try:
         (folder / name).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
@@ -175,7 +174,7 @@ def _write(file: BinaryIO, tensor: Tensor, on_bytes: Callable[[int], None] | Non
 
 
 def _read_back(path: Path, shard: Shard) -> None:
-    """Asserts that safetensors finds in a file what was meant to be in it."""
+    """Raises OSError if safetensors does not read the expected tensors from a file."""
     try:
         with safe_open(path, "pt") as file:
             found = {n: (file.get_slice(n).get_dtype(), tuple(file.get_slice(n).get_shape())) for n in file.keys()}

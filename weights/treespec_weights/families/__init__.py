@@ -1,6 +1,6 @@
-"""The families of models that the decoder computes by itself, one declaration each.
+"""The model families of the native decoder, one declaration each.
 
-Adding one is a page: a `FamilyRules` in a module of its own, named here, and a model of odd sizes in tests/families.py.
+To add one, write a `FamilyRules` in its own module, list it here, and add a model of odd sizes to tests/families.py.
 """
 
 from collections.abc import Mapping
@@ -43,8 +43,7 @@ def family_of(config: Mapping[str, Any], folder: Path | str = ".") -> FamilyRule
     """The rules for a parsed config.json.
 
     Raises:
-        UnsupportedModelError: no family of that model_type, a variant that its declaration does not cover, or a
-            quantisation that cannot be read.
+        UnsupportedModelError: an unknown model_type, an unsupported variant, or an unsupported quantisation.
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:

@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from treespec_weights.families.llama import LLAMA, LLAMA_SIZES, LLAMA_TENSORS
-from treespec_weights.rules import alone
+from treespec_weights.rules import one_to_one
 
-_NORMS = alone(
+_NORMS = one_to_one(
     {
         "model.layers.{i}.post_attention_layernorm.weight": "layers.{i}.attn_post_norm",
         "model.layers.{i}.pre_feedforward_layernorm.weight": "layers.{i}.mlp_norm",
@@ -40,7 +40,7 @@ GEMMA3 = replace(
     GEMMA2,
     model_type="gemma3_text",
     tensors=GEMMA2.tensors
-    + alone(
+    + one_to_one(
         {
             "model.layers.{i}.self_attn.q_norm.weight": "layers.{i}.q_norm",
             "model.layers.{i}.self_attn.k_norm.weight": "layers.{i}.k_norm",
@@ -48,5 +48,5 @@ GEMMA3 = replace(
     ),
     constants={"post_norms": True, "qk_norm": True},
     assumed={"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256},
-    score_cap=None,  # it has the key, and its attention does not read it
+    score_cap=None,  # its configs have the key, but its attention ignores it
 )

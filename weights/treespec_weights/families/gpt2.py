@@ -1,10 +1,10 @@
-"""GPT-2. Its projections are stored transposed, and its first releases are of the base model alone."""
+"""GPT-2. Its projections are stored transposed, and its first releases hold only the base model."""
 
-from treespec_weights.rules import FamilyRules, TensorRule, alone
+from treespec_weights.rules import FamilyRules, TensorRule, one_to_one
 
 
 def _conv1d(name: str, *params: str) -> tuple[TensorRule, TensorRule]:
-    """Weight [in, out] and bias of one of its projections."""
+    """Weight [in, out] and bias of a projection."""
     stem = f"transformer.h.{{i}}.{name}"
     weights = tuple(f"layers.{{i}}.{param}" for param in params)
     return (
@@ -16,7 +16,7 @@ def _conv1d(name: str, *params: str) -> tuple[TensorRule, TensorRule]:
 GPT2 = FamilyRules(
     model_type="gpt2",
     tensors=(
-        *alone(
+        *one_to_one(
             {
                 "transformer.wte.weight": "embed",
                 "transformer.wpe.weight": "positions",

@@ -1,11 +1,11 @@
 """GPT-NeoX and Pythia."""
 
-from treespec_weights.rules import FamilyRules, TensorRule, alone
+from treespec_weights.rules import FamilyRules, TensorRule, one_to_one
 
 GPT_NEOX = FamilyRules(
     model_type="gpt_neox",
     tensors=(
-        *alone(
+        *one_to_one(
             {
                 "gpt_neox.embed_in.weight": "embed",
                 "gpt_neox.layers.{i}.input_layernorm.weight": "layers.{i}.attn_norm",

@@ -1,8 +1,8 @@
-"""Llama 1, 2, 3, 3.1 and later, and what copies its layout."""
+"""Llama 1, 2, 3, 3.1 and later, and models with its layout."""
 
-from treespec_weights.rules import FamilyRules, alone
+from treespec_weights.rules import FamilyRules, one_to_one
 
-LLAMA_TENSORS = alone(
+LLAMA_TENSORS = one_to_one(
     {
         "model.embed_tokens.weight": "embed",
         "model.layers.{i}.input_layernorm.weight": "layers.{i}.attn_norm",

@@ -1,4 +1,4 @@
-"""Mistral: Llama with a window of positions, in its first releases."""
+"""Mistral: Llama with a sliding window, in its first releases."""
 
 from dataclasses import replace
 
@@ -10,5 +10,5 @@ MISTRAL = replace(
     config_keys=LLAMA_SIZES,
     defaults={"tied": False},
     windows=True,
-    requires={"layer_types": (None,)},  # one window for all layers; where layers differ it is Ministral
+    requires={"layer_types": (None,)},  # one window for all layers; Ministral's layers differ
 )

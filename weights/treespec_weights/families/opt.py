@@ -1,10 +1,10 @@
-"""OPT. Its table of positions begins with two rows that no position has."""
+"""OPT. Its position embedding starts with two unused rows."""
 
-from treespec_weights.rules import FamilyRules, alone
+from treespec_weights.rules import FamilyRules, one_to_one
 
 OPT = FamilyRules(
     model_type="opt",
-    tensors=alone(
+    tensors=one_to_one(
         {
             "model.decoder.embed_tokens.weight": "embed",
             "model.decoder.embed_positions.weight": "positions",

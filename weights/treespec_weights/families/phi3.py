@@ -1,4 +1,4 @@
-"""Phi-3, 3.5 and Phi-4-mini: Llama with fused projections; some turn only a part of each head."""
+"""Phi-3, 3.5 and Phi-4-mini: Llama with fused projections; some rotate only a part of each head."""
 
 from dataclasses import replace
 

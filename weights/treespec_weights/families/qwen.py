@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from treespec_weights.families.llama import LLAMA, LLAMA_SIZES, LLAMA_TENSORS
-from treespec_weights.rules import alone
+from treespec_weights.rules import one_to_one
 
 QWEN2 = replace(
     LLAMA,
@@ -19,7 +19,7 @@ QWEN3 = replace(
     LLAMA,
     model_type="qwen3",
     tensors=LLAMA_TENSORS
-    + alone(
+    + one_to_one(
         {
             "model.layers.{i}.self_attn.q_norm.weight": "layers.{i}.q_norm",
             "model.layers.{i}.self_attn.k_norm.weight": "layers.{i}.k_norm",

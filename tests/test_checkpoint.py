@@ -105,7 +105,7 @@ def test_missing_folder(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         Checkpoint.open("a\0b")
     (tmp_path / "file").touch()
-    with pytest.raises(NotADirectoryError, match="give the folder"):
+    with pytest.raises(NotADirectoryError, match="pass the folder"):
         Checkpoint.open(tmp_path / "file")
 
 

@@ -264,7 +264,7 @@ def test_what_a_layout_cannot_express_is_refused(tmp_path: Path, monkeypatch: py
         head_dim=8,
     )
     MistralForCausalLM(config).save_pretrained(tmp_path / "window")
-    refused_layout(tmp_path / "window", "llama", "'sliding_window': 7 cannot be said in the config of a llama model")
+    refused_layout(tmp_path / "window", "llama", "'sliding_window': 7 cannot be expressed in the config of a llama model")
     convert_checkpoint(tmp_path / "window", tmp_path / "fused", layout="phi3")
     assert read_config(tmp_path / "fused")["sliding_window"] == 7
     config = read_config(tmp_path / "fused")

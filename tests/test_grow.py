@@ -80,12 +80,12 @@ def test_shapes_are_like_real_models(size: str) -> None:
 
 def test_a_model_does_not_shrink() -> None:
     old = shape_of(default_folder("target"))
-    with pytest.raises(OptionError, match=r"--size 5M: this model can be grown from \d+M on"):
+    with pytest.raises(OptionError, match=r"--size 5M: this model can grow to \d+M or more"):
         grown_shape(old, parse_size("5M"))
     with pytest.raises(OptionError, match=r"--vocab 100: the model has \d+ tokens already"):
         grown_shape(old, parse_size("1B"), 100)
     for size, vocab, message in (
-        ("5M", None, r"--grow 5M: this model can be grown from \d+M on"),
+        ("5M", None, r"--grow 5M: this model can grow to \d+M or more"),
         ("1B", 100, r"--grow-vocab 100: the model has \d+ tokens already"),
     ):
         with pytest.raises(ConfigError, match=message), grown(Options(), size, vocab, None):

@@ -51,7 +51,7 @@ def test_grow(tmp_path: Path) -> None:
     ("arguments", "kind", "part"),
     [
         (["--size=big"], "OptionError", "--size big: valid are sizes such as 120M"),
-        (["--size=1K"], "OptionError", "--size 0.001M: this model can be grown from"),
+        (["--size=1K"], "OptionError", "--size 0.001M: this model can grow to"),
         (["--size=6M", "--vocab=10"], "OptionError", "--vocab 10: the model has"),
         (["--size=6M", "--vocab=0"], "UsageError", "--vocab"),
         ([], "UsageError", "--size"),
@@ -66,9 +66,9 @@ def test_grow_refuses(tmp_path: Path, arguments: list[str], kind: str, part: str
 def test_grow_refuses_what_it_would_get_wrong(tmp_path: Path) -> None:
     source = tmp_path / "a"
     shutil.copytree(default_folder("ssm-1"), source)
-    assert "lies in" in run("grow", source, source / "b", "--size=6M", code=2)["error"]["message"]
+    assert " is in " in run("grow", source, source / "b", "--size=6M", code=2)["error"]["message"]
     error = run("grow", source, tmp_path / "b", "--size=999999B", code=2)["error"]
-    assert error["type"] == "WriteError" and "GB are to be written" in error["message"]
+    assert error["type"] == "WriteError" and "GB needed" in error["message"]
     run("convert", source, tmp_path / "q", "--quantize=int8")
     assert run("inspect", tmp_path / "q")["quantization"] == "compressed-tensors int8"
     assert "  quantised   compressed-tensors int8\n" in text("inspect", tmp_path / "q")
@@ -95,7 +95,7 @@ def test_grow_leaves_nothing_half_written(tmp_path: Path, monkeypatch: pytest.Mo
     )
     assert not list(tmp_path.iterdir())
     (tmp_path / "a.partial").mkdir()
-    assert "a.partial' is there already" in run(*command, code=2)["error"]["message"]
+    assert "a.partial' already exists" in run(*command, code=2)["error"]["message"]
     (tmp_path / "a.partial").rmdir()
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "x").touch()

@@ -1,8 +1,7 @@
 """Converting checkpoints: every bit as meant, refused by name."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -264,7 +263,9 @@ def test_what_a_layout_cannot_express_is_refused(tmp_path: Path, monkeypatch: py
         head_dim=8,
     )
     MistralForCausalLM(config).save_pretrained(tmp_path / "window")
-    refused_layout(tmp_path / "window", "llama", "'sliding_window': 7 cannot be expressed in the config of a llama model")
+    refused_layout(
+        tmp_path / "window", "llama", "'sliding_window': 7 cannot be expressed in the config of a llama model"
+    )
     convert_checkpoint(tmp_path / "window", tmp_path / "fused", layout="phi3")
     assert read_config(tmp_path / "fused")["sliding_window"] == 7
     config = read_config(tmp_path / "fused")
@@ -289,24 +290,6 @@ def test_parts_of_several_dtypes_cannot_be_fused(tmp_path: Path) -> None:
 
 
 # --- one tensor may become several
-
-
-@dataclass(frozen=True)
-class Halves:
-    """Every projection in two parts, as a quantised weight and its scales would be."""
-
-    def outputs(self, placement: Placement, dtype: torch.dtype) -> Sequence[Output]:
-        if len(placement.shape) == 1:
-            return [Output(placement.name, "BF16", placement.shape)]
-        return [Output(f"{placement.name}.low", "I8", placement.shape), Output(f"{placement.name}.max", "F32", ())]
-
-    def apply(self, placement: Placement, tensor: Tensor) -> Sequence[Tensor]:
-        if tensor.dim() == 1:
-            return [tensor.bfloat16()]
-        return [tensor.mul(10).to(torch.int8), tensor.max().float()]
-
-    def config(self, config: dict[str, Any]) -> dict[str, Any]:
-        return config | {"halves": True}
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
@@ -340,15 +323,6 @@ def test_what_cannot_be_quantised_while_converting(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r"--quantize int4: .*100"):
         convert_checkpoint(odd, tmp_path / "c", quantization="int4")
     assert not (tmp_path / "c").exists()
-
-
-def test_a_transform_may_write_several_tensors_for_one(tmp_path: Path) -> None:
-    source = make(tmp_path / "a")
-    report = convert_checkpoint(source, tmp_path / "b", transform=Halves(), shard_bytes=3000)
-    stored, result = tensors_of(source), tensors_of(tmp_path / "b")
-    assert torch.equal(result[f"{Q}.low"], stored[Q].mul(10).to(torch.int8))
-    assert torch.equal(result[f"{Q}.max"], stored[Q].max()) and read_config(tmp_path / "b")["halves"] is True
-    assert report["tensors"] == len(result) > len(stored) and report["dtypes"] == ["BF16", "F32", "I8"]
 
 
 # --- the command

@@ -276,7 +276,7 @@ class Decoder:
         else:
             stream.x.add_(part)
             h = stream.norm(layer.mlp_norm)
-        part = getattr(layer.up if layer.gate is None else layer.gate, self.config.activation)(h)
+        part = (layer.up if layer.gate is None else layer.gate).activated(h, self.config.activation)
         part = layer.down(part if layer.gate is None else part.mul_(layer.up(h)))
         if layer.mlp_post_norm is not None:
             part = stream.norm_of(part, layer.mlp_post_norm)

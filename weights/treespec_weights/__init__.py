@@ -23,13 +23,11 @@ from treespec_weights.rules import FamilyRules, ModelShape, TensorRule, read_con
 from treespec_weights.sizes import parse_bytes, parse_size
 from treespec_weights.timing import time_loading
 from treespec_weights.tokenizer import Vocabulary, read_vocabulary
-from treespec_weights.transform import Cast, Transform
 from treespec_weights.verify import Check, Verification, verify_checkpoint
 
 __all__ = [
     "FAMILIES",
     "LLAMA",
-    "Cast",
     "Check",
     "Checkpoint",
     "CheckpointConfigError",
@@ -41,7 +39,6 @@ __all__ = [
     "Problem",
     "TensorInfo",
     "TensorRule",
-    "Transform",
     "UnsupportedModelError",
     "Verification",
     "Vocabulary",

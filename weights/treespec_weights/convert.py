@@ -23,10 +23,9 @@ from treespec_weights.files import read_json, resolve_folder
 from treespec_weights.layouts import family_named, translate_config
 from treespec_weights.load import Placement, expected_tensors, match, tied_head_problem
 from treespec_weights.quant_schemes import scheme_of
-from treespec_weights.quantized_layout import quantising
 from treespec_weights.rules import CONFIG, FamilyRules, ModelShape, read_config
 from treespec_weights.staging import carried_files, check_room, copy_files, free_place, partial_of, publish
-from treespec_weights.transform import Cast, Transform
+from treespec_weights.transform import Cast, Transform, quantising
 from treespec_weights.writer import (
     Output,
     Shard,
@@ -79,7 +78,6 @@ def convert_checkpoint(
     layout: str | None = None,
     resume: bool = False,
     quantization: str | None = None,
-    transform: Transform | None = None,
     on_bytes: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
     """Writes a converted checkpoint to another folder.
@@ -94,8 +92,7 @@ def convert_checkpoint(
         shard_bytes: the most bytes of tensors per file; a larger tensor has its own file.
         layout: model_type of another family with the same parameters; None keeps the family.
         resume: continues an interrupted conversion of the same source with the same options.
-        quantization: "int8" or "int4" quantises the layers' matrices, after the cast (quantized_layout.py).
-        transform: replaces the cast to `dtype`.
+        quantization: "int8" or "int4" quantises the layers' matrices, after the cast (transform.py).
         on_bytes: called with the bytes written and the total.
 
     Returns:
@@ -118,9 +115,9 @@ def convert_checkpoint(
     written_as = rules if layout in (None, rules.model_type) else family_named(str(layout))
     if written_as is not rules:
         config = translate_config(root, config, shape, rules, written_as)
-    transform = transform or Cast(dtype)
+    transform: Transform = Cast(dtype)
     if quantization is not None:
-        transform = quantising(quantization, Cast(dtype), shape, written_as)
+        transform = quantising(quantization, transform, shape, written_as)
     with Checkpoint.open(root) as checkpoint:
         steps = plan_steps(checkpoint, shape, rules, written_as, transform)
         shards = plan_shards([step.outputs for step in steps], shard_bytes)

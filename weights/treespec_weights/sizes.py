@@ -8,11 +8,11 @@ _BYTES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MI
 _PARAMETERS = {"K": 10**3, "M": 10**6, "B": 10**9}
 
 
-def parse_bytes(text: str, option: str = "--shard-size") -> int:
-    """Bytes from a size such as 500MB, 2GB or 1.5GiB. Raises OptionError, which names `option`, for anything else."""
+def parse_bytes(text: str) -> int:
+    """Bytes from a size such as 500MB, 2GB or 1.5GiB. Raises OptionError for anything else."""
     size = _parse(text, _BYTES)
     if size is None:
-        raise OptionError(f"{option} {text}: valid are sizes such as 500MB, 2GB or 1.5GiB")
+        raise OptionError(f"--shard-size {text}: valid are sizes such as 500MB, 2GB or 1.5GiB")
     return size
 
 

@@ -1,27 +1,21 @@
-"""Transforms of a conversion's tensors: the `Transform` protocol, and the cast to another dtype."""
+"""Transforms of a conversion's tensors: the cast to another dtype, and quantisation in compressed-tensors' format.
+
+A transform has `outputs`, the outputs of one tensor of a stored dtype; `apply`, the output tensors in the same order,
+which raises OverflowError if a value does not fit the dtype; and `config`, the result's config.json.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from treespec_weights.load import Placement, cast, overflow_message
+from treespec_weights.errors import OptionError
+from treespec_weights.load import Placement, cast, overflow_message, quantizable, quantized_group
+from treespec_weights.quantize import BITS, compressed_tensors, compressed_tensors_config, quantize
+from treespec_weights.rules import FamilyRules, ModelShape
 from treespec_weights.writer import NAMES, Output
-
-
-class Transform(Protocol):
-    """Transforms each tensor of a conversion into one or several output tensors."""
-
-    def outputs(self, placement: Placement, dtype: torch.dtype) -> Sequence[Output]:
-        """The outputs of one tensor of the stored dtype."""
-
-    def apply(self, placement: Placement, tensor: Tensor) -> Sequence[Tensor]:
-        """The output tensors, in the order of `outputs`. Raises OverflowError if a value does not fit the dtype."""
-
-    def config(self, config: dict[str, Any]) -> dict[str, Any]:
-        """The result's config.json."""
 
 
 @dataclass(frozen=True)
@@ -44,3 +38,78 @@ class Cast:
             return config
         older = {key: value for key, value in config.items() if key != "torch_dtype"}
         return older | {"dtype": str(self.dtype).removeprefix("torch.")}
+
+
+@dataclass(frozen=True)
+class Quantise:
+    """Quantises the layers' matrices, with the same integers and scales as quantising on load.
+
+    Args:
+        bits, group: of the layers' matrices; group None for one scale per output.
+        cast: applied before quantising, and to all other tensors.
+        params: the parameters to quantise.
+        head: name of the output head's module, which is not quantised.
+    """
+
+    bits: int
+    group: int | None
+    cast: Cast
+    params: frozenset[str]
+    head: str
+
+    def __repr__(self) -> str:  # without the set, whose order differs between processes: `--resume` compares it
+        return f"Quantise({self.bits}, {self.group}, {self.cast})"
+
+    def outputs(self, placement: Placement, dtype: torch.dtype) -> Sequence[Output]:
+        if not self._covers(placement):
+            return self.cast.outputs(placement, dtype)
+        name, (rows, inputs) = placement.name, placement.shape
+        return [
+            Output(f"{name}_packed", NAMES[torch.int32], (rows, inputs * self.bits // 32)),
+            Output(f"{name}_scale", NAMES[self.cast.dtype or dtype], (rows, inputs // (self.group or inputs))),
+            Output(f"{name}_shape", NAMES[torch.int64], (2,)),
+        ]
+
+    def apply(self, placement: Placement, tensor: Tensor) -> Sequence[Tensor]:
+        (plain,) = self.cast.apply(placement, tensor)
+        if not self._covers(placement):
+            return [plain]
+        try:
+            parts = compressed_tensors(placement.name, quantize(plain, self.bits, self.group))
+        except ValueError as error:
+            raise OverflowError(str(error)) from error
+        return list(parts.values())
+
+    def config(self, config: dict[str, Any]) -> dict[str, Any]:
+        scheme = compressed_tensors_config(self.bits, self.group, [self.head])
+        return self.cast.config(config) | {"quantization_config": scheme}
+
+    def _covers(self, placement: Placement) -> bool:
+        return any(param in self.params for param in placement.params)
+
+
+Transform = Cast | Quantise
+
+
+def quantising(quantization: str, cast: Cast, shape: ModelShape, rules: FamilyRules) -> Quantise:
+    """The transform for a model, written in a family's layout.
+
+    Raises:
+        OptionError: not int8 or int4, sizes that no group divides, or a layout that cannot be quantised.
+    """
+    if quantization not in BITS:
+        raise OptionError(f"--quantize {quantization}: valid are {', '.join(BITS)}")
+    if any(rule.layout == "transposed" for rule in rules.tensors):
+        raise OptionError(
+            f"--quantize {quantization}: {rules.model_type} stores its projections transposed, for which there is no "
+            f"published layout; use LLM(quantization={quantization!r})"
+        )
+    bits, matrices = BITS[quantization], quantizable(shape)
+    try:
+        group = quantized_group(shape, quantization)
+    except ValueError as error:
+        raise OptionError(f"--quantize {quantization}: {error}") from error
+    bad = sorted({size[1] for size in matrices.values() if size[1] * bits % 32})
+    if bad:
+        raise OptionError(f"--quantize {quantization}: {bad[0]} inputs do not fill whole int32; use the model as it is")
+    return Quantise(bits, group, cast, frozenset(matrices), rules.tied_copy.removesuffix(".weight"))

@@ -69,23 +69,8 @@ class Linear:
             return self._pointwise(x, "none", "")
         return F.linear(x, self.weight, self.bias)
 
-    def silu(self, x: Tensor) -> Tensor:
-        """SiLU of the layer's output."""
-        return self._activated(x, "silu")
-
-    def gelu(self, x: Tensor) -> Tensor:
-        """GELU of the layer's output."""
-        return self._activated(x, "gelu")
-
-    def gelu_tanh(self, x: Tensor) -> Tensor:
-        """GELU's approximation by tanh, of the layer's output."""
-        return self._activated(x, "gelu_tanh")
-
-    def relu(self, x: Tensor) -> Tensor:
-        """ReLU of the layer's output."""
-        return self._activated(x, "relu")
-
-    def _activated(self, x: Tensor, activation: str) -> Tensor:
+    def activated(self, x: Tensor, activation: str) -> Tensor:
+        """The layer's output through one of `ACTIVATIONS`."""
         if self.impl == "onednn":
             return self._pointwise(x, *_FUSED[activation])
         return ACTIVATIONS[activation](F.linear(x, self.weight, self.bias))

@@ -52,21 +52,9 @@ class QuantizedLinear:
         )
         return out
 
-    def silu(self, x: Tensor) -> Tensor:
-        """SiLU of the layer's output."""
-        return ACTIVATIONS["silu"](self(x))
-
-    def gelu(self, x: Tensor) -> Tensor:
-        """GELU of the layer's output."""
-        return ACTIVATIONS["gelu"](self(x))
-
-    def gelu_tanh(self, x: Tensor) -> Tensor:
-        """GELU's approximation by tanh, of the layer's output."""
-        return ACTIVATIONS["gelu_tanh"](self(x))
-
-    def relu(self, x: Tensor) -> Tensor:
-        """ReLU of the layer's output."""
-        return ACTIVATIONS["relu"](self(x))
+    def activated(self, x: Tensor, activation: str) -> Tensor:
+        """The layer's output through one of `ACTIVATIONS`."""
+        return ACTIVATIONS[activation](self(x))
 
 
 def quantized_linear(

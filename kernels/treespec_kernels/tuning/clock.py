@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Protocol
 
 import torch
 
-from treespec_kernels.launch.graph_capture import GraphMemory, captured
-
 Call = Callable[[], Any]
 
+SAMPLE_MS = 1  # about the duration of one sample; the median of several counts
 MAX_COPIES = 64
 COPIED_BYTES = 1 << 30  # held by the copies of one workload, beyond the first
 BANDWIDTH_BYTES = 2 << 30
@@ -34,42 +31,24 @@ class Clock(Protocol):
 
 
 class CudaClock:
-    """Many calls in one captured graph, between two events: the host's launches are not part of the time, as they are
-    not in an engine that replays graphs.
+    """Times calls in a captured graph, without launch overhead, as in an engine that replays graphs.
 
-    Args:
-        device: a GPU.
-        sample_seconds: how long each sample is to take, about.
-        samples: of which the median counts.
+    `device` is the current GPU.
     """
 
-    def __init__(self, device: torch.device, sample_seconds: float = 1e-3, samples: int = 15):
-        self.device, self.sample_seconds, self.samples = device, sample_seconds, samples
+    def __init__(self, device: torch.device):
+        self.device = device
         self._cache = int(torch.cuda.get_device_properties(device).L2_cache_size)
 
     def seconds(self, calls: Sequence[Call]) -> float:
-        stream = torch.cuda.Stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            for call in calls:  # compiles, loads modules and fills the allocator before the capture
-                call()
-        torch.cuda.current_stream(self.device).wait_stream(stream)
-        once = self._elapsed(lambda: [call() for call in calls])  # an upper bound, launches included
-        turns = min(max(1, math.ceil(self.sample_seconds / once)), 1 + 512 // len(calls))
-        graph = captured(partial(_in_turns, calls, turns), GraphMemory(torch.cuda.graph_pool_handle(), stream))
-        self._elapsed(graph.replay)
-        return statistics.median(self._elapsed(graph.replay) for _ in range(self.samples)) / (turns * len(calls))
+        from triton.testing import do_bench_cudagraph
 
-    def _elapsed(self, run: Call) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3
+        torch.cuda.synchronize(self.device)  # its stream does not wait for the inputs
+        milliseconds = do_bench_cudagraph(lambda: _run_in_turn(calls), rep=SAMPLE_MS, return_mode="median")
+        return milliseconds / 1e3 / len(calls)
 
     def copies(self, num_bytes: int) -> int:
-        if num_bytes >= 4 * self._cache:  # its end drives its beginning out
+        if num_bytes >= 4 * self._cache:  # one copy evicts itself
             return 1
         wanted = 1 + math.ceil(2 * self._cache / max(num_bytes, 1))
         return max(2, min(wanted, MAX_COPIES, 1 + COPIED_BYTES // max(num_bytes, 1)))
@@ -80,12 +59,11 @@ class CudaClock:
 
 
 class HostClock:
-    """A host's own time, for rehearsals without a GPU: of kernels in Triton's interpreter it says nothing."""
+    """Wall-clock time on the host, for rehearsals in Triton's interpreter, whose times are meaningless."""
 
     def seconds(self, calls: Sequence[Call]) -> float:
         start = time.perf_counter()
-        for call in calls:
-            call()
+        _run_in_turn(calls)
         return (time.perf_counter() - start) / len(calls)
 
     def copies(self, num_bytes: int) -> int:
@@ -95,10 +73,9 @@ class HostClock:
         return _copy_bandwidth(self, torch.device("cpu"), 1 << 22)
 
 
-def _in_turns(calls: Sequence[Call], turns: int) -> None:
-    for _ in range(turns):
-        for call in calls:
-            call()
+def _run_in_turn(calls: Sequence[Call]) -> None:
+    for call in calls:
+        call()
 
 
 def _copy_bandwidth(clock: Clock, device: torch.device, size: int) -> float:

@@ -56,7 +56,7 @@ def verified_by_all(rng: np.random.Generator) -> Iterator[dict[int, dict[str, li
             return rows[node]
 
         own = lengths.setdefault(self.noise.seed, {name: [] for name in RULES[:3]})
-        chosen, oracle = tree.without_chance(), RandomOracle(rng)
+        chosen, oracle = tree.as_deterministic(), RandomOracle(rng)
         for _ in range(REPEATS):
             for name in RULES[:3]:  # the lemma with one-hot distributions is the naive rule
                 how = ("rejection", chosen) if name == "naive" else (name, tree)

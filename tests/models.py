@@ -136,7 +136,7 @@ def _differing_rows_once(decoder: Decoder, pool: torch.Tensor, *rest: Any) -> li
         torch.get_num_threads(),
         decoder.quantization,
     )
-    key = (decoder.config.computes, min(pool.shape[2], 17), how, rest)
+    key = (decoder.config.compute_key, min(pool.shape[2], 17), how, rest)
     if key not in _proofs:
         _proofs[key] = selftest.differing_rows(decoder, pool, *rest)
     return _proofs[key]

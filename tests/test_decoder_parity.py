@@ -222,6 +222,6 @@ def test_frequencies_do_not_depend_on_when_a_key_is_computed(tmp_path: Path) -> 
             tmp_path / name, 11, max_position_embeddings=MAX_LEN, rope_parameters={"rope_theta": 1e4} | ROPES[name]
         )
         whole = ModelConfig.from_hf(folder)
-        assert whole.computes == ModelConfig.from_hf(folder, MAX_LEN).computes
+        assert whole.compute_key == ModelConfig.from_hf(folder, MAX_LEN).compute_key
         (rope,) = whole.ropes
         assert rope.inv_freq.shape == rope.scale.shape == (8,) and bool(rope.scale.isfinite().all())

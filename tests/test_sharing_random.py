@@ -209,7 +209,7 @@ def test_what_is_handed_over() -> None:
         pool[:, :, pages[1], :, :10] = 3.0
     other = cache.reserve("other", 2 * PAGE_SIZE, pages[:1])
     cache.copy_slots(pages[1], other[1], 10)
-    kept = cache.hand_over("leader", "group", PAGE_SIZE + 10, scrub=True)
+    kept = cache.transfer("leader", "group", PAGE_SIZE + 10, scrub=True)
     assert kept.tolist() == pages[:2].tolist()
     assert cache.num_holders(pages).tolist() == [2, 1, 0, 0]
     for pool in cache.pools:

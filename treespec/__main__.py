@@ -8,16 +8,16 @@ from treespec import interrupts
 
 def main() -> None:
     """Run the command line."""
-    interrupts.end_at_once()
+    interrupts.exit_on_interrupt()
     from treespec.cli import main as run
 
     try:
         run()
     except KeyboardInterrupt:  # another one, while the first was reported
-        interrupts.leave()
+        interrupts.exit_interrupted()
     except SystemExit as end:
         if end.code == interrupts.INTERRUPTED:
-            interrupts.leave()
+            interrupts.exit_interrupted()
         raise
 
 

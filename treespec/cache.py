@@ -124,12 +124,12 @@ class KVCache:
         if len(stale):
             self.scrub(stale)
 
-    def hand_over(self, request_id: str, heir: str, num_slots: int, scrub: bool = False) -> np.ndarray:
-        """Release a request, but leave the pages of its first `num_slots` slots to an heir, and return them.
+    def transfer(self, request_id: str, new_holder: str, num_slots: int, scrub: bool = False) -> np.ndarray:
+        """Release a request, but leave the pages of its first `num_slots` slots to an new_holder, and return them.
 
         What stands behind these slots in the last page is zeroed.
         """
-        pages = self.reserve(heir, num_slots, self._held[request_id][: pages_for(num_slots)])
+        pages = self.reserve(new_holder, num_slots, self._held[request_id][: pages_for(num_slots)])
         self.release(request_id, scrub)
         if num_slots % PAGE_SIZE:
             for pool in range(len(self.pools)):

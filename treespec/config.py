@@ -10,7 +10,7 @@ import torch
 
 from treespec.errors import ConfigError, ModelError, VariantError, reject_unknown
 from treespec.models.layer_kinds import LayerKind, Rope, read_layers
-from treespec.scalars import plain
+from treespec.scalars import to_python
 from treespec_weights.families import family_of
 from treespec_weights.files import resolve_folder
 from treespec_weights.quant_schemes import QuantScheme, scheme_of
@@ -27,7 +27,7 @@ AUTO_NODES = 32  # the largest automatic tree
 
 def _plain(value: Any) -> Any:
     """Lists and arrays as tuples, integers of numpy as Python's; everything else as it is, to be checked."""
-    value = plain(value)
+    value = to_python(value)
     if isinstance(value, list | tuple):
         return tuple(map(_plain, value))
     return value
@@ -258,7 +258,7 @@ class ModelConfig:
         return tuple(dict.fromkeys(layer.window for layer in self.layers))
 
     @property
-    def computes(self) -> tuple[object, ...]:
+    def compute_key(self) -> tuple[object, ...]:
         """What models have in common that compute the same with other weights."""
         rules, ropes = self.rules, tuple(rope.key for rope in self.ropes)
         return (
@@ -321,8 +321,8 @@ class ModelConfig:
             activation=ACTIVATIONS[named],
             parallel=parallel,
             query_scale=float(scalar) ** -0.5,
-            score_cap=_cap(folder, raw, rules.score_cap),
-            logit_cap=_cap(folder, raw, rules.logit_cap),
+            score_cap=_soft_cap(folder, raw, rules.score_cap),
+            logit_cap=_soft_cap(folder, raw, rules.logit_cap),
             embed_scale=shape.hidden_size**0.5 if rules.scaled_embedding else 1.0,
             ropes=ropes,
             layers=layers,
@@ -346,7 +346,7 @@ def _number(folder: Path, raw: dict[str, Any], key: str, default: float, kind: t
     return kind(value)
 
 
-def _cap(folder: Path, raw: dict[str, Any], key: str | None) -> float | None:
+def _soft_cap(folder: Path, raw: dict[str, Any], key: str | None) -> float | None:
     """A soft cap, None where the family or the model has none."""
     if key is None or raw.get(key) is None:
         return None

@@ -22,7 +22,7 @@ __all__ = [
     "VariantError",
     "describe_error",
     "reject_unknown",
-    "show",
+    "safe_repr",
 ]
 
 _SHOWN = 300  # characters of a foreign object's text that a message repeats
@@ -93,17 +93,17 @@ def describe_error(error: BaseException) -> str:
         message = str(error)
     except Exception as failure:
         message = f"(its message cannot be shown: __str__ raises {type(failure).__name__})"
-    return f"{type(error).__name__}: {_bounded(message)}"
+    return f"{type(error).__name__}: {_truncated(message)}"
 
 
-def show(value: Any) -> str:
+def safe_repr(value: Any) -> str:
     """`repr(value)` for a message, bounded, even where `__repr__` fails."""
     try:
         text = repr(value)
     except Exception as failure:
         text = f"<{type(value).__name__} whose __repr__ raises {type(failure).__name__}>"
-    return _bounded(text)
+    return _truncated(text)
 
 
-def _bounded(text: str) -> str:
+def _truncated(text: str) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"

@@ -16,28 +16,28 @@ from typing import NoReturn
 INTERRUPTED = 130  # 128 and the number of SIGINT, as shells have it
 
 
-def end_at_once() -> None:
+def exit_on_interrupt() -> None:
     """Let Ctrl-C end the process without unwinding it. Where SIGINT is ignored, as behind nohup, it stays so."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _leave)
+        signal.signal(signal.SIGINT, _exit_now)
 
 
-def end_cleanly() -> None:
+def raise_on_interrupt() -> None:
     """Let Ctrl-C raise KeyboardInterrupt again: modules are imported, work begins."""
-    if signal.getsignal(signal.SIGINT) is _leave:
+    if signal.getsignal(signal.SIGINT) is _exit_now:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
+def _exit_now(number: int, frame: FrameType | None) -> None:
     if sys.stderr is not None:
-        say_interrupted()
+        print_interrupted()
     os._exit(INTERRUPTED)
 
 
-def leave() -> NoReturn:
+def exit_interrupted() -> NoReturn:
     """End the process after Ctrl-C was reported. Threads, such as those that wait for a compiler, have two seconds to
     clean up; a further Ctrl-C ends it at once."""
-    if signal.getsignal(signal.SIGINT) in (_leave, signal.default_int_handler):
+    if signal.getsignal(signal.SIGINT) in (_exit_now, signal.default_int_handler):
         signal.signal(signal.SIGINT, lambda number, frame: os._exit(INTERRUPTED))
     end = time.monotonic() + 2
     others = [thread for thread in threading.enumerate() if thread is not threading.current_thread()]
@@ -49,6 +49,6 @@ def leave() -> NoReturn:
     sys.exit(INTERRUPTED)
 
 
-def say_interrupted() -> None:
+def print_interrupted() -> None:
     """Tell the user, on a line of its own: a terminal has just echoed ^C."""
     print("\ninterrupted" if sys.stderr.isatty() else "interrupted", file=sys.stderr, flush=True)

@@ -215,7 +215,7 @@ class LLM(VllmMethods):
             raise ConfigError(f"use_tqdm={show(use_tqdm)}; valid: True, False, or what takes the place of tqdm.tqdm")
         with self.between_rounds():
             entries = self._requests(prompts, params, spec, tokenization)
-        log_refused(prompts, entries)
+        log_rejected(prompts, entries)
         requests = [request for entry in entries if isinstance(entry, list) for request in entry]
         with Progress(use_tqdm, len(requests)) as progress:
             for request in self._rounds.run(requests):
@@ -424,7 +424,7 @@ class LLM(VllmMethods):
             )
         how, make = Tokenization.resolve(tokenization, self.config.max_model_len), self._request_factory.requests
         entries = [make(prompt, one, resolved, stream, how) for prompt, one in zip(prompts, each, strict=True)]
-        self.engine.stats.add_refused(sum(isinstance(entry, RequestOutput) for entry in entries))
+        self.engine.stats.add_rejected(sum(isinstance(entry, RequestOutput) for entry in entries))
         return entries
 
 

@@ -21,7 +21,7 @@ class Stats:
     accepted_by_source: Counter[str] = field(default_factory=Counter)
     accepted_only_by_source: Counter[str] = field(default_factory=Counter)
 
-    def add_refused(self, count: int) -> None:
+    def add_rejected(self, count: int) -> None:
         """Count prompts that were refused before they became requests."""
         self.requests += count
         self.failed_requests += count

@@ -55,9 +55,9 @@ class PromptGroup:
     without_ssms: bool = False
 
     @property
-    def is_computing(self) -> bool:
+    def is_prefilling(self) -> bool:
         """Whether samples that enter now would have to wait for the leader."""
-        return self.leader is not None and not self.leader.has_proven_prompt
+        return self.leader is not None and not self.leader.has_verified_prompt
 
 
 @dataclass(eq=False)
@@ -162,7 +162,7 @@ class Request:
         return self.context_len < self.num_prompt - 1
 
     @property
-    def has_proven_prompt(self) -> bool:
+    def has_verified_prompt(self) -> bool:
         """Whether a running sample's pages hold the whole prompt, and a token has proven it to be finite: its own, or
         one of the sample that computed it."""
         return bool(self.num_generated or (self.context_len and not self.prefill_passes))

@@ -21,6 +21,6 @@ def as_number(value: Any) -> float | None:
     return number if abs(number) <= _MAX_FLOAT32 else None
 
 
-def plain(values: Any) -> Any:
+def to_python(values: Any) -> Any:
     """An array or a tensor as Python's numbers, in lists of lists as deep as it is; anything else as it is."""
     return values.tolist() if hasattr(values, "tolist") else values

@@ -68,7 +68,7 @@ class Scheduler:
         forked, place = [], 0
         while place < len(self.waiting) and len(self.running) < self.max_num_seqs:
             request = self.waiting[place]
-            if request.group is not None and request.group.is_computing:
+            if request.group is not None and request.group.is_prefilling:
                 place += 1
             elif not self._has_room(request):
                 break
@@ -136,9 +136,9 @@ class Scheduler:
         group = request.group
         if group is not None and group.leader is request:
             group.leader = next((other for other in self.running if other.group is group), None)
-            if group.leader is None and group.waiting and request.has_proven_prompt:
+            if group.leader is None and group.waiting and request.has_verified_prompt:
                 prefix = request.num_prompt - 1
-                group.kept = self.cache.hand_over(request.request_id, group.group_id, prefix, scrub)
+                group.kept = self.cache.transfer(request.request_id, group.group_id, prefix, scrub)
                 return
         self.cache.release(request.request_id, scrub)
 

@@ -7,13 +7,13 @@ from functools import cache, cached_property
 import numpy as np
 
 
-def _constant(array: np.ndarray) -> np.ndarray:
+def _read_only(array: np.ndarray) -> np.ndarray:
     """For trees to share: roots are made in every round."""
     array.setflags(write=False)
     return array
 
 
-_NOBODY, _ZERO, _ONE = _constant(np.array([-1])), _constant(np.zeros(1, dtype=np.int64)), _constant(np.ones(1))
+_NO_PARENT, _ZERO, _ONE = _read_only(np.array([-1])), _read_only(np.zeros(1, dtype=np.int64)), _read_only(np.ones(1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,8 +41,8 @@ class Draws:
     @classmethod
     @cache
     def none(cls) -> "Draws":
-        empty = _constant(np.empty(0, dtype=np.int64))
-        return cls(empty, empty, empty, _constant(np.empty(0)))
+        empty = _read_only(np.empty(0, dtype=np.int64))
+        return cls(empty, empty, empty, _read_only(np.empty(0)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +71,7 @@ class TokenTree:
     @classmethod
     def root(cls, token: int) -> "TokenTree":
         """The one-node tree: plain decoding."""
-        return cls(np.array([token]), _NOBODY, _ZERO, _ONE, Draws.none(), ())
+        return cls(np.array([token]), _NO_PARENT, _ZERO, _ONE, Draws.none(), ())
 
     @classmethod
     def from_parents(
@@ -185,7 +185,7 @@ class TokenTree:
         order = np.argsort(-self.values, kind="stable")  # a parent comes first, and stays ahead of an equal child
         return self.keep(np.sort(order[:count]))
 
-    def without_chance(self) -> "TokenTree":
+    def as_deterministic(self) -> "TokenTree":
         """The same tree with every draw taken as chosen: for rules that do not ask how it came to be."""
         if self.draws.rows is None:
             return self

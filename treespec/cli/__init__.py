@@ -12,7 +12,7 @@ import typer
 from treespec import __version__
 from treespec.cli import autotune, bench, generate, tree
 from treespec.cli.group import Commands
-from treespec.interrupts import end_cleanly
+from treespec.interrupts import raise_on_interrupt
 
 _PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}
 
@@ -53,5 +53,5 @@ def weights(ctx: typer.Context) -> None:
     """Safetensors checkpoints: inspect, verify, load, convert, grow, fetch."""
     from treespec_weights.cli import app as weights_app
 
-    end_cleanly()
+    raise_on_interrupt()
     raise typer.Exit(weights_app(ctx.args or ["--help"], prog_name="treespec weights", standalone_mode=False) or 0)

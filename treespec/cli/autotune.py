@@ -7,7 +7,7 @@ import typer
 from treespec.cli import curves, kernels
 from treespec.cli.group import print_json, usage_error
 from treespec.cli.options import Device, Drafts, Dtype, Json, Model, Quantization
-from treespec.interrupts import end_cleanly
+from treespec.interrupts import raise_on_interrupt
 
 MAX_SECONDS = 24 * 3600
 
@@ -85,7 +85,7 @@ def autotune(
     from treespec.startup.device import DTYPES, resolve_device
     from treespec.torch_state import on_device
 
-    end_cleanly()
+    raise_on_interrupt()
     reject_unknown("--dtype", [dtype], ("auto", *DTYPES))
     reject_unknown("--quantization", [quantization] if quantization is not None else [], QUANTIZATIONS)
     computed = None if dtype == "auto" else DTYPES[dtype]

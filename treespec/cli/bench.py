@@ -20,7 +20,7 @@ from treespec.cli.options import (
     Quantization,
     parse_branching,
 )
-from treespec.interrupts import end_cleanly
+from treespec.interrupts import raise_on_interrupt
 
 if TYPE_CHECKING:
     from treespec.bench.progress import Progress
@@ -160,7 +160,7 @@ def bench(
     from treespec.bench.rule_comparison import TEMPERATURE, parse_rules
     from treespec.bench.run import Options
 
-    end_cleanly()
+    raise_on_interrupt()
     rules = parse_rules(verification or ())
     options = Options(
         model=model,

@@ -9,7 +9,7 @@ from typing import Any, NoReturn, TextIO
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from treespec.interrupts import INTERRUPTED, say_interrupted
+from treespec.interrupts import INTERRUPTED, print_interrupted
 
 # UsageError is in typer's own copy of click or in the package click, depending on typer's version.
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
@@ -38,7 +38,7 @@ def run_reporting(main: Callable[..., Any], args: Sequence[str] | None, **option
         if as_json:
             _report("KeyboardInterrupt", "interrupted", as_json)
         else:
-            say_interrupted()
+            print_interrupted()
     _give_up_full(sys.stdout)
     sys.exit(code or 0)
 

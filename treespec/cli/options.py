@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from treespec.cli.group import usage_error
-from treespec.interrupts import end_cleanly
+from treespec.interrupts import raise_on_interrupt
 
 if TYPE_CHECKING:
     from treespec.config import SpecConfig
@@ -175,7 +175,7 @@ def load_llm(
     """An engine, for one request at a time unless `max_num_seqs` says otherwise."""
     from treespec.llm import LLM
 
-    end_cleanly()
+    raise_on_interrupt()
     return LLM(
         model,
         drafts,

@@ -120,7 +120,7 @@ def check_proposal(name: str, request: Request, tree: object, vocab_size: int) -
     if problem is not None:
         raise refuse(f"a malformed tree: {problem}")
     if not request.draws_at_random:
-        return tree.without_chance()
+        return tree.as_deterministic()
     for law in tree.draft_probs:
         if law.shape != (vocab_size,) or not (np.isfinite(law).all() and law.min() >= 0 and abs(law.sum() - 1) < 1e-5):
             raise refuse(f"draft_probs that are no probabilities of {vocab_size} tokens")

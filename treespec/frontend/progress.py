@@ -8,7 +8,7 @@ from typing import Any
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from treespec.errors import ConfigError, describe_error, show
+from treespec.errors import ConfigError, describe_error, safe_repr
 
 logger = logging.getLogger("treespec")
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from treespec.config import SpecConfig
-from treespec.errors import ConfigError, RequestError, describe_error, show
+from treespec.errors import ConfigError, RequestError, describe_error, safe_repr
 from treespec.inputs import TextPrompt, TokensPrompt
 from treespec.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from treespec.request import PromptGroup, Request, new_request_id
@@ -19,7 +19,7 @@ from treespec.sampling.grammar import Grammars
 from treespec.sampling.sampler import Sampler, new_seed
 from treespec.sampling.transforms import Logprob
 from treespec.sampling_params import SamplingParams
-from treespec.scalars import as_int, plain
+from treespec.scalars import as_int, to_python
 from treespec.text.chat import Conversation
 from treespec.text.detokenizer import Detokenizer
 from treespec.text.prompt_tokenizer import Tokenization, UserTokenizer, check_text
@@ -130,7 +130,9 @@ class RequestFactory:
         if isinstance(prompt, dict):
             prompt = {key: value for key, value in prompt.items() if value is not None or key in _PROMPT_KEYS}
             if not prompt or any(key not in _PROMPT_KEYS for key in prompt):
-                raise RequestError(f"prompt {show(prompt)}; keys of a dict: {' and '.join(map(repr, _PROMPT_KEYS))}")
+                raise RequestError(
+                    f"prompt {safe_repr(prompt)}; a dict has the keys {', '.join(map(repr, _PROMPT_KEYS))}"
+                )
             prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
         if isinstance(prompt, str):
             if self.tokenizer is None:
@@ -141,14 +143,14 @@ class RequestFactory:
         except Exception as error:  # a tensor without values, such as on the meta device
             raise RequestError(f"prompt {show(prompt)} has no list of token ids: {describe_error(error)}") from error
         if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
-            raise RequestError(f"prompt {show(prompt)}; valid: text, a list of token ids, or a dict of one of them")
+            raise RequestError(f"prompt {safe_repr(prompt)}; valid: text, a list of token ids, or a dict of either")
         if not len(prompt):
             raise RequestError("an empty prompt; give at least one token")
         tokens = []
         for given in prompt:
             token = as_int(given, 0)
             if token is None or token >= self.vocab_size:
-                raise RequestError(f"prompt token {show(given)}; valid: ints from 0 to {self.vocab_size - 1}")
+                raise RequestError(f"prompt token {safe_repr(given)}; valid: ints from 0 to {self.vocab_size - 1}")
             tokens.append(token)
         return tokenization.cut(tokens)
 
@@ -279,7 +281,7 @@ def log_refused(prompts: Sequence[Any], entries: Sequence[list[Request] | Reques
         return
     for i, (prompt, entry) in enumerate(zip(prompts, entries, strict=True)):
         if isinstance(entry, RequestOutput):
-            logger.warning("prompt %d (%s) was refused: %s", i, show(prompt)[:40], entry.error)
+            logger.warning("prompt %d (%s) was refused: %s", i, safe_repr(prompt)[:40], entry.error)
 
 
 def _fail(request: Request, error: RequestError) -> None:
@@ -302,7 +304,7 @@ def as_list(prompts: Any) -> list[Any]:
     except Exception as error:  # a tensor without values, such as on the meta device
         raise ConfigError(f"prompts={show(prompts)} has no token ids: {describe_error(error)}") from error
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
-        raise ConfigError(f"prompts={show(prompts)}; valid: text, token ids, or a list of those")
+        raise ConfigError(f"prompts={safe_repr(prompts)}; valid: text, token ids, or a list of those")
     if len(prompts) and all(isinstance(item, Integral) for item in prompts):
         return [list(prompts)]
     return list(prompts)

@@ -39,7 +39,7 @@ _REPEATS = 5
 
 def stack_sizes(drafts: Sequence[ModelConfig]) -> list[int]:
     """How many neighbouring SSMs run as one model: those that compute the same with other weights."""
-    return [len(list(group)) for _, group in itertools.groupby(drafts, lambda config: config.computes)]
+    return [len(list(group)) for _, group in itertools.groupby(drafts, lambda config: config.compute_key)]
 
 
 class Rounds(NamedTuple):

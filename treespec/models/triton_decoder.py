@@ -385,7 +385,7 @@ def stacked(models: Sequence[TritonDecoder], configs: KernelConfigs) -> PassKern
 
     Their tables of RoPE must be equal, and so must be all that a config says.
     """
-    assert len({(model.plan_key, model.config.computes) for model in models}) == 1, "only equal ones can be stacked"
+    assert len({(model.plan_key, model.config.compute_key) for model in models}) == 1, "only equal ones can be stacked"
     first = models[0]
     if len(models) == 1:
         return first.kernels

@@ -5,9 +5,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from treespec.errors import ConfigError, show
+from treespec.errors import ConfigError, safe_repr
 from treespec.sampling.structured_params import StructuredOutputsParams
-from treespec.scalars import as_int, as_number, plain
+from treespec.scalars import as_int, as_number, to_python
 
 logger = logging.getLogger("treespec")
 
@@ -53,7 +53,7 @@ def _number(name: str, value: Any) -> float | int | None:
 
 
 def _sequence(name: str, value: Any, valid: str) -> tuple[Any, ...]:
-    value = plain(value)
+    value = to_python(value)
     if value is None:
         return ()
     if not isinstance(value, list | tuple):
@@ -111,7 +111,7 @@ def _logits_processors(name: str, value: Any) -> tuple[Any, ...]:
     processors = _sequence(name, value, "a list of Hugging Face's processors")
     for processor in processors:
         if not callable(processor):
-            raise ConfigError(f"{name}: {show(processor)} cannot be called; valid: Hugging Face's processors")
+            raise ConfigError(f"{name}: {safe_repr(processor)} cannot be called; valid: Hugging Face's processors")
     return processors
 
 

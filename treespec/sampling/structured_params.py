@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Never, Self
 
 from treespec.errors import ConfigError, reject_unknown
-from treespec.scalars import plain
+from treespec.scalars import to_python
 
 
 @dataclass(frozen=True, init=False)
@@ -94,7 +94,7 @@ class StructuredOutputsParams:
         if self.json is not None:
             object.__setattr__(self, "json", _schema_text(self.json))
         if self.choice is not None:
-            texts = plain(self.choice)
+            texts = to_python(self.choice)
             if not isinstance(texts, list | tuple) or not texts or not all(isinstance(text, str) for text in texts):
                 raise ConfigError(f"choice={self.choice!r}; valid: a list of at least one string")
             object.__setattr__(self, "choice", tuple(texts))

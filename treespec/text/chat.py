@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from treespec.errors import ConfigError, RequestError, describe_error, show
+from treespec.errors import ConfigError, RequestError, describe_error, safe_repr
 
 Message = Mapping[str, Any]
 
@@ -30,7 +30,7 @@ class Conversation(NamedTuple):
         """
         for message in self.messages:
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-                raise RequestError(f"message {show(message)}; valid: {{'role': 'user', 'content': '...'}}")
+                raise RequestError(f"message {safe_repr(message)}; valid: {{'role': 'user', 'content': '...'}}")
         if not self.messages:
             raise RequestError("a conversation without messages; give at least one")
         if self.continue_final_message and self.messages[-1]["role"] != "assistant":
@@ -79,7 +79,7 @@ def _text_of(part: Any) -> str:
     """The text that a part of a content is."""
     text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part
     if not isinstance(text, str):
-        raise RequestError(f"content part {show(part)}; valid: a text or {{'type': 'text', 'text': '...'}}")
+        raise RequestError(f"content part {safe_repr(part)}; valid: a text or {{'type': 'text', 'text': '...'}}")
     return text
 
 
@@ -124,12 +124,12 @@ def conversations(
             "set add_generation_prompt=False"
         )
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
-        raise ConfigError(f"messages={show(messages)}; valid: a list of messages, or a list of such lists")
+        raise ConfigError(f"messages={safe_repr(messages)}; valid: a list of messages, or a list of such lists")
     several = bool(messages) and not isinstance(messages[0], Mapping)
     each = list(messages) if several else [messages]
     for one in each:
         if not isinstance(one, Sequence) or isinstance(one, str | bytes):
-            raise ConfigError(f"messages: {show(one)} is no list of messages")
+            raise ConfigError(f"messages: {safe_repr(one)} is no list of messages")
     return [
         Conversation(
             one, chat_template, add_generation_prompt, continue_final_message, tools, dict(template_kwargs or {})

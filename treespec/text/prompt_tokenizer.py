@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from treespec.errors import ConfigError, RequestError, describe_error, reject_unknown, show
-from treespec.scalars import as_int, plain
+from treespec.errors import ConfigError, RequestError, describe_error, reject_unknown, safe_repr
+from treespec.scalars import as_int, to_python
 from treespec_weights.sentencepiece import missing_packages, sentencepiece_error
 
 logger = logging.getLogger("treespec")
@@ -84,7 +84,7 @@ class UserTokenizer:
         self.own = own
         if not all(callable(getattr(own, name, None)) for name in ("encode", "decode")):
             raise ConfigError(
-                f"tokenizer={show(own)}; valid: a folder, or an object with encode(text) and decode(token_ids)"
+                f"tokenizer={safe_repr(own)}; valid: a folder, or an object with encode(text) and decode(token_ids)"
             )
         self._encode, self._decode = own.encode, own.decode
         self._adds = _takes(self._encode, "add_special_tokens")
@@ -101,11 +101,11 @@ class UserTokenizer:
         except RequestError as error:
             if error.__cause__ is not None and not isinstance(error.__cause__, TypeError):
                 return
-            raise ConfigError(f"tokenizer={show(self.own)}: {error}; {valid}") from error
+            raise ConfigError(f"tokenizer={safe_repr(self.own)}: {error}; {valid}") from error
         try:
             self.decode(ids)
         except RequestError as error:
-            raise ConfigError(f"tokenizer={show(self.own)}: {error}; {valid}") from error
+            raise ConfigError(f"tokenizer={safe_repr(self.own)}: {error}; {valid}") from error
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Token ids of a text, with or without special tokens around it.
@@ -116,12 +116,12 @@ class UserTokenizer:
         check_text(text)
         try:
             found = self._encode(text, **({"add_special_tokens": special} if self._adds else {}))
-            ids = plain(getattr(found, "ids", found))
+            ids = to_python(getattr(found, "ids", found))
             tokens = [as_int(token, 0) for token in ids] if isinstance(ids, list | tuple) else [None]
         except Exception as error:  # a tokenizer is a program of its own: it raises what it likes
             raise RequestError(f"the tokenizer refuses {text[:40]!r}: {describe_error(error)}") from error
         if None in tokens:
-            raise RequestError(f"the tokenizer made {show(found)} of {text[:40]!r}; valid: a list of token ids")
+            raise RequestError(f"the tokenizer made {safe_repr(found)} of {text[:40]!r}; valid: a list of token ids")
         return [token for token in tokens if token is not None]
 
     def decode(self, tokens: list[int], skip_special: bool = False) -> str:
@@ -133,9 +133,9 @@ class UserTokenizer:
         try:
             text = self._decode(tokens, **({"skip_special_tokens": skip_special} if self._skips else {}))
         except Exception as error:  # as above
-            raise RequestError(f"the tokenizer cannot decode {show(tokens)}: {describe_error(error)}") from error
+            raise RequestError(f"the tokenizer cannot decode {safe_repr(tokens)}: {describe_error(error)}") from error
         if not isinstance(text, str):
-            raise RequestError(f"the tokenizer decodes {show(tokens)} to {type(text).__name__}; valid: a text")
+            raise RequestError(f"the tokenizer decodes {safe_repr(tokens)} to {type(text).__name__}; valid: a text")
         return text
 
 

@@ -45,7 +45,7 @@ class _Tree:
         self.slot_of_node: dict[int, int] = {}
         # Half of the rows at most are for what other sources propose, the likeliest of it, where something is drawn.
         most_seeds = (shape.nodes - 1) // (2 if shape.max_depth else 1)
-        seed = seed.without_chance()
+        seed = seed.as_deterministic()
         best = np.lexsort((seed.depths, -seed.values))[: 1 + most_seeds]
         worth = best if fills else best[seed.values[best] > least]
         self.seed = seed if shape.branching else seed.keep(np.sort(worth))

@@ -1,10 +1,10 @@
-"""The KV cache: pages shared by the target and its drafts, one pool of K/V per model.
+"""Paged KV cache: the target and its drafts share page tables; each model has its own K/V pool.
 
-A request holds the same pages in every pool, so all models of an engine share one slot table: logical slot j of a
-request is position j while committed, and scratch for the token tree behind that. Page 0 belongs to nobody: padding
-rows write there.
+A request holds the same pages in every pool, so all models share one slot table: logical slot j of a request is
+position j for committed tokens and scratch space for the token tree after them. Page 0 is the null page: padding rows
+write to it.
 
-Samples of one prompt share the full pages of it. A page with several holders is never written.
+Samples of one prompt share its full pages. A page with several holders is never written.
 """
 
 from collections.abc import Sequence
@@ -27,18 +27,18 @@ def pages_for(num_slots: int) -> int:
 
 
 class KVCache:
-    """Pages, who holds them, and the pools.
+    """Page pools with reference counts.
 
     Args:
-        shapes: the models, target first; one pool each.
-        num_pages: pages to hand out; one more is kept as the null page.
+        shapes: of the models, target first; one pool each.
+        num_pages: allocatable pages; the null page comes on top.
         dtype, device: of the pools.
-        stacks: how many neighbouring models share a tensor, so that they can run as one; their shapes are equal. None:
-            each has its own.
+        stacks: sizes of groups of consecutive models of equal shape that share one tensor, so that they can run as one;
+            None = every model has its own.
 
     Attributes:
         pools: by model, [num_layers, 2, num_pages + 1, num_kv_heads, PAGE_SIZE, head_dim].
-        stacked: by stack, the same with the pages of its models one behind another.
+        stacked: by stack, the same with the pages of its models concatenated.
     """
 
     def __init__(
@@ -59,18 +59,18 @@ class KVCache:
         assert len(self.pools) == len(shapes), "stacks do not add up"
         self._held: dict[str, np.ndarray] = {}
         self._holders = np.zeros(num_pages + 1, dtype=np.int64)  # of each page
-        self._dirty = np.zeros(num_pages + 1, dtype=bool)  # pages to be zeroed once nobody holds them
+        self._dirty = np.zeros(num_pages + 1, dtype=bool)  # pages to zero when their last holder releases them
 
     @staticmethod
     def allocate(shape: ModelShape, num_pages: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-        """[num_layers, 2, num_pages, num_kv_heads, PAGE_SIZE, head_dim] of zeros: stale slots stay finite. On a CPU
-        memory is taken as pages are first written."""
+        """[num_layers, 2, num_pages, num_kv_heads, PAGE_SIZE, head_dim] of zeros: unwritten slots stay finite. On a
+        CPU, memory is committed on first write."""
         size = (shape.num_layers, 2, num_pages, shape.num_kv_heads, PAGE_SIZE, shape.head_dim)
         return lazy_zeros(size, dtype, torch.device(device))
 
     @staticmethod
     def bytes_per_page(shapes: Sequence[ModelShape], dtype: torch.dtype) -> int:
-        """Bytes that one page takes in all pools."""
+        """Bytes of one page over all pools."""
         per_slot = sum(2 * shape.num_layers * shape.num_kv_heads * shape.head_dim for shape in shapes)
         return per_slot * PAGE_SIZE * dtype.itemsize
 
@@ -83,26 +83,26 @@ class KVCache:
         return self.num_pages - int(np.count_nonzero(self._holders))
 
     def num_holders(self, pages: np.ndarray) -> np.ndarray:
-        """How many hold each of these pages, int64 like `pages`. With more than one, a page must not be written."""
+        """Reference count of each page, int64 like `pages`. A page with more than one holder must not be written."""
         return self._holders[pages]
 
     def can_reserve(self, num_slots: int, num_shared: int = 0) -> bool:
-        """Whether pages for so many slots are free, not counting those that are shared."""
+        """Whether enough pages are free for `num_slots` slots, `num_shared` of them shared."""
         return pages_for(num_slots) - num_shared <= self.num_free
 
     def reserve(self, request_id: str, num_slots: int, shared: np.ndarray = NO_PAGES) -> np.ndarray:
-        """Give a request its pages, int64 [pages_for(num_slots)], in line where a run of that length is free.
+        """Allocate a request's pages, int64 [pages_for(num_slots)]; contiguous if such a run is free.
 
         Args:
             request_id: the holder.
-            num_slots: that it needs.
-            shared: int64, pages of another holder that stand in the first places; none of them is to be written.
+            num_slots: required slots.
+            shared: int64, pages of another holder, used read-only as the first pages.
         """
         count = pages_for(num_slots) - len(shared)
         free = 1 + np.flatnonzero(self._holders[1:] == 0)
         assert request_id not in self._held, f"{request_id} holds pages already"
         assert 0 <= count <= len(free), "admission checks can_reserve first"
-        assert self._holders[shared].all(), "a page to share is held by nobody"
+        assert self._holders[shared].all(), "a shared page has no holder"
         own = free[:count]
         runs = np.flatnonzero(free[count - 1 :] - free[: len(free) - count + 1] == count - 1) if count else NO_PAGES
         if len(runs):
@@ -113,9 +113,9 @@ class KVCache:
         return pages
 
     def release(self, request_id: str, scrub: bool = False) -> None:
-        """Take a request's pages back. `scrub` zeroes them: 0 * NaN from a stale slot would poison the next holder.
+        """Free a request's pages. `scrub` zeroes them: 0 * NaN from a stale slot would reach the next holder.
 
-        Pages that others hold as well stay as they are, and are zeroed when the last of them lets go.
+        Pages with other holders are zeroed when the last of them releases the page.
         """
         pages = self._held.pop(request_id)
         self._holders[pages] -= 1
@@ -125,9 +125,9 @@ class KVCache:
             self.scrub(stale)
 
     def transfer(self, request_id: str, new_holder: str, num_slots: int, scrub: bool = False) -> np.ndarray:
-        """Release a request, but leave the pages of its first `num_slots` slots to an new_holder, and return them.
+        """Release a request, transfer the pages of its first `num_slots` slots to `new_holder`, and return them.
 
-        What stands behind these slots in the last page is zeroed.
+        The rest of the last page is zeroed.
         """
         pages = self.reserve(new_holder, num_slots, self._held[request_id][: pages_for(num_slots)])
         self.release(request_id, scrub)
@@ -153,7 +153,7 @@ class KVCache:
 
     @torch.inference_mode()
     def scrub_slots(self, pool: int, pages: np.ndarray, first: int, count: int) -> None:
-        """Zero `count` logical slots from `first` on in one pool."""
+        """Zero `count` logical slots of one pool, starting at `first`."""
         logical = np.arange(first, first + count)
         assert (self._holders[pages[logical // PAGE_SIZE]] == 1).all(), "a shared page is never written"
         page, offset = torch.from_numpy(pages[logical // PAGE_SIZE]), torch.from_numpy(logical % PAGE_SIZE)
@@ -163,12 +163,12 @@ class KVCache:
     def commit(
         self, pool: int, pages: Sequence[np.ndarray], context_lens: Sequence[int], paths: Sequence[np.ndarray]
     ) -> None:
-        """Compact accepted slots in place, in all layers of one pool, for all requests at once.
+        """Compact accepted slots in place, in all layers of one pool, for all requests.
 
         Args:
-            pool: which model's.
+            pool: index of the model.
             pages, context_lens, paths: by request; path[j] is the tree slot to move to slot context_len + j, strictly
-                increasing. A path that is in place already (0, 1, 2 ...) costs nothing.
+                increasing. A path already in place (0, 1, 2 ...) costs nothing.
         """
         moving = [i for i, path in enumerate(paths) if len(path) and path[-1] != len(path) - 1]
         if not moving:
@@ -195,7 +195,7 @@ class KVCache:
         )
 
     def check_integrity(self) -> None:
-        """Assert that every page is counted as often as it is held, the null page never, and free pages are clean."""
+        """Assert that reference counts match the holders, the null page is unused and free pages are clean."""
         count = np.zeros(self.num_pages + 1, dtype=np.int64)
         for holder, pages in self._held.items():
             assert len(np.unique(pages)) == len(pages), f"{holder} holds a page twice: {pages.tolist()}"

@@ -131,7 +131,7 @@ class RequestFactory:
             prompt = {key: value for key, value in prompt.items() if value is not None or key in _PROMPT_KEYS}
             if not prompt or any(key not in _PROMPT_KEYS for key in prompt):
                 raise RequestError(
-                    f"prompt {safe_repr(prompt)}; a dict has the keys {', '.join(map(repr, _PROMPT_KEYS))}"
+                    f"prompt {safe_repr(prompt)}; keys of a dict: {' and '.join(map(repr, _PROMPT_KEYS))}"
                 )
             prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
         if isinstance(prompt, str):

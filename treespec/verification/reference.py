@@ -1,7 +1,7 @@
-"""The verification rules in float64, on probabilities as they are: the reference that `verify.py` is tested against.
+"""Reference implementation of the verification rules, in float64 on full probability arrays.
 
-The rules themselves, their sources and what they demand of a tree stand in `verify.py`. Nothing is shared with that
-implementation, so that each can be tested against the other.
+`verify.py` documents the rules, their papers and their requirements on a tree. The two implementations share no code,
+so that each tests the other.
 """
 
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ from treespec.errors import ConfigError, reject_unknown
 from treespec.verification.oracle import Oracle
 
 RULES = ("naive", "rejection", "traversal")
-MAX_DEPTH = 256  # the traversal calls itself once for each level
-SUM_TOLERANCE = 1e-6  # float32 rows that were cast pass
+MAX_DEPTH = 256  # the traversal recurses once per level
+SUM_TOLERANCE = 1e-6  # loose enough for float32 rows cast to float64
 
 Draw = tuple[int, int, int | None]
 
@@ -29,26 +29,26 @@ def verify_tree(
 ) -> tuple[list[int], int]:
     """Decide which nodes of a token tree the target accepts, and what follows them.
 
-    The tokens along the path and the one after it follow the target's own distribution, whatever the drafts, as long as
-    each draw came from the distribution that is given for it (`treespec.verification.verify` states the conditions).
+    The tokens along the path and the one after it follow the target's distribution for any drafts, provided each draw
+    was sampled from the distribution given for it (conditions: `treespec.verification.verify`).
 
     Args:
         rule: "naive", "rejection" or "traversal".
-        tokens: [num_nodes]; node 0 is the root, the last committed token. Siblings carry different tokens: a token that
-            was drawn twice is one node with two draws.
-        parents: [num_nodes], -1 for the root, else smaller than the node's own index.
-        draws: (parent, child, q) in the order in which they were drawn at each parent. q is the row of `draft_probs`
-            that the child's token was drawn from, None where it was chosen without chance.
+        tokens: [num_nodes]; node 0 is the root, the last committed token. Siblings have distinct tokens: a token drawn
+            twice is one node with two draws.
+        parents: [num_nodes], -1 for the root, otherwise smaller than the node's index.
+        draws: (parent, child, q), in draw order at each parent. q is the row of `draft_probs` that the child's token
+            was sampled from, None for a deterministic proposal.
         target_probs: float64 [num_nodes, vocab], the target's distribution after each node.
-        draft_probs: float64 [num_rows, vocab], the distributions drawn from; [0, vocab] where all draws are without
-            chance.
-        oracle: all the randomness: `choose(probs)` and `flip(p)`, such as `treespec.verification.verify.RandomOracle`.
+        draft_probs: float64 [num_rows, vocab], the distributions sampled from; [0, vocab] where all proposals are
+            deterministic.
+        oracle: the randomness, such as `treespec.verification.verify.RandomOracle`.
 
     Returns:
         The accepted node indices, root first, and the token after them.
 
     Raises:
-        ConfigError: an argument that breaks one of the above; a ValueError.
+        ConfigError: an argument violates one of the above; a ValueError.
     """
     reject_unknown("verification rule", [rule], RULES)
     target_probs, draft_probs = np.asarray(target_probs, np.float64), np.asarray(draft_probs, np.float64)
@@ -95,10 +95,10 @@ def _rejection(
                 path.append(child)
                 break
             residual = np.maximum(r - q, 0.0)
-            residual[x] = 0.0  # already so but for rounding
+            residual[x] = 0.0  # 0 up to rounding
             if residual.sum() > 0:
                 r = residual / residual.sum()
-            elif r[x] > 0:  # r = q but for rounding, and in that limit the draw is accepted for certain
+            elif r[x] > 0:  # r = q up to rounding; in that limit the draw is accepted with probability 1
                 path.append(child)
                 break
         else:
@@ -113,7 +113,7 @@ def _traversal(
     target_probs: np.ndarray,
     oracle: Oracle,
 ) -> tuple[list[int], int] | None:
-    """The path from `node` on and the token after it, with probability `accept`; else None."""
+    """The path from `node` on and the token after it with probability `accept`, otherwise None."""
     probs = target_probs[node]
     for child, q in below[node]:
         x = tokens[child]
@@ -124,7 +124,7 @@ def _traversal(
         residual = np.maximum(accept * probs - q, 0.0)
         residual[x] = 0.0
         left = residual.sum()
-        if found is None and chance > 0 and accept == 1 and not left > 0:  # the same limit as in `_rejection`
+        if found is None and chance > 0 and accept == 1 and not left > 0:  # same limit as in `_rejection`
             found = _traversal(child, 1.0, tokens, below, target_probs, oracle)
         if found is not None:
             return [node, *found[0]], found[1]
@@ -137,11 +137,11 @@ def _traversal(
 
 def _check_tree(tokens: Sequence[int], parents: Sequence[int], target_probs: np.ndarray) -> None:
     if not len(tokens) == len(parents) > 0:
-        raise ConfigError(f"tokens and parents must have one entry for each node, not {len(tokens)} and {len(parents)}")
+        raise ConfigError(f"tokens and parents must have one entry per node, not {len(tokens)} and {len(parents)}")
     if target_probs.ndim != 2 or len(target_probs) != len(tokens):
         raise ConfigError(f"target_probs must be [{len(tokens)} nodes, vocab], not {list(target_probs.shape)}")
     if parents[0] != -1:
-        raise ConfigError(f"parents[0] must be -1, the root's, not {parents[0]!r}")
+        raise ConfigError(f"parents[0] must be -1 (the root), not {parents[0]!r}")
     vocab, depths = target_probs.shape[1], [0]
     seen: dict[tuple[int, int], int] = {}
     for node in range(1, len(tokens)):

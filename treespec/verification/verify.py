@@ -1,44 +1,42 @@
-"""Verification rules: which drafted tokens are the target's own.
+"""Verification rules: decide which drafted tokens the target accepts.
 
-Vocabulary of the results. *Accepted* tokens are drafted nodes that stand for what the target would have produced. A
-*recovered* token is drawn from what is left of the target's distribution after drafts were rejected, and takes their
-place. A *bonus* token is the target's own choice after the last accepted node, where nothing was drafted, at no further
-cost. Every rule emits the accepted tokens and then one of the other two, so every target pass emits at least one token.
-Code calls that last token `bonus` in either case.
+Terms: *accepted* tokens are drafted nodes that the target confirms. A *recovered* token is sampled from the target's
+residual distribution after all drafts at a node were rejected. A *bonus* token is the target's choice after an accepted
+leaf. Every rule emits the accepted tokens followed by one recovered or bonus token, so every target pass emits at least
+one token. The code calls this last token `bonus` in both cases.
 
-**The lemma.** Let r be the target's distribution p at a node. Take the draws there in the order in which they were
-drawn, each a token x from a distribution q that may depend on all draws before it. Accept x with probability min(1,
-r[x] / q[x]); otherwise go on with r = norm(max(r - q, 0)). After the last draw the token comes from r. Whatever the
-draws, the token that results follows p: a draw delivers y with probability min(r, q)[y], and by rejecting leaves r[y] -
-min(r, q)[y] for later, which sums to the probability of being rejected. Induction over draws, then over depth.
+**Lemma.** Let r be the target's distribution p at a node. Process the draws there in draw order, each a token x from a
+distribution q that may depend on all earlier draws. Accept x with probability min(1, r[x] / q[x]); otherwise continue
+with r = norm(max(r - q, 0)). After the last draw, sample the token from r. The resulting token follows p for any draws:
+a draw emits y with probability min(r, q)[y], and its rejection leaves r[y] - min(r, q)[y], which sums to the
+probability of rejection. Induction over draws, then over depth.
 
-**The rules**, each lossless:
+**Rules**, all lossless:
 
-- *naive*: the target's token is drawn first; the walk goes on while a child carries it. The lemma with one-hot q. Needs
-  no q, and holds for any tree, also one that was pruned or ordered by value. At temperature 0 it is `verify_greedy`.
-- *rejection*: the lemma as it stands. With one draw for each node it is speculative sampling; with several sources
-  SpecInfer's multi-step sampling (arXiv 2305.09781), with q over the tokens not drawn yet Sequoia (2402.12374) and
-  recursive rejection sampling (RSD, 2402.14160), with one-hot q a child chosen without chance.
-- *traversal* (2505.12398): nodes are not decided on the way down but from the leaves up, so a likely continuation can
-  save an unlikely node. A node entered with acceptance a has its draws' subtrees tried first, a child's with
-  min(1, a p[x] / q[x]). Every failure leaves R = max(a p - q, 0) with sum S, and the node goes on with p = R / S and
-  a = S / (S + 1 - a); at last it is accepted itself with probability a. On a chain this is block verification
-  (2403.10444).
+- *naive*: sample the target's token, then descend while a child carries it: the lemma with one-hot q. It needs no q and
+  holds for any tree, including pruned and reordered ones. At temperature 0 it equals `verify_greedy`.
+- *rejection*: the lemma itself. One draw per node gives speculative sampling; several sources give SpecInfer's
+  multi-step speculative sampling (arXiv 2305.09781); q over the tokens not yet drawn gives Sequoia (2402.12374) and
+  recursive rejection sampling (RSD, 2402.14160); a one-hot q is a deterministic proposal.
+- *traversal* (2505.12398): decides nodes bottom-up, so that a likely continuation can rescue an unlikely node. A node
+  entered with acceptance a first tries the subtrees of its draws, a child's with acceptance min(1, a p[x] / q[x]). Each
+  failure leaves R = max(a p - q, 0) with sum S, and the node continues with p = R / S and a = S / (S + 1 - a); finally
+  the node itself is accepted with probability a. On a chain this is block verification (2403.10444).
 
-**What rejection and traversal demand of a tree**, each point necessary:
+**Requirements of rejection and traversal**, all necessary:
 
-1. q is the distribution that the token was really drawn from: same logits, dtype, temperature, and tokens left out.
-2. Draws are tried in the order in which they were drawn.
-3. No node is removed, and no rule chosen, by looking at what was drawn. *Whether* another draw is made may depend on
-   the draws before it, never on later ones.
-4. A token that was drawn twice is one node with two draws, and both count.
+1. q is the distribution that the token was actually sampled from: same logits, dtype, temperature and excluded tokens.
+2. Draws are tried in draw order.
+3. No node is removed and no rule selected based on the drawn tokens. *Whether* another draw is made may depend on
+   earlier draws, never on later ones.
+4. A token drawn twice is one node with two draws, and both count.
 
-Children chosen without chance may depend on the draws before them; they belong after the random ones. On a chain
-traversal accepts the most and naive the least, in the mean over drafting. Exact enumeration found the same for trees,
-but not where a child without chance, or where the next draw is made, depends on what was drawn.
+Deterministic children may depend on earlier draws and come after the random ones. On a chain, averaged over drafting,
+traversal accepts the most tokens and naive the fewest. Exact enumeration found the same order for trees, except where a
+deterministic child, or the node of the next draw, depends on earlier draws.
 
-`verify_tree` is the readable reference, for any caller; `verify_drawn_one` is the engine's version, which reads whole
-rows only where it must, and `verify_drawn` the same for several requests.
+`verify_tree` is the readable reference; `verify_drawn_one` is the engine's implementation, which reads whole rows only
+where necessary, and `verify_drawn` runs it for several requests.
 """
 
 from collections.abc import Callable, Sequence
@@ -57,14 +55,14 @@ from treespec.verification.reference import verify_tree
 
 __all__ = ["Oracle", "RandomOracle", "Verified", "verify_drawn", "verify_drawn_one", "verify_greedy", "verify_tree"]
 
-_MAX_SCALE = 1e30  # beyond, in float32, 0 times it is NaN; a node's acceptance is then below 1e-30 of what it was
+_MAX_SCALE = 1e30  # larger scales overflow float32 (0 * inf = NaN); the acceptance is then below 1e-30
 TargetProbs = Callable[[int], np.ndarray | None]
 
 
 class Verified(NamedTuple):
-    """What one target pass decided for one request.
+    """Result of verifying one request's tree.
 
-    `path`: int64 [1 + accepted], node indices from the root. `bonus`: the token after it.
+    `path`: int64 [1 + accepted], node indices from the root. `bonus`: the token after the path.
     """
 
     path: np.ndarray
@@ -72,13 +70,12 @@ class Verified(NamedTuple):
 
 
 def verify_greedy(tree: TokenTree, choices: np.ndarray) -> Verified:
-    """Walk down from the root as long as a child carries the target's choice.
+    """Descend from the root while a child carries the target's choice.
 
-    This is the naive rule at temperature 0: lossless for any tree, whatever drafted it, because the emitted tokens are
-    `choices` along the path and nothing else.
+    The naive rule at temperature 0. Lossless for any tree: the emitted tokens are exactly `choices` along the path.
 
     Args:
-        tree: num_nodes nodes; siblings carry different tokens.
+        tree: siblings have distinct tokens.
         choices: int64 [num_nodes], the target's argmax after each node.
     """
     path, parents, tokens, wanted = [0], tree.parents.tolist(), tree.tokens.tolist(), choices.tolist()
@@ -91,21 +88,20 @@ def verify_greedy(tree: TokenTree, choices: np.ndarray) -> Verified:
 def verify_drawn(
     rule: str, trees: Sequence[TokenTree], targets: Sequence[TargetProbs], oracles: Sequence[Oracle]
 ) -> list[Verified]:
-    """Verify the trees of several requests, one after another, by the distributions that their draws came from.
+    """Verify the trees of several requests in turn with a rule that uses the draft distributions.
 
     Args:
         rule: "rejection" or "traversal".
-        trees: one for each request. A draw's distribution is the row of `draft_probs` that `draws.rows` names, without
-            the tokens of `draws.excluded`, renormalised over the others; -1 or no `rows` at all is a one-hot
-            distribution.
-        targets: for each request, what gives float32 or float64 [vocab], the target's distribution after a node. Only
-            nodes whose distribution matters are asked for, in any order; nothing is written to what it returns. None,
-            which is not for the root, ends the output there: where the node is accepted, its own token is the last one.
-        oracles: for each request, its randomness.
+        trees: one per request. A draw's distribution is row `draws.rows` of `draft_probs`, renormalised without the
+            tokens of `draws.excluded`; a row of -1, or `rows` None, means one-hot.
+        targets: per request, a function from a node to the target's distribution after it, float32 or float64 [vocab].
+            It is called only for nodes whose distribution matters, in any order, and its result is never written to.
+            None (never for the root) ends the output: if the node is accepted, its token is the last one.
+        oracles: per request, the randomness.
 
     Raises:
         ConfigError: an unknown rule.
-        Exception: whatever a target raises; `verify_drawn_one` keeps that to one request.
+        Exception: whatever a target raises; call `verify_drawn_one` to confine it to one request.
     """
     each = zip(trees, targets, oracles, strict=True)
     return [verify_drawn_one(rule, tree, target, oracle) for tree, target, oracle in each]
@@ -120,7 +116,7 @@ def verify_drawn_one(rule: str, tree: TokenTree, target: TargetProbs, oracle: Or
 
 @dataclass(eq=False)
 class _Draw:
-    """One proposal: its node and token, and the distribution that it came from; no row means one-hot."""
+    """One proposal: its node, its token and the distribution it was sampled from (row None: one-hot)."""
 
     child: int
     token: int
@@ -129,7 +125,7 @@ class _Draw:
 
     @cached_property
     def row_mass(self) -> float:
-        """What the row sums to without the excluded tokens. Summed: 1 - (their sum) cancels where it matters."""
+        """Sum of the row without the excluded tokens, summed directly: 1 - (their sum) would cancel."""
         if self.row is None or not self.excluded:
             return 1.0
         edges = [-1, *sorted(self.excluded), len(self.row)]
@@ -156,45 +152,44 @@ def _draws_below(tree: TokenTree) -> list[list[_Draw]]:
 
 
 class _Residual:
-    """The distribution that is left at a node, unnormalised, and the probability that the node is accepted.
+    """Unnormalised residual distribution at a node, and the probability that the node is accepted.
 
-    Scalars are read before rows are touched: a draw that is accepted costs no pass over the vocabulary. The target's
-    own row is never written.
+    An accepted draw reads scalars only and costs no pass over the vocabulary. The target's row is never written.
     """
 
     def __init__(self, probs: np.ndarray, accept: float = 1.0):
         self.probs, self.accept = probs, accept
-        self._mass = self._summed = 1.0  # the distribution's sum now, and when it was last taken over the whole row
+        self._mass = self._summed = 1.0  # current sum, and the sum last computed over the whole row
         self._borrowed = True
 
     def chance(self, draw: _Draw) -> float:
-        """With which probability the draw, or something below it, is to be accepted: 0 where the target's is."""
+        """Probability of accepting the draw or a node below it; 0 where the target's probability is 0."""
         return min(1.0, self.accept * float(self.probs[draw.token]) / self._mass / draw.prob)
 
     def reject(self, draw: _Draw) -> bool:
-        """Take the draw's distribution away. False where an accepted node has nothing left, which only rounding can
-        bring about.
+        """Subtract the draw's distribution. False if an accepted node has no mass left, which only rounding can cause.
 
-        Then r = q but for rounding, and the draw is to be accepted, as it is for certain where r = q; or, if its token
-        has no probability, to be ignored.
+        Then r = q up to rounding, and the caller accepts the draw (as with probability 1 at r = q) or, if its token has
+        probability 0, ignores it.
         """
         probs, mass = self._without(draw.token) if draw.row is None else self._minus(draw, draw.row)
         if not mass > 0 and self.accept == 1:
             return False
         left = self.accept * mass / self._mass
         self.probs, self._mass, self._borrowed = probs, mass, False
-        self.accept = left / (left + (1.0 - self.accept))  # stays exactly 1 where it is
+        self.accept = left / (left + (1.0 - self.accept))  # 1 stays exactly 1
         return True
 
     def _minus(self, draw: _Draw, row: np.ndarray) -> tuple[np.ndarray, float]:
-        """max(a p - q, 0) in units of p's, so that only q is scaled, and its sum: three or four passes over the row."""
+        """max(a p - q, 0) in the scale of p, so that only q is scaled, and its sum; three or four passes over the
+        row."""
         scale = min(self._mass / (self.accept * draw.row_mass), _MAX_SCALE)
         taken = np.multiply(row, scale, dtype=self.probs.dtype)
         if draw.excluded:
             taken[draw.excluded] = 0.0
-        np.minimum(self.probs, taken, out=taken)  # maximum(difference, 0) took three times as long
+        np.minimum(self.probs, taken, out=taken)  # maximum(difference, 0) is three times slower
         left = np.subtract(self.probs, taken, out=taken)
-        left[draw.token] = 0.0  # so already, but for rounding
+        left[draw.token] = 0.0  # 0 up to rounding
         self._summed = float(np.add.reduce(left))
         return left, self._summed
 
@@ -203,7 +198,7 @@ class _Residual:
         probs = self.probs.copy() if self._borrowed else self.probs
         mass = self._mass - float(probs[token])
         probs[token] = 0.0
-        if mass < self._summed / 2:  # a difference that has lost a bit: take the sum anew
+        if mass < self._summed / 2:  # the subtraction lost a bit: recompute the sum
             mass = self._summed = float(np.add.reduce(probs))
         return probs, mass
 
@@ -223,14 +218,14 @@ def _rejection(below: Sequence[Sequence[_Draw]], target: TargetProbs, oracle: Or
                 path.append(draw.child)
                 token = draw.token
                 break
-        else:  # no child can be what is drawn now: their tokens have nothing left
+        else:  # all children were rejected and have no residual mass
             return Verified(np.array(path, dtype=np.int64), oracle.choose(left.probs))
 
 
 def _traversal(below: Sequence[Sequence[_Draw]], target: TargetProbs, oracle: Oracle) -> Verified:
     def visit(node: int, accept: float, token: int | None = None) -> tuple[list[int], int] | None:
-        """With probability `accept` the path from the leaf's end up to `node`, and the token after it."""
-        if not below[node] and not oracle.flip(accept):  # a leaf's distribution matters only once it is accepted
+        """The path from its deepest node up to `node`, and the token after it, with probability `accept`."""
+        if not below[node] and not oracle.flip(accept):  # a leaf's distribution is needed only if the leaf is accepted
             return None
         probs = target(node)
         if probs is None:

@@ -1,4 +1,4 @@
-"""treespec: a large language model answers faster, and not one token of its answer changes."""
+"""treespec: lossless speculative decoding with token trees merged from several draft models."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from treespec.sampling_params import SamplingParams
     from treespec.tree import TokenTree
 
-_HOME = {
+_MODULES = {
     "CompletionOutput": "treespec.outputs",
     "Drafter": "treespec.drafters.base",
     "EngineArgs": "treespec.frontend.engine_args",
@@ -51,13 +51,13 @@ _HOME = {
     "TokensPrompt": "treespec.inputs",
 }
 
-_ASYNC = "LLM.stream yields what each round adds, and any number of threads may call it"
+_ASYNC = "LLM.stream yields each round's tokens and is thread-safe"
 _POOLING = "LLM generates text; use transformers for embedding, classification and reward models"
 _VLLM_ONLY = {
     "AsyncEngineArgs": _ASYNC,
     "AsyncLLM": _ASYNC,
     "AsyncLLMEngine": _ASYNC,
-    "BeamSearchParams": "sample n outputs with logprobs=0 and choose by cumulative_logprob",
+    "BeamSearchParams": "sample n outputs with logprobs=0 and rank them by cumulative_logprob",
     "LoRARequest": "merge the adapter into the model (merge_and_unload of peft)",
     "ModelRegistry": "add a family as README says, or use backend='transformers'",
     "PoolingParams": _POOLING,
@@ -65,16 +65,16 @@ _VLLM_ONLY = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use: torch takes seconds, and `import treespec` may be for the version alone."""
+    """Import lazily: torch takes seconds to import."""
     from importlib import import_module
 
     if name == "hf":
         return import_module("treespec.hf")
-    if name in _VLLM_ONLY:  # an AttributeError would lose its message in `from treespec import ...`
+    if name in _VLLM_ONLY:  # `from treespec import ...` drops the message of an AttributeError
         raise ImportError(f"treespec has no {name}; {_VLLM_ONLY[name]}", name="treespec")
-    if name not in _HOME:
+    if name not in _MODULES:
         raise AttributeError(f"module 'treespec' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    return getattr(import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -1,6 +1,6 @@
-"""The program `treespec`, also as `python -m treespec`.
+"""Entry point of the `treespec` command and of `python -m treespec`.
 
-Nothing that takes time is imported at the top: Ctrl-C must find `main` already running.
+Imports nothing slow at module level, so that `main` can install the Ctrl-C handler first.
 """
 
 from treespec import interrupts
@@ -13,7 +13,7 @@ def main() -> None:
 
     try:
         run()
-    except KeyboardInterrupt:  # another one, while the first was reported
+    except KeyboardInterrupt:  # Ctrl-C again, while the first was reported
         interrupts.exit_interrupted()
     except SystemExit as end:
         if end.code == interrupts.INTERRUPTED:

@@ -1,6 +1,6 @@
-"""Every error that a user can cause. All derive from `ValueError`; a missing file may also raise `OSError`.
+"""User errors. All derive from `ValueError`; a missing file may also raise `OSError`.
 
-A message carries the bad value and what would be valid in its place.
+A message names the bad value and the valid ones.
 """
 
 from collections.abc import Collection, Iterable
@@ -25,57 +25,57 @@ __all__ = [
     "safe_repr",
 ]
 
-_SHOWN = 300  # characters of a foreign object's text that a message repeats
+_SHOWN = 300  # characters of a foreign object's repr in a message
 
 
 class TreespecError(ValueError):
-    """Base of the errors of the engine. `CheckpointError` stands beside it: the weights package is a leaf."""
+    """Base class of the engine's errors, except `CheckpointError` of the weights package."""
 
 
 class ConfigError(TreespecError):
-    """A parameter that is unknown, out of range or contradicts another one."""
+    """An unknown, out-of-range or contradictory parameter."""
 
 
 class CacheMemoryError(ConfigError):
-    """The cache of so many requests of such a length does not fit into the free memory."""
+    """The KV cache for the requested `max_num_seqs` and `max_model_len` exceeds the free memory."""
 
 
 class RequestError(TreespecError):
-    """A request that cannot be served: an empty prompt, one longer than the context, a token outside the vocabulary."""
+    """An invalid request: an empty prompt, a prompt longer than the context, a token outside the vocabulary."""
 
 
 class ModelError(TreespecError):
-    """A model that cannot be run as asked: its folder, its config, its architecture."""
+    """A model that cannot run: its folder, config or architecture is unsupported."""
 
 
 class VariantError(ModelError):
-    """A variant of a native family that the decoder does not have; transformers' own code may."""
+    """A variant of a native family that the native decoder lacks; transformers' code may support it."""
 
 
 class DraftError(TreespecError):
-    """A draft that does not fit its target, such as one of other size and without a tokenizer to translate by, or a
-    `Drafter` object that failed."""
+    """A draft that does not fit its target, such as one with another vocabulary and no tokenizer, or a failed
+    `Drafter`."""
 
 
 class ExactnessError(TreespecError):
-    """Bit equality with plain decoding was asked for and cannot be given with these shapes, dtype and threads."""
+    """Bit equality with plain decoding is not possible with these shapes, dtype and threads."""
 
 
 class KernelError(TreespecError):
-    """An implementation was named that this machine, build or shape does not offer. It is never replaced silently."""
+    """The named implementation is unavailable for this machine, build or shape; there is no silent fallback."""
 
 
 class UnsupportedError(TreespecError, AttributeError):
-    """A method of vLLM's `LLM` that treespec does not have. `hasattr` is False for it, as for any missing attribute."""
+    """A method of vLLM's `LLM` that treespec lacks. `hasattr` returns False for it."""
 
 
 def reject_unknown(kind: str, given: Iterable[str], valid: Collection[str]) -> None:
-    """Raise `ConfigError` where `given` holds a name that is not in `valid`, naming the nearest valid one.
+    """Raise `ConfigError` for names that are not in `valid`, suggesting the closest match.
 
     Args:
-        kind: what is being set, for the message: "SpecConfig", "LLM", "policy".
-        given: the keywords, or the one-element list of a choice, that the user wrote.
-        valid: all that would be accepted.
+        kind: what the names belong to, such as "SpecConfig" or "LLM".
+        given: the user's keywords, or a one-element list with the chosen value.
+        valid: the accepted names.
     """
     unknown = [name if isinstance(name, str) else repr(name) for name in given if name not in valid]
     if not unknown:
@@ -88,7 +88,7 @@ def reject_unknown(kind: str, given: Iterable[str], valid: Collection[str]) -> N
 
 
 def describe_error(error: BaseException) -> str:
-    """An exception of outside code as `Type: message`, bounded, even where its own `__str__` fails."""
+    """Format an exception as `Type: message`, truncated; safe if its `__str__` raises."""
     try:
         message = str(error)
     except Exception as failure:
@@ -97,7 +97,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def safe_repr(value: Any) -> str:
-    """`repr(value)` for a message, bounded, even where `__repr__` fails."""
+    """Truncated `repr(value)`; safe if `__repr__` raises."""
     try:
         text = repr(value)
     except Exception as failure:

@@ -1,16 +1,16 @@
-"""Prompts as dicts, with vLLM's names."""
+"""Dict prompts, named as in vLLM."""
 
 from typing import NotRequired, TypedDict
 
 
 class TextPrompt(TypedDict):
-    """A text."""
+    """A text prompt."""
 
     prompt: str
 
 
 class TokensPrompt(TypedDict):
-    """Token ids, with the text that they stand for where it is known."""
+    """A token-id prompt, optionally with its text."""
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str]

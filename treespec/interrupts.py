@@ -1,8 +1,7 @@
-"""Ctrl-C in a command: exit code 130 and no traceback, from the first import on.
+"""Ctrl-C handling of the command line: exit code 130 without a traceback, from the first import on.
 
-While modules are imported the process ends at once. A KeyboardInterrupt is no help there: extension modules, torch's
-among them, clear exceptions that come from what they import, and go on with a half of it. What a command does
-afterwards is interrupted by the exception, so that it can clean up.
+During imports Ctrl-C exits immediately: extension modules, torch's included, swallow a KeyboardInterrupt raised in
+their own imports and continue half-initialised. Afterwards commands get KeyboardInterrupt and can clean up.
 """
 
 import os
@@ -13,17 +12,17 @@ import time
 from types import FrameType
 from typing import NoReturn
 
-INTERRUPTED = 130  # 128 and the number of SIGINT, as shells have it
+INTERRUPTED = 130  # 128 + SIGINT, as in shells
 
 
 def exit_on_interrupt() -> None:
-    """Let Ctrl-C end the process without unwinding it. Where SIGINT is ignored, as behind nohup, it stays so."""
+    """Make Ctrl-C exit the process immediately. An ignored SIGINT (nohup) stays ignored."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _exit_now)
 
 
 def raise_on_interrupt() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt again: modules are imported, work begins."""
+    """Make Ctrl-C raise KeyboardInterrupt again, once all modules are imported."""
     if signal.getsignal(signal.SIGINT) is _exit_now:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -35,8 +34,8 @@ def _exit_now(number: int, frame: FrameType | None) -> None:
 
 
 def exit_interrupted() -> NoReturn:
-    """End the process after Ctrl-C was reported. Threads, such as those that wait for a compiler, have two seconds to
-    clean up; a further Ctrl-C ends it at once."""
+    """Exit after a reported Ctrl-C. Threads, such as those waiting for a compiler, get two seconds to clean up; another
+    Ctrl-C exits immediately."""
     if signal.getsignal(signal.SIGINT) in (_exit_now, signal.default_int_handler):
         signal.signal(signal.SIGINT, lambda number, frame: os._exit(INTERRUPTED))
     end = time.monotonic() + 2
@@ -44,11 +43,11 @@ def exit_interrupted() -> NoReturn:
     running = [thread for thread in others if not thread.daemon]
     for thread in running:
         thread.join(max(0.0, end - time.monotonic()))
-    if any(thread.is_alive() for thread in running):  # an ordinary exit would wait for them
+    if any(thread.is_alive() for thread in running):  # sys.exit would wait for them
         os._exit(INTERRUPTED)
     sys.exit(INTERRUPTED)
 
 
 def print_interrupted() -> None:
-    """Tell the user, on a line of its own: a terminal has just echoed ^C."""
+    """Print `interrupted` to stderr, on a new line after the terminal's ^C."""
     print("\ninterrupted" if sys.stderr.isatty() else "interrupted", file=sys.stderr, flush=True)

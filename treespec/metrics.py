@@ -1,4 +1,4 @@
-"""Totals of an engine."""
+"""Engine-wide counters."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from treespec.request import Request
 
 @dataclass
 class Stats:
-    """Counts since the engine was built. A request is added when it ends, refused ones too; `rounds` run along."""
+    """Counters since the engine was built. A request counts when it ends, including rejected ones; `rounds` is live."""
 
     requests: int = 0
     failed_requests: int = 0
@@ -22,16 +22,16 @@ class Stats:
     accepted_only_by_source: Counter[str] = field(default_factory=Counter)
 
     def add_rejected(self, count: int) -> None:
-        """Count prompts that were refused before they became requests."""
+        """Count prompts rejected before they became requests."""
         self.requests += count
         self.failed_requests += count
 
     def add_finished(self, request: Request) -> None:
-        """Add a request's own counts when it ends."""
+        """Add a finished request's counters."""
         self.requests += 1
         self.failed_requests += request.finish_reason == "error"
         self.target_passes += request.target_passes
-        if request.prefill_passes:  # no sample of a prompt that another one computed
+        if request.prefill_passes:  # skip samples whose prompt another one prefilled
             self.prefill_tokens += min(request.context_len, request.num_prompt - 1)
         self.generated_tokens += request.num_generated
         self.nodes_verified += request.nodes_verified
@@ -39,7 +39,7 @@ class Stats:
         self.accepted_only_by_source.update(request.accepted_only_by_source)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, with the acceptance length of all target passes."""
+        """Counters as JSON-serialisable values, with the overall acceptance length."""
         return {
             "requests": self.requests,
             "failed_requests": self.failed_requests,

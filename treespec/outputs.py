@@ -1,4 +1,4 @@
-"""Outputs of a call: completions, their metrics, and the chunks of a stream."""
+"""Request outputs: completions, metrics and stream chunks."""
 
 import time
 from collections import Counter
@@ -11,19 +11,19 @@ from treespec.sampling.transforms import Logprob
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """One request's figures, over all of its samples.
+    """Metrics of one request, summed over its samples.
 
     Attributes:
-        target_passes: tree passes that the request took part in, prefill not counted.
-        prefill_passes: passes over its prompt (all but the last token).
+        target_passes: tree passes, without prefill.
+        prefill_passes: passes over the prompt (all but its last token).
         generated_tokens: tokens emitted.
-        acceptance_length: generated_tokens / target_passes, the bonus token included: plain decoding has 1.0.
-        accepted_by_source: source to accepted drafted tokens that it proposed; a token of two sources counts for both.
-        accepted_only_by_source: the same, where no other source proposed the token.
-        nodes_verified: rows of the target passes, roots included.
+        acceptance_length: generated_tokens / target_passes, bonus tokens included; 1.0 for plain decoding.
+        accepted_by_source: accepted drafted tokens by source; a token that two sources proposed counts for both.
+        accepted_only_by_source: the same, for tokens that only this source proposed.
+        nodes_verified: rows of target passes, roots included.
         ttft: seconds from arrival to the first token.
         seconds: seconds from arrival to the end.
-        seed: of the noise, drawn where the request named none; None where nothing is sampled and none was named.
+        seed: RNG seed, generated if a sampled request has none; None for a greedy request without one.
     """
 
     target_passes: int
@@ -63,11 +63,11 @@ class RequestMetrics:
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One completion. `token_ids` include the end token, `text` does not unless `include_stop_str_in_output` asked for
-    it; `text` is None without a tokenizer, and empty with detokenize=False.
+    """One completion. `token_ids` includes the end token, `text` only with `include_stop_str_in_output`; `text` is None
+    without a tokenizer and empty with detokenize=False.
 
-    `logprobs` holds, for each token, it and the likeliest ones of its position, by token id; `cumulative_logprob` is
-    the sum over the tokens. Both are None unless `SamplingParams.logprobs` asked for them.
+    `logprobs` maps, per position, the chosen and the most likely token ids to their log-probabilities;
+    `cumulative_logprob` is the sum over the chosen tokens. Both are None without `SamplingParams.logprobs`.
     """
 
     index: int
@@ -81,11 +81,11 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A finished request. `error` says why where `finish_reason` is "error".
+    """A finished request. `error` holds the reason if `finish_reason` is "error".
 
-    `prompt_token_ids` are those that were used, the last ones where the call truncates. `prompt_logprobs` holds for
-    each of them it and the likeliest ones of its position, by token id, and None for the first. It is None unless
-    `SamplingParams.prompt_logprobs` asked for them, and where the request ended before its prompt was computed.
+    `prompt_token_ids` are the tokens used, after truncation. `prompt_logprobs` has an entry as in `logprobs` per prompt
+    token, None for the first. It is None without `SamplingParams.prompt_logprobs`, or if the request ended before its
+    prefill.
     """
 
     request_id: str
@@ -100,8 +100,8 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class StreamChunk:
-    """What one step added to a streamed request. The texts of the chunks of one `index`, that is of one of its `n`
-    outputs, concatenate to its final text. The last chunk of all has the whole `output`."""
+    """Tokens that one step added to a streamed request. The texts of the chunks of one `index` (one of `n` outputs)
+    concatenate to its final text. The last chunk carries the whole `output`."""
 
     request_id: str
     text: str | None

@@ -1,4 +1,4 @@
-"""Requests: their tokens, pages and counts while they run, and the group that samples of one prompt form."""
+"""Request state inside the engine, and prompt groups of samples that share a prompt."""
 
 import itertools
 import time
@@ -31,20 +31,20 @@ _group_ids = itertools.count()
 
 @dataclass(eq=False)
 class PromptGroup:
-    """Samples of one prompt: requests with the same prompt and spec, which share the K/V of the prompt.
+    """Samples of one prompt: requests with the same prompt and spec that share the prompt's K/V.
 
-    The first that enters is the leader and computes the prompt. The others wait until it has a token, which proves the
-    prompt's K/V to be finite. Then they enter with the prompt's full pages and a copy of its last, partly filled one.
-    Where the leader ends, a running sample takes its place. Where none runs, the group itself keeps the prompt's pages
-    for the next one, which takes them over and leads. A leader that ends before the prompt is proven leaves nothing.
+    The first admitted sample is the leader and prefills the prompt. The others wait for its first token, which shows
+    that the prompt's K/V is finite; they then share the prompt's full pages and copy its last, partial one. When the
+    leader ends, a running sample becomes the leader; if none runs, the group keeps the prompt's pages for the next
+    sample. A leader that ends before its first token leaves nothing behind.
 
     Attributes:
-        group_id: under which the group holds pages.
-        leader: a running sample whose pages hold the prompt, or will.
-        kept: pages of the prompt that the group holds; None where a sample leads, or nothing is computed.
-        waiting: samples that have not entered.
-        trust: in the SSMs, after the prompt; None where they have not read it.
-        without_ssms: whether they never will, as none of the samples was expected to gain by it.
+        group_id: holder of the group's pages in the cache.
+        leader: the running sample whose pages hold the prompt, once it is prefilled.
+        kept: prompt pages held by the group; None while a sample leads or nothing is computed.
+        waiting: number of samples not yet admitted.
+        trust: in the SSMs after the prompt; None if they have not prefilled it.
+        without_ssms: the SSMs never prefill the prompt, because no sample was expected to gain from them.
     """
 
     group_id: str = field(default_factory=lambda: f"group-{next(_group_ids)}")
@@ -56,19 +56,19 @@ class PromptGroup:
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether samples that enter now would have to wait for the leader."""
+        """Whether further samples must wait for the leader."""
         return self.leader is not None and not self.leader.has_verified_prompt
 
 
 @dataclass(eq=False)
 class Request:
-    """A request inside the engine. `tokens` are prompt and output; the last one is the next tree's root.
+    """A request (one sample) inside the engine. `tokens` is prompt plus output; the last token is the next tree's root.
 
-    `context_len` counts the positions whose target K/V are committed: len(tokens) - 1 once the prompt is prefilled.
-    `output_id` names it to the user, who sees the samples of one prompt as one request: `group` is what they share,
-    `sample` which of them this is. `max_tokens` is the parameters' own, cut to what the context holds. `ended` is set
-    when a token ends the output, `finish_reason` when the engine has let go of the request. `prompt_logprobs` grows in
-    prefill where the parameters ask for it: of several samples, in the one that computes the prompt.
+    `context_len` counts positions with committed target K/V: len(tokens) - 1 after prefill. `output_id` is the
+    user-visible id, common to all samples of a prompt; `sample` is the index among them and `group` their shared state.
+    `max_tokens` is the parameter clipped to the context. `ended` is set when a token ends the output, `finish_reason`
+    when the engine has released the request. Prefill fills `prompt_logprobs` if requested, in the sample that computes
+    the prompt.
     """
 
     prompt_token_ids: list[int]
@@ -78,7 +78,7 @@ class Request:
     max_tokens: int = 0
     eos_token_ids: tuple[int, ...] = ()
     detokenizer: Detokenizer | None = None
-    sampler: Sampler | None = None  # None takes the argmax of the model's logits
+    sampler: Sampler | None = None  # None = argmax of the logits
     seed: int | None = None
     group: PromptGroup | None = None
     sample: int = 0
@@ -91,11 +91,11 @@ class Request:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
-    failure: TreespecError | None = None  # the exception behind `error`, where one is kept
+    failure: TreespecError | None = None  # the exception behind `error`, if kept
     arrival: float = field(default_factory=time.perf_counter)
     first_token_at: float | None = None
     finished_at: float | None = None
-    poisoned: bool = False  # a draft computed NaN: its slots must not reach the next holder of the pages
+    poisoned: bool = False  # a draft computed NaN: zero its slots before the pages are reused
     target_passes: int = 0
     prefill_passes: int = 0
     nodes_verified: int = 0
@@ -110,7 +110,7 @@ class Request:
         self.max_tokens = self.max_tokens or self.params.max_tokens or 0
         self.output_id = self.output_id or self.request_id
         if self.params.prompt_logprobs is not None:
-            self.prompt_logprobs.append(None)  # nothing says what comes first
+            self.prompt_logprobs.append(None)  # the first token has none
 
     @property
     def num_prompt(self) -> int:
@@ -126,7 +126,7 @@ class Request:
 
     @property
     def exception(self) -> TreespecError:
-        """What a call raises for a request with an error."""
+        """The exception to raise for a failed request."""
         return self.failure or RequestError(self.error)
 
     @property
@@ -136,17 +136,17 @@ class Request:
 
     @property
     def is_sampled(self) -> bool:
-        """Whether it has a temperature."""
+        """Whether the temperature is above 0."""
         return self.sampler is not None and self.sampler.temperature > 0
 
     @property
     def draws_at_random(self) -> bool:
-        """Whether drafts draw tokens at random for it, and the rule of verification counts on that."""
+        """Whether drafts sample randomly for this request and its verification rule relies on it."""
         return self.is_sampled and self.spec.verification in RANDOM_DRAWS
 
     @property
     def restriction(self) -> Restriction | None:
-        """The tokens that it may write at all; None = all."""
+        """Restriction of the allowed tokens; None = all allowed."""
         return None if self.sampler is None else self.sampler.restriction
 
     @property
@@ -154,7 +154,7 @@ class Request:
         return self.max_tokens - self.num_generated
 
     def room(self, max_model_len: int) -> int:
-        """Levels that a tree over its last token may have: each may be emitted, and one token more."""
+        """Maximum tree depth: every level may be emitted, plus one token."""
         return min(self.tokens_left - 1, max_model_len - len(self.tokens) - 1)
 
     @property
@@ -163,8 +163,8 @@ class Request:
 
     @property
     def has_verified_prompt(self) -> bool:
-        """Whether a running sample's pages hold the whole prompt, and a token has proven it to be finite: its own, or
-        one of the sample that computed it."""
+        """Whether the pages hold the whole prompt and a token, of this sample or of the one that computed it, has shown
+        it to be finite."""
         return bool(self.num_generated or (self.context_len and not self.prefill_passes))
 
     @property
@@ -172,9 +172,9 @@ class Request:
         return self.finish_reason is not None
 
     def accept(self, tokens: Sequence[int]) -> list[int]:
-        """The tokens of a verified path that are emitted: all up to a stop, which may lie inside the path.
+        """The verified tokens to emit: all up to a stop, which may lie inside the path.
 
-        Where the tokenizer cannot decode a token, the request ends there with that `failure`.
+        If the tokenizer fails to decode a token, the request ends there with that `failure`.
         """
         if self.first_token_at is None:
             self.first_token_at = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What a round did for a request, and the observers that are told."""
+"""Round records, and observers that receive them."""
 
 import logging
 from collections.abc import Callable
@@ -22,21 +22,20 @@ RoundObserver = Callable[["RoundRecord"], object]
 
 @dataclass(frozen=True, eq=False)
 class RoundRecord:
-    """One round of one request: the token tree that the target verified and what was accepted of it.
+    """One round of one request: the verified token tree and the accepted path.
 
-    In rounds that run from captured CUDA graphs `tree.draws.probs` is NaN, because the device keeps only the mixture of
-    the sources' probabilities, which is `tree.probs`.
+    Rounds replayed from CUDA graphs have NaN in `tree.draws.probs`: the device keeps only the mixture, `tree.probs`.
 
     Attributes:
         request_id: as in `RequestOutput`.
-        number: of this round among those of the sample, counted from 1.
-        context: the tokens before the root of the tree, prompt and output.
-        tree: every verified node with its probability and the names of the sources that proposed it.
+        number: index of the round within the sample, from 1.
+        context: prompt and output tokens before the root.
+        tree: the verified nodes with probabilities and sources.
         path: int64 [1 + accepted], the accepted nodes, root first.
-        bonus: the target's own token after the path; None where the output ended inside the path.
-        index: of the sample, as `CompletionOutput.index`.
-        seconds: of the whole round, for all requests that took part in it.
-        target_seconds: of the target pass; None in captured rounds, where it is not timed apart.
+        bonus: the target's token after the path; None if the output ended inside the path.
+        index: of the sample, as in `CompletionOutput.index`.
+        seconds: duration of the round, for all of its requests.
+        target_seconds: duration of the target pass; None in captured rounds.
     """
 
     request_id: str
@@ -56,12 +55,12 @@ class RoundRecord:
 
     @property
     def emitted(self) -> list[int]:
-        """The tokens that the round added to the output."""
+        """The tokens added to the output."""
         tokens = self.tree.tokens[self.path[1:]].tolist()
         return tokens if self.bonus is None else [*tokens, self.bonus]
 
     def as_dict(self) -> dict[str, Any]:
-        """The record in types that `json.dumps` takes; `sources` lists names by node, none for the root."""
+        """The record as JSON-serialisable values; `sources` lists names by node, none for the root."""
         tree = self.tree
         return {
             "request_id": self.request_id,
@@ -89,9 +88,9 @@ class RoundRecord:
         seconds: float,
         target_seconds: float | None = None,
     ) -> "RoundRecord":
-        """The record of a round whose `emitted` tokens have just been added to the request.
+        """Record a round whose `emitted` tokens were just added to the request.
 
-        `path` and `bonus` are those that verification found; a stop may have cut them.
+        `path` and `bonus` are verification's; a stop may have cut them.
         """
         complete = emitted == len(path)  # the accepted nodes and the bonus token
         context = request.tokens[: len(request.tokens) - emitted - 1]
@@ -110,14 +109,14 @@ class RoundRecord:
 
 
 class ObserverHandle:
-    """A registered observer. `remove()`, or the end of a `with` block over the handle, ends the calls."""
+    """Handle of a registered observer; `remove()` or leaving a `with` block unregisters it."""
 
     def __init__(self, observer: RoundObserver, registered: "list[ObserverHandle]"):
         self._observer, self._registered = observer, registered
         registered.append(self)
 
     def remove(self) -> None:
-        """Call the observer no more. Removing it twice does nothing."""
+        """Unregister the observer. Idempotent."""
         if self in self._registered:
             self._registered.remove(self)
 
@@ -131,7 +130,7 @@ class ObserverHandle:
 
 
 class RoundObservers:
-    """The observers of an engine. False in a condition while there is none."""
+    """The observers of an engine; falsy if there are none."""
 
     def __init__(self) -> None:
         self._handles: list[ObserverHandle] = []
@@ -143,14 +142,14 @@ class RoundObservers:
         """Register an observer.
 
         Raises:
-            ConfigError: it cannot be called.
+            ConfigError: it is not callable.
         """
         if not callable(observer):
             raise ConfigError(f"observer={observer!r}; valid: a function that takes a RoundRecord")
         return ObserverHandle(observer, self._handles)
 
     def notify(self, record: RoundRecord) -> None:
-        """Call every observer. One that raises is removed and logged: no request may fail for what only watches it."""
+        """Call every observer. One that raises is logged and removed; the request continues."""
         for handle in list(self._handles):
             try:
                 with outside_code():
@@ -159,7 +158,7 @@ class RoundObservers:
                 handle.remove()
                 name = getattr(handle._observer, "__qualname__", type(handle._observer).__name__)
                 logger.exception(
-                    "round observer %s failed in round %d of request %s and was removed; the request goes on",
+                    "round observer %s failed in round %d of request %s and was removed; the request continues",
                     name,
                     record.number,
                     record.request_id,

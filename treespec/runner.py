@@ -1,4 +1,4 @@
-"""Runs the target: prefill chunks and tree passes."""
+"""Runs the target model: prefill chunks and tree passes."""
 
 import itertools
 from collections.abc import Sequence
@@ -16,15 +16,15 @@ from treespec.sampling.transforms import logprobs_of
 from treespec.tree import TokenTree
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
 
-_SCORED_ROWS = 64  # of a prompt, whose logits are computed at once: 20 MB in bfloat16 where there are 152,000 tokens
+_SCORED_ROWS = 64  # prompt rows whose logits are computed at once: 20 MB in bfloat16 for a vocabulary of 152,000
 
 
 class Choices(NamedTuple):
-    """What the target says after each node of one request's tree.
+    """Target outputs for one request's tree.
 
-    `tokens`: int64 [num_nodes], the argmax; None where the request's sampler chooses. `finite`: whether the pass
-    computed finite numbers. `logits`: [num_nodes, vocab]. `hidden`: [num_nodes, number of layers, hidden_size], the
-    states of the runner's `hidden_of`; None where it has none.
+    `tokens`: int64 [num_nodes], the argmax; None if the request has a sampler. `finite`: no NaN or infinity. `logits`:
+    [num_nodes, vocab]. `hidden`: [num_nodes, num layers, hidden_size], states of the layers in `hidden_of`; None if it
+    is empty.
     """
 
     tokens: np.ndarray | None
@@ -34,7 +34,7 @@ class Choices(NamedTuple):
 
 
 def tree_rows(request: Request, tree: TokenTree) -> RequestRows:
-    """A tree's rows behind the request's committed positions."""
+    """Attention rows of a tree after the request's committed positions."""
     assert request.context_len + len(tree) <= len(request.pages) * PAGE_SIZE, "a tree outgrew its request's pages"
     if len(tree) == 1:
         return RequestRows.chain(request.context_len, 1, request.pages)
@@ -42,17 +42,16 @@ def tree_rows(request: Request, tree: TokenTree) -> RequestRows:
 
 
 class Runner:
-    """The target model over its pool of the cache.
+    """Runs the target model over its KV pool.
 
     Args:
-        target, cache: the model, and the cache whose pool 0 is its own.
-        max_rows: the most rows of a pass, where every pass is padded to one size; None = any number.
-        hidden_of: layers whose hidden states `prefill` and `forward` hand out, as `Decoder.check_states` takes them:
-            l = what enters layer l, the number of layers = what leaves the last one, before the final norm. A drafter
-            that reads the target's features asks for them here.
+        target, cache: the model, and the cache whose pool 0 belongs to it.
+        max_rows: row limit of a pass, if every pass is padded to a fixed size; None = no limit.
+        hidden_of: layers whose hidden states `prefill` and `forward` return, for drafters that read target features: l
+            = input of layer l, num_layers = output of the last one before the final norm (see `Decoder.check_states`).
 
     Raises:
-        ConfigError: `hidden_of` names no layer. KernelError: the target's passes hand no states out.
+        ConfigError: `hidden_of` is not a layer. KernelError: the target does not return hidden states.
     """
 
     def __init__(self, target: Decoder, cache: KVCache, max_rows: int | None = None, hidden_of: Sequence[int] = ()):
@@ -61,14 +60,13 @@ class Runner:
         self.target, self.cache, self.max_rows, self.hidden_of = target, cache, max_rows, tuple(hidden_of)
 
     def prefill(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Tensor]:
-        """Compute the next `counts[i]` prompt tokens of each request, in one pass.
+        """Prefill the next `counts[i]` prompt tokens of each request in one pass.
 
-        They need no logits, but for a request with `prompt_logprobs`: then each gives those of the token behind it. The
-        prompt's last token is no part of this, and what it predicts none of the prompt. A request whose logits are not
-        finite has an `error` afterwards.
+        Computes logits only for requests with `prompt_logprobs`, which get those of the following tokens. The prompt's
+        last token is left to decoding. Sets `error` of a request whose logits are not finite.
 
         Returns:
-            [counts[i], number of layers, hidden_size] of each request; empty where `hidden_of` is.
+            [counts[i], num layers, hidden_size] per request; empty if `hidden_of` is.
         """
         if not requests:
             return []
@@ -86,15 +84,14 @@ class Runner:
         return [] if states is None else list(states.split(list(counts)))
 
     def _score_prompt(self, request: Request, hidden: Tensor, count: int) -> None:
-        """Log-probabilities of the prompt tokens behind the next rows, as decoding has them: from logits of the same
-        bits, a row at a time.
+        """Append log-probabilities of the prompt tokens that follow these rows, from logits with the bits of decoding.
 
         Args:
-            hidden: [num_rows, hidden_size], final states from `context_len` on.
-            count: how many of the likeliest tokens.
+            hidden: [num_rows, hidden_size], final hidden states from `context_len` on.
+            count: number of most likely tokens.
 
         Raises:
-            RequestError: NaN or infinity.
+            RequestError: the logits are not finite.
         """
         position = request.context_len
         for rows in hidden.split(min(_SCORED_ROWS, self.max_rows or _SCORED_ROWS)):
@@ -106,7 +103,7 @@ class Runner:
                 request.prompt_logprobs.append(logprobs_of(row, request.tokens[position], count))
 
     def forward(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> list[Choices]:
-        """One pass over all nodes of all requests; several where `max_rows` does not hold them."""
+        """Run one pass over all nodes of all requests, or several if they exceed `max_rows`."""
         if not requests:
             return []
         if self.max_rows is not None and len(requests) > 1 and sum(map(len, trees)) > self.max_rows:
@@ -114,8 +111,8 @@ class Runner:
             return self.forward(requests[:half], trees[:half]) + self.forward(requests[half:], trees[half:])
         logits, states = self._scored(requests, trees) if self.hidden_of else (self.logits(requests, trees), None)
         bounds = list(itertools.pairwise(np.cumsum([0] + [len(tree) for tree in trees]).tolist()))
-        # Where a hidden state is not finite, none of its logits is: one column tells, and the rows that a sampler
-        # looks at it checks itself.
+        # A non-finite hidden state makes all of its logits non-finite, so one column suffices; samplers check the rows
+        # they read.
         best, chosen = logits[:, 0], None
         if any(request.sampler is None for request in requests):
             best, tokens = self.target.best(logits)
@@ -142,12 +139,12 @@ class Runner:
         return self.target.logits(hidden), states
 
     def wait(self) -> None:
-        """Until the device has done all that it was given."""
+        """Synchronize with the device."""
         if self.target.device.type == "cuda":
             torch.cuda.synchronize(self.target.device)
 
     def _pass(self, rows: list[RequestRows], tokens: np.ndarray) -> tuple[Tensor, Tensor | None]:
-        """Final hidden states of the tokens, and those of `hidden_of`."""
+        """Final hidden states of the tokens, and the states of `hidden_of`."""
         ids = torch.from_numpy(tokens).to(self.target.device)
         assert self.max_rows is None or len(tokens) <= self.max_rows, "a pass outgrew the fixed number of rows"
         pool = self.cache.pools[0]

@@ -1,4 +1,4 @@
-"""Who runs next: admission, prefill budget, ends. No tensors."""
+"""Continuous batching: admission, chunked prefill and release of requests. Holds no tensors."""
 
 import time
 from collections import deque
@@ -13,12 +13,12 @@ from treespec_kernels.attention.tree_batch import PAGE_SIZE
 
 
 class Batch(NamedTuple):
-    """One step's work.
+    """Work of one step.
 
     Attributes:
-        prefill, counts: prompt chunks to compute, `counts[i]` rows of each.
-        forked: samples that have entered with a prompt that another one computed.
-        decode: requests that decode, those that `forked` among them.
+        prefill, counts: requests to prefill, `counts[i]` rows each.
+        forked: samples admitted with a prompt that another sample prefilled.
+        decode: requests to decode, including `forked`.
     """
 
     prefill: list[Request]
@@ -28,13 +28,13 @@ class Batch(NamedTuple):
 
 
 class Scheduler:
-    """Continuous batching: a waiting request enters whenever a slot and its pages are free.
+    """Admits waiting requests, first come first served, as slots and pages become free.
 
     Args:
-        cache: pages are reserved at admission for all that a request can need, so that nothing fails later.
-        max_num_seqs: requests that run at once.
-        prefill_chunk: prompt rows of one step.
-        scratch: slots behind the committed ones, for the token tree.
+        cache: admission reserves all pages that a request can need, so that no preemption is necessary.
+        max_num_seqs: maximum number of running requests.
+        prefill_chunk: prompt rows per step.
+        scratch: slots per request for the token tree.
     """
 
     def __init__(self, cache: KVCache, max_num_seqs: int, prefill_chunk: int, scratch: int):
@@ -52,18 +52,18 @@ class Scheduler:
             if group.waiting:
                 other = next(other for other in reversed(self.waiting) if other.group is group)
                 same = request.prompt_token_ids == other.prompt_token_ids and request.spec == other.spec
-                assert same, f"{request.request_id} has not the prompt and spec of {group.group_id}"
+                assert same, f"{request.request_id} differs from {group.group_id} in prompt or spec"
             group.waiting += 1
         self.waiting.append(request)
 
     def slots_needed(self, request: Request) -> int:
-        """Slots for all that a request can ever hold, its tree included."""
+        """Maximum number of slots of a request, tree included."""
         return request.num_prompt + request.max_tokens + self.scratch
 
     def next(self) -> Batch:
-        """Admit what fits, in order of arrival; then prompt chunks up to the budget, and all that can decode.
+        """Admit requests in order of arrival, then schedule prefill chunks up to the budget and all decodes.
 
-        A sample whose prompt is being computed lets others pass; as soon as it is computed it stands before them again.
+        A sample that waits for its leader's prefill is skipped, but keeps its place in the queue.
         """
         forked, place = [], 0
         while place < len(self.waiting) and len(self.running) < self.max_num_seqs:
@@ -93,8 +93,8 @@ class Scheduler:
         return Batch(prefill, counts, forked, ready)
 
     def _has_room(self, request: Request) -> bool:
-        """Whether the request's pages are free. An idle engine takes back what groups of requests behind it keep: their
-        next sample computes the prompt anew."""
+        """Whether the request's pages are free. An idle engine first reclaims the prompt pages that later groups keep;
+        their next sample prefills the prompt again."""
         needed, shared = self.slots_needed(request), len(_shared_pages(request))
         if not self.running:
             for other in reversed(self.waiting):
@@ -105,7 +105,7 @@ class Scheduler:
         return self.cache.can_reserve(needed, shared)
 
     def _admit(self, request: Request) -> None:
-        """Give a request its pages; where its group has the prompt in the cache, with the prompt."""
+        """Reserve a request's pages, reusing the prompt if its group has it in the cache."""
         shared = _shared_pages(request)
         request.pages = self.cache.reserve(request.request_id, self.slots_needed(request), shared)
         self.running.append(request)
@@ -126,13 +126,13 @@ class Scheduler:
         request.context_len, request.poisoned = prefix, leader.poisoned
 
     def _drop(self, group: PromptGroup) -> None:
-        """Let go of the pages that a group keeps, if it does."""
+        """Release the prompt pages that a group keeps."""
         if group.kept is not None:
             self.cache.release(group.group_id)
             group.kept = None
 
     def _leave(self, request: Request, scrub: bool) -> None:
-        """Free a request's pages, or leave the prompt to those of its group that come after it."""
+        """Free a request's pages, or keep the prompt's for the waiting samples of its group."""
         group = request.group
         if group is not None and group.leader is request:
             group.leader = next((other for other in self.running if other.group is group), None)
@@ -143,11 +143,11 @@ class Scheduler:
         self.cache.release(request.request_id, scrub)
 
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
-        """End a request wherever it is, and free its slot and pages."""
+        """End a waiting or running request and free its slot and pages."""
         request.finish_reason, request.error, request.finished_at = reason, error, time.perf_counter()
         if request in self.running:
             self.running.remove(request)
-            # Whoever did not end by its own tokens may have left NaN behind, computed and never looked at.
+            # A request that did not end by its own tokens may have left unchecked NaN in its pages.
             self._leave(request, scrub=request.poisoned or reason not in ("stop", "length"))
         elif request in self.waiting:
             self.waiting.remove(request)
@@ -157,24 +157,24 @@ class Scheduler:
                     self._drop(request.group)
 
     def find(self, request_id: str) -> list[Request]:
-        """The open samples of a user's request."""
+        """The unfinished samples of a user's request."""
         return [request for request in [*self.running, *self.waiting] if request.output_id == request_id]
 
     def check_integrity(self) -> None:
-        """Assert that every group knows its samples, and holds pages only where one of them waits and none runs."""
+        """Assert that group counts match the queues, and that groups keep pages only while samples wait and none
+        runs."""
         for request in [*self.running, *self.waiting]:
             group = request.group
             if group is None:
                 continue
             running = [other for other in self.running if other.group is group]
             assert group.waiting == sum(other.group is group for other in self.waiting), group.group_id
-            assert (group.leader in running) == bool(running), f"{group.group_id} is led by nobody, or one that is gone"
-            assert group.kept is None or (group.waiting and not running), f"{group.group_id} keeps pages for nobody"
+            assert (group.leader in running) == bool(running), f"{group.group_id} has no leader, or one that ended"
+            assert group.kept is None or (group.waiting and not running), f"{group.group_id} keeps pages without need"
 
 
 def _shared_pages(request: Request) -> np.ndarray:
-    """The pages with which a waiting request would enter: of its leader the full ones of the prompt, of those that the
-    group keeps all."""
+    """Pages that a waiting request would share: the full prompt pages of its leader, or all pages kept by the group."""
     group, prefix = request.group, request.num_prompt - 1
     if group is None:
         return NO_PAGES

@@ -1,4 +1,4 @@
-"""Token trees: what the sources guess, merged by path, with the provenance of every draw."""
+"""Token trees: drafted tokens merged by path, with the source of every draw."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def _read_only(array: np.ndarray) -> np.ndarray:
-    """For trees to share: roots are made in every round."""
+    """Make an array read-only so that trees can share it."""
     array.setflags(write=False)
     return array
 
@@ -18,17 +18,16 @@ _NO_PARENT, _ZERO, _ONE = _read_only(np.array([-1])), _read_only(np.zeros(1, dty
 
 @dataclass(frozen=True, eq=False)
 class Draws:
-    """Proposals in draw order; one node may hold several.
+    """Proposals in draw order; a node may have several.
 
     Args:
         parents, children: int64 [num_draws], node indices.
         sources: int64 [num_draws], indices into the tree's `source_names`.
-        probs: float64 [num_draws], q of the source for the child; 1 for a deterministic source, NaN where it is not
-            known.
-        rows: int64 [num_draws], which of the tree's `draft_probs` a token was drawn from at random, -1 where it was
-            chosen without chance; None where all were.
-        excluded: by draw, the tokens that could not come up: the draw's distribution is its row without them,
-            renormalised; None where nothing was excluded.
+        probs: float64 [num_draws], the source's probability of the child; 1 for a deterministic source, NaN if unknown.
+        rows: int64 [num_draws], the index into `draft_probs` that the token was sampled from, -1 for a deterministic
+            proposal; None = all deterministic.
+        excluded: by draw, the tokens excluded from sampling: the draw's distribution is its row renormalised without
+            them; None = no exclusions.
     """
 
     parents: np.ndarray
@@ -47,15 +46,15 @@ class Draws:
 
 @dataclass(frozen=True, eq=False)
 class TokenTree:
-    """One request's guesses. Node 0 is the root, the last committed token; parents precede their children.
+    """One request's drafted tokens. Node 0 is the root, the last committed token; parents precede their children.
 
     Args:
         tokens: int64 [num_nodes].
         parents: int64 [num_nodes], -1 for the root.
         depths: int64 [num_nodes], 0 for the root.
-        probs: float64 [num_nodes], estimated probability that the target goes on to this node from its parent (the
-            root's is 1); a mixture where several sources speak.
-        draws: who proposed which child.
+        probs: float64 [num_nodes], estimated probability of this node given its parent (1 for the root); a mixture if
+            several sources propose it.
+        draws: which source proposed which child.
         source_names: names for `draws.sources`.
         draft_probs: the distributions that `draws.rows` names, float [vocab] each, sum 1.
     """
@@ -70,36 +69,36 @@ class TokenTree:
 
     @classmethod
     def root(cls, token: int) -> "TokenTree":
-        """The one-node tree: plain decoding."""
+        """The one-node tree of plain decoding."""
         return cls(np.array([token]), _NO_PARENT, _ZERO, _ONE, Draws.none(), ())
 
     @classmethod
     def from_parents(
         cls, tokens: Sequence[int], parents: Sequence[int], probs: float | Sequence[float], source: str
     ) -> "TokenTree":
-        """The tree that one source proposes.
+        """Build the tree of one source.
 
         Args:
             tokens: [num_nodes], the root first.
-            parents: [num_nodes], the index of each node's parent, which precedes it; -1 for the root.
-            probs: [num_nodes], the estimated probability that the target goes on to a node from its parent, or one
-                number for all nodes; the root's is not read.
-            source: a name, for metrics.
+            parents: [num_nodes], each node's parent, which precedes it; -1 for the root.
+            probs: [num_nodes], the estimated probability of each node given its parent, or one number for all; the
+                root's is ignored.
+            source: name in the metrics.
 
         Raises:
-            ValueError: lengths that differ, or a parent that does not precede its child.
+            ValueError: lengths differ, or a parent does not precede its child.
         """
         count = len(tokens)
         own = np.asarray(probs, dtype=np.float64)
         own = np.full(count, own) if own.ndim == 0 else own
         if not count == len(parents) == len(own) or not count:
             raise ValueError(
-                f"{count} tokens, {len(parents)} parents and {len(own)} probs; give as many of each, the root first"
+                f"{count} tokens, {len(parents)} parents and {len(own)} probs; lengths must be equal, root first"
             )
         depths = [0]
         for node in range(1, count):
             if not 0 <= parents[node] < node:
-                raise ValueError(f"node {node} has parent {parents[node]}; valid: 0 to {node - 1}, as parents precede")
+                raise ValueError(f"node {node} has parent {parents[node]}; valid: 0 to {node - 1}")
             depths.append(depths[parents[node]] + 1)
         above, children = np.array([-1, *parents[1:]], dtype=np.int64), np.arange(1, count)
         draws = Draws(above[1:], children, np.zeros(count - 1, dtype=np.int64), np.ones(count - 1))
@@ -111,26 +110,26 @@ class TokenTree:
 
     @cached_property
     def visible(self) -> np.ndarray:
-        """bool [num_nodes, num_nodes]: [i, j] where j is i or an ancestor of i. The mask of the target pass."""
+        """bool [num_nodes, num_nodes]: [i, j] is True if j is i or an ancestor of i. The attention mask of the tree."""
         mask = np.eye(len(self), dtype=bool)
         above = np.maximum(self.parents, 0)
-        for _ in range(int(self.depths.max()).bit_length()):  # each step doubles how far up a row sees
+        for _ in range(int(self.depths.max()).bit_length()):  # each step doubles the distance to the ancestors covered
             mask |= mask[above]
             above = above[above]
         return mask
 
     @cached_property
     def values(self) -> np.ndarray:
-        """float64 [num_nodes]: product of `probs` along each node's path, the probability that it is accepted."""
+        """float64 [num_nodes]: product of `probs` along each node's path: its estimated acceptance probability."""
         return path_values(self.probs, self.parents)
 
     def with_values(self, values: np.ndarray) -> "TokenTree":
-        """This tree, whose `values` are known already."""
+        """Set precomputed `values` and return self."""
         vars(self)["values"] = values
         return self
 
     def sources_of(self, node: int) -> tuple[str, ...]:
-        """Names of the sources that proposed a node, in draw order, each once."""
+        """Unique names of the sources that proposed a node, in draw order."""
         if node and len(self.source_names) == 1:
             return self.source_names
         drawn = self.draws.sources[self.draws.children == node]
@@ -141,9 +140,9 @@ class TokenTree:
         return np.flatnonzero(self.visible[node])
 
     def keep(self, nodes: np.ndarray) -> "TokenTree":
-        """The tree of the given nodes (ascending, root and all ancestors among them), renumbered.
+        """The subtree of the given nodes (ascending, closed under parents, with the root), renumbered.
 
-        Of a tree with random draws none may be left out: what is kept would no longer follow the draws' distributions.
+        A tree with random draws must keep all nodes: a subset would no longer follow the draws' distributions.
         """
         if self.draws.rows is not None:
             assert len(nodes) == len(self), "a random draw was removed"
@@ -166,7 +165,7 @@ class TokenTree:
         return tree.with_values(self.values[nodes])
 
     def _first(self, count: int) -> "TokenTree":
-        """The tree of the first nodes, which keep their numbers."""
+        """The subtree of the first `count` nodes."""
         draws, kept = self.draws, self.draws.children < count
         tree = TokenTree(
             self.tokens[:count],
@@ -179,39 +178,39 @@ class TokenTree:
         return tree.with_values(self.values[:count])
 
     def best(self, count: int) -> "TokenTree":
-        """The tree of the `count` nodes of the largest value; connected, because values fall along a path."""
+        """The subtree of the `count` nodes of largest value; connected, because values never increase along a path."""
         if len(self) <= count:
             return self
-        order = np.argsort(-self.values, kind="stable")  # a parent comes first, and stays ahead of an equal child
+        order = np.argsort(-self.values, kind="stable")  # stable: a parent stays ahead of a child of equal value
         return self.keep(np.sort(order[:count]))
 
     def as_deterministic(self) -> "TokenTree":
-        """The same tree with every draw taken as chosen: for rules that do not ask how it came to be."""
+        """The same tree with all draws marked deterministic, for rules that ignore the draft distributions."""
         if self.draws.rows is None:
             return self
         return replace(self, draws=replace(self.draws, rows=None, excluded=None), draft_probs=())
 
     def find_problem(self) -> str | None:
-        """The first invariant of verification and mask that does not hold; None where all do."""
+        """The first violated invariant of verification or mask, or None."""
         if self.parents[0] != -1 or self.depths[0] != 0:
             return "node 0 must have parent -1 and depth 0"
         below = np.arange(1, len(self))
         if (self.parents[1:] < 0).any() or (self.parents[1:] >= below).any():
             return "a parent must precede its child"
         if (self.depths[1:] != self.depths[self.parents[1:]] + 1).any():
-            return "a child must be one deeper than its parent"
+            return "a child's depth must be its parent's plus 1"
         if len(np.unique(np.stack([self.parents[1:], self.tokens[1:]], 1), axis=0)) != len(below):
-            return "siblings must carry different tokens"
+            return "siblings must have distinct tokens"
         draws = self.draws
         if not len(draws.parents) == len(draws.children) == len(draws.sources) == len(draws.probs):
-            return "draws must have one parent, child, source and prob each"
+            return "each draw needs one parent, child, source and prob"
         if set(draws.children.tolist()) != set(below.tolist()) or (self.parents[draws.children] != draws.parents).any():
             return "every node below the root needs a draw from its parent"
         if draws.rows is not None:
             if len(draws.rows) != len(draws.parents) or (
                 draws.excluded is not None and len(draws.excluded) != len(draws.parents)
             ):
-                return "rows and excluded must have one entry for each draw"
+                return "rows and excluded need one entry per draw"
             if len(draws.rows) and not -1 <= draws.rows.min() <= draws.rows.max() < len(self.draft_probs):
                 return "a draw's row must be an index into draft_probs, or -1"
         if len(draws.sources) and not 0 <= draws.sources.min() <= draws.sources.max() < len(self.source_names):
@@ -219,17 +218,17 @@ class TokenTree:
         return None
 
     def check_integrity(self) -> None:
-        """Assert that `find_problem` finds none."""
+        """Assert that all invariants hold."""
         problem = self.find_problem()
         assert problem is None, problem
 
 
 def path_values(probs: np.ndarray, parents: np.ndarray) -> np.ndarray:
-    """Products of `probs` along each node's path, float64 [num_nodes].
+    """Product of `probs` along each node's path, float64 [num_nodes].
 
     Args:
-        probs: float64 [num_nodes], of each node below its parent; the root's is 1.
-        parents: int64 [num_nodes], which precede their children; -1 for the root.
+        probs: float64 [num_nodes], of each node given its parent; 1 for the root.
+        parents: int64 [num_nodes], preceding their children; -1 for the root.
     """
     value, above = probs.tolist(), parents.tolist()
     for node in range(1, len(value)):
@@ -238,21 +237,20 @@ def path_values(probs: np.ndarray, parents: np.ndarray) -> np.ndarray:
 
 
 def merge(trees: Sequence[TokenTree]) -> TokenTree:
-    """The union of trees over the same root, as a trie: nodes are equal where their paths are (SpecInfer, section 3).
+    """Merge trees over the same root into a trie: nodes with equal paths are one node (SpecInfer, section 3).
 
-    Equal tokens under different parents stay apart. Every draw of every tree is kept, in the order of the trees, so
-    that a token of two sources is one node with two draws. Nodes are numbered by depth, and within a depth in the
-    order in which they were first drawn. Of several estimates of a node's probability the largest counts.
+    Every draw of every tree is kept, in the order of the trees: a token from two sources is one node with two draws.
+    Nodes are numbered by depth, then by first draw. A node's probability is the largest of its estimates.
 
     Args:
-        trees: at least one; all roots carry the same token.
+        trees: at least one; all roots have the same token.
 
     Raises:
         ValueError: the roots differ.
     """
     roots = {int(tree.tokens[0]) for tree in trees}
     if len(roots) != 1:
-        raise ValueError(f"trees with different roots cannot be merged: {sorted(roots)}")
+        raise ValueError(f"cannot merge trees with different roots: {sorted(roots)}")
     trees = [tree for tree in trees if len(tree) > 1] or trees[:1]
     if len(trees) == 1:
         return trees[0]
@@ -266,7 +264,7 @@ def merge(trees: Sequence[TokenTree]) -> TokenTree:
             own.append(path)
             paths[path] = max(paths.get(path, 0.0), float(tree.probs[node]))
         path_of.append(own)
-    ordered = sorted(paths, key=len)  # stable: first drawn first within a depth
+    ordered = sorted(paths, key=len)  # stable: by first draw within a depth
     index = {path: i for i, path in enumerate(ordered)}
     children = np.array([index[path_of[i][c]] for i, tree in enumerate(trees) for c in tree.draws.children], np.int64)
     parents = np.array([-1] + [index[path[:-1]] for path in ordered[1:]], dtype=np.int64)
@@ -290,7 +288,7 @@ def merge(trees: Sequence[TokenTree]) -> TokenTree:
 
 
 def _merge_draft_rows(trees: Sequence[TokenTree]) -> tuple[np.ndarray | None, tuple[tuple[int, ...], ...] | None]:
-    """`rows` and `excluded` of the trees' draws, side by side."""
+    """`rows` and `excluded` of the trees' draws, concatenated."""
     if all(tree.draws.rows is None for tree in trees):
         return None, None
     rows, first = [], 0

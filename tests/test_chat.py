@@ -125,7 +125,7 @@ def test_one_bad_conversation_leaves_the_others_alone(llm: LLM) -> None:
     outputs = llm.chat(conversations, SHORT)
     assert [output.error is None for output in outputs] == [True, False, False, False, True]
     assert "who?" in (outputs[1].error or "") and "'role'" in (outputs[2].error or "")
-    assert "without messages" in (outputs[3].error or "")
+    assert "has no messages" in (outputs[3].error or "")
     assert outputs[0].outputs[0].token_ids == llm.chat([USER], SHORT)[0].outputs[0].token_ids
 
 

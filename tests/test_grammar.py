@@ -150,7 +150,7 @@ def test_a_limit_that_a_drafted_text_comes_to_costs_no_token() -> None:
     """Copies of a parser share their lexer, which has failed for all of them then."""
     llm, params = speaking_llm(), asked({"choice": ["orngé", "argumentm", "b\u2028", "oem"]})
     (plain,) = llm.generate([[5]], params, "off")
-    read_anew = mock.patch.object(Grammar, "_read_anew", autospec=True, side_effect=Grammar._read_anew)
+    read_anew = mock.patch.object(Grammar, "_reparse", autospec=True, side_effect=Grammar._reparse)
     for spec in ("off", TREE, SpecConfig()):
         with (
             limited(step_lexer_fuel=50),

@@ -150,7 +150,7 @@ grammar._SECONDS = 0.01
 def spin():
     while True: pass
 try:
-    grammar._in_deep_stack(spin, "regex")
+    grammar._run_with_large_stack(spin, "regex")
 except RequestError as error:
     print(error)
 """

@@ -1,7 +1,7 @@
-"""Bounds on the forms of structured outputs.
+"""Size limits of structured-output constraints.
 
-llguidance cannot be interrupted while it reads a form, and its own limits count expressions, whose size is not bounded:
-reading a regex of n optional parts takes n^2 steps. Within the bounds below a form is read in a second of CPU time.
+llguidance cannot be interrupted while it compiles a constraint, and its own limits count expressions of unbounded size:
+a regex of n optional parts takes n^2 steps. Within the limits below compilation takes at most a second of CPU time.
 """
 
 import json
@@ -14,28 +14,28 @@ from typing import Any
 from treespec.errors import RequestError
 from treespec.sampling.structured_params import StructuredOutputsParams
 
-MAX_CHARACTERS = 1_000_000  # of the texts of a choice together, or of a JSON schema
-MAX_TEXT = 20_000  # characters of one text, each of which every later step walks through
+MAX_CHARACTERS = 1_000_000  # of all texts of a choice, or of a JSON schema
+MAX_TEXT = 20_000  # characters of one text
 MAX_GRAMMAR = 100_000  # characters
-MAX_PARTS = 1000  # optional or repeated parts of one regex, terminal or rule
-MAX_PATTERN_PROPERTIES = 100  # each is compared with each
+MAX_PARTS = 1000  # optional or repeated parts per regex, terminal or rule
+MAX_PATTERN_PROPERTIES = 100  # compared pairwise
 MAX_MULTIPLE = 100_000  # states of the automaton of `multipleOf`
 
-# What makes a part optional or repeats it, or an alternative empty; "(?" begins a group.
+# Operators that make a part optional or repeated, or an alternative empty; "(?" opens a group.
 _OPTIONAL = re.compile(r"(?<!\()\?|[*{]|\|\)|\(\||\|\||\(\)")
 _OPTIONAL_IN_LARK = re.compile(_OPTIONAL.pattern + r"|\[")
 _DEFINITION = re.compile(r"^[ \t]*[!?]*([A-Za-z_]\w*)(?:\[[^\n\]]*\]|\{[^\n}]*\}|[^\n:\"/\[{])*:", re.MULTILINE)
 _TERMINAL = re.compile(r"\b[A-Z_][A-Z0-9_]*\b")
 _MULTIPLE_OF = re.compile(r'"multipleOf"\s*:\s*([-+.\w]+)')
-_DIGITS = 18  # of a multiple that are looked at: so many are beyond the limit
-_COMBINES = ("allOf", "anyOf", "oneOf", "$ref", "$dynamicRef")  # what asks for two multiples at once
+_DIGITS = 18  # leading digits of a multiple to read: more exceed the limit anyway
+_COMBINES = ("allOf", "anyOf", "oneOf", "$ref", "$dynamicRef")  # may require several multiples at once
 
 
 def check_form(form: StructuredOutputsParams) -> None:
-    """Refuse a form that would take llguidance too long, or too much memory, to read.
+    """Reject a constraint that llguidance would take too long or too much memory to compile.
 
     Raises:
-        RequestError: names the size, the limit and what to do.
+        RequestError: states the size, the limit and the remedy.
     """
     if form.choice is not None:
         check_length("choice", sum(map(len, form.choice)), MAX_CHARACTERS, "give fewer or shorter texts")
@@ -52,25 +52,24 @@ def check_form(form: StructuredOutputsParams) -> None:
 
 
 def check_length(what: str, length: int, most: int, remedy: str) -> None:
-    """Raise RequestError where a text is longer than `most` characters."""
+    """Raise RequestError if a text is longer than `most` characters."""
     if length > most:
         raise RequestError(f"structured_outputs: {what} has {length} characters, the limit is {most}; {remedy}")
 
 
 def check_regex(what: str, regex: str) -> None:
-    """Raise RequestError for a regex that is too long, or that has too many optional or repeated parts."""
+    """Raise RequestError if a regex is too long or has too many optional or repeated parts."""
     check_length(what, len(regex), MAX_TEXT, "use choice for a list of words, or a shorter regex")
     _check_parts(what, len(_OPTIONAL.findall(regex)))
 
 
 def check_lark(grammar: str) -> None:
-    """Refuse a grammar in Lark's notation with a rule or terminal that is too large.
+    """Reject a Lark grammar with an oversized rule or terminal.
 
-    A terminal is one regex, into which every terminal that it names is copied: twenty lines may ask for a million
-    parts.
+    A terminal expands to one regex that inlines all referenced terminals: twenty lines can expand to a million parts.
 
     Raises:
-        RequestError: names the rule or terminal, its size and the limit.
+        RequestError: states the rule or terminal, its size and the limit.
     """
     _check_multiples([*map(_number, _MULTIPLE_OF.findall(grammar))], combined=True)
     found = list(_DEFINITION.finditer(grammar))
@@ -91,7 +90,7 @@ def check_lark(grammar: str) -> None:
 
 
 def _inner_first(named: dict[str, list[str]]) -> list[str]:
-    """Names in an order in which each comes after those that it names; of a cycle, which is an error, in any."""
+    """Topological order, referenced names first; arbitrary within a cycle, which is an error."""
     order: dict[str, None] = {}
     entered: set[str] = set()
     for first in named:
@@ -110,12 +109,12 @@ def _check_parts(what: str, parts: int) -> None:
     if parts > MAX_PARTS:
         raise RequestError(
             f"structured_outputs: {what} has {parts} optional or repeated parts, the limit is {MAX_PARTS}; repeat a "
-            "group, as in (...){0,100}, in place of writing it out"
+            "group, as in (...){0,100}, instead of writing it out"
         )
 
 
 def _check_schema(schema: Any) -> None:
-    """Refuse a JSON schema with patterns, texts or multiples that are too large."""
+    """Reject a JSON schema with oversized patterns, texts or multiples."""
     parts = patterns = 0
     multiples: list[Decimal] = []
     combined = False
@@ -142,7 +141,7 @@ def _check_schema(schema: Any) -> None:
 
 
 def _entries(schema: Any) -> Iterator[tuple[str | None, Any]]:
-    """Every key with its value, and every element of a list without a key."""
+    """Every key with its value, and every list element with key None."""
     stack = [schema]
     while stack:
         value = stack.pop()
@@ -161,11 +160,11 @@ def _number(text: str) -> Decimal:
 
 
 def _check_multiples(values: list[Decimal], combined: bool) -> None:
-    """Bound the states that numbers need: one for every remainder.
+    """Limit the automaton states of `multipleOf`, one per remainder.
 
     Args:
         values: of `multipleOf`.
-        combined: whether one number may have to be a multiple of several of them.
+        combined: whether a number may have to satisfy several of them.
     """
     texts = {"".join(map(str, value.as_tuple().digits)).rstrip("0") for value in values}
     numbers = [int(text[:_DIGITS] or "1") for text in texts]
@@ -173,5 +172,5 @@ def _check_multiples(values: list[Decimal], combined: bool) -> None:
     if states > MAX_MULTIPLE:
         raise RequestError(
             f"structured_outputs: multipleOf in json needs {states} states, the limit is {MAX_MULTIPLE}; use smaller "
-            "multiples, or fewer that differ"
+            "or fewer distinct multiples"
         )

@@ -1,7 +1,7 @@
-"""Structured outputs: which tokens may follow a text, by llguidance's parser.
+"""Structured outputs: allowed next tokens from llguidance's parser.
 
-What may follow depends on the text alone, so a node of a token tree is treated exactly as plain decoding treats the
-same text, however the parser got there. The tests compare it with a parser that reads every text from its beginning.
+The allowed tokens depend on the text alone, so a tree node gets the mask that plain decoding computes for the same
+text. The tests compare with a parser that reads every text from the start.
 """
 
 import json
@@ -27,18 +27,18 @@ from treespec.text.prompt_tokenizer import check_text
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-_KEPT = 64  # forms whose parsers are kept for requests to come
-_SECONDS = 5  # of CPU time that reading a form may take; within its limits it takes less than one
-_STACK = 256 << 20  # bytes, of which a thread takes what it needs; 15 KB for each rule inside a rule
+_KEPT = 64  # compiled constraints kept for later requests (LRU)
+_SECONDS = 5  # CPU time limit of compiling a constraint; within `form_limits` it takes less than 1
+_STACK = 256 << 20  # bytes, committed on use; nested rules take 15 KB each
 
 
 class Grammars:
-    """Makes the grammar of every request that has one.
+    """Creates and caches parsers for requests with structured outputs.
 
     Args:
-        tokenizer: of the model, transformers' or `tokenizers.Tokenizer`; None where it has none.
+        tokenizer: of the model, transformers' or `tokenizers.Tokenizer`; None without one.
         vocab_size: of the target.
-        end_tokens: of the model and its tokenizer. A grammar allows them where its sentence is complete.
+        end_tokens: of the model and its tokenizer, allowed once the output is complete.
         device: of the target's logits.
     """
 
@@ -49,18 +49,18 @@ class Grammars:
         self._parsers: OrderedDict[StructuredOutputsParams, LLMatcher] = OrderedDict()
 
     def grammar(self, form: StructuredOutputsParams, num_prompt: int) -> "Grammar":
-        """The grammar of a request with `num_prompt` tokens in its prompt.
+        """Create the grammar state of a request with `num_prompt` prompt tokens.
 
         Raises:
-            RequestError: llguidance is missing or cannot read the form, or the tokenizer is none that it knows.
+            RequestError: llguidance is missing or cannot compile the constraint, or the tokenizer is unsupported.
         """
-        parser = self._parsers[form] if form in self._parsers else self._renew(form)
+        parser = self._parsers[form] if form in self._parsers else self._new_parser(form)
         self._parsers.move_to_end(form)
-        renew = partial(self._renew, form)
+        renew = partial(self._new_parser, form)
         return Grammar(parser, renew, num_prompt, self._end_tokens, self._vocab_size, self._device)
 
-    def _renew(self, form: StructuredOutputsParams) -> "LLMatcher":
-        """A form's parser that has met no text yet, for this request and those to come."""
+    def _new_parser(self, form: StructuredOutputsParams) -> "LLMatcher":
+        """Compile a fresh parser and cache it."""
         self._parsers[form] = self._parse(form)
         if len(self._parsers) > _KEPT:
             self._parsers.popitem(last=False)
@@ -85,18 +85,20 @@ class Grammars:
         except (ValueError, RecursionError) as error:
             raise RequestError(f"structured_outputs: {form.form} cannot be read: {error}") from None
         limits = LLParserLimits(verbose_errors=False)
-        parser = _in_deep_stack(partial(LLMatcher, self._tokenizer, source, log_level=0, limits=limits), form.form)
+        parser = _run_with_large_stack(
+            partial(LLMatcher, self._tokenizer, source, log_level=0, limits=limits), form.form
+        )
         if parser.is_error():
             raise RequestError(f"structured_outputs: {form.form} cannot be read: {_reason(parser)}")
         return parser
 
 
-def _in_deep_stack(call: Callable[[], "LLMatcher"], form: str) -> "LLMatcher":
-    """A call's result, from a thread of its own. In the usual 8 MB of stack a chain of 800 references, `{"$ref": ...}`,
-    would end the process.
+def _run_with_large_stack(call: Callable[[], "LLMatcher"], form: str) -> "LLMatcher":
+    """Run a call in a thread with a large stack: a chain of 800 references, `{"$ref": ...}`, overflows the usual 8 MB
+    and kills the process.
 
-    `check_form` bounds what is read; a form that takes long all the same is given up. Its thread cannot be stopped and
-    runs on by itself.
+    A constraint that passes `check_form` and still takes too long is abandoned; its thread cannot be stopped and runs
+    on.
 
     Raises:
         RequestError: the call takes more than `_SECONDS` of CPU time.
@@ -105,7 +107,7 @@ def _in_deep_stack(call: Callable[[], "LLMatcher"], form: str) -> "LLMatcher":
     clocks: queue.SimpleQueue[Callable[[], float]] = queue.SimpleQueue()
 
     def run() -> None:
-        clocks.put(_clock_of_thread())
+        clocks.put(_thread_clock())
         try:
             result.set_result(call())
         except BaseException as error:
@@ -127,9 +129,9 @@ def _in_deep_stack(call: Callable[[], "LLMatcher"], form: str) -> "LLMatcher":
                 ) from None
 
 
-def _clock_of_thread() -> Callable[[], float]:
-    """Tells any thread the seconds of CPU time that this one has taken, which a busy machine does not prolong; on
-    systems that cannot, the seconds since now."""
+def _thread_clock() -> Callable[[], float]:
+    """A function that returns this thread's CPU seconds, callable from any thread; wall-clock seconds on systems
+    without per-thread clocks."""
     began = time.monotonic()
     if not hasattr(time, "pthread_getcpuclockid"):
         return lambda: time.monotonic() - began
@@ -138,20 +140,20 @@ def _clock_of_thread() -> Callable[[], float]:
     def spent() -> float:
         try:
             return time.clock_gettime(clock)
-        except OSError:  # the thread has just ended
+        except OSError:  # the thread has ended
             return 0.0
 
     return spent
 
 
 def _source(form: StructuredOutputsParams) -> str:
-    """A form in llguidance's own notation. Raises ValueError where it is none."""
+    """Convert a constraint to llguidance's grammar format. Raises ValueError if it is invalid."""
     from llguidance import LLMatcher, grammar_from
 
     if form.regex is not None:
         return LLMatcher.grammar_from_regex(form.regex)
     if form.choice is not None:
-        # A terminal: of rules the parser follows no more than 2,000 at a time.
+        # A terminal, because the parser follows at most 2,000 rules at a time.
         return LLMatcher.grammar_from_lark("start: TEXT\nTEXT: " + " | ".join(map(json.dumps, form.choice)))
     if form.grammar is not None:
         source = grammar_from("grammar", form.grammar)
@@ -170,19 +172,19 @@ def _source(form: StructuredOutputsParams) -> str:
 
 
 def _reason(parser: "LLMatcher") -> str:
-    """Why a parser has failed, in a line: llguidance's messages show the spot on lines of their own."""
+    """The parser's error message on one line."""
     message = " ".join(parser.get_error().removesuffix("<non-verbose/>").split())
     return "no token of the model's continues the text" if message == "NoExtensionBias" else message
 
 
 class Grammar:
-    """What a request may write.
+    """Grammar state of one request.
 
     Args:
-        parser: before the first token; left as it is.
-        renew: makes another one.
-        num_prompt: tokens of the prompt, of which the grammar says nothing.
-        end_tokens: that the grammar allows where its sentence is complete.
+        parser: before the first token; not modified.
+        renew: compiles a fresh parser.
+        num_prompt: prompt tokens, which the grammar does not constrain.
+        end_tokens: allowed once the output is complete.
         vocab_size, device: of the target's logits.
     """
 
@@ -196,24 +198,24 @@ class Grammar:
         device: torch.device,
     ):
         self._vocab_size, self._device, self._end_tokens = vocab_size, device, frozenset(end_tokens)
-        self._renew, self._num_prompt = renew, num_prompt
-        # It has read tokens[num_prompt:read]. Copies of it are asked, a microsecond each: what fails at a drafted text
-        # has failed for good, and `rollback` may leave another state than there was (llguidance 1.9).
+        self._new_parser, self._num_prompt = renew, num_prompt
+        # The parser has consumed tokens[num_prompt:read]. Queries run on copies (1 us each): an error on a drafted text
+        # is permanent, and `rollback` may not restore the state (llguidance 1.9).
         self._parser, self._read = parser.deep_copy(), num_prompt
-        self._excluded: dict[tuple[int, ...], Tensor] = {}  # of paths behind them
+        self._excluded: dict[tuple[int, ...], Tensor] = {}  # by path after the consumed tokens
 
     def excluded(self, tokens: Sequence[int], ancestors: Sequence[int] = ()) -> Tensor:
-        """bool [vocab], on the logits' device: the tokens that may not come next.
+        """bool [vocab] on the logits' device: tokens that are not allowed next.
 
         Args:
             tokens: prompt and output so far.
-            ancestors: what a path of the tree adds to them.
+            ancestors: tree path after them.
 
         Raises:
-            RequestError: the text is none of the grammar's, or takes more than llguidance's limits.
+            RequestError: the text violates the grammar or exceeds llguidance's limits.
         """
         path = tuple(ancestors)
-        if not self._end_tokens.isdisjoint(path):  # llguidance takes one, but does not find back from it
+        if not self._end_tokens.isdisjoint(path):  # llguidance accepts one, but cannot recover from it
             raise RequestError("structured_outputs: nothing follows an end token")
         self._follow(tokens)
         if path not in self._excluded:
@@ -222,24 +224,24 @@ class Grammar:
             except RequestError:
                 if path:
                     raise
-                self._read_anew(tokens)
+                self._reparse(tokens)
                 self._excluded[path] = self._exclude(path)
         return self._excluded[path]
 
     def fitting(self, tokens: Sequence[int], path: Sequence[int]) -> int:
-        """How many of a path's tokens continue the grammar's text, counted from the first, as far as its bytes go: a
-        spelling that `excluded` leaves out, where there is only one way on, counts as fitting.
+        """Number of leading path tokens whose bytes the grammar accepts. A forced text in a tokenization that
+        `excluded` masks still counts.
 
         Args:
             tokens: prompt and output so far.
-            path: what may follow them.
+            path: candidate tokens after them.
         """
         self._follow(tokens)
         ends = [place for place, token in enumerate(path, start=1) if token in self._end_tokens]
         return self._parser.deep_copy().validate_tokens(list(path[: ends[0]] if ends else path))
 
     def forced(self, tokens: Sequence[int]) -> list[int]:
-        """What must come next, as far as there is only one way on; no end tokens.
+        """The forced next tokens (only one continuation is possible), without end tokens.
 
         Args:
             tokens: prompt and output so far.
@@ -248,18 +250,18 @@ class Grammar:
         return list(self._parser.deep_copy().compute_ff_tokens())
 
     def _follow(self, tokens: Sequence[int]) -> None:
-        """Read what is new of a text that only ever grows."""
+        """Consume the tokens added since the last call."""
         if self._read == len(tokens):
             return
         new = list(tokens[self._read :])
         self._excluded.clear()
         self._read = len(tokens)
-        self._parser.consume_tokens(new)  # where that fails, `_exclude` says so
+        self._parser.consume_tokens(new)  # `_exclude` reports a failure
 
-    def _read_anew(self, tokens: Sequence[int]) -> None:
-        """Read a text as plain decoding alone would. Copies share their lexer and its limits (llguidance 1.9): where
-        one has come to them, all have, and it may have been a draft's or another request's."""
-        self._parser = self._renew().deep_copy()
+    def _reparse(self, tokens: Sequence[int]) -> None:
+        """Reparse a text with a fresh parser, as plain decoding alone would. Copies share their lexer and its limits
+        (llguidance 1.9), which a draft or another request may have exhausted."""
+        self._parser = self._new_parser().deep_copy()
         for token in tokens[self._num_prompt :]:
             self._parser.compute_bitmask()
             self._parser.consume_token(token)

@@ -1,4 +1,4 @@
-"""A tokenizer as llguidance reads it: how a form's texts are spelled."""
+"""Tokenizer adapter for llguidance."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,15 +10,15 @@ if TYPE_CHECKING:
 
 
 def read_tokenizer(tokenizer: Any, vocab_size: int, end_tokens: Sequence[int]) -> "LLTokenizer":
-    """The tokens that an output may have, for llguidance's parsers.
+    """Build llguidance's tokenizer over the tokens that an output may contain.
 
     Args:
-        tokenizer: transformers' or `tokenizers.Tokenizer`; None where the model has none.
+        tokenizer: transformers' or `tokenizers.Tokenizer`; None without one.
         vocab_size: of the target.
-        end_tokens: below it.
+        end_tokens: below `vocab_size`.
 
     Raises:
-        RequestError: there is no fast tokenizer, or no end token, or llguidance cannot read it.
+        RequestError: there is no fast tokenizer or no end token, or llguidance cannot read the tokenizer.
     """
     from llguidance import LLTokenizer, TokenizerWrapper
     from tokenizers import Tokenizer
@@ -39,22 +39,22 @@ def read_tokenizer(tokenizer: Any, vocab_size: int, end_tokens: Sequence[int]) -
         own = LLTokenizer(fast.to_str(), n_vocab=size, eos_token=list(end_tokens))
     except ValueError as error:
         raise RequestError(f"structured_outputs: llguidance cannot read the model's tokenizer: {error}") from None
-    speller = _Speller(own, vocab_size, end_tokens)
+    speller = _PlainTextTokenizer(own, vocab_size, end_tokens)
     speller.plain = LLTokenizer(TokenizerWrapper(speller), eos_token=list(end_tokens))
     return speller.plain
 
 
-class _Speller:
-    """Spells a form's own texts in tokens of the target, none of them special: the tokenizer itself makes the end token
-    of the text "</s>".
+class _PlainTextTokenizer:
+    """Tokenizes a constraint's texts without special tokens: the model's tokenizer would encode the text "</s>" as the
+    end token.
 
     Args:
-        own: the tokenizer, as llguidance reads it.
-        vocab_size: of the target, which may lack some of the tokenizer's tokens.
-        end_tokens: some of them, which end an output whatever their text.
+        own: llguidance's tokenizer of the model.
+        vocab_size: of the target, possibly smaller than the tokenizer's.
+        end_tokens: tokens that end an output.
 
     Attributes:
-        plain: what knows these tokens alone.
+        plain: llguidance's tokenizer restricted to the target's ordinary tokens.
     """
 
     bos_token_id = None
@@ -73,7 +73,7 @@ class _Speller:
         return tokens if self._spelling.issuperset(tokens) else self._longest(text)
 
     def _longest(self, text: str) -> list[int]:
-        """By the longest token at each place, up to where there is none: llguidance leaves such a byte out."""
+        """Greedy longest-match tokenization, up to the first byte without a token (llguidance skips such bytes)."""
         data, end = text.encode(), 0
         tokens: list[int] = []
         for token in self.plain.greedy_tokenize(text):

@@ -1,24 +1,23 @@
-"""Gumbel noise that depends on a seed, a sample, a position and a token, and on nothing else.
+"""Gumbel noise as a function of seed, sample, position and token.
 
-The target's choice at a position is the token with the largest log-probability plus noise (the Gumbel-max trick), and
-drafts add the same noise to their own. As the noise of a token does not depend on what was drafted, on the batch or on
-padding, sampled output is that of plain decoding with the same seed. The formula is
-`treespec_kernels.sampling.coupled_choice`'s, for this module and for the kernels alike.
+The target samples the token with the largest log-probability plus noise (Gumbel-max trick); drafts add the same noise
+to theirs. The noise does not depend on drafts, batch or padding, so sampled output equals plain decoding with the same
+seed. Host and kernels share the formula in `treespec_kernels.sampling.coupled_choice`.
 """
 
 import numpy as np
 
 from treespec_kernels.sampling.coupled_choice import gumbel_integers_of_row, gumbel_ref
 
-_RUN = 64  # rows are computed in whole runs of so many tokens, so that none falls into a vector's tail
+_RUN = 64  # rows are padded to multiples of this, so that no token falls into a SIMD tail
 
 
 class Noise:
-    """The noise of one sample, a row for each position, kept until the output has passed it.
+    """Noise of one sample: one cached row per position, dropped once the output has passed it.
 
     Args:
         seed: 0 to 2**64 - 1.
-        sample: which of the request's samples.
+        sample: index among the request's samples.
         vocab_size: of the target.
     """
 
@@ -27,7 +26,7 @@ class Noise:
         self._rows: dict[int, np.ndarray] = {}
 
     def row(self, position: int) -> np.ndarray:
-        """float32 [vocab_size], of the token that is chosen at `position`."""
+        """float32 [vocab_size], noise for sampling the token at `position`."""
         if position not in self._rows:
             whole_runs = -(-self.vocab_size // _RUN) * _RUN
             integers = gumbel_integers_of_row(self.seed, self.sample, position, whole_runs)

@@ -1,4 +1,4 @@
-"""The valid values of each field of `SamplingParams`."""
+"""Validation of the fields of `SamplingParams`."""
 
 import logging
 import math
@@ -13,14 +13,14 @@ logger = logging.getLogger("treespec")
 
 LEAST_TEMPERATURE = 1e-4  # below it, logits over the temperature may overflow
 MAX_SEED = 2**64 - 1
-MAX_SAMPLES = 16384  # of one prompt, as in vLLM: each is set up before the first round
+MAX_SAMPLES = 16384  # per prompt, as in vLLM
 
 
 def checked(name: str, value: Any) -> Any:
-    """The value as the field keeps it: Python's numbers, tuples for lists, and copies of dicts.
+    """Validate a field and convert it: Python numbers, tuples for lists, copies of dicts.
 
     Raises:
-        ConfigError: it is of another kind or out of range; the message names the field, the value and the valid ones.
+        ConfigError: wrong type or out of range; the message names the field, the value and the valid ones.
     """
     if name in _OTHERS:
         return _OTHERS[name](name, value)
@@ -39,8 +39,8 @@ def _number(name: str, value: Any) -> float | int | None:
             raise ConfigError(f"{name}={value!r}; valid: {valid}")
         if real == 0 and name in ("top_p", "repetition_penalty"):
             raise ConfigError(f"{name}=0; valid: more than 0")
-        if name == "temperature" and 0 < real < LEAST_TEMPERATURE:  # as vLLM, which has a least one, too
-            logger.warning("temperature=%r is raised to %r, the least above 0", real, LEAST_TEMPERATURE)
+        if name == "temperature" and 0 < real < LEAST_TEMPERATURE:  # vLLM has a minimum, too
+            logger.warning("temperature=%r is raised to %r, the minimum above 0", real, LEAST_TEMPERATURE)
             return LEAST_TEMPERATURE
         return real
     least, most, valid = _INTS[name]
@@ -79,7 +79,7 @@ def _stop_token_ids(name: str, value: Any) -> tuple[int, ...]:
 def _bad_words(name: str, value: Any) -> tuple[str, ...]:
     words = _sequence(name, value, "a list of strings")
     if any(not isinstance(word, str) or not word.strip() for word in words):
-        raise ConfigError(f"{name}={words!r}; valid: strings that are not blank")
+        raise ConfigError(f"{name}={words!r}; valid: non-blank strings")
     return words
 
 
@@ -108,10 +108,10 @@ def _allowed_token_ids(name: str, value: Any) -> tuple[int, ...] | None:
 
 
 def _logits_processors(name: str, value: Any) -> tuple[Any, ...]:
-    processors = _sequence(name, value, "a list of Hugging Face's processors")
+    processors = _sequence(name, value, "a list of Hugging Face logits processors")
     for processor in processors:
         if not callable(processor):
-            raise ConfigError(f"{name}: {safe_repr(processor)} cannot be called; valid: Hugging Face's processors")
+            raise ConfigError(f"{name}: {safe_repr(processor)} cannot be called; valid: Hugging Face logits processors")
     return processors
 
 
@@ -139,7 +139,7 @@ _FLOATS = {
     "temperature": ((0, math.inf), "0 (greedy) or a finite positive number"),
     "top_p": ((0, 1), "more than 0, at most 1"),
     "min_p": ((0, 1), "0 to 1"),
-    "repetition_penalty": ((0, math.inf), "a finite positive number; 1 is none"),
+    "repetition_penalty": ((0, math.inf), "a finite positive number; 1 = no penalty"),
     "frequency_penalty": ((-2, 2), "-2 to 2"),
     "presence_penalty": ((-2, 2), "-2 to 2"),
 }

@@ -1,4 +1,4 @@
-"""Which tokens a request may write at all: the one part of its transforms that its drafts know, too."""
+"""Token restrictions of a request (allowed_token_ids, grammar), which drafts observe as well."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from treespec.tree import TokenTree
 
 
 class Restriction:
-    """Tokens are left out by a list, by a grammar or by both.
+    """Masks tokens by a list of allowed ids, a grammar or both.
 
     Args:
         allowed: token ids; None = all.
@@ -27,11 +27,11 @@ class Restriction:
         self._unlisted_on_device = torch.from_numpy(self._unlisted).to(device)
 
     def excluded(self, tokens: Sequence[int], ancestors: Sequence[int]) -> Tensor:
-        """bool [vocab]: the tokens that may not come next; not to be changed.
+        """bool [vocab]: tokens that are not allowed next; do not modify.
 
         Args:
             tokens: prompt and output so far.
-            ancestors: what a path of the tree adds to them.
+            ancestors: tree path after them.
 
         Raises:
             RequestError: as `Grammar.excluded`.
@@ -41,15 +41,15 @@ class Restriction:
         return self._unlisted_on_device | self.grammar.excluded(tokens, ancestors)
 
     def narrow(self, logits: Tensor, tokens: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Exclude from a draft's guesses what the target may not choose.
+        """Mask draft logits of tokens that the target may not choose.
 
-        A row stays as it is where nothing of the draft's would be left, and where a grammar knows no such text: what is
-        guessed there is not accepted, that is all.
+        A row is left unmasked if no token would remain or the grammar rejects its text: drafts there are never
+        accepted.
 
         Args:
-            logits: float [num_rows, vocab], changed in place.
+            logits: float [num_rows, vocab], modified in place.
             tokens: prompt and output so far.
-            paths: by row, what the tree adds to them.
+            paths: by row, the tree path after them.
         """
         excluded = torch.stack([self._excluded_if_known(tokens, path) for path in paths])
         narrowed = logits.masked_fill(excluded, -torch.inf)
@@ -57,15 +57,15 @@ class Restriction:
         logits.copy_(torch.where(some_left, narrowed, logits))
 
     def _excluded_if_known(self, tokens: Sequence[int], path: Sequence[int]) -> Tensor:
-        """As `excluded`; no token where the grammar knows no such text."""
+        """Like `excluded`, but masks nothing if the grammar rejects the text."""
         try:
             return self.excluded(tokens, path)
         except RequestError:
             return torch.zeros_like(self._unlisted_on_device)
 
     def prune(self, tree: TokenTree, tokens: Sequence[int]) -> TokenTree:
-        """The tree without guesses that the target may not choose, and what is below them. One with random draws stays
-        whole, as `TokenTree.keep` says.
+        """Remove nodes that the target may not choose, with their subtrees. A tree with random draws is returned
+        unchanged (see `TokenTree.keep`).
 
         Args:
             tree: over the last of `tokens`.
@@ -84,7 +84,7 @@ class Restriction:
         return tree.keep(np.flatnonzero(own))
 
     def _fits(self, grammar: Grammar, tree: TokenTree, tokens: Sequence[int]) -> np.ndarray:
-        """bool [num_nodes]: which nodes' paths are the grammar's, asked at the leaves."""
+        """bool [num_nodes]: nodes whose paths the grammar accepts, queried at the leaves."""
         fits = np.zeros(len(tree), dtype=bool)
         inner = np.zeros(len(tree), dtype=bool)
         inner[tree.parents[1:]] = True

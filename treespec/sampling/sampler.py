@@ -1,4 +1,4 @@
-"""What one request's tokens are chosen by: its transforms, its noise, and the walk through its trees."""
+"""Sampler of one request: logits transforms, noise and tree verification."""
 
 import math
 import secrets
@@ -21,39 +21,39 @@ from treespec.verification.oracle import RandomOracle
 from treespec.verification.verify import Verified, verify_drawn_one
 from treespec_kernels.sampling.coupled_choice import coupled_choice_triton
 
-_VERIFY_STREAM, _DRAFT_STREAM = 1 << 32, 2 << 32  # added to the sample's number in a generator's key
+_VERIFY_STREAM, _DRAFT_STREAM = 1 << 32, 2 << 32  # added to the sample index in the generator's key
 
 
-SEED_BITS = 53  # of a drawn seed, so that every reader of JSON keeps it whole
+SEED_BITS = 53  # of a generated seed: exact as a JSON number
 
 
 def new_seed() -> int:
-    """A seed for a request that has none."""
+    """Generate a seed for a request without one."""
     return secrets.randbits(SEED_BITS)
 
 
 class Scoring(Protocol):
-    """From logits to scores, one row at a time."""
+    """Transforms one row of logits into scores."""
 
     def scores(self, logits: Tensor, tokens: Sequence[int], ancestors: Sequence[int]) -> Tensor:
         """As `Transforms.scores`."""
 
 
 class Sampler:
-    """Chooses the tokens of one request that does not simply take the argmax.
+    """Samples the tokens of a request whose output is not the plain argmax.
 
     Args:
         params: of the request.
-        prompt: its tokens.
-        end_tokens: tokens that end it.
+        prompt: prompt token ids.
+        end_tokens: tokens that end the request.
         bad_words: token ids of each spelling.
         vocab_size, device: of the target's logits.
         seed: of the noise.
-        sample: which of the request's samples.
-        kernel_noise: whether the noise is computed where the logits are, by the kernel that captured rounds use: its
-            logarithms may round otherwise than the host's, so an engine uses one of the two for everything.
-        transforms: in place of those of `params`, temperature and truncation included.
-        grammar: of its structured output, if it has one.
+        sample: index among the request's samples.
+        kernel_noise: compute the noise on the logits' device, with the kernel of captured rounds. Its logarithms may
+            round differently from the host's, so an engine uses one of the two throughout.
+        transforms: replace those of `params`, temperature and truncation included.
+        grammar: of the structured output, if any.
     """
 
     def __init__(
@@ -82,16 +82,16 @@ class Sampler:
 
     @property
     def restriction(self) -> Restriction | None:
-        """The tokens that the request may write at all, for those who draft for it; None = all."""
+        """Allowed tokens, also for drafts; None = all."""
         return self.transforms.restriction if isinstance(self.transforms, Transforms) else None
 
     def choose(self, logits: Tensor, tokens: Sequence[int], ancestors: Sequence[int] = ()) -> int:
-        """The token that plain decoding emits here: argmax of scores plus noise, greedily of scores alone.
+        """The token that plain decoding emits here: argmax of scores, plus noise if sampled.
 
         Args:
             logits: [vocab], the target's.
             tokens: prompt and output so far.
-            ancestors: what a path of the tree adds to them.
+            ancestors: tree path after them.
 
         Raises:
             RequestError: a processor failed, no token is left, or the target computed NaN or infinity.
@@ -102,13 +102,13 @@ class Sampler:
         scores = self.transforms.scores(logits, tokens, ancestors)
         if self.temperature > 0:
             scores = scores + torch.from_numpy(self.noise.row(position)).to(self._device)
-        best, token = scores.max(0)  # the first of equal ones
+        best, token = scores.max(0)  # the first on ties
         self._check(float(best), logits, position)
         return int(token)
 
     def _choose_by_kernel(self, logits: Tensor, tokens: Sequence[int], ancestors: Sequence[int], position: int) -> int:
-        """Temperature, noise and argmax in one pass. Where nothing else changes the logits, they go in as they are, as
-        in a captured round."""
+        """Fused temperature, noise and argmax. Logits without other transforms are passed unmodified, as in captured
+        rounds."""
         alone = not self.params.transforms_logits and not self.params.truncates
         scores = logits if alone else self.transforms.scores(logits, tokens, ancestors)
         seed, sample = (np.uint64(word).astype(np.int64).item() for word in self._key)
@@ -128,26 +128,26 @@ class Sampler:
         return int(chosen.tokens)
 
     def target_probs(self, logits: Tensor, tokens: Sequence[int], ancestors: Sequence[int]) -> np.ndarray:
-        """float32 [vocab], p. Arguments and errors as `choose`; temperature above 0."""
+        """float32 [vocab]: the target's probabilities. Arguments and errors as in `choose`; temperature above 0."""
         scores = self.transforms.scores(logits, tokens, ancestors)
         self._check(float(scores.max()), logits, len(tokens) + len(ancestors))
         return torch.softmax(scores, -1).cpu().numpy()
 
     def walk(self, tree: TokenTree, logits: Tensor, tokens: Sequence[int], most: int) -> Verified:
-        """Naive verification: go on to the child that carries the target's choice, until there is none.
+        """Naive verification: descend to the child that carries the target's choice until there is none.
 
-        As the choice at a node depends on its past and on noise of its own, the emitted tokens are those of plain
-        decoding. Below a token that ends the request nothing is chosen. Where a later choice fails, the tokens before
-        it are emitted, as plain decoding would have: the next walk fails at its root.
+        A node's choice depends only on its path and its own noise, so the emitted tokens equal plain decoding. The walk
+        stops at a token that ends the request. If a choice below the root fails, the tokens before it are emitted, as
+        in plain decoding, and the next walk fails at its root.
 
         Args:
-            tree: num_nodes nodes.
+            tree: to verify.
             logits: [num_nodes, vocab].
-            tokens: prompt and output, up to the root.
-            most: tokens that the request may still emit.
+            tokens: prompt and output up to the root.
+            most: remaining tokens of the request.
 
         Raises:
-            RequestError: as `choose`, at the root.
+            RequestError: as in `choose`, at the root.
         """
         below = list(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True))
         children = {key: node for node, key in enumerate(below) if node}
@@ -168,16 +168,16 @@ class Sampler:
             ancestors.append(token)
 
     def temper(self, logits: Tensor, position: int, rule: str) -> None:
-        """Make a draft's logits say what the target's choice at `position` will be.
+        """Adjust draft logits to predict the target's choice at `position`.
 
-        Coupled, the noise of that choice is added; then softmax is the distribution of the choice of a target whose own
-        log-probabilities differ from the draft's by further Gumbel noise, so it serves as a child's probability. What
-        is drawn at random is truncated as the target is; coupled guesses gain nothing by it.
+        Divides by the temperature. "coupled" adds the target's noise: the softmax is then the choice distribution of a
+        target whose log-probabilities differ from the draft's by further Gumbel noise, and serves as child probability.
+        For random draws the draft is truncated like the target; coupled drafts do not benefit from truncation.
 
         Args:
-            logits: float32 [num_rows, vocab], changed in place.
-            position: of the token that is guessed.
-            rule: of verification.
+            logits: float32 [num_rows, vocab], modified in place.
+            position: of the drafted token.
+            rule: verification rule.
         """
         if self.temperature > 0:
             logits.div_(self.temperature)
@@ -187,7 +187,7 @@ class Sampler:
                 logits.add_(torch.from_numpy(self.noise.row(position)).to(logits.device))
 
     def verify_drawn(self, rule: str, tree: TokenTree, logits: Tensor, tokens: Sequence[int]) -> Verified:
-        """Verification of a tree whose children were drawn at random, by the rule "rejection" or "traversal"."""
+        """Verify a tree of random draws by "rejection" or "traversal"."""
 
         def target(node: int) -> np.ndarray | None:
             if node and int(tree.tokens[node]) in self._end_tokens:
@@ -198,23 +198,23 @@ class Sampler:
             except RequestError:
                 if not node:
                     raise
-                return None  # as in plain decoding the token before is emitted, and the next round fails at its root
+                return None  # as in plain decoding, emit the token before; the next round fails at its root
 
         if self._oracle is None:
             self._oracle = RandomOracle(self.generator(_VERIFY_STREAM))
         return verify_drawn_one(rule, tree, target, self._oracle)
 
     def draft_generator(self) -> np.random.Generator:
-        """Randomness for draws of drafts, independent of verification's."""
+        """Generator for draft sampling, independent of verification."""
         return self.generator(_DRAFT_STREAM)
 
     def generator(self, stream: int) -> np.random.Generator:
-        """Randomness of this request alone, so that nothing else in the batch moves it."""
+        """Generator keyed by seed, sample and stream, independent of the rest of the batch."""
         seed, sample = self._key
         return np.random.Generator(np.random.Philox(key=np.array([seed, sample + stream], np.uint64)))
 
     def _check(self, best: float, logits: Tensor, position: int) -> None:
-        """Raise where the best score is none."""
+        """Raise RequestError if the best score is not finite."""
         if math.isfinite(best):
             return
         if not bool(torch.isfinite(logits.float().max())):

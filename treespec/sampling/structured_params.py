@@ -1,4 +1,4 @@
-"""What a structured output may be: `StructuredOutputsParams`, with vLLM's names, checked where it is made."""
+"""`StructuredOutputsParams` with vLLM's names, validated on construction."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,24 +11,23 @@ from treespec.scalars import to_python
 
 @dataclass(frozen=True, init=False)
 class StructuredOutputsParams:
-    """The form of an output: exactly one of `json`, `regex`, `choice`, `grammar` and `json_object`.
+    """Output constraint: exactly one of `json`, `regex`, `choice`, `grammar` and `json_object`.
 
-    The output is a sentence of that form and an end token behind it, or the beginning of one where `max_tokens` end it
-    before. What the form says of the text so far, every node of a token tree has for its own text, and so do the drafts
-    that guess there. Forms are read by llguidance, which the extra "structured" installs.
+    The output is a complete match followed by an end token, or a prefix of one if `max_tokens` cuts it. The constraint
+    masks every tree node by its own path, for target and drafts. Requires llguidance (extra "structured").
 
     Args:
-        json: a JSON schema that is an object, as a dict or as text. One that cannot be kept to is refused.
-        regex: the whole output matches it. Syntax of Rust's regex, which knows no look-around and no back-references.
+        json: a JSON schema (an object) as a dict or as text. Unsupported schemas are rejected.
+        regex: must match the whole output. Rust regex syntax, without look-around and back-references.
         choice: one of these texts.
-        grammar: context-free, in Lark's notation (with llguidance's extensions) or in GBNF, whose first rule is `root`.
+        grammar: context-free grammar in Lark (with llguidance's extensions) or GBNF (start rule `root`).
         json_object: any JSON object.
-        disable_any_whitespace: JSON without spaces and line breaks between its parts.
-        disable_additional_properties: objects of a schema that names properties have no others, where it does not say.
-        whitespace_pattern: a regex; what may stand between parts of JSON.
+        disable_any_whitespace: JSON without whitespace between tokens.
+        disable_additional_properties: schemas with properties default to additionalProperties: false.
+        whitespace_pattern: regex of the whitespace allowed between JSON tokens.
 
     Raises:
-        ConfigError: an unknown keyword, not exactly one form, or a value that is none.
+        ConfigError: an unknown keyword, not exactly one constraint, or an invalid value.
     """
 
     json: str | None
@@ -61,7 +60,7 @@ class StructuredOutputsParams:
         reject_unknown("StructuredOutputsParams", unknown, names)
         for name in names:
             object.__setattr__(self, name, options[name])
-        if self.json_object is False:  # asks for nothing, as None
+        if self.json_object is False:  # equivalent to None
             object.__setattr__(self, "json_object", None)
         given = [name for name in _FORMS if getattr(self, name) is not None]
         if len(given) != 1:
@@ -72,10 +71,10 @@ class StructuredOutputsParams:
 
     @classmethod
     def of(cls, given: Any) -> Self | None:
-        """From the parameters of a request: one of these, or a dict of its keywords, or None.
+        """Convert the value of a request's `structured_outputs`: an instance, a dict of keywords or None.
 
         Raises:
-            ConfigError: it is something else, or as the constructor.
+            ConfigError: another type, or as in the constructor.
         """
         if given is None or isinstance(given, cls):
             return given
@@ -87,7 +86,7 @@ class StructuredOutputsParams:
 
     @property
     def form(self) -> str:
-        """Which one it is."""
+        """Name of the constraint that is set."""
         return next(name for name in _FORMS if getattr(self, name) is not None)
 
     def _check(self) -> None:
@@ -120,7 +119,7 @@ _FORMS = ("json", "regex", "choice", "grammar", "json_object")
 
 
 def _schema_text(schema: Any) -> str:
-    """A JSON schema as text. Its keys keep their order, in which an output has them."""
+    """Serialise a JSON schema. Key order is kept, as it determines the output's."""
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
@@ -129,18 +128,18 @@ def _schema_text(schema: Any) -> str:
                 f"json={schema[:80]!r} is no JSON ({error}); give a schema as a dict or as text"
             ) from None
     if not isinstance(schema, dict):
-        raise ConfigError(f"json={schema!r}; valid: a JSON schema, that is an object, as a dict or as text")
+        raise ConfigError(f"json={schema!r}; valid: a JSON schema (an object), as a dict or as text")
     try:
         return json.dumps(schema, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"json: a schema that cannot be written as JSON ({error})") from None
+        raise ConfigError(f"json: the schema cannot be written as JSON ({error})") from None
 
 
 def closed_schema(schema: Any) -> Any:
-    """A schema in which objects that name properties have no others, unless it says so itself.
+    """Set additionalProperties: false in every object schema with properties that does not set it.
 
     Args:
-        schema: as `json.loads` gives it; left as it is.
+        schema: from `json.loads`; not modified.
     """
     if isinstance(schema, list):
         return [closed_schema(each) for each in schema]
@@ -148,7 +147,7 @@ def closed_schema(schema: Any) -> Any:
         return schema
     closed = {}
     for key, value in schema.items():
-        if key in _MAPS and isinstance(value, dict):  # names of the user's own, which may be "items" as well
+        if key in _MAPS and isinstance(value, dict):  # user-defined names, possibly schema keywords such as "items"
             closed[key] = {name: closed_schema(each) for name, each in value.items()}
         else:
             closed[key] = value if key in _VALUES else closed_schema(value)

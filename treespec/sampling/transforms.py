@@ -1,7 +1,7 @@
-"""From the target's logits to what is sampled from: every transform, for one row at a time.
+"""Logits transforms of a request, one row at a time.
 
-A row is transformed alone, by the same code whether it is a step of plain decoding or a node of a tree, so its bits
-cannot depend on what stands beside it.
+Each row is transformed alone and by the same code for plain decoding and tree nodes, so its bits do not depend on the
+other rows.
 """
 
 from collections.abc import Sequence
@@ -16,23 +16,23 @@ from treespec.sampling.restriction import Restriction
 from treespec.sampling_params import SamplingParams
 from treespec.torch_state import call_processor, outside_code
 
-_NUCLEUS = 64  # of a draft's tokens, the likeliest of which are looked at for truncation
+_NUCLEUS = 64  # most likely draft tokens considered for top_p
 
 
 class Transforms:
-    """Turns a row of logits into the scores that one request samples from, in the order that `SamplingParams` gives.
+    """Turns a row of logits into the scores that a request samples from, in the order stated in `SamplingParams`.
 
     Args:
-        params: of the request; the tokens of its `logit_bias` and `allowed_token_ids` are in the vocabulary.
-        num_prompt: tokens of its prompt.
-        end_tokens: what may not come before `min_tokens`.
+        params: of the request; all token ids are within the vocabulary.
+        num_prompt: number of prompt tokens.
+        end_tokens: masked before `min_tokens`.
         bad_words: token ids of each spelling.
         vocab_size: of the target.
         device: of the logits.
-        grammar: of the parameters' structured output, if they ask for one.
+        grammar: of the structured output, if any.
 
     Attributes:
-        restriction: the tokens that the request may write at all, for those who draft for it; None = all.
+        restriction: allowed tokens, also for drafts; None = all.
     """
 
     def __init__(
@@ -58,15 +58,15 @@ class Transforms:
         self._top_k = params.top_k if 0 < params.top_k < vocab_size else None
 
     def scores(self, logits: Tensor, tokens: Sequence[int], ancestors: Sequence[int]) -> Tensor:
-        """float32 [vocab]: log-probabilities but for a constant, -inf where a token is excluded.
+        """float32 [vocab]: log-probabilities up to a constant, -inf for excluded tokens.
 
         Args:
-            logits: [vocab], the target's, after the last of `ancestors`; left as they are.
+            logits: [vocab], the target's, after the last of `ancestors`; not modified.
             tokens: prompt and output so far.
-            ancestors: what a path of the tree adds to them.
+            ancestors: tree path after them.
 
         Raises:
-            RequestError: a processor failed, or returned something else than scores, or as `Restriction.excluded`.
+            RequestError: a processor failed or returned invalid scores, or as in `Restriction.excluded`.
         """
         params, scores = self.params, logits.float()
         if self.restriction is not None:
@@ -94,7 +94,7 @@ class Transforms:
 
 
 class _BadWords:
-    """Token sequences that are not written, by what stands before their last token: thousands cost no more than one.
+    """Forbidden token sequences, indexed by the tokens before their last one: the cost does not grow with their number.
 
     Args:
         words: token ids of each spelling.
@@ -107,7 +107,7 @@ class _BadWords:
         self._lengths = sorted({len(before) for before in self._ends})
 
     def ends(self, tokens: Sequence[int], ancestors: Sequence[int]) -> list[int]:
-        """The last token of every word whose other tokens stand at the end of the text."""
+        """Last tokens of all words whose other tokens end the text."""
         if not self._lengths:
             return []
         near = (*tokens[len(tokens) - min(self._lengths[-1], len(tokens)) :], *ancestors)
@@ -116,7 +116,7 @@ class _BadWords:
 
 
 class _Counts:
-    """How often each token is in a request's output, and which are in its prompt."""
+    """Token counts of a request's output, and the set of its prompt tokens."""
 
     def __init__(self, vocab_size: int, num_prompt: int):
         self._in_prompt = np.zeros(vocab_size, dtype=bool)
@@ -126,7 +126,7 @@ class _Counts:
     def penalise(
         self, scores: Tensor, params: SamplingParams, tokens: Sequence[int], ancestors: Sequence[int]
     ) -> Tensor:
-        """Scores after repetition, frequency and presence penalty, in vLLM's order."""
+        """Apply repetition, frequency and presence penalties, in vLLM's order."""
         if not self._known:
             self._in_prompt[tokens[: self._num_prompt]] = True
             self._known = self._num_prompt
@@ -148,7 +148,7 @@ class _Counts:
 
 
 def _process(processor: object, scores: Tensor, tokens: Sequence[int], ancestors: Sequence[int]) -> Tensor:
-    """Scores after one of Hugging Face's processors."""
+    """Apply a Hugging Face logits processor."""
     with outside_code():
         ids = torch.tensor([[*tokens, *ancestors]], dtype=torch.int64, device=scores.device)
         given = scores[None].clone()
@@ -161,10 +161,10 @@ def _process(processor: object, scores: Tensor, tokens: Sequence[int], ancestors
 
 
 def _name_of(processor: object) -> str:
-    """A processor's name for messages: a function's own, or that of its class."""
+    """A processor's name for messages: its __name__ or its class name."""
     try:
         name = getattr(processor, "__name__", None)
-    except Exception:  # a class may answer for its attributes as it likes
+    except Exception:  # user classes may raise anything from attribute access
         name = None
     return name if isinstance(name, str) else type(processor).__name__
 
@@ -172,8 +172,8 @@ def _name_of(processor: object) -> str:
 def topk_rows(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest values of each row and their columns, descending; x: [num_rows, width].
 
-    Narrows to the k blocks with the largest maxima first: the k largest lie in them. For 24 rows and k = 8 on one
-    thread: 62 us against torch.topk's 84 at a width of 4,096, 452 against 2,283 at 131,072.
+    First selects the k blocks with the largest maxima, which contain the k largest values. For 24 rows, k = 8, one
+    thread: 62 us vs. torch.topk's 84 at width 4,096, 452 vs. 2,283 at 131,072.
     """
     rows, width = x.shape
     block = 64
@@ -188,44 +188,44 @@ def topk_rows(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def keep_best(scores: Tensor, count: int) -> Tensor:
-    """Scores [vocab] with -inf for all but the `count` best; of equal ones the lower ids are better. NaN is kept."""
+    """Set all but the `count` best scores ([vocab]) to -inf; ties prefer lower ids. NaN is kept."""
     if count >= len(scores):
         return scores
     return scores.masked_fill(~_best(scores, count), -torch.inf)
 
 
 def _best(scores: Tensor, count: int) -> Tensor:
-    """bool [vocab], where the `count` best scores are, and every NaN."""
+    """bool [vocab]: True for the `count` best scores and for NaN."""
     least = topk_rows(scores[None], count)[0][0, -1]
     best = ~(scores < least)
     spare = int(best.sum()) - count
-    if spare > 0:  # logits of bfloat16 tie in percents of rows
+    if spare > 0:  # bfloat16 logits tie in several percent of rows
         best[torch.nonzero(scores == least)[-spare:, 0]] = False
     return best
 
 
 def nucleus_size(scores: Tensor, top_p: float) -> int:
-    """How many of the likeliest tokens it takes to reach the probability `top_p`; scores: [vocab], at least 1."""
+    """Number of most likely tokens (at least 1) needed to reach probability `top_p`; scores: [vocab]."""
     shares = torch.exp(scores - scores.max())
     wanted, count = top_p * float(shares.sum(dtype=torch.float64)), 64
-    while True:  # sorting all of 131,072 takes 9 ms, and a few hundred usually do
+    while True:  # sorting all 131,072 takes 9 ms; a few hundred usually suffice
         best = topk_rows(shares[None], count)[0][0].double().cumsum(0)
         reached = best >= wanted
         if bool(reached[-1]):
             return int(reached.to(torch.int64).argmax()) + 1
         if count >= len(scores):
-            return len(scores)  # the sums' roundings differ
+            return len(scores)  # rounding of the sums differs
         count *= 4
 
 
 def truncate_rows(logits: Tensor, params: SamplingParams) -> None:
-    """Exclude, in place, what top_k, top_p and min_p would leave out of a draft's own distribution.
+    """Apply top_k, top_p and min_p to draft logits in place.
 
-    A draft need not truncate as exactly as the target does: ties at the border stay, and a nucleus of more than
-    `_NUCLEUS` tokens is left whole.
+    Drafts are truncated approximately: ties at the threshold stay, and a nucleus of more than `_NUCLEUS` tokens is not
+    truncated.
 
     Args:
-        logits: float32 [num_rows, vocab], over the temperature already.
+        logits: float32 [num_rows, vocab], already divided by the temperature.
         params: of the request.
     """
     wide = logits.shape[1]
@@ -237,15 +237,15 @@ def truncate_rows(logits: Tensor, params: SamplingParams) -> None:
         logits.masked_fill_(logits < least, -torch.inf)
     if params.top_p < 1:
         best = topk_rows(torch.softmax(logits, 1), _NUCLEUS)[0]
-        inside = (best.cumsum(1) - best < params.top_p).sum(1, keepdim=True).clamp(min=1)  # 0 where a row is NaN
+        inside = (best.cumsum(1) - best < params.top_p).sum(1, keepdim=True).clamp(min=1)  # 0 if a row is NaN
         values = topk_rows(logits, best.shape[1])[0]
         least = torch.where(inside < best.shape[1], values.gather(1, inside - 1), -torch.inf)
         logits.masked_fill_(logits < least, -torch.inf)
 
 
 class Logprob(NamedTuple):
-    """A token's log-probability in the model's own distribution, and its rank there, 1 for the likeliest. Of equal
-    logits the lower ids count as likelier."""
+    """A token's log-probability under the model's untransformed distribution and its rank, from 1; ties prefer lower
+    ids."""
 
     logprob: float
     rank: int
@@ -253,12 +253,12 @@ class Logprob(NamedTuple):
 
 
 def logprobs_of(logits: Tensor, token: int, count: int) -> dict[int, Logprob]:
-    """The chosen token's log-probability, and those of the `count` likeliest tokens, in falling order.
+    """Log-probabilities of the chosen token and of the `count` most likely tokens, in descending order.
 
     Args:
-        logits: [vocab], the model's own.
-        token: the chosen one, first in the result.
-        count: how many more; at most the vocabulary.
+        logits: [vocab], untransformed.
+        token: the chosen token, first in the result.
+        count: number of most likely tokens, at most the vocabulary size.
     """
     raw = logits.float()
     row = torch.log_softmax(raw, -1)

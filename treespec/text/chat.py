@@ -1,4 +1,4 @@
-"""Conversations as prompts: a tokenizer's chat template turns messages into the text that the model was trained on."""
+"""Chat prompts: render messages with the tokenizer's chat template."""
 
 import json
 import re
@@ -13,7 +13,7 @@ _LOOP_OVER_PARTS = re.compile(r"""\bfor\s+\w+\s+in\s+\w+(\.content|\[['"]content
 
 
 class Conversation(NamedTuple):
-    """Messages, and how they are rendered. Names are those of transformers' `apply_chat_template`."""
+    """Messages and the arguments of transformers' `apply_chat_template`."""
 
     messages: Sequence[Message]
     chat_template: str | None
@@ -23,25 +23,25 @@ class Conversation(NamedTuple):
     template_kwargs: Mapping[str, Any]
 
     def render(self, tokenizer: Any) -> str:
-        """The prompt's text, with all special tokens that the template writes.
+        """Render the prompt text, including the template's special tokens.
 
         Raises:
-            RequestError: the messages are malformed, or the template refuses them.
+            RequestError: the messages are malformed, or the template raises.
         """
         for message in self.messages:
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
                 raise RequestError(f"message {safe_repr(message)}; valid: {{'role': 'user', 'content': '...'}}")
         if not self.messages:
-            raise RequestError("a conversation without messages; give at least one")
+            raise RequestError("the conversation has no messages; give at least one")
         if self.continue_final_message and self.messages[-1]["role"] != "assistant":
             raise RequestError(
                 f"continue_final_message=True, but the last message is of role {self.messages[-1]['role']!r}; end with "
-                "the assistant's, or leave it out"
+                "an assistant message, or omit it"
             )
         template = self.chat_template or getattr(tokenizer, "chat_template", None)
-        named = list(template.values()) if isinstance(template, Mapping) else [template]  # some have one for tools
+        named = list(template.values()) if isinstance(template, Mapping) else [template]  # one for tools
         reads_parts = any(_LOOP_OVER_PARTS.search(str(each)) for each in named)
-        messages = [_as_templates_expect(message, reads_parts) for message in self.messages]
+        messages = [_to_template_format(message, reads_parts) for message in self.messages]
         try:
             text = tokenizer.apply_chat_template(
                 messages,
@@ -52,39 +52,39 @@ class Conversation(NamedTuple):
                 continue_final_message=self.continue_final_message,
                 **self.template_kwargs,
             )
-        except Exception as error:  # templates are programs: they raise what they like
+        except Exception as error:  # templates may raise anything
             raise RequestError(f"the chat template refuses the messages: {describe_error(error)}") from error
         if not isinstance(text, str):
             raise RequestError(f"the chat template made {type(text).__name__}, not one text")
         return text
 
 
-def _as_templates_expect(message: Message, reads_parts: bool) -> Message:
-    """A message with what OpenAI's API writes in another way than templates read it: a content in parts as one text,
-    unless the template reads parts itself, and the arguments of tool calls as objects in place of JSON texts.
+def _to_template_format(message: Message, reads_parts: bool) -> Message:
+    """Convert an OpenAI-style message to what templates expect: content parts joined to one text, unless the template
+    reads parts, and tool-call arguments parsed from JSON.
 
     Raises:
-        RequestError: a part that is no text, or arguments that are no JSON.
+        RequestError: a part is not text, or arguments are not JSON.
     """
     changed, content = dict(message), message.get("content")
     if isinstance(content, list | tuple):
         texts = [_text_of(part) for part in content]
         changed["content"] = [{"type": "text", "text": text} for text in texts] if reads_parts else "\n".join(texts)
     if isinstance(message.get("tool_calls"), list | tuple):
-        changed["tool_calls"] = [_with_arguments(call) for call in message["tool_calls"]]
+        changed["tool_calls"] = [_parse_arguments(call) for call in message["tool_calls"]]
     return changed
 
 
 def _text_of(part: Any) -> str:
-    """The text that a part of a content is."""
+    """Text of a content part."""
     text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part
     if not isinstance(text, str):
         raise RequestError(f"content part {safe_repr(part)}; valid: a text or {{'type': 'text', 'text': '...'}}")
     return text
 
 
-def _with_arguments(call: Any) -> Any:
-    """A tool call whose arguments, a JSON text, are an object; any other as it is."""
+def _parse_arguments(call: Any) -> Any:
+    """Parse a tool call's arguments if they are JSON text."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
@@ -104,10 +104,10 @@ def conversations(
     tools: Sequence[Mapping[str, Any]] | None,
     template_kwargs: Mapping[str, Any] | None,
 ) -> list[Conversation]:
-    """One conversation (a list of messages) or several.
+    """Validate one conversation (a list of messages) or several.
 
     Raises:
-        ConfigError: no tokenizer, no template, or options that contradict each other.
+        ConfigError: no tokenizer, no template, or contradictory options.
     """
     if tokenizer is None:
         raise ConfigError("chat needs a tokenizer, and the model's folder has none; give LLM(tokenizer=...)")
@@ -115,12 +115,11 @@ def conversations(
         raise ConfigError(f"chat needs a tokenizer with apply_chat_template; {type(tokenizer).__name__} has none")
     if chat_template is None and not getattr(tokenizer, "chat_template", None):
         raise ConfigError(
-            "the model's tokenizer has no chat template (it was not trained to chat); give chat_template=..., or use "
-            "generate"
+            "the model's tokenizer has no chat template (not a chat model); give chat_template=..., or use generate"
         )
     if add_generation_prompt and continue_final_message:
         raise ConfigError(
-            "continue_final_message=True goes on with the last message, add_generation_prompt=True begins another; "
+            "continue_final_message=True continues the last message, add_generation_prompt=True starts a new one; "
             "set add_generation_prompt=False"
         )
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
@@ -129,7 +128,7 @@ def conversations(
     each = list(messages) if several else [messages]
     for one in each:
         if not isinstance(one, Sequence) or isinstance(one, str | bytes):
-            raise ConfigError(f"messages: {safe_repr(one)} is no list of messages")
+            raise ConfigError(f"messages: {safe_repr(one)} is not a list of messages")
     return [
         Conversation(
             one, chat_template, add_generation_prompt, continue_final_message, tools, dict(template_kwargs or {})
@@ -147,10 +146,10 @@ def streamed(
     tools: Sequence[Mapping[str, Any]] | None,
     template_kwargs: Mapping[str, Any] | None,
 ) -> Any:
-    """What `LLM.stream` was given: a conversation, or a prompt as it is.
+    """Resolve the prompt of `LLM.stream`: a conversation, or the prompt unchanged.
 
     Raises:
-        ConfigError: several prompts or conversations, options of a conversation with a prompt that is none, or as
+        ConfigError: several prompts or conversations, conversation options without a conversation, or as in
             `conversations`.
     """
     if _holds_messages(prompt):

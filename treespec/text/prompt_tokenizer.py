@@ -1,4 +1,4 @@
-"""The tokenizer that belongs to a model, and how a call's prompts go through it."""
+"""Tokenizer loading, and prompt tokenization with truncation."""
 
 import inspect
 import json
@@ -17,10 +17,10 @@ logger = logging.getLogger("treespec")
 
 
 def load_tokenizer(tokenizer: Any, folder: str | os.PathLike[str]) -> Any:
-    """A tokenizer object as it is, one from the files of a folder, or for None the model folder's own, if it has one.
+    """Load a tokenizer from a folder, for None from the model's folder if it has one; objects are returned unchanged.
 
     Raises:
-        ConfigError: the folder that was asked for has no tokenizer files, or a folder's are unusable.
+        ConfigError: the given folder has no tokenizer files, or the files are unusable.
     """
     if tokenizer is not None and not isinstance(tokenizer, str | os.PathLike):
         return tokenizer
@@ -34,50 +34,48 @@ def load_tokenizer(tokenizer: Any, folder: str | os.PathLike[str]) -> Any:
     check_sentencepiece(source)
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    # AutoTokenizer imports the model's config first, 3 s of code that is of no use here.
-    kind = PreTrainedTokenizerFast if _names_its_class(source) else AutoTokenizer
+    # AutoTokenizer imports the model's config first, which takes 3 s.
+    kind = PreTrainedTokenizerFast if _is_fast_only(source) else AutoTokenizer
     try:
         found = kind.from_pretrained(source, local_files_only=True)
-    except Exception as error:  # of a damaged file whatever its parsers raise: KeyError, TypeError, a bare Exception
+    except Exception as error:  # parsers raise anything for damaged files: KeyError, TypeError, a bare Exception
         raise ConfigError(
-            f"the tokenizer files of {source} cannot be read ({describe_error(error)}); mend or remove them, "
+            f"the tokenizer files of {source} cannot be read ({describe_error(error)}); repair or remove them, "
             "or give LLM(tokenizer=...)"
         ) from error
     if isinstance(warned := getattr(found, "deprecation_warnings", None), dict):
-        warned["sequence-length-is-longer-than-the-specified-maximum"] = True  # such prompts are refused with an error
+        warned["sequence-length-is-longer-than-the-specified-maximum"] = True  # too long prompts raise an error instead
     return found
 
 
 def check_sentencepiece(folder: str | os.PathLike[str]) -> None:
-    """Raise ConfigError where a folder's tokenizer is a sentencepiece model that cannot be read with the packages that
-    are installed."""
+    """Raise ConfigError if a folder's tokenizer is a sentencepiece model and the packages to read it are missing."""
     if missing := missing_packages(Path(folder)):
         raise ConfigError(sentencepiece_error(os.fspath(folder), missing))
 
 
-def _names_its_class(folder: str) -> bool:
-    """Whether a tokenizer's files say that tokenizer.json is all there is to it."""
+def _is_fast_only(folder: str) -> bool:
+    """Whether tokenizer_config.json says that tokenizer.json is sufficient."""
     try:
         with open(os.path.join(folder, "tokenizer_config.json"), encoding="utf-8") as file:
             config = json.load(file)
     except (OSError, ValueError):
-        return False  # AutoTokenizer's own error says what is wrong
+        return False  # AutoTokenizer reports the error
     return isinstance(config, dict) and config.get("tokenizer_class") == "TokenizersBackend"
 
 
 class UserTokenizer:
-    """A tokenizer as requests call it, whichever options its own methods take.
+    """Wraps a user's tokenizer behind one interface, whatever options its methods take.
 
     Args:
-        own: with `encode(text)`, which gives token ids or, as `tokenizers.Tokenizer` does, an object with `ids`,
-            and `decode(ids)`, which gives text. `add_special_tokens` and `skip_special_tokens` are set where they are
-            taken.
+        own: an object with `encode(text)`, returning token ids or (like `tokenizers.Tokenizer`) an object with `ids`,
+            and `decode(ids)`, returning text. `add_special_tokens` and `skip_special_tokens` are passed if supported.
 
     Attributes:
-        eos_token_ids: its end token, where it names one.
+        eos_token_ids: its end token, if any.
 
     Raises:
-        ConfigError: it does not work like that, as a letter shows.
+        ConfigError: it fails to encode and decode a test letter.
     """
 
     def __init__(self, own: Any):
@@ -94,7 +92,7 @@ class UserTokenizer:
         self._try("a")
 
     def _try(self, letter: str) -> None:
-        """Raise ConfigError where the methods are no encode and decode; a tokenizer may refuse the letter itself."""
+        """Raise ConfigError if encode or decode do not work; a tokenizer may reject the letter itself."""
         valid = "valid: an object with encode(text) and decode(token_ids)"
         try:
             ids = self.encode(letter, False)
@@ -108,27 +106,27 @@ class UserTokenizer:
             raise ConfigError(f"tokenizer={safe_repr(self.own)}: {error}; {valid}") from error
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Token ids of a text, with or without special tokens around it.
+        """Encode a text, with or without special tokens.
 
         Raises:
-            RequestError: the text is none, or the tokenizer refuses it.
+            RequestError: the text is not valid Unicode, or the tokenizer fails.
         """
         check_text(text)
         try:
             found = self._encode(text, **({"add_special_tokens": special} if self._adds else {}))
             ids = to_python(getattr(found, "ids", found))
             tokens = [as_int(token, 0) for token in ids] if isinstance(ids, list | tuple) else [None]
-        except Exception as error:  # a tokenizer is a program of its own: it raises what it likes
+        except Exception as error:  # user tokenizers may raise anything
             raise RequestError(f"the tokenizer refuses {text[:40]!r}: {describe_error(error)}") from error
         if None in tokens:
             raise RequestError(f"the tokenizer made {safe_repr(found)} of {text[:40]!r}; valid: a list of token ids")
         return [token for token in tokens if token is not None]
 
     def decode(self, tokens: list[int], skip_special: bool = False) -> str:
-        """Text of token ids; special ones are left out where that is asked for, and the tokenizer can.
+        """Decode token ids; special tokens are skipped if requested and supported.
 
         Raises:
-            RequestError: the tokenizer fails, or makes no text.
+            RequestError: the tokenizer fails or returns no text.
         """
         try:
             text = self._decode(tokens, **({"skip_special_tokens": skip_special} if self._skips else {}))
@@ -141,13 +139,11 @@ class UserTokenizer:
 
 @dataclass(frozen=True)
 class Tokenization:
-    """How a call's prompts become token ids.
+    """Tokenization options of a call.
 
     Args:
-        truncate: tokens to keep, the last ones; None = all. What the tokenizer puts around a text stays, as when
-            transformers' tokenizers truncate.
-        special: whether a text gets special tokens around it; None = where it is no conversation, whose template writes
-            them.
+        truncate: keep the last so many tokens; None = all. Special tokens around a text are kept, as in transformers.
+        special: add special tokens around a text; None = except for conversations, whose template adds them.
     """
 
     truncate: int | None = None
@@ -155,13 +151,12 @@ class Tokenization:
 
     @classmethod
     def resolve(cls, options: Mapping[str, Any] | None, max_model_len: int) -> "Tokenization":
-        """From `tokenization_kwargs`, as vLLM has them since 0.17: `truncate_prompt_tokens` and `add_special_tokens`.
+        """Parse vLLM's `tokenization_kwargs` (0.17): `truncate_prompt_tokens` and `add_special_tokens`.
 
-        -1 tokens are as many as leave room for one more (of vLLM's, which are `max_model_len`, the engine refuses the
-        last).
+        -1 keeps max_model_len - 1 tokens, which leaves room for one output token.
 
         Raises:
-            ConfigError: another option, or a value out of range.
+            ConfigError: an unknown option, or a value out of range.
         """
         if options is None:
             return cls()
@@ -180,7 +175,7 @@ class Tokenization:
         return cls(max_model_len - 1 if count == -1 else count, special)
 
     def encode(self, tokenizer: UserTokenizer, text: str, special: bool) -> list[int]:
-        """Token ids of a text; `special` counts where the call does not say. Raises RequestError."""
+        """Encode a text; `special` is the default if the call does not set it. Raises RequestError."""
         special = special if self.special is None else self.special
         tokens = tokenizer.encode(text, special)
         if self.truncate is None or len(tokens) <= self.truncate:
@@ -194,23 +189,23 @@ class Tokenization:
         return [*tokens[:start], *tokens[end - (self.truncate - added) : end], *tokens[end:]]
 
     def cut(self, tokens: list[int]) -> list[int]:
-        """The tokens of a prompt that is used."""
+        """Truncate a prompt's tokens."""
         return tokens if self.truncate is None else tokens[-self.truncate :]
 
 
 def check_text(text: str) -> None:
-    """Raise RequestError where a text has a lone surrogate, which stands for no character: no token can write it."""
+    """Raise RequestError if a text has a lone surrogate, which no token can represent."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise RequestError(
-            f"text {text[:40]!r} has the lone surrogate {text[error.start]!r} at {error.start}, which is no character; "
-            "leave it out, or decode the bytes that it comes from with errors='replace'"
+            f"text {text[:40]!r} has the lone surrogate {text[error.start]!r} at {error.start}, which is not a character; "
+            "remove it, or decode the source bytes with errors='replace'"
         ) from None
 
 
 def _takes(function: Callable[..., Any], option: str) -> bool:
-    """Whether a method takes an option by name."""
+    """Whether a function accepts a keyword."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # a builtin without a signature

@@ -96,7 +96,7 @@ def test_parameters_that_are_no_form(name: str) -> None:
 
 
 def test_an_end_token_is_needed() -> None:
-    with pytest.raises(ConfigError, match="ignore_eos=True: an end token is what ends a structured output"):
+    with pytest.raises(ConfigError, match="ignore_eos=True: structured outputs stop at an end token"):
         asked({"regex": "a"}, ignore_eos=True)
     folder = without_end(new_folder("endless") / "target")
     endless = open_llm(folder, tokenizer=Tokenizer.from_file(str(folder / "tokenizer.json")))

@@ -172,7 +172,7 @@ def test_an_engine_without_memory_remembers_nothing() -> None:
     llm.generate(PROMPTS[:1], greedy(9))
     assert llm.stats()["suffix_tokens"] == llm.stats()["memory"]["suffix"] == 0
     llm.reset_suffix_cache()
-    with pytest.raises(ConfigError, match=re.escape("sources=('suffix',): this engine does not remember")):
+    with pytest.raises(ConfigError, match=re.escape("sources=('suffix',): this engine does not store its outputs")):
         llm.generate(PROMPTS[0], greedy(9), PAST)
 
 
@@ -277,7 +277,7 @@ def test_bad_values(value: Any) -> None:
 
 def test_a_source_that_needs_a_memory() -> None:
     """The error says how to have one."""
-    message = "sources=('suffix',): this engine does not remember what it writes; make it with LLM(suffix_tokens="
+    message = "sources=('suffix',): this engine does not store its outputs; use LLM(suffix_tokens="
     with pytest.raises(ConfigError, match=re.escape(message)):
         tiny_llm(max_num_seqs=4).generate(PROMPTS[0], greedy(5), PAST)
     with pytest.raises(ConfigError, match=re.escape(message)):

@@ -118,7 +118,7 @@ def test_no_text_is_made() -> None:
     assert {chunk.text for chunk in chunks} == {""} and chunks[-1].output is not None
     assert chunks[-1].output.outputs[0].text == ""
     assert tiny_llm().generate([1, 2], greedy(2, detokenize=False))[0].outputs[0].text == ""
-    with pytest.raises(ConfigError, match=r"stop=\('a',\) is looked for in the text: it needs detokenize=True"):
+    with pytest.raises(ConfigError, match=r"stop=\('a',\) is searched in the text and needs detokenize=True"):
         SamplingParams(stop="a", detokenize=False)
     with pytest.raises(ConfigError, match="detokenize=None; valid: True or False"):
         SamplingParams(detokenize=None)

@@ -1,4 +1,4 @@
-"""Frozen configurations: what a user may set, resolved and checked before anything is built."""
+"""Configurations of speculation, models and the engine, validated before anything is built."""
 
 import difflib
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from treespec_weights.rules import ACTIVATIONS, Activation, FamilyRules, ModelSh
 
 POLICIES = ("auto", "static", "dynamic")
 VERIFICATIONS = ("coupled", "naive", "rejection", "traversal")
-RANDOM_DRAWS = ("rejection", "traversal")  # rules that hold for children drawn at random from a draft's distribution
+RANDOM_DRAWS = ("rejection", "traversal")  # rules for children sampled from a draft's distribution
 DRAWS = ("cross-source", "without-replacement", "with-replacement")
 MAX_NODES = 1024
 QUANTIZATIONS = ("int8", "int4")
@@ -26,7 +26,7 @@ AUTO_NODES = 32  # the largest automatic tree
 
 
 def _plain(value: Any) -> Any:
-    """Lists and arrays as tuples, integers of numpy as Python's; everything else as it is, to be checked."""
+    """Convert lists and arrays to tuples and numpy integers to Python's; leave the rest to validation."""
     value = to_python(value)
     if isinstance(value, list | tuple):
         return tuple(map(_plain, value))
@@ -35,34 +35,32 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True, init=False)
 class SpecConfig:
-    """How a request speculates.
+    """Speculative decoding options of a request.
 
     Args:
-        nodes: rows of the target pass per request, root included (16 = 15 drafted tokens). "auto" follows the measured
-            cost of a pass and the drafts' probabilities, and may shrink a tree to nothing. An int is obeyed, as far as
-            the drafts have so many proposals within `max_depth`; 0 and 1 mean plain decoding.
-        max_depth: the deepest level that is drafted.
-        policy: "dynamic" grows the nodes with the largest probability, "static" gives every node of depth d the
-            `branching[d]` likeliest children, "auto" is "static" where `branching` is given, and else "dynamic", or,
-            for rules that need every drawn token, as many draws at each node as its probability is worth.
-        branching: children per node by depth, for "static".
-        verification: how a sampled token is accepted; greedily all are the walk along the target's argmax. "coupled":
-            drafts guess the target's choice with the target's own noise; "naive": without it. Both emit the very tokens
-            of plain decoding with the same seed. "rejection" (SpecInfer, arXiv 2305.09781) and "traversal" (arXiv
-            2505.12398) draw children at random and keep the distribution, not the tokens
-            (`treespec.verification.verify`).
-        draws: of "rejection" and "traversal". "cross-source": no token twice below one node, whichever SSM draws;
-            "without-replacement": no SSM draws one twice; "with-replacement": independent draws.
-        sources: who drafts: "ssm" for all SSMs, an SSM's own name for it alone, "lookup" for what followed the same
-            tokens before in the request's own text, "suffix" for what followed them in the engine's other outputs,
-            where it remembers them (`LLM(suffix_tokens=...)`), "grammar" for what a structured output leaves no choice
-            about, the name of a `Drafter` object for that one; None = all at hand, () = none. What is written without
-            "suffix" is not remembered for others.
-        max_ssms: the most SSMs that draft in one round, those that the request's text speaks for; None = all, or, with
-            nodes="auto", those that are worth their time. Drafts with another tokenizer are not counted.
+        nodes: tree size, i.e. rows of the target pass per request, root included (16 = 15 drafted tokens). "auto" sizes
+            trees by measured pass costs and draft probabilities, down to plain decoding. An int is a fixed size,
+            reached as far as the drafts propose enough within `max_depth`; 0 and 1 mean plain decoding.
+        max_depth: maximum tree depth.
+        policy: "dynamic" expands the nodes of largest probability; "static" gives every node of depth d its
+            `branching[d]` most likely children; "auto" is "static" if `branching` is given, otherwise "dynamic", or,
+            for rules that need every drawn token, a number of draws per node that follows its probability.
+        branching: children per node, by depth, for "static".
+        verification: acceptance rule of sampled tokens (greedy decoding follows the target's argmax). "coupled" drafts
+            with the target's sampling noise, "naive" without it; both emit exactly the tokens of plain decoding with
+            the same seed. "rejection" (SpecInfer, arXiv 2305.09781) and "traversal" (arXiv 2505.12398) sample children
+            and preserve the distribution, not the tokens (`treespec.verification.verify`).
+        draws: for "rejection" and "traversal". "cross-source": siblings are distinct across SSMs;
+            "without-replacement": distinct per SSM; "with-replacement": independent draws.
+        sources: draft sources. "ssm": all SSMs; an SSM's name: that one; "lookup": n-gram lookup in the request's own
+            text; "suffix": lookup in the engine's other outputs (needs `LLM(suffix_tokens=...)`); "grammar": forced
+            tokens of a structured output; a `Drafter`'s name: that one. None = all, () = none. Outputs of requests
+            without "suffix" are not stored for others.
+        max_ssms: maximum number of SSMs per round, chosen by their acceptance on the request; None = all, or, with
+            nodes="auto", those that pay off. Drafts with another tokenizer are not counted.
 
     Raises:
-        ConfigError: an unknown keyword, a value out of range, or a contradiction.
+        ConfigError: an unknown keyword, a value out of range, or contradictory values.
     """
 
     nodes: int | Literal["auto"]
@@ -105,8 +103,8 @@ class SpecConfig:
         reject_unknown("SpecConfig draws", [self.draws], DRAWS)
         if self.verification in RANDOM_DRAWS and self.policy == "dynamic":
             raise ConfigError(
-                f'policy="dynamic" keeps the likeliest of the drawn tokens, and verification={self.verification!r} '
-                'needs every one of them; use policy="auto" or "static", or verification="coupled" or "naive"'
+                f'policy="dynamic" drops drawn tokens, and verification={self.verification!r} needs all of '
+                'them; use policy="auto" or "static", or verification="coupled" or "naive"'
             )
         if self.verification not in RANDOM_DRAWS and self.draws != DRAWS[0]:
             raise ConfigError(
@@ -144,7 +142,7 @@ class SpecConfig:
 
     @property
     def static_nodes(self) -> int:
-        """Nodes of the static topology, root included."""
+        """Number of nodes of the static topology, root included."""
         total, level = 1, 1
         for k in self.branching or ():
             level *= k
@@ -153,7 +151,7 @@ class SpecConfig:
 
     @property
     def max_nodes(self) -> int:
-        """The most rows that a tree of this configuration can have, root included."""
+        """Maximum tree size, root included."""
         if self.is_plain:
             return 1
         if self.branching:
@@ -161,7 +159,7 @@ class SpecConfig:
         return AUTO_NODES if self.nodes == "auto" else int(self.nodes)
 
     def allows(self, kind: str, name: str) -> bool:
-        """Whether a source of this kind and name may draft."""
+        """Whether a source of this kind and name is enabled."""
         return self.sources is None or kind in self.sources or name in self.sources
 
     def check_sources(self, names: Sequence[str], remembers: bool, drafters: Sequence[str] = ()) -> None:
@@ -169,19 +167,19 @@ class SpecConfig:
 
         Args:
             names: of its SSMs.
-            remembers: whether it remembers what it writes, which "suffix" needs.
+            remembers: whether it stores its outputs, as "suffix" requires.
             drafters: names of its `Drafter` objects.
 
         Raises:
-            ConfigError: it lacks one.
+            ConfigError: a source is missing.
         """
         kinds = ("lookup", *(("suffix",) if remembers else ()), "grammar")
         here = (*(("ssm", *names) if names else ()), *drafters, *kinds)
         for source in self.sources or ():
             if source == "suffix" and source not in here:
                 raise ConfigError(
-                    f"sources={self.sources!r}: this engine does not remember what it writes; make it with "
-                    "LLM(suffix_tokens=262144), or so many tokens as it should remember"
+                    f"sources={self.sources!r}: this engine does not store its outputs; use "
+                    "LLM(suffix_tokens=262144), or another number of tokens to store"
                 )
             if source not in here:
                 close = difflib.get_close_matches(source, here, n=1)
@@ -194,7 +192,7 @@ class SpecConfig:
 
     @property
     def is_adaptive(self) -> bool:
-        """Whether the planner sizes the trees."""
+        """Whether the planner chooses tree sizes."""
         return self.nodes == "auto" and self.branching is None
 
     @classmethod
@@ -209,7 +207,7 @@ class SpecConfig:
             return default
         if spec == "off":
             return cls.off()
-        if isinstance(spec, dict):  # as dataclasses.asdict makes one
+        if isinstance(spec, dict):  # as from dataclasses.asdict
             return cls(**spec)
         if not isinstance(spec, SpecConfig):
             raise ConfigError(f'spec={spec!r}; valid: a SpecConfig, "off" or None')
@@ -218,20 +216,20 @@ class SpecConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A checkpoint's architecture as the decoder needs it.
+    """Architecture of a checkpoint, as the native decoder needs it.
 
     Attributes:
-        folder, rules, shape: where it is, its family, its sizes.
-        norm_eps: of every norm.
+        folder, rules, shape: path, family rules and sizes.
+        norm_eps: of all norms.
         activation: of the MLP.
-        parallel: attention and MLP read the same residual stream.
-        query_scale: factor on the scores of attention.
-        score_cap, logit_cap: c, where scores or logits x become c tanh(x / c); None = they stay.
-        embed_scale: factor on embeddings, to be rounded to the model's dtype.
-        ropes: the ways of turning q and k; () where the model learned its positions.
-        layers: which of them each layer takes, and its window.
-        max_positions: of the longest context.
-        dtype: that is stored.
+        parallel: attention and MLP read the same residual stream (parallel block).
+        query_scale: factor on attention scores.
+        score_cap, logit_cap: soft caps c of scores and logits, x -> c tanh(x / c); None = none.
+        embed_scale: factor on embeddings, rounded to the model's dtype.
+        ropes: rotary embeddings; () for learned positions.
+        layers: by layer, its rope and window.
+        max_positions: maximum context length.
+        dtype: of the stored weights.
         eos_token_ids: tokens that end a text.
     """
 
@@ -254,12 +252,12 @@ class ModelConfig:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The windows that layers have, each once."""
+        """Distinct windows of the layers."""
         return tuple(dict.fromkeys(layer.window for layer in self.layers))
 
     @property
     def compute_key(self) -> tuple[object, ...]:
-        """What models have in common that compute the same with other weights."""
+        """Key shared by models that differ only in their weights."""
         rules, ropes = self.rules, tuple(rope.key for rope in self.ropes)
         return (
             self.shape,
@@ -283,12 +281,12 @@ class ModelConfig:
 
         Args:
             folder: the checkpoint's folder.
-            max_model_len: the context that will be used. RoPE types whose frequencies depend on the length (dynamic,
-                longrope) are fixed for it once, so that a key never depends on when it was computed.
+            max_model_len: the context in use. RoPE types with length-dependent frequencies (dynamic, longrope) are
+                fixed for it, so that a key does not depend on when it was computed.
 
         Raises:
             CheckpointError: missing, contradictory or unsupported config values. OSError: no such folder.
-            ModelError: an activation, RoPE type or kind of layer that the decoder does not have.
+            ModelError: an unsupported activation, RoPE type or layer type.
         """
         folder = resolve_folder(folder)
         raw = read_config(folder)
@@ -339,7 +337,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def _number(folder: Path, raw: dict[str, Any], key: str, default: float, kind: type) -> Any:
-    """A positive number of config.json."""
+    """Read a positive number from config.json."""
     value = raw.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float) or not value > 0:
         raise ModelError(f"{folder}: {key}={value!r} in config.json; expected a positive {kind.__name__}")
@@ -347,14 +345,14 @@ def _number(folder: Path, raw: dict[str, Any], key: str, default: float, kind: t
 
 
 def _soft_cap(folder: Path, raw: dict[str, Any], key: str | None) -> float | None:
-    """A soft cap, None where the family or the model has none."""
+    """Read a soft cap; None if the family or the model has none."""
     if key is None or raw.get(key) is None:
         return None
     return float(_number(folder, raw, key, 1.0, float))
 
 
 def end_tokens(folder: Path, value: object) -> tuple[int, ...]:
-    """The token ids that an eos_token_id stands for. Raises ModelError where it is neither one, a list nor None."""
+    """Normalise eos_token_id (an id, a list or None) to a tuple. Raises ModelError for anything else."""
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if any(isinstance(token, bool) or not isinstance(token, int) or token < 0 for token in ids):
         raise ModelError(f"{folder}: eos_token_id={value!r}; expected a token id or a list of them")
@@ -363,10 +361,10 @@ def end_tokens(folder: Path, value: object) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """An engine's resources, resolved: what is frozen for bit equality stands here.
+    """Resolved engine settings, fixed for its lifetime as bit equality depends on them.
 
-    `prefill_chunk` is the most prompt rows of a pass. `max_tree_slots` bounds the scratch slots behind a request's
-    committed ones. `num_threads` is torch's, recorded because a retune of threads may change bits.
+    `prefill_chunk` is the maximum number of prompt rows per pass. `max_tree_slots` limits a request's scratch slots.
+    `num_threads` is torch's; changing it may change bits.
     """
 
     device: torch.device

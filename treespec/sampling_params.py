@@ -1,4 +1,4 @@
-"""`SamplingParams`: what a user may ask of a request's tokens."""
+"""`SamplingParams`: sampling options of a request."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -15,60 +15,57 @@ __all__ = ["LEAST_TEMPERATURE", "RequestOutputKind", "SamplingParams", "Structur
 
 @dataclass(init=False, unsafe_hash=True)
 class SamplingParams:
-    """How a request's tokens are chosen and when it ends. Names are vLLM's; the defaults are not.
+    """Sampling options and stop conditions of a request. Names are vLLM's; the defaults differ.
 
-    Here temperature is 0 (greedy) and max_tokens 128; vLLM's defaults are 1.0 and 16.
+    Defaults: temperature 0 (greedy) and max_tokens 128; vLLM's are 1.0 and 16.
 
-    Fields may be set after construction. Each value is checked when it is set; whether the fields agree with one
-    another is checked when the parameters are used. A request keeps a copy, so later changes do not reach it. Equality
-    and hash follow the fields: do not change parameters that are keys of a dict.
+    Fields are mutable. Values are validated when set, combinations of fields when the parameters are used. A request
+    keeps a copy. Equality and hash depend on the fields: do not modify parameters used as dict keys.
 
-    The target's logits become probabilities in this order: allowed_token_ids and structured_outputs, logit_bias,
-    bad_words, min_tokens, repetition_, frequency_ and presence_penalty, logits_processors, temperature, top_k, top_p,
-    min_p. Each node of a token tree has its own ancestors for its past, in the very code of plain decoding.
+    Order of logits transforms: allowed_token_ids and structured_outputs, logit_bias, bad_words, min_tokens,
+    repetition_, frequency_ and presence_penalty, logits_processors, temperature, top_k, top_p, min_p. Tree nodes run
+    the code of plain decoding, with their ancestors as the past.
 
     Args:
-        max_tokens: the most tokens to generate; None = as many as the context holds.
-        min_tokens: as many are generated before an end token or a stop string may end the output.
-        stop: a string or several; `text` ends before the first that appears, `token_ids` with the token that
-            completed it.
-        include_stop_str_in_output: keep in `text` what ended it: the stop string, or the token of `stop_token_ids` or
-            the end token, unless it is a special one and they are skipped.
-        stop_token_ids: tokens that end the request like the model's end token: in `token_ids`, not in `text`.
-        ignore_eos: go on past the end tokens of the model and of its tokenizer.
-        detokenize: make `text`; without it `text` is empty, log-probabilities name no texts, and `stop` is refused.
-        skip_special_tokens: leave special tokens out of `text`.
-        n: how many outputs; they share the prompt's cache. Several need a temperature.
-        temperature: 0 is greedy, and then top_k, top_p and min_p change nothing. Above 0 it is at least 1e-4: a smaller
-            one becomes that, as the log says.
-        seed: of the noise; without one (None or -1) a request draws one and reports it in its metrics. The same seed
-            gives the same tokens, whatever is drafted and whatever else is in the batch, unless `verification` is
-            "rejection" or "traversal".
-        top_k: only the k likeliest tokens; 0 or -1 = all. Of equal logits the lower ids count as likelier.
-        top_p: only the likeliest tokens that together have this probability, after top_k.
-        min_p: only tokens with at least this share of the likeliest one's probability.
-        repetition_penalty: logits of tokens in prompt or output are divided by it where positive, multiplied where
-            negative.
-        frequency_penalty: taken from a token's logit for each time it is in the output.
-        presence_penalty: taken from the logit of every token in the output.
-        bad_words: texts that are not written, as far as the tokenizer spells them in one way, with or without a space
-            before them. The prompt's end counts as their beginning, too.
-        logit_bias: token id to what is added to its logit.
-        allowed_token_ids: no other tokens are chosen, end tokens neither; None = all.
-        structured_outputs: the form of the output: `StructuredOutputsParams`, or a dict of its keywords.
-        logits_processors: Hugging Face's: called with (input_ids [1, length], scores [1, vocab] float32) and returning
-            scores, once per decided token with that token's own past. They may be called for tokens that are not
-            emitted in the end, and not in turn, so they must not keep what they saw.
-        logprobs: how many of the likeliest tokens to report at each position, beside the chosen one, -1 = all: of the
-            model's own logits, before everything above.
-        prompt_logprobs: the same for each token of the prompt but the first, in `RequestOutput.prompt_logprobs`. In
-            every bit they are the `logprobs` of the token where it is decoded, unless `LLM(exact=False)`.
+        max_tokens: maximum number of generated tokens; None = as many as the context holds.
+        min_tokens: number of tokens before an end token or stop string may end the output.
+        stop: stop string or strings; `text` ends before the first match, `token_ids` with the token that completes it.
+        include_stop_str_in_output: keep the stop string, stop token or end token in `text`; special tokens only with
+            skip_special_tokens=False.
+        stop_token_ids: additional end tokens, kept in `token_ids` but not in `text`.
+        ignore_eos: continue after end tokens of the model and its tokenizer.
+        detokenize: produce `text`; if False, `text` is empty, log-probabilities have no token texts and `stop` is
+            rejected.
+        skip_special_tokens: omit special tokens from `text`.
+        n: number of outputs, which share the prompt's cache; more than 1 requires a temperature.
+        temperature: 0 is greedy and ignores top_k, top_p and min_p. Values between 0 and 1e-4 are raised to 1e-4 with a
+            warning.
+        seed: RNG seed; None or -1 generates one, reported in the metrics. The same seed gives the same tokens for any
+            drafts and batch, unless `verification` is "rejection" or "traversal".
+        top_k: keep the k most likely tokens; 0 or -1 = all. Ties prefer lower ids.
+        top_p: keep the most likely tokens up to this total probability, after top_k.
+        min_p: keep tokens with at least this fraction of the largest probability.
+        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output.
+        frequency_penalty: subtracted from a token's logit per occurrence in the output.
+        presence_penalty: subtracted from the logit of every token in the output.
+        bad_words: texts to suppress, in the tokenizer's encoding with and without a leading space. A match may begin in
+            the prompt.
+        logit_bias: token id to the value added to its logit.
+        allowed_token_ids: the only tokens allowed, end tokens included; None = all.
+        structured_outputs: output constraint, a `StructuredOutputsParams` or a dict of its keywords.
+        logits_processors: Hugging Face processors, called with (input_ids [1, length], scores [1, vocab] float32) once
+            per decided token. Calls may come out of order and for tokens that are never emitted, so processors must be
+            stateless.
+        logprobs: number of most likely tokens to report per position besides the chosen one, -1 = all; computed from
+            the untransformed logits.
+        prompt_logprobs: the same for prompt tokens except the first, in `RequestOutput.prompt_logprobs`. Bit-identical
+            to the `logprobs` of decoding the token, unless `LLM(exact=False)`.
 
-    NumPy numbers are converted to Python's. vLLM's other options are accepted with the values that ask for nothing.
+    NumPy scalars are converted. vLLM's other options are accepted at their default values, otherwise rejected with the
+    alternative.
 
     Raises:
-        ConfigError: an unknown keyword, a value out of range, a contradiction, an option of vLLM's that is not
-            supported.
+        ConfigError: an unknown keyword, a value out of range, contradictory values, or an unsupported vLLM option.
     """
 
     max_tokens: int | None
@@ -133,7 +130,7 @@ class SamplingParams:
             setattr(self, name, given[name])
         self._check_together()
 
-    if not TYPE_CHECKING:  # a type checker would take any attribute of a class that has this method
+    if not TYPE_CHECKING:  # with this method a type checker would accept any attribute
 
         def __setattr__(self, name: str, value: Any) -> None:
             if name in PARAMS:
@@ -143,59 +140,59 @@ class SamplingParams:
             object.__setattr__(self, name, checked(name, value))
 
     def clone(self) -> Self:
-        """A copy with fields of its own; logits processors are shared."""
+        """A copy; logits processors are shared."""
         made = object.__new__(type(self))
         for each in fields(self):
             setattr(made, each.name, getattr(self, each.name))
         return made
 
     def snapshot(self) -> Self:
-        """A checked copy, as a request keeps it.
+        """A validated copy for a request.
 
         Raises:
-            ConfigError: a value out of range, or fields that contradict each other.
+            ConfigError: contradictory fields.
         """
         made = self.clone()
         made._check_together()
         return made
 
     def _check_together(self) -> None:
-        """Raise ConfigError where fields contradict each other: they may be set one after the other."""
+        """Raise ConfigError for contradictory fields; checked late, as fields may be set one by one."""
         if self.stop and not self.detokenize:
-            raise ConfigError(f"stop={self.stop!r} is looked for in the text: it needs detokenize=True")
+            raise ConfigError(f"stop={self.stop!r} is searched in the text and needs detokenize=True")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ConfigError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
         if self.n > 1 and self.temperature == 0:
-            raise ConfigError(f"n={self.n} with temperature=0: all would be the same; give a temperature, or n=1")
+            raise ConfigError(f"n={self.n} with temperature=0: all outputs would be equal; set a temperature, or n=1")
         if self.structured_outputs is not None and self.ignore_eos:
-            raise ConfigError("ignore_eos=True: an end token is what ends a structured output; leave ignore_eos out")
+            raise ConfigError("ignore_eos=True: structured outputs stop at an end token; omit ignore_eos")
 
     @property
     def has_penalties(self) -> bool:
-        """Whether tokens that were written already have other scores."""
+        """Whether scores depend on earlier tokens."""
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1, 0, 0)
 
     @property
     def transforms_logits(self) -> bool:
-        """Whether anything but a temperature and truncation changes what is chosen."""
+        """Whether anything besides temperature and truncation modifies the logits."""
         others = self.bad_words or self.logit_bias or self.logits_processors or self.min_tokens
         restricted = self.allowed_token_ids is not None or self.structured_outputs is not None
         return self.has_penalties or restricted or bool(others)
 
     @property
     def truncates(self) -> bool:
-        """Whether tokens of little probability are left out."""
+        """Whether top_k, top_p or min_p truncate the distribution."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     @property
     def is_argmax(self) -> bool:
-        """Whether the tokens are the argmax of the model's own logits."""
+        """Whether the output is the argmax of the untransformed logits."""
         return self.temperature == 0 and not self.transforms_logits
 
 
 class RequestOutputKind(Enum):
-    """What `SamplingParams(output_kind=...)` may be in vLLM. `generate` returns finished outputs, which the first and
-    the last ask for; `DELTA` is refused, as `LLM.stream` gives what each round adds."""
+    """vLLM's values of `SamplingParams(output_kind=...)`. `generate` returns finished outputs, as `CUMULATIVE` and
+    `FINAL_ONLY` do; `DELTA` is rejected in favour of `LLM.stream`."""
 
     CUMULATIVE = 0
     DELTA = 1

@@ -199,8 +199,8 @@ def check_text(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise RequestError(
-            f"text {text[:40]!r} has the lone surrogate {text[error.start]!r} at {error.start}, which is not a character; "
-            "remove it, or decode the source bytes with errors='replace'"
+            f"text {text[:40]!r} has the lone surrogate {text[error.start]!r} at {error.start}, which is no valid "
+            "character; remove it, or decode the source bytes with errors='replace'"
         ) from None
 
 

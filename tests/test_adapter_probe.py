@@ -18,7 +18,7 @@ from tests.models import greedy, random_prompts
 from treespec.adapter.packed import PackedLinear
 from treespec.adapter.probe import BOUNDS
 from treespec.adapter.row_attention import attend_rows
-from treespec.adapter.widened import Widened
+from treespec.adapter.upcast import UpcastMode
 from treespec.errors import ModelError
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -150,16 +150,16 @@ def test_widened_models_have_the_bits_of_wide_ones(kind: str) -> None:
     for each in (model, wide):
         each.config._attn_implementation = "eager"
     with torch.inference_mode():
-        with Widened(torch.float32):
+        with UpcastMode(torch.float32):
             found = model(tokens, use_cache=False).logits
         assert torch.equal(found, wide(tokens, use_cache=False).logits)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 def test_large_weights_are_widened_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("treespec.adapter.widened._CHUNK", 100)
+    monkeypatch.setattr("treespec.adapter.upcast._CHUNK", 100)
     layer, x = nn.Linear(32, 50, dtype=torch.bfloat16), torch.randn(2, 7, 32, dtype=torch.bfloat16)
-    with torch.inference_mode(), Widened(torch.float64):
+    with torch.inference_mode(), UpcastMode(torch.float64):
         found = layer(x)
     wanted = nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double())
     torch.testing.assert_close(found, wanted)
@@ -167,7 +167,7 @@ def test_large_weights_are_widened_in_parts(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_writes_to_narrow_tensors_are_refused() -> None:
     kept = torch.zeros(4, dtype=torch.bfloat16)
-    with Widened(torch.float32), pytest.raises(NotImplementedError, match="in place"):
+    with UpcastMode(torch.float32), pytest.raises(NotImplementedError, match="in place"):
         kept.add_(torch.ones(4))
-    with Widened(torch.float32), pytest.raises(NotImplementedError, match="reinterprets"):
+    with UpcastMode(torch.float32), pytest.raises(NotImplementedError, match="reinterprets"):
         kept.view(torch.int16)

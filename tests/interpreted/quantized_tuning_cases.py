@@ -22,7 +22,8 @@ from treespec_kernels.aot.kernel_spec import KernelShape
 from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.linear.quantized import QuantizedWeight, WeightForm
 from treespec_kernels.linear.row_linear import RowLinearConfig
-from treespec_kernels.tuning.sweep import Problem, SweepLog, problems_of, tune, tuned
+from treespec_kernels.tuning import tuned
+from treespec_kernels.tuning.sweep import Problem, SweepLog, problems_of, tune
 from treespec_kernels.tuning.tuned import KernelConfigs
 from treespec_kernels.tuning.workloads import Setting, row_linear, workloads_of
 from treespec_weights import load_weights

@@ -17,7 +17,8 @@ from treespec.models.triton_decoder import TritonDecoder, stacked
 from treespec_kernels.aot.kernel_spec import KernelShape
 from treespec_kernels.attention.tree_attention import TreeAttentionConfig
 from treespec_kernels.tuning import sweep as tuning
-from treespec_kernels.tuning.sweep import Problem, SweepLog, Tuned, TuningError, measure, problems_of, tune, tuned
+from treespec_kernels.tuning import tuned
+from treespec_kernels.tuning.sweep import Problem, SweepLog, Tuned, TuningError, measure, problems_of, tune
 from treespec_kernels.tuning.workloads import Setting, Workload, ops, tree_attention, workloads_of
 from treespec_weights import load_weights
 

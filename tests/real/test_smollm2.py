@@ -170,7 +170,7 @@ def test_inside_transformers(
 def remembered() -> Iterator[None]:
     """What a model computes by itself is the same for every fault."""
     known: dict[Any, torch.Tensor] = {}
-    right = Probe._by_itself
+    right = Probe._reference_logits
 
     def by_itself(self: Probe, model: Any, mode: Any, device: torch.device) -> torch.Tensor:
         key = id(model), None if mode is None else mode.dtype
@@ -178,7 +178,7 @@ def remembered() -> Iterator[None]:
             known[key] = right(self, model, mode, device)
         return known[key]
 
-    with mock.patch.object(Probe, "_by_itself", by_itself):
+    with mock.patch.object(Probe, "_reference_logits", by_itself):
         yield
 
 

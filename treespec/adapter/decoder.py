@@ -21,11 +21,11 @@ from treespec.adapter.probe import Probe
 from treespec.adapter.route import Call, configs_of, routed, window_below
 from treespec.adapter.row_attention import RowPlan, attend_rows
 from treespec.adapter.source import Source
-from treespec.adapter.trace import AdapterConfig, plain_attention, run, run_head, trace
-from treespec.adapter.widened import Widened
+from treespec.adapter.trace import AdapterConfig, reference_attention, run, run_head, trace
+from treespec.adapter.upcast import UpcastMode
 from treespec.errors import KernelError, ModelError
 from treespec.models.attention import make_attention
-from treespec.models.decoder import Attention, Decoder, Sample
+from treespec.models.decoder import Attention, Decoder, LayerSubset
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
 from treespec_kernels.linear.linear import LinearImpl, onednn_available
 
@@ -89,7 +89,7 @@ class AdapterDecoder(Decoder):
         self.windows = tuple(dict.fromkeys(window.size for window in found if window is not None))
         # By layer, the place of its plan in `AdapterPass.attention`; None = row by row.
         self._plans = tuple(None if window is None else self.windows.index(window.size) for window in found)
-        self._stack, self._enough, self._sampled = self._find_stack(model.get_submodule(config.base))
+        self._stack, self._num_kept, self._num_kept_calls = self._find_layer_list(model.get_submodule(config.base))
 
     @property
     def model(self) -> nn.Module:
@@ -112,11 +112,11 @@ class AdapterDecoder(Decoder):
         packed = sum(module.nbytes for module in self.model.modules() if isinstance(module, PackedLinear))
         return packed + sum(tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers()))
 
-    def sample(self, max_window: int) -> Sample:
+    def layer_subset(self, max_window: int) -> LayerSubset:
         """Its first layers, as few as have one of each kind, or all of them; windows are cut."""
         model = copy.copy(self)
         model.windows = tuple(None if window is None else min(window, max_window) for window in self.windows)
-        return Sample(model, self._sampled, model.windows)
+        return LayerSubset(model, self._num_kept_calls, model.windows)
 
     def check_states(self, layers: Sequence[int]) -> None:
         raise KernelError(f"hidden states of layers {list(layers)}: {self.config.source.name} hands none out")
@@ -156,25 +156,25 @@ class AdapterDecoder(Decoder):
             raise ModelError(f"{self.config.folder} is in training mode, where dropout is random; call model.eval()")
         base = model.get_submodule(self.config.base)
         if num_layers is not None:
-            base = self._shortened(base)
+            base = self._truncated(base)
         with routed(self._configs, partial(self._attend_call, layout, kv)):
             return run(base, tokens, layout.positions).last_hidden_state[0]
 
-    def _shortened(self, base: nn.Module) -> nn.Module:
-        """The base with its first layers only: a layer of each kind is enough to prove bits.
+    def _truncated(self, base: nn.Module) -> nn.Module:
+        """The base with its first layers only: a layer of each kind is num_kept to prove bits.
 
         It shares all parameters with the model, which others may be running.
         """
         if self._stack is None:
             return base
-        short = part = _apart(base)
+        short = part = _shallow_copy(base)
         for name in self._stack.split("."):
-            part._modules[name] = _apart(part._modules[name])  # type: ignore[arg-type]
+            part._modules[name] = _shallow_copy(part._modules[name])  # type: ignore[arg-type]
             part = part._modules[name]  # type: ignore[assignment]
-        part._modules = dict(list(part._modules.items())[: self._enough])
+        part._modules = dict(list(part._modules.items())[: self._num_kept])
         return short
 
-    def _find_stack(self, base: nn.Module) -> tuple[str | None, int, int]:
+    def _find_layer_list(self, base: nn.Module) -> tuple[str | None, int, int]:
         """The name of the list of layers, how many of the first ones have one of each kind, and their attentions."""
         calls = self.config.shape.num_layers
         for name, stack in base.named_modules():
@@ -183,16 +183,16 @@ class AdapterDecoder(Decoder):
                 kinds = [
                     (type(each), shapes_of(each), self._plans[i * own : i * own + own]) for i, each in enumerate(stack)
                 ]
-                enough = max(kinds.index(kind) for kind in kinds) + 1
+                num_kept = max(kinds.index(kind) for kind in kinds) + 1
                 tokens = torch.zeros(2, dtype=torch.int64, device=self.device)
-                self._stack, self._enough = name, enough
+                self._stack, self._num_kept = name, num_kept
                 try:
-                    with torch.inference_mode(), routed(self._configs, plain_attention) as route:
-                        run(self._shortened(base), tokens, tokens)
+                    with torch.inference_mode(), routed(self._configs, reference_attention) as route:
+                        run(self._truncated(base), tokens, tokens)
                 except Exception:  # code that counts on every layer, and may raise anything
                     continue
-                if route.calls == enough * own:
-                    return name, enough, route.calls
+                if route.calls == num_kept * own:
+                    return name, num_kept, route.calls
         return None, 0, calls
 
     def _attend_call(self, layout: AdapterPass, kv: Tensor, call: Call) -> Tensor:
@@ -225,7 +225,7 @@ class AdapterDecoder(Decoder):
         return F.pad(logits, (0, self.vocab_size - self.known), value=-torch.inf)  # a negative width cuts
 
 
-class WidenedDecoder(AdapterDecoder):
+class UpcastDecoder(AdapterDecoder):
     """A decoder that computes in a wider dtype than its model, for comparisons that rounding must not blur.
 
     Args:
@@ -234,7 +234,7 @@ class WidenedDecoder(AdapterDecoder):
         mode: entered for the model's own code.
     """
 
-    def __init__(self, config: AdapterConfig, model: nn.Module, attention: Attention, longest: int, mode: Widened):
+    def __init__(self, config: AdapterConfig, model: nn.Module, attention: Attention, longest: int, mode: UpcastMode):
         super().__init__(config, model, attention, longest)
         self._mode = mode
 
@@ -251,7 +251,7 @@ class WidenedDecoder(AdapterDecoder):
             return super()._attend_call(layout, kv, call)
 
 
-def _apart(module: nn.Module) -> nn.Module:
+def _shallow_copy(module: nn.Module) -> nn.Module:
     """A module whose parts can be exchanged without the other one's."""
     other = copy.copy(module)
     other._modules = dict(module._modules)
@@ -282,7 +282,7 @@ def open_adapter(
     config = trace(source, model)
     probe = Probe(source, config, model)
     wide = make_attention(attention, config.shape, torch.float32, device)
-    probe.compare_structure(model, lambda mode: WidenedDecoder(config, model, wide, probe.longest, mode))
+    probe.compare_structure(model, lambda mode: UpcastDecoder(config, model, wide, probe.longest, mode))
     packed = packed and source.given is None and device.type == "cpu" and onednn_available(dtype)
     if packed:
         pack(model)

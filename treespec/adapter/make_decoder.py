@@ -57,7 +57,7 @@ def read_model(model: Path | nn.Module, max_model_len: int | None, backend: str)
         return source
 
 
-def check_adapters(models: Sequence[ModelConfig | Source], linear: str, device: torch.device) -> None:
+def check_adapter_options(models: Sequence[ModelConfig | Source], linear: str, device: torch.device) -> None:
     """Refuse what transformers' own code is not run with."""
     adapted = [model for model in models if isinstance(model, Source)]
     if not adapted:
@@ -74,7 +74,7 @@ def check_adapters(models: Sequence[ModelConfig | Source], linear: str, device: 
         )
 
 
-def prove_adapter(
+def find_exact_adapter(
     make: Callable[[str, int, int], AdapterDecoder],
     differing: Callable[[AdapterDecoder], list[str]],
     attentions: Sequence[str],

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from treespec.adapter.route import configs_of, implementation
 from treespec.adapter.source import Source
 from treespec.adapter.trace import AdapterConfig
-from treespec.adapter.widened import Widened
+from treespec.adapter.upcast import UpcastMode
 from treespec.cache import KVCache, pages_for
 from treespec.errors import ModelError, describe_error
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
@@ -71,13 +71,13 @@ class Probe:
         self.length, self.longest = length, length + nodes
         self._exact: Tensor | None = None  # [longest, vocab], from step 1
         try:
-            self._own = self._by_itself(model, None, device)
+            self._own = self._reference_logits(model, None, device)
         except Exception as error:  # model code from outside may raise anything
             raise ModelError(f"{source.name} does not run: {describe_error(error)}") from error
         if not bool(torch.isfinite(self._own).all()):
             raise ModelError(f"{source.name} computes NaN or infinity for random tokens")
 
-    def compare_structure(self, model: nn.Module, make: Callable[[Widened], "AdapterDecoder"]) -> None:
+    def compare_structure(self, model: nn.Module, make: Callable[[UpcastMode], "AdapterDecoder"]) -> None:
         """Step 1.
 
         Args:
@@ -89,10 +89,10 @@ class Probe:
         """
         worst, device = float("inf"), next(model.parameters()).device
         for dtype in (torch.float32, torch.float64):
-            mode = Widened(dtype)
+            mode = UpcastMode(dtype)
             try:
-                expected = self._by_itself(model, mode, device)
-                found = self._by_rows(make(mode), torch.float32)
+                expected = self._reference_logits(model, mode, device)
+                found = self._adapter_logits(make(mode), torch.float32)
             except ModelError:
                 raise
             except Exception as error:  # kernels of one dtype only; model code from outside may raise anything
@@ -112,12 +112,12 @@ class Probe:
                 return
             if worst > _NO_ROUNDING:
                 break
-        raise self._refusal(worst, STRUCTURE_BOUND, "computed in float32")
+        raise self._error(worst, STRUCTURE_BOUND, "computed in float32")
 
     def compare(self, decoder: "AdapterDecoder", cache_dtype: torch.dtype) -> None:
         """Step 2. Raises ModelError where the logits are too far off, or the model's code does not run by rows."""
         try:
-            found = self._by_rows(decoder, cache_dtype)
+            found = self._adapter_logits(decoder, cache_dtype)
         except ModelError:
             raise
         except Exception as error:  # model code from outside may raise anything
@@ -129,16 +129,16 @@ class Probe:
             distance = _overall(found, self._exact)
             bound = max(bound, NOISE_FACTOR * _overall(self._own, self._exact))
         if not distance <= bound:
-            raise self._refusal(distance, bound, f"in {self._dtype}")
+            raise self._error(distance, bound, f"in {self._dtype}")
 
-    def _refusal(self, distance: float, bound: float, how: str) -> ModelError:
+    def _error(self, distance: float, bound: float, how: str) -> ModelError:
         return ModelError(
             f"{self._source.name}: run by rows, {how}, logits differ from transformers' own by {distance:.2g} of their "
             f"RMS (bound {bound:.2g}); the architecture keeps or mixes more than keys and values by position"
         )
 
     @torch.inference_mode()
-    def _by_itself(self, model: nn.Module, mode: Widened | None, device: torch.device) -> Tensor:
+    def _reference_logits(self, model: nn.Module, mode: UpcastMode | None, device: torch.device) -> Tensor:
         """[longest, vocab], after each token of the prompt and each node of the tree: one pass for every leaf."""
         _, visible = _topology()
         prompt, tree = np.split(self._texts[1], [self.length])
@@ -154,7 +154,7 @@ class Probe:
         return torch.cat((logits[: self.length], torch.stack([after[node] for node in range(len(PARENTS))])))
 
     @torch.inference_mode()
-    def _by_rows(self, decoder: "AdapterDecoder", cache_dtype: torch.dtype) -> Tensor:
+    def _adapter_logits(self, decoder: "AdapterDecoder", cache_dtype: torch.dtype) -> Tensor:
         """The same through a decoder, of the second of two requests that run side by side."""
         depths, visible = _topology()
         count = pages_for(self.longest)

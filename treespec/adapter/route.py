@@ -78,7 +78,7 @@ _route: ContextVar[_Route | None] = ContextVar("treespec_route", default=None)
 
 
 @dataclass
-class _Held:
+class _PatchedConfig:
     """A config that says `NAME` while somebody has a route, and what it says otherwise."""
 
     config: Any
@@ -86,7 +86,7 @@ class _Held:
     routes: int = 0
 
 
-_held: dict[int, _Held] = {}  # by address of the config, which the entry keeps alive
+_patched: dict[int, _PatchedConfig] = {}  # by address of the config, which the entry keeps alive
 _guard = threading.Lock()
 
 
@@ -98,8 +98,8 @@ def is_routed() -> bool:
 def _own_name(config: Any) -> str | None:
     """The attention that a config names when nobody is routed."""
     with _guard:
-        held = _held.get(id(config))
-        own = config._attn_implementation_internal if held is None else held.own
+        patched = _patched.get(id(config))
+        own = config._attn_implementation_internal if patched is None else patched.own
     return "eager" if own == NAME else own  # a copy that was made while its original was routed
 
 
@@ -114,7 +114,7 @@ def _eager(module: nn.Module) -> Callable[..., Any]:
     )
 
 
-def _attend_by_itself(name: str | None, module: nn.Module, *tensors: Tensor | None, **options: Any) -> Any:
+def _transformers_attention(name: str | None, module: nn.Module, *tensors: Tensor | None, **options: Any) -> Any:
     """The attention that transformers has under a name."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -144,7 +144,7 @@ def _attend(
         own = _own_name(module.config) if route is None else route.own
         given = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux}
         options |= {name: value for name, value in given.items() if value is not None}
-        return _attend_by_itself(own, module, query, key, value, attention_mask, **options)
+        return _transformers_attention(own, module, query, key, value, attention_mask, **options)
     if options.get("is_causal") is False:
         raise ModelError(f"{kind} attends in both directions")
     strange = [name for name, value in options.items() if value is not None and name not in _WITHOUT_EFFECT]
@@ -156,10 +156,10 @@ def _attend(
         )
     mask: MaskRule = causal
     if attention_mask is not None:
-        stand_in = route.masks.get(attention_mask.data_ptr())
-        if stand_in is None:
+        placeholder = route.masks.get(attention_mask.data_ptr())
+        if placeholder is None:
             raise ModelError(f"{kind} makes a mask or a bias of its own")
-        mask = stand_in[1]
+        mask = placeholder[1]
     out = route.handler(
         Call(
             route.calls,
@@ -176,7 +176,7 @@ def _attend(
     return out.to(query.dtype).contiguous()[None], None
 
 
-def _stand_in(
+def _make_mask_placeholder(
     *,
     mask_function: MaskRule,
     q_length: int = 1,
@@ -208,7 +208,7 @@ def _register() -> None:
     from transformers.masking_utils import AttentionMaskInterface
 
     AttentionInterface.register(NAME, _attend)
-    AttentionMaskInterface.register(NAME, _stand_in)
+    AttentionMaskInterface.register(NAME, _make_mask_placeholder)
 
 
 def configs_of(model: nn.Module) -> list[Any]:
@@ -228,7 +228,7 @@ def configs_of(model: nn.Module) -> list[Any]:
 
 
 @contextmanager
-def _at(configs: list[Any], route: _Route) -> Iterator[_Route]:
+def _activate(configs: list[Any], route: _Route) -> Iterator[_Route]:
     """This thread has a route; afterwards the configs are as they were, unless another thread still has one."""
     _register()
     token = _route.set(route)
@@ -236,8 +236,8 @@ def _at(configs: list[Any], route: _Route) -> Iterator[_Route]:
     try:
         with _guard:
             for config in configs:
-                held = _held.setdefault(id(config), _Held(config, config._attn_implementation_internal))
-                held.routes += 1
+                patched = _patched.setdefault(id(config), _PatchedConfig(config, config._attn_implementation_internal))
+                patched.routes += 1
                 taken.append(config)
                 config._attn_implementation_internal = NAME
         yield route
@@ -245,25 +245,25 @@ def _at(configs: list[Any], route: _Route) -> Iterator[_Route]:
         _route.reset(token)
         with _guard:
             for config in taken:
-                held = _held[id(config)]
-                held.routes -= 1
-                if not held.routes:
-                    del _held[id(config)]
+                patched = _patched[id(config)]
+                patched.routes -= 1
+                if not patched.routes:
+                    del _patched[id(config)]
                     if config._attn_implementation_internal == NAME:  # its owner may have named another meanwhile
-                        config._attn_implementation_internal = held.own
+                        config._attn_implementation_internal = patched.own
 
 
 def implementation(configs: list[Any], name: str) -> AbstractContextManager[_Route]:
     """Let the models of these configs use an attention of transformers by name, in this thread."""
-    return _at(configs, _Route(None, own=name))
+    return _activate(configs, _Route(None, own=name))
 
 
 def routed(configs: list[Any], handler: Handler) -> AbstractContextManager[_Route]:
     """Send every attention of the models of these configs to `handler`, in this thread."""
-    return _at(configs, _Route(handler))
+    return _activate(configs, _Route(handler))
 
 
-def sees(mask: MaskRule, queries: Tensor, keys: Tensor) -> Tensor:
+def visible_keys(mask: MaskRule, queries: Tensor, keys: Tensor) -> Tensor:
     """bool [num_queries, num_keys]; queries and keys: int64 positions."""
     nothing = torch.zeros((), dtype=torch.int64, device=queries.device)
     found = mask(nothing, nothing, queries[:, None], keys[None, :])
@@ -282,10 +282,10 @@ def window_below(mask: MaskRule, length: int, device: torch.device) -> Window | 
     Asked of 64 positions, the last among them, and of those at which a window of its size begins to hide.
     """
     positions = torch.arange(length, device=device)
-    size = int(sees(mask, positions[-1:], positions).sum())
+    size = int(visible_keys(mask, positions[-1:], positions).sum())
     asked = torch.linspace(0, length - 1, min(64, length), device=device, dtype=torch.float32).long()
     edge = torch.arange(size - 1, size + 2, device=device).clamp(0, length - 1)
     for one in torch.unique(torch.cat((asked, edge))):
-        if not torch.equal(sees(mask, one[None], positions)[0], (positions <= one) & (positions > one - size)):
+        if not torch.equal(visible_keys(mask, one[None], positions)[0], (positions <= one) & (positions > one - size)):
             return None
     return Window(None if size == length else size)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treespec.adapter.route import MaskRule, sees
+from treespec.adapter.route import MaskRule, visible_keys
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
 
 
@@ -42,7 +42,7 @@ class RowPlan:
             rows = []
             for position, (pages, _) in zip(self.positions, self.slots, strict=True):
                 keys = self._keys[: len(pages)]
-                rows.append(~(sees(mask, self._keys[position : position + 1], keys)[0] & (keys <= position)))
+                rows.append(~(visible_keys(mask, self._keys[position : position + 1], keys)[0] & (keys <= position)))
             self._seen[mask] = rows
         return self._seen[mask]
 

@@ -145,7 +145,7 @@ class Source:
         from transformers import AutoModelForCausalLM
 
         try:
-            with torch.inference_mode(False), torch.no_grad(), _bars_on_a_terminal():
+            with torch.inference_mode(False), torch.no_grad(), _progress_bars_on_terminals():
                 model, report = AutoModelForCausalLM.from_pretrained(
                     self.folder, config=self.hf_config, dtype=dtype, use_safetensors=True, trust_remote_code=False,
                     local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True,
@@ -165,7 +165,7 @@ class Source:
 
 
 @contextmanager
-def _bars_on_a_terminal() -> Iterator[None]:
+def _progress_bars_on_terminals() -> Iterator[None]:
     """transformers' progress bars go to a terminal only."""
     from transformers.utils import logging as bars
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from treespec.adapter.route import Call, MaskRule, configs_of, is_routed, routed, sees
+from treespec.adapter.route import Call, MaskRule, configs_of, is_routed, routed, visible_keys
 from treespec.adapter.source import Source
 from treespec.errors import ModelError, describe_error
 from treespec_weights.rules import ModelShape
@@ -50,7 +50,7 @@ class AdapterConfig:
         return self.source.eos_token_ids
 
 
-def plain_attention(call: Call) -> Tensor:
+def reference_attention(call: Call) -> Tensor:
     """One sequence from position 0 on, by the definition; the specification of what a route's handler computes."""
     rows = torch.arange(len(call.query), device=call.query.device)
     group = call.query.shape[1] // call.key.shape[1]
@@ -58,7 +58,7 @@ def plain_attention(call: Call) -> Tensor:
     scores = q @ k.repeat_interleave(group, 0).transpose(1, 2) * call.scale
     if call.softcap is not None:
         scores = torch.tanh(scores / call.softcap) * call.softcap
-    visible = sees(call.mask, rows, rows) & (rows[None] <= rows[:, None])
+    visible = visible_keys(call.mask, rows, rows) & (rows[None] <= rows[:, None])
     scores = scores.masked_fill(~visible, -torch.inf)
     if call.sinks is not None:
         scores = torch.cat((scores, call.sinks.float()[:, None, None].expand(-1, len(rows), 1)), -1)
@@ -135,7 +135,7 @@ def trace(source: Source, model: nn.Module) -> AdapterConfig:
 
     def record(call: Call) -> Tensor:
         calls.append(call)
-        return plain_attention(call)
+        return reference_attention(call)
 
     device = next(model.parameters()).device
     tokens = torch.arange(_TOKENS, device=device)

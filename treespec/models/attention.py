@@ -1,4 +1,4 @@
-"""Tree attention as the decoder calls it: one class per implementation, none falls back to another."""
+"""Tree attention backends of the decoder, without fallback between them."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ from treespec_weights.rules import ModelShape
 
 
 class CpuAttention:
-    """Exact tree attention on a CPU; the cache is fp32, because that is what the matrix products take."""
+    """Exact tree attention on a CPU; the cache is fp32, the dtype of the matrix products."""
 
     cache_dtype = torch.float32
 
@@ -47,10 +47,10 @@ def make_attention(
     configs: KernelConfigs | None = None,
     exact: bool = True,
 ) -> Attention:
-    """The implementation of that name, for a model of that shape; `configs`: what was tuned for the device.
+    """Create a backend by name for a model of this shape; `configs`: tuned for the device.
 
     Raises:
-        KernelError: it cannot run on that device.
+        KernelError: the backend does not run on the device.
     """
     if kind == "triton":
         from treespec.models.attention_triton import TritonAttention

@@ -1,4 +1,4 @@
-"""The Triton tree-attention kernel as the decoder calls it."""
+"""Triton backend of tree attention."""
 
 from dataclasses import replace
 from typing import Any
@@ -21,15 +21,16 @@ from treespec_kernels.tuning.tuned import KernelConfigs
 
 
 class TritonAttention:
-    """Tree attention on a GPU. The cache has the model's dtype.
+    """Tree attention on a GPU, with the cache in the model's dtype.
 
     Args:
         num_heads, num_kv_heads, head_dim, dtype, device: of the model.
-        configs: what was tuned for the device.
-        exact: False lets captured rounds mask a tree by bits, which is faster and has not the bits of plain decoding.
+        configs: tuned for the device.
+        exact: False allows bitmask tree attention in captured rounds, which is faster but not bit-identical to plain
+            decoding.
 
     Raises:
-        KernelError: no GPU, and triton's interpreter is not on (TRITON_INTERPRET=1 before triton is imported).
+        KernelError: no GPU, and Triton's interpreter is off (set TRITON_INTERPRET=1 before importing triton).
     """
 
     name = "triton"
@@ -60,7 +61,7 @@ class TritonAttention:
             self.config = configs.get("tree_attention", {"dtype": dtype, "head_dim": head_dim, "group": group}, default)
 
     def plan(self, requests: list[RequestRows], num_rows: int, window: int | None = None) -> dict[str, Any]:
-        """Arguments of the kernel beside q and the cache."""
+        """Kernel arguments other than q and the cache."""
         lengths = [rows.context_len for rows in requests]
         depths = np.concatenate([rows.depths for rows in requests])
         counts = [rows.num_rows for rows in requests]

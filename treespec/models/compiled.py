@@ -1,7 +1,7 @@
-"""The decoder with its pass compiled by the machine's C++ compiler: one call for all layers, for small models on a CPU.
+"""Decoder whose pass is one C++ call for all layers, compiled on this machine; for small models on a CPU.
 
-Another implementation of the same passes under the same self-test. Its bits are its own: equal for plain decoding and
-trees, not equal to the eager decoder's.
+It passes the same self-test as the eager decoder: plain decoding and trees are bit-identical, but differ in bits from
+the eager decoder.
 """
 
 import ctypes
@@ -39,10 +39,10 @@ from treespec_kernels.linear.activations import soft_cap
 
 
 class CompiledAttention:
-    """Tree attention inside the compiled pass: it can be planned, not called.
+    """Tree attention fused into the compiled pass: supports `plan` only.
 
     Args:
-        dtype: of the model, and of its K and V in the cache.
+        dtype: of the model and its K/V cache.
     """
 
     name = "compiled"
@@ -56,25 +56,24 @@ class CompiledAttention:
     def __call__(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Any, scale: float, cap: float | None = None
     ) -> Tensor:
-        raise AssertionError("the compiled pass attends in one call with everything else")
+        raise AssertionError("attention is part of the compiled pass")
 
 
 def check_compiled(configs: Sequence[ModelConfig], dtype: torch.dtype, device: torch.device, folder: Path) -> None:
-    """Build what the passes of an engine's models need into `folder`, before anything is loaded. The compiler runs for
-    several libraries at a time.
+    """Build the libraries for an engine's models in `folder`, in parallel, before anything is loaded.
 
     Raises:
-        KernelError: another device than a CPU, no compiler or one that fails, or a model that does not fit.
+        KernelError: the device is not a CPU, the compiler is missing or fails, or a model is unsupported.
     """
     if device.type != "cpu":
-        raise KernelError(f"compile=True is for a CPU, the device is {device}; use compile=False")
+        raise KernelError(f"compile=True needs a CPU, the device is {device}; use compile=False")
     for config in configs:
         shape = config.shape
         reason = misfit(shape.hidden_size, shape.intermediate_size, shape.head_dim, dtype)
         if reason:
             raise KernelError(f"{config.folder}: compile=True does not support {reason}; use compile=False")
     head_dims = dict.fromkeys(config.shape.head_dim for config in configs)
-    with suppress(CompileError):  # `_libraries` says what is wrong
+    with suppress(CompileError):  # `_libraries` reports the error
         compiler = find_compiler()
         build_together(
             [partial(build, compiler, head_dim, dtype, folder) for head_dim in head_dims]
@@ -85,7 +84,7 @@ def check_compiled(configs: Sequence[ModelConfig], dtype: torch.dtype, device: t
 
 
 def _libraries(head_dim: int, dtype: torch.dtype, folder: Path) -> tuple[ctypes.CDLL, ctypes.CDLL]:
-    """What runs the passes, and what grows a draft's trees."""
+    """The libraries of the passes and of tree growth."""
     try:
         compiler = find_compiler()
         return build(compiler, head_dim, dtype, folder), growth_library(compiler, folder)
@@ -97,8 +96,8 @@ class CompiledDecoder(Decoder):
     """A `Decoder` whose passes run in the compiled library.
 
     Args:
-        config, weights: as the decoder's.
-        folder: where libraries are kept.
+        config, weights: as in `Decoder`.
+        folder: of built libraries.
 
     Raises:
         KernelError: the library cannot be built.
@@ -135,7 +134,7 @@ class CompiledDecoder(Decoder):
             torch.get_num_threads(),
         )
 
-    def _keep(self, layers: Sequence[int]) -> None:
+    def _select_layers(self, layers: Sequence[int]) -> None:
         kinds = [self.config.layers[i] for i in layers]
         self.model = self.model.keep(layers, [self.windows[self.config.windows.index(kind.window)] for kind in kinds])
 
@@ -148,7 +147,7 @@ class CompiledDecoder(Decoder):
         return self.layout(plan, int(plan.positions.numpy().max()) + 1)
 
     def layout(self, plan: CompiledPlan, num_positions: int) -> Pass:
-        """A pass over planned rows; `num_positions`: more than the position of any of them."""
+        """A pass over planned rows, all at positions below `num_positions`."""
         learned = None if self.positions is None else self._learned_at(plan.positions.numpy())
         return Pass(plan.num_rows, self.rotations_to(num_positions), plan.slots, plan, learned)
 
@@ -170,7 +169,7 @@ class CompiledDecoder(Decoder):
 
     @property
     def entries(self) -> PassEntries | None:
-        """For passes and their probabilities from another library; None where they take more than two calls."""
+        """Entry points for calls from another library; None if a pass with probabilities takes more than two calls."""
         return self.model.entries if self.config.logit_cap is None else None
 
     def probs(self, hidden: Tensor) -> Tensor:
@@ -188,7 +187,7 @@ class CompiledDecoder(Decoder):
 
 
 def _take_layer(weights: dict[str, Tensor], i: int, config: ModelConfig) -> LayerWeights:
-    """One layer's weights, taken out of those of the model."""
+    """Pop one layer's weights from those of the model."""
     at, shape, kind = f"layers.{i}.", config.shape, config.layers[i]
 
     def bias(*names: str) -> Tensor | None:

@@ -1,8 +1,8 @@
-"""The decoder of all families: norms, positions, grouped-query attention, MLP; every op row-invariant.
+"""Eager decoder of all native families, built from row-invariant ops.
 
-What a family's layers are made of is data (`FamilyRules`, `ModelConfig`). A pass computes any rows of any requests at
-once. What a row attends to is the tree batch's business. What a small model costs on a CPU is the number of torch
-calls, at 1 to 15 us each, so they are few, and views are made once a pass.
+`FamilyRules` and `ModelConfig` describe a family's layers. A pass computes any rows of any requests; the tree batch
+defines what each row attends to. Small models on a CPU are bound by the number of torch calls (1 to 15 us each), so
+calls are few and views are created once per pass.
 """
 
 import copy
@@ -22,7 +22,7 @@ from treespec.errors import ConfigError, KernelError
 from treespec.models.layer import Layer
 from treespec.models.norms import STREAMS, LayerStream, RmsStream, norm_heads
 from treespec.models.prepare import prepare
-from treespec.models.rotation import Rotation
+from treespec.models.rotation import RotaryEmbedding
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
 from treespec_kernels.linear.activations import soft_cap
 from treespec_kernels.linear.linear import Linear, LinearImpl
@@ -30,44 +30,45 @@ from treespec_kernels.linear.quantized import QuantizedWeight
 
 
 class Attention(Protocol):
-    """An implementation of tree attention, chosen when the model is built."""
+    """A tree attention backend, chosen when the model is built."""
 
     name: str
     cache_dtype: torch.dtype
 
     def plan(self, requests: list[RequestRows], num_rows: int, window: int | None = None) -> Any:
-        """Lay out a pass once for all layers of a window; rows beyond the requests' own are padding, up to `num_rows`.
+        """Plan a pass for all layers of one window, padded to `num_rows` rows.
 
-        `window`: a row sees so many positions of its path, its own included; None = all.
+        `window`: number of path positions visible to a row, its own included; None = all.
         """
 
     def __call__(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Any, scale: float, cap: float | None = None
     ) -> Tensor:
-        """q: [num_rows, num_heads, head_dim] in `cache_dtype` -> the same shape; scores x become cap tanh(x / cap)."""
+        """q: [num_rows, num_heads, head_dim] in `cache_dtype` -> the same shape; `cap` soft-caps the scores, cap tanh(x
+        / cap)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """A pass laid out for one model: positions and slots of its rows, and the attention's plans."""
+    """Plan of a pass of one model: positions and slots of its rows, and attention plans."""
 
     num_rows: int
     rotation: Tensor  # cos and signed sin of each rope, fp32 [num_rows, 2 * num_ropes, head_dim]; compiled: by position
-    slots: Tensor  # int64 [num_rows * 2 * num_kv_heads]: where a row's K and V go in a layer's pool viewed as [-1, D]
+    slots: Tensor  # int64 [num_rows * 2 * num_kv_heads]: rows of K and V in a layer's pool viewed as [-1, D]
     attention: Any  # a plan for each of the model's windows
-    positions: Tensor | None = None  # int64 [num_rows], where the model learned them
+    positions: Tensor | None = None  # int64 [num_rows], for learned positions
 
 
 class HiddenStates(NamedTuple):
-    """`final`: after the final norm, [num_rows, hidden_size]. `chosen`: [num_rows, number of layers, hidden_size]."""
+    """`final`: after the final norm, [num_rows, hidden_size]. `chosen`: [num_rows, num layers, hidden_size]."""
 
     final: Tensor
     chosen: Tensor
 
 
 def _quantization(weights: dict[str, Tensor]) -> str | None:
-    """What quantised weights are, such as "int8" or "int4 groups of 128"; None where there are none."""
-    groups: dict[int, set[int]] = {}  # by bits: inputs that share a scale, where those are not all
+    """Describe quantised weights, such as "int8" or "int4 groups of 128"; None without any."""
+    groups: dict[int, set[int]] = {}  # by bits: group sizes, unless per row
     for name, scale in weights.items():
         if name.endswith("_scale"):
             weight = QuantizedWeight(weights[name.removesuffix("_scale")], scale)
@@ -77,17 +78,17 @@ def _quantization(weights: dict[str, Tensor]) -> str | None:
 
 
 class Decoder:
-    """A model of any family.
+    """Decoder of any native family.
 
     Args:
         config: the architecture.
-        weights: decoder parameters by name (`ModelShape.parameters`), in the dtype to compute in; emptied, so that
-            unpacked copies are released one by one.
-        attention: the implementation of tree attention.
-        linear: the implementation of linear layers.
-        min_rows: rows that every pass is padded to; 2 where linear layers are row-invariant from two rows on, the
-            largest pass where they are not.
-        library: that computes quantised layers; None holds them as the model's dtype.
+        weights: decoder parameters by name (`ModelShape.parameters`), in the compute dtype; consumed, so that unpacked
+            copies are freed one by one.
+        attention: tree attention backend.
+        linear: implementation of linear layers.
+        min_rows: minimum rows of a pass, by padding: 2 if linear layers are row-invariant from two rows on, the largest
+            pass if they are not.
+        library: computes quantised layers; None dequantises them to the model's dtype.
     """
 
     backend = "native"
@@ -109,20 +110,20 @@ class Decoder:
         self.embed = weights.pop("embed").clone()  # a mapped tensor keeps the whole file mapped
         self.dtype, self.device = self.embed.dtype, self.embed.device
         self.quantization = _quantization(weights)
-        # Rounded, as in training.
+        # rounded, as in training
         self.embed_scale = float(torch.tensor(config.embed_scale, dtype=self.dtype, device="cpu"))
         positions = weights.pop("positions", None)
         self.positions = None if positions is None else positions[config.rules.extra_positions :].clone()
         self.rotations = tuple(
-            Rotation(rope.inv_freq.to(self.device), rope.scale.to(self.device)) for rope in config.ropes
+            RotaryEmbedding(rope.inv_freq.to(self.device), rope.scale.to(self.device)) for rope in config.ropes
         )
         self.windows = config.windows
         prepare(config, weights)
         self._take(weights)
-        assert not weights, f"weights without a place: {sorted(weights)}"
+        assert not weights, f"unused weights: {sorted(weights)}"
 
     def _take(self, weights: dict[str, Tensor]) -> None:
-        """Layers, final norm and head."""
+        """Build layers, final norm and head."""
         shape = self.config.shape
         assert self.linear != "compiled" and self.linear != "triton"
         self.layers = [
@@ -134,7 +135,7 @@ class Decoder:
 
     @cached_property
     def plan_key(self) -> tuple[object, ...]:
-        """Models of equal keys can share a `Pass`."""
+        """Models with equal keys can share a `Pass`."""
         ropes, learned = tuple(rope.key for rope in self.config.ropes), self.config.shape.learned_positions
         return (
             self.heads,
@@ -150,34 +151,34 @@ class Decoder:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all weights as they are held."""
+        """Bytes of all weights in memory."""
         positions = 0 if self.positions is None else self.positions.nbytes
         layers = sum(layer.nbytes for layer in self.layers)
         return self.embed.nbytes + positions + layers + self.final_norm.nbytes + self.head.nbytes
 
-    def sample(self, max_window: int) -> "Sample":
-        """One layer of each kind, for the self-test; windows are cut, so that it needs no long context."""
+    def layer_subset(self, max_window: int) -> "LayerSubset":
+        """One layer of each kind, for the self-test; windows are clipped so that short contexts suffice."""
         kinds = {kind: i for i, kind in reversed([*enumerate(self.config.layers)])}
         if len(kinds) == 1 and self.windows == (None,):
-            return Sample(self, 1, self.windows)
+            return LayerSubset(self, 1, self.windows)
         model = copy.copy(self)
         model.windows = tuple(None if window is None else min(window, max_window) for window in self.windows)
-        model._keep(sorted(kinds.values()))
-        return Sample(model, len(kinds), model.windows)
+        model._select_layers(sorted(kinds.values()))
+        return LayerSubset(model, len(kinds), model.windows)
 
-    def _keep(self, layers: Sequence[int]) -> None:
-        """Go on with these layers alone."""
+    def _select_layers(self, layers: Sequence[int]) -> None:
+        """Keep only these layers."""
         self.layers = [self.layers[i] for i in layers]
 
     def plan(self, requests: list[RequestRows], kv: Tensor) -> Pass:
-        """Lay out a pass over the rows of `requests`, in their order, over the pool `kv` that `forward` gets."""
+        """Plan a pass over the rows of `requests`, in order, for the pool `kv` passed to `forward`."""
         if len(requests) == 1:
             positions, (pages, offsets) = requests[0].positions, requests[0].slots
         else:
             positions = np.concatenate([rows.positions for rows in requests])
             pages, offsets = (np.concatenate(parts) for parts in zip(*(rows.slots for rows in requests), strict=True))
         missing = self.min_rows - len(positions)
-        if missing > 0:  # padding rows write to the null page's first slot and are seen by nobody
+        if missing > 0:  # padding rows write to the null page and are never read
             nothing = np.zeros(missing, dtype=np.int64)
             positions, pages, offsets = (np.concatenate((part, nothing)) for part in (positions, pages, offsets))
         first = pages * (self.kv_heads * PAGE_SIZE) + offsets  # of KV head 0 in a layer's pool viewed as [-1, D]
@@ -200,19 +201,20 @@ class Decoder:
         return ropes[0] if len(ropes) == 1 else torch.cat(ropes, 1)
 
     def _learned_at(self, positions: np.ndarray) -> Tensor | None:
-        """Rows of the learned positions, int64 [num_rows]; what is drafted behind the last one is never accepted."""
+        """Indices of the learned positions, int64 [num_rows], clamped: drafts beyond the last position are never
+        accepted."""
         if self.positions is None:
             return None
         return torch.from_numpy(np.minimum(positions, len(self.positions) - 1)).to(self.device)
 
     def forward(self, tokens: Tensor, layout: Pass, kv: Tensor, num_layers: int | None = None) -> Tensor:
-        """Hidden states of a pass, after the final norm. Writes the rows' K/V to their slots.
+        """Run a pass: write the rows' K/V to their slots and return hidden states after the final norm.
 
         Args:
             tokens: int64 [num tokens], in the order of the planned rows.
             layout: from `plan`.
             kv: [num_layers, 2, num_pages, num_kv_heads, PAGE_SIZE, head_dim], this model's pool.
-            num_layers: how many layers to run; None = all.
+            num_layers: number of layers to run; None = all.
 
         Returns:
             [layout.num_rows, hidden_size]; padding rows last.
@@ -220,24 +222,23 @@ class Decoder:
         return self._forward(tokens, layout, kv, num_layers, {})
 
     def forward_with_states(self, tokens: Tensor, layout: Pass, kv: Tensor, of: Sequence[int]) -> HiddenStates:
-        """`forward`, and the residual stream at chosen layers. Arguments as there; `of` as `check_states` takes it."""
+        """`forward` that also returns the residual stream at the layers `of` (see `check_states`)."""
         self.check_states(of)
         states: dict[int, Tensor | None] = dict.fromkeys(of)
         final = self._forward(tokens, layout, kv, None, states)
         return HiddenStates(final, torch.stack([state for layer in of if (state := states[layer]) is not None], 1))
 
     def check_states(self, of: Sequence[int]) -> None:
-        """Refuse layers whose hidden states cannot be had.
+        """Validate layers whose hidden states are requested.
 
         Args:
-            of: l = what enters layer l, 0 the embeddings; the number of layers = what leaves the last one, before the
-                final norm.
+            of: l = input of layer l (0 = embeddings), num_layers = output of the last layer before the final norm.
 
         Raises:
-            ConfigError: there is no such layer. KernelError: this implementation hands no states out.
+            ConfigError: there is no such layer. KernelError: this implementation does not return hidden states.
         """
         if self.linear == "compiled":
-            raise KernelError(f"hidden states of layers {tuple(of)} do not come out of a compiled pass")
+            raise KernelError(f"hidden states of layers {tuple(of)} are not available from a compiled pass")
         last = self.config.shape.num_layers
         if not of or not all(type(layer) is int and 0 <= layer <= last for layer in of):
             raise ConfigError(f"hidden states of layers {tuple(of)!r}; valid: ints from 0 to {last}")
@@ -245,7 +246,7 @@ class Decoder:
     def _forward(
         self, tokens: Tensor, layout: Pass, kv: Tensor, num_layers: int | None, states: dict[int, Tensor | None]
     ) -> Tensor:
-        """The pass; `states` is filled at its keys."""
+        """Run the pass and store residual streams at the keys of `states`."""
         if len(tokens) < layout.num_rows:
             tokens = F.pad(tokens, (0, layout.num_rows - len(tokens)))
         rotation = layout.rotation.split(1, 1)
@@ -266,11 +267,11 @@ class Decoder:
     def _run(
         self, layer: Layer, stream: RmsStream | LayerStream, rotation: tuple[Tensor, ...], layout: Pass, cache: Tensor
     ) -> None:
-        """One layer, in place on the stream; cache: [2, num_pages, kv_heads, PAGE_SIZE, head_dim], its pool."""
+        """Run one layer in place on the stream; cache: its pool, [2, num_pages, kv_heads, PAGE_SIZE, head_dim]."""
         part = self._attend(layer, stream.norm(layer.attn_norm), rotation, layout, cache)
         if layer.attn_post_norm is not None:
             part = stream.norm_of(part, layer.attn_post_norm)
-        if self.config.parallel:  # the MLP does not see what attention adds
+        if self.config.parallel:  # parallel block: the MLP does not see the attention output
             h = stream.norm(layer.mlp_norm)
             stream.x.add_(part)
         else:
@@ -283,7 +284,7 @@ class Decoder:
         stream.x.add_(part)
 
     def _attend(self, layer: Layer, x: Tensor, rotation: tuple[Tensor, ...], layout: Pass, cache: Tensor) -> Tensor:
-        """Attention of normed rows."""
+        """Attention block on normed rows."""
         heads, head_dim = self.heads, self.head_dim
         qkv = layer.qkv(x).float().view(len(x), -1, head_dim)
         qk = qkv[:, : heads + self.kv_heads]
@@ -292,8 +293,8 @@ class Decoder:
         if self.rotations:
             cos, sin = rotation[layer.rope : layer.rope + 2]
             turned = qk.roll(head_dim // 2, -1).mul_(sin)
-            qk.mul_(cos).add_(turned)  # not addcmul: each product and the sum are rounded alone, in body and tail alike
-        new = qkv[:, heads:].reshape(-1, head_dim)  # K and V of a row side by side, as in `layout.slots`
+            qk.mul_(cos).add_(turned)  # not addcmul: round products and sum separately in SIMD body and tail
+        new = qkv[:, heads:].reshape(-1, head_dim)  # K and V of a row adjacent, as in `layout.slots`
         cache.view(-1, head_dim).index_copy_(0, layout.slots, new.to(cache.dtype))
         k_cache, v_cache = cache
         q, plan = qkv[:, :heads].to(cache.dtype), layout.attention[layer.window]
@@ -301,7 +302,7 @@ class Decoder:
         return layer.o(out.view(len(x), -1).to(self.dtype))
 
     def logits(self, hidden: Tensor, rows: Sequence[int] | Tensor | None = None) -> Tensor:
-        """[n, vocab] logits of chosen rows of `hidden`, or of all, in the model's dtype."""
+        """[n, vocab] logits of selected (or all) rows of `hidden`, in the model's dtype."""
         if rows is not None:
             hidden = hidden[rows]
         n = len(hidden)
@@ -311,13 +312,13 @@ class Decoder:
         return logits if self.config.logit_cap is None else soft_cap(logits, self.config.logit_cap)
 
     def best(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The largest of each row of logits, NaN where one is, and the first token that has it; [n] each."""
+        """Maximum of each row of logits (NaN if there is one) and its first token; [n] each."""
         values, tokens = logits.max(dim=-1)
         return values, tokens
 
 
-class Sample(NamedTuple):
-    """A decoder whose first `num_layers` layers are one of each kind, and the windows that they have."""
+class LayerSubset(NamedTuple):
+    """A decoder whose first `num_layers` layers cover every kind, with their windows."""
 
     model: Decoder
     num_layers: int

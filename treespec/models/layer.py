@@ -14,9 +14,9 @@ from treespec_kernels.linear.quantized_linear import QuantizedLinear, quantized_
 
 
 class Layer:
-    """Weights of one layer, projections fused; what a family does not have is None.
+    """Weights of one layer with fused projections; parts that the family lacks are None.
 
-    `rope` is the place of its rope's cos in `Pass.rotation`, `window` that of its plan in `Pass.attention`.
+    `rope` indexes its cos in `Pass.rotation`, `window` its plan in `Pass.attention`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What differs from layer to layer: how q and k are turned by position, and how far back a row looks."""
+"""Per-layer differences: rotary embedding and attention window."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,11 +13,11 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 class Rope(NamedTuple):
-    """Rotary embedding (RoFormer, arXiv 2104.09864), the halves of a head against each other.
+    """Rotary embedding (RoFormer, arXiv 2104.09864) in the rotate-half layout.
 
-    `inv_freq`: fp32 [head_dim / 2], rotations per position. `scale`: fp32 [head_dim / 2], the factor on cos and sin
-    (YaRN's). Where a model turns only the first `rotary_dim` dimensions of a head, the others have frequency 0 and
-    scale 1, and the dimensions of q and k are put into `head_order`: scores are sums over dimensions, in any order.
+    `inv_freq`: fp32 [head_dim / 2]. `scale`: fp32 [head_dim / 2], factor on cos and sin (YaRN). With partial rotary
+    embedding (`rotary_dim` < head_dim) the remaining dimensions have frequency 0 and scale 1, and the dimensions of q
+    and k are permuted to `head_order`, which leaves the scores unchanged.
     """
 
     inv_freq: Tensor
@@ -26,12 +26,12 @@ class Rope(NamedTuple):
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for equal ones."""
+        """Hashable key; equal for equal ropes."""
         return tuple(self.inv_freq.tolist()), tuple(self.scale.tolist()), self.rotary_dim
 
     @property
     def head_order(self) -> Tensor | None:
-        """int64 [head_dim], the model's dimension at each place of ours; None where it is the same."""
+        """int64 [head_dim], the checkpoint's dimension at each of ours; None for the identity."""
         head_dim, half = 2 * len(self.inv_freq), self.rotary_dim // 2
         if self.rotary_dim == head_dim:
             return None
@@ -41,7 +41,7 @@ class Rope(NamedTuple):
 
 
 class LayerKind(NamedTuple):
-    """`rope`: index into the model's ropes. `window`: a row sees so many positions, its own included; None = all."""
+    """`rope`: index into the model's ropes. `window`: visible positions, the row's own included; None = all."""
 
     rope: int
     window: int | None
@@ -50,10 +50,10 @@ class LayerKind(NamedTuple):
 def read_layers(
     folder: Path, raw: dict[str, Any], rules: FamilyRules, shape: ModelShape, length: int
 ) -> tuple[tuple[Rope, ...], tuple[LayerKind, ...]]:
-    """Ropes and kinds of layers of a parsed config.json; `length` is the longest context that will be used.
+    """Read ropes and layer kinds from a parsed config.json; `length` is the longest context in use.
 
     Raises:
-        ModelError: a value that is malformed, or that the decoder does not have.
+        ModelError: a malformed or unsupported value.
     """
     parameters = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(parameters, dict):
@@ -74,7 +74,7 @@ def read_layers(
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
         raise ModelError(f"{folder}: sliding_window={window!r}; expected a positive int or null")
     if window is not None and window >= length:
-        window = None  # nothing is ever further back
+        window = None  # never reached
     windows = {FULL: None, SLIDING: window}
     if not rules.rotary:
         return (), tuple(LayerKind(0, windows[each]) for each in kinds)
@@ -85,7 +85,7 @@ def read_layers(
     for each in dict.fromkeys(kinds):
         own = found.get(each) if nested else found
         if not isinstance(own, dict):
-            raise ModelError(f"{folder}: rope_parameters={found!r} say nothing of {each!r}")
+            raise ModelError(f"{folder}: rope_parameters={found!r} have no entry for {each!r}")
         if nested or not ropes:
             ropes.append(_rope(folder, config, own, each if nested else None, shape.head_dim, length))
         index[each] = len(ropes) - 1
@@ -93,20 +93,20 @@ def read_layers(
 
 
 def _resolved(folder: Path, raw: dict[str, Any]) -> Any:
-    """The config as transformers reads it: defaults and older spellings are its own."""
+    """Parse the config with transformers, which resolves defaults and legacy keys."""
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.for_model(**{name: value for name, value in raw.items() if name != "architectures"})
         if getattr(config, "rope_parameters", None) is not None:
             config.standardize_rope_params()
-    except Exception as error:  # its checks raise what they like
-        raise ModelError(f"{folder}: transformers refuses config.json: {error}") from error
+    except Exception as error:  # config classes may raise anything
+        raise ModelError(f"{folder}: transformers rejects config.json: {error}") from error
     return config
 
 
 def _kinds(folder: Path, config: Any, shape: ModelShape) -> list[str]:
-    """By layer, whether its attention is full or has a window."""
+    """Attention type by layer: full or sliding window."""
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
         return [SLIDING] * shape.num_layers
@@ -120,7 +120,7 @@ def _kinds(folder: Path, config: Any, shape: ModelShape) -> list[str]:
 def _rope(
     folder: Path, config: Any, parameters: dict[str, Any], layer_type: str | None, head_dim: int, length: int
 ) -> Rope:
-    """One rope; scaled types are computed by transformers."""
+    """Build one rope; transformers computes scaled types."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     kind, partial = parameters.get("rope_type", "default"), parameters.get("partial_rotary_factor", 1.0)
@@ -130,12 +130,12 @@ def _rope(
         raise ModelError(f"{folder}: rope_type={kind!r}; supported: default, {', '.join(ROPE_INIT_FUNCTIONS)}")
     config.head_dim = head_dim  # some configs leave it null
     try:
-        with torch.device("cpu"):  # some make tensors without asking for the device
+        with torch.device("cpu"):  # some functions ignore the device argument
             inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](
                 config, device=torch.device("cpu"), seq_len=length, layer_type=layer_type
             )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{folder}: rope_parameters={parameters!r} are refused: {error}") from error
+        raise ModelError(f"{folder}: rope_parameters={parameters!r} are invalid: {error}") from error
     return _padded(folder, inv_freq.float(), float(scale), head_dim)
 
 
@@ -150,7 +150,7 @@ def _default_rope(folder: Path, theta: object, partial: object, head_dim: int) -
 
 
 def _padded(folder: Path, inv_freq: Tensor, scale: float, head_dim: int) -> Rope:
-    """With frequency 0 and scale 1 for the dimensions that are not turned."""
+    """Pad with frequency 0 and scale 1 for dimensions without rotation."""
     turned, half = len(inv_freq), head_dim // 2
     if head_dim % 2 or not 0 < turned <= half:
         raise ModelError(f"{folder}: {2 * turned} rotary dimensions of a head of {head_dim}; both must be even")

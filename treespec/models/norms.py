@@ -1,4 +1,4 @@
-"""The residual stream and its norms: RMSNorm and LayerNorm, every row computed alone."""
+"""Residual stream with RMSNorm or LayerNorm, each row computed independently."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from treespec_weights.rules import NormKind
 
 
 class Norm(NamedTuple):
-    """`weight`, `bias`: as a stream's LayerNorm takes them, [hidden_size] or mirrored [2 hidden_size]."""
+    """`weight`, `bias`: arguments of the stream's layer_norm call, [hidden_size] or mirrored [2 hidden_size]."""
 
     weight: Tensor
     bias: Tensor | None
@@ -23,8 +23,8 @@ class Norm(NamedTuple):
 class RmsStream:
     """The residual stream of a pass, `x`: [num_rows, hidden_size], under RMSNorm (arXiv 1910.07467).
 
-    RMSNorm is the LayerNorm of [x, -x], whose mean is zero: one kernel instead of the eight of `F.rms_norm`, 7 us
-    instead of 12 for 2 rows of 256, and the same bits in bf16. LayerNorm computes every row alone.
+    RMSNorm equals LayerNorm of [x, -x], whose mean is 0: one kernel instead of the eight of `F.rms_norm` (7 us vs. 12
+    for 2 rows of 256), with the same bits in bf16. LayerNorm is row-independent.
     """
 
     def __init__(self, x: Tensor, eps: float):
@@ -34,18 +34,18 @@ class RmsStream:
 
     @staticmethod
     def take(weight: Tensor, bias: Tensor | None) -> Norm:
-        """A norm's parameters as `norm` takes them."""
+        """Convert a norm's parameters for `norm`."""
         assert bias is None, "RMSNorm has no bias"
         return Norm(torch.cat((weight, weight)), None)
 
     def norm(self, norm: Norm) -> Tensor:
-        """The norm of the stream."""
+        """Normalise the stream."""
         torch.neg(self.x, out=self._minus)
         both = F.layer_norm(self._both, (2 * self.size,), norm.weight, None, self.eps)
-        return both[:, : self.size].contiguous()  # a copy of 1.3 us: oneDNN takes 2 us more for strided rows
+        return both[:, : self.size].contiguous()  # the copy takes 1.3 us, strided rows cost oneDNN 2 us
 
     def norm_of(self, x: Tensor, norm: Norm) -> Tensor:
-        """The norm of something else, [num_rows, hidden_size]."""
+        """Normalise another tensor, [num_rows, hidden_size]."""
         both = torch.cat((x, -x), 1)
         return F.layer_norm(both, (2 * self.size,), norm.weight, None, self.eps)[:, : self.size]
 
@@ -69,14 +69,14 @@ class LayerStream:
 
 STREAMS: dict[NormKind, type[RmsStream] | type[LayerStream]] = {
     "rms": RmsStream,
-    "rms_plus_one": RmsStream,  # `prepare` has added the one
+    "rms_plus_one": RmsStream,  # `prepare` has added 1
     "layer": LayerStream,
 }
 
 
 def take_head_norm(weights: dict[str, Tensor], prefix: str, num_heads: int, num_kv_heads: int) -> Tensor | None:
-    """The norms of a layer's query and key heads, fp32 [num_heads + num_kv_heads, head_dim], taken out of `weights`;
-    None where it has none."""
+    """Pop the weights of a layer's query and key norms, fp32 [num_heads + num_kv_heads, head_dim]; None if it has
+    none."""
     q_norm, k_norm = weights.pop(f"{prefix}q_norm", None), weights.pop(f"{prefix}k_norm", None)
     if q_norm is None or k_norm is None:
         return None

@@ -1,4 +1,4 @@
-"""What every decoder does with weights before it fuses or packs them."""
+"""Weight transformations shared by all decoders, applied before fusing or packing."""
 
 import itertools
 
@@ -9,12 +9,11 @@ from treespec.config import ModelConfig
 
 
 def prepare(config: ModelConfig, weights: dict[str, Tensor]) -> None:
-    """Arrange decoder parameters by name for the pass, in place.
+    """Transform decoder parameters in place.
 
-    * Norms that scale by 1 + w hold fp32 1 + w: in bf16 the sum would lose what w says.
-    * Where only a part of a head is turned by position, the dimensions of q and k stand in `Rope.head_order`: weights
-      with their scales and zero points, biases and the norms of heads. Then the halves of a head are turned against
-      each other as in every other model.
+    * Norms that scale by 1 + w store fp32 1 + w: the bf16 sum would lose precision.
+    * With partial rotary embedding, q and k (weights with scales and zero points, biases, head norms) are permuted to
+      `Rope.head_order`, so that rotation works as in all other models.
     """
     if config.rules.norm == "rms_plus_one":
         for name in weights:
@@ -30,6 +29,6 @@ def prepare(config: ModelConfig, weights: dict[str, Tensor]) -> None:
 
 
 def _reordered(weight: Tensor, order: Tensor) -> Tensor:
-    """Rows of [num_heads * head_dim, ...] in another order within each head."""
+    """Permute the rows of [num_heads * head_dim, ...] within each head."""
     heads = weight.unflatten(0, (-1, len(order)))
     return torch.index_select(heads, 1, order.to(weight.device)).flatten(0, 1)

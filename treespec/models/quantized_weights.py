@@ -1,4 +1,4 @@
-"""Quantised models: what may be quantised, what it takes, and quantised projections out of loaded weights."""
+"""Quantised models: option validation, memory estimates and quantised projections."""
 
 import logging
 import math
@@ -22,18 +22,16 @@ from treespec_weights.quantize import BITS
 
 logger = logging.getLogger("treespec")
 
-_ANY_HEAD = 16  # the library is built for a head size, which a single layer does not have
+_ANY_HEAD = 16  # head size to build the library for; irrelevant to linear layers
 
 
 def resolve_quantization(quantization: str | None, target: ModelConfig | Source, dtype: torch.dtype) -> str | None:
-    """How weights are quantised while loading, None where they stay as the checkpoint has them.
+    """Resolve the quantisation applied at load time; None keeps the checkpoint's weights.
 
-    Bad values are refused before anything is loaded. Where a checkpoint's fp8 weights are held as `dtype`, the log says
-    so.
+    Validates before anything is loaded. Logs a warning if fp8 weights of the checkpoint are converted to `dtype`.
 
     Raises:
-        ConfigError: another name than those of `QUANTIZATIONS`, a checkpoint that is quantised already, or sizes that
-            no group divides.
+        ConfigError: an unknown name, a checkpoint that is already quantised, or sizes that no group size divides.
     """
     own = None if isinstance(target, Source) or target.quantization is None else target.quantization
     if isinstance(quantization, str) and (method := quantization.removesuffix("_marlin")) in METHODS:
@@ -67,8 +65,8 @@ def resolve_quantization(quantization: str | None, target: ModelConfig | Source,
 
 
 def quantized_library(dtype: torch.dtype, device: torch.device, folder: Callable[[], Path]) -> CDLL | None:
-    """What computes quantised layers on a CPU, kept in the folder that is asked for; None, said once, where it cannot
-    be built or kept."""
+    """Library of quantised layers on a CPU, stored in `folder()`; None, with a warning, if it cannot be built or
+    stored."""
     if device.type == "cpu" and dtype in DTYPES:
         try:
             return build(find_compiler(), _ANY_HEAD, dtype, folder())
@@ -81,7 +79,7 @@ def quantized_library(dtype: torch.dtype, device: torch.device, folder: Callable
 
 
 def weight_bytes(config: ModelConfig | AdapterConfig, dtype: torch.dtype, quantization: str | None) -> int:
-    """What a model's weights take, about: scales as float32, zero points left out."""
+    """Estimate a model's weight bytes: scales as float32, without zero points."""
     total = config.shape.num_parameters() * dtype.itemsize
     if isinstance(config, AdapterConfig):
         return total
@@ -99,10 +97,10 @@ def weight_bytes(config: ModelConfig | AdapterConfig, dtype: torch.dtype, quanti
 
 
 def take_projection(weights: dict[str, Tensor], prefix: str, names: tuple[str, ...]) -> Tensor | QuantizedWeight:
-    """The matrices `prefix + name`, one below the other, taken out of `weights` with their scales and zero points.
+    """Pop and concatenate the matrices `prefix + name`, with their scales and zero points.
 
     Raises:
-        ModelError: only some of them are quantised, or not all alike.
+        ModelError: the matrices are not all quantised alike.
     """
     values = [weights.pop(prefix + name) for name in names]
     scales = [weights.pop(f"{prefix}{name}_scale", None) for name in names]
@@ -112,7 +110,7 @@ def take_projection(weights: dict[str, Tensor], prefix: str, names: tuple[str, .
     parts = [QuantizedWeight(v, s, z) for v, s, z in zip(values, scales, zeros, strict=True) if s is not None]
     if len(parts) < len(names) or len({(part.bits, part.group) for part in parts}) > 1:
         raise ModelError(
-            f"{', '.join(prefix + name for name in names)} are not all quantised alike, and they are one product here; "
+            f"{', '.join(prefix + name for name in names)} are fused into one product, but not all quantised alike; "
             "use a checkpoint that quantises all of them or none"
         )
     for part in parts:

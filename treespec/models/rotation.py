@@ -1,14 +1,14 @@
-"""Rotary embedding (RoFormer, arXiv 2104.09864) by position."""
+"""Cached rotary embedding tables (RoFormer, arXiv 2104.09864)."""
 
 import numpy as np
 import torch
 from torch import Tensor
 
 
-class Rotation:
-    """RoPE by position, computed once an engine and grown as positions come up.
+class RotaryEmbedding:
+    """cos/sin table by position, extended on demand.
 
-    A position's row is computed once and never again, so its bits cannot depend on what was asked for beside it.
+    Each row is computed once, so its bits do not depend on the positions requested with it.
 
     Args:
         inv_freq, scale: fp32 [head_dim / 2], of a `Rope`.
@@ -24,7 +24,7 @@ class Rotation:
         return table[torch.from_numpy(positions).to(table.device)]
 
     def table(self, num_positions: int) -> Tensor:
-        """The same of positions 0 to `num_positions` - 1, and perhaps of more, by position."""
+        """The same for at least positions 0 to `num_positions` - 1."""
         known = len(self._table)
         if num_positions > known:
             more = torch.arange(known, max(num_positions, 2 * known, 1024), device=self.inv_freq.device)

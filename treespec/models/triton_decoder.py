@@ -1,8 +1,8 @@
-"""The decoder on the Triton kernels: ten launches a layer, nine where rows are a chain, and no read on the host. Where
-attention and MLP read the same stream it takes one or two more.
+"""Decoder on Triton kernels: ten launches per layer, nine for chains, without host synchronisation; parallel attention
+and MLP take one or two more.
 
-A pass over stacked models (SSMs of one shape) is one pass with more rows: those of model g follow those of model g - 1,
-and only the linear layers, the norms' weights and the embeddings ask which model a row belongs to.
+Stacked models (SSMs of one shape) run as one pass with the rows of model g after those of model g - 1; only linear
+layers, norm weights and embeddings depend on the model of a row.
 """
 
 import copy
@@ -19,7 +19,7 @@ from torch import Tensor
 from treespec.config import ModelConfig
 from treespec.models.attention_triton import TritonAttention
 from treespec.models.decoder import Decoder, Pass
-from treespec.models.triton_weights import LayerWeights, ModelWeights, Weight, each_tensor
+from treespec.models.triton_weights import LayerWeights, ModelWeights, Weight, map_tensors
 from treespec_kernels.attention.qkv_rope import HeadNorm, qkv_rope_triton
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
 from treespec_kernels.launch.triton_launch import LaunchConfig, is_interpreted, takes_pdl, target_of
@@ -36,19 +36,19 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
 }
-"""torch's, beside the vendor's matrix products; the exact ones are part of ours."""
+"""Activations after cuBLAS products; our kernels fuse theirs."""
 
 
 @dataclass(frozen=True, eq=False)
 class TritonPass(Pass):
-    """A pass laid out on the device. `rotation` holds the whole tables, fp32 [num_ropes, num_positions, 2, head_dim],
-    `slots` int64 [num_rows] by row, `attention` the arguments for each of the model's windows."""
+    """Plan of a pass on the device. `rotation`: the whole tables, fp32 [num_ropes, num_positions, 2, head_dim];
+    `slots`: int64 [num_rows]; `attention`: kernel arguments per window."""
 
     positions: Tensor  # int32 [num_rows]
 
 
 class _Norm(NamedTuple):
-    """Weights of a norm, [G, hidden_size] each; `post` of that of what the stream takes up before."""
+    """Weights of a norm, [G, hidden_size] each; `post` is the post-norm of the preceding block."""
 
     weight: Tensor
     shift: Tensor | None
@@ -56,7 +56,7 @@ class _Norm(NamedTuple):
 
 
 class _LinearConfigs(NamedTuple):
-    """Of one layer's products."""
+    """Kernel configurations of one layer's linear layers."""
 
     qkv: RowLinearConfig
     o: RowLinearConfig
@@ -65,19 +65,18 @@ class _LinearConfigs(NamedTuple):
 
 
 class PassKernels:
-    """The kernels of a pass over stacked models, with the configuration of each frozen.
+    """Kernels of a pass over stacked models, with fixed configurations.
 
     Args:
         config: the models' architecture.
         weights: stacked.
-        attention: of that shape.
-        configs: what was tuned for this device.
-        exact: False takes the vendor's matrix products, whose bits depend on the number of rows; of quantised weights
-            it has none.
+        attention: of the same shape.
+        configs: tuned for this device.
+        exact: False uses cuBLAS for unquantised weights, whose bits depend on the number of rows.
 
     Attributes:
-        pdl: whether kernels are launched programmatically: where that was measured to be right and faster here. Never
-            beside the vendor's kernels, of which that measurement knows nothing.
+        pdl: use programmatic dependent launch, if tuning found it correct and faster on this device; never together
+            with cuBLAS, which tuning does not cover.
     """
 
     def __init__(
@@ -96,14 +95,14 @@ class PassKernels:
         self._kinds = [(kind.rope, config.windows.index(kind.window)) for kind in config.layers]
         # Rounded, as in training.
         self._embed_scale = float(torch.tensor(config.embed_scale, dtype=self.dtype, device="cpu"))
-        learned = shape.learned_positions - config.rules.extra_positions  # of each model; none below 1
+        learned = shape.learned_positions - config.rules.extra_positions  # per model; below 1 = none
         self._last_position = learned - 1
         self._first_positions = torch.arange(weights.groups, device=weights.embed.device)[:, None] * learned
         self._linear = [self._linear_configs(layer, configs) for layer in weights.layers]
         vocab, hidden = weights.head.shape[1:]
         key = self._key() | {"vocab_size": vocab, "hidden_size": hidden}
         default = LmHeadConfig.default(self.dtype, vocab, hidden)
-        if is_interpreted():  # the interpreter's dot is BLAS, and its time goes by the size of blocks
+        if is_interpreted():  # the interpreter's dot is BLAS, and its time grows with the block size
             default = replace(default, block_m=16, block_n=64, block_k=64, fixed_order_dot=True)
         self._head = configs.get("lm_head", key, default)
         launch = configs.get("programmatic_launch", self._key() | {"hidden_size": hidden}, LaunchConfig())
@@ -113,7 +112,7 @@ class PassKernels:
         return {"dtype": self.dtype, "groups": self.weights.groups}
 
     def _linear_configs(self, layer: LayerWeights, configs: KernelConfigs) -> _LinearConfigs:
-        """Layers of one model may be quantised differently, or not at all."""
+        """Configurations of one layer; layers may differ in quantisation."""
         gated = self.config.shape.gated
         return _LinearConfigs(
             self._linear_config(layer.qkv, configs),
@@ -156,11 +155,11 @@ class PassKernels:
         """Hidden states after the final norm, [G * rows, hidden_size]; writes the rows' K/V to their slots.
 
         Args:
-            tokens: int64 [G * rows], those of model g raised by g * vocab_size.
-            layout: of these rows.
+            tokens: int64 [G * rows], with g * vocab_size added for model g.
+            layout: plan of these rows.
             kv: [num_layers, 2, num_pages, num_kv_heads, PAGE_SIZE, head_dim], the pool of all G models.
-            num_layers: how many layers to run; None = all.
-            states: filled at its keys with the residual stream, as `Decoder.forward_with_states` hands it out.
+            num_layers: number of layers to run; None = all.
+            states: filled at its keys with the residual stream, as in `Decoder.forward_with_states`.
         """
         weights, states = self.weights, states if states is not None else {}
         layers = weights.layers[:num_layers]
@@ -175,7 +174,7 @@ class PassKernels:
             table, plan = tables[rope] if tables else None, layout.attention[window]
             mixed = self._attend(layer, linear.qkv, h, layout, cache, table, plan)
             inner = _Norm(layer.mlp_norm, layer.mlp_norm_bias, layer.attn_post_norm)
-            if self.config.parallel:  # the MLP does not see what attention adds
+            if self.config.parallel:  # parallel block: the MLP does not see the attention output
                 h = self._norm(stream, inner)
                 self._add(mixed, layer.o, linear.o, stream, layer.o_bias)
             else:
@@ -187,8 +186,8 @@ class PassKernels:
             states[len(layers)] = stream.clone()
         return h
 
-    def only(self, layers: Sequence[int], windows: tuple[int | None, ...]) -> "PassKernels":
-        """The kernels of some of the layers, with other windows in place of the model's."""
+    def select_layers(self, layers: Sequence[int], windows: tuple[int | None, ...]) -> "PassKernels":
+        """Kernels of a subset of the layers, with other windows."""
         chosen = copy.copy(self)
         chosen.weights = replace(self.weights, layers=tuple(self.weights.layers[i] for i in layers))
         chosen.windows, chosen._kinds = windows, [self._kinds[i] for i in layers]
@@ -202,7 +201,7 @@ class PassKernels:
         return chosen
 
     def logits(self, hidden: Tensor) -> LmHead:
-        """Logits of rows of `hidden`, [G * rows, hidden_size], and the best of each block of the vocabulary."""
+        """Logits of rows of `hidden`, [G * rows, hidden_size], and the maximum of each vocabulary block."""
         head, cap = self._squeezed(self.weights.head), self.config.logit_cap
         return lm_head_triton(self._grouped(hidden), head, config=self._head, logit_cap=cap, pdl=self.pdl)
 
@@ -210,7 +209,7 @@ class PassKernels:
         stream = F.embedding(tokens, self.weights.embed)
         if self._embed_scale != 1.0:
             stream.mul_(self._embed_scale)
-        if self.weights.positions is not None:  # what is drafted behind the last position is never accepted
+        if self.weights.positions is not None:  # drafts beyond the last position are never accepted
             positions = layout.positions.clamp(max=self._last_position).view(self.weights.groups, -1)
             stream.add_(F.embedding((positions + self._first_positions).flatten(), self.weights.positions))
         return stream
@@ -261,7 +260,7 @@ class PassKernels:
         return _ACTIVATIONS[activation](gate) * up
 
     def _add(self, x: Tensor, weight: Weight, config: RowLinearConfig, stream: Tensor, bias: Tensor | None) -> None:
-        """Adds x W^T to the residual stream, in place."""
+        """Add x W^T to the residual stream in place."""
         grouped, weight, out = self._grouped(x), self._squeezed(weight), self._grouped(stream)
         bias = None if bias is None else self._squeezed(bias)
         if self.exact or isinstance(weight, QuantizedWeight):
@@ -273,7 +272,7 @@ class PassKernels:
     def _product(
         self, x: Tensor, weight: Weight, config: RowLinearConfig, norm: _Norm, stream: Tensor, bias: Tensor | None
     ) -> Tensor:
-        """Adds x W^T, or its norm, to the residual stream, in place, and returns the norm of that."""
+        """Add x W^T, or its post-norm, to the residual stream in place; return the norm of the stream."""
         grouped, weight = self._grouped(x), self._squeezed(weight)
         if self.exact or isinstance(weight, QuantizedWeight):
             product = row_linear_partials_triton(grouped, weight, config=config, pdl=self.pdl)
@@ -293,23 +292,23 @@ class PassKernels:
         )
 
     def _grouped(self, x: Tensor) -> Tensor:
-        """[G * rows, n] -> [G, rows, n]; as it is for one model."""
+        """[G * rows, n] -> [G, rows, n]; unchanged for one model."""
         groups = self.weights.groups
         return x if groups == 1 else x.view(groups, len(x) // groups, -1)
 
     def _squeezed(self, weight: Any) -> Any:
-        return each_tensor(lambda part: part[0], weight) if self.weights.groups == 1 else weight
+        return map_tensors(lambda part: part[0], weight) if self.weights.groups == 1 else weight
 
 
 class TritonDecoder(Decoder):
-    """A `Decoder` whose passes are Triton kernels, row-invariant for any number of rows.
+    """A `Decoder` on Triton kernels, row-invariant for any number of rows.
 
     Args:
-        config, weights: as the decoder's.
-        attention: Triton's, of that shape.
-        configs: what was tuned for this device.
-        exact: False takes the vendor's matrix products.
-        num_positions: that will ever be asked for.
+        config, weights: as in `Decoder`.
+        attention: Triton backend of the same shape.
+        configs: tuned for this device.
+        exact: False uses cuBLAS.
+        num_positions: maximum number of positions.
     """
 
     def __init__(
@@ -323,20 +322,20 @@ class TritonDecoder(Decoder):
     ):
         self._configs, self._exact, self.triton_attention = configs, exact, attention
         super().__init__(config, weights, attention, "triton", min_rows=1)
-        # One table for all passes: a captured graph reads it at an address that never changes.
+        # One fixed table for all passes: captured graphs hold its address.
         tables = [rotation.table(num_positions) for rotation in self.rotations]
         if len(tables) == 1:
             self._table = tables[0][None]
         else:
             none = torch.empty(0, 0, 2, self.head_dim, device=self.device, dtype=torch.float32)
             self._table = torch.stack(tables) if tables else none
-        self.rotations = ()  # they held the tables as well
+        self.rotations = ()  # drop the duplicate tables
 
     def _take(self, weights: dict[str, Tensor]) -> None:
-        self.use(ModelWeights.take(self.embed, weights, self.config.shape, self.positions))
+        self.set_weights(ModelWeights.take(self.embed, weights, self.config.shape, self.positions))
 
-    def use(self, weights: ModelWeights) -> None:
-        """Compute with these weights from now on: equal ones, as views of a stack."""
+    def set_weights(self, weights: ModelWeights) -> None:
+        """Replace the weights by equal ones, such as views of a stack."""
         assert weights.groups == 1
         self.weights, self.embed, self.positions = weights, weights.embed, weights.positions
         self.kernels = PassKernels(self.config, weights, self.triton_attention, self._configs, self._exact)
@@ -350,8 +349,8 @@ class TritonDecoder(Decoder):
     def nbytes(self) -> int:
         return self.weights.nbytes + self._table.nbytes
 
-    def _keep(self, layers: Sequence[int]) -> None:
-        self.kernels = self.kernels.only(layers, self.windows)
+    def _select_layers(self, layers: Sequence[int]) -> None:
+        self.kernels = self.kernels.select_layers(layers, self.windows)
 
     def plan(self, requests: list[RequestRows], kv: Tensor) -> TritonPass:
         positions = np.concatenate([rows.positions for rows in requests])
@@ -381,15 +380,15 @@ class TritonDecoder(Decoder):
 
 
 def stacked(models: Sequence[TritonDecoder], configs: KernelConfigs) -> PassKernels:
-    """The kernels of several models of one shape as one; the models go on with views of the stack.
+    """Stack models of one shape into one set of kernels; the models keep views of the stack.
 
-    Their tables of RoPE must be equal, and so must be all that a config says.
+    Their RoPE tables and configurations must be equal.
     """
-    assert len({(model.plan_key, model.config.compute_key) for model in models}) == 1, "only equal ones can be stacked"
+    assert len({(model.plan_key, model.config.compute_key) for model in models}) == 1, "stacked models differ in shape"
     first = models[0]
     if len(models) == 1:
         return first.kernels
     weights = ModelWeights.stack([model.weights for model in models])
     for group, model in enumerate(models):
-        model.use(weights.one(group))
+        model.set_weights(weights.select(group))
     return PassKernels(first.config, weights, first.triton_attention, configs, first._exact)

@@ -1,4 +1,4 @@
-"""Weights as the Triton kernels take them: projections fused, and models of one shape stacked."""
+"""Weights of the Triton kernels: fused projections, models of one shape stacked."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -15,23 +15,22 @@ Weight = Tensor | QuantizedWeight
 
 
 def _aligned(tensor: Tensor) -> Tensor:
-    """The tensor, contiguous and from a multiple of 16 bytes on, as the kernels load it; a mapped file may start
-    anywhere."""
+    """Make a tensor contiguous and 16-byte aligned, as the kernels require; mapped files may have any offset."""
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
-def each_tensor(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """`change` of a tensor, or of each tensor of a quantised weight; None where there is none."""
+def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Apply `change` to a tensor or to each tensor of a quantised weight; None stays None."""
     if isinstance(value, QuantizedWeight):
-        return QuantizedWeight(*(each_tensor(change, part) for part in value))
+        return QuantizedWeight(*(map_tensors(change, part) for part in value))
     return None if value is None else change(value)
 
 
 @dataclass(frozen=True, eq=False)
 class LayerWeights:
-    """One layer of G stacked models. Projections are [G, out_features, in_features], perhaps quantised; biases and
-    norms [G, size]. What a family does not have is None."""
+    """One layer of G stacked models. Projections are [G, out_features, in_features], optionally quantised; biases and
+    norms are [G, size]. Parts that the family lacks are None."""
 
     attn_norm: Tensor
     attn_norm_bias: Tensor | None
@@ -44,26 +43,26 @@ class LayerWeights:
     attn_post_norm: Tensor | None
     mlp_norm: Tensor
     mlp_norm_bias: Tensor | None
-    gate_up: Weight  # the gate's rows, if there is one, then the up projection's
+    gate_up: Weight  # rows of the gate, if any, then of the up projection
     gate_up_bias: Tensor | None
     down: Weight
     down_bias: Tensor | None
     mlp_post_norm: Tensor | None
 
     def tensors(self) -> list[Tensor]:
-        """All that there are."""
+        """All tensors of the layer."""
         values = [getattr(self, field.name) for field in fields(self)]
         parts = [part for value in values for part in (value if isinstance(value, QuantizedWeight) else (value,))]
         return [part for part in parts if part is not None]
 
-    def one(self, group: int) -> "LayerWeights":
+    def select(self, group: int) -> "LayerWeights":
         """Views of one of the models, G = 1."""
         values: list[Any] = [getattr(self, field.name) for field in fields(self)]
-        return LayerWeights(*(each_tensor(lambda part: _aligned(part[group : group + 1]), value) for value in values))
+        return LayerWeights(*(map_tensors(lambda part: _aligned(part[group : group + 1]), value) for value in values))
 
     @classmethod
     def take(cls, weights: dict[str, Tensor], i: int) -> Self:
-        """Layer i of decoder parameters by name, which is emptied of it."""
+        """Pop layer i from decoder parameters by name."""
 
         def joined(*names: str) -> Tensor | None:
             parts = [weights.pop(f"layers.{i}.{name}", None) for name in names]
@@ -80,7 +79,7 @@ class LayerWeights:
         gated = f"layers.{i}.gate" in weights
 
         def projection(*names: str) -> Weight:
-            weight: Weight = each_tensor(
+            weight: Weight = map_tensors(
                 lambda part: _aligned(part)[None], take_projection(weights, f"layers.{i}.", names)
             )
             return weight
@@ -106,7 +105,7 @@ class LayerWeights:
 
     @classmethod
     def stack(cls, layers: Sequence["LayerWeights"]) -> Self:
-        """The same layer of several models."""
+        """Stack the same layer of several models."""
         parts: list[Any] = []
         for field in fields(cls):
             values = [getattr(layer, field.name) for layer in layers]
@@ -125,8 +124,8 @@ class ModelWeights:
         embed: [G * vocab_size, hidden_size]; token t of model g is row g * vocab_size + t.
         layers: of all models.
         final_norm, final_norm_bias: [G, hidden_size].
-        head: [G, vocab_size, hidden_size]; a view of `embed` where it is tied.
-        positions: [G * P, hidden_size], learned ones of positions 0 to P - 1 of each model; None where there are none.
+        head: [G, vocab_size, hidden_size]; a view of `embed` if tied.
+        positions: [G * P, hidden_size], learned position embeddings; None without.
     """
 
     embed: Tensor
@@ -143,13 +142,13 @@ class ModelWeights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, a tied head not counted twice."""
+        """Bytes in memory, counting a tied head once."""
         tied = self.head.data_ptr() == self.embed.data_ptr()
         parts = [self.embed, self.final_norm, *([] if tied else [self.head])]
         parts += [part for part in (self.final_norm_bias, self.positions) if part is not None]
         return sum(part.nbytes for part in [*parts, *(each for layer in self.layers for each in layer.tensors())])
 
-    def one(self, group: int) -> "ModelWeights":
+    def select(self, group: int) -> "ModelWeights":
         """Views of one of the models, G = 1."""
 
         def part(rows: Tensor | None) -> Tensor | None:
@@ -159,7 +158,7 @@ class ModelWeights:
         assert embed is not None
         return ModelWeights(
             embed,
-            tuple(layer.one(group) for layer in self.layers),
+            tuple(layer.select(group) for layer in self.layers),
             _aligned(self.final_norm[group : group + 1]),
             None if bias is None else _aligned(bias[group : group + 1]),
             _aligned(self.head[group : group + 1]),
@@ -170,7 +169,7 @@ class ModelWeights:
     def take(
         cls, embed: Tensor, weights: dict[str, Tensor], shape: ModelShape, positions: Tensor | None = None
     ) -> Self:
-        """One model from its table of learned positions, and from decoder parameters by name, which is emptied."""
+        """Build one model from decoder parameters by name, which is emptied, and its learned positions."""
         layers = tuple(LayerWeights.take(weights, i) for i in range(shape.num_layers))
         head = embed if shape.tied else _aligned(weights.pop("lm_head"))
         bias = weights.pop("final_norm_bias", None)
@@ -179,7 +178,7 @@ class ModelWeights:
 
     @classmethod
     def stack(cls, models: Sequence["ModelWeights"]) -> Self:
-        """Several models of one shape, copied next to each other."""
+        """Stack models of one shape by copying."""
         tied = models[0].head.data_ptr() == models[0].embed.data_ptr()
         embed = torch.cat([model.embed for model in models])
         head = embed.view(len(models), -1, embed.shape[1]) if tied else torch.cat([model.head for model in models])

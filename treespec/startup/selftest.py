@@ -34,7 +34,7 @@ def differing_rows(model: Decoder, pool: Tensor, largest_pass: int = 512, seed: 
         A line for each difference; empty where all comparisons were equal.
     """
     rng = np.random.default_rng(seed)
-    whole, (model, num_layers, windows) = pool, model.sample(_WINDOW)
+    whole, (model, num_layers, windows) = pool, model.layer_subset(_WINDOW)
     pool = pool[:num_layers]
     available = pool.shape[2] - 1
     pages = 1 + np.arange(min(_PAGES, available))

@@ -13,7 +13,7 @@ _aten = torch.ops.aten
 _CHUNK = 1 << 22  # weight elements widened at once: the copy of a large matrix would not fit beside the model
 
 
-class Widened(TorchDispatchMode):
+class UpcastMode(TorchDispatchMode):
     """Compute in `dtype` whatever a model's code computes in a narrower one, in this thread only.
 
     The weights stay as they are: each operation gets a widened copy, and every dtype that the code names is replaced.

@@ -329,7 +329,7 @@ def test_an_engine_follows_its_drafts() -> None:
     wanted = model.generate(**inputs, max_new_tokens=12, pad_token_id=PAD)
     assert torch.equal(model.generate(**inputs, **options, pad_token_id=PAD), wanted)
     draft.bfloat16()
-    with pytest.raises(ModelError, match=r"asked for was torch\.float32"):
+    with pytest.raises(ModelError, match=r"but torch\.float32"):
         model.generate(**inputs, **options)
     draft.float().resize_token_embeddings(VOCAB + 7)
     with pytest.raises(DraftError, match="vocabulary"):

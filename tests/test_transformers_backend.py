@@ -438,7 +438,7 @@ def test_the_probe_notices_planted_faults(fault: str, monkeypatch: pytest.Monkey
 def test_models_in_memory_that_are_refused() -> None:
     with pytest.raises(ModelError, match="training mode"):
         open_adapter_llm(make_model("stablelm").train())
-    with pytest.raises(ModelError, match="no transformers model"):
+    with pytest.raises(ModelError, match="not a transformers model"):
         open_adapter_llm(nn.Linear(2, 2))
     with pytest.raises(ModelError, match="convert it before"):
         open_adapter_llm(make_model("stablelm"), dtype="bfloat16")

@@ -1,7 +1,7 @@
-"""A decoder made of transformers' own model code: all rows of a pass are one sequence, positions say where they stand.
+"""Decoder that runs transformers' model code on the flattened rows of a pass.
 
-What a row sees is not in that sequence: a registered attention writes its keys and values to the slots that the pass
-planned, and attends over the slot table. So a model needs no cache of its own, and its code is not changed.
+All rows form one sequence with explicit positions. A registered attention function writes their keys and values to the
+planned slots and attends over the paged cache, so the model needs neither its own cache nor code changes.
 """
 
 import copy
@@ -34,29 +34,28 @@ logger = logging.getLogger("treespec")
 
 @dataclass(frozen=True, eq=False)
 class AdapterPass:
-    """A pass laid out for models of one shape."""
+    """Plan of a pass for models of one shape."""
 
     num_rows: int
     positions: Tensor  # int64 [num_rows]
-    slots: Tensor  # int64 [num_rows, 2 * num_kv_heads]: where a row's K, then V go in a layer's pool as [-1, head_dim]
-    attention: list[Any]  # a plan for each of the model's windows
+    slots: Tensor  # int64 [num_rows, 2 * num_kv_heads]: rows of K, then V in a layer's pool viewed as [-1, head_dim]
+    attention: list[Any]  # one plan per window
     requests: list[RequestRows]
-    rows: list[RowPlan] = field(default_factory=list)  # made by the first layer that needs it
+    rows: list[RowPlan] = field(default_factory=list)  # created by the first layer that needs it
 
 
 class AdapterDecoder(Decoder):
-    """Any causal language model of transformers whose attention goes through its attention interface.
+    """Runs any causal language model of transformers that uses its attention interface.
 
     Args:
         config: from `trace`.
-        model: in eval mode; left as it is, but for `pack`.
-        attention: for layers that are causal below `longest`, with a window or none, and have no sinks; the others
-            attend row by row.
+        model: in eval mode; unmodified except by `pack`.
+        attention: for causal layers with or without a window and without sinks; other layers attend row by row.
         longest: positions of the longest request, scratch included.
-        min_rows: rows that every pass is padded to.
-        multiple: what the number of rows is padded to a multiple of. ATen's activations compute the last few values of
-            a tensor with other code than the rest; with 16 rows a multiple of 4 values wide there are none.
-        known: tokens that the model has, where the config was fitted to another vocabulary; None = all.
+        min_rows: minimum rows of a pass, by padding.
+        multiple: pads the number of rows to a multiple. ATen's activations compute the SIMD tail of a tensor with other
+            code; 16 rows of a width divisible by 4 have no tail.
+        known: the model's own vocabulary size, if the config was extended to a larger one; None = equal.
     """
 
     backend = "transformers"
@@ -87,50 +86,50 @@ class AdapterDecoder(Decoder):
             for mask, sinks in zip(config.masks, config.sinks, strict=True)
         ]
         self.windows = tuple(dict.fromkeys(window.size for window in found if window is not None))
-        # By layer, the place of its plan in `AdapterPass.attention`; None = row by row.
+        # by layer, index into `AdapterPass.attention`; None = row by row
         self._plans = tuple(None if window is None else self.windows.index(window.size) for window in found)
         self._stack, self._num_kept, self._num_kept_calls = self._find_layer_list(model.get_submodule(config.base))
 
     @property
     def model(self) -> nn.Module:
-        """What runs. A model in memory belongs to its owner, and goes when he lets go of it."""
+        """The model. In-memory models are referenced weakly and belong to the caller."""
         given = self.config.source.given
         model = self._owned if given is None else given()
-        assert model is not None, "its owner let go of it"
+        assert model is not None, "the in-memory model was garbage-collected"
         return model
 
     @cached_property
     def plan_key(self) -> tuple[object, ...]:
-        """Models of equal keys can share a pass."""
+        """Models with equal keys can share a pass."""
         laid_out = self.min_rows, self.multiple, self.config.max_positions
         heads = self.heads, self.kv_heads, self.head_dim
         return "adapter", heads, laid_out, self.windows, self.attention.name, self.device
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all weights as they are held."""
+        """Bytes of all weights in memory."""
         packed = sum(module.nbytes for module in self.model.modules() if isinstance(module, PackedLinear))
         return packed + sum(tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers()))
 
     def layer_subset(self, max_window: int) -> LayerSubset:
-        """Its first layers, as few as have one of each kind, or all of them; windows are cut."""
+        """The fewest leading layers that cover every kind, or all; windows are clipped."""
         model = copy.copy(self)
         model.windows = tuple(None if window is None else min(window, max_window) for window in self.windows)
         return LayerSubset(model, self._num_kept_calls, model.windows)
 
     def check_states(self, layers: Sequence[int]) -> None:
-        raise KernelError(f"hidden states of layers {list(layers)}: {self.config.source.name} hands none out")
+        raise KernelError(f"hidden states of layers {list(layers)}: not available from {self.config.source.name}")
 
     def plan(self, requests: list[RequestRows], kv: Tensor) -> AdapterPass:  # type: ignore[override]
-        """Lay out a pass over the rows of `requests`, in their order, over the pool `kv` that `forward` gets."""
+        """Plan a pass over the rows of `requests`, in order, for the pool `kv` passed to `forward`."""
         positions = np.concatenate([rows.positions for rows in requests])
         pages, offsets = (np.concatenate(parts) for parts in zip(*(rows.slots for rows in requests), strict=True))
         wanted = max(self.min_rows, -(-len(positions) // self.multiple) * self.multiple)
-        padding = np.zeros(wanted - len(positions), dtype=np.int64)  # the null page's first slot, seen by nobody
+        padding = np.zeros(wanted - len(positions), dtype=np.int64)  # the null page, never read
         positions, pages, offsets = (np.concatenate((part, padding)) for part in (positions, pages, offsets))
         steps = np.arange(self.kv_heads) * PAGE_SIZE
         steps = np.concatenate((steps, steps + kv.shape[2] * self.kv_heads * PAGE_SIZE))  # K, then V
-        # Requests end before; the self-test and the cost curve may go beyond what a model has learned positions for.
+        # The self-test and the cost curve may exceed a model's learned positions; requests do not.
         positions = np.minimum(positions, self.config.max_positions - 1)
         slots = (pages * (self.kv_heads * PAGE_SIZE) + offsets)[:, None] + steps
         return AdapterPass(
@@ -142,14 +141,14 @@ class AdapterDecoder(Decoder):
         )
 
     def forward(self, tokens: Tensor, layout: AdapterPass, kv: Tensor, num_layers: int | None = None) -> Tensor:  # type: ignore[override]
-        """Hidden states of a pass, as they go into the head.
+        """Run a pass and return the hidden states that enter the head.
 
-        Arguments are those of `Decoder.forward`, but any `num_layers` means as few as have one of each kind, or all,
-        where they cannot be told apart.
+        Arguments as in `Decoder.forward`, but any `num_layers` runs the fewest leading layers that cover every kind, or
+        all layers if these are unknown.
         """
         if len(tokens) < layout.num_rows:
             tokens = F.pad(tokens, (0, layout.num_rows - len(tokens)))
-        if self.known < self.vocab_size:  # a token that a draft lacks costs it its guesses, and nothing else
+        if self.known < self.vocab_size:  # tokens that a draft lacks only cost acceptance
             tokens = tokens.clamp(max=self.known - 1)
         model = self.model
         if model.training:
@@ -161,9 +160,9 @@ class AdapterDecoder(Decoder):
             return run(base, tokens, layout.positions).last_hidden_state[0]
 
     def _truncated(self, base: nn.Module) -> nn.Module:
-        """The base with its first layers only: a layer of each kind is num_kept to prove bits.
+        """The base model with its leading layers only, sufficient for the self-test.
 
-        It shares all parameters with the model, which others may be running.
+        Shares all parameters with the model, which other threads may be running.
         """
         if self._stack is None:
             return base
@@ -175,7 +174,8 @@ class AdapterDecoder(Decoder):
         return short
 
     def _find_layer_list(self, base: nn.Module) -> tuple[str | None, int, int]:
-        """The name of the list of layers, how many of the first ones have one of each kind, and their attentions."""
+        """Name of the layer list, number of leading layers that cover every kind, and their number of attention
+        calls."""
         calls = self.config.shape.num_layers
         for name, stack in base.named_modules():
             if isinstance(stack, nn.ModuleList) and len(stack) > 1 and calls % len(stack) == 0:
@@ -189,14 +189,14 @@ class AdapterDecoder(Decoder):
                 try:
                     with torch.inference_mode(), routed(self._configs, reference_attention) as route:
                         run(self._truncated(base), tokens, tokens)
-                except Exception:  # code that counts on every layer, and may raise anything
+                except Exception:  # model code may need all layers and raise anything
                     continue
                 if route.calls == num_kept * own:
                     return name, num_kept, route.calls
         return None, 0, calls
 
     def _attend_call(self, layout: AdapterPass, kv: Tensor, call: Call) -> Tensor:
-        """Write the rows' keys and values, and attend; narrow heads are padded with zeros, which add nothing."""
+        """Write the rows' keys and values, and attend; narrow heads are zero-padded."""
         width, cache = self.head_dim, kv[call.index]
         q, k, v = (F.pad(part, (0, width - part.shape[2])) for part in (call.query, call.key, call.value))
         new = torch.cat((k, v), 1).to(cache.dtype)
@@ -213,7 +213,7 @@ class AdapterDecoder(Decoder):
         return out[..., : call.value.shape[2]]
 
     def logits(self, hidden: Tensor, rows: Sequence[int] | Tensor | None = None) -> Tensor:
-        """[n, vocab] logits of chosen rows of `hidden`, or of all."""
+        """[n, vocab] logits of selected (or all) rows of `hidden`."""
         if rows is not None:
             hidden = hidden[rows]
         n = len(hidden)
@@ -222,16 +222,16 @@ class AdapterDecoder(Decoder):
             hidden = F.pad(hidden, (0, 0, 0, wanted - n))
         model = self.model
         logits = run_head(model, model.get_submodule(self.config.base), hidden, self.config.output)[:n]
-        return F.pad(logits, (0, self.vocab_size - self.known), value=-torch.inf)  # a negative width cuts
+        return F.pad(logits, (0, self.vocab_size - self.known), value=-torch.inf)  # a negative width truncates
 
 
 class UpcastDecoder(AdapterDecoder):
-    """A decoder that computes in a wider dtype than its model, for comparisons that rounding must not blur.
+    """Decoder that computes in a wider dtype than its model, for comparisons without rounding noise.
 
     Args:
-        config, model, longest: as of `AdapterDecoder`.
-        attention: over a float32 cache; it computes as it is, outside of the mode.
-        mode: entered for the model's own code.
+        config, model, longest: as in `AdapterDecoder`.
+        attention: over a float32 cache; runs outside the mode.
+        mode: active in the model's code.
     """
 
     def __init__(self, config: AdapterConfig, model: nn.Module, attention: Attention, longest: int, mode: UpcastMode):
@@ -252,14 +252,14 @@ class UpcastDecoder(AdapterDecoder):
 
 
 def _shallow_copy(module: nn.Module) -> nn.Module:
-    """A module whose parts can be exchanged without the other one's."""
+    """Copy a module so that its children can be replaced independently."""
     other = copy.copy(module)
     other._modules = dict(module._modules)
     return other
 
 
 def shapes_of(layer: nn.Module) -> tuple[object, ...]:
-    """What tells layers of one class apart: the shapes of their weights, packed or not."""
+    """Weight shapes of a layer, packed or not, to distinguish layers of one class."""
     packed = tuple((each.out_features, each.in_features) for each in layer.modules() if isinstance(each, PackedLinear))
     return packed, tuple(tuple(parameter.shape) for parameter in layer.parameters())
 
@@ -267,16 +267,16 @@ def shapes_of(layer: nn.Module) -> tuple[object, ...]:
 def open_adapter(
     source: Source, dtype: torch.dtype, device: torch.device, attention: str, packed: bool = True
 ) -> tuple[AdapterConfig, nn.Module]:
-    """A source's model, traced and proven to compute through the adapter what it computes by itself.
+    """Load and trace a model, and verify that the adapter reproduces its logits.
 
     Args:
-        source: what to load; a model in memory is never packed.
+        source: what to load; in-memory models are never packed.
         dtype, device: to compute in.
-        attention: the name of an implementation.
+        attention: name of the backend.
         packed: whether linear layers may be replaced by row-invariant ones.
 
     Raises:
-        CheckpointError, ModelError: as `Source.load`, `trace` and `Probe`.
+        CheckpointError, ModelError: as in `Source.load`, `trace` and `Probe`.
     """
     model = source.load(dtype, device)
     config = trace(source, model)

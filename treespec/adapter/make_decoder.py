@@ -1,4 +1,4 @@
-"""Which models run through the adapter, and with what exactness."""
+"""Selects native or adapter backend, and the padding that makes the adapter exact."""
 
 import logging
 import os
@@ -22,16 +22,16 @@ _EXPERTS = re.compile(r"experts|moe", re.IGNORECASE)  # in names of classes
 
 
 def read_model(model: Path | nn.Module, max_model_len: int | None, backend: str) -> ModelConfig | Source:
-    """The config of a native family, or what transformers' own code would run.
+    """Read a model's config for the native decoder, or its source for transformers.
 
     Args:
-        model: a folder, or a model in memory, which transformers' code alone can run.
-        max_model_len: as `ModelConfig.from_hf`.
-        backend: "auto" takes a native family where there is one.
+        model: a folder, or a model in memory (transformers backend only).
+        max_model_len: as in `ModelConfig.from_hf`.
+        backend: "auto" prefers a native family.
 
     Raises:
-        ConfigError: no such backend, or a native one for a model in memory.
-        CheckpointError, ModelError, OSError: as `ModelConfig.from_hf` and `Source.from_folder`.
+        ConfigError: an unknown backend, or the native one for a model in memory.
+        CheckpointError, ModelError, OSError: as in `ModelConfig.from_hf` and `Source.from_folder`.
     """
     if backend not in BACKENDS:
         raise ConfigError(f"backend={backend!r}; valid: {', '.join(map(repr, BACKENDS))}")
@@ -58,18 +58,18 @@ def read_model(model: Path | nn.Module, max_model_len: int | None, backend: str)
 
 
 def check_adapter_options(models: Sequence[ModelConfig | Source], linear: str, device: torch.device) -> None:
-    """Refuse what transformers' own code is not run with."""
+    """Reject options that the transformers backend does not support."""
     adapted = [model for model in models if isinstance(model, Source)]
     if not adapted:
         return
     if isinstance(models[0], Source) and linear != "auto":
         raise KernelError(
-            f"linear={linear!r} is for native families; {adapted[0].name} runs through transformers' own code, which "
-            "has the linear layers that fit; leave it at 'auto'"
+            f"linear={linear!r} is for native families; {adapted[0].name} runs transformers' code with "
+            "its own choice of linear layers; use 'auto'"
         )
     if isinstance(models[0], ModelConfig) and device.type == "cuda" and linear != "torch":
         raise KernelError(
-            f"{adapted[0].name} runs through transformers' own code and cannot draft in captured rounds; use "
+            f"{adapted[0].name} runs transformers' code and cannot draft in captured rounds; use "
             "linear='torch', or a draft of a native family"
         )
 
@@ -80,28 +80,28 @@ def find_exact_adapter(
     attentions: Sequence[str],
     rows: int,
 ) -> tuple[AdapterDecoder, int | None]:
-    """The least costly way of padding passes under which trees have the bits of plain decoding.
+    """Find the cheapest padding of passes under which trees are bit-identical to plain decoding.
 
     Args:
-        make: a decoder by attention, `min_rows` and `multiple`.
+        make: creates a decoder from attention, `min_rows` and `multiple`.
         differing: the self-test.
-        attentions: names of implementations, to be tried in turn.
-        rows: of every pass, where nothing less will do.
+        attentions: backends to try in order.
+        rows: fixed number of rows to try last.
 
     Returns:
-        The decoder, and the fixed number of rows, or None.
+        The decoder, and the fixed number of rows if needed.
 
     Raises:
-        ExactnessError: there is none.
+        ExactnessError: no padding is exact.
     """
     decoder = make(attentions[0], 2, 1)
     experts = sorted({type(m).__name__ for m in decoder.model.modules() if _EXPERTS.search(type(m).__name__)})
     if experts:
         raise ExactnessError(
-            f"{decoder.config.folder} has experts ({', '.join(experts)}), each of which computes the rows that are "
-            "routed to it: how many they are changes their bits. Use exact=False to go on"
+            f"{decoder.config.folder} has experts ({', '.join(experts)}), whose bits depend on the number of rows "
+            "routed to each. Use exact=False to continue"
         )
-    # torch's own products are not row-invariant in float32, nor on a GPU: no need to try.
+    # torch's matrix products are not row-invariant in float32 or on a GPU: skip them.
     free = decoder.linear == "onednn" or (decoder.device.type == "cpu" and decoder.dtype == torch.bfloat16)
     found: list[str] = []
     for attention in attentions:
@@ -113,7 +113,7 @@ def find_exact_adapter(
             padded = f"multiples of {multiple}" if multiple > 1 else f"at least {min_rows}"
             logger.info("%s, %s, passes of %s rows: %s", decoder.config.folder, attention, padded, found[0])
     raise ExactnessError(
-        f"{decoder.config.folder} run by transformers' code would not have the bits of plain decoding, with "
+        f"{decoder.config.folder} run by transformers' code is not bit-identical to plain decoding, with "
         f"attention={decoder.attention.name!r}, {decoder.dtype}, {torch.get_num_threads()} threads, even with {rows} "
-        f"rows in every pass: {'; '.join(found[:3])}. Use exact=False to go on"
+        f"rows in every pass: {'; '.join(found[:3])}. Use exact=False to continue"
     )

@@ -1,4 +1,4 @@
-"""Row-invariant linear layers in place of a loaded model's own."""
+"""Replaces a loaded model's linear layers by row-invariant ones."""
 
 import torch
 from torch import Tensor, nn
@@ -7,7 +7,7 @@ from treespec_kernels.linear.linear import Linear, onednn_available
 
 
 class PackedLinear(nn.Module):
-    """A linear layer whose weights are reordered for oneDNN.
+    """Linear layer with weights reordered for oneDNN.
 
     Args:
         weight: [out_features, in_features], float32 or bfloat16, on the CPU.
@@ -18,7 +18,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.linear = Linear(weight.detach(), None if bias is None else bias.detach(), "onednn")
-        self.weight = torch.empty_like(weight, device="meta")  # model code may look at its dtype or shape
+        self.weight = torch.empty_like(weight, device="meta")  # model code may read its dtype or shape
 
     @property
     def nbytes(self) -> int:
@@ -26,13 +26,13 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features)
-        if len(rows) == 1:  # a single row takes another path for some shapes
+        if len(rows) == 1:  # oneDNN takes another path for a single row of some shapes
             return self.linear(rows.expand(2, -1).contiguous())[:1].view(*x.shape[:-1], self.out_features)
         return self.linear(rows.contiguous()).view(*x.shape[:-1], self.out_features)
 
 
 def pack(model: nn.Module) -> None:
-    """Replace every plain linear layer by a packed one, one by one: memory stays within one weight over the model's."""
+    """Replace all plain linear layers by packed ones, one at a time to bound peak memory."""
     from transformers.pytorch_utils import Conv1D
 
     for module in list(model.modules()):

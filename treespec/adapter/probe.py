@@ -1,14 +1,13 @@
-"""The parity check of a model that runs through the adapter, against transformers' own forward.
+"""Parity check of a model run by the adapter against transformers' forward.
 
-A prompt of random tokens is prefilled in chunks and a token tree is verified behind it, beside a second request with
-another text. The logits of every row are compared with those of transformers' eager attention over the row's whole
-path, in two steps:
+A random prompt is prefilled in chunks, followed by a token tree, in a batch with a second request. Each row's logits
+are compared with transformers' eager attention over the row's whole path, in two steps:
 
-1. Structure: both sides compute in float32 (float64 where float32 is not enough), on the model's own weights. Rounding
-   is then small whatever the model does with it, and the bound is tight: a wrong mask, position, scale or head shows.
-2. Precision: the decoder as it will run, in the model's dtype. A bfloat16 model may amplify rounding so much that
-   transformers' own attentions differ by 0.3 of the logits' RMS, so the bound is a multiple of the distance that
-   transformers itself has from the result of step 1.
+1. Structure: both sides compute in float32 (float64 if necessary) on the model's weights. Rounding is then negligible
+   and the tight bound reveals a wrong mask, position, scale or head.
+2. Precision: the decoder in the model's dtype. bfloat16 models can amplify rounding until transformers' own attention
+   backends differ by 0.3 of the logits' RMS, so the bound is a multiple of transformers' distance from the result of
+   step 1.
 """
 
 import logging
@@ -34,29 +33,28 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("treespec")
 
-PROMPT = PAGE_SIZE + 6  # into a second page
-CHUNKS = (0, 1, 8, 48, PROMPT)  # where prefill is cut
+PROMPT = PAGE_SIZE + 6  # reaches into a second page
+CHUNKS = (0, 1, 8, 48, PROMPT)  # prefill chunk boundaries
 PARENTS = np.array([-1, 0, 0, 1, 1, 2, 3, 3, 5, 6, 7, 9, 10])  # 13 nodes, 6 deep
 STRUCTURE_BOUND = 1e-4
-"""Largest distance of a row in step 1. Measured for models that are run right: up to 4e-5 in float32 and 4e-6 in
-float64. The faults of the tests start at 3e-3."""
-_NO_ROUNDING = 0.1  # a distance that float32 does not come to, not even with TF32: float64 need not be asked
+"""Maximum row distance in step 1. Measured for correct models: up to 4e-5 in float32 and 4e-6 in float64. The tests'
+faults start at 3e-3."""
+_NO_ROUNDING = 0.1  # above any rounding of float32 or TF32: float64 need not be tried
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""By dtype, a distance that is always accepted in step 2, and the only bound where step 1 cannot run."""
+"""By dtype, a distance always accepted in step 2, and the only bound if step 1 cannot run."""
 NOISE_FACTOR = 3.0
-"""How much further than transformers' own logits those of the decoder may be from step 1's, in the RMS over all rows.
-Measured for models that are run right: 0.7 to 1.4."""
+"""Maximum ratio of the decoder's to transformers' RMS distance from step 1. Measured for correct models: 0.7 to 1.4."""
 
 
 class Probe:
-    """Texts for a model, what it computes for them by itself, and the comparison with what a decoder computes.
+    """Compares a decoder with transformers on two random texts.
 
     Args:
         source, config: of the model.
-        model: in eval mode; its linear layers may be packed once step 1 has run.
+        model: in eval mode; its linear layers may be packed after step 1.
 
     Raises:
-        ModelError: the model cannot run by itself, or it computes NaN.
+        ModelError: transformers cannot run the model, or it computes NaN.
     """
 
     def __init__(self, source: Source, config: AdapterConfig, model: nn.Module):
@@ -66,13 +64,13 @@ class Probe:
         known = next((each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)), vocab)
         length, nodes = max(min(PROMPT, source.max_positions - 8), 1), len(PARENTS)
         rng = np.random.default_rng(0)
-        # Prompt and tree of two requests with different texts, so that a row that sees the other's keys shows.
+        # Two requests with different texts, so that attending to the other's keys is detected.
         self._texts = [rng.integers(min(vocab, known), size=length + nodes) for _ in range(2)]
         self.length, self.longest = length, length + nodes
         self._exact: Tensor | None = None  # [longest, vocab], from step 1
         try:
             self._own = self._reference_logits(model, None, device)
-        except Exception as error:  # model code from outside may raise anything
+        except Exception as error:  # model code may raise anything
             raise ModelError(f"{source.name} does not run: {describe_error(error)}") from error
         if not bool(torch.isfinite(self._own).all()):
             raise ModelError(f"{source.name} computes NaN or infinity for random tokens")
@@ -81,11 +79,11 @@ class Probe:
         """Step 1.
 
         Args:
-            model: as it was given to the constructor.
-            make: its decoder, computing in a wider dtype over a float32 cache.
+            model: as passed to the constructor.
+            make: creates its decoder, computing in a wider dtype over a float32 cache.
 
         Raises:
-            ModelError: the logits differ, or the model's code does not run by rows.
+            ModelError: the logits differ, or the model's code fails on flattened rows.
         """
         worst, device = float("inf"), next(model.parameters()).device
         for dtype in (torch.float32, torch.float64):
@@ -95,7 +93,7 @@ class Probe:
                 found = self._adapter_logits(make(mode), torch.float32)
             except ModelError:
                 raise
-            except Exception as error:  # kernels of one dtype only; model code from outside may raise anything
+            except Exception as error:  # kernels may support one dtype only; model code may raise anything
                 if dtype == torch.float64:
                     break
                 logger.info(
@@ -115,13 +113,13 @@ class Probe:
         raise self._error(worst, STRUCTURE_BOUND, "computed in float32")
 
     def compare(self, decoder: "AdapterDecoder", cache_dtype: torch.dtype) -> None:
-        """Step 2. Raises ModelError where the logits are too far off, or the model's code does not run by rows."""
+        """Step 2. Raises ModelError if the logits differ too much, or the model's code fails on flattened rows."""
         try:
             found = self._adapter_logits(decoder, cache_dtype)
         except ModelError:
             raise
-        except Exception as error:  # model code from outside may raise anything
-            raise ModelError(f"{self._source.name} does not run by rows: {describe_error(error)}") from error
+        except Exception as error:  # model code may raise anything
+            raise ModelError(f"{self._source.name} fails on flattened rows: {describe_error(error)}") from error
         bound = BOUNDS[self._dtype]
         if self._exact is None:
             distance = float(_distance(found, self._own).max())
@@ -133,13 +131,13 @@ class Probe:
 
     def _error(self, distance: float, bound: float, how: str) -> ModelError:
         return ModelError(
-            f"{self._source.name}: run by rows, {how}, logits differ from transformers' own by {distance:.2g} of their "
-            f"RMS (bound {bound:.2g}); the architecture keeps or mixes more than keys and values by position"
+            f"{self._source.name}: on flattened rows, {how}, logits differ from transformers' by {distance:.2g} "
+            f"of their RMS (bound {bound:.2g}); the architecture has state or mixing beyond keys and values by position"
         )
 
     @torch.inference_mode()
     def _reference_logits(self, model: nn.Module, mode: UpcastMode | None, device: torch.device) -> Tensor:
-        """[longest, vocab], after each token of the prompt and each node of the tree: one pass for every leaf."""
+        """[longest, vocab]: transformers' logits after each prompt token and tree node, one pass per leaf."""
         _, visible = _topology()
         prompt, tree = np.split(self._texts[1], [self.length])
         after: dict[int, Tensor] = {}
@@ -155,7 +153,7 @@ class Probe:
 
     @torch.inference_mode()
     def _adapter_logits(self, decoder: "AdapterDecoder", cache_dtype: torch.dtype) -> Tensor:
-        """The same through a decoder, of the second of two requests that run side by side."""
+        """The same from a decoder, for the second of two batched requests."""
         depths, visible = _topology()
         count = pages_for(self.longest)
         kv = KVCache.allocate(self._config.shape, 1 + 2 * count, cache_dtype, decoder.device)
@@ -179,7 +177,7 @@ class Probe:
 
 
 def _topology() -> tuple[np.ndarray, np.ndarray]:
-    """Depths of the tree's nodes, and which node sees which."""
+    """Depths and ancestor mask of the tree."""
     depths, visible = np.zeros(len(PARENTS), dtype=np.int64), np.eye(len(PARENTS), dtype=bool)
     for node in range(1, len(PARENTS)):
         depths[node] = depths[PARENTS[node]] + 1
@@ -188,7 +186,7 @@ def _topology() -> tuple[np.ndarray, np.ndarray]:
 
 
 def _distance(found: Tensor, expected: Tensor) -> Tensor:
-    """[num_rows], RMS of the difference over the RMS of the expected logits about their mean."""
+    """[num_rows], RMS of the difference relative to the standard deviation of the expected logits."""
     spread = (expected - expected.mean(1, keepdim=True)).square().mean(1).sqrt()
     return (found - expected).square().mean(1).sqrt() / spread.clamp(min=1e-12)
 

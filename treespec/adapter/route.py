@@ -1,11 +1,11 @@
-"""How transformers' own model code reaches an attention of ours.
+"""Routes the attention of transformers' models to treespec.
 
-A model's attention modules look up a function by the name that their config holds, and masks are made by a function of
-the same name. Both are registered here once. While a model is `routed`, each call goes to a handler, with the rule of
-its mask in place of the mask: a pass of a token tree has no triangle of positions, so a rule is asked by position.
+Attention modules look up their attention and mask functions by the name in their config. Both are registered here once
+under `NAME`. While a model is `routed`, each attention call goes to a handler that receives the mask function instead
+of a mask, as the rows of a token tree are not in causal order.
 
-A config is the model's, and so every thread's, but a route is its own thread's: a thread without one that calls the
-model meanwhile comes here too, and is sent on to the attention that the model has by itself.
+Configs are shared by all threads, routes are per thread: a thread without a route that calls the model meanwhile is
+forwarded to the model's own attention.
 """
 
 import sys
@@ -25,10 +25,10 @@ from treespec.errors import ModelError
 NAME = "treespec"
 
 MaskRule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(batch, head, position of the query, position of the key) -> whether the query sees the key; tensors broadcast."""
+"""(batch, head, query position, key position) -> whether the key is visible; tensors broadcast."""
 
-# What modules hand on that changes no score: transformers' own eager attention ignores it, or it says the same as the
-# mask (`sliding_window`). Anything else would be lost, so a model that passes it is refused.
+# Attention arguments without effect on scores: transformers' eager attention ignores them, or the mask covers them
+# (`sliding_window`). Models that pass any others are rejected.
 _WITHOUT_EFFECT = frozenset(
     "dropout sliding_window is_causal position_ids position_embeddings cache_position output_attentions "
     "output_hidden_states output_router_logits use_cache return_dict deterministic training past_key_values".split()
@@ -37,16 +37,16 @@ _WITHOUT_EFFECT = frozenset(
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One attention of a pass over flattened rows.
+    """One attention call of a pass over flattened rows.
 
     Attributes:
-        index: the how manieth of the pass: the layer, as far as the cache is concerned.
+        index: of the call within the pass, used as the cache layer.
         query: [num_rows, num_heads, key width].
-        key, value: [num_rows, num_kv_heads, key or value width], of these rows alone.
-        mask: which keys a query sees by position, beside those of other requests and branches.
-        scale: on the scores.
-        softcap: c, where scores s become c tanh(s / c).
-        sinks: [num_heads], scores of a key without a value.
+        key, value: [num_rows, num_kv_heads, key or value width], of these rows only.
+        mask: visible keys by position, within the row's own path.
+        scale: of the scores.
+        softcap: c of s -> c tanh(s / c).
+        sinks: [num_heads], attention sink scores.
     """
 
     index: int
@@ -65,57 +65,57 @@ Handler = Callable[[Call], Tensor]
 
 @dataclass
 class _Route:
-    """Where a thread's attentions go: to a handler, or to transformers' own of another name."""
+    """Destination of a thread's attention calls: a handler, or a transformers attention by name."""
 
     handler: Handler | None
     own: str | None = None
     calls: int = 0
-    masks: dict[int, tuple[Tensor, MaskRule]] = field(default_factory=dict)  # by address of what stands for the mask
+    masks: dict[int, tuple[Tensor, MaskRule]] = field(default_factory=dict)  # by address of the mask placeholder
 
 
-# Model code decides what arguments reach its attention, so batch metadata cannot be one of them for every model.
+# a context variable, because model code need not forward extra arguments to its attention
 _route: ContextVar[_Route | None] = ContextVar("treespec_route", default=None)
 
 
 @dataclass
 class _PatchedConfig:
-    """A config that says `NAME` while somebody has a route, and what it says otherwise."""
+    """A config set to `NAME` while routes exist, and its original attention name."""
 
     config: Any
     own: str | None
     routes: int = 0
 
 
-_patched: dict[int, _PatchedConfig] = {}  # by address of the config, which the entry keeps alive
+_patched: dict[int, _PatchedConfig] = {}  # by id of the config, which the entry keeps alive
 _guard = threading.Lock()
 
 
 def is_routed() -> bool:
-    """Whether this thread's attentions go to a handler."""
+    """Whether this thread's attention calls go to a handler."""
     return _route.get() is not None
 
 
 def _own_name(config: Any) -> str | None:
-    """The attention that a config names when nobody is routed."""
+    """A config's attention name without routes."""
     with _guard:
         patched = _patched.get(id(config))
         own = config._attn_implementation_internal if patched is None else patched.own
-    return "eager" if own == NAME else own  # a copy that was made while its original was routed
+    return "eager" if own == NAME else own  # a config copied while its original was routed
 
 
 def _eager(module: nn.Module) -> Callable[..., Any]:
-    """The eager attention beside a module's class, where transformers' models have it."""
+    """The eager attention function in the module of a model's class."""
     for kind in type(module).__mro__:
         found = getattr(sys.modules.get(kind.__module__), "eager_attention_forward", None)
         if found is not None:
             return found
     raise ModelError(
-        f"{type(module).__name__} has no eager attention beside it; call the model in one thread at a time"
+        f"{type(module).__name__} has no eager_attention_forward in its module; call the model in one thread at a time"
     )
 
 
 def _transformers_attention(name: str | None, module: nn.Module, *tensors: Tensor | None, **options: Any) -> Any:
-    """The attention that transformers has under a name."""
+    """Call transformers' attention function of a name."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     known = ALL_ATTENTION_FUNCTIONS.get(name) if name is not None and name != "eager" else None
@@ -123,7 +123,7 @@ def _transformers_attention(name: str | None, module: nn.Module, *tensors: Tenso
 
 
 def causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """The rule of plain causal attention."""
+    """Mask function of causal attention."""
     return key <= query
 
 
@@ -146,10 +146,10 @@ def _attend(
         options |= {name: value for name, value in given.items() if value is not None}
         return _transformers_attention(own, module, query, key, value, attention_mask, **options)
     if options.get("is_causal") is False:
-        raise ModelError(f"{kind} attends in both directions")
+        raise ModelError(f"{kind} uses bidirectional attention, which is not supported")
     strange = [name for name, value in options.items() if value is not None and name not in _WITHOUT_EFFECT]
     if strange:
-        raise ModelError(f"{kind} hands {', '.join(sorted(strange))} to attention, which means nothing here")
+        raise ModelError(f"{kind} passes unsupported arguments to attention: {', '.join(sorted(strange))}")
     if query.shape[0] != 1 or key.shape[2] != query.shape[2]:
         raise ModelError(
             f"{kind} attends from {list(query.shape)} to {list(key.shape)}; expected the same rows of one sequence"
@@ -158,7 +158,7 @@ def _attend(
     if attention_mask is not None:
         placeholder = route.masks.get(attention_mask.data_ptr())
         if placeholder is None:
-            raise ModelError(f"{kind} makes a mask or a bias of its own")
+            raise ModelError(f"{kind} builds its own mask or bias, which is not supported")
         mask = placeholder[1]
     out = route.handler(
         Call(
@@ -185,14 +185,14 @@ def _make_mask_placeholder(
     config: Any = None,
     **options: Any,
 ) -> Tensor | None:
-    """The registered mask: zeros of the mask's shape in four bytes, whose address says which rule is meant."""
+    """The registered mask function: a 4-byte zero expanded to the mask's shape, whose address identifies the rule."""
     route = _route.get()
     if route is None or route.handler is None:
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
         own = _own_name(config) if route is None else route.own
         make = ALL_MASK_ATTENTION_FUNCTIONS.get(own)
-        if make is None:  # transformers makes none for an attention without a function for masks
+        if make is None:  # attention without a mask function: no mask
             return None
         return make(
             mask_function=mask_function, q_length=q_length, kv_length=kv_length, device=device, config=config, **options
@@ -212,7 +212,7 @@ def _register() -> None:
 
 
 def configs_of(model: nn.Module) -> list[Any]:
-    """The configs that a model and its parts hold, each once."""
+    """Unique configs of a model and its submodules."""
     found: dict[int, Any] = {}
 
     def add(config: Any) -> None:
@@ -229,7 +229,7 @@ def configs_of(model: nn.Module) -> list[Any]:
 
 @contextmanager
 def _activate(configs: list[Any], route: _Route) -> Iterator[_Route]:
-    """This thread has a route; afterwards the configs are as they were, unless another thread still has one."""
+    """Activate a route in this thread; the last route to end restores the configs."""
     _register()
     token = _route.set(route)
     taken: list[Any] = []
@@ -249,17 +249,17 @@ def _activate(configs: list[Any], route: _Route) -> Iterator[_Route]:
                 patched.routes -= 1
                 if not patched.routes:
                     del _patched[id(config)]
-                    if config._attn_implementation_internal == NAME:  # its owner may have named another meanwhile
+                    if config._attn_implementation_internal == NAME:  # the owner may have changed it meanwhile
                         config._attn_implementation_internal = patched.own
 
 
 def implementation(configs: list[Any], name: str) -> AbstractContextManager[_Route]:
-    """Let the models of these configs use an attention of transformers by name, in this thread."""
+    """Use a transformers attention by name for the models of these configs, in this thread."""
     return _activate(configs, _Route(None, own=name))
 
 
 def routed(configs: list[Any], handler: Handler) -> AbstractContextManager[_Route]:
-    """Send every attention of the models of these configs to `handler`, in this thread."""
+    """Send attention calls of the models of these configs to `handler`, in this thread."""
     return _activate(configs, _Route(handler))
 
 
@@ -271,15 +271,15 @@ def visible_keys(mask: MaskRule, queries: Tensor, keys: Tensor) -> Tensor:
 
 
 class Window(NamedTuple):
-    """A row sees the last `size` positions of its path, its own included; None = all."""
+    """Sliding window: the last `size` positions of a row's path, its own included; None = all."""
 
     size: int | None
 
 
 def window_below(mask: MaskRule, length: int, device: torch.device) -> Window | None:
-    """The window that a rule comes to for positions below `length`; None where it is another mask.
+    """Determine the window of a mask function for positions below `length`; None if it is another mask.
 
-    Asked of 64 positions, the last among them, and of those at which a window of its size begins to hide.
+    Tests 64 positions, including the last, and those around the window's edge.
     """
     positions = torch.arange(length, device=device)
     size = int(visible_keys(mask, positions[-1:], positions).sum())

@@ -1,8 +1,8 @@
-"""Attention of every row alone: with any mask by position, soft-capped scores, and sinks.
+"""Row-by-row attention with arbitrary position masks, soft caps and sinks.
 
-A row's keys are gathered in the order of their positions, up to the end of the tile that holds its own, so all shapes
-and sums depend on the row's position alone: a tree node has the bits of plain decoding by construction. It is for
-what `tree_attention` does not know, sinks and masks that are no window, and slower: a row takes about seven calls.
+A row's keys are gathered in position order up to the end of its tile, so shapes and sums depend only on the row's
+position: tree nodes are bit-identical to plain decoding by construction. For layers that `tree_attention` does not
+support (sinks, masks that are not windows); about seven torch calls per row.
 """
 
 import numpy as np
@@ -14,16 +14,16 @@ from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
 
 
 class RowPlan:
-    """Where each row of a pass finds its path.
+    """Cache slots of each row's path.
 
     Args:
-        requests: the rows.
+        requests: the rows of a pass.
         device: of the cache.
     """
 
     def __init__(self, requests: list[RequestRows], device: torch.device):
         self.positions: list[int] = []
-        self.slots: list[tuple[Tensor, Tensor]] = []  # page and offset by position, up to the end of a tile
+        self.slots: list[tuple[Tensor, Tensor]] = []  # pages and offsets by position, up to the end of the tile
         self._seen: dict[MaskRule, list[Tensor]] = {}
         for rows in requests:
             committed, ancestors = rows.context_len, rows.ancestors
@@ -37,7 +37,7 @@ class RowPlan:
         self._keys = torch.arange(max(self.positions) + PAGE_SIZE, device=device)
 
     def hidden(self, mask: MaskRule) -> list[Tensor]:
-        """By row: bool [num positions of its tiles], which of them it does not see. Computed once a pass."""
+        """By row: bool [num positions of its tiles], True for masked ones. Computed once per pass."""
         if mask not in self._seen:
             rows = []
             for position, (pages, _) in zip(self.positions, self.slots, strict=True):
@@ -57,20 +57,20 @@ def attend_rows(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of the rows of a pass to their own paths, in float32.
+    """Attend from each row of a pass to its path, in float32.
 
     Args:
-        q: [num_rows, num_heads, head_dim]; rows beyond the plan's are passed over.
-        k_cache, v_cache: [num_pages, num_kv_heads, PAGE_SIZE, head_dim] of one layer. Slots that no row sees may hold
+        q: [num_rows, num_heads, head_dim]; rows beyond the plan's are skipped.
+        k_cache, v_cache: [num_pages, num_kv_heads, PAGE_SIZE, head_dim] of one layer. Slots that no row reads may hold
             any finite value.
         plan: of the pass.
-        mask: what a row sees of its own path.
-        scale: on the scores.
-        softcap: c, where scores s become c tanh(s / c).
-        sinks: [num_heads], scores of a key without a value.
+        mask: visibility within a row's path.
+        scale: of the scores.
+        softcap: c of s -> c tanh(s / c).
+        sinks: [num_heads], attention sink scores.
 
     Returns:
-        float32 [num_rows, num_heads, head_dim]; 0 in the rows that are passed over.
+        float32 [num_rows, num_heads, head_dim]; 0 in skipped rows.
     """
     rows, heads, head_dim = q.shape
     kv_heads = k_cache.shape[1]

@@ -1,4 +1,4 @@
-"""What the adapter runs: a folder or a model in memory, refused here where it cannot be run as itself."""
+"""Model sources of the adapter: a checkpoint folder or a model in memory."""
 
 import logging
 import sys
@@ -22,20 +22,20 @@ from treespec_weights.rules import read_config, read_generation_config
 logger = logging.getLogger("treespec")
 
 _COMPUTED = (torch.float32, torch.bfloat16, torch.float16)
-_STATES = ("linear", "mamba", "conv", "recurrent", "rwkv", "ssm", "lstm", "hybrid")  # in names of kinds of layers
+_STATES = ("linear", "mamba", "conv", "recurrent", "rwkv", "ssm", "lstm", "hybrid")  # in layer type names
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A model before its shapes are known.
+    """A model before tracing.
 
     Attributes:
-        folder: of the checkpoint, or a name for a model in memory.
+        folder: of the checkpoint, or a label for a model in memory.
         hf_config: transformers' config.
-        given: a model in memory, which its owner keeps alive, or None.
-        generation: of its generation config, what it sets.
-        max_positions: of the longest context.
-        dtype: that is stored.
+        given: weak reference to a model in memory, or None.
+        generation: non-default values of its generation config.
+        max_positions: maximum context length.
+        dtype: of the stored weights.
         eos_token_ids: tokens that end a text.
     """
 
@@ -49,26 +49,26 @@ class Source:
 
     @property
     def name(self) -> str:
-        """The architecture, for messages."""
+        """Folder and model type, for messages."""
         return f"{self.folder} ({self.hf_config.model_type})"
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "Source":
-        """Read the config of a Hugging Face folder with transformers; no weights.
+        """Read the config of a Hugging Face folder with transformers, without weights.
 
         Raises:
-            CheckpointError, OSError: as `Checkpoint.open`.
-            ModelError: transformers does not know the architecture, or it is one that the adapter cannot run.
+            CheckpointError, OSError: as in `Checkpoint.open`.
+            ModelError: transformers does not know the architecture, or the adapter cannot run it.
         """
         folder = resolve_folder(folder)
         raw = read_config(folder)
         from transformers import AutoConfig
 
         if raw.get("quantization_config") is not None:
-            raise ModelError(f"{folder}: quantised checkpoints are not run by transformers' code here")
+            raise ModelError(f"{folder}: backend='transformers' does not support quantised checkpoints")
         try:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        except Exception as error:  # config classes check themselves, each with errors of its own
+        except Exception as error:  # config classes raise errors of their own
             if "auto_map" in raw:
                 raise ModelError(
                     f"{folder}: model_type={raw.get('model_type')!r} needs code that comes with the checkpoint "
@@ -82,23 +82,23 @@ class Source:
 
     @classmethod
     def from_model(cls, model: nn.Module) -> "Source":
-        """A `PreTrainedModel` in memory, which stays as it is.
+        """Wrap a `PreTrainedModel` in memory, without modifying it.
 
         Raises:
-            ModelError: it is none, is in training mode, or is one that the adapter cannot run.
+            ModelError: it is not a `PreTrainedModel`, is in training mode, or the adapter cannot run it.
         """
         from transformers import PreTrainedModel
 
         kind = type(model).__name__
         if not isinstance(model, PreTrainedModel):
-            raise ModelError(f"{kind} is no transformers model; valid: a PreTrainedModel for causal language models")
+            raise ModelError(f"{kind} is not a transformers model; valid: a causal PreTrainedModel")
         if model.training:
             raise ModelError(f"{kind} is in training mode, where dropout is random; call model.eval() first")
         if getattr(model, "is_quantized", False):
-            raise ModelError(f"{kind} is quantised; its layers are not run by the adapter")
+            raise ModelError(f"{kind} is quantised, which the adapter does not support")
         places = {parameter.device for parameter in model.parameters()}
         if len(places) != 1:
-            raise ModelError(f"{kind} lies on {sorted(map(str, places))}; the adapter needs it on one device")
+            raise ModelError(f"{kind} is spread over {sorted(map(str, places))}; the adapter needs one device")
         given = getattr(model, "generation_config", None)
         generation = {} if given is None else given.to_diff_dict()
         return cls._of(Path(f"in-memory {kind}"), model.config, model, generation)
@@ -112,7 +112,9 @@ class Source:
             raise ModelError(f"{folder}: max_position_embeddings={positions!r}; expected an int of at least 2")
         limit = _longrope_limit(text)
         if limit is not None and limit < positions:
-            logger.info("%s: longrope has other rotations beyond %d positions; the adapter ends there", folder, limit)
+            logger.info(
+                "%s: longrope changes its rotations beyond %d positions; context limited to that", folder, limit
+            )
             positions = limit
         named = getattr(text, "dtype", None) or config.dtype
         stored: Any = named if model is None else next(model.parameters()).dtype
@@ -124,34 +126,42 @@ class Source:
         return cls(folder, config, given, generation, positions, stored, ends)
 
     def load(self, dtype: torch.dtype, device: torch.device) -> nn.Module:
-        """The model with all of its weights, in eval mode; the one in memory as it is.
+        """Load the model in eval mode; an in-memory model is returned unchanged.
 
         Raises:
-            CheckpointError: files that `Checkpoint.open` refuses; missing, unexpected or misshaped tensors, which
-                transformers would fill at random or pass over.
-            ModelError: transformers has no such causal language model; `dtype` or `device` is not the given model's.
+            CheckpointError: files rejected by `Checkpoint.open`; missing, unexpected or mismatched tensors, which
+                transformers would randomly initialise or ignore.
+            ModelError: transformers cannot load it; `dtype` or `device` differs from the in-memory model's.
         """
         if self.given is not None:
             model = self.given()
-            assert model is not None, "its owner let go of it"
+            assert model is not None, "the in-memory model was garbage-collected"
             own = next(model.parameters()).device
             if self.dtype != dtype or own.type != device.type:
                 raise ModelError(
-                    f"{self.folder} is {self.dtype} on {own}, asked for was {dtype} on {device}; convert it before"
+                    f"{self.folder} is {self.dtype} on {own}, but {dtype} on {device} was requested; convert it first"
                 )
             return model
-        with Checkpoint.open(self.folder):  # what transformers would take: pickles, paths that lead outside
+        with Checkpoint.open(
+            self.folder
+        ):  # rejects pickles and paths outside the folder, which transformers would accept
             pass
         from transformers import AutoModelForCausalLM
 
         try:
             with torch.inference_mode(False), torch.no_grad(), _progress_bars_on_terminals():
                 model, report = AutoModelForCausalLM.from_pretrained(
-                    self.folder, config=self.hf_config, dtype=dtype, use_safetensors=True, trust_remote_code=False,
-                    local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True,
-                )  # fmt: skip  # misshaped tensors are reported, and refused below
+                    self.folder,
+                    config=self.hf_config,
+                    dtype=dtype,
+                    use_safetensors=True,
+                    trust_remote_code=False,
+                    local_files_only=True,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,  # reported, and rejected below
+                )
                 model.to(device)
-        except Exception as error:  # model code from outside may raise anything
+        except Exception as error:  # model code may raise anything
             reason = describe_error(error).strip().split("\n")[0]
             raise ModelError(f"{self.name}: transformers cannot load it: {reason}") from error
         problems = [Problem("missing", repr(name), "missing") for name in sorted(report["missing_keys"])]
@@ -166,7 +176,7 @@ class Source:
 
 @contextmanager
 def _progress_bars_on_terminals() -> Iterator[None]:
-    """transformers' progress bars go to a terminal only."""
+    """Show transformers' progress bars on terminals only."""
     from transformers.utils import logging as bars
 
     silent = bars.is_progress_bar_enabled() and not sys.stderr.isatty()
@@ -180,27 +190,27 @@ def _progress_bars_on_terminals() -> Iterator[None]:
 
 
 def _check_kind(folder: Path, config: Any) -> None:
-    """Refuse by name what keeps more of a text than keys and values. The probe would find it, and not say why."""
+    """Reject models with state other than keys and values by name; the probe would fail without a reason."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     who = f"{folder}: model_type={config.model_type!r}"
     if getattr(config, "is_encoder_decoder", False):
-        raise ModelError(f"{who} is an encoder with a decoder; the adapter runs decoders alone")
+        raise ModelError(f"{who} is an encoder-decoder; the adapter supports decoder-only models")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ModelError(f"{who}: transformers has no causal language model of it")
+        raise ModelError(f"{who}: transformers has no causal language model for it")
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     kinds = set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
     states = sorted(kind for kind in kinds if any(name in str(kind) for name in _STATES))
     if getattr(architecture, "_is_stateful", False) or states:
         what = f" ({', '.join(states)})" if states else ""
         raise ModelError(
-            f"{who}: {architecture.__name__} keeps a recurrent state{what}, which cannot be taken back when a branch "
+            f"{who}: {architecture.__name__} keeps a recurrent state{what}, which cannot be rolled back when a branch "
             "of a token tree is rejected"
         )
 
 
 def _longrope_limit(config: Any) -> int | None:
-    """Positions below which longrope's rotations are the same in every pass; None where there is no longrope."""
+    """Length up to which longrope's rotations are constant; None without longrope."""
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [each for each in (parameters, *parameters.values()) if isinstance(each, dict)]
     limits = [

@@ -1,4 +1,4 @@
-"""What a model turns out to be when its code runs: its attentions, their shapes, and its head."""
+"""Traces a transformers model: its attention calls, shapes and head."""
 
 import threading
 from collections.abc import Iterator
@@ -16,22 +16,22 @@ from treespec.errors import ModelError, describe_error
 from treespec_weights.rules import ModelShape
 
 _TOKENS = 5
-_head_runs = threading.RLock()  # of two threads the second would take the first one's stand-in for the model's own
+_head_runs = threading.RLock()  # a second thread would mistake the first one's patched forward for the model's
 
 
 @dataclass(frozen=True, eq=False)
 class AdapterConfig:
-    """A model's architecture as the engine needs it; the names are those of `ModelConfig`.
+    """Architecture of a traced model; field names as in `ModelConfig`.
 
-    `shape` has one layer for each attention of a pass, and heads as wide as its widest keys or values.
+    `shape` has one layer per attention call and the width of the widest keys or values as head_dim.
     """
 
     source: Source
     shape: ModelShape
-    masks: tuple[MaskRule, ...]  # by layer, as in the traced pass
-    sinks: tuple[bool, ...]  # by layer, whether it has any
-    base: str  # the model's part that gives hidden states to the head
-    output: type  # what it gives them in
+    masks: tuple[MaskRule, ...]  # by layer
+    sinks: tuple[bool, ...]  # by layer, whether it has sinks
+    base: str  # submodule that returns the hidden states for the head
+    output: type  # its output class
 
     @property
     def folder(self) -> Any:
@@ -51,7 +51,7 @@ class AdapterConfig:
 
 
 def reference_attention(call: Call) -> Tensor:
-    """One sequence from position 0 on, by the definition; the specification of what a route's handler computes."""
+    """Reference implementation of a route handler: one sequence from position 0 on."""
     rows = torch.arange(len(call.query), device=call.query.device)
     group = call.query.shape[1] // call.key.shape[1]
     q, k, v = (part.float().transpose(0, 1) for part in (call.query, call.key, call.value))
@@ -67,9 +67,9 @@ def reference_attention(call: Call) -> Tensor:
 
 
 def run(module: nn.Module, tokens: Tensor, positions: Tensor) -> Any:
-    """What a routed module of a model gives; tokens, positions: int64 [num_rows].
+    """Call a routed module; tokens, positions: int64 [num_rows].
 
-    The mask of ones says that no row is padding; without it rows whose positions jump would count as other texts.
+    The mask of ones marks no row as padding; without it, jumps in positions would be taken for packed sequences.
     """
     return module(
         input_ids=tokens[None],
@@ -81,10 +81,9 @@ def run(module: nn.Module, tokens: Tensor, positions: Tensor) -> Any:
 
 
 def run_head(model: nn.Module, base: nn.Module, hidden: Tensor, output: type) -> Tensor:
-    """Logits [num_rows, vocab] by the model's own code behind its base: scales and caps too.
+    """Compute logits [num_rows, vocab] with the model's own head code, including scales and caps.
 
-    The base gives `hidden`, [num_rows, hidden_size], in an `output`, while this runs; then it computes again. In other
-    threads it computes all the while.
+    Patches the base model's forward to return `hidden`, [num_rows, hidden_size], in this thread only.
     """
     me = threading.get_ident()
     with _head_runs:
@@ -107,7 +106,7 @@ def run_head(model: nn.Module, base: nn.Module, hidden: Tensor, output: type) ->
 
 @contextmanager
 def _watched(model: nn.Module) -> Iterator[list[tuple[str, Any]]]:
-    """Names and outputs of a model's parts that give hidden states, in the order in which they end."""
+    """Record names and outputs of submodules that return hidden states, in order of completion."""
     ended: list[tuple[str, Any]] = []
 
     def watch(name: str, module: nn.Module) -> RemovableHandle:
@@ -126,10 +125,10 @@ def _watched(model: nn.Module) -> Iterator[list[tuple[str, Any]]]:
 
 
 def trace(source: Source, model: nn.Module) -> AdapterConfig:
-    """Run a few tokens through a model and see what it does.
+    """Run a few tokens through a model and record its attention calls.
 
     Raises:
-        ModelError: it does not come to the registered attention, or asks for what the adapter does not have.
+        ModelError: the model does not reach the registered attention, or is unsupported.
     """
     calls: list[Call] = []
 
@@ -144,22 +143,22 @@ def trace(source: Source, model: nn.Module) -> AdapterConfig:
             logits = run(model, tokens, tokens).logits[0]
     except ModelError as error:
         raise ModelError(f"{source.name}: {error}") from error
-    except Exception as error:  # model code from outside may raise anything
-        raise ModelError(f"{source.name} does not run by rows: {describe_error(error)}") from error
+    except Exception as error:  # model code may raise anything
+        raise ModelError(f"{source.name} fails on flattened rows: {describe_error(error)}") from error
     if not calls:
         raise ModelError(
             f"{source.name}: {type(model).__name__} does not use transformers' attention interface, so its keys "
             "cannot be kept for a token tree"
         )
     if not parts:
-        raise ModelError(f"{source.name}: {type(model).__name__} has no part that gives hidden states to a head")
-    base, out = parts[-1]  # the outermost of them: what the model's own code calls
+        raise ModelError(f"{source.name}: {type(model).__name__} has no submodule that returns hidden states")
+    base, out = parts[-1]  # the outermost one, which the model's head code calls
     heads = {(call.query.shape[1], call.key.shape[1]) for call in calls}
     if len(heads) != 1:
-        raise ModelError(f"{source.name}: layers of {sorted(heads)} heads and KV heads; they must be equal")
+        raise ModelError(f"{source.name}: layers of {sorted(heads)} heads and KV heads; layers must agree")
     [(num_heads, num_kv_heads)] = heads
     if num_heads % num_kv_heads:
-        raise ModelError(f"{source.name}: {num_heads} heads are no multiple of {num_kv_heads} KV heads")
+        raise ModelError(f"{source.name}: {num_heads} heads are not a multiple of {num_kv_heads} KV heads")
     text = source.hf_config.get_text_config(decoder=True)
     shape = ModelShape(
         num_layers=len(calls),

@@ -1,4 +1,4 @@
-"""A dispatch mode in which model code computes in a wider floating dtype than its weights have."""
+"""Dispatch mode that runs model code in a wider floating dtype than its weights."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,15 +10,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 _aten = torch.ops.aten
-_CHUNK = 1 << 22  # weight elements widened at once: the copy of a large matrix would not fit beside the model
+_CHUNK = 1 << 22  # weight elements upcast at once, to bound memory
 
 
 class UpcastMode(TorchDispatchMode):
-    """Compute in `dtype` whatever a model's code computes in a narrower one, in this thread only.
+    """Upcast computations in narrower dtypes to `dtype`, in this thread only.
 
-    The weights stay as they are: each operation gets a widened copy, and every dtype that the code names is replaced.
-    So a bfloat16 model runs with the rounding of float32, without a float32 copy of the model and without a change to
-    it that another thread could see.
+    Operations receive upcast copies of their operands, and dtypes named by the code are replaced. A bfloat16 model thus
+    runs with float32 rounding, without a float32 copy of the model and without changes visible to other threads.
 
     Args:
         dtype: torch.float32 or torch.float64.
@@ -31,7 +30,7 @@ class UpcastMode(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Operations inside compute in the dtypes that they name."""
+        """Suspend upcasting within the context."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -45,14 +44,14 @@ class UpcastMode(TorchDispatchMode):
         if self._paused:
             return func(*args, **kwargs)
         if func is _aten.view.dtype:
-            raise NotImplementedError(f"{func} reinterprets bits, which another dtype does not have")
-        if func is _aten.embedding.default:  # gathering rounds nothing, and the table may be large
+            raise NotImplementedError(f"{func} reinterprets bits and cannot be upcast")
+        if func is _aten.embedding.default:  # a gather does not round, and the table may be large
             return self._wide(func(*args, **kwargs))
         if func is _aten.linear.default and self._is_large(args[1]):
             return self._linear(*args, **kwargs)
         if func._schema.is_mutable:
             self._check_written(func, args, kwargs)
-        # Views of weights stay narrow until something computes with them; `to` is among the views.
+        # Views of weights stay narrow until used in a computation; `to` counts as a view.
         convert = self._wide_dtype if func.is_view and func.overloadpacket is not _aten.to else self._wide
         return func(*tree_map(convert, args), **tree_map(convert, kwargs))
 
@@ -76,7 +75,7 @@ class UpcastMode(TorchDispatchMode):
         return out if bias is None else out + self._wide(bias)
 
     def _check_written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse writes to a narrow tensor: they would go to its widened copy and be lost."""
+        """Reject in-place writes to a narrow tensor: they would go to its upcast copy and be lost."""
         for argument, value in zip(func._schema.arguments, args, strict=False):
             written = argument.alias_info is not None and argument.alias_info.is_write
             if written and isinstance(value, Tensor) and value.dtype in self._narrow:

@@ -387,7 +387,7 @@ def test_grown_figures_say_so(tmp_path: Path, ids_file: Path, monkeypatch: pytes
     assert tables and all("grown" in line for line in tables)
     document = json.loads(run("bench", *given, "--json").stdout)
     assert document["grown"]["parameters"] == pytest.approx(4e6, rel=0.1)
-    assert document["grown"]["tokens_unlike_the_small_one"] == 0
+    assert document["grown"]["mismatches_with_source"] == 0
 
 
 def test_plot_writes_a_picture(ids_file: Path, lent: LLM, tmp_path: Path) -> None:

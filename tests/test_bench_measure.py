@@ -13,7 +13,7 @@ from treespec import SpecConfig
 from treespec.bench.measure import Run, Sample, interleave, run_ours
 from treespec.bench.modes import Peer
 from treespec.bench.peers import Transformers
-from treespec.bench.profile import MEANING, profiled, reach
+from treespec.bench.profile import MEANING, acceptance_by_depth_of, profiled
 from treespec.engine import Decided, Scored
 from treespec.errors import ModelError
 from treespec.graphs.graph_engine import GraphEngine
@@ -51,7 +51,7 @@ def test_acceptance_by_depth_of_a_scripted_engine() -> None:
         while engine.rounds:
             engine.step()
     assert profile.rounds == 4 and profile.accepted == {3: 1, 0: 1, 1: 1, 2: 1}
-    assert reach(profile.accepted) == [0.75, 0.5, 0.25]
+    assert acceptance_by_depth_of(profile.accepted) == [0.75, 0.5, 0.25]
 
 
 def test_a_peer_whose_first_token_took_longer_than_all_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +94,7 @@ def test_acceptance_of_an_oracle() -> None:
     [sample] = interleave(run, prompts, batch=1, repeats=1)["tree"]
     assert sample.tokens == [output.outputs[0].token_ids for output in plain]
     assert sample.passes == [4, 4] and sample.rounds == 8 and sample.decoded == 32
-    assert sample.accepted == {3: 8} and reach(sample.accepted) == [1.0, 1.0, 1.0]
+    assert sample.accepted == {3: 8} and acceptance_by_depth_of(sample.accepted) == [1.0, 1.0, 1.0]
     assert sample.accepted_by_source["oracle"] == 24
     assert interleave(run, prompts, batch=2, repeats=1)["tree"][0].rounds == 4
 

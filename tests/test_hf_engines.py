@@ -16,7 +16,7 @@ from tests.exactness import threads
 from tests.models import greedy, random_prompts, tiny_llm
 from treespec.errors import RequestError
 from treespec.hf import engines
-from treespec.hf.rows import started_later
+from treespec.hf.rows import with_delayed_start
 
 module = importlib.import_module("treespec.hf.generate")  # its name is the function's in the package
 pytestmark = pytest.mark.usefixtures("engines_start_quickly")
@@ -115,17 +115,17 @@ def test_time_runs_from_the_first_round_on(model: Any) -> None:
         found = [by_trees(model, prompt(), **options) for options in ({"max_time": 5.0}, {"stopping_criteria": [own]})]
     assert all(torch.equal(each, plainly(model, prompt())) for each in found)
     assert own.initial_timestamp == 1060.0
-    assert started_later([own], 60.0)[0].initial_timestamp == 1120.0
+    assert with_delayed_start([own], 60.0)[0].initial_timestamp == 1120.0
 
 
 def test_autocast_changes_nothing_and_the_log_says_so(model: Any, caplog: pytest.LogCaptureFixture) -> None:
-    module._say_no_autocast.cache_clear()
+    module._warn_autocast.cache_clear()
     wanted = plainly(model, prompt())
     with torch.autocast("cpu", torch.bfloat16), caplog.at_level(logging.WARNING, "treespec"):
         for _ in range(2):  # built under it, and used under it
             assert torch.equal(by_trees(model, prompt(), drafts=["lookup"]), wanted)
     assert [record.message for record in caplog.records if "autocast" in record.message] == [
-        "torch.autocast changes nothing in treespec.hf.generate: the model computes in torch.float32, as it is"
+        "torch.autocast has no effect in treespec.hf.generate: the model computes in torch.float32"
     ]
     llm, params = tiny_llm(), greedy(12, temperature=0.8, seed=1)
     [expected] = llm.generate(random_prompts([9]), params)

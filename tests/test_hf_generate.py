@@ -359,7 +359,7 @@ class Raises(StoppingCriteria):
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "beams": ({"num_beams": 2}, ConfigError, "beam_search"),
     "guidance": ({"guidance_scale": 1.5}, ConfigError, "guidance_scale=1.5"),
-    "prompt lookup": ({"prompt_lookup_num_tokens": 3}, ConfigError, "prompt lookup is on by itself"),
+    "prompt lookup": ({"prompt_lookup_num_tokens": 3}, ConfigError, "prompt lookup is always on"),
     "attentions": ({"output_attentions": True, "return_dict_in_generate": True}, ConfigError, "output_attentions"),
     "hidden states": ({"output_hidden_states": True, "return_dict_in_generate": True}, ConfigError, "output_hidden"),
     "drafts of text": ({"drafts": "lookup"}, ConfigError, "valid: a list"),

@@ -440,7 +440,7 @@ def test_models_in_memory_that_are_refused() -> None:
         open_adapter_llm(make_model("stablelm").train())
     with pytest.raises(ModelError, match="not a transformers model"):
         open_adapter_llm(nn.Linear(2, 2))
-    with pytest.raises(ModelError, match="convert it before"):
+    with pytest.raises(ModelError, match="convert it first"):
         open_adapter_llm(make_model("stablelm"), dtype="bfloat16")
 
 

@@ -94,7 +94,7 @@ class Profile:
         return parts | {"host": total["step"] - total["prefill"] - sum(parts.values())}
 
 
-def reach(accepted: Counter[int]) -> list[float]:
+def acceptance_by_depth_of(accepted: Counter[int]) -> list[float]:
     """The share of trees whose accepted path reached depth 1, 2, ...; `accepted` counts trees by accepted tokens."""
     total, deepest = accepted.total(), max(accepted, default=0)
     return [sum(n for depth, n in accepted.items() if depth >= d) / total for d in range(1, deepest + 1)]
@@ -138,7 +138,7 @@ def profiled(engine: Engine) -> Iterator[Profile]:
     with ExitStack() as restore:
 
         def replace(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-            restore.callback(_put_back, owner, name, vars(owner).get(name))
+            restore.callback(_restore_attribute, owner, name, vars(owner).get(name))
             setattr(owner, name, wrap(getattr(owner, name)))
 
         for source in (engine.ssms, engine.lookup, *engine.drafters):
@@ -156,7 +156,7 @@ def profiled(engine: Engine) -> Iterator[Profile]:
         yield profile
 
 
-def _put_back(owner: Any, name: str, own: Any) -> None:
+def _restore_attribute(owner: Any, name: str, own: Any) -> None:
     """An instance's attribute as it was: its own, where it had one, or else its class's."""
     if own is None:
         delattr(owner, name)

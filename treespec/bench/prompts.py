@@ -53,11 +53,11 @@ def choose(prompts: Sequence[Prompt], count: int, seed: int) -> list[Prompt]:
     kinds: dict[str | None, dict[str | None, list[Prompt]]] = {}
     for prompt in sorted(order, key=lambda each: (each.kind or "", each.package or "")):  # stable
         kinds.setdefault(prompt.kind, {}).setdefault(prompt.package, []).append(prompt)
-    by_kind = [list(_in_turn(list(packages.values()))) for packages in kinds.values()]
-    return list(_in_turn(by_kind))[:count]
+    by_kind = [list(_round_robin(list(packages.values()))) for packages in kinds.values()]
+    return list(_round_robin(by_kind))[:count]
 
 
-def _in_turn(lists: Sequence[Sequence[Prompt]]) -> Iterator[Prompt]:
+def _round_robin(lists: Sequence[Sequence[Prompt]]) -> Iterator[Prompt]:
     """The first of each, then the second of each, and so on."""
     for row in zip_longest(*lists):
         yield from (each for each in row if each is not None)

@@ -8,7 +8,7 @@ from typing import Any
 
 from treespec.bench.measure import Sample
 from treespec.bench.modes import PLAIN, Mode, Peer
-from treespec.bench.profile import reach
+from treespec.bench.profile import acceptance_by_depth_of
 from treespec.bench.prompts import Prompt
 
 LOOPING = 0.5  # outputs with a smaller share of distinct 4-grams are called looping
@@ -106,7 +106,7 @@ def summarise(
         "noise_share": None,
         "profile_ms": None,
     }
-    return figures | (_inside(samples, plain) if isinstance(mode, Mode) else {})
+    return figures | (_engine_figures(samples, plain) if isinstance(mode, Mode) else {})
 
 
 def _mismatches(mode: Mode | Peer, samples: Sequence[Sample], plain: Sequence[Sample], sampled: bool) -> int | None:
@@ -116,12 +116,12 @@ def _mismatches(mode: Mode | Peer, samples: Sequence[Sample], plain: Sequence[Sa
     return max(mismatches(own.tokens, base.tokens) for own, base in zip(samples, reference, strict=True))
 
 
-def _inside(samples: Sequence[Sample], plain: Sequence[Sample]) -> dict[str, Any]:
+def _engine_figures(samples: Sequence[Sample], plain: Sequence[Sample]) -> dict[str, Any]:
     """What is known of our own modes alone."""
     accepted = sum((sample.accepted for sample in samples[1:]), samples[0].accepted.copy())
     sources = sum((sample.accepted_by_source for sample in samples[1:]), samples[0].accepted_by_source.copy())
     figures: dict[str, Any] = {
-        "acceptance_by_depth": reach(accepted),
+        "acceptance_by_depth": acceptance_by_depth_of(accepted),
         "accepted_by_source": dict(sources),
         "nodes_per_pass": sum(s.nodes or 0 for s in samples) / sum(sum(s.passes) for s in samples),
         "profile_ms": {

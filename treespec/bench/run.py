@@ -146,7 +146,7 @@ def bench(
         small = LLM(grown.source, [], "off", device=options.device, dtype=llm.config.dtype, max_num_seqs=1)
         run: dict[str, Run] = {PLAIN: _ours(small, "off", options)}
         [sample] = interleave(run, ids[: len(plain)], 1, 1, seed=options.seed)[PLAIN]
-        ancestry = grown.figures | {"tokens_unlike_the_small_one": mismatches(plain, sample.tokens)}
+        ancestry = grown.figures | {"mismatches_with_source": mismatches(plain, sample.tokens)}
     return {
         "model": grown.of if grown else "embedded target" if options.model is None else str(options.model),
         "drafts": list(folders),

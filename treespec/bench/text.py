@@ -49,7 +49,7 @@ def header(document: Mapping[str, Any]) -> str:
             f"grown     all figures are of a grown target of {grown['parameters'] / 1e6:.0f} M parameters",
             f"          ({grown['shape']});",
             f"          it computes the function of {grown['of']}: "
-            f"{grown['tokens_unlike_the_small_one']} of its tokens differ",
+            f"{grown['mismatches_with_source']} of its tokens differ",
         ]
     return "\n".join(lines)
 

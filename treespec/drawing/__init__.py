@@ -1,4 +1,4 @@
-"""Draws the token tree of one round, as text for a terminal and as a picture (SVG)."""
+"""Renders the token tree of one round as terminal text or SVG."""
 
 from treespec.drawing.picture import RoundPicture
 from treespec.drawing.svg import to_svg

@@ -1,4 +1,4 @@
-"""What is drawn: one round of speculative decoding, and how a token is put into few printable columns."""
+"""Data of a rendered round, and formatting of tokens in few terminal columns."""
 
 import unicodedata
 from dataclasses import dataclass
@@ -8,15 +8,15 @@ MAX_TOKEN_CELLS = 24
 
 @dataclass(frozen=True)
 class RoundPicture:
-    """One round, ready to be drawn. All lists are by node, the root first, a parent before its children.
+    """One round to render. Lists are by node, root first, parents before children.
 
     Attributes:
         tokens: the decoded text of each node.
         parents: index of each node's parent, -1 for the root.
-        sources: names of the sources that proposed each node; none for the root.
-        probs: draft probability of each node, the mixture of its sources; None where no source gave one.
-        path: accepted nodes, the root first.
-        bonus: the target's own token after the path; None where the request ended inside the path.
+        sources: names of each node's sources; none for the root.
+        probs: draft probability of each node (mixture of its sources), or None.
+        path: accepted nodes, root first.
+        bonus: the target's token after the path; None if the request ended inside the path.
         context: the end of the text before the root.
     """
 
@@ -36,7 +36,7 @@ class RoundPicture:
 
     @property
     def all_sources(self) -> list[str]:
-        """Every source of the round, in the order of names."""
+        """All sources of the round, sorted by name."""
         return sorted({name for names in self.sources for name in names})
 
     @property
@@ -50,7 +50,7 @@ class RoundPicture:
         return "".join(self.tokens[i] for i in self.path[1:]) + (self.bonus or "")
 
     def children(self) -> list[list[int]]:
-        """Children of every node; the bonus token is one more node at the end, a child of the last accepted one."""
+        """Children by node; the bonus token is appended as a child of the last accepted node."""
         count = len(self.tokens)
         children: list[list[int]] = [[] for _ in range(count + (self.bonus is not None))]
         for node in range(1, count):
@@ -61,7 +61,7 @@ class RoundPicture:
 
 
 def visible(text: str, space: str = "␣") -> str:
-    """`text` with whitespace shown as signs, and everything else that does not print escaped."""
+    """`text` with whitespace as symbols and other unprintable characters escaped."""
     return "".join(_visible_char(char, space) for char in text)
 
 
@@ -77,12 +77,12 @@ def _visible_char(char: str, space: str) -> str:
 
 
 def cells(text: str) -> int:
-    """Columns that `text` takes in a terminal."""
+    """Width of `text` in terminal columns."""
     return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
 
 
 def clip(text: str, limit: int, keep_end: bool = False) -> str:
-    """`text` in at most `limit` cells; what is cut off becomes an ellipsis."""
+    """Truncate `text` to `limit` cells with an ellipsis."""
     if cells(text) <= limit:
         return text
     kept, room = "", limit - 1
@@ -95,12 +95,12 @@ def clip(text: str, limit: int, keep_end: bool = False) -> str:
 
 
 def label(token: str) -> str:
-    """A token as a node shows it."""
+    """Token text of a node."""
     return clip(visible(token), MAX_TOKEN_CELLS) if token else "∅"
 
 
 def decimals(prob: float | None) -> str:
-    """A probability as a node shows it; empty where there is none."""
+    """Formatted probability of a node; empty if None."""
     if prob is None:
         return ""
     return "<0.01" if 0 < prob < 0.005 else f"{prob:.2f}"

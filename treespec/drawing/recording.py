@@ -1,4 +1,4 @@
-"""Records single rounds and prepares them to be drawn."""
+"""Records rounds and converts them to pictures."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from treespec.llm import LLM, Prompt
 from treespec.round_record import RoundRecord
 from treespec.sampling_params import SamplingParams
 
-_WINDOW = 8  # tokens decoded ahead of one whose text is wanted
+_WINDOW = 8  # tokens decoded before the one to render
 _CONTEXT = 64  # tokens of context in a picture
 
 
@@ -23,13 +23,13 @@ def record_rounds(
     temperature: float = 0.0,
     seed: int | None = None,
 ) -> list[RoundRecord]:
-    """The first `count` rounds of a prompt's continuation; fewer where the output ends before.
+    """Record the first `count` rounds of a continuation, fewer if the output ends earlier.
 
     Raises:
-        RequestError: as `LLM.stream`.
+        RequestError: as in `LLM.stream`.
     """
     deepest = SpecConfig.resolve(spec, llm.spec).max_depth
-    most = count * (deepest + 1)  # so that no tree is cut by the end of the output
+    most = count * (deepest + 1)  # so that max_tokens truncates no tree
     params = SamplingParams(max_tokens=most, temperature=temperature, seed=seed)
     with watch(llm.engine) as rounds:
         own: list[RoundRecord] = []
@@ -42,14 +42,14 @@ def record_rounds(
 
 @contextmanager
 def watch(engine: Engine) -> Iterator[list[RoundRecord]]:
-    """A list to which every round of every request is added while the context is open."""
+    """Collect every round of every request in a list while the context is open."""
     rounds: list[RoundRecord] = []
     with engine.observers.add(rounds.append):
         yield rounds
 
 
 def picture(each: RoundRecord, tokenizer: Any) -> RoundPicture:
-    """A round, ready to be drawn. A node's text is what it adds to the text before it; [id] without a tokenizer."""
+    """Convert a round to a picture. A node's text is what it adds to the text before it; [id] without a tokenizer."""
     tree, before = each.tree, each.context[-_WINDOW:]
     paths = [tree.tokens[tree.path_to(node)].tolist() for node in range(len(tree))]
     context = each.context[-_CONTEXT:]
@@ -65,7 +65,7 @@ def picture(each: RoundRecord, tokenizer: Any) -> RoundPicture:
 
 
 def _last_text(tokens: list[int], tokenizer: Any) -> str:
-    """The text of the last of some tokens, as it reads after the others."""
+    """Text of the last token in the context of the others."""
     if tokenizer is None:
         return f"[{tokens[-1]}]"
     before, whole = tokenizer.decode(tokens[:-1]), tokenizer.decode(tokens)

@@ -1,4 +1,4 @@
-"""The token tree as one self-contained SVG, readable on a light and on a dark page."""
+"""Renders a token tree as a self-contained SVG for light and dark pages."""
 
 from collections.abc import Sequence
 from html import escape
@@ -10,9 +10,9 @@ from treespec.drawing.picture import MAX_TOKEN_CELLS, RoundPicture, cells, clip,
 # Pixels. A cell is one column of a 13 px monospace font; common ones are 7.2 to 7.9 wide.
 CELL, SMALL_CELL = 8.0, 6.2
 BOX_HEIGHT, ROW_HEIGHT, PADDING, MARGIN, HEADER, MARK = 38, 48, 9, 24, 82, 11
-COUSIN_ROWS = 1.2  # a little more room between nodes of different parents, in rows
+COUSIN_ROWS = 1.2  # distance in rows between nodes of different parents
 
-# Mid tones that read on white and on black; green is kept for what was accepted.
+# mid tones for light and dark pages; green is reserved for accepted nodes
 COLOURS = ("#2f7ed8", "#e08a1e", "#b657b0", "#d1495b", "#7f6bd6", "#a88b2c")
 STYLE = """
 .ts{font:13px ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace}
@@ -31,7 +31,7 @@ STYLE = """
 
 
 class Box(NamedTuple):
-    """Where a node is drawn, in pixels from the top left corner of the tree."""
+    """Position of a node in pixels from the tree's top left corner."""
 
     x: float
     y: float
@@ -40,16 +40,16 @@ class Box(NamedTuple):
 
 
 def layout(picture: RoundPicture) -> list[Box]:
-    """A box per node, the bonus token last: a column per depth, the accepted path on one straight line.
+    """Compute a box per node, bonus token last: one column per depth, the accepted path on a straight line.
 
-    Subtrees are pushed together until their outlines touch, in the order of the nodes, so that no edges cross.
+    Subtrees are packed in node order until their outlines touch, so that no edges cross.
     """
     children, count = picture.children(), len(picture.tokens)
     ahead = dict(pairwise(picture.path))
     if picture.bonus is not None:
         ahead[picture.path[-1]] = count
         siblings = children[picture.path[-1]]
-        siblings.insert(len(siblings) // 2, siblings.pop())  # in the middle, so that the others fan out evenly
+        siblings.insert(len(siblings) // 2, siblings.pop())  # in the middle
     depths = [0] * len(children)
     shift = [0.0] * len(children)  # rows below the parent
     outlines: list[list[tuple[float, float]]] = [[] for _ in children]  # first and last row by depth, own row = 0
@@ -76,7 +76,7 @@ def layout(picture: RoundPicture) -> list[Box]:
         for child in siblings:
             rows[child], depths[child] = rows[node] + shift[child], depths[node] + 1
     widths = [0.0] * (max(depths) + 1)
-    spans = [0.0] * (max(depths) + 1)  # rows that the longest edge to a column crosses
+    spans = [0.0] * (max(depths) + 1)  # rows crossed by the longest edge to a column
     for node, depth in enumerate(depths):
         widths[depth] = max(widths[depth], _box_width(picture, node))
         spans[depth] = max(spans[depth], abs(shift[node]))
@@ -97,7 +97,7 @@ def _box_width(picture: RoundPicture, node: int) -> float:
 
 
 def to_svg(picture: RoundPicture) -> str:
-    """The tree as one self-contained SVG, from left to right, readable on a light and on a dark page."""
+    """Render the tree as a self-contained SVG, left to right."""
     boxes, path, count, names = layout(picture), set(picture.path), len(picture.tokens), picture.all_sources
     tree_width, tree_height = max(b.x + b.width for b in boxes), max(b.y + b.height for b in boxes)
     room = max(tree_width, cells(picture.summary) * CELL)
@@ -163,7 +163,7 @@ def _node(box: Box, kind: str, token: str, about: str, prob: str = "", sources: 
 
 
 def _mark(source: int, x: float, y: float) -> str:
-    """The sign of a source: its own colour, and its own form for those who do not see the colour."""
+    """Marker of a source: a colour, and a shape for colour-blind readers."""
     forms = (
         f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4"',
         f'<rect x="{x - 3.6:.1f}" y="{y - 3.6:.1f}" width="7.2" height="7.2"',
@@ -174,7 +174,7 @@ def _mark(source: int, x: float, y: float) -> str:
 
 
 def _legend(names: list[str], room: float) -> tuple[str, float]:
-    """The signs of the sources and what the numbers are, wrapped at `room`; and the height."""
+    """Legend of sources and numbers, wrapped at `room` pixels, and its height."""
     parts, x, y = [], 0.0, 0
     labels = [clip(visible(name), MAX_TOKEN_CELLS) for name in names]
     for source, text in enumerate([*labels, "numbers: draft probability"] if names else []):

@@ -1,4 +1,4 @@
-"""The token tree as text for a terminal."""
+"""Renders a token tree as terminal text."""
 
 from treespec.drawing.picture import MAX_TOKEN_CELLS, RoundPicture, cells, clip, decimals, label, visible
 
@@ -8,9 +8,9 @@ MAX_CONTEXT_CELLS = 60
 
 
 def to_text(picture: RoundPicture, color: bool) -> str:
-    """The tree for a terminal: one line per node with its probability and sources, then what the round emitted.
+    """Render the tree: one line per node with probability and sources, then the emitted text.
 
-    The accepted path carries its own marker; with `color` it is bold and green too.
+    The accepted path has its own marker and, with `color`, is bold green.
     """
     count, children, path = len(picture.tokens), picture.children(), set(picture.path)
     names = {name: clip(visible(name), MAX_TOKEN_CELLS) for name in picture.all_sources}

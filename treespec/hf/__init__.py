@@ -1,6 +1,6 @@
-"""treespec inside transformers: `treespec.hf.accelerate(model, drafts=[...])`, and then `model.generate(...)`.
+"""transformers integration: `treespec.hf.accelerate(model, drafts=[...])`, then `model.generate(...)`.
 
-A single call goes through `model.generate(**inputs, custom_generate=treespec.hf.generate, drafts=[...])`.
+For a single call: `model.generate(**inputs, custom_generate=treespec.hf.generate, drafts=[...])`.
 """
 
 from treespec.hf.accelerate import accelerate, restore

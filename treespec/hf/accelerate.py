@@ -1,4 +1,4 @@
-"""`model.generate` that decodes by token trees: treespec put into a transformers model, and taken out again."""
+"""Installs treespec as a model's `generate` method and removes it again."""
 
 import copy
 import inspect
@@ -13,11 +13,11 @@ from treespec.config import SpecConfig
 from treespec.errors import ConfigError
 from treespec.hf.checks import check_drafts, check_streamer
 from treespec.hf.generate import generate
-from treespec.hf.streaming import Ending
+from treespec.hf.streaming import StreamerGuard
 
 logger = logging.getLogger("treespec")
 
-# Sizes of an assistant's drafts, which the planner chooses here. They change no token.
+# Draft sizes of assisted generation. The planner chooses them here; they do not change tokens.
 _HINTS = (
     "num_assistant_tokens",
     "num_assistant_tokens_schedule",
@@ -30,47 +30,46 @@ _HINTS = (
 def accelerate(
     model: Any, drafts: Sequence[Any] | None = None, spec: SpecConfig | str | None = None, exact: bool = True
 ) -> Any:
-    """Let a model's own `generate` decode by token trees, in pipelines too, until `restore(model)`.
+    """Make a model's `generate` decode with token trees, also in pipelines, until `restore(model)`.
 
-    Arguments, results and tokens are those of transformers' `generate`: greedily the same tokens, sampled ones of the
-    same distribution. `streamer=` gets every token and its end, after an error too; `assistant_model=` becomes one more
-    draft; `tokenizer=` serves `stop_strings=`. What trees cannot do, such as beams, is refused by name. A call may have
-    `drafts=`, `spec=` and `exact=` of its own; with another `custom_generate=` it is left to transformers.
+    Arguments and results are those of transformers' `generate`: the same tokens if greedy, the same distribution if
+    sampled. `streamer=` is supported and always ended, also on errors; `assistant_model=` becomes another draft;
+    `tokenizer=` is used for `stop_strings=`. Unsupported features such as beam search raise an error. Calls may
+    override `drafts=`, `spec=` and `exact=`; calls with another `custom_generate=` go to transformers.
 
     Args:
-        model: a `PreTrainedModel` in eval mode. Its weights and its code stay as they are; `generate` is set on this
-            object alone.
-        drafts: small models: folders, hub ids, models in memory, `Drafter` objects. Prompt lookup is on anyway.
-        spec: how to speculate; "off" is plain decoding.
-        exact: refuse where trees would not have the bits of plain decoding.
+        model: a `PreTrainedModel` in eval mode. Weights and code are not modified; `generate` is set on this instance.
+        drafts: draft models (folders, hub ids, models in memory) or `Drafter` objects. Prompt lookup is always on.
+        spec: speculative decoding options; "off" is plain decoding.
+        exact: raise an error if trees are not bit-identical to plain decoding.
 
     Returns:
         The model.
 
     Raises:
-        ConfigError: drafts or a spec that mean nothing, or a model whose `generate` somebody else has replaced.
-        ModelError: a model that treespec cannot run; whether it can is known for certain at the first call.
+        ConfigError: invalid drafts or spec, or `generate` was already replaced by other code.
+        ModelError: an unsupported model; the full check happens at the first call.
     """
     Source.from_model(model)
     check_drafts(drafts)
     SpecConfig.resolve(spec, SpecConfig())
     replaced = model.__dict__.get("generate")
     if replaced is not None and not isinstance(replaced, _Generate):
-        raise ConfigError(f"model.generate was replaced by {replaced!r}; delete it before")
-    # An entry of the instance's own, found before the class's method.
+        raise ConfigError(f"model.generate was replaced by {replaced!r}; delete that first")
+    # instance attribute, which takes precedence over the class's method
     model.__dict__["generate"] = _Generate(model, drafts, spec, exact)
     return model
 
 
 def restore(model: nn.Module) -> Any:
-    """Give a model its class's own `generate` back; one that was not accelerated stays as it is. Returns the model."""
+    """Undo `accelerate`; no effect on other models. Returns the model."""
     if isinstance(model.__dict__.get("generate"), _Generate):
         del model.__dict__["generate"]
     return model
 
 
 class _Generate:
-    """What takes the place of a model's `generate`."""
+    """Replacement of a model's `generate`."""
 
     def __init__(self, model: nn.Module, drafts: Sequence[Any] | None, spec: SpecConfig | str | None, exact: bool):
         self._model = model
@@ -82,7 +81,7 @@ class _Generate:
         return own.replace(parameters=list(own.parameters.values())[1:])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Generate":
-        """Of a copied model: the copy's own, with the same drafts."""
+        """Bind the copy to the copied model, with the same drafts."""
         other = copy.copy(self)
         other._model = copy.deepcopy(self._model, memo)
         return other
@@ -92,7 +91,7 @@ class _Generate:
         named = list(inspect.signature(own).parameters)[1:]
         given = dict(zip(named, args, strict=False)) | kwargs
         if len(args) > len(named) or given.keys() & set(named[: len(args)]) & kwargs.keys():
-            return own(model, *args, **kwargs)  # raises the TypeError that fits
+            return own(model, *args, **kwargs)  # raises the right TypeError
         custom = given.pop("custom_generate", None)
         if custom is not None and custom is not generate:
             logger.info("generate(custom_generate=%r): left to transformers, without treespec", custom)
@@ -100,7 +99,7 @@ class _Generate:
         streamer = given.pop("streamer", None)
         if streamer is None:
             streamer = given.pop("token_streamer", None)
-        with Ending(check_streamer("streamer", streamer)) as ending:
+        with StreamerGuard(check_streamer("streamer", streamer)) as ending:
             options = self._options | {name: given.pop(name) for name in self._options if name in given}
             options["drafts"] = self._drafts(options["drafts"], given)
             _announce_hints(given)
@@ -109,7 +108,7 @@ class _Generate:
             return own(model, custom_generate=generate, token_streamer=ending.streamer, **options, **given)
 
     def _drafts(self, drafts: Sequence[Any] | None, given: dict[str, Any]) -> list[Any] | None:
-        """The drafts of a call, its assistant included."""
+        """The drafts of a call, including its assistant model."""
         check_drafts(drafts)
         assistant, tokenizer = given.pop("assistant_model", None), given.pop("assistant_tokenizer", None)
         if assistant is None:
@@ -122,7 +121,8 @@ class _Generate:
         return [*(drafts or ()), *([] if any(each is assistant for each in drafts or ()) else [assistant])]
 
     def _read_stop_strings(self, given: dict[str, Any]) -> None:
-        """Turn `stop_strings` and `tokenizer` into a criterion: transformers keeps the tokenizer from other loops."""
+        """Convert `stop_strings` and `tokenizer` to a criterion: transformers does not pass the tokenizer to custom
+        loops."""
         tokenizer, config = given.pop("tokenizer", None), given.get("generation_config")
         strings = given.pop("stop_strings", None)
         default = getattr(self._model, "generation_config", None)
@@ -151,7 +151,7 @@ def _same_vocabulary(one: Any, other: Any) -> bool:
 
 
 def _announce_hints(given: dict[str, Any]) -> None:
-    """Take away what changes no token, and say so in one line."""
+    """Drop arguments that change no token, with one log line."""
     hints = {name: given.pop(name) for name in _HINTS if given.get(name) is not None}
     if hints:
         named = ", ".join(f"{name}={value!r}" for name, value in hints.items())
@@ -159,11 +159,11 @@ def _announce_hints(given: dict[str, Any]) -> None:
 
 
 def _check_unsupported(given: dict[str, Any]) -> None:
-    """Refuse what would not come through to `treespec.hf.generate`."""
+    """Reject arguments that transformers would not pass to `treespec.hf.generate`."""
     if given.pop("synced_gpus", None):
-        raise ConfigError("synced_gpus=True: treespec runs a model on one GPU; leave it out")
+        raise ConfigError("synced_gpus=True: treespec runs a model on one GPU; omit it")
     config = given.get("generation_config")
     if given.get("token_healing") or getattr(config, "token_healing", False):
-        raise ConfigError("token_healing=True changes the prompt; leave it out")
+        raise ConfigError("token_healing=True changes the prompt; omit it")
     if given.get("cache_implementation") == "paged":
-        raise ConfigError("cache_implementation='paged' is transformers' continuous batching; leave it out")
+        raise ConfigError("cache_implementation='paged' is transformers' continuous batching; omit it")

@@ -1,4 +1,4 @@
-"""What `generate` of transformers may ask for and treespec's cannot do: refused by name, never passed over."""
+"""Validation of `generate` arguments: unsupported features raise an error instead of being ignored."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from treespec.errors import ConfigError, RequestError
 
-# Processors that run the model themselves, keep what they saw, or mark tokens with a state of their own.
+# Processors that run the model, are stateful or watermark tokens.
 _STATEFUL = (
     "ClassifierFreeGuidanceLogitsProcessor UnbatchedClassifierFreeGuidanceLogitsProcessor WatermarkLogitsProcessor "
     "SynthIDTextWatermarkLogitsProcessor AlternatingCodebooksLogitsProcessor WhisperTimeStampLogitsProcessor "
@@ -18,43 +18,43 @@ _STATEFUL = (
 ).split()
 _OF_ONE_ROW = ("EncoderRepetitionPenaltyLogitsProcessor", "EncoderNoRepeatNGramLogitsProcessor")
 
-# What transformers prepares for its own loop and a tree does not need.
+# Arguments prepared for transformers' loop that trees do not need.
 _PREPARED = frozenset({"use_cache", "logits_to_keep", "num_logits_to_keep", "cache_position", "return_dict"})
 
 
 class Prompts(NamedTuple):
-    """Rows as `generate` got them. `padding` counts the tokens before each row's first."""
+    """Rows passed to `generate`. `padding`: padding tokens before each row."""
 
     input_ids: Tensor  # int64 [rows, width]
     padding: list[int]
 
     @property
     def tokens(self) -> list[list[int]]:
-        """Of each row, without its padding."""
+        """Token ids of each row, without padding."""
         return [row[pad:] for row, pad in zip(self.input_ids.tolist(), self.padding, strict=True)]
 
 
 def check_drafts(drafts: Sequence[Any] | None) -> None:
-    """Raises ConfigError where `drafts` is no list."""
+    """Raise ConfigError if `drafts` is not a list."""
     if drafts is not None and (isinstance(drafts, str) or not isinstance(drafts, Sequence)):
         raise ConfigError(f"drafts={drafts!r}; valid: a list of folders, hub ids, models, Drafter objects or 'lookup'")
 
 
 def check_streamer(name: str, streamer: Any) -> Any:
-    """The streamer. Raises ConfigError where it is none; `name`: of the argument."""
+    """Return the streamer of argument `name`; raise ConfigError if it is invalid."""
     if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
         raise ConfigError(f"{name}={streamer!r}; valid: an object with put and end")
     return streamer
 
 
-def check_kept_arguments(model: Any) -> None:
-    """Refuse what transformers' `generate` was given and does not hand to a custom loop.
+def check_dropped_arguments(model: Any) -> None:
+    """Reject arguments that transformers' `generate` received but does not pass to a custom loop.
 
-    It neither passes these arguments on nor complains about them: a reader of the streamer would wait for ever, and an
-    assistant would be loaded for nothing. They are found in the frame of transformers' function, the caller's caller.
+    transformers drops them silently: a streamer's reader would wait forever. They are read from the frame of
+    transformers' function, the caller's caller.
 
     Raises:
-        ConfigError: there is one; its streamer was ended.
+        ConfigError: there is one; the streamer has been ended.
     """
     frame = sys._getframe(2)
     if frame.f_code.co_name != "generate" or frame.f_globals.get("__name__") != "transformers.generation.utils":
@@ -66,16 +66,16 @@ def check_kept_arguments(model: Any) -> None:
     streamer = kept.get("streamer")
     if streamer is not None:
         streamer.end()
-        raise ConfigError(f"streamer=: transformers keeps it from custom_generate; {instead} pass token_streamer=")
+        raise ConfigError(f"streamer=: not passed to custom_generate; {instead} pass token_streamer=")
     if kept.get("assistant_model") is not None:
-        raise ConfigError(f"assistant_model=: transformers keeps it from custom_generate; {instead} pass drafts=[...]")
+        raise ConfigError(f"assistant_model=: not passed to custom_generate; {instead} pass drafts=[...]")
 
 
 def check_config(config: Any, processors: list[Any], criteria: list[Any], rows: int) -> None:
-    """Refuse what a generation config, its processors or criteria ask for.
+    """Reject unsupported generation configs, processors and criteria.
 
     Raises:
-        ConfigError: named with what would be valid.
+        ConfigError: names the option and the valid ones.
     """
     if config is None or not hasattr(config, "_pad_token_tensor"):
         raise ConfigError(
@@ -84,53 +84,55 @@ def check_config(config: Any, processors: list[Any], criteria: list[Any], rows: 
         )
     lookup = getattr(config, "prompt_lookup_num_tokens", None)
     if lookup is not None:
-        raise ConfigError(f"prompt_lookup_num_tokens={lookup!r}: prompt lookup is on by itself here; leave it out")
+        raise ConfigError(f"prompt_lookup_num_tokens={lookup!r}: prompt lookup is always on; omit it")
     mode = config.get_generation_mode().value
     if mode not in ("greedy_search", "sample"):
         raise ConfigError(f"generation mode {mode!r}; valid: greedy search and sampling, with num_beams=1")
     for name in ("guidance_scale", "watermarking_config", "constraints", "force_words_ids"):
         value = getattr(config, name, None)
         if value is not None and not (name == "guidance_scale" and value == 1):
-            raise ConfigError(f"{name}={value!r} cannot be done while a token tree is verified; leave it out")
+            raise ConfigError(f"{name}={value!r} is not supported with token trees; omit it")
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name, None):
-            raise ConfigError(f"{name}=True: rows of a token tree are no steps of a sequence; leave it out")
+            raise ConfigError(f"{name}=True: not supported with token trees; omit it")
     if config.cache_implementation not in (None, "dynamic", "dynamic_full", "static", "hybrid"):
-        raise ConfigError(f"cache_implementation={config.cache_implementation!r}; the engine has a cache of its own")
+        raise ConfigError(
+            f"cache_implementation={config.cache_implementation!r}; the engine uses its own cache; omit it"
+        )
     kinds = [type(processor).__name__ for processor in processors]
     for kind in kinds:
         if kind in _STATEFUL or (rows > 1 and kind in _OF_ONE_ROW):
-            raise ConfigError(f"{kind} cannot be asked about every node of a token tree; leave it out")
+            raise ConfigError(f"{kind} cannot be evaluated per node of a token tree; omit it")
     ends_alone = any(hasattr(each, "eos_token_id") for each in criteria)
     others = [type(each).__name__ for each in criteria if type(each).__name__ != "MaxLengthCriteria"]
     if rows > 1 and others and not ends_alone:
         raise ConfigError(
-            f"{', '.join(others)} with {rows} rows and no eos_token_id: transformers goes on with rows that have "
+            f"{', '.join(others)} with {rows} rows and no eos_token_id: transformers continues rows that have "
             "stopped until all have; give an eos_token_id and a pad_token_id, or one row at a time"
         )
 
 
 def read_prompts(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> Prompts:
-    """The rows without their padding.
+    """Strip the padding of the rows.
 
     Args:
         input_ids: int64 [rows, width].
-        model_kwargs: what else the model's forward would get.
+        model_kwargs: further arguments of the model's forward.
 
     Raises:
-        RequestError: an empty row, or padding that is not on the left.
-        ConfigError: an argument that is not understood.
+        RequestError: an empty row, or right padding.
+        ConfigError: an unsupported argument.
     """
     left = dict(model_kwargs)
     mask, positions = left.pop("attention_mask", None), left.pop("position_ids", None)
     cache = left.pop("past_key_values", None)
     if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length()):
-        raise ConfigError("past_key_values: the engine has a cache of its own; give the whole prompt as input_ids")
+        raise ConfigError("past_key_values: the engine uses its own cache; pass the whole prompt as input_ids")
     strange = sorted(name for name, value in left.items() if value is not None and name not in _PREPARED)
     if strange:
         raise ConfigError(
-            f"{', '.join(strange)}: not understood by treespec.hf.generate; valid: input_ids, attention_mask, drafts, "
-            "spec, token_streamer, exact, and what GenerationConfig has"
+            f"{', '.join(strange)}: not supported by treespec.hf.generate; valid: input_ids, attention_mask, drafts, "
+            "spec, token_streamer, exact, and fields of GenerationConfig"
         )
     rows, width = input_ids.shape
     if not rows or not width:
@@ -141,8 +143,8 @@ def read_prompts(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> Prompts:
     if mask.shape != input_ids.shape or not bool(((mask == 0) | (mask == 1)).all()):
         raise RequestError(f"attention_mask of shape {list(mask.shape)}; expected 0 and 1 in {list(input_ids.shape)}")
     if bool((mask.diff(dim=1) < 0).any()) or not bool(mask[:, -1].all()):
-        raise RequestError("attention_mask hides tokens behind the first visible one; pad on the left")
+        raise RequestError("attention_mask masks tokens after the first visible one; pad on the left")
     usual = (mask.cumsum(1) - 1).clamp(min=0)
     if positions is not None and not torch.equal(positions.to(usual).expand_as(usual) * mask, usual * mask):
-        raise ConfigError("position_ids: others than the positions of the prompt's own tokens; leave them out")
+        raise ConfigError("position_ids: must count the prompt's unpadded tokens; omit them")
     return Prompts(input_ids, (width - mask.sum(1)).tolist())

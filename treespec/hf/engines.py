@@ -66,7 +66,7 @@ def engine_for(
         most_positions: of the model.
 
     Raises:
-        ConfigError, ModelError, DraftError, ExactnessError: as `LLM`.
+        ConfigError, ModelError, DraftError, ExactnessError: as in `LLM`.
         RequestError: the cache of one row does not fit into memory.
     """
     key = (
@@ -149,6 +149,6 @@ def _build(
             others.pop(0)
         logger.info("%d rows of %d positions do not fit: %s", at_once, room, short)
     raise RequestError(
-        f"the cache of one row of {length} tokens, those of max_new_tokens or max_length included, does not fit into "
+        f"the cache of one row of {length} tokens (prompt plus max_new_tokens or max_length) does not fit into "
         f"the memory of {parameter.device}; lower max_new_tokens"
     )

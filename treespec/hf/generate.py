@@ -1,4 +1,4 @@
-"""`generate` of transformers, decoding by token trees."""
+"""Custom `generate` loop for transformers that decodes with token trees."""
 
 import functools
 import logging
@@ -16,14 +16,14 @@ from treespec.hf.checks import (
     Prompts,
     check_config,
     check_drafts,
-    check_kept_arguments,
+    check_dropped_arguments,
     check_streamer,
     read_prompts,
 )
 from treespec.hf.engines import engine_for
 from treespec.hf.metrics import record_metrics
-from treespec.hf.rows import Row, make_row, processors_of_row, started_later
-from treespec.hf.streaming import Ending, RowStreamer
+from treespec.hf.rows import Row, make_row, processors_of_row, with_delayed_start
+from treespec.hf.streaming import RowStreamer, StreamerGuard
 
 logger = logging.getLogger("treespec")
 
@@ -42,43 +42,42 @@ def generate(
     exact: bool = True,
     **model_kwargs: Any,
 ) -> Any:
-    """What `model.generate(**inputs, custom_generate=treespec.hf.generate, drafts=[...])` calls.
+    """The loop behind `model.generate(**inputs, custom_generate=treespec.hf.generate, drafts=[...])`.
 
-    transformers keeps `streamer=`, `assistant_model=` and `tokenizer=` from custom loops. Here the first two are
-    refused, and `stop_strings=` needs stopping_criteria=[StopStringCriteria(tokenizer, ["..."])] in its place; the
-    `generate` of a model that `treespec.hf.accelerate` was called with takes all of them.
+    transformers does not pass `streamer=`, `assistant_model=` and `tokenizer=` to custom loops: the first two are
+    rejected, and `stop_strings=` must be given as stopping_criteria=[StopStringCriteria(tokenizer, ["..."])]. Models
+    prepared by `treespec.hf.accelerate` accept all of them.
 
-    The model is used as it is: nothing of it is copied or changed, and other threads may run it meanwhile. It computes
-    in its own dtype, under `torch.autocast` too, which the log says: cast the model where that is not wanted. Greedily
-    the tokens are those of `model.generate` without autocast; sampled ones have its distribution and come from
-    `torch.manual_seed` alone, whatever is drafted.
+    The model is neither copied nor modified, and other threads may run it meanwhile. It computes in its own dtype even
+    under `torch.autocast` (with a warning); cast the model to change that. Greedy tokens equal those of
+    `model.generate` without autocast; sampled tokens have its distribution and depend only on `torch.manual_seed`, not
+    on the drafts.
 
     Args:
         model: a `PreTrainedModel` in eval mode.
         input_ids: int64 [rows, width], padded on the left.
-        logits_processor, stopping_criteria, generation_config: as transformers prepares them. Processors are called for
-            each node of a tree with its own prefix, [1, length], so they must not keep what they saw; criteria after
-            each token, row by row.
-            `max_time` counts generating alone, not the building of an engine at the first call.
-        drafts: small models: folders, hub ids, models in memory, `Drafter` objects. "lookup", which is on anyway, says
-            that nothing else is wanted.
-        spec: how to speculate; "off" is plain decoding.
-        token_streamer: with `put` and `end`, which is called after an error, too.
-        exact: refuse where trees would not have the bits of plain decoding; False is faster where torch's matrix
-            products need rows of a fixed number.
-        model_kwargs: attention_mask, position_ids; anything else that says something is refused.
+        logits_processor, stopping_criteria, generation_config: as prepared by transformers. Processors are called per
+            tree node with its prefix, [1, length], and must be stateless; criteria are called after each token, row by
+            row. `max_time` excludes building the engine at the first call.
+        drafts: draft models (folders, hub ids, models in memory) or `Drafter` objects; "lookup" for prompt lookup only,
+            which is always on.
+        spec: speculative decoding options; "off" is plain decoding.
+        token_streamer: with `put` and `end`; ended also on errors.
+        exact: raise an error if trees are not bit-identical to plain decoding; False is faster if torch's matrix
+            products need a fixed number of rows.
+        model_kwargs: attention_mask, position_ids; others are rejected.
 
     Returns:
         int64 [rows, width + new tokens], or a GenerateDecoderOnlyOutput with `return_dict_in_generate`, whose
-        past_key_values are None; the scores and logits of a row that has ended stay its last ones.
+        past_key_values is None; finished rows repeat their last scores and logits.
 
     Raises:
-        ConfigError: beams, guidance, watermarks, constraints and whatever else is not done.
-        RequestError: a prompt that cannot be served, a processor that fails.
-        ModelError, DraftError, ExactnessError: as `LLM`.
+        ConfigError: beam search, guidance, watermarks, constraints and other unsupported features.
+        RequestError: an invalid prompt, or a processor failed.
+        ModelError, DraftError, ExactnessError: as in `LLM`.
     """
-    check_kept_arguments(model)
-    with Ending(check_streamer("token_streamer", token_streamer)) as ending:
+    check_dropped_arguments(model)
+    with StreamerGuard(check_streamer("token_streamer", token_streamer)) as ending:
         return _generate(
             model,
             input_ids,
@@ -105,7 +104,7 @@ def _generate(
     exact: bool,
     model_kwargs: dict[str, Any],
 ) -> Any:
-    """As `generate`, whose caller ends the streamer."""
+    """`generate`; the caller ends the streamer."""
     processors, criteria = list(logits_processor or ()), list(stopping_criteria or ())
     check_config(generation_config, processors, criteria, len(input_ids))
     prompts = read_prompts(input_ids, model_kwargs)
@@ -113,7 +112,7 @@ def _generate(
     most = generation_config.max_length - input_ids.shape[1]
     if most < 1:
         raise RequestError(
-            f"max_length={generation_config.max_length} leaves nothing behind {input_ids.shape[1]} tokens"
+            f"max_length={generation_config.max_length} leaves no room after {input_ids.shape[1]} tokens"
         )
     longest = max(map(len, prompts.tokens)) + most
     positions = Source.from_model(model).max_positions
@@ -125,8 +124,8 @@ def _generate(
     began = time.time()
     llm = engine_for(model, _sources(drafts), resolved, exact, len(input_ids), longest, positions)
     if torch.is_autocast_enabled(llm.config.device.type):
-        _say_no_autocast(llm.config.dtype)
-    stopping = type(stopping_criteria)(started_later(criteria, time.time() - began))
+        _warn_autocast(llm.config.dtype)
+    stopping = type(stopping_criteria)(with_delayed_start(criteria, time.time() - began))
     llm.check_sources(resolved)
     decoder = llm.engine.runner.target
     least, largest = int(input_ids.min()), int(input_ids.max())
@@ -162,13 +161,13 @@ def _generate(
 
 
 @functools.cache
-def _say_no_autocast(dtype: torch.dtype) -> None:
-    """Once a dtype: an evaluation calls for every batch."""
-    logger.warning("torch.autocast changes nothing in treespec.hf.generate: the model computes in %s, as it is", dtype)
+def _warn_autocast(dtype: torch.dtype) -> None:
+    """Warn once per dtype: evaluations call `generate` for every batch."""
+    logger.warning("torch.autocast has no effect in treespec.hf.generate: the model computes in %s", dtype)
 
 
 def _sources(drafts: Sequence[Any] | None) -> list[Any]:
-    """The drafts that are models or drafters; "lookup" names what is on by itself."""
+    """The drafts without "lookup", which is always on."""
     if drafts is None:
         return []
     check_drafts(drafts)
@@ -181,7 +180,7 @@ def _pad_token(config: Any) -> int:
 
 
 def _output(prompts: Prompts, rows: Sequence[Row], config: Any) -> Any:
-    """What transformers' own loop returns."""
+    """The return value of transformers' loop."""
     steps, pad = max(row.num_generated for row in rows), _pad_token(config)
     new = [row.output_token_ids + [pad] * (steps - row.num_generated) for row in rows]
     ids = prompts.input_ids
@@ -191,7 +190,7 @@ def _output(prompts: Prompts, rows: Sequence[Row], config: Any) -> Any:
     from transformers.generation.utils import GenerateDecoderOnlyOutput
 
     def gathered(which: int) -> tuple[Tensor, ...]:
-        """[rows, vocab] of every step; a row that has ended keeps its last."""
+        """[rows, vocab] per step; finished rows repeat their last one."""
         found = [row.recorded() for row in rows]
         return tuple(torch.stack([own[min(step, len(own) - 1)][which] for own in found]) for step in range(steps))
 

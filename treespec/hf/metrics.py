@@ -1,4 +1,4 @@
-"""What the last `generate` call of a model took."""
+"""Metrics of a model's last `generate` call."""
 
 import threading
 import weakref
@@ -16,27 +16,27 @@ _guard = threading.Lock()
 
 @dataclass(frozen=True)
 class GenerateMetrics(RequestMetrics):
-    """Figures of a `generate` call, summed over its rows.
+    """Metrics of a `generate` call, summed over its rows.
 
     Attributes:
-        rows: the same for every row of the output.
+        rows: metrics of each output row.
     """
 
     rows: tuple[RequestMetrics, ...]
 
 
 def last_metrics(model: nn.Module) -> GenerateMetrics | None:
-    """Figures of the last call that decoded by token trees with this model, from any thread; None before the first.
+    """Metrics of the last token-tree call with this model, from any thread; None before the first.
 
-    The call may have gone through `accelerate` or through `custom_generate=treespec.hf.generate`. One that failed, or
-    that was left to transformers, changes nothing.
+    Covers `accelerate` and `custom_generate=treespec.hf.generate`. Failed calls and calls left to transformers are not
+    recorded.
     """
     with _guard:
         return _metrics.get(model)
 
 
 def record_metrics(model: nn.Module, rows: Sequence[Row]) -> None:
-    """Keep the figures of a call that has ended."""
+    """Record the metrics of a finished call."""
     total = RequestMetrics.of(rows)
     found = GenerateMetrics(
         **{field.name: getattr(total, field.name) for field in fields(RequestMetrics)},

@@ -1,4 +1,4 @@
-"""One row of a `generate` call inside the engine: processors and criteria of transformers by their own rules."""
+"""Requests for rows of a `generate` call, with transformers' processors and criteria."""
 
 import copy
 import time
@@ -19,7 +19,7 @@ from treespec.torch_state import call_processor, outside_code
 
 
 def processors_of_row(processors: Sequence[Any], row: int) -> list[Any]:
-    """Processors for one row alone; those that know of all rows are copied and cut to it."""
+    """Restrict processors to one row; batch-aware ones are copied and sliced."""
     found = []
     for processor in processors:
         ignored = getattr(processor, "prompt_ignore_length", None)
@@ -34,8 +34,8 @@ def processors_of_row(processors: Sequence[Any], row: int) -> list[Any]:
     return found
 
 
-def started_later(criteria: Sequence[Any], seconds: float) -> list[Any]:
-    """Criteria whose time began `seconds` later; the caller's own stay as they are."""
+def with_delayed_start(criteria: Sequence[Any], seconds: float) -> list[Any]:
+    """Copies of time criteria started `seconds` later."""
     found = []
     for criterion in criteria:
         if hasattr(criterion, "max_time") and hasattr(criterion, "initial_timestamp"):
@@ -49,13 +49,13 @@ def _allowed(function: Any, row: int, _: int, ids: Tensor) -> Any:
     return function(row, ids)
 
 
-class Processed:
-    """Scores as transformers makes them: every processor and warper in turn, on the padded prefix of a row.
+class ProcessorScoring:
+    """Applies transformers' processors and warpers to the padded prefix of a row.
 
     Args:
         processors: transformers' LogitsProcessorList, of this row.
-        padding: int64 [n], what stands before the row's tokens.
-        records: whether to keep logits and scores.
+        padding: int64 [n], tokens before the row's tokens.
+        records: keep logits and scores.
     """
 
     def __init__(self, processors: Any, padding: Tensor, records: bool):
@@ -63,7 +63,7 @@ class Processed:
         self.records: dict[int, tuple[Tensor, Tensor]] | None = {} if records else None  # by position: logits, scores
 
     def scores(self, logits: Tensor, tokens: Sequence[int], ancestors: Sequence[int]) -> Tensor:
-        """float32 [vocab]. Raises RequestError where a processor fails or returns something else."""
+        """float32 [vocab]. Raises RequestError if a processor fails or returns anything else."""
         with outside_code():
             return self._scores(logits, [*tokens, *ancestors])
 
@@ -74,21 +74,21 @@ class Processed:
         given = raw[None].clone()
         found = call_processor("a logits processor", lambda: self._processors(ids, given), len(raw), logits.device)
         if self.records is not None:
-            self.records[len(tokens)] = raw, found  # a path that is walked later overwrites it
+            self.records[len(tokens)] = raw, found  # later paths overwrite it
         return found
 
 
 @dataclass(eq=False)
 class Row(Request):
-    """A request that ends where transformers' criteria say, asked after each token as in its own loop."""
+    """A request that ends by transformers' stopping criteria, called after each token."""
 
     criteria: Any = None
     padding: Tensor | None = None
     keeps_scores: bool = False
 
     def accept(self, tokens: Sequence[int]) -> list[int]:
-        """The tokens of a verified path that are emitted: all up to the first at which a criterion fires, or fails:
-        that ends this row alone, with an error."""
+        """The verified tokens to emit, up to the first at which a criterion fires or fails; a failure ends only this
+        row, with an error."""
         with outside_code():
             return self._accept(tokens)
 
@@ -110,29 +110,29 @@ class Row(Request):
         return list(tokens)
 
     def _stops(self, ids: Tensor, count: int) -> bool:
-        """Whether a criterion fires after `count` new tokens; where one fails, `failure` says so."""
+        """Whether a criterion fires after `count` new tokens; sets `failure` if one raises."""
         try:
             done = self.criteria(ids, self.scores_until(count))
             return bool(done.all() if isinstance(done, Tensor) else done)
-        except Exception as error:  # code from outside may raise anything, and only this row asked for it
+        except Exception as error:  # user code may raise anything; only this row fails
             self.failure = RequestError(f"a stopping criterion failed: {describe_error(error)}")
             self.failure.__cause__ = error
             return False
 
     def scores_until(self, more: int) -> tuple[Tensor, ...] | None:
-        """[1, vocab] of each token so far and `more` that are coming, where the caller wants scores."""
+        """[1, vocab] scores of the tokens so far and `more` upcoming ones; None unless requested."""
         found = self.recorded(more) if self.keeps_scores else None
         return None if found is None else tuple(scores[None] for _, scores in found)
 
     def recorded(self, more: int = 0) -> list[tuple[Tensor, Tensor]]:
-        """Logits and scores, [vocab] each, of every token of the output and `more` that are coming."""
+        """Logits and scores, [vocab] each, of the output tokens and `more` upcoming ones."""
         assert self.sampler is not None
         records = self.sampler.transforms.records  # type: ignore[attr-defined]
         return [records[position] for position in range(self.num_prompt, len(self.tokens) + more)]
 
 
 def temperature_of(config: Any) -> float:
-    """What drafts guess with; the target's own temperature is one of the processors."""
+    """Temperature of the drafts; the target's is one of the processors."""
     if not config.do_sample:
         return 0.0
     value = 1.0 if config.temperature is None else float(config.temperature)
@@ -154,17 +154,17 @@ def make_row(
     vocab_size: int,
     device: torch.device,
 ) -> Row:
-    """A request of one row.
+    """Create the request of one row.
 
     Args:
         tokens: its prompt, without padding.
-        row: its number: rows of one call are different samples of one seed.
+        row: index, used as the sample index of the seed.
         config: transformers' prepared GenerationConfig.
-        processors, criteria: prepared lists, of this row.
-        padding: int64 [n], what stands before the prompt.
-        most: tokens to generate.
-        spec: how to speculate.
-        seed: of the noise.
+        processors, criteria: prepared lists for this row.
+        padding: int64 [n], tokens before the prompt.
+        most: maximum number of new tokens.
+        spec: speculative decoding options.
+        seed: RNG seed.
         vocab_size, device: of the target's logits.
     """
     ends = getattr(config, "_eos_token_tensor", None)
@@ -184,6 +184,6 @@ def make_row(
     )
     request.sample = row
     if processors or config.do_sample or records:
-        scoring = Processed(processors, padding, records)
+        scoring = ProcessorScoring(processors, padding, records)
         request.sampler = Sampler(params, tokens, end_tokens, (), vocab_size, device, seed, row, transforms=scoring)
     return request

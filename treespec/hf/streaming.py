@@ -1,4 +1,4 @@
-"""Streamers of transformers: fed as its own loop feeds them, and ended whatever happens."""
+"""Feeds transformers' streamers as its own loop does, and always ends them."""
 
 from collections.abc import Sequence
 from types import TracebackType
@@ -10,17 +10,17 @@ from treespec.hf.checks import Prompts
 from treespec.hf.rows import Row
 
 
-class Ending:
-    """Ends a streamer once: at the latest when the block is left, so that no reader waits for ever.
+class StreamerGuard:
+    """Context manager that ends a streamer exactly once, so that no reader waits forever.
 
     Attributes:
-        streamer: to be used inside the block, or None.
+        streamer: to use inside the block, or None.
     """
 
     def __init__(self, streamer: Any):
-        self.streamer = streamer if streamer is None or isinstance(streamer, _Once) else _Once(streamer)
+        self.streamer = streamer if streamer is None or isinstance(streamer, _EndOnce) else _EndOnce(streamer)
 
-    def __enter__(self) -> "Ending":
+    def __enter__(self) -> "StreamerGuard":
         return self
 
     def __exit__(
@@ -30,8 +30,8 @@ class Ending:
             self.streamer.end()
 
 
-class _Once:
-    """A streamer whose `end` is called once at most."""
+class _EndOnce:
+    """Streamer wrapper whose `end` takes effect once."""
 
     def __init__(self, streamer: Any):
         self._streamer, self._ended = streamer, False
@@ -44,13 +44,13 @@ class _Once:
 
 
 class RowStreamer:
-    """Hands tokens to a streamer: the prompt, then one step of all rows at a time.
+    """Feeds a streamer: the prompt, then one step of all rows at a time.
 
     Args:
         streamer: with `put` and `end`, or None.
         prompts: of the call.
         rows: their requests.
-        pad: token that stands behind rows that have ended.
+        pad: token for finished rows.
     """
 
     def __init__(self, streamer: Any, prompts: Prompts, rows: Sequence[Row], pad: int):
@@ -59,7 +59,7 @@ class RowStreamer:
             streamer.put(prompts.input_ids.cpu())
 
     def due(self) -> list[list[int]]:
-        """The steps that every row has come to, or has ended before, and that were not handed out."""
+        """Steps that all unfinished rows have reached and that were not streamed yet."""
         found: list[list[int]] = []
         while True:
             step = self._steps
@@ -73,6 +73,6 @@ class RowStreamer:
             self._steps += 1
 
     def put(self, steps: list[list[int]]) -> None:
-        """Hand out tokens of each step, of every row one."""
+        """Stream the tokens of each step, one per row."""
         for tokens in steps if self._streamer is not None else ():
             self._streamer.put(torch.tensor(tokens, dtype=torch.int64, device="cpu"))

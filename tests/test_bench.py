@@ -281,7 +281,7 @@ def test_document_of_all_kinds_of_modes(ids_file: Path, lent: LLM) -> None:
     single, pair = document["runs"]
     assert (single["batch"], pair["batch"]) == (1, 2) and single["peers_left_out"] == []
     assert all("assisted" in name or "lookup" in name for name in pair["peers_left_out"])
-    assert "hf-plain" in [mode["mode"] for mode in pair["modes"]] and "one request at a time" in pair["why_left_out"]
+    assert "hf-plain" in [mode["mode"] for mode in pair["modes"]] and "batch 1 only" in pair["why_left_out"]
     assert set(single["best"]) == {"ours", "assisted", "lookup"} and set(pair["best"]) == {"ours"}
     assert (single["num_prompts"], pair["num_prompts"]) == (3, 2), "every batch is full"
     assert {mode["total_output_tokens"] for mode in single["modes"]} == {24}

@@ -250,7 +250,7 @@ def test_prints_rules(prompts: Path, lent: LLM) -> None:
         "95 % interval",
         "by rule",
         "same distribution",
-        "transformers takes no part",
+        "transformers is skipped",
     ):
         assert part in ran.stdout, part
     [line] = [line for line in ran.stdout.splitlines() if line.startswith("rejection, 5 nodes") and "(" in line]

@@ -1,6 +1,6 @@
-"""`treespec bench`: speed against our own plain decoding and against transformers, compared within one run.
+"""`treespec bench`: compares speculative decoding with plain decoding and transformers in one run.
 
-Every mode has the same weights, prompts and dtype. Every batch of prompts is decoded by every mode in turn, in rotating
-order; what is printed is the median of the repeats with the least and the largest. Tokens are counted from ids. The
-engine knows nothing of it: `profile.py` looks on from outside.
+All modes use the same weights, prompts and dtype. Every batch of prompts is decoded by every mode in rotating order;
+reported are median, minimum and maximum over repeats. Tokens are counted from ids. `profile.py` instruments the engine
+from outside.
 """

@@ -1,6 +1,6 @@
-"""Benchmarks of grown models: the target, and the drafts where the vocabulary grows, grown for the length of a run.
+"""Benchmarks of grown models: grows the target, and for larger vocabularies the drafts, for the duration of a run.
 
-What growing is: `treespec_weights.grow`.
+See `treespec_weights.grow`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Grown:
-    """A grown target: the folder of the small one, the shape it was grown to, and how to name the small one."""
+    """A grown target: folder of the source model, grown shape, and name of the source model."""
 
     source: Path
     shape: ModelShape
@@ -34,7 +34,7 @@ class Grown:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """What the document says of it."""
+        """Entry of the JSON document."""
         shape = self.shape
         return {
             "of": self.of,
@@ -46,13 +46,13 @@ class Grown:
 
 @contextmanager
 def grown(options: "Options", size: str, vocab: int | None, keep: Path | None) -> Iterator[tuple["Options", Grown]]:
-    """Benchmark options with the target grown to `size`, and how it was.
+    """Grow the target to `size`; yields the adjusted options and a description.
 
-    The folders are removed afterwards unless `keep` names where they stay. Drafts are grown only with the vocabulary.
+    The folders are temporary unless `keep` names a location. Drafts are grown only if the vocabulary grows.
 
     Raises:
-        ConfigError: a size or vocabulary that cannot be, models that cannot be grown, folders in `keep` already.
-        WriteError: the folders cannot be written. Otherwise as `resolve_model`.
+        ConfigError: an invalid size or vocabulary, models that cannot be grown, or existing folders in `keep`.
+        WriteError: the folders cannot be written. Otherwise as in `resolve_model`.
     """
     source, drafts = resolve_model(options.model), resolve_folders(options.model, options.drafts)
     old = _shape_of(source)
@@ -72,7 +72,7 @@ def grown(options: "Options", size: str, vocab: int | None, keep: Path | None) -
 
 
 def _grow_drafts(drafts: Sequence[tuple[str, Path]], root: Path, vocab: int, seed: int) -> list[str]:
-    """The drafts with the target's vocabulary, and with padded dimensions to silence the added tokens."""
+    """Grow drafts to the target's vocabulary, with padded dimensions that suppress the added tokens."""
     folders = []
     for i, (name, folder) in enumerate(drafts, start=1):
         shape = _shape_of(folder)

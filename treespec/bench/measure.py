@@ -1,7 +1,6 @@
-"""Runs the modes, interleaved batch by batch, and keeps what each took.
+"""Runs the modes interleaved, batch by batch, and collects their measurements.
 
-A mode does not run through all prompts while the others wait: every batch is decoded by every mode in turn, so that
-whatever else happens on the machine for some seconds meets all of them.
+Every batch is decoded by every mode in turn, so that transient load on the machine affects all of them.
 """
 
 from collections import Counter
@@ -17,19 +16,19 @@ from treespec.sampling_params import SamplingParams
 
 @dataclass
 class Sample:
-    """What one mode did with some prompts. Lists have one entry per prompt, in their order; seconds throughout.
+    """Measurements of one mode. Lists have one entry per prompt, in order; times are in seconds.
 
     Attributes:
         tokens: output token ids.
-        decode_seconds: of all batches together, prefill not counted.
-        decoded: tokens that were made in `decode_seconds`.
-        total_seconds: of all batches together, prefill included.
+        decode_seconds: sum over batches, without prefill.
+        decoded: tokens generated in `decode_seconds`.
+        total_seconds: sum over batches, with prefill.
         ttft: from a batch's start to the first token.
-        per_token: decode seconds of the request over its tokens.
+        per_token: the request's decode seconds per token.
         passes: target passes that yielded tokens.
-        nodes: rows of those passes, all prompts together; None where it is not known.
-        accepted_by_source: accepted drafted tokens by who proposed them.
-        accepted: trees by the number of accepted drafted tokens; empty where it is not known.
+        nodes: rows of those passes over all prompts; None if unknown.
+        accepted_by_source: accepted drafted tokens by source.
+        accepted: number of trees by accepted drafted tokens; empty if unknown.
         rounds: rounds; a round is one target pass for the whole batch.
         parts: seconds of all rounds by part.
     """
@@ -49,11 +48,11 @@ class Sample:
 
     @property
     def seconds_per_token(self) -> float:
-        """Of the whole run, decoding only."""
+        """Decode seconds per token over the whole run."""
         return self.decode_seconds / self.decoded
 
     def add(self, other: "Sample") -> None:
-        """Take in what the same mode did with the next prompts."""
+        """Add the same mode's measurements of further prompts."""
         for each in fields(Sample):
             mine, more = getattr(self, each.name), getattr(other, each.name)
             if each.name == "parts":
@@ -72,17 +71,17 @@ def run_ours(
     temperature: float = 0.0,
     seeds: Sequence[int] = (),
 ) -> Sample:
-    """Decode prompts as one batch; seconds are the requests' own, from arrival to end, without making text of tokens.
+    """Decode prompts as one batch without detokenization; times are the requests', from arrival to end.
 
     Args:
-        llm, spec: the engine, and how to speculate.
+        llm, spec: engine and speculative decoding options.
         prompts: token ids.
-        max_tokens: of each; no end token ends one.
+        max_tokens: per prompt; end tokens are ignored.
         temperature: 0 is greedy.
-        seeds: one for each prompt, above temperature 0.
+        seeds: one per prompt if sampled.
 
     Raises:
-        RequestError: a prompt was refused.
+        RequestError: a prompt was rejected.
     """
     params = [SamplingParams(max_tokens=max_tokens, ignore_eos=True)] * len(prompts)
     if temperature > 0:
@@ -110,11 +109,11 @@ def run_ours(
 
 
 Run = Callable[[Sequence[list[int]], Sequence[int]], Sample]
-"""One mode over one batch: prompts, and the seed of each."""
+"""Runs one mode on one batch of prompts and their seeds."""
 
 
 def sampling_seed(seed: int, repeat: int, prompt: int) -> int:
-    """The seed that every mode gives to a prompt in one repeat."""
+    """Seed of a prompt in one repeat, the same for every mode."""
     return (seed % 2**31 << 32) + (repeat << 16) + prompt
 
 
@@ -125,11 +124,10 @@ def interleave(
     repeats: int,
     seed: int = 0,
 ) -> dict[str, list[Sample]]:
-    """Every mode over all prompts, `repeats` times; one sample per mode and repeat.
+    """Run every mode over all prompts, `repeats` times; one sample per mode and repeat.
 
-    The prompts come `batch` at a time: the next ones start when all of a batch have ended. Each batch is decoded by
-    every mode, and each begins with another mode: what runs first, or after a heavy one, is not always the same. Each
-    repeat has seeds of its own, the same for every mode; `seed` chooses them.
+    Prompts run in batches of `batch`. Each batch is decoded by every mode, starting with another mode each time, so
+    that order effects average out. Seeds differ by repeat, are the same for every mode, and derive from `seed`.
     """
     samples: dict[str, list[Sample]] = {name: [] for name in runs}
     names, turn = list(runs), 0

@@ -1,4 +1,4 @@
-"""What is compared: our own ways to decode, and those of transformers."""
+"""Benchmark modes of treespec and transformers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,13 +13,13 @@ PLAIN = "plain"
 
 @dataclass(frozen=True)
 class Mode:
-    """One of our own modes.
+    """A treespec mode.
 
     Args:
-        name: what `--only` and the JSON call it; without spaces and commas.
-        label: what the table calls it.
+        name: for `--only` and the JSON; without spaces and commas.
+        label: in tables.
         options: of the `SpecConfig`; None is plain decoding.
-        keeps_tokens: whether its tokens are to be those of plain decoding with the same seed.
+        keeps_tokens: tokens must equal plain decoding with the same seed.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Mode:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """What the JSON says of the mode."""
+        """Entry of the JSON document."""
         spec = SpecConfig.resolve(self.spec, SpecConfig())
         branching = spec.branching
         return {
@@ -49,13 +49,13 @@ class Mode:
 
 @dataclass(frozen=True)
 class Peer:
-    """A mode of transformers.
+    """A transformers mode.
 
     Args:
-        name, label: as `Mode`.
-        kind: what kind of generation.
-        draft: name of the assistant model, for "assisted".
-        k: tokens drafted per round, for "assisted" and "lookup"; None is transformers' own schedule.
+        name, label: as in `Mode`.
+        kind: of generation.
+        draft: assistant model, for "assisted".
+        k: drafted tokens per round, for "assisted" and "lookup"; None is transformers' schedule.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Peer:
 
     @property
     def batch_one_only(self) -> bool:
-        """transformers drafts for one request at a time."""
+        """transformers' assisted decoding supports batch 1 only."""
         return self.kind != "plain"
 
 
@@ -91,12 +91,12 @@ class Selection:
 
 
 def our_modes(ssms: Sequence[str], k_values: Sequence[int], nodes: Sequence[int]) -> list[Mode]:
-    """Plain decoding; the chain of each length; a tree of each source, alone and together; what is done by default.
+    """Plain decoding, chains of each length, trees of each source alone and combined, and the default.
 
     Args:
         ssms: names of the SSMs.
-        k_values: lengths of the chains.
-        nodes: rows of the target pass, by tree.
+        k_values: chain lengths.
+        nodes: tree sizes.
     """
     modes = [Mode(PLAIN, "plain decoding", None)]
     if ssms:
@@ -106,7 +106,7 @@ def our_modes(ssms: Sequence[str], k_values: Sequence[int], nodes: Sequence[int]
             modes.append(Mode(f"chain-k{k}", f"chain, K={k}", chain))
     alone = [(name, name, (name,)) for name in ssms] if len(ssms) > 1 else []
     merged = [("ssms", "all SSMs" if len(ssms) > 1 else ssms[0], ("ssm",))] if ssms else []
-    if len(ssms) > 1:  # the drafting time of one, whoever is trusted most in the round
+    if len(ssms) > 1:  # drafting time of one SSM, the most trusted in each round
         merged.append(("trusted", "one SSM a round", ("ssm",)))
     lookup = [("lookup", "lookup", ("lookup",))]
     everything = [("everything", "SSMs + lookup", ("ssm", "lookup"))] if ssms else []
@@ -122,7 +122,7 @@ def our_modes(ssms: Sequence[str], k_values: Sequence[int], nodes: Sequence[int]
 
 
 def peer_modes(ssms: Sequence[str], k_values: Sequence[int]) -> list[Peer]:
-    """transformers plain, assisted by each SSM at each K and at its own schedule, and with prompt lookup at each K."""
+    """transformers' plain decoding, assisted decoding by SSM and K or its own schedule, and prompt lookup by K."""
     peers = [Peer("hf-plain", "transformers plain", "plain")]
     for name in ssms:
         for k in (*k_values, None):
@@ -132,10 +132,10 @@ def peer_modes(ssms: Sequence[str], k_values: Sequence[int]) -> list[Peer]:
 
 
 def select(ours: Sequence[Mode], peers: Sequence[Peer], only: Sequence[str]) -> Selection:
-    """The modes whose names match one of `only` (all where it is empty), and plain decoding, the baseline.
+    """Select modes whose names match one of `only` (empty = all), plus the baseline, plain decoding.
 
     Raises:
-        ConfigError: a name or pattern that matches nothing.
+        ConfigError: a pattern matches nothing.
     """
     names = [mode.name for mode in ours] + [peer.name for peer in peers]
     for pattern in only:

@@ -1,4 +1,4 @@
-"""transformers on the same weights, prompts and dtype: plain, assisted by an SSM, and with prompt lookup."""
+"""transformers baselines on the same weights, prompts and dtype: plain, assisted and prompt lookup."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -11,19 +11,18 @@ from treespec.bench.measure import Sample
 from treespec.bench.modes import Peer
 from treespec.errors import ModelError
 
-_TRIES = 5  # a run to the first token that is disturbed may take longer than a short whole one
+_TRIES = 5  # a disturbed run to the first token may exceed a short full run
 
 
 class Transformers:
-    """transformers' models of a target and its SSMs.
+    """Runs a target and its SSMs in transformers.
 
-    Everything is transformers' own default but for what makes it comparable: greedy, no end token, and, where a peer
-    has a K, that every round drafts K tokens.
+    transformers' defaults, except for comparability: greedy, no end token, and a constant K where a peer has one.
 
     Args:
         target: the target's folder.
         drafts: the SSMs' folders by name.
-        device, dtype: as the engine that they are compared with.
+        device, dtype: of the compared engine.
     """
 
     def __init__(self, target: Path, drafts: Mapping[str, Path], device: torch.device, dtype: torch.dtype):
@@ -34,15 +33,15 @@ class Transformers:
         self._target.register_forward_pre_hook(self._count)
 
     def run(self, peer: Peer, prompts: Sequence[list[int]], max_tokens: int) -> Sample:
-        """Decode prompts as one batch, shorter ones padded on the left. Prefill is a run to the first token.
+        """Decode prompts as one left-padded batch. Prefill time is a run to the first token.
 
         Args:
-            peer: how.
-            prompts: one alone where the peer has batch 1 only.
+            peer: mode to run.
+            prompts: one if the peer supports batch 1 only.
             max_tokens: at least 2.
 
         Raises:
-            ModelError: transformers did not make `max_tokens` tokens, or did not take longer for them than for one.
+            ModelError: transformers did not generate `max_tokens` tokens, or took no longer than for one.
         """
         assert len(prompts) == 1 or not peer.batch_one_only, f"{peer.name} has batch 1 only"
         options, rest = self._options(peer), max_tokens - 1
@@ -51,9 +50,7 @@ class Transformers:
             self._passes = 0
             total, made = self._generate(prompts, max_tokens, options)
             if any(len(tokens) != max_tokens for tokens in made):
-                raise ModelError(
-                    f"{peer.name} made {list(map(len, made))} tokens where {max_tokens} each were asked for"
-                )
+                raise ModelError(f"{peer.name} made {list(map(len, made))} tokens instead of {max_tokens} each")
             if (decode := total - first) > 0:
                 break
         else:
@@ -72,7 +69,7 @@ class Transformers:
     def _generate(
         self, prompts: Sequence[list[int]], max_tokens: int, options: dict[str, Any]
     ) -> tuple[float, list[list[int]]]:
-        """Seconds, and the new tokens of each prompt."""
+        """Seconds and the new tokens of each prompt."""
         width = max(map(len, prompts))
         ids = torch.zeros(len(prompts), width, dtype=torch.int64, device="cpu")
         mask = torch.zeros_like(ids)
@@ -85,7 +82,7 @@ class Transformers:
             result = self._target.generate(
                 input_ids=ids, attention_mask=mask, max_new_tokens=max_tokens, do_sample=False, **options
             )
-            tokens = result[:, width:].tolist()  # waits for the device
+            tokens = result[:, width:].tolist()  # synchronises
             seconds = time.perf_counter() - start
         return seconds, tokens
 
@@ -114,7 +111,7 @@ def _load(folder: Path, device: torch.device, dtype: torch.dtype) -> Any:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).to(device).eval()
-    # A fresh one: a model's own may ask for sampling or penalties. Without an end token outputs have equal lengths.
+    # Fresh, as the model's may set sampling or penalties; without an end token, outputs have equal lengths.
     model.generation_config = GenerationConfig(pad_token_id=0)
     model.config.eos_token_id = None
     return model

@@ -1,4 +1,4 @@
-"""The document as a picture: speed-up with its spread, and acceptance by depth, mode by mode."""
+"""Plots speed-up with spread and acceptance by depth for every mode."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,11 +7,11 @@ from typing import Any
 from treespec.bench.modes import PLAIN
 
 OURS, THEIRS, BASELINE, GRID = "#1f6fb4", "#e08a3c", "#555555", "#dddddd"
-_ROW, _AROUND = 0.27, 1.5  # inches: a mode's row, and what stands above and below the rows
+_ROW, _AROUND = 0.27, 1.5  # inches: height of a mode's row, and margin above and below
 
 
 def draw(document: Mapping[str, Any], path: Path) -> None:
-    """Write the picture: for every batch size a bar per mode, the fastest on top, and its acceptance by depth.
+    """Write the plot: per batch size, one bar per mode, fastest on top, and its acceptance by depth.
 
     Args:
         document: from `bench`.
@@ -47,7 +47,7 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
 
 
 def _speed(axes: Any, modes: list[Mapping[str, Any]], batch: int) -> None:
-    """Bars of the median, whiskers from the least to the largest repeat."""
+    """Bars of medians with whiskers from minimum to maximum."""
     speedups = [mode["speedup"] for mode in modes]
     below = [mode["speedup"] - mode["speedup_min"] for mode in modes]
     above = [mode["speedup_max"] - mode["speedup"] for mode in modes]
@@ -55,14 +55,14 @@ def _speed(axes: Any, modes: list[Mapping[str, Any]], batch: int) -> None:
     axes.errorbar(speedups, range(len(modes)), xerr=(below, above), fmt="none", ecolor="black", elinewidth=1, capsize=2)
     axes.axvline(1.0, color=BASELINE, linewidth=1, linestyle="--", zorder=0)
     widest = max(mode["speedup_max"] for mode in modes)
-    clear = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # of the line at 1
+    clear = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # hides the line at 1
     for row, mode in enumerate(modes):
         axes.text(
             mode["speedup_max"] + 0.015 * widest, row, f"{mode['speedup']:.2f}", va="center", fontsize=8, bbox=clear
         )
     axes.set_xlim(0, 1.1 * widest)
     axes.set_yticks(range(len(modes)), [mode["label"] for mode in modes], fontsize=9)
-    axes.set_xlabel("speed-up over our plain decoding (median; line: least to largest repeat)", fontsize=9)
+    axes.set_xlabel("speed-up over treespec's plain decoding (median; whiskers: min to max of repeats)", fontsize=9)
     axes.set_title(f"batch {batch}", loc="left", fontsize=10)
     _bare(axes)
     from matplotlib.patches import Patch
@@ -74,7 +74,7 @@ def _speed(axes: Any, modes: list[Mapping[str, Any]], batch: int) -> None:
 
 
 def _acceptance(axes: Any, modes: list[Mapping[str, Any]], depths: int) -> None:
-    """A cell per mode and depth, darker where more passes reach it; the acceptance length at the right."""
+    """Heat map of acceptance by mode and depth, with the acceptance length at the right."""
     from matplotlib.colors import LinearSegmentedColormap
 
     shades = LinearSegmentedColormap.from_list("shares", ("#ffffff", OURS))

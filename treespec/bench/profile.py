@@ -1,10 +1,10 @@
-"""Where the time of a round goes, and what was accepted, seen from outside the engine.
+"""Profiles rounds by part and counts accepted tokens by instrumenting an engine.
 
-`profiled` replaces bound methods of an engine, and the noise's own, by timed ones and puts everything back: the engine
-itself measures no more than its planner needs.
+`profiled` temporarily replaces methods of the engine and of `Noise` by timed ones; the engine itself measures only what
+its planner needs.
 
-A round that runs from captured graphs is one wait for the host. Its seconds are drafting and target pass (with merging,
-verification and commit, which are the graphs' own) in the proportion that the engine measured for these graphs alone.
+The host only waits for a captured round. Its time is split into drafting and target pass (including merge, verification
+and commit) in the proportion measured for its graphs at start.
 """
 
 import time
@@ -21,22 +21,22 @@ from treespec.graphs.verify_stage import RoundResult
 from treespec.sampling.noise import Noise
 
 MEANING = {
-    "draft": "all sources propose",
-    "merge": "plan, merge and cut the trees",
+    "draft": "drafting by all sources",
+    "merge": "plan, merge and prune trees",
     "forward": "the target pass",
-    "verify": "from logits to the accepted path",
-    "noise": "draw a position's noise, for drafts and target once",
-    "commit": "emit, compact the caches",
-    "update": "let go of what has ended",
-    "host": "the rest of the round",
+    "verify": "logits to accepted path",
+    "noise": "sampling noise of drafts and target",
+    "commit": "emit tokens, compact caches",
+    "update": "release finished requests",
+    "host": "rest of the round",
 }
 
 
 class Timer:
-    """The seconds of all calls of what it wraps.
+    """Accumulates the seconds of the calls it wraps.
 
     Args:
-        around: timers whose calls may contain this one's; while one of them runs, these seconds are not its own.
+        around: timers of enclosing calls; while one runs, this timer's seconds are subtracted from it.
     """
 
     def __init__(self, around: "Sequence[Timer]" = ()) -> None:
@@ -59,11 +59,11 @@ class Timer:
 
 
 class Profile:
-    """What happened since `profiled` was opened.
+    """Measurements since `profiled` was entered.
 
     Attributes:
         rounds: rounds with at least one tree.
-        accepted: trees by how many accepted drafted tokens they emitted.
+        accepted: number of trees by emitted drafted tokens.
     """
 
     def __init__(self) -> None:
@@ -75,12 +75,12 @@ class Profile:
 
     @property
     def prefill_seconds(self) -> float:
-        """Seconds in prompts, the SSMs' share included."""
+        """Prefill seconds, including the SSMs'."""
         return self.timers["prefill"].total
 
     @property
     def parts(self) -> dict[str, float]:
-        """Seconds by part, as in `MEANING`. They add up to all rounds without prefill."""
+        """Seconds by part, as in `MEANING`; the sum is all rounds without prefill."""
         total = {name: timer.total for name, timer in self.timers.items()}
         parts = {
             "draft": total["draft"],
@@ -95,19 +95,19 @@ class Profile:
 
 
 def acceptance_by_depth_of(accepted: Counter[int]) -> list[float]:
-    """The share of trees whose accepted path reached depth 1, 2, ...; `accepted` counts trees by accepted tokens."""
+    """Share of trees whose accepted path reached depth 1, 2, ...; `accepted` counts trees by accepted tokens."""
     total, deepest = accepted.total(), max(accepted, default=0)
     return [sum(n for depth, n in accepted.items() if depth >= d) / total for d in range(1, deepest + 1)]
 
 
 @contextmanager
 def profiled(engine: Engine) -> Iterator[Profile]:
-    """Measure an engine while the context is open. Open it between rounds."""
+    """Profile an engine while the context is open; enter between rounds."""
     profile = Profile()
     timers = profile.timers
 
     def watched(commit: Callable[..., None]) -> Callable[..., None]:
-        """Commit, timed, and what the round accepted."""
+        """Time commit and count accepted tokens."""
         timed = timers["commit"].wrap(commit)
 
         def commit_and_count(decided: Sequence[Decided]) -> None:
@@ -115,12 +115,12 @@ def profiled(engine: Engine) -> Iterator[Profile]:
             timed(decided)
             profile.rounds += bool(decided)
             for ((request, _, _), (path, _)), length in zip(decided, before, strict=True):
-                profile.accepted[min(len(path) - 1, len(request.tokens) - length)] += 1  # a stop may lie in the path
+                profile.accepted[min(len(path) - 1, len(request.tokens) - length)] += 1  # a stop may cut the path
 
         return commit_and_count
 
     def captured(run: Callable[..., list[RoundResult]], seconds: RoundSeconds) -> Callable[..., list[RoundResult]]:
-        """A captured round, timed, and what it accepted."""
+        """Time a captured round and count accepted tokens."""
 
         def run_and_count(requests: Any, levels: int, nodes: int) -> list[RoundResult]:
             start = time.perf_counter()
@@ -157,7 +157,7 @@ def profiled(engine: Engine) -> Iterator[Profile]:
 
 
 def _restore_attribute(owner: Any, name: str, own: Any) -> None:
-    """An instance's attribute as it was: its own, where it had one, or else its class's."""
+    """Restore an attribute: the instance's own, or the class's."""
     if own is None:
         delattr(owner, name)
     else:

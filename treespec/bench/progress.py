@@ -1,4 +1,4 @@
-"""How far a benchmark is, and how long it will take by what its runs have taken so far."""
+"""Progress of a benchmark and its estimated remaining time."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -10,11 +10,11 @@ class Plan:
     """The runs of a benchmark. A run is one mode over one batch of prompts.
 
     Args:
-        counts: how many runs there will be, warm-up included, by batch size and mode.
+        counts: planned runs by batch size and mode, warm-up included.
 
     Attributes:
-        done: how many there were.
-        seconds: what they took together.
+        done: completed runs.
+        seconds: their total time.
     """
 
     counts: Mapping[tuple[int, str], int]
@@ -22,13 +22,13 @@ class Plan:
     seconds: Counter[tuple[int, str]] = field(default_factory=Counter)
 
     def add(self, batch: int, mode: str, seconds: float) -> None:
-        """Count a run."""
+        """Record a run."""
         self.done[batch, mode] += 1
         self.seconds[batch, mode] += seconds  # type: ignore[assignment]
 
     @property
     def total(self) -> int:
-        """All runs."""
+        """Number of planned runs."""
         return sum(self.counts.values())
 
     @property
@@ -41,7 +41,7 @@ class Plan:
 
     @property
     def is_measured(self) -> bool:
-        """Whether every mode has run, so that `seconds_left` is more than a guess."""
+        """Whether every mode has run at least once, as `seconds_left` requires."""
         return {mode for _, mode in self.counts} == {mode for _, mode in self.done}
 
     @property
@@ -59,20 +59,20 @@ class Plan:
 
 
 class Progress:
-    """Who hears how far a benchmark is. This one says nothing."""
+    """Progress callbacks of a benchmark; this base class is silent."""
 
     def stage(self, text: str) -> None:
-        """Something begins that is no run of the plan, such as loading."""
+        """A phase outside the plan begins, such as loading."""
 
     def began(self, plan: Plan) -> None:
-        """The first run is next."""
+        """The first run is about to start."""
 
     def ran(self, plan: Plan) -> None:
         """A run has ended."""
 
 
 def duration(seconds: float) -> str:
-    """Seconds for a reader: "40 s", "7 min", "2.5 h"."""
+    """Format seconds: "40 s", "7 min", "2.5 h"."""
     if seconds < 90:
         return f"{max(1, round(seconds))} s"
     return f"{round(seconds / 60)} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

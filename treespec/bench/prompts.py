@@ -1,4 +1,4 @@
-"""Prompts to measure with: the embedded held-out ones, or a user's file."""
+"""Benchmark prompts: the embedded held-out ones or a user's file."""
 
 import json
 import random
@@ -11,13 +11,13 @@ from treespec.errors import ConfigError
 
 VALID = (
     'valid: {"question_id", "category", "turns": [text, ...]} (the first turn is used), {"task_id", "prompt": text}, '
-    '{"prompt": text}, {"text": text} or {"prompt_token_ids": [int, ...]}; "kind" or "category" and "package" may say '
-    "what it is"
+    '{"prompt": text}, {"text": text} or {"prompt_token_ids": [int, ...]}; optional: "kind" or '
+    '"category", "package"'
 )
 
 
 class Prompt(NamedTuple):
-    """A prompt as text or as token ids, and what kind of text it is, where its file says so."""
+    """A prompt as text or token ids, with optional kind and package."""
 
     content: str | list[int]
     kind: str | None = None
@@ -25,10 +25,10 @@ class Prompt(NamedTuple):
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """The prompts of a file: one JSON object a line (JSONL), or one JSON list of objects.
+    """Read prompts from JSONL or from a JSON list of objects.
 
     Raises:
-        ConfigError: the file, the line (or the entry of a list) and the valid forms. OSError: no such file.
+        ConfigError: an invalid entry; names file, line or entry, and the valid forms. OSError: no such file.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -41,10 +41,9 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 
 def choose(prompts: Sequence[Prompt], count: int, seed: int) -> list[Prompt]:
-    """`count` prompts, spread evenly over kinds and, within a kind, over packages; by chance within a package.
+    """Choose `count` prompts evenly over kinds and, within a kind, over packages; randomly within a package.
 
-    All of them, as they stand, where there are no more than `count`. They come kind by kind in turn, so that every
-    batch is mixed.
+    Returns all prompts unchanged if there are at most `count`. Kinds alternate, so that every batch is mixed.
     """
     if len(prompts) <= count:
         return list(prompts)
@@ -58,13 +57,13 @@ def choose(prompts: Sequence[Prompt], count: int, seed: int) -> list[Prompt]:
 
 
 def _round_robin(lists: Sequence[Sequence[Prompt]]) -> Iterator[Prompt]:
-    """The first of each, then the second of each, and so on."""
+    """Round robin over the lists."""
     for row in zip_longest(*lists):
         yield from (each for each in row if each is not None)
 
 
 def _entries(text: str, path: Path) -> Iterator[tuple[Any, str]]:
-    """Parsed entries with the place of each."""
+    """Parsed entries with their location."""
     if text.lstrip().startswith("["):
         try:
             listed = json.loads(text)
@@ -91,6 +90,6 @@ def _prompt(entry: Any, where: str) -> Prompt:
         content = content[0] if isinstance(content, list) and content else None
     is_ids = isinstance(content, list) and all(type(token) is int for token in content)
     if not content or not (is_ids if name == "prompt_token_ids" else isinstance(content, str)):
-        raise ConfigError(f"{where}: {name!r} holds {str(content)[:40]!r}, which is no prompt; {VALID}")
+        raise ConfigError(f"{where}: {name!r} holds {str(content)[:40]!r}, which is not a prompt; {VALID}")
     kind, package = entry.get("kind", entry.get("category")), entry.get("package")
     return Prompt(content, None if kind is None else str(kind), None if package is None else str(package))

@@ -1,4 +1,4 @@
-"""From samples to figures: one JSON document, whose names mirror vLLM's where it has one."""
+"""Turns samples into the JSON document; names follow vLLM's benchmarks where they exist."""
 
 import itertools
 import math
@@ -11,16 +11,16 @@ from treespec.bench.modes import PLAIN, Mode, Peer
 from treespec.bench.profile import acceptance_by_depth_of
 from treespec.bench.prompts import Prompt
 
-LOOPING = 0.5  # outputs with a smaller share of distinct 4-grams are called looping
+LOOPING = 0.5  # outputs with a smaller share of distinct 4-grams count as looping
 
 DEFINITIONS = {
-    "acceptance_length": "output tokens per target pass, the target's own token included; plain decoding has 1.00",
+    "acceptance_length": "output tokens per target pass, including the target's token; 1.00 for plain decoding",
     "acceptance_length_not_looping": f"the same over prompts whose plain output has more than {LOOPING:.0%} distinct "
     "4-grams",
     "acceptance_by_depth": "share of target passes whose accepted path reached depth 1, 2, ...",
-    "output_throughput": "output tokens per second of decoding, prefill not counted; median of the repeats",
+    "output_throughput": "output tokens per second of decoding, without prefill; median of the repeats",
     "speedup": "decoding time per token of our plain decoding over the mode's, in the same repeat and batch; median, "
-    "least and largest of the repeats",
+    "minimum and maximum of the repeats",
     "e2e_speedup": "the same with prefill, the drafts' share included",
     "mean_ttft_ms": "from a request's arrival to its first token, prefill included; transformers: a run of one token",
     "p50_itl_ms": "a request's decoding time over its tokens; percentiles over requests and repeats",
@@ -29,7 +29,7 @@ DEFINITIONS = {
     "repeat. None for verification by rejection or traversal: at a temperature they have other tokens by design, from "
     "the same distribution",
     "distinct_4grams": "share of distinct 4-grams of the outputs, mean over prompts",
-    "efficiency": "speedup / (acceptance_length / (pass_ratio + draft_share)): what is left of the gain that the "
+    "efficiency": "speedup / (acceptance_length / (pass_ratio + draft_share)): achieved share of the speed-up that the "
     "passes allow; in a batch, whose requests end at different times, tokens per round over plain decoding's stand "
     "for the acceptance length",
     "pass_ratio": "mean target pass over a mean target pass of plain decoding",
@@ -43,13 +43,13 @@ DEFINITIONS = {
 
 
 def distinct_share(tokens: Sequence[int]) -> float:
-    """Distinct 4-grams over all 4-grams; 1 where there is none."""
+    """Share of distinct 4-grams; 1 if there is none."""
     grams = [tuple(tokens[i : i + 4]) for i in range(len(tokens) - 3)]
     return len(set(grams)) / len(grams) if grams else 1.0
 
 
 def mismatches(outputs: Sequence[Sequence[int]], plain: Sequence[Sequence[int]]) -> int:
-    """Positions at which outputs differ from plain decoding's, a missing token included."""
+    """Number of positions that differ from plain decoding, including missing tokens."""
     pairs = zip(outputs, plain, strict=True)
     return sum(a != b for ours, theirs in pairs for a, b in itertools.zip_longest(ours, theirs))
 
@@ -61,14 +61,14 @@ def summarise(
     prompts: Sequence[Prompt],
     sampled: bool = False,
 ) -> dict[str, Any]:
-    """A mode's figures over its repeats.
+    """Summarise a mode over its repeats.
 
     Args:
-        mode: what was measured.
+        mode: the measured mode.
         samples: one per repeat.
-        plain: plain decoding of the same repeats and batch.
+        plain: plain decoding in the same repeats and batch.
         prompts: in the samples' order.
-        sampled: whether every repeat has seeds of its own.
+        sampled: whether seeds differ between repeats.
     """
     shares = [statistics.mean(distinct_share(base.tokens[i]) for base in plain) for i in range(len(prompts))]
     lively = [i for i, share in enumerate(shares) if share > LOOPING]
@@ -117,7 +117,7 @@ def _mismatches(mode: Mode | Peer, samples: Sequence[Sample], plain: Sequence[Sa
 
 
 def _engine_figures(samples: Sequence[Sample], plain: Sequence[Sample]) -> dict[str, Any]:
-    """What is known of our own modes alone."""
+    """Figures available for treespec's modes only."""
     accepted = sum((sample.accepted for sample in samples[1:]), samples[0].accepted.copy())
     sources = sum((sample.accepted_by_source for sample in samples[1:]), samples[0].accepted_by_source.copy())
     figures: dict[str, Any] = {
@@ -138,7 +138,7 @@ def _engine_figures(samples: Sequence[Sample], plain: Sequence[Sample]) -> dict[
         plain_pass = base.parts["forward"] / base.rounds
         ratios.append(sample.parts["forward"] / sample.rounds / plain_pass)
         shares.append(sample.parts["draft"] / sample.rounds / plain_pass)
-        gain = sample.decoded / sample.rounds / (base.decoded / base.rounds)  # the acceptance length, at batch 1
+        gain = sample.decoded / sample.rounds / (base.decoded / base.rounds)  # equals the acceptance length at batch 1
         possible = gain / (ratios[-1] + shares[-1])
         efficiencies.append(base.seconds_per_token / sample.seconds_per_token / possible)
     return figures | {
@@ -153,19 +153,19 @@ def _ratios(plain: Sequence[Sample], samples: Sequence[Sample], cost: Callable[[
 
 
 def _tau(samples: Sequence[Sample], chosen: Sequence[int]) -> float | None:
-    """Tokens per target pass over the chosen prompts; None without one."""
+    """Tokens per target pass over the chosen prompts; None if empty."""
     tokens = sum(len(sample.tokens[i]) for sample in samples for i in chosen)
     passes = sum(sample.passes[i] for sample in samples for i in chosen)
     return tokens / passes if passes else None
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """The smallest value that at least `percent` % of the ascending values do not exceed."""
+    """Nearest-rank percentile of ascending values."""
     return ordered[max(math.ceil(len(ordered) * percent / 100) - 1, 0)]
 
 
 def best(modes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """The fastest mode of each group, by name: what a user would pick after trying all."""
+    """Name of the fastest mode of each group."""
     groups = {
         "ours": [m for m in modes if m["engine"] == "treespec" and m["mode"] != PLAIN],
         "assisted": [m for m in modes if m["mode"].startswith("hf-assisted-")],
@@ -179,7 +179,7 @@ def best(modes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def comparisons(fastest: Mapping[str, str], samples: Mapping[str, Sequence[Sample]]) -> list[dict[str, Any]]:
-    """How many times faster ours are than the fastest of each kind of peer: median, least and largest of the repeats.
+    """Speed of our modes relative to the fastest peer of each kind: median, minimum and maximum over repeats.
 
     Args:
         fastest: from `best`.

@@ -1,4 +1,4 @@
-"""Verification rules compared: on one fixed topology, with the same prompts and seeds, and with intervals."""
+"""Compares verification rules on a fixed topology with bootstrap intervals."""
 
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -11,22 +11,23 @@ from treespec.bench.modes import PLAIN, Mode
 from treespec.config import RANDOM_DRAWS, VERIFICATIONS, SpecConfig
 from treespec.errors import ConfigError
 
-TEMPERATURE = 0.8  # where rules are compared and none was given
+TEMPERATURE = 0.8  # default for rule comparisons
 RESAMPLES, COVERAGE = 2000, 0.95
 PAIRS = (("traversal", "rejection"), ("rejection", "naive"), ("coupled", "naive"), ("traversal", "coupled"))
 _WIDEST, _DEEPEST = 4, 6
 
 
 def default_branching(nodes: int) -> tuple[int, ...]:
-    """Children by depth, such as (3, 2, 1), of a tree that grows narrower, with `nodes` nodes or the most below that.
+    """Non-increasing branching by depth, such as (3, 2, 1), with as close to `nodes` nodes as possible without
+    exceeding it.
 
-    Of several the one with the least sum: neither a star nor a chain; then the deepest.
+    Ties prefer the smallest sum (neither star nor chain), then the deepest tree.
 
     Args:
         nodes: at least 2, root included.
     """
     shapes: list[tuple[int, ...]] = [()]
-    for shape in shapes:  # grows while it is read
+    for shape in shapes:  # extended while iterating
         if len(shape) < _DEEPEST:
             longer = [(*shape, k) for k in range(1, (shape or (_WIDEST,))[-1] + 1)]
             shapes += [each for each in longer if _size(each) <= nodes]
@@ -39,15 +40,15 @@ def _size(branching: tuple[int, ...]) -> int:
 
 
 def rule_modes(rules: Sequence[str], branchings: Sequence[tuple[int, ...]], sampled: bool) -> list[Mode]:
-    """Plain decoding, and each rule on each topology. Only SSMs draft: what is looked up has no probabilities.
+    """Plain decoding, and each rule on each topology. Only SSMs draft, as lookup has no probabilities.
 
     Args:
         rules: of `VERIFICATIONS`.
         branchings: children by depth.
-        sampled: whether tokens are sampled; greedily all rules keep the tokens.
+        sampled: whether tokens are sampled; greedy decoding keeps the tokens under all rules.
 
     Raises:
-        ConfigError: a topology that is refused.
+        ConfigError: an invalid topology.
     """
     modes = [Mode(PLAIN, "plain decoding", None)]
     for branching in branchings:
@@ -64,7 +65,7 @@ def rule_modes(rules: Sequence[str], branchings: Sequence[tuple[int, ...]], samp
 
 
 def parse_rules(given: Sequence[str]) -> tuple[str, ...]:
-    """Rules from what a user wrote: names, with commas or apart, or "all"; each once, in the order of `VERIFICATIONS`.
+    """Parse rule names (comma-separated, repeated or "all") into unique rules in the order of `VERIFICATIONS`.
 
     Raises:
         ConfigError: an unknown rule.
@@ -77,13 +78,13 @@ def parse_rules(given: Sequence[str]) -> tuple[str, ...]:
 
 
 def intervals(modes: Sequence[Mode], samples: Mapping[str, Sequence[Sample]]) -> dict[str, Any]:
-    """Acceptance lengths of rules and their paired differences, each with its bootstrap interval over prompts.
+    """Acceptance lengths of rules and paired differences, with bootstrap intervals over prompts.
 
-    Prompts are drawn with replacement, all repeats of one together, the same ones for every mode.
+    Resamples prompts (with all their repeats), identically for every mode.
 
     Args:
         modes: rules on their topologies.
-        samples: of every mode, by name; at least one prompt.
+        samples: by mode name; at least one prompt.
     """
     by_rule: dict[int, dict[str, str]] = {}
     figures: dict[str, np.ndarray] = {}
@@ -105,7 +106,7 @@ def intervals(modes: Sequence[Mode], samples: Mapping[str, Sequence[Sample]]) ->
 
 
 def _resampled(tokens: np.ndarray, passes: np.ndarray) -> np.ndarray:
-    """Tokens per pass of all prompts, and then of each resample; the same prompts in every call."""
+    """Tokens per pass of all prompts, then of each resample, with a fixed RNG seed."""
     count = len(tokens)
     picks = np.random.default_rng(0).integers(0, count, (RESAMPLES, count))
     return np.concatenate([[tokens.sum() / passes.sum()], tokens[picks].sum(1) / passes[picks].sum(1)])

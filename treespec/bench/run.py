@@ -1,4 +1,4 @@
-"""A whole benchmark: models, prompts, modes, repeats, one document."""
+"""Runs a benchmark and builds its JSON document."""
 
 import platform
 import subprocess
@@ -30,30 +30,30 @@ from treespec.sampling_params import SamplingParams
 from treespec.startup.folders import resolve_folders, resolve_model
 from treespec_weights import default_folder
 
-WHY_BATCH_ONE = "transformers drafts for one request at a time, so they have batch 1 only"
+WHY_BATCH_ONE = "transformers' assisted decoding supports batch 1 only"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What to measure.
+    """Benchmark options.
 
     Args:
-        model, drafts: as `LLM`.
-        prompts: a file of prompts; None is the embedded held-out ones.
-        samples: how many of them.
-        max_tokens: output tokens of each.
-        k_values: tokens drafted per round, for chains and peers.
-        nodes: rows of the target pass, for trees.
-        batches: requests decoded at once.
-        temperature: 0 is greedy; above, every repeat has seeds of its own, and transformers takes no part.
-        verification: rules to compare on fixed trees, instead of the modes; empty = none.
-        branching: children by depth of those trees; None makes one for each of `nodes`.
-        repeats: how often every mode runs.
-        warmup: batches that every mode decodes before, not counted.
-        peers: whether transformers takes part.
+        model, drafts: as in `LLM`.
+        prompts: file of prompts; None = the embedded held-out prompts.
+        samples: number of prompts.
+        max_tokens: output tokens per prompt.
+        k_values: drafted tokens per round, for chains and peers.
+        nodes: tree sizes.
+        batches: batch sizes.
+        temperature: 0 is greedy; above 0, seeds differ between repeats and transformers is skipped.
+        verification: rules to compare on fixed trees instead of the modes; empty = none.
+        branching: children by depth of those trees; None derives one from each of `nodes`.
+        repeats: runs per mode.
+        warmup: uncounted warm-up batches per mode.
+        peers: include transformers.
         only: names or patterns of modes; empty = all.
-        device, dtype, compile, quantization: as `LLM`; transformers runs as it is.
-        seed: of the choice of prompts, and of what is sampled.
+        device, dtype, compile, quantization: as in `LLM`; not applied to transformers.
+        seed: for prompt selection and sampling.
     """
 
     model: str | Path | None = None
@@ -83,21 +83,21 @@ def bench(
     grown: Grown | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Measure, and return the document that `--json` prints.
+    """Run the benchmark and return the `--json` document.
 
     Args:
-        options: what to measure.
-        grown: how the target was grown, where it was; then the small one decodes the prompts too.
-        progress: is told how far it is.
+        options: of the benchmark.
+        grown: description of a grown target; its source model then decodes the prompts too.
+        progress: receives callbacks.
 
     Raises:
-        ConfigError: a mode, a prompt file or a value that is refused. As `LLM` otherwise.
+        ConfigError: an invalid mode, prompt file or value. Otherwise as in `LLM`.
     """
     progress = progress or Progress()
     target = resolve_model(options.model)
     folders = dict(resolve_folders(options.model, options.drafts))
     selection = _selection(options, list(folders))
-    specs = {mode.name: mode.spec for mode in selection.ours}  # refuses bad values before anything is loaded
+    specs = {mode.name: mode.spec for mode in selection.ours}  # validates before anything is loaded
     progress.stage("loading the models")
     llm = LLM(
         target,
@@ -131,7 +131,7 @@ def bench(
         counted = {mode: _counted(run, batch, mode, plan, progress) for mode, run in by_mode.items()}
         for _ in range(options.warmup):
             interleave(counted, ids[:batch], batch, 1, options.seed)
-        whole = len(ids) // batch * batch  # so that every batch is full
+        whole = len(ids) // batch * batch  # full batches only
         samples = interleave(counted, ids[:whole], batch, options.repeats, options.seed)
         runs.append(_summary(batch, samples, selection, prompts[:whole], options))
         plain = samples[PLAIN][0].tokens
@@ -142,7 +142,7 @@ def bench(
     frozen = llm.stats()["frozen"]
     ancestry = None
     if grown is not None:
-        progress.stage("decoding the prompts with the model before it was grown")
+        progress.stage("decoding the prompts with the source of the grown model")
         small = LLM(grown.source, [], "off", device=options.device, dtype=llm.config.dtype, max_num_seqs=1)
         run: dict[str, Run] = {PLAIN: _ours(small, "off", options)}
         [sample] = interleave(run, ids[: len(plain)], 1, 1, seed=options.seed)[PLAIN]
@@ -188,7 +188,7 @@ def _runs(
     llm: LLM,
     peers: Transformers | None,
 ) -> dict[str, Run]:
-    """What to run at one batch size, by mode."""
+    """Runs by mode for one batch size."""
 
     def theirs(peer: Peer) -> Run:
         assert peers is not None
@@ -199,7 +199,7 @@ def _runs(
 
 
 def _counted(run: Run, batch: int, mode: str, plan: Plan, progress: Progress) -> Run:
-    """A mode that adds each of its runs to the plan."""
+    """Wrap a run to record it in the plan."""
 
     def counted(prompts: Sequence[list[int]], seeds: Sequence[int]) -> Sample:
         start = time.perf_counter()
@@ -216,16 +216,16 @@ def _ours(llm: LLM, spec: SpecConfig | str, options: Options) -> Run:
 
 
 def _selection(options: Options, ssms: list[str]) -> Selection:
-    """The modes that were asked for.
+    """Select the requested modes.
 
     Raises:
-        ConfigError: as `select`; rules without an SSM; a bad temperature or topology.
+        ConfigError: as in `select`; rules without an SSM; an invalid temperature or topology.
     """
     SamplingParams(temperature=options.temperature)
     sampled = options.temperature > 0
     if options.verification:
         if not ssms:
-            raise ConfigError("--verification compares what becomes of SSMs' drafts, and there is no SSM; give --draft")
+            raise ConfigError("--verification compares rules on SSM drafts, and there is no SSM; give --draft")
         branchings = [options.branching] if options.branching else list(map(default_branching, options.nodes))
         return select(rule_modes(options.verification, branchings, sampled), [], options.only)
     peers = [] if sampled or not options.peers else peer_modes(ssms, options.k_values)
@@ -252,7 +252,7 @@ def _summary(
 
 
 def _prompts(options: Options, llm: LLM) -> tuple[list[Prompt], int]:
-    """The chosen prompts as token ids, and how many of the file had no room in the context."""
+    """Chosen prompts as token ids, and the number of prompts that exceed the context."""
     path = options.prompts or default_folder("target").parent / "heldout_prompts.json"
     tokenizer, room, known = llm.get_tokenizer(), llm.config.max_model_len - options.max_tokens, read_prompts(path)
     if tokenizer is None and any(isinstance(prompt.content, str) for prompt in known):
@@ -271,7 +271,7 @@ def _prompts(options: Options, llm: LLM) -> tuple[list[Prompt], int]:
 
 
 def _widest(specs: Any) -> SpecConfig:
-    """A configuration whose trees are as large as the largest of `specs`: the engine keeps room for it."""
+    """Configuration with the largest tree of `specs`, for which the engine reserves slots."""
     largest = max([AUTO_NODES, *(spec.max_nodes for spec in specs if isinstance(spec, SpecConfig))])
     return SpecConfig(nodes=largest)
 
@@ -282,15 +282,15 @@ def _processor(llm: LLM) -> str:
 
 
 def _peak_mib() -> float:
-    """The largest resident size of this process so far."""
-    import resource  # there is none on Windows
+    """Peak resident memory of this process."""
+    import resource  # not on Windows
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (2**20 if sys.platform == "darwin" else 2**10)
 
 
 def commit() -> str | None:
-    """The commit of the checkout that runs, with "-dirty" where files differ from it; None where it is none."""
+    """Git commit of the running checkout, with "-dirty" if modified; None outside a checkout."""
     root = Path(treespec.__file__).resolve().parents[1]
     if not (root / ".git").exists():
         return None

@@ -1,4 +1,4 @@
-"""The document for a reader: header, tables, legend."""
+"""Formats the benchmark document as text: header, tables and legend."""
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -9,20 +9,20 @@ from treespec.bench.report import LOOPING
 from treespec.cli.group import table
 
 LEGEND = f"""\
-speed-up           decoding time per token of our plain decoding over the mode's, in the same repeat: median
-                   (least..largest of the repeats); prefill is in ttft alone
-acceptance length  output tokens per target pass, the target's own token included (plain decoding: 1.00);
-                   "lively" leaves out outputs with at most {LOOPING:.0%} distinct 4-grams: loops are easy to guess
-efficiency         speed-up / (acceptance length / (pass ratio + draft share)): what is left of what passes allow
-differ             output tokens that are not our plain decoding's (must be 0 for our own modes)"""
+speed-up           time per token of treespec's plain decoding over the mode's, in the same repeat: median (min..max of
+                   the repeats), without prefill, which is part of ttft
+acceptance length  output tokens per target pass, including the target's token (plain decoding: 1.00);
+                   "lively" excludes outputs with at most {LOOPING:.0%} distinct 4-grams: loops are easy to predict
+efficiency         speed-up / (acceptance length / (pass ratio + draft share)): achieved share of the possible speed-up
+differ             output tokens that differ from treespec's plain decoding (must be 0 for treespec's modes)"""
 RULES_LEGEND = """\
-95 % interval      of the bootstrap over prompts, all repeats of a prompt together; differences are paired
-verify, noise      shares of a round: from logits to the accepted path; the noise of sampled tokens, shared with drafts
-differ "-"         not counted for rejection and traversal: other tokens by design, from the same distribution"""
+95 % interval      bootstrap over prompts with all their repeats; differences are paired
+verify, noise      shares of a round: logits to accepted path; sampling noise of drafts and target
+differ "-"         not counted for rejection and traversal, which preserve the distribution, not the tokens"""
 
 
 def header(document: Mapping[str, Any]) -> str:
-    """What was measured, on what."""
+    """Header: machine, versions, models and prompts."""
     versions, grown = document["versions"], document["grown"]
     commit = f", commit {document['commit']}" if document["commit"] else ""
     threads = f"{document['threads']} thread{'' if document['threads'] == 1 else 's'}"
@@ -37,16 +37,16 @@ def header(document: Mapping[str, Any]) -> str:
         f"{document['repeats']} repeats, seed {document['seed']}",
     ]
     if document["prompts_left_out"]:
-        lines.append(f"          {document['prompts_left_out']} prompts left out: no room for them in the context")
+        lines.append(f"          {document['prompts_left_out']} prompts skipped: too long for the context")
     if document["temperature"]:
-        lines.append("sampling  every repeat has seeds of its own, the same for all modes; transformers takes no part")
+        lines.append("sampling  seeds differ between repeats and are equal for all modes; transformers is skipped")
     if any(run["rules"] for run in document["runs"]):
         trees = {",".join(map(str, m["branching"])): m["nodes"] for m in document["runs"][0]["modes"] if m["branching"]}
         shapes = "; ".join(f"{branching} ({nodes} nodes)" for branching, nodes in trees.items())
-        lines.append(f"trees     {shapes}: children by depth, the same for every rule; only SSMs draft")
+        lines.append(f"trees     {shapes}; children by depth, equal for all rules; SSM drafts only")
     if grown:
         lines += [
-            f"grown     all figures are of a grown target of {grown['parameters'] / 1e6:.0f} M parameters",
+            f"grown     all figures are for a grown target of {grown['parameters'] / 1e6:.0f} M parameters",
             f"          ({grown['shape']});",
             f"          it computes the function of {grown['of']}: "
             f"{grown['mismatches_with_source']} of its tokens differ",
@@ -55,7 +55,7 @@ def header(document: Mapping[str, Any]) -> str:
 
 
 def body(document: Mapping[str, Any], profile: bool) -> str:
-    """The tables of every batch size, and the legend."""
+    """Tables of every batch size, and the legend."""
     parts = []
     for run in document["runs"]:
         modes = run["modes"]
@@ -97,7 +97,7 @@ def _speed(title: str, modes: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _comparisons(title: str, run: Mapping[str, Any]) -> list[str]:
-    """How our plain decoding, the default and our fastest mode stand to the fastest of each kind of peer."""
+    """Speed of plain decoding, the default and our fastest mode relative to the fastest peer of each kind."""
     if not run["comparisons"]:
         return []
     labels = {mode["mode"]: mode["label"] for mode in run["modes"]}
@@ -116,7 +116,7 @@ def _comparisons(title: str, run: Mapping[str, Any]) -> list[str]:
 
 
 def _rules(title: str, run: Mapping[str, Any]) -> list[str]:
-    """Verification rules side by side, and their differences."""
+    """Verification rules and their paired differences."""
     if not run["rules"]:
         return []
     modes = {mode["mode"]: mode for mode in run["modes"]}

@@ -231,15 +231,15 @@ def test_what_was_compiled_is_kept(tmp_path: Path) -> None:
     first, said = compile_ahead()
     kept = sorted((tmp_path / "treespec" / "aot").iterdir())
     assert len(kept) > 8 and re.search(rf"compiling {len(kept)} kernels for sm_90 in \d+ process.*: about \d+ ", said)
-    assert f"results are kept in {kept[0].parent}" in said
+    assert f"results are cached in {kept[0].parent}" in said
     again, said = compile_ahead()
-    assert again == first and f"{len(kept)} kernels for sm_90: all known" in said
+    assert again == first and f"{len(kept)} kernels for sm_90: all cached" in said
 
     for path in kept[1:]:
         path.write_text(json.dumps(json.loads(path.read_text()) | {"registers": 1000}))
     kept[0].write_text("{")
     changed, said = compile_ahead()
-    assert f"compiling 1 kernels for sm_90 in 1 process, {len(kept) - 1} others are known" in said
+    assert f"compiling 1 kernels for sm_90 in 1 process, {len(kept) - 1} others are cached" in said
     registers = [row["registers"] for row in changed["targets"]["sm_90"]]
     assert {*registers} > {1000} and len({*registers}) == 2, "one was compiled"
     fresh, said = compile_ahead("--fresh")
@@ -400,17 +400,17 @@ def test_whether_launches_are_programmatic_is_shown(pdl: bool, said: str) -> Non
         (["--aot", "sm_90", "--ops", "tree_atention"], ["did you mean 'tree_attention'?", "coupled_choice"]),
         (["--aot", "sm_90", "--dtype", "float6"], ["'float6' (did you mean 'float16'?)", "bfloat16"]),
         (["--aot", "sm_90", "--heads", "4"], ["--heads needs --head-dim, --intermediate, --vocab"]),
-        (["--aot", "sm_90", *SMALL, "--model", "m"], ["--heads describes a model, and --model names one"]),
+        (["--aot", "sm_90", *SMALL, "--model", "m"], ["--heads describes a model shape and excludes --model"]),
         (["--aot", "sm_90", *SMALL, "--kv-heads", "3"], ["--heads 2: not a multiple of --kv-heads 3"]),
-        (["--aot", "sm_90", *SMALL, "--vocab", "0"], ["--vocab 0: valid are whole numbers from 1 on"]),
+        (["--aot", "sm_90", *SMALL, "--vocab", "0"], ["--vocab 0: valid: whole numbers from 1"]),
         (["--heads", "4"], ["--heads is about kernels on a GPU", "--aot TARGET"]),
         (["--nodes", "8"], ["--nodes is about kernels on a GPU"]),
         (["--fresh"], ["--fresh is about kernels on a GPU"]),
-        (["--nodes", "257"], ["--nodes 257: valid are numbers from 1 to 256"]),
+        (["--nodes", "257"], ["--nodes 257: valid: numbers from 1 to 256"]),
         (["--context", "0"], ["--context 0"]),
-        (["--budget-seconds", "0"], ["--budget-seconds 0: valid are numbers from 1 to 86400"]),
+        (["--budget-seconds", "0"], ["--budget-seconds 0: valid: numbers from 1 to 86400"]),
         (["--seconds", "0"], ["--seconds 0"]),
-        (["--threads", "0"], ["--threads 0: valid are whole numbers from 1 to 1024"]),
+        (["--threads", "0"], ["--threads 0: valid: whole numbers from 1 to 1024"]),
         (["--device", "tpu"], ["device='tpu'", '"cpu", "cuda"']),
         (["--dtype", "bf16"], ["--dtype: unknown 'bf16'", "bfloat16"]),
         (["--quantization", "int3"], ["--quantization: unknown 'int3'", "int4, int8"]),

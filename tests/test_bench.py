@@ -401,8 +401,8 @@ def test_plot_writes_a_picture(ids_file: Path, lent: LLM, tmp_path: Path) -> Non
     "given, message",
     [
         (["--only", "nothing"], "--only nothing: no such mode"),
-        (["--nodes", "1"], "--nodes 1: valid are whole numbers from 2 on"),
-        (["--k-values", "5", "x"], "--k-values x: valid are whole numbers from 1 on"),
+        (["--nodes", "1"], "--nodes 1: valid: whole numbers from 2"),
+        (["--k-values", "5", "x"], "--k-values x: valid: whole numbers from 1"),
         (["--batch", "0"], "--batch 0"),
         (["--grow", "huge"], "--grow huge: valid are sizes"),
         (["--grow-vocab", "600"], "go with --grow SIZE"),

@@ -245,7 +245,7 @@ def test_prints_rules(prompts: Path, lent: LLM) -> None:
     for part in (
         "temperature 0.9",
         "2,1 (5 nodes)",
-        "only SSMs draft",
+        "SSM drafts only",
         "traversal, 5 nodes, less rejection",
         "95 % interval",
         "by rule",
@@ -268,7 +268,7 @@ def test_default_temperature_and_tree_of_rules(prompts: Path, lent: LLM) -> None
     "given, message",
     [
         (["--verification", "greedy"], "--verification greedy: valid are coupled"),
-        (["--branching", "2,1"], "--branching is the tree of --verification"),
+        (["--branching", "2,1"], "--branching needs --verification"),
         (["--verification", "all", "--branching", "2,x"], "--branching 2,x"),
         (["--verification", "all", "--branching", "900"], "branching=(900,)"),
         (["--verification", "all", "--only", "tree-*"], "valid: plain, coupled-n7"),

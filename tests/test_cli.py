@@ -21,7 +21,7 @@ import treespec.engine
 from tests.models import CURVE, make_draft, make_llama, open_llm, tree_of
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.cli import app
-from treespec.cli.group import shows_colour, table
+from treespec.cli.group import table, uses_colour
 from treespec.drawing.recording import picture, record_rounds, watch
 from treespec.planning import cost_measurement as costs
 from treespec.round_record import RoundRecord
@@ -464,7 +464,7 @@ def test_help_does_not_wait_for_torch() -> None:
     for arguments in (["--help"], ["generate", "--help"], ["--version"]):
         done = program("-c", code, *arguments)
         assert done.returncode == 0, done.stderr
-    assert "Decode plainly" in program("-m", "treespec", "generate", "--help", COLUMNS="200").stdout
+    assert "Also decode plainly" in program("-m", "treespec", "generate", "--help", COLUMNS="200").stdout
 
 
 def test_the_program(models: Models) -> None:
@@ -483,12 +483,12 @@ def test_colour_only_where_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    assert shows_colour(Terminal()) and not shows_colour(io.StringIO())
+    assert uses_colour(Terminal()) and not uses_colour(io.StringIO())
     monkeypatch.setenv("NO_COLOR", "1")
-    assert not shows_colour(Terminal())
+    assert not uses_colour(Terminal())
     monkeypatch.delenv("NO_COLOR")
     monkeypatch.setenv("TERM", "dumb")
-    assert not shows_colour(Terminal())
+    assert not uses_colour(Terminal())
 
 
 def test_tables_are_aligned() -> None:
@@ -504,7 +504,7 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is Linu
     [
         ("generate <&-", "no prompt: stdin is closed"),
         ("generate --file - <&-", "no prompt: stdin is closed"),
-        ("generate x >&-", "stdout is closed; give a file, or /dev/null"),
+        ("generate x >&-", "stdout is closed; redirect it to a file or to /dev/null"),
         ("nosuch 2>&-", ""),
         pytest.param("nosuch --json >/dev/full", "error: No such command 'nosuch'", marks=on_linux),
         (r"generate $(printf '\377')", "the PROMPT is not UTF-8 at character 0"),

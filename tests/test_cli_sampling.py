@@ -142,6 +142,6 @@ def test_errors_are_documents(arguments: list[str], kind: str, named: str) -> No
 
 
 def test_one_stream_has_one_output(loaded: LLM) -> None:
-    assert "-n 2 makes several" in run(*HOT, "-n", 2, "--stream", code=2).stderr
+    assert "-n 2 generates several" in run(*HOT, "-n", 2, "--stream", code=2).stderr
     whole, streamed = run(*HOT, "--seed", 4).stdout, run(*HOT, "--seed", 4, "--stream", "--check").stdout
     assert whole == streamed

@@ -1,6 +1,6 @@
-"""The command line: `treespec generate | bench | tree | weights | autotune`.
+"""Command line interface: `treespec generate | bench | tree | weights | autotune`.
 
-Nothing here imports torch before a command needs it: `treespec --help` answers at once.
+Commands import torch lazily, so that `treespec --help` is fast.
 """
 
 import os
@@ -24,13 +24,16 @@ app.command()(autotune.autotune)
 
 
 def main() -> None:
-    """Run the command that `sys.argv` names, and exit."""
-    if sys.stderr is None:  # closed by the caller, who wants to hear nothing
+    """Run the command in `sys.argv` and exit."""
+    if sys.stderr is None:  # closed by the caller
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     if sys.stdout is None:
-        print("error: stdout is closed; give a file, or /dev/null where only the exit code matters", file=sys.stderr)
+        print(
+            "error: stdout is closed; redirect it to a file or to /dev/null",
+            file=sys.stderr,
+        )
         sys.exit(2)
-    for stream in (sys.stdout, sys.stderr):  # a terminal without some character shows "?" instead of a traceback
+    for stream in (sys.stdout, sys.stderr):  # print "?" for characters that the terminal cannot encode
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     app(prog_name="treespec")
 
@@ -39,8 +42,8 @@ def main() -> None:
 def treespec(
     ctx: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
 ) -> None:
-    """Text from a large language model, faster and token for token the same: several small models guess ahead, their
-    guesses form one token tree, and one pass of the large model verifies it."""
+    """Lossless speculative decoding: several draft models propose a merged token tree, which the target verifies in one
+    pass."""
     if version:
         typer.echo(f"treespec {__version__}")
         raise typer.Exit

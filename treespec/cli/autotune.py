@@ -1,4 +1,4 @@
-"""`treespec autotune`: measure this machine once, so that every start knows it: kernels, and what passes cost."""
+"""`treespec autotune`: tunes kernels and measures pass costs of this machine, for all later starts."""
 
 from typing import Annotated, Any
 
@@ -23,57 +23,58 @@ def _kernel(name: str, metavar: str, text: str) -> Any:
 def autotune(
     model: Model = None,
     draft: Drafts = None,
-    show: Annotated[bool, typer.Option("--show", help="Print what is stored; measure nothing.")] = False,
+    show: Annotated[bool, typer.Option("--show", help="Print stored results without measuring.")] = False,
     seconds: Annotated[
-        float, typer.Option("--seconds", metavar="S", help="About how long to measure a cost curve.")
+        float, typer.Option("--seconds", metavar="S", help="Approximate measuring time per cost curve.")
     ] = 5.0,
     threads: Annotated[
         int | None,
-        typer.Option("--threads", metavar="N", help="On a CPU: only so many. Default: 1, 2, 4 .. and all cores."),
+        typer.Option("--threads", metavar="N", help="CPU threads to measure with. Default: 1, 2, 4 .. and all cores."),
     ] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     quantization: Quantization = None,
     heads: Annotated[int | None, _size("--heads", "Query heads")] = None,
     kv_heads: Annotated[int | None, _size("--kv-heads", "KV heads")] = None,
-    head_dim: Annotated[int | None, _size("--head-dim", "The size of a head")] = None,
-    hidden: Annotated[int | None, _size("--hidden", "The hidden size")] = None,
-    intermediate: Annotated[int | None, _size("--intermediate", "The MLP's size")] = None,
-    vocab: Annotated[int | None, _size("--vocab", "The vocabulary's size")] = None,
+    head_dim: Annotated[int | None, _size("--head-dim", "Head size")] = None,
+    hidden: Annotated[int | None, _size("--hidden", "Hidden size")] = None,
+    intermediate: Annotated[int | None, _size("--intermediate", "MLP size")] = None,
+    vocab: Annotated[int | None, _size("--vocab", "Vocabulary size")] = None,
     layers: Annotated[int | None, _size("--layers", "Layers")] = None,
     nodes: Annotated[int | None, _kernel("--nodes", "N", "Rows of a tree pass. Default: 32.")] = None,
     context: Annotated[int | None, _kernel("--context", "N", "Committed positions. Default: 2048.")] = None,
     ops: Annotated[
-        list[str] | None, _kernel("--ops", "OP", "Only these; repeated, or separated by commas. Default: all tunable.")
+        list[str] | None, _kernel("--ops", "OP", "Ops to tune; repeated or comma-separated. Default: all.")
     ] = None,
     budget_seconds: Annotated[
-        float | None, _kernel("--budget-seconds", "S", "Begin no further configuration after it; another run goes on.")
+        float | None,
+        _kernel("--budget-seconds", "S", "Start no configuration after S seconds; rerun to continue."),
     ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Measure, or compile, again what was.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace a file that is not a tuned file.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Ignore stored results; measure or compile again.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite a file that is not a tuned file.")] = False,
     aot: Annotated[
         list[str] | None,
         _kernel(
             "--aot",
             "TARGET",
-            "Only compile, without a GPU: sm_80, sm_86, sm_89, sm_90, sm_100, sm_120 or gfx942; may be repeated. Takes "
-            "minutes; what was compiled is kept, so that another run goes on.",
+            "Only compile, without a GPU: sm_80, sm_86, sm_89, sm_90, sm_100, sm_120 or gfx942; repeatable. Takes "
+            "minutes; results are cached, so that an interrupted run continues.",
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure what this machine is best at, and keep it.
+    """Tune this machine and store the results.
 
-    On a GPU: sweeps the configurations of the kernels for a model's shapes, checks each against its reference, and
-    writes the fastest; then measures what a pass costs. On a CPU: how long a pass takes over 1 to 64 rows, and a level
-    of drafting, with 1, 2, 4 .. threads. From this "auto" decides how large a tree is worth its pass. What is
-    stored is used by every later start with the same models, dtype and versions on this machine.
+    On a GPU: sweeps kernel configurations for a model's shapes, checks each against its reference, stores the fastest,
+    and measures pass costs. On a CPU: measures passes over 1 to 64 rows and drafting levels with 1, 2, 4 .. threads.
+    nodes="auto" sizes trees by these costs. Later starts with the same models, dtype and versions on this machine use
+    the stored results.
     """
     sizes = kernels.Sizes(heads, head_dim, kv_heads, hidden, intermediate, vocab, layers)
     if not 0 < seconds <= 3600:
-        raise usage_error(f"--seconds {seconds:g}: valid are more than 0 and at most 3600")
+        raise usage_error(f"--seconds {seconds:g}: valid: more than 0, at most 3600")
     if threads is not None and not 1 <= threads <= 1024:
-        raise usage_error(f"--threads {threads}: valid are whole numbers from 1 to 1024")
+        raise usage_error(f"--threads {threads}: valid: whole numbers from 1 to 1024")
     kernels.check_number("--nodes", nodes, kernels.MAX_NODES)
     kernels.check_number("--context", context, kernels.MAX_CONTEXT)
     kernels.check_number("--budget-seconds", budget_seconds, MAX_SECONDS)
@@ -101,17 +102,17 @@ def autotune(
         "--force": force,
     }
     of_kernels = [*sizes.given, *(name for name, value in swept.items() if value)]
-    if where.type == "cpu" and not (of_kernels and kernels.rehearses()):
+    if where.type == "cpu" and not (of_kernels and kernels.is_rehearsal()):
         if of_kernels:
             raise usage_error(
-                f"{of_kernels[0]} is about kernels on a GPU, and torch sees none here; valid on a CPU: --model, "
+                f"{of_kernels[0]} is about kernels on a GPU, and torch finds none; valid on a CPU: --model, "
                 "--draft, --dtype, --quantization, --seconds, --threads, --show, --json, and --aot TARGET to compile "
                 "kernels"
             )
         _measure_on_cpu(model, draft, dtype, quantization, seconds, threads, as_json)
         return
     if threads is not None:
-        raise usage_error(f"--threads {threads} is about a CPU; use --device cpu")
+        raise usage_error(f"--threads {threads} needs a CPU; use --device cpu")
     from treespec_kernels.tuning.workloads import ops as known_ops
 
     if computed is None and where.type == "cpu":
@@ -144,7 +145,7 @@ def _aot(
     fresh: bool,
     as_json: bool,
 ) -> int:
-    """Compile ahead of time; the exit code."""
+    """Compile ahead of time; returns the exit code."""
     from dataclasses import replace
 
     from treespec_kernels.aot import compiler as aot
@@ -200,7 +201,7 @@ def _show(as_json: bool) -> None:
 
 
 def _curves(entries: list[dict[str, Any]]) -> dict[str, Any]:
-    """The part of a document that is about curves; `threads` compares what is stored for the first of them."""
+    """Curve section of the document; `threads` compares stored curves of the first entry."""
     from treespec.planning import cost_measurement as costs
 
     compared = curves.compare_threads(entries[0]["key"]) if entries else None

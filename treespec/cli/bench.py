@@ -1,4 +1,4 @@
-"""`treespec bench`: speed against plain decoding and against transformers, in one run."""
+"""`treespec bench`: speed against plain decoding and transformers."""
 
 import json
 import sys
@@ -31,14 +31,14 @@ PICTURES = (".png", ".svg", ".pdf")
 
 
 class SeveralValues(Command):
-    """A command whose options of several values take them after one flag: `--nodes 8 16` or `--nodes 8,16`."""
+    """Command with multi-value options: `--nodes 8 16` or `--nodes 8,16`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, repeat_flags(args))
 
 
 def repeat_flags(args: Sequence[str]) -> list[str]:
-    """`--nodes 8 16` as `--nodes 8 --nodes 16`, for the options of several values."""
+    """Rewrite `--nodes 8 16` to `--nodes 8 --nodes 16` for multi-value options."""
     result: list[str] = []
     flag, first = None, False
     for arg in args:
@@ -54,7 +54,7 @@ def repeat_flags(args: Sequence[str]) -> list[str]:
 
 
 def _several(flag: str, default: str, text: str) -> Any:
-    return typer.Option(flag, metavar="N...", help=f"{text} Several: {flag} {default}, or with commas.")
+    return typer.Option(flag, metavar="N...", help=f"{text} Several: {flag} {default}, or comma-separated.")
 
 
 def bench(
@@ -68,22 +68,22 @@ def bench(
             help="JSONL of Spec-Bench (turns), HumanEval (prompt) or plain (prompt, text). Default: held-out texts.",
         ),
     ] = None,
-    samples: Annotated[int, typer.Option("--samples", min=1, metavar="N", help="How many prompts.")] = 12,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=2, metavar="N", help="Output tokens of each.")] = 128,
+    samples: Annotated[int, typer.Option("--samples", min=1, metavar="N", help="Number of prompts.")] = 12,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=2, metavar="N", help="Tokens per prompt.")] = 128,
     k_values: Annotated[
-        list[str] | None, _several("--k-values", "3 5 7", "Tokens drafted per round, by chains and by transformers.")
+        list[str] | None, _several("--k-values", "3 5 7", "Drafted tokens per round, of chains and transformers.")
     ] = None,
     nodes: Annotated[list[str] | None, _several("--nodes", "8 16 32", "Rows of the target pass. Default: 16.")] = None,
     batch: Annotated[
-        list[str] | None, _several("--batch", "1 2 4 8", "Prompts decoded at once; every batch is full. Default: 1.")
+        list[str] | None, _several("--batch", "1 2 4 8", "Batch size; all batches are full. Default: 1.")
     ] = None,
     temperature: Annotated[
         float | None,
         typer.Option(
             "--temperature",
             metavar="T",
-            help="Sample; every repeat has seeds of its own, the same for all modes, without transformers. Default: 0, "
-            "greedy; with --verification 0.8.",
+            help="Sample, with new seeds per repeat, the same for all modes; skips transformers. Default: 0, greedy; "
+            "0.8 with --verification.",
         ),
     ] = None,
     verification: Annotated[
@@ -91,7 +91,7 @@ def bench(
         typer.Option(
             "--verification",
             metavar="RULE...",
-            help="Compare verification rules on one fixed tree instead: coupled, naive, rejection, traversal, or all.",
+            help="Compare verification rules on a fixed tree instead: coupled, naive, rejection, traversal, or all.",
         ),
     ] = None,
     branching: Annotated[
@@ -99,52 +99,52 @@ def bench(
         typer.Option(
             "--branching",
             metavar="A,B,C",
-            help="That tree's children by depth, such as 3,2,1. Default: one of about --nodes nodes.",
+            help="Children of that tree by depth, such as 3,2,1. Default: derived from --nodes.",
         ),
     ] = None,
-    repeats: Annotated[int, typer.Option("--repeats", min=1, metavar="N", help="Runs of every mode.")] = 3,
-    warmup: Annotated[int, typer.Option("--warmup", min=0, metavar="N", help="Batches that do not count.")] = 1,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, metavar="N", help="Runs per mode.")] = 3,
+    warmup: Annotated[int, typer.Option("--warmup", min=0, metavar="N", help="Uncounted warm-up batches.")] = 1,
     only: Annotated[
         list[str] | None, typer.Option("--only", metavar="MODE...", help="Modes by name or pattern, such as 'tree-*'.")
     ] = None,
-    no_peers: Annotated[bool, typer.Option("--no-peers", help="Without transformers.")] = False,
+    no_peers: Annotated[bool, typer.Option("--no-peers", help="Skip transformers.")] = False,
     grow: Annotated[
         str | None,
         typer.Option(
             "--grow",
             metavar="SIZE",
-            help="Measure the target's function in a larger shape of about SIZE parameters, such as 120M or 0.5B: "
-            "the cost is the larger model's, the tokens are the target's.",
+            help="Grow the target to about SIZE parameters, such as 120M or 0.5B, with the same function: "
+            "costs of the larger model, tokens of the target.",
         ),
     ] = None,
     grow_vocab: Annotated[
-        int | None, typer.Option("--grow-vocab", metavar="N", help="Grow the vocabulary too, the drafts' with it.")
+        int | None, typer.Option("--grow-vocab", metavar="N", help="Grow the vocabulary of target and drafts, too.")
     ] = None,
-    keep: Annotated[Path | None, typer.Option("--keep", metavar="DIR", help="Keep the grown models there.")] = None,
+    keep: Annotated[Path | None, typer.Option("--keep", metavar="DIR", help="Keep the grown models in DIR.")] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     compile: Compile = None,
     quantization: Quantization = None,
-    threads: Annotated[int | None, typer.Option("--threads", min=1, metavar="N", help="Default: torch's own.")] = None,
+    threads: Annotated[int | None, typer.Option("--threads", min=1, metavar="N", help="Default: torch's.")] = None,
     seed: Annotated[
         int,
-        typer.Option("--seed", metavar="S", help="Of the prompts' choice, of sampling, of a grown model's weights."),
+        typer.Option("--seed", metavar="S", help="RNG seed of prompt selection, sampling and grown weights."),
     ] = 0,
-    profile: Annotated[bool, typer.Option("--profile", help="Print where the time of a round goes.")] = False,
+    profile: Annotated[bool, typer.Option("--profile", help="Print the time of a round by part.")] = False,
     plot: Annotated[
         Path | None,
-        typer.Option("--plot", metavar="F", help="Draw speed-up and acceptance by depth: .png, .svg or .pdf."),
+        typer.Option("--plot", metavar="F", help="Plot speed-up and acceptance by depth: .png, .svg or .pdf."),
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the JSON there too.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Also write the JSON to FILE.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure speed: our plain decoding, chains and trees, and transformers, all in one run.
+    """Benchmark plain decoding, chains, trees and transformers in one run.
 
-    Same weights, prompts and dtype; every batch is decoded by every mode in turn. Prefill is reported apart.
-    With --verification: rules of verification instead, at a temperature, on one fixed tree that SSMs alone draft.
+    All modes use the same weights, prompts and dtype; every batch is decoded by every mode in turn. Prefill is reported
+    separately. With --verification: compares verification rules at a temperature, on a fixed tree drafted by SSMs only.
     """
     if branching is not None and (not verification or nodes):
-        raise usage_error("--branching is the tree of --verification, instead of --nodes")
+        raise usage_error("--branching needs --verification and replaces --nodes")
     if (grow_vocab, keep) != (None, None) and grow is None:
         raise usage_error("--grow-vocab and --keep go with --grow SIZE")
     for path in (plot, out, keep):
@@ -202,17 +202,17 @@ def bench(
 
 
 def integers(flag: str, given: Sequence[str] | None, default: tuple[int, ...], least: int = 1) -> tuple[int, ...]:
-    """The whole numbers after a flag, separated by spaces or commas; each once."""
+    """Parse unique whole numbers, separated by spaces or commas."""
     parts = [part for value in given or () for part in value.split(",") if part]
     for part in parts:
         if not part.isdecimal() or int(part) < least:
-            raise usage_error(f"{flag} {part}: valid are whole numbers from {least} on, such as 3 5 7")
+            raise usage_error(f"{flag} {part}: valid: whole numbers from {least}, such as 3 5 7")
     return tuple(dict.fromkeys(map(int, parts))) or default
 
 
 def _check_plot(path: Path) -> None:
     if path.suffix not in PICTURES:
-        raise usage_error(f"--plot {path}: valid are files that end with {', '.join(PICTURES)}")
+        raise usage_error(f"--plot {path}: valid: files that end with {', '.join(PICTURES)}")
     from importlib.util import find_spec
 
     if find_spec("matplotlib") is None:
@@ -232,12 +232,12 @@ def _measure(options: "Options", grow: str | None, vocab: int | None, keep: Path
         return measure(options, how, progress)
 
 
-PARTS = 20  # lines of progress where stderr is no terminal
+PARTS = 20  # progress lines if stderr is not a terminal
 
 
 @contextmanager
 def _progress() -> Iterator["Progress"]:
-    """Progress on stderr: a bar on a terminal, and elsewhere a line for each twentieth of the runs."""
+    """Progress on stderr: a bar on a terminal, otherwise a line per twentieth of the runs."""
     from tqdm import tqdm  # type: ignore[import-untyped]
 
     from treespec.bench.progress import Plan, Progress, duration
@@ -245,7 +245,7 @@ def _progress() -> Iterator["Progress"]:
     shows_bar = sys.stderr.isatty()
 
     class Shown(Progress):
-        expected = False  # whether the duration was said
+        expected = False  # whether the expected duration was printed
         part = 0
 
         def stage(self, text: str) -> None:
@@ -255,7 +255,7 @@ def _progress() -> Iterator["Progress"]:
         def began(self, plan: Plan) -> None:
             bar.total = plan.total
             runs = f"{plan.num_modes} modes, {plan.total} runs"
-            self.stage(f"measuring {runs}; how long they take is known when each mode has run once")
+            self.stage(f"measuring {runs}; the duration is estimated after one run of each mode")
 
         def ran(self, plan: Plan) -> None:
             bar.update(plan.num_done - bar.n)

@@ -1,4 +1,4 @@
-"""What `treespec autotune --aot` says on stderr while it compiles: how long it will take, and how far it is."""
+"""Progress output of `treespec autotune --aot` on stderr."""
 
 import sys
 import time
@@ -12,16 +12,16 @@ if TYPE_CHECKING:
     from treespec_kernels.aot.binary_cache import ResultCache
     from treespec_kernels.aot.compiler import Plan
 
-KERNEL_SECONDS = 2.5  # of one core for one kernel, about: 497 take ten minutes on two
-_EVERY = 15.0  # seconds between lines where stderr is no terminal
+KERNEL_SECONDS = 2.5  # approximate core seconds per kernel: 497 take ten minutes on two cores
+_EVERY = 15.0  # seconds between lines if stderr is not a terminal
 
 
-class Compiling:
-    """Progress: a bar on a terminal, else a line now and then.
+class CompileProgress:
+    """Progress: a bar on a terminal, otherwise periodic lines.
 
     Args:
-        targets: that kernels are compiled for.
-        cache: where results are kept, if anywhere.
+        targets: of the compilation.
+        cache: of results, if any.
     """
 
     def __init__(self, targets: Sequence[str], cache: "ResultCache | None"):
@@ -30,16 +30,16 @@ class Compiling:
         self._known, self._began, self._said = 0, 0.0, 0.0
 
     def begin(self, plan: "Plan") -> None:
-        """Say what there is to do and about how long it takes."""
+        """Print the amount of work and the expected duration."""
         self._known, self._began = plan.known, time.monotonic()
         self._said = self._began
         left = plan.total - plan.known
-        kept = "" if self._cache is None else f"; results are kept in {self._cache.folder}"
+        kept = "" if self._cache is None else f"; results are cached in {self._cache.folder}"
         if not left:
-            print(f"{plan.total} kernels for {', '.join(self._targets)}: all known{kept}", file=sys.stderr)
+            print(f"{plan.total} kernels for {', '.join(self._targets)}: all cached{kept}", file=sys.stderr)
             return
         processes = f"{plan.processes} process{'es' * (plan.processes > 1)}"
-        known = f", {plan.known} others are known" if plan.known else ""
+        known = f", {plan.known} others are cached" if plan.known else ""
         print(
             f"compiling {left} kernels for {', '.join(self._targets)} in {processes}{known}: "
             f"{_about(left * KERNEL_SECONDS / plan.processes)}{kept}",
@@ -50,7 +50,7 @@ class Compiling:
             self._bar = tqdm(desc="compiling", total=plan.total, initial=plan.known, leave=False)
 
     def advance(self, done: int, total: int) -> None:
-        """Say how many kernels are done."""
+        """Report the number of finished kernels."""
         if self._bar is not None:
             self._bar.update(done - self._bar.n)
             return
@@ -58,9 +58,9 @@ class Compiling:
         if now - self._said >= _EVERY and done < total:
             self._said = now
             left = (total - done) * (now - self._began) / (done - self._known)
-            print(f"{done} of {total} kernels are compiled, {_about(left)} left", file=sys.stderr, flush=True)
+            print(f"{done} of {total} kernels compiled, {_about(left)} left", file=sys.stderr, flush=True)
 
-    def __enter__(self) -> "Compiling":
+    def __enter__(self) -> "CompileProgress":
         return self
 
     def __exit__(
@@ -71,5 +71,5 @@ class Compiling:
 
 
 def _about(seconds: float) -> str:
-    """A duration for a reader."""
+    """Format a duration."""
     return f"about {max(seconds, 1):.0f} s" if seconds < 90 else f"about {seconds / 60:.0f} min"

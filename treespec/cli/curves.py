@@ -1,4 +1,4 @@
-"""The part of `treespec autotune` that measures cost curves, for each number of threads in a process of its own."""
+"""Cost curve measurements of `treespec autotune`, one process per number of threads."""
 
 import builtins
 import json
@@ -25,7 +25,7 @@ def measure_here(
     seconds: float,
     threads: int | None,
 ) -> dict[str, Any]:
-    """Measure an engine's curve in this process and store it; the entry that was stored."""
+    """Measure and store an engine's curve in this process; returns the stored entry."""
     import torch
     from tqdm import tqdm  # type: ignore[import-untyped]
 
@@ -49,7 +49,7 @@ def measure_here(
 
 
 def thread_counts() -> list[int]:
-    """1, 2, 4 .. and all cores of this process."""
+    """1, 2, 4 .. and all cores available to this process."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return sorted({1 << i for i in range(cores.bit_length()) if 1 << i <= cores} | {cores})
 
@@ -62,11 +62,11 @@ def measure_in_children(
     quantization: str | None,
     seconds: float,
 ) -> list[dict[str, Any]]:
-    """The curve with each number of threads, which is fixed once an engine has proved its bits.
+    """Measure the curve for each number of threads, which an engine fixes at its self-test.
 
     Raises:
-        What ended a child, as far as it is the user's: of the same type and message.
-        RuntimeError: a child that ended otherwise.
+        A child's user error, with its type and message.
+        RuntimeError: a child failed otherwise.
     """
     from tqdm import tqdm
 
@@ -92,7 +92,7 @@ def measure_in_children(
 
 
 def _error_of(error: dict[str, str]) -> Exception:
-    """A child's error as this process would have raised it."""
+    """Reconstruct a child's error."""
     from treespec import errors
     from treespec.cli.group import UsageError
 
@@ -103,7 +103,7 @@ def _error_of(error: dict[str, str]) -> Exception:
 
 
 def compare_threads(key: dict[str, Any]) -> dict[str, Any] | None:
-    """What is stored of this machine and these models with any number of threads; None on a GPU."""
+    """Compare stored curves of these models by number of threads; None on a GPU."""
     from treespec.planning import cost_measurement as costs
 
     seconds = costs.by_threads(key)
@@ -116,7 +116,7 @@ def compare_threads(key: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def describe(entry: dict[str, Any]) -> str:
-    """A stored curve for a reader: where it holds, and the table."""
+    """Format a stored curve: its scope and the table."""
     key, rows, times = entry["key"], entry["rows"], [1000 * s for s in entry["verify_seconds"]]
     names = entry.get("names") or ["target", *(f"draft {i}" for i in range(1, len(key["models"])))]
     models = [f"{name} ({shape[0]} x {shape[1]})" for name, shape in zip(names, key["models"], strict=False)]
@@ -125,19 +125,19 @@ def describe(entry: dict[str, Any]) -> str:
         f"target   {models[0]}, {key['dtype']}",
     ]
     if models[1:]:
-        further = f", {1000 * entry['ssm_seconds']:.2f} ms each further one" if models[2:] else ""
+        further = f", {1000 * entry['ssm_seconds']:.2f} ms per further draft" if models[2:] else ""
         start, level = 1000 * entry["draft_start_seconds"], 1000 * entry["draft_seconds"]
         took = f"{start:.2f} ms to start, {level:.2f} ms per level of one{further}"
         lines.append(f"drafts   {', '.join(models[1:])}: {took}")
     if entry["position_seconds"]:
         one, row = (1e6 * entry[name] for name in ("position_seconds", "row_position_seconds"))
-        lines.append(f"context  {entry['context']}; 1,000 more add {one:.2f} ms, and {row:.2f} ms for each further row")
+        lines.append(f"context  {entry['context']}; per 1,000 more: {one:.2f} ms, plus {row:.2f} ms per further row")
     body = [(str(n), f"{ms:.2f}", f"{ms / times[0]:.2f}", f"{n / ms:.2f}") for n, ms in zip(rows, times, strict=True)]
     return "\n".join([*lines, "", table([("rows", "ms per pass", "relative", "rows per ms"), *body])])
 
 
 def describe_threads(compared: dict[str, Any]) -> str:
-    """One line: what a round takes with each number of threads, and which is best."""
+    """One line: the time of a round by number of threads, and the best number."""
     from treespec.planning.cost_measurement import DRAFT_LEVELS, ROUND_ROWS
 
     times = ", ".join(f"{_threads(int(number))}: {ms:.2f} ms" for number, ms in compared["round_ms"].items())
@@ -146,7 +146,7 @@ def describe_threads(compared: dict[str, Any]) -> str:
 
 
 def echo_curves(entries: Sequence[dict[str, Any]]) -> None:
-    """Every curve, and after those of one model with several numbers of threads their comparison."""
+    """Print every curve, and a comparison after curves that differ in threads only."""
     for i, entry in enumerate(entries):
         typer.echo(describe(entry) + "\n")
         key = entry["key"] | {"threads": 0}

@@ -1,4 +1,4 @@
-"""`treespec generate`: continue a prompt, and prove that the tokens are those of plain decoding."""
+"""`treespec generate`: continues a prompt; --check compares with plain decoding."""
 
 import itertools
 import sys
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from treespec.cli.group import print_json, shows_colour, table, usage_error
+from treespec.cli.group import print_json, table, usage_error, uses_colour
 from treespec.cli.options import (
     Branching,
     Compile,
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from treespec.outputs import CompletionOutput, RequestOutput, StreamChunk
     from treespec.sampling_params import SamplingParams
 
-MOST_AT_ONCE = 8  # samples that are decoded side by side
-DRAWING_RULES = ("rejection", "traversal")  # as RANDOM_DRAWS, which would import torch
+MOST_AT_ONCE = 8  # samples decoded concurrently
+DRAWING_RULES = ("rejection", "traversal")  # RANDOM_DRAWS, whose module imports torch
 
 
 def generate(
@@ -47,18 +47,20 @@ def generate(
     file: File = None,
     model: Model = None,
     draft: Drafts = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", help="The most tokens to generate.")] = 128,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", help="Maximum number of new tokens.")] = 128,
     temperature: Temperature = 0.0,
     top_p: Annotated[
-        float | None, typer.Option("--top-p", metavar="P", help="Only the likeliest tokens that have P together.")
+        float | None,
+        typer.Option("--top-p", metavar="P", help="Keep the most likely tokens with total probability P."),
     ] = None,
-    top_k: Annotated[int | None, typer.Option("--top-k", metavar="K", help="Only the K likeliest tokens.")] = None,
+    top_k: Annotated[int | None, typer.Option("--top-k", metavar="K", help="Keep the K most likely tokens.")] = None,
     min_p: Annotated[
-        float | None, typer.Option("--min-p", metavar="P", help="Only tokens with P times the likeliest one's share.")
+        float | None,
+        typer.Option("--min-p", metavar="P", help="Keep tokens with at least P times the top probability."),
     ] = None,
     seed: Seed = None,
     samples: Annotated[
-        int, typer.Option("-n", "--samples", metavar="N", help="How many outputs; several need a temperature.")
+        int, typer.Option("-n", "--samples", metavar="N", help="Number of outputs; more than 1 needs a temperature.")
     ] = 1,
     verification: Verification = None,
     nodes: Nodes = None,
@@ -66,15 +68,15 @@ def generate(
     branching: Branching = None,
     no_spec: Annotated[bool, typer.Option("--no-spec", help="Plain decoding, without drafts.")] = False,
     check: Annotated[
-        bool, typer.Option("--check", help="Decode plainly too, with the same seed; exit 1 where a token differs.")
+        bool, typer.Option("--check", help="Also decode plainly with the same seed; exit 1 if a token differs.")
     ] = False,
-    stream: Annotated[bool, typer.Option("--stream", help="Print text as it comes.")] = False,
+    stream: Annotated[bool, typer.Option("--stream", help="Print text as it is generated.")] = False,
     chat: Annotated[
-        bool, typer.Option("--chat", help="The prompt is a user's message; print the model's answer.")
+        bool, typer.Option("--chat", help="Treat the prompt as a user message and print the answer.")
     ] = False,
     chat_template: Annotated[
         str | None,
-        typer.Option("--chat-template", metavar="F", help="A Jinja file in place of the model's own chat template."),
+        typer.Option("--chat-template", metavar="F", help="Jinja file that replaces the model's chat template."),
     ] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -82,14 +84,14 @@ def generate(
     quantization: Quantization = None,
     as_json: Json = False,
 ) -> None:
-    """Continue a prompt, or with --chat answer a message.
+    """Continue a prompt, or answer a message with --chat.
 
-    The text goes to stdout; what it took goes to stderr.
+    Prints the text to stdout and metrics to stderr.
     """
     if stream and as_json:
-        raise usage_error("--stream prints text as it comes, --json one document at the end; drop one of them")
+        raise usage_error("--stream prints text incrementally, --json one document at the end; drop one of them")
     if stream and samples > 1:
-        raise usage_error(f"--stream prints one text as it comes, and -n {samples} makes several; drop one of them")
+        raise usage_error(f"--stream prints one text, and -n {samples} generates several; drop one of them")
     if no_spec and (nodes, max_depth, branching, verification) != (None, None, None, None):
         raise usage_error(
             "--no-spec is plain decoding; drop it, or drop --nodes, --max-depth, --branching and --verification"
@@ -99,7 +101,7 @@ def generate(
     }
     if truncation and temperature == 0:
         flags = " and ".join(f"--{name.replace('_', '-')}" for name in truncation)
-        raise usage_error(f"{flags} without --temperature: at temperature 0 the likeliest token is always taken")
+        raise usage_error(f"{flags} without --temperature: temperature 0 always takes the most likely token")
     if check and temperature > 0 and verification in DRAWING_RULES:
         raise usage_error(
             f"--check compares tokens, and --verification {verification} keeps the distribution of plain decoding, not "
@@ -116,14 +118,14 @@ def generate(
         return SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, n=samples, **truncation)
 
     with status("loading"):
-        params(seed)  # refuses bad values before anything is loaded
+        params(seed)  # validates before anything is loaded
         spec = spec_config(nodes, max_depth, branching, verification)
         at_once = min(samples, MOST_AT_ONCE)
         sources = [] if no_spec else draft
         llm = load_llm(model, sources, "off" if no_spec else spec, device, dtype, compile, at_once, quantization)
     given: Any = as_messages(text, llm, template) if chat else encoded(text, llm)
     shown = "" if chat else text if isinstance(given, str) else " ".join(map(str, given))
-    if shows_colour(sys.stdout):
+    if uses_colour(sys.stdout):
         shown = typer.style(shown, dim=True)
     if stream:
         typer.echo(shown, nl=False)
@@ -134,7 +136,7 @@ def generate(
         for completion in output.outputs:
             if samples > 1:
                 typer.echo(f"--- output {completion.index + 1} of {samples} ---")
-            typer.echo(shown + _readable(completion))
+            typer.echo(shown + _text_or_ids(completion))
     difference = None
     if check:
         plain = _decode(llm, given, params(output.metrics.seed), "off", template, None)
@@ -152,7 +154,7 @@ def generate(
 
 
 def first_difference(tokens: list[int], plain: list[int]) -> dict[str, int | None] | None:
-    """The first position where two outputs differ and the token of each there, None where one has ended."""
+    """First position where two outputs differ, and both tokens (None past the end)."""
     for index, (ours, theirs) in enumerate(itertools.zip_longest(tokens, plain)):
         if ours != theirs:
             return {"index": index, "token": ours, "plain_token": theirs}
@@ -160,7 +162,7 @@ def first_difference(tokens: list[int], plain: list[int]) -> dict[str, int | Non
 
 
 def first_of_outputs(ours: "RequestOutput", plain: "RequestOutput") -> dict[str, Any] | None:
-    """`first_difference` of the first output that has one, and, of several, which one that is."""
+    """`first_difference` of the first differing output, with its index if there are several."""
     for own, other in zip(ours.outputs, plain.outputs, strict=True):
         found = first_difference(own.token_ids, other.token_ids)
         if found is not None:
@@ -176,7 +178,7 @@ def _decode(
     template: str | None,
     on_chunk: "Callable[[StreamChunk], None] | None",
 ) -> "RequestOutput":
-    """Generate for a prompt or a conversation, with a progress bar on a terminal unless the text shows the progress."""
+    """Generate for a prompt or conversation, with a progress bar on terminals unless streaming."""
     from tqdm import tqdm  # type: ignore[import-untyped]
 
     hidden = on_chunk is not None or not sys.stderr.isatty()
@@ -198,7 +200,7 @@ def _print_chunk(chunk: "StreamChunk") -> None:
     sys.stdout.flush()
 
 
-def _readable(completion: "CompletionOutput") -> str:
+def _text_or_ids(completion: "CompletionOutput") -> str:
     return completion.text if completion.text is not None else "".join(f" {token}" for token in completion.token_ids)
 
 
@@ -228,7 +230,7 @@ def _document(output: "RequestOutput", check: bool, difference: dict[str, Any] |
 
 
 def _summary(output: "RequestOutput", sampled: bool) -> str:
-    """What the output took, for a reader; with several, all of them together."""
+    """Format the metrics, summed over outputs."""
     metrics = output.metrics
     reasons = ", ".join(str(each.finish_reason) for each in output.outputs)
     tokens, passes = metrics.generated_tokens, metrics.target_passes
@@ -241,7 +243,7 @@ def _summary(output: "RequestOutput", sampled: bool) -> str:
     if metrics.accepted_by_source:
         by, only = metrics.accepted_by_source, metrics.accepted_only_by_source
         rows = [(name, str(by[name]), str(only.get(name, 0))) for name in sorted(by)]
-        lines += ["", table([("accepted by source", "tokens", "it alone"), *rows]), ""]
+        lines += ["", table([("accepted by source", "tokens", "only it"), *rows]), ""]
     return "\n".join(lines)
 
 

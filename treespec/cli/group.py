@@ -1,4 +1,4 @@
-"""How commands end: one place turns every error of the user's into a message and exit code 2."""
+"""Error handling of commands: user errors become a message and exit code 2."""
 
 import json
 import os
@@ -11,17 +11,17 @@ from typer.core import TyperCommand, TyperGroup
 
 from treespec.interrupts import INTERRUPTED, print_interrupted
 
-# UsageError is in typer's own copy of click or in the package click, depending on typer's version.
+# UsageError lives in typer's vendored click or in click, depending on typer's version.
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 
 def usage_error(message: str) -> Exception:
-    """An error in how a command was called, found without loading anything."""
+    """Create an error about command line usage."""
     return UsageError(message)
 
 
 def run_reporting(main: Callable[..., Any], args: Sequence[str] | None, **options: Any) -> NoReturn:
-    """Run click's `main`. Errors that a user can cause are reported as text or, with --json, as JSON."""
+    """Run click's `main`; user errors are reported as text or, with --json, as JSON."""
     given = list(sys.argv[1:] if args is None else args)
     as_json = "--json" in (given[: given.index("--")] if "--" in given else given)
     try:
@@ -30,16 +30,16 @@ def run_reporting(main: Callable[..., Any], args: Sequence[str] | None, **option
         _report("UsageError", error.format_message(), as_json)  # type: ignore[attr-defined]
         code = 2
     except (ValueError, OSError) as error:
-        if not _is_users(error):
+        if not _is_user_error(error):
             raise
         _report(type(error).__name__, str(error), as_json)
         code = 2
-    if code == INTERRUPTED:  # what typer makes of KeyboardInterrupt
+    if code == INTERRUPTED:  # typer's exit code of KeyboardInterrupt
         if as_json:
             _report("KeyboardInterrupt", "interrupted", as_json)
         else:
             print_interrupted()
-    _give_up_full(sys.stdout)
+    _discard_unwritable(sys.stdout)
     sys.exit(code or 0)
 
 
@@ -57,13 +57,13 @@ class Commands(TyperGroup):
 
 
 class Command(TyperCommand):
-    """A command that stands alone."""
+    """A standalone command."""
 
     def main(self, args: Sequence[str] | None = None, **options: Any) -> NoReturn:  # type: ignore[override]
         run_reporting(super().main, args, **options)
 
 
-def _is_users(error: Exception) -> bool:
+def _is_user_error(error: Exception) -> bool:
     from treespec.errors import CheckpointError, TreespecError
 
     return isinstance(error, TreespecError | CheckpointError | OSError)
@@ -73,14 +73,14 @@ def _report(kind: str, message: str, as_json: bool) -> None:
     if as_json:
         try:
             print_json({"error": {"type": kind, "message": message}})
-        except OSError:  # nothing can be written there: a full disk, which may be what is reported
+        except OSError:  # stdout is not writable, such as a full disk
             as_json = False
     if not as_json:
         typer.echo(f"error: {message}", err=True)
 
 
-def _give_up_full(stream: TextIO) -> None:
-    """Drop what a stream could not write: Python would try it once more at its end, and exit with a code of its own."""
+def _discard_unwritable(stream: TextIO) -> None:
+    """Discard unwritable output: Python would retry at exit and change the exit code."""
     try:
         stream.flush()
     except OSError:
@@ -88,18 +88,18 @@ def _give_up_full(stream: TextIO) -> None:
 
 
 def print_json(document: dict[str, Any]) -> None:
-    """The one JSON document of a command, a line per key."""
+    """Print a command's JSON document, one line per key."""
     lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in document.items())
     typer.echo(f"{{\n{lines}\n}}")
 
 
-def shows_colour(stream: TextIO) -> bool:
-    """Whether a stream is a terminal whose user wants colour (https://no-color.org)."""
+def uses_colour(stream: TextIO) -> bool:
+    """Whether to colour output on a stream (terminal, and https://no-color.org)."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Lines of aligned columns: the first to the left, numbers to the right. The first row is the head."""
+    """Format rows as aligned columns, the first left-aligned, others right-aligned; the first row is the header."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(

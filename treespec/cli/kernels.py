@@ -1,4 +1,4 @@
-"""The part of `treespec autotune` that is about kernels: the sweep on a GPU, and compilation without one."""
+"""Kernel tuning of `treespec autotune` on a GPU, and ahead-of-time compilation without one."""
 
 import os
 import sys
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 MAX_NODES = 256
 MAX_CONTEXT = 1 << 20
-MAX_JOBS = 16  # processes that compile; each holds the inputs of one workload on the GPU
-LISTED = 5  # failures that are printed; --json has all
+MAX_JOBS = 16  # compile processes; each holds the inputs of one workload on the GPU
+LISTED = 5  # printed failures; --json lists all
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """A model's shape by options, instead of --model."""
+    """Model shape given by options instead of --model."""
 
     heads: int | None = None
     head_dim: int | None = None
@@ -40,13 +40,13 @@ class Sizes:
 
     @property
     def given(self) -> list[str]:
-        """The options that were used."""
+        """The options in use."""
         return [f"--{name.replace('_', '-')}" for name, value in asdict(self).items() if value is not None]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model, or `groups` of equal shape that run as one."""
+    """Shape of a model, or of `groups` stacked models."""
 
     kernel: "KernelShape"
     layers: int
@@ -60,16 +60,16 @@ def shapes_of(
     dtype: "torch.dtype | None",
     quantization: str | None = None,
 ) -> list[Shape]:
-    """What to tune or compile for: the shape that options give, or the models' (the embedded ones by default).
+    """Shapes to tune or compile: from options, or of the models (default: the embedded ones).
 
     Args:
-        dtype: None takes the checkpoint's, or bfloat16 where there is none.
-        quantization: of the target while it is loaded. A model that is quantised already, in some of its layers or in
-            all, has a shape with that form; where some are left out, one without it too.
+        dtype: None uses the checkpoint's, or bfloat16 without one.
+        quantization: of the target at load time. Quantised checkpoints yield a shape with their weight form, plus an
+            unquantised one if some layers are not quantised.
 
     Raises:
-        UsageError: options that do not go together.
-        ConfigError: quantization of a model that is quantised already, or whose inputs no group divides.
+        UsageError: contradictory options.
+        ConfigError: quantization of a quantised model, or of sizes that no group size divides.
     """
     import torch
 
@@ -77,7 +77,7 @@ def shapes_of(
 
     if sizes.given:
         if model is not None or drafts:
-            raise usage_error(f"{sizes.given[0]} describes a model, and --model names one; use one of them")
+            raise usage_error(f"{sizes.given[0]} describes a model shape and excludes --model; use one of them")
         missing = [
             f"--{name.replace('_', '-')}"
             for name in ("heads", "head_dim", "intermediate", "vocab")
@@ -87,7 +87,7 @@ def shapes_of(
             raise usage_error(f"{sizes.given[0]} needs {', '.join(missing)} too, or give --model")
         for name, value in asdict(sizes).items():
             if value is not None and value < 1:
-                raise usage_error(f"--{name.replace('_', '-')} {value}: valid are whole numbers from 1 on")
+                raise usage_error(f"--{name.replace('_', '-')} {value}: valid: whole numbers from 1")
         heads, head_dim = int(sizes.heads or 0), int(sizes.head_dim or 0)
         kv_heads = sizes.kv_heads or heads
         if heads % kv_heads:
@@ -101,7 +101,7 @@ def shapes_of(
             int(sizes.intermediate or 0),
             int(sizes.vocab or 0),
         )
-        return [Shape(replace(kernel, quantized=_form_of_sizes(kernel, quantization)), sizes.layers or 1)]
+        return [Shape(replace(kernel, quantized=_requested_form(kernel, quantization)), sizes.layers or 1)]
     from treespec.config import ModelConfig
     from treespec.models.quantized_weights import resolve_quantization
     from treespec.startup.folders import resolve_folders, resolve_model
@@ -116,11 +116,11 @@ def shapes_of(
     kernels = _kernel_shapes(target, dtype or target.dtype, quantization)
     own = [Shape(kernel, target.shape.num_layers) for kernel in kernels]
     stacked = [Shape(shape.kernel, shape.layers, groups) for shape, groups in counts.items()]
-    return list(dict.fromkeys([*own, *stacked, *counts]))  # an SSM also runs alone: on prompts, or chosen for a round
+    return list(dict.fromkeys([*own, *stacked, *counts]))  # an SSM also runs unstacked: on prompts, or alone in a round
 
 
-def _form_of_sizes(kernel: "KernelShape", quantization: str | None) -> "WeightForm | None":
-    """Of a shape that options give."""
+def _requested_form(kernel: "KernelShape", quantization: str | None) -> "WeightForm | None":
+    """Weight form of a shape given by options."""
     from treespec_kernels.linear.quantized import WeightForm
     from treespec_weights.quantize import BITS, group_of
 
@@ -134,7 +134,7 @@ def _form_of_sizes(kernel: "KernelShape", quantization: str | None) -> "WeightFo
 
 
 def _kernel_shapes(config: "ModelConfig", dtype: "torch.dtype", quantization: str | None) -> "list[KernelShape]":
-    """A model's, for each form that its layers have."""
+    """Kernel shapes of a model, one per weight form of its layers."""
     from treespec_kernels.aot.kernel_spec import KernelShape
 
     shape = config.shape
@@ -168,7 +168,7 @@ def _forms(config: "ModelConfig", quantization: str | None) -> "list[WeightForm 
     if quantization is not None:
         return [WeightForm(BITS[quantization], quantized_group(config.shape, quantization))]
     scheme = config.quantization
-    if scheme is None or scheme.floating:  # fp8 is widened while it is loaded
+    if scheme is None or scheme.floating:  # fp8 is converted at load time
         return [None]
     form = WeightForm(scheme.bits, scheme.group, not (scheme.symmetric or scheme.centred))
     matrices = quantizable(config.shape)
@@ -178,7 +178,7 @@ def _forms(config: "ModelConfig", quantization: str | None) -> "list[WeightForm 
 
 
 def names(flag: str, given: Sequence[str] | None, valid: Iterable[str]) -> list[str] | None:
-    """The values of an option that is repeated or separated by commas; None where it was not used."""
+    """Values of a repeated or comma-separated option; None if unused."""
     if not given:
         return None
     from treespec.errors import reject_unknown
@@ -190,7 +190,7 @@ def names(flag: str, given: Sequence[str] | None, valid: Iterable[str]) -> list[
 
 def check_number(flag: str, value: float | None, most: float) -> None:
     if value is not None and not 1 <= value <= most:
-        raise usage_error(f"{flag} {value:g}: valid are numbers from 1 to {most:g}")
+        raise usage_error(f"{flag} {value:g}: valid: numbers from 1 to {most:g}")
 
 
 # --- ahead of time
@@ -199,13 +199,13 @@ def check_number(flag: str, value: float | None, most: float) -> None:
 def aot_report(
     targets: Sequence[str], only: list[str] | None, shapes: "Iterable[KernelShape]", fresh: bool
 ) -> dict[str, Any]:
-    """What `treespec_kernels.aot.compiler` says, without a GPU.
+    """Compile ahead of time and return `treespec_kernels.aot.compiler`'s report.
 
     Args:
         targets, only, shapes: what to compile.
-        fresh: compile again what was compiled before.
+        fresh: ignore cached results.
     """
-    from treespec.cli.compiling import Compiling
+    from treespec.cli.compiling import CompileProgress
     from treespec_kernels.aot import compiler as aot
     from treespec_kernels.aot.binary_cache import ResultCache, cache_folder
 
@@ -213,7 +213,7 @@ def aot_report(
         cache = ResultCache(cache_folder(), reads=not fresh)
     except OSError:
         cache = None
-    with Compiling(targets, cache) as compiling:
+    with CompileProgress(targets, cache) as compiling:
         try:
             return aot.compile_report(
                 targets, shapes, only, advance=compiling.advance, begin=compiling.begin, cache=cache, fresh=fresh
@@ -223,7 +223,7 @@ def aot_report(
 
 
 def echo_aot(report: dict[str, Any]) -> None:
-    """A line for each kernel and target: how often it was compiled, and the most that it takes."""
+    """Print a line per kernel and target: number of variants and maximum resources."""
     lines = [("kernel", "target", "compiled", "registers", "spills", "shared KB")]
     for target, rows in report["targets"].items():
         for kernel in dict.fromkeys(row["kernel"] for row in rows):
@@ -239,8 +239,8 @@ def echo_aot(report: dict[str, Any]) -> None:
 # --- the sweep
 
 
-def rehearses() -> bool:
-    """Whether kernels run in Triton's interpreter: the sweep then runs on a CPU, and its times say nothing."""
+def is_rehearsal() -> bool:
+    """Whether kernels run in Triton's interpreter: a rehearsal on a CPU with meaningless times."""
     from treespec_kernels.launch.triton_launch import is_interpreted
 
     return is_interpreted()
@@ -256,12 +256,11 @@ def tune_kernels(
     fresh: bool,
     force: bool,
 ) -> dict[str, Any]:
-    """Sweep, write the tuned file, and say what was found.
+    """Run the sweep, write the tuned file and return the results.
 
     Raises:
-        UsageError: the file is something else and `force` is not given, or sizes that no kernel takes; before
-            anything is measured.
-        KernelError: a kernel broke the device, or memory does not suffice.
+        UsageError: before measuring, if the file is not a tuned file (without `force`) or no kernel supports the sizes.
+        KernelError: a kernel broke the device, or memory is insufficient.
     """
     import torch
 
@@ -292,7 +291,7 @@ def tune_kernels(
             tuned.check_writable(path, name)
         problems = tuning.problems_of(work for setting in settings for work in workloads.workloads_of(setting, only))
         for problem in problems:
-            problem.workloads[0].candidates()  # refuses dtypes and sizes before anything is measured
+            problem.workloads[0].candidates()  # validates dtypes and sizes before measuring
     except ValueError as error:
         raise usage_error(str(error)) from error
     log = tuning.SweepLog(tuned.user_folder() / f"{tuned.slug(name)}.log.jsonl", name)
@@ -303,7 +302,7 @@ def tune_kernels(
     budget = float("inf") if budget_seconds is None else budget_seconds
     jobs = min(MAX_JOBS, os.cpu_count() or 1) if on_gpu else 1
     try:
-        with _bar("tuning") as show:
+        with _progress_bar("tuning") as show:
             found = tuning.tune(problems, clock, log, budget_seconds=budget, jobs=jobs, advance=show)
     except tuning.TuningError as error:
         raise KernelError(str(error)) from error
@@ -354,7 +353,7 @@ def _result(found: "Tuned", bandwidth: float) -> dict[str, Any]:
 
 
 def echo_tuned(document: dict[str, Any]) -> None:
-    """The table of times, the configurations, and what went wrong."""
+    """Print times, chosen configurations and failures."""
     versions = document["versions"]
     speed = document["copy_bytes_per_second"] / 1e12
     typer.echo(
@@ -362,7 +361,7 @@ def echo_tuned(document: dict[str, Any]) -> None:
         f"torch {versions['torch']}, driver {versions['driver']}"
     )
     if document["rehearsal"]:
-        typer.echo("rehearsal in Triton's interpreter: the times below say nothing about a GPU")
+        typer.echo("rehearsal in Triton's interpreter: the times below are meaningless for a GPU")
     lines = [("op", "us", "default us", "of copy", "")]
     for result in document["results"]:
         for load in result["loads"]:
@@ -382,7 +381,7 @@ def echo_tuned(document: dict[str, Any]) -> None:
         typer.echo(f"{_label(result)}: {chosen}")
         counts = [f"{result['measured']} measured"]
         counts += [f"{len(result['failed'])} failed"] if result["failed"] else []
-        counts += [f"{result['left']} left; run again to go on"] if result["left"] else []
+        counts += [f"{result['left']} left; run again to continue"] if result["left"] else []
         typer.echo(f"  {', '.join(counts)}")
         for failure in result["failed"][:LISTED]:
             typer.echo(f"  failed: {failure['config']}: {failure['message'].splitlines()[0]}")
@@ -403,7 +402,7 @@ def _config(result: dict[str, Any]) -> str:
 
 
 def stored() -> list[dict[str, Any]]:
-    """Every tuned file of this machine's user and of the package, with what holds no more for this installation."""
+    """All tuned files of the user and the package, with stale entries marked."""
     from treespec_kernels.tuning import tuned
 
     documents = []
@@ -416,7 +415,7 @@ def stored() -> list[dict[str, Any]]:
 
 
 def _device_of(path: Path) -> str | None:
-    """The device that a file says it is for."""
+    """Device named in a tuned file."""
     import json
 
     try:
@@ -439,8 +438,8 @@ def echo_stored(documents: Sequence[dict[str, Any]]) -> None:
 
 
 @contextmanager
-def _bar(doing: str) -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on a terminal: (what is at work, done, total) -> None."""
+def _progress_bar(doing: str) -> Iterator[Callable[[str, int, int], None]]:
+    """Progress bar on a terminal, updated by (label, done, total)."""
     from tqdm import tqdm  # type: ignore[import-untyped]
 
     with tqdm(desc=doing, leave=False, disable=not sys.stderr.isatty()) as bar:

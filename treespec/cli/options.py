@@ -1,4 +1,4 @@
-"""What several commands take: the models, the prompt, how to speculate."""
+"""Options shared by commands: models, prompt and speculative decoding."""
 
 import os
 import re
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 Prompt = Annotated[
     str | None,
     typer.Argument(
-        help="The text to continue; token ids ('12 7 301') where the model has no tokenizer. "
-        "Without PROMPT and --file it is read from a pipe.",
+        help="The text to continue, or token ids ('12 7 301') for a model without tokenizer. "
+        "Read from a pipe if neither PROMPT nor --file is given.",
         show_default=False,
     ),
 ]
-File = Annotated[str | None, typer.Option("--file", metavar="F", help="Read the prompt from a file; - is stdin.")]
+File = Annotated[str | None, typer.Option("--file", metavar="F", help="Read the prompt from a file; - = stdin.")]
 Model = Annotated[
     str | None,
     typer.Option(
@@ -37,30 +37,30 @@ Drafts = Annotated[
     typer.Option(
         "--draft",
         metavar="D",
-        help="A draft model: a folder, a hub id, or an embedded one such as ssm-1. May be repeated. "
+        help="A draft model: a folder, a hub id, or an embedded one such as ssm-1; repeatable. "
         "Default: all embedded ones with the embedded target.",
     ),
 ]
 Nodes = Annotated[
     str | None,
     typer.Option(
-        "--nodes", metavar="N|auto", help="Rows of the target pass, root included. auto follows measured costs."
+        "--nodes", metavar="N|auto", help="Tree size: rows of the target pass, root included. auto: by measured costs."
     ),
 ]
-MaxDepth = Annotated[int | None, typer.Option("--max-depth", metavar="N", help="The deepest drafted level.")]
+MaxDepth = Annotated[int | None, typer.Option("--max-depth", metavar="N", help="Maximum tree depth.")]
 Branching = Annotated[
     str | None,
     typer.Option("--branching", metavar="A,B,C", help="A fixed tree: children of each node by depth, such as 4,2,1."),
 ]
 Temperature = Annotated[float, typer.Option("--temperature", metavar="T", help="0 is greedy.")]
-Seed = Annotated[int | None, typer.Option("--seed", metavar="S", help="The seed of sampling. Default: a new one.")]
+Seed = Annotated[int | None, typer.Option("--seed", metavar="S", help="RNG seed. Default: a new one.")]
 Verification = Annotated[
     str | None,
     typer.Option(
         "--verification",
         metavar="RULE",
-        help="How sampled tokens are accepted: coupled (the default) or naive, which keep the very tokens of plain "
-        "decoding, or rejection or traversal, which keep their distribution.",
+        help="Acceptance rule of sampled tokens: coupled (default) or naive emit exactly the tokens of plain "
+        "decoding; rejection or traversal preserve their distribution.",
     ),
 ]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
@@ -69,24 +69,24 @@ Compile = Annotated[
     bool | None,
     typer.Option(
         "--compile/--no-compile",
-        help="Passes as one call of C++, built on this machine (a CPU, a C++ compiler). Default: where it can be.",
+        help="Run passes as one call of C++ built on this machine (needs a CPU and a compiler). Default: if possible.",
     ),
 ]
 Quantization = Annotated[
     str | None,
-    typer.Option("--quantization", metavar="KIND", help="Quantise the target's layers while loading: int8 or int4."),
+    typer.Option("--quantization", metavar="KIND", help="Quantise the target's layers at load time: int8 or int4."),
 ]
-Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else there.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, nothing else.")]
 
 
 def read_prompt(prompt: str | None, file: str | None) -> str:
-    """The prompt from whichever place was named, byte for byte; a pipe where none was."""
+    """Read the prompt from the argument, the file or a pipe, byte for byte."""
     if prompt is not None and file is not None:
         raise usage_error(f"both a PROMPT and --file {file} were given; drop one of them")
     if prompt is not None:
         try:
             prompt.encode()
-        except UnicodeEncodeError as error:  # how Python hands over an argument's bytes that it cannot decode
+        except UnicodeEncodeError as error:  # Python's surrogate escapes of undecodable argument bytes
             raise usage_error(f"the PROMPT is not UTF-8 at character {error.start}: {prompt[:40]!r}") from None
         return prompt
     piped = file is None or file == "-"
@@ -106,14 +106,14 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
 
 
 def encoded(prompt: str, llm: "LLM") -> str | list[int]:
-    """The prompt as the model takes it: token ids where it has no tokenizer and the text lists some."""
+    """Parse the prompt to token ids if the model has no tokenizer and the text lists ids."""
     if llm.get_tokenizer() is None and re.fullmatch(r"\s*\d+([\s,]+\d+)*[\s,]*", prompt):
         return [int(number) for number in re.findall(r"\d+", prompt)]
     return prompt
 
 
 def read_template(file: str) -> str:
-    """A chat template from a file."""
+    """Read a chat template from a file."""
     try:
         return Path(os.path.expanduser(file)).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -121,33 +121,33 @@ def read_template(file: str) -> str:
 
 
 def as_messages(text: str, llm: "LLM", template: str | None) -> list[dict[str, str]]:
-    """The conversation of a prompt that is a user's message.
+    """Wrap a prompt as a conversation with one user message.
 
     Raises:
-        UsageError: the model has no tokenizer, or neither it nor `template` says how a conversation is written.
+        UsageError: the model has no tokenizer, or there is no chat template.
     """
     tokenizer = llm.get_tokenizer()
     if tokenizer is None:
         raise usage_error("--chat needs a tokenizer, and the model's folder has none; drop --chat and give token ids")
     if template is None and not getattr(tokenizer, "chat_template", None):
         raise usage_error(
-            "--chat: the model's tokenizer has no chat template (it was not trained to chat); give one with "
-            "--chat-template FILE, or drop --chat to continue the prompt as it is"
+            "--chat: the model's tokenizer has no chat template (not a chat model); give one with "
+            "--chat-template FILE, or drop --chat to continue the prompt"
         )
     return [{"role": "user", "content": text}]
 
 
 def parse_branching(text: str) -> tuple[int, ...]:
-    """Children by depth."""
+    """Parse children by depth."""
     if not re.fullmatch(r"\d+(,\d+)*", text):
-        raise usage_error(f"--branching {text}: valid are children by depth, such as 4,2,1")
+        raise usage_error(f"--branching {text}: valid: children by depth, such as 4,2,1")
     return tuple(map(int, text.split(",")))
 
 
 def spec_config(
     nodes: str | None, max_depth: int | None, branching: str | None, verification: str | None = None
 ) -> "SpecConfig":
-    """How to speculate, from options; those that were not given keep their defaults."""
+    """Build a SpecConfig from the given options."""
     from treespec.config import SpecConfig
 
     given: dict[str, Any] = {}
@@ -172,7 +172,7 @@ def load_llm(
     max_num_seqs: int = 1,
     quantization: str | None = None,
 ) -> "LLM":
-    """An engine, for one request at a time unless `max_num_seqs` says otherwise."""
+    """Load an engine, by default for one request at a time."""
     from treespec.llm import LLM
 
     raise_on_interrupt()
@@ -190,7 +190,7 @@ def load_llm(
 
 @contextmanager
 def status(doing: str) -> Iterator[None]:
-    """A word on the terminal for as long as something takes."""
+    """Show a status on the terminal while the context is open."""
     shown = sys.stderr.isatty()
     if shown:
         print(f"{doing} ...", end="\r", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""`treespec tree`: the token tree of one round, as it was."""
+"""`treespec tree`: draws the token tree of one round."""
 
 import sys
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from treespec.cli.group import print_json, shows_colour, usage_error
+from treespec.cli.group import print_json, usage_error, uses_colour
 from treespec.cli.options import (
     Branching,
     Device,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from treespec.round_record import RoundRecord
 
 NODES = "16"
-FIRST_ROUNDS = 8  # of these the one that accepted most is drawn, where no round was named
+FIRST_ROUNDS = 8  # without --round, the one of these that accepted most is drawn
 
 
 def tree(
@@ -51,17 +51,17 @@ def tree(
         typer.Option(
             "--round",
             metavar="N",
-            help=f"The round to draw, counted from 1. Default: of the first {FIRST_ROUNDS} the one that accepted most.",
+            help=f"The round to draw, from 1. Default: the one of the first {FIRST_ROUNDS} that accepted most.",
         ),
     ] = None,
-    svg: Annotated[Path | None, typer.Option("--svg", metavar="F", help="Write the picture to a file too.")] = None,
+    svg: Annotated[Path | None, typer.Option("--svg", metavar="F", help="Also write an SVG to F.")] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     as_json: Json = False,
 ) -> None:
-    """Draw the token tree of a round: who proposed what, and what the target accepted.
+    """Draw the token tree of a round with sources, probabilities and the accepted path.
 
-    Trees have 16 nodes unless --nodes or --branching says otherwise.
+    Trees have 16 nodes unless --nodes or --branching is given.
     """
     if number is not None and number < 1:
         raise usage_error(f"--round {number}: rounds count from 1")
@@ -84,11 +84,11 @@ def tree(
         print_json(_document(shown, len(rounds), drawn))
     else:
         typer.echo(_heading(shown, rounds, number is None) + "\n")
-        typer.echo(to_text(drawn, color=shows_colour(sys.stdout)), color=True)
+        typer.echo(to_text(drawn, color=uses_colour(sys.stdout)), color=True)
     if svg is not None:
         typer.echo(f"picture written to {svg}", err=True)
     if not llm.stats()["drafts"]:
-        typer.echo("there is no draft: the root is the whole tree; give some with --draft", err=True)
+        typer.echo("no drafts: the tree is its root; add some with --draft", err=True)
 
 
 def _heading(shown: "RoundRecord", rounds: "list[RoundRecord]", chosen: bool) -> str:

@@ -14,11 +14,11 @@ from torch import nn
 from treespec.adapter.trace import AdapterConfig
 from treespec.config import SpecConfig
 from treespec.drafters.calls import is_from_outside
-from treespec.errors import ConfigError, RequestError, reject_unknown, show
+from treespec.errors import ConfigError, RequestError, reject_unknown, safe_repr
 from treespec.frontend.engine_args import translate_options
 from treespec.frontend.generation_defaults import check_generation_config, default_sampling_params
 from treespec.frontend.progress import Progress
-from treespec.frontend.requests import Prompt, RequestFactory, as_list, log_refused, no_text
+from treespec.frontend.requests import Prompt, RequestFactory, as_list, log_rejected, no_text
 from treespec.frontend.round_loop import RoundLoop
 from treespec.frontend.vllm_methods import VllmMethods
 from treespec.frontend.vllm_options import CALLS, ENGINE, CallOptions, VllmEngineOptions, without_absent
@@ -29,7 +29,7 @@ from treespec.sampling.grammar import Grammars
 from treespec.sampling.param_values import checked
 from treespec.sampling.sampler import SEED_BITS, new_seed
 from treespec.sampling_params import SamplingParams
-from treespec.scalars import plain
+from treespec.scalars import to_python
 from treespec.startup.assemble import build
 from treespec.startup.device import resolve_device
 from treespec.startup.engine_options import EngineOptions
@@ -136,7 +136,7 @@ class LLM(VllmMethods):
             suffix_tokens=suffix_tokens,
         )
         options = translate_options(options, eager, speculation)
-        seed = checked("seed", plain(seed))
+        seed = checked("seed", to_python(seed))
         self.spec = SpecConfig.resolve(spec, SpecConfig())
         where = resolve_device(device)
         check_generation_config(generation_config)
@@ -212,7 +212,9 @@ class LLM(VllmMethods):
     ) -> list[RequestOutput]:
         """Generate for prompts: texts, token ids or conversations."""
         if not isinstance(use_tqdm, bool) and not callable(use_tqdm):
-            raise ConfigError(f"use_tqdm={show(use_tqdm)}; valid: True, False, or what takes the place of tqdm.tqdm")
+            raise ConfigError(
+                f"use_tqdm={safe_repr(use_tqdm)}; valid: True, False, or what takes the place of tqdm.tqdm"
+            )
         with self.between_rounds():
             entries = self._requests(prompts, params, spec, tokenization)
         log_rejected(prompts, entries)

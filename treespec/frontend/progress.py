@@ -35,7 +35,7 @@ class Progress:
             self._bar = bar.__enter__()
             self._close = bar.__exit__
         except Exception as error:  # user code may raise anything
-            raise ConfigError(f"use_tqdm={show(use_tqdm)} failed: {describe_error(error)}") from error
+            raise ConfigError(f"use_tqdm={safe_repr(use_tqdm)} failed: {describe_error(error)}") from error
 
     def update(self, count: int) -> None:
         """Count finished outputs."""

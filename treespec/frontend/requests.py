@@ -139,9 +139,11 @@ class RequestFactory:
                 raise RequestError(f"a text prompt {prompt[:40]!r}, but the model has no tokenizer; give token ids")
             prompt = tokenization.encode(self.tokenizer, prompt, special=True)
         try:
-            prompt = plain(prompt)
+            prompt = to_python(prompt)
         except Exception as error:  # a tensor without values, such as on the meta device
-            raise RequestError(f"prompt {show(prompt)} has no list of token ids: {describe_error(error)}") from error
+            raise RequestError(
+                f"prompt {safe_repr(prompt)} has no list of token ids: {describe_error(error)}"
+            ) from error
         if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
             raise RequestError(f"prompt {safe_repr(prompt)}; valid: text, a list of token ids, or a dict of either")
         if not len(prompt):
@@ -275,7 +277,7 @@ class RequestFactory:
         ]
 
 
-def log_refused(prompts: Sequence[Any], entries: Sequence[list[Request] | RequestOutput]) -> None:
+def log_rejected(prompts: Sequence[Any], entries: Sequence[list[Request] | RequestOutput]) -> None:
     """Log the invalid prompts of a call that serves others. Where all are invalid, the call raises an error."""
     if all(isinstance(entry, RequestOutput) for entry in entries):
         return
@@ -300,9 +302,9 @@ def as_list(prompts: Any) -> list[Any]:
     if isinstance(prompts, str | dict):
         return [prompts]
     try:
-        prompts = plain(prompts)
+        prompts = to_python(prompts)
     except Exception as error:  # a tensor without values, such as on the meta device
-        raise ConfigError(f"prompts={show(prompts)} has no token ids: {describe_error(error)}") from error
+        raise ConfigError(f"prompts={safe_repr(prompts)} has no token ids: {describe_error(error)}") from error
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
         raise ConfigError(f"prompts={safe_repr(prompts)}; valid: text, token ids, or a list of those")
     if len(prompts) and all(isinstance(item, Integral) for item in prompts):

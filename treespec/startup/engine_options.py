@@ -11,7 +11,7 @@ from torch import nn
 from treespec.config import SpecConfig
 from treespec.drafters.lookup.lookup_drafter import MAX_SUFFIX_TOKENS
 from treespec.errors import ConfigError
-from treespec.scalars import plain
+from treespec.scalars import to_python
 
 
 @dataclass(kw_only=True)
@@ -56,7 +56,7 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_model_len", "prefill_chunk", "suffix_tokens"):
-            setattr(self, name, plain(getattr(self, name)))
+            setattr(self, name, to_python(getattr(self, name)))
 
     def check(self) -> None:
         """Check what needs neither a file nor a device: types, and the ranges of numbers.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from treespec.adapter.make_decoder import check_adapters, read_model
+from treespec.adapter.make_decoder import check_adapter_options, read_model
 from treespec.adapter.source import Source
 from treespec.adapter.trace import AdapterConfig
 from treespec.config import ModelConfig, SpecConfig
@@ -70,7 +70,7 @@ def resolve(options: EngineOptions) -> Resolved:
     models = [target, *(model for _, model in drafts)]
     dtype = resolve_dtype(options.dtype, target.dtype, device)
     attention = resolve_attention(options.attention, device)
-    check_adapters(models, options.linear, device)
+    check_adapter_options(models, options.linear, device)
     compiles = resolve_compile(options.compile, models, options.attention, options.linear, dtype, device)
     quantization = resolve_quantization(options.quantization, target, dtype)
     adapted = isinstance(target, Source)

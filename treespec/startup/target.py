@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from treespec.adapter.decoder import AdapterDecoder
-from treespec.adapter.make_decoder import prove_adapter
+from treespec.adapter.make_decoder import find_exact_adapter
 from treespec.adapter.trace import AdapterConfig
 from treespec.cache import KVCache
 from treespec.errors import ExactnessError, KernelError
@@ -93,7 +93,7 @@ def check_exact(decoder: Decoder, cache: KVCache, attention: str, largest_pass: 
 def fallback_options(resolved: Resolved, error: ExactnessError) -> EngineOptions:
     """Return options that replace what "auto" chose and the self-test rejected; raises `error` where none are left."""
     options = resolved.options
-    if isinstance(resolved.target, AdapterConfig):  # `prove_adapter` has tried everything
+    if isinstance(resolved.target, AdapterConfig):  # `find_exact_adapter` has tried everything
         raise error
     if resolved.compile and options.compile == "auto":
         logger.warning("compiled passes are not exact on this machine; computing eagerly (%s)", error)
@@ -112,7 +112,7 @@ def _exact_adapter(
     attentions = [loader.attention]
     if resolved.options.attention == "auto" and loader.attention == "cpu-packed":
         attentions.append("cpu-gathered")
-    return prove_adapter(
+    return find_exact_adapter(
         lambda attention, *padding: loader.adapt(config, vocab_size, plan.positions, attention, *padding),
         lambda decoder: differing_rows(decoder, cache.pools[0], plan.largest_pass),
         attentions,

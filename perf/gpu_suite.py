@@ -65,10 +65,10 @@ def main() -> int:
         parser.error(str(error))
     if args.child is not None:
         return _child(stages, Setting(args.out, args.dry_run, args.seed, args.commit), args.child)
-    if not args.dry_run and not args.report and not _sees_a_gpu():
+    if not args.dry_run and not args.report and not sees_a_gpu():
         parser.error("torch sees no GPU here; --dry-run walks every stage without one")
     kept = None
-    if not args.dry_run and (not args.report or _sees_a_gpu()):
+    if not args.dry_run and (not args.report or sees_a_gpu()):
         kept = ROOT / "perf" / "results" / device_slug(dry=False)
     out = args.out or kept or Path(tempfile.mkdtemp(prefix="treespec-gpu-dry-run-"))
     out.mkdir(parents=True, exist_ok=True)
@@ -83,17 +83,18 @@ def main() -> int:
     if not args.report:
         if not args.dry_run:
             print(host.describe(host.facts()), flush=True)
-        _run_all(stages, out.absolute(), kept, BEGAN + args.budget_seconds, args)
+        run_stages(stages, out.absolute(), kept, BEGAN + args.budget_seconds, args)
     return report(stages, out, kept)
 
 
-def _sees_a_gpu() -> bool:
+def sees_a_gpu() -> bool:
+    """Whether torch sees a GPU."""
     import torch
 
     return torch.cuda.is_available()
 
 
-def _run_all(stages: Sequence[Stage], out: Path, kept: Path, deadline: float, args: argparse.Namespace) -> None:
+def run_stages(stages: Sequence[Stage], out: Path, kept: Path, deadline: float, args: argparse.Namespace) -> None:
     """Each stage in processes of its own; a dry run has one for all, to save the starts."""
     left = [stage for stage in stages if not (_is_done(out, stage) or _is_done(kept, stage))]
     for stage in stages:
@@ -109,7 +110,7 @@ def _run_all(stages: Sequence[Stage], out: Path, kept: Path, deadline: float, ar
             if seconds < LEAST_SECONDS:
                 print(f"{group[0].name}: no time is left for it", flush=True)
                 return
-            code = _start(group, out, seconds, args)
+            code = start(group, out, seconds, args)
             if code not in (0, RESTART):
                 print(f"{group[0].name}: its process ended with {code}", flush=True)
             group = [stage for stage in group if not _is_done(out, stage)]
@@ -124,7 +125,7 @@ def _continue(out: Path, kept: Path, stage: Stage) -> None:
         shutil.copy(path_of(kept, stage.name), path_of(out, stage.name))
 
 
-def _start(group: Sequence[Stage], out: Path, seconds: float, args: argparse.Namespace) -> int:
+def start(group: Sequence[Stage], out: Path, seconds: float, args: argparse.Namespace) -> int:
     """One process; the status it ended with. It and its children are ended soon after its time."""
     until = time.monotonic() + seconds  # its start is part of them
     command = [

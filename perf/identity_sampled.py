@@ -95,12 +95,12 @@ def run(
             left = [(*s, b) for _, *s, b in group if _key((dtype, setting, ",".join(*s), b)) not in rows]
             if not left:
                 continue
-            plain, row = _decode(llm, prompts, setting, "off", PLAIN_BATCH, setup["max_tokens"])
+            plain, row = decode(llm, prompts, setting, "off", PLAIN_BATCH, setup["max_tokens"])
             _keep_plain(document, {"dtype": dtype, "setting": setting} | row | {"sha256": _digest(plain)})
             _log(f"{dtype:9} {setting:10} plain: {row['tokens'] / row['seconds']:.0f} tokens/s")
             for sources, batch in left:
                 spec = SpecConfig(nodes=setup["nodes"], max_depth=setup["max_depth"], sources=sources)
-                ours, row = _decode(llm, prompts, setting, spec, batch, setup["max_tokens"])
+                ours, row = decode(llm, prompts, setting, spec, batch, setup["max_tokens"])
                 llm.engine.check_integrity()
                 where = {"dtype": dtype, "setting": setting, "sources": ",".join(sources), "batch": batch}
                 rows[_key(where)] = where | row | compare(prompts, ours, plain)
@@ -181,7 +181,7 @@ def describe(document: dict[str, Any]) -> str:
     )
 
 
-def _decode(
+def decode(
     llm: LLM, prompts: Sequence[Prompt], setting: str, spec: SpecConfig | str, batch: int, max_tokens: int
 ) -> tuple[list[list[int]], dict[str, Any]]:
     """Every prompt's tokens, and what it took; a batch starts when the one before has ended, or, for the engine's own

@@ -3,9 +3,11 @@
 import functools
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -122,11 +124,14 @@ def form_of(name: str) -> StructuredOutputsParams:
 @functools.cache
 def parsed(name: str) -> LLMatcher:
     """A parser as llguidance has it, to be copied."""
-    return grammars()._parse(form_of(name))
+    return grammars().parse(form_of(name))
 
 
-def fresh_request_factory(llm: LLM) -> Any:
-    """The engine's own, that has read no form yet."""
+@contextmanager
+def no_form_read(llm: LLM) -> Iterator[None]:
+    """While it lasts, the engine reads every form anew."""
     own = llm._request_factory
     assert own.tokenizer is not None
-    return replace(own, grammars=Grammars(own.tokenizer.own, own.vocab_size, own.eos_token_ids, own.device))
+    fresh = Grammars(own.tokenizer.own, own.vocab_size, own.eos_token_ids, own.device)
+    with mock.patch.object(llm, "_request_factory", replace(own, grammars=fresh)):
+        yield

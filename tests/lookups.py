@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -9,12 +10,12 @@ import pytest
 from tests.models import new_folder
 from tests.quantized_checkpoints import needs_compiler
 from treespec import SpecConfig
-from treespec.drafters.lookup.lookup_drafter import LookupDrafter
+from treespec.drafters.lookup.lookup_drafter import Counts, LookupDrafter
 from treespec.request import Request
 from treespec.sampling_params import SamplingParams
 from treespec.tree import TokenTree
 from treespec_kernels.cpu.cpu_library import find_compiler
-from treespec_kernels.cpu.lookup_cpu import CompiledHistory, lookup_library
+from treespec_kernels.cpu.lookup_cpu import CompiledHistory, Found, lookup_library
 
 LOOKUP = SpecConfig(nodes=16, sources=("lookup",))
 PAST = SpecConfig(nodes=16, sources=("suffix",))
@@ -54,6 +55,20 @@ def write(drafter: LookupDrafter, tokens: list[int], spec: SpecConfig = PAST) ->
     request = request_of(tokens[:1], spec)
     request.tokens += tokens[1:]
     drafter.release(request)
+
+
+class Inside(NamedTuple):
+    """What a drafter keeps: counts over all requests and by request, what it proposed last, texts, and the prior."""
+
+    counts: Counts
+    own: dict[str, Counts]
+    found: dict[str, Found]
+    texts: dict[str, Any]
+    prior: np.ndarray
+
+
+def inside(drafter: LookupDrafter) -> Inside:
+    return Inside(drafter._counts, drafter._own, drafter._found, drafter._texts, drafter._prior)
 
 
 def paths_of(tree: TokenTree) -> dict[tuple[int, ...], int]:

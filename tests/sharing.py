@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 
 from tests.exactness import Prefix, recorded
+from tests.lookups import inside
 from tests.models import VOCAB, greedy
 from tests.speech import altered_logits
 from treespec import LLM, SpecConfig
 from treespec.cache import KVCache
+from treespec.drafters.foreign.foreign_drafter import ForeignDrafter
+from treespec.drafters.lookup.lookup_drafter import LookupDrafter
 from treespec.models.decoder import Decoder
 from treespec.request import PromptGroup, Request
 from treespec.tree import TokenTree
@@ -130,11 +133,25 @@ def few_pages(llm: LLM, count: int) -> Iterator[None]:
         cache.release("hoard")
 
 
+def remembered(llm: LLM) -> list[str]:
+    """Requests of which one of the engine's drafters still keeps something, pages or tokens."""
+    engine = llm.engine
+    found = [] if engine.ssms is None else list(engine.ssms._states)
+    for drafter in (engine.lookup, *engine.drafters):
+        if isinstance(drafter, ForeignDrafter):
+            drafter.cache.check_integrity()
+            found += drafter._readings
+        elif isinstance(drafter, LookupDrafter):
+            kept = inside(drafter)
+            found += [*kept.own, *kept.found, *kept.texts]
+    return found
+
+
 def assert_clean(llm: LLM) -> None:
     """Nothing is held or remembered, and no stale NaN waits for the next request."""
     llm.engine.check_integrity()
     assert llm.engine.scheduler.is_idle
-    assert llm.engine.ssms is None or not llm.engine.ssms._states
+    assert not remembered(llm)
     for pool in llm.engine.cache.pools:
         assert pool[:, :, 1:].isfinite().all(), "stale NaN or infinity is left for the next request"
 

@@ -57,7 +57,7 @@ def test_acceptance_by_depth_of_a_scripted_engine() -> None:
 def test_a_peer_whose_first_token_took_longer_than_all_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     peers, peer = Transformers.__new__(Transformers), Peer("hf-plain", "plain", "plain")
     seconds = [5.0, 3.0, 1.0, 3.0]  # to the first token and of all, twice
-    monkeypatch.setattr(peers, "_generate", lambda prompts, count, options: (seconds.pop(0), [[7] * count]))
+    monkeypatch.setattr(peers, "generate", lambda prompts, count, options: (seconds.pop(0), [[7] * count]))
     sample = peers.run(peer, [[1, 2]], 5)
     assert not seconds and (sample.decode_seconds, sample.total_seconds, sample.ttft) == (2.0, 3.0, [1.0])
     seconds = [5.0, 3.0] * 9

@@ -242,18 +242,19 @@ def test_integrity_sees_what_is_wrong() -> None:
     def broken(change: str) -> KVCache:
         cache = new_cache(6)
         pages = cache.reserve("a", 2 * PAGE_SIZE)
+        held, holders, dirty = cache._held, cache._holders, cache._dirty
         if change == "uncounted":
-            cache._held["b"] = pages[:1]
+            held["b"] = pages[:1]
         elif change == "lost":
-            cache._held.pop("a")
+            held.pop("a")
         elif change == "free and held":
-            cache._holders[pages[0]] = 0
+            holders[pages[0]] = 0
         elif change == "twice":
-            cache._held["a"] = pages[[0, 0]]
+            held["a"] = pages[[0, 0]]
         elif change == "stale":
-            cache._dirty[6] = True
+            dirty[6] = True
         else:
-            cache._holders[0] = 1
+            holders[0] = 1
         return cache
 
     for change, message in {

@@ -16,10 +16,10 @@ from treespec_kernels.aot import compiler as aot
 from treespec_kernels.aot.specs import attention_specs
 
 def sass_of(target, spec):
-    dump, cubins = aot._cuobjdump, []
-    aot._cuobjdump = lambda cubin, what: cubins.append(cubin) or dump(cubin, what)
+    dump, cubins = aot.cuobjdump, []
+    aot.cuobjdump = lambda cubin, what: cubins.append(cubin) or dump(cubin, what)
     aot.compile_spec(target, spec)
-    aot._cuobjdump = dump
+    aot.cuobjdump = dump
     return dump(cubins[0], "--dump-sass")
 
 if __name__ == "__main__":
@@ -67,7 +67,7 @@ attention_specs.combine_segments = combine_at_once
 def waits_of(sass: str) -> list[int]:
     """Of each basic block that loads: how often a program waits there for what it loaded, with loads still to come. At
     the end of a block it waits once more, for all that is left."""
-    instructions, places = aot_order._read_sass(sass)
+    instructions, places = aot_order.read_sass(sass)
     jumps = [index for index, (_, opcode, _) in enumerate(instructions) if opcode in ("BRA", "EXIT")]
     targets = {places[instructions[index].operands.split()[-1]] for index in jumps if instructions[index].operands}
     borders = sorted({0, *targets, *(index + 1 for index in jumps), len(instructions)})

@@ -163,7 +163,7 @@ def test_a_place_that_is_taken_meanwhile(tmp_path: Path) -> None:
 @pytest.mark.parametrize("failing", [1, 2, 7, 20])
 def test_a_disk_that_fills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
     source = make(tmp_path / "a")
-    write, count = treespec_weights.writer._write, 0
+    write, count = treespec_weights.writer.write_tensor, 0
 
     def filling(file: Any, tensor: Tensor, on_bytes: Any) -> None:
         nonlocal count
@@ -172,7 +172,7 @@ def test_a_disk_that_fills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fail
             raise OSError(28, "No space left on device")
         write(file, tensor, on_bytes)
 
-    monkeypatch.setattr("treespec_weights.writer._write", filling)
+    monkeypatch.setattr("treespec_weights.writer.write_tensor", filling)
     with pytest.raises(WriteError) as caught:
         convert_checkpoint(source, tmp_path / "b", shard_bytes=6000)
     problem = caught.value.problems[0]

@@ -52,7 +52,7 @@ def test_the_start_of_drafting_is_what_levels_do_not_explain() -> None:
     request.context_len = 1
     for root, three, start in ((5.0, 9.0, 3.0), (2.0, 6.0, 0.0), (2.0, 9.0, 0.0), (4.0, 4.1, 3.0), (4.0, 3.5, 3.0)):
         took = {"root": root, "one": three, "every": three, "batch": three, "read": 1.0}
-        known = costs._with_drafting(curve, took, 1, [request])
+        known = costs.with_drafting(curve, took, 1, [request])
         assert known.draft_start_seconds == start and known.draft_seconds > 0
         assert known.draft(3, 3, 3) == pytest.approx(three)
         assert costs.round_seconds(known) == pytest.approx(4.0 + three)
@@ -78,7 +78,7 @@ def test_a_busy_machine_is_measured_for_longer(
         now += times.pop(0)
 
     given = [partial(run, first), partial(run, second)]
-    assert costs._least(given, 1, 0.6 * intended, told.append) == list(least)
+    assert costs.least_seconds(given, 1, 0.6 * intended, told.append) == list(least)
     assert told[-1] == 1 and len(first) == len(second) == (4 if least == (4, 4) else 0)
 
 
@@ -92,10 +92,10 @@ def test_a_small_cache_still_has_a_curve() -> None:
 def test_what_a_position_costs_is_the_difference_of_two_contexts() -> None:
     curve = CostCurve((1, 8), (1e-3, 1.7e-3), 0.0, context=48)
     took = {"1 far": 3e-3, "8 far": 6.5e-3}
-    known = costs._with_positions(curve, took, 1048)
+    known = costs.with_positions(curve, took, 1048)
     assert known.position_seconds == pytest.approx(2e-6)
     assert known.row_position_seconds == pytest.approx((4.8e-6 - 2e-6) / 7)
-    disturbed = costs._with_positions(curve, {"1 far": 1e-4, "8 far": 1e-4}, 1048)
+    disturbed = costs.with_positions(curve, {"1 far": 1e-4, "8 far": 1e-4}, 1048)
     assert disturbed.position_seconds == disturbed.row_position_seconds == 0
 
 
@@ -104,7 +104,7 @@ def test_a_long_context_is_measured_where_there_is_room_for_one(long: int, monke
     monkeypatch.setattr(costs, "CONTEXT", 16)
     monkeypatch.setattr(costs, "LONG_CONTEXT", long)
     llm = open_llm(tiny()[0], [], max_num_seqs=8)
-    with mock.patch.object(costs, "_star_pass", wraps=costs._star_pass) as passes:
+    with mock.patch.object(costs, "star_pass", wraps=costs.star_pass) as passes:
         curve = costs.measure(llm.engine.runner, None, 0.0)
     contexts = {request.context_len for call in passes.call_args_list for request in call.args[1]}
     assert contexts == ({16, 150} if long == 150 else {16})

@@ -53,14 +53,14 @@ def ours(folder: Path, tokens: list[int], tree: TokenTree) -> Outputs:
     with torch.inference_mode():
         for start, stop in ((0, 70), (70, PREFILL)):
             rows = [RequestRows.chain(start, stop - start, request.pages)]
-            hidden, chosen = runner._pass(rows, np.array(tokens[start:stop]))
+            hidden, chosen = runner.run_pass(rows, np.array(tokens[start:stop]))
             logits.append(target.logits(hidden))
             states.append(torch.cat((chosen, hidden[:, None]), 1))
         for step in [TokenTree.root(token) for token in tokens[PREFILL:LENGTH]] + [tree]:
             request.context_len = LENGTH if step is tree else PREFILL + len(logits) - 2
             (choices,) = runner.forward([request], [step])
             rows = [tree_rows(request, step)]
-            hidden, _ = runner._pass(rows, step.tokens)
+            hidden, _ = runner.run_pass(rows, step.tokens)
             logits.append(choices.logits)
             states.append(torch.cat((choices.hidden, hidden[:, None]), 1))
     return Outputs(torch.cat(logits), torch.cat(states))

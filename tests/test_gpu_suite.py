@@ -178,7 +178,7 @@ def test_it_goes_on_behind_what_the_process_before_ended_in(setting: Any) -> Non
 def test_what_never_returns_is_written_down_and_its_process_left(setting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     stage, left = module("stage"), threading.Event()
     monkeypatch.setattr(stage, "GRACE", 0.05)
-    monkeypatch.setattr(stage, "_leave", lambda status: (found.append(status), left.set()))
+    monkeypatch.setattr(stage, "leave", lambda status: (found.append(status), left.set()))
     found: list[Any] = []
 
     def hang(context: Any) -> dict[str, Any]:
@@ -199,7 +199,7 @@ def test_what_hangs_beyond_the_slice_is_left_but_is_no_error(setting: Any, monke
     stage, left = module("stage"), threading.Event()
     monkeypatch.setattr(stage, "LAST", 0.05)
     monkeypatch.setattr(stage, "LEAST", 0.0)
-    monkeypatch.setattr(stage, "_leave", lambda status: (found.append(status), left.set()))
+    monkeypatch.setattr(stage, "leave", lambda status: (found.append(status), left.set()))
     found: list[Any] = []
 
     def hang(context: Any) -> dict[str, Any]:
@@ -226,8 +226,8 @@ def test_a_process_that_dies_is_followed_by_another(setting: Any, monkeypatch: p
             stage.run(chosen, setting, seconds)
         return codes.pop(0)
 
-    monkeypatch.setattr(suite, "_start", start)
-    suite._run_all([chosen], setting.out, setting.out, time.monotonic() + 900.0, argparse.Namespace(dry_run=False))
+    monkeypatch.setattr(suite, "start", start)
+    suite.run_stages([chosen], setting.out, setting.out, time.monotonic() + 900.0, argparse.Namespace(dry_run=False))
     document = stage.load(path)
     assert not codes and document["complete"] and list(document["measurements"]) == ["a", "kills", "c"]
     assert document["measurements"]["kills"] == {"error": "the process ended in it"}
@@ -257,7 +257,7 @@ time.sleep(3600)
         raise subprocess.TimeoutExpired("", timeout)
 
     monkeypatch.setattr(subprocess.Popen, "wait", wait)
-    code = suite._start([stage_of()], setting.out, 7.0, argparse.Namespace(seed=0, commit=None, dry_run=False))
+    code = suite.start([stage_of()], setting.out, 7.0, argparse.Namespace(seed=0, commit=None, dry_run=False))
     assert code == -signal.SIGKILL and given[0] == 7 + suite.KILL_SECONDS
     assert stage.load(path)["running"] == (None if cut else "hangs"), "it had its own time, or not"
     pid = int(Path(f"{script}.pid").read_text())
@@ -275,7 +275,7 @@ def test_only_what_failed_is_retried(setting: Any, monkeypatch: pytest.MonkeyPat
     path, facts = stage.path_of(setting.out, "s"), setting.facts()
     stage.write(path, facts | {"date": "", "complete": True, "running": None, "measurements": found})
     monkeypatch.setattr(suite, "choose", lambda names: [given])
-    monkeypatch.setattr(suite, "_start", lambda group, out, seconds, args: int(not stage.run(given, setting, seconds)))
+    monkeypatch.setattr(suite, "start", lambda group, out, seconds, args: int(not stage.run(given, setting, seconds)))
     monkeypatch.setattr(suite, "report", lambda stages, out, kept: 0)
     for option, then in ((), []), (("--retry",), ["b"]), (("--again",), ["b", "a", "b", "c"]):
         monkeypatch.setattr(sys, "argv", ["gpu_suite.py", "--dry-run", "--out", str(setting.out), *option])

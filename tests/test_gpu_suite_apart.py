@@ -118,20 +118,20 @@ def test_what_hangs_apart_leaves_where_it_stood(tmp_path: Path) -> None:
     spawning, stacks = multiprocessing.get_context("spawn"), tmp_path / "stacks"
     _, sender = spawning.Pipe(duplex=False)
     given = (partial(time.sleep, 3600), sender, str(stacks), 0.0)
-    process = spawning.Process(target=module("apart")._answer, args=given, daemon=True)
+    process = spawning.Process(target=module("apart").run_task, args=given, daemon=True)
     process.start()
     until = time.monotonic() + 60
-    while not (stacks.exists() and "in _answer\n" in stacks.read_text()) and time.monotonic() < until:
+    while not (stacks.exists() and "in run_task\n" in stacks.read_text()) and time.monotonic() < until:
         time.sleep(0.01)
     process.kill()
-    assert "Timeout" in stacks.read_text() and "in _answer\n" in stacks.read_text()
+    assert "Timeout" in stacks.read_text() and "in run_task\n" in stacks.read_text()
 
 
 def test_what_does_not_compile_apart_is_in_the_log(tmp_path: Path) -> None:
     found = module("apart").compile_apart({"a": partial(divmod, 7, 0), "b": partial(divmod, 7, 2)}, 60.0, tmp_path)
     assert found["tasks"] == 2 and [each.partition(":")[0] for each in found["failures"]] == ["ZeroDivisionError"]
     log = (tmp_path / "errors.log").read_text()
-    assert "=== compiling a, " in log and ", in _answer\n" in log and "compiling b" not in log
+    assert "=== compiling a, " in log and ", in run_task\n" in log and "compiling b" not in log
 
 
 # --- engines and their machine
@@ -153,12 +153,12 @@ class Engine:
 def test_an_engine_without_captured_rounds_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     models, stage, setting = module("models"), module("stage"), module("setting").Setting(tmp_path)
     monkeypatch.setattr(models, "LLM", Engine)
-    monkeypatch.setattr(stage, "_free", lambda setting: None)
+    monkeypatch.setattr(stage, "free_memory", lambda setting: None)
     monkeypatch.setattr(module("rounds"), "grown_folder", lambda *given: tmp_path)
     monkeypatch.setattr(module("grown"), "grown_folder", lambda *given: tmp_path)
     context = stage.Context(setting, {})
     captured = [f"{how}/bfloat16/batch1" for how in ("greedy", "sampled")]
-    own = {each.name: each for each in module("bits")._measurements(setting)}
+    own = {each.name: each for each in module("bits").own_measurements(setting)}
     engines = [*(own[name] for name in captured), *module("rounds").measurements(setting)]
     engines += module("grown").measurements("8B", setting)
     assert len(engines) == 2 + 8 + 4
@@ -196,10 +196,10 @@ def test_what_a_machine_lacks_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 def test_the_host_is_looked_at_first(setting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     suite, said = importlib.import_module("gpu_suite"), []
-    monkeypatch.setattr(suite, "_sees_a_gpu", lambda: True)
+    monkeypatch.setattr(suite, "sees_a_gpu", lambda: True)
     monkeypatch.setattr(suite, "device_slug", lambda dry: "a-gpu")
     monkeypatch.setattr(suite.host, "describe", lambda found: said.append("host"))
-    monkeypatch.setattr(suite, "_run_all", lambda *given: said.append("stages"))
+    monkeypatch.setattr(suite, "run_stages", lambda *given: said.append("stages"))
     monkeypatch.setattr(suite, "report", lambda *given: 0)
     for option in ([], ["--dry-run"], ["--report"]):
         monkeypatch.setattr(sys, "argv", ["gpu_suite.py", "--out", str(setting.out), *option])
@@ -213,7 +213,7 @@ def test_the_host_is_looked_at_first(setting: Any, monkeypatch: pytest.MonkeyPat
 def test_what_runs_apart_on_a_gpu_can_be_sent_to_a_process(tmp_path: Path) -> None:
     bits, families, stage = module("bits"), module("families"), module("stage")
     setting = module("setting").Setting(tmp_path)
-    own = list(bits._measurements(setting))
+    own = list(bits.own_measurements(setting))
     assert {each.name.partition("/")[0] for each in own} >= {"attention", "row_linear", "decoder", "greedy"}
     for each in own:
         pickle.loads(pickle.dumps(partial(each.run, stage.Context(setting, {}))))
@@ -225,10 +225,10 @@ def test_what_runs_apart_on_a_gpu_can_be_sent_to_a_process(tmp_path: Path) -> No
 
 def test_bits_run_apart_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bits, setting, stage = module("bits"), module("setting").Setting(tmp_path), module("stage")
-    monkeypatch.setattr(bits, "_measurements", lambda setting: iter([measurement("a", vars)]))
+    monkeypatch.setattr(bits, "own_measurements", lambda setting: iter([measurement("a", vars)]))
     [apart] = bits.measurements(setting)
     context = stage.Context(setting, {})
-    monkeypatch.setattr(stage, "_free", lambda setting: None)
+    monkeypatch.setattr(stage, "free_memory", lambda setting: None)
     assert apart.run(context) == {"setting": setting, "results": {}, "shared": {}}, "in a context of its own"
     context.release()
     assert not context.shared

@@ -16,8 +16,8 @@ from tests.forms import (
     asked,
     every_form,
     form_of,
-    fresh_request_factory,
     grammars,
+    no_form_read,
     parsed,
     speaking_tokenizer,
 )
@@ -133,9 +133,9 @@ def test_a_parser_that_fails_at_a_drafted_text_costs_no_token(temperature: float
     params = asked(CLOSED, temperature=temperature, seed=2)
     plain = llm.generate(PROMPTS, params, "off")
     failures: list[str] = []
-    parse = Grammars._parse
-    limited = mock.patch.object(Grammars, "_parse", lambda self, form: _Limited(parse(self, form), failures))
-    with limited, mock.patch.object(llm, "_request_factory", fresh_request_factory(llm)):
+    parse = Grammars.parse
+    limited = mock.patch.object(Grammars, "parse", lambda self, form: _Limited(parse(self, form), failures))
+    with limited, no_form_read(llm):
         outputs = llm.generate(PROMPTS, params, TREE)
     assert set(failures) == {"excluded", "fitting", "forced"}
     assert [output.outputs for output in outputs] == [output.outputs for output in plain]
@@ -154,7 +154,7 @@ def test_a_limit_that_a_drafted_text_comes_to_costs_no_token() -> None:
     for spec in ("off", TREE, SpecConfig()):
         with (
             limited(step_lexer_fuel=50),
-            mock.patch.object(llm, "_request_factory", fresh_request_factory(llm)),
+            no_form_read(llm),
             read_anew as reading,
         ):
             (output,) = llm.generate([[5]], params, spec)
@@ -167,7 +167,7 @@ def test_a_limit_that_one_request_comes_to_is_not_the_next_ones(spec: Any) -> No
     llm, form = speaking_llm(), {"regex": "[ab]*a[ab]{14}c"}
     a, b = (speaking_tokenizer().token_to_id(letter) for letter in "ab")
     long, short = (asked(form, count, temperature=1.0, seed=1, allowed_token_ids=[a, b]) for count in (200, 3))
-    with limited(max_lexer_states=60), mock.patch.object(llm, "_request_factory", fresh_request_factory(llm)):
+    with limited(max_lexer_states=60), no_form_read(llm):
         for _ in range(2):
             failed, beside = llm.generate(PROMPTS[:2], [long, short], spec)
             assert "lexer error: too many states" in str(failed.error) and len(failed.outputs[0].token_ids) > 3

@@ -6,7 +6,19 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from tests.lookups import BOTH, PAST, WAYS, New, children_of, compiled_history, paths_of, propose, request_of, write
+from tests.lookups import (
+    BOTH,
+    PAST,
+    WAYS,
+    New,
+    children_of,
+    compiled_history,
+    inside,
+    paths_of,
+    propose,
+    request_of,
+    write,
+)
 from tests.models import random_prompts
 from tests.quantized_checkpoints import needs_compiler
 from treespec import SpecConfig
@@ -185,7 +197,7 @@ def found_after(
     """A request of these tokens, its tree, and what was found for it."""
     request = request_of(tokens, spec)
     tree = propose(drafter, request, depth)
-    return request, tree, drafter._found[request.request_id]
+    return request, tree, inside(drafter).found[request.request_id]
 
 
 @pytest.mark.parametrize(
@@ -212,7 +224,7 @@ def test_places_by_votes(new: New, behind: list[int], places: dict[int, int]) ->
     assert (found.places[0, 1:] == -1).all() and (found.lengths[0, 1:] == -1).all()
     assert (found.lengths[1, 1:] == 3).all()
     for node, prob in zip(found.tokens.tolist()[1:], tree.probs.tolist()[1:], strict=True):
-        assert prob == PRIOR_TRIALS * drafter._prior[places[node], 3] / PRIOR_TRIALS, "nothing was counted yet"
+        assert prob == PRIOR_TRIALS * inside(drafter).prior[places[node], 3] / PRIOR_TRIALS, "nothing was counted yet"
 
 
 def test_votes_are_counted_at_each_node(new: New) -> None:
@@ -236,9 +248,7 @@ def test_a_token_of_both_sources_has_the_larger_probability(new: New) -> None:
         _, tree, found = found_after(drafter, [*own, 7, 30, 4, 5, 0, 1, 2, 3], BOTH, depth=2)
         (seven,) = children_of(tree, 0)
         assert tree.tokens[seven] == 7 and found.places[:, seven].tolist() == [0, UNANIMOUS]
-        both = [
-            drafter._prior[place, length] for place, length in zip((0, UNANIMOUS), found.lengths[:, seven], strict=True)
-        ]
+        both = inside(drafter).prior[[0, UNANIMOUS], found.lengths[:, seven]].tolist()
         assert tree.probs[seven] == pytest.approx(max(both)) and max(both) == both[larger] > min(both)
         assert tree.sources_of(seven) == NAMES == ("lookup", "suffix")
         draws = tree.draws
@@ -264,7 +274,8 @@ def test_counts_of_both_sources_are_kept_apart(new: New) -> None:
     request, tree, _ = found_after(drafter, [1, 2, 3, 9, 1, 2, 3, 7, 5, 1, 2, 3], BOTH)
     path = tree.path_to(int(np.flatnonzero(tree.tokens == 7)[0]))
     drafter.commit([request], [path])
-    counted = [{tuple(cell): cells[*cell] for cell in np.argwhere(cells).tolist()} for cells in drafter._counts.cells]
+    kinds = inside(drafter).counts.cells
+    counted = [{tuple(cell): cells[*cell] for cell in np.argwhere(cells).tolist()} for cells in kinds]
     assert counted[0] == {(0, 3): 1, (1, 3): 1, (SOLE, 3): 1}
     assert counted[1] == {(0, 3): 1, (SOLE, 3): 1}, "7 held, of both sources"
 
@@ -378,7 +389,7 @@ def test_forgetting_between_proposal_and_commit(new: New) -> None:
     drafter.forget([request])
     drafter.commit([request], [np.array([0, 1])])
     drafter.forget([request])
-    assert drafter._counts.hits.sum() == 1, "how often guesses held says nothing of the texts"
+    assert inside(drafter).counts.hits.sum() == 1, "how often guesses held says nothing of the texts"
     request.tokens += [4, 5]
     assert len(propose(drafter, request, 1)) == 1
 

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 from llguidance import LLMatcher
 
-from tests.forms import asked, fresh_request_factory
+from tests.forms import asked, no_form_read
 from tests.models import greedy
 from tests.sampled import TREE, idle
 from tests.speech import speaking_llm
@@ -128,9 +128,9 @@ def test_reading_that_takes_long_all_the_same_is_given_up(monkeypatch: pytest.Mo
             sum(range(1000))
         return LLMatcher(*given, **options)
 
-    monkeypatch.setattr("treespec.sampling.grammar._SECONDS", 0.05)
+    monkeypatch.setattr("treespec.sampling.grammar.SECONDS", 0.05)
     alone = llm.generate("def", greedy(4))[0].outputs
-    with mock.patch.object(llm, "_request_factory", fresh_request_factory(llm)):
+    with no_form_read(llm):
         llm.generate("x", asked({"choice": ["a"]}, 2))  # reads the tokenizer
         try:
             with mock.patch("llguidance.LLMatcher", mock.Mock(wraps=LLMatcher, side_effect=read)):
@@ -146,7 +146,7 @@ def test_a_reader_that_was_given_up_does_not_keep_the_process() -> None:
 import time
 from treespec.sampling import grammar
 from treespec.errors import RequestError
-grammar._SECONDS = 0.01
+grammar.SECONDS = 0.01
 def spin():
     while True: pass
 try:

@@ -58,7 +58,7 @@ def test_all_cells_are_identical(tmp_path: Path) -> None:
 
 
 def test_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out, decode, calls = tmp_path / "out.json", sampled()._decode, []
+    out, decode, calls = tmp_path / "out.json", sampled().decode, []
 
     def stops(*given: Any) -> Any:
         calls.append(given)
@@ -66,7 +66,7 @@ def test_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             raise KeyboardInterrupt
         return decode(*given)
 
-    monkeypatch.setattr(sampled(), "_decode", stops)
+    monkeypatch.setattr(sampled(), "decode", stops)
     with pytest.raises(KeyboardInterrupt):
         run(out, batches=[8])
     assert not (left := json.loads(out.read_text()))["complete"] and len(left["rows"]) == 3
@@ -124,13 +124,13 @@ def test_differences_are_counted_and_placed() -> None:
 
 
 def test_a_wrong_engine_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    decode = sampled()._decode
+    decode = sampled().decode
 
     def other_seed(llm: LLM, prompts: Any, setting: str, spec: Any, *rest: Any) -> Any:
         given = prompts if spec == "off" else [prompt._replace(index=prompt.index + 1) for prompt in prompts]
         return decode(llm, given, setting, spec, *rest)
 
-    monkeypatch.setattr(sampled(), "_decode", other_seed)
+    monkeypatch.setattr(sampled(), "decode", other_seed)
     document = run(None, batches=[8], settings={"T=1": sampled().SETTINGS["T=1"]})
     assert document["totals"]["differing_tokens"] > 0 and document["rows"][0]["first_differences"]
 

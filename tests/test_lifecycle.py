@@ -9,6 +9,7 @@ import pytest
 
 from tests.exactness import run
 from tests.models import OracleDrafter, greedy, open_llm, random_prompts, tiny, tiny_llm
+from tests.sharing import remembered
 from tests.speech import checked, scripted
 from treespec import LLM, SpecConfig
 from treespec.errors import DraftError
@@ -18,10 +19,7 @@ TREE = SpecConfig(nodes=16, max_depth=5)
 
 def idle(llm: LLM) -> bool:
     llm.engine.check_integrity()
-    drafts, lookup = llm.engine.ssms, llm.engine.lookup
-    forgotten = drafts is None or not drafts._states
-    forgotten &= lookup is None or not (lookup._own or lookup._found or lookup._texts)
-    return llm.engine.scheduler.is_idle and forgotten
+    return llm.engine.scheduler.is_idle and not remembered(llm)
 
 
 # --- continuous batching

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.exactness import differences, run
-from tests.lookups import LOOKUP, PAST, WAYS, New, compiled, numpy, paths_of, propose, request_of
+from tests.lookups import LOOKUP, PAST, WAYS, New, compiled, inside, numpy, paths_of, propose, request_of
 from tests.models import greedy, random_prompts, tiny_llm
 from tests.quantized_checkpoints import needs_compiler
 from treespec import SpecConfig
@@ -111,17 +111,18 @@ def test_every_guess_below_the_path_is_counted_once(new: New) -> None:
     path = tree.path_to(int(np.flatnonzero(tree.depths == 2)[0]))
     drafter.commit([request], [path])
     tested = sum(int((tree.parents == node).sum()) for node in path)
-    assert drafter._counts.trials.sum() == tested and drafter._counts.hits.sum() == len(path) - 1
+    counts = inside(drafter).counts
+    assert counts.trials.sum() == tested and counts.hits.sum() == len(path) - 1
     drafter.commit([request], [path])
-    assert drafter._counts.trials.sum() == tested, "a proposal is judged once"
-    assert drafter._counts.trials.shape == (PLACES, MAX_MATCH + 1)
+    assert counts.trials.sum() == tested, "a proposal is judged once"
+    assert counts.trials.shape == (PLACES, MAX_MATCH + 1)
 
 
 def test_a_text_that_is_not_searched_is_not_converted(new: New) -> None:
     drafter, requests = new(), [request_of([1, 2, 1, 2]), request_of([1, 2, 1, 2], SpecConfig(sources=("ssm",)))]
     trees = drafter.propose(requests, [0, 4])
     assert [len(tree) for tree in trees] == [1, 1]
-    assert not any(len(text.end) for text in drafter._texts.values())
+    assert not any(len(text.end) for text in inside(drafter).texts.values())
 
 
 def test_release_forgets(new: New) -> None:
@@ -131,7 +132,8 @@ def test_release_forgets(new: New) -> None:
     propose(drafter, request, 2)
     drafter.release(request)
     drafter.release(request)
-    assert not drafter._own and not drafter._found and not drafter._texts
+    kept = inside(drafter)
+    assert not kept.own and not kept.found and not kept.texts
 
 
 @pytest.mark.parametrize("tokens", [[5], [5, 6], list(range(50))])
@@ -168,7 +170,7 @@ def test_compiled_and_numpy_agree_to_the_bit(seed: int, remembers: int) -> None:
                 assert_same(getattr(tree.draws, name), getattr(other.draws, name))
             assert tree.source_names == other.source_names
             nodes, past = nodes + len(tree), past + ("suffix" in tree.source_names)
-        mine, theirs = (drafter._found for drafter in drafters)
+        mine, theirs = (inside(drafter).found for drafter in drafters)
         assert mine.keys() == theirs.keys()
         for request_id, found in mine.items():
             for array, other_array in zip(found, theirs[request_id], strict=True):
@@ -188,13 +190,14 @@ def test_compiled_and_numpy_agree_to_the_bit(seed: int, remembers: int) -> None:
         if number == 2 * FADING_ROUNDS:
             for drafter in drafters:
                 drafter.forget(requests)
-        lasts = [{name: text._last for name, text in drafter._texts.items()} for drafter in drafters]
+        lasts = [{name: text._last for name, text in inside(drafter).texts.items()} for drafter in drafters]
         assert lasts[0] == lasts[1] and drafters[0].remembered == drafters[1].remembered
     assert nodes > 500 and past >= (5 if remembers > 1 else 0), "there were guesses"
-    assert_same(drafters[0]._counts.cells, drafters[1]._counts.cells)
-    assert drafters[0]._own.keys() == drafters[1]._own.keys()
-    for request_id, own in drafters[0]._own.items():
-        assert_same(own.cells, drafters[1]._own[request_id].cells)
+    kept, others = (inside(drafter) for drafter in drafters)
+    assert_same(kept.counts.cells, others.counts.cells)
+    assert kept.own.keys() == others.own.keys()
+    for request_id, own in kept.own.items():
+        assert_same(own.cells, others.own[request_id].cells)
 
 
 def assert_same(mine: np.ndarray, theirs: np.ndarray) -> None:

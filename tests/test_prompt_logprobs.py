@@ -18,6 +18,7 @@ from tests.families import VOCAB as FAMILY_VOCAB
 from tests.models import VOCAB, greedy, new_folder, open_llm, random_prompts, tiny, tiny_llm
 from tests.quantized_checkpoints import needs_compiler
 from tests.sampled import idle
+from tests.sharing import remembered
 from tests.speech import checked, speaking_llm
 from treespec import LLM, RequestOutput, SamplingParams, SpecConfig
 from treespec.errors import RequestError
@@ -178,7 +179,7 @@ def test_infinity_in_a_prompt_ends_its_request_alone(spec: SpecConfig | str, n: 
     prompts = random_prompts((70, 40, 90))
     params = [greedy(6, temperature=1.0, seed=1, n=n, prompt_logprobs=count) for count in (1, 2, None)]
     alone = llm.generate(prompts, params, spec)
-    score = Runner._score_prompt
+    score = Runner.score_prompt
     target = llm.engine.runner.target
     original = target.logits
 
@@ -192,11 +193,11 @@ def test_infinity_in_a_prompt_ends_its_request_alone(spec: SpecConfig | str, n: 
         with mock.patch.object(target, "logits", logits):
             score(runner, request, hidden, count)
 
-    with checked(llm), mock.patch.object(Runner, "_score_prompt", spoiled):
+    with checked(llm), mock.patch.object(Runner, "score_prompt", spoiled):
         bad, *good = llm.generate(prompts, params, spec)
     assert {each.finish_reason for each in bad.outputs} == {"error"} and bad.prompt_logprobs is None
     assert bad.metrics.target_passes == 0 and not any(each.token_ids for each in bad.outputs)
-    assert llm.engine.ssms is not None and not llm.engine.ssms._states, "a draft remembers a request that ended"
+    assert llm.engine.ssms is not None and not remembered(llm), "a draft remembers a request that ended"
     assert "NaN or infinity at position 60" in str(bad.error)
     assert [one.outputs for one in good] == [one.outputs for one in alone[1:]]
     assert of_prompt(good[0]) == of_prompt(alone[1]) and idle(llm)

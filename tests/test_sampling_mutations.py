@@ -199,7 +199,7 @@ def test_without_a_fault_few_tokens_are_exact_too() -> None:
 
 def test_counts_that_keep_the_tree() -> None:
     """Tokens of a path stay counted after it was looked at."""
-    penalise = sampling._Counts.penalise
+    penalise = sampling.TokenCounts.penalise
 
     def forgetful(
         self: Any, scores: Tensor, params: SamplingParams, tokens: Sequence[int], ancestors: Sequence[int]
@@ -208,7 +208,7 @@ def test_counts_that_keep_the_tree() -> None:
         np.add.at(self._in_output, np.array(ancestors, dtype=np.int64), 1)
         return result
 
-    plain, tree = runs(lambda patch: patch.setattr(sampling._Counts, "penalise", forgetful), **FEW)
+    plain, tree = runs(lambda patch: patch.setattr(sampling.TokenCounts, "penalise", forgetful), **FEW)
     assert plain.tokens != tree.tokens
 
 
@@ -288,45 +288,45 @@ def test_a_walk_that_takes_a_cousin() -> None:
 
 def keeps_p(patch: Patch) -> None:
     """A rejected draw leaves p, where the residual belongs."""
-    patch.setattr(verify._Residual, "reject", lambda self, draw: True)
+    patch.setattr(verify.Residual, "reject", lambda self, draw: True)
 
 
 def forgets_acceptance(patch: Patch) -> None:
     """After a rejection the node is accepted as before."""
-    reject = verify._Residual.reject
+    reject = verify.Residual.reject
 
     def forgetful(self: Any, draw: Any) -> bool:
         before = self.accept
         result = reject(self, draw)
-        if result and self._mass > 0:
+        if result and self.mass > 0:
             self.accept = before
         return result
 
-    patch.setattr(verify._Residual, "reject", forgetful)
+    patch.setattr(verify.Residual, "reject", forgetful)
 
 
 def divides_by_one_minus_q(patch: Patch) -> None:
     """The acceptance of a public port: S / (1 - q(x))."""
-    reject = verify._Residual.reject
+    reject = verify.Residual.reject
 
     def ported(self: Any, draw: Any) -> bool:
-        before, mass = self.accept, self._mass
+        before, mass = self.accept, self.mass
         result = reject(self, draw)
         if before < 1:
-            self.accept = min(before * self._mass / mass / max(1 - draw.prob, 1e-9), 1.0)
+            self.accept = min(before * self.mass / mass / max(1 - draw.prob, 1e-9), 1.0)
         return result
 
-    patch.setattr(verify._Residual, "reject", ported)
+    patch.setattr(verify.Residual, "reject", ported)
 
 
 def unrenormalised(patch: Patch) -> None:
     """Excluded tokens stay in the mass of a distribution."""
-    patch.setattr(verify._Draw, "row_mass", 1.0)
+    patch.setattr(verify.Draw, "row_mass", 1.0)
 
 
 def accepts_by_p(patch: Patch) -> None:
     """A draw is accepted with probability p, as if it had been chosen without chance."""
-    patch.setattr(verify._Residual, "chance", lambda self, draw: min(1.0, float(self.probs[draw.token]) / self._mass))
+    patch.setattr(verify.Residual, "chance", lambda self, draw: min(1.0, float(self.probs[draw.token]) / self.mass))
 
 
 RESIDUALS: dict[str, tuple[Callable[[Patch], None], tuple[str, ...]]] = {

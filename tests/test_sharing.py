@@ -277,7 +277,7 @@ def test_a_planted_fault_is_seen(fault: str) -> None:
             pool.normal_()  # what a slot holds that nobody wrote
     with Patch.context() as patch:
         if fault == "the tail page is shared":
-            patch.setattr("treespec.scheduler._shared_pages", shares_the_tail)
+            patch.setattr("treespec.scheduler.shared_pages", shares_the_tail)
         elif fault != "none":
             patch.setattr(*FAULTS[fault])
         if fault == "none":

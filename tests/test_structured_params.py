@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 from tokenizers import Tokenizer
 
-from tests.forms import asked, fresh_request_factory
+from tests.forms import asked, no_form_read
 from tests.models import new_folder, open_llm, tiny, tiny_llm
 from tests.speech import add_tokenizer, speaking_llm
 from treespec import SamplingParams, StructuredOutputsParams
@@ -142,7 +142,7 @@ def test_without_llguidance_the_error_says_what_to_install() -> None:
         return original(name, *rest, **options)
 
     with (
-        mock.patch.object(llm, "_request_factory", fresh_request_factory(llm)),
+        no_form_read(llm),
         mock.patch.object(builtins, "__import__", absent),
     ):
         outputs = llm.generate(["x", "x"], [asked({"regex": "a"}), SamplingParams(max_tokens=2)])

@@ -193,7 +193,7 @@ def test_windows_are_attended_as_in_native_families() -> None:
     ):
         decoder = open_adapter_llm(saved(kind)[1], backend="transformers", exact=False).engine.runner.target
         assert isinstance(decoder, AdapterDecoder)
-        assert (decoder.windows, decoder._plans) == (windows, plans)
+        assert (decoder.windows, decoder.plans) == (windows, plans)
 
 
 def test_window_below() -> None:

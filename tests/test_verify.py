@@ -241,20 +241,20 @@ def test_a_rule_chosen_by_what_was_drawn_is_seen(rule: str) -> None:
 
 
 def plant_residual(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(verify._Residual, "reject", lambda self, draw: True)
+    patch.setattr(verify.Residual, "reject", lambda self, draw: True)
 
 
 def plant_mass(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(verify._Draw, "row_mass", 1.0)
+    patch.setattr(verify.Draw, "row_mass", 1.0)
 
 
 def plant_one_hot(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(verify._Residual, "_without", lambda self, token: (self.probs, self._mass))
+    patch.setattr(verify.Residual, "without", lambda self, token: (self.probs, self.mass))
 
 
 def plant_port(patch: pytest.MonkeyPatch) -> None:
     """A public port's slip: S / (1 - q[x])."""
-    original = verify._Residual.reject
+    original = verify.Residual.reject
 
     def reject(self: Any, draw: Any) -> bool:
         before = self.accept
@@ -264,13 +264,13 @@ def plant_port(patch: pytest.MonkeyPatch) -> None:
             self.accept = min(1.0, left / (1 - draw.prob))
         return done
 
-    patch.setattr(verify._Residual, "reject", reject)
+    patch.setattr(verify.Residual, "reject", reject)
 
 
 def plant_draws(change: Callable[[list[Any]], list[Any]]) -> Callable[[pytest.MonkeyPatch], None]:
     """Change the draws at every node."""
-    original = verify._draws_below
-    return lambda patch: patch.setattr(verify, "_draws_below", lambda tree: [change(each) for each in original(tree)])
+    original = verify.draws_below
+    return lambda patch: patch.setattr(verify, "draws_below", lambda tree: [change(each) for each in original(tree)])
 
 
 def next_child(draws: list[Any]) -> list[Any]:

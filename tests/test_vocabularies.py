@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.exactness import differences, run
 from tests.models import VOCAB, greedy, make_llama, new_folder, open_llm, random_prompts, tiny
+from tests.sharing import remembered
 from tests.speech import speaking_folder
 from tests.test_drafts import assert_same_tree
 from tests.tokenizers_made import TEXT, byte_level, permuted, resized, save_tokenizer, sentencepiece_like
@@ -347,7 +348,7 @@ def test_samples_aborts_and_streams_leave_nothing_behind() -> None:
     for i, _ in enumerate(llm.stream(random_prompts((20,))[0], greedy(40), spec=TREE)):
         if i == 2:
             break
-    assert llm.engine.scheduler.is_idle and not any(each._readings for each in foreigners(llm))
+    assert llm.engine.scheduler.is_idle and not remembered(llm)
 
 
 def test_a_long_prompt_is_read_in_parts() -> None:

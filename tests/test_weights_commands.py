@@ -5,6 +5,7 @@ import shutil
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -88,7 +89,7 @@ def test_grow_refuses_a_broken_tokenizer_before_it_writes(tmp_path: Path) -> Non
 def test_grow_leaves_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = ("grow", default_folder("ssm-1"), tmp_path / "a", "--size=6M")
     with monkeypatch.context() as patch:
-        patch.setattr("treespec_weights.writer._write", lambda *_: (_ for _ in ()).throw(OSError(28, "disk full")))
+        patch.setattr("treespec_weights.writer.write_tensor", mock.Mock(side_effect=OSError(28, "disk full")))
         error = run(*command, code=2)["error"]
     assert (
         error["type"] == "WriteError" and "'model.embed_tokens.weight' cannot be written: disk full" in error["message"]

@@ -91,7 +91,7 @@ def sum_by_index(parts: Tensor, windowed: bool, total: Tensor) -> None:
 def test_many_tiles_in_a_window(fault: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch sums 16 tiles at a time: a window that begins elsewhere beside other rows would change bits."""
     if fault:
-        monkeypatch.setattr(tree_attention_cpu_module, "_add_tiles", sum_by_index)
+        monkeypatch.setattr(tree_attention_cpu_module, "add_tiles", sum_by_index)
     case = Case.make(0, "chain-1500", (4, 2), 16)
     cache, equal = case.cache(), []
     whole = attend(RequestRows.chain(1150, 350, case.pages), "packed", case.q[1150:], cache, 1100)
@@ -176,13 +176,13 @@ def test_the_self_test_refuses_windows_that_are_not_exact(
     attention: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fault in layers with a window alone, the first of which is the second layer."""
-    folder, original = make_model(tmp_path / "model", TYPICAL["qwen2"], 3), tree_attention_cpu_module._add_tiles
+    folder, original = make_model(tmp_path / "model", TYPICAL["qwen2"], 3), tree_attention_cpu_module.add_tiles
 
     def by_company(parts: Tensor, windowed: bool, total: Tensor) -> None:
         original(parts, windowed, total)
         if windowed and len(parts) > 1:
             total.mul_(1 + 2**-20 * (total > 0))
 
-    monkeypatch.setattr(tree_attention_cpu_module, "_add_tiles", by_company)
+    monkeypatch.setattr(tree_attention_cpu_module, "add_tiles", by_company)
     with pytest.raises(ExactnessError, match="plain decoding"):
         open_llm(folder, prove=True, attention=attention, max_model_len=200)

@@ -72,11 +72,11 @@ class Runner:
             return []
         rows = [RequestRows.chain(r.context_len, count, r.pages) for r, count in zip(requests, counts, strict=True)]
         tokens = [t for r, n in zip(requests, counts, strict=True) for t in r.tokens[r.context_len : r.context_len + n]]
-        hidden, states = self._pass(rows, np.array(tokens))
+        hidden, states = self.run_pass(rows, np.array(tokens))
         for request, count, part in zip(requests, counts, hidden.split(list(counts)), strict=True):
             if request.params.prompt_logprobs is not None:
                 try:
-                    self._score_prompt(request, part, request.params.prompt_logprobs)
+                    self.score_prompt(request, part, request.params.prompt_logprobs)
                 except RequestError as error:
                     request.error = str(error)
             request.context_len += count
@@ -135,7 +135,7 @@ class Runner:
     def _scored(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> tuple[Tensor, Tensor | None]:
         rows = [tree_rows(request, tree) for request, tree in zip(requests, trees, strict=True)]
         tokens = np.concatenate([tree.tokens for tree in trees])
-        hidden, states = self._pass(rows, tokens)
+        hidden, states = self.run_pass(rows, tokens)
         return self.target.logits(hidden), states
 
     def wait(self) -> None:

@@ -85,7 +85,7 @@ class Apart:
         spawning = multiprocessing.get_context("spawn")
         receiver, sender = spawning.Pipe(duplex=False)
         until = time.monotonic() + self._seconds
-        process = spawning.Process(target=_answer, args=(task, sender, str(stacks), until), daemon=True)
+        process = spawning.Process(target=run_task, args=(task, sender, str(stacks), until), daemon=True)
         if self._closed.is_set():
             raise RuntimeError("it did not begin")
         process.start()
@@ -106,7 +106,7 @@ class Apart:
             self._running.discard(process)
 
 
-def _answer(task: Task, sender: Connection, stacks: str, until: float) -> None:
+def run_task(task: Task, sender: Connection, stacks: str, until: float) -> None:
     """Sends what a task returned, or the last line and the traceback of what it raised; where it can do neither, its
     stacks are in a file, by the monotonic clock just before `until` at the latest."""
     torch.set_num_threads(2)  # beside a dozen others

@@ -143,7 +143,7 @@ APART_SECONDS = 320.0
 
 def measurements(setting: Setting) -> list[Measurement]:
     """On a GPU each in a process of its own, side by side: they compare bits and time nothing."""
-    own = list(_measurements(setting))
+    own = list(own_measurements(setting))
     if setting.dry:
         return own
     return [Measurement(each.name, partial(_apart, own, each.name), 2 * APART_SECONDS) for each in own]  # it may queue
@@ -160,7 +160,8 @@ def _apart(own: Sequence[Measurement], name: str, context: Context) -> dict[str,
     return context.keep("apart", begin).result(name)
 
 
-def _measurements(setting: Setting) -> Iterator[Measurement]:
+def own_measurements(setting: Setting) -> Iterator[Measurement]:
+    """Every measurement, to be run in this process."""
     sizes = DRY if setting.dry else REAL
     dtypes = [setting.dtype] if setting.dry else [torch.bfloat16, torch.float16, torch.float32]
     for heads in sizes.heads:

@@ -61,7 +61,7 @@ class Context:
             if hasattr(kept, "close"):
                 kept.close()
         self.shared.clear()
-        _free(self.setting)
+        free_memory(self.setting)
 
     def clock(self, repeats: int = 50, seconds: float = 10.0) -> Clock:
         return Clock(self.setting.device, *((0, 1) if self.setting.dry else (5, repeats)), seconds)
@@ -163,7 +163,7 @@ def run(stage: Stage, setting: Setting, seconds: float) -> bool:
             write(path, document)
             _say(f"{stage.name:9} {name:44} {summary(results[name])}")
             if "error" in results[name] and _context_is_lost(setting):
-                _leave(RESTART)
+                leave(RESTART)
         else:
             document["complete"] = True
         write(path, document)
@@ -215,7 +215,7 @@ def _measure(
             raise OutOfTime("the slice ended") from None
         figures = {"error": failures.last_line(error)}
         del error
-        _free(context.setting)
+        free_memory(context.setting)
     return figures | {"seconds": round(time.perf_counter() - began, 2)}
 
 
@@ -236,7 +236,7 @@ def _within(bound: Bound, name: str, path: Path, document: dict[str, Any]) -> It
             _say(f"{name}: did not return; its process is ended")
             failures.note_stacks(path.parent, f"{path.stem}: {name}, did not return")
         finally:
-            _leave(0 if bound.cut else RESTART)
+            leave(0 if bound.cut else RESTART)
 
     watchdog = threading.Timer(bound.seconds + bound.grace, give_up)
     watchdog.daemon = True
@@ -251,7 +251,8 @@ def _within(bound: Bound, name: str, path: Path, document: dict[str, Any]) -> It
         watchdog.cancel()
 
 
-def _leave(status: int) -> None:
+def leave(status: int) -> None:
+    """End the process at once."""
     sys.stdout.flush()
     os._exit(status)  # neither a lost context nor a hanging call lets Python end in order
 
@@ -268,7 +269,8 @@ def _context_is_lost(setting: Setting) -> bool:
     return False
 
 
-def _free(setting: Setting) -> None:
+def free_memory(setting: Setting) -> None:
+    """Let the collector and the allocator give back what nothing holds."""
     gc.collect()
     if setting.device.type == "cuda":
         try:

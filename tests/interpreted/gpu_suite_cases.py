@@ -2,6 +2,7 @@
 tests/test_gpu_suite.py. On a GPU every engine is one; the dry run's, on a CPU, is not."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,50 +44,63 @@ def llm() -> LLM:
 
 
 @pytest.fixture
-def context(tmp_path: Path) -> Context:
-    return Context(Setting(tmp_path, dry=True), {})
+def setting(tmp_path: Path) -> Setting:
+    return Setting(tmp_path, dry=True)
 
 
-def test_rounds(llm: LLM, context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounds, "_open", lambda *given: llm)
+def run_measurement(stage: Any, name: str, context: Context) -> dict[str, Any]:
+    [found] = [each for each in stage.measurements(context.setting) if each.name == name]
+    return found.run(context)
+
+
+def test_rounds(llm: LLM, setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "DRY", rounds.Sizes(None, 1, (2,)))
     monkeypatch.setattr(rounds, "WARM_ROUNDS", 1)
     monkeypatch.setattr(rounds, "VOCABULARY", 64)
-    found = rounds._rounds(rounds.Sizes(None, 1, (2,)), 2, True, context)
+    found = run_measurement(rounds, "tree2/exact", Context(setting, {}, {"llm/True": llm}))
     assert found["round_us"] > 0 and found["planned_us"]["verify"].keys() == {"1", "2"}
 
 
-def test_bits(llm: LLM, context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bits, "_open", lambda *given: llm)
+def test_bits(llm: LLM, setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bits, "DRY", replace(bits.DRY, prompts=1, max_tokens=2, modes=None, batches=(1,)))
     monkeypatch.setattr(identity, "read_prompts", lambda *given: [[5, 9, 2]])
     monkeypatch.setattr(identity, "modes", lambda *given: {"ssm-1": SPEC})
-    sizes: Any = mock.Mock(prompts=1, max_tokens=2, modes=None)
-    found = bits._engine(sizes, 1, "greedy", context)
+    found = run_measurement(bits, "greedy/float32/batch1", Context(setting, {}, {"llm/1": llm}))
     assert found["tokens"] == 2 and found["differing_tokens"] == 0
     assert found["differing_logit_rows"] is None, "captured rounds do not hand them out"
 
 
-def decoder_of(launch: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """One that calls `launch(pdl)` for a pass, as the stage opens it."""
+def decoder_of(launch: Any, setting: Setting, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Context]:
+    """One that calls `launch(pdl)` for a pass, and a context in which the stage has opened it."""
     tuned = SimpleNamespace(launched=lambda pdl: SimpleNamespace(pdl=pdl))
     decoder = SimpleNamespace(kernels=tuned, tuned=tuned)
     opened = SimpleNamespace(decoder=decoder, prepare=lambda *given: lambda: launch(decoder.kernels.pdl))
-    monkeypatch.setattr(passes, "_open", lambda *given: opened)
     monkeypatch.setattr(passes, "takes_pdl", lambda device: True)
     monkeypatch.setattr(Context, "clock", lambda *given: Clock(torch.device("cpu"), warmup=0, repeats=3))
-    return decoder
+    return decoder, Context(setting, {}, {f"passes/True/{batch}": opened for batch in (1, 2)})
+
+
+def described(**measurements: Any) -> str:
+    """What the stage's table says of the measurements that these names begin, all of one tree and context."""
+    return passes.describe({"measurements": {f"{name}/context16/nodes4": each for name, each in measurements.items()}})
+
+
+PASS = {"graph_us": 5.0, "eager_us": 7.0, "share_of_copy": None, "floor_us": None}
 
 
 @pytest.mark.parametrize("wrong", [False, True])
-def test_passes_launched_both_ways(context: Context, monkeypatch: pytest.MonkeyPatch, wrong: bool) -> None:
+def test_passes_launched_both_ways(setting: Setting, monkeypatch: pytest.MonkeyPatch, wrong: bool) -> None:
     """What is launched programmatically is compared with what is launched in order, and what was tuned is put back."""
-    decoder = decoder_of(lambda pdl: torch.tensor([1.0, 2.0 + (wrong and pdl)]), monkeypatch)
-    found = passes._launched(passes.DRY, 16, 4, context)
+    decoder, context = decoder_of(lambda pdl: torch.tensor([1.0, 2.0 + (wrong and pdl)]), setting, monkeypatch)
+    found = run_measurement(passes, "pdl/context16/nodes4", context)
     assert decoder.kernels is decoder.tuned and found["in_order_us"] > 0 and found["pdl_us"] > 0
     assert found["pdl_differing"] == (3 if wrong else 0)
-    shown = passes._both({"pdl/context16/nodes4": found}, "pass/context16/nodes4")
+    shown = described(**{"pass": PASS, "pdl": found})
     assert ("3 WRONG" in shown) is wrong and f"{found['pdl_us'] / 1e3:.3f}" in shown
-    assert passes._both({"pdl/context16/nodes4": found}, "fast/context16/nodes4") == ""
-    assert passes._both({"pdl/context16/nodes4": found | {"pdl_us": None}}, "pass/context16/nodes4") == ""
+    assert described(fast=PASS, pdl=found) == described(fast=PASS), (
+        "passes of exact engines alone are launched both ways"
+    )
+    assert described(**{"pass": PASS, "pdl": found | {"pdl_us": None}}) == described(**{"pass": PASS})
 
 
 def test_passes_that_do_not_repeat_themselves() -> None:
@@ -104,7 +118,7 @@ def test_passes_that_do_not_repeat_themselves() -> None:
     assert bits.differing_repeats(opened, 9, 2, 8) == {"repeats": 8, "differing_repeats": 2}
 
 
-def test_launches_that_fail_cost_no_other_figure(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_that_fail_cost_no_other_figure(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are measured last; and the kernels, which later passes take, are as they were."""
 
     def launch(pdl: bool) -> torch.Tensor:
@@ -112,14 +126,14 @@ def test_launches_that_fail_cost_no_other_figure(context: Context, monkeypatch: 
             raise RuntimeError("CUDA error: invalid resource handle")
         return torch.ones(2)
 
-    decoder = decoder_of(launch, monkeypatch)
-    monkeypatch.setattr(passes, "figures", lambda *given: {"graph_us": 5.0})
-    every = list(passes.measurements(context.setting))
+    decoder, context = decoder_of(launch, setting, monkeypatch)
+    monkeypatch.setattr(passes, "figures", lambda *given: PASS)
+    every = list(passes.measurements(setting))
     assert [each.name for each in every[-2:]] == ["pdl/context16/nodes1", "pdl/context16/nodes4"]
     whole = [each for each in every if each.name.startswith("pass/")]
-    assert [each.run(context) for each in whole] == 4 * [{"graph_us": 5.0}]
+    assert [each.run(context) for each in whole] == 4 * [PASS]
     with pytest.raises(RuntimeError, match="invalid resource handle"):
         every[-1].run(context)
     assert decoder.kernels is decoder.tuned
-    found = {every[-1].name: {"error": "RuntimeError: CUDA error: invalid resource handle"}}
-    assert "ERROR RuntimeError: CUDA error: invalid resource handle" in passes._both(found, whole[1].name)
+    shown = described(**{"pass": PASS, "pdl": {"error": "RuntimeError: CUDA error: invalid resource handle"}})
+    assert "ERROR RuntimeError: CUDA error: invalid resource handle" in shown

@@ -214,11 +214,11 @@ def test_too_little_memory_is_no_configurations_fault(
 def test_other_processes_try_configurations_first() -> None:
     problem = problems_of(workloads_of(SETTING, ["row_linear"]))[0]
     missing = 99  # an index that no candidate has stands for a configuration that cannot run
-    assert tuning._compile([problem], [[0, missing, 1]], 2, float("inf")) == {
+    assert tuning.compile_problems([problem], [[0, missing, 1]], 2, float("inf")) == {
         0: {missing: "IndexError: list index out of range"}
     }
-    assert tuning._compile([problem], [[]], 2, float("inf")) == {}
-    assert tuning._compile([problem], [[0]], 2, float("-inf")) in ({}, {0: {}})
+    assert tuning.compile_problems([problem], [[]], 2, float("inf")) == {}
+    assert tuning.compile_problems([problem], [[0]], 2, float("-inf")) in ({}, {0: {}})
 
 
 def test_stacked_ssms_have_workloads_of_their_own() -> None:

@@ -181,7 +181,7 @@ class AdapterDecoder(Decoder):
             if isinstance(stack, nn.ModuleList) and len(stack) > 1 and calls % len(stack) == 0:
                 own = calls // len(stack)
                 kinds = [
-                    (type(each), shapes_of(each), self._plans[i * own : i * own + own]) for i, each in enumerate(stack)
+                    (type(each), shapes_of(each), self.plans[i * own : i * own + own]) for i, each in enumerate(stack)
                 ]
                 num_kept = max(kinds.index(kind) for kind in kinds) + 1
                 tokens = torch.zeros(2, dtype=torch.int64, device=self.device)
@@ -203,7 +203,7 @@ class AdapterDecoder(Decoder):
         cache.view(-1, width).index_copy_(0, layout.slots.view(-1), new.view(-1, width))
         k_cache, v_cache = cache
         q = q.to(cache.dtype).contiguous()
-        place = self._plans[call.index]
+        place = self.plans[call.index]
         if place is None:
             if not layout.rows:
                 layout.rows.append(RowPlan(layout.requests, self.device))

@@ -64,10 +64,10 @@ class UpcastMode(TorchDispatchMode):
         return self._wide_dtype(value)
 
     def _is_large(self, weight: Tensor) -> bool:
-        return weight.dtype in self._narrow and weight.dim() == 2 and weight.numel() > _CHUNK
+        return weight.dtype in self._narrow and weight.dim() == 2 and weight.numel() > CHUNK
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        x, rows = self._wide(x), max(_CHUNK // weight.shape[1], 1)
+        x, rows = self._wide(x), max(CHUNK // weight.shape[1], 1)
         out = x.new_empty(*x.shape[:-1], len(weight))
         for first in range(0, len(weight), rows):
             part = self._wide(weight[first : first + rows])

@@ -46,9 +46,9 @@ class Transformers:
         assert len(prompts) == 1 or not peer.batch_one_only, f"{peer.name} has batch 1 only"
         options, rest = self._options(peer), max_tokens - 1
         for _ in range(_TRIES):
-            first, _ = self._generate(prompts, 1, options)
+            first, _ = self.generate(prompts, 1, options)
             self._passes = 0
-            total, made = self._generate(prompts, max_tokens, options)
+            total, made = self.generate(prompts, max_tokens, options)
             if any(len(tokens) != max_tokens for tokens in made):
                 raise ModelError(f"{peer.name} made {list(map(len, made))} tokens instead of {max_tokens} each")
             if (decode := total - first) > 0:
@@ -66,7 +66,7 @@ class Transformers:
             rounds=self._passes,
         )
 
-    def _generate(
+    def generate(
         self, prompts: Sequence[list[int]], max_tokens: int, options: dict[str, Any]
     ) -> tuple[float, list[list[int]]]:
         """Seconds and the new tokens of each prompt."""

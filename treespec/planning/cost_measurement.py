@@ -133,18 +133,18 @@ def measure(
         if long is not None:  # its keys stay zeros: they are read at the same cost, and computing them would take long
             long.context_len = len(long.tokens) - 1
             long.pages = cache.reserve(long.request_id, long.context_len + LONG_ROWS)
-        [first] = _least([partial(_star_pass, runner, requests[:1], 1)], 2)
+        [first] = least_seconds([partial(star_pass, runner, requests[:1], 1)], 2)
         quick = first * len(fitting) * 12 < seconds
         rows = fitting if quick else tuple(n for n in fitting if n in FEW_ROWS)
-        runs: dict[Any, Callable[[], None]] = {n: partial(_star_pass, runner, requests[:1], n) for n in rows}
-        runs |= {f"{n} each": partial(_star_pass, runner, requests, n) for n in (1, STAR_ROWS)}
+        runs: dict[Any, Callable[[], None]] = {n: partial(star_pass, runner, requests[:1], n) for n in rows}
+        runs |= {f"{n} each": partial(star_pass, runner, requests, n) for n in (1, STAR_ROWS)}
         if long is not None:
-            runs |= {f"{n} far": partial(_star_pass, runner, [long], n) for n in (1, LONG_ROWS)}
+            runs |= {f"{n} far": partial(star_pass, runner, [long], n) for n in (1, LONG_ROWS)}
         if ssms is not None:
             runs["root"] = partial(_draft, ssms, requests[:1], 1, levels=1)
             runs["one"], runs["every"] = (partial(_draft, ssms, requests[:1], count) for count in (1, None))
             runs["batch"], runs["read"] = partial(_draft, ssms, requests, None), partial(_read, ssms, requests[:1])
-        times = _least(list(runs.values()), 2 if quick else 1, seconds, advance)
+        times = least_seconds(list(runs.values()), 2 if quick else 1, seconds, advance)
     finally:
         for request in scratch:
             if len(request.pages):
@@ -155,8 +155,8 @@ def measure(
     curve = CostCurve(rows, tuple(took[n] for n in rows), 0.0, context=context)
     curve = _with_requests(curve, took, len(requests))
     if long is not None:
-        curve = _with_positions(curve, took, long.context_len)
-    return curve if ssms is None else _with_drafting(curve, took, len(ssms.models), requests)
+        curve = with_positions(curve, took, long.context_len)
+    return curve if ssms is None else with_drafting(curve, took, len(ssms.models), requests)
 
 
 def _long_request(runner: Runner, pages_taken: int) -> Request | None:
@@ -174,14 +174,16 @@ def _with_requests(curve: CostCurve, took: dict[Any, float], requests: int) -> C
     return replace(curve, request_seconds=request_seconds, tree_seconds=tree_seconds)
 
 
-def _with_positions(curve: CostCurve, took: dict[Any, float], context: int) -> CostCurve:
+def with_positions(curve: CostCurve, took: dict[Any, float], context: int) -> CostCurve:
+    """The curve with what a position of the context costs, from passes at `context`."""
     further = context - curve.context
     one = max(took["1 far"] - float(curve.verify(1)), 0.0) / further
     rows = max(took[f"{LONG_ROWS} far"] - float(curve.verify(LONG_ROWS)), 0.0) / further
     return replace(curve, position_seconds=one, row_position_seconds=max(rows - one, 0.0) / (LONG_ROWS - 1))
 
 
-def _with_drafting(curve: CostCurve, took: dict[Any, float], ssms: int, requests: Sequence[Request]) -> CostCurve:
+def with_drafting(curve: CostCurve, took: dict[Any, float], ssms: int, requests: Sequence[Request]) -> CostCurve:
+    """The curve with what drafting costs: its start, a level, a request, an SSM and reading a token."""
     further = max(len(requests) - 1, 1)
     further_level = (took["one"] - took["root"]) / (DRAFT_LEVELS - 1)
     # A disturbed time must not make levels free: none would be one too many, and rounds would not correct it.
@@ -196,7 +198,7 @@ def _with_drafting(curve: CostCurve, took: dict[Any, float], ssms: int, requests
     )
 
 
-def _star_pass(runner: Runner, requests: Sequence[Request], rows: int) -> None:
+def star_pass(runner: Runner, requests: Sequence[Request], rows: int) -> None:
     """A pass over a star of `rows` nodes for each request, as far as the choice of its tokens."""
     nodes = np.arange(rows)
     depths = np.minimum(nodes, 1)
@@ -236,7 +238,7 @@ def _read(ssms: SsmDrafter, requests: Sequence[Request]) -> None:
     _wait(ssms.models[0].device)
 
 
-def _least(
+def least_seconds(
     runs: Sequence[Callable[[], object]],
     least_runs: int,
     seconds: float = 0.0,

@@ -66,7 +66,8 @@ class Grammars:
             self._parsers.popitem(last=False)
         return self._parsers[form]
 
-    def _parse(self, form: StructuredOutputsParams) -> "LLMatcher":
+    def parse(self, form: StructuredOutputsParams) -> "LLMatcher":
+        """Read a form. Raises RequestError where it is wrong or takes too long."""
         try:
             from llguidance import LLMatcher, LLParserLimits
         except ImportError:
@@ -101,7 +102,7 @@ def _run_with_large_stack(call: Callable[[], "LLMatcher"], form: str) -> "LLMatc
     on.
 
     Raises:
-        RequestError: the call takes more than `_SECONDS` of CPU time.
+        RequestError: the call takes more than `SECONDS` of CPU time.
     """
     result: Future[LLMatcher] = Future()
     clocks: queue.SimpleQueue[Callable[[], float]] = queue.SimpleQueue()
@@ -123,9 +124,9 @@ def _run_with_large_stack(call: Callable[[], "LLMatcher"], form: str) -> "LLMatc
         try:
             return result.result(timeout=0.1)
         except TimeoutError:
-            if not result.done() and spent() > _SECONDS:
+            if not result.done() and spent() > SECONDS:
                 raise RequestError(
-                    f"structured_outputs: {form} takes more than {_SECONDS} s to read; give a simpler one"
+                    f"structured_outputs: {form} takes more than {SECONDS} s to read; give a simpler one"
                 ) from None
 
 

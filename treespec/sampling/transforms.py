@@ -54,7 +54,7 @@ class Transforms:
         self._biased = torch.tensor(list(bias), dtype=torch.int64, device=device)
         self._bias = torch.tensor(list(bias.values()), dtype=torch.float32, device=device)
         self._ends = torch.tensor([t for t in end_tokens if t < vocab_size], dtype=torch.int64, device=device)
-        self._counts = _Counts(vocab_size, num_prompt) if params.has_penalties else None
+        self._counts = TokenCounts(vocab_size, num_prompt) if params.has_penalties else None
         self._top_k = params.top_k if 0 < params.top_k < vocab_size else None
 
     def scores(self, logits: Tensor, tokens: Sequence[int], ancestors: Sequence[int]) -> Tensor:

@@ -110,7 +110,7 @@ def verify_drawn(
 def verify_drawn_one(rule: str, tree: TokenTree, target: TargetProbs, oracle: Oracle) -> Verified:
     """`verify_drawn` for one request."""
     reject_unknown("verification rule", [rule], RANDOM_DRAWS)
-    below = _draws_below(tree)
+    below = draws_below(tree)
     return _rejection(below, target, oracle) if rule == "rejection" else _traversal(below, target, oracle)
 
 
@@ -138,16 +138,16 @@ class _Draw:
         return q
 
 
-def _draws_below(tree: TokenTree) -> list[list[_Draw]]:
+def draws_below(tree: TokenTree) -> list[list[Draw]]:
     """The draws at each node, in draw order."""
     draws, tokens = tree.draws, tree.tokens.tolist()
-    below: list[list[_Draw]] = [[] for _ in tokens]
+    below: list[list[Draw]] = [[] for _ in tokens]
     children = draws.children.tolist()
     rows = [-1] * len(children) if draws.rows is None else draws.rows.tolist()
     excluded = draws.excluded or [()] * len(children)
     for parent, child, row, out in zip(draws.parents.tolist(), children, rows, excluded, strict=True):
         probs = tree.draft_probs[row] if row >= 0 else None
-        below[parent].append(_Draw(child, tokens[child], probs, list(set(out))))
+        below[parent].append(Draw(child, tokens[child], probs, list(set(out))))
     return below
 
 
@@ -172,7 +172,7 @@ class _Residual:
         Then r = q up to rounding, and the caller accepts the draw (as with probability 1 at r = q) or, if its token has
         probability 0, ignores it.
         """
-        probs, mass = self._without(draw.token) if draw.row is None else self._minus(draw, draw.row)
+        probs, mass = self.without(draw.token) if draw.row is None else self._minus(draw, draw.row)
         if not mass > 0 and self.accept == 1:
             return False
         left = self.accept * mass / self._mass
@@ -193,24 +193,24 @@ class _Residual:
         self._summed = float(np.add.reduce(left))
         return left, self._summed
 
-    def _without(self, token: int) -> tuple[np.ndarray, float]:
+    def without(self, token: int) -> tuple[np.ndarray, float]:
         """The distribution with one token's probability set to 0, and its sum."""
         probs = self.probs.copy() if self._borrowed else self.probs
-        mass = self._mass - float(probs[token])
+        mass = self.mass - float(probs[token])
         probs[token] = 0.0
         if mass < self._summed / 2:  # the subtraction lost a bit: recompute the sum
             mass = self._summed = float(np.add.reduce(probs))
         return probs, mass
 
 
-def _rejection(below: Sequence[Sequence[_Draw]], target: TargetProbs, oracle: Oracle) -> Verified:
+def _rejection(below: Sequence[Sequence[Draw]], target: TargetProbs, oracle: Oracle) -> Verified:
     path, token = [0], None
     while True:
         probs = target(path[-1])
         if probs is None:
             assert token is not None, "the root has a distribution"
             return Verified(np.array(path[:-1], dtype=np.int64), token)
-        left = _Residual(probs)
+        left = Residual(probs)
         for draw in below[path[-1]]:
             chance = left.chance(draw)
             accepted = chance > 0 and oracle.flip(chance)
@@ -222,7 +222,7 @@ def _rejection(below: Sequence[Sequence[_Draw]], target: TargetProbs, oracle: Or
             return Verified(np.array(path, dtype=np.int64), oracle.choose(left.probs))
 
 
-def _traversal(below: Sequence[Sequence[_Draw]], target: TargetProbs, oracle: Oracle) -> Verified:
+def _traversal(below: Sequence[Sequence[Draw]], target: TargetProbs, oracle: Oracle) -> Verified:
     def visit(node: int, accept: float, token: int | None = None) -> tuple[list[int], int] | None:
         """The path from its deepest node up to `node`, and the token after it, with probability `accept`."""
         if not below[node] and not oracle.flip(accept):  # a leaf's distribution is needed only if the leaf is accepted
@@ -233,7 +233,7 @@ def _traversal(below: Sequence[Sequence[_Draw]], target: TargetProbs, oracle: Or
             return ([], token) if not below[node] or oracle.flip(accept) else None
         if not below[node]:
             return [node], oracle.choose(probs)
-        left = _Residual(probs, accept)
+        left = Residual(probs, accept)
         for draw in below[node]:
             chance = left.chance(draw)
             found = visit(draw.child, chance, draw.token) if chance > 0 else None

@@ -81,9 +81,10 @@ def default_folder(name: str) -> Path:
             else f"no embedded model {name!r}: the embedded weights are missing from this installation; install "
             "treespec again from a complete checkout, or rebuild them with weights/train_default.py"
         )
-    return _default() / name
+    return models_folder() / name
 
 
-def _default() -> Path:
+def models_folder() -> Path:
+    """The folder of the embedded models."""
     # Resolved: in an editable install the package is a link, and a checkpoint's files must lie inside its folder.
     return Path(str(resources.files(__name__))).resolve() / "default"

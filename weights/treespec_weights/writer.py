@@ -164,7 +164,8 @@ def write_json(folder: Path, name: str, document: Any) -> None:
         raise WriteError(folder, [Problem("file", repr(name), f"cannot be written: {error.strerror}")]) from error
 
 
-def _write(file: BinaryIO, tensor: Tensor, on_bytes: Callable[[int], None] | None) -> None:
+def write_tensor(file: BinaryIO, tensor: Tensor, on_bytes: Callable[[int], None] | None) -> None:
+    """Write the bytes of a tensor in chunks; `on_bytes` is called with the size of each."""
     data = memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     for start in range(0, len(data), CHUNK):
         chunk = data[start : start + CHUNK]

@@ -124,7 +124,7 @@ def compile_spec(target: str, spec: KernelSpec) -> CompiledKernel:
     _check_compiled(spec)
     compiled = triton.compile(_source_of(spec), target=_gpu_of(target), options=spec.options)
     if spec.constants.get("PDL"):
-        fault = order_fault(compiled.asm["ptx"], _cuobjdump(compiled.asm["cubin"], "--dump-sass"))
+        fault = order_fault(compiled.asm["ptx"], cuobjdump(compiled.asm["cubin"], "--dump-sass"))
         if fault:
             raise OrderError(fault)
     is_cuda = target.startswith("sm_")
@@ -171,12 +171,13 @@ def _check_compiled(spec: KernelSpec) -> None:
 
 
 def _cuda_usage(cubin: bytes) -> tuple[int, int]:
-    dump = _cuobjdump(cubin, "--dump-resource-usage")
+    dump = cuobjdump(cubin, "--dump-resource-usage")
     usage = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", dump)}
     return usage["REG"], max(usage["STACK"], usage["LOCAL"])
 
 
-def _cuobjdump(cubin: bytes, what: str) -> str:
+def cuobjdump(cubin: bytes, what: str) -> str:
+    """What NVIDIA's tool prints of a binary with the option `what`."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

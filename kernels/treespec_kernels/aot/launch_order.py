@@ -64,7 +64,7 @@ def order_fault(ptx: str, sass: str) -> str | None:
         ptx: of one kernel with programmatic dependent launch.
         sass: its machine code for sm_90 or later, as cuobjdump prints it.
     """
-    return _fault(_PTX, *_read_ptx(ptx)) or _fault(_SASS, *_read_sass(sass))
+    return _fault(_PTX, *_read_ptx(ptx)) or _fault(_SASS, *read_sass(sass))
 
 
 def _fault(language: _Language, instructions: list[_Instruction], places: dict[str, int]) -> str | None:

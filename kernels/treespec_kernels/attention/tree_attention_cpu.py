@@ -195,8 +195,8 @@ def _attend_packed(
             w_tile = w_tail * in_tile
             torch.bmm(w_tile, v_tail, out=work.summed[part])
             torch.bmm(w_tile, ones, out=work.mass[part])
-    _add_tiles(work.summed, block.windowed, work.total)
-    _add_tiles(work.mass, block.windowed, work.total_mass)
+    add_tiles(work.summed, block.windowed, work.total)
+    add_tiles(work.mass, block.windowed, work.total_mass)
     torch.div(work.value, work.divisor, out=out[own].view(work.value.shape))
 
 
@@ -250,6 +250,6 @@ def _attend_gathered(
         mass = torch.bmm(weights, _ones()[:, :PAGE_SIZE].expand(len(weights), -1, -1))
         mass = mass.view(num_tiles, kv_heads, padded, 16)
         total, total_mass = torch.empty_like(summed[0]), torch.empty_like(mass[0])
-        _add_tiles(summed, block.windowed, total)
-        _add_tiles(mass, block.windowed, total_mass)
+        add_tiles(summed, block.windowed, total)
+        add_tiles(mass, block.windowed, total_mass)
         out[block.first_row + row] = (total / total_mass[..., :1])[:, :group].reshape(heads, head_dim)

@@ -215,7 +215,7 @@ def tune(
     if jobs > 1:
         advance("compiling", sum(map(len, known_of)), total)
         pending_of = [[i for i in range(len(c)) if i not in k] for c, k in zip(candidates_of, known_of, strict=True)]
-        broken_of = _compile(problems, pending_of, jobs, began + budget_seconds / 2)
+        broken_of = compile_problems(problems, pending_of, jobs, began + budget_seconds / 2)
     results = []
     for index, (problem, candidates, known) in enumerate(zip(problems, candidates_of, known_of, strict=True)):
         left = budget_seconds - (time.monotonic() - began)
@@ -271,7 +271,7 @@ def _check_device(problem: Problem, measurement: Measurement) -> None:
         )
 
 
-def _compile(
+def compile_problems(
     problems: Sequence[Problem], pending_of: Sequence[Sequence[int]], jobs: int, deadline: float
 ) -> dict[int, dict[int, str]]:
     """Runs configurations once in other processes, which fills Triton's cache and finds those that break a device.
@@ -329,7 +329,8 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _works(device: torch.device) -> bool:
+def works(device: torch.device) -> bool:
+    """Whether the device still does what it is asked for."""
     try:
         _synchronize(device)
     except RuntimeError:

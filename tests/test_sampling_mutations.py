@@ -13,10 +13,10 @@ from tests.exactness import Run, differences, run
 from tests.models import OracleDrafter, open_llm, random_prompts, tiny, tree_of
 from treespec import SamplingParams, SpecConfig
 from treespec.engine import Engine
+from treespec.sampling import transforms as sampling
 from treespec.sampling.noise import Noise
 from treespec.sampling.sampler import Sampler
 from treespec.sampling.transforms import Transforms
-from treespec.sampling.transforms import transforms as sampling
 from treespec.tree import TokenTree
 from treespec.verification import verify
 from treespec.verification.verify import Verified

@@ -2,10 +2,19 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
+
+# What tests compile and measure is kept beside pytest's cache: it is shared by all processes, and between runs, and the
+# user's own caches are neither read nor filled. Files that tests/real/fetch.py has fetched stay where they are.
+CACHE = Path(__file__).parents[1] / ".pytest_cache" / "home"
+if os.environ.get("XDG_CACHE_HOME") != str(CACHE):
+    fetched = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "treespec" / "real"
+    os.environ.setdefault("TREESPEC_REAL", str(fetched))
+    os.environ["XDG_CACHE_HOME"] = str(CACHE)
 
 # Side by side, each process computes on one core: threads that wait for a core that another process has cost far more
 # than they gain. Tests of several threads ask for them.
@@ -27,8 +36,13 @@ def engines_start_quickly() -> Iterator[None]:
         yield
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: not _takes_minutes(item))  # first, so that no process ends with one while others wait
+    for item in items:
+        if _calls(item, "run_cases") or _calls(item, "run_uninterpreted"):
+            item.add_marker(pytest.mark.slow)
+    # Triton's interpreter first, so that no process ends with minutes of it while others wait.
+    items.sort(key=lambda item: not _calls(item, "run_cases"))
     if torch.cuda.is_available():
         return
     for item in items:
@@ -36,6 +50,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-def _takes_minutes(item: pytest.Item) -> bool:
-    """Whether a test runs cases in Triton's interpreter."""
-    return isinstance(item, pytest.Function) and "run_cases" in item.function.__code__.co_names
+def _calls(item: pytest.Item, function: str) -> bool:
+    """Whether a test itself calls a function of tests/child.py."""
+    return isinstance(item, pytest.Function) and function in item.function.__code__.co_names

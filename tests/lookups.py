@@ -1,13 +1,12 @@
 """Drafters that search texts, in numpy and compiled, and requests for them: shared by the tests of both sources."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
-from tests.models import new_folder
+from tests.libraries import LIBRARIES
 from tests.quantized_checkpoints import needs_compiler
 from treespec import SpecConfig
 from treespec.drafters.lookup.lookup_drafter import Counts, LookupDrafter
@@ -20,7 +19,6 @@ from treespec_kernels.cpu.lookup_cpu import CompiledHistory, Found, lookup_libra
 LOOKUP = SpecConfig(nodes=16, sources=("lookup",))
 PAST = SpecConfig(nodes=16, sources=("suffix",))
 BOTH = SpecConfig(nodes=16)
-_LIBRARIES = Path(new_folder("libraries"))
 New = Callable[..., LookupDrafter]
 
 
@@ -29,11 +27,11 @@ def numpy(remembers: int = 0) -> LookupDrafter:
 
 
 def compiled(remembers: int = 0) -> LookupDrafter:
-    return LookupDrafter(lookup_library(find_compiler(), _LIBRARIES), remembers)
+    return LookupDrafter(lookup_library(find_compiler(), LIBRARIES), remembers)
 
 
 def compiled_history(capacity: int) -> CompiledHistory:
-    return CompiledHistory(lookup_library(find_compiler(), _LIBRARIES), capacity)
+    return CompiledHistory(lookup_library(find_compiler(), LIBRARIES), capacity)
 
 
 WAYS = [pytest.param(numpy, id="numpy"), pytest.param(compiled, id="compiled", marks=needs_compiler)]

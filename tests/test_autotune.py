@@ -26,6 +26,8 @@ from treespec_kernels.aot.compile_jobs import run_in_processes
 from treespec_kernels.linear.quantized import WeightForm
 from treespec_kernels.tuning import tuned
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[1]
 THREADS = torch.get_num_threads()
 SMALL = "--heads 2 --kv-heads 1 --head-dim 16 --intermediate 32 --vocab 64 --nodes 2 --context 3".split()

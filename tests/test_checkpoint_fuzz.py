@@ -27,6 +27,8 @@ from treespec_weights import (
     verify_checkpoint,
 )
 
+pytestmark = pytest.mark.slow
+
 MOST_CALLS = 250_000  # of functions, for one folder: five times what any of thousands took
 
 

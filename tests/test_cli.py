@@ -18,6 +18,7 @@ from tokenizers import ByteLevelBPETokenizer
 from typer.testing import CliRunner
 
 import treespec.engine
+from tests.libraries import share_libraries
 from tests.models import CURVE, make_draft, make_llama, open_llm, tree_of
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.cli import app
@@ -81,7 +82,7 @@ def cache_home(llm: LLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache folder that knows a curve for `models`, so that no command measures one."""
     folder = tmp_path_factory.mktemp("cache")
     key = costs.cost_key(llm.engine.runner, llm.engine.ssms, llm.config.num_threads)
-    costs.save(CURVE, key, folder / "treespec")
+    costs.save(CURVE, key, share_libraries(folder / "treespec"))
     return folder
 
 

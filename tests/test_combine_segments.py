@@ -10,6 +10,8 @@ import pytest
 from tests.child import run_uninterpreted
 from treespec_kernels.aot import launch_order as aot_order
 
+pytestmark = pytest.mark.slow
+
 COMPILED = """
 import json, torch
 from treespec_kernels.aot import compiler as aot

@@ -1,6 +1,7 @@
 """compile=True: the pass in C++ has the promises of the eager one, under the same self-test."""
 
 import functools
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from tests.exactness import Run, differences, run, threads
 from tests.families import Case, make_model
+from tests.libraries import LIBRARIES
 from tests.models import (
     VOCAB,
     OracleDrafter,
@@ -29,7 +31,6 @@ from tests.test_decoder_parity import our_logits, their_logits
 from treespec import SpecConfig
 from treespec.cache import KVCache
 from treespec.errors import ExactnessError
-from treespec.planning import cost_measurement as costs
 from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.cpu.cpu_library import CompileError, find_compiler
 from treespec_kernels.cpu.decoder_cpu import CompiledModel, build
@@ -50,14 +51,6 @@ SPECS = {
     "static chain": SpecConfig(branching=(1, 1, 1, 1, 1)),
 }
 both_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Built here, not in the user's cache."""
-    folder = tmp_path_factory.mktemp("cache")
-    with mock.patch.object(costs, "cache_folder", lambda: folder):
-        yield folder / "compiled"
 
 
 @functools.cache
@@ -180,6 +173,7 @@ def test_as_far_from_float32_as_transformers_is(tmp_path: Path) -> None:
     assert error(ours) < error(their_logits(folder, tokens, torch.bfloat16))
 
 
+@pytest.mark.slow
 def test_without_the_widest_instructions() -> None:
     """The source's own vectors instead of AVX-512: other bits, the same promise."""
     generic = (COMPILER[0], "-march=x86-64-v3") if torch.cpu._is_avx2_supported() else COMPILER
@@ -198,13 +192,16 @@ def test_what_is_frozen_says_so() -> None:
         assert (frozen["attention"] == "compiled") is (frozen["linear"] == "compiled") is compiled
 
 
-def test_a_library_is_built_once(libraries: Path) -> None:
+def test_a_library_is_built_once(caplog: pytest.LogCaptureFixture) -> None:
     open_llm(tiny()[0], compile=True)
     for library in (build, growth_library):
         library.cache_clear()
-    built = {path: path.stat().st_mtime_ns for path in libraries.iterdir()}
-    open_llm(tiny()[0], compile=True)
-    assert built == {path: path.stat().st_mtime_ns for path in libraries.iterdir()}
+    built = {path: path.stat().st_mtime_ns for path in LIBRARIES.iterdir() if path.suffix == ".so"}
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "treespec"):
+        open_llm(tiny()[0], compile=True)
+    assert "compiling" not in caplog.text
+    assert built == {path: path.stat().st_mtime_ns for path in built}
 
 
 @pytest.mark.parametrize("name", ["forward", "logits"])

@@ -1,7 +1,6 @@
 """Attention in the compiled library: a row's bits depend neither on where its keys lie nor on the rows beside it."""
 
 import functools
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.libraries import LIBRARIES
 from tests.quantized_checkpoints import needs_compiler
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
 from treespec_kernels.cpu.cpu_library import find_compiler
@@ -57,12 +57,12 @@ CASES = [
 ]
 if torch.cpu._is_avx2_supported():
     CASES += [Case(32, 2, 3, dtype, 41, 2.0, ("-march=x86-64-v3",)) for dtype in (torch.bfloat16, torch.float32)]
-cases = pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)).replace("torch.", ""))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("compiled")
+cases = pytest.mark.parametrize(
+    "case",
+    # Other sizes of heads than the test models' take seconds to compile.
+    [pytest.param(case, marks=[pytest.mark.slow] * (case.head_dim > 16)) for case in CASES],
+    ids=["-".join(map(str, case)).replace("torch.", "") for case in CASES],
+)
 
 
 class Weights(NamedTuple):
@@ -104,8 +104,8 @@ def random_weights(case: Case, layers: int) -> Weights:
     return Weights(embed, parts, random(VOCAB, HIDDEN))
 
 
-def make_model(case: Case, folder: Path, threads: int = 1, layers: int = 2) -> CompiledModel:
-    library = build((*find_compiler(), *case.flags), case.head_dim, case.dtype, folder)
+def make_model(case: Case, threads: int = 1, layers: int = 2) -> CompiledModel:
+    library = build((*find_compiler(), *case.flags), case.head_dim, case.dtype, LIBRARIES)
     weights = random_weights(case, layers)
     heads, scale = case.kv_heads * case.group, case.head_dim**-0.5
     architecture = Architecture(heads, case.kv_heads, 1e-6, scale, score_cap=case.cap)
@@ -145,9 +145,9 @@ class Plain(NamedTuple):
 
 
 @functools.cache
-def plain_run(case: Case, folder: Path, other: bool = False) -> Plain:
+def plain_run(case: Case, other: bool = False) -> Plain:
     """Of one of two sequences, whose first page is the same."""
-    model, pool = make_model(case, folder), new_pool(case)
+    model, pool = make_model(case), new_pool(case)
     tokens = np.random.default_rng(3).integers(VOCAB, size=LENGTH)
     tokens[PAGE_SIZE:] = np.roll(tokens[PAGE_SIZE:], 7 * other)
     rows = [run(model, case, pool, [token], RequestRows.chain(i, 1, PAGES)) for i, token in enumerate(tokens)]
@@ -157,9 +157,9 @@ def plain_run(case: Case, folder: Path, other: bool = False) -> Plain:
 
 
 @cases
-def test_trees_behind_every_context(case: Case, folder: Path) -> None:
+def test_trees_behind_every_context(case: Case) -> None:
     """From no context to two pages; nodes beside the path are NaN, and so is what earlier trees left behind."""
-    model, plain = make_model(case, folder), plain_run(case, folder)
+    model, plain = make_model(case), plain_run(case)
     pool = plain.pool.clone()
     parents, path = [-1, 0, 0, 1, 2, 4, 4, 6], [0, 2, 4, 6, 7]
     for context_len in reversed(range(2 * PAGE_SIZE + 3)):
@@ -171,11 +171,11 @@ def test_trees_behind_every_context(case: Case, folder: Path) -> None:
 
 
 @cases
-def test_chunks_of_any_size(case: Case, folder: Path) -> None:
+def test_chunks_of_any_size(case: Case) -> None:
     """And the keys and values that they leave are the same bits too."""
-    plain = plain_run(case, folder)
+    plain = plain_run(case)
     for threads, chunk in ((1, 40), (3, 7), (2, LENGTH), (3, LENGTH)):
-        model, pool = make_model(case, folder, threads), new_pool(case)
+        model, pool = make_model(case, threads), new_pool(case)
         for start in range(0, LENGTH, chunk):
             part = plain.tokens[start : start + chunk]
             hidden = run(model, case, pool, part, RequestRows.chain(start, len(part), PAGES))
@@ -184,9 +184,9 @@ def test_chunks_of_any_size(case: Case, folder: Path) -> None:
 
 
 @cases
-def test_requests_beside_each_other(case: Case, folder: Path) -> None:
+def test_requests_beside_each_other(case: Case) -> None:
     """Of other lengths in other pages, some of which they share; chains and trees in one block of rows."""
-    plain, other = plain_run(case, folder), plain_run(case, folder, True)
+    plain, other = plain_run(case), plain_run(case, True)
     pool = plain.pool.clone()
     own = np.array([PAGES[0], 6, 7, 2])  # the first page is shared
     pool[:, :, own[1:]] = other.pool[:, :, PAGES[1:]]
@@ -196,15 +196,15 @@ def test_requests_beside_each_other(case: Case, folder: Path) -> None:
         tokens[path] = plain.tokens[long : long + len(path)]
         requests = [RequestRows.chain(short, 6, own), tree_rows(long, parents), RequestRows.chain(short + 6, 1, own)]
         ids = np.concatenate((other.tokens[short : short + 6], tokens, other.tokens[short + 6 : short + 7]))
-        hidden = run(make_model(case, folder), case, pool.clone(), ids, *requests)
+        hidden = run(make_model(case), case, pool.clone(), ids, *requests)
         assert torch.equal(hidden[[*range(6), 11]], other.hidden[short : short + 7])
         assert torch.equal(hidden[6:11][path], plain.hidden[long : long + len(path)])
 
 
 @cases
-def test_paths_longer_than_a_page(case: Case, folder: Path) -> None:
+def test_paths_longer_than_a_page(case: Case) -> None:
     """140 nodes in two branches: more slots than are brought together at once, for one row and for 16."""
-    plain, parents = plain_run(case, folder), [max(node - 2, -1 if node == 0 else 0) for node in range(140)]
+    plain, parents = plain_run(case), [max(node - 2, -1 if node == 0 else 0) for node in range(140)]
     path = [0, *range(2, 140, 2)]
     for context_len in (37, 64):
         tokens = np.full(len(parents), 5)
@@ -212,14 +212,14 @@ def test_paths_longer_than_a_page(case: Case, folder: Path) -> None:
         pool = torch.cat((plain.pool, plain.pool), 2)
         rows = tree_rows(context_len, parents, np.array([*PAGES[:-1], 9, 10]))
         for threads in (1, 2):
-            hidden = run(make_model(case, folder, threads), case, pool, tokens, rows)
+            hidden = run(make_model(case, threads), case, pool, tokens, rows)
             assert torch.equal(hidden[path], plain.hidden[context_len : context_len + len(path)])
 
 
 @cases
-def test_close_to_a_sum_in_double(case: Case, folder: Path) -> None:
+def test_close_to_a_sum_in_double(case: Case) -> None:
     """One layer, against softmax over the keys and values that stand in the cache."""
-    model, pool = make_model(case, folder, layers=1), new_pool(case, 1)
+    model, pool = make_model(case, layers=1), new_pool(case, 1)
     generator = torch.Generator().manual_seed(1)
     count, heads, dim = 2 * PAGE_SIZE + 21, case.kv_heads * case.group, case.head_dim
     pool.copy_(torch.randn(pool.shape, generator=generator))

@@ -18,22 +18,13 @@ from tests.models import VOCAB, greedy, make_draft, new_folder, open_llm, random
 from tests.quantized_checkpoints import needs_compiler
 from tests.test_compile_families import fitting
 from treespec import LLM, SamplingParams, SpecConfig
+from treespec.drafters.ssm import ssm_drafter as ssm
 from treespec.drafters.ssm.forest import Forest
 from treespec.drafters.ssm.levels import PlannedLevels
-from treespec.drafters.ssm.ssm_drafter import ssm_drafter as ssm
-from treespec.planning import cost_measurement as costs
 from treespec.tree import TokenTree
 from treespec_kernels.cpu.growth_cpu import TreeGrowth
 
 pytestmark = needs_compiler
-
-
-@pytest.fixture(scope="module", autouse=True)
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Built here, not in the user's cache."""
-    folder = tmp_path_factory.mktemp("cache")
-    with mock.patch.object(costs, "cache_folder", lambda: folder):
-        yield
 
 
 def prompts_of(*lengths: int) -> list[list[int]]:

@@ -1,10 +1,8 @@
 """Every family through the compiled pass: the eager pass's results, and for trees the bits of plain decoding."""
 
 import functools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,20 +13,11 @@ from tests.models import OracleDrafter, greedy, make_draft, new_folder, open_llm
 from tests.quantized_checkpoints import needs_compiler
 from tests.test_decoder_parity import our_logits
 from treespec import SpecConfig
-from treespec.planning import cost_measurement as costs
 from treespec_kernels.tuning.testing import assert_close
 
 pytestmark = needs_compiler
 ODD = ("mistral, a window of one position", "qwen3, biases, windows by layer", "gpt_neox, one after the other")
 SPECS = (SpecConfig(nodes=20, max_depth=6), SpecConfig(nodes=40, max_depth=4, sources=("ssm",)), SpecConfig())
-
-
-@pytest.fixture(scope="module", autouse=True)
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Built here, not in the user's cache."""
-    folder = tmp_path_factory.mktemp("cache")
-    with mock.patch.object(costs, "cache_folder", lambda: folder):
-        yield
 
 
 def fitting(case: Case) -> dict[str, Any]:

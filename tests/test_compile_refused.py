@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.libraries import share_libraries
 from tests.models import CURVE, make_llama, new_folder, tiny
 from tests.quantized_checkpoints import needs_compiler
 from treespec import LLM
@@ -20,8 +21,9 @@ from treespec_kernels.cpu.cpu_library import compile_library, find_compiler
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is built in the user's cache."""
-    monkeypatch.setattr(costs, "cache_folder", lambda: tmp_path)
+    """What engines measure is not kept."""
+    folder = share_libraries(tmp_path)
+    monkeypatch.setattr(costs, "cache_folder", lambda: folder)
 
 
 @pytest.mark.parametrize(

@@ -249,6 +249,7 @@ def test_a_process_that_is_killed(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's memory counters")
 def test_memory_is_that_of_a_tensor(tmp_path: Path) -> None:
     """In a process of its own, whose malloc gives large blocks back at once."""

@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 
+from tests.libraries import share_libraries
 from tests.models import open_llm, tiny
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.planning import cost_measurement as costs
@@ -21,6 +22,7 @@ KEY = {"device": "cpu", "processor": "p", "dtype": "float32", "threads": 1, "tor
 
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    share_libraries(tmp_path / "treespec")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 

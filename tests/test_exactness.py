@@ -65,6 +65,7 @@ def test_trees_give_the_bits_of_plain_decoding(dtype: torch.dtype, ssms: tuple[i
         assert tree.acceptance_length > 1.2, f"{name}: nothing was accepted, so nothing was shown"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 def test_two_hundred_prompts(dtype: torch.dtype) -> None:
     """200 prompts of 128 tokens each, by tokens alone; the draft is the first of the target's two layers."""

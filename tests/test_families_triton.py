@@ -12,6 +12,8 @@ from treespec.errors import ConfigError
 from treespec_kernels.linear.quantized import WeightForm
 from treespec_weights.quantize import compressed_tensors_config
 
+pytestmark = pytest.mark.slow
+
 OPS = "family_ops_cases.py"
 # Each switch once, in the dtype that models come in; heads of 256 in float32 too, whose tiles take most registers.
 COMPILED = """

@@ -19,7 +19,7 @@ from tests.quantized_checkpoints import needs_compiler
 from treespec_kernels.cpu.cpu_library import compile_library, find_compiler
 from treespec_kernels.cpu.file_lock import shared_work
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.slow]
 
 START = """
 import logging, sys, threading

@@ -1,11 +1,10 @@
 """Trees that grow, in numpy and compiled, against a dictionary of paths: SSMs and seeds merged, budgets, frontiers."""
 
-from pathlib import Path as File
-
 import numpy as np
 import pytest
 
-from tests.models import new_folder, tree_of
+from tests.libraries import LIBRARIES
+from tests.models import tree_of
 from tests.quantized_checkpoints import needs_compiler
 from treespec.drafters.ssm.compiled_forest import CompiledForest
 from treespec.drafters.ssm.forest import Forest, Laws, Shape, combine
@@ -18,7 +17,6 @@ from treespec_kernels.cpu.growth_cpu import TreePlaces, growth_library
 
 VOCAB = 12
 NAMES = ("a", "b")
-_LIBRARIES = File(new_folder("libraries"))
 Path = tuple[int, ...]
 
 
@@ -39,7 +37,7 @@ class Speaker:
 
 
 def compiled(*args: object) -> CompiledForest:
-    library = growth_library(find_compiler(), _LIBRARIES)
+    library = growth_library(find_compiler(), LIBRARIES)
     return CompiledForest(*args, library=library)  # type: ignore[arg-type, misc]
 
 
@@ -234,7 +232,7 @@ def test_places_are_those_of_a_planned_pass(seed: int) -> None:
     count = int(rng.integers(1, 4))
     contexts = rng.integers(1, 3 * PAGE_SIZE, count).tolist()
     pages = np.split(rng.permutation(5 * count) + 1, count)
-    places = TreePlaces(growth_library(find_compiler(), _LIBRARIES), contexts, pages)
+    places = TreePlaces(growth_library(find_compiler(), LIBRARIES), contexts, pages)
     masks, going, newest = [np.ones((1, 1), dtype=bool)] * count, list(range(count)), [[0]] * count
     for depth in range(1, 6):
         going = [tree for tree in going if rng.random() < 0.9]
@@ -265,7 +263,7 @@ def test_places_are_those_of_a_planned_pass(seed: int) -> None:
 
 @needs_compiler
 def test_a_tree_without_room_is_refused() -> None:
-    places = TreePlaces(growth_library(find_compiler(), _LIBRARIES), [PAGE_SIZE - 2, 5], [np.array([3]), np.array([4])])
+    places = TreePlaces(growth_library(find_compiler(), LIBRARIES), [PAGE_SIZE - 2, 5], [np.array([3]), np.array([4])])
     places.extend(np.array([0, 1]), np.array([0, 0]), 1)
     with pytest.raises(AssertionError, match="no page"):
         places.extend(np.array([0]), np.array([1]), 2)

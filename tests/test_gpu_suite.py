@@ -18,6 +18,8 @@ import pytest
 from tests.child import run_cases
 from tests.gpu_suite import Lost, measurement, module, stage_of, state_of
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[1]
 
 

@@ -17,6 +17,8 @@ import pytest
 
 from tests.gpu_suite import Lost, measurement, module, state_of
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[1]
 
 

@@ -217,6 +217,7 @@ def probs_of(model: Any, prompt: list[int], options: dict[str, Any]) -> np.ndarr
     return np.stack([first[token] * after([*prompt, token]) for token in range(SMALL)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLED_OPTIONS)
 @pytest.mark.parametrize("verification", ["coupled", "rejection"])
 def test_the_distribution_is_transformers(name: str, verification: str) -> None:

@@ -11,6 +11,8 @@ import pytest
 from tests.child import run_uninterpreted
 from treespec_kernels.aot.compiler import SHARED_BYTES, ops
 
+pytestmark = pytest.mark.slow
+
 # Registers per thread, some tens above what Triton 3.6 and 3.9 give: a change that costs occupancy shows here.
 REGISTER_BOUND = {
     "attend_items": 224,

@@ -39,6 +39,7 @@ def tensor_bytes() -> dict[int, int]:
     return found
 
 
+@pytest.mark.slow
 @reads_proc
 def test_memory_is_constant_over_10000_tokens(request: pytest.FixtureRequest) -> None:
     if not runs_alone(request.node.nodeid):

@@ -1,13 +1,12 @@
 """Linear layers with quantised weights: the specification, the library on a CPU, the Triton kernel's cases."""
 
 import ctypes
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.child import run_cases
-from tests.models import new_folder
+from tests.libraries import LIBRARIES
 from tests.quantized_checkpoints import needs_compiler
 from treespec_kernels.aot.kernel_spec import AOT_FORMS
 from treespec_kernels.cpu.cpu_library import find_compiler
@@ -32,11 +31,10 @@ FORMS = [
     (97, 96, 4, 3, True),
     (16, 48, 4, 1, True),
 ]
-_LIBRARIES = Path(new_folder("libraries"))
 
 
 def library(dtype: torch.dtype) -> ctypes.CDLL:
-    return build(find_compiler(), 16, dtype, _LIBRARIES)
+    return build(find_compiler(), 16, dtype, LIBRARIES)
 
 
 def random_weight(

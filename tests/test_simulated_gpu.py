@@ -10,6 +10,8 @@ import pytest
 
 from tests.child import run_cases
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 
 

@@ -14,6 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).resolve().parents[1] / "weights" / "train_default.py"
 FOLDERS = ("target", "ssm-1", "ssm-2", "ssm-3")
 WORDS = ["alpha", "beta", "gamma", "delta", "value", "index", "node", "tree", "token", "draft", "path", "count"]

@@ -7,7 +7,7 @@ import torch
 from tests.exactness import differences, run
 from tests.models import greedy, make_draft, new_folder, open_llm, random_prompts, tiny
 from treespec import LLM, SpecConfig
-from treespec.drafters.ssm.ssm_drafter import ssm_drafter as ssm
+from treespec.drafters.ssm import ssm_drafter as ssm
 from treespec.drafters.trust import FADING, LEAST, WINDOW, WORST, Trust
 
 SSMS = SpecConfig(nodes=12, max_depth=3, sources=("ssm",))

@@ -6,6 +6,8 @@ import pytest
 
 from tests.child import run_uninterpreted
 
+pytestmark = pytest.mark.slow
+
 # An implementation asked for by name never falls back. Each is called on CPU tensors that fit.
 CALLS = {
     "coupled_choice": (

@@ -21,6 +21,8 @@ from treespec.adapter.row_attention import attend_rows
 from treespec.adapter.upcast import UpcastMode
 from treespec.errors import ModelError
 
+pytestmark = pytest.mark.slow
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 NOISY: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 4, "num_key_value_heads": 2},

@@ -22,6 +22,8 @@ from treespec.config import RANDOM_DRAWS, VERIFICATIONS
 from treespec.errors import ConfigError
 from treespec.sampling.noise import Noise
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:

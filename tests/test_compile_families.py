@@ -15,7 +15,7 @@ from tests.test_decoder_parity import our_logits
 from treespec import SpecConfig
 from treespec_kernels.tuning.testing import assert_close
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.slow]
 ODD = ("mistral, a window of one position", "qwen3, biases, windows by layer", "gpt_neox, one after the other")
 SPECS = (SpecConfig(nodes=20, max_depth=6), SpecConfig(nodes=40, max_depth=4, sources=("ssm",)), SpecConfig())
 

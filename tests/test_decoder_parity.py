@@ -17,6 +17,8 @@ from treespec.sampling_params import SamplingParams
 from treespec.tree import TokenTree
 from treespec_kernels.tuning.testing import assert_close
 
+pytestmark = pytest.mark.slow
+
 LENGTH = 160  # tokens of a comparison; behind the first tile's border, and behind the second's
 MAX_LEN = 256
 

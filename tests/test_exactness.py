@@ -25,7 +25,7 @@ from treespec.tree import TokenTree
 from treespec_weights import default_names
 
 DTYPES = [torch.float32, torch.bfloat16]
-SUBSETS = all_of(0, 1, 2)
+SUBSETS = [pytest.param(ssms, marks=[pytest.mark.slow] * (len(ssms) == 2)) for ssms in all_of(0, 1, 2)]
 LENGTHS = (1, 2, 9, 31, 50, 62, 63, 64, 65, 90, 126)  # 11 requests for 8 slots; outputs cross positions 64 and 128
 TOKENS = 20
 SPECS = {
@@ -82,7 +82,7 @@ def test_two_hundred_prompts(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
-@pytest.mark.parametrize("chunk", [1, 7, 64, 512])
+@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 7, 64, 512])
 def test_prefill_chunks_and_batch_size_change_nothing(dtype: torch.dtype, chunk: int) -> None:
     plain = plain_run(dtype, (1, 9, 62, 65, 126), 14)
     for seqs in (1, 3):

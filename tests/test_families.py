@@ -111,6 +111,7 @@ def family(name: str, dtype: torch.dtype) -> tuple[Path, LLM]:
     return folder, open_llm(folder, [draft, OracleDrafter([], 6, vocab=VOCAB)], max_num_seqs=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TYPICAL)
 def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
     """64 tokens, plainly and with deep paths accepted."""

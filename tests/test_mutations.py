@@ -24,6 +24,8 @@ from treespec_kernels.attention import tree_attention_cpu
 from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.linear.linear import Linear, onednn_available
 
+pytestmark = pytest.mark.slow
+
 TOKENS = 18
 LENGTHS = (20, 58, 61, 63, 126)  # trees cross tile borders
 Patch = pytest.MonkeyPatch

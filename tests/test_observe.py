@@ -177,7 +177,7 @@ def test_a_silent_drafter_leaves_requests_to_captured_rounds() -> None:
     engine.drafters.append(OracleDrafter([], 3))
     for sources, captured in ((("ssm",), True), (("ssm", "oracle"), False)):
         rounds.seen.clear()
-        rounds.texts.clear()
+        rounds._texts.clear()
         outputs = llm.generate(prompts, greedy(9), spec=SpecConfig(nodes=8, sources=sources))
         assert [output.outputs[0].token_ids for output in outputs] == [tokens[:9] for tokens in plain]
         assert bool(rounds.seen) is captured

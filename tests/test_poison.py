@@ -16,6 +16,8 @@ from treespec.errors import RequestError
 from treespec.request import Request
 from treespec.tree import TokenTree
 
+pytestmark = pytest.mark.slow
+
 TREE = SpecConfig(nodes=16, max_depth=5)
 POISON = 511  # the token whose embedding `poisoned` spoils; no output below has it
 

@@ -91,6 +91,7 @@ def test_fixed_rows_are_fixed() -> None:
     assert ENGINES["fixed rows"][0]().stats()["frozen"]["fixed_rows"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compile", [False, pytest.param(True, marks=needs_compiler)], ids=["eager", "compiled"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_chunks_company_and_drafts_change_nothing(dtype: torch.dtype, compile: bool) -> None:

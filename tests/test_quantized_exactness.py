@@ -55,6 +55,7 @@ def test_sampled_tokens(compile: bool) -> None:
     assert tree.tokens == plain.tokens
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("quantization", ["int8", "int4"])

@@ -17,6 +17,8 @@ from treespec_weights import ModelShape, family_of, read_config
 from treespec_weights.load import expected_tensors, quantizable
 from treespec_weights.quantize import dequantize, quantize
 
+pytestmark = pytest.mark.slow
+
 LENGTHS, TOKENS = (3, 40, 70), 12
 
 

@@ -21,6 +21,8 @@ from treespec.tree import TokenTree
 from treespec.verification import verify
 from treespec.verification.verify import Verified
 
+pytestmark = pytest.mark.slow
+
 Patch = pytest.MonkeyPatch
 LENGTHS = (20, 58, 63)
 TOKENS = 16

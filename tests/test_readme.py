@@ -57,6 +57,7 @@ def test_the_example_runs(tmp_path: Path) -> None:
     assert "def fibonacci(n):" in done.stdout
 
 
+@pytest.mark.slow
 @needs_weights
 @pytest.mark.parametrize("path", [path for path in DOCS if examples(path)], ids=lambda path: path.name)
 def test_the_examples_of_a_document_run(path: Path, tmp_path: Path) -> None:
@@ -99,6 +100,7 @@ def test_links_lead_somewhere() -> None:
     assert DOCS and all(f"(docs/{path.name})" in README for path in DOCS)
 
 
+@pytest.mark.slow
 def test_the_example_inside_transformers_runs(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "transformers.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)\n```$", text, flags=re.DOTALL | re.MULTILINE)

@@ -191,6 +191,7 @@ for rule in ("rejection", "traversal"):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_joint_distribution(name: str) -> None:
     spec, options = CASES[name]
@@ -199,6 +200,7 @@ def test_the_joint_distribution(name: str) -> None:
     assert acceptance > 1.2 or spec.is_plain, "nothing was accepted, so nothing was shown"
 
 
+@pytest.mark.slow
 def test_the_joint_distribution_of_lookup_alone_and_of_separate_prompts() -> None:
     """The prompts of a list have seeds of their own and share no cache."""
     llm = sampling_llm()
@@ -301,6 +303,7 @@ FAULTS: dict[str, tuple[Callable[[Patch], None], list[SpecConfig]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_change_the_distribution(fault: str) -> None:
     plant, specs = FAULTS[fault]

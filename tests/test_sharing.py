@@ -269,6 +269,7 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["none", "the tail page is shared", *FAULTS])
 def test_a_planted_fault_is_seen(fault: str) -> None:
     llm = open_llm(tiny()[0], tiny()[1], max_num_seqs=4)

@@ -19,6 +19,8 @@ from treespec.request import Request
 from treespec.tree import TokenTree
 from treespec_kernels.attention.tree_batch import PAGE_SIZE
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = random_prompts((1, 20, 64, 65, 130, 130), seed=1)
 LONGEST = 12  # tokens of an output
 SAMPLES = 5

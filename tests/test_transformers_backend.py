@@ -38,6 +38,8 @@ from treespec.models.attention import CpuAttention
 from treespec_kernels.attention.tree_attention_cpu import tree_attention_cpu
 from treespec_kernels.attention.tree_batch import RequestRows
 
+pytestmark = pytest.mark.slow
+
 EXACT = (
     "llama",
     "mistral",

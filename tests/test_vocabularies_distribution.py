@@ -182,6 +182,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_joint_distribution(name: str) -> None:
     spec, kind = CASES[name]
@@ -252,6 +253,7 @@ def unmasked(probs: np.ndarray) -> np.ndarray:
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [swapped, unmasked])
 @pytest.mark.parametrize("rule", ["rejection", "traversal"])
 def test_the_g_test_catches_a_wrong_distribution(rule: str, change: Callable[[np.ndarray], np.ndarray]) -> None:

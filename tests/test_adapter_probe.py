@@ -159,7 +159,7 @@ def test_widened_models_have_the_bits_of_wide_ones(kind: str) -> None:
 
 
 def test_large_weights_are_widened_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("treespec.adapter.upcast._CHUNK", 100)
+    monkeypatch.setattr("treespec.adapter.upcast.CHUNK", 100)
     layer, x = nn.Linear(32, 50, dtype=torch.bfloat16), torch.randn(2, 7, 32, dtype=torch.bfloat16)
     with torch.inference_mode(), UpcastMode(torch.float64):
         found = layer(x)

@@ -83,7 +83,7 @@ class Runner:
             request.prefill_passes += 1
         return [] if states is None else list(states.split(list(counts)))
 
-    def _score_prompt(self, request: Request, hidden: Tensor, count: int) -> None:
+    def score_prompt(self, request: Request, hidden: Tensor, count: int) -> None:
         """Append log-probabilities of the prompt tokens that follow these rows, from logits with the bits of decoding.
 
         Args:
@@ -143,7 +143,7 @@ class Runner:
         if self.target.device.type == "cuda":
             torch.cuda.synchronize(self.target.device)
 
-    def _pass(self, rows: list[RequestRows], tokens: np.ndarray) -> tuple[Tensor, Tensor | None]:
+    def run_pass(self, rows: list[RequestRows], tokens: np.ndarray) -> tuple[Tensor, Tensor | None]:
         """Final hidden states of the tokens, and the states of `hidden_of`."""
         ids = torch.from_numpy(tokens).to(self.target.device)
         assert self.max_rows is None or len(tokens) <= self.max_rows, "a pass outgrew the fixed number of rows"

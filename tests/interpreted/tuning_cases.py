@@ -191,7 +191,7 @@ def test_a_broken_device_ends_the_sweep_and_is_remembered(
     plant(monkeypatch, one_wrong)
     log = SweepLog(tmp_path / "log", NAME)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tuning, "_works", lambda device: False)
+        patch.setattr(tuning, "works", lambda device: False)
         with pytest.raises(TuningError, match=r"broke the device .*; run again to continue without it"):
             tune(problems, clock(), log)
     timed = clock()

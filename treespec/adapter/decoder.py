@@ -87,7 +87,7 @@ class AdapterDecoder(Decoder):
         ]
         self.windows = tuple(dict.fromkeys(window.size for window in found if window is not None))
         # by layer, index into `AdapterPass.attention`; None = row by row
-        self._plans = tuple(None if window is None else self.windows.index(window.size) for window in found)
+        self.plans = tuple(None if window is None else self.windows.index(window.size) for window in found)
         self._stack, self._num_kept, self._num_kept_calls = self._find_layer_list(model.get_submodule(config.base))
 
     @property

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 _aten = torch.ops.aten
-_CHUNK = 1 << 22  # weight elements upcast at once, to bound memory
+CHUNK = 1 << 22  # weight elements upcast at once, to bound memory
 
 
 class UpcastMode(TorchDispatchMode):

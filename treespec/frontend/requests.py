@@ -29,7 +29,7 @@ logger = logging.getLogger("treespec")
 _Position = TypeVar("_Position", dict[int, Logprob], dict[int, Logprob] | None)
 Prompt = str | Sequence[int] | np.ndarray | torch.Tensor | TextPrompt | TokensPrompt | dict[str, Any]
 
-# Most texts, and most characters of all of them together: all stop strings are searched for after every token, and every
+# Most texts, and most characters of all together: all stop strings are searched for after every token, and every
 # bad word is tokenized twice.
 _MOST_TEXTS = {"stop": (1000, 100_000), "bad_words": (5000, 200_000)}
 _PROMPT_KEYS = ("prompt", "prompt_token_ids")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 _KEPT = 64  # compiled constraints kept for later requests (LRU)
-_SECONDS = 5  # CPU time limit of compiling a constraint; within `form_limits` it takes less than 1
+SECONDS = 5  # CPU time limit of compiling a constraint; within `form_limits` it takes less than 1
 _STACK = 256 << 20  # bytes, committed on use; nested rules take 15 KB each
 
 
@@ -61,7 +61,7 @@ class Grammars:
 
     def _new_parser(self, form: StructuredOutputsParams) -> "LLMatcher":
         """Compile a fresh parser and cache it."""
-        self._parsers[form] = self._parse(form)
+        self._parsers[form] = self.parse(form)
         if len(self._parsers) > _KEPT:
             self._parsers.popitem(last=False)
         return self._parsers[form]

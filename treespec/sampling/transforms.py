@@ -115,7 +115,7 @@ class _BadWords:
         return [end for length in fitting for end in self._ends.get(near[len(near) - length :], ())]
 
 
-class _Counts:
+class TokenCounts:
     """Token counts of a request's output, and the set of its prompt tokens."""
 
     def __init__(self, vocab_size: int, num_prompt: int):

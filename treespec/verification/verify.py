@@ -115,7 +115,7 @@ def verify_drawn_one(rule: str, tree: TokenTree, target: TargetProbs, oracle: Or
 
 
 @dataclass(eq=False)
-class _Draw:
+class Draw:
     """One proposal: its node, its token and the distribution it was sampled from (row None: one-hot)."""
 
     child: int
@@ -151,7 +151,7 @@ def draws_below(tree: TokenTree) -> list[list[Draw]]:
     return below
 
 
-class _Residual:
+class Residual:
     """Unnormalised residual distribution at a node, and the probability that the node is accepted.
 
     An accepted draw reads scalars only and costs no pass over the vocabulary. The target's row is never written.
@@ -159,14 +159,14 @@ class _Residual:
 
     def __init__(self, probs: np.ndarray, accept: float = 1.0):
         self.probs, self.accept = probs, accept
-        self._mass = self._summed = 1.0  # current sum, and the sum last computed over the whole row
+        self.mass = self._summed = 1.0  # current sum, and the sum last computed over the whole row
         self._borrowed = True
 
-    def chance(self, draw: _Draw) -> float:
+    def chance(self, draw: Draw) -> float:
         """Probability of accepting the draw or a node below it; 0 where the target's probability is 0."""
-        return min(1.0, self.accept * float(self.probs[draw.token]) / self._mass / draw.prob)
+        return min(1.0, self.accept * float(self.probs[draw.token]) / self.mass / draw.prob)
 
-    def reject(self, draw: _Draw) -> bool:
+    def reject(self, draw: Draw) -> bool:
         """Subtract the draw's distribution. False if an accepted node has no mass left, which only rounding can cause.
 
         Then r = q up to rounding, and the caller accepts the draw (as with probability 1 at r = q) or, if its token has
@@ -175,15 +175,15 @@ class _Residual:
         probs, mass = self.without(draw.token) if draw.row is None else self._minus(draw, draw.row)
         if not mass > 0 and self.accept == 1:
             return False
-        left = self.accept * mass / self._mass
-        self.probs, self._mass, self._borrowed = probs, mass, False
+        left = self.accept * mass / self.mass
+        self.probs, self.mass, self._borrowed = probs, mass, False
         self.accept = left / (left + (1.0 - self.accept))  # 1 stays exactly 1
         return True
 
-    def _minus(self, draw: _Draw, row: np.ndarray) -> tuple[np.ndarray, float]:
+    def _minus(self, draw: Draw, row: np.ndarray) -> tuple[np.ndarray, float]:
         """max(a p - q, 0) in the scale of p, so that only q is scaled, and its sum; three or four passes over the
         row."""
-        scale = min(self._mass / (self.accept * draw.row_mass), _MAX_SCALE)
+        scale = min(self.mass / (self.accept * draw.row_mass), _MAX_SCALE)
         taken = np.multiply(row, scale, dtype=self.probs.dtype)
         if draw.excluded:
             taken[draw.excluded] = 0.0

@@ -65,7 +65,7 @@ __all__ = [
 
 def default_names() -> tuple[str, ...]:
     """The names of the installed embedded models, sorted: `ssm-1` ..., `target`."""
-    return tuple(sorted(path.parent.name for path in _default().glob("*/config.json")))
+    return tuple(sorted(path.parent.name for path in models_folder().glob("*/config.json")))
 
 
 def default_folder(name: str) -> Path:

@@ -124,7 +124,7 @@ def write_shard(
                 tensor = next(following)
                 assert (NAMES[tensor.dtype], tuple(tensor.shape)) == output[1:], f"{name}: not as planned"
                 file.seek(len(encoded) + header[name]["data_offsets"][0])
-                _write(file, tensor, on_bytes)
+                write_tensor(file, tensor, on_bytes)
                 del tensor  # before the next one is created; zip would hold it
             name = ""
             file.flush()

@@ -111,7 +111,7 @@ def _read_ptx(text: str) -> tuple[list[_Instruction], dict[str, int]]:
     )
 
 
-def _read_sass(text: str) -> tuple[list[_Instruction], dict[str, int]]:
+def read_sass(text: str) -> tuple[list[_Instruction], dict[str, int]]:
     """The instructions of a kernel, and the index of each address, without leading zeros: jumps to 0090 name 0x90."""
     return _read(
         re.finditer(

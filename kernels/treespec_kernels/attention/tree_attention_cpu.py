@@ -204,7 +204,7 @@ def _cap_scores(scores: Tensor, cap: float) -> None:
     scores.div_(cap).tanh_().mul_(cap)  # like exp, torch computes tanh in whole vectors, without a scalar tail
 
 
-def _add_tiles(parts: Tensor, windowed: bool, total: Tensor) -> None:
+def add_tiles(parts: Tensor, windowed: bool, total: Tensor) -> None:
     """Sums over the first dimension; with a window one by one, so that leading zeros change nothing."""
     if not windowed:
         torch.sum(parts, 0, out=total)

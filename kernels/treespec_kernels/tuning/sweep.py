@@ -264,7 +264,7 @@ def measure(problem: Problem, config: Any, clock: Clock) -> Measurement:
 
 def _check_device(problem: Problem, measurement: Measurement) -> None:
     """Raises TuningError if a failed kernel left the process with a sticky device error."""
-    if measurement.error is not None and not _works(problem.workloads[0].device):
+    if measurement.error is not None and not works(problem.workloads[0].device):
         raise TuningError(
             f"{problem.label}, {measurement.config} broke the device ({measurement.error.splitlines()[0]}); "
             "run again to continue without it"
@@ -310,7 +310,7 @@ def _try_out(problem: Problem, batch: Sequence[int]) -> dict[int, str]:
     candidates = workload.candidates()
     try:
         for i in batch:
-            if not _works(workload.device):  # after a sticky device error nothing runs in this process
+            if not works(workload.device):  # after a sticky device error nothing runs in this process
                 break
             try:
                 workload.run(candidates[i])

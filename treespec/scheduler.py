@@ -95,7 +95,7 @@ class Scheduler:
     def _has_room(self, request: Request) -> bool:
         """Whether the request's pages are free. An idle engine first reclaims the prompt pages that later groups keep;
         their next sample prefills the prompt again."""
-        needed, shared = self.slots_needed(request), len(_shared_pages(request))
+        needed, shared = self.slots_needed(request), len(shared_pages(request))
         if not self.running:
             for other in reversed(self.waiting):
                 if self.cache.can_reserve(needed, shared):
@@ -106,7 +106,7 @@ class Scheduler:
 
     def _admit(self, request: Request) -> None:
         """Reserve a request's pages, reusing the prompt if its group has it in the cache."""
-        shared = _shared_pages(request)
+        shared = shared_pages(request)
         request.pages = self.cache.reserve(request.request_id, self.slots_needed(request), shared)
         self.running.append(request)
         group, prefix = request.group, request.num_prompt - 1
@@ -173,7 +173,7 @@ class Scheduler:
             assert group.kept is None or (group.waiting and not running), f"{group.group_id} keeps pages without need"
 
 
-def _shared_pages(request: Request) -> np.ndarray:
+def shared_pages(request: Request) -> np.ndarray:
     """Pages that a waiting request would share: the full prompt pages of its leader, or all pages kept by the group."""
     group, prefix = request.group, request.num_prompt - 1
     if group is None:

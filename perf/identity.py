@@ -220,7 +220,7 @@ def greedy(args: argparse.Namespace) -> int:
         plain_logits = recorder.take(plain)
         if dtype == "float32" and reference is None:
             reference = against_transformers(model, plain, plain_logits)
-        for mode, spec in modes(llm.engine.ssms.names if llm.engine.ssms else (), args.nodes).items():
+        for mode, spec in modes(llm.engine.sources.ssms.names if llm.engine.sources.ssms else (), args.nodes).items():
             start = time.perf_counter()
             tree = llm.generate(prompts, params, spec=spec)
             seconds = time.perf_counter() - start

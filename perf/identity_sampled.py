@@ -85,7 +85,7 @@ def run(
     began, computed = time.perf_counter(), 0
     for dtype in setup["dtypes"]:
         llm = open_llm(dtype)
-        names = tuple(llm.engine.ssms.names) if llm.engine.ssms else ()
+        names = tuple(llm.engine.sources.ssms.names) if llm.engine.sources.ssms else ()
         known = read_prompts(llm)
         prompts = [Prompt(i, tokens) for i, tokens in enumerate(known)][number - 1 :: count]
         distinct = len({tuple(tokens) for tokens in known})

@@ -48,7 +48,7 @@ def balanced(entries: Sequence[dict[str, str]], count: int) -> list[dict[str, st
 def counting_passes(llm: LLM) -> Iterator[Counter[str]]:
     """Counts the SSMs' passes of a run. Captured rounds on a GPU do not propose on the host, so they would count 0."""
     total: Counter[str] = Counter()
-    ssms, original = llm.engine.ssms, llm.engine.ssms.propose
+    ssms, original = llm.engine.sources.ssms, llm.engine.sources.ssms.propose
 
     def propose(*args: Any) -> Any:
         trees = original(*args)

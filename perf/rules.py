@@ -173,7 +173,7 @@ def main() -> None:
             "threads": llm.config.num_threads,
             "torch": torch.__version__,
             "repeats_on_the_same_trees": REPEATS,
-            "sources": list(llm.engine.ssms.names),
+            "sources": list(llm.engine.sources.ssms.names),
         },
         "same_trees": same,
         "own_runs": figures(own),

@@ -120,7 +120,7 @@ def open_llm(model: Path, drafts: Iterable[Any] = (), prove: bool | None = False
         mock.patch("treespec.startup.target.differing_rows", proof),
     ):
         llm = LLM(model, drafts=list(drafts), **({"device": "cpu", "max_model_len": 256, "compile": False} | options))
-    llm.engine.planner.costs.learns = False  # what times of this machine would teach is luck
+    llm.engine.host.planner.costs.learns = False  # what times of this machine would teach is luck
     return llm
 
 

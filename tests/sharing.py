@@ -136,8 +136,8 @@ def few_pages(llm: LLM, count: int) -> Iterator[None]:
 def remembered(llm: LLM) -> list[str]:
     """Requests of which one of the engine's drafters still keeps something, pages or tokens."""
     engine = llm.engine
-    found = [] if engine.ssms is None else list(engine.ssms._states)
-    for drafter in (engine.lookup, *engine.drafters):
+    found = [] if engine.sources.ssms is None else list(engine.sources.ssms._states)
+    for drafter in (engine.sources.lookup, *engine.sources.others):
         if isinstance(drafter, ForeignDrafter):
             drafter.cache.check_integrity()
             found += drafter._readings

@@ -1,11 +1,9 @@
 """What a benchmark's measurements count: rounds, accepted tokens and seconds, of our engine and of transformers."""
 
 import time
+from collections import Counter
 from collections.abc import Sequence
-from types import SimpleNamespace
-from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.models import OracleDrafter, greedy, open_llm, random_prompts, tiny, tiny_llm
@@ -14,44 +12,13 @@ from treespec.bench.measure import Run, Sample, interleave, run_ours
 from treespec.bench.modes import Peer
 from treespec.bench.peers import Transformers
 from treespec.bench.profile import MEANING, acceptance_by_depth_of, profiled
-from treespec.engine import Decided, Scored
 from treespec.errors import ModelError
-from treespec.graphs.graph_engine import GraphEngine
-from treespec.graphs.graph_planner import RoundSeconds
-from treespec.tree import TokenTree
-from treespec.verification.verify import Verified
+from treespec.sampling.noise import Noise
 
 
-class ScriptedEngine:
-    """Rounds of one request, as (accepted drafted tokens, emitted tokens): it may stop inside its path."""
-
-    def __init__(self, rounds: list[tuple[int, int]]):
-        self.ssms, self.lookup, self.drafters, self.rounds = None, None, [], rounds
-        self.request = SimpleNamespace(tokens=[0])
-
-    def step(self) -> None:
-        accepted, _ = self.rounds[0]
-        self.forward()
-        scored = Scored(self.request, TokenTree.root(0), np.zeros(1))  # type: ignore[arg-type]
-        self.commit([Decided(scored, Verified(np.arange(1 + accepted), 7))])
-
-    def commit(self, decided: list[Decided]) -> None:
-        _, emitted = self.rounds.pop(0)
-        self.request.tokens += [7] * emitted
-
-    def forward(self) -> None:
-        pass
-
-    prefill = propose = update = verify = forward
-
-
-def test_acceptance_by_depth_of_a_scripted_engine() -> None:
-    engine = ScriptedEngine([(3, 4), (0, 1), (1, 2), (5, 2)])
-    with profiled(engine) as profile:  # type: ignore[arg-type]
-        while engine.rounds:
-            engine.step()
-    assert profile.rounds == 4 and profile.accepted == {3: 1, 0: 1, 1: 1, 2: 1}
-    assert acceptance_by_depth_of(profile.accepted) == [0.75, 0.5, 0.25]
+def test_acceptance_by_depth() -> None:
+    assert acceptance_by_depth_of(Counter({3: 1, 0: 1, 1: 1, 2: 1})) == [0.75, 0.5, 0.25]
+    assert acceptance_by_depth_of(Counter({0: 2})) == []
 
 
 def test_a_peer_whose_first_token_took_longer_than_all_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,25 +30,6 @@ def test_a_peer_whose_first_token_took_longer_than_all_is_run_again(monkeypatch:
     seconds = [5.0, 3.0] * 9
     with pytest.raises(ModelError, match="hf-plain: one token took longer than 5, 5 times"):
         peers.run(peer, [[1, 2]], 5)
-
-
-def test_captured_rounds_are_counted_and_split_as_their_graphs_take() -> None:
-    class Batch:
-        def run(self, requests: object, levels: int, nodes: int) -> list[Any]:
-            time.sleep(1e-3)
-            return [SimpleNamespace(tokens=[7] * count) for count in (4, 1, 0)]
-
-    engine = GraphEngine.__new__(GraphEngine)
-    seconds = RoundSeconds(first_level=2.0, next_level=1.0, verify={1: 4.0, 8: 5.0}, host=9.0)
-    batch = Batch()
-    rounds = SimpleNamespace(by_size={1: [batch]}, planners={1: SimpleNamespace(seconds=seconds)})
-    vars(engine).update(ssms=None, lookup=None, drafters=[], rounds=rounds)
-    with profiled(engine) as profile:
-        batch.run([], 4, 8)
-    assert profile.rounds == 1 and profile.accepted == {3: 1, 0: 1}, "a request that computed NaN accepted nothing"
-    draft, forward = profile.timers["draft"].total, profile.timers["forward"].total
-    assert draft > 0 and draft == pytest.approx(forward), "(2 + 3 * 1) : 5"
-    assert "run" not in vars(batch)
 
 
 def test_acceptance_of_an_oracle() -> None:
@@ -99,18 +47,16 @@ def test_acceptance_of_an_oracle() -> None:
     assert interleave(run, prompts, batch=2, repeats=1)["tree"][0].rounds == 4
 
 
-def test_the_profile_restores_the_engine() -> None:
-    llm = tiny_llm()
-    before = [set(vars(owner)) for owner in (llm.engine, llm.engine.ssms, llm.engine.lookup)]
+def test_the_profile_of_rounds_that_fail() -> None:
+    llm, row = tiny_llm(), Noise.row
+    began = time.perf_counter()
     with pytest.raises(ZeroDivisionError), profiled(llm.engine) as profile:
-        assert "step" in vars(llm.engine) and "propose" in vars(llm.engine.ssms)
         llm.generate(random_prompts([5]), greedy(6), spec=SpecConfig(nodes=8))
         raise ZeroDivisionError
-    assert [set(vars(owner)) for owner in (llm.engine, llm.engine.ssms, llm.engine.lookup)] == before
+    assert Noise.row is row
     assert list(profile.parts) == list(MEANING) and profile.prefill_seconds > 0
     assert all((seconds > 0) == (part != "noise") for part, seconds in profile.parts.items()), "greedy has no noise"
-    own = sum(profile.parts.values()) + profile.prefill_seconds
-    assert own == pytest.approx(profile.timers["step"].total)
+    assert sum(profile.parts.values()) + profile.prefill_seconds <= time.perf_counter() - began
 
 
 def test_every_batch_is_decoded_by_every_mode_in_turn() -> None:

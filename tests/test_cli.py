@@ -81,7 +81,7 @@ def llm(models: Models) -> Iterator[LLM]:
 def cache_home(llm: LLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache folder that knows a curve for `models`, so that no command measures one."""
     folder = tmp_path_factory.mktemp("cache")
-    key = costs.cost_key(llm.engine.runner, llm.engine.ssms, llm.config.num_threads)
+    key = costs.cost_key(llm.engine.runner, llm.engine.sources.ssms, llm.config.num_threads)
     costs.save(CURVE, key, share_libraries(folder / "treespec"))
     return folder
 

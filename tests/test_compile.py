@@ -154,7 +154,7 @@ def test_the_cache_holds_what_passes_read(dtype: torch.dtype) -> None:
         llm = tiny_llm(dtype, compile=compiled)
         held = dtype if compiled else torch.float32
         assert len(llm.engine.cache.pools) == 4 and {pool.dtype for pool in llm.engine.cache.pools} == {held}
-        shapes = [model.config.shape for model in (llm.engine.runner.target, *llm.engine.ssms.models)]
+        shapes = [model.config.shape for model in (llm.engine.runner.target, *llm.engine.sources.ssms.models)]
         pages = llm.engine.cache.num_pages + 1
         assert llm.stats()["memory"]["kv_cache"] == pages * KVCache.bytes_per_page(shapes, held)
 

@@ -45,7 +45,7 @@ class Recorded(NamedTuple):
 @contextmanager
 def recorded(llm: LLM) -> Iterator[Recorded]:
     found = Recorded([], [])
-    drafter = llm.engine.ssms
+    drafter = llm.engine.sources.ssms
     original = drafter.propose
 
     def propose(requests: Any, *args: Any) -> Any:
@@ -162,7 +162,7 @@ def test_a_draft_that_computes_nan_costs_only_time(spec: SpecConfig) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_probabilities_are_the_softmax_of_fp32_logits(dtype: torch.dtype) -> None:
     llm = open_llm(tiny(dtype)[0], tiny(dtype)[1][:1], compile=True)
-    model = llm.engine.ssms.models[0]
+    model = llm.engine.sources.ssms.models[0]
     hidden = torch.randn(7, model.config.shape.hidden_size, generator=torch.Generator().manual_seed(0)).to(dtype)
     probs = model.probs(hidden)
     head = load_file(tiny(dtype)[1][0] / "model.safetensors")["lm_head.weight"]

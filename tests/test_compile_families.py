@@ -75,7 +75,7 @@ def test_drafts_of_other_families() -> None:
     """Heads of several sizes, windows and learned positions in one engine: a library for each size of head."""
     drafts = [model_of(name)[0] for name in ("gpt2", "gemma3", "gpt_neox")]
     llm = open_llm(model_of("phi3")[0], drafts, compile=True, prove=True)
-    assert {model.linear for model in llm.engine.ssms.models} == {"compiled"}
+    assert {model.linear for model in llm.engine.sources.ssms.models} == {"compiled"}
     prompts = random_prompts((5, 70), vocab=VOCAB)
     plain = run(llm, prompts, greedy(12), "off")
     assert not differences(plain, run(llm, prompts, greedy(12), SpecConfig(branching=(3, 1, 1), sources=("ssm",))))

@@ -94,7 +94,7 @@ def test_a_pause_is_caught_up() -> None:
     llm = open_llm(tiny()[0], tiny()[1][:2])
     (prompt,) = random_prompts((40,))
     spec = SpecConfig(nodes=24, max_depth=4, sources=("ssm",))
-    plans = llm.engine.planner.draft_plans
+    plans = llm.engine.host.planner.draft_plans
     calls = 0
 
     def paused(requests: list[object], *others: object) -> list[object]:
@@ -103,7 +103,7 @@ def test_a_pause_is_caught_up() -> None:
         result = plans(requests, *others)
         return [type(plan)(0, 0, 1) for plan in result] if 3 < calls < 9 else result
 
-    with watch(llm.engine) as rounds, mock.patch.object(llm.engine.planner, "draft_plans", paused):
+    with watch(llm.engine) as rounds, mock.patch.object(llm.engine.host.planner, "draft_plans", paused):
         (output,) = llm.generate(prompt, greedy(40), spec=spec)
     assert len(output.outputs[0].token_ids) == 40
     assert [len(each.tree) for each in rounds[3:8]] == [1] * 5

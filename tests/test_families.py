@@ -128,7 +128,7 @@ def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
         eos_token_id=None,
         pad_token_id=0,
     )[0].tolist()
-    llm.engine.drafters[:] = [OracleDrafter([expected], 6, vocab=VOCAB)]
+    llm.engine.sources.others[:] = [OracleDrafter([expected], 6, vocab=VOCAB)]
     for spec in ("off", TREE):
         (output,) = llm.generate(prompt, greedy(64), spec)
         assert prompt + output.outputs[0].token_ids == expected
@@ -142,7 +142,7 @@ def test_trees_have_the_bits_of_plain_decoding(name: str, dtype: torch.dtype) ->
     _, llm = family(name, dtype)
     prompts = random_prompts((9, 58, 63 + WINDOW), vocab=VOCAB)
     plain = run(llm, prompts, greedy(18), "off")
-    llm.engine.drafters[:] = [OracleDrafter(plain.sequences, 6, vocab=VOCAB)]
+    llm.engine.sources.others[:] = [OracleDrafter(plain.sequences, 6, vocab=VOCAB)]
     tree = run(llm, prompts, greedy(18), TREE)
     assert not differences(plain, tree)
     assert tree.acceptance_length > 2

@@ -177,7 +177,7 @@ def test_drafts_of_other_families(tmp_path: Path) -> None:
     target = make_model(tmp_path / "target", TYPICAL["phi3"], 7)
     drafts = [make_model(tmp_path / name, TYPICAL[name], 8) for name in names]
     llm = open_llm(target, drafts)
-    assert len({model.plan_key for model in llm.engine.ssms.models}) == len(names)
+    assert len({model.plan_key for model in llm.engine.sources.ssms.models}) == len(names)
     prompts = random_prompts((5, 70), vocab=VOCAB)
     spec = SpecConfig(branching=(3, 1, 1), sources=("ssm",))
     plain, tree = (llm.generate(prompts, greedy(16), each) for each in ("off", spec))

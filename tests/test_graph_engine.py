@@ -13,11 +13,13 @@ from tests.child import run_cases
 from tests.models import greedy, open_llm, random_prompts, tiny
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.drafters.ssm.ssm_drafter import SsmDrafter
-from treespec.engine import follow
-from treespec.graphs.graph_engine import GraphEngine
-from treespec.graphs.graph_planner import RoundPlanner, RoundSeconds
+from treespec.engine import Engine
+from treespec.execution import follow
+from treespec.graphs.graph_executor import GraphExecutor
 from treespec.graphs.round_inputs import RoundInput, RoundLimits
 from treespec.graphs.verify_stage import RoundResult
+from treespec.planning.planner import Planner
+from treespec.planning.round_costs import CostCurve, RoundSeconds
 from treespec.request import Request
 from treespec.text.prompt_tokenizer import Tokenization
 
@@ -35,7 +37,8 @@ class ScriptedRounds:
     def __init__(self, truths: Sequence[tuple[list[int], list[int]]], accepts: int | None):
         self.truths, self.accepts = truths, accepts  # prompts, and these with what follows
         self._texts: dict[int, list[int]] = {}
-        self.planners = {2: RoundPlanner(RoundSeconds(0.1, 0.1, {1: 1.0, 8: 1.1}), 4, NODES)}
+        curve = CostCurve(NODES, (1.0, 1.1), 0.1)
+        self.planners = {2: Planner(curve, learns_seconds=False, shapes=self.limits.shapes)}
         self.seen: list[tuple[list[RoundInput], int, int]] = []
 
     def size_for(self, num_requests: int) -> int:
@@ -49,20 +52,27 @@ class ScriptedRounds:
         self.seen.append((list(requests), levels, nodes))
         return [self._result(request, levels) for request in requests]
 
+    def seconds(self) -> tuple[float, float]:
+        return 0.0, 0.0
+
     def _result(self, request: RoundInput, levels: int) -> RoundResult:
         foretold = np.full((len(request.weights), len(request.new_tokens) - 1), 0.5, dtype=np.float32)
         if self.accepts is None:
-            return RoundResult([], [], np.ones(1, np.float32), np.zeros(1, np.int32), foretold)
+            return chain([0, 0], 0, foretold)._replace(path=np.zeros(0, dtype=np.int64))
         at = request.context_len + 1
         if request.pages[0] not in self._texts:  # its first round: all that is there is the prompt
             self._texts[request.pages[0]] = next(text for prompt, text in self.truths if len(prompt) == at)
         rest = self._texts[request.pages[0]]
         assert rest[at - len(request.new_tokens) : at] == request.new_tokens
         drafted = min(self.accepts, levels, request.max_depth)
-        values = np.float32(0.9) ** np.arange(drafted + 1, dtype=np.float32)
-        return RoundResult(
-            list(rest[at : at + drafted + 1]), [1] * drafted, values, np.arange(drafted + 1, dtype=np.int32), foretold
-        )
+        return chain(rest[at - 1 : at + drafted + 1], 1, foretold)
+
+
+def chain(tokens: Sequence[int], mask: int, foretold: np.ndarray) -> RoundResult:
+    """A result whose tree is a chain that is accepted to its end; the last token is the target's own."""
+    nodes = np.arange(len(tokens) - 1)
+    masks = [0] + [mask] * (len(nodes) - 1)
+    return RoundResult(np.array(tokens[:-1]), nodes - 1, nodes, 0.9**nodes, masks, nodes, tokens[-1], foretold)
 
 
 class SeededRounds(ScriptedRounds):
@@ -71,9 +81,10 @@ class SeededRounds(ScriptedRounds):
     def _result(self, request: RoundInput, levels: int) -> RoundResult:
         self.accepts = levels
         result, seeds = super()._result(request, levels), request.seeds
-        right = 0 if seeds is None else len(follow(seeds, result.tokens)) - 1
+        text = [*result.tokens.tolist(), result.bonus]
+        right = 0 if seeds is None else len(follow(seeds, text[1:])) - 1
         most = min(right, levels, request.max_depth)
-        return result._replace(tokens=result.tokens[: most + 1], sources=[1 << 2] * most)
+        return chain(text[: most + 2], 1 << 2, result.foretold)
 
 
 def scripted(
@@ -86,8 +97,8 @@ def scripted(
     plain = [output.outputs[0].token_ids for output in llm.generate(prompts, greedy(40), spec="off")]
     rounds = made([(p, p + t) for p, t in zip(prompts, plain, strict=True)], accepts)
     old = llm.engine
-    parts: list[Any] = [old.runner, old.scheduler, old.planner, old.ssms, old.lookup, old.drafters, old.max_model_len]
-    llm.engine = GraphEngine(*parts, rounds=rounds)  # type: ignore[arg-type]
+    captured = GraphExecutor(old.runner, old.sources, rounds, old.host.max_model_len)  # type: ignore[arg-type]
+    llm.engine = Engine(old.runner, old.scheduler, old.sources, old.host, captured)
     return llm, rounds, prompts, plain
 
 
@@ -131,10 +142,10 @@ def test_what_ssms_have_missed_is_not_charged_to_a_round() -> None:
             time.sleep(0.5)
         return missed
 
-    def observe(planner: RoundPlanner, plan: Any, trees: Any, accepted: Any, seconds: float) -> None:
-        took.append(seconds)
+    def observe(planner: Planner, requests: Any, trees: Any, emitted: Any, seconds: RoundSeconds, *rest: Any) -> None:
+        took.append(sum(seconds) - seconds.read)
 
-    with mock.patch.object(SsmDrafter, "catch_up", slowly), mock.patch.object(RoundPlanner, "observe", observe):
+    with mock.patch.object(SsmDrafter, "catch_up", slowly), mock.patch.object(Planner, "observe", observe):
         llm.generate(prompts[1:], greedy(6), spec=SpecConfig(sources=("ssm",)))
     assert rounds.seen and len(slow) == 1 and max(took) < 0.5
 
@@ -235,13 +246,13 @@ def test_what_is_served(params: dict[str, Any], spec: dict[str, Any], served: bo
     """What rounds do not know, and trees larger than those that the engine was built for, go step by step."""
     llm, _, prompts, _ = scripted(1)
     engine = llm.engine
-    assert isinstance(engine, GraphEngine)
+    assert engine.captured is not None
     entry = llm._request_factory.requests(
         prompts[0], SamplingParams(**params), SpecConfig(**spec), False, Tokenization()
     )
     assert isinstance(entry, list)
     request: Request = entry[0]
-    assert engine.serves(request) is served
+    assert engine.captured.serves(request) is served
 
 
 def test_in_the_interpreter() -> None:

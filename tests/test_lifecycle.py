@@ -220,11 +220,11 @@ def test_a_stream_with_other_calls_in_its_loop() -> None:
 
 INTERRUPTIONS: dict[str, Callable[[LLM], Any]] = {
     "prefill": lambda llm: mock.patch.object(llm.engine.runner, "prefill", side_effect=KeyboardInterrupt),
-    "draft": lambda llm: mock.patch.object(llm.engine.ssms, "propose", side_effect=KeyboardInterrupt),
+    "draft": lambda llm: mock.patch.object(llm.engine.sources.ssms, "propose", side_effect=KeyboardInterrupt),
     "forward": lambda llm: mock.patch.object(llm.engine.runner, "logits", side_effect=KeyboardInterrupt),
     "commit": lambda llm: mock.patch.object(llm.engine.cache, "commit", side_effect=KeyboardInterrupt),
     "update": lambda llm: mock.patch.object(llm.engine, "update", side_effect=KeyboardInterrupt),
-    "observe": lambda llm: mock.patch.object(llm.engine.planner, "observe", side_effect=KeyboardInterrupt),
+    "observe": lambda llm: mock.patch.object(llm.engine.host.planner, "observe", side_effect=KeyboardInterrupt),
 }
 
 

@@ -35,7 +35,7 @@ def reduced_check(plant: Callable[[Patch], None]) -> list[str]:
     """The exactness check on one engine, with the fault in place during the tree runs only."""
     llm = open_llm(tiny()[0], [*tiny()[1][:1], OracleDrafter([], 4)], max_num_seqs=3)
     plain = run(llm, random_prompts(LENGTHS), greedy(TOKENS), "off")
-    llm.engine.drafters[:] = [OracleDrafter(plain.sequences, 4)]
+    llm.engine.sources.others[:] = [OracleDrafter(plain.sequences, 4)]
     with Patch.context() as patch:
         plant(patch)
         tree = run(llm, plain.prompts, greedy(TOKENS), SpecConfig(nodes=24, max_depth=5))

@@ -174,7 +174,7 @@ def test_nothing_is_read_back_unless_somebody_observes() -> None:
 def test_a_silent_drafter_leaves_requests_to_captured_rounds() -> None:
     llm, rounds, prompts, plain = scripted(2)
     engine: Any = llm.engine
-    engine.drafters.append(OracleDrafter([], 3))
+    engine.sources.others.append(OracleDrafter([], 3))
     for sources, captured in ((("ssm",), True), (("ssm", "oracle"), False)):
         rounds.seen.clear()
         rounds._texts.clear()

@@ -10,10 +10,10 @@ from tests.exactness import differences, run
 from tests.models import greedy, make_draft, new_folder, open_llm, random_prompts, tiny, tree_of
 from treespec import LLM, SpecConfig
 from treespec.drawing.recording import watch
-from treespec.planning import planner as planner_module
 from treespec.planning.draft_plan import Drafted
 from treespec.planning.planner import Planner
-from treespec.planning.round_costs import CostCurve, RoundSeconds, Typical
+from treespec.planning.planner_config import DEFAULT
+from treespec.planning.round_costs import CostCurve, RobustMean, RoundSeconds
 from treespec.request import Request
 from treespec.sampling_params import SamplingParams
 from treespec.tree import TokenTree
@@ -199,7 +199,7 @@ def test_what_loses_rests_for_longer_and_longer(drafts: bool) -> None:
         assert rests[:2] == [63, 127]
     round_seconds = float(COST.verify(2)) + (COST.draft(1, 1, 1) if drafts else 0.0)
     lost = sum(asked) * (round_seconds / float(COST.verify(1)) - 1)
-    assert lost < planner_module._CREDIT + len(rests) * planner_module._SECOND_CREDIT, "in rounds of plain decoding"
+    assert lost < DEFAULT.credit + len(rests) * DEFAULT.second_credit, "in rounds of plain decoding"
     assert lost < 0.025 * len(asked)
 
 
@@ -222,29 +222,29 @@ def test_a_long_prompt_is_not_read_for_a_few_tokens() -> None:
 
 def test_dear_ssms_need_trust() -> None:
     cheap, dear = (
-        Planner(dataclasses.replace(COST, ssm_seconds=seconds)).draft_plans([request_of()], 256)[0].price
+        Planner(dataclasses.replace(COST, ssm_seconds=seconds)).draft_plans([request_of()], 256)[0].min_trust
         for seconds in (1e-6, 2e-3)
     )
     assert 0.01 < cheap < 0.02 and dear > 1
-    assert Planner(COST).draft_plans([request_of(SpecConfig(nodes=16))], 256)[0].price == 0, "an int is obeyed"
+    assert Planner(COST).draft_plans([request_of(SpecConfig(nodes=16))], 256)[0].min_trust == 0, "an int is obeyed"
 
 
 def modelled_speedup(llm: LLM, spec: SpecConfig, tokens: int) -> tuple[float, float]:
     """(speed-up over plain decoding, share of rounds with drafting), in the cost curve's seconds."""
-    engine, cost = llm.engine, llm.engine.planner.costs.curve
+    engine, cost = llm.engine, llm.engine.host.planner.costs.curve
     drafted: list[Drafted] = []
-    cut = engine.planner.cut
+    cut = engine.host.planner.cut
 
     def observed(requests: list, trees: list, levels: Drafted) -> list:
         drafted.append(levels)
         return cut(requests, trees, levels)
 
-    engine.planner.cut = observed
+    engine.host.planner.cut = observed
     try:
         with watch(engine) as rounds:
             llm.generate(random_prompts((40,)), greedy(tokens), spec=spec)
     finally:
-        del engine.planner.cut
+        del engine.host.planner.cut
     seconds = sum(float(cost.verify(len(each.tree))) for each in rounds)
     seconds += sum(cost.draft(d.levels, d.passes, d.request_passes) for d in drafted)
     return tokens * float(cost.verify(1)) / seconds, sum(d.levels > 0 for d in drafted) / len(rounds)
@@ -257,7 +257,7 @@ def drafts() -> dict[str, LLM]:
     bad = make_draft(new_folder("bad") / "bad", target, 10, 3.0)
     llms = {"good": open_llm(target, [good[0]], max_num_seqs=4), "bad": open_llm(target, [bad], max_num_seqs=4)}
     for llm in llms.values():
-        llm.engine.planner = Planner(COST, learns_seconds=False)
+        llm.engine.host.planner = Planner(COST, learns_seconds=False)
     return llms
 
 
@@ -288,7 +288,7 @@ def test_a_guess_is_dropped_where_the_hosts_work_on_it_costs_more() -> None:
     for host, levels in itertools.product((0.0, 0.5 * plain), (0, 1)):
         planner, request = Planner(COST), request_of()
         planner.draft_plans([request], 256)
-        planner.costs.learned.hosts |= {"search": Typical(0.0), "tree": Typical(host)}
+        planner.costs.learned.hosts |= {"search": RobustMean(DEFAULT, 0.0), "tree": RobustMean(DEFAULT, host)}
         drafted = Drafted(levels, levels, levels)
         kept[host > 0, levels] = [
             len(planner.cut([request], [tree_of(3, {(5,): guess})], drafted)[0]) - 1 for guess in guesses

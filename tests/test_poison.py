@@ -193,7 +193,7 @@ def test_a_draft_that_computes_nan_leaves_nothing_behind(rule: str, options: dic
     (prompt,) = safe_prompts(9)
     params = [SamplingParams(temperature=1.0, seed=s, max_tokens=12, ignore_eos=True, **options) for s in range(4)]
     spec = SpecConfig(branching=(2, 1), verification=rule)
-    model = llm.engine.ssms.models[0]
+    model = llm.engine.sources.ssms.models[0]
     embed = model.embed.clone()
     with torch.inference_mode():
         model.embed.fill_(math.nan)

@@ -198,7 +198,7 @@ def test_infinity_in_a_prompt_ends_its_request_alone(spec: SpecConfig | str, n: 
         bad, *good = llm.generate(prompts, params, spec)
     assert {each.finish_reason for each in bad.outputs} == {"error"} and bad.prompt_logprobs is None
     assert bad.metrics.target_passes == 0 and not any(each.token_ids for each in bad.outputs)
-    assert llm.engine.ssms is not None and not remembered(llm), "a draft remembers a request that ended"
+    assert llm.engine.sources.ssms is not None and not remembered(llm), "a draft remembers a request that ended"
     assert "NaN or infinity at position 60" in str(bad.error)
     assert [one.outputs for one in good] == [one.outputs for one in alone[1:]]
     assert of_prompt(good[0]) == of_prompt(alone[1]) and idle(llm)

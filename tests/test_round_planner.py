@@ -1,107 +1,152 @@
-"""What a captured round drafts and verifies: the choice, and what is learned from the trees that come back."""
+"""The planner of captured rounds, whose levels and nodes are chosen before they start: the same costs, calibration and
+backoff as where trees are cut afterwards."""
 
 import itertools
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
-from treespec.graphs.graph_planner import PLAIN, RoundPlan, RoundPlanner, RoundSeconds
+from treespec import SamplingParams, SpecConfig
+from treespec.planning.draft_plan import Drafted
+from treespec.planning.learning import RoundShapes, TreeYield
+from treespec.planning.planner import Planner
+from treespec.planning.planner_config import DEFAULT
+from treespec.planning.round_costs import CostCurve, RoundSeconds
+from treespec.request import Request
 
 NODES = (1, 8, 16, 32)
-CHEAP = RoundSeconds(0.1, 0.1, {1: 1.0, 8: 1.05, 16: 1.1, 32: 1.2})
+SHAPES = RoundShapes(4, NODES)
+CHEAP = CostCurve(NODES, (1.0, 1.05, 1.1, 1.2), 0.1)
+PLAIN = (0, 1)
 
 
-def tree(chances: list[float]) -> tuple[np.ndarray, np.ndarray]:
-    """Values and depths of a chain whose edges have these chances."""
-    values = np.cumprod([1.0, *chances]).astype(np.float32)
-    return values, np.arange(len(values), dtype=np.int32)
+@dataclass
+class Chain:
+    """A chain whose edges have these probabilities."""
+
+    chances: list[float]
+
+    @property
+    def values(self) -> np.ndarray:
+        return np.cumprod([1.0, *self.chances])
+
+    @property
+    def depths(self) -> np.ndarray:
+        return np.arange(1 + len(self.chances))
 
 
-def simulate(
-    planner: RoundPlanner, chance: float, rounds: int, max_nodes: int = 32, max_depth: int = 4
-) -> list[RoundPlan]:
-    """Rounds over text of which each level is foretold with one chance, and takes as long as modelled."""
-    rng, plans = np.random.default_rng(0), []
+def request_of(spec: SpecConfig | None = None, left: int = 10**6) -> Request:
+    return Request([1, 2, 3], SamplingParams(max_tokens=left), spec or SpecConfig())
+
+
+def planner_of(curve: CostCurve = CHEAP, shapes: RoundShapes = SHAPES) -> Planner:
+    return Planner(curve, learns_seconds=False, shapes=shapes)
+
+
+def simulate(planner: Planner, chance: float, rounds: int, promised: float | None = None) -> list[tuple[int, int]]:
+    """Levels and nodes of rounds over text of which each level is predicted with one probability."""
+    rng, plans, request = np.random.default_rng(0), [], request_of()
+    assert planner.shapes is not None
     for _ in range(rounds):
-        plan = planner.choose(max_depth, max_nodes)
-        depth = min(plan.levels, plan.nodes - 1)
-        held = next((d for d in range(depth) if rng.random() >= chance), depth)
-        planner.observe(plan, [tree([chance] * depth)], [held], planner.seconds.of(*plan))
-        plans.append(plan)
+        [plan] = planner.draft_plans([request], 10**7)
+        accepted = next((d for d in range(plan.levels) if rng.random() >= chance), plan.levels)
+        tree = Chain([chance if promised is None else promised] * plan.levels)
+        drafted = Drafted(plan.levels, plan.levels, plan.levels)
+        planner.observe([request], [tree], [accepted + 1], None, drafted, planner.shapes.fitting(plan.nodes))
+        plans.append((plan.levels, plan.nodes))
     return plans
 
 
-def test_text_that_drafts_know_is_speculated_on() -> None:
-    plans = simulate(RoundPlanner(CHEAP, 4, NODES), 0.9, 200)
-    assert plans[-50:].count(RoundPlan(4, 8)) >= 49, "a chain of four fits into the smallest graph; now and then a look"
+def test_text_that_drafts_predict_is_speculated_on() -> None:
+    plans = simulate(planner_of(), 0.9, 400)
+    assert plans[-100:].count((4, 8)) >= 95, "a chain of four fits into the smallest graph; larger ones are tried"
 
 
-def test_text_that_drafts_do_not_know_is_decoded_plainly() -> None:
-    plans = simulate(RoundPlanner(CHEAP, 4, NODES), 0.02, 2000)
-    speculated = [i for i, plan in enumerate(plans) if plan != PLAIN]
-    assert len([i for i in speculated if i >= 1000]) <= 2, "it looks again, each time after twice as long"
-    assert speculated and plans[-1] == PLAIN
+def test_text_that_drafts_do_not_predict_is_decoded_plainly() -> None:
+    plans = simulate(planner_of(), 0.02, 3000)
+    assert plans[0] != PLAIN and plans[-1000:].count(PLAIN) > 985
 
 
 def test_what_could_not_pay_is_never_tried() -> None:
     """Were all of it accepted, it would still be slower."""
-    dear = RoundSeconds(4.0, 4.0, dict.fromkeys(NODES, 1.0))
-    assert set(simulate(RoundPlanner(dear, 4, NODES), 0.9, 300)) == {PLAIN}
+    dear = CostCurve(NODES, (1.0,) * len(NODES), 4.0)
+    assert set(simulate(planner_of(dear), 0.9, 300)) == {PLAIN}
 
 
-def test_one_look_tells_how_deep_to_draft() -> None:
-    """The first tree is the largest, and the best plan follows from it, not from hundreds of rounds."""
-    planner = RoundPlanner(CHEAP, 12, NODES)
-    plans = simulate(planner, 0.97, 6, max_depth=12)
-    assert plans[0] == RoundPlan(12, 32) and min(plan.levels for plan in plans) >= 10
-    shallow = simulate(RoundPlanner(CHEAP, 12, NODES), 0.3, 12, max_depth=12)
-    assert shallow[0] == RoundPlan(12, 32) and max(plan.levels for plan in shallow[2:]) <= 2
+def test_how_deep_to_draft_is_learned_within_some_rounds() -> None:
+    deep = simulate(planner_of(shapes=RoundShapes(12, NODES)), 0.97, 60)
+    assert min(levels for levels, _ in deep[-20:]) >= 10
+    shallow = simulate(planner_of(shapes=RoundShapes(12, NODES)), 0.3, 60)
+    assert max(levels for levels, _ in shallow[-20:]) <= 2
 
 
-def test_a_look_is_no_dearer_than_two_rounds() -> None:
-    seconds = RoundSeconds(0.1, 0.1, {1: 1.0, 8: 1.1, 16: 2.0, 32: 9.0})
-    plans = simulate(RoundPlanner(seconds, 4, NODES), 0.02, 500)
-    assert max(seconds.of(*plan) for plan in plans) <= 2 * 1.5 and PLAIN in plans
-    assert {plan.nodes for plan in plans} == {1, 8, 16}
-
-
-def test_hope_returns_when_the_text_changes() -> None:
-    planner = RoundPlanner(CHEAP, 4, NODES)
-    simulate(planner, 0.02, 400)
-    assert planner.choose(4, 32) == PLAIN
+def test_drafting_begins_again_when_the_text_changes() -> None:
+    planner = planner_of()
+    assert simulate(planner, 0.02, 400)[-1] == PLAIN
     assert simulate(planner, 0.95, 3000)[-1] != PLAIN
 
 
+def test_wider_trees_are_tried_and_kept_where_they_hold_more() -> None:
+    """Of each level the eight likeliest tokens hold 0.1 each: a tree of 8 rows holds 0.7, one of 32 rows more."""
+
+    class Bush(Chain):
+        @property
+        def values(self) -> np.ndarray:
+            return np.concatenate([[1.0], np.full(8, 0.1), np.full(23, 0.08)])
+
+        @property
+        def depths(self) -> np.ndarray:
+            return np.concatenate([[0], np.ones(8, int), np.full(23, 2)])
+
+    expected = TreeYield(SHAPES, DEFAULT)
+    expected.observe(4, 32, [Bush([])])
+    assert expected.promised[3, 1:].tolist() == pytest.approx([0.7, 0.8 + 7 * 0.08, 0.8 + 23 * 0.08])
+    assert expected.promised[0, 1:].tolist() == pytest.approx([0.7, 0.8, 0.8])
+    planner, request, seen = planner_of(), request_of(), []
+    for _ in range(600):
+        [plan] = planner.draft_plans([request], 10**7)
+        tree, rows = Bush([]), SHAPES.fitting(plan.nodes)
+        most = Chain([])
+        most.chances = []
+        values, depths = tree.values[:rows], tree.depths[:rows]
+        kept = depths <= plan.levels
+        cut = type("Cut", (), {"values": values[kept], "depths": depths[kept]})()
+        emitted = 1 + float(cut.values[1:].sum())
+        planner.observe([request], [cut], [emitted], None, Drafted(plan.levels, plan.levels, plan.levels), rows)  # type: ignore[list-item]
+        seen.append((plan.levels, plan.nodes))
+    assert seen[-50:].count((2, 32)) > 40
+
+
 def test_limits_of_a_request_are_kept() -> None:
-    planner = RoundPlanner(CHEAP, 4, NODES)
-    for depth, nodes in itertools.product((1, 2, 4, 9), (2, 8, 20, 500)):
-        plan = planner.choose(depth, nodes)
-        assert plan.levels <= min(depth, 4) and plan.nodes <= planner.fitting(nodes) and plan.nodes in NODES
-    assert planner.choose(0, 32) == PLAIN
-    assert [planner.fitting(n) for n in (1, 2, 8, 9, 32, 99)] == [1, 8, 8, 16, 32, 32]
+    for depth, left, nodes in itertools.product((1, 2, 4, 9), (1, 2, 5), ("auto", 2, 8, 20)):
+        planner = planner_of()
+        [plan] = planner.draft_plans([request_of(SpecConfig(nodes=nodes, max_depth=depth), left)], 10**7)
+        assert plan.levels <= min(depth, 4, left - 1) and plan.nodes <= (32 if nodes == "auto" else nodes)
+        assert (plan.levels == 0) == (left == 1) and (plan.levels > 0 or plan.nodes == 1)
+    assert [SHAPES.fitting(n) for n in (1, 2, 8, 9, 32, 99)] == [1, 8, 8, 16, 32, 32]
+
+
+def test_a_fixed_tree_beside_adaptive_and_plain_ones() -> None:
+    planner = planner_of(CostCurve(NODES, (1.0,) * len(NODES), 4.0))
+    requests = [request_of(), request_of(SpecConfig(nodes=16)), request_of(SpecConfig(nodes=1))]
+    plans = [(plan.levels, plan.nodes) for plan in planner.draft_plans(requests, 10**7)]
+    assert plans == [PLAIN, (4, 16), PLAIN], "an int is obeyed, whatever it costs"
 
 
 def test_what_takes_longer_than_modelled_is_avoided() -> None:
-    planner = RoundPlanner(CHEAP, 4, NODES)
-    for _ in range(100):
-        planner.observe(PLAIN, [], [], 1.0)
-        for nodes in (8, 16, 32):
-            for levels in (1, 2, 3, 4):
-                plan = RoundPlan(levels, nodes)
-                planner.observe(plan, [tree([0.8] * levels)], [1], 8.0)
-    assert planner.rate(PLAIN) > max(planner.rate(RoundPlan(d, n)) for d in (1, 2, 3, 4) for n in (8, 16, 32))
-
-
-def test_seconds_of_a_round() -> None:
-    seconds = RoundSeconds(3.0, 2.0, {1: 10.0, 8: 11.0}, host=0.5)
-    assert seconds.of(0, 1) == 10.5 and seconds.of(1, 8) == 14.5 and seconds.of(4, 8) == 20.5
+    planner = Planner(CHEAP, shapes=SHAPES)
+    request, plans = request_of(), []
+    for _ in range(300):
+        [plan] = planner.draft_plans([request], 10**7)
+        drafted = Drafted(plan.levels, plan.levels, plan.levels)
+        seconds = RoundSeconds(8.0 * plan.levels, 0.0, 1.0, 0.0)
+        planner.observe([request], [Chain([0.8] * plan.levels)], [1 + plan.levels // 2], seconds, drafted, plan.nodes)
+        plans.append((plan.levels, plan.nodes))
+    assert plans[0] != PLAIN and plans[-50:].count(PLAIN) > 45
 
 
 @pytest.mark.parametrize("promised", [0.3, 0.9])
 def test_promises_are_measured_against_what_was_accepted(promised: float) -> None:
     """Trees that promise much and hold nothing are worth nothing."""
-    planner = RoundPlanner(CHEAP, 4, NODES)
-    for _ in range(300):
-        plan = RoundPlan(4, 8)
-        planner.observe(plan, [tree([promised] * 4)], [0], planner.seconds.of(*plan))
-    assert planner.rate(RoundPlan(4, 8)) < planner.rate(PLAIN)
+    assert simulate(planner_of(), 0.0, 1500, promised)[-1000:].count(PLAIN) > 950

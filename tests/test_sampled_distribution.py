@@ -61,7 +61,7 @@ def sampling_llm() -> LLM:
 
 
 def timeless(llm: LLM) -> LLM:
-    llm.engine.planner = Planner(FREE, learns_seconds=False)
+    llm.engine.host.planner = Planner(FREE, learns_seconds=False)
     return llm
 
 

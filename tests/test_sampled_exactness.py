@@ -159,7 +159,7 @@ def test_an_oracle_loses_nothing(dtype: torch.dtype, verification: str) -> None:
     plain, llm = plain_run(dtype), oracle_llm(dtype)
     for depth, wrong, bushy in ((1, 3, True), (5, 0, False), (8, 2, True)):
         oracle = OracleDrafter(plain.sequences, depth, wrong=wrong, bushy=bushy)
-        llm.engine.drafters[:] = [oracle]
+        llm.engine.sources.others[:] = [oracle]
         tree = assert_exact(llm, plain, SpecConfig(nodes=64, max_depth=8, verification=verification))
         for output in tree.outputs:
             assert output.metrics.target_passes == -(-len(output.outputs[0].token_ids) // (depth + 1))

@@ -12,7 +12,7 @@ from tests import enumeration
 from tests.exactness import Run, differences, run
 from tests.models import OracleDrafter, open_llm, random_prompts, tiny, tree_of
 from treespec import SamplingParams, SpecConfig
-from treespec.engine import Engine
+from treespec.host_executor import HostExecutor
 from treespec.sampling import transforms as sampling
 from treespec.sampling.noise import Noise
 from treespec.sampling.sampler import Sampler
@@ -41,7 +41,7 @@ def runs(plant: Callable[[Patch], None], both: bool = False, **options: Any) -> 
         if both:
             plant(patch)
         plain = run(llm, random_prompts(LENGTHS), params(**options), "off")
-    llm.engine.drafters[:] = [OracleDrafter(plain.sequences, 4, bushy=True)]
+    llm.engine.sources.others[:] = [OracleDrafter(plain.sequences, 4, bushy=True)]
     with Patch.context() as patch:
         plant(patch)
         tree = run(llm, plain.prompts, params(**options), SpecConfig(nodes=32, max_depth=5))
@@ -116,9 +116,9 @@ def test_faulty_noise(fault: str) -> None:
 def test_noise_by_batch_slot_is_seen_in_another_order() -> None:
     """The same in trees and plain decoding, so it takes another batch to see it."""
     llm = open_llm(tiny()[0], max_num_seqs=3)
-    prompts, verify_round = random_prompts(LENGTHS), Engine.verify
+    prompts, verify_round = random_prompts(LENGTHS), HostExecutor.verify
 
-    def by_slot(self: Engine, scored: Any) -> Any:
+    def by_slot(self: HostExecutor, scored: Any, *rest: Any) -> Any:
         for slot, each in enumerate(scored):
             sampler = each.request.sampler
             sampler.noise = Noise(slot, 0, sampler.noise.vocab_size)
@@ -127,7 +127,7 @@ def test_noise_by_batch_slot_is_seen_in_another_order() -> None:
     for faulty in (False, True):
         with Patch.context() as patch:
             if faulty:
-                patch.setattr(Engine, "verify", by_slot)
+                patch.setattr(HostExecutor, "verify", by_slot)
             forward = run(llm, prompts, params(), "off").tokens
             backward = run(llm, prompts[::-1], params()[::-1], "off").tokens[::-1]
         assert (forward != backward) == faulty
@@ -276,7 +276,7 @@ def test_a_walk_that_takes_a_cousin() -> None:
             paths = {(wrong,): 0.4, (wrong, coming[1]): 0.9, (coming[0],): 0.5, (coming[0], coming[1]): 0.9}
             return tree_of(tokens[-1], paths)
 
-    llm.engine.drafters[:] = [Cousins(plain.sequences, 2)]
+    llm.engine.sources.others[:] = [Cousins(plain.sequences, 2)]
     for fault in (None, any_parent):
         with Patch.context() as patch:
             if fault:

@@ -68,14 +68,14 @@ def test_tokens_and_bits_are_those_of_samples_on_their_own(
 def test_a_prompt_is_not_read_where_ssms_are_not_expected_to_draft(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """They draft for none of its samples then: who shares it may not write to it. A fixed tree's SSMs read."""
     llm = open_llm(tiny()[0], tiny()[1], max_num_seqs=3, prefill_chunk=chunk)
-    assert llm.engine.ssms is not None
+    assert llm.engine.sources.ssms is not None
     read: list[list[Request]] = []
-    monkeypatch.setattr(llm.engine.ssms, "_read", spy(llm.engine.ssms._read, read))
+    monkeypatch.setattr(llm.engine.sources.ssms, "_read", spy(llm.engine.sources.ssms._read, read))
     for expected, spec, drafts in ((False, SpecConfig(), False), (True, SpecConfig(), True), (False, NODES, True)):
-        monkeypatch.setattr(llm.engine.planner, "expects_ssms", lambda requests, expected=expected: expected)
+        monkeypatch.setattr(llm.engine.host.planner, "expects_ssms", lambda requests, expected=expected: expected)
         read.clear()
         _, _, group = compare(llm, random_prompts((100,))[0], spec)
-        assert [request for request in group if llm.engine.ssms.may_draft(request)] == (group if drafts else [])
+        assert [request for request in group if llm.engine.sources.ssms.may_draft(request)] == (group if drafts else [])
         of_group = [request for requests in read for request in requests if request in group]
         assert bool(of_group) == drafts
 

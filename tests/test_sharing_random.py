@@ -118,13 +118,13 @@ def test_random_lives(seed: int, seqs: int, chunk: int, spare: int) -> None:
 
 PLACES: dict[str, Any] = {
     "prefill": lambda llm: (llm.engine.runner, "prefill"),
-    "read": lambda llm: (llm.engine.ssms, "prefill"),
+    "read": lambda llm: (llm.engine.sources.ssms, "prefill"),
     "copy": lambda llm: (llm.engine.cache, "copy_slots"),
-    "fork": lambda llm: (llm.engine.ssms, "fork"),
-    "draft": lambda llm: (llm.engine.ssms, "propose"),
+    "fork": lambda llm: (llm.engine.sources.ssms, "fork"),
+    "draft": lambda llm: (llm.engine.sources.ssms, "propose"),
     "forward": lambda llm: (llm.engine.runner, "logits"),
     "commit": lambda llm: (llm.engine.cache, "commit"),
-    "observe": lambda llm: (llm.engine.planner, "observe"),
+    "observe": lambda llm: (llm.engine.host.planner, "observe"),
 }
 
 

@@ -63,7 +63,7 @@ def test_an_event_loop_that_hands_calls_to_threads() -> None:
 
 def in_step(llm: LLM, act: Callable[[], None]) -> Any:
     """Let something happen in the middle of the next round."""
-    forward, done = llm.engine.forward, []
+    forward, done = llm.engine.host.forward, []
 
     def once(*args: Any) -> Any:
         if not done:
@@ -71,7 +71,7 @@ def in_step(llm: LLM, act: Callable[[], None]) -> Any:
             act()
         return forward(*args)
 
-    return mock.patch.object(llm.engine, "forward", once)
+    return mock.patch.object(llm.engine.host, "forward", once)
 
 
 def test_a_round_of_another_thread_advances_and_ends_this_ones_requests() -> None:

@@ -80,18 +80,18 @@ def test_the_prompt_is_enough_to_know_whom_to_trust(good_and_bad: LLM) -> None:
     plain = run(good_and_bad, random_prompts((60,)), greedy(60), "off").outputs[0]
     prompt = plain.prompt_token_ids + plain.outputs[0].token_ids  # what the target would write
     seen = []
-    original = engine.ssms.propose
+    original = engine.sources.ssms.propose
 
     def propose(requests: list, *rest: object) -> list:
         trees = original(requests, *rest)
-        seen.append(engine.ssms.weights(requests[0]))
+        seen.append(engine.sources.ssms.weights(requests[0]))
         return trees
 
-    engine.ssms.propose = propose
+    engine.sources.ssms.propose = propose
     try:
         good_and_bad.generate(prompt, greedy(12), spec=SSMS)
     finally:
-        del engine.ssms.propose
+        del engine.sources.ssms.propose
     assert seen[0]["ssm-1"] > 0.9, "in the first round"
 
 
@@ -116,7 +116,7 @@ def test_one_ssm_in_a_round_is_the_trusted_one(good_and_bad: LLM, batch: int) ->
 
 def test_resting_ssms_read_what_they_missed(good_and_bad: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their scores stay at most REST tokens behind, and their K/V are those of an SSM that never rested."""
-    drafter = good_and_bad.engine.ssms
+    drafter = good_and_bad.engine.sources.ssms
     lags = []
     original = drafter.propose
 

@@ -87,7 +87,7 @@ def accepted(outputs: Sequence[RequestOutput]) -> list[tuple[list[int], int]]:
 
 
 def foreigners(llm: LLM) -> list[ForeignDrafter]:
-    return [each for each in llm.engine.drafters if isinstance(each, ForeignDrafter)]
+    return [each for each in llm.engine.sources.others if isinstance(each, ForeignDrafter)]
 
 
 _made: list[ForeignDrafter] = []
@@ -271,7 +271,7 @@ def test_a_larger_vocabulary_is_the_same_one() -> None:
         both = [accepted(llm_of(n).generate(prompts, greedy(30, **options), spec=TREE)) for n in ("same-1", "larger")]
         assert both[0] == both[1] and sum(both[0][0][0]) > 15
     assert llm_of("larger").stats()["draft_vocabularies"] == {"larger": "padded"}
-    assert llm_of("larger").engine.ssms is not None and not foreigners(llm_of("larger"))
+    assert llm_of("larger").engine.sources.ssms is not None and not foreigners(llm_of("larger"))
 
 
 @pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])

@@ -160,7 +160,7 @@ def folders() -> tuple[Path, Path, Path]:
 def sampling_llm(*drafts: Path, text: bool = False) -> LLM:
     with mock.patch("treespec_weights.vocabularies.LEAST_SHARE", 1.1 if text else 0.0):
         llm = timeless(open_llm(folders()[0], drafts, max_num_seqs=32, max_model_len=64))
-    for drafter in llm.engine.drafters:
+    for drafter in llm.engine.sources.others:
         assert isinstance(drafter, ForeignDrafter)
         drafter.pays.worth = lambda promised: promised > 0.01  # type: ignore[method-assign]
     return llm
@@ -188,7 +188,7 @@ def test_the_joint_distribution(name: str) -> None:
     spec, kind = CASES[name]
     drafts = folders()[1:] if kind == "both" else folders()[1:2]
     llm = sampling_llm(*drafts, text=kind == "text")
-    assert [type(each).__name__ for each in llm.engine.drafters] == [
+    assert [type(each).__name__ for each in llm.engine.sources.others] == [
         "TextDrafter" if kind == "text" else "TranslatedDrafter"
     ]
     p, acceptance = sampled(llm, spec)
@@ -210,7 +210,7 @@ def test_the_distributions_are_over_the_intersection() -> None:
     own = open_llm(folders()[1], max_model_len=64)
     prompt = [OTHER.index(OWN[token]) for token in PROMPT if OWN[token] in OTHER]
     seen: list[np.ndarray] = []
-    drafter = llm.engine.drafters[0]
+    drafter = llm.engine.sources.others[0]
     assert isinstance(drafter, TranslatedDrafter)
     context = drafter.translation.write(PROMPT)
     assert context == prompt

@@ -347,8 +347,8 @@ class LLM(VllmMethods):
     def reset_suffix_cache(self) -> None:
         """Forget all earlier outputs, which the source "suffix" drafts from."""
         with self.between_rounds():
-            if self.engine.lookup is not None:
-                self.engine.lookup.forget(self.engine.scheduler.running)
+            if self.engine.sources.lookup is not None:
+                self.engine.sources.lookup.forget(self.engine.scheduler.running)
 
     def get_tokenizer(self) -> Any:
         """Return the tokenizer, or None."""
@@ -357,7 +357,7 @@ class LLM(VllmMethods):
     @property
     def draft_names(self) -> tuple[str, ...]:
         """Names of the drafts for `SpecConfig.sources`, models first."""
-        own = (drafter.name for drafter in self.engine.drafters if is_from_outside(drafter))
+        own = (drafter.name for drafter in self.engine.sources.others if is_from_outside(drafter))
         return (*self._built.connections, *own)
 
     def get_default_sampling_params(self) -> SamplingParams:

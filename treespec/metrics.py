@@ -9,7 +9,8 @@ from treespec.request import Request
 
 @dataclass
 class Stats:
-    """Counters since the engine was built. A request counts when it ends, including rejected ones; `rounds` is live."""
+    """Counters since the engine was built. A request counts when it ends, including rejected ones; `rounds` and
+    `accepted_lengths` (verified trees by accepted drafted tokens) are live."""
 
     requests: int = 0
     failed_requests: int = 0
@@ -18,6 +19,7 @@ class Stats:
     prefill_tokens: int = 0
     generated_tokens: int = 0
     nodes_verified: int = 0
+    accepted_lengths: Counter[int] = field(default_factory=Counter)
     accepted_by_source: Counter[str] = field(default_factory=Counter)
     accepted_only_by_source: Counter[str] = field(default_factory=Counter)
 

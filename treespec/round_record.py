@@ -1,4 +1,4 @@
-"""Round records, and observers that receive them."""
+"""Round records, and the observers that receive them."""
 
 import logging
 from collections.abc import Callable
@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from treespec.errors import ConfigError
+from treespec.planning.round_costs import RoundSeconds
 from treespec.torch_state import outside_code
 from treespec.tree import TokenTree
 
 if TYPE_CHECKING:
-    from treespec.request import Request
+    from treespec.execution import VerifiedRequest
 
 logger = logging.getLogger("treespec")
 
@@ -32,10 +33,11 @@ class RoundRecord:
         context: prompt and output tokens before the root.
         tree: the verified nodes with probabilities and sources.
         path: int64 [1 + accepted], the accepted nodes, root first.
-        bonus: the target's token after the path; None if the output ended inside the path.
-        index: of the sample, as in `CompletionOutput.index`.
-        seconds: duration of the round, for all of its requests.
-        target_seconds: duration of the target pass; None in captured rounds.
+        bonus: the target's own token after the path; None where the output ended inside the path.
+        index: of the sample, as `CompletionOutput.index`.
+        seconds: of the whole round, for all requests that took part in it.
+        target_seconds: of the target pass; in captured rounds, of verification and commit too.
+        draft_seconds: of drafts that run a model.
     """
 
     request_id: str
@@ -46,7 +48,8 @@ class RoundRecord:
     bonus: int | None
     index: int = 0
     seconds: float = 0.0
-    target_seconds: float | None = None
+    target_seconds: float = 0.0
+    draft_seconds: float = 0.0
 
     @property
     def accepted(self) -> int:
@@ -75,36 +78,30 @@ class RoundRecord:
             "bonus": self.bonus,
             "seconds": self.seconds,
             "target_seconds": self.target_seconds,
+            "draft_seconds": self.draft_seconds,
         }
 
     @classmethod
     def of(
-        cls,
-        request: "Request",
-        tree: TokenTree,
-        path: np.ndarray,
-        bonus: int,
-        emitted: int,
-        seconds: float,
-        target_seconds: float | None = None,
+        cls, verified: "VerifiedRequest", emitted: int, seconds: RoundSeconds, other_seconds: float
     ) -> "RoundRecord":
         """Record a round whose `emitted` tokens were just added to the request.
 
-        `path` and `bonus` are verification's; a stop may have cut them.
+        A stop may have cut the verified path and bonus token.
         """
+        request, path = verified.request, verified.path
         complete = emitted == len(path)  # the accepted nodes and the bonus token
-        context = request.tokens[: len(request.tokens) - emitted - 1]
-        kept = path if complete else path[: 1 + emitted]
         return cls(
             request.output_id,
             request.num_rounds,
-            context,
-            tree,
-            kept,
-            int(bonus) if complete else None,
+            request.tokens[: len(request.tokens) - emitted - 1],
+            verified.tree.token_tree(),
+            path if complete else path[: 1 + emitted],
+            int(verified.bonus) if complete else None,
             request.sample,
-            seconds,
-            target_seconds,
+            sum(seconds) + other_seconds,
+            seconds.forward,
+            seconds.draft + seconds.read + other_seconds,
         )
 
 

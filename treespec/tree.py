@@ -135,6 +135,10 @@ class TokenTree:
         drawn = self.draws.sources[self.draws.children == node]
         return tuple(dict.fromkeys(self.source_names[source] for source in drawn))
 
+    def token_tree(self) -> "TokenTree":
+        """This tree, as other forms of a verified tree become one."""
+        return self
+
     def path_to(self, node: int) -> np.ndarray:
         """int64 [depth + 1]: the nodes from the root to `node`."""
         return np.flatnonzero(self.visible[node])

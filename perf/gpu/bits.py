@@ -341,7 +341,7 @@ def _engine(sizes: Sizes, batch: int, how: str, context: Context) -> dict[str, A
     llm, options = context.keep(f"llm/{batch}", lambda: _open(context, batch, "step by step" not in how)), DECODED[how]
     recorder = context.keep(f"recorder/{batch}", lambda: identity.LogitRecorder(llm))
     prompts = identity.read_prompts(sizes.prompts, llm.get_tokenizer(), llm.engine.runner.target.vocab_size)
-    modes = identity.modes(llm.engine.ssms.names, 16)
+    modes = identity.modes(llm.engine.sources.ssms.names, 16)
     common = {"max_tokens": sizes.max_tokens, "ignore_eos": True, **options}
     params = [
         SamplingParams(**common, **({"seed": 1000 + i} if "temperature" in options else {}))

@@ -23,7 +23,7 @@ from gpu.models import grown_folder, open_engine
 from gpu.setting import Setting
 from gpu.stage import Context, Measurement
 from treespec import LLM, SamplingParams, SpecConfig
-from treespec.graphs.graph_engine import GraphEngine
+from treespec.graphs.graph_executor import GraphExecutor
 
 
 @dataclass(frozen=True)
@@ -84,12 +84,13 @@ def _rounds(sizes: Sizes, nodes: int | None, exact: bool, context: Context) -> d
 
 def _planned(llm: LLM) -> dict[str, Any] | None:
     """What the engine measured for its graphs on an idle batch of one; None where rounds are not captured."""
-    engine = llm.engine
-    if not isinstance(engine, GraphEngine):
+    captured = llm.engine.captured
+    if not isinstance(captured, GraphExecutor):
         return None
-    seconds = engine.rounds.planners[1].seconds
-    verify = {str(nodes): 1e6 * each for nodes, each in seconds.verify.items()}
-    return {"first_level": 1e6 * seconds.first_level, "next_level": 1e6 * seconds.next_level, "verify": verify}
+    curve = captured.rounds.planners[1].costs.curve
+    verify = {str(rows): 1e6 * each for rows, each in zip(curve.rows, curve.verify_seconds, strict=True)}
+    level, start = 1e6 * curve.draft_seconds, 1e6 * curve.draft_start_seconds
+    return {"first_level": start + level, "next_level": level, "verify": verify}
 
 
 def _open(context: Context, sizes: Sizes, exact: bool) -> LLM:

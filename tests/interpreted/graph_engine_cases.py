@@ -13,7 +13,7 @@ from tests.models import greedy, make_draft, make_llama, new_folder, open_llm, r
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.graphs.batch_round import BatchRound
 from treespec.graphs.capture import MAX_DEPTH
-from treespec.graphs.graph_engine import GraphEngine
+from treespec.graphs.graph_executor import GraphExecutor
 from treespec.graphs.proof import differing_rounds
 from treespec.graphs.round_inputs import RoundInput
 from treespec.graphs.verify_stage import RoundResult, VerifyHalf
@@ -89,18 +89,19 @@ def test_the_proof_at_start(llm: LLM) -> None:
     def spoilt(half: VerifyHalf, requests: Sequence[RoundInput], nodes: int, drafted: bool) -> list[RoundResult]:
         found = results(half, requests, nodes, drafted)
         wrong = nodes > 1 and requests[0].temperature > 0
-        return [each._replace(tokens=[*each.tokens[:-1], (each.tokens[-1] + wrong) % 64]) for each in found]
+        return [each._replace(bonus=(each.bonus + wrong) % 64) for each in found]
 
     engine = llm.engine
-    assert isinstance(engine, GraphEngine) and engine.lookup is not None
-    learned = engine.planner, engine.rounds.planners, engine.lookup, engine.stats
-    before = pickle.dumps(learned)
+    assert isinstance(engine.captured, GraphExecutor) and engine.sources.lookup is not None
+    rounds = engine.captured.rounds
+    learned = engine.host.planner, rounds.planners, engine.sources.lookup, engine.stats
+    before, failing = pickle.dumps(learned), mock.Mock(propose=mock.Mock(side_effect=KeyError("no such prompt")))
     with (
         torch.inference_mode(),
         mock.patch.object(VerifyHalf, "results", spoilt),
-        mock.patch.object(engine, "drafters", [mock.Mock(propose=mock.Mock(side_effect=KeyError("no such prompt")))]),
+        mock.patch.object(engine.sources, "others", [failing]),
     ):
-        found = differing_rounds(engine, engine.rounds, max_tokens=2)
+        found = differing_rounds(engine, rounds, max_tokens=2)
     assert found == [f"trees of 16 nodes at temperature 0.8 for {count} of 2 requests" for count in (1, 2)]
     engine.check_integrity()
     assert engine.scheduler.is_idle and pickle.dumps(learned) == before

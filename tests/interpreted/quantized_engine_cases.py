@@ -42,7 +42,7 @@ def test_trees_give_the_tokens_of_plain_decoding(folders: tuple[Path, list[Path]
         prove=None,
     )
     assert isinstance(llm.engine.runner.target.weights.layers[0].qkv, QuantizedWeight)
-    assert [model.quantization for model in llm.engine.ssms.models] == ["int8", "int8"]
+    assert [model.quantization for model in llm.engine.sources.ssms.models] == ["int8", "int8"]
     with mock.patch.object(BatchRound, "run", autospec=True, side_effect=BatchRound.run) as run:
         trees = llm.generate(PROMPTS, greedy(6), spec=SpecConfig(nodes=8, max_depth=2))
     assert run.call_count, "no round was captured"

@@ -24,7 +24,8 @@ from treespec.cache import KVCache
 from treespec.config import ModelConfig
 from treespec.engine import Engine
 from treespec.errors import ConfigError, KernelError
-from treespec.graphs.graph_engine import GraphEngine
+from treespec.execution import Execution
+from treespec.graphs.graph_executor import GraphExecutor
 from treespec.graphs.verify_stage import VerifyHalf
 from treespec.models import triton_decoder
 from treespec.models.attention import make_attention
@@ -202,16 +203,16 @@ def open_on_gpu() -> LLM:
 @contextlib.contextmanager
 def rounds_wait_for_nothing(gpu: Gpu) -> Iterator[None]:
     """Rounds replay graphs, and the host waits for their ends alone."""
-    decode, waits = GraphEngine.decode, []
+    run, waits = GraphExecutor.run, []
 
-    def watched(engine: GraphEngine, requests: Sequence[Request]) -> list[Request]:
+    def watched(executor: GraphExecutor, *batch: Any) -> Execution:
         before = len(gpu.waits)
-        undecided = decode(engine, requests)
+        execution = run(executor, *batch)
         waits.extend(gpu.waits[before:])
-        return undecided
+        return execution
 
     before = gpu.replays
-    with mock.patch.object(GraphEngine, "decode", watched):
+    with mock.patch.object(GraphExecutor, "run", watched):
         yield
     assert gpu.replays > before and not waits
 
@@ -262,18 +263,18 @@ def test_a_round_does_not_wait_for_prompts(gpu: Gpu) -> None:
     """The planner learns from what a round takes, which a prompt before it is no part of."""
     target = make_llama(new_folder("prompts") / "target", 0, torch.float16, **SMALL)
     llm = open_llm(target, [], device="cuda", dtype="float16", spec="off", max_num_seqs=1, prove=None)
-    prefill, decode, order = Runner.prefill, GraphEngine.decode, []
+    prefill, run, order = Runner.prefill, GraphExecutor.run, []
 
     def prompts(runner: Runner, requests: Sequence[Request], counts: Sequence[int]) -> list[torch.Tensor]:
         states = prefill(runner, requests, counts)
         gpu.later(lambda: order.append("prompt computed"))
         return states
 
-    def rounds(engine: GraphEngine, requests: Sequence[Request]) -> list[Request]:
-        order.append("round begins")
-        return decode(engine, requests)
+    def rounds(executor: GraphExecutor, requests: Sequence[Request], *rest: Any) -> Execution:
+        order.extend(["round begins"] if requests else [])
+        return run(executor, requests, *rest)
 
-    with mock.patch.object(Runner, "prefill", prompts), mock.patch.object(GraphEngine, "decode", rounds):
+    with mock.patch.object(Runner, "prefill", prompts), mock.patch.object(GraphExecutor, "run", rounds):
         llm.generate(PROMPTS[:1], greedy(1))
     assert order == ["prompt computed", "round begins"]
 
@@ -332,7 +333,7 @@ def test_where_captured_rounds_fail_it_goes_step_by_step(
         mock.patch("treespec.graphs.proof.differing_rounds", differing),
     ):
         llm = open_llm(target, [], device="cuda", dtype="float16", spec=TREES, max_num_seqs=1, prove=None)
-    assert capture.call_count == 1 and type(llm.engine) is Engine
+    assert capture.call_count == 1 and llm.engine.captured is None
     assert not llm.engine.cache.pools[0].any()
     [warning] = [record for record in caplog.records if record.levelname == "WARNING"]
     words = "give other tokens than plain decoding here" if runs else "do not run here"

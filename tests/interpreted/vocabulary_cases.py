@@ -11,7 +11,6 @@ from tests.tokenizers_made import letters, permuted, resized, save_tokenizer
 from treespec import SpecConfig
 from treespec.drafters.foreign.translated import TranslatedDrafter
 from treespec.graphs.batch_round import BatchRound
-from treespec.graphs.graph_engine import GraphEngine
 
 torch.set_num_threads(1)
 OWN, PADDED = 64, 72
@@ -62,7 +61,7 @@ def test_padded_drafts_in_captured_rounds(folders: dict[str, Path], options: dic
 
 def test_a_translated_draft_goes_step_by_step(folders: dict[str, Path]) -> None:
     llm = open_llm(folders["target"], [folders["shuffled"]], spec=SPEC, **TRITON, prove=None)
-    assert isinstance(llm.engine, GraphEngine) and isinstance(llm.engine.drafters[0], TranslatedDrafter)
+    assert llm.engine.captured is not None and isinstance(llm.engine.sources.others[0], TranslatedDrafter)
     prompts = random_prompts([3, 20], vocab=OWN)
     trees, plain = (llm.generate(prompts, greedy(6), spec=spec) for spec in (SPEC, "off"))
     assert [o.outputs[0].token_ids for o in trees] == [o.outputs[0].token_ids for o in plain]

@@ -41,9 +41,11 @@ def measure_here(
         costs.measuring_alone(),
         tqdm(desc="measuring", total=1.0, leave=False, bar_format=BAR, disable=silent) as bar,
     ):
-        curve = costs.measure(engine.runner, engine.ssms, seconds, lambda fraction: bar.update(fraction - bar.n))
-    key = costs.cost_key(engine.runner, engine.ssms, llm.config.num_threads)
-    names = [engine.runner.target.config.folder.name, *(engine.ssms.names if engine.ssms else ())]
+        curve = costs.measure(
+            engine.runner, engine.sources.ssms, seconds, lambda fraction: bar.update(fraction - bar.n)
+        )
+    key = costs.cost_key(engine.runner, engine.sources.ssms, llm.config.num_threads)
+    names = [engine.runner.target.config.folder.name, *(engine.sources.ssms.names if engine.sources.ssms else ())]
     costs.save(curve, key, names=names)
     return next(entry for entry in costs.load_all() if entry["key"] == key)
 

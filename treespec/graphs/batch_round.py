@@ -15,13 +15,14 @@ Without a GPU the same calls run one by one, in Triton's interpreter.
 """
 
 import gc
+import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from treespec.graphs.draft_stage import DraftHalf
 from treespec.graphs.round_inputs import RoundInput, RoundInputs, RoundLimits
-from treespec.graphs.round_tree import RoundTree
 from treespec.graphs.stack_passes import ModelStack
 from treespec.graphs.verify_stage import RoundResult, VerifyHalf
 from treespec_kernels.launch.graph_capture import GraphMemory, captured
@@ -53,7 +54,7 @@ class BatchRound:
         self._drafts = DraftHalf(self._inputs, stacks, target.kernels.weights.head.shape[1])
         self._verify = VerifyHalf(self._inputs, target, self._drafts)
         self._graphs: dict[tuple[object, ...], Callable[[], None]] = {}
-        self._done = torch.cuda.Event() if device.type == "cuda" else None
+        self._marks = [_mark_of(device) for _ in range(3)]  # before drafting, behind it, and behind verification
 
     def warm_up(self) -> None:
         """Compile and capture what greedy rounds take, on an idle batch that touches the null page alone. Graphs with
@@ -78,9 +79,10 @@ class BatchRound:
         self._wait()
         return self._verify.results(requests, nodes, drafted=levels > 0)
 
-    def trees(self, num_requests: int, nodes: int) -> list[RoundTree]:
-        """The trees of the round that has just run, read back; the arguments are those of `run`."""
-        return self._verify.trees(num_requests, nodes)
+    def seconds(self) -> tuple[float, float]:
+        """What drafting and verification of the last round took on the device."""
+        started, drafted, done = self._marks
+        return started.elapsed_time(drafted) / 1000, drafted.elapsed_time(done) / 1000
 
     def replay(self, levels: int, nodes: int) -> None:
         """The kernels of a round on whatever the buffers hold, to measure them."""
@@ -89,11 +91,15 @@ class BatchRound:
 
     def _launch(self, levels: int, nodes: int, sampled: bool) -> None:
         """`sampled`: whether any choice takes noise; without, the head's own maxima do."""
+        started, drafted, done = self._marks
+        started.record()
         if levels:
             self._play(("first level", sampled), lambda: self._drafts.first_level(sampled))
             for _ in range(levels - 1):
                 self._play(("next level", sampled), lambda: self._drafts.next_level(sampled))
+        drafted.record()
         self._play(("verify", nodes, sampled), lambda: self._verify.run(nodes, sampled))
+        done.record()
 
     def _play(self, name: tuple[object, ...], launches: Callable[[], None]) -> None:
         if self._memory is None:
@@ -105,9 +111,25 @@ class BatchRound:
         self._graphs[name]()
 
     def _wait(self) -> None:
-        if self._done is not None:
-            self._done.record()
-            self._done.synchronize()
+        self._marks[-1].synchronize()
+
+
+class _HostMark:
+    """`torch.cuda.Event` where launches run one by one on the host."""
+
+    def record(self) -> None:
+        self._at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        """Nothing is under way."""
+
+    def elapsed_time(self, end: "_HostMark") -> float:
+        """Milliseconds until `end`."""
+        return 1000 * (end._at - self._at)
+
+
+def _mark_of(device: torch.device) -> Any:
+    return torch.cuda.Event(enable_timing=True) if device.type == "cuda" else _HostMark()
 
 
 def _captured(launches: Callable[[], None], memory: GraphMemory) -> Callable[[], None]:

@@ -2,7 +2,6 @@
 
 import itertools
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -14,11 +13,12 @@ from treespec.cache import pages_for
 from treespec.config import ModelConfig, SpecConfig
 from treespec.drafters.ssm.ssm_drafter import SsmDrafter
 from treespec.graphs.batch_round import BatchRound
-from treespec.graphs.graph_planner import RoundPlanner, RoundSeconds
 from treespec.graphs.round_inputs import CHILDREN, FRONTIER, RoundLimits
 from treespec.graphs.stack_passes import ModelStack
 from treespec.memory import release_cached
 from treespec.models.triton_decoder import TritonDecoder, stacked
+from treespec.planning.planner import Planner
+from treespec.planning.round_costs import CostCurve
 from treespec.runner import Runner
 from treespec_kernels.attention.tree_attention import SegmentPartition
 from treespec_kernels.launch.graph_capture import GraphMemory
@@ -27,9 +27,8 @@ from treespec_kernels.tree.device_trees import MAX_CANDIDATES
 from treespec_kernels.tuning.tuned import KernelConfigs
 
 MAX_DEPTH = 12  # levels of a captured round at most
-SLOTS = (
-    1 + (MAX_DEPTH - 1) * FRONTIER
-)  # that drafts write behind a request: the root's, and every frontier's but the last
+# That drafts write behind a request: the root's slot, and those of every frontier but the last.
+SLOTS = 1 + (MAX_DEPTH - 1) * FRONTIER
 NODES = (1, 8, 16, 32, 64)  # rows of the target pass by graph
 # Programs are launched for every segment of a context: shorter ones get their own graphs.
 CONTEXTS = (4096, 16384, 65536)
@@ -54,7 +53,7 @@ class Rounds(NamedTuple):
 
     limits: RoundLimits
     by_size: dict[int, list[BatchRound]]
-    planners: dict[int, RoundPlanner]
+    planners: dict[int, Planner]
     nbytes: int
 
     def size_for(self, num_requests: int) -> int:
@@ -92,7 +91,7 @@ def captured_rounds(
         rounds[size] = [
             BatchRound(size, replace(limits, max_context=context), model, stacks, graph_memory) for context in contexts
         ]
-        planners[size] = RoundPlanner(_measured(rounds[size]), limits.max_depth, limits.nodes)
+        planners[size] = Planner(_measured(rounds[size]), shapes=limits.shapes)
     release_cached(target.device)
     by_size = {size: rounds[size] for size in sorted(rounds)}
     return Rounds(limits, by_size, planners, _reserved(target.device) - before)
@@ -163,25 +162,28 @@ def _stacks(ssms: SsmDrafter | None, pools: Sequence[torch.Tensor], configs: Ker
     return stacks
 
 
-def _measured(rounds: Sequence[BatchRound]) -> RoundSeconds:
-    """What the parts of a round take on an idle batch; in the interpreter, where times say nothing, made up ones."""
+def _measured(rounds: Sequence[BatchRound]) -> CostCurve:
+    """What drafting and verifying nothing takes: an idle batch runs through the same kernels.
+
+    In the interpreter, where times say nothing, made-up ones.
+    """
     batch = rounds[0]
     nodes = batch.limits.nodes
     if is_interpreted():
-        return RoundSeconds(0.1, 0.1, dict.fromkeys(nodes, 1.0))
+        return CostCurve(nodes, (1.0,) * len(nodes), 0.1)
     for each in reversed(rounds):
         each.warm_up()
-    verify = {n: _seconds(batch, 0, n) for n in nodes}
-    first = _seconds(batch, 1, 1)
-    second = _seconds(batch, min(2, batch.limits.max_depth), 1)
-    return RoundSeconds(max(first - verify[1], 0.0), max(second - first, 0.0), verify)
+    verify = {n: _seconds(batch, 0, n)[1] for n in nodes}
+    first = _seconds(batch, 1, 1)[0]
+    level = max(_seconds(batch, min(2, batch.limits.max_depth), 1)[0] - first, 0.0)
+    return CostCurve(nodes, tuple(verify.values()), level, draft_start_seconds=max(first - level, 0.0))
 
 
-def _seconds(batch: BatchRound, levels: int, nodes: int) -> float:
-    """Of drafting and verifying nothing: the idle batch runs through the same kernels."""
+def _seconds(batch: BatchRound, levels: int, nodes: int) -> tuple[float, float]:
+    """Median seconds of drafting and of verification."""
     times = []
     for _ in range(_REPEATS):
-        began = time.perf_counter()
         batch.replay(levels, nodes)
-        times.append(time.perf_counter() - began)
-    return statistics.median(times)
+        times.append(batch.seconds())
+    draft, verify = zip(*times, strict=True)
+    return statistics.median(draft), statistics.median(verify)

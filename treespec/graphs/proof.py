@@ -14,11 +14,13 @@ import numpy as np
 import torch
 
 from treespec.config import SpecConfig
+from treespec.drafters.draft_sources import DraftSources
 from treespec.drafters.lookup.lookup_drafter import LookupDrafter
 from treespec.engine import Engine
 from treespec.errors import TreespecError
 from treespec.graphs.capture import Rounds
-from treespec.graphs.graph_engine import GraphEngine
+from treespec.graphs.graph_executor import GraphExecutor
+from treespec.host_executor import HostExecutor
 from treespec.request import Request
 from treespec.sampling.sampler import Sampler
 from treespec.sampling_params import SamplingParams
@@ -68,52 +70,48 @@ def differing_rounds(engine: Engine, rounds: Rounds, max_tokens: int = 12, seed:
     Returns:
         What differed, a line each; empty where every token was equal.
     """
-    trial = GraphEngine(
-        engine.runner,
-        engine.scheduler,
-        copy.deepcopy(engine.planner),
-        engine.ssms,
-        None if engine.lookup is None else LookupDrafter(),
-        [],
-        engine.max_model_len,
-        rounds._replace(planners=copy.deepcopy(rounds.planners)),
-    )
+    sources = DraftSources(engine.sources.ssms, None if engine.sources.lookup is None else LookupDrafter())
+    planner, length = copy.deepcopy(engine.host.planner), engine.host.max_model_len
+    host = HostExecutor(engine.runner, planner, sources, length)
+    captured = GraphExecutor(engine.runner, sources, rounds._replace(planners=copy.deepcopy(rounds.planners)), length)
+    trials = [Engine(engine.runner, engine.scheduler, sources, host, each) for each in (None, captured)]
     try:
-        return _differing(trial, max_tokens, seed)
+        return _differing(trials[0], trials[1], min(_NODES, rounds.limits.nodes[-1]), max_tokens, seed)
     finally:
         for request in [*engine.scheduler.running, *engine.scheduler.waiting]:
-            trial.finish(request, "abort")
+            trials[0].finish(request, "abort")
 
 
-def _differing(engine: GraphEngine, max_tokens: int, seed: int) -> list[str]:
+def _differing(host: Engine, captured: Engine, nodes: int, max_tokens: int, seed: int) -> list[str]:
+    """What differs between engines without and with captured rounds of `nodes` nodes."""
     rng = np.random.default_rng(seed)
-    max_tokens = min(max_tokens, engine.max_model_len - 1)
-    lengths = [min(length, engine.max_model_len - max_tokens) for length in _PROMPTS]
-    period = rng.integers(engine.runner.target.vocab_size, size=_PERIOD)
+    longest = host.host.max_model_len
+    max_tokens = min(max_tokens, longest - 1)
+    lengths = [min(length, longest - max_tokens) for length in _PROMPTS]
+    period = rng.integers(host.runner.target.vocab_size, size=_PERIOD)
     prompts = [np.resize(period, length).tolist() for length in lengths]
-    plain, nodes = SpecConfig.resolve("off", SpecConfig()), min(_NODES, engine.rounds.limits.nodes[-1])
+    plain = SpecConfig.resolve("off", SpecConfig())
     ways = {"plain decoding": plain}
     if nodes > 1:
         ways[f"trees of {nodes} nodes"] = SpecConfig(nodes=nodes)
     found = []
-    counts = range(1, 1 + min(len(prompts), engine.scheduler.max_num_seqs))
+    counts = range(1, 1 + min(len(prompts), host.scheduler.max_num_seqs))
     for count, temperature in itertools.product(counts, _TEMPERATURES):
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, ignore_eos=True)
-        expected = _decode(engine, Engine.step, prompts[:count], params, plain)
+        expected = _decode(host, prompts[:count], params, plain)
         for name, spec in ways.items():
-            if _decode(engine, GraphEngine.step, prompts[:count], params, spec) != expected:
+            if _decode(captured, prompts[:count], params, spec) != expected:
                 found.append(f"{name} at temperature {temperature} for {count} of {len(prompts)} requests")
     return found
 
 
 def _decode(
-    engine: GraphEngine,
-    step: Callable[[GraphEngine], object],
+    engine: Engine,
     prompts: Sequence[Sequence[int]],
     params: SamplingParams,
     spec: SpecConfig,
 ) -> list[tuple[list[int], str | None]]:
-    """What each prompt's request emits in rounds of this kind, and why it ends."""
+    """What each prompt's request emits, and why it ends."""
     target, requests = engine.runner.target, []
     for prompt in prompts:
         request = Request(list(prompt), params, spec, seed=params.seed)
@@ -124,5 +122,5 @@ def _decode(
         engine.scheduler.add(request)
         requests.append(request)
     while not engine.scheduler.is_idle:
-        step(engine)
+        engine.step()
     return [(request.output_token_ids, request.finish_reason) for request in requests]

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treespec.planning.learning import RoundShapes
 from treespec.tree import TokenTree
 
 FRONTIER = 8  # nodes of one depth that SSMs expand
@@ -36,6 +37,11 @@ class RoundLimits:
     def width(self) -> int:
         """Tokens that a round emits at most: a path of D nodes below the root, and the token after it."""
         return self.max_depth + 1
+
+    @property
+    def shapes(self) -> RoundShapes:
+        """What the planner may choose from."""
+        return RoundShapes(self.max_depth, self.nodes)
 
 
 class RoundInput(NamedTuple):

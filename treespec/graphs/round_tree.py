@@ -1,68 +1,73 @@
-"""The token tree of a captured round, read back from the device for those who observe it."""
+"""The token tree of a captured round, as the device has copied it to the host."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from treespec.tree import Draws, TokenTree
 
 
-class RoundTree(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class RoundTree:
     """One request's tree, root first.
 
     Attributes:
         tokens, parents, depths: int64 [num_nodes].
         values: float64 [num_nodes], the estimated probability that each node is accepted.
-        sources: by node, bits of the SSMs that proposed it, and behind them that of the seeds.
-        path: int64 [1 + accepted], the accepted nodes; empty where the target computed NaN or infinity.
+        masks: by node, bits of the SSMs that proposed it, and behind them the bit of `proposed`.
+        names: of the SSMs.
+        proposed: the tree of sources that run no model, as the round was given it; the device does not tell these
+            sources apart.
     """
 
     tokens: np.ndarray
     parents: np.ndarray
     depths: np.ndarray
     values: np.ndarray
-    sources: list[int]
-    path: np.ndarray
+    masks: list[int]
+    names: tuple[str, ...] = ()
+    proposed: TokenTree | None = None
 
-    def token_tree(self, names: Sequence[str], seeds: TokenTree | None) -> TokenTree:
-        """The tree with the names of its sources.
+    def __len__(self) -> int:
+        return len(self.tokens)
 
-        Args:
-            names: of the SSMs.
-            seeds: the tree of sources without a pass that the round was given; the device does not tell them apart.
-        """
+    def sources_of(self, node: int) -> tuple[str, ...]:
+        """Names of the sources that proposed a node."""
+        bits = self.masks[node]
+        own = tuple(name for i, name in enumerate(self.names) if bits >> i & 1)
+        if self.proposed is None or not bits >> len(self.names) & 1:
+            return own
+        seed = self._place_in_proposed(node)
+        return own if seed is None else (*own, *(n for n in self.proposed.sources_of(seed) if n not in own))
+
+    def token_tree(self) -> TokenTree:
+        """The tree with the provenance of every node."""
         above = self.values[self.parents[1:]]
         probs = np.append(1.0, np.minimum(np.divide(self.values[1:], above, where=above > 0, out=0 * above), 1.0))
-        source_names = (*names, *(() if seeds is None else (n for n in seeds.source_names if n not in names)))
-        places = {name: place for place, name in enumerate(source_names)}
-        children, sources = [], []
-        for node, own in enumerate(self._proposers(names, seeds)):
-            children += [node] * len(own)
-            sources += [places[name] for name in own]
-        drawn = np.array(children, dtype=np.int64)
-        draws = Draws(self.parents[drawn], drawn, np.array(sources, dtype=np.int64), np.full(len(drawn), np.nan))
+        others = () if self.proposed is None else (n for n in self.proposed.source_names if n not in self.names)
+        source_names = (*self.names, *others)
+        drawn = [(node, source_names.index(name)) for node in range(1, len(self)) for name in self.sources_of(node)]
+        children, sources = np.array(drawn, dtype=np.int64).reshape(-1, 2).T
+        draws = Draws(self.parents[children], children, sources, np.full(len(children), np.nan))
         tree = TokenTree(self.tokens, self.parents, self.depths, probs, draws, source_names)
         return tree.with_values(self.values)
 
-    def _proposers(self, names: Sequence[str], seeds: TokenTree | None) -> list[tuple[str, ...]]:
-        """By node the names of the sources that proposed it."""
-        seeded = {} if seeds is None else _children(seeds)
-        seed_of = {0: 0}  # the node of `seeds` with the same path, where there is one
-        found: list[tuple[str, ...]] = [()]
-        for node in range(1, len(self.tokens)):
-            bits, parent = self.sources[node], int(self.parents[node])
-            own = tuple(name for i, name in enumerate(names) if bits >> i & 1)
-            seed = seeded.get((seed_of.get(parent, -1), int(self.tokens[node])))
-            if seed is not None and seeds is not None:
-                seed_of[node] = seed
-                if bits >> len(names) & 1:
-                    own += tuple(name for name in seeds.sources_of(seed) if name not in own)
-            found.append(own)
-        return found
+    def _place_in_proposed(self, node: int) -> int | None:
+        """The node of `proposed` with the same path; None where it has none."""
+        path, place = [], 0
+        while node:
+            path.append(int(self.tokens[node]))
+            node = int(self.parents[node])
+        for token in reversed(path):
+            if (below := self._children.get((place, token))) is None:
+                return None
+            place = below
+        return place
 
-
-def _children(tree: TokenTree) -> dict[tuple[int, int], int]:
-    """The node below each parent that carries a token."""
-    nodes = zip(tree.parents[1:].tolist(), tree.tokens[1:].tolist(), strict=True)
-    return {place: node for node, place in enumerate(nodes, start=1)}
+    @cached_property
+    def _children(self) -> dict[tuple[int, int], int]:
+        """Of `proposed`, the node below each parent that carries a token."""
+        assert self.proposed is not None
+        nodes = zip(self.proposed.parents[1:].tolist(), self.proposed.tokens[1:].tolist(), strict=True)
+        return {place: node for node, place in enumerate(nodes, start=1)}

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from treespec.graphs.draft_stage import DraftHalf
 from treespec.graphs.round_inputs import RoundInput, RoundInputs
-from treespec.graphs.round_tree import RoundTree
 from treespec.graphs.stack_passes import ModelStack, StackPasses
 from treespec_kernels.attention.kv_commit import kv_commit_triton
 from treespec_kernels.sampling.row_topk import row_topk_triton
@@ -22,17 +21,22 @@ class RoundResult(NamedTuple):
     """What a round made of one request.
 
     Attributes:
-        tokens: emitted, at least one; empty where the target computed NaN or infinity and nothing was committed.
-        sources: by accepted drafted token, bits of the SSMs that proposed it, and behind them that of the seeds.
-        values: float32 [num_nodes], the chance that each node of the tree was thought to have, root first.
-        depths: int32 [num_nodes].
+        tokens, parents, depths: int64 [num_nodes], the verified tree, root first.
+        values: float64 [num_nodes], the estimated probability that each node is accepted.
+        masks: by node, bits of the SSMs that proposed it, and behind them the bit of the proposed tree.
+        path: int64 [1 + accepted], the accepted nodes, root first; empty where the target computed NaN or infinity, and
+            nothing was committed.
+        bonus: the target's own token after the path.
         foretold: float32 [num_ssms, len(new_tokens) - 1], each SSM's probabilities of the tokens that it read.
     """
 
-    tokens: list[int]
-    sources: list[int]
-    values: np.ndarray
+    tokens: np.ndarray
+    parents: np.ndarray
     depths: np.ndarray
+    values: np.ndarray
+    masks: list[int]
+    path: np.ndarray
+    bonus: int
     foretold: np.ndarray
 
 
@@ -54,10 +58,11 @@ class VerifyHalf:
         self._passes = {n: StackPasses(target, inputs, n, None if n == 1 else n) for n in limits.nodes}
         self._slots = torch.arange(limits.nodes[-1], dtype=torch.int32, device=device)
         pinned = device.type == "cuda"
-        # By request: path length, tokens, path; then by node values (their bits), depths and masks.
+        # By request: path length, what follows the root, path; then by node tokens, parents, depths, masks and values
+        # (their bits).
         # A buffer for each number of nodes: only into contiguous memory can a captured graph copy.
         self._rows = {
-            n: torch.zeros(b, 1 + 2 * limits.width + 3 * n, dtype=torch.int32, pin_memory=pinned, device="cpu")
+            n: torch.zeros(b, 1 + 2 * limits.width + 5 * n, dtype=torch.int32, pin_memory=pinned, device="cpu")
             for n in limits.nodes
         }
         self._walk = Walk.allocate(b, max_depth=limits.max_depth, device=device)
@@ -92,48 +97,30 @@ class VerifyHalf:
         walk = self._walk
         tree_walk_triton(trees, chosen.tokens.view(b, nodes), chosen.finite.view(b, nodes), out=walk)
         kv_commit_triton(self.target.pool, inputs["pages"], inputs["context_lens"], walk.paths, walk.path_lens)
-        values = trees.values.view(torch.int32)
-        rows = torch.cat((walk.path_lens[:, None], walk.tokens, walk.paths, values, trees.depths, trees.masks), 1)
+        tree = trees.tokens, trees.parents, trees.depths, trees.masks, trees.values.view(torch.int32)
+        rows = torch.cat((walk.path_lens[:, None], walk.tokens, walk.paths, *tree), 1)
         self._rows[nodes].copy_(rows, non_blocking=True)
         self._foretold.copy_(self.drafts.foretold, non_blocking=True)
 
     def results(self, requests: Sequence[RoundInput], nodes: int, drafted: bool) -> list[RoundResult]:
         """What the last round of that many nodes has copied to the host."""
         width, rows = self.inputs.limits.width, self._rows[nodes].numpy()
-        bounds = np.cumsum([1, width, width, nodes, nodes])
+        bounds = np.cumsum([1, width, width, nodes, nodes, nodes, nodes])
         results = []
         for i, request in enumerate(requests):
-            tokens, path, values, depths, masks = np.split(rows[i], bounds)[1:]
+            following, path, tokens, parents, depths, masks, values = np.split(rows[i], bounds)[1:]
             count, size = int(rows[i, 0]), int((depths >= 0).sum())
             read = len(request.new_tokens) - 1 if drafted else 0
             results.append(
                 RoundResult(
-                    tokens[:count].tolist(),
-                    masks[path[1:count]].tolist(),
-                    values[:size].view(np.float32).copy(),
-                    depths[:size].copy(),
-                    self._foretold[:, i, :read].numpy().copy(),
-                )
-            )
-        return results
-
-    def trees(self, num_requests: int, nodes: int) -> list[RoundTree]:
-        """The trees of the last round of that many nodes, with one more copy to the host than `results` needs."""
-        width, rows, on_device = self.inputs.limits.width, self._rows[nodes].numpy(), self._trees[nodes]
-        copied = torch.stack((on_device.tokens, on_device.parents)).cpu().numpy().astype(np.int64)
-        bounds = np.cumsum([1, width, width, nodes, nodes])
-        found = []
-        for i in range(num_requests):
-            _, _, path, values, depths, masks = np.split(rows[i], bounds)
-            count, size = int(rows[i, 0]), int((depths >= 0).sum())
-            found.append(
-                RoundTree(
-                    copied[0, i, :size],
-                    copied[1, i, :size],
+                    tokens[:size].astype(np.int64),
+                    parents[:size].astype(np.int64),
                     depths[:size].astype(np.int64),
                     values[:size].view(np.float32).astype(np.float64),
                     masks[:size].tolist(),
                     path[:count].astype(np.int64),
+                    int(following[max(count - 1, 0)]),
+                    self._foretold[:, i, :read].numpy().copy(),
                 )
             )
-        return found
+        return results

@@ -1,4 +1,4 @@
-"""What a round asks of the SSMs, and what they did for it."""
+"""Draft plans: what a round asks of the SSMs, and what they did for it."""
 
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -11,12 +11,12 @@ class DraftPlan:
     """What to grow for one request.
 
     Args:
-        max_depth: bounds the sources that cost no pass.
+        max_depth: bounds the sources that run no model.
         levels: bounds what SSMs draft.
         nodes: how many nodes the tree will be cut to: only nodes that can be among them are expanded.
         branching: children per node by depth (static policy); None lets probabilities decide.
         adaptive: stop growing as soon as another level is not expected to pay.
-        price: the trust that an SSM must have to draft: with less its guesses are not worth its time.
+        min_trust: mixture weight that an SSM must have to draft; with less its proposals are not worth its time.
         max_ssms: how many may draft; None = all.
     """
 
@@ -25,7 +25,7 @@ class DraftPlan:
     nodes: int
     branching: tuple[int, ...] | None = None
     adaptive: bool = False
-    price: float = 0.0
+    min_trust: float = 0.0
     max_ssms: int | None = None
 
 
@@ -44,6 +44,9 @@ class Drafted(NamedTuple):
     request_passes: int = 0
     read_tokens: int = 0
     read_seconds: float = 0.0
+
+
+NOTHING_DRAFTED = Drafted(0, 0)
 
 
 class GrowthRule(Protocol):

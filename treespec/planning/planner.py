@@ -1,12 +1,17 @@
-"""How large a tree is worth its pass: budget and topology from measured cost and drafted probabilities.
+"""The planner: which sources draft, how deep, and how many nodes the target verifies.
 
-A drafted node's value is the product of edge probabilities on its path, the chance that it is accepted. With
-candidates sorted by value, the planner takes the prefix of N of them with the largest (sum of values) - rate * verify
-time(N), over all requests of the batch at once, where `rate` is what rounds bring in tokens per second; that maximises
-tokens per second over many rounds. So trees shrink by themselves as the batch grows, down to nothing.
+A drafted node's value is the product of edge probabilities on its path, the estimated probability that it is accepted.
+The objective is tokens per second. With candidates sorted by value, the planner keeps the prefix of N of them with the
+largest (sum of values) - rate * (verify time of N rows), over all requests of the batch at once, where `rate` is what
+rounds bring in tokens per second; that maximises tokens per second over many rounds (a fractional program, Dinkelbach
+1967). So trees shrink as the batch grows, down to one node.
 
-Times are a measured curve's, corrected by what rounds really take; what gains nothing rests. A rest is decided by
-modelled seconds and counted tokens, so a disturbance of one round decides nothing.
+Where a round's trees can be read while they grow, the planner stops each when its next level does not pay, and cuts it
+afterwards. A captured round reads nothing back, so its levels and nodes are chosen before, from what earlier trees
+promised. Costs, calibration and backoff are the same.
+
+Times are a measured curve's, corrected by what rounds take; a way to speculate that gains nothing rests. A rest is
+decided by modelled seconds and counted tokens, so a disturbance of one round decides nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,90 +20,13 @@ from typing import NamedTuple
 import numpy as np
 
 from treespec.planning.draft_plan import Drafted, DraftPlan
+from treespec.planning.learning import Calibration, RoundShapes, ScoredTree, SpeculationBackoff, TreeYield
+from treespec.planning.planner_config import DEFAULT, PlannerConfig
 from treespec.planning.round_costs import CostCurve, RoundCosts, RoundSeconds
 from treespec.request import Request
 from treespec.tree import TokenTree
 
-PAUSE = 64  # rounds of rest after speculation was seen to cost more than it saves
-LONGEST_PAUSE = 1024  # each pause in a row doubles
-# What speculation of one request may lose before it rests, in rounds of plain decoding: at first, after a rest, and at
-# most. Guesses hold in bursts: with a fifth of it lookup rested through most of 48 texts, and gained 1.11 to 1.15
-# where it can gain 1.52 to 1.61 (modelled seconds, an embedded model compiled). A batch of n gets an
-# nth, as bursts of several requests make up for each other's lack.
-_CREDIT, _SECOND_CREDIT, _LARGEST_CREDIT = 10.0, 5.0, 20.0
-_MARGIN = 0.04  # gain that counts as none: about the error of modelled seconds
-_MEMORY = 0.03  # weight of the newest round in the running mean
-_USUAL_REACH = 0.7  # what a first level is assumed to hold before one was tried
-_REACH_MEMORY = 0.15
-# How far the last level says what the next one will hold; the rest is usual. A level may hold nothing because other
-# sources have said it all, and those below it much: taken at its word, it ended nearly all trees, after 2.7 levels
-# where 4.2 gain more (2.98 instead of 2.91; modelled seconds, 0.5B parameters).
-_OWN_SHARE = 0.5
-# Of the tokens that a further SSM's trust stands for, those that nobody else would have guessed: without the SSMs that
-# had 22 % of it, trees of 8 and 16 nodes, lookup in them, lost 2 and 3 % of their drafted tokens.
-_UNIQUE = 0.12
-_TRUTH_MEMORY = 0.05
-_TRUTH_PRIOR = 1.0  # tokens
-_RECOVERY = 0.0015  # of what was assumed at first, with each round in which nothing is drafted
-_HOPE, _SECOND_HOPE = 1.2, 1.08  # what speculation is assumed to gain before it was tried, and after a pause
-_FEW_ROWS = 16  # over which the price of a row is taken: the times of two neighbours may be alike by chance
-_LARGEST_VALUE = 0.3  # where rows seem dearer, guesses are made all the same: else nothing is learned of them
-_SPEED_PRIOR = 4  # rounds of plain decoding that a request's own speed is drawn towards
-_SHARPNESS = 2  # a request expected to end after seven tenths of the time counts as the last one by half
-_IDLE_ROUNDS = 8  # for which a batch that is not worth drafting for is not asked again
-
-
-class _Hope:
-    """Whether a way to speculate gains. It may lose a few rounds' time; then it rests, each time for longer.
-
-    Args:
-        requests: of the batch.
-    """
-
-    def __init__(self, requests: int) -> None:
-        self.gain = _HOPE  # running mean: its tokens per second over plain decoding's
-        self.resting = 0  # rounds
-        self._requests = requests
-        self._credit = _CREDIT / requests  # what it may still lose, in rounds of plain decoding
-        self._pause = PAUSE
-
-    def observe(self, gain: float, rounds: float, paid: float = 0.0) -> None:
-        """Learn from a round that was decoded this way and took as long as `rounds` of plain decoding; `paid`: rounds
-        that were spent once, for many to come."""
-        self.gain += _MEMORY * (gain - self.gain)
-        self._credit += (gain - 1 - _MARGIN) * rounds - paid
-        if self._credit < 0:
-            self.resting, self._credit = self._pause, _SECOND_CREDIT / self._requests
-            self.gain, self._pause = max(self.gain, _SECOND_HOPE), min(2 * self._pause, LONGEST_PAUSE)
-        elif self._credit > _LARGEST_CREDIT / self._requests:
-            self._credit, self._pause = _LARGEST_CREDIT / self._requests, PAUSE
-
-    def miss(self) -> None:
-        """Learn from a round that was not decoded this way: what is not tried cannot be learned, hope returns."""
-        self.gain += _RECOVERY * (_HOPE - self.gain)
-
-
-class _Truth:
-    """Accepted tokens over those that the trees' values promised: a ratio of running means.
-
-    The mean of the rounds' ratios, or of their differences, would follow the last long guess that held, or did not.
-    """
-
-    def __init__(self) -> None:
-        self._accepted = self._promised = _TRUTH_PRIOR
-
-    @property
-    def value(self) -> float:
-        return min(max(self._accepted / self._promised, 0.1), 1.2)
-
-    def add(self, accepted: float, promised: float) -> None:
-        """Learn from a round; both per request."""
-        self._accepted += _TRUTH_MEMORY * (accepted - self._accepted)
-        self._promised += _TRUTH_MEMORY * (promised - self._promised)
-
-    def miss(self) -> None:
-        """Learn from a round that promised nothing."""
-        self._accepted += _RECOVERY * (self._promised - self._accepted)
+PLAIN = DraftPlan(0, 0, 1)
 
 
 class _Idle(NamedTuple):
@@ -113,12 +41,13 @@ class _Outlook:
 
     Args:
         requests: the fewest of this size.
+        config: of the planner.
     """
 
-    def __init__(self, requests: int) -> None:
-        self.gain = _HOPE  # running mean over all rounds that speculate
-        # Rounds with SSMs, and with sources that cost no pass alone.
-        self.ssms, self.free = _Hope(requests), _Hope(requests)
+    def __init__(self, requests: int, config: PlannerConfig) -> None:
+        self.gain = config.first_gain  # running mean over all rounds that speculate
+        # Rounds with SSMs, and with sources that run no model alone.
+        self.ssms, self.free = SpeculationBackoff(requests, config), SpeculationBackoff(requests, config)
 
 
 class Planner:
@@ -127,19 +56,30 @@ class Planner:
     Time has a price: `rate`, the tokens that a second is worth when it is spent as in the rounds before. A level is
     drafted, and a node verified, where the tokens that it promises are worth its time; the first level, where it and
     those that may follow are worth the start of drafting as well. Where drafting gains nothing over plain decoding, it
-    rests: SSMs, and sources that cost no pass, each for themselves.
+    rests: SSMs, and sources that run no model, each for themselves.
 
     Args:
-        cost: this machine's curve.
+        cost: this machine's curve. With `shapes`: of whole batches, by rows of each request.
         learns_seconds: whether times measured in rounds correct the curve's.
+        shapes: of captured rounds, whose levels and nodes are chosen before they start; None: trees are cut after they
+            have grown.
+        config: constants.
     """
 
-    def __init__(self, cost: CostCurve, learns_seconds: bool = True):
-        self.costs = RoundCosts(cost, learns_seconds)
+    def __init__(
+        self,
+        cost: CostCurve,
+        learns_seconds: bool = True,
+        shapes: RoundShapes | None = None,
+        config: PlannerConfig = DEFAULT,
+    ):
+        self.config, self.shapes = config, shapes
+        self.costs = RoundCosts(cost, learns_seconds, config)
+        self._yield = None if shapes is None else TreeYield(shapes, config)
         self._outlooks: dict[int, _Outlook] = {}
-        self._reach = _USUAL_REACH  # running mean: share of its open mass that a first level holds
-        # Running ratio of accepted tokens to those that the trees' values promised, without and with SSMs.
-        self._truths = {False: _Truth(), True: _Truth()}
+        self._reach = config.reach  # running mean: share of its open mass that a first level holds
+        # Of node values, in rounds without SSMs and with them.
+        self._calibrations = {False: Calibration(config), True: Calibration(config)}
         self._passes_per_level = 1.0  # running mean of rounds with drafting
         self._batch: Sequence[Request] = ()
         self._worth = [1.0]  # of a token, by request of the batch
@@ -147,13 +87,14 @@ class Planner:
         self._deepest = 0  # level that a request of the batch has room for
         self._asks_free = False  # whether sources that cost no pass are asked in this round
         self._idle = _Idle(0, 0)
+        self._grows: list[bool] = []  # by request, whether a captured round grows an adaptive tree for it
 
     def expects_ssms(self, requests: Sequence[Request]) -> bool:
         """Whether SSMs seem worth their time where these requests run side by side. Asked between two rounds."""
-        self._requests, self._worth = len(requests), [1.0] * len(requests)
-        self.costs.begin(requests)
+        self._begin(requests)
+        self._worth = [1.0] * len(requests)
         self._deepest = max(min(request.spec.max_depth, request.tokens_left - 1) for request in requests)
-        promised = self._truths[True].value * self._reach
+        promised = self._calibrations[True].value * self._reach
         return not self._outlook.ssms.resting and any(self._pays([promised] * len(requests), begins=True))
 
     def draft_plans(
@@ -165,32 +106,36 @@ class Planner:
     ) -> list[DraftPlan]:
         """What to draft for each request; depth 0 where nothing is worth drafting.
 
+        With `shapes`, plans say what is drafted and verified; without, they bound it.
+
         Args:
             requests: of this round.
             max_model_len: positions of the longest request.
             unread: tokens that SSMs would have to read first, summed over the SSMs; None: nothing.
             others_wait: whether a request that ends makes room for another.
         """
-        self._requests, self._drafted, self._asks_free = len(requests), Drafted(0, 0), False
-        self.costs.begin(requests)
+        self._begin(requests)
+        self._drafted, self._asks_free = Drafted(0, 0), False
+        self._batch, self._worth = requests, [1.0] * len(requests)
         if all(request.spec.is_plain for request in requests):
-            return [DraftPlan(0, 0, 1)] * len(requests)
+            return [PLAIN] * len(requests)
         self._deepest = max(min(request.spec.max_depth, request.tokens_left - 1) for request in requests)
         outlook = self._outlook
-        for hope in (outlook.ssms, outlook.free):
-            hope.resting = max(hope.resting - 1, 0)
+        for backoff in (outlook.ssms, outlook.free):
+            backoff.resting = max(backoff.resting - 1, 0)
+        if self._yield is not None:
+            return self._shaped_plans(requests, max_model_len, self._yield)
         adaptive = all(request.spec.is_adaptive for request in requests)
-        self._batch, self._worth = requests, [1.0] * len(requests)
         if adaptive and outlook.free.resting and (self._keeps_idle() or not self._may_draft()):
-            return [DraftPlan(0, 0, 1)] * len(requests)  # a round as short as plain decoding's
+            return [PLAIN] * len(requests)  # a round as short as plain decoding's
         if not others_wait:
             self._worth = self._worth_of_tokens(requests)
-        drafts, price = [False] * len(requests), 0.0
+        drafts, min_trust = [False] * len(requests), 0.0
         if not (adaptive and outlook.ssms.resting):
             # Before other sources have spoken: where SSMs are not worth a level now, they will not be later.
-            promised = self._truths[True].value * self._reach
+            promised = self._calibrations[True].value * self._reach
             drafts = self._pays([promised * worth for worth in self._worth], begins=True)
-            price = self._price_of_an_ssm()
+            min_trust = self._min_trust()
         plans = []
         for i, request in enumerate(requests):
             spec = request.spec
@@ -206,14 +151,57 @@ class Planner:
                     levels = 0
                 elif unread is not None:
                     levels = levels if self.costs.read(unread(request)) <= self._saving(request) else 0
-            least_trust = price if spec.is_adaptive else 0.0
+            trust = min_trust if spec.is_adaptive else 0.0
             plans.append(
-                DraftPlan(depth, levels, spec.max_nodes, spec.branching, spec.is_adaptive, least_trust, spec.max_ssms)
+                DraftPlan(depth, levels, spec.max_nodes, spec.branching, spec.is_adaptive, trust, spec.max_ssms)
             )
         self._asks_free = any(plan.max_depth for plan in plans)
         idle = adaptive and not any(plan.max_depth or plan.levels for plan in plans)
-        self._idle = _Idle(len(requests), _IDLE_ROUNDS if idle else 0)
+        self._idle = _Idle(len(requests), self.config.idle_rounds if idle else 0)
         return plans
+
+    def _begin(self, requests: Sequence[Request]) -> None:
+        self._requests = len(requests)
+        self.costs.begin(requests, None if self.shapes is None else 1)
+
+    def _shaped_plans(self, requests: Sequence[Request], max_model_len: int, expected: TreeYield) -> list[DraftPlan]:
+        """Plans of a captured round. All requests share its levels and its graph; a fixed tree widens them."""
+        shapes, limits, free = expected.shapes, [], 0
+        levels, nodes = 0, 1
+        for request in requests:
+            spec = request.spec
+            depth = 0 if spec.is_plain else max(min(spec.max_depth, shapes.max_depth, request.room(max_model_len)), 0)
+            limits.append(depth)
+            if spec.is_adaptive:
+                free = max(free, depth)
+            elif depth:
+                levels = max(levels, min(depth, spec.max_nodes - 1))
+        chosen = self._best_shape(expected, free) if free and not self._outlook.ssms.resting else (0, 1)
+        levels = max(levels, chosen[0])
+        plans = []
+        for request, depth in zip(requests, limits, strict=True):
+            adaptive = request.spec.is_adaptive
+            nodes = chosen[1] if adaptive else request.spec.max_nodes
+            depth = min(depth, levels, nodes - 1)
+            plans.append(DraftPlan(depth, depth, nodes, adaptive=adaptive) if depth > 0 else PLAIN)
+        self._asks_free = any(plan.levels for plan in plans)
+        self._grows = [plan.adaptive for plan in plans]
+        return plans
+
+    def _best_shape(self, expected: TreeYield, depth: int) -> tuple[int, int]:
+        """Levels and nodes with the most tokens per second, at most `depth` levels; (0, 1) where plain decoding is as
+        fast."""
+        shapes, costs = expected.shapes, self.costs
+        count = np.arange(1, depth + 1)
+        verify = np.array([costs.verify(nodes, 1, int(nodes > 1)) for nodes in shapes.nodes])
+        draft = costs.draft_start + count * costs.level(1, 1)
+        seconds = draft[:, None] + verify + costs.host("drafted")
+        tokens = 1 + self._calibrations[True].value * expected.promised[:depth]
+        rates = np.where(count[:, None] < np.array(shapes.nodes), tokens / seconds, 0.0)
+        level, column = divmod(int(rates.argmax()), len(shapes.nodes))
+        if rates[level, column] * costs.plain <= 1 + self.config.margin:
+            return 0, 1
+        return level + 1, shapes.nodes[column]
 
     def _keeps_idle(self) -> bool:
         """Whether SSMs were not worth a level a few rounds ago: asked in every round, the question costs 3 % of a
@@ -231,7 +219,7 @@ class Planner:
         """Whether SSMs could pay at all: as `worth_a_level`, were all mass open and every request's level as cheap as
         one's."""
         outlook = self._outlook
-        promised = self._truths[True].value * self._reach * self.costs.plain / max(outlook.gain, 1.0)
+        promised = self._calibrations[True].value * self._reach * self.costs.plain / max(outlook.gain, 1.0)
         level = self.costs.level(self._passes_per_level, self._passes_per_level)
         return not outlook.ssms.resting and self._outweighs(promised, level, self.costs.draft_start)
 
@@ -245,22 +233,23 @@ class Planner:
         if count == 1:
             return [1.0]
         own_share = 1 - self.costs.verify(count - 1, count - 1) / self.costs.verify(count, count)
-        left = [r.tokens_left * (r.target_passes + _SPEED_PRIOR) / (r.num_generated + _SPEED_PRIOR) for r in requests]
+        prior = self.config.speed_prior
+        left = [r.tokens_left * (r.target_passes + prior) / (r.num_generated + prior) for r in requests]
         last = max(left)
-        return [own_share + (1 - own_share) * (each / last) ** _SHARPNESS for each in left]
+        return [own_share + (1 - own_share) * (each / last) ** self.config.sharpness for each in left]
 
     @property
     def least_value(self) -> float:
         """The value of a node that is worth its row of the target pass."""
-        count = self._requests
-        row = (self.costs.verify(count + _FEW_ROWS, count) - self.costs.verify(count, count)) / _FEW_ROWS
-        return min(self.rate * row / max(self._worth), _LARGEST_VALUE)
+        count, window = self._requests, self.config.row_window
+        row = (self.costs.verify(count + window, count) - self.costs.verify(count, count)) / window
+        return min(self.rate * row / max(self._worth), self.config.largest_least_value)
 
     @property
     def _outlook(self) -> _Outlook:
         size = self._requests.bit_length()
         if size not in self._outlooks:
-            self._outlooks[size] = _Outlook(2 ** (size - 1))
+            self._outlooks[size] = _Outlook(2 ** (size - 1), self.config)
         return self._outlooks[size]
 
     def _saving(self, request: Request) -> float:
@@ -268,12 +257,15 @@ class Planner:
         share = 1 - 1 / max(self._outlook.ssms.gain, 1.0)
         return request.tokens_left * self.costs.plain / self._requests * share
 
-    def _price_of_an_ssm(self) -> float:
-        """The trust that a further SSM must have: what is lost without it is a part of its share of the drafted
-        tokens."""
+    def _min_trust(self) -> float:
+        """The mixture weight that an extra SSM must have: without it, `unique_share` of its tokens are lost."""
         count = self._requests
         level = self.costs.further_ssm(count)
-        return self.rate * level / max(_UNIQUE * self._truths[True].value * self._reach * count, 1e-9)
+        return (
+            self.rate
+            * level
+            / max(self.config.unique_share * self._calibrations[True].value * self._reach * count, 1e-9)
+        )
 
     def worth_a_level(self, trees: np.ndarray, open_mass: np.ndarray, reached: np.ndarray | None) -> np.ndarray:
         """Which trees' next level promises more tokens than its time is worth; the first one pays for the start too,
@@ -283,10 +275,10 @@ class Planner:
         if reached is not None:
             own = np.minimum(reached, 1.0)
             self._first_reach(own.tolist())
-            shares = (self._reach + _OWN_SHARE * (own - self._reach)).tolist()
-        truth, worth = self._truths[True].value, self._worth
+            shares = (self._reach + self.config.own_share * (own - self._reach)).tolist()
+        calibration, worth = self._calibrations[True].value, self._worth
         of_each = zip(open_mass.tolist(), shares, trees.tolist(), strict=True)
-        promised = [truth * mass * share * worth[tree] for mass, share, tree in of_each]
+        promised = [calibration * mass * share * worth[tree] for mass, share, tree in of_each]
         return np.array(self._pays(promised, begins=reached is None), dtype=bool)
 
     def _pays(self, promised: list[float], begins: bool) -> list[bool]:
@@ -324,13 +316,13 @@ class Planner:
     def _first_reach(self, shares: list[float]) -> None:
         """Learn what a first level holds; later ones of the round say nothing of it."""
         if not self._reach_learned:
-            self._reach += _REACH_MEMORY * (sum(shares) / len(shares) - self._reach)
+            self._reach += self.config.reach_memory * (sum(shares) / len(shares) - self._reach)
             self._reach_learned = True
 
     def cut(self, requests: Sequence[Request], trees: Sequence[TokenTree], drafted: Drafted) -> list[TokenTree]:
         """Keep of each tree what its configuration asks for, or, for "auto", what pays in this batch.
 
-        A tree with random draws stays whole: to leave one out for its token would spoil the law of the others.
+        A tree with random draws stays whole: leaving one out for its token would change the others' distribution.
 
         Args:
             requests, trees: side by side.
@@ -365,7 +357,7 @@ class Planner:
         if not drafted.levels:  # a guess that cost no pass may still be dropped, with the host's work on its tree
             seconds += (with_nodes - grown) * max(self.costs.host("tree") - self.costs.host("search"), 0.0)
         seconds -= self.costs.verify(rows, len(requests), grown)
-        gain = self._truths[drafted.levels > 0].value * np.cumsum(falling) - self.rate * seconds
+        gain = self._calibrations[drafted.levels > 0].value * np.cumsum(falling) - self.rate * seconds
         most = int(np.argmax(gain))
         count = most + 1 if gain[most] > 0 else 0
         counts = [count] if owner is None else np.bincount(owner[:count], minlength=len(free)).tolist()
@@ -376,41 +368,53 @@ class Planner:
     def observe(
         self,
         requests: Sequence[Request],
-        trees: Sequence[TokenTree],
+        trees: Sequence[ScoredTree],
         emitted: Sequence[int],
         seconds: RoundSeconds | None = None,
+        drafted: Drafted | None = None,
+        rows: int | None = None,
     ) -> None:
         """Learn from a round: where automatic trees emit fewer tokens per second than plain decoding would, they rest.
 
         Args:
             requests, trees, emitted: side by side; `emitted` counts tokens.
             seconds: what the round took; None: as the cost curve says.
+            drafted: what the SSMs did; None: as `cut` was told.
+            rows: of the target pass as the cost curve counts them; None: all nodes of all trees.
         """
         if not requests:
             return
-        count, rows, drafted, outlook = len(requests), sum(len(tree) for tree in trees), self._drafted, self._outlook
-        grown = sum(len(tree) > 1 for tree in trees)
+        config, outlook, drafted = self.config, self._outlook, self._drafted if drafted is None else drafted
+        count, nodes = len(requests), [len(tree.values) for tree in trees]
+        grown = sum(size > 1 for size in nodes) if rows is None else int(rows > 1)
+        rows = sum(nodes) if rows is None else rows
         speculates = self._asks_free or drafted.levels > 0
         if seconds is not None:
             self.costs.learn(seconds, rows, grown, drafted, speculates or grown > 0)
-        if not drafted.levels:  # what is not tried cannot be learned: hope returns slowly
-            self._reach += _RECOVERY * (_USUAL_REACH - self._reach)
-            self._truths[True].miss()
+        if not drafted.levels:  # what is not tried cannot be learned: assumptions return slowly
+            self._reach += config.recovery * (config.reach - self._reach)
+            self._calibrations[True].miss()
             outlook.ssms.miss()
+            if self._yield is not None:
+                self._yield.miss()
         if not speculates or not any(request.spec.is_adaptive for request in requests):
             return
         rounds = self.costs.speculative(rows, grown, drafted) / self.costs.plain
         places = {request: place for place, request in enumerate(self._batch)}  # some may have failed since
         worth = [self._worth[places[request]] for request in requests]
         gain = sum(w * tokens for w, tokens in zip(worth, emitted, strict=True)) / sum(worth) / rounds
-        outlook.gain += _MEMORY * (gain - outlook.gain)
-        if rows > count:
+        outlook.gain += config.gain_memory * (gain - outlook.gain)
+        if grown:
             promised = sum(float(tree.values[1:].sum()) for tree in trees)
-            self._truths[drafted.levels > 0].add((sum(emitted) - count) / count, promised / count)
-        if drafted.levels:
-            # A request that reads its prompt for itself earns it back; in a batch all wait for it.
-            read = self.costs.read(drafted.read_tokens) if count > 1 else 0.0
-            outlook.ssms.observe(gain, rounds, read / self.costs.plain)
-            self._passes_per_level += _MEMORY * (drafted.passes / drafted.levels - self._passes_per_level)
-        else:
+            self._calibrations[drafted.levels > 0].add((sum(emitted) - count) / count, promised / count)
+        if not drafted.levels:
             outlook.free.observe(gain, rounds)
+            return
+        # A request that reads its prompt for itself earns it back; in a batch all wait for it.
+        read = self.costs.read(drafted.read_tokens) if count > 1 else 0.0
+        outlook.ssms.observe(gain, rounds, read / self.costs.plain)
+        self._passes_per_level += config.gain_memory * (drafted.passes / drafted.levels - self._passes_per_level)
+        if self._yield is not None and self.shapes is not None:
+            grown_trees = [tree for tree, request in zip(trees, requests, strict=True) if self._grows[places[request]]]
+            if grown_trees:
+                self._yield.observe(drafted.levels, self.shapes.fitting(rows), grown_trees)

@@ -13,23 +13,14 @@ from typing import Literal, NamedTuple, TypeVar
 import numpy as np
 
 from treespec.planning.draft_plan import Drafted
+from treespec.planning.planner_config import DEFAULT, PlannerConfig
 from treespec.request import Request
 
-_MEMORY = 0.1  # weight of the newest round in the running means
-# A measured time that is further from the learned one counts as this far off: a share of the learned time. On a busy
-# machine rounds are interrupted for many times their length, now here, now there; the mean of such times would call
-# everything dear that is not plain decoding's pass. Both sides are as wide, or noise alone would move the mean.
-_REACH = 0.3
-# Of a pass over one row. A curve that was disturbed may call rows free: what it says times anything would remain so.
-_USUAL_ROW = 0.03
-_FIRST = 5  # times whose median is the first learned one
 # What the host does in a round: as in plain decoding; asks sources, which find nothing; works on trees of guesses that
 # cost no pass; works on trees that SSMs have grown.
 HostWork = Literal["plain", "search", "tree", "drafted"]
 # Over that of trees, before it was seen.
 _USUAL_HOST: dict[HostWork, float] = {"plain": 1 / 3, "search": 2 / 3, "tree": 1.0, "drafted": 2.0}
-_FADING = 0.02  # of what trees seem to take beyond the usual, with each round of a long search that makes none
-_LONG = 64  # rounds of searching in vain
 _Seconds = TypeVar("_Seconds", float, np.ndarray)
 
 
@@ -121,15 +112,16 @@ class RoundSeconds(NamedTuple):
     host: float
 
 
-class Typical:
-    """What a time, or a ratio of times, usually is: disturbances move it by little.
+class RobustMean:
+    """Running mean of times, or of ratios of times, whose steps are clipped against disturbances.
 
     Args:
+        config: memory and clipping.
         known: what it was measured to be on an idle machine; None: nothing is known.
     """
 
-    def __init__(self, known: float | None = None):
-        self.value = known or 0.0
+    def __init__(self, config: PlannerConfig, known: float | None = None):
+        self.value, self._config = known or 0.0, config
         self._settled = known is not None
         self._first: list[float] = []
 
@@ -140,10 +132,11 @@ class Typical:
     def add(self, seen: float) -> None:
         """Learn from a round."""
         if self._settled:
-            self.value += _MEMORY * _clipped(seen - self.value, _REACH * self.value)
+            limit = self._config.seconds_reach * self.value
+            self.value += self._config.seconds_memory * _clipped(seen - self.value, limit)
             return
         self._first.append(seen)
-        self.value, self._settled = median(self._first), len(self._first) == _FIRST
+        self.value, self._settled = median(self._first), len(self._first) == self._config.first_times
 
     def fade(self, to: float, share: float) -> None:
         """Let a share of what is beyond `to` go."""
@@ -158,14 +151,15 @@ class _DraftScales:
     rounds of different depth tell them apart. Were it one ratio, deep trees would make short ones seem cheap.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, config: PlannerConfig) -> None:
         self.start = self.level = 1.0
+        self._config = config
 
     def add(self, seconds: float, start: float, levels: float) -> None:
         """Learn from a round of drafting; `start`, `levels`: modelled seconds, not yet scaled."""
         start, levels = self.start * start, self.level * levels
         expected = start + levels
-        step = _MEMORY * _clipped(seconds / expected - 1, _REACH)
+        step = self._config.seconds_memory * _clipped(seconds / expected - 1, self._config.seconds_reach)
         self.start *= 1 + step * start / expected
         self.level *= 1 + step * levels / expected
 
@@ -179,25 +173,26 @@ class _RowPrice:
     Attributes:
         pace: measured over expected seconds of the last passes.
         excess: what such rows take over what the curve says, as a share of their size: of what it says, and of
-            `_USUAL_ROW` for each. Passes count by how far their size is from the others'.
+            `row_seconds` for each. Passes count by how far their size is from the others'.
     """
 
-    def __init__(self) -> None:
-        self.pace, self.excess = Typical(), 0.0
+    def __init__(self, config: PlannerConfig) -> None:
+        self.pace, self.excess, self._config = RobustMean(config), 0.0, config
         self._size = self._spread = 0.0  # running means: of sizes, and of their squared distance from that
 
     def add(self, seconds: float, expected: float, size: float) -> None:
         """Learn from a pass; all in modelled passes over one row of each request."""
+        memory, config = self._config.seconds_memory, self._config
         if not self.pace.known:
             self._size = size
         beyond = size - self._size
-        self._size += _MEMORY * beyond
-        self._spread += _MEMORY * (max(beyond**2, _USUAL_ROW**2) - self._spread)
+        self._size += memory * beyond
+        self._spread += memory * (max(beyond**2, config.row_seconds**2) - self._spread)
         if self.pace.known:
             # Rows few more than the others' do not make a pass much longer, whatever it took.
-            limit = min(_REACH * expected, (1 + abs(self.excess)) * abs(beyond))
+            limit = min(config.seconds_reach * expected, (1 + abs(self.excess)) * abs(beyond))
             missed = _clipped(seconds / self.pace.value - expected, limit)
-            self.excess = max(self.excess + _MEMORY * missed * beyond / max(beyond**2, self._spread), -1.0)
+            self.excess = max(self.excess + memory * missed * beyond / max(beyond**2, self._spread), -1.0)
         self.pace.add(seconds / expected)
 
 
@@ -213,12 +208,12 @@ class _Learned:
         barren: rounds of searching since the last one that did something else.
     """
 
-    def __init__(self) -> None:
-        self.hosts: dict[HostWork, Typical] = {}
-        self.draft_scales, self.lone_scale = _DraftScales(), Typical(1.0)
+    def __init__(self, config: PlannerConfig) -> None:
+        self.hosts: dict[HostWork, RobustMean] = {}
+        self.draft_scales, self.lone_scale = _DraftScales(config), RobustMean(config, 1.0)
         self.follows_tree = False
         self.barren = 0
-        self.rows = _RowPrice()
+        self.rows = _RowPrice(config)
         self._was_lone = False  # whether the last pass was over one row of each request
 
     def see_forward(self, seconds: float, expected: float, size: float) -> None:
@@ -254,19 +249,25 @@ class RoundCosts:
     Args:
         curve: this machine's.
         learns: whether measured rounds correct it.
+        config: how.
     """
 
-    def __init__(self, curve: CostCurve, learns: bool = True):
-        self.curve, self.learns = curve, learns
+    def __init__(self, curve: CostCurve, learns: bool = True, config: PlannerConfig = DEFAULT):
+        self.curve, self.learns, self.config = curve, learns, config
         self._known: dict[tuple[int, int, int], float] = {}
         self._learned: dict[int, _Learned] = {}
-        self._read_scale = Typical(1.0)  # measured over modelled seconds
+        self._read_scale = RobustMean(config, 1.0)  # measured over modelled seconds
         self._requests, self._beyond = 1, 0.0
         self._by_rows = np.empty(0)  # the curve's seconds by number of rows, one request
 
-    def begin(self, requests: Sequence[Request]) -> None:
-        """Take a batch: how many requests, and how far their contexts reach beyond the curve's on average."""
-        self._requests = len(requests)
+    def begin(self, requests: Sequence[Request], count: int | None = None) -> None:
+        """Take a batch: how many requests, and how far their contexts reach beyond the curve's on average.
+
+        Args:
+            requests: of the batch.
+            count: requests as the curve counts them, where it was measured for whole batches; None: all.
+        """
+        self._requests = len(requests) if count is None else count
         self._beyond = sum(request.context_len for request in requests) / len(requests) - self.curve.context
 
     @property
@@ -274,7 +275,7 @@ class RoundCosts:
         """Of batches of this size."""
         size = self._requests.bit_length()
         if size not in self._learned:
-            self._learned[size] = _Learned()
+            self._learned[size] = _Learned(self.config)
         return self._learned[size]
 
     @property
@@ -356,10 +357,12 @@ class RoundCosts:
         unit = seconds.forward / self._last_pass(rows, trees)
         host = seconds.host / unit / count
         work: HostWork = _speculative_work(trees, drafted) if drafting else "plain"
-        learned.hosts.setdefault(work, Typical()).add(host)
+        learned.hosts.setdefault(work, RobustMean(self.config)).add(host)
         learned.barren = learned.barren + 1 if work == "search" else 0
-        if learned.barren > _LONG and "tree" in learned.hosts:  # what seems dear is not tried, and would ever seem so
-            learned.hosts["tree"].fade(learned.hosts["search"].value / _USUAL_HOST["search"], _FADING)
+        if (
+            learned.barren > self.config.barren_rounds and "tree" in learned.hosts
+        ):  # what seems dear is not tried, and would ever seem so
+            learned.hosts["tree"].fade(learned.hosts["search"].value / _USUAL_HOST["search"], self.config.fading)
         if not drafting:
             return
         if modelled := self._modelled_levels(drafted):
@@ -387,7 +390,7 @@ class RoundCosts:
 
     def _size(self, further: _Seconds, rows: _Seconds) -> _Seconds:
         """Of rows beyond each request's first, that take `further` seconds as the curve says."""
-        return further + rows * (_USUAL_ROW * self._one_row(self._requests))
+        return further + rows * (self.config.row_seconds * self._one_row(self._requests))
 
     def _curve(self, rows: int, requests: int, trees: int) -> float:
         """Looked up once, as each round asks for a few of the same."""

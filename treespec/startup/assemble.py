@@ -2,12 +2,12 @@
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
 from treespec.config import EngineConfig
-from treespec.drafters.base import Drafter
+from treespec.drafters.draft_sources import DraftSources
 from treespec.drafters.foreign.foreign_drafter import ForeignDrafter
 from treespec.drafters.foreign.vocabularies import foreign_drafters
 from treespec.drafters.lookup.lookup_drafter import LookupDrafter
@@ -15,8 +15,9 @@ from treespec.drafters.ssm.ssm_drafter import SsmDrafter
 from treespec.engine import Engine
 from treespec.errors import ExactnessError
 from treespec.graphs.capture import Rounds, captured_rounds
-from treespec.graphs.graph_engine import GraphEngine
+from treespec.graphs.graph_executor import GraphExecutor
 from treespec.graphs.proof import proven_rounds
+from treespec.host_executor import HostExecutor
 from treespec.planning.planner import Planner
 from treespec.runner import Runner
 from treespec.scheduler import Scheduler
@@ -30,8 +31,6 @@ from treespec.startup.target import Target, fallback_options, load_target
 from treespec_kernels.launch.triton_launch import doubts_about, is_interpreted
 
 logger = logging.getLogger("treespec")
-
-EngineArguments = tuple[Runner, Scheduler, Planner, SsmDrafter | None, LookupDrafter | None, Sequence[Drafter], int]
 
 
 def build(options: EngineOptions) -> Built:
@@ -61,9 +60,11 @@ def assemble(resolved: Resolved, plan: MemoryPlan) -> Built:
     scheduler = Scheduler(target.cache, config.max_num_seqs, config.prefill_chunk, plan.scratch)
     lookup = _make_lookup(resolved)
     foreign = _load_foreign(resolved, plan, planner, ssms)
-    sources: list[Drafter] = [*resolved.drafters, *foreign]
-    parts = (runner, scheduler, planner, ssms, lookup, sources, plan.max_model_len)
-    engine, rounds = _make_engine(parts, _capture(resolved, plan, runner, ssms), config)
+    sources = DraftSources(ssms, lookup, [*resolved.drafters, *foreign])
+    host = HostExecutor(runner, planner, sources, plan.max_model_len)
+    engine, rounds = _make_engine(
+        Engine(runner, scheduler, sources, host), _capture(resolved, plan, runner, ssms), config
+    )
     return Built(
         engine=engine,
         config=config,
@@ -154,17 +155,19 @@ def _capture(
 
 
 def _make_engine(
-    parts: EngineArguments, capture: Callable[[], Rounds] | None, config: EngineConfig
+    engine: Engine, capture: Callable[[], Rounds] | None, config: EngineConfig
 ) -> tuple[Engine, Rounds | None]:
-    """Make the engine, with captured rounds where they run and are exact."""
-    engine = Engine(*parts)
+    """Add captured rounds to an engine, where they run and are exact."""
     if capture is None:
         return engine, None
     if config.device.type == "cuda" and not is_interpreted():
         rounds = proven_rounds(engine, capture, config.exact)
     else:
         rounds = capture()  # the proof takes minutes in the interpreter
-    return (engine, None) if rounds is None else (GraphEngine(*parts, rounds), rounds)
+    if rounds is None:
+        return engine, None
+    captured = GraphExecutor(engine.runner, engine.sources, rounds, config.max_model_len)
+    return Engine(engine.runner, engine.scheduler, engine.sources, engine.host, captured), rounds
 
 
 def _memory_in_use(

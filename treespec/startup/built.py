@@ -38,11 +38,11 @@ class Built:
     def stats(self) -> dict[str, Any]:
         """Return what `LLM.stats` does."""
         engine, config = self.engine, self.config
-        drafts = engine.ssms.names if engine.ssms else ()
+        drafts = engine.sources.ssms.names if engine.sources.ssms else ()
         return engine.stats.as_dict() | {
             "frozen": self._frozen(),
-            "suffix_tokens": 0 if engine.lookup is None else engine.lookup.remembered,
-            "drafts": [*drafts, *(drafter.name for drafter in engine.drafters)],
+            "suffix_tokens": 0 if engine.sources.lookup is None else engine.sources.lookup.remembered,
+            "drafts": [*drafts, *(drafter.name for drafter in engine.sources.others)],
             "draft_vocabularies": dict(self.connections),
             "max_model_len": config.max_model_len,
             "max_num_seqs": config.max_num_seqs,
@@ -72,7 +72,7 @@ class Built:
         }
 
     def _cost_curve(self) -> dict[str, Any]:
-        curve = self.engine.planner.costs.curve
+        curve = self.engine.host.planner.costs.curve
         return {
             "rows": list(curve.rows),
             "verify_seconds": list(curve.verify_seconds),

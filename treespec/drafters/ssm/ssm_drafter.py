@@ -352,7 +352,7 @@ class SsmDrafter:
             allowed = self._allowed(request)
             weights = state.trust.weights(allowed)
             order = np.argsort(-weights, kind="stable")[: plan.max_ssms]
-            worth = order[(weights[order] > plan.price) | (order == order[0])]
+            worth = order[(weights[order] > plan.min_trust) | (order == order[0])]
             state.active = [allowed[i] for i in np.sort(worth)]
             state.weights = np.zeros(len(self.models))
             state.weights[state.active] = weights[np.sort(worth)] / weights[worth].sum()

@@ -1,0 +1,27 @@
+"""The draft sources of an engine."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from treespec.drafters.base import Drafter
+from treespec.drafters.lookup.lookup_drafter import LookupDrafter
+from treespec.drafters.ssm.ssm_drafter import SsmDrafter
+
+
+@dataclass
+class DraftSources:
+    """All that proposes tokens.
+
+    Attributes:
+        ssms: the SSM group, or None.
+        lookup: prompt lookup and suffix decoding, or None.
+        others: users' own drafters, and drafts with other tokenizers.
+    """
+
+    ssms: SsmDrafter | None = None
+    lookup: LookupDrafter | None = None
+    others: list[Drafter] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[Drafter | SsmDrafter]:
+        found: Sequence[Drafter | SsmDrafter | None] = (self.ssms, self.lookup, *self.others)
+        return (source for source in found if source is not None)

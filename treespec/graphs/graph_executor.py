@@ -1,0 +1,157 @@
+"""The graph executor: runs whole rounds on the device, from captured CUDA graphs."""
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from treespec.drafters.calls import may_draft
+from treespec.drafters.draft_sources import DraftSources
+from treespec.execution import Execution, StageClock, VerifiedRequest
+from treespec.graphs.capture import Rounds
+from treespec.graphs.round_inputs import MAX_ENDS, RoundInput
+from treespec.graphs.round_tree import RoundTree
+from treespec.graphs.verify_stage import RoundResult
+from treespec.planning.draft_plan import Drafted, DraftPlan
+from treespec.planning.planner import PLAIN
+from treespec.request import Request
+from treespec.runner import Runner
+from treespec.tree import TokenTree
+
+LEAST_VALUE = 1e-6  # of a node; below it are only tokens of SSMs with weight 0
+
+
+class GraphExecutor:
+    """Serves the requests whose parameters captured rounds know.
+
+    Args:
+        runner: the target.
+        sources: that draft.
+        rounds: captured.
+        max_model_len: positions of the longest request.
+    """
+
+    def __init__(self, runner: Runner, sources: DraftSources, rounds: Rounds, max_model_len: int):
+        self.runner, self.sources, self.rounds, self.max_model_len = runner, sources, rounds, max_model_len
+
+    def serves(self, request: Request) -> bool:
+        params, spec = request.params, request.spec
+        if params.transforms_logits or params.logprobs is not None or len(request.end_tokens) > MAX_ENDS:
+            return False
+        if request.is_sampled and params.truncates:
+            return False
+        if spec.is_plain:
+            return True
+        largest = self.rounds.limits.nodes[-1]
+        if largest == 1 or (not spec.is_adaptive and spec.max_nodes > largest):
+            return False  # the engine was built for smaller trees
+        if any(may_draft(drafter, request) for drafter in self.sources.others):
+            return False
+        return not (request.draws_at_random or spec.branching)
+
+    def expects_ssms(self, requests: Sequence[Request]) -> bool:
+        """Always: SSMs read prompts beforehand, as drafting takes a small part of a captured round."""
+        return True
+
+    def run(self, requests: Sequence[Request], others_wait: bool, clock: StageClock) -> Execution:
+        if not requests:
+            return Execution()
+        clock.enter("merge")
+        size = self.rounds.size_for(len(requests))
+        planner = self.rounds.planners[size]
+        round_ = Execution(planner=planner)
+        plans = planner.draft_plans(requests, self.max_model_len, others_wait=others_wait)
+        clock.enter("draft")
+        read = self._catch_up([r for r, plan in zip(requests, plans, strict=True) if plan.levels])
+        clock.enter("search")
+        proposed = self._propose(requests, plans, round_)
+        clock.enter("merge")
+        if not self._has_sources(requests, plans, proposed):
+            plans = [PLAIN] * len(requests)
+        levels, nodes = max(p.levels for p in plans), self.rounds.limits.shapes.fitting(max(p.nodes for p in plans))
+        rows = zip(requests, plans, proposed, strict=True)
+        batch = self.rounds.round_for(size, max(request.context_len for request in requests))
+        results = batch.run([self._input(*row) for row in rows], levels, nodes)
+        clock.enter("commit")
+        draft, forward = batch.seconds()
+        clock.move("merge", draft=draft, forward=forward)
+        round_.drafted, round_.rows = Drafted(levels, levels, levels, read_seconds=read), nodes
+        for request, plan, tree, result in zip(requests, plans, proposed, results, strict=True):
+            self._take(request, plan, tree, result, nodes, round_)
+        return round_
+
+    def _catch_up(self, requests: Sequence[Request]) -> float:
+        """Let the SSMs read what they have missed: a prompt, or what rounds without drafts have emitted.
+
+        Returns the seconds that it took, none where there was nothing to read.
+        """
+        ssms, began = self.sources.ssms, time.perf_counter()
+        if ssms is None or not requests or not ssms.catch_up(requests, self.rounds.limits.width):
+            return 0.0
+        self.runner.wait()
+        return time.perf_counter() - began
+
+    def _propose(
+        self, requests: Sequence[Request], plans: Sequence[DraftPlan], round_: Execution
+    ) -> list[TokenTree | None]:
+        """What sources that run no model propose."""
+        if (lookup := self.sources.lookup) is None:
+            return [None] * len(requests)
+        trees = lookup.propose(requests, [plan.max_depth for plan in plans], LEAST_VALUE)
+        found = [tree if len(tree) > 1 else None for tree in trees]
+        ids = (request.request_id for request in requests)
+        round_.proposals.append((lookup, {i: tree for i, tree in zip(ids, found, strict=True) if tree is not None}))
+        return found
+
+    def _has_sources(
+        self, requests: Sequence[Request], plans: Sequence[DraftPlan], proposed: Sequence[TokenTree | None]
+    ) -> bool:
+        """Whether any source has anything to propose."""
+        ssms = self.sources.ssms
+        drafting = (request for request, plan in zip(requests, plans, strict=True) if plan.levels)
+        return any(tree is not None for tree in proposed) or (ssms is not None and any(map(ssms.may_draft, drafting)))
+
+    def _input(self, request: Request, plan: DraftPlan, proposed: TokenTree | None) -> RoundInput:
+        sampler, spec, ssms = request.sampler, request.spec, self.sources.ssms
+        temperature = sampler.temperature if sampler is not None else 0.0
+        weights, new = np.zeros(0), request.tokens[-1:]
+        if ssms is not None and plan.levels and ssms.may_draft(request):
+            weights, new = ssms.round_weights(request), request.tokens[ssms.first_unread(request) :]
+        return RoundInput(
+            request.context_len,
+            new,
+            request.pages,
+            request.end_tokens,
+            temperature,
+            temperature if spec.verification == "coupled" else 0.0,
+            sampler.noise.seed if sampler is not None else 0,
+            request.sample,
+            weights,
+            proposed,
+            plan.levels,
+            plan.nodes if plan.levels else 1,
+            LEAST_VALUE,
+        )
+
+    def _take(
+        self,
+        request: Request,
+        plan: DraftPlan,
+        proposed: TokenTree | None,
+        result: RoundResult,
+        nodes: int,
+        round_: Execution,
+    ) -> None:
+        """Add what a round made of a request. Where the target computed NaN or infinity, its slots become clean."""
+        request.target_passes += 1
+        request.nodes_verified += len(result.tokens)
+        if not len(result.path):
+            self.runner.cache.scrub_slots(0, request.pages, request.context_len, nodes)
+            round_.undecided.append(request)
+            return
+        ssms = self.sources.ssms
+        if ssms is not None and plan.levels:
+            ssms.learn_round(request, result.foretold)
+        names = () if ssms is None else ssms.names
+        tree = RoundTree(*result[:5], names, proposed)
+        round_.verified.append(VerifiedRequest(request, tree, result.path, result.bonus))

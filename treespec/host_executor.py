@@ -1,0 +1,175 @@
+"""The host executor: drafts, verifies and commits a round step by step, with reads on the host in between."""
+
+from collections.abc import Sequence
+
+from treespec.drafters.calls import ask
+from treespec.drafters.draft_sources import DraftSources
+from treespec.drafters.forced import forced_tree
+from treespec.drafters.foreign.foreign_drafter import ForeignDrafter
+from treespec.errors import DraftError, RequestError
+from treespec.execution import Execution, StageClock, VerifiedRequest
+from treespec.planning.draft_plan import DraftPlan
+from treespec.planning.planner import Planner
+from treespec.request import Request
+from treespec.runner import Choices, Runner
+from treespec.tree import TokenTree, merge
+from treespec.verification.verify import Verified, verify_greedy
+
+
+class HostExecutor:
+    """Serves every request, on any device.
+
+    Args:
+        runner: the target.
+        planner: what to draft and how much of it to verify.
+        sources: that draft.
+        max_model_len: positions of the longest request.
+    """
+
+    def __init__(self, runner: Runner, planner: Planner, sources: DraftSources, max_model_len: int):
+        self.runner, self.planner, self.sources, self.max_model_len = runner, planner, sources, max_model_len
+
+    def serves(self, request: Request) -> bool:
+        return True
+
+    def expects_ssms(self, requests: Sequence[Request]) -> bool:
+        return self.planner.expects_ssms(requests)
+
+    def run(self, requests: Sequence[Request], others_wait: bool, clock: StageClock) -> Execution:
+        if not requests:
+            return Execution()
+        round_ = Execution(planner=self.planner)
+        trees = self.propose(requests, others_wait, clock, round_)
+        clock.enter("forward")
+        scored = self.forward(requests, trees, round_)
+        clock.enter("verify")
+        self.verify(scored, round_)
+        clock.enter("commit")
+        pages = [each.request.pages for each in round_.verified]
+        lengths = [each.request.context_len for each in round_.verified]
+        self.runner.cache.commit(0, pages, lengths, [each.path for each in round_.verified])
+        return round_
+
+    def propose(
+        self, requests: Sequence[Request], others_wait: bool, clock: StageClock, round_: Execution
+    ) -> list[TokenTree]:
+        """Let every source draft; one merged tree per request, cut to what is worth verifying.
+
+        Sources that run no model, and drafts with other tokenizers, come first; the SSMs grow their trees over them.
+        """
+        clock.enter("merge")
+        ssms, lookup, planner = self.sources.ssms, self.sources.lookup, self.planner
+        unread = ssms.unread if ssms is not None else None
+        plans = planner.draft_plans(requests, self.max_model_len, unread, others_wait)
+        forced = [self._forced(request, plan) for request, plan in zip(requests, plans, strict=True)]
+        if not any(plan.max_depth or plan.levels for plan in plans) and all(len(tree) == 1 for tree in forced):
+            return forced
+        ids, depths = [request.request_id for request in requests], [plan.max_depth for plan in plans]
+        for drafter in self.sources.others:
+            clock.enter("foreign" if isinstance(drafter, ForeignDrafter) else "search")
+            trees, failures = ask(drafter, requests, depths, self.runner.target.vocab_size)
+            round_.failures |= failures
+            round_.proposals.append((drafter, trees))
+        if lookup is not None:
+            clock.enter("search")
+            found = lookup.propose(requests, depths, planner.least_value)
+            if any(len(tree) > 1 for tree in found):
+                round_.proposals.append((lookup, dict(zip(ids, found, strict=True))))
+        clock.enter("merge")
+        merged = []
+        for request, tree in zip(requests, forced, strict=True):
+            own = [trees[request.request_id] for _, trees in round_.proposals if request.request_id in trees]
+            try:
+                merged.append(merge_proposals(request, [tree, *own]))
+            except DraftError as error:
+                round_.failures.setdefault(request, error)
+                merged.append(tree)
+        if ssms is not None:
+            clock.enter("draft")
+            merged = ssms.propose(requests, plans, planner, merged)
+            clock.enter("merge")
+            round_.drafted = ssms.drafted
+            if round_.drafted.levels:
+                round_.proposals.append((ssms, dict(zip(ids, merged, strict=True))))
+        cut = planner.cut(requests, merged, round_.drafted)
+        # Fixed trees contain nodes of probability 0, too, where there are no others.
+        return [_pruned(request, tree) for request, tree in zip(requests, cut, strict=True)]
+
+    def _forced(self, request: Request, plan: DraftPlan) -> TokenTree:
+        """Grammar-forced tokens; kept even while drafting is paused, because they cost nothing."""
+        adaptive = request.spec.is_adaptive
+        depth = min(request.spec.max_depth, request.room(self.max_model_len)) if adaptive else plan.max_depth
+        return forced_tree(request, depth)
+
+    def forward(
+        self, requests: Sequence[Request], trees: Sequence[TokenTree], round_: Execution
+    ) -> list[tuple[Request, TokenTree, Choices]]:
+        """ONE target pass over all nodes of all requests. A request that computes NaN fails alone.
+
+        A drafted token may overflow where the target's own would not, and one NaN in a tree reaches the other nodes as
+        0 * NaN. So such a tree is passed again as plain decoding would: its root, on clean slots. (A tree of random
+        draws is thereby dropped for what was drawn: in all of "rejection" and "traversal" this alone changes the
+        distribution.)
+        """
+        scored = []
+        for request, tree, choices in zip(requests, trees, self.runner.forward(requests, trees), strict=True):
+            request.target_passes += 1
+            request.nodes_verified += len(tree)
+            if not choices.finite and len(tree) > 1:
+                self.runner.cache.scrub_slots(0, request.pages, request.context_len, len(tree))
+                tree = TokenTree.root(request.tokens[-1])
+                choices = self.runner.forward([request], [tree])[0]
+                request.target_passes += 1
+                request.nodes_verified += 1
+            if choices.finite:
+                scored.append((request, tree, choices))
+            else:
+                error = f"the target computed NaN or infinity at position {request.context_len}"
+                round_.failed.append((request, error))
+        return scored
+
+    def verify(self, scored: Sequence[tuple[Request, TokenTree, Choices]], round_: Execution) -> None:
+        """Decide which nodes are accepted, by each request's rule. A request that cannot be decided fails alone."""
+        for request, tree, choices in scored:
+            try:
+                path, bonus = _verify(request, tree, choices)
+            except RequestError as error:
+                round_.failed.append((request, str(error)))
+            else:
+                round_.verified.append(VerifiedRequest(request, tree, path, bonus, choices.logits))
+
+
+def _verify(request: Request, tree: TokenTree, choices: Choices) -> Verified:
+    """Verify one request's tree by its rule."""
+    sampler = request.sampler
+    if sampler is None:
+        assert choices.tokens is not None
+        return verify_greedy(tree, choices.tokens)
+    if request.draws_at_random and len(tree) > 1:
+        return sampler.verify_drawn(request.spec.verification, tree, choices.logits, request.tokens)
+    return sampler.walk(tree, choices.logits, request.tokens, request.tokens_left)
+
+
+def merge_proposals(request: Request, trees: Sequence[TokenTree]) -> TokenTree:
+    """Merge what sources other than the SSMs propose for a request, without tokens that the request may not write.
+
+    Random draws stay whole, so other sources give way to them where both do not fit.
+
+    Raises:
+        DraftError: the draws alone have more nodes than the request. Nothing has reached the cache.
+    """
+    tree = _pruned(request, merge(trees))
+    if tree.draws.rows is None or len(tree) <= request.spec.max_nodes:
+        return tree
+    tree = merge([each for each in trees if each.draws.rows is not None])
+    if len(tree) > request.spec.max_nodes:
+        raise DraftError(
+            f"{', '.join(tree.source_names)} drew {len(tree)} nodes at random for request {request.request_id}, none "
+            f"of which may be left out; nodes={request.spec.max_nodes} allows so many, the root included"
+        )
+    return tree
+
+
+def _pruned(request: Request, tree: TokenTree) -> TokenTree:
+    """The tree without nodes that the request's restriction forbids."""
+    return tree if request.restriction is None else request.restriction.prune(tree, request.tokens)

@@ -187,7 +187,7 @@ def short_path(tree: TokenTree, choices: np.ndarray) -> Verified:
 
 @pytest.mark.parametrize("fault", [wrong_sibling, late_bonus, short_path], ids=lambda f: f.__name__)
 def test_faulty_verification(fault: Callable[[TokenTree, np.ndarray], Verified]) -> None:
-    assert reduced_check(lambda patch: patch.setattr(engine, "verify_greedy", fault))
+    assert reduced_check(lambda patch: patch.setattr(host_executor, "verify_greedy", fault))
 
 
 # --- faults in the merge

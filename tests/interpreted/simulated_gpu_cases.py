@@ -36,7 +36,7 @@ from treespec.runner import Runner
 from treespec_kernels.aot.kernel_spec import KernelShape
 from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.launch.predecessors import wait_for_predecessors
-from treespec_kernels.launch.triton_launch import LaunchConfig, doubts_about, launch_options
+from treespec_kernels.launch.triton_launch import LaunchConfig, known_issue, launch_options
 from treespec_kernels.linear.quantized import WeightForm
 from treespec_kernels.sampling.row_topk import row_topk_triton
 from treespec_kernels.tuning.sweep import SweepLog, problems_of, tune
@@ -311,7 +311,7 @@ def test_doubts(gpu: Gpu, capability: tuple[int, int], version: str, doubted: bo
         mock.patch("torch.cuda.get_device_capability", lambda device: capability),
         mock.patch("triton.__version__", version),
     ):
-        doubts = doubts_about(torch.device("cuda"))
+        doubts = known_issue(torch.device("cuda"))
     assert (doubts is not None) == doubted and (doubts is None or f"Triton {version} may" in doubts)
 
 

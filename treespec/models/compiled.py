@@ -30,8 +30,8 @@ from treespec_kernels.cpu.decoder_cpu import (
     NormWeights,
     PassEntries,
     build,
-    misfit,
     plan_compiled,
+    unsupported_reason,
 )
 from treespec_kernels.cpu.growth_cpu import growth_library
 from treespec_kernels.cpu.lookup_cpu import lookup_library
@@ -69,7 +69,7 @@ def check_compiled(configs: Sequence[ModelConfig], dtype: torch.dtype, device: t
         raise KernelError(f"compile=True needs a CPU, the device is {device}; use compile=False")
     for config in configs:
         shape = config.shape
-        reason = misfit(shape.hidden_size, shape.intermediate_size, shape.head_dim, dtype)
+        reason = unsupported_reason(shape.hidden_size, shape.intermediate_size, shape.head_dim, dtype)
         if reason:
             raise KernelError(f"{config.folder}: compile=True does not support {reason}; use compile=False")
     head_dims = dict.fromkeys(config.shape.head_dim for config in configs)

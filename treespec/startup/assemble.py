@@ -28,7 +28,7 @@ from treespec.startup.plan_memory import MemoryPlan, plan_memory
 from treespec.startup.resolve import Resolved, resolve
 from treespec.startup.start_costs import load_costs
 from treespec.startup.target import Target, fallback_options, load_target
-from treespec_kernels.launch.triton_launch import doubts_about, is_interpreted
+from treespec_kernels.launch.triton_launch import is_interpreted, known_issue
 
 logger = logging.getLogger("treespec")
 
@@ -112,7 +112,7 @@ def _make_planner(resolved: Resolved, runner: Runner, ssms: SsmDrafter | None, c
     planner = Planner(load_costs(runner, ssms, config.num_threads, interpreted))
     if loader.configs is not None:
         logger.info("%s", loader.configs.describe())
-        if doubts := doubts_about(loader.device):
+        if doubts := known_issue(loader.device):
             logger.warning("%s", doubts)
     return planner
 

@@ -24,8 +24,8 @@ from treespec_weights.layouts import family_named, translate_config
 from treespec_weights.load import Placement, expected_tensors, match, tied_head_problem
 from treespec_weights.quant_schemes import scheme_of
 from treespec_weights.rules import CONFIG, FamilyRules, ModelShape, read_config
-from treespec_weights.staging import carried_files, check_room, copy_files, free_place, partial_of, publish
-from treespec_weights.transform import Cast, Transform, quantising
+from treespec_weights.staging import carried_files, check_room, copy_files, partial_of, publish, resolve_destination
+from treespec_weights.transform import Cast, Transform, quantise_transform
 from treespec_weights.writer import (
     Output,
     Shard,
@@ -105,7 +105,7 @@ def convert_checkpoint(
             express the model. WriteError: a file could not be written. OSError: no such folder.
     """
     root = resolve_folder(source)
-    place = free_place(destination, root)
+    place = resolve_destination(destination, root)
     carried = carried_files(root, CONFIG, INDEX, STATE)
     config = read_config(root)
     rules = family_of(config, root)
@@ -117,7 +117,7 @@ def convert_checkpoint(
         config = translate_config(root, config, shape, rules, written_as)
     transform: Transform = Cast(dtype)
     if quantization is not None:
-        transform = quantising(quantization, transform, shape, written_as)
+        transform = quantise_transform(quantization, transform, shape, written_as)
     with Checkpoint.open(root) as checkpoint:
         steps = plan_steps(checkpoint, shape, rules, written_as, transform)
         shards = plan_shards([step.outputs for step in steps], shard_bytes)
@@ -138,7 +138,7 @@ def convert_checkpoint(
             publish(partial, place)
         except BaseException as error:
             keep = not isinstance(error, CheckpointError) or isinstance(error, WriteError)
-            if _leave(partial, shards if keep else (), state) and isinstance(error, WriteError):
+            if _keep_finished(partial, shards if keep else (), state) and isinstance(error, WriteError):
                 note = Problem("file", repr(partial.name), "holds finished files: continue with --resume, or delete it")
                 raise WriteError(partial, [*error.problems, note]) from error
             raise
@@ -257,7 +257,7 @@ def _check_state(partial: Path, state: dict[str, Any]) -> None:
             raise OptionError(f"--resume: the conversion in {str(partial)!r} has {reason}; delete the folder")
 
 
-def _leave(partial: Path, shards: Sequence[Shard], state: dict[str, Any]) -> bool:
+def _keep_finished(partial: Path, shards: Sequence[Shard], state: dict[str, Any]) -> bool:
     """After an error: keeps the folder for `resume` if a file is finished, else deletes it. Returns whether it did."""
     if not any(is_written(partial, shard) for shard in shards):
         shutil.rmtree(partial, ignore_errors=True)

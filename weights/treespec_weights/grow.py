@@ -37,7 +37,7 @@ from treespec_weights.files import resolve_folder
 from treespec_weights.load import load_weights
 from treespec_weights.quant_schemes import scheme_of
 from treespec_weights.rules import CONFIG, ModelShape, read_config
-from treespec_weights.staging import carried_files, check_room, copy_files, free_place, staged
+from treespec_weights.staging import carried_files, check_room, copy_files, resolve_destination, staged
 from treespec_weights.writer import NAMES, Output, Shard, plan_shards, progress, write_index, write_json, write_shard
 
 SHARD_BYTES = 1 << 30
@@ -119,7 +119,7 @@ def grow_checkpoint(
             CheckpointError: the source cannot be read. WriteError: the folder cannot be written, or the disk is full.
     """
     source = resolve_folder(source)
-    place = free_place(folder, source)
+    place = resolve_destination(folder, source)
     config = read_config(source)
     rules = family_of(config, source)
     if rules is not LLAMA:

@@ -119,7 +119,7 @@ def _as_model(config: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
         kv_values = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
         scheme = scheme_of(config, checkpoint.folder)
         problems = len(match(checkpoint, shape, rules)[1])
-        ignored = sorted(ignored_names(shape, rules.spelled_in(checkpoint.names())) & checkpoint.names())
+        ignored = sorted(ignored_names(shape, rules.for_names(checkpoint.names())) & checkpoint.names())
     return {
         "supported": shape is not None,
         "unsupported_because": reason,

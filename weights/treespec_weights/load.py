@@ -190,7 +190,7 @@ def match(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> tupl
 
     Returns the placement of every parameter, which is usable only without problems, and all problems.
     """
-    rules = rules.spelled_in(checkpoint.names())
+    rules = rules.for_names(checkpoint.names())
     placements, scheme = expected_tensors(shape, rules), stored_scheme(checkpoint)
     expected: dict[str, Part] = {}
     problems = []
@@ -242,7 +242,7 @@ def _extra_biases(checkpoint: Checkpoint, placements: Sequence[Placement], rules
 
 def extra_bias_problems(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> list[Problem]:
     """Problems of unexpected biases that are not zero."""
-    rules = rules.spelled_in(checkpoint.names())
+    rules = rules.for_names(checkpoint.names())
     extra = _extra_biases(checkpoint, expected_tensors(shape, rules), rules)
     message = "the config says that the model has no such bias, and it is not zero"
     return [Problem("value", repr(name), message) for name in extra if bool(checkpoint.tensor(name).count_nonzero())]
@@ -257,7 +257,7 @@ def tied_head_problem(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRu
     """The problem of a tied model whose stored head differs from its embedding, or None."""
     if not shape.tied or rules.tied_copy not in checkpoint.tensors:
         return None
-    rules = rules.spelled_in(checkpoint.names())
+    rules = rules.for_names(checkpoint.names())
     embed = next(rule.name for rule in rules.tensors if rule.params == ("embed",))
     head_info, embed_info = checkpoint.info(rules.tied_copy), checkpoint.info(embed)
     alike = (head_info.dtype, head_info.shape) == (embed_info.dtype, embed_info.shape)

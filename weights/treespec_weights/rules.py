@@ -231,7 +231,7 @@ class FamilyRules:
     requires: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     equal_sizes: Mapping[str, str] = field(default_factory=dict)
 
-    def spelled_in(self, names: Collection[str]) -> "FamilyRules":
+    def for_names(self, names: Collection[str]) -> "FamilyRules":
         """The rules for a checkpoint with these tensor names: with the prefix, or without it if none has it."""
         if not self.prefix or any(name.startswith(self.prefix) for name in names):
             return self

@@ -13,7 +13,7 @@ SUFFIX = ".partial"
 _CARRIED = (".json", ".jinja", ".txt", ".md", ".model")
 
 
-def free_place(destination: Path | str, source: Path) -> Path:
+def resolve_destination(destination: Path | str, source: Path) -> Path:
     """The absolute path of a folder to create, in an existing, resolved parent.
 
     Args:
@@ -48,13 +48,13 @@ def check_room(folder: Path, needed: int) -> None:
 
 
 def partial_of(place: Path) -> Path:
-    """The temporary folder for the contents of `place`, a result of `free_place`."""
+    """The temporary folder for the contents of `place`, a result of `resolve_destination`."""
     return place.parent / f"{place.name}{SUFFIX}"
 
 
 @contextmanager
 def staged(place: Path) -> Iterator[Path]:
-    """A new temporary folder that becomes `place`, a result of `free_place`, at the end, and is removed on an error.
+    """A new temporary folder that becomes `place`, a result of `resolve_destination`, at the end, and is removed on an error.
 
     Raises OptionError if the temporary folder exists, from a killed or running process; WriteError if it cannot be
     created or renamed.

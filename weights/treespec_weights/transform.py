@@ -91,7 +91,7 @@ class Quantise:
 Transform = Cast | Quantise
 
 
-def quantising(quantization: str, cast: Cast, shape: ModelShape, rules: FamilyRules) -> Quantise:
+def quantise_transform(quantization: str, cast: Cast, shape: ModelShape, rules: FamilyRules) -> Quantise:
     """The transform for a model, written in a family's layout.
 
     Raises:

@@ -80,15 +80,15 @@ def compile_library(
     key = hashlib.sha256("\n".join([*texts, macros, *command]).encode()).hexdigest()
     name = f"{sources[0].stem}-{key[:24]}"
     build = [*command, str(sources[0]), "-o"]
-    path = _kept(folder, name)
+    path = _cached(folder, name)
     if path is None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             scratch = tempfile.TemporaryDirectory(dir=folder)
         except OSError as error:
-            return _compile_for_now(build, name, error)
+            return _compile_uncached(build, name, error)
         with scratch, shared_work(folder / f"{name}.lock", f"compile {sources[0].stem}", _PATIENCE):
-            path = _kept(folder, name)
+            path = _cached(folder, name)
             if path is None:  # renamed at the end: a process without the lock may compile at the same time
                 built = Path(scratch.name) / f"{name}.so"
                 logger.info("compiling %s with %s into %s", sources[0].stem, compiler[0], folder)
@@ -117,7 +117,7 @@ def _cores() -> Sequence[int]:
     return range(os.cpu_count() or 1)
 
 
-def _compile_for_now(build: Sequence[str], name: str, reason: OSError) -> ctypes.CDLL:
+def _compile_uncached(build: Sequence[str], name: str, reason: OSError) -> ctypes.CDLL:
     """Compiles and loads a library in a temporary folder, which is deleted afterwards."""
     logger.warning(
         "cannot cache compiled libraries (%s), so every start compiles them; set XDG_CACHE_HOME to a writable folder",
@@ -136,16 +136,16 @@ def _load(path: Path) -> ctypes.CDLL:
         raise CompileError(f"{path} does not load: {error}") from error
 
 
-def _kept(folder: Path, name: str) -> Path | None:
+def _cached(folder: Path, name: str) -> Path | None:
     """A cached library that is complete, or None."""
-    return next((kept for kept in sorted(folder.glob(f"{name}-*.so")) if _is_whole(kept)), None)
+    return next((cached for cached in sorted(folder.glob(f"{name}-*.so")) if _is_complete(cached)), None)
 
 
 def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
-def _is_whole(path: Path) -> bool:
+def _is_complete(path: Path) -> bool:
     """Whether a cached library matches the hash in its name; after a full disk it may not."""
     try:
         return path.stem.endswith(f"-{_digest(path)}")

@@ -226,7 +226,7 @@ class LayerWeights(NamedTuple):
 
 
 class Architecture(NamedTuple):
-    """The architecture of a model. Sizes are multiples of 16 (`misfit`).
+    """The architecture of a model. Sizes are multiples of 16 (`unsupported_reason`).
 
     layer_norm: LayerNorm instead of RMSNorm. parallel: attention and MLP of a layer have the same input. activation:
     one of ACTIVATIONS. num_ropes: number of different ropes, 0 for learned positions. query_scale: factor on the
@@ -509,7 +509,7 @@ class CompiledModel:
         entry(ctypes.byref(self._head), hidden.data_ptr(), len(hidden), out.data_ptr(), self._threads)
 
 
-def misfit(hidden: int, mlp: int, head_dim: int, dtype: torch.dtype) -> str | None:
+def unsupported_reason(hidden: int, mlp: int, head_dim: int, dtype: torch.dtype) -> str | None:
     """The reason why a model cannot be compiled, or None."""
     if dtype not in DTYPES:
         return f"dtype {dtype}; valid: float32, bfloat16"

@@ -88,7 +88,7 @@ def is_triton_error(error: BaseException) -> bool:
     return errors is not None and isinstance(error, errors.TritonError)
 
 
-def doubts_about(device: torch.device) -> str | None:
+def known_issue(device: torch.device) -> str | None:
     """A warning about a known miscompilation of this Triton version for a device, or None.
 
     Before 3.8, tensor memory products of operands just copied to shared memory miss a fence (triton #9610), so a result

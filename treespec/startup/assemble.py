@@ -112,8 +112,8 @@ def _make_planner(resolved: Resolved, runner: Runner, ssms: SsmDrafter | None, c
     planner = Planner(load_costs(runner, ssms, config.num_threads, interpreted))
     if loader.configs is not None:
         logger.info("%s", loader.configs.describe())
-        if doubts := known_issue(loader.device):
-            logger.warning("%s", doubts)
+        if issue := known_issue(loader.device):
+            logger.warning("%s", issue)
     return planner
 
 

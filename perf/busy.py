@@ -1,10 +1,10 @@
-"""Decoding on a CPU beside a busy neighbour: speed with one of the cores taken, over the speed when it is not.
+"""Measures CPU decoding next to a busy process: speed with a core taken relative to an idle machine.
 
     python perf/busy.py --grow 0.5B --threads 2 --json out.json
 
-A repeat decodes all prompts quietly and then beside processes that spin, for each mode in turn; the ratio is of the
-same repeat. Tokens per second of decoding, prefill not counted, and seconds to the first token: median of the repeats
-(least to largest). Tokens are compared between the two. Nothing else may run on the machine.
+Each repeat decodes all prompts on the idle machine and then next to spinning processes, for each mode in turn; ratios
+are per repeat. Reports tokens per second of decoding (without prefill) and seconds to the first token: median (min to
+max) of the repeats. Compares the tokens of both runs. Nothing else may run on the machine.
 """
 
 import argparse
@@ -33,11 +33,11 @@ SPIN = "while True: pass"
 
 @contextmanager
 def neighbours(count: int) -> Iterator[None]:
-    """`count` processes that compute for as long as the context is open."""
+    """Run `count` spinning processes while the context is open."""
     processes = [subprocess.Popen([sys.executable, "-c", SPIN]) for _ in range(count)]
     try:
         if processes:
-            time.sleep(0.5)  # they have started, and the scheduler has placed them
+            time.sleep(0.5)  # until they run
         yield
     finally:
         for process in processes:
@@ -46,7 +46,7 @@ def neighbours(count: int) -> Iterator[None]:
 
 
 class Decoded(NamedTuple):
-    """What all prompts took, one after the other, and their tokens."""
+    """Measurements and tokens of all prompts, decoded sequentially."""
 
     tokens_per_second: float  # of decoding
     first_token_seconds: float  # on average
@@ -67,7 +67,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def measure(llm: LLM, prompts: list[list[int]], args: argparse.Namespace) -> dict[str, Any]:
-    """For each mode: figures quietly and beside neighbours, the ratio of speeds, and how many tokens differ."""
+    """Per mode: figures with and without neighbours, speed ratio and number of differing tokens."""
     found: dict[tuple[str, int], list[Decoded]] = {(mode, busy): [] for mode in MODES for busy in (0, args.neighbours)}
     for _ in range(args.repeats + 1):  # the first warms up
         for busy in (0, args.neighbours):
@@ -94,12 +94,12 @@ def measure(llm: LLM, prompts: list[list[int]], args: argparse.Namespace) -> dic
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--grow", help="the target's size; without it the embedded one")
+    parser.add_argument("--grow", help="size of a grown target; default: the embedded one")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--neighbours", type=int, default=1, help="processes that spin")
+    parser.add_argument("--neighbours", type=int, default=1, help="number of spinning processes")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

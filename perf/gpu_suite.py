@@ -1,18 +1,16 @@
-"""Everything that is to be measured on a GPU, in stages that can be broken off and gone on with.
+"""GPU measurement suite in resumable stages.
 
-    PYTHONPATH=.:kernels:weights python perf/gpu_suite.py                       # what is not there yet, by priority
+    PYTHONPATH=.:kernels:weights python perf/gpu_suite.py                       # missing results, by priority
     PYTHONPATH=.:kernels:weights python perf/gpu_suite.py --stage passes a --out DIR --budget-seconds 540
-    PYTHONPATH=.:kernels:weights python perf/gpu_suite.py --dry-run             # all of it, tiny, without a GPU
-    PYTHONPATH=.:kernels:weights python perf/gpu_suite.py --report              # the tables of what is there
+    PYTHONPATH=.:kernels:weights python perf/gpu_suite.py --dry-run             # everything, tiny, without a GPU
+    PYTHONPATH=.:kernels:weights python perf/gpu_suite.py --report              # tables of existing results
 
 Stages (letters name several): ops, bits and families (a), passes and rounds (b), autotune (c), kernels (d), grown1b and
-grown8b (e), quantized (f). They run in the order in which they are named, each for as long as it needs, below eight
-minutes, and then the next one with what is left of the budget: name first what must not be missing. Each writes
-perf/results/<device>/<stage>.json after every measurement. A document of the same sources is gone on with, and a
-complete one is not measured again, except with --again, and with --retry what failed in it. What failed or was too slow
-stands in the document as an error, and in full in errors.log beside it; what was not measured, or cut off by the end of
-the budget, is not there. The last thing printed is the table of what must be reached, half a minute after the budget at
-the latest. Exits with 1 where something that was measured misses its bound in correctness.
+grown8b (e), quantized (f). They run in the given order, each for under eight minutes, until the budget is used up: name
+the most important first. Each stage writes perf/results/<device>/<stage>.json after every measurement. Documents of the
+same sources are resumed; complete ones are skipped unless --again is given, and --retry repeats failures. Failures and
+timeouts are recorded as errors, in full in errors.log; measurements cut off by the budget are not recorded. The target
+table is printed last, at most half a minute after the budget. Exits with 1 if a correctness target is missed.
 """
 
 import argparse
@@ -35,8 +33,8 @@ from gpu.setting import ROOT, Setting, device_slug, source_hash, tuned_hash
 from gpu.stage import LAST, RESTART, Stage, run
 from gpu.stages import STAGES, choose
 
-LEAST_SECONDS = 25.0  # of the budget: with less no stage begins
-KILL_SECONDS = 25.0  # after its time a process is ended: more than `LAST`, and a call of 600 s still prints the report
+LEAST_SECONDS = 25.0  # minimum budget to start a stage
+KILL_SECONDS = 25.0  # seconds past its time after which a process is killed: more than `LAST`
 RESTARTS = 12
 
 
@@ -47,16 +45,16 @@ def main() -> int:
         nargs="+",
         default=[],
         metavar="NAME",
-        help="names or letters, which run in this order; default: all, by priority",
+        help="names or letters, in the order to run; default: all, by priority",
     )
-    parser.add_argument("--out", type=Path, help="where results go; default: perf/results/<device>")
-    parser.add_argument("--budget-seconds", type=float, default=36000.0, help="begin nothing that may end later")
-    parser.add_argument("--dry-run", action="store_true", help="tiny shapes on the CPU, to see that nothing breaks")
-    parser.add_argument("--again", action="store_true", help="measure anew what is there already")
-    parser.add_argument("--retry", action="store_true", help="measure anew what is there as an error")
-    parser.add_argument("--report", action="store_true", help="only print what is there")
+    parser.add_argument("--out", type=Path, help="results folder; default: perf/results/<device>")
+    parser.add_argument("--budget-seconds", type=float, default=36000.0, help="time limit")
+    parser.add_argument("--dry-run", action="store_true", help="tiny shapes on the CPU, as a smoke test")
+    parser.add_argument("--again", action="store_true", help="repeat complete stages")
+    parser.add_argument("--retry", action="store_true", help="repeat failed measurements")
+    parser.add_argument("--report", action="store_true", help="only print existing results")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--commit", help="what documents name as the commit, where the checkout has no .git")
+    parser.add_argument("--commit", help="commit to record if the checkout has no .git")
     parser.add_argument("--child", type=float, metavar="UNTIL", help=argparse.SUPPRESS)  # by the monotonic clock
     args = parser.parse_args()
     try:
@@ -66,7 +64,7 @@ def main() -> int:
     if args.child is not None:
         return _child(stages, Setting(args.out, args.dry_run, args.seed, args.commit), args.child)
     if not args.dry_run and not args.report and not sees_a_gpu():
-        parser.error("torch sees no GPU here; --dry-run walks every stage without one")
+        parser.error("torch finds no GPU; --dry-run runs every stage without one")
     kept = None
     if not args.dry_run and (not args.report or sees_a_gpu()):
         kept = ROOT / "perf" / "results" / device_slug(dry=False)
@@ -95,11 +93,11 @@ def sees_a_gpu() -> bool:
 
 
 def run_stages(stages: Sequence[Stage], out: Path, kept: Path, deadline: float, args: argparse.Namespace) -> None:
-    """Each stage in processes of its own; a dry run has one for all, to save the starts."""
+    """Run each stage in its own processes; a dry run uses one process for all."""
     left = [stage for stage in stages if not (_is_done(out, stage) or _is_done(kept, stage))]
     for stage in stages:
         if stage not in left:
-            print(f"{stage.name}: measured already, with these sources; --again measures it anew", flush=True)
+            print(f"{stage.name}: already measured with these sources; --again repeats it", flush=True)
         else:
             _continue(out, kept, stage)
     groups = [left] if args.dry_run and left else [[stage] for stage in left]
@@ -120,14 +118,14 @@ def run_stages(stages: Sequence[Stage], out: Path, kept: Path, deadline: float, 
 
 
 def _continue(out: Path, kept: Path, stage: Stage) -> None:
-    """Where results of a stage are only in `kept`, they are gone on with in `out`."""
+    """Resume results that exist only in `kept` in `out`."""
     if not path_of(out, stage.name).exists() and path_of(kept, stage.name).exists():
         shutil.copy(path_of(kept, stage.name), path_of(out, stage.name))
 
 
 def start(group: Sequence[Stage], out: Path, seconds: float, args: argparse.Namespace) -> int:
-    """One process; the status it ended with. It and its children are ended soon after its time."""
-    until = time.monotonic() + seconds  # its start is part of them
+    """Run one process and return its exit status; kills it and its children after its time."""
+    until = time.monotonic() + seconds  # including its start
     command = [
         sys.executable,
         str(Path(__file__).resolve()),
@@ -144,7 +142,7 @@ def start(group: Sequence[Stage], out: Path, seconds: float, args: argparse.Name
     environment = dict(os.environ)
     if args.dry_run:
         command.append("--dry-run")
-        # What it measures is nobody's: the user's cache folder is left alone.
+        # leave the user's cache folder alone
         environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "XDG_CACHE_HOME": str(out / "cache")}
     child = subprocess.Popen(command, env=environment, start_new_session=True)
     try:
@@ -152,7 +150,7 @@ def start(group: Sequence[Stage], out: Path, seconds: float, args: argparse.Name
     except subprocess.TimeoutExpired:
         child.kill()
         _end_session(child.pid)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a driver that hangs holds even what was killed
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a hanging driver may block even killed processes
             child.wait(timeout=5)
         for stage in group:
             forget_cut(path_of(out, stage.name))
@@ -162,21 +160,20 @@ def start(group: Sequence[Stage], out: Path, seconds: float, args: argparse.Name
 
 
 def _end_session(leader: int) -> None:
-    """Kill what a process and its children have left, tests and compilers too, each of which leads a group: they would
-    share the GPU with the next stage."""
+    """Kill all remaining processes of the session (tests, compilers), which would share the GPU with the next stage."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             session = int(stat.read_text().rpartition(")")[2].split()[3])
             if session == leader:
                 os.kill(int(stat.parent.name), signal.SIGKILL)
         except (OSError, IndexError):
-            continue  # it has ended meanwhile
+            continue  # already ended
 
 
 def _child(stages: Sequence[Stage], setting: Setting, until: float) -> int:
     with failures.section(setting.out, f"process {os.getpid()}: {', '.join(stage.name for stage in stages)}") as log:
         faulthandler.enable(log)
-        # From a thread that needs no lock of Python's: where a call holds that, nothing else here can say so.
+        # faulthandler's thread works even while a call holds the GIL
         faulthandler.dump_traceback_later(max(until - time.monotonic(), 0.0) + LAST + 5.0, file=log)
         try:
             for stage in stages:
@@ -202,11 +199,11 @@ def _progress(out: Path, stage: Stage) -> int:
 
 
 def report(stages: Sequence[Stage], out: Path, kept: Path) -> int:
-    """Print the tables of the stages, and that of the targets; 1 where bits or results are wrong.
+    """Print the tables of stages and targets; returns 1 if bits or results are wrong.
 
     Args:
-        stages: whose tables; the targets' has all.
-        out, kept: where results are; those of `out` come first.
+        stages: to print; the target table covers all.
+        out, kept: results folders; `out` takes precedence.
     """
     documents = {
         stage.name: document
@@ -217,7 +214,7 @@ def report(stages: Sequence[Stage], out: Path, kept: Path) -> int:
         if stage.name in documents:
             try:
                 print(_table(stage, documents[stage.name]))
-            except Exception as error:  # whatever a figure of another kind raises: the other tables hold
+            except Exception as error:  # malformed figures may raise anything; keep the other tables
                 path = path_of(out if path_of(out, stage.name).exists() else kept, stage.name)
                 print(f"\n{stage.name}: NO TABLE, {failures.last_line(error)}; its figures are in {path}")
     dry = any(document["dry_run"] for document in documents.values())

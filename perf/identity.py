@@ -1,16 +1,15 @@
-"""Tree against plain decoding, and plain decoding against transformers: tokens, and logits bit for bit.
+"""Compares tree with plain decoding, and plain decoding with transformers: tokens and logits, bit for bit.
 
     python perf/identity.py                                     # everything, on the embedded models
     python perf/identity.py --prompts 16 --dtypes bfloat16 --batches 8 --out out.json
     python perf/identity.py --sampling --compile --shard 1/2 --out half-1.json    # sampled: see identity_sampled.py
     python perf/identity.py --merge half-1.json half-2.json --out sampled.json
 
-For every dtype and batch size, all prompts are decoded with trees and compared with plain decoding of the same engine:
-trees of every subset of the drafts, of all with one drafting in a round, of lookup, of everything, and automatic ones.
-Counted are differing tokens, and logits of accepted nodes that are not `torch.equal`. In float32 plain decoding is
-compared with transformers, teacher-forced on the same tokens. With --sampling: tokens of coupled sampling against plain
-decoding with the same seeds, over settings, all subsets of the drafts, dtypes and batch sizes. Exits with 1 where
-anything differs.
+For every dtype and batch size, decodes all prompts with trees (every subset of the drafts, one SSM per round, lookup,
+all sources, automatic) and compares with plain decoding by the same engine. Counts differing tokens and logits of
+accepted nodes that are not `torch.equal`. In float32, plain decoding is compared with transformers, teacher-forced.
+With --sampling: compares coupled sampling with plain decoding of the same seeds, over settings, subsets of the drafts,
+dtypes and batch sizes. Exits with 1 on any difference.
 """
 
 import argparse
@@ -32,13 +31,13 @@ from treespec.bench.run import commit
 from treespec.runner import Runner
 from treespec_weights import default_folder, default_names
 
-TIE = 1e-4  # two logits closer than this share of the row's RMS are a rounding tie
+TIE = 1e-4  # logits closer than this fraction of the row's RMS are a rounding tie
 
 
 class LogitRecorder:
-    """Keeps the logits of every node whose token choice was emitted, by request and position.
+    """Records the logits of every emitted token, by request and position.
 
-    Captured rounds hand no logits to the host, so nothing is kept of them.
+    Captured rounds expose no logits and are not recorded.
     """
 
     def __init__(self, llm: LLM):
@@ -63,7 +62,7 @@ class LogitRecorder:
                 self.rows[record.request_id, len(record.context) + depth] = rows[node].clone()
 
     def take(self, outputs: list[RequestOutput]) -> list[Tensor]:
-        """Per output, the logits behind each of its tokens, [num tokens, vocab]; forgets everything."""
+        """Per output, the logits of each token, [num tokens, vocab]; clears the records."""
         result = []
         for output in outputs:
             first = len(output.prompt_token_ids) - 1
@@ -74,7 +73,7 @@ class LogitRecorder:
 
 
 def read_prompts(count: int, tokenizer: Any, vocab: int) -> list[list[int]]:
-    """Held-out prompts as token ids; random ids where the model is not the embedded one."""
+    """Held-out prompts as token ids; random ids for models other than the embedded one."""
     if tokenizer is None:
         generator = torch.Generator().manual_seed(0)
         lengths = torch.randint(1, 160, (count,), generator=generator).tolist()
@@ -88,7 +87,7 @@ def read_prompts(count: int, tokenizer: Any, vocab: int) -> list[list[int]]:
 
 
 def modes(names: Sequence[str], nodes: int) -> dict[str, SpecConfig]:
-    """What is compared with plain decoding."""
+    """Modes to compare with plain decoding."""
     subsets = [s for n in range(1, len(names) + 1) for s in itertools.combinations(names, n)]
     result = {",".join(subset): SpecConfig(nodes=nodes, sources=subset) for subset in subsets}
     if len(names) > 1:
@@ -98,7 +97,7 @@ def modes(names: Sequence[str], nodes: int) -> dict[str, SpecConfig]:
 
 
 def compare(plain: list[RequestOutput], tree: list[RequestOutput], logits: list[Tensor], own: list[Tensor]) -> Any:
-    """Differing tokens and logit rows of two runs."""
+    """Count differing tokens and logit rows of two runs."""
     tokens = sum(
         a != b
         for x, y in zip(plain, tree, strict=True)
@@ -111,7 +110,7 @@ def compare(plain: list[RequestOutput], tree: list[RequestOutput], logits: list[
 
 
 def against_transformers(model: Path, plain: list[RequestOutput], logits: list[Tensor]) -> dict[str, Any]:
-    """fp32, teacher-forced: does transformers prefer every token that plain decoding chose?"""
+    """Check, teacher-forced in fp32, that transformers' argmax equals every token of plain decoding."""
     from transformers import AutoModelForCausalLM
 
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -138,16 +137,16 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--nodes", type=int, default=16)
-    parser.add_argument("--max-depth", type=int, default=6, help="with --sampling: of a tree")
+    parser.add_argument("--max-depth", type=int, default=6, help="with --sampling: maximum tree depth")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8])
-    parser.add_argument("--threads", type=int, help="torch threads; default: torch's own")
+    parser.add_argument("--threads", type=int, help="torch threads; default: torch's")
     parser.add_argument("--compile", action="store_true", help="LLM(compile=True)")
-    parser.add_argument("--json", "--out", dest="out", type=Path, help="write the results there")
-    parser.add_argument("--sampling", action="store_true", help="sampled tokens instead; goes on where --out stands")
+    parser.add_argument("--json", "--out", dest="out", type=Path, help="write the results to FILE")
+    parser.add_argument("--sampling", action="store_true", help="compare sampled tokens; resumes --out")
     parser.add_argument("--settings", nargs="+", default=list(sampled.SETTINGS), choices=list(sampled.SETTINGS))
-    parser.add_argument("--shard", default="1/1", help="with --sampling: 2/3 is every third prompt from the second on")
-    parser.add_argument("--merge", nargs="+", type=Path, metavar="FILE", help="one document of the shards' ones")
+    parser.add_argument("--shard", default="1/1", help="with --sampling: 2/3 = every third prompt, from the second")
+    parser.add_argument("--merge", nargs="+", type=Path, metavar="FILE", help="merge the documents of shards")
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -168,7 +167,7 @@ def main() -> int:
 
 
 def sample(args: argparse.Namespace) -> dict[str, Any]:
-    """Coupled sampling against plain decoding."""
+    """Compare coupled sampling with plain decoding."""
     setup = {
         "model": args.model,
         "drafts": args.draft,
@@ -204,7 +203,7 @@ def models(args: argparse.Namespace) -> tuple[Path, list[str]]:
 
 
 def greedy(args: argparse.Namespace) -> int:
-    """Trees against plain decoding, and that against transformers."""
+    """Compare trees with plain decoding, and that with transformers."""
     model, drafts = models(args)
     params = SamplingParams(max_tokens=args.max_tokens, ignore_eos=True)
     results: list[dict[str, Any]] = []

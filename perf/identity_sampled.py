@@ -1,11 +1,11 @@
-"""Sampled output against plain decoding with the same seeds: tokens. `perf/identity.py --sampling` runs it.
+"""Compares sampled tokens with plain decoding of the same seeds; run by `perf/identity.py --sampling`.
 
-Every cell of the grid, dtype x setting x subset of the SSMs x batch size, decodes all prompts with coupled trees and
-counts the tokens that differ from plain decoding by the same engine, which runs once for each dtype and setting, in
-batches of `PLAIN_BATCH`. A prompt has the same seed everywhere. The document is written after every cell, and a run
-that was broken off goes on behind the last one: what is in the file is not computed again.
+Every cell of the grid (dtype x setting x subset of the SSMs x batch size) decodes all prompts with coupled trees and
+counts tokens that differ from plain decoding by the same engine, which runs once per dtype and setting in batches of
+`PLAIN_BATCH`. A prompt has the same seed everywhere. The document is written after every cell; interrupted runs resume
+after the last one.
 
-Shards share the prompts: each runs the whole grid over its own ones, and `merge` adds their documents up.
+Shards split the prompts: each runs the whole grid over its own, and `merge` combines their documents.
 """
 
 import hashlib
@@ -36,18 +36,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 KEYS = ("dtype", "setting", "sources", "batch")
 SUMS = ("tokens", "differing_tokens", "outputs_that_differ", "target_passes", "seconds", "cpu_seconds")
-ROWS_SHOWN = 8  # of the differences in one cell
+ROWS_SHOWN = 8  # differences listed per cell
 
 
 class Prompt(NamedTuple):
-    """A prompt's number among all shards', which makes its seed, and its tokens."""
+    """A prompt's index over all shards, which determines its seed, and its tokens."""
 
     index: int
     tokens: list[int]
 
 
 def subsets(names: Sequence[str]) -> list[tuple[str, ...]]:
-    """All of `names` that are not empty, the small ones first."""
+    """Non-empty subsets of `names`, small ones first."""
     return [s for n in range(1, len(names) + 1) for s in itertools.combinations(names, n)]
 
 
@@ -55,7 +55,7 @@ def parse_shard(text: str) -> tuple[int, int]:
     """(2, 3) from "2/3": the second of three."""
     number, _, count = text.partition("/")
     if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
-        raise ValueError(f"--shard {text}: valid are 1/1, 1/2, 2/2 and so on")
+        raise ValueError(f"--shard {text}: valid: 1/1, 1/2, 2/2 and so on")
     return int(number), int(count)
 
 
@@ -65,19 +65,18 @@ def run(
     setup: dict[str, Any],
     out: Path | None,
 ) -> dict[str, Any]:
-    """Run what is left of the grid; the document, which is in `out` too.
+    """Run the remaining grid; returns the document, also written to `out`.
 
     Args:
-        open_llm: an engine of a dtype that decodes `PLAIN_BATCH` requests at once.
-        read_prompts: of all shards together.
-        setup: what the document says of the run: at least dtypes, settings, batches, max_tokens, nodes, max_depth and
-            shard.
+        open_llm: opens an engine of a dtype for `PLAIN_BATCH` concurrent requests.
+        read_prompts: of all shards.
+        setup: of the run, for the document: at least dtypes, settings, batches, max_tokens, nodes, max_depth and shard.
 
     Raises:
         ValueError: `out` holds the document of another run, a batch is too large, or a request failed.
     """
     if max(setup["batches"]) > PLAIN_BATCH:
-        raise ValueError(f"--batches {max(setup['batches'])}: valid with --sampling are 1 to {PLAIN_BATCH}")
+        raise ValueError(f"--batches {max(setup['batches'])}: valid with --sampling: 1 to {PLAIN_BATCH}")
     document = _open(out, setup)
     document["commits"] = list(dict.fromkeys([*document.get("commits", ()), commit()]))
     rows = {_key(row): row for row in document["rows"]}
@@ -117,7 +116,7 @@ def run(
 
 
 def compare(prompts: Sequence[Prompt], ours: Sequence[Sequence[int]], plain: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Tokens that differ, missing ones too, and where the first of some outputs do."""
+    """Count differing and missing tokens, with the first differences of some outputs."""
     differing, found = 0, []
     for prompt, mine, theirs in zip(prompts, ours, plain, strict=True):
         places = [i for i, (a, b) in enumerate(itertools.zip_longest(mine, theirs)) if a != b]
@@ -133,15 +132,15 @@ def totals(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def merge(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One document of some shards, or of all: `complete` says which. What was merged before is merged on.
+    """Merge documents of shards, merged ones included; `complete` tells whether all are present.
 
     Raises:
-        ValueError: they are not shards of one run, each complete and given once.
+        ValueError: not complete, distinct shards of one run.
     """
     setups = [{k: v for k, v in document["setup"].items() if k != "shard"} for document in documents]
     shards = sorted(tuple(shard) for document in documents for shard in _shards_of(document))
     if any(setup != setups[0] for setup in setups):
-        raise ValueError("the files are of different runs: their setups differ")
+        raise ValueError("the files are from different runs: their setups differ")
     if len(set(shards)) < len(shards) or len({count for _, count in shards}) > 1:
         raise ValueError(f"the files are shards {', '.join(f'{i}/{n}' for i, n in shards)}; valid: each of them once")
     for document in documents:
@@ -164,12 +163,12 @@ def merge(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _shards_of(document: dict[str, Any]) -> list[tuple[int, int]]:
-    """The shards in a document: one, or those that were merged into it."""
+    """The shards merged in a document."""
     return document["shards"] if "shards" in document else [document["setup"]["shard"]]
 
 
 def describe(document: dict[str, Any]) -> str:
-    """The rows and the sum, for a reader."""
+    """Format the rows and their sum."""
     total = document["totals"]
     return "\n".join(
         [
@@ -184,8 +183,7 @@ def describe(document: dict[str, Any]) -> str:
 def decode(
     llm: LLM, prompts: Sequence[Prompt], setting: str, spec: SpecConfig | str, batch: int, max_tokens: int
 ) -> tuple[list[list[int]], dict[str, Any]]:
-    """Every prompt's tokens, and what it took; a batch starts when the one before has ended, or, for the engine's own
-    batch size, as soon as there is room."""
+    """Decode all prompts and measure; batches run one after another, or continuously at the engine's own batch size."""
     options = SETTINGS[setting] | {"max_tokens": max_tokens, "ignore_eos": True}
     params = [SamplingParams(seed=FIRST_SEED + prompt.index, **options) for prompt in prompts]
     step = len(prompts) if batch == PLAIN_BATCH else batch
@@ -205,11 +203,13 @@ def decode(
 
 
 def _keep_plain(document: dict[str, Any], row: dict[str, Any]) -> None:
-    """Plain decoding's row; a run that goes on must find the tokens that it found before."""
+    """Record plain decoding; a resumed run must reproduce the earlier tokens."""
     for known in document["plain"]:
         if (known["dtype"], known["setting"]) == (row["dtype"], row["setting"]):
             if known["sha256"] != row["sha256"]:
-                raise ValueError(f"plain decoding, {row['dtype']}, {row['setting']}: not the tokens of the run before")
+                raise ValueError(
+                    f"plain decoding, {row['dtype']}, {row['setting']}: tokens differ from the earlier run"
+                )
             return
     document["plain"].append(row)
 
@@ -225,12 +225,12 @@ def _open(out: Path | None, setup: dict[str, Any]) -> dict[str, Any]:
     document = json.loads(out.read_text())
     if document.get("setup") != json.loads(json.dumps(setup)):
         raise ValueError(f"{out} holds another run: {document.get('setup')}; name another file, or remove it")
-    _log(f"{out}: going on after {len(document['rows'])} cells")
+    _log(f"{out}: resuming after {len(document['rows'])} cells")
     return document
 
 
 def _write(out: Path | None, document: dict[str, Any]) -> None:
-    """At once, so that a run that is broken off leaves a whole document."""
+    """Write atomically."""
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         part = out.with_name(out.name + ".part")

@@ -1,15 +1,16 @@
-"""How fast and in how little memory does a sharded checkpoint load?
+"""Measures load time and memory of a sharded checkpoint.
 
-    python perf/loading.py                              # 8 GB, in the folder for temporary files
+    python perf/loading.py                              # 8 GB, in the temporary folder
     python perf/loading.py --gigabytes 1 --json out.json
 
-Writes a synthetic sharded checkpoint of the Llama family in bfloat16, and removes it at the end. Then, in one process:
+Writes a synthetic sharded Llama checkpoint in bfloat16 (removed at the end). Then, in one process:
 
-- memory: the peak of anonymous memory (RssAnon) over what the process had, sampled every few milliseconds while
-  `load_weights` runs and every page of the result is touched; as stored, where tensors stay mapped, and cast to
-  float16, where the result has the size of the files and a memory of its own. Also of `convert` to float16.
-- speed: `load_weights` against safetensors' own `load_file` of the same files, in turn, every page touched
-  (`treespec_weights.timing`): from the page cache, cast, and with the files dropped from the page cache before each.
+- memory: peak increase of anonymous memory (RssAnon), sampled every few milliseconds while `load_weights` runs and
+  every page of the result is touched; as stored (memory-mapped) and cast to float16 (a copy of the files' size). Also
+  for `convert` to float16.
+- speed: `load_weights` against safetensors' `load_file` of the same files, alternating, every page touched
+  (`treespec_weights.timing`): from the page cache, cast, and with the files evicted from the page cache before each
+  load.
 """
 
 import argparse
@@ -34,12 +35,12 @@ from treespec_weights.load import expected_tensors
 from treespec_weights.timing import touch
 from treespec_weights.writer import Output, plan_shards, write_index, write_json, write_shard
 
-BLOCK = 1 << 24  # random values; tensors are cut out of their repetition
+BLOCK = 1 << 24  # random values, repeated to fill tensors
 INTERVAL = 0.003  # seconds between two samples
 
 
 def shape_of(num_bytes: int) -> ModelShape:
-    """Of about that many bytes in bfloat16, with no tensor above a sixteenth of them, as real models have it."""
+    """Shape of about `num_bytes` in bfloat16, with realistic tensors of at most a sixteenth of it."""
     hidden = 256
     while 2 * 16 * (2 * hidden) ** 2 <= num_bytes / 16:
         hidden *= 2
@@ -60,7 +61,7 @@ def shape_of(num_bytes: int) -> ModelShape:
 
 
 def write_synthetic(folder: Path, shape: ModelShape, shard_bytes: int, seed: int = 0) -> None:
-    """A sharded checkpoint of that shape, in bfloat16."""
+    """Write a sharded bfloat16 checkpoint of a shape."""
     folder.mkdir()
     block = torch.randn(BLOCK, generator=torch.Generator().manual_seed(seed)).mul_(0.02).bfloat16()
     order = {name: at for at, name in enumerate(shape.parameters())}
@@ -81,7 +82,7 @@ def _tensors(block: torch.Tensor, outputs: Sequence[Output]) -> Iterator[torch.T
 
 @contextmanager
 def anonymous_peak() -> Iterator[Callable[[], int]]:
-    """What the process has of anonymous memory at most while the block runs, over what it had; in bytes."""
+    """Peak increase of the process's anonymous memory within the block, in bytes."""
     before, highest, done = anonymous_bytes(), 0, threading.Event()
 
     def watch() -> None:
@@ -99,13 +100,13 @@ def anonymous_peak() -> Iterator[Callable[[], int]]:
 
 
 def anonymous_bytes() -> int:
-    """Linux's count of memory that is no file's."""
+    """Anonymous memory of the process (Linux)."""
     status = Path("/proc/self/status").read_text()
     return int(status.split("RssAnon:")[1].split()[0]) * 1024
 
 
 def measure_memory(folder: Path, shape: ModelShape) -> dict[str, dict[str, Any]]:
-    """Peaks of anonymous memory, and their share of the size of the files' tensors."""
+    """Measure peaks of anonymous memory, also relative to the files' tensors."""
     size = 2 * shape.num_parameters()
     largest = max(2 * placement_size for placement_size in map(_values, shape.parameters().values()))
     result: dict[str, dict[str, Any]] = {}
@@ -128,7 +129,7 @@ def _values(shape: Sequence[int]) -> int:
 
 
 def measure(gigabytes: float, root: Path | None = None, repeats: int = 3, shard_bytes: int = 2 * 10**9) -> Any:
-    """The document: what was written, memory and speed."""
+    """Write the checkpoint, measure memory and speed, and return the document."""
     shape = shape_of(round(gigabytes * 1e9))
     size = 2 * shape.num_parameters()
     with tempfile.TemporaryDirectory(prefix="treespec-loading-", dir=root) as temporary:
@@ -167,7 +168,7 @@ def measure(gigabytes: float, root: Path | None = None, repeats: int = 3, shard_
 
 
 def show(document: dict[str, Any]) -> str:
-    """The document as text."""
+    """Format the document."""
     lines = [f"{document['bytes'] / 1e9:.2f} GB in {document['files']} files"]
     for name, row in document["memory"].items():
         share = f"{row['of_size']:.3f} of the files" if "of_size" in row else f"{row['of_largest_tensor']:.2f} tensors"
@@ -181,9 +182,9 @@ def show(document: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=8.0)
-    parser.add_argument("--repeats", type=int, default=3, help="loads of each kind")
-    parser.add_argument("--folder", type=Path, help="where to write the checkpoint; default: for temporary files")
-    parser.add_argument("--json", type=Path, help="also write the document there")
+    parser.add_argument("--repeats", type=int, default=3, help="loads per kind")
+    parser.add_argument("--folder", type=Path, help="folder of the checkpoint; default: the temporary folder")
+    parser.add_argument("--json", type=Path, help="also write the document to FILE")
     options = parser.parse_args()
     document = measure(options.gigabytes, options.folder, options.repeats)
     print(show(document))

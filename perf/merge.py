@@ -1,14 +1,13 @@
-"""Does the merge earn its place? Acceptance of merged sources against each alone, paired, by kind of text.
+"""Measures the benefit of merging: acceptance of merged sources against each alone, paired, by kind of text.
 
     python perf/merge.py                                     # held-out prompts, the embedded models
-    python perf/merge.py --compare FOLDER --json out.json    # and one generalist draft, and one of all three's size
+    python perf/merge.py --compare FOLDER --json out.json    # plus further drafts
 
-At equal nodes: every SSM alone; the three merged; the three merged with one of them drafting in each round, the one
-that the text speaks for (equal draft time); lookup alone; lookup and SSMs. All modes decode the same tokens, which is
-checked, so that a prompt's target passes can be compared: acceptance length (`tau`, tokens per target pass, bonus token
-included) over all prompts and over those whose output does not loop (distinct 4-grams above a half), with the paired
-bootstrap's 95 % interval of the difference over prompts. `draft passes` counts forward passes of one SSM over one level
-for each target pass.
+At equal nodes: every SSM alone; the three merged; the three with only the most trusted one drafting per round (equal
+draft time); lookup alone; lookup and SSMs. All modes decode the same tokens (checked), so target passes are comparable
+per prompt. Reports acceptance length (`tau`: tokens per target pass, bonus included) over all prompts and over those
+with non-looping output (distinct 4-grams above a half), with paired bootstrap 95 % intervals over prompts. `draft
+passes`: SSM forward passes over one level, per target pass.
 """
 
 import argparse
@@ -30,7 +29,7 @@ RESAMPLES = 4000
 
 
 def balanced(entries: Sequence[dict[str, str]], count: int) -> list[dict[str, str]]:
-    """`count` prompts, each kind and package in turn."""
+    """`count` prompts, alternating kinds and packages."""
     groups: dict[tuple[str, str], list[dict[str, str]]] = {}
     for entry in entries:
         groups.setdefault((entry["kind"], entry["package"]), []).append(entry)
@@ -46,7 +45,7 @@ def balanced(entries: Sequence[dict[str, str]], count: int) -> list[dict[str, st
 
 @contextmanager
 def counting_passes(llm: LLM) -> Iterator[Counter[str]]:
-    """Counts the SSMs' passes of a run. Captured rounds on a GPU do not propose on the host, so they would count 0."""
+    """Count the SSM passes of a run; captured rounds count 0, as they do not propose on the host."""
     total: Counter[str] = Counter()
     ssms, original = llm.engine.sources.ssms, llm.engine.sources.ssms.propose
 
@@ -63,12 +62,12 @@ def counting_passes(llm: LLM) -> Iterator[Counter[str]]:
 
 
 def tau(tokens: np.ndarray, passes: np.ndarray, chosen: np.ndarray | slice = slice(None)) -> float:
-    """Tokens per target pass over chosen prompts."""
+    """Tokens per target pass over the chosen prompts."""
     return float(tokens[chosen].sum() / passes[chosen].sum())
 
 
 def interval(tokens: np.ndarray, ours: np.ndarray, theirs: np.ndarray, chosen: np.ndarray) -> list[float]:
-    """The paired bootstrap's 95 % interval of the difference of acceptance lengths, prompts resampled."""
+    """Paired bootstrap 95 % interval over prompts of the difference of acceptance lengths."""
     rng = np.random.default_rng(0)
     index = np.flatnonzero(chosen)
     if not len(index):
@@ -86,7 +85,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--compare", type=Path, help="a folder of further drafts, one folder each")
+    parser.add_argument("--compare", type=Path, help="folder with further drafts as subfolders")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.threads:
@@ -155,7 +154,7 @@ def main() -> None:
 def compare(
     nodes: int, passes: dict[tuple[int, str], np.ndarray], tokens: np.ndarray, kinds: np.ndarray, ssms: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
-    """Merged modes against every single SSM, over all and by kind, and with lookup against without."""
+    """Compare merged modes with every single SSM, overall and by kind, and with and without lookup."""
     everything = np.ones(len(tokens), dtype=bool)
 
     def claim(ours: str, theirs: str, over: str, chosen: np.ndarray) -> dict[str, Any]:

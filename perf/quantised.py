@@ -1,13 +1,12 @@
-"""What do quantised weights bring on a CPU? bfloat16, int8 and int4 on one grown model, interleaved.
+"""Measures quantised weights on a CPU: bfloat16, int8 and int4 on one grown model, interleaved.
 
     python perf/quantised.py --threads 1 --json out.json              # the embedded target grown to 0.5B
     python perf/quantised.py --grow 1B --modes eager                  # another size, without compiled passes
 
-Every repeat runs every engine once, one after the other, so that a disturbance does not fall on one of them alone.
-Tokens per second of decoding, prefill not counted: median of the repeats, least and largest; a ratio is of the same
-repeat's. Tokens of trees are compared with those of plain decoding by the same engine. Quality is that of the embedded
-target itself, quantised, over held-out text (teacher-forced): the share of positions with the same likeliest token as
-in bfloat16, and the mean divergence KL(bfloat16 || quantised) in nats.
+Every repeat runs every engine once in turn, so that disturbances affect all. Reports tokens per second of decoding
+(without prefill): median, min and max of the repeats; ratios are per repeat. Compares tree tokens with plain decoding
+by the same engine. Quality: the quantised embedded target on held-out text (teacher-forced), as the share of positions
+with the same argmax as in bfloat16, and mean KL(bfloat16 || quantised) in nats.
 """
 
 import argparse
@@ -42,7 +41,7 @@ def name_of(form: str | None) -> str:
 
 
 def held_out(count: int) -> list[str]:
-    """Texts that no embedded model has seen, code and prose in turn."""
+    """Held-out texts, alternating code and prose."""
     entries = json.loads((default_folder("target").parent / "heldout_prompts.json").read_text())
     kinds: dict[str, list[str]] = {}
     for entry in entries:
@@ -52,7 +51,7 @@ def held_out(count: int) -> list[str]:
 
 
 def speed(folder: Path, compiled: bool, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Rows for the three engines over one way of computing."""
+    """Rows of the three engines, compiled or eager."""
     drafts = [name for name in default_names() if name.startswith("ssm-")]
     engines = {
         form: LLM(
@@ -110,7 +109,7 @@ def speed(folder: Path, compiled: bool, args: argparse.Namespace) -> list[dict[s
             f"{row['acceptance_length']:.2f}, {row['weight_bytes'] / 2**20:.0f} MiB",
             flush=True,
         )
-    assert not any(differing.values()), f"trees gave other tokens than plain decoding: {differing}"
+    assert not any(differing.values()), f"trees differ from plain decoding: {differing}"
     return rows
 
 
@@ -128,7 +127,7 @@ def logits_of(llm: LLM, tokens: list[int]) -> torch.Tensor:
 
 
 def quality(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Agreement of the embedded target, quantised, with itself in bfloat16."""
+    """Agreement of the quantised embedded target with bfloat16."""
     engines = {
         form: LLM(drafts=[], device="cpu", dtype="bfloat16", quantization=form, max_num_seqs=1, compile=False)
         for form in FORMS
@@ -156,7 +155,7 @@ def quality(args: argparse.Namespace) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--grow", default="0.5B")
-    parser.add_argument("--folder", type=Path, help="a grown model that is there already, or where to keep it")
+    parser.add_argument("--folder", type=Path, help="folder of an existing grown model, or where to keep it")
     parser.add_argument("--modes", nargs="+", choices=("eager", "compiled"), default=["eager", "compiled"])
     parser.add_argument("--prompts", type=int, default=2)
     parser.add_argument("--max-tokens", type=int, default=32)

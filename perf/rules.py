@@ -1,14 +1,14 @@
-"""Which verification rule accepts most? All rules on the same trees, and each in a run of its own.
+"""Compares acceptance of verification rules, on the same trees and in separate runs.
 
     python perf/rules.py                                     # held-out prompts, the embedded models, temperature 0.8
     python perf/rules.py --prompts 90 --seeds 4 --compile --json out.json
 
-*On the same trees*: runs draw trees of one static topology and go on by "rejection"; each of their trees is verified
-`REPEATS` more times by every rule, with randomness of its own. All rules keep the target's distribution, so the trees
-are such as any of them would meet. This pairs the rules round by round. Coupled sampling draws nothing at random, so it
-has no part in it. *In runs of their own*, the same topology, prompts and seeds: each rule goes its own way, and "naive"
-and "coupled" have the likeliest children. Tokens per target pass, the last one included (`tau`), with the bootstrap's
-95 % interval over prompts, of the paired differences too.
+*On the same trees*: runs draw trees of one static topology and continue by "rejection"; each tree is verified `REPEATS`
+more times by every rule with fresh randomness, which pairs the rules by round. All rules preserve the target's
+distribution, so the trees are representative for each. Coupled sampling draws nothing at random and is excluded.
+*Separate runs*: same topology, prompts and seeds; each rule follows its own output, and "naive" and "coupled" use the
+most likely children. Reports tokens per target pass including the last (`tau`), with bootstrap 95 % intervals over
+prompts, also of paired differences.
 """
 
 import argparse
@@ -42,7 +42,7 @@ PAIRS = (("rejection", "naive"), ("traversal", "rejection"), ("coupled", "naive"
 
 @contextmanager
 def verified_by_all(rng: np.random.Generator) -> Iterator[dict[int, dict[str, list[int]]]]:
-    """Tokens that each rule would have emitted, by seed: every tree of the block's runs is verified by all."""
+    """Tokens emitted by each rule, by seed: verifies every tree in the block by all rules."""
     lengths: dict[int, dict[str, list[int]]] = {}
     original = Sampler.verify_drawn
 
@@ -74,12 +74,12 @@ class Counted:
         self.tokens, self.passes = np.array(tokens), np.array(passes)
 
     def tau(self, picks: np.ndarray | slice = slice(None)) -> np.ndarray:
-        """Tokens per pass over chosen prompts; picks: [..., num_prompts]."""
+        """Tokens per pass over the picked prompts; picks: [..., num_prompts]."""
         return self.tokens[picks].sum(-1) / self.passes[picks].sum(-1)
 
 
 def by_prompt(outputs: Sequence[RequestOutput], seeds: int) -> Counted:
-    """Sums over the seeds of each prompt, whose outputs stand side by side."""
+    """Sums over the seeds of each prompt; outputs of a prompt are adjacent."""
     each = [outputs[i : i + seeds] for i in range(0, len(outputs), seeds)]
     return Counted(
         [sum(output.metrics.generated_tokens for output in own) for own in each],
@@ -88,7 +88,7 @@ def by_prompt(outputs: Sequence[RequestOutput], seeds: int) -> Counted:
 
 
 def figures(counted: dict[str, Counted]) -> dict[str, Any]:
-    """Acceptance lengths and their differences with intervals, prompts resampled."""
+    """Acceptance lengths and differences with bootstrap intervals over prompts."""
     count = len(next(iter(counted.values())).tokens)
     picks = np.random.default_rng(0).integers(0, count, (RESAMPLES, count))
     resampled = {rule: own.tau(picks) for rule, own in counted.items()}
@@ -116,7 +116,7 @@ def show(title: str, found: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=90)
-    parser.add_argument("--seeds", type=int, default=2, help="runs of each prompt")
+    parser.add_argument("--seeds", type=int, default=2, help="runs per prompt")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--branching", type=int, nargs="+", default=[3, 2, 1])
@@ -180,7 +180,7 @@ def main() -> None:
     }
     for draws, found in same.items():
         show(f"on the same trees, {draws}", found)
-    show("in runs of their own, cross-source", document["own_runs"])
+    show("separate runs, cross-source", document["own_runs"])
     print(", ".join(f"{name} {value}" for name, value in document["setup"].items()))
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)

@@ -1,12 +1,12 @@
-"""What does speculation bring to structured outputs? Forms by schemas, objects and regexes, interleaved.
+"""Measures speculation on structured outputs: schemas, objects and regexes, interleaved.
 
     python perf/structured.py --threads 1 --json out.json                  # the embedded models
     python perf/structured.py --grow 0.5B --threads 2 --json out.json      # the target grown, with the same SSMs
 
-Every repeat runs every way once, one after the other: automatic trees, and trees of 8 nodes by one SSM a round, lookup
-and the form. "unaware" are drafts that do not know the form: only the target's own choice does, at every node. Seconds
-are from a request's arrival to its end; a speed-up is of the same repeat's plain decoding: median of the repeats (least
-to largest). Tokens per pass are those of all repeats. Tokens are compared with those of plain decoding.
+Every repeat runs every mode once in turn: automatic trees, and trees of 8 nodes from one SSM per round, lookup and the
+grammar. "unaware" drafts ignore the constraint, which only the target applies at every node. Seconds are from a
+request's arrival to its end; speed-ups are relative to plain decoding in the same repeat: median (min to max). Tokens
+per pass are over all repeats. Tokens are compared with plain decoding.
 """
 
 import argparse
@@ -62,7 +62,7 @@ WAYS: dict[str, Any] = {
 
 @contextmanager
 def unaware() -> Iterator[None]:
-    """Drafts guess as if there were no form."""
+    """Make drafts ignore the constraint."""
     with ExitStack() as stack:
         restriction = "treespec.sampling.restriction.Restriction"
         stack.enter_context(mock.patch(f"{restriction}.narrow", lambda self, logits, tokens, paths: None))
@@ -73,13 +73,13 @@ def unaware() -> Iterator[None]:
 
 
 def held_out(count: int) -> list[Any]:
-    """Beginnings of structured data that no embedded model has seen."""
+    """Held-out beginnings of structured data."""
     prompts = read_prompts(default_folder("target").parent / "heldout_prompts.json")
     return [prompt.content for prompt in prompts if prompt.kind == "data"][:count]
 
 
 def measure(llm: LLM, form: str, temperature: float, args: argparse.Namespace) -> dict[str, Any]:
-    """One form: speed and tokens per pass of each way, and how many tokens differ from plain decoding's."""
+    """Measure one constraint: speed and tokens per pass by mode, and tokens that differ from plain decoding."""
     each = [
         SamplingParams(max_tokens=args.max_tokens, structured_outputs=FORMS[form], temperature=temperature, seed=seed)
         for seed in range(args.prompts)
@@ -128,7 +128,7 @@ def measure(llm: LLM, form: str, temperature: float, args: argparse.Namespace) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--grow", help="the target's size; without it the embedded one")
+    parser.add_argument("--grow", help="size of a grown target; default: the embedded one")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.7])

@@ -1,13 +1,13 @@
-"""What does it bring to remember what was written? Workloads that repeat themselves, and one that does not.
+"""Measures suffix decoding over stored outputs, on repetitive workloads and one that is not.
 
     python perf/suffix.py --threads 1 --json out.json                  # the embedded models
     python perf/suffix.py --grow 0.5B --threads 2 --json out.json      # the target grown, with the same SSMs
-    python perf/suffix.py --grow 0.5B --threads 2 --no-drafts --json out.json  # lookup, and what was written before
+    python perf/suffix.py --grow 0.5B --threads 2 --no-drafts --json out.json  # lookup and stored outputs only
 
-Every repeat runs every way once, one after the other: plain decoding and automatic trees on an engine that remembers
-nothing, and automatic trees on one that does, which begins each time with nothing remembered. Seconds are those of the
-calls; a speed-up is of the same repeat's plain decoding: median of the repeats (least to largest). Tokens per pass are
-those of all repeats. Tokens are compared with those of plain decoding.
+Every repeat runs every mode once in turn: plain decoding and automatic trees on an engine without stored outputs, and
+automatic trees on one that stores them, starting empty. Seconds are those of the calls; speed-ups are relative to plain
+decoding in the same repeat: median (min to max). Tokens per pass are over all repeats. Tokens are compared with plain
+decoding.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from treespec.bench.run import Options
 from treespec.planning.cost_measurement import processor
 from treespec_weights import default_folder
 
-CUTS = (0, 8, 20, 40)  # tokens that an edit takes from a prompt's beginning
+CUTS = (0, 8, 20, 40)  # tokens cut from a prompt's beginning
 SEEDS = range(4)
 REMEMBERED = 2**16
 WAYS = ("plain", "auto", "auto, remembering")
@@ -37,7 +37,7 @@ Job = tuple[list[int], SamplingParams]
 
 
 def workloads(prompts: list[list[int]], max_tokens: int) -> dict[str, list[Job]]:
-    """Calls one after the other, by what they are."""
+    """Sequential calls by workload."""
     greedy = SamplingParams(max_tokens=max_tokens)
 
     def sampled(seed: int, n: int = 1) -> SamplingParams:
@@ -52,7 +52,7 @@ def workloads(prompts: list[list[int]], max_tokens: int) -> dict[str, list[Job]]
 
 
 def held_out(llm: LLM, count: int) -> list[list[int]]:
-    """Prompts of every kind that no embedded model has seen."""
+    """Held-out prompts of every kind."""
     read = read_prompts(default_folder("target").parent / "heldout_prompts.json")
     chosen = read[:: max(len(read) // count, 1)][:count]
     return [llm.get_tokenizer().encode(prompt.content) for prompt in chosen]
@@ -73,7 +73,7 @@ def run(llm: LLM, jobs: list[Job], spec: str | None) -> tuple[float, list[list[i
 
 
 def measure(engines: dict[str, LLM], jobs: list[Job], repeats: int) -> dict[str, Any]:
-    """One workload: speed and tokens per pass of each way, and how many tokens differ from plain decoding's."""
+    """Measure one workload: speed and tokens per pass by mode, and tokens that differ from plain decoding."""
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     passes: Counter[str] = Counter()
     accepted: dict[str, Counter[str]] = {way: Counter() for way in WAYS}
@@ -114,7 +114,7 @@ def measure(engines: dict[str, LLM], jobs: list[Job], repeats: int) -> dict[str,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--grow", help="the target's size; without it the embedded one")
+    parser.add_argument("--grow", help="size of a grown target; default: the embedded one")
     parser.add_argument("--no-drafts", action="store_true", help="without SSMs")
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--max-tokens", type=int, default=64)

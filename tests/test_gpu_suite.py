@@ -77,7 +77,7 @@ def test_what_is_complete_is_not_measured_again(dry_run: tuple[Path, subprocess.
     out, _ = dry_run
     before = {path: path.stat().st_mtime_ns for path in out.glob("*.json")}
     child = suite("--dry-run", "--out", out, "--stage", "b", "ops")
-    assert child.returncode == 0 and child.stdout.count("measured already") == 3
+    assert child.returncode == 0 and child.stdout.count("already measured") == 3
     assert {path: path.stat().st_mtime_ns for path in out.glob("*.json")} == before
 
 
@@ -115,7 +115,7 @@ def test_a_slow_measurement_is_ended(setting: Any) -> None:
     stage = module("stage")
     assert stage.run(stage_of(measurement("slow", wait, 0.05), measurement("next")), setting, 60.0)
     found = stage.load(stage.path_of(setting.out, "s"))["measurements"]
-    assert "OutOfTime" in found["slow"]["error"] and found["next"]["value"] == 1
+    assert "MeasurementTimeout" in found["slow"]["error"] and found["next"]["value"] == 1
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -129,7 +129,7 @@ def test_what_the_end_of_the_slice_cuts_off_is_measured_by_the_next(
         try:
             while len(slices) == 1:
                 pass
-        except stage.OutOfTime:
+        except stage.MeasurementTimeout:
             if turned:  # as a compiler may do that reports whatever stops it
                 raise Lost("interrupted") from None
             raise

@@ -1,7 +1,7 @@
-"""One layer's tree attention beside what torch has: masked and unmasked attention on the same keys and values.
+"""Compares one layer's tree attention with torch's masked and unmasked attention.
 
-All variants read the same numbers. Ours finds them through a page table; the others get them contiguous, which spares
-them the gather. Masked SDPA is given in every form that computes the tree: the fastest of them is the one to beat.
+All variants read the same numbers: ours through a page table, the others from contiguous tensors, without a gather.
+Masked SDPA runs in every form that computes the tree; the fastest is the baseline.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,7 +35,7 @@ BOUND = {torch.bfloat16: (1e-1, 1e-2), torch.float32: (1e-4, 1e-5)}
 class Case:
     context: int
     nodes: int
-    flex: bool = False  # compiling takes long: at a few sizes only
+    flex: bool = False  # slow to compile: few sizes only
 
     def key(self, variant: str) -> str:
         return f"attention/{self.context}/{self.nodes}/{variant}"
@@ -61,7 +61,7 @@ def measurements(setting: Setting) -> Iterator[Measurement]:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Sets of buffers that take turns. q: [heads, nodes, D]; keys, values: [KV heads, context + nodes, D]."""
+    """Rotating sets of buffers. q: [heads, nodes, D]; keys, values: [KV heads, context + nodes, D]."""
 
     q: list[Tensor]
     keys: list[Tensor]
@@ -117,14 +117,14 @@ def _attention(case: Case, variant: str, context: Context) -> dict[str, Any]:
 
 
 def _only(context: Context, case: Case) -> Inputs:
-    """Inputs of one case at a time: those of the others are let go of."""
+    """Inputs of one case; releases those of other cases."""
     for name in [name for name in context.shared if name.startswith("attention/")]:
         del context.shared[name]
     return _inputs(case, context)
 
 
 def reference(inputs: Inputs) -> Tensor:
-    """Set 0 in fp32 by its definition, [heads, nodes, D]."""
+    """fp32 reference of set 0, [heads, nodes, D]."""
     group = len(inputs.q[0]) // len(inputs.keys[0])
     keys, values = (part[0].float().repeat_interleave(group, dim=0) for part in (inputs.keys, inputs.values))
     scores = inputs.q[0].float() @ keys.mT * inputs.scale
@@ -132,7 +132,7 @@ def reference(inputs: Inputs) -> Tensor:
 
 
 def ours(inputs: Inputs) -> Callable[[int], Tensor]:
-    """Our kernel, over scattered pages."""
+    """Our kernel over scattered pages."""
     heads, nodes, head_dim = inputs.q[0].shape
     kv_heads, length, _ = inputs.keys[0].shape
     context, device, dtype = length - nodes, inputs.q[0].device, inputs.q[0].dtype
@@ -180,13 +180,13 @@ def ours(inputs: Inputs) -> Callable[[int], Tensor]:
 
 
 def configuration(dtype: torch.dtype, head_dim: int, group: int, device: torch.device) -> TreeAttentionConfig:
-    """Of our kernel: the tuned one where there is one."""
+    """Configuration of our kernel, tuned if available."""
     key = {"dtype": dtype, "head_dim": head_dim, "group": group}
     return KernelConfigs.load(device).get("tree_attention", key, TreeAttentionConfig.default(dtype, head_dim))
 
 
 def sdpa(inputs: Inputs, variant: str) -> Callable[[int], Tensor]:
-    """A form of torch's attention: with the tree's mask, or by flash attention over all keys."""
+    """A variant of torch's attention: with the tree mask, or flash attention over all keys."""
     heads, nodes, head_dim = inputs.q[0].shape
     kv_heads = len(inputs.keys[0])
     group = heads // kv_heads
@@ -237,6 +237,6 @@ def flex(inputs: Inputs, compiled: bool) -> Callable[[int], Tensor]:
 
 
 def fastest(figures: dict[str, Any], case: Case, variants: tuple[str, ...]) -> float | None:
-    """Microseconds of the fastest of some variants; None where none was measured."""
+    """Microseconds of the fastest measured variant; None without one."""
     times = [figures.get(case.key(variant), {}).get("us") for variant in variants]
     return min((each for each in times if each is not None), default=None)

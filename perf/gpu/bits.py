@@ -1,9 +1,8 @@
-"""Stage `bits`: does a tree node have the bits of plain decoding on this device? Everything is compared for equality.
+"""Stage `bits`: checks that tree nodes are bit-identical to plain decoding on this device.
 
-Four questions: attention alone (a row of a tree against a pass of that row alone, whose path stands in a compacted
-cache), the linear layers alone (a row among 1 to 256 others), whole passes of large models of random weights (logits of
-a tree against its paths decoded token by token), and the engine (tokens and logits of trees against plain decoding,
-greedy and sampled, from captured rounds and step by step).
+Compares attention (a tree row against a pass of that row alone over a compacted cache), linear layers (a row among 1 to
+256 others), whole passes of large random models (tree logits against token-by-token decoding) and the engine (tokens
+and logits of trees against plain decoding, greedy and sampled, in captured rounds and step by step).
 """
 
 import time
@@ -16,10 +15,10 @@ import torch
 from torch import Tensor
 
 from gpu import attention
-from gpu.apart import Apart
 from gpu.models import Passes, open_engine
 from gpu.setting import Setting
 from gpu.stage import Context, Measurement, op_module
+from gpu.workers import WorkerPool
 from treespec import LLM, SamplingParams
 from treespec_kernels.attention.tree_attention import TreeAttentionConfig, plan_tree_attention, tree_attention_triton
 from treespec_kernels.tuning.testing import path_to, tree_attention_inputs, tree_parents
@@ -36,14 +35,14 @@ class Sizes:
     nodes: int
     rows: int
     linears: tuple[tuple[int, int, bool], ...]  # (rows of the weight, in, silu_gate)
-    contexts: tuple[int, ...]  # behind which whole passes are compared
+    contexts: tuple[int, ...]  # at which whole passes are compared
     prompts: int
     max_tokens: int
     batches: tuple[int, ...]
     modes: tuple[str, ...] | None = None  # of perf/identity.py; None = all
 
 
-# Borders of pages, of tiles, of short and of long segments, and nothing in particular.
+# boundaries of pages, tiles, short and long segments, and arbitrary lengths
 _BORDERS = [
     0,
     1,
@@ -138,26 +137,28 @@ DRY = Sizes(
 # Of one measurement, a dozen at a time. An engine takes longest where nothing is compiled yet: 180 s are for compiling
 # beside eleven others, for capturing and proving its rounds and for decoding plainly, `ENGINE_SECONDS` for its modes,
 # and 50 s for the one begun last. Engines begin first; what waits for a process has the other 140 s of the stage's 460.
-APART_SECONDS = 320.0
+WORKER_SECONDS = 320.0
 
 
 def measurements(setting: Setting) -> list[Measurement]:
-    """On a GPU each in a process of its own, side by side: they compare bits and time nothing."""
+    """Untimed measurements, on a GPU each in its own process, in parallel."""
     own = list(own_measurements(setting))
     if setting.dry:
         return own
-    return [Measurement(each.name, partial(_apart, own, each.name), 2 * APART_SECONDS) for each in own]  # it may queue
+    return [
+        Measurement(each.name, partial(_in_worker, own, each.name), 2 * WORKER_SECONDS) for each in own
+    ]  # it may queue
 
 
-def _apart(own: Sequence[Measurement], name: str, context: Context) -> dict[str, Any]:
-    """What one of `own` measured; those that are not measured yet begin with the first question."""
+def _in_worker(own: Sequence[Measurement], name: str, context: Context) -> dict[str, Any]:
+    """Result of one of `own`; the first call starts all that are not measured yet."""
 
-    def begin() -> Apart:
+    def begin() -> WorkerPool:
         left = sorted((each for each in own if each.name not in context.results), key=lambda each: -each.seconds)
         fresh = Context(context.setting, {})
-        return Apart({each.name: partial(each.run, fresh) for each in left}, APART_SECONDS)
+        return WorkerPool({each.name: partial(each.run, fresh) for each in left}, WORKER_SECONDS)
 
-    return context.keep("apart", begin).result(name)
+    return context.keep("workers", begin).result(name)
 
 
 def own_measurements(setting: Setting) -> Iterator[Measurement]:
@@ -184,8 +185,8 @@ DECODED: dict[str, dict[str, Any]] = {
     "sampled": {"temperature": 0.8},
     "sampled, step by step": {"temperature": 0.8, "top_p": 0.95},
 }
-"""How tokens are chosen. Captured rounds know neither log-probabilities nor top-p: such requests go step by step, where
-logits can be looked at too: they are measured of an engine without captured rounds as well."""
+"""Sampling options. Captured rounds support neither log-probabilities nor top-p, so these requests run step by step,
+where logits are observable; they also run on an engine without captured rounds."""
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -196,9 +197,9 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _attention(sizes: Sizes, heads: tuple[int, int, int], dtype: torch.dtype, context: Context) -> dict[str, Any]:
-    """Rows whose bits differ between a tree's pass and a pass of their own, over all prefixes and nodes."""
+    """Count rows that differ in bits between a tree pass and a single-row pass, over all prefixes and nodes."""
     setting = context.setting
-    # The interpreter's dot is BLAS, whose bits follow the number of rows.
+    # The interpreter's dot is BLAS, whose bits depend on the number of rows.
     config = attention.configuration(dtype, heads[2], heads[0] // heads[1], setting.device)
     config = replace(config, fixed_order_dot=setting.dry)
     generator = torch.Generator().manual_seed(setting.seed)
@@ -220,7 +221,7 @@ def _attention(sizes: Sizes, heads: tuple[int, int, int], dtype: torch.dtype, co
 
 
 def _decoded_alone(inputs: Any, prefix: int, path: list[int], node: int, config: TreeAttentionConfig) -> Tensor:
-    """The node's row as plain decoding computes it: its path behind the prefix in consecutive slots, nothing else."""
+    """A node's row as in plain decoding: its path after the prefix in consecutive slots."""
     device = inputs.q.device
     source, target = prefix + torch.tensor(path, device=device), prefix + torch.arange(len(path), device=device)
     pages, page_size = inputs.rows["page_table"][0].long(), inputs.k_cache.shape[2]
@@ -266,7 +267,7 @@ def _attend(
 
 
 def _linear(sizes: Sizes, out_features: int, in_features: int, gate: bool, context: Context) -> dict[str, Any]:
-    """Row counts at which a row has other bits than among `sizes.rows`, and the error against fp32."""
+    """Count row counts at which a row's bits differ from those among `sizes.rows` rows; also the error against fp32."""
     op, setting = op_module("linear.row_linear"), context.setting
     key = {"dtype": setting.dtype, "out_features": out_features, "in_features": in_features, "silu_gate": gate}
     default = op.RowLinearConfig.default(setting.dtype, out_features, in_features, silu_gate=gate)
@@ -277,7 +278,7 @@ def _linear(sizes: Sizes, out_features: int, in_features: int, gate: bool, conte
     whole = op.row_linear_triton(x, weight, **options)
     differing = []
     for rows in range(1, sizes.rows):
-        # The same rows at the front of a shorter pass, and at its end behind others.
+        # the same rows at the front and at the end of a shorter pass
         behind = torch.cat([x[rows:], x[:rows]])[-rows - 1 :]
         same = torch.equal(op.row_linear_triton(x[:rows], weight, **options), whole[:rows])
         if not same or not torch.equal(op.row_linear_triton(behind, weight, **options)[-rows:], whole[:rows]):
@@ -292,8 +293,8 @@ def _linear(sizes: Sizes, out_features: int, in_features: int, gate: bool, conte
 
 
 def _decoder(sizes: Sizes, shape: ModelShape, context: Context) -> dict[str, Any]:
-    """Nodes of a tree whose logits, after all layers, are not those of their path decoded token by token; and passes
-    that do not repeat themselves, beside whatever else the GPU computes meanwhile."""
+    """Count tree nodes whose final logits differ from token-by-token decoding, and passes that are not reproducible
+    under concurrent GPU load."""
     opened = Passes(context.setting, shape, max(sizes.contexts), sizes.nodes)
     found = differing_nodes(opened, sizes.contexts, sizes.nodes, context.setting.seed)
     return found | differing_repeats(opened, max(sizes.contexts), sizes.nodes, 2 if context.setting.dry else REPEATS)
@@ -301,7 +302,7 @@ def _decoder(sizes: Sizes, shape: ModelShape, context: Context) -> dict[str, Any
 
 @torch.inference_mode()
 def differing_repeats(opened: Passes, prefix: int, nodes: int, repeats: int) -> dict[str, int]:
-    """How many passes over one tree, one after the other, gave other logits than the first."""
+    """Count repeated passes over one tree whose logits differ from the first."""
     run = opened.prepare(prefix, tree_parents("random", nodes, torch.Generator().manual_seed(0)))
     first, began, count = run().clone(), time.perf_counter(), 0
     differing = torch.zeros((), dtype=torch.int64, device=first.device)
@@ -312,7 +313,7 @@ def differing_repeats(opened: Passes, prefix: int, nodes: int, repeats: int) -> 
 
 
 def differing_nodes(opened: Passes, contexts: Sequence[int], nodes: int, seed: int) -> dict[str, Any]:
-    """The same of any model, behind some prefixes."""
+    """Count differing nodes of any model at several prefixes."""
     generator = torch.Generator().manual_seed(seed)
     compared, differing, worst, first = 0, 0, 0.0, None
     with torch.inference_mode():
@@ -335,7 +336,7 @@ def differing_nodes(opened: Passes, contexts: Sequence[int], nodes: int, seed: i
 
 
 def _engine(sizes: Sizes, batch: int, how: str, context: Context) -> dict[str, Any]:
-    """Tokens, and logits where the engine hands them out, of trees against plain decoding of the embedded models."""
+    """Compare tokens, and logits if available, of trees and plain decoding of the embedded models."""
     import identity
 
     llm, options = context.keep(f"llm/{batch}", lambda: _open(context, batch, "step by step" not in how)), DECODED[how]
@@ -391,12 +392,12 @@ def _open(context: Context, batch: int, captured: bool) -> LLM:
 
 
 def _modes_of(modes: dict[str, Any], sampled: bool) -> Sequence[str]:
-    """All of them; sampled, where each token costs more, those of several sources."""
+    """All modes; if sampled, which is slower, only those with several sources."""
     return [name for name in modes if not sampled or name.count(",") == 2 or name in ("everything", "auto")]
 
 
 def _take(recorder: Any, outputs: Sequence[Any]) -> list[Tensor] | None:
-    """The logits behind every token; None where the engine has decided without handing them out."""
+    """Logits of every token; None if the engine did not expose them."""
     try:
         return recorder.take(outputs)
     except (KeyError, RuntimeError):
@@ -425,7 +426,7 @@ def describe(document: dict[str, Any]) -> str:
             logits = figures["differing_logit_rows"]
             lines.append(
                 f"  {name:36} {figures['differing_tokens']} of {figures['tokens']} tokens differ, "
-                f"logit rows: {'not handed out' if logits is None else logits}"
+                f"logit rows: {'not available' if logits is None else logits}"
                 + "".join(f", without {mode}" for mode in figures["modes_left_out"])
             )
     return "\n".join(lines)

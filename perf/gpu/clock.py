@@ -1,7 +1,6 @@
-"""Times on a device: warmed up, by events, the median of repeats with its spread.
+"""Device timing with warm-up and events: median and spread of repeats.
 
-Short kernels are timed in a captured graph of many calls, each on other buffers: so neither the launches nor the
-caches are what is measured.
+Short kernels are timed in a captured graph of many calls on rotating buffers, to exclude launch overhead and caches.
 """
 
 import math
@@ -18,7 +17,7 @@ Call = Callable[[], object]
 
 
 class Times(NamedTuple):
-    """Microseconds of one call over repeats."""
+    """Microseconds per call over repeats."""
 
     median: float
     low: float
@@ -46,30 +45,30 @@ class Clock:
     """Times calls on one device.
 
     Args:
-        device: CUDA, timed by events, or CPU, where there are no graphs and nothing else to wait for.
-        warmup, repeats: calls that do not count, and that do.
-        seconds: a bound: no further repeat begins after it, once there are three.
+        device: CUDA, timed by events, or CPU, without graphs.
+        warmup, repeats: uncounted and counted calls.
+        seconds: time limit for starting repeats, after at least three.
     """
 
     def __init__(self, device: torch.device, warmup: int = 5, repeats: int = 50, seconds: float = 10.0):
         self.device, self.warmup, self.repeats, self.seconds = device, warmup, repeats, seconds
 
     def eager(self, *calls: Call) -> Times:
-        """A call as Python launches it: where the host is slower than the device, its time is in it."""
+        """Time eager calls, including host overhead."""
         return self._times(lambda: _all(calls), len(calls))
 
     def graphed(self, *calls: Call) -> Times:
-        """A call without the host: all of them in one captured graph."""
+        """Time calls in one captured graph, without the host."""
         return self._times(self.capture(*calls), len(calls))
 
     def capture(self, *calls: Call) -> Call:
-        """What replays `calls` in their order. They write to the same buffers every time."""
+        """Capture `calls` in order and return the replay function; buffers are fixed."""
         if self.device.type == "cpu":
             return lambda: _all(calls)
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
-            for _ in range(2):  # compiles, loads modules and fills the allocator before the capture
+            for _ in range(2):  # compile, load modules and fill the allocator before the capture
                 _all(calls)
         torch.cuda.current_stream(self.device).wait_stream(stream)
         torch.cuda.synchronize(self.device)
@@ -86,7 +85,7 @@ class Clock:
         return Times.of(samples)
 
     def _samples(self, run: Call, repeats: int, count: int) -> list[float]:
-        """Microseconds of one of `count` calls, `repeats` times."""
+        """Microseconds per call of `count` calls, `repeats` times."""
         if self.device.type == "cpu":
             samples = []
             for _ in range(repeats):
@@ -113,12 +112,12 @@ def _all(calls: Sequence[Call]) -> None:
 
 
 def sets_for(bytes_of_one: int, cache_bytes: int, at_most: int = 64) -> int:
-    """How many sets of buffers take turns so that none is found in a cache."""
+    """Number of rotating buffer sets needed to miss the caches."""
     return max(1, min(at_most, math.ceil(cache_bytes / max(bytes_of_one, 1)) + 1))
 
 
 def copy_bandwidth(clock: Clock, size: int) -> dict[str, Any]:
-    """Bytes read and written per second by a copy on the device: the ceiling of what is bound by memory."""
+    """Bandwidth of a device copy (reads plus writes per second): the roofline of memory-bound kernels."""
     source = torch.empty(size // 2, dtype=torch.bfloat16, device=clock.device).normal_()
     target = torch.empty_like(source)
     times = clock.eager(lambda: target.copy_(source))
@@ -127,7 +126,7 @@ def copy_bandwidth(clock: Clock, size: int) -> dict[str, Any]:
 
 
 def matmul_rate(clock: Clock, size: int, dtype: torch.dtype) -> dict[str, Any]:
-    """FLOP/s of a square matrix product on random data: the ceiling of what is bound by arithmetic."""
+    """FLOP/s of a square matrix product on random data: the roofline of compute-bound kernels."""
     a, b = (torch.empty(size, size, dtype=dtype, device=clock.device).normal_() for _ in range(2))
     out = torch.empty_like(a)
     times = clock.eager(lambda: torch.mm(a, b, out=out))

@@ -1,4 +1,4 @@
-"""Documents of results, one a stage: whole on disk at any time, and what may be forgotten of them."""
+"""Result documents, one per stage, written atomically."""
 
 import json
 import math
@@ -12,7 +12,7 @@ def path_of(folder: Path, stage: str) -> Path:
 
 
 def load(path: Path) -> dict[str, Any] | None:
-    """A document, or None where there is none to go on with."""
+    """Load a document; None if there is none to continue."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -21,7 +21,7 @@ def load(path: Path) -> dict[str, Any] | None:
 
 
 def write(path: Path, document: dict[str, Any]) -> None:
-    """Whole or not at all, whenever the process ends."""
+    """Write atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.part")
     part.write_text(json.dumps(_finite(document), indent=1, allow_nan=False) + "\n", encoding="utf-8")
@@ -29,7 +29,7 @@ def write(path: Path, document: dict[str, Any]) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity: what is no number is null."""
+    """Replace NaN and infinity, which JSON lacks, by null."""
     if isinstance(value, dict):
         return {str(key): _finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -38,14 +38,14 @@ def _finite(value: Any) -> Any:
 
 
 def forget_cut(path: Path) -> None:
-    """After a process that ran beyond its slice was ended: what was cut off with it is no failure."""
+    """Drop the measurement that was cut off with its process at the end of the slice; it is not a failure."""
     document = load(path)
     if document is not None and document["running"] is not None and document["cut"]:
         write(path, document | {"running": None})
 
 
 def forget_errors(path: Path) -> None:
-    """What failed is measured again by the next run."""
+    """Drop failed measurements, so that the next run repeats them."""
     document = load(path)
     if document is not None:
         good = {name: figures for name, figures in document["measurements"].items() if "error" not in figures}

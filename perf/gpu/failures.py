@@ -1,6 +1,6 @@
-"""What failed, in full: a document keeps one line of it, and `errors.log` beside it the rest.
+"""Full failure reports in `errors.log`; documents keep one line each.
 
-One file for everything: it is to be sent and read as a whole.
+A single file, to be sent and read as a whole.
 """
 
 import faulthandler
@@ -15,34 +15,34 @@ NAME = "errors.log"
 
 
 def note(out: Path, heading: str, text: str) -> None:
-    """Append what is known of a failure to the log of a folder of results."""
+    """Append a failure to the log of a results folder."""
     with section(out, heading) as log:
         log.write(text.rstrip() + "\n")
 
 
 def note_stacks(out: Path, heading: str) -> None:
-    """Append where every thread of this process stands."""
+    """Append the stacks of all threads."""
     with section(out, heading) as log:
         faulthandler.dump_traceback(log)
 
 
 @contextmanager
 def section(out: Path, heading: str, name: str = NAME) -> Iterator[TextIO]:
-    """What is appended under a heading and the time."""
+    """Open the log to append under a heading with the time."""
     out.mkdir(parents=True, exist_ok=True)
     with (out / name).open("a", encoding="utf-8") as log:
         log.write(f"\n=== {heading}, {datetime.now(UTC).isoformat(timespec='seconds')}\n")
-        log.flush()  # faulthandler writes past Python's buffer
+        log.flush()  # faulthandler bypasses Python's buffer
         yield log
 
 
 def trace(error: BaseException) -> str:
-    """The whole traceback, with the notes of the error: what another process said of it."""
+    """The whole traceback, including notes from other processes."""
     return "".join(traceback.format_exception(error))
 
 
 def last_line(error: BaseException) -> str:
-    """The last line of a traceback, and where it was raised; of a long message the first line."""
+    """Last line of a traceback with its location; the first line of long messages."""
     text = "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
     frames = traceback.extract_tb(error.__traceback__)
     return f"{text[:400]} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else text[:400]

@@ -1,7 +1,7 @@
-"""Stage `families`: every family's layers on this device, at the sizes of one of its models and four layers deep.
+"""Stage `families`: every family's layers on this device, with four layers at the sizes of a real model.
 
-Of each: nodes of a tree whose logits are not those of their path decoded token by token, behind prefixes inside and
-beyond its windows; what a pass takes, of one node and of a tree; and what the kernels' own switches cost over Llama's.
+Per family: tree nodes whose logits differ from token-by-token decoding, at prefixes within and beyond its windows; pass
+times of one node and of a tree; and the cost of kernel options over Llama's.
 """
 
 import json
@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from gpu import roofline
-from gpu.apart import compile_apart
 from gpu.bits import differing_nodes
 from gpu.clock import copy_bandwidth
 from gpu.models import Passes
 from gpu.setting import Setting
 from gpu.stage import Context, Measurement
+from gpu.workers import compile_in_workers
 from treespec.config import ModelConfig
 from treespec_kernels.attention.qkv_rope import HeadNorm, qkv_rope_triton
 from treespec_kernels.attention.tree_attention import plan_tree_attention, tree_attention_triton
@@ -34,8 +34,8 @@ COPY, COMPILED = "copy", "compiled"
 @dataclass(frozen=True)
 class Sizes:
     window: int
-    contexts: tuple[int, ...]  # behind which bits are compared
-    context: int  # behind which passes are timed
+    contexts: tuple[int, ...]  # at which bits are compared
+    context: int  # at which passes are timed
     nodes: int
     copy_bytes: int
 
@@ -83,7 +83,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "opt": _sizes(4096, 0, 32, 32, 128) | {"ffn_dim": 16384, "activation_function": "relu"},
     "gpt2": {"n_embd": 1600, "n_head": 25, "n_layer": 4, "n_positions": 4096, "activation_function": "gelu_new"},
 }
-"""What config.json says of each; a window of 0 stands for that of `Sizes`."""
+"""config.json values by family; a window of 0 means that of `Sizes`."""
 
 _TINY = _sizes(32, 64, 2, 1, 16) | {
     "n_embd": 32,
@@ -96,7 +96,7 @@ _TINY = _sizes(32, 64, 2, 1, 16) | {
 
 
 def config_of(setting: Setting, family: str) -> ModelConfig:
-    """The architecture of a family's model, with the window of the run."""
+    """Configuration of a family's model with the window of the run."""
     sizes = DRY if setting.dry else REAL
     raw = {
         "model_type": family,
@@ -109,7 +109,7 @@ def config_of(setting: Setting, family: str) -> ModelConfig:
         raw |= {name: value for name, value in _TINY.items() if name in raw}
     if raw.get("sliding_window") == 0:
         raw["sliding_window"] = sizes.window
-    if family in ("gpt2", "gpt_neox", "opt"):  # their heads' sizes follow from the others
+    if family in ("gpt2", "gpt_neox", "opt"):  # head sizes follow from the other values
         raw = {name: value for name, value in raw.items() if name not in ("head_dim", "num_key_value_heads")}
     with tempfile.TemporaryDirectory(prefix="treespec-gpu-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(raw))
@@ -121,7 +121,7 @@ def measurements(setting: Setting) -> Iterator[Measurement]:
     tasks = {family: partial(_compile, sizes, setting, family) for family in FAMILIES}
     tasks |= {name: partial(_call_each, sizes, setting, name) for name in SWITCHES}
     if not setting.dry:
-        yield Measurement(COMPILED, lambda context: compile_apart(tasks, 120.0, setting.out), 150.0)
+        yield Measurement(COMPILED, lambda context: compile_in_workers(tasks, 120.0, setting.out), 150.0)
     yield Measurement(COPY, lambda context: copy_bandwidth(context.clock(20), sizes.copy_bytes), 60.0)
     for family in DRY_FAMILIES if setting.dry else FAMILIES:
         yield Measurement(f"family/{family}", partial(_family, sizes, family), 90.0)
@@ -130,7 +130,7 @@ def measurements(setting: Setting) -> Iterator[Measurement]:
 
 
 def _compile(sizes: Sizes, setting: Setting, family: str) -> None:
-    """Everything that `_family` launches, once."""
+    """Compile everything that `_family` launches."""
     config = config_of(setting, family)
     differing_nodes(Passes(setting, config.shape, 64, sizes.nodes, config=config), (37,), sizes.nodes, setting.seed)
 
@@ -157,14 +157,14 @@ def _family(sizes: Sizes, family: str, context: Context) -> dict[str, Any]:
     return figures
 
 
-# --- switches: the same op as Llama has it, and with what other families need
+# --- options: ops as in Llama, and with the options of other families
 
 
 Calls = dict[str, Callable[[], Any]]
 
 
 def _norms(sizes: Sizes, setting: Setting) -> Calls:
-    """The sum of four splits and the norm of the stream; `post` norms what is added before."""
+    """Sum of four splits plus norm of the stream; `post` also applies the post-norm."""
     hidden = 32 if setting.dry else 4096
     x, stream = (
         setting.random(4, sizes.nodes, hidden, scale=1e-3, dtype=torch.float32),
@@ -181,7 +181,7 @@ def _norms(sizes: Sizes, setting: Setting) -> Calls:
 
 
 def _heads(sizes: Sizes, setting: Setting) -> Calls:
-    """What stands between QKV and attention."""
+    """The op between QKV and attention."""
     heads, kv_heads, head_dim = (2, 1, 16) if setting.dry else (32, 8, 128)
     rows, device = sizes.nodes, setting.device
     qkv = setting.random(2, rows, (heads + 2 * kv_heads) * head_dim, dtype=torch.float32)
@@ -198,7 +198,7 @@ def _heads(sizes: Sizes, setting: Setting) -> Calls:
 
 
 def _scores(sizes: Sizes, setting: Setting) -> Calls:
-    """Attention of a tree."""
+    """Tree attention."""
     heads, kv_heads, head_dim = (2, 1, 16) if setting.dry else (16, 8, 256)
     parents = tree_parents("random", sizes.nodes, torch.Generator().manual_seed(setting.seed))
     shape = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim, "dtype": setting.dtype}

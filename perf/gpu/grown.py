@@ -1,8 +1,8 @@
-"""Stages `grown1b` and `grown8b`: whole generations by the embedded target in the shape of a larger one.
+"""Stages `grown1b` and `grown8b`: end-to-end generation with the embedded target grown to a larger shape.
 
-A grown model has the larger shape's cost and the small one's tokens, so acceptance is real. Compared are our own plain
-decoding, trees of the three SSMs, and transformers plain and assisted, interleaved batch by batch as `treespec bench`
-does, and in its figures.
+A grown model has the cost of the larger shape and the tokens of the small one, so acceptance is realistic. Compares
+plain decoding, trees of the three SSMs, and transformers plain and assisted, interleaved by batch and reported as in
+`treespec bench`.
 """
 
 import time
@@ -22,7 +22,7 @@ from treespec.bench.prompts import Prompt, choose, read_prompts
 from treespec.bench.report import DEFINITIONS, best, comparisons, summarise
 from treespec_weights import default_folder
 
-SECONDS = 110.0  # of the repeats at one batch size
+SECONDS = 110.0  # per batch size
 SSMS = ("ssm-1", "ssm-2", "ssm-3")
 KEPT = (
     "mode",
@@ -49,9 +49,9 @@ KEPT = (
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is decoded: prompts and repeats by batch size."""
+    """Prompts and repeats by batch size."""
 
-    size: str | None  # None: the embedded target as it is
+    size: str | None  # None: the embedded target
     prompts: dict[int, int]
     repeats: int
     max_tokens: int
@@ -74,7 +74,7 @@ DRY = {"1B": Sizes(None, {1: 1, 2: 2}, 1, 4, _DRY_MODES), "8B": Sizes(None, {1: 
 
 
 class Opened(NamedTuple):
-    """Both engines on one target, and prompts for the largest batch."""
+    """Both engines on one target, with prompts for the largest batch."""
 
     llm: LLM
     peers: Transformers
@@ -94,7 +94,7 @@ def _opened(sizes: Sizes, context: Context) -> Opened:
 
 
 def _memory(sizes: Sizes, context: Context) -> dict[str, Any]:
-    """Growing and loading, which is not part of any figure."""
+    """Grow and load, untimed."""
     llm = _opened(sizes, context).llm
     return {"memory": llm.stats()["memory"], "drafts": llm.stats()["drafts"]}
 
@@ -120,12 +120,12 @@ def _batch(sizes: Sizes, batch: int, context: Context) -> dict[str, Any]:
 
 
 def _samples(runs: dict[str, Run], ids: Sequence[list[int]], batch: int, sizes: Sizes) -> dict[str, list[Sample]]:
-    """Of every mode, one sample a repeat; each begins with another mode, and none begins after its time."""
+    """One sample per mode and repeat, starting with another mode each time, until the time limit."""
     samples: dict[str, list[Sample]] = {name: [] for name in runs}
     names, began = list(runs), time.perf_counter()
     for repeat in range(sizes.repeats):
         if repeat and time.perf_counter() - began > SECONDS * repeat / (repeat + 1):
-            break  # another one like those before would end too late
+            break  # another repeat would exceed the limit
         order = names[repeat % len(names) :] + names[: repeat % len(names)]
         for name, made in interleave({name: runs[name] for name in order}, ids, batch, 1).items():
             samples[name] += made
@@ -160,7 +160,7 @@ def _runs(opened: Opened, batch: int, max_tokens: int) -> dict[str, Run]:
 
 
 def shares(profile_ms: dict[str, float] | None) -> Sequence[float] | None:
-    """Shares of a round: drafting with merging, the target pass, verification, commit, everything else."""
+    """Shares of a round: drafting and merging, target pass, verification, commit, rest."""
     if profile_ms is None:
         return None
     total = sum(profile_ms.values())

@@ -1,4 +1,4 @@
-"""What a machine must have beside its GPU: looked at before any stage, since what is missing fails in all of them."""
+"""Checks the machine's prerequisites before any stage runs."""
 
 import importlib
 import os
@@ -19,8 +19,8 @@ _ASKED = {
 
 
 def facts() -> dict[str, Any]:
-    """Of this machine; None is what it does not have, or does not say. No process on the GPU is needed for it."""
-    scheme = sysconfig.get_default_scheme()  # as Triton, which builds its launchers with them, looks for both
+    """Facts about this machine, collected without a GPU process; None for missing or unknown ones."""
+    scheme = sysconfig.get_default_scheme()  # same lookup as Triton's launcher build
     paths = sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)
     header = Path(paths["include"]) / "Python.h"
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
@@ -36,7 +36,7 @@ def facts() -> dict[str, Any]:
 
 
 def _imported(name: str) -> str | None:
-    """The version of a package that can be imported."""
+    """Version of an importable package."""
     try:
         importlib.import_module(name)
         return version(name)
@@ -45,7 +45,7 @@ def _imported(name: str) -> str | None:
 
 
 def _gpu() -> dict[str, str | None]:
-    """What nvidia-smi says: to ask torch would take a context on the device."""
+    """Query nvidia-smi, as torch would create a context on the device."""
     query = ["nvidia-smi", f"--query-gpu={','.join(_ASKED.values())}", "--format=csv,noheader"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
@@ -56,19 +56,19 @@ def _gpu() -> dict[str, str | None]:
 
 
 NEEDED = {
-    "c_compiler": "no kernel of Triton starts without one",
-    "python_h": "no kernel of Triton starts without it",
+    "c_compiler": "Triton kernels need it",
+    "python_h": "Triton kernels need it",
     "pytest": "stage ops runs it",
     "hypothesis": "tests of stage ops import it",
     "torch": "everything needs it",
     "triton": "kernels are written in it",
     "transformers": "stages grown1b and grown8b compare with it",
-    "compute_mode": "nvidia-smi does not say whether processes may share the GPU, as ops and bits do",
+    "compute_mode": "unknown whether processes can share the GPU, as in ops and bits",
 }
 
 
 def describe(found: dict[str, Any]) -> str:
-    """All of it in a line, and a line for everything that is missing."""
+    """One line of facts, and one per missing prerequisite."""
     lines = ["host: " + ", ".join(f"{name} {value}" for name, value in found.items() if value is not None)]
     lines += [f"  MISSING {name}: {why}" for name, why in NEEDED.items() if found[name] is None]
     if found["compute_mode"] not in (None, "Default"):

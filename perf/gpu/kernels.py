@@ -1,8 +1,8 @@
-"""Stage `kernels`: every op of a layer against the bandwidth and against what torch has for it.
+"""Stage `kernels`: every op of a layer against copy bandwidth and torch's equivalent.
 
-Calls are timed in captured graphs over buffers that take turns, three times the L2 together, so that every call reads
-from memory. `attention.py` holds the comparison of tree attention; the other ops come from
-`treespec_kernels.tuning.workloads`, where each says what it moves and what else computes it.
+Calls are timed in captured graphs over rotating buffers of three times the L2 in total, so that every call reads from
+memory. Tree attention is compared in `attention.py`; other ops come from `treespec_kernels.tuning.workloads`, which
+declare bytes and competitors.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from gpu import attention
 from gpu.attention import COPY
 from gpu.clock import copy_bandwidth, sets_for
 from gpu.setting import Setting
-from gpu.stage import Context, Measurement, NotThere, op_module
+from gpu.stage import Context, Measurement, Unavailable, op_module
 from treespec_kernels.aot.kernel_spec import KernelShape
 from treespec_kernels.attention.kv_commit import kv_commit_triton
 from treespec_kernels.tuning.tuned import KernelConfigs
@@ -30,13 +30,13 @@ def measurements(setting: Setting) -> Iterator[Measurement]:
     yield Measurement(COPY, lambda context: copy_bandwidth(context.clock(20), size), 60.0)
     yield Measurement(COMMIT, _commit, 60.0)
     found = list(attention.measurements(setting))
-    yield from found[:6]  # the sizes that targets are stated for come before all other ops
+    yield from found[:6]  # sizes with targets first
     yield from _workloads(setting)
     yield from found[6:]
 
 
 def _commit(context: Context) -> dict[str, Any]:
-    """One request's path in all layers at once; each call moves another request's."""
+    """Commit one request's path in all layers; each call moves another request's."""
     setting, shape = context.setting, context.setting.target
     moved = 2 * 2 * shape.num_layers * (len(PATH) - 1) * shape.num_kv_heads * shape.head_dim * setting.dtype.itemsize
     count = sets_for(moved, setting.cache_bytes, at_most=256)
@@ -59,10 +59,10 @@ def _commit(context: Context) -> dict[str, Any]:
 
 
 def _workloads(setting: Setting) -> Iterator[Measurement]:
-    """Each op at each load once; where this checkout lacks an op, one measurement that says so."""
+    """Each op at each load; a missing op yields one measurement that reports it."""
     try:
         ops = op_module("tuning.workloads").ops()
-    except NotThere:
+    except Unavailable:
         yield Measurement("workloads", lambda context: op_module("tuning.workloads").ops())
         return
     for op in ops:
@@ -70,7 +70,7 @@ def _workloads(setting: Setting) -> Iterator[Measurement]:
             continue
         try:
             found = workloads(setting, op)
-        except NotThere:
+        except Unavailable:
             yield Measurement(op, lambda context, op=op: workloads(context.setting, op))
             continue
         for name, workload in found.items():
@@ -78,14 +78,14 @@ def _workloads(setting: Setting) -> Iterator[Measurement]:
 
 
 def workloads(setting: Setting, op: str) -> dict[str, Any]:
-    """Of an op, by name: the target's layers at every number of rows.
+    """Workloads of an op by name: the target's layers at every number of rows.
 
     Raises:
-        NotThere: this checkout does not have the op.
+        Unavailable: this checkout lacks the op.
     """
     known, shape = op_module("tuning.workloads"), setting.target
     if op not in known.ops():
-        raise NotThere(f"there are no workloads of {op}")
+        raise Unavailable(f"there are no workloads of {op}")
     kernel_shape = KernelShape(
         setting.dtype,
         shape.head_dim,
@@ -112,7 +112,7 @@ def workloads(setting: Setting, op: str) -> dict[str, Any]:
 
 
 def _size_of(key: dict[str, Any]) -> str:
-    """What a workload's key says beside the dtype, shortly."""
+    """Short form of a workload's key without the dtype."""
     rest = {name: value for name, value in key.items() if name != "dtype" and (name, value) != ("groups", 1)}
     if {"out_features", "in_features"} <= rest.keys():
         size = f"{rest['out_features']}x{rest['in_features']}"
@@ -148,14 +148,14 @@ def _workload(workload: Any, context: Context) -> dict[str, Any]:
 
 
 def _configuration(workload: Any) -> Any:
-    """The tuned one where there is one."""
+    """The tuned configuration if there is one."""
     if workload.default is None:
         return None
     return KernelConfigs.load(workload.device).get(workload.op, workload.key, workload.default)
 
 
 def describe(document: dict[str, Any]) -> str:
-    """One line for an op of one size: its loads, or its competitors, beside each other."""
+    """One line per op and size, with its loads or competitors."""
     found = document["measurements"]
     lines = [
         f"  copy {(found.get(COPY, {}).get('bytes_per_second') or 0) / 1e12:.2f} TB/s; "

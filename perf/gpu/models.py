@@ -1,7 +1,6 @@
-"""Models to measure: random weights of a shape on the device, and the embedded target grown to a size.
+"""Models to measure: random weights of a shape, and the embedded target grown to a size.
 
-`open_decoder` is the only place that knows which class runs a pass on a GPU, and `open_engine` that an engine may do
-without captured rounds.
+`open_decoder` chooses the decoder class for GPU passes; `open_engine` checks that rounds are captured.
 """
 
 import logging
@@ -37,8 +36,8 @@ MEMORY = Path("/dev/shm")  # a disk may take a minute to write 16 GB
 
 
 def random_weights(setting: Setting, shape: ModelShape, quantization: str | None = None) -> dict[str, Tensor]:
-    """Every parameter of a shape, random, of the size that keeps activations near 1; the layers' matrices quantised as
-    `LLM(quantization=)` does it."""
+    """Random parameters of a shape, scaled to keep activations near 1; matrices quantised as by
+    `LLM(quantization=)`."""
     form, weights = form_of(shape, quantization), {}
     matrices = quantizable(shape) if form is not None else {}
     for name, size in shape.parameters().items():
@@ -51,12 +50,12 @@ def random_weights(setting: Setting, shape: ModelShape, quantization: str | None
 
 
 def form_of(shape: ModelShape, quantization: str | None) -> WeightForm | None:
-    """Of a shape's matrices in "int8" or "int4"."""
+    """Weight form of a shape's matrices in "int8" or "int4"."""
     return None if quantization is None else WeightForm(BITS[quantization], quantized_group(shape, quantization))
 
 
 def config_of(setting: Setting, shape: ModelShape) -> ModelConfig:
-    """A Llama of that shape."""
+    """Configuration of a Llama of that shape."""
     exponent = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
     rope = Rope(1.0 / 500000.0**exponent, torch.ones(shape.head_dim // 2), shape.head_dim)
     return ModelConfig(
@@ -86,11 +85,11 @@ def open_decoder(
     config: ModelConfig | None = None,
     quantization: str | None = None,
 ) -> tuple[TritonDecoder, str]:
-    """A decoder of random weights, and what runs its passes.
+    """Create a decoder with random weights, and its description.
 
     Args:
-        exact: with the bits of plain decoding; False: what the engine takes instead.
-        num_positions: that will ever be asked for.
+        exact: bit-identical to plain decoding; False: the engine's faster variant.
+        num_positions: maximum number of positions.
         config: of another family; None: a Llama of that shape.
         quantization: of the layers, "int8" or "int4".
     """
@@ -103,12 +102,12 @@ def open_decoder(
 
 
 class Passes:
-    """Target passes of one decoder over a cache of random K and V.
+    """Target passes of a decoder over a cache of random K and V.
 
     Args:
-        max_context, max_rows: of a request.
-        requests: decoded at once.
-        config: of another family than Llama.
+        max_context, max_rows: per request.
+        requests: batch size.
+        config: of a family other than Llama.
         quantization: of the layers, "int8" or "int4".
     """
 
@@ -136,12 +135,12 @@ class Passes:
     def prepare(
         self, context: int, parents: Sequence[int], tokens: Sequence[int] | None = None
     ) -> Callable[[], Tensor]:
-        """One pass over a tree of every request, laid out: calling it launches all kernels up to the logits.
+        """Plan a pass over one tree per request; calling the result launches all kernels up to the logits.
 
         Args:
             context: committed positions.
             parents: of the tree.
-            tokens: of its nodes, the same for every request; None takes random ones.
+            tokens: of its nodes, the same for every request; None = random.
         """
         depths = np.zeros(len(parents), dtype=np.int64)
         visible = np.eye(len(parents), dtype=bool)
@@ -161,13 +160,13 @@ class Passes:
 
 
 def shape_of_size(size: str) -> ModelShape:
-    """The shape of the embedded target grown to about `size` parameters."""
+    """Shape of the embedded target grown to about `size` parameters."""
     source = default_folder("target")
     return grown_shape(ModelShape.from_hf(read_config(source), LLAMA, source), parse_size(size))
 
 
 def grown_folder(setting: Setting, size: str) -> Path:
-    """The embedded target grown to about `size` parameters; kept, so that the stages of one machine share it."""
+    """Grow the embedded target to about `size` parameters; cached for all stages."""
     shape, name = shape_of_size(size), f"treespec-gpu-{source_hash()}-{setting.seed}"
     places = [place / name for place in (MEMORY, Path(tempfile.gettempdir())) if place.is_dir()]
     for root in places:
@@ -179,18 +178,17 @@ def grown_folder(setting: Setting, size: str) -> Path:
     shutil.rmtree(part, ignore_errors=True)
     root.mkdir(exist_ok=True)
     grow_checkpoint(default_folder("target"), part, shape, setting.seed, setting.device)
-    return part.rename(root / size)  # whole, or not there
+    return part.rename(root / size)  # atomic
 
 
 def open_engine(setting: Setting, *given: Any, captured: bool = True, **options: Any) -> LLM:
-    """An `LLM` on the device, of these arguments.
+    """Open an `LLM` on the device.
 
     Args:
-        captured: its rounds must run on the device. On a CPU they never do.
+        captured: require captured rounds; ignored on a CPU.
 
     Raises:
-        RuntimeError: they do not, although the device is a GPU; with what the engine has said about it, the traceback
-            in a note. Figures of such an engine would be those of a slower one.
+        RuntimeError: rounds are not captured on a GPU, with the engine's warnings and the traceback as a note.
     """
     said = _Kept()
     logger = logging.getLogger("treespec")
@@ -208,7 +206,7 @@ def open_engine(setting: Setting, *given: Any, captured: bool = True, **options:
 
 
 class _Kept(logging.Handler):
-    """Warnings, each in a line and whole."""
+    """Collects warnings, one line each."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

@@ -1,7 +1,7 @@
-"""Stage `ops`: are the kernels right on this device? The tests that are marked `gpu`, file by file, each in a process.
+"""Stage `ops`: runs the tests marked `gpu` on this device, one process per file.
 
-Several processes share the device, which changes no result; what they take says nothing. Of files with failures, what
-pytest said is kept in `ops/failed.txt` and `ops/failed.xml`, of all of them together.
+Several processes share the device, which does not affect results; times are meaningless. Output of files with failures
+is kept in `ops/failed.txt` and `ops/failed.xml`.
 """
 
 import contextlib
@@ -19,17 +19,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gpu import failures
-from gpu.apart import workers
 from gpu.setting import ROOT, Setting
 from gpu.stage import Context, Measurement
+from gpu.workers import num_workers
 
-SECONDS = 240.0  # of a test file, compilers included
-OUTPUT = 20000  # characters of what pytest says, from its end
+SECONDS = 240.0  # per test file, compilation included
+OUTPUT = 20000  # last characters of pytest's output
 DRY = {"tests/test_kv_commit.py": ["-k", "what_does_not_fit"]}
 
 
 def test_files(setting: Setting) -> dict[str, list[str]]:
-    """What pytest is to run of each file."""
+    """pytest selections by file."""
     if setting.dry:
         return DRY
     marked = [path for path in sorted((ROOT / "tests").glob("test_*.py")) if "mark.gpu" in path.read_text("utf-8")]
@@ -45,7 +45,7 @@ def _op_of(file: str) -> str:
 
 
 class Ran(NamedTuple):
-    """A test file's counts, the XML that they are from, and what pytest printed."""
+    """A test file's counts, their XML and pytest's output."""
 
     figures: dict[str, Any]
     report: str
@@ -71,27 +71,27 @@ def keep(folder: Path, file: str, ran: Ran) -> None:
 
 
 class Children:
-    """All test files that are asked for, some at a time; they begin with the first question."""
+    """Runs test files in parallel, started at the first request."""
 
     def __init__(self, setting: Setting):
         self._closed = threading.Event()
         self._running: set[subprocess.Popen[str]] = set()
-        self._pool = ThreadPoolExecutor(1 if setting.dry else workers())
+        self._pool = ThreadPoolExecutor(1 if setting.dry else num_workers())
         self._runs: dict[str, Future[Ran]] = {
             file: self._pool.submit(self._run, file, options) for file, options in test_files(setting).items()
         }
 
     def result(self, file: str) -> Ran:
-        """Of one test file.
+        """Result of one test file.
 
         Raises:
-            RuntimeError: it collected nothing, or pytest itself failed.
-            TimeoutExpired: it took longer than it may. Notes of both have what pytest printed.
+            RuntimeError: nothing was collected, or pytest failed; a note holds its output.
+            TimeoutExpired: the time limit was exceeded; a note holds its output.
         """
         return self._runs[file].result()
 
     def close(self) -> None:
-        """Ends what still runs, and begins nothing more."""
+        """Kill running tests and start no more."""
         self._closed.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
         for child in list(self._running):
@@ -102,7 +102,7 @@ class Children:
             report = Path(folder) / "report.xml"
             child = _start(file, options, report)
             self._running.add(child)
-            if self._closed.is_set():  # perhaps before it was among the running
+            if self._closed.is_set():  # closed before it was registered as running
                 _end(child)
             try:
                 output, _ = child.communicate(timeout=SECONDS)
@@ -123,8 +123,7 @@ class Children:
 
 
 def _start(file: str, options: list[str], report: Path) -> subprocess.Popen[str]:
-    """pytest in a group of its own, with its children: it names each test before it begins, and where one hangs says
-    where."""
+    """Start pytest in its own process group; it prints each test before it starts and dumps stacks if one hangs."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     paths = [str(ROOT / part) for part in ("", "kernels", "weights")]
     environment["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [environment.get("PYTHONPATH")])])
@@ -148,15 +147,15 @@ def _start(file: str, options: list[str], report: Path) -> subprocess.Popen[str]
 
 
 def _end(child: subprocess.Popen[str]) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
+    with contextlib.suppress(ProcessLookupError):  # already ended
         os.killpg(child.pid, signal.SIGKILL)
 
 
 def counts(report: str) -> dict[str, Any]:
-    """From pytest's XML.
+    """Parse counts from pytest's XML.
 
     Raises:
-        RuntimeError: there is no test in it.
+        RuntimeError: it contains no test.
     """
     cases = list(ElementTree.fromstring(report).iter("testcase"))
     if not cases:
@@ -178,7 +177,7 @@ def counts(report: str) -> dict[str, Any]:
 
 
 def first_failure(text: str) -> str:
-    """The lines of a failure that say what is wrong: pytest's own begin with E."""
+    """pytest's error lines (starting with E) of a failure."""
     lines = [line[1:].strip() for line in text.splitlines() if re.match(r"E\s", line)]
     return "\n".join(lines or text.strip().splitlines()[-6:])[:1200]
 

@@ -1,8 +1,7 @@
-"""Stage `passes`: a target pass of an 8B Llama shape against the roofline, by nodes and context, with a graph and not;
-last, at the first context, with its kernels launched programmatically, whatever was tuned, and compared bit by bit.
+"""Stage `passes`: target passes of an 8B Llama shape against the roofline, by nodes and context, captured and eager;
+finally with programmatic dependent launch at the first context, compared bit by bit.
 
-The share is that of the bandwidth of a copy measured in the same run: the least bytes that the pass must move, over
-its time, over that bandwidth.
+Share of copy bandwidth: minimum bytes of the pass over its time, over the bandwidth of a copy in the same run.
 """
 
 import time
@@ -37,8 +36,8 @@ DEPTH = 3  # of the trees in captured rounds
 class Sizes:
     nodes: tuple[int, ...]
     contexts: tuple[int, ...]
-    captured: tuple[int, ...]  # nodes of an engine's rounds
-    batches: tuple[int, ...]  # at the first nodes and contexts only
+    captured: tuple[int, ...]  # tree sizes of captured rounds
+    batches: tuple[int, ...]  # at the first nodes and context only
     copy_bytes: int
     matmul: int
 
@@ -60,7 +59,7 @@ def measurements(setting: Setting) -> Iterator[Measurement]:
             yield Measurement(
                 f"captured/context{context_len}/nodes{nodes}", partial(_captured, sizes, context_len, nodes), 90.0
             )
-    for nodes in sizes.nodes:  # what exactness costs: the same passes as exact=False runs them
+    for nodes in sizes.nodes:  # cost of exactness: the same passes with exact=False
         yield Measurement(
             key(sizes.contexts[0], nodes, exact=False), partial(_pass, sizes, sizes.contexts[0], nodes, False, 1), 90.0
         )
@@ -69,14 +68,14 @@ def measurements(setting: Setting) -> Iterator[Measurement]:
             yield Measurement(
                 key(sizes.contexts[0], nodes, batch), partial(_pass, sizes, sizes.contexts[0], nodes, True, batch), 90.0
             )
-    for nodes in sizes.nodes:  # behind all passes and apart from them: where a driver fails at it, no other figure does
+    for nodes in sizes.nodes:  # last, so that a driver failure affects no other figure
         yield Measurement(
             f"pdl/context{sizes.contexts[0]}/nodes{nodes}", partial(_launched, sizes, sizes.contexts[0], nodes), 90.0
         )
 
 
 def key(context_len: int, nodes: int, batch: int = 1, exact: bool = True) -> str:
-    """The name of a pass in the document."""
+    """Name of a pass in the document."""
     return f"{'pass' if exact else 'fast'}/context{context_len}/nodes{nodes}" + (f"/batch{batch}" * (batch > 1))
 
 
@@ -85,13 +84,13 @@ def _pass(sizes: Sizes, context_len: int, nodes: int, exact: bool, batch: int, c
 
 
 def _launched(sizes: Sizes, context_len: int, nodes: int, context: Context) -> dict[str, Any]:
-    """The captured pass with its kernels in order and, where the device takes it, launched programmatically; and how
-    many of the latter's replays have other logits."""
+    """Time the captured pass with ordinary and, if supported, programmatic dependent launches; count replays of the
+    latter with other logits."""
     opened = _open(context, sizes, True, 1)
     setting, decoder = context.setting, opened.decoder
     tree = tree_parents("random", nodes, torch.Generator().manual_seed(setting.seed))
     launch, tuned, clock = opened.prepare(context_len, tree), decoder.kernels, context.clock(50, 4.0)
-    pdl, logits = takes_pdl(setting.device), []  # the last one of what was captured
+    pdl, logits = takes_pdl(setting.device), []  # of the last captured pass
     try:
         with torch.inference_mode():
             decoder.kernels = tuned.launched(False)
@@ -112,10 +111,10 @@ def _launched(sizes: Sizes, context_len: int, nodes: int, context: Context) -> d
 
 
 def figures(context: Context, opened: Passes, context_len: int, nodes: int) -> dict[str, Any]:
-    """What a pass over a random tree of every request takes, beside what it takes at best.
+    """Time a pass over a random tree per request, with its roofline.
 
     Raises:
-        ValueError: it computed NaN or infinity.
+        ValueError: the pass computed NaN or infinity.
     """
     setting, batch = context.setting, opened.requests
     generator = torch.Generator().manual_seed(setting.seed)
@@ -141,8 +140,8 @@ def figures(context: Context, opened: Passes, context_len: int, nodes: int) -> d
 
 
 def _captured(sizes: Sizes, context_len: int, nodes: int, context: Context) -> dict[str, Any]:
-    """The half of an engine's captured round that verifies: layout, pass, walk and commit, for whole trees; and the
-    wall clock of a round without drafts, the host's part included."""
+    """Time the verifying half of a captured round (layout, pass, walk, commit) for full trees, and the wall clock of a
+    round without drafts."""
     setting, shape = context.setting, context.setting.target
     opened = _open(context, sizes, True, 1)
     pages = opened.pages[0]
@@ -175,7 +174,7 @@ def _captured(sizes: Sizes, context_len: int, nodes: int, context: Context) -> d
 
 
 def _tree(nodes: int) -> TokenTree:
-    """Four children below the likeliest nodes first: no level is wider than what drafts may expand."""
+    """A tree with up to four children per node, within the drafts' frontier limit."""
     parents = np.array([-1, *((node - 1) // 4 for node in range(1, nodes))])
     depths = np.zeros(nodes, dtype=np.int64)
     for node in range(1, nodes):
@@ -184,7 +183,7 @@ def _tree(nodes: int) -> TokenTree:
 
 
 def _open(context: Context, sizes: Sizes, exact: bool, batch: int) -> Passes:
-    """The decoder of that kind; only one is held, since two of 8B with a long cache each fill a smaller card."""
+    """Open a decoder, keeping only one in memory."""
     name = f"passes/{exact}/{batch}"
     if name not in context.shared:
         context.release()
@@ -244,7 +243,7 @@ def describe(document: dict[str, Any]) -> str:
 
 
 def _both(found: dict[str, Any], name: str) -> str:
-    """Of a pass whose kernels were launched both ways."""
+    """Columns of a pass with both kinds of launches."""
     figures = found.get(f"pdl/{name.removeprefix('pass/')}", {})
     if "error" in figures:
         return f" ERROR {figures['error'][:60]}"

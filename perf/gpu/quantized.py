@@ -1,7 +1,7 @@
-"""Stage `quantized`: passes of an 8B shape with int8 and int4 layers, beside the same passes in the model's dtype.
+"""Stage `quantized`: passes of an 8B shape with int8 and int4 layers, compared with unquantised ones.
 
-Of each: nodes of a tree whose logits are not those of their path, and what a pass of one node and of a tree takes over
-the bytes that it must move. Then the linear layers are tuned, and the passes measured once more.
+Per kind: tree nodes whose logits differ from their path's, and pass times of one node and of a tree against the bytes
+moved; then again after tuning the linear layers.
 """
 
 from collections.abc import Iterator
@@ -20,17 +20,17 @@ from gpu.setting import Setting
 from gpu.stage import Context, Measurement
 from treespec.config import QUANTIZATIONS
 
-PLAIN = "plain"  # not quantised
+PLAIN = "plain"  # unquantised
 TUNED = "tuned "
 
 
 @dataclass(frozen=True)
 class Sizes:
-    context: int  # behind which passes are timed
-    contexts: tuple[int, ...]  # behind which bits are compared
+    context: int  # at which passes are timed
+    contexts: tuple[int, ...]  # at which bits are compared
     nodes: tuple[int, int]
     copy_bytes: int
-    tuning_seconds: int  # of one kind
+    tuning_seconds: int  # per kind
 
 
 REAL = Sizes(passes.MAIN_CONTEXT, (37, 1023), (1, 32), 8 << 30, 40)
@@ -58,7 +58,7 @@ def _tuned(sizes: Sizes, kind: str, context: Context) -> dict[str, Any]:
 
 
 def _passes(sizes: Sizes, opened: Passes, context: Context) -> dict[str, Any]:
-    """By nodes: `us_32`, how many times what a plain pass takes, and under `passes` all figures."""
+    """By nodes: `us_32`, the ratio to an unquantised pass, and all figures under `passes`."""
     found = {nodes: passes.figures(context, opened, sizes.context, nodes) for nodes in sizes.nodes}
     shown: dict[str, Any] = {}
     for nodes, figures in found.items():
@@ -72,7 +72,7 @@ def _passes(sizes: Sizes, opened: Passes, context: Context) -> dict[str, Any]:
 
 
 def _open(context: Context, sizes: Sizes, name: str, kind: str) -> Passes:
-    """The decoder of that kind, with what is tuned by now; only one is held."""
+    """Open a decoder with current tuning, keeping only one in memory."""
     if name not in context.shared:
         context.release()
         setting, quantization = context.setting, None if kind == PLAIN else kind
@@ -83,8 +83,8 @@ def _open(context: Context, sizes: Sizes, name: str, kind: str) -> Passes:
 
 
 def _autotune(sizes: Sizes, kind: str, context: Context) -> dict[str, Any]:
-    """`treespec autotune` of the layers alone: stage `autotune` has what other ops of the shape take."""
-    context.release()  # another process needs the memory
+    """Run `treespec autotune` for the linear layers only; stage `autotune` covers the other ops."""
+    context.release()  # for the other process's memory
     options = [
         *tune.shape_options(context.setting.target),
         *("--dtype", str(context.setting.dtype).removeprefix("torch.")),
@@ -97,7 +97,7 @@ def _autotune(sizes: Sizes, kind: str, context: Context) -> dict[str, Any]:
 
 
 def describe(document: dict[str, Any]) -> str:
-    """One line for a kind, as shipped and tuned."""
+    """One line per kind: default and tuned."""
     found, lines = document["measurements"], []
     for kind in (PLAIN, *QUANTIZATIONS):
         parts = []
@@ -118,7 +118,7 @@ def describe(document: dict[str, Any]) -> str:
 
 
 def _cell(figures: dict[str, Any], nodes: str) -> str:
-    """Milliseconds, the share of the copy's bandwidth, and how many times a plain pass."""
+    """Milliseconds, share of copy bandwidth and ratio to an unquantised pass."""
     share, of_plain = figures[f"share_of_copy_{nodes}"], figures[f"of_plain_{nodes}"]
     notes = [*([] if share is None else [f"{share:.0%}"]), *([] if of_plain is None else [f"{of_plain:.2f} of plain"])]
     return f"{nodes} nodes {figures[f'us_{nodes}'] / 1e3:.3f} ms" + (f" ({', '.join(notes)})" if notes else "")

@@ -1,4 +1,4 @@
-"""The least bytes and operations of a pass, and the time that they take at best."""
+"""Roofline: minimum bytes and operations of a pass, and the resulting time bound."""
 
 import math
 
@@ -8,8 +8,8 @@ from treespec_weights.rules import ModelShape
 
 
 def weight_bytes(shape: ModelShape, itemsize: int, form: WeightForm | None = None) -> int:
-    """Weights that a pass reads whole: an embedding that is not the head too is only looked up. `form` is that of the
-    layers' matrices, whose scales have `itemsize`."""
+    """Bytes of weights read in full; an untied embedding is only gathered. `form`: of the layers' matrices, with scales
+    of `itemsize`."""
     looked_up = 0 if shape.tied else shape.vocab_size * shape.hidden_size
     total = (shape.num_parameters() - looked_up) * itemsize
     if form is not None:
@@ -20,22 +20,22 @@ def weight_bytes(shape: ModelShape, itemsize: int, form: WeightForm | None = Non
 
 
 def kv_bytes(shape: ModelShape, itemsize: int) -> int:
-    """K and V of one position in all layers."""
+    """Bytes of K and V of one position in all layers."""
     return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * itemsize
 
 
 def pass_bytes(
     shape: ModelShape, rows: int, context: int, itemsize: int, requests: int = 1, form: WeightForm | None = None
 ) -> int:
-    """Weights once, K and V of every position once, logits written. `rows` and `context` are a request's."""
+    """Bytes of weights, K and V read once, plus logits written. `rows` and `context` are per request."""
     logits = requests * rows * shape.vocab_size * itemsize
     return (
         weight_bytes(shape, itemsize, form) + requests * (context + rows) * kv_bytes(shape, itemsize) + logits
-    )  # what a split of keys or sums writes and reads again is an implementation's own affair
+    )  # traffic of split keys or sums is implementation overhead
 
 
 def pass_flop(shape: ModelShape, rows: int, context: int, requests: int = 1) -> int:
-    """Multiplications and additions."""
+    """FLOP (multiplications and additions) of a pass."""
     embed = 0 if shape.tied else shape.vocab_size * shape.hidden_size
     dense = 2 * (shape.num_parameters() - embed) * rows
     attention = 4 * shape.num_layers * shape.num_heads * shape.head_dim * rows * (context + rows // 2)
@@ -43,7 +43,7 @@ def pass_flop(shape: ModelShape, rows: int, context: int, requests: int = 1) -> 
 
 
 def attention_bytes(num_heads: int, num_kv_heads: int, head_dim: int, rows: int, context: int, itemsize: int) -> int:
-    """One layer's attention: K and V once, queries read, results written."""
+    """Bytes of one layer's attention: K, V and queries read once, results written."""
     return ((context + rows) * 2 * num_kv_heads + 2 * rows * num_heads) * head_dim * itemsize
 
 
@@ -52,6 +52,6 @@ def linear_bytes(rows: int, out_features: int, in_features: int, itemsize: int) 
 
 
 def floor_us(num_bytes: float, flop: float, bytes_per_second: float, flop_per_second: float | None) -> float:
-    """Microseconds under which no version runs."""
+    """Lower bound in microseconds."""
     arithmetic = flop / flop_per_second if flop_per_second else 0.0
     return 1e6 * max(num_bytes / bytes_per_second, arithmetic)

@@ -1,8 +1,8 @@
-"""Stage `rounds`: how long a round of the engine is, and for how much of it the GPU has nothing to do.
+"""Stage `rounds`: duration of engine rounds and their GPU idle time.
 
-The target is the embedded one grown to 8B with the three embedded SSMs, one request. A round's length is taken on the
-host's clock without a profiler; what the GPU did in rounds of the same kind comes from torch's profiler: the union of
-all intervals in which a kernel or a copy ran. The gap is what is left.
+One request on the embedded target grown to 8B with the three embedded SSMs. Round durations come from the host clock
+without a profiler; GPU busy time of the same rounds comes from torch's profiler, as the union of kernel and copy
+intervals. The gap is the difference.
 """
 
 import statistics
@@ -28,7 +28,7 @@ from treespec.graphs.graph_executor import GraphExecutor
 
 @dataclass(frozen=True)
 class Sizes:
-    size: str | None  # None: the embedded target as it is
+    size: str | None  # None: the embedded target
     rounds: int
     nodes: tuple[int, ...]
 
@@ -57,12 +57,12 @@ def _rounds(sizes: Sizes, nodes: int | None, exact: bool, context: Context) -> d
     spec = "off" if nodes is None else SpecConfig(nodes=nodes, sources=("ssm",))
     free, profiled, tokens, busy = [], [], [], 0.0
     kernels: Counter[str] = Counter()
-    for seed in range(1 if context.setting.dry else 4):  # each its own prompt: how large trees are follows the text
+    for seed in range(1 if context.setting.dry else 4):  # distinct prompts, as tree sizes depend on the text
         seconds, made = _decode(llm, context, spec, sizes.rounds, seed, nullcontext())
         free += seconds
         tokens += made
         profiler = profile(activities=[ProfilerActivity.CPU if context.setting.dry else ProfilerActivity.CUDA])
-        profiled += _decode(llm, context, spec, sizes.rounds, seed, profiler)[0]  # the same tokens, so the same rounds
+        profiled += _decode(llm, context, spec, sizes.rounds, seed, profiler)[0]  # same tokens, hence same rounds
         events = device_events(profiler, context.setting.device)
         busy += union_length([(event.time_range.start, event.time_range.end) for event in events])
         for event in events:
@@ -83,7 +83,7 @@ def _rounds(sizes: Sizes, nodes: int | None, exact: bool, context: Context) -> d
 
 
 def _planned(llm: LLM) -> dict[str, Any] | None:
-    """What the engine measured for its graphs on an idle batch of one; None where rounds are not captured."""
+    """The engine's own graph timings for batch 1; None without captured rounds."""
     captured = llm.engine.captured
     if not isinstance(captured, GraphExecutor):
         return None
@@ -108,7 +108,7 @@ def _open(context: Context, sizes: Sizes, exact: bool) -> LLM:
 def _decode(
     llm: LLM, context: Context, spec: Any, rounds: int, seed: int, around: AbstractContextManager[Any]
 ) -> tuple[list[float], list[int]]:
-    """Seconds and tokens of each of `rounds` rounds, which run inside `around`; the first ones do not count."""
+    """Seconds and tokens of `rounds` rounds run inside `around`, after uncounted first ones."""
     prompt = torch.randint(1, VOCABULARY, (16,), generator=torch.Generator().manual_seed(seed)).tolist()
     params = SamplingParams(max_tokens=llm.config.max_model_len - len(prompt) - 1, ignore_eos=True)
     clock, seconds, tokens = context.clock(), [], []
@@ -126,13 +126,13 @@ def _decode(
 
 
 def device_events(profiler: Any, device: torch.device) -> list[Any]:
-    """Every kernel and copy that ran."""
+    """All kernel and copy events."""
     kind = DeviceType.CUDA if device.type == "cuda" else DeviceType.CPU
     return [e for e in profiler.events() if e.device_type == kind and not getattr(e, "is_user_annotation", False)]
 
 
 def union_length(spans: list[tuple[float, float]]) -> float:
-    """How much of the line a set of intervals covers."""
+    """Total length of the union of intervals."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(end - max(start, reached), 0.0)

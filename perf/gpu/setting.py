@@ -1,4 +1,4 @@
-"""Where a run happens and how large it is: the one object that tells a dry run from a real one."""
+"""Settings of a run: device, sizes and dry-run mode."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ from treespec_weights.rules import ModelShape
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = ("perf/gpu", "perf/identity.py", "treespec", "kernels", "weights/treespec_weights", "tests/interpreted")
-"""Sources that results depend on: what was measured under the same ones is not measured again."""
+"""Source paths that results depend on; unchanged sources are not measured again."""
 
 LLAMA_8B = ModelShape(
     num_layers=32,
@@ -52,8 +52,8 @@ class Setting:
     """One run of the suite.
 
     Args:
-        out: where results go.
-        dry: everything tiny and on the CPU, kernels in Triton's interpreter.
+        out: results folder.
+        dry: tiny sizes on the CPU, kernels in Triton's interpreter.
         seed: of weights, inputs and prompts.
         commit: of the checkout; None asks git.
     """
@@ -69,12 +69,12 @@ class Setting:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of kernels and models; the interpreter computes bfloat16 wrongly."""
+        """dtype of kernels and models; the interpreter computes bfloat16 incorrectly."""
         return torch.float32 if self.dry else torch.bfloat16
 
     @property
     def target(self) -> ModelShape:
-        """The shape that the targets are stated for."""
+        """Shape for which targets are stated."""
         return TINY if self.dry else LLAMA_8B
 
     @property
@@ -83,20 +83,20 @@ class Setting:
 
     @cached_property
     def cache_bytes(self) -> int:
-        """Data that no cache holds: three times the L2, so that a buffer has left it before its turn comes again."""
+        """Three times the L2, so that rotating buffers are always evicted."""
         return 1 if self.dry else 3 * max(l2_bytes(self.device), 60 << 20)
 
     def generator(self) -> torch.Generator:
-        """A fresh one on the device."""
+        """A fresh generator on the device."""
         return torch.Generator(self.device).manual_seed(self.seed)
 
     def random(self, *size: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Normal numbers on the device; never zeros, on which a GPU draws less power and runs faster."""
+        """Normal random numbers; zeros would lower power draw and raise clocks."""
         tensor = torch.empty(size, dtype=dtype or self.dtype, device=self.device)
         return tensor.normal_(0.0, scale)
 
     def facts(self) -> dict[str, Any]:
-        """What every document says about its machine and code."""
+        """Machine and code facts for every document."""
         import triton
 
         versions = {module.__name__: module.__version__ for module in (torch, triton, transformers, numpy)}
@@ -117,7 +117,7 @@ def l2_bytes(device: torch.device) -> int:
 
 
 def device_slug(dry: bool) -> str:
-    """The name of the device as a folder's."""
+    """Device name as a folder name."""
     name = "dry-run" if dry else torch.cuda.get_device_name()
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
@@ -137,7 +137,7 @@ def device_facts(device: torch.device) -> dict[str, Any]:
 
 
 def _driver() -> str | None:
-    """The driver's version and the clocks as they are; None where nvidia-smi does not answer."""
+    """Driver version and current clocks; None if nvidia-smi fails."""
     query = ["nvidia-smi", "--query-gpu=driver_version,clocks.sm,clocks.mem,power.limit", "--format=csv,noheader"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
@@ -148,7 +148,7 @@ def _driver() -> str | None:
 
 @cache
 def source_hash() -> str:
-    """Of everything that is measured. A checkout without .git has it too, and a change of a text leaves it alone."""
+    """Hash of all measured sources; independent of git and of documentation changes."""
     digest = hashlib.sha256()
     for path in sorted(file for part in MEASURED for file in _files(ROOT / part)):
         digest.update(f"{path.relative_to(ROOT)}\0".encode())
@@ -163,9 +163,8 @@ def _files(path: Path) -> list[Path]:
 
 
 def tuned_hash() -> str | None:
-    """Of the tuned configurations that are shipped or the user's; None where there are none. `autotune` writes them, so
-    they are no source, but times before and after are not of the same kernels. Quantised layers are left out: they run
-    in one stage only, which tunes them itself."""
+    """Hash of shipped and user-tuned configurations, None without any: tuning changes the measured kernels, but not the
+    sources. Excludes quantised layers, which run in one stage that tunes them itself."""
     user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "treespec" / "tuned"
     files = [
         file for folder in (user, ROOT / "kernels/treespec_kernels/tuned") for file in sorted(folder.glob("*.json"))
@@ -174,7 +173,7 @@ def tuned_hash() -> str | None:
 
 
 def _plain_entries(file: Path) -> bytes:
-    """Of a tuned file; of another one everything."""
+    """Unquantised entries of a tuned file; the whole content of other files."""
     content = file.read_bytes()
     try:
         entries = json.loads(content)["entries"]

@@ -1,9 +1,8 @@
-"""A stage: measurements one after another, each within its own time, all in one document that can be gone on with.
+"""Runs the measurements of a stage with individual time limits into a resumable document.
 
-A measurement that raises, or takes longer than it may, is written down as that, with its traceback in `errors.log`, and
-the next one begins. What cannot go on in the same process (a lost CUDA context, a call that never returns) ends it with
-`RESTART`; the next process finds the document and starts behind what is in it. What is cut off because the time of the
-whole slice ended is not written down, since that says nothing of it: a later slice measures it anew.
+A measurement that raises or times out is recorded as an error, with its traceback in `errors.log`, and the next one
+starts. After a lost CUDA context or a hanging call the process exits with `RESTART`, and the next one resumes from the
+document. Measurements cut off by the end of the slice are not recorded and are repeated by a later slice.
 """
 
 import gc
@@ -28,27 +27,28 @@ from gpu.clock import Clock
 from gpu.documents import load, path_of, write
 from gpu.setting import Setting
 
-RESTART = 75  # exit status: something is left to do, in another process
-GRACE = 30.0  # seconds beyond its bound until a measurement that does not return is ended with its process
-LAST = 10.0  # the same beyond the end of the slice
-LEAST = 20.0  # seconds that are enough to begin with any measurement: most end long before their bound
+RESTART = 75  # exit status: continue in another process
+GRACE = 30.0  # seconds past its limit after which a hanging measurement's process is killed
+LAST = 10.0  # the same past the end of the slice
+LEAST = 20.0  # minimum seconds to start any measurement; most end well before their limit
 
 
-class OutOfTime(BaseException):
-    """A measurement, or the slice that it is in, took longer than it may. No `except Exception` on the way keeps it."""
+class MeasurementTimeout(BaseException):
+    """A measurement or its slice exceeded its time limit. A BaseException, so that no `except Exception` swallows
+    it."""
 
 
-class NotThere(Exception):
-    """This checkout does not have what a measurement is about."""
+class Unavailable(Exception):
+    """This checkout lacks the subject of a measurement."""
 
 
 @dataclass
 class Context:
-    """What a measurement is given.
+    """Input of a measurement.
 
     Attributes:
-        results: of the measurements before it, by name.
-        shared: what measurements of one process keep for each other, such as an open model.
+        results: of earlier measurements, by name.
+        shared: objects shared within the process, such as an open model.
     """
 
     setting: Setting
@@ -56,7 +56,7 @@ class Context:
     shared: dict[str, Any] = field(default_factory=dict)
 
     def release(self) -> None:
-        """Let go of what was kept, before something as large is made: an engine is freed by the collector alone."""
+        """Free shared objects before creating large ones (engines need the garbage collector)."""
         for kept in self.shared.values():
             if hasattr(kept, "close"):
                 kept.close()
@@ -67,24 +67,24 @@ class Context:
         return Clock(self.setting.device, *((0, 1) if self.setting.dry else (5, repeats)), seconds)
 
     def keep(self, name: str, make: Callable[[], Any]) -> Any:
-        """What `make` made the first time."""
+        """Cached result of `make`."""
         if name not in self.shared:
             self.shared[name] = make()
         return self.shared[name]
 
     def figure(self, name: str, key: str) -> Any:
-        """A figure of an earlier measurement; None where there is none."""
+        """A figure of an earlier measurement, or None."""
         return self.results.get(name, {}).get(key)
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One thing to measure.
+    """A named measurement.
 
     Args:
         name: its key in the document.
         run: returns its figures.
-        seconds: how long it may take, loading and compiling included.
+        seconds: time limit, including loading and compiling.
     """
 
     name: str
@@ -94,7 +94,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Stage:
-    """Args: name, letter: how it is asked for; title: of its table; measurements, describe: of its module."""
+    """A stage. name, letter: for selection; title: of its table; measurements, describe: of its module."""
 
     name: str
     letter: str
@@ -105,23 +105,23 @@ class Stage:
 
 
 def op_module(name: str) -> ModuleType:
-    """A module of the kernels.
+    """Import a kernels module.
 
     Raises:
-        NotThere: this checkout has none of that name.
+        Unavailable: there is no such module.
     """
     if importlib.util.find_spec(f"treespec_kernels.{name}") is None:
-        raise NotThere(f"there is no treespec_kernels.{name}")
+        raise Unavailable(f"there is no treespec_kernels.{name}")
     return importlib.import_module(f"treespec_kernels.{name}")
 
 
 class Bound(NamedTuple):
-    """How long a measurement may take in this slice.
+    """Time limits of a measurement within this slice.
 
     Attributes:
         seconds: until it is interrupted.
-        grace: further seconds until its process is ended.
-        cut: the slice ends before the measurement's own time does.
+        grace: further seconds until its process is killed.
+        cut: the slice ends before the measurement's own limit.
     """
 
     seconds: float
@@ -135,7 +135,7 @@ class Bound(NamedTuple):
 
 
 def run(stage: Stage, setting: Setting, seconds: float) -> bool:
-    """Measure what is left of a stage within `seconds`; whether all of it is in the document now."""
+    """Run the remaining measurements of a stage within `seconds`; returns whether the document is complete."""
     path = path_of(setting.out, stage.name)
     document = _begin(stage, setting, path)
     results = document["measurements"]
@@ -155,7 +155,7 @@ def run(stage: Stage, setting: Setting, seconds: float) -> bool:
             write(path, document)
             try:
                 results[name] = _measure(measurement, context, bound, path, document)
-            except OutOfTime:
+            except MeasurementTimeout:
                 document["running"] = None
                 _say(f"{stage.name}: the time ended in {name}; run it again")
                 break
@@ -173,7 +173,7 @@ def run(stage: Stage, setting: Setting, seconds: float) -> bool:
 
 
 def _begin(stage: Stage, setting: Setting, path: Path) -> dict[str, Any]:
-    """The document of a stage as it is, or an empty one."""
+    """Load a stage's document or create an empty one."""
     facts = setting.facts()
     document = load(path)
     if document is None or document["source"] != facts["source"]:
@@ -186,7 +186,7 @@ def _begin(stage: Stage, setting: Setting, path: Path) -> dict[str, Any]:
             "running": None,
             "measurements": {},
         }
-    if (name := document["running"]) is not None:  # this is what the process before ended in
+    if (name := document["running"]) is not None:  # the previous process died in it
         document["measurements"][name] = {"error": "the process ended in it"}
         document["running"] = None
         failures.note(setting.out, f"{stage.name}: {name}", "The process ended in it: above is what it left, if it did")
@@ -196,10 +196,10 @@ def _begin(stage: Stage, setting: Setting, path: Path) -> dict[str, Any]:
 def _measure(
     measurement: Measurement, context: Context, bound: Bound, path: Path, document: dict[str, Any]
 ) -> dict[str, Any]:
-    """Figures, or the error.
+    """Run a measurement; returns figures or its error.
 
     Raises:
-        OutOfTime: the slice ended in it.
+        MeasurementTimeout: the slice ended.
     """
     began, heading = time.perf_counter(), f"{path.stem}: {measurement.name}"
     try:
@@ -207,12 +207,12 @@ def _measure(
             figures = measurement.run(context)
             if context.setting.device.type == "cuda":
                 torch.cuda.synchronize()
-    except (Exception, OutOfTime) as error:
+    except (Exception, MeasurementTimeout) as error:
         late = time.perf_counter() - began >= bound.seconds
-        over = bound.cut and (late or isinstance(error, OutOfTime))  # a library may have made it one of its own
+        over = bound.cut and (late or isinstance(error, MeasurementTimeout))  # a library may have wrapped it
         failures.note(context.setting.out, heading + ", cut off" * over, failures.trace(error))
         if over:
-            raise OutOfTime("the slice ended") from None
+            raise MeasurementTimeout("the slice ended") from None
         figures = {"error": failures.last_line(error)}
         del error
         free_memory(context.setting)
@@ -221,10 +221,10 @@ def _measure(
 
 @contextmanager
 def _within(bound: Bound, name: str, path: Path, document: dict[str, Any]) -> Iterator[None]:
-    """Raise `OutOfTime` at the bound; where that does not come through, write it down and end the process."""
+    """Raise `MeasurementTimeout` at the limit; if that has no effect, record it and exit the process."""
 
     def raise_it(*given: object) -> None:
-        raise OutOfTime(f"it took more than {bound.seconds:.0f} s")
+        raise MeasurementTimeout(f"it took more than {bound.seconds:.0f} s")
 
     def give_up() -> None:
         try:
@@ -254,11 +254,11 @@ def _within(bound: Bound, name: str, path: Path, document: dict[str, Any]) -> It
 def leave(status: int) -> None:
     """End the process at once."""
     sys.stdout.flush()
-    os._exit(status)  # neither a lost context nor a hanging call lets Python end in order
+    os._exit(status)  # a lost context or hanging call prevents a normal exit
 
 
 def _context_is_lost(setting: Setting) -> bool:
-    """After an illegal access every call fails until the process ends."""
+    """Whether the CUDA context is lost: after an illegal access every call fails."""
     if setting.device.type != "cuda":
         return False
     try:
@@ -276,7 +276,7 @@ def free_memory(setting: Setting) -> None:
         try:
             torch.cuda.empty_cache()
         except RuntimeError:
-            return  # the context is lost, which is found out right after
+            return  # the context is lost, which the caller checks next
 
 
 def summary(figures: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""All stages in the order of their priority."""
+"""All stages by priority."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -21,14 +21,14 @@ STAGES = (
 
 
 def choose(names: Sequence[str]) -> list[Stage]:
-    """Stages by name or letter, in the order in which they are named; where none is, all in that of their priority.
+    """Select stages by name or letter, in the given order; all by priority if empty.
 
     Raises:
-        ValueError: a name that is none.
+        ValueError: an unknown name.
     """
     for name in names:
         if not any(name in (stage.name, stage.letter) for stage in STAGES):
             valid = ", ".join(f"{stage.name} ({stage.letter})" for stage in STAGES)
-            raise ValueError(f"--stage {name}: valid are {valid}")
+            raise ValueError(f"--stage {name}: valid: {valid}")
     named = [stage for name in names for stage in STAGES if name in (stage.name, stage.letter)]
     return list(dict.fromkeys(named)) if names else list(STAGES)

@@ -1,4 +1,4 @@
-"""What the kernels and the engine must reach on a GPU, and what was measured of it."""
+"""Performance and correctness targets on a GPU, and their measured values."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -10,14 +10,14 @@ Documents = Mapping[str, Mapping[str, Any]]  # results by stage: name of a measu
 
 
 class Target(NamedTuple):
-    """One requirement.
+    """A target.
 
     Args:
-        text: what it is about.
-        must: the bound, for a reader.
-        value: what was measured; None = it was not.
-        reached: whether a value reaches it.
-        shown: how a value is printed.
+        text: description.
+        must: the bound as text.
+        value: extracts the measured value, or None.
+        reached: whether a value meets the bound.
+        shown: format of the value.
     """
 
     text: str
@@ -36,7 +36,7 @@ def _ratio(above: float | None, below: float | None) -> float | None:
 
 
 def _sum(documents: Documents, stage: str, key: str, prefix: str) -> float | None:
-    """Over all measurements of a kind; None where one of them is missing or failed: a part proves nothing."""
+    """Sum over all measurements of a kind; None if one is missing or failed."""
     found = [figures for name, figures in documents.get(stage, {}).items() if name.startswith(prefix)]
     values = [figures.get(key) for figures in found]
     return sum(values) if values and all(value is not None for value in values) else None
@@ -51,7 +51,7 @@ def _of_plain(nodes: int) -> Callable[[Documents], float | None]:
 
 
 def _exact_cost(documents: Documents) -> float | None:
-    """Of a round with 32 nodes; where the engine's rounds were not measured, of the pass alone, which is more."""
+    """Cost of exactness of a round with 32 nodes, or of the pass alone (higher) without measured rounds."""
     exact, fast = (_figure(documents, "rounds", rounds.key("tree32", e), "round_us") for e in (True, False))
     ratio = _ratio(exact, fast) or _ratio(_pass_us(documents, 32), _pass_us(documents, 32, exact=False))
     return None if ratio is None else ratio - 1.0
@@ -80,7 +80,7 @@ def _attention(context: int, nodes: int, variants: tuple[str, ...]) -> Callable[
 
 
 def _masked_over_ours(documents: Documents) -> float | None:
-    """How many times faster than every form of masked SDPA, at 32 nodes and 8k."""
+    """Speed-up over the fastest masked SDPA at 32 nodes and 8k."""
     masked, ours = (_attention(8192, 32, variants)(documents) for variants in (attention.MASKED, (attention.OURS,)))
     return _ratio(masked, ours)
 
@@ -198,12 +198,12 @@ TARGETS = (
 
 
 def table(documents: Documents, dry: bool = False) -> str:
-    """All targets with what was measured; a dry run's times are of other sizes on another device, and say nothing."""
-    lines = [f"{'what it must reach':60} {'bound':>8} {'measured':>9}  verdict"]
+    """Table of targets with measured values; times of a dry run are meaningless."""
+    lines = [f"{'target':60} {'bound':>8} {'measured':>9}  verdict"]
     for target in TARGETS:
         try:
             value = target.value(documents)
-        except Exception as error:  # whatever a figure of another kind raises: the other targets hold
+        except Exception as error:  # malformed figures may raise anything; keep the other targets
             lines.append(f"{target.text:60} {target.must:>8} {'-':>9}  FAILED: {last_line(error)}")
             continue
         if value is None or (dry and target.must != "0"):
@@ -215,7 +215,7 @@ def table(documents: Documents, dry: bool = False) -> str:
 
 
 def wrong(documents: Documents) -> bool:
-    """Whether anything that must be equal, or pass, was measured and is not; or cannot be read, as the table says."""
+    """Whether a correctness target was measured and missed, or is unreadable."""
     return any(_is_wrong(target, documents) for target in TARGETS if target.must == "0")
 
 

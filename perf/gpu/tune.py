@@ -1,4 +1,4 @@
-"""Stage `autotune`: `treespec autotune` for the shapes that matter, and the file that it wrote beside the results."""
+"""Stage `autotune`: runs `treespec autotune` for the relevant shapes and copies the tuned file to the results."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def measurements(setting: Setting) -> Iterator[Measurement]:
 
 
 def shape_options(shape: ModelShape) -> list[str]:
-    """A model's shape as the command takes it."""
+    """Command line options of a model's shape."""
     sizes = {
         "heads": shape.num_heads,
         "kv-heads": shape.num_kv_heads,
@@ -47,10 +47,10 @@ def shape_options(shape: ModelShape) -> list[str]:
 
 
 def autotune(options: Sequence[str], context: Context) -> dict[str, Any]:
-    """What the command prints.
+    """Run the command and return its JSON.
 
     Raises:
-        RuntimeError: it failed.
+        RuntimeError: the command failed.
     """
     setting = context.setting
     environment = dict(os.environ)
@@ -82,7 +82,7 @@ def autotune(options: Sequence[str], context: Context) -> dict[str, Any]:
 
 
 def copy_files(document: dict[str, Any], folder: Path) -> list[str]:
-    """Copies the tuned file that the document names to `folder`, to be shipped as it is; the copies' names."""
+    """Copy the tuned file named by the document to `folder`; returns the copies' names."""
     source = document.get("kernels", {}).get("file")
     if source is None or not Path(source).is_file():
         return []

@@ -1,7 +1,6 @@
-"""Work in processes of its own, several at a time: what compiles kernels, or compares bits and times nothing.
+"""Runs untimed tasks (kernel compilation, bit comparisons) in parallel worker processes.
 
-Compiling takes a core up to a second a kernel, and a stage needs up to a hundred. What a process compiles, the others
-find in Triton's cache.
+Compiling takes up to a core second per kernel, and a stage needs up to a hundred. Processes share Triton's cache.
 """
 
 import faulthandler
@@ -23,45 +22,45 @@ from gpu import failures
 
 Task = Callable[[], Any]
 MAX_WORKERS = 12
-TRACE = 4000  # characters of a traceback, from its end
+TRACE = 4000  # last characters of a traceback
 
 
-def workers() -> int:
-    """Processes at a time: a few cores are left to those that drive the device."""
+def num_workers() -> int:
+    """Number of concurrent processes; leaves a few cores for those that drive the device."""
     return max(1, min(MAX_WORKERS, len(os.sched_getaffinity(0)) - 2))
 
 
-class Apart:
-    """Tasks in fresh processes, begun in their order.
+class WorkerPool:
+    """Runs tasks in fresh processes, started in order.
 
     Args:
-        tasks: by name, such as can be sent to another process.
-        seconds: of one, after which its process is ended.
+        tasks: by name, picklable.
+        seconds: time limit per task, after which its process is killed.
     """
 
     def __init__(self, tasks: Mapping[str, Task], seconds: float):
         self._seconds, self._closed = seconds, threading.Event()
-        self._pool = ThreadPoolExecutor(workers())
+        self._pool = ThreadPoolExecutor(num_workers())
         self._running: set[BaseProcess] = set()
         self._futures: dict[str, Future[Any]] = {
             name: self._pool.submit(self._run, task) for name, task in tasks.items()
         }
 
     def result(self, name: str) -> Any:
-        """What a task returned, once it has.
+        """Wait for a task and return its result.
 
         Raises:
-            RuntimeError: it raised, its process died, or it took too long. A note has the traceback from there.
+            RuntimeError: the task raised, died or timed out; a note holds its traceback.
         """
         return self._futures[name].result()
 
     def wait(self) -> dict[str, BaseException]:
-        """Until all have ended. Returns what went wrong."""
+        """Wait for all tasks and return their errors."""
         found = {name: future.exception() for name, future in self._futures.items()}
         return {name: error for name, error in found.items() if error is not None}
 
     def close(self) -> None:
-        """Ends what still runs, and begins nothing more."""
+        """Kill running tasks and start no more."""
         self._closed.set()
         self._pool.shutdown(wait=False)
         for process in list(self._running):
@@ -91,7 +90,7 @@ class Apart:
         process.start()
         self._running.add(process)
         sender.close()
-        if self._closed.is_set():  # perhaps before it was among the running
+        if self._closed.is_set():  # closed before it was registered as running
             process.kill()
         try:
             if not receiver.poll(self._seconds):
@@ -101,14 +100,14 @@ class Apart:
             process.join()
             raise RuntimeError(f"its process ended with {process.exitcode}") from None
         finally:
-            process.kill()  # its answer is here, or will never be
+            process.kill()  # its answer has arrived or never will
             process.join()
             self._running.discard(process)
 
 
 def run_task(task: Task, sender: Connection, stacks: str, until: float) -> None:
-    """Sends what a task returned, or the last line and the traceback of what it raised; where it can do neither, its
-    stacks are in a file, by the monotonic clock just before `until` at the latest."""
+    """Send a task's result, or the last line and traceback of its error; if it hangs, dump its stacks to a file just
+    before `until` (monotonic clock)."""
     torch.set_num_threads(2)  # beside a dozen others
     with open(stacks, "w") as file:
         faulthandler.enable(file)
@@ -116,29 +115,29 @@ def run_task(task: Task, sender: Connection, stacks: str, until: float) -> None:
         answer: tuple[Any, str | None, str]
         try:
             answer = task(), None, ""
-        except Exception as error:  # a measurement raises what compilers and drivers raise: it is written down there
+        except Exception as error:  # compilers and drivers may raise anything: record it
             answer = None, failures.last_line(error), failures.trace(error)[-TRACE:]
         faulthandler.cancel_dump_traceback_later()
         faulthandler.disable()
     sender.send(answer)
 
 
-def compile_apart(tasks: Mapping[str, Task], seconds: float, out: Path) -> dict[str, Any]:
-    """Runs tasks for the kernels that they compile. What fails shows again where it is measured.
+def compile_in_workers(tasks: Mapping[str, Task], seconds: float, out: Path) -> dict[str, Any]:
+    """Run tasks to warm the compile cache. Failures reappear when measured.
 
     Args:
-        tasks: as in `Apart`.
-        seconds: of all of them.
-        out: the folder of results, whose log has the tracebacks.
+        tasks: as in `WorkerPool`.
+        seconds: total time limit.
+        out: results folder, whose log gets the tracebacks.
     """
-    apart = Apart(tasks, seconds)
-    timer = threading.Timer(seconds, apart.close)
+    pool = WorkerPool(tasks, seconds)
+    timer = threading.Timer(seconds, pool.close)
     timer.start()
     try:
-        found = apart.wait()
+        found = pool.wait()
     finally:
         timer.cancel()
-        apart.close()
+        pool.close()
     for name, error in found.items():
         failures.note(out, f"compiling {name}", failures.trace(error))
     return {"tasks": len(tasks), "failures": [str(error) for error in found.values()]}

@@ -91,7 +91,7 @@ def test_hangs():
 
 
 def test_tasks_apart_answer_fail_die_and_take_too_long() -> None:
-    apart = module("apart")
+    workers = module("workers")
     tasks = {
         "answers": partial(divmod, 7, 2),
         "fails": partial(divmod, 7, 0),
@@ -99,7 +99,7 @@ def test_tasks_apart_answer_fail_die_and_take_too_long() -> None:
         "dies": partial(os._exit, 3),
         "hangs": partial(time.sleep, 3600),
     }
-    running = apart.Apart(tasks, 30.0)
+    running = workers.WorkerPool(tasks, 30.0)
     assert running.result("answers") == (3, 1)
     with pytest.raises(RuntimeError, match="ZeroDivisionError") as failure:
         running.result("fails")
@@ -112,7 +112,7 @@ def test_tasks_apart_answer_fail_die_and_take_too_long() -> None:
     running.close()
     with pytest.raises(RuntimeError, match=r"its process ended with -9|it did not begin"):
         running.result("hangs")
-    [late] = apart.Apart({"hangs": partial(time.sleep, 3600)}, 0.01).wait().values()
+    [late] = workers.WorkerPool({"hangs": partial(time.sleep, 3600)}, 0.01).wait().values()
     assert str(late) == "it took more than 0 s"
 
 
@@ -120,7 +120,7 @@ def test_what_hangs_apart_leaves_where_it_stood(tmp_path: Path) -> None:
     spawning, stacks = multiprocessing.get_context("spawn"), tmp_path / "stacks"
     _, sender = spawning.Pipe(duplex=False)
     given = (partial(time.sleep, 3600), sender, str(stacks), 0.0)
-    process = spawning.Process(target=module("apart").run_task, args=given, daemon=True)
+    process = spawning.Process(target=module("workers").run_task, args=given, daemon=True)
     process.start()
     until = time.monotonic() + 60
     while not (stacks.exists() and "in run_task\n" in stacks.read_text()) and time.monotonic() < until:
@@ -130,7 +130,8 @@ def test_what_hangs_apart_leaves_where_it_stood(tmp_path: Path) -> None:
 
 
 def test_what_does_not_compile_apart_is_in_the_log(tmp_path: Path) -> None:
-    found = module("apart").compile_apart({"a": partial(divmod, 7, 0), "b": partial(divmod, 7, 2)}, 60.0, tmp_path)
+    tasks = {"a": partial(divmod, 7, 0), "b": partial(divmod, 7, 2)}
+    found = module("workers").compile_in_workers(tasks, 60.0, tmp_path)
     assert found["tasks"] == 2 and [each.partition(":")[0] for each in found["failures"]] == ["ZeroDivisionError"]
     log = (tmp_path / "errors.log").read_text()
     assert "=== compiling a, " in log and ", in run_task\n" in log and "compiling b" not in log

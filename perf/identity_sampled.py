@@ -207,9 +207,7 @@ def _keep_plain(document: dict[str, Any], row: dict[str, Any]) -> None:
     for known in document["plain"]:
         if (known["dtype"], known["setting"]) == (row["dtype"], row["setting"]):
             if known["sha256"] != row["sha256"]:
-                raise ValueError(
-                    f"plain decoding, {row['dtype']}, {row['setting']}: tokens differ from the earlier run"
-                )
+                raise ValueError(f"plain decoding, {row['dtype']}, {row['setting']}: tokens differ from before")
             return
     document["plain"].append(row)
 

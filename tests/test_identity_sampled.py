@@ -85,7 +85,7 @@ def test_a_run_that_goes_on_finds_the_same_plain_tokens(tmp_path: Path) -> None:
     document["rows"].pop()
     document["plain"][-1]["sha256"] = "0"
     out.write_text(json.dumps(document))
-    with pytest.raises(ValueError, match="penalties: not the tokens of the run before"):
+    with pytest.raises(ValueError, match="penalties: tokens differ from before"):
         run(out, batches=[8])
 
 
@@ -143,5 +143,5 @@ def test_bad_shards(text: str) -> None:
 
 
 def test_batches_that_do_not_fit() -> None:
-    with pytest.raises(ValueError, match="--batches 16: valid with --sampling are 1 to 8"):
+    with pytest.raises(ValueError, match="--batches 16: valid with --sampling: 1 to 8"):
         run(None, batches=[16])

@@ -98,7 +98,7 @@ def test_arguments_of_tool_calls_are_objects_to_the_template(llm: LLM) -> None:
         assert output.prompt == said
         assert call["function"]["arguments"] == arguments, "the caller's own was changed"
     call = {"type": "function", "function": {"name": "look", "arguments": "{city"}}
-    with pytest.raises(RequestError, match=r"arguments of a tool call: '{city' is no JSON"):
+    with pytest.raises(RequestError, match=r"arguments of a tool call: '{city' is not JSON"):
         llm.chat([{"role": "assistant", "tool_calls": [call]}], SHORT, chat_template=shown)
 
 

@@ -223,7 +223,7 @@ def test_a_tokenizer_that_fails_ends_the_requests_that_need_it(text: Any, treach
     tokenizer.unreadable, tokenizer.decodes_to = only, text
     stopping = SamplingParams(max_tokens=6, stop="never written", ignore_eos=True)
     outputs = llm.generate(["trap", *prompts, *prompts], [greedy(6), *[greedy(6)] * 3, *[stopping] * 3])
-    assert "the tokenizer refuses 'trap': Unspeakable: (its message cannot be shown" in str(outputs[0].error)
+    assert "the tokenizer rejects 'trap': Unspeakable: (its message cannot be shown" in str(outputs[0].error)
     shown = "Unspeakable: (its message" if isinstance(text, Exception) else f"to {type(text).__name__}; valid: a text"
     for output in (outputs[1], outputs[4]):
         assert "the tokenizer" in str(output.error) and shown in str(output.error)
@@ -258,7 +258,7 @@ def test_a_chat_template_that_fails_ends_its_own_request(treacherous: tuple[LLM,
     alone = llm.generate("def", greedy(4))[0].outputs
     good, bad = ({"role": "user", "content": "def", "bad": bad} for bad in (False, True))
     first, second, third = llm.chat([[good], [bad], [good]], greedy(4))
-    assert "the chat template refuses the messages: Unspeakable: (its message cannot be shown" in str(second.error)
+    assert "the chat template rejects the messages: Unspeakable: (its message cannot be shown" in str(second.error)
     assert first.outputs == third.outputs == alone
     (refused, served) = llm.chat([[{"role": Shy()}], [good]], greedy(4))
     assert "message <dict whose __repr__ raises Unspeakable>" in str(refused.error) and served.outputs == alone

@@ -137,7 +137,7 @@ def test_reading_that_takes_long_all_the_same_is_given_up(monkeypatch: pytest.Mo
                 bad, good = llm.generate(["x", "def"], [asked({"choice": ["a", "b"]}), greedy(4)])
         finally:
             stop.append(True)
-    assert "choice takes more than 0.05 s to read; give a simpler one" in str(bad.error)
+    assert "choice takes more than 0.05 s to compile; give a simpler one" in str(bad.error)
     assert good.outputs == alone
 
 

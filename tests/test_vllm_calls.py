@@ -257,8 +257,8 @@ class Failing(Letters):
 def test_a_tokenizer_that_refuses_a_text() -> None:
     llm = open_llm(tiny()[0], tokenizer=Failing())
     outputs = llm.generate(["cb", "xy"], greedy(2))
-    assert outputs[0].error is None and "the tokenizer refuses 'xy': KeyError: 'x'" in str(outputs[1].error)
-    with pytest.raises(RequestError, match="the tokenizer refuses 'xy'"):
+    assert outputs[0].error is None and "the tokenizer rejects 'xy': KeyError: 'x'" in str(outputs[1].error)
+    with pytest.raises(RequestError, match="the tokenizer rejects 'xy'"):
         llm.generate("xy", greedy(2))
 
 
@@ -294,7 +294,7 @@ class Wordy(Letters):
             r"refuses 'a': TypeError: .*'pair'.*valid: an object with encode\(text\)",
         ),
         ({"tokenizer": Broken()}, ConfigError, r"cannot decode \[97\]: KeyError: 97; valid: an object with"),
-        ({"tokenizer": "/no/such/folder"}, ConfigError, "tokenizer='/no/such/folder' is no folder with tokenizer"),
+        ({"tokenizer": "/no/such/folder"}, ConfigError, "tokenizer='/no/such/folder' is not a folder with tokenizer"),
         ({"generation_config": 5}, ConfigError, "generation_config=5; valid: 'auto', 'treespec', 'vllm', or a folder"),
         ({"generation_config": "/no/such/folder"}, OSError, "/no/such/folder"),
     ],

@@ -203,6 +203,6 @@ class KVCache:
         assert count[0] == 0 == self._holders[0], "the null page was handed out"
         uncounted, lost = np.flatnonzero(count > self._holders), np.flatnonzero(count < self._holders)
         assert not len(uncounted), f"pages held more often than counted: {uncounted.tolist()}"
-        assert not len(lost), f"pages lost, counted and held by nobody: {lost.tolist()}"
+        assert not len(lost), f"pages lost, counted without a holder: {lost.tolist()}"
         stale = np.flatnonzero(self._dirty & (count == 0))
         assert not len(stale), f"free pages that were not scrubbed: {stale.tolist()}"

@@ -39,7 +39,7 @@ class RequestMetrics:
 
     @classmethod
     def of(cls, samples: Sequence[Request]) -> "RequestMetrics":
-        """Sums over a prompt's samples; `ttft` is the earliest, `seconds` the longest."""
+        """Aggregate a prompt's samples: sums, the earliest `ttft` and the longest `seconds`."""
         passes, generated = sum(s.target_passes for s in samples), sum(s.num_generated for s in samples)
         accepted: Counter[str] = Counter()
         alone: Counter[str] = Counter()

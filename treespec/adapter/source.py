@@ -76,7 +76,7 @@ class Source:
                 ) from error
             reason = str(error).strip().split("\n")[0]
             raise ModelError(
-                f"{folder}: transformers refuses config.json, model_type={raw.get('model_type')!r}: {reason}"
+                f"{folder}: transformers rejects config.json, model_type={raw.get('model_type')!r}: {reason}"
             ) from error
         return cls._of(folder, config, None, read_generation_config(folder))
 

@@ -68,7 +68,7 @@ def _entries(text: str, path: Path) -> Iterator[tuple[Any, str]]:
         try:
             listed = json.loads(text)
         except json.JSONDecodeError as error:
-            raise ConfigError(f"{path}, line {error.lineno}: no JSON ({error.msg})") from None
+            raise ConfigError(f"{path}, line {error.lineno}: not JSON ({error.msg})") from None
         yield from ((entry, f"entry {i}") for i, entry in enumerate(listed, start=1))
         return
     for number, line in enumerate(text.split("\n"), start=1):
@@ -76,7 +76,7 @@ def _entries(text: str, path: Path) -> Iterator[tuple[Any, str]]:
             try:
                 yield json.loads(line), f"line {number}"
             except json.JSONDecodeError as error:
-                raise ConfigError(f"{path}, line {number}: no JSON ({error.msg}); {VALID}") from None
+                raise ConfigError(f"{path}, line {number}: not JSON ({error.msg}); {VALID}") from None
 
 
 def _prompt(entry: Any, where: str) -> Prompt:

@@ -116,7 +116,7 @@ class _Generate:
         if tokenizer is not None and not _same_vocabulary(tokenizer, given.get("tokenizer")):
             raise ConfigError(
                 "assistant_tokenizer: a model in memory drafts with the target's own tokenizer; give its folder in "
-                "drafts=[...] in place of assistant_model=, and its guesses are translated"
+                "drafts=[...] in place of assistant_model=, and its proposals are translated"
             )
         return [*(drafts or ()), *([] if any(each is assistant for each in drafts or ()) else [assistant])]
 

@@ -84,13 +84,13 @@ class Grammars:
         except RequestError:
             raise
         except (ValueError, RecursionError) as error:
-            raise RequestError(f"structured_outputs: {form.form} cannot be read: {error}") from None
+            raise RequestError(f"structured_outputs: {form.form} cannot be compiled: {error}") from None
         limits = LLParserLimits(verbose_errors=False)
         parser = _run_with_large_stack(
             partial(LLMatcher, self._tokenizer, source, log_level=0, limits=limits), form.form
         )
         if parser.is_error():
-            raise RequestError(f"structured_outputs: {form.form} cannot be read: {_reason(parser)}")
+            raise RequestError(f"structured_outputs: {form.form} cannot be compiled: {_reason(parser)}")
         return parser
 
 
@@ -126,7 +126,7 @@ def _run_with_large_stack(call: Callable[[], "LLMatcher"], form: str) -> "LLMatc
         except TimeoutError:
             if not result.done() and spent() > SECONDS:
                 raise RequestError(
-                    f"structured_outputs: {form} takes more than {SECONDS} s to read; give a simpler one"
+                    f"structured_outputs: {form} takes more than {SECONDS} s to compile; give a simpler one"
                 ) from None
 
 

@@ -65,7 +65,7 @@ class StructuredOutputsParams:
         given = [name for name in _FORMS if getattr(self, name) is not None]
         if len(given) != 1:
             raise ConfigError(
-                f"structured_outputs has {' and '.join(given) or 'no form'}; give one of {', '.join(_FORMS)}"
+                f"structured_outputs has {' and '.join(given) or 'no constraint'}; give one of {', '.join(_FORMS)}"
             )
         self._check()
 
@@ -125,7 +125,7 @@ def _schema_text(schema: Any) -> str:
             schema = json.loads(schema)
         except (ValueError, RecursionError) as error:
             raise ConfigError(
-                f"json={schema[:80]!r} is no JSON ({error}); give a schema as a dict or as text"
+                f"json={schema[:80]!r} is not JSON ({error}); give a schema as a dict or as text"
             ) from None
     if not isinstance(schema, dict):
         raise ConfigError(f"json={schema!r}; valid: a JSON schema (an object), as a dict or as text")

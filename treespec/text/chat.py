@@ -53,7 +53,7 @@ class Conversation(NamedTuple):
                 **self.template_kwargs,
             )
         except Exception as error:  # templates may raise anything
-            raise RequestError(f"the chat template refuses the messages: {describe_error(error)}") from error
+            raise RequestError(f"the chat template rejects the messages: {describe_error(error)}") from error
         if not isinstance(text, str):
             raise RequestError(f"the chat template made {type(text).__name__}, not one text")
         return text
@@ -91,7 +91,7 @@ def _parse_arguments(call: Any) -> Any:
     try:
         arguments = json.loads(function["arguments"] or "{}")
     except ValueError as error:
-        raise RequestError(f"arguments of a tool call: {function['arguments'][:80]!r} is no JSON: {error}") from error
+        raise RequestError(f"arguments of a tool call: {function['arguments'][:80]!r} is not JSON: {error}") from error
     return {**call, "function": {**function, "arguments": arguments}}
 
 

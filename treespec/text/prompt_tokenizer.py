@@ -28,7 +28,7 @@ def load_tokenizer(tokenizer: Any, folder: str | os.PathLike[str]) -> Any:
     names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
     if not any(os.path.isfile(os.path.join(source, name)) for name in names):
         if tokenizer is not None:
-            raise ConfigError(f"tokenizer={tokenizer!r} is no folder with tokenizer files ({', '.join(names)})")
+            raise ConfigError(f"tokenizer={tokenizer!r} is not a folder with tokenizer files ({', '.join(names)})")
         logger.info("%s has no tokenizer: prompts and outputs are token ids", source)
         return None
     check_sentencepiece(source)
@@ -117,7 +117,7 @@ class UserTokenizer:
             ids = to_python(getattr(found, "ids", found))
             tokens = [as_int(token, 0) for token in ids] if isinstance(ids, list | tuple) else [None]
         except Exception as error:  # user tokenizers may raise anything
-            raise RequestError(f"the tokenizer refuses {text[:40]!r}: {describe_error(error)}") from error
+            raise RequestError(f"the tokenizer rejects {text[:40]!r}: {describe_error(error)}") from error
         if None in tokens:
             raise RequestError(f"the tokenizer made {safe_repr(found)} of {text[:40]!r}; valid: a list of token ids")
         return [token for token in tokens if token is not None]

@@ -31,7 +31,7 @@ from treespec import LLM, RequestOutput, SamplingParams, SpecConfig
 from treespec.config import DRAWS
 from treespec.sampling.sampler import Sampler
 from treespec.tree import TokenTree
-from treespec.verification.verify import RandomOracle, Verified, verify_drawn_one
+from treespec.verification.verify import RandomOracle, Verified, verify_drawn
 from treespec_weights import default_folder
 
 REPEATS = 4
@@ -60,7 +60,7 @@ def verified_by_all(rng: np.random.Generator) -> Iterator[dict[int, dict[str, li
         for _ in range(REPEATS):
             for name in RULES[:3]:  # the lemma with one-hot distributions is the naive rule
                 how = ("rejection", chosen) if name == "naive" else (name, tree)
-                own[name].append(len(verify_drawn_one(*how, target, oracle).path))
+                own[name].append(len(verify_drawn(*how, target, oracle).path))
         return original(self, rule, tree, logits, tokens)
 
     with mock.patch.object(Sampler, "verify_drawn", verify):

@@ -13,7 +13,7 @@ import numpy as np
 
 from treespec.tree import Draws, TokenTree
 from treespec.verification.oracle import Oracle
-from treespec.verification.verify import verify_drawn_one, verify_tree
+from treespec.verification.verify import verify_drawn, verify_tree
 
 Path = tuple[int, ...]
 Answers = tuple[int, ...]
@@ -243,11 +243,11 @@ def reference(rule: str) -> Verifier:
 
 
 def engine(rule: str) -> Verifier:
-    """`verify_drawn` for one request."""
+    """The engine's `verify_drawn`."""
 
     def verify(tree: TokenTree, world: World, oracle: Oracle) -> tuple[list[int], int]:
         paths = paths_of(tree)
-        verified = verify_drawn_one(rule, tree, lambda node: world.target[paths[node]], oracle)
+        verified = verify_drawn(rule, tree, lambda node: world.target[paths[node]], oracle)
         return verified.path.tolist(), verified.bonus
 
     return verify

@@ -29,7 +29,7 @@ from treespec.sampling import sampler
 from treespec.sampling.sampler import _VERIFY_STREAM, Sampler
 from treespec.tree import TokenTree
 from treespec.verification.oracle import RandomOracle
-from treespec.verification.verify import verify_drawn_one
+from treespec.verification.verify import verify_drawn
 
 ALPHA = 1e-6
 VOCAB, LENGTH, SAMPLES = 8, 3, 1200
@@ -222,9 +222,9 @@ def altered_verification(change: Callable[[TokenTree], TokenTree]) -> Callable[[
     """Verification sees another tree than was drawn."""
 
     def verify(rule: str, tree: TokenTree, *rest: Any) -> Any:
-        return verify_drawn_one(rule, change(tree), *rest)
+        return verify_drawn(rule, change(tree), *rest)
 
-    return lambda patch: patch.setattr(sampler, "verify_drawn_one", verify)
+    return lambda patch: patch.setattr(sampler, "verify_drawn", verify)
 
 
 def everything_possible(tree: TokenTree) -> TokenTree:

@@ -1,17 +1,17 @@
 """Verification at the engine's sizes: float32 rows, rounding, what is read and written, chance itself, bad input."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.enumeration import Builder, Path, Proposal, World, draft, engine, outcomes, paths_of, reference
+from tests.enumeration import Builder, Path, Proposal, World, draft, engine, outcomes, reference
 from treespec.errors import ConfigError
 from treespec.tree import Draws, TokenTree
 from treespec.verification.oracle import Oracle, RandomOracle
-from treespec.verification.verify import verify_drawn, verify_drawn_one, verify_tree
+from treespec.verification.verify import verify_drawn, verify_tree
 
 RULES = ("rejection", "traversal")
 VOCAB = 4096
@@ -199,7 +199,7 @@ def test_only_rows_that_matter_are_asked_for() -> None:
         ("traversal", [True], [0, 1, 2], [0, 1, 2]),
     ]:
         asked.clear()
-        assert verify_drawn_one(rule, tree, target, Scripted(*answers)).path.tolist() == path
+        assert verify_drawn(rule, tree, target, Scripted(*answers)).path.tolist() == path
         assert asked == read, rule
 
 
@@ -235,7 +235,7 @@ def test_a_node_without_a_distribution_ends_the_output(rule: str, draws: int) ->
         def target(node: int) -> np.ndarray | None:
             return root if node == 0 else None if paths[node][-1] == ends else later
 
-        path, bonus = verify_drawn_one(rule, tree, target, oracle)
+        path, bonus = verify_drawn(rule, tree, target, oracle)
         tokens = (*tree.tokens[path[1:]].tolist(), bonus)
         assert ends not in tokens[:-1], "something follows a node without a distribution"
         if len(tokens) == 1 and tokens[0] != ends:
@@ -251,29 +251,22 @@ def test_a_node_without_a_distribution_ends_the_output(rule: str, draws: int) ->
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_several_requests(rule: str) -> None:
-    """One by one, in order; an error of one request's target comes through."""
-    cases = [random_case(seed, 64) for seed in range(3)] + [(random_case(3, 64)[0], TokenTree.root(0))]
-
-    def target_of(world: World, tree: TokenTree) -> Callable[[int], np.ndarray]:
-        paths = paths_of(tree)
-        return lambda node: world.target[paths[node]]
-
-    trees, targets = [tree for _, tree in cases], [target_of(*case) for case in cases]
-    together = verify_drawn(rule, trees, targets, [RandomOracle(np.random.default_rng(i)) for i in range(4)])
-    for i, (tree, target) in enumerate(zip(trees, targets, strict=True)):
-        alone = verify_drawn_one(rule, tree, target, RandomOracle(np.random.default_rng(i)))
-        assert alone.path.tolist() == together[i].path.tolist() and alone.bonus == together[i].bonus
-        assert alone.path.dtype == np.int64
-    assert together[3].path.tolist() == [0]
-
+def test_an_error_of_the_target_comes_through(rule: str) -> None:
     def failing(node: int) -> np.ndarray:
         raise LookupError("this request's processor")
 
+    _, tree = random_case(0, 64)
     with pytest.raises(LookupError, match="processor"):
-        verify_drawn(rule, trees[:2], [targets[0], failing], [Unlucky(), Unlucky()])
+        verify_drawn(rule, tree, failing, Unlucky())
     with pytest.raises(ConfigError, match=r"'rejektion' \(did you mean 'rejection'\?\).*traversal"):
-        verify_drawn_one("rejektion", trees[0], targets[0], Unlucky())
+        verify_drawn("rejektion", tree, failing, Unlucky())
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_root_alone(rule: str) -> None:
+    world, _ = random_case(3, 64)
+    alone = verify_drawn(rule, TokenTree.root(0), lambda _: world.target[()], RandomOracle(np.random.default_rng(3)))
+    assert alone.path.tolist() == [0] and alone.path.dtype == np.int64
 
 
 # --- chance

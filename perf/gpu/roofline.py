@@ -47,10 +47,6 @@ def attention_bytes(num_heads: int, num_kv_heads: int, head_dim: int, rows: int,
     return ((context + rows) * 2 * num_kv_heads + 2 * rows * num_heads) * head_dim * itemsize
 
 
-def linear_bytes(rows: int, out_features: int, in_features: int, itemsize: int) -> int:
-    return (rows * in_features + out_features * in_features + rows * out_features) * itemsize
-
-
 def floor_us(num_bytes: float, flop: float, bytes_per_second: float, flop_per_second: float | None) -> float:
     """Lower bound in microseconds."""
     arithmetic = flop / flop_per_second if flop_per_second else 0.0

@@ -18,7 +18,7 @@ from treespec.sampling.transforms import Transforms, truncate_rows
 from treespec.sampling_params import SamplingParams
 from treespec.tree import TokenTree
 from treespec.verification.oracle import RandomOracle
-from treespec.verification.verify import Verified, verify_drawn_one
+from treespec.verification.verify import Verified, verify_drawn
 from treespec_kernels.sampling.coupled_choice import coupled_choice_triton
 
 _VERIFY_STREAM, _DRAFT_STREAM = 1 << 32, 2 << 32  # added to the sample index in the generator's key
@@ -202,7 +202,7 @@ class Sampler:
 
         if self._oracle is None:
             self._oracle = RandomOracle(self.generator(_VERIFY_STREAM))
-        return verify_drawn_one(rule, tree, target, self._oracle)
+        return verify_drawn(rule, tree, target, self._oracle)
 
     def draft_generator(self) -> np.random.Generator:
         """Generator for draft sampling, independent of verification."""

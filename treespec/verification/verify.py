@@ -35,8 +35,8 @@ Deterministic children may depend on earlier draws and come after the random one
 traversal accepts the most tokens and naive the fewest. Exact enumeration found the same order for trees, except where a
 deterministic child, or the node of the next draw, depends on earlier draws.
 
-`verify_tree` is the readable reference; `verify_drawn_one` is the engine's implementation, which reads whole rows only
-where necessary, and `verify_drawn` runs it for several requests.
+`verify_tree` is the readable reference; `verify_drawn` is the engine's implementation, which reads whole rows only if
+necessary.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,7 +53,7 @@ from treespec.tree import TokenTree
 from treespec.verification.oracle import Oracle, RandomOracle
 from treespec.verification.reference import verify_tree
 
-__all__ = ["Oracle", "RandomOracle", "Verified", "verify_drawn", "verify_drawn_one", "verify_greedy", "verify_tree"]
+__all__ = ["Oracle", "RandomOracle", "Verified", "verify_drawn", "verify_greedy", "verify_tree"]
 
 _MAX_SCALE = 1e30  # larger scales overflow float32 (0 * inf = NaN); the acceptance is then below 1e-30
 TargetProbs = Callable[[int], np.ndarray | None]
@@ -85,30 +85,22 @@ def verify_greedy(tree: TokenTree, choices: np.ndarray) -> Verified:
     return Verified(np.array(path, dtype=np.int64), wanted[path[-1]])
 
 
-def verify_drawn(
-    rule: str, trees: Sequence[TokenTree], targets: Sequence[TargetProbs], oracles: Sequence[Oracle]
-) -> list[Verified]:
-    """Verify the trees of several requests in turn with a rule that uses the draft distributions.
+def verify_drawn(rule: str, tree: TokenTree, target: TargetProbs, oracle: Oracle) -> Verified:
+    """Verify a tree with a rule that uses the draft distributions.
 
     Args:
         rule: "rejection" or "traversal".
-        trees: one per request. A draw's distribution is row `draws.rows` of `draft_probs`, renormalised without the
-            tokens of `draws.excluded`; a row of -1, or `rows` None, means one-hot.
-        targets: per request, a function from a node to the target's distribution after it, float32 or float64 [vocab].
-            It is called only for nodes whose distribution matters, in any order, and its result is never written to.
-            None (never for the root) ends the output: if the node is accepted, its token is the last one.
-        oracles: per request, the randomness.
+        tree: a draw's distribution is row `draws.rows` of `draft_probs`, renormalised without the tokens of
+            `draws.excluded`; a row of -1, or `rows` None, means one-hot.
+        target: from a node to the target's distribution after it, float32 or float64 [vocab]. It is called only for
+            nodes whose distribution matters, in any order, and its result is never written to. None (never for the
+            root) ends the output: if the node is accepted, its token is the last one.
+        oracle: the randomness.
 
     Raises:
         ConfigError: an unknown rule.
-        Exception: whatever a target raises; call `verify_drawn_one` to confine it to one request.
+        Exception: whatever `target` raises.
     """
-    each = zip(trees, targets, oracles, strict=True)
-    return [verify_drawn_one(rule, tree, target, oracle) for tree, target, oracle in each]
-
-
-def verify_drawn_one(rule: str, tree: TokenTree, target: TargetProbs, oracle: Oracle) -> Verified:
-    """`verify_drawn` for one request."""
     reject_unknown("verification rule", [rule], RANDOM_DRAWS)
     below = draws_below(tree)
     return _rejection(below, target, oracle) if rule == "rejection" else _traversal(below, target, oracle)

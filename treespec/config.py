@@ -202,7 +202,7 @@ class SpecConfig:
 
     @classmethod
     def resolve(cls, spec: "SpecConfig | str | dict[str, Any] | None", default: "SpecConfig") -> "SpecConfig":
-        """What a call's `spec=` means: None is the engine's own, "off" plain decoding."""
+        """Resolve a call's `spec=`: None is the engine's default, "off" plain decoding."""
         if spec is None:
             return default
         if spec == "off":

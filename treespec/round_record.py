@@ -33,9 +33,9 @@ class RoundRecord:
         context: prompt and output tokens before the root.
         tree: the verified nodes with probabilities and sources.
         path: int64 [1 + accepted], the accepted nodes, root first.
-        bonus: the target's own token after the path; None where the output ended inside the path.
-        index: of the sample, as `CompletionOutput.index`.
-        seconds: of the whole round, for all requests that took part in it.
+        bonus: the target's token after the path; None if the output ended inside the path.
+        index: of the sample, as in `CompletionOutput.index`.
+        seconds: duration of the round, for all of its requests.
         target_seconds: of the target pass; in captured rounds, of verification and commit too.
         draft_seconds: of drafts that run a model.
     """

@@ -134,9 +134,9 @@ DRY = Sizes(
 )
 
 
-# Of one measurement, a dozen at a time. An engine takes longest where nothing is compiled yet: 180 s are for compiling
-# beside eleven others, for capturing and proving its rounds and for decoding plainly, `ENGINE_SECONDS` for its modes,
-# and 50 s for the one begun last. Engines begin first; what waits for a process has the other 140 s of the stage's 460.
+# Per measurement, a dozen in parallel. Cold engines are slowest: 180 s to compile next to eleven others, capture and
+# check rounds and decode plainly, `ENGINE_SECONDS` for the modes and 50 s for the last of them. Engines start first;
+# queued measurements have the other 140 s of the stage's 460.
 WORKER_SECONDS = 320.0
 
 
@@ -417,7 +417,7 @@ def describe(document: dict[str, Any]) -> str:
                 + (f"; {figures['differing_repeats']} of {figures['repeats']} repeats" if "repeats" in figures else "")
             )
         elif name.startswith("row_linear"):
-            error = figures["relative_error"]  # None where it is NaN
+            error = figures["relative_error"]  # None if NaN
             lines.append(
                 f"  {name:36} {figures['differing_row_counts']} of {figures['row_counts']} row counts differ, "
                 f"error {'-' if error is None else format(error, '.1e')}"

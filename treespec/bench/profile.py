@@ -1,4 +1,4 @@
-"""Profile of an engine: where the time of its rounds goes, and what they accept."""
+"""Profiles an engine's rounds: time by part, and accepted tokens."""
 
 from collections import Counter
 from collections.abc import Iterator

@@ -46,8 +46,8 @@ class Plan:
 
     @property
     def seconds_left(self) -> float:
-        """What the remaining runs will take: each as long as the mode's at this batch size so far. At a batch size that
-        has not run yet, as long for each prompt as at the nearest one that has."""
+        """Estimated remaining seconds, from the mode's mean at this batch size or, per prompt, at the nearest measured
+        one."""
         return sum((count - self.done[key]) * self._seconds_of(*key) for key, count in self.counts.items())
 
     def _seconds_of(self, batch: int, mode: str) -> float:

@@ -21,7 +21,7 @@ from treespec.llm import LLM
 
 logger = logging.getLogger("treespec")
 
-MAX_ROWS = 8  # decoded at once; further rows wait
+MAX_ROWS = 8  # decoded concurrently; further rows are queued
 MAX_ENGINES = 3  # per model, for calls that alternate: with drafts, without, and with many rows
 LEAST_LENGTH = 512  # positions of an engine at least, so that a slightly longer text does not build another
 _LENGTH_STEP = 4096  # lengths are rounded up to powers of two below it, and to multiples of it above
@@ -96,7 +96,7 @@ def engine_for(
 
 
 def _replaced_by(llm: LLM, rows: int, room: int) -> bool:
-    """Return whether an engine of so many rows and positions makes this one redundant."""
+    """Whether an engine of `rows` rows and `room` positions makes this one redundant."""
     return llm.config.max_num_seqs <= rows and llm.config.max_model_len <= room
 
 

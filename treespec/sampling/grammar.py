@@ -67,7 +67,7 @@ class Grammars:
         return self._parsers[form]
 
     def parse(self, form: StructuredOutputsParams) -> "LLMatcher":
-        """Read a form. Raises RequestError where it is wrong or takes too long."""
+        """Compile a constraint. Raises RequestError if it is invalid or takes too long."""
         try:
             from llguidance import LLMatcher, LLParserLimits
         except ImportError:

@@ -142,7 +142,7 @@ class Tokenization:
     """Tokenization options of a call.
 
     Args:
-        truncate: keep the last so many tokens; None = all. Special tokens around a text are kept, as in transformers.
+        truncate: number of last tokens to keep; None = all. Special tokens around a text are kept, as in transformers.
         special: add special tokens around a text; None = except for conversations, whose template adds them.
     """
 

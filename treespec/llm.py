@@ -80,7 +80,7 @@ class LLM(VllmMethods):
         suffix_tokens: number of recent tokens to remember, rounded up to a power of two, for the source "suffix", which
             proposes what followed the same tokens in earlier outputs and prompts. Takes 64 bytes per token (several
             hundred without a C++ compiler). It changes the speed, not the tokens (under "rejection" and "traversal",
-            not their probabilities). 0 turns it off: benchmarks that repeat a prompt would measure the memory.
+            not their probabilities). 0 turns it off, so that repeating a prompt does not make it faster.
         seed: seeds the generator that draws the seeds of sampled requests without one, so that the same calls in the
             same order give the same tokens. None draws other seeds in every engine.
         vllm_options: vLLM's other names. Hints that change no token are ignored with a log line, others raise an error
@@ -339,7 +339,7 @@ class LLM(VllmMethods):
     def abort(self, request_id: str) -> None:
         """End a request and free its slot, from any thread. An unknown or finished id is ignored.
 
-        It ends at once, or, when called from within a round, after that round.
+        It ends at once, or after the round that is running.
         """
         with self.between_rounds():
             self._rounds.end(self.engine.scheduler.find(request_id))

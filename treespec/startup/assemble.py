@@ -58,9 +58,8 @@ def assemble(resolved: Resolved, plan: MemoryPlan) -> Built:
     config = _engine_config(resolved, plan, target)
     planner = _make_planner(resolved, runner, ssms, config)
     scheduler = Scheduler(target.cache, config.max_num_seqs, config.prefill_chunk, plan.scratch)
-    lookup = _make_lookup(resolved)
     foreign = _load_foreign(resolved, plan, planner, ssms)
-    sources = DraftSources(ssms, lookup, [*resolved.drafters, *foreign])
+    sources = DraftSources(ssms, _make_lookup(resolved), [*resolved.drafters, *foreign])
     host = HostExecutor(runner, planner, sources, plan.max_model_len)
     engine, rounds = _make_engine(
         Engine(runner, scheduler, sources, host), _capture(resolved, plan, runner, ssms), config
@@ -71,8 +70,7 @@ def assemble(resolved: Resolved, plan: MemoryPlan) -> Built:
         target=resolved.target,
         backend=target.decoder.backend,
         exactness=target.exactness,
-        captured=rounds is not None,
-        memory=_memory_in_use(target, ssms, foreign, rounds, lookup),
+        memory=_memory_in_use(target, sources, foreign, rounds),
         kernels=resolved.loader.configs,
         connections={draft.name: str(draft.connection) for draft in resolved.drafts},
     )
@@ -171,18 +169,14 @@ def _make_engine(
 
 
 def _memory_in_use(
-    target: Target,
-    ssms: SsmDrafter | None,
-    foreign: list[ForeignDrafter],
-    rounds: Rounds | None,
-    lookup: LookupDrafter | None,
+    target: Target, sources: DraftSources, foreign: list[ForeignDrafter], rounds: Rounds | None
 ) -> dict[str, int]:
     """Bytes by use."""
-    drafts = [*(ssms.models if ssms else ()), *(drafter.model for drafter in foreign)]
+    drafts = [*(sources.ssms.models if sources.ssms else ()), *(drafter.model for drafter in foreign)]
     return {
         "target_weights": target.decoder.nbytes,
         "draft_weights": sum(model.nbytes for model in drafts),
         "kv_cache": target.cache.nbytes + sum(drafter.cache.nbytes for drafter in foreign),
         "captured_rounds": 0 if rounds is None else rounds.nbytes,
-        "suffix": 0 if lookup is None else lookup.nbytes,
+        "suffix": 0 if sources.lookup is None else sources.lookup.nbytes,
     }

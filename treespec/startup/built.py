@@ -19,7 +19,6 @@ class Built:
         target: config of the target.
         backend: of the target, "native" or "transformers".
         exactness: what is guaranteed of the tokens.
-        captured: whether rounds run on the device, from captured graphs where it has them.
         memory: bytes by use.
         kernels: configurations of the Triton kernels; None without Triton.
         connections: how each draft model guesses for the target, by name.
@@ -30,19 +29,18 @@ class Built:
     target: ModelConfig | AdapterConfig
     backend: str
     exactness: str
-    captured: bool
     memory: dict[str, int]
     kernels: KernelConfigs | None
     connections: dict[str, str]
 
     def stats(self) -> dict[str, Any]:
         """Return what `LLM.stats` does."""
-        engine, config = self.engine, self.config
-        drafts = engine.sources.ssms.names if engine.sources.ssms else ()
-        return engine.stats.as_dict() | {
+        config, sources = self.config, self.engine.sources
+        drafts = sources.ssms.names if sources.ssms else ()
+        return self.engine.stats.as_dict() | {
             "frozen": self._frozen(),
-            "suffix_tokens": 0 if engine.sources.lookup is None else engine.sources.lookup.remembered,
-            "drafts": [*drafts, *(drafter.name for drafter in engine.sources.others)],
+            "suffix_tokens": 0 if sources.lookup is None else sources.lookup.remembered,
+            "drafts": [*drafts, *(drafter.name for drafter in sources.others)],
             "draft_vocabularies": dict(self.connections),
             "max_model_len": config.max_model_len,
             "max_num_seqs": config.max_num_seqs,
@@ -66,7 +64,7 @@ class Built:
             "quantization": config.quantization,
             "attention_tile": PAGE_SIZE,
             "fixed_rows": self.engine.runner.max_rows,
-            "rounds": "on the device" if self.captured else "step by step",
+            "rounds": "on the device" if self.engine.captured is not None else "step by step",
             "tuned_file": None if kernels is None else kernels.file,
             "default_kernels": [] if kernels is None else list(kernels.fallbacks),
         }

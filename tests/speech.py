@@ -71,7 +71,10 @@ def scripted(llm: LLM, sequences: Sequence[Sequence[int]], depth: int = 8) -> It
         return results
 
     oracle = OracleDrafter(sequences, depth)
-    with mock.patch.object(llm.engine.runner, "forward", forward), mock.patch.object(llm.engine, "drafters", [oracle]):
+    with (
+        mock.patch.object(llm.engine.runner, "forward", forward),
+        mock.patch.object(llm.engine.sources, "others", [oracle]),
+    ):
         yield oracle
 
 

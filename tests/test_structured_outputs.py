@@ -140,7 +140,7 @@ def test_no_row_is_spent_on_what_cannot_follow(opened: Callable[[], LLM], temper
     params = asked(CLOSED, temperature=temperature, seed=1)
     (plain,) = llm.generate(PROMPTS[0], params, "off")
     oracle = OracleDrafter([[*plain.prompt_token_ids, *plain.outputs[0].token_ids]], 4, wrong=3, bushy=True)
-    with mock.patch.object(llm.engine, "drafters", [oracle]), seen_trees(llm) as seen:
+    with mock.patch.object(llm.engine.sources, "others", [oracle]), seen_trees(llm) as seen:
         (output,) = llm.generate(PROMPTS[0], params, TREE)
     assert output.outputs == plain.outputs
     nodes, proposers = 0, set()

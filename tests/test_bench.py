@@ -28,6 +28,8 @@ from treespec.tree import TokenTree
 from treespec.verification.verify import Verified, verify_greedy
 from treespec_weights import default_folder
 
+pytestmark = pytest.mark.slow
+
 FIGURES = {
     "mode",
     "engine",
@@ -272,7 +274,6 @@ def test_modes() -> None:
         select(ours, peers, ["nothing"])
 
 
-@pytest.mark.slow
 def test_document_of_all_kinds_of_modes(ids_file: Path, lent: LLM) -> None:
     more = options(ids_file, batches=(1, 2), repeats=2, warmup=1)
     document = bench(more)

@@ -129,6 +129,7 @@ def test_one_bad_conversation_leaves_the_others_alone(llm: LLM) -> None:
     assert outputs[0].outputs[0].token_ids == llm.chat([USER], SHORT)[0].outputs[0].token_ids
 
 
+@pytest.mark.slow
 def test_from_the_command_line(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "model")
     command = ["generate", "def add(a, b):", "--model", str(folder), "--chat", "--max-tokens", "4", "--check", "--json"]

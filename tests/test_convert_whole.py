@@ -18,6 +18,8 @@ import treespec_weights.writer
 from tests.conversions import Q, add_families, assert_same, contents, make, tensors_of
 from treespec_weights import CheckpointError, OptionError, UnsupportedModelError, WriteError, convert_checkpoint
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[1]
 LARGE = {"vocab_size": 5000}  # 480 kB each of embedding and head
 
@@ -249,7 +251,6 @@ def test_a_process_that_is_killed(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's memory counters")
 def test_memory_is_that_of_a_tensor(tmp_path: Path) -> None:
     """In a process of its own, whose malloc gives large blocks back at once."""

@@ -16,6 +16,8 @@ from tests.models import greedy, open_llm, random_prompts, tiny
 from treespec import LLM, SpecConfig
 from treespec_kernels.cpu.cpu_library import CompileError, find_compiler
 
+pytestmark = pytest.mark.slow
+
 _FLOAT_BY_DEFAULT = {"empty", "zeros", "ones", "full", "tensor", "rand", "randn", "linspace", "eye", "empty_strided"}
 _FACTORIES = _FLOAT_BY_DEFAULT | {"arange", "as_tensor", "asarray", "randint", "randperm", "scalar_tensor"}
 

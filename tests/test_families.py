@@ -135,6 +135,7 @@ def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
     assert output.metrics.acceptance_length > 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", TYPICAL)
 def test_trees_have_the_bits_of_plain_decoding(name: str, dtype: torch.dtype) -> None:

@@ -24,6 +24,8 @@ from treespec_weights import (
     verify_checkpoint,
 )
 
+pytestmark = pytest.mark.slow
+
 AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 

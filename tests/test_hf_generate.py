@@ -29,7 +29,7 @@ from treespec.hf.engines import _engines
 
 PAD = 2
 TREES = SpecConfig(nodes=16)
-pytestmark = pytest.mark.usefixtures("engines_start_quickly")
+pytestmark = [pytest.mark.usefixtures("engines_start_quickly"), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -217,7 +217,6 @@ def probs_of(model: Any, prompt: list[int], options: dict[str, Any]) -> np.ndarr
     return np.stack([first[token] * after([*prompt, token]) for token in range(SMALL)])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLED_OPTIONS)
 @pytest.mark.parametrize("verification", ["coupled", "rejection"])
 def test_the_distribution_is_transformers(name: str, verification: str) -> None:

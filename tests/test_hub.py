@@ -20,6 +20,8 @@ from treespec_weights import HubError, OptionError, fetch, is_hub_id
 from treespec_weights.cli import app
 from treespec_weights.hub import ALLOWED, IGNORED
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[1]
 Snapshot = Callable[..., str]
 

@@ -210,6 +210,7 @@ def test_only_the_end_of_a_long_text_is_searched(new: New) -> None:
     assert len(propose(new(), request_of([*text, 12, 13]), 2)) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize(
     "spec",

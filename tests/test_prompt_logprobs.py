@@ -73,6 +73,7 @@ every_engine = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @every_engine
 def test_they_are_what_decoding_says_of_the_same_tokens(opened: Callable[[], LLM], vocab: int) -> None:
     """In every bit, over the borders of tiles and windows, from trees as from plain decoding."""

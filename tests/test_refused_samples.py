@@ -34,6 +34,8 @@ from treespec.errors import RequestError
 from treespec.request import Request
 from treespec.tree import TokenTree
 
+pytestmark = pytest.mark.slow
+
 # --- requests that cannot be served or fail on the way: alone, and the others finish
 
 

@@ -43,7 +43,9 @@ def compare(llm: LLM, prompt: list[int], spec: Any, counts: Any = COUNTS) -> tup
     return alone, shared, group
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=["float32", "bfloat16"]
+)
 @pytest.mark.parametrize(
     "ssms, spec",
     [((), "off"), ((), SpecConfig(nodes=8)), (ALL, NODES), (ALL, SpecConfig())],
@@ -64,6 +66,7 @@ def test_tokens_and_bits_are_those_of_samples_on_their_own(
         assert alone.logits.keys() == shared.logits.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [32, 512])
 def test_a_prompt_is_not_read_where_ssms_are_not_expected_to_draft(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """They draft for none of its samples then: who shares it may not write to it. A fixed tree's SSMs read."""
@@ -132,7 +135,7 @@ def test_kept_pages_do_not_block_an_earlier_request() -> None:
 
 @pytest.mark.parametrize("when", [1, 3, 4, 6])
 @pytest.mark.parametrize("who", [[0], [1], [0, 1, 2], [2, 3, 4], [3, 4, 5]])
-@pytest.mark.parametrize("seqs", [1, 3])
+@pytest.mark.parametrize("seqs", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_aborts(who: list[int], when: int, seqs: int) -> None:
     """Of the leader while it computes the prompt or after, and of those that wait or run."""
     llm = tiny_llm(ssms=(0,), max_num_seqs=seqs, prefill_chunk=64)

@@ -13,6 +13,8 @@ from treespec import LLM, SpecConfig
 from treespec.errors import RequestError
 from treespec.sampling_params import SamplingParams
 
+pytestmark = pytest.mark.slow
+
 TREE = SpecConfig(nodes=12)
 PROMPTS = random_prompts((5, 30, 64, 70))
 PARAMS = [greedy(24), greedy(24, temperature=0.8, seed=3, n=2)]

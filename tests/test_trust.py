@@ -10,6 +10,8 @@ from treespec import LLM, SpecConfig
 from treespec.drafters.ssm import ssm_drafter as ssm
 from treespec.drafters.trust import FADING, LEAST, WINDOW, WORST, Trust
 
+pytestmark = pytest.mark.slow
+
 SSMS = SpecConfig(nodes=12, max_depth=3, sources=("ssm",))
 
 

@@ -31,6 +31,8 @@ from treespec.errors import ConfigError, DraftError
 from treespec.outputs import RequestOutput
 from treespec_weights import default_folder
 
+pytestmark = pytest.mark.slow
+
 TREE = SpecConfig(nodes=16, max_depth=5, sources=("ssm",))
 SPECS = {
     "16": TREE,

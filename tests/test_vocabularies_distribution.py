@@ -28,6 +28,8 @@ from treespec.request import Request
 from treespec.tree import TokenTree
 from treespec.verification.oracle import Oracle
 
+pytestmark = pytest.mark.slow
+
 OWN, OTHER = "abcdefgh", "xhgfyedcz"  # "a" and "b" are unknown to the draft, "x", "y" and "z" to the target
 SSM = {"sources": ("ssm",)}
 
@@ -182,7 +184,6 @@ CASES = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_joint_distribution(name: str) -> None:
     spec, kind = CASES[name]
@@ -253,7 +254,6 @@ def unmasked(probs: np.ndarray) -> np.ndarray:
     return wrong
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("change", [swapped, unmasked])
 @pytest.mark.parametrize("rule", ["rejection", "traversal"])
 def test_the_g_test_catches_a_wrong_distribution(rule: str, change: Callable[[np.ndarray], np.ndarray]) -> None:

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -46,14 +46,16 @@ def _run(function: Callable[..., None], argument: object, environment: dict[str,
         return subprocess.CompletedProcess(str(argument), process.exitcode, stdout, stderr)
 
 
-def run_cases(name: str, environment: dict[str, str]) -> None:
-    """Runs a file of cases of tests/interpreted/ under further environment variables; fails with its whole output."""
-    arguments = [str(INTERPRETED / name), "-q", "--tb=short", "-p", "no:cacheprovider"]
+def run_cases(names: str | Sequence[str], environment: dict[str, str]) -> None:
+    """Runs files of cases of tests/interpreted/ in one process, under further environment variables; fails with its
+    whole output."""
+    names = [names] if isinstance(names, str) else names
+    arguments = [*(str(INTERPRETED / name) for name in names), "-q", "--tb=short", "-p", "no:cacheprovider"]
     child = _run(_run_pytest, arguments, os.environ | environment)
     if "only 0-dimensional arrays can be converted to Python scalars" in child.stdout:
         pytest.skip("the interpreter of Triton 3.6 cannot run loops with numpy 2.4 or later")
     if child.returncode != 0:
-        pytest.fail(f"{name} with {environment}:\n{child.stdout}\n{child.stderr}", pytrace=False)
+        pytest.fail(f"{', '.join(names)} with {environment}:\n{child.stdout}\n{child.stderr}", pytrace=False)
 
 
 def runs_alone(node_id: str) -> bool:

@@ -25,9 +25,7 @@ from treespec.tree import TokenTree
 from treespec_weights import default_names
 
 DTYPES = [torch.float32, torch.bfloat16]
-SUBSETS = [
-    pytest.param(ssms, marks=[] if ssms in ((), (0,), (0, 1, 2)) else pytest.mark.slow) for ssms in all_of(0, 1, 2)
-]
+SUBSETS = [pytest.param(ssms, marks=[] if ssms in ((0,), (0, 1, 2)) else pytest.mark.slow) for ssms in all_of(0, 1, 2)]
 LENGTHS = (1, 2, 9, 31, 50, 62, 63, 64, 65, 90, 126)  # 11 requests for 8 slots; outputs cross positions 64 and 128
 TOKENS = 20
 SPECS = {

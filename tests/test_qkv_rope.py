@@ -8,29 +8,25 @@ import torch
 from tests.child import run_cases
 from treespec_kernels.attention.qkv_rope import qkv_rope_ref, qkv_rope_triton
 
-CASES = "qkv_rope_cases.py"
-DECODER_CASES = "decoder_ops_cases.py"
+CASES = ["qkv_rope_cases.py", "decoder_ops_cases.py"]
 
 
 def environment(implementation: str) -> dict[str, str]:
     return {"TREESPEC_QKV_ROPE": implementation, "TREESPEC_DECODER_OPS": implementation}
 
 
-@pytest.mark.parametrize("cases", [CASES, DECODER_CASES])
-def test_ref(cases: str) -> None:
-    run_cases(cases, environment("ref"))
+def test_ref() -> None:
+    run_cases(CASES, environment("ref"))
 
 
-@pytest.mark.parametrize("cases", [CASES, DECODER_CASES])
-def test_triton_in_the_interpreter(cases: str) -> None:
+def test_triton_in_the_interpreter() -> None:
     pytest.importorskip("triton")
-    run_cases(cases, environment("triton") | {"TRITON_INTERPRET": "1"})
+    run_cases(CASES, environment("triton") | {"TRITON_INTERPRET": "1"})
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("cases", [CASES, DECODER_CASES])
-def test_triton_on_a_gpu(cases: str) -> None:
-    run_cases(cases, environment("triton") | {"TRITON_INTERPRET": "0"})
+def test_triton_on_a_gpu() -> None:
+    run_cases(CASES, environment("triton") | {"TRITON_INTERPRET": "0"})
 
 
 def fitting() -> dict[str, Any]:

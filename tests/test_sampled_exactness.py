@@ -12,9 +12,7 @@ from tests.models import OracleDrafter, open_llm, random_prompts, tiny, tiny_llm
 from treespec import LLM, SamplingParams, SpecConfig
 
 DTYPES = [torch.float32, torch.bfloat16]
-SUBSETS = [
-    pytest.param(ssms, marks=[] if ssms in ((), (0,), (0, 1, 2)) else pytest.mark.slow) for ssms in all_of(0, 1, 2)
-]
+SUBSETS = [pytest.param(ssms, marks=[] if ssms in ((0,), (0, 1, 2)) else pytest.mark.slow) for ssms in all_of(0, 1, 2)]
 LENGTHS = (1, 9, 31, 50, 58, 62, 63, 64, 65, 90, 126, 5)  # 12 requests for 8 slots; outputs cross positions 64 and 128
 TOKENS = 14
 SHAPES: dict[str, dict[str, Any]] = {

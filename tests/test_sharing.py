@@ -18,7 +18,6 @@ from treespec.tree import TokenTree
 LENGTHS = (1, 2, 63, 64, 65, 130)
 COUNTS = (4, 11, 7, 9, 1)  # more than run at a time, and the leader ends first
 NODES = SpecConfig(nodes=8, max_depth=3, sources=("ssm",))  # what it drafts depends on the SSMs alone
-DTYPES = [torch.float32, torch.bfloat16]
 ALL: tuple[int, ...] = (0, 1, 2)
 
 

@@ -9,25 +9,21 @@ from tests.child import run_cases
 from treespec_kernels.tree.device_trees import DeviceTrees
 from treespec_kernels.tree.tree_walk import Walk, tree_walk_ref, tree_walk_triton
 
-CASES = "tree_walk_cases.py"
-ROUND_CASES = "tree_round_cases.py"
+CASES = ["tree_walk_cases.py", "tree_round_cases.py"]
 
 
-@pytest.mark.parametrize("cases", [CASES, ROUND_CASES])
-def test_ref(cases: str) -> None:
-    run_cases(cases, {"TREESPEC_TREE_WALK": "ref"})
+def test_ref() -> None:
+    run_cases(CASES, {"TREESPEC_TREE_WALK": "ref"})
 
 
-@pytest.mark.parametrize("cases", [CASES, ROUND_CASES])
-def test_triton_in_the_interpreter(cases: str) -> None:
+def test_triton_in_the_interpreter() -> None:
     pytest.importorskip("triton")
-    run_cases(cases, {"TREESPEC_TREE_WALK": "triton", "TRITON_INTERPRET": "1"})
+    run_cases(CASES, {"TREESPEC_TREE_WALK": "triton", "TRITON_INTERPRET": "1"})
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("cases", [CASES, ROUND_CASES])
-def test_triton_on_a_gpu(cases: str) -> None:
-    run_cases(cases, {"TREESPEC_TREE_WALK": "triton", "TRITON_INTERPRET": "0"})
+def test_triton_on_a_gpu() -> None:
+    run_cases(CASES, {"TREESPEC_TREE_WALK": "triton", "TRITON_INTERPRET": "0"})
 
 
 @pytest.mark.parametrize("tree_walk", [tree_walk_ref, tree_walk_triton])

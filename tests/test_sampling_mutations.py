@@ -119,10 +119,9 @@ def test_noise_by_batch_slot_is_seen_in_another_order() -> None:
     prompts, verify_round = random_prompts(LENGTHS), HostExecutor.verify
 
     def by_slot(self: HostExecutor, scored: Any, *rest: Any) -> Any:
-        for slot, each in enumerate(scored):
-            sampler = each.request.sampler
-            sampler.noise = Noise(slot, 0, sampler.noise.vocab_size)
-        return verify_round(self, scored)
+        for slot, (request, _) in enumerate(scored):
+            request.sampler.noise = Noise(slot, 0, request.sampler.noise.vocab_size)
+        return verify_round(self, scored, *rest)
 
     for faulty in (False, True):
         with Patch.context() as patch:

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests import test_drafts, test_tree
 from tests.exactness import Run, differences, run
 from tests.models import OracleDrafter, greedy, open_llm, random_prompts, tiny
-from treespec import LLM, SpecConfig, engine, runner
+from treespec import LLM, SpecConfig, host_executor, runner
 from treespec.cache import KVCache
 from treespec.drafters.ssm.ssm_drafter import SsmDrafter
 from treespec.errors import ExactnessError

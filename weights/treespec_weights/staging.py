@@ -54,7 +54,7 @@ def partial_of(place: Path) -> Path:
 
 @contextmanager
 def staged(place: Path) -> Iterator[Path]:
-    """A temporary folder that becomes `place`, a result of `resolve_destination`, at the end, or is removed on an error.
+    """A temporary folder that becomes `place` (of `resolve_destination`) at the end, or is removed on an error.
 
     Raises OptionError if the temporary folder exists, from a killed or running process; WriteError if it cannot be
     created or renamed.

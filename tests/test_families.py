@@ -1,6 +1,7 @@
 """Every family against transformers' own classes, and its trees against its plain decoding."""
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,8 +15,9 @@ from tests.exactness import differences, run
 from tests.families import CASES, TYPICAL, VOCAB, WINDOW, make_model
 from tests.models import OracleDrafter, greedy, make_draft, new_folder, open_llm, random_prompts, tree_of
 from treespec import LLM, SamplingParams, SpecConfig
+from treespec.models.decoder import HiddenStates
 from treespec.request import Request
-from treespec.runner import Runner, tree_rows
+from treespec.runner import tree_rows
 from treespec.sampling_params import SamplingParams as Params
 from treespec.tree import TokenTree
 from treespec_kernels.attention.tree_batch import RequestRows
@@ -46,23 +48,27 @@ def ours(folder: Path, tokens: list[int], tree: TokenTree) -> Outputs:
     """The prompt in two chunks, then decoding token by token, then the tree behind all but its root."""
     llm = open_llm(folder, exact=False, max_model_len=None)
     target, cache = llm.engine.runner.target, llm.engine.cache
-    runner = Runner(target, cache, hidden_of=range(len(target.config.layers)))
+    runner, layers = llm.engine.runner, range(len(target.config.layers))
+
+    def run_pass(rows: list[RequestRows], ids: Sequence[int]) -> HiddenStates:
+        plan = target.plan(rows, cache.pools[0])
+        return target.forward_with_states(torch.tensor(ids), plan, cache.pools[0], layers)
+
     request = Request(tokens, Params(), SpecConfig.off(), max_tokens=1)
     request.pages = cache.reserve(request.request_id, len(tokens) + len(tree))
     logits, states = [], []
     with torch.inference_mode():
         for start, stop in ((0, 70), (70, PREFILL)):
             rows = [RequestRows.chain(start, stop - start, request.pages)]
-            hidden, chosen = runner.run_pass(rows, np.array(tokens[start:stop]))
-            logits.append(target.logits(hidden))
-            states.append(torch.cat((chosen, hidden[:, None]), 1))
+            hidden, chosen = run_pass(rows, tokens[start:stop])
+            logits.append(target.logits(hidden[: stop - start]))
+            states.append(torch.cat((chosen, hidden[:, None]), 1)[: stop - start])
         for step in [TokenTree.root(token) for token in tokens[PREFILL:LENGTH]] + [tree]:
             request.context_len = LENGTH if step is tree else PREFILL + len(logits) - 2
             (choices,) = runner.forward([request], [step])
-            rows = [tree_rows(request, step)]
-            hidden, _ = runner.run_pass(rows, step.tokens)
+            hidden, chosen = run_pass([tree_rows(request, step)], step.tokens.tolist())
             logits.append(choices.logits)
-            states.append(torch.cat((choices.hidden, hidden[:, None]), 1))
+            states.append(torch.cat((chosen, hidden[:, None]), 1)[: len(step)])
     return Outputs(torch.cat(logits), torch.cat(states))
 
 
@@ -150,33 +156,3 @@ def test_trees_have_the_bits_of_plain_decoding(name: str, dtype: torch.dtype) ->
     sampled = SamplingParams(temperature=0.9, top_p=0.95, seed=3, max_tokens=10, ignore_eos=True)
     plain, tree = run(llm, prompts, sampled, "off"), run(llm, prompts, sampled, TREE)
     assert not differences(plain, tree)
-
-
-def test_states_of_a_batch_belong_to_their_requests() -> None:
-    """Of prompts and of trees; with one row of the pass per node."""
-    _, llm = family("gemma2", torch.float32)
-    target, cache = llm.engine.runner.target, llm.engine.cache
-    runner = Runner(target, cache, hidden_of=(3, 1))
-    prompts = random_prompts((7, 12), vocab=VOCAB)
-    trees = [a_tree(prompt[-1], nodes, 2) for prompt, nodes in zip(prompts, (5, 9), strict=True)]
-
-    def outputs(chosen: list[int]) -> list[Tensor]:
-        requests = [Request(prompts[i], Params(), SpecConfig.off(), max_tokens=1) for i in chosen]
-        for request in requests:
-            request.pages = cache.reserve(request.request_id, 40)
-        with torch.inference_mode():
-            first = runner.prefill(requests, [len(request.tokens) - 1 for request in requests])
-            second = runner.forward(requests, [trees[i] for i in chosen])
-        for request in requests:
-            cache.release(request.request_id)
-        return [
-            torch.cat((states, choices.hidden))
-            for states, choices in zip(first, second, strict=True)
-            if choices.hidden is not None
-        ]
-
-    together = outputs([0, 1])
-    assert [states.shape for states in together] == [(6 + 5, 2, 48), (11 + 9, 2, 48)]
-    for i in (0, 1):
-        assert torch.equal(outputs([i])[0], together[i])
-    assert llm.engine.runner.forward([], []) == [] and runner.prefill([], []) == []

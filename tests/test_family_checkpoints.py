@@ -14,7 +14,6 @@ from tests.models import greedy, open_llm, random_prompts
 from treespec import SpecConfig
 from treespec.config import ModelConfig
 from treespec.errors import KernelError, ModelError
-from treespec.runner import Runner
 from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_weights import UnsupportedModelError, inspect_checkpoint, verify_checkpoint
 from treespec_weights.describe import describe
@@ -201,10 +200,10 @@ def test_hidden_states_that_there_are_not(tmp_path: Path) -> None:
     runner = llm.engine.runner
     for layers in ((4,), (-1,), (True,)):
         with pytest.raises(ValueError, match="valid: ints from 0 to 3"):
-            Runner(runner.target, runner.cache, hidden_of=layers)
+            runner.target.check_states(layers)
     runner.target.linear = "compiled"
     with pytest.raises(KernelError, match="compiled pass"):
-        Runner(runner.target, runner.cache, hidden_of=(1,))
+        runner.target.check_states((1,))
 
 
 def test_every_family_has_a_case() -> None:

@@ -23,14 +23,12 @@ class Choices(NamedTuple):
     """Target outputs for one request's tree.
 
     `tokens`: int64 [num_nodes], the argmax; None if the request has a sampler. `finite`: no NaN or infinity. `logits`:
-    [num_nodes, vocab]. `hidden`: [num_nodes, num layers, hidden_size], states of the layers in `hidden_of`; None if it
-    is empty.
+    [num_nodes, vocab].
     """
 
     tokens: np.ndarray | None
     finite: bool
     logits: Tensor
-    hidden: Tensor | None = None
 
 
 def tree_rows(request: Request, tree: TokenTree) -> RequestRows:
@@ -47,32 +45,22 @@ class Runner:
     Args:
         target, cache: the model, and the cache whose pool 0 belongs to it.
         max_rows: row limit of a pass, if every pass is padded to a fixed size; None = no limit.
-        hidden_of: layers whose hidden states `prefill` and `forward` return, for drafters that read target features: l
-            = input of layer l, num_layers = output of the last one before the final norm (see `Decoder.check_states`).
-
-    Raises:
-        ConfigError: `hidden_of` is not a layer. KernelError: the target does not return hidden states.
     """
 
-    def __init__(self, target: Decoder, cache: KVCache, max_rows: int | None = None, hidden_of: Sequence[int] = ()):
-        if hidden_of:
-            target.check_states(hidden_of)
-        self.target, self.cache, self.max_rows, self.hidden_of = target, cache, max_rows, tuple(hidden_of)
+    def __init__(self, target: Decoder, cache: KVCache, max_rows: int | None = None):
+        self.target, self.cache, self.max_rows = target, cache, max_rows
 
-    def prefill(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Tensor]:
+    def prefill(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
         """Prefill the next `counts[i]` prompt tokens of each request in one pass.
 
         Computes logits only for requests with `prompt_logprobs`, which get those of the following tokens. The prompt's
         last token is left to decoding. Sets `error` of a request whose logits are not finite.
-
-        Returns:
-            [counts[i], num layers, hidden_size] per request; empty if `hidden_of` is.
         """
         if not requests:
-            return []
+            return
         rows = [RequestRows.chain(r.context_len, count, r.pages) for r, count in zip(requests, counts, strict=True)]
         tokens = [t for r, n in zip(requests, counts, strict=True) for t in r.tokens[r.context_len : r.context_len + n]]
-        hidden, states = self.run_pass(rows, np.array(tokens))
+        hidden = self.run_pass(rows, np.array(tokens))
         for request, count, part in zip(requests, counts, hidden.split(list(counts)), strict=True):
             if request.params.prompt_logprobs is not None:
                 try:
@@ -81,7 +69,6 @@ class Runner:
                     request.error = str(error)
             request.context_len += count
             request.prefill_passes += 1
-        return [] if states is None else list(states.split(list(counts)))
 
     def score_prompt(self, request: Request, hidden: Tensor, count: int) -> None:
         """Append log-probabilities of the prompt tokens that follow these rows, from logits with the bits of decoding.
@@ -109,7 +96,7 @@ class Runner:
         if self.max_rows is not None and len(requests) > 1 and sum(map(len, trees)) > self.max_rows:
             half = len(requests) // 2
             return self.forward(requests[:half], trees[:half]) + self.forward(requests[half:], trees[half:])
-        logits, states = self._scored(requests, trees) if self.hidden_of else (self.logits(requests, trees), None)
+        logits = self.logits(requests, trees)
         bounds = list(itertools.pairwise(np.cumsum([0] + [len(tree) for tree in trees]).tolist()))
         # A non-finite hidden state makes all of its logits non-finite, so one column suffices; samplers check the rows
         # they read.
@@ -123,33 +110,23 @@ class Runner:
                 chosen[start:stop] if chosen is not None and request.sampler is None else None,
                 bool(finite[start:stop].all()),
                 logits[start:stop],
-                None if states is None else states[start:stop],
             )
             for request, (start, stop) in zip(requests, bounds, strict=True)
         ]
 
     def logits(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> Tensor:
         """[total nodes, vocab] logits of a tree pass, in the model's dtype."""
-        return self._scored(requests, trees)[0]
-
-    def _scored(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> tuple[Tensor, Tensor | None]:
         rows = [tree_rows(request, tree) for request, tree in zip(requests, trees, strict=True)]
-        tokens = np.concatenate([tree.tokens for tree in trees])
-        hidden, states = self.run_pass(rows, tokens)
-        return self.target.logits(hidden), states
+        return self.target.logits(self.run_pass(rows, np.concatenate([tree.tokens for tree in trees])))
 
     def wait(self) -> None:
         """Synchronize with the device."""
         if self.target.device.type == "cuda":
             torch.cuda.synchronize(self.target.device)
 
-    def run_pass(self, rows: list[RequestRows], tokens: np.ndarray) -> tuple[Tensor, Tensor | None]:
-        """Final hidden states of the tokens, and the states of `hidden_of`."""
+    def run_pass(self, rows: list[RequestRows], tokens: np.ndarray) -> Tensor:
+        """[num tokens, hidden_size] final hidden states of the tokens."""
         ids = torch.from_numpy(tokens).to(self.target.device)
         assert self.max_rows is None or len(tokens) <= self.max_rows, "a pass outgrew the fixed number of rows"
         pool = self.cache.pools[0]
-        layout = self.target.plan(rows, pool)
-        if not self.hidden_of:
-            return self.target.forward(ids, layout, pool)[: len(tokens)], None
-        found = self.target.forward_with_states(ids, layout, pool, self.hidden_of)
-        return found.final[: len(tokens)], found.chosen[: len(tokens)]
+        return self.target.forward(ids, self.target.plan(rows, pool), pool)[: len(tokens)]

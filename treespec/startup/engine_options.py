@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import FrozenInstanceError, dataclass
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from treespec.scalars import to_python
 @dataclass(kw_only=True)
 class EngineOptions:
     """Options of an engine, with the names, types and defaults of `LLM`, which documents them in full.
+
+    Frozen. `EngineArgs`, which vLLM's users change in place, inherits the fields alone.
 
     Attributes:
         model: the target: a folder, a hub id, a model in memory, or None for the embedded one.
@@ -57,6 +59,12 @@ class EngineOptions:
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_model_len", "prefill_chunk", "suffix_tokens"):
             setattr(self, name, to_python(getattr(self, name)))
+        vars(self)["_frozen"] = type(self) is EngineOptions
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if vars(self).get("_frozen"):
+            raise FrozenInstanceError(f"cannot assign to field {name!r} of EngineOptions; use dataclasses.replace")
+        super().__setattr__(name, value)
 
     def check(self) -> None:
         """Check what needs neither a file nor a device: types, and the ranges of numbers.

@@ -109,7 +109,7 @@ def test_resume(tmp_path: Path, layout: str | None) -> None:
     with pytest.raises(OptionError, match=r"b.partial' already exists.*--resume, or delete it"):
         convert_checkpoint(source, tmp_path / "b", **options)
     for change in ({"dtype": None}, {"shard_bytes": 4000}, {"layout": "mistral"}):
-        with pytest.raises(OptionError, match="other options; delete the folder"):
+        with pytest.raises(OptionError, match="has other options; delete the folder"):
             convert_checkpoint(source, tmp_path / "b", **options | change, resume=True)
     with pytest.raises(OptionError, match="has another source"):
         convert_checkpoint(make(tmp_path / "other"), tmp_path / "b", **options, resume=True)
@@ -128,7 +128,7 @@ def test_resume_sees_that_the_source_has_changed(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         convert_checkpoint(source, tmp_path / "b", shard_bytes=1, on_bytes=failing_after(3, KeyboardInterrupt()))
     os.utime(sorted(source.glob("*.safetensors"))[0], ns=(1, 1))
-    with pytest.raises(OptionError, match="has files that have changed"):
+    with pytest.raises(OptionError, match="has changed source files"):
         convert_checkpoint(source, tmp_path / "b", shard_bytes=1, resume=True)
     (tmp_path / "b.partial" / "conversion.json").write_text("[]")
     with pytest.raises(OptionError, match="is not from a conversion"):

@@ -252,7 +252,7 @@ def _check_state(partial: Path, state: dict[str, Any]) -> None:
         raise OptionError(f"--resume: {error}; delete the folder") from error
     if not isinstance(found, dict) or found.keys() != state.keys():
         raise OptionError(f"--resume: {str(partial / STATE)!r} is not from a conversion; delete the folder")
-    for key, reason in (("source", "another source"), ("files", "files that have changed"), ("plan", "other options")):
+    for key, reason in (("source", "another source"), ("files", "changed source files"), ("plan", "other options")):
         if found[key] != json.loads(json.dumps(state[key])):
             raise OptionError(f"--resume: the conversion in {str(partial)!r} has {reason}; delete the folder")
 

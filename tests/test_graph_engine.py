@@ -13,7 +13,6 @@ from tests.child import run_cases
 from tests.models import greedy, open_llm, random_prompts, tiny
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.drafters.ssm.ssm_drafter import SsmDrafter
-from treespec.engine import Engine
 from treespec.execution import follow
 from treespec.graphs.graph_executor import GraphExecutor
 from treespec.graphs.round_inputs import RoundInput, RoundLimits
@@ -98,7 +97,8 @@ def scripted(
     rounds = made([(p, p + t) for p, t in zip(prompts, plain, strict=True)], accepts)
     old = llm.engine
     captured = GraphExecutor(old.runner, old.sources, rounds, old.host.max_model_len)  # type: ignore[arg-type]
-    llm.engine = Engine(old.runner, old.scheduler, old.sources, old.host, captured)
+    old.captured = captured
+    old.executors.insert(0, captured)
     return llm, rounds, prompts, plain
 
 

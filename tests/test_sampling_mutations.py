@@ -119,7 +119,7 @@ def test_noise_by_batch_slot_is_seen_in_another_order() -> None:
     prompts, verify_round = random_prompts(LENGTHS), HostExecutor.verify
 
     def by_slot(self: HostExecutor, scored: Any, *rest: Any) -> Any:
-        for slot, (request, _) in enumerate(scored):
+        for slot, (request, *_) in enumerate(scored):
             request.sampler.noise = Noise(slot, 0, request.sampler.noise.vocab_size)
         return verify_round(self, scored, *rest)
 

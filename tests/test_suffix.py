@@ -44,7 +44,7 @@ def passes(outputs: Any) -> int:
 
 
 @pytest.mark.parametrize("temperature", [0, 0.9])
-@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("name", SPECS)
 def test_tokens_are_those_of_plain_decoding(name: str, batch: int, temperature: float) -> None:
     """First with nothing remembered, then with the very texts, where guesses are many and deep."""
@@ -64,6 +64,7 @@ def test_tokens_are_those_of_plain_decoding(name: str, batch: int, temperature: 
             assert accepted(tree.outputs) > 0.5 * len(prompts) * 40 * (1 - 1 / least)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, 2, 7, 100])
 def test_small_memories(tokens: int) -> None:
     """The ring turns over many times in one call; requests wait for one another, some end early, some are plain."""

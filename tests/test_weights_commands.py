@@ -161,6 +161,7 @@ def test_a_padded_vocabulary_is_the_same(tmp_path: Path) -> None:
 # --- the measurement
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's memory counters")
 def test_the_measurement_of_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "perf"))

@@ -161,6 +161,7 @@ def test_capped_logits_have_equal_bits_for_any_number_of_rows() -> None:
             assert torch.equal(soft_cap(logits[start : start + rows].clone(), 30.0), whole[start : start + rows])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["cpu-packed", "cpu-gathered"])
 @pytest.mark.parametrize("options", [{}, {"linear": "torch"}], ids=["onednn", "torch"])
 def test_the_self_test_passes_for_windows_and_caps(attention: str, options: dict[str, str], tmp_path: Path) -> None:
@@ -171,6 +172,7 @@ def test_the_self_test_passes_for_windows_and_caps(attention: str, options: dict
     assert len(llm.generate(prompt, greedy(4))[0].outputs[0].token_ids) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["cpu-packed", "cpu-gathered"])
 def test_the_self_test_refuses_windows_that_are_not_exact(
     attention: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,33 +1,50 @@
-"""Trees of a batch as a dictionary of paths: the model that the ops tree_root, tree_merge and tree_select must agree
-with, and proposals to grow them by. Python and float32 scalars only; no flat indices, no padding."""
+"""Trees that grow, as a dictionary of paths: the model that the ops tree_root, tree_merge and tree_select must agree
+with. And cases, in which trees of the host and of these ops must be the same to the bit."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from treespec_kernels.tree.device_trees import DeviceForest, DeviceTrees
+from tests.models import tree_of
+from treespec.drafters.evidence import SeedEvidence
+from treespec.drafters.ssm.forest import Forest, Shape, SsmProbs
+from treespec.tree import TokenTree
+from treespec_kernels.tree.device_trees import SEED_BIT, DeviceForest, DeviceTrees, ProposedTrees
+from treespec_kernels.tree.growth_limits import frontier_width
 
 Path = tuple[int, ...]
 ONE, ZERO = np.float32(1), np.float32(0)
+LATER = 1 << 20  # order of what growth has not reached
 
 
 @dataclass
 class Node:
-    order: tuple[int, ...]  # level, frontier node, SSM, proposal of the one that first named it
+    order: tuple[int, ...]  # level, frontier node, source, proposal of the one that first named it
     value: np.float32
     ssms: set[int] = field(default_factory=set)
     expanded: int = -1  # the how-manieth of its frontier
 
 
+@dataclass(frozen=True)
+class Seed:
+    number: int
+    prob: np.float32
+    ratio: np.float32
+
+
+Seeds = dict[Path, Seed]
+
+
 class Trie:
     """The tree of one request."""
 
-    def __init__(self, root: int, frontier: int):
-        self.root, self.width, self.level = root, frontier, 0
+    def __init__(self, root: int, frontier: int, seeds: Seeds | None = None):
+        self.root, self.width, self.level, self.seeds = root, frontier, 0, seeds or {}
         self.nodes: dict[Path, Node] = {}
         self.frontier: list[Path] = [()] if root >= 0 else []
 
@@ -39,6 +56,7 @@ class Trie:
         new: dict[Path, Node] = {}
         for f, above in enumerate(self.frontier):
             chances: dict[Path, np.float32] = {}
+            below = [path for path in self.seeds if path[:-1] == above]
             for ssm, weight in enumerate(weights):
                 shares: dict[Path, list[np.float32]] = {}
                 for c, (token, prob) in enumerate(zip(tokens[ssm, f].tolist(), probs[ssm, f], strict=True)):
@@ -52,19 +70,42 @@ class Trie:
                 for path, said in shares.items():
                     with np.errstate(over="ignore"):
                         chances[path] = np.float32(chances.get(path, ZERO) + max(said))
-            for path, chance in chances.items():
-                new[path].value = np.float32(self.value(above) * (chance if chance < 1 else ONE))
-        going = [path for path in new if path[-1] not in ends]
-        self.frontier = sorted(going, key=lambda path: (-new[path].value, new[path].order))[: self.width]
+            for c, path in enumerate(below[: tokens.shape[2]]):
+                new.setdefault(path, Node((self.level, f, len(weights), c), ZERO))
+            for path in {**chances, **dict.fromkeys(below)}:
+                if path in new:
+                    chance = min(chances.get(path, ZERO), ONE)
+                    if path in self.seeds:
+                        new[path].ssms.add(SEED_BIT)
+                        chance = self.merged(chance, self.seeds[path]) if chances else self.seeds[path].prob
+                    new[path].value = np.float32(self.value(above) * chance)
+        going = [path for path in new if path[-1] not in ends and new[path].value > 0]
+        room = frontier_width(self.level + 1, self.width)
+        self.frontier = sorted(going, key=lambda path: (-new[path].value, new[path].order))[:room]
         for i, path in enumerate(self.frontier):
             new[path].expanded = i
         self.nodes |= new
         self.level += 1
 
+    @staticmethod
+    def merged(mixture: np.float32, seed: Seed) -> np.float32:
+        """The odds of the mixture times the seed's ratio, as a probability."""
+        held = np.float32(min(max(mixture, np.float32(0.05)), np.float32(0.999)))
+        told = np.float32(seed.ratio * held)
+        return np.float32(told / np.float32(told + np.float32(ONE - held)))
+
+    def join(self) -> None:
+        """Add the seeds that growth has not reached."""
+        for path, seed in self.seeds.items():
+            if path not in self.nodes and self.root >= 0:
+                value = np.float32(self.value(path[:-1]) * seed.prob)
+                self.nodes[path] = Node((LATER, seed.number), value, {SEED_BIT})
+
     def select(self, nodes: int, least: float, deepest: int) -> list[Path]:
         """The best, root first and then in the order in which they were named."""
         if self.root < 0:
             return []
+        self.join()
         allowed = [p for p, node in self.nodes.items() if len(p) <= deepest and node.value >= np.float32(least)]
         allowed.sort(key=lambda path: (-self.nodes[path].value, self.nodes[path].order))
         return [(), *sorted(allowed[: nodes - 1], key=lambda path: self.nodes[path].order)]
@@ -141,6 +182,8 @@ class Sizes:
     proposals: int
     depth: int
 
+    seeds: int = 4
+
     def forest(self, device: str = "cpu") -> DeviceForest:
         return DeviceForest.allocate(
             self.requests,
@@ -148,8 +191,40 @@ class Sizes:
             num_ssms=self.ssms,
             proposals=self.proposals,
             max_depth=self.depth,
+            seeds=self.seeds,
             device=device,
         )
+
+    def unproposed(self, device: str = "cpu") -> ProposedTrees:
+        """No seeds."""
+        shape = self.requests, self.seeds
+        none = torch.full(shape, -1, dtype=torch.int32, device=device)
+        return ProposedTrees(none, none.clone(), torch.zeros(shape, device=device), torch.zeros(shape, device=device))
+
+
+def random_seeds(sizes: Sizes, rng: np.random.Generator) -> list[Seeds]:
+    """By request up to S seeds over few tokens, in any order in which parents precede."""
+    found: list[Seeds] = []
+    for _ in range(sizes.requests):
+        own: Seeds = {}
+        for _ in range(int(rng.integers(0, 3 * sizes.seeds))):
+            above = [(), *own][int(rng.integers(len(own) + 1))]
+            path = (*above, int(rng.integers(sizes.proposals + 3)))
+            if path not in own and len(own) < sizes.seeds and len(path) <= sizes.depth:
+                own[path] = Seed(len(own), np.float32(rng.random()), np.float32(np.exp(rng.normal(1, 2))))
+        found.append(own)
+    return found
+
+
+def as_proposed(sizes: Sizes, seeds: list[Seeds], device: str = "cpu") -> ProposedTrees:
+    """Seeds as the ops take them."""
+    trees = sizes.unproposed()
+    for i, own in enumerate(seeds):
+        for path, seed in own.items():
+            trees.tokens[i, seed.number] = path[-1]
+            trees.parents[i, seed.number] = own[path[:-1]].number if len(path) > 1 else -1
+            trees.probs[i, seed.number], trees.ratios[i, seed.number] = float(seed.prob), float(seed.ratio)
+    return ProposedTrees(*(tensor.to(device) for tensor in trees))
 
 
 KINDS = ("random", "ties", "ones", "tiny", "broken", "silent", "repeats")
@@ -180,10 +255,154 @@ def proposals(sizes: Sizes, kind: str, rng: np.random.Generator) -> tuple[torch.
             tokens = np.where((rng.random((*shape[:3], 1)) < 0.4) | (rng.random(shape) < 0.2), -1, tokens)
         case "repeats":
             tokens = rng.integers(0, 3, shape)
-    return torch.tensor(tokens.tolist(), dtype=torch.int32), torch.tensor(probs.tolist())
+    return torch.tensor(tokens.tolist(), dtype=torch.int32).view(shape), torch.tensor(probs.tolist()).view(shape)
 
 
 def mixtures(sizes: Sizes, rng: np.random.Generator) -> torch.Tensor:
     """[B, G] float32 weights; some are 0, and some sum to more than 1."""
     weights = rng.dirichlet(np.ones(sizes.ssms), sizes.requests) * rng.choice([1, 1, 2], (sizes.requests, 1))
     return torch.from_numpy(np.float32(weights * (rng.random(weights.shape) < 0.9)))
+
+
+@dataclass(frozen=True)
+class GrowthCase:
+    """Trees of a batch to grow: the SSMs' probabilities are a function of the path."""
+
+    seed: int
+    kind: str
+    sizes: Sizes
+    vocab: int
+    trees: list[TokenTree]
+    evidence: SeedEvidence
+    weights: np.ndarray  # float32 [B, G], 0 for who is silent
+    nodes: list[int]
+    ends: list[tuple[int, ...]]
+
+    def probs(self, request: int, ssm: int, path: Path) -> np.ndarray:
+        """float32 [vocab]."""
+        rng = np.random.default_rng((self.seed, request, ssm, *path))
+        row = rng.exponential(size=self.vocab) ** 3
+        match self.kind:
+            case "ties":
+                row = rng.choice([0.0, 1.0, 1.0, 2.0], self.vocab) + 1e-3
+            case "sure":
+                row = np.where(np.arange(self.vocab) == rng.integers(self.vocab), 1.0, 0.0)
+            case "tiny":
+                row *= rng.choice([1, 1e-15, 1e-30], self.vocab)
+        row = (row / row.sum()).astype(np.float32)
+        if self.kind == "broken" and rng.random() < 0.3:
+            row[int(rng.integers(self.vocab))] = rng.choice([np.nan, np.inf])
+        return row
+
+
+CASE_KINDS = ("random", "ties", "sure", "tiny", "broken")
+
+
+def growth_case(number: int) -> GrowthCase:
+    """A small batch of any kind: some trees with seeds, some with end tokens, some deep, some SSMs silent."""
+    rng = np.random.default_rng((11, number))
+    deep = number % 8 == 0
+    sizes = Sizes(
+        requests=int(rng.integers(1, 5)),
+        ssms=int(rng.integers(1, 4)),
+        frontier=int(rng.integers(1, 4)) if deep else int(rng.integers(1, 9)),
+        proposals=int(rng.integers(1, 4)) if deep else int(rng.integers(1, 9)),
+        depth=8 if deep else int(rng.integers(1, 6)),
+        seeds=8,
+    )
+    vocab = int(rng.integers(sizes.proposals, 16))
+    trees = []
+    for i, own in enumerate(random_seeds(sizes, rng)):
+        hints = {path: float(seed.prob) for path, seed in own.items() if max(path) < vocab}
+        trees.append(tree_of(i, hints, "lookup") if hints else TokenTree.root(i))
+    silent = rng.random((sizes.requests, sizes.ssms)) < 0.2
+    silent[silent.all(1), 0] = False
+    weights = np.where(silent, 0, rng.random(silent.shape) + 0.1)
+    return GrowthCase(
+        number,
+        CASE_KINDS[number % len(CASE_KINDS)],
+        sizes,
+        vocab,
+        trees,
+        SeedEvidence(float(rng.normal(1, 1)), float(rng.random())),
+        (weights / weights.sum(1, keepdims=True)).astype(np.float32),
+        rng.integers(1, 40, sizes.requests).tolist(),
+        [tuple(rng.integers(0, vocab, int(rng.integers(0, 3))).tolist()) for _ in range(sizes.requests)],
+    )
+
+
+def grown_on_host(case: GrowthCase, forest_type: Callable[..., Forest]) -> list[TokenTree]:
+    """The best nodes of every tree that a `Forest` grows."""
+    sizes, active = case.sizes, case.weights > 0
+    shapes = [Shape(sizes.depth, nodes, None, ends) for nodes, ends in zip(case.nodes, case.ends, strict=True)]
+    limits = {"max_children": sizes.proposals, "max_frontier": sizes.frontier}
+    forest = forest_type(case.trees, shapes, sizes.ssms, case.evidence, **limits)
+    while len(forest.frontier.nodes):
+        owners, paths, said = forest.frontier.owners, [tuple(path) for path in forest.paths()], []
+        for ssm in range(sizes.ssms):
+            rows = np.flatnonzero(active[owners, ssm])
+            if len(rows):
+                said.append(SsmProbs(ssm, rows, np.stack([case.probs(int(owners[i]), ssm, paths[i]) for i in rows])))
+        forest.extend(said, case.weights)
+    grown = [tree for tree, _ in forest.finish([f"ssm-{i}" for i in range(sizes.ssms)])]
+    return [tree.best(nodes) for tree, nodes in zip(grown, case.nodes, strict=True)]
+
+
+def grown_by_ops(case: GrowthCase, ops: tuple[Callable, Callable, Callable], device: str = "cpu") -> DeviceTrees:
+    """What tree_root, tree_merge and tree_select make of the same."""
+    (root, merge, select), sizes = ops, case.sizes
+    forest, host = sizes.forest(device), sizes.unproposed()
+    for i, tree in enumerate(case.trees):
+        below = slice(0, len(tree) - 1)
+        of_nodes = tree.tokens, tree.parents - 1, tree.probs, case.evidence.ratios(tree.probs)
+        for tensor, values in zip(host, of_nodes, strict=True):
+            tensor[i, below] = torch.tensor(values[1:].tolist(), dtype=tensor.dtype)
+    proposed = ProposedTrees(*(tensor.to(device) for tensor in host))
+    roots = torch.arange(sizes.requests, dtype=torch.int32, device=device)
+    weights = torch.from_numpy(np.where(case.weights > 0, case.weights, np.nan).astype(np.float32)).to(device)
+    width = max(len(own) for own in case.ends)
+    ends = torch.tensor([[*own, *[-1] * (width - len(own))] for own in case.ends], dtype=torch.int32)
+    ends = ends.view(sizes.requests, width).to(device)
+    root(forest, roots)
+    for _ in range(sizes.depth):
+        shape = sizes.ssms, sizes.requests, sizes.frontier, sizes.proposals
+        tokens, probs = np.full(shape, -1, dtype=np.int32), np.full(shape, np.nan, dtype=np.float32)
+        for request in range(sizes.requests):
+            for f, path in enumerate(frontier_paths(forest, request)):
+                for ssm in range(sizes.ssms):
+                    row = case.probs(request, ssm, path)
+                    if np.isfinite(row).all():
+                        best = np.argsort(-row, kind="stable")[: sizes.proposals]
+                        tokens[ssm, request, f, : len(best)], probs[ssm, request, f, : len(best)] = best, row[best]
+        merge(forest, torch.from_numpy(tokens).to(device), torch.from_numpy(probs).to(device), weights, ends, proposed)
+    nodes = torch.tensor(case.nodes, dtype=torch.int32, device=device)
+    out = DeviceTrees.allocate(sizes.requests, nodes=max(case.nodes), max_depth=sizes.depth, device=device)
+    deepest = torch.full((sizes.requests,), sizes.depth, dtype=torch.int32, device=device)
+    return select(forest, proposed, roots, nodes, torch.zeros(sizes.requests, device=device), deepest, out=out)
+
+
+def frontier_paths(forest: DeviceForest, request: int) -> list[Path]:
+    """The tokens from the root down to each frontier node."""
+    tokens, parents = forest.cand_tokens[request].flatten().tolist(), forest.cand_parents[request].flatten().tolist()
+    paths = []
+    for flat in forest.frontier[request].tolist():
+        if flat >= 0:
+            path: Path = ()
+            while 0 <= flat < len(tokens):
+                path, flat = (tokens[flat], *path), parents[flat]
+            paths.append(path)
+    return paths
+
+
+def assert_same_trees(trees: DeviceTrees, expected: list[TokenTree]) -> None:
+    """Node for node: tokens, parents, depths, who proposed it, and values to the bit."""
+    for request, tree in enumerate(expected):
+        names = [name for name in tree.source_names if name.startswith("ssm-")]
+        said = [tree.sources_of(node) for node in range(len(tree))]
+        bits = [sum(1 << i for i, name in enumerate(names) if name in own) for own in said]
+        masks = [own | ("lookup" in names) << SEED_BIT for own, names in zip(bits, said, strict=True)]
+        found = {name: getattr(trees, name)[request, : len(tree)].tolist() for name in ("tokens", "parents", "depths")}
+        assert int(trees.num_nodes[request]) == len(tree)
+        assert found == {name: getattr(tree, name).tolist() for name in found}
+        assert trees.values[request, : len(tree)].tolist() == tree.values.tolist()
+        assert trees.masks[request, : len(tree)].tolist() == masks

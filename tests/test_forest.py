@@ -1,22 +1,31 @@
 """Trees that grow, in numpy and compiled, against a dictionary of paths: SSMs and seeds merged, budgets, frontiers."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
+from tests.growth import Seed, Trie, assert_same_trees, grown_by_ops, grown_on_host, growth_case
 from tests.libraries import LIBRARIES
 from tests.models import tree_of
 from tests.quantized_checkpoints import needs_compiler
+from treespec.drafters.evidence import SeedEvidence
 from treespec.drafters.ssm.compiled_forest import CompiledForest
-from treespec.drafters.ssm.forest import Forest, Laws, Shape, combine
+from treespec.drafters.ssm.forest import Forest, Shape, SsmProbs
 from treespec.drafters.ssm.ssm_state import grown_masks
 from treespec.tree import TokenTree
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
 from treespec_kernels.cpu.cpu_library import find_compiler
 from treespec_kernels.cpu.decoder_cpu import plan_compiled
 from treespec_kernels.cpu.growth_cpu import TreePlaces, growth_library
+from treespec_kernels.tree.growth_limits import DEEPEST, MAX_EXPANDED, frontier_width
+from treespec_kernels.tree.tree_merge import tree_merge_ref
+from treespec_kernels.tree.tree_root import tree_root_ref
+from treespec_kernels.tree.tree_select import tree_select_ref
 
 VOCAB = 12
 NAMES = ("a", "b")
+EVIDENCE = SeedEvidence(0.5, 0.8)
 Path = tuple[int, ...]
 
 
@@ -31,14 +40,13 @@ class Speaker:
         weights = rng.exponential(size=VOCAB) ** 2
         return (weights / weights.sum()).astype(np.float32)
 
-    def laws(self, paths: list[Path]) -> list[Laws]:
+    def says(self, paths: list[Path]) -> list[SsmProbs]:
         rows = np.arange(len(paths))
-        return [Laws(s, rows, np.stack([self.probs(s, path) for path in paths])) for s in range(self.num_ssms)]
+        return [SsmProbs(s, rows, np.stack([self.probs(s, path) for path in paths])) for s in range(self.num_ssms)]
 
 
-def compiled(*args: object) -> CompiledForest:
-    library = growth_library(find_compiler(), LIBRARIES)
-    return CompiledForest(*args, library=library)  # type: ignore[arg-type, misc]
+def compiled(*parts: Any, **limits: int) -> CompiledForest:
+    return CompiledForest(*parts, library=growth_library(find_compiler(), LIBRARIES), **limits)
 
 
 FORESTS = pytest.mark.parametrize(
@@ -55,7 +63,7 @@ def grow(forest: Forest, speaker: Speaker, weights: np.ndarray) -> list[list[Pat
         paths = [path_of[node] for node in at.nodes.tolist()]
         for owner, path in zip(at.owners.tolist(), paths, strict=True):
             expanded[owner].append(path)
-        broken = forest.extend(speaker.laws(paths), [weights] * len(forest.shapes))
+        broken = forest.extend(speaker.says(paths), [weights] * len(forest.shapes))
         assert not broken.any()
         level = forest._levels[-1]
         first = forest._size - len(level.tokens)
@@ -68,16 +76,37 @@ def paths_of(tree: TokenTree) -> list[Path]:
     return [tuple(tree.tokens[tree.path_to(node)[1:]].tolist()) for node in range(len(tree))]
 
 
+@needs_compiler
+@pytest.mark.parametrize("part", range(8))
+def test_trees_are_those_of_the_ops(part: int) -> None:
+    """2,000 trees and more: those of numpy, of C++ and of the ops' references are the same, node for node."""
+    ops = tree_root_ref, tree_merge_ref, tree_select_ref
+    count = 0
+    for number in range(part, 840, 8):
+        case = growth_case(number)
+        ours, theirs = grown_on_host(case, Forest), grown_on_host(case, compiled)
+        for tree, other in zip(ours, theirs, strict=True):
+            for name in ("tokens", "parents", "depths", "probs", "values"):
+                assert getattr(tree, name).tolist() == getattr(other, name).tolist(), (number, name)
+            for name in ("parents", "children", "sources", "probs"):
+                assert getattr(tree.draws, name).tolist() == getattr(other.draws, name).tolist(), (number, name)
+        assert_same_trees(grown_by_ops(case, ops), ours)
+        count += len(ours)
+    assert count > 250
+
+
 def expected_probs(speaker: Speaker, path: Path, weights: np.ndarray, width: int, seed: dict[Path, float]) -> dict:
     """Children of a path with their probabilities, merged by hand."""
-    probs = [speaker.probs(ssm, path) for ssm in range(speaker.num_ssms)]
-    named = {token for p in probs for token in np.argsort(-p)[:width].tolist()}
-    hinted = {c[-1]: value for c, value in seed.items() if c[:-1] == path and len(c) == len(path) + 1}
-    mixture = {t: float(weights @ [p[t] for p in probs]) for t in named | set(hinted)}
-    both = {t: float(combine(np.array(hinted[t]), np.array(mixture[t]))) for t in hinted}
-    taken, before = sum(both.values()), sum(mixture[t] for t in hinted)
-    rest = max(min((1 - taken) / max(1 - before, 1e-9), 1.0), 0.0)
-    return {t: both[t] / max(taken, 1.0) if t in hinted else mixture[t] * rest for t in mixture}
+    chances: dict[int, np.float32] = {}
+    for ssm, weight in enumerate(np.float32(weights)):
+        probs = speaker.probs(ssm, path)
+        for token in np.argsort(-probs)[:width].tolist():
+            chances[token] = np.float32(chances.get(token, np.float32(0)) + weight * probs[token])
+    for own in (own for own in seed if own[:-1] == path):
+        ratio = EVIDENCE.ratios(np.float32([seed[own]]))[0]
+        chance = chances.get(own[-1], np.float32(0))
+        chances[own[-1]] = Trie.merged(chance, Seed(0, np.float32(seed[own]), ratio))
+    return chances
 
 
 @FORESTS
@@ -90,7 +119,7 @@ def test_merge_against_a_dictionary(seed: int, kind: type[Forest]) -> None:
     seeds = [TokenTree.root(3), tree_of(4, hints[1], "lookup")]
     nodes = int(rng.integers(4, 20))
     shapes = [Shape(3, nodes, None, ()), Shape(3, nodes, None, (9,))]
-    forest = kind(seeds, shapes, 2, width, 8, 64)
+    forest = kind(seeds, shapes, 2, EVIDENCE, max_children=width)
     expanded = grow(forest, speaker, weights)
     for owner, (tree, slot_of_node) in enumerate(forest.finish(NAMES)):
         tree.check_integrity()
@@ -100,9 +129,11 @@ def test_merge_against_a_dictionary(seed: int, kind: type[Forest]) -> None:
         for node, path in enumerate(paths[1:], start=1):
             if path[:-1] in expanded[owner]:
                 own = expected_probs(speaker, path[:-1], weights, width, hints[owner])
-                assert tree.probs[node] == pytest.approx(own[path[-1]]), path
+                assert tree.probs[node] == own[path[-1]], path
             else:
-                assert tree.probs[node] == hints[owner][path], "a seed's node that no SSM scored keeps its own"
+                assert tree.probs[node] == np.float32(hints[owner][path]), (
+                    "a seed's node that no SSM scored keeps its own"
+                )
             says = {
                 name
                 for ssm, name in enumerate(NAMES)
@@ -119,22 +150,14 @@ def test_merge_against_a_dictionary(seed: int, kind: type[Forest]) -> None:
             assert not left or value * max(left) <= best + 1e-12
 
 
-def test_two_opinions() -> None:
-    """Both count, and agreement makes surer; the result is a probability whatever the opinions are."""
-    grid = np.linspace(0, 1, 21)
-    table = combine(grid[:, None], grid[None, :])
-    assert ((table > 0) & (table < 1)).all()
-    assert (np.diff(table, axis=0) >= 0).all() and (np.diff(table, axis=1) >= 0).all()
-    agreed = np.linspace(0.5, 0.99, 11)
-    assert (combine(agreed, agreed) > agreed).all()
-
-
 @FORESTS
 @pytest.mark.parametrize("branching", [(3, 2), (1, 1, 1), (2,)])
 def test_static_trees_have_their_shape(branching: tuple[int, ...], kind: type[Forest]) -> None:
     """Seeds compete for the places of a fixed shape and add none."""
     hints = {(1,): 0.9, (1, 2): 0.9, (1, 2, 3): 0.9, (1, 2, 3, 4): 0.9}
-    forest = kind([tree_of(0, hints, "lookup")], [Shape(len(branching), 64, branching, ())], 2, 6, 8, 64)
+    forest = kind(
+        [tree_of(0, hints, "lookup")], [Shape(len(branching), 64, branching, ())], 2, EVIDENCE, max_children=6
+    )
     grow(forest, Speaker(5, 2), np.array([0.5, 0.5]))
     ((tree, _),) = forest.finish(NAMES)
     tree.check_integrity()
@@ -146,16 +169,17 @@ def test_static_trees_have_their_shape(branching: tuple[int, ...], kind: type[Fo
 
 @FORESTS
 def test_limits_of_the_frontier(kind: type[Forest]) -> None:
-    forest = kind([TokenTree.root(1)], [Shape(9, 500, None, ())], 2, 6, 5, 17)
+    forest = kind([TokenTree.root(1)], [Shape(99, 5000, None, ())], 2, EVIDENCE)
     expanded = grow(forest, Speaker(1, 2), np.array([0.5, 0.5]))
     by_depth = np.bincount([len(path) for path in expanded[0]])
-    assert by_depth.max() == 5 and by_depth.sum() == 17
+    assert by_depth.tolist() == [1, *(frontier_width(depth) for depth in range(1, DEEPEST + 1))]
+    assert by_depth.sum() <= MAX_EXPANDED
 
 
 @FORESTS
 def test_a_tree_without_levels_is_its_seed(kind: type[Forest]) -> None:
     hints = {(1,): 0.5, (2,): 0.25, (1, 1): 0.5}
-    forest = kind([tree_of(8, hints, "lookup"), TokenTree.root(2)], [Shape(0, 16, None, ())] * 2, 2, 6, 8, 64)
+    forest = kind([tree_of(8, hints, "lookup"), TokenTree.root(2)], [Shape(0, 16, None, ())] * 2, 2, EVIDENCE)
     assert not len(forest.frontier.nodes)
     (seeded, slots), (root, _) = forest.finish(NAMES)
     assert paths_of(seeded) == [(), *sorted(hints, key=len)] and len(root) == 1 and (slots == -1).all()
@@ -181,20 +205,20 @@ def random_case(rng: np.random.Generator) -> tuple[list[TokenTree], list[Shape],
 @needs_compiler
 @pytest.mark.parametrize("seed", range(60))
 def test_compiled_trees_are_those_of_numpy(seed: int) -> None:
-    """Batches of trees of all kinds with SSMs that score only some of them, and broken laws: the same nodes, parents,
-    draws, slots and masses, and probabilities but for the last places of exp and log."""
+    """Batches of trees of all kinds with SSMs that score only some of them, and broken probabilities: the same nodes,
+    parents, draws, slots, masses and probabilities."""
     rng = np.random.default_rng((7, seed))
     seeds, shapes, num_ssms = random_case(rng)
     active = rng.random((len(seeds), num_ssms)) < 0.7
     active[~active.any(1), 0] = True
     weights = [np.where(on, rng.uniform(0.1, 1, num_ssms), 0) for on in active]
     weights = [own / own.sum() for own in weights]
-    limits = int(rng.integers(1, 10)), int(rng.integers(1, 9)), int(rng.integers(4, 40))
-    pair = Forest(seeds, shapes, num_ssms, *limits), compiled(seeds, shapes, num_ssms, *limits)
+    limits = {"max_children": int(rng.integers(1, 10)), "max_frontier": int(rng.integers(1, 9))}
+    pair = [kind(seeds, shapes, num_ssms, EVIDENCE, **limits) for kind in (Forest, compiled)]
     vocab = int(rng.choice([4, VOCAB, 64, 200, 1027]))
     while len(pair[0].frontier.nodes):
         at = pair[0].frontier
-        laws = []
+        said = []
         for ssm in range(num_ssms):
             rows = np.flatnonzero(active[at.owners, ssm])
             probs = rng.exponential(size=(len(rows), vocab)) ** 3
@@ -202,25 +226,25 @@ def test_compiled_trees_are_those_of_numpy(seed: int) -> None:
             for bad, columns in ((np.nan, slice(None)), (np.nan, int(rng.integers(vocab))), (np.inf, 0)):
                 probs[rng.random(len(rows)) < 0.05, columns] = bad
             if len(rows):
-                laws.append(Laws(ssm, rows, probs))
-        broken = [forest.extend(laws, weights) for forest in pair]
+                said.append(SsmProbs(ssm, rows, probs))
+        broken = [forest.extend(said, weights) for forest in pair]
         assert (broken[0] == broken[1]).all()
         stopped = rng.random(len(seeds)) < 0.1
         for forest in pair:
             if stopped.any():
                 forest.stop(stopped)
         for ours, theirs in zip(pair[0].frontier, pair[1].frontier, strict=True):
-            np.testing.assert_allclose(ours, theirs, rtol=1e-12)
-        np.testing.assert_allclose(pair[0].open_mass(), pair[1].open_mass(), rtol=1e-12)
-        np.testing.assert_allclose(pair[0].level_mass(0.01), pair[1].level_mass(0.01), rtol=1e-12)
+            np.testing.assert_array_equal(ours, theirs)
+        np.testing.assert_array_equal(pair[0].open_mass(), pair[1].open_mass())
+        np.testing.assert_array_equal(pair[0].level_mass(0.01), pair[1].level_mass(0.01))
     names = tuple(f"ssm-{i}" for i in range(num_ssms))
     for (ours, slots), (theirs, other) in zip(*(forest.finish(names) for forest in pair), strict=True):
         assert (slots == other).all()
         for name in ("tokens", "parents", "depths"):
             assert (getattr(ours, name) == getattr(theirs, name)).all()
-        np.testing.assert_allclose(ours.probs, theirs.probs, rtol=1e-12)
+        np.testing.assert_array_equal(ours.probs, theirs.probs)
         for name in ("parents", "children", "sources", "probs"):
-            np.testing.assert_allclose(getattr(ours.draws, name), getattr(theirs.draws, name), rtol=1e-12)
+            np.testing.assert_array_equal(getattr(ours.draws, name), getattr(theirs.draws, name))
 
 
 @needs_compiler

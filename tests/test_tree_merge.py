@@ -37,13 +37,14 @@ def test_what_does_not_fit_is_refused(tree_merge: Any) -> None:
         "weights": torch.ones(2, 3),
         "end_tokens": torch.zeros(2, 1, dtype=torch.int32),
     }
+    proposed = Sizes(2, 3, 4, 5, 2).unproposed()
 
     def merge(**wrong: torch.Tensor) -> None:
-        tree_merge(forest, **(fitting | wrong))
+        tree_merge(forest, **(fitting | wrong), proposed=proposed)
 
-    with pytest.raises(ValueError, match=r"tokens has shape \[3, 2, 5, 4\]; expected \[G, 2, 4, C\] with G \* 4 \* C"):
+    with pytest.raises(ValueError, match=r"tokens has shape \[3, 2, 5, 4\]; expected \[G, 2, 4, C\] with \(G"):
         merge(tokens=fitting["tokens"].view(3, 2, 5, 4))
-    with pytest.raises(ValueError, match=r"tokens has shape \[2, 2, 4, 5\]; expected .* = 60 candidates as in the for"):
+    with pytest.raises(ValueError, match=r"tokens has shape \[2, 2, 4, 5\]; expected .* = 80 candidates as in the for"):
         merge(tokens=fitting["tokens"][:2])
     with pytest.raises(ValueError, match=r"tokens has dtype torch\.int64; convert it to torch\.int32"):
         merge(tokens=fitting["tokens"].long())
@@ -57,14 +58,24 @@ def test_what_does_not_fit_is_refused(tree_merge: Any) -> None:
         merge(end_tokens=torch.zeros(1, dtype=torch.int32))
     with pytest.raises(ValueError, match=r"end_tokens is on meta and the trees on cpu; move it there"):
         merge(end_tokens=fitting["end_tokens"].to("meta"))
+    proposed = Sizes(2, 3, 4, 5, 2, 3).unproposed()
+    with pytest.raises(ValueError, match=r"proposed.tokens has shape \[2, 3\]; expected \[2, 4\] as in the forest"):
+        merge()
+    proposed = Sizes(2, 3, 4, 5, 2).unproposed()
+    proposed = proposed._replace(ratios=proposed.ratios.double())
+    with pytest.raises(ValueError, match=r"proposed.ratios has dtype torch.float64; convert it to torch.float32"):
+        merge()
+    proposed = proposed._replace(ratios=torch.zeros(4, 2).T)
+    with pytest.raises(ValueError, match=r"proposed.ratios has strides \(1, 2\); make it contiguous"):
+        merge()
 
 
 def test_masks_have_no_room_for_more_ssms() -> None:
-    with pytest.raises(ValueError, match="num_ssms is 32; masks hold at most 31"):
-        Sizes(1, 32, 1, 1, 1).forest()
-    tokens = torch.zeros(32, 1, 1, 1, dtype=torch.int32)
-    with pytest.raises(ValueError, match="of 32 SSMs; masks hold at most 31"):
-        tree_merge_ref(Sizes(1, 16, 1, 2, 1).forest(), tokens, tokens.float(), torch.ones(1, 32), tokens[0, 0])
+    with pytest.raises(ValueError, match="num_ssms is 31; masks hold at most 30"):
+        Sizes(1, 31, 1, 1, 1).forest()
+    tokens, sizes = torch.zeros(31, 1, 1, 1, dtype=torch.int32), Sizes(1, 15, 1, 2, 1)
+    with pytest.raises(ValueError, match="of 31 SSMs; masks hold at most 30"):
+        tree_merge_ref(sizes.forest(), tokens, tokens.float(), torch.ones(1, 31), tokens[0, 0], sizes.unproposed())
 
 
 @pytest.mark.parametrize("tree_root", [tree_root_ref, tree_root_triton])
@@ -79,8 +90,8 @@ def test_roots_that_do_not_fit_are_refused(tree_root: Any) -> None:
 def test_forests_that_cannot_be_are_refused() -> None:
     with pytest.raises(ValueError, match="max_depth is 0; expected 1 or more"):
         Sizes(1, 1, 1, 1, 0).forest()
-    with pytest.raises(ValueError, match="9 levels of 512 candidates are more than 4096"):
-        Sizes(1, 4, 16, 8, 9).forest()
+    with pytest.raises(ValueError, match="8 levels of 512 candidates and 4 seeds are more than 4096"):
+        Sizes(1, 3, 16, 8, 8).forest()
     tensors = {name: getattr(Sizes(2, 1, 3, 2, 2).forest(), name) for name in DeviceForest.__dataclass_fields__}
     with pytest.raises(ValueError, match=r"cand_values has dtype torch\.int32; convert it to torch\.float32"):
         DeviceForest(**(tensors | {"cand_values": tensors["cand_masks"]}))

@@ -40,7 +40,7 @@ def test_what_does_not_fit_is_refused(tree_select: Any) -> None:
     }
 
     def select(**wrong: Any) -> None:
-        tree_select(forest, **(fitting | wrong))
+        tree_select(forest, Sizes(2, 1, 2, 2, 3).unproposed(), **(fitting | wrong))
 
     with pytest.raises(ValueError, match=r"root_tokens has shape \[1\]; expected \[2\], one for each request"):
         select(root_tokens=integers[:1])

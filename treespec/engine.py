@@ -119,6 +119,8 @@ class Engine:
             request, path = each.request, each.path
             emitted.append(tokens := request.accept(each.tokens))
             self.stats.accepted_lengths[min(len(path) - 1, len(tokens))] += 1  # a stop may lie in the path
+            if self.sources.ssms is not None:
+                self.sources.ssms.learn(request, each.tree, path, each.bonus)
             request.count_accepted([each.tree.sources_of(node) for node in path[1 : 1 + len(tokens)].tolist()])
             if (count := request.params.logprobs) is not None:
                 assert each.logits is not None

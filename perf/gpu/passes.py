@@ -150,7 +150,9 @@ def _captured(sizes: Sizes, context_len: int, nodes: int, context: Context) -> d
     target = ModelStack(opened.decoder.kernels, opened.decoder.table, opened.decoder.triton_attention, opened.pool)
     memory = None if setting.dry else GraphMemory.of(setting.device)
     tree = _tree(nodes) if nodes > 1 else None
-    given = RoundInput(context_len, [5], pages, (), 0.0, 0.0, 0, 0, np.zeros(0), tree, DEPTH, nodes, 0.0)
+    given = RoundInput(
+        context_len, [5], pages, (), 0.0, 0.0, 0, 0, np.zeros(0), tree, np.ones(nodes), DEPTH, nodes, 0.0
+    )
     clock = context.clock(30, 4.0)
     with torch.inference_mode():
         batch = BatchRound(1, limits, target, [], memory)
@@ -159,7 +161,7 @@ def _captured(sizes: Sizes, context_len: int, nodes: int, context: Context) -> d
         walls = []
         for _ in range(clock.repeats):
             start = time.perf_counter()
-            batch.run([given._replace(seeds=None, max_depth=0, max_nodes=1)], 0, 1)
+            batch.run([given._replace(proposed=None, max_depth=0, max_nodes=1)], 0, 1)
             walls.append(1e6 * (time.perf_counter() - start))
     if len(result.depths) != nodes:
         raise ValueError(f"the tree has {len(result.depths)} nodes instead of {nodes}")

@@ -10,16 +10,35 @@ import numpy as np
 import pytest
 import torch
 
-from tests.growth import KINDS, Sizes, Trie, assert_frontier, assert_trees, mixtures, poison, proposals
-from treespec_kernels.tree.device_trees import DeviceForest
+from tests.growth import (
+    KINDS,
+    Seed,
+    Seeds,
+    Sizes,
+    Trie,
+    as_proposed,
+    assert_frontier,
+    assert_same_trees,
+    assert_trees,
+    grown_by_ops,
+    grown_on_host,
+    growth_case,
+    mixtures,
+    poison,
+    proposals,
+    random_seeds,
+)
+from treespec.drafters.ssm.forest import Forest
+from treespec_kernels.tree.device_trees import SEED_BIT, DeviceForest, ProposedTrees
 from treespec_kernels.tree.tree_merge import tree_merge_ref, tree_merge_triton
 from treespec_kernels.tree.tree_root import tree_root_ref, tree_root_triton
-from treespec_kernels.tree.tree_select import tree_select_ref
+from treespec_kernels.tree.tree_select import tree_select_ref, tree_select_triton
 
 IMPLEMENTATION = os.environ["TREESPEC_TREE_MERGE"]
 DEVICE = "cpu" if IMPLEMENTATION != "triton" or os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 tree_root = {"ref": tree_root_ref, "triton": tree_root_triton}[IMPLEMENTATION]
 tree_merge = {"ref": tree_merge_ref, "triton": tree_merge_triton}[IMPLEMENTATION]
+tree_select = {"ref": tree_select_ref, "triton": tree_select_triton}[IMPLEMENTATION]
 
 SHAPES = [
     Sizes(1, 1, 1, 1, 1),
@@ -28,7 +47,9 @@ SHAPES = [
     Sizes(3, 3, 3, 2, 4),
     Sizes(2, 1, 5, 3, 3),
     Sizes(2, 5, 2, 3, 2),
-    Sizes(1, 4, 8, 8, 3),
+    Sizes(1, 3, 8, 8, 3, 32),
+    Sizes(2, 0, 3, 3, 3, 9),  # no SSM
+    Sizes(1, 1, 3, 2, 8),  # deep
 ]
 # The interpreter takes a second for the larger ones: every kind of one shape, and two kinds of each other.
 CASES = [
@@ -50,9 +71,11 @@ def assert_same(actual: DeviceForest, expected: DeviceForest) -> None:
 class Growth:
     """The implementation, the specification and the model, side by side."""
 
-    def __init__(self, sizes: Sizes, roots: list[int]):
+    def __init__(self, sizes: Sizes, roots: list[int], seeds: list[Seeds] | None = None):
         self.forest, self.expected = sizes.forest(DEVICE), sizes.forest()
-        self.tries = [Trie(root, sizes.frontier) for root in roots]
+        seeds = seeds or [{} for _ in roots]
+        self.proposed = as_proposed(sizes, seeds)
+        self.tries = [Trie(root, sizes.frontier, own) for root, own in zip(roots, seeds, strict=True)]
         poison(self.forest)
         self.root_tokens = torch.tensor(roots, dtype=torch.int32)
         tree_root(self.forest, self.root_tokens.to(DEVICE))
@@ -64,19 +87,22 @@ class Growth:
         assert_frontier(self.forest, self.tries)
 
     def merge(self, tokens: torch.Tensor, probs: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> None:
-        arguments = (tokens, probs, weights, ends)
-        tree_merge(self.forest, *(tensor.to(DEVICE) for tensor in arguments))
-        tree_merge_ref(self.expected, *arguments)
+        self.by_ops(tokens, probs, weights, ends)
         for request, trie in enumerate(self.tries):
             own = set(ends[request].tolist())
             trie.merge(tokens[:, request].numpy(), probs[:, request].numpy(), weights[request].numpy(), own)
         self.check()
 
+    def by_ops(self, *arguments: torch.Tensor) -> None:
+        on_device = ProposedTrees(*(tensor.to(DEVICE) for tensor in self.proposed))
+        tree_merge(self.forest, *(tensor.to(DEVICE) for tensor in arguments), on_device)
+        tree_merge_ref(self.expected, *arguments, self.proposed)
+
     def all_candidates(self) -> None:
         """Every candidate, by the selection of all of them."""
-        requests, count = len(self.tries), 1 + self.forest.max_depth * self.forest.candidates
+        requests, count = len(self.tries), 1 + self.forest.max_depth * self.forest.candidates + self.forest.num_seeds
         least, deepest = torch.full((requests,), -INF), torch.full((requests,), 99, dtype=torch.int32)
-        trees = tree_select_ref(self.expected, self.root_tokens, count, least, deepest)
+        trees = tree_select_ref(self.expected, self.proposed, self.root_tokens, count, least, deepest)
         assert_trees(trees, self.tries, count, least, deepest)
 
 
@@ -86,7 +112,8 @@ def test_growth(sizes: Sizes, kind: str) -> None:
     seed = KINDS.index(kind)
     rng = np.random.default_rng(seed)
     idle = seed % (sizes.requests + 1) if sizes.requests > 1 else None
-    growth = Growth(sizes, [-1 if request == idle else 100 + request for request in range(sizes.requests)])
+    roots = [-1 if request == idle else 100 + request for request in range(sizes.requests)]
+    growth = Growth(sizes, roots, random_seeds(sizes, rng))
     ends = torch.from_numpy(rng.integers(-1, sizes.proposals + 3, (sizes.requests, seed % 3)).astype(np.int32))
     for _ in range(sizes.depth):
         growth.merge(*proposals(sizes, kind, rng), mixtures(sizes, rng), ends)
@@ -107,23 +134,51 @@ def test_a_forest_at_its_depth_stays() -> None:
     growth, ends = Growth(sizes, [5]), torch.zeros(1, 0, dtype=torch.int32)
     growth.merge(*proposals(sizes, "random", rng), torch.full((1, 2), 0.5), ends)
     before = copy.deepcopy(growth.forest)
-    arguments = (*proposals(sizes, "random", rng), torch.full((1, 2), 0.5), ends)
-    tree_merge(growth.forest, *(tensor.to(DEVICE) for tensor in arguments))
-    tree_merge_ref(growth.expected, *arguments)
+    growth.by_ops(*proposals(sizes, "random", rng), torch.full((1, 2), 0.5), ends)
     assert_same(growth.forest, growth.expected)
     for field in dataclasses.fields(DeviceForest):
         assert torch.equal(getattr(growth.forest, field.name), getattr(before, field.name))
 
 
-def level_of(tokens: list, probs: list, weights: list[float], ends: list[int], frontier: int = 4) -> DeviceForest:
+def level_of(
+    tokens: list,
+    probs: list,
+    weights: list[float],
+    ends: list[int],
+    frontier: int = 4,
+    seeds: Seeds | None = None,
+) -> DeviceForest:
     """The forest after one level of one request; tokens and probs: [G][C] below the root."""
     sizes = Sizes(1, len(tokens), frontier, len(tokens[0]), 2)
     said = torch.zeros(sizes.ssms, 1, frontier, sizes.proposals, dtype=torch.int32)
     chance = torch.full(said.shape, NAN)  # no frontier node there: must not be heard
     said[:, 0, 0], chance[:, 0, 0] = torch.tensor(tokens, dtype=torch.int32), torch.tensor(probs)
-    growth = Growth(sizes, [1])
+    growth = Growth(sizes, [1], [seeds or {}])
     growth.merge(said, chance, torch.tensor([weights]), torch.tensor([ends], dtype=torch.int32))
     return growth.forest
+
+
+def test_seeds_by_hand() -> None:
+    """Token 7: an SSM gives it a half, and being a seed makes it three times as likely; no SSM names 9, and the seed
+    has more children than proposals."""
+    children = [(7, 0.9, 3.0), (9, 0.2, 1.0), (4, 0.1, 1.0), (8, 0.3, 19.0)]
+    seeds: Seeds = {(t,): Seed(i, np.float32(q), np.float32(r)) for i, (t, q, r) in enumerate(children)}
+    forest = level_of([[7, 8]], [[0.5, 0.25]], [1.0], [-1], seeds=seeds)
+    assert forest.cand_tokens[0, 0, :4].tolist() == [7, 8, -1, 9]
+    assert forest.cand_masks[0, 0, :4].tolist() == [1 | 1 << SEED_BIT, 1 | 1 << SEED_BIT, 0, 1 << SEED_BIT]
+    told = np.float32(19) * np.float32(0.25)
+    both = told / (told + np.float32(0.75))
+    assert forest.cand_values[0, 0, :4].tolist() == [0.75, both, -INF, np.float32(0.05)]
+    assert forest.frontier_seeds[0].tolist() == [3, 0, 1, -2]
+    assert forest.seed_cands[0].tolist() == [0, 3, -1, 1]
+    alone = level_of([[-1, -1]], [[0.5, 0.25]], [1.0], [-1], seeds=seeds)
+    assert alone.cand_values[0, 0, 2:4].tolist() == [np.float32(0.9), np.float32(0.2)]
+
+
+@pytest.mark.parametrize("number", range(4 if IMPLEMENTATION == "ref" else 40))
+def test_trees_are_those_of_the_host(number: int) -> None:
+    case = growth_case(5 * number)
+    assert_same_trees(grown_by_ops(case, (tree_root, tree_merge, tree_select), DEVICE), grown_on_host(case, Forest))
 
 
 def test_equal_tokens_become_one_by_hand() -> None:
@@ -185,5 +240,5 @@ def test_inputs_are_not_changed() -> None:
     growth = Growth(sizes, [3, 4])
     arguments = [*proposals(sizes, "random", rng), mixtures(sizes, rng), torch.zeros(2, 1, dtype=torch.int32)]
     given = [tensor.clone().to(DEVICE) for tensor in arguments]
-    tree_merge(growth.forest, *given)
+    growth.by_ops(*given)
     assert all(torch.equal(tensor.cpu(), copied) for tensor, copied in zip(given, arguments, strict=True))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.growth import Sizes, Trie, assert_trees, mixtures, proposals
+from tests.growth import Sizes, Trie, as_proposed, assert_trees, mixtures, proposals, random_seeds
 from treespec.tree import Draws, TokenTree
 from treespec.verification.verify import verify_greedy
 from treespec_kernels.tree.device_trees import DeviceTrees
@@ -43,10 +43,14 @@ class Round:
         self.ends, self.least = zeros(sizes.requests, 2), zeros(sizes.requests, dtype=torch.float32)
         self.choices = zeros(sizes.requests, NODES, dtype=torch.int64)
         self.finite = zeros(sizes.requests, NODES, dtype=torch.bool)
+        self.proposed = sizes.unproposed(DEVICE)
         self.root = captured(lambda: tree_root(self.forest, self.roots))
-        self.merge = captured(lambda: tree_merge(self.forest, self.tokens, self.probs, self.weights, self.ends))
+        said = self.tokens, self.probs, self.weights, self.ends
+        self.merge = captured(lambda: tree_merge(self.forest, *said, self.proposed))
         self.select = captured(
-            lambda: tree_select(self.forest, self.roots, NODES, self.least, self.max_depths, out=self.trees)
+            lambda: tree_select(
+                self.forest, self.proposed, self.roots, NODES, self.least, self.max_depths, out=self.trees
+            )
         )
         self.walk = captured(lambda: tree_walk(self.trees, self.choices, self.finite, out=self.walked))
 
@@ -77,7 +81,8 @@ def test_rounds(levels: int) -> None:
     lengths: list[int] = []
     for number in range(2 if IMPLEMENTATION == "triton" else 20):
         roots = [-1 if (request + number) % 4 == 3 else 50 + request for request in range(3)]
-        tries = [Trie(root, sizes.frontier) for root in roots]
+        seeds = random_seeds(sizes, rng)
+        tries = [Trie(root, sizes.frontier, own) for root, own in zip(roots, seeds, strict=True)]
         least, deepest = torch.tensor([0.0, 0.001, 0.05]), torch.tensor([3, number % 4, 2], dtype=torch.int32)
         ends = torch.tensor([[1, -1], [-1, -1], [0, 2]], dtype=torch.int32)
         for buffer, tensor in (
@@ -85,6 +90,7 @@ def test_rounds(levels: int) -> None:
             (batch.least, least),
             (batch.max_depths, deepest),
             (batch.ends, ends),
+            *zip(batch.proposed, as_proposed(sizes, seeds), strict=True),
         ):
             buffer.copy_(tensor)
         batch.root()

@@ -13,7 +13,7 @@ from treespec.cache import pages_for
 from treespec.config import ModelConfig, SpecConfig
 from treespec.drafters.ssm.ssm_drafter import SsmDrafter
 from treespec.graphs.batch_round import BatchRound
-from treespec.graphs.round_inputs import CHILDREN, FRONTIER, RoundLimits
+from treespec.graphs.round_inputs import RoundLimits
 from treespec.graphs.stack_passes import ModelStack
 from treespec.memory import release_cached
 from treespec.models.triton_decoder import TritonDecoder, stacked
@@ -24,9 +24,9 @@ from treespec_kernels.attention.tree_attention import SegmentPartition
 from treespec_kernels.launch.graph_capture import GraphMemory
 from treespec_kernels.launch.triton_launch import is_interpreted
 from treespec_kernels.tree.device_trees import MAX_CANDIDATES
+from treespec_kernels.tree.growth_limits import CHILDREN, FRONTIER, MAX_DEPTH, SEEDS
 from treespec_kernels.tuning.tuned import KernelConfigs
 
-MAX_DEPTH = 12  # levels of a captured round at most
 # That drafts write behind a request: the root's slot, and those of every frontier but the last.
 SLOTS = 1 + (MAX_DEPTH - 1) * FRONTIER
 NODES = (1, 8, 16, 32, 64)  # rows of the target pass by graph
@@ -140,7 +140,7 @@ def batch_sizes(max_num_seqs: int) -> list[int]:
 def round_limits(spec: SpecConfig, max_model_len: int, scratch: int, num_ssms: int) -> RoundLimits:
     """What rounds hold. Nodes of drafts and trees must fit into the `scratch` slots behind a request."""
     depth = min(MAX_DEPTH, spec.max_depth if not spec.is_plain else MAX_DEPTH, 1 + (scratch - 1) // FRONTIER)
-    depth = max(min(depth, MAX_CANDIDATES // (FRONTIER * CHILDREN * (num_ssms + 1))), 1)
+    depth = max(min(depth, (MAX_CANDIDATES - SEEDS) // (FRONTIER * CHILDREN * (num_ssms + 1))), 1)
     most = max(spec.max_nodes, NODES[-1] if spec.is_adaptive else 1)
     nodes = sorted({n for n in NODES if n <= most} | {min(most, scratch)})
     return RoundLimits(depth, tuple(nodes), pages_for(max_model_len + scratch), max_model_len)

@@ -6,14 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treespec.graphs.round_inputs import CHILDREN, FRONTIER, RoundInputs
+from treespec.graphs.round_inputs import RoundInputs
 from treespec.graphs.stack_passes import ModelStack, StackPasses
 from treespec_kernels.linear.lm_head import BlockStats
 from treespec_kernels.sampling.row_topk import row_topk_triton
 from treespec_kernels.tree.device_trees import DeviceForest
+from treespec_kernels.tree.growth_limits import CHILDREN, FRONTIER
 from treespec_kernels.tree.tree_merge import tree_merge_triton
 from treespec_kernels.tree.tree_root import tree_root_triton
-from treespec_kernels.tree.tree_seeds import DeviceSeeds, tree_seeds_triton
 
 
 class DraftHalf:
@@ -31,13 +31,11 @@ class DraftHalf:
 
     def __init__(self, inputs: RoundInputs, stacks: Sequence[ModelStack], vocab_size: int):
         self.inputs, self.stacks, self.children = inputs, list(stacks), min(CHILDREN, vocab_size)
-        b, limits, device, sources = inputs.num_requests, inputs.limits, inputs.device, inputs.num_ssms + 1
+        b, limits, device, ssms = inputs.num_requests, inputs.limits, inputs.device, inputs.num_ssms
         self.forest = DeviceForest.allocate(
-            b, frontier=FRONTIER, num_ssms=sources, proposals=self.children, max_depth=limits.max_depth, device=device
+            b, frontier=FRONTIER, num_ssms=ssms, proposals=self.children, max_depth=limits.max_depth, device=device
         )
-        places = torch.full((b, FRONTIER), -1, dtype=torch.int32, device=device)
-        self._seeds = DeviceSeeds(inputs["seed_tokens"], inputs["seed_parents"], inputs["seed_probs"], places)
-        shape = (sources, b, FRONTIER, self.children)  # the seeds are the last source
+        shape = (ssms, b, FRONTIER, self.children)
         self._tokens = torch.full(shape, -1, dtype=torch.int32, device=device)
         self._probs = torch.zeros(shape, dtype=torch.float32, device=device)
         self.foretold = torch.zeros(inputs.num_ssms, b, limits.max_depth, dtype=torch.float32, device=device)
@@ -108,6 +106,6 @@ class DraftHalf:
         self._probs[ssms, :, :rows] = (best.values - best.lse[:, None]).exp().view(shape)
 
     def _merge(self) -> None:
-        inputs, last = self.inputs, self.inputs.num_ssms
-        tree_seeds_triton(self.forest, self._seeds, self._tokens[last], self._probs[last])
-        tree_merge_triton(self.forest, self._tokens, self._probs, inputs["weights"], inputs["end_tokens"])
+        inputs = self.inputs
+        arguments = inputs["weights"], inputs["end_tokens"], inputs.proposed
+        tree_merge_triton(self.forest, self._tokens, self._probs, *arguments)

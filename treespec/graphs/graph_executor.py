@@ -17,6 +17,7 @@ from treespec.planning.planner import PLAIN
 from treespec.request import Request
 from treespec.runner import Runner
 from treespec.tree import TokenTree
+from treespec_kernels.tree.growth_limits import SEEDS
 
 LEAST_VALUE = 1e-6  # of a node; below it are only tokens of SSMs with weight 0
 
@@ -98,7 +99,7 @@ class GraphExecutor:
         if (lookup := self.sources.lookup) is None:
             return [None] * len(requests)
         trees = lookup.propose(requests, [plan.max_depth for plan in plans], LEAST_VALUE)
-        found = [tree if len(tree) > 1 else None for tree in trees]
+        found = [tree.best(1 + SEEDS) if len(tree) > 1 else None for tree in trees]
         ids = (request.request_id for request in requests)
         round_.proposals.append((lookup, {i: tree for i, tree in zip(ids, found, strict=True) if tree is not None}))
         return found
@@ -128,10 +129,15 @@ class GraphExecutor:
             request.sample,
             weights,
             proposed,
+            np.ones(0) if proposed is None else self._evidence_ratios(proposed),
             plan.levels,
             plan.nodes if plan.levels else 1,
             LEAST_VALUE,
         )
+
+    def _evidence_ratios(self, proposed: TokenTree) -> np.ndarray:
+        ssms = self.sources.ssms
+        return np.ones(len(proposed)) if ssms is None else ssms.evidence.ratios(proposed.probs)
 
     def _take(
         self,
@@ -151,7 +157,7 @@ class GraphExecutor:
             return
         ssms = self.sources.ssms
         if ssms is not None and plan.levels:
-            ssms.learn_round(request, result.foretold)
+            ssms.learn_round(request, result.foretold, proposed if ssms.may_draft(request) else None)
         names = () if ssms is None else ssms.names
         tree = RoundTree(*result[:5], names, proposed)
         round_.verified.append(VerifiedRequest(request, tree, result.path, result.bonus))

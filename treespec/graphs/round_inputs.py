@@ -10,10 +10,9 @@ from torch import Tensor
 
 from treespec.planning.learning import RoundShapes
 from treespec.tree import TokenTree
+from treespec_kernels.tree.device_trees import ProposedTrees
+from treespec_kernels.tree.growth_limits import SEEDS
 
-FRONTIER = 8  # nodes of one depth that SSMs expand
-CHILDREN = 8  # proposals of one source at one node
-SEEDS = 32  # nodes that sources without a pass propose for a request
 MAX_ENDS = 8  # end tokens of a request that a captured round knows
 
 
@@ -53,9 +52,10 @@ class RoundInput(NamedTuple):
         pages: int64 [num_pages].
         end_tokens: below which nothing is drafted.
         temperature: of the choice, 0 takes the argmax; draft_temperature: of the SSMs' guess of it.
-        seed, sample: of the noise.
+        rng_seed, sample: of the noise.
         weights: trust in each SSM, 0 where it is silent; sum 1. Empty where no SSM may draft.
-        seeds: a tree of sources that cost no pass, over the root; None where there is none.
+        proposed: the tree of sources that cost no pass, over the root; None where there is none.
+        ratios: float32 [len(proposed)], evidence ratios of its nodes.
         max_depth, max_nodes: of its tree; 0 and 1 make it plain decoding.
         least_value: that a node must have.
     """
@@ -66,10 +66,11 @@ class RoundInput(NamedTuple):
     end_tokens: Sequence[int]
     temperature: float
     draft_temperature: float
-    seed: int
+    rng_seed: int
     sample: int
     weights: np.ndarray
-    seeds: TokenTree | None
+    proposed: TokenTree | None
+    ratios: np.ndarray
     max_depth: int
     max_nodes: int
     least_value: float
@@ -107,7 +108,7 @@ class RoundInputs:
 
     Args:
         num_requests: B, at most.
-        num_ssms: sources with a pass; the seeds are one more.
+        num_ssms: sources with a pass.
         limits, device: of the round.
     """
 
@@ -121,19 +122,19 @@ class RoundInputs:
                     "new_tokens": (b, limits.width),
                     "end_tokens": (b, MAX_ENDS),
                     "pages": (b, limits.max_pages),
-                    "seed_tokens": (b, SEEDS),
-                    "seed_parents": (b, SEEDS),
+                    "proposed_tokens": (b, SEEDS),
+                    "proposed_parents": (b, SEEDS),
                 },
                 torch.int32,
                 device,
             ),
             _Buffer(
                 dict.fromkeys(("temperatures", "draft_temperatures", "least_values"), (b,))
-                | {"weights": (b, num_ssms + 1), "seed_probs": (b, SEEDS)},
+                | {"weights": (b, num_ssms), "proposed_probs": (b, SEEDS), "proposed_ratios": (b, SEEDS)},
                 torch.float32,
                 device,
             ),
-            _Buffer({"seeds": (b,), "samples": (b,)}, torch.int64, device),
+            _Buffer({"rng_seeds": (b,), "samples": (b,)}, torch.int64, device),
         ]
         self._views = {name: view for buffer in self._buffers for name, view in buffer.device.items()}
         self._host = {name: values for buffer in self._buffers for name, values in buffer.host.items()}
@@ -144,15 +145,20 @@ class RoundInputs:
 
     def noise(self, temperatures: str, by_row: Callable[[Tensor], Tensor], positions: Tensor) -> dict[str, Any]:
         """Arguments of `row_topk_triton`: each request's noise for all of its rows."""
-        own = {name: by_row(self[name]) for name in ("seeds", "samples")}
+        own = {"seeds": by_row(self["rng_seeds"]), "samples": by_row(self["samples"])}
         return own | {"temperatures": by_row(self[temperatures]), "positions": positions}
+
+    @property
+    def proposed(self) -> ProposedTrees:
+        """The trees of sources that cost no pass."""
+        return ProposedTrees(*(self[f"proposed_{name}"] for name in ProposedTrees._fields))
 
     def fill(self, requests: Sequence[RoundInput]) -> None:
         """Upload a batch; places behind it are idle."""
         host = self._host
         for values in host.values():
             values.fill(0)
-        for name in ("roots", "end_tokens", "seed_tokens", "seed_parents"):
+        for name in ("roots", "end_tokens", "proposed_tokens", "proposed_parents"):
             host[name].fill(-1)
         host["weights"].fill(np.nan)  # a share that is no number is not heard
         for i, request in enumerate(requests):
@@ -168,7 +174,7 @@ class RoundInputs:
                 "temperatures": request.temperature,
                 "draft_temperatures": request.draft_temperature,
                 "least_values": request.least_value,
-                "seeds": np.uint64(request.seed).astype(np.int64),
+                "rng_seeds": np.uint64(request.rng_seed).astype(np.int64),
                 "samples": request.sample,
             }
             for name, value in one.items():
@@ -180,14 +186,13 @@ class RoundInputs:
                 ("weights", np.where(request.weights > 0, request.weights, np.nan)),
             ):
                 host[name][i, : len(several)] = several
-            if request.seeds is not None:
-                self._fill_seeds(i, request.seeds)
+            if request.proposed is not None:
+                self._fill_proposed(i, request.proposed, request.ratios)
         for buffer in self._buffers:
             buffer.upload()
 
-    def _fill_seeds(self, i: int, seeds: TokenTree) -> None:
-        host, count = self._host, min(len(seeds) - 1, SEEDS)  # parents precede their children
-        host["weights"][i, self.num_ssms] = 1.0  # what is seen to repeat counts in full
-        host["seed_tokens"][i, :count] = seeds.tokens[1 : 1 + count]
-        host["seed_parents"][i, :count] = seeds.parents[1 : 1 + count] - 1
-        host["seed_probs"][i, :count] = seeds.probs[1 : 1 + count]
+    def _fill_proposed(self, i: int, tree: TokenTree, ratios: np.ndarray) -> None:
+        assert len(tree) <= 1 + SEEDS, "a proposed tree is cut before the round"
+        of_nodes = {"tokens": tree.tokens, "parents": tree.parents - 1, "probs": tree.probs, "ratios": ratios}
+        for name, values in of_nodes.items():
+            self._host[f"proposed_{name}"][i, : len(tree) - 1] = values[1:]

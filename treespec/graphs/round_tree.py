@@ -6,6 +6,7 @@ from functools import cached_property
 import numpy as np
 
 from treespec.tree import Draws, TokenTree
+from treespec_kernels.tree.device_trees import SEED_BIT
 
 
 @dataclass(frozen=True, eq=False)
@@ -15,7 +16,7 @@ class RoundTree:
     Attributes:
         tokens, parents, depths: int64 [num_nodes].
         values: float64 [num_nodes], the estimated probability that each node is accepted.
-        masks: by node, bits of the SSMs that proposed it, and behind them the bit of `proposed`.
+        masks: by node, bits of the SSMs that proposed it, and `SEED_BIT` for a node of `proposed`.
         names: of the SSMs.
         proposed: the tree of sources that run no model, as the round was given it; the device does not tell these
             sources apart.
@@ -36,7 +37,7 @@ class RoundTree:
         """Names of the sources that proposed a node."""
         bits = self.masks[node]
         own = tuple(name for i, name in enumerate(self.names) if bits >> i & 1)
-        if self.proposed is None or not bits >> len(self.names) & 1:
+        if self.proposed is None or not bits >> SEED_BIT & 1:
             return own
         seed = self._place_in_proposed(node)
         return own if seed is None else (*own, *(n for n in self.proposed.sources_of(seed) if n not in own))

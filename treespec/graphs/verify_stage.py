@@ -23,7 +23,7 @@ class RoundResult(NamedTuple):
     Attributes:
         tokens, parents, depths: int64 [num_nodes], the verified tree, root first.
         values: float64 [num_nodes], the estimated probability that each node is accepted.
-        masks: by node, bits of the SSMs that proposed it, and behind them the bit of the proposed tree.
+        masks: by node, bits of the SSMs that proposed it, and `SEED_BIT` for a node of the proposed tree.
         path: int64 [1 + accepted], the accepted nodes, root first; empty where the target computed NaN or infinity, and
             nothing was committed.
         bonus: the target's own token after the path.
@@ -77,6 +77,7 @@ class VerifyHalf:
             self.drafts.root()
         tree_select_triton(
             self.drafts.forest,
+            inputs.proposed,
             inputs["roots"],
             inputs["max_nodes"],
             inputs["least_values"],

@@ -9,7 +9,6 @@ from treespec.adapter.trace import AdapterConfig
 from treespec.cache import KVCache, pages_for
 from treespec.config import ModelConfig
 from treespec.drafters.foreign.foreign_drafter import ROOM
-from treespec.drafters.ssm.ssm_drafter import MAX_SLOTS
 from treespec.errors import CacheMemoryError, ConfigError
 from treespec.graphs.capture import SLOTS, planned_bytes, round_limits, stack_sizes
 from treespec.memory import free_memory
@@ -17,6 +16,7 @@ from treespec.models.attention import make_attention
 from treespec.models.quantized_weights import weight_bytes
 from treespec.startup.resolve import Resolved
 from treespec_kernels.attention.tree_batch import PAGE_SIZE
+from treespec_kernels.tree.growth_limits import MAX_EXPANDED
 from treespec_weights.rules import ModelShape
 
 logger = logging.getLogger("treespec")
@@ -63,7 +63,7 @@ def plan_memory(resolved: Resolved) -> MemoryPlan:
     options, spec, loader, target = resolved.options, resolved.spec, resolved.loader, resolved.target
     triton = loader.configs is not None
     shapes = [target.shape, *(draft.config.shape for draft in resolved.ssms)]
-    scratch = max(spec.max_nodes, MAX_SLOTS, SLOTS if triton else 0)
+    scratch = max(spec.max_nodes, MAX_EXPANDED, SLOTS if triton else 0)
     cache_dtype = loader.dtype
     if not resolved.compile:
         cache_dtype = make_attention(loader.attention, target.shape, loader.dtype, loader.device).cache_dtype

@@ -1,7 +1,7 @@
 // One level of the token trees of a batch while they grow: the frontier gets its slots, SSMs score it, what they and
-// other sources say below it becomes nodes, and the best of them the next frontier. The specification is
-// `Forest.extend` in treespec/drafters/ssm/forest.py; a level of a small tree takes numpy 25 calls and an SSM's whole pass
-// as long.
+// other sources propose below it becomes nodes, and the best of them the next frontier. The specification is
+// treespec_kernels/tree/tree_merge.py, and `Forest` in treespec/drafters/ssm/forest.py for what only the host has. A level
+// of a small tree takes numpy 25 calls and an SSM's whole pass as long.
 
 #include "vectors_cpu.h"
 
@@ -18,27 +18,28 @@ struct SsmProbs {  // an SSM's probabilities below a part of the frontier
 };
 
 struct Growth {
-    int64_t num_ssms, vocab, max_frontier, max_slots, most_nodes;
+    int64_t num_ssms, vocab, most_nodes;
     // By tree. branching: children of a node at this depth, 0: values decide. best: the largest values so far, falling.
     const int64_t *max_depths, *nodes, *branching, *end_tokens, *end_starts;
     int64_t *num_slots, *num_values;
-    double *least, *best;  // [num_trees], [num_trees, most_nodes]
-    int64_t seed_width;    // children: [seeds' nodes + 1, seed_width], -1 where there is none
+    float *least, *best;  // [num_trees], [num_trees, most_nodes]
+    int64_t seed_width;   // children: [seeds' nodes + 1, seed_width], -1 where there is none
     const int64_t *seed_children, *seed_tokens;
-    const double* seed_probs;
-    int64_t depth, size, children, num_scored;  // nodes of all trees so far; proposals of an SSM
+    const float *seed_probs, *seed_ratios;
+    // Nodes of all trees so far; proposals of an SSM, and of a seed; nodes of a tree that the next frontier has.
+    int64_t depth, size, children, seed_most, next_width, num_scored;
     const SsmProbs* ssm_probs;
-    const double* weights;  // [num_trees, num_ssms]
-    int64_t num_rows;       // of the frontier
+    const float* weights;  // [num_trees, num_ssms]
+    int64_t num_rows;      // of the frontier
     const int64_t *row_nodes, *row_tokens, *row_owners, *row_seeds, *row_above;
-    const double* row_values;
+    const float* row_values;
     // What is written: new nodes in the order of their trees and parents, and the next frontier, whose `above` is the
     // slot of the parent in its tree.
     int64_t *tokens, *parents, *owners, *seeds;
-    double *probs, *values, *draft_probs;  // draft_probs: [new nodes, num_ssms]
-    uint8_t *proposed, *broken;            // [new nodes, num_ssms]; [num_rows]: an SSM's row is not finite
+    float *probs, *values, *draft_probs;  // draft_probs: [new nodes, num_ssms]
+    uint8_t *proposed, *broken;           // [new nodes, num_ssms]; [num_rows]: an SSM's row is not finite
     int64_t num_next, *next_nodes, *next_tokens, *next_owners, *next_seeds, *next_above;
-    double* next_values;
+    float* next_values;
 };
 
 struct Placing {  // the slots of a level's nodes: each takes the next one of its tree
@@ -106,73 +107,61 @@ class Top {
 
 struct Candidate {
     int64_t row, token, seed;  // seed: which of the seeds' nodes it is, -1: none
-    double prob, value;
+    float prob, value;
     bool stays;
 };
 
-// One probability out of two opinions; `combine` in forest.py.
-inline double combined(double seed, double mixture) {
-    const auto odds = [](double p) { return std::log(p / (1 - p)); };
-    const double a = odds(std::min(std::max(seed, 1e-4), 0.999)), b = odds(std::min(std::max(mixture, 0.05), 0.999));
-    return 1 / (1 + std::exp(-(0.64 * a + 1.16 * b + 0.83)));
-}
+constexpr float LEAST_DOUBTED = 0.05f, MOST_CERTAIN = 0.999f;
 
 class Level {
     Growth& g;
     std::vector<int64_t> probs_row;     // [num_scored, num_rows], of an SSM's probabilities, -1: silent
     std::vector<Candidate> candidates;  // of one tree
-    std::vector<double> opinions;       // [candidates, num_scored]
+    std::vector<float> draft_probs;     // [candidates, num_scored]
     std::vector<uint8_t> proposed;      // [candidates, num_scored]
     std::vector<int64_t> slots;         // of the new nodes' parents in their trees
     int64_t count = 0;
 
     // The merged candidates below one row, equal tokens once.
     void merge(int64_t row) {
-        const size_t first = candidates.size();
-        const double* weights = g.weights + g.row_owners[row] * g.num_ssms;
+        const float* weights = g.weights + g.row_owners[row] * g.num_ssms;
+        std::vector<Top> tops;
         std::vector<int64_t> tokens;
-        std::vector<float> worst(g.num_scored);
+        bool spoke = false;
         for (int64_t l = 0; l < g.num_scored; l++) {
-            int64_t& at = probs_row[l * g.num_rows + row];
-            if (at < 0) continue;
-            const Top top(g.ssm_probs[l].probs + at * g.vocab, g.vocab, g.children);
-            if (top.broken) {
-                g.broken[row] = 1, at = -1;  // an SSM that overflowed stays silent
-                continue;
-            }
-            worst[l] = top.values.back();
+            const int64_t at = probs_row[l * g.num_rows + row];
+            tops.emplace_back(g.ssm_probs[l].probs + std::max<int64_t>(at, 0) * g.vocab, at < 0 ? 0 : g.vocab, g.children);
+            Top& top = tops.back();
+            if (top.broken) g.broken[row] = 1, top.ids.clear();  // an SSM that overflowed stays silent
             tokens.insert(tokens.end(), top.ids.begin(), top.ids.end());
+            spoke |= !top.ids.empty();
         }
         const int64_t* below = g.seed_children + g.row_seeds[row] * g.seed_width;  // of -1: not read
         const int64_t width = g.row_seeds[row] < 0 ? 0 : g.seed_width;
-        for (int64_t j = 0; j < width; j++)
+        for (int64_t j = 0; j < std::min(width, g.seed_most); j++)
             if (below[j] >= 0) tokens.push_back(g.seed_tokens[below[j]]);
-        double taken = 0, before = 0;
         for (size_t i = 0; i < tokens.size(); i++) {
             if (std::find(tokens.begin(), tokens.begin() + i, tokens[i]) != tokens.begin() + i) continue;
-            Candidate c{row, tokens[i], -1, 0.0, 0.0, true};
+            Candidate c{row, tokens[i], -1, 0.0f, 0.0f, true};
             for (int64_t l = 0; l < g.num_scored; l++) {
-                const int64_t at = probs_row[l * g.num_rows + row];
-                const float p = at < 0 ? 0.0f : g.ssm_probs[l].probs[at * g.vocab + c.token];
-                opinions.push_back(p);
-                proposed.push_back(at >= 0 && p >= worst[l]);
-                c.prob += weights[g.ssm_probs[l].ssm] * p;
+                const auto& ids = tops[l].ids;
+                const size_t place = std::find(ids.begin(), ids.end(), c.token) - ids.begin();
+                proposed.push_back(place < ids.size());
+                draft_probs.push_back(place < ids.size() ? tops[l].values[place] : 0.0f);
+                c.prob += weights[g.ssm_probs[l].ssm] * draft_probs.back();
             }
-            c.prob = std::min(c.prob, 1.0);
+            c.prob = std::min(c.prob, 1.0f);
             for (int64_t j = 0; j < width && c.seed < 0; j++)
                 if (below[j] >= 0 && g.seed_tokens[below[j]] == c.token) c.seed = below[j];
-            if (c.seed >= 0) {
-                before += c.prob;
-                c.prob = combined(g.seed_probs[c.seed], c.prob);
-                taken += c.prob;
+            if (c.seed >= 0 && spoke) {
+                const float held = std::min(std::max(c.prob, LEAST_DOUBTED), MOST_CERTAIN);
+                const float told = g.seed_ratios[c.seed] * held;
+                c.prob = told / (told + (1.0f - held));
+            } else if (c.seed >= 0) {
+                c.prob = g.seed_probs[c.seed];
             }
-            candidates.push_back(c);
-        }
-        const double rest = std::max(std::min((1 - taken) / std::max(1 - before, 1e-9), 1.0), 0.0);
-        for (size_t i = first; i < candidates.size(); i++) {  // the seeds' children first, the others share what is left
-            Candidate& c = candidates[i];
-            if (taken > 0) c.prob = c.seed >= 0 ? c.prob / std::max(taken, 1.0) : c.prob * rest;
             c.value = g.row_values[row] * c.prob;
+            candidates.push_back(c);
         }
     }
 
@@ -189,13 +178,13 @@ class Level {
         }
     }
 
-    // What can be among a tree's best nodes, and the seeds: left out, they would come back with their old value.
+    // What can be among a tree's best nodes, and the seeds: left out, they would join with another value.
     void keep_best(int64_t tree) {
-        double* best = g.best + tree * g.most_nodes;
+        float* best = g.best + tree * g.most_nodes;
         const int64_t nodes = g.nodes[tree], held = std::min(g.num_values[tree], nodes);
-        std::vector<double> all(best, best + held);
+        std::vector<float> all(best, best + held);
         for (const Candidate& c : candidates) all.push_back(c.value);
-        std::sort(all.begin(), all.end(), std::greater<double>());
+        std::sort(all.begin(), all.end(), std::greater<float>());
         std::copy_n(all.begin(), std::min<int64_t>(nodes, all.size()), best);
         g.num_values[tree] += candidates.size();
         if (g.num_values[tree] <= nodes) return;
@@ -211,30 +200,28 @@ class Level {
             if (!c.stays) continue;
             g.tokens[count] = c.token, g.parents[count] = g.row_nodes[c.row], g.owners[count] = tree;
             g.seeds[count] = c.seed, g.probs[count] = c.prob, g.values[count] = c.value;
-            std::fill_n(g.draft_probs + count * g.num_ssms, g.num_ssms, 0.0);
+            std::fill_n(g.draft_probs + count * g.num_ssms, g.num_ssms, 0.0f);
             for (int64_t l = 0; l < g.num_scored; l++) {
-                const int64_t to = count * g.num_ssms + g.ssm_probs[l].ssm;
-                g.draft_probs[to] = opinions[i * g.num_scored + l], g.proposed[to] = proposed[i * g.num_scored + l];
+                const int64_t to = count * g.num_ssms + g.ssm_probs[l].ssm, from = i * g.num_scored + l;
+                g.draft_probs[to] = draft_probs[from], g.proposed[to] = proposed[from];
             }
             slots.push_back(slot + c.row - first), count++;
         }
         if (g.depth + 1 < g.max_depths[tree]) choose(tree, begin);
     }
 
-    // Which of a tree's newest nodes, from `begin` on, are expanded next.
+    // Which of a tree's newest nodes, from `begin` on, are expanded next; the best first where values decide.
     void choose(int64_t tree, int64_t begin) {
-        std::vector<int64_t> order;
-        for (int64_t i = begin; i < count; i++) order.push_back(i);
-        if (!g.branching[tree]) {
-            const int64_t room = std::max<int64_t>(std::min(g.max_frontier, g.max_slots - g.num_slots[tree]), 0);
-            std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return g.values[a] > g.values[b]; });
-            if (int64_t(order.size()) > room) order.resize(room);
-            std::sort(order.begin(), order.end());
-        }
         const int64_t *ends = g.end_tokens + g.end_starts[tree], *stop = g.end_tokens + g.end_starts[tree + 1];
+        std::vector<int64_t> order;
+        for (int64_t i = begin; i < count; i++)
+            if (std::find(ends, stop, g.tokens[i]) == stop) order.push_back(i);  // nothing is emitted below one
+        if (!g.branching[tree]) {
+            std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return g.values[a] > g.values[b]; });
+            if (int64_t(order.size()) > g.next_width) order.resize(g.next_width);
+        }
         for (int64_t i : order) {
-            if (std::find(ends, stop, g.tokens[i]) != stop) continue;  // nothing is emitted below one
-            if (!g.branching[tree] && !(g.values[i] > 0 && g.values[i] >= g.least[tree])) continue;
+            if (!g.branching[tree] && !(g.values[i] > 0 && g.values[i] >= g.least[tree])) break;
             const int64_t to = g.num_next++;
             g.next_nodes[to] = g.size + i, g.next_tokens[to] = g.tokens[i], g.next_owners[to] = tree;
             g.next_seeds[to] = g.seeds[i], g.next_above[to] = slots[i], g.next_values[to] = g.values[i];
@@ -252,7 +239,7 @@ class Level {
         g.num_next = 0;
         for (int64_t first = 0, last; first < g.num_rows; first = last) {
             const int64_t tree = g.row_owners[first], slot = g.num_slots[tree];
-            candidates.clear(), opinions.clear(), proposed.clear();
+            candidates.clear(), draft_probs.clear(), proposed.clear();
             for (last = first; last < g.num_rows && g.row_owners[last] == tree; last++) merge(last);
             g.num_slots[tree] += last - first;
             if (g.branching[tree]) keep_children(g.branching[tree]);

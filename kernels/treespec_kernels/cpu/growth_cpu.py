@@ -1,8 +1,8 @@
 """Grows token trees by one level in one call of C++: assigns slots to the frontier, runs the SSMs' passes over it,
 merges their proposals with those of other sources, and chooses the next frontier.
 
-The source is `growth_cpu.cpp`, the specification `Forest.extend` in treespec/drafters/ssm/forest.py. The overhead of
-Python dominates a call (the address of an array alone takes 1 us), so all data of a level is in three arrays.
+The source is `growth_cpu.cpp`, the specification treespec_kernels/tree/tree_merge.py. Python's share of a call
+dominates (an array's address alone takes 1 us), so a level's nodes lie side by side in three arrays.
 """
 
 import ctypes
@@ -18,6 +18,7 @@ from torch import Tensor
 from treespec_kernels.attention.tree_batch import PAGE_SIZE
 from treespec_kernels.cpu.cpu_library import address_of, compile_library
 from treespec_kernels.cpu.decoder_cpu import CompiledPlan, PassEntries
+from treespec_kernels.tree.growth_limits import frontier_width
 from treespec_kernels.tree.tree_levels import Frontier, Level
 
 _SOURCES = tuple(Path(__file__).with_name(name) for name in ("growth_cpu.cpp", "vectors_cpu.h", "batch_cpu.h"))
@@ -33,9 +34,9 @@ class _SsmProbs(ctypes.Structure):
 
 
 NO_PAGE = "a tree has no page for its nodes"
-_LIMITS = ("num_ssms", "vocab", "max_frontier", "max_slots", "most_nodes")
+_LIMITS = ("num_ssms", "vocab", "most_nodes")
 _TREES = ("max_depths", "nodes", "branching", "end_tokens", "end_starts", "num_slots", "num_values", "least", "best")
-_SEEDS = ("seed_children", "seed_tokens", "seed_probs")
+_SEEDS = ("seed_children", "seed_tokens", "seed_probs", "seed_ratios")
 _ROW = ("row_nodes", "row_tokens", "row_owners", "row_seeds", "row_above", "row_values")
 _NEXT = ("next_nodes", "next_tokens", "next_owners", "next_seeds", "next_above", "next_values")
 _LEVEL = ("tokens", "parents", "owners", "seeds", "probs", "values", "draft_probs", "proposed", "broken")
@@ -55,7 +56,7 @@ class _Growth(ctypes.Structure):
         *_pointers(*_TREES),
         *_numbers("seed_width"),
         *_pointers(*_SEEDS),
-        *_numbers("depth", "size", "children", "num_scored"),
+        *_numbers("depth", "size", "children", "seed_most", "next_width", "num_scored"),
         ("ssm_probs", ctypes.POINTER(_SsmProbs)),
         *_pointers("weights"),
         *_numbers("num_rows"),
@@ -103,7 +104,7 @@ class Grown(NamedTuple):
 
 
 class _Results(NamedTuple):
-    """The outputs of a call: int64 [9, room], float64 [3 + num_ssms, room], and bools of nodes and rows."""
+    """What a call writes: int64 [9, room], float32 [3 + num_ssms, room], and bools of nodes and rows."""
 
     ints: np.ndarray
     floats: np.ndarray
@@ -115,13 +116,13 @@ class TreeGrowth:
 
     Args:
         library: from `growth_library`.
-        num_ssms: the number of SSMs.
-        max_depths, nodes: int64 [num_trees]: the most levels and nodes of each tree; candidates that cannot be among
-            the best `nodes` are dropped.
-        end_tokens: by tree: tokens that are not expanded.
-        seeds: proposals of other sources: children int64 [num nodes + 1, width], tokens int64 and probs float64
-            [num nodes].
-        max_frontier, max_slots: the most nodes of one tree that are expanded, at one depth and in total.
+        num_ssms: that may score.
+        max_depths, nodes: int64 [num_trees]: levels of each tree; only what can be among so many nodes is kept.
+        end_tokens: by tree: below them nothing is expanded.
+        seeds: children int64 [num nodes + 1, width], tokens int64, probs and evidence ratios float32 [num nodes], of
+            other sources.
+        seed_children: proposals of a seed's node.
+        max_frontier: nodes of one tree and depth that are expanded, see `frontier_width`.
     """
 
     def __init__(
@@ -131,23 +132,22 @@ class TreeGrowth:
         max_depths: np.ndarray,
         nodes: np.ndarray,
         end_tokens: Sequence[Sequence[int]],
-        seeds: tuple[np.ndarray, np.ndarray, np.ndarray],
+        seeds: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
+        seed_children: int,
         max_frontier: int,
-        max_slots: int,
     ):
         count, most = len(nodes), int(nodes.max())
         ends = np.array([token for tokens in end_tokens for token in tokens], dtype=np.int64)
         starts = np.cumsum([0, *(len(tokens) for tokens in end_tokens)])
         state = np.zeros((2, count), dtype=np.int64)  # slots, values
         state[1] = 1  # the root's
-        floats = np.zeros((1 + most, count))  # the least value, and [num_trees, most] best ones
+        floats = np.zeros((1 + most, count), dtype=np.float32)  # the least value, and [num_trees, most] best ones
         floats[1:].reshape(count, most)[:, 0] = 1.0
         self._library, self._num_ssms, self._width = library, num_ssms, seeds[0].shape[1]
+        self._max_frontier = max_frontier
         self._held = (max_depths, nodes, ends, starts, state, floats, seeds)
         self._growth = _Growth(
             num_ssms=num_ssms,
-            max_frontier=max_frontier,
-            max_slots=max_slots,
             most_nodes=most,
             max_depths=address_of(max_depths),
             nodes=address_of(nodes),
@@ -155,14 +155,15 @@ class TreeGrowth:
             end_starts=address_of(starts),
             num_slots=address_of(state),
             num_values=address_of(state) + 8 * count,
-            least=address_of(floats, np.float64),
-            best=address_of(floats, np.float64) + 8 * count,
+            least=address_of(floats, np.float32),
+            best=address_of(floats, np.float32) + 4 * count,
             seed_width=self._width,
             seed_children=address_of(seeds[0]),
             seed_tokens=address_of(seeds[1]),
-            seed_probs=address_of(seeds[2], np.float64),
+            seed_probs=address_of(seeds[2], np.float32),
+            seed_ratios=address_of(seeds[3], np.float32),
+            seed_most=seed_children,
         )
-        self._largest_token = int(seeds[1].max())
         self._frontier: Frontier | None = None
         self._weights: np.ndarray | None = None
 
@@ -182,9 +183,9 @@ class TreeGrowth:
             frontier: the scored nodes.
             size, depth: nodes of all trees so far, and levels.
             ssm_probs: SSM, rows (int64, ascending) and probabilities (float32 [len(rows), vocab]) of each that scored.
-            weights: float64 [num_trees, num_ssms].
-            branching: int64 [num_trees], children per node; 0 to choose by value.
-            children: the most proposals of one SSM per node.
+            weights: float32 [num_trees, num_ssms].
+            branching: int64 [num_trees], children of a node, 0 where values decide.
+            children: most proposals of one SSM.
         """
         rows, vocab, g = len(frontier.nodes), ssm_probs[0][2].shape[1], self._growth
         assert all(probs.shape == (len(own), vocab) for _, own, probs in ssm_probs)
@@ -242,25 +243,23 @@ class TreeGrowth:
         branching: np.ndarray,
         children: int,
     ) -> _Results:
-        """Sets all inputs except the SSMs' probabilities, and allocates the outputs."""
-        assert self._largest_token < vocab
+        """Everything but the SSMs' probabilities, and room for what is written."""
         g, rows, ssms = self._growth, len(frontier.nodes), self._num_ssms
         room = rows * (num_scored * min(children, vocab) + self._width)
-        ints, floats = np.empty((9, room), dtype=np.int64), np.empty((3 + ssms, room))
+        ints, floats = np.empty((9, room), dtype=np.int64), np.empty((3 + ssms, room), dtype=np.float32)
         flags = np.zeros(room * ssms + rows, dtype=bool)
         g.vocab, g.depth, g.size, g.children, g.num_rows = vocab, depth, size, children, rows
-        g.branching = address_of(branching)
+        g.branching, g.next_width = address_of(branching), frontier_width(depth + 1, self._max_frontier)
         if weights is not self._weights:
-            self._weights, g.weights = weights, address_of(weights, np.float64)
-        if frontier is not self._frontier:  # otherwise it is where the last level was written
+            self._weights, g.weights = weights, address_of(weights, np.float32)
+        if frontier is not self._frontier:  # else it lies where the last level put it
             own = frontier.nodes, frontier.tokens, frontier.owners, frontier.seeds, frontier.above
             g.row_nodes, g.row_tokens, g.row_owners, g.row_seeds, g.row_above = map(address_of, own)
-            g.row_values = address_of(frontier.values, np.float64)
-        at, other, step = address_of(ints), address_of(floats, np.float64), 8 * room
+            g.row_values = address_of(frontier.values, np.float32)
+        at, other, step = address_of(ints), address_of(floats, np.float32), 8 * room
         g.tokens, g.parents, g.owners, g.seeds = (at + i * step for i in range(4))
-        g.probs, g.values, g.draft_probs = other, other + step, other + 3 * step
+        g.probs, g.values, g.next_values, g.draft_probs = (other + 4 * i * room for i in range(4))
         g.next_nodes, g.next_tokens, g.next_owners, g.next_seeds, g.next_above = (at + i * step for i in range(4, 9))
-        g.next_values = other + 2 * step
         g.proposed = address_of(flags, np.bool_)
         g.broken = g.proposed + room * ssms
         return _Results(ints, floats, flags)

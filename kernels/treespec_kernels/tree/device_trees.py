@@ -4,20 +4,41 @@ A round of a batch is `tree_root`, then for each level one pass of the drafts an
 target's pass and `tree_walk`. The host reads no tensor and a round allocates none, so that it can be captured in CUDA
 graphs; one captured `tree_merge` serves every level, because the level is data.
 
-Sizes: B requests, F frontier nodes per request (those that the drafts score next), G SSMs, C proposals of an SSM at a
-node, D levels, N nodes of a tree, root included. Each level of a request has P = F * G * C candidates: proposal c of
-SSM g at frontier node f has number (f * G + g) * C + c in its level, and *flat index* level * P + number over all
-levels. Its depth in the tree is level + 1, so a parent's flat index is always smaller.
+B requests, F frontier nodes of a request (those that the drafts score next), G SSMs, C proposals of a source at a node,
+D levels, S seeds (nodes of the tree that sources without a pass propose), N nodes of a tree, root included. Candidates
+are what the SSMs and, as source G, the seeds propose, P = F * (G + 1) * C of a request and level: proposal c of source
+g at frontier node f is number (f * (G + 1) + g) * C + c of its level, and its *flat index* counts on over levels:
+level * P + number. Its depth in the tree is level + 1, so a parent's flat index is always smaller. Seeds that growth
+has not reached are candidates as well: seed s has the flat index D * P + s.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 
-MAX_SSMS = 31  # bits of an int32 mask without its sign
-MAX_CANDIDATES = 4096  # over all levels: one program holds them in registers, and twice as many spill
+from treespec_kernels.tree.growth_limits import SEEDS
+
+SEED_BIT = MAX_SSMS = 30  # an int32 mask has a bit for each SSM, one for the seeds, and its sign
+MAX_CANDIDATES = 4096  # of all levels: one program holds them in registers, and twice as many spill
+
+
+class ProposedTrees(NamedTuple):
+    """Trees that sources without a pass propose for a batch. Their nodes are the seeds; the root is none of them.
+
+    Args:
+        tokens: [B, S] int32, -1 where there is no seed. Siblings carry different tokens.
+        parents: [B, S] int32, an earlier seed, or -1 for the root.
+        probs: [B, S] float32, 0 to 1, of the token after its parent.
+        ratios: [B, S] float32, positive and finite: how much likelier the token is for being a seed.
+    """
+
+    tokens: torch.Tensor
+    parents: torch.Tensor
+    probs: torch.Tensor
+    ratios: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -27,21 +48,25 @@ class DeviceForest:
     An entry is empty if there is no proposal, or if an earlier one at the same node has the same token.
 
     Args:
-        cand_tokens: [B, D, P] int32; -1 if empty.
-        cand_parents: [B, D, P] int32, the parent's flat index; -1 for the root, and if empty.
-        cand_values: [B, D, P] float32, product of probabilities along the path; -inf if empty.
-        cand_masks: [B, D, P] int32, bit g: SSM g proposed it; 0 if empty.
-        cand_slots: [B, D, P] int32, the drafts' scratch slot; -1 for a candidate that is not expanded.
-        frontier: [B, F] int32, flat index of each frontier node, best value first; D * P for the root; -1 if empty.
-        frontier_tokens: [B, F] int32; 0, a valid token, if empty.
-        frontier_values: [B, F] float32; 0 if empty.
-        frontier_depths: [B, F] int32; -1 if empty.
+        cand_tokens: [B, D, P] int32; -1 where there is no candidate.
+        cand_parents: [B, D, P] int32, the parent's flat index, -1 for the root and where there is no candidate.
+        cand_values: [B, D, P] float32, product of probabilities along the path; -inf where there is no candidate: no
+            proposal, or a token that is named by an earlier one at the same node.
+        cand_masks: [B, D, P] int32, bit g: SSM g proposed it; bit `SEED_BIT`: it is a seed; 0 where there is no
+            candidate.
+        cand_slots: [B, D, P] int32, slot among the drafts' scratch slots, -1 where a candidate is not expanded.
+        frontier: [B, F] int32, flat index of each frontier node, best value first; -1: none; D * P: the root.
+        frontier_tokens: [B, F] int32; 0, a token that can be embedded, where there is none.
+        frontier_values: [B, F] float32; 0 where there is none.
+        frontier_depths: [B, F] int32; -1 where there is none.
         frontier_slots: [B, F] int32, scratch slots: 0 for the root, 1 + (level - 1) * F + i for node i of a later
-            level; 0 if empty.
-        frontier_ancestors: [B, F, D + 1] int32, scratch slots of a node's ancestors by depth, its own last and then
-            repeated; 0 if empty.
-        levels: [B] int32, the number of levels grown, equal for all requests. Each request has its own copy, because a
-            program of a launch must not read what the program of another request advances.
+            level; 0 where there is none.
+        frontier_seeds: [B, F] int32, which seed each node is; -1: the root, -2: no seed.
+        frontier_ancestors: [B, F, D + 1] int32, scratch slots of a node's ancestors by depth, itself last and then
+            repeated; 0 where there is none.
+        seed_cands: [B, S] int32, the flat index of the candidate that a seed is; -1: growth has not reached it.
+        levels: [B] int32, how many levels have been grown; equal for all requests. Each request has its own copy
+            because the programs of a launch, one per request, may not read what another one advances.
 
     Raises:
         ValueError: a shape, dtype, device or stride that does not fit.
@@ -57,7 +82,9 @@ class DeviceForest:
     frontier_values: torch.Tensor
     frontier_depths: torch.Tensor
     frontier_slots: torch.Tensor
+    frontier_seeds: torch.Tensor
     frontier_ancestors: torch.Tensor
+    seed_cands: torch.Tensor
     levels: torch.Tensor
 
     def __post_init__(self) -> None:
@@ -68,9 +95,13 @@ class DeviceForest:
             )
         requests, depth, candidates = self.cand_tokens.shape
         width = self.frontier.shape[1]
-        if depth * candidates > MAX_CANDIDATES:
-            raise ValueError(f"{depth} levels of {candidates} candidates are more than {MAX_CANDIDATES}; grow less")
+        if depth * candidates + self.num_seeds > MAX_CANDIDATES:
+            raise ValueError(
+                f"{depth} levels of {candidates} candidates and {self.num_seeds} seeds are more than {MAX_CANDIDATES}; "
+                "grow less"
+            )
         shapes = {"levels": (requests,), "frontier_ancestors": (requests, width, depth + 1)}
+        shapes |= {"seed_cands": (requests, self.num_seeds)}
         shapes |= dict.fromkeys(_names(self, "cand_"), (requests, depth, candidates))
         shapes |= dict.fromkeys([n for n in _names(self, "frontier") if n not in shapes], (requests, width))
         _check(self, shapes, self.cand_tokens.device)
@@ -84,26 +115,29 @@ class DeviceForest:
         num_ssms: int,
         proposals: int,
         max_depth: int,
+        seeds: int = SEEDS,
         device: torch.device | str = "cpu",
     ) -> DeviceForest:
-        """Allocates an idle forest: B, F, G, C and D in this order.
+        """An idle forest: B, F, G, C, D and S in this order.
 
         Raises:
-            ValueError: a size below 1, more than 31 SSMs, or more than 4,096 candidates per request.
+            ValueError: a number below 1 (SSMs may be none), more than 30 SSMs, or more than 4,096 candidates of a
+                request.
         """
         sizes = {
             "num_requests": num_requests,
             "frontier": frontier,
-            "num_ssms": num_ssms,
+            "num_ssms": num_ssms + 1,
             "proposals": proposals,
             "max_depth": max_depth,
+            "seeds": seeds,
         }
         for name, size in sizes.items():
             if size < 1:
                 raise ValueError(f"{name} is {size}; expected 1 or more")
         if num_ssms > MAX_SSMS:
             raise ValueError(f"num_ssms is {num_ssms}; masks hold at most {MAX_SSMS}")
-        candidates = (num_requests, max_depth, frontier * num_ssms * proposals)
+        candidates = (num_requests, max_depth, frontier * (num_ssms + 1) * proposals)
         nodes = (num_requests, frontier)
 
         def filled(shape: tuple[int, ...], value: float, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -120,7 +154,9 @@ class DeviceForest:
             frontier_values=filled(nodes, 0, torch.float32),
             frontier_depths=filled(nodes, -1),
             frontier_slots=filled(nodes, 0),
+            frontier_seeds=filled(nodes, -2),
             frontier_ancestors=filled((*nodes, max_depth + 1), 0),
+            seed_cands=filled((num_requests, seeds), -1),
             levels=filled((num_requests,), 0),
         )
 
@@ -148,6 +184,11 @@ class DeviceForest:
         """F, the most nodes per request that a level expands."""
         return self.frontier.shape[1]
 
+    @property
+    def num_seeds(self) -> int:
+        """S, seeds of a request at most."""
+        return self.seed_cands.shape[1]
+
 
 @dataclass(frozen=True)
 class DeviceTrees:
@@ -159,9 +200,9 @@ class DeviceTrees:
         tokens: [B, N] int32; 0, a valid token, for padding.
         parents: [B, N] int32; -1 for the root and for padding.
         depths: [B, N] int32; -1 for padding.
-        ancestors: [B, N, D + 1] int32, by depth, the node itself last and then repeated; padding repeats its own index.
-        num_nodes: [B] int32; 0 for an idle request.
-        masks: [B, N] int32, bit g: SSM g proposed the node; 0 for the root and padding.
+        ancestors: [B, N, D + 1] int32, by depth, itself last and then repeated; padding repeats its own index.
+        num_nodes: [B] int32; 0: the request is idle.
+        masks: [B, N] int32, bit g: SSM g proposed the node; bit `SEED_BIT`: it is a seed; 0 for the root and padding.
         values: [B, N] float32, estimated probability that the node is accepted: 1 for the root, 0 for padding.
         slots: [B, N] int32, the drafts' scratch slot of the node's K/V; -1 for a node that no draft has computed.
 
@@ -252,6 +293,18 @@ def _check(state: DeviceForest | DeviceTrees, shapes: dict[str, tuple[int, ...]]
 def block_of(size: int) -> int:
     """The power of two that holds `size` elements."""
     return 1 << (size - 1).bit_length()
+
+
+def check_proposed(forest: DeviceForest, proposed: ProposedTrees) -> None:
+    """Raises ValueError where proposed trees do not fit the forest; values are never read."""
+    shape, device = (forest.num_requests, forest.num_seeds), forest.levels.device
+    for name, tensor in proposed._asdict().items():
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"proposed.{name} has shape {list(tensor.shape)}; expected {list(shape)} as in the forest")
+        if not tensor.is_contiguous():
+            raise ValueError(f"proposed.{name} has strides {tensor.stride()}; make it contiguous")
+        own = torch.float32 if name in ("probs", "ratios") else torch.int32
+        check_tensor(f"proposed.{name}", tensor, device, own)
 
 
 def check_per_request(num_requests: int, device: torch.device, **tensors: tuple[torch.Tensor, torch.dtype]) -> None:

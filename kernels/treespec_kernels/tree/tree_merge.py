@@ -1,18 +1,28 @@
-"""Tree merge: merges the SSMs' proposals for one level of every tree into candidates, and picks the next frontier.
+"""Tree merge: what SSMs and seeds propose for one level of every tree becomes candidates, and the best are the next
+frontier. This is the specification of growing trees: those of the host (treespec/drafters/ssm/forest.py, growth_cpu)
+follow it to the bit.
 
-The candidates of a level are the new nodes of a trie: of several proposals with the same token below one frontier node,
-only the first in the order of (SSM, proposal) is a candidate, for all of them.
+The candidates of a level are a trie's new nodes: where several proposals below one frontier node name the same token,
+the first in the order of (source, proposal) stands for all of them and the others are no candidates. The seeds are the
+last source: where a frontier node is a seed, that is, where its path is a path of the proposed tree, or is the root,
+the first C children of that seed are proposed.
 
-A proposal is valid if its token is not negative, its frontier node exists, and its share, weight * probability, is
-finite and not negative. So NaN and infinity from a draft that overflowed are ignored, and an SSM proposes nothing with
-token -1. If an SSM proposes a token twice below one node, the larger share counts.
+Which proposal of an SSM counts: its token is not negative, its frontier node exists, and its share, weight *
+probability, is a number of 0 or more. So whatever a draft that overflowed says, NaN or infinity, is not heard, and an
+SSM that says -1 is silent. An SSM that names a token twice below one node counts once, with its larger share.
 
-In float32, with every operation rounded and in this order: a candidate's probability is the sum of its SSMs' shares,
-from SSM 0 on, clipped to 1; its value is the frontier node's value times that. Since such a product never exceeds its
-first factor, values never increase along a path.
+In float32, each operation rounded once and in this order:
 
-The next frontier is the F best of this level's candidates that are not end tokens, by (value descending, flat index
-ascending). After D levels the merge does nothing.
+- the mixture m is the sum of the shares of the SSMs that propose the token, from SSM 0 on, at most 1;
+- a candidate that is no seed has the probability m. A seed (any child of the node's seed, not only the first C) has
+  p = told / (told + (1 - held)), where held is m, but 0.05 at least and 0.999 at most, and told = ratio * held: the
+  odds of the mixture times the seed's evidence ratio. Where no SSM speaks at the node it has its own probability;
+- its value is the frontier node's value times its probability. As such a product never exceeds its first factor, values
+  never rise along a path, ties included.
+
+The next frontier: the best of this level's candidates that are no end tokens and have a value above 0, by (value
+descending, flat index ascending), as many as `frontier_width` says for their depth, of at most F. Where all D levels
+are grown already, nothing happens.
 """
 
 from __future__ import annotations
@@ -21,7 +31,18 @@ import numpy as np
 import torch
 
 from treespec_kernels.launch.triton_launch import check_last_strides, check_launch, require_triton
-from treespec_kernels.tree.device_trees import MAX_SSMS, DeviceForest, block_of, check_tensor
+from treespec_kernels.tree.device_trees import (
+    MAX_SSMS,
+    SEED_BIT,
+    DeviceForest,
+    ProposedTrees,
+    block_of,
+    check_proposed,
+    check_tensor,
+)
+from treespec_kernels.tree.growth_limits import frontier_width
+
+LEAST_DOUBTED, MOST_CERTAIN = 0.05, 0.999  # what a mixture counts as beside a seed, at least and at most
 
 
 def tree_merge_ref(
@@ -30,64 +51,98 @@ def tree_merge_ref(
     probs: torch.Tensor,
     weights: torch.Tensor,
     end_tokens: torch.Tensor,
+    proposed: ProposedTrees,
 ) -> None:
     """Grows every tree by one level. numpy on the host, any device.
 
     Args:
         forest: changed in place.
-        tokens: [G, B, F, C] int32, the proposals of each SSM at each frontier node; -1 for none.
-        probs: [G, B, F, C] float32, the SSM's probabilities of them.
-        weights: [B, G] float32, mixture weights of the SSMs; they sum to 1 if all SSMs take part.
-        end_tokens: [B, E] int32, tokens that are never expanded; padded with -1.
+        tokens: [G, B, F, C] int32, what each SSM proposes at each frontier node; -1: nothing.
+        probs: [G, B, F, C] float32, the SSM's probability of it.
+        weights: [B, G] float32, of the mixture; they sum to 1 where every SSM speaks.
+        end_tokens: [B, E] int32, tokens below which nothing is drafted; padded with -1.
+        proposed: of sources without a pass; the same in every level of a round.
 
     Raises:
         ValueError: a shape, dtype or device that does not fit.
     """
-    check_tree_merge(forest, tokens, probs, weights, end_tokens)
+    check_tree_merge(forest, tokens, probs, weights, end_tokens, proposed)
     state = {name: getattr(forest, name).cpu().numpy() for name in forest.__dataclass_fields__}
-    proposed, probability, weight = tokens.cpu().numpy(), probs.cpu().numpy(), weights.cpu().numpy()
+    said, probability, weight = tokens.cpu().numpy(), probs.cpu().numpy(), weights.cpu().numpy()
+    seeds = [tensor.cpu().numpy() for tensor in proposed]
     for request, ends in enumerate(end_tokens.tolist()):
         if state["levels"][request] < forest.max_depth:
             own = {name: array[request : request + 1] for name, array in state.items()}
-            with np.errstate(all="ignore"):  # a NaN share is dropped, a sum above 1 is clipped
-                _merge_one(own, proposed[:, request], probability[:, request], weight[request], ends)
+            trees = ProposedTrees(*(array[request] for array in seeds))
+            with np.errstate(all="ignore"):  # a share that is no number is left out, a sum above 1 is cut
+                _merge_one(own, said[:, request], probability[:, request], weight[request], ends, trees)
     for name, array in state.items():
         getattr(forest, name).copy_(torch.from_numpy(array))
 
 
 def _merge_one(
-    own: dict[str, np.ndarray], proposed: np.ndarray, probability: np.ndarray, weight: np.ndarray, ends: list[int]
+    own: dict[str, np.ndarray],
+    said: np.ndarray,
+    probability: np.ndarray,
+    weight: np.ndarray,
+    ends: list[int],
+    proposed: ProposedTrees,
 ) -> None:
     """`tree_merge_ref` for one request; every array of `own` has a first dimension of 1."""
     _, max_depth, candidates = own["cand_tokens"].shape
-    num_ssms, width, proposals = proposed.shape
+    num_ssms, width, proposals = said.shape
     level = int(own["levels"][0])
     frontier, old_ancestors = own["frontier"][0].copy(), own["frontier_ancestors"][0].copy()
     for name, empty in (("tokens", -1), ("parents", -1), ("values", -np.inf), ("masks", 0), ("slots", -1)):
         own[f"cand_{name}"][0, level] = empty
     shares = weight[:, None, None] * probability
-    counts = (proposed >= 0) & (shares >= 0) & (shares < np.inf) & (frontier >= 0)[:, None]
-    for f in range(width):
+    counts = (said >= 0) & (shares >= 0) & (shares < np.inf) & (frontier >= 0)[:, None]
+    seed_of = np.full(candidates, -2)
+    for f, place in enumerate(own["frontier_seeds"][0].tolist()):
         first: dict[int, int] = {}
         total: dict[int, np.float32] = {}
+        masks: dict[int, int] = {}
         for ssm in range(num_ssms):
-            said: dict[int, np.float32] = {}
+            shares_of: dict[int, np.float32] = {}
             for c in np.flatnonzero(counts[ssm, f]).tolist():
-                token, share = int(proposed[ssm, f, c]), shares[ssm, f, c]
-                first.setdefault(token, (f * num_ssms + ssm) * proposals + c)
-                said[token] = max(said.get(token, share), share)
-            for token, share in said.items():
+                token, share = int(said[ssm, f, c]), shares[ssm, f, c]
+                first.setdefault(token, (f * (num_ssms + 1) + ssm) * proposals + c)
+                shares_of[token] = max(shares_of.get(token, share), share)
+            for token, share in shares_of.items():
                 total[token] = total.get(token, np.float32(0)) + share
-                own["cand_masks"][0, level, first[token]] |= 1 << ssm
+                masks[token] = masks.get(token, 0) | 1 << ssm
+        spoke = bool(total)
+        children = np.flatnonzero((proposed.tokens >= 0) & (proposed.parents == place)).tolist()
+        seeds = {int(proposed.tokens[child]): child for child in reversed(children)}
+        for c, child in enumerate(children[:proposals]):
+            first.setdefault(int(proposed.tokens[child]), (f * (num_ssms + 1) + num_ssms) * proposals + c)
         for token, number in first.items():
+            prob = min(total.get(token, np.float32(0)), np.float32(1))
+            if token in seeds:
+                seed = seeds[token]
+                held = min(max(prob, np.float32(LEAST_DOUBTED)), np.float32(MOST_CERTAIN))
+                told = proposed.ratios[seed] * held
+                prob = told / (told + (np.float32(1) - held)) if spoke else proposed.probs[seed]
+                masks[token] = masks.get(token, 0) | 1 << SEED_BIT
+                seed_of[number], own["seed_cands"][0, seed] = seed, level * candidates + number
             own["cand_tokens"][0, level, number] = token
             own["cand_parents"][0, level, number] = -1 if frontier[f] == max_depth * candidates else frontier[f]
-            own["cand_values"][0, level, number] = own["frontier_values"][0, f] * min(total[token], np.float32(1))
+            own["cand_values"][0, level, number] = own["frontier_values"][0, f] * prob
+            own["cand_masks"][0, level, number] = masks[token]
 
     level_tokens, values = own["cand_tokens"][0, level], own["cand_values"][0, level]
-    going = [n for n in range(candidates) if level_tokens[n] >= 0 and level_tokens[n] not in ends]
-    best = sorted(going, key=lambda n: (-values[n], n))[:width]
-    for name, empty in (("", -1), ("_tokens", 0), ("_values", 0), ("_depths", -1), ("_slots", 0), ("_ancestors", 0)):
+    going = [n for n in range(candidates) if values[n] > 0 and level_tokens[n] not in ends]
+    best = sorted(going, key=lambda n: (-values[n], n))[: frontier_width(level + 1, width)]
+    empties = (
+        ("", -1),
+        ("_tokens", 0),
+        ("_values", 0),
+        ("_depths", -1),
+        ("_slots", 0),
+        ("_seeds", -2),
+        ("_ancestors", 0),
+    )
+    for name, empty in empties:
         own[f"frontier{name}"][0] = empty
     for i, number in enumerate(best):
         slot = 1 + level * width + i
@@ -97,7 +152,8 @@ def _merge_one(
         own["frontier_values"][0, i] = values[number]
         own["frontier_depths"][0, i] = level + 1
         own["frontier_slots"][0, i] = slot
-        own["frontier_ancestors"][0, i] = old_ancestors[number // (num_ssms * proposals)]
+        own["frontier_seeds"][0, i] = seed_of[number]
+        own["frontier_ancestors"][0, i] = old_ancestors[number // ((num_ssms + 1) * proposals)]
         own["frontier_ancestors"][0, i, level + 1 :] = slot
     own["levels"][0] = level + 1
 
@@ -108,6 +164,7 @@ def tree_merge_triton(
     probs: torch.Tensor,
     weights: torch.Tensor,
     end_tokens: torch.Tensor,
+    proposed: ProposedTrees,
 ) -> None:
     """`tree_merge_ref` on a GPU, in one launch and without a host sync.
 
@@ -116,18 +173,21 @@ def tree_merge_triton(
     Raises:
         ValueError: a shape, dtype, stride or device that does not fit, or triton that cannot run here.
     """
-    check_tree_merge(forest, tokens, probs, weights, end_tokens)
+    check_tree_merge(forest, tokens, probs, weights, end_tokens, proposed)
     check_last_strides(tokens=tokens, probs=probs, weights=weights, end_tokens=end_tokens)
     require_triton("tree_merge")
     from treespec_kernels.tree import tree_merge_kernels as kernels
 
     check_launch("tree_merge", kernels.merge_level, probs)
-    constants = blocks_of(tokens.shape[0], forest.frontier_width, tokens.shape[3], end_tokens.shape[1])
+    constants = blocks_of(
+        tokens.shape[0], forest.frontier_width, tokens.shape[3], end_tokens.shape[1], forest.num_seeds
+    )
     kernels.merge_level[(forest.num_requests,)](
         tokens,
         probs,
         weights,
         end_tokens,
+        *proposed,
         forest.cand_tokens,
         forest.cand_parents,
         forest.cand_values,
@@ -138,7 +198,9 @@ def tree_merge_triton(
         forest.frontier_values,
         forest.frontier_depths,
         forest.frontier_slots,
+        forest.frontier_seeds,
         forest.frontier_ancestors,
+        forest.seed_cands,
         forest.levels,
         *tokens.stride()[:3],
         *probs.stride()[:3],
@@ -152,17 +214,19 @@ def tree_merge_triton(
     )
 
 
-def blocks_of(num_ssms: int, frontier: int, proposals: int, num_ends: int) -> dict[str, int]:
-    """The kernel's constexpr arguments that depend on G, F, C and E."""
+def blocks_of(num_ssms: int, frontier: int, proposals: int, num_ends: int, num_seeds: int) -> dict[str, int]:
+    """The constants of the kernel that follow from G, F, C, E and S."""
     return {
         "SSMS": num_ssms,
         "FRONTIER": frontier,
         "PROPOSALS": proposals,
         "ENDS": num_ends,
-        "BLOCK_P": block_of(frontier * num_ssms * proposals),
+        "SEEDS": num_seeds,
+        "BLOCK_P": block_of(frontier * (num_ssms + 1) * proposals),
         "BLOCK_F": block_of(frontier),
         "BLOCK_C": block_of(proposals),
         "BLOCK_E": block_of(max(num_ends, 1)),
+        "BLOCK_S": block_of(num_seeds),
     }
 
 
@@ -177,13 +241,14 @@ def check_tree_merge(
     probs: torch.Tensor,
     weights: torch.Tensor,
     end_tokens: torch.Tensor,
+    proposed: ProposedTrees,
 ) -> None:
     """Host-side checks of shapes, dtypes and devices; values on a device are never read."""
     requests, width = forest.num_requests, forest.frontier_width
     shape = tuple(tokens.shape)
-    if len(shape) != 4 or shape[1:3] != (requests, width) or shape[0] * width * shape[3] != forest.candidates:
+    if len(shape) != 4 or shape[1:3] != (requests, width) or (shape[0] + 1) * width * shape[3] != forest.candidates:
         raise ValueError(
-            f"tokens has shape {list(shape)}; expected [G, {requests}, {width}, C] with G * {width} * C = "
+            f"tokens has shape {list(shape)}; expected [G, {requests}, {width}, C] with (G + 1) * {width} * C = "
             f"{forest.candidates} candidates as in the forest"
         )
     if shape[0] > MAX_SSMS:
@@ -199,3 +264,4 @@ def check_tree_merge(
         check_tensor(name, tensor, device, torch.int32)
     for name, tensor in (("probs", probs), ("weights", weights)):
         check_tensor(name, tensor, device, torch.float32)
+    check_proposed(forest, proposed)

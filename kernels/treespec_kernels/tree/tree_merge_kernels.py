@@ -5,6 +5,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from treespec_kernels.tree import device_trees
+from treespec_kernels.tree import growth_limits as limits
+from treespec_kernels.tree import tree_merge as merge
+
+LEAST_DOUBTED, MOST_CERTAIN = tl.constexpr(merge.LEAST_DOUBTED), tl.constexpr(merge.MOST_CERTAIN)
+WIDE_DEPTH, NARROW_FRONTIER = tl.constexpr(limits.WIDE_DEPTH), tl.constexpr(limits.NARROW_FRONTIER)
+DEEPEST, SEED_MASK = tl.constexpr(limits.DEEPEST), tl.constexpr(1 << device_trees.SEED_BIT)
+
 
 @triton.jit
 def shares_of(tokens, probs, weight, mask):
@@ -19,17 +27,23 @@ def merge_level(
     probs,  # as tokens, fp32
     weights,  # [B, SSMS] fp32
     end_tokens,  # [B, ENDS]
-    cand_tokens,  # [B, MAX_DEPTH, FRONTIER * SSMS * PROPOSALS], as the next four
+    seed_tokens,  # [B, SEEDS], as the next three
+    seed_parents,
+    seed_probs,
+    seed_ratios,
+    cand_tokens,  # [B, MAX_DEPTH, FRONTIER * (SSMS + 1) * PROPOSALS], as the next four
     cand_parents,
     cand_values,
     cand_masks,
     cand_slots,
-    frontier,  # [B, FRONTIER], as the next four
+    frontier,  # [B, FRONTIER], as the next five
     frontier_tokens,
     frontier_values,
     frontier_depths,
     frontier_slots,
+    frontier_seeds,
     frontier_ancestors,  # [B, FRONTIER, MAX_DEPTH + 1]
+    seed_cands,  # [B, SEEDS]
     levels,  # [B]
     stride_tokens_ssm,
     stride_tokens_request,
@@ -43,46 +57,68 @@ def merge_level(
     FRONTIER: tl.constexpr,
     PROPOSALS: tl.constexpr,
     ENDS: tl.constexpr,
+    SEEDS: tl.constexpr,
     MAX_DEPTH: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_F: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    BLOCK_S: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
     """One program owns one request.
 
     Every candidate is compared with the proposals at its node, SSM by SSM, so that sums have a fixed order.
     """
-    CANDIDATES: tl.constexpr = FRONTIER * SSMS * PROPOSALS
+    CANDIDATES: tl.constexpr = FRONTIER * (SSMS + 1) * PROPOSALS
     request = tl.program_id(0).to(tl.int64)
     level = tl.load(levels + request)
     if level >= MAX_DEPTH:
         return
 
-    # Each proposal's token, probability and weight.
+    # What each proposal says: of an SSM, or of the seeds behind them.
     o_p = tl.arange(0, BLOCK_P)
     m_p = o_p < CANDIDATES
-    f = o_p // (SSMS * PROPOSALS)
-    i_own = o_p % (SSMS * PROPOSALS)
+    f = o_p // ((SSMS + 1) * PROPOSALS)
+    i_own = o_p % ((SSMS + 1) * PROPOSALS)
     ssm = (i_own // PROPOSALS).to(tl.int64)
     c = i_own % PROPOSALS
     node = tl.load(frontier + request * FRONTIER + f, mask=m_p, other=-1)
     node_value = tl.load(frontier_values + request * FRONTIER + f, mask=m_p, other=0.0)
+    node_seed = tl.load(frontier_seeds + request * FRONTIER + f, mask=m_p, other=-2)
     p_tokens = tokens + request * stride_tokens_request
     p_probs = probs + request * stride_probs_request
-    token = tl.load(p_tokens + ssm * stride_tokens_ssm + f * stride_tokens_node + c, mask=m_p, other=-1)
-    prob = tl.load(p_probs + ssm * stride_probs_ssm + f * stride_probs_node + c, mask=m_p, other=0.0)
-    weight = tl.load(weights + request * stride_weights + ssm, mask=m_p, other=0.0)
+    is_ssm = m_p & (ssm < SSMS)
+    token = tl.load(p_tokens + ssm * stride_tokens_ssm + f * stride_tokens_node + c, mask=is_ssm, other=-1)
+    prob = tl.load(p_probs + ssm * stride_probs_ssm + f * stride_probs_node + c, mask=is_ssm, other=0.0)
+    weight = tl.load(weights + request * stride_weights + ssm, mask=is_ssm, other=0.0)
     m_node = node >= 0
     counts = shares_of(token, prob, weight, m_node) >= 0
 
-    # The shares of all SSMs in its token, and whether an earlier proposal has the same token.
+    o_s = tl.arange(0, BLOCK_S)
+    m_s = o_s < SEEDS
+    p_s = request * SEEDS + o_s
+    seed_token = tl.load(seed_tokens + p_s, mask=m_s, other=-1)
+    seed_parent = tl.load(seed_parents + p_s, mask=m_s, other=-3)
+    is_seed = seed_token >= 0
+    is_older = is_seed[None, :] & (seed_parent[None, :] == seed_parent[:, None]) & (o_s[None, :] < o_s[:, None])
+    place = tl.sum(is_older.to(tl.int32), axis=1)  # among its siblings
+    is_child = is_seed[None, :] & (seed_parent[None, :] == node_seed[:, None]) & m_node[:, None]
+    is_own = is_child & (place[None, :] == c[:, None]) & (m_p & (ssm == SSMS))[:, None]
+    own_seed = tl.max(tl.where(is_own, seed_token[None, :], -1), axis=1)
+    token = tl.where(own_seed >= 0, own_seed, token)
+    counts = counts | (own_seed >= 0)
+    is_named = is_child & (seed_token[None, :] == token[:, None])
+    seed = tl.min(tl.where(is_named, o_s[None, :], BLOCK_S), axis=1)
+    seeded = seed < BLOCK_S
+
+    # What all SSMs say about its token, and whether one said it earlier.
     o_c = tl.arange(0, BLOCK_C)
     m_c = m_node[:, None] & (o_c < PROPOSALS)[None, :]
     total = tl.zeros((BLOCK_P,), tl.float32)
     named_by = tl.zeros((BLOCK_P,), tl.int32)
     repeats = tl.zeros((BLOCK_P,), tl.int32)
+    spoke = tl.zeros((BLOCK_P,), tl.int32)
     for g in tl.static_range(SSMS):
         o_ssm = tl.full((), g, tl.int64)
         o_tokens = (f * stride_tokens_node)[:, None] + o_c[None, :]
@@ -90,6 +126,7 @@ def merge_level(
         tokens_g = tl.load(p_tokens + o_ssm * stride_tokens_ssm + o_tokens, mask=m_c, other=-1)
         probs_g = tl.load(p_probs + o_ssm * stride_probs_ssm + o_probs, mask=m_c, other=0.0)
         share_g = shares_of(tokens_g, probs_g, tl.load(weights + request * stride_weights + g), m_c)
+        spoke = tl.maximum(spoke, tl.max((share_g >= 0).to(tl.int32), axis=1))
         share_g = tl.where(tokens_g == token[:, None], share_g, -1.0)
         is_earlier = (share_g >= 0) & ((g * PROPOSALS + o_c)[None, :] < i_own[:, None])
         repeats = tl.maximum(repeats, tl.max(is_earlier.to(tl.int32), axis=1))
@@ -97,7 +134,14 @@ def merge_level(
         total = tl.where(said >= 0, total + said, total)
         named_by = tl.where(said >= 0, named_by | (1 << g), named_by)
     is_candidate = counts & (repeats == 0)
-    value = node_value * tl.minimum(total, 1.0)
+    mixture = tl.minimum(total, 1.0)
+    m_seed = is_candidate & seeded
+    held = tl.minimum(tl.maximum(mixture, LEAST_DOUBTED), MOST_CERTAIN)
+    told = tl.load(seed_ratios + request * SEEDS + seed, mask=m_seed, other=1.0) * held
+    merged = tl.div_rn(told, told + (1.0 - held))
+    alone = tl.load(seed_probs + request * SEEDS + seed, mask=m_seed, other=0.0)
+    value = node_value * tl.where(seeded, tl.where(spoke > 0, merged, alone), mixture)
+    named_by = tl.where(seeded, named_by | SEED_MASK, named_by)
     parent = tl.where(node == MAX_DEPTH * CANDIDATES, -1, node)
 
     # The best F, one after another. Keys are unique: the value's bits, which compare like the value as it is not
@@ -106,14 +150,15 @@ def merge_level(
     ends = tl.load(end_tokens + request * stride_ends + o_e, mask=o_e < ENDS, other=-1)
     is_end = tl.max((token[:, None] == ends[None, :]).to(tl.int32), axis=1) > 0
     keys = (value.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (BLOCK_P - 1 - o_p).to(tl.int64)
-    keys = tl.where(is_candidate & (is_end == 0), keys, -1)
+    keys = tl.where(is_candidate & (is_end == 0) & (value > 0), keys, -1)
+    room = tl.where(level + 1 > DEEPEST, 0, tl.where(level + 1 > WIDE_DEPTH, NARROW_FRONTIER, FRONTIER))
     o_f = tl.arange(0, BLOCK_F)
     winners = tl.full((BLOCK_F,), -1, tl.int64)
     slot = tl.full((BLOCK_P,), -1, tl.int32)
     first_slot = 1 + level * FRONTIER
     worse = keys
     for i in range(FRONTIER):
-        best = tl.max(worse, axis=0)
+        best = tl.where(i < room, tl.max(worse, axis=0), -1)
         winners = tl.where(o_f == i, best, winners)
         slot = tl.where((keys == best) & (keys >= 0), first_slot + i, slot)
         worse = tl.where(worse == best, -1, worse)
@@ -122,10 +167,9 @@ def merge_level(
     m_f = o_f < FRONTIER
     m_next = m_f & (winners >= 0)
     number = tl.where(m_next, BLOCK_P - 1 - (winners & (BLOCK_P - 1)).to(tl.int32), 0)
-    i_node = number // (SSMS * PROPOSALS)
-    i_said = number % (SSMS * PROPOSALS)
-    o_said = (i_said // PROPOSALS).to(tl.int64) * stride_tokens_ssm + i_node * stride_tokens_node + i_said % PROPOSALS
-    next_token = tl.load(p_tokens + o_said, mask=m_next, other=0)
+    i_node = number // ((SSMS + 1) * PROPOSALS)
+    next_token = tl.where(m_next, tl.gather(token, number, axis=0), 0)
+    next_seed = tl.gather(tl.where(seeded, seed, -2), number, axis=0)
     next_value = (winners >> 32).to(tl.int32).to(tl.float32, bitcast=True)
     o_w = tl.arange(0, BLOCK_W)
     p_ancestors = frontier_ancestors + request * (FRONTIER * (MAX_DEPTH + 1)) + o_w[None, :]
@@ -144,11 +188,13 @@ def merge_level(
     tl.store(cand_values + p_cand, tl.where(is_candidate, value, float("-inf")), mask=m_p)
     tl.store(cand_masks + p_cand, tl.where(is_candidate, named_by, 0), mask=m_p)
     tl.store(cand_slots + p_cand, slot, mask=m_p)
+    tl.store(seed_cands + request * SEEDS + seed, level * CANDIDATES + o_p, mask=m_seed)
     p_f = request * FRONTIER + o_f
     tl.store(frontier + p_f, tl.where(m_next, level * CANDIDATES + number, -1), mask=m_f)
     tl.store(frontier_tokens + p_f, next_token, mask=m_f)
     tl.store(frontier_values + p_f, tl.where(m_next, next_value, 0.0), mask=m_f)
     tl.store(frontier_depths + p_f, tl.where(m_next, level + 1, -1), mask=m_f)
     tl.store(frontier_slots + p_f, next_slot, mask=m_f)
+    tl.store(frontier_seeds + p_f, tl.where(m_next, next_seed, -2), mask=m_f)
     tl.store(p_ancestors + o_f[:, None] * (MAX_DEPTH + 1), tl.where(m_above, above, next_slot[:, None]), mask=m_w)
     tl.store(levels + request, level + 1)

@@ -28,6 +28,8 @@ def tree_root_ref(forest: DeviceForest, root_tokens: torch.Tensor) -> None:
     check_tree_root(forest, root_tokens)
     for tensor in (forest.cand_tokens, forest.cand_parents, forest.cand_slots, forest.frontier, forest.frontier_depths):
         tensor.fill_(-1)
+    forest.seed_cands.fill_(-1)
+    forest.frontier_seeds.fill_(-2)
     for tensor in (forest.cand_masks, forest.frontier_tokens, forest.frontier_values, forest.levels):
         tensor.zero_()
     forest.frontier_slots.zero_()
@@ -38,6 +40,7 @@ def tree_root_ref(forest: DeviceForest, root_tokens: torch.Tensor) -> None:
     forest.frontier_tokens[busy, 0] = root_tokens[busy]
     forest.frontier_values[busy, 0] = 1.0
     forest.frontier_depths[busy, 0] = 0
+    forest.frontier_seeds[busy, 0] = -1
 
 
 def tree_root_triton(forest: DeviceForest, root_tokens: torch.Tensor) -> None:
@@ -65,14 +68,18 @@ def tree_root_triton(forest: DeviceForest, root_tokens: torch.Tensor) -> None:
         forest.frontier_values,
         forest.frontier_depths,
         forest.frontier_slots,
+        forest.frontier_seeds,
         forest.frontier_ancestors,
+        forest.seed_cands,
         forest.levels,
         CANDIDATES=candidates,
         FRONTIER=forest.frontier_width,
         WIDTH=forest.max_depth + 1,
+        SEEDS=forest.num_seeds,
         BLOCK_Q=BLOCK_Q,
         BLOCK_F=block_of(forest.frontier_width),
         BLOCK_W=block_of(forest.max_depth + 1),
+        BLOCK_S=block_of(forest.num_seeds),
         num_warps=NUM_WARPS,
         enable_fp_fusion=False,
     )

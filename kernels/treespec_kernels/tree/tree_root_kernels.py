@@ -14,19 +14,23 @@ def start_round(
     cand_values,
     cand_masks,
     cand_slots,
-    frontier,  # [B, FRONTIER], as the next four
+    frontier,  # [B, FRONTIER], as the next five
     frontier_tokens,
     frontier_values,
     frontier_depths,
     frontier_slots,
+    frontier_seeds,
     frontier_ancestors,  # [B, FRONTIER, WIDTH]
+    seed_cands,  # [B, SEEDS]
     levels,  # [B]
     CANDIDATES: tl.constexpr,
     FRONTIER: tl.constexpr,
     WIDTH: tl.constexpr,
+    SEEDS: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_F: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    BLOCK_S: tl.constexpr,
 ):
     """One program clears one block of one request's candidates; the first also writes the frontier."""
     request = tl.program_id(0).to(tl.int64)
@@ -51,6 +55,9 @@ def start_round(
         tl.store(frontier_values + p_f, tl.where(is_root, 1.0, 0.0), mask=m_f)
         tl.store(frontier_depths + p_f, tl.where(is_root, 0, -1), mask=m_f)
         tl.store(frontier_slots + p_f, tl.zeros((BLOCK_F,), tl.int32), mask=m_f)
+        tl.store(frontier_seeds + p_f, tl.where(is_root, -1, -2), mask=m_f)
+        o_s = tl.arange(0, BLOCK_S)
+        tl.store(seed_cands + request * SEEDS + o_s, tl.full((BLOCK_S,), -1, tl.int32), mask=o_s < SEEDS)
         o_w = tl.arange(0, BLOCK_W)
         m_w = m_f[:, None] & (o_w < WIDTH)[None, :]
         tl.store(

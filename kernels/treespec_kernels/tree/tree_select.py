@@ -1,24 +1,40 @@
 """Tree select: builds the target's tree from the root and the N - 1 best candidates.
 
-The best are by (value descending, flat index ascending), among the candidates whose depth is at most `max_depths[b]`
-and whose value is at least `least_values[b]`. Nodes are in the order of their flat index, so parents precede children.
+The seeds that growth has not reached are candidates as well, behind all others: their value is their parent's times
+their own probability, in float32, and their depth is one more than their parent's.
 
-The selected nodes form a tree. A candidate's parent was a frontier node and so a candidate. The parent's value is not
-smaller, as probabilities are at most 1 and rounding is monotonic; its flat index and depth are smaller. So if a node is
-eligible, or among the N - 1 best, so is its parent, ties included.
+Best is by (value descending, flat index ascending), among candidates of the levels grown so far, and seeds, whose
+depth is at most `max_depths[b]` and whose value is at least `least_values[b]`. Node order is by flat index, so parents
+precede children.
+
+The set is connected. A candidate's parent was a frontier node, so a candidate itself, and a seed's an earlier seed,
+the root or a candidate. Its value is no smaller, as probabilities are at most 1 and rounding keeps the order of
+numbers; its flat index and its depth are smaller. So wherever a node is allowed its parent is, and wherever a node is
+among the N - 1 best its parent is, ties included.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from treespec_kernels.launch.triton_launch import check_last_strides, check_launch, require_triton
-from treespec_kernels.tree.device_trees import DeviceForest, DeviceTrees, block_of, check_per_request
+from treespec_kernels.tree.device_trees import (
+    SEED_BIT,
+    DeviceForest,
+    DeviceTrees,
+    ProposedTrees,
+    block_of,
+    check_per_request,
+    check_proposed,
+)
 
 
 def tree_select_ref(
     forest: DeviceForest,
+    proposed: ProposedTrees,
     root_tokens: torch.Tensor,
     nodes: int | torch.Tensor,
     least_values: torch.Tensor,
@@ -30,18 +46,20 @@ def tree_select_ref(
 
     Args:
         forest: not changed.
-        root_tokens: [B] int32, as passed to `tree_root`; the tree of a negative token has no nodes.
-        nodes: the most nodes of a tree, root included, from 1 to the size of `out`; or an int32 tensor [B] of the
-            number per request, clamped to that range, so that a captured graph can change it.
-        least_values: [B] float32, the least value of a node below the root; NaN selects none.
-        max_depths: [B] int32, 0 for only the root.
-        out: written in place and returned; None allocates trees of `nodes` nodes, which must then be an int.
+        proposed: as given to `tree_merge`.
+        root_tokens: [B] int32, as given to `tree_root`; the tree of a negative one has no nodes.
+        nodes: of a tree at most, root included: 1 or more, and no more than `out` holds; or [B] int32, of each request
+            what is below 1 or more than `out` holds counts as the nearest that is not. So the number is data too.
+        least_values: [B] float32, of a node below the root; NaN allows none.
+        max_depths: [B] int32, 0 for the root alone.
+        out: written in place and returned; None allocates trees of `nodes` nodes, which is a number then.
 
     Raises:
         ValueError: a shape, dtype, device or number of nodes that does not fit.
     """
-    out = check_tree_select(forest, root_tokens, nodes, least_values, max_depths, out)
+    out = check_tree_select(forest, proposed, root_tokens, nodes, least_values, max_depths, out)
     state = {name: getattr(forest, name).cpu().numpy() for name in forest.__dataclass_fields__}
+    seeds = [tensor.cpu().numpy() for tensor in proposed]
     trees = DeviceTrees.allocate(out.num_requests, nodes=out.max_nodes, max_depth=out.max_depth)
     wanted = per_request(nodes, out).clamp(1, out.max_nodes)
     for request, (token, most, least, deepest) in enumerate(
@@ -51,32 +69,69 @@ def tree_select_ref(
             continue
         level = int(state["levels"][request])
         flat = {name: array[request].ravel() for name, array in state.items()}
-        values = flat["cand_values"]
-        usable = max(min(level, deepest), 0) * forest.candidates
-        allowed = [i for i in range(usable) if values[i] >= 0 and values[i] >= np.float32(least)]
-        chosen = sorted(sorted(allowed, key=lambda i: (-values[i], i))[: most - 1])
+        count = forest.candidates
+        candidates = {
+            i: _Candidate(
+                *(flat[f"cand_{name}"][i] for name in ("tokens", "parents", "values", "masks", "slots")), i // count + 1
+            )
+            for i in range(level * count)
+            if flat["cand_values"][i] >= 0
+        }
+        candidates |= _unreached(
+            flat["seed_cands"], ProposedTrees(*(array[request] for array in seeds)), candidates, forest
+        )
+        allowed = [
+            i
+            for i, own in candidates.items()
+            if own.depth <= min(deepest, out.max_depth) and own.value >= np.float32(least)
+        ]
+        chosen = sorted(sorted(allowed, key=lambda i: (-candidates[i].value, i))[: most - 1])
         node_of = {index: node for node, index in enumerate([-1, *chosen])}
+        candidates[-1] = _Candidate(token, -1, np.float32(1), 0, 0, 0)
         trees.num_nodes[request] = len(node_of)
         for index, node in node_of.items():
-            is_root = index < 0
-            parent = -1 if is_root else node_of[int(flat["cand_parents"][index])]
-            depth = 0 if is_root else index // forest.candidates + 1
-            trees.tokens[request, node] = token if is_root else int(flat["cand_tokens"][index])
-            trees.parents[request, node] = parent
-            trees.depths[request, node] = depth
-            if not is_root:
-                trees.ancestors[request, node, :depth] = trees.ancestors[request, parent, :depth]
-            trees.masks[request, node] = 0 if is_root else int(flat["cand_masks"][index])
-            trees.values[request, node] = 1.0 if is_root else float(values[index])
-            slot = 0 if is_root else int(flat["cand_slots"][index])
-            trees.slots[request, node] = slot if depth < level else -1  # the last frontier was never run
+            own = candidates[index]
+            parent = node_of[int(own.parent)] if node else -1
+            trees.tokens[request, node], trees.parents[request, node] = int(own.token), parent
+            trees.depths[request, node] = own.depth
+            if node:
+                trees.ancestors[request, node, : own.depth] = trees.ancestors[request, parent, : own.depth]
+            trees.masks[request, node], trees.values[request, node] = int(own.mask), float(own.value)
+            trees.slots[request, node] = int(own.slot) if own.depth < level else -1  # the last frontier was never run
     for name in trees.__dataclass_fields__:
         getattr(out, name).copy_(getattr(trees, name))
     return out
 
 
+class _Candidate(NamedTuple):
+    token: int
+    parent: int
+    value: np.float32
+    mask: int
+    slot: int
+    depth: int
+
+
+def _unreached(
+    reached: np.ndarray, proposed: ProposedTrees, candidates: dict[int, _Candidate], forest: DeviceForest
+) -> dict[int, _Candidate]:
+    """The seeds that growth has not reached, by flat index."""
+    first = forest.max_depth * forest.candidates
+    found: dict[int, _Candidate] = {}
+    index_of = {-1: -1} | {s: int(i) if i >= 0 else first + s for s, i in enumerate(reached)}
+    for s in np.flatnonzero((proposed.tokens >= 0) & (reached < 0)).tolist():
+        parent = index_of[int(proposed.parents[s])]
+        above = found.get(parent) or candidates.get(parent)
+        value, depth = (above.value, above.depth) if above is not None else (np.float32(1), 0)
+        found[first + s] = _Candidate(
+            proposed.tokens[s], parent, value * proposed.probs[s], 1 << SEED_BIT, -1, depth + 1
+        )
+    return found
+
+
 def tree_select_triton(
     forest: DeviceForest,
+    proposed: ProposedTrees,
     root_tokens: torch.Tensor,
     nodes: int | torch.Tensor,
     least_values: torch.Tensor,
@@ -89,19 +144,21 @@ def tree_select_triton(
     Raises:
         ValueError: a shape, dtype, stride, device or number of nodes that does not fit, or triton that cannot run here.
     """
-    out = check_tree_select(forest, root_tokens, nodes, least_values, max_depths, out)
+    out = check_tree_select(forest, proposed, root_tokens, nodes, least_values, max_depths, out)
     check_last_strides(root_tokens=root_tokens, least_values=least_values, max_depths=max_depths)
     require_triton("tree_select")
     from treespec_kernels.tree import tree_select_kernels as kernels
 
     check_launch("tree_select", kernels.select_nodes, least_values)
-    constants = blocks_of(forest.candidates, forest.max_depth, out.max_nodes)
+    constants = blocks_of(forest.candidates, forest.num_seeds, forest.max_depth, out.max_nodes)
     kernels.select_nodes[(forest.num_requests,)](
         forest.cand_tokens,
         forest.cand_parents,
         forest.cand_values,
         forest.cand_masks,
         forest.cand_slots,
+        forest.seed_cands,
+        *proposed[:3],
         forest.levels,
         root_tokens,
         least_values,
@@ -127,16 +184,18 @@ def per_request(nodes: int | torch.Tensor, out: DeviceTrees) -> torch.Tensor:
     return nodes if isinstance(nodes, torch.Tensor) else torch.full_like(out.num_nodes, nodes)
 
 
-def blocks_of(candidates: int, max_depth: int, max_nodes: int) -> dict[str, int]:
-    """The kernel's constexpr arguments, from P, D and N."""
-    block_q = block_of(max_depth * candidates)
+def blocks_of(candidates: int, num_seeds: int, max_depth: int, max_nodes: int) -> dict[str, int]:
+    """The constants of the kernel that follow from P, S, D and N."""
+    block_q = block_of(max_depth * candidates + num_seeds)
     return {
         "CANDIDATES": candidates,
+        "SEEDS": num_seeds,
         "MAX_DEPTH": max_depth,
         "MAX_NODES": max_nodes,
         "BLOCK_Q": block_q,
         "BLOCK_N": block_of(max_nodes),
         "BLOCK_W": block_of(max_depth + 1),
+        "BLOCK_S": block_of(num_seeds),
         "LOG_BLOCK_Q": block_q.bit_length() - 1,
     }
 
@@ -148,6 +207,7 @@ def warps_of(constants: dict[str, int]) -> int:
 
 def check_tree_select(
     forest: DeviceForest,
+    proposed: ProposedTrees,
     root_tokens: torch.Tensor,
     nodes: int | torch.Tensor,
     least_values: torch.Tensor,
@@ -156,6 +216,7 @@ def check_tree_select(
 ) -> DeviceTrees:
     """Host-side checks; values on a device are never read. Returns `out`, or new trees if it is None."""
     requests, device = forest.num_requests, forest.levels.device
+    check_proposed(forest, proposed)
     check_per_request(
         requests,
         device,

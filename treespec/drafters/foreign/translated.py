@@ -1,9 +1,9 @@
 """A draft with another tokenizer, through the tokens that both have (TLI, arXiv 2502.05202).
 
 The draft reads the text in its own tokens. What it says of the next one is restricted to the intersection: all other
-tokens are masked *before* anything is chosen or drawn, and the rest is a law over the target's ids. So noise, draws and
-verification are those of any other source. A guess is one token of the draft's and one of the target's, and the tree
-grows in the draft's own cache as an SSM's does.
+tokens are masked *before* anything is chosen or drawn, and the rest is a distribution over the target's ids. So noise,
+draws and verification are those of any other source. A guess is one token of the draft's and one of the target's, and
+the tree grows in the draft's own cache as an SSM's does.
 """
 
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from treespec.cache import KVCache
+from treespec.drafters.evidence import SeedEvidence
 from treespec.drafters.foreign.foreign_drafter import DrawsFor, ForeignDrafter, Reading, roots
 from treespec.drafters.foreign.retokenize import Translation
 from treespec.drafters.ssm.drawn_forest import DrawnForest
-from treespec.drafters.ssm.forest import Forest, Laws, Shape
-from treespec.drafters.ssm.ssm_drafter import MAX_CHILDREN, MAX_FRONTIER, MAX_SLOTS
+from treespec.drafters.ssm.forest import Forest, Shape, SsmProbs
 from treespec.drafters.ssm.ssm_state import grown_masks
 from treespec.models.decoder import Decoder
 from treespec.planning.planner import Planner
@@ -26,6 +26,7 @@ from treespec.request import Request
 from treespec.tree import TokenTree
 from treespec.verification.oracle import RandomOracle
 from treespec_kernels.attention.tree_batch import RequestRows
+from treespec_kernels.tree.growth_limits import FRONTIER, MAX_EXPANDED
 from treespec_kernels.tree.tree_levels import Frontier
 
 _ONE = np.ones(1)
@@ -34,8 +35,8 @@ _ONE = np.ones(1)
 class TranslatedDrafter(ForeignDrafter):
     """A draft whose guesses are translated token by token.
 
-    Where verification counts on random draws, its children are drawn from its law where `draws_for` says so, and that
-    must follow from the request alone: to choose by what was drawn would spoil the law. Elsewhere they are the
+    Where verification counts on random draws, its children are drawn from its distribution where `draws_for` says so,
+    and that must follow from the request alone: to choose by what was drawn would spoil it. Elsewhere they are the
     likeliest ones, chosen without chance, and stand after what others draw.
 
     Args:
@@ -112,13 +113,13 @@ class TranslatedDrafter(ForeignDrafter):
             for request, depth in zip(requests, depths, strict=True)
         ]
         if not random:
-            return Forest(roots(requests), shapes, 1, MAX_CHILDREN, MAX_FRONTIER, MAX_SLOTS)
+            return Forest(roots(requests), shapes, 1, SeedEvidence())
         oracles = [self._oracle(request) for request in requests]
         fills = [not request.spec.is_adaptive for request in requests]
         least = self.planner.least_value
         leasts = [1 / r.spec.max_nodes if fill else least for r, fill in zip(requests, fills, strict=True)]
         modes = [request.spec.draws for request in requests]
-        return DrawnForest(roots(requests), shapes, oracles, modes, leasts, fills, MAX_FRONTIER, MAX_SLOTS)
+        return DrawnForest(roots(requests), shapes, oracles, modes, leasts, fills, FRONTIER, MAX_EXPANDED)
 
     def _oracle(self, request: Request) -> RandomOracle:
         if request.request_id not in self._oracles:
@@ -140,8 +141,8 @@ class TranslatedDrafter(ForeignDrafter):
             with self.pays.timed(forest.depth > 0 or all(each.is_near for each in readings)):
                 logits = self._score(readings, forest) if forest.depth else self._score_roots(readings)
                 probs = self._probs(logits, requests, forest)
-            laws = Laws(0, np.arange(len(probs)), probs.numpy())
-            broken = forest.extend([laws], [_ONE] * len(requests))
+            scored = SsmProbs(0, np.arange(len(probs)), probs.numpy())
+            broken = forest.extend([scored], [_ONE] * len(requests))
             for owner in owners[broken]:
                 readings[owner].poisoned = True
             # A fixed tree has children of probability 0 as well, and the draft cannot read those that it lacks.
@@ -179,8 +180,8 @@ class TranslatedDrafter(ForeignDrafter):
         return self._forward(rows, self.translation.to_draft[at.tokens].tolist(), None)
 
     def _probs(self, logits: Tensor, requests: Sequence[Request], forest: Forest | DrawnForest) -> Tensor:
-        """float32 [frontier, target's vocabulary], on the host: the law of the next token among those that both have,
-        with each request's restrictions, temperature and noise."""
+        """float32 [frontier, target's vocabulary], on the host: probabilities of the next token among those that both
+        have, with each request's restrictions, temperature and noise."""
         logits = logits.index_select(1, self._columns).masked_fill_(self._masked, -torch.inf)
         owners = forest.frontier.owners
         paths = forest.paths() if any(request.restriction for request in requests) else []

@@ -5,9 +5,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from treespec.drafters.ssm.forest import Forest, Laws, Shape
+from treespec.drafters.evidence import SeedEvidence
+from treespec.drafters.ssm.forest import Forest, Shape, SsmProbs
 from treespec.tree import TokenTree
 from treespec_kernels.cpu.growth_cpu import DraftPasses, Grown, TreeGrowth
+from treespec_kernels.tree.growth_limits import CHILDREN, FRONTIER
 
 
 class CompiledForest(Forest):
@@ -18,12 +20,12 @@ class CompiledForest(Forest):
         seeds: Sequence[TokenTree],
         shapes: Sequence[Shape],
         num_ssms: int,
-        max_children: int,
-        max_frontier: int,
-        max_slots: int,
+        evidence: SeedEvidence,
         library: ctypes.CDLL,
+        max_children: int = CHILDREN,
+        max_frontier: int = FRONTIER,
     ):
-        super().__init__(seeds, shapes, num_ssms, max_children, max_frontier, max_slots)
+        super().__init__(seeds, shapes, num_ssms, evidence, max_children, max_frontier)
         own = self.seeds
         self._growth = TreeGrowth(
             library,
@@ -31,18 +33,18 @@ class CompiledForest(Forest):
             np.array([shape.max_depth for shape in shapes], dtype=np.int64),
             np.array([max(shape.nodes, 1) for shape in shapes], dtype=np.int64),
             [s.end_tokens for s in shapes],
-            (own.children, own.tokens.astype(np.int64), own.probs.astype(np.float64)),
+            (own.children, own.tokens.astype(np.int64), own.probs, own.ratios),
+            max_children,
             max_frontier,
-            max_slots,
         )
         self._branching = np.zeros(len(shapes), dtype=np.int64)
         self._static = any(shape.branching for shape in shapes)
         self._weights: Sequence[np.ndarray] | None = None
         self._mixture = np.empty(0)  # the same as one array
 
-    def extend(self, laws: Sequence[Laws], weights: Sequence[np.ndarray]) -> np.ndarray:
+    def extend(self, ssm_probs: Sequence[SsmProbs], weights: Sequence[np.ndarray]) -> np.ndarray:
         branching, widest = self._begin(weights)
-        grown = self._growth.extend(self.frontier, self._size, self.depth, laws, self._mixture, branching, widest)
+        grown = self._growth.extend(self.frontier, self._size, self.depth, ssm_probs, self._mixture, branching, widest)
         return self._take(grown)
 
     def draft(self, passes: DraftPasses, weights: Sequence[np.ndarray]) -> tuple[np.ndarray, list[np.ndarray]]:
@@ -62,7 +64,7 @@ class CompiledForest(Forest):
         at = self.frontier
         parts = at.parts()
         if self._weights is not weights:
-            self._weights, self._mixture = weights, np.array(weights, dtype=np.float64)
+            self._weights, self._mixture = weights, np.array(weights, dtype=np.float32)
             assert np.isfinite(self._mixture).all()
         for owner, part in parts.items():
             self.slots[owner].append(at.nodes[part])

@@ -1,33 +1,33 @@
-"""Trees whose children are drawn at random from the SSMs' laws, for the rules that count on them.
+"""Trees whose children are drawn at random from the SSMs' distributions, for the rules that count on them.
 
-Verification by "rejection" or "traversal" holds for every draw that was made, in its order, with its law; so nothing is
-left out after it was drawn. What may follow from earlier draws is whether to draw another: each node has draws as long
-as the chance that they are needed is worth a row of the target pass (DySpec, arXiv 2410.11744: a draw y from the
-residual R is worth value * R[y], and its next sibling value * (1 - R[y])).
+Verification by "rejection" or "traversal" holds for every draw that was made, in its order, with its distribution; so
+nothing is left out after it was drawn. What may follow from earlier draws is whether to draw another: each node has
+draws as long as the chance that they are needed is worth a row of the target pass (DySpec, arXiv 2410.11744: a draw y
+from the residual R is worth value * R[y], and its next sibling value * (1 - R[y])).
 """
 
 from collections.abc import Sequence
 
 import numpy as np
 
-from treespec.drafters.ssm.forest import Frontier, Laws, Shape
+from treespec.drafters.ssm.forest import Frontier, Shape, SsmProbs
 from treespec.tree import Draws, TokenTree
 from treespec.verification.oracle import RandomOracle
 
-_LEAST_MASS = 1e-6  # of a law's tokens that were not drawn yet, below which nothing more is drawn from it
+_LEAST_MASS = 1e-6  # of a distribution's tokens that were not drawn yet, below which nothing more is drawn from it
 _MOST_REPEATS = 16  # draws in a row at one node that bring nothing new, after which none are made there: where they are
-# independent, a law that is nearly certain would take a million to bring another token
+# independent, one that is nearly certain would take a million to bring another token
 
 
 class _Node:
     """A node that was scored: what its children can be drawn from."""
 
-    def __init__(self, index: int, weights: np.ndarray, laws: dict[int, np.ndarray]):
-        self.index, self.laws = index, laws
-        self.weights = weights / max(sum(weights[ssm] for ssm in laws), 1e-9)  # of those that have a law here
+    def __init__(self, index: int, weights: np.ndarray, distributions: dict[int, np.ndarray]):
+        self.index, self.distributions = index, distributions
+        self.weights = weights / max(sum(weights[ssm] for ssm in distributions), 1e-9)  # of those that have any here
         self.left = 1.0  # of the mixture's mass: what was not drawn
         self.drawn: list[tuple[int, int]] = []  # (SSM, token) in draw order
-        self.rows: dict[int, int] = {}  # of each law among the tree's
+        self.rows: dict[int, int] = {}  # of each distribution among the tree's
         self.repeats = 0  # draws in a row that brought nothing new
 
 
@@ -40,7 +40,7 @@ class _Tree:
         self.probs, self.values = [1.0], [1.0]
         self.child: dict[tuple[int, int], int] = {}
         self.draws: list[tuple[int, int, int, float, int, tuple[int, ...]]] = []
-        self.laws: list[np.ndarray] = []
+        self.distributions: list[np.ndarray] = []
         self.scored: list[_Node] = []
         self.slot_of_node: dict[int, int] = {}
         # Half of the rows at most are for what other sources propose, the likeliest of it, where something is drawn.
@@ -52,27 +52,27 @@ class _Tree:
         self.room = shape.nodes - (0 if shape.branching else len(self.seed) - 1)
 
     def draw(self, node: _Node) -> int | None:
-        """Draw a child of a scored node; its index, new or not, or None where no law has anything left."""
-        counts = dict.fromkeys(node.laws, 0)
+        """Draw a child of a scored node; its index, new or not, or None where no distribution has anything left."""
+        counts = dict.fromkeys(node.distributions, 0)
         for ssm, _ in node.drawn:
             counts[ssm] += 1
         # In turn, beginning with the one that the text speaks for: another's guess adds more than a second of its own.
-        for ssm in sorted(node.laws, key=lambda ssm: (counts[ssm], -node.weights[ssm])):
-            law, excluded = node.laws[ssm], self._excluded(node, ssm)
+        for ssm in sorted(node.distributions, key=lambda ssm: (counts[ssm], -node.weights[ssm])):
+            own, excluded = node.distributions[ssm], self._excluded(node, ssm)
             if excluded:
-                law = law.copy()
-                law[list(excluded)] = 0.0
-            mass = float(law.sum(dtype=np.float64))
+                own = own.copy()
+                own[list(excluded)] = 0.0
+            mass = float(own.sum(dtype=np.float64))
             if mass < _LEAST_MASS:
                 continue
-            token = self.oracle.choose(law)
+            token = self.oracle.choose(own)
             new = all(token != other for _, other in node.drawn)
-            share = sum(float(node.weights[other] * node.laws[other][token]) for other in node.laws)
+            share = sum(float(node.weights[other] * node.distributions[other][token]) for other in node.distributions)
             child = self._child(node.index, token, share, share * self.values[node.index])
             if ssm not in node.rows:
-                node.rows[ssm] = len(self.laws)
-                self.laws.append(node.laws[ssm])
-            self.draws.append((node.index, child, ssm, float(law[token]) / mass, node.rows[ssm], excluded))
+                node.rows[ssm] = len(self.distributions)
+                self.distributions.append(node.distributions[ssm])
+            self.draws.append((node.index, child, ssm, float(own[token]) / mass, node.rows[ssm], excluded))
             node.drawn.append((ssm, token))
             node.left -= share if new else 0.0
             node.repeats = 0 if new else node.repeats + 1
@@ -154,7 +154,7 @@ class _Tree:
                 tuple(excluded),
             ),
             sources,
-            tuple(self.laws),
+            tuple(self.distributions),
         )
         return tree, slots
 
@@ -201,24 +201,24 @@ class DrawnForest:
         values = np.array([tree.values[node] for tree, (_, node) in zip(trees, rows, strict=True)])
         return Frontier(index, tokens, owners, np.full(len(rows), -1), above, values)
 
-    def extend(self, laws: Sequence[Laws], weights: Sequence[np.ndarray]) -> np.ndarray:
+    def extend(self, ssm_probs: Sequence[SsmProbs], weights: Sequence[np.ndarray]) -> np.ndarray:
         """Draw the children of the frontier, and choose the next frontier.
 
         Args:
-            laws: of the SSMs that scored it.
+            ssm_probs: of the SSMs that scored it.
             weights: by request, how far each SSM is trusted, float64 [num_ssms].
 
         Returns:
-            bool [frontier rows]: where a law is not finite; an SSM that overflowed stays silent there.
+            bool [frontier rows]: where a distribution is not finite; an SSM that overflowed stays silent there.
         """
         at = self.frontier
         by_row: list[dict[int, np.ndarray]] = [{} for _ in at.nodes]
         broken = np.zeros(len(at.nodes), dtype=bool)
-        for ssm, rows, probs in laws:
+        for ssm, rows, probs in ssm_probs:
             sound = np.isfinite(probs).all(1)
             broken[rows[~sound]] = True
-            for row, law in zip(rows[sound].tolist(), probs[sound], strict=True):
-                by_row[row][ssm] = law
+            for row, own in zip(rows[sound].tolist(), probs[sound], strict=True):
+                by_row[row][ssm] = own
         first = [len(tree.tokens) for tree in self._trees]
         order = np.argsort(-at.values, kind="stable").tolist()
         nodes = {row: _Node(int(at.nodes[row]), weights[at.owners[row]], by_row[row]) for row in range(len(at.nodes))}

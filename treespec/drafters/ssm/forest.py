@@ -1,4 +1,9 @@
-"""Trees of several requests while they grow, one level of all of them at a time."""
+"""Trees of several requests while they grow, one level of all of them at a time.
+
+How proposals become nodes, values and the next frontier is specified in treespec_kernels/tree/tree_merge.py; trees
+here have the same nodes and values, to the bit. What only trees on the host have: a fixed number of children for every
+node, and nodes that cannot be among a tree's best are left out on the way, which changes no selected tree.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,14 +13,17 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from treespec.drafters.evidence import SeedEvidence
 from treespec.sampling.transforms import topk_rows
 from treespec.tree import Draws, TokenTree
+from treespec_kernels.tree.growth_limits import CHILDREN, FRONTIER, SEEDS, frontier_width
 from treespec_kernels.tree.tree_levels import Frontier, Level
+from treespec_kernels.tree.tree_merge import LEAST_DOUBTED, MOST_CERTAIN
 
-_SEED_WEIGHT, _MIXTURE_WEIGHT, _AGREEMENT, _LEAST_DOUBTED = 0.64, 1.16, 0.83, 0.05
+_ONE = np.float32(1)
 
 
-class Laws(NamedTuple):
+class SsmProbs(NamedTuple):
     """An SSM's probabilities of the next token after some rows of the frontier, float32 [len(rows), vocab].
 
     rows: int64, ascending.
@@ -27,32 +35,30 @@ class Laws(NamedTuple):
 
 
 class _Candidates(NamedTuple):
-    """What the SSMs and the seeds say below each row of the frontier.
+    """What the SSMs and the seeds propose below each row of the frontier.
 
-    ssms: those that scored the frontier, or a part of it.
-    tokens: int64 [num rows, width], -1 where there is none; a row may name a token twice.
-    ssm_probs: float64 [len(ssms), num rows, width], each SSM's probability, 0 where it did not draft.
-    proposed: bool [len(ssms), num rows, width], whether the token is among those that the SSM proposes.
-    weights: float64 [num rows, len(ssms)], of the mixture, sum 1; None for one SSM.
-    ranked: whether every row names its tokens in falling order of probability, each once.
+    tokens: int64 [num rows, width], -1 where there is none, or an earlier one of the row names the same token.
+    draft_probs, proposed: [num ssms, num rows, width], float32 and bool, each SSM's probability where it proposes.
+    probs: float32 [num rows, width], merged.
+    seeds: int64 [num rows, width], which seed's node each is, -1 for none.
     """
 
-    ssms: Sequence[int]
     tokens: np.ndarray
-    ssm_probs: np.ndarray
+    draft_probs: np.ndarray
     proposed: np.ndarray
-    weights: np.ndarray | None
-    ranked: bool
+    probs: np.ndarray
+    seeds: np.ndarray
 
 
 class _Seeds:
     """The trees that are grown over, side by side. Node i of tree t is number `first[t] + i`."""
 
-    def __init__(self, trees: Sequence[TokenTree]):
+    def __init__(self, trees: Sequence[TokenTree], evidence: SeedEvidence):
         sizes = np.array([len(tree) for tree in trees])
         self.trees, self.first = trees, np.concatenate([[0], np.cumsum(sizes)])
         self.tokens = np.concatenate([tree.tokens for tree in trees])
-        self.probs = np.concatenate([tree.probs for tree in trees])
+        self.probs = np.concatenate([tree.probs for tree in trees]).astype(np.float32)
+        self.ratios = evidence.ratios(self.probs)
         parents = np.concatenate([tree.parents for tree in trees])
         shift = np.repeat(self.first[:-1], sizes)
         below = np.flatnonzero(parents >= 0)
@@ -60,10 +66,9 @@ class _Seeds:
         order = below[np.argsort(self.parents[below], kind="stable")]
         ranked = self.parents[order]
         place = np.arange(len(order)) - np.searchsorted(ranked, ranked)
-        self.width = int(place.max(initial=-1)) + 1
+        self.width = int(place.max(initial=0)) + 1
         self.children = np.full((len(parents) + 1, self.width), -1)  # the last row is for nodes that are no seed
         self.children[ranked, place] = order
-        self.any = len(below) > 0
 
 
 @dataclass(frozen=True)
@@ -80,11 +85,12 @@ class Forest:
     """One tree per request, over its root and what other sources have proposed (the seeds).
 
     Args:
-        seeds: by request; their roots are the trees' roots.
+        seeds: by request; their roots are the trees' roots. Trees that grow use the best `SEEDS` nodes.
         shapes: by request.
-        num_ssms: sources of the draws to come.
-        max_children: proposals at one node.
-        max_frontier, max_slots: nodes of one tree that are expanded, at one depth and in all.
+        num_ssms: sources of the probabilities to come.
+        evidence: of the seeds.
+        max_children: proposals of one source at one node.
+        max_frontier: nodes of one tree and depth that are expanded, see `frontier_width`.
     """
 
     def __init__(
@@ -92,23 +98,25 @@ class Forest:
         seeds: Sequence[TokenTree],
         shapes: Sequence[Shape],
         num_ssms: int,
-        max_children: int,
-        max_frontier: int,
-        max_slots: int,
+        evidence: SeedEvidence,
+        max_children: int = CHILDREN,
+        max_frontier: int = FRONTIER,
     ):
         count = len(seeds)
         self.shapes, self.num_ssms = shapes, num_ssms
-        self.max_children, self.max_frontier, self.max_slots = max_children, max_frontier, max_slots
-        self.seeds = _Seeds(seeds)
-        roots, trees, one = self.seeds.first[:-1], np.arange(count), np.ones(count)
+        self.max_children, self.max_frontier = max_children, max_frontier
+        used = [seed.best(1 + SEEDS) if shape.max_depth else seed for seed, shape in zip(seeds, shapes, strict=True)]
+        self.seeds = _Seeds(used, evidence)
+        roots, trees, one = self.seeds.first[:-1], np.arange(count), np.ones(count, dtype=np.float32)
         nobody = np.zeros((count, num_ssms), dtype=bool)
         tokens = self.seeds.tokens[roots]
-        self._levels = [Level(tokens, np.full(count, -1), trees, roots, one, one, nobody, nobody.astype(float))]
+        unsaid = np.zeros((count, num_ssms), dtype=np.float32)
+        self._levels = [Level(tokens, np.full(count, -1), trees, roots, one, one, nobody, unsaid)]
         self._size = count
         self.slots: list[list[np.ndarray]] = [[] for _ in seeds]  # nodes that were expanded, by tree, by level
         self._num_slots = np.zeros(count, dtype=np.int64)
-        self._least = np.zeros(count)  # value that a node must have to be among the best
-        self._values: list[list[np.ndarray]] = [[np.ones(1)] for _ in seeds]  # by tree, by level
+        self._least = np.zeros(count, dtype=np.float32)  # value that a node must have to be among the best
+        self._values: list[list[np.ndarray]] = [[one[:1]] for _ in seeds]  # by tree, by level
         grows = np.array([shape.max_depth > 0 for shape in shapes], dtype=bool)
         everything = Frontier(trees, tokens, trees, roots, np.full(count, -1), one)
         self.frontier = Frontier(*(part[grows] for part in everything))
@@ -118,28 +126,19 @@ class Forest:
         """Levels grown."""
         return len(self._levels) - 1
 
-    def _seed_tokens(self) -> np.ndarray:
-        """int64 [frontier rows, width]: what the seeds propose below each row, -1 where nothing."""
-        seeds = self.seeds
-        if not seeds.any:
-            return np.empty((len(self.frontier.nodes), 0), dtype=np.int64)
-        below = seeds.children[self.frontier.seeds]
-        return np.where(below >= 0, seeds.tokens[below], -1)
-
-    def extend(self, laws: Sequence[Laws], weights: Sequence[np.ndarray]) -> np.ndarray:
+    def extend(self, ssm_probs: Sequence[SsmProbs], weights: Sequence[np.ndarray]) -> np.ndarray:
         """Add what the SSMs and the seeds propose below the frontier, and choose the next frontier.
 
         Args:
-            laws: of the SSMs that scored it, or a part of it. One stays silent where its likeliest are not finite.
-            weights: by tree, float64 [num_ssms]: of the mixture; 0 for an SSM that did not score, sum 1.
+            ssm_probs: of the SSMs that scored it, or a part of it. One stays silent where its likeliest are not finite.
+            weights: by tree, float [num_ssms]: of the mixture; 0 for an SSM that did not score, sum 1.
 
         Returns:
             bool [frontier rows]: where some SSM's likeliest are not finite.
         """
         at = self.frontier
-        candidates, broken = self._candidates(laws, weights)
-        mixture, valid, seeded = self._merge(candidates)
-        values = at.values[:, None] * mixture
+        found, broken = self._candidates(ssm_probs, np.array(weights, dtype=np.float32)[at.owners])
+        values, valid = at.values[:, None] * found.probs, found.tokens >= 0
         parts = at.parts()
         slots = np.empty(len(at.nodes), dtype=np.int64)  # the frontier's rows take the next slots of their trees
         for owner, part in parts.items():
@@ -147,100 +146,70 @@ class Forest:
             slots[part] = np.arange(first, first + count)
             self._num_slots[owner] += count
             self.slots[owner].append(at.nodes[part])
-            self._keep(owner, values[part], valid[part], None if seeded is None else seeded[part])
+            self._keep(owner, values[part], valid[part], found.seeds[part])
         rows, columns = np.nonzero(valid)
-        tokens, values = candidates.tokens[rows, columns], values[rows, columns]
-        seeds = np.full(len(rows), -1) if seeded is None else seeded[rows, columns]
-        proposed = np.zeros((len(rows), self.num_ssms), dtype=bool)
-        draft_probs = np.zeros((len(rows), self.num_ssms))
-        proposed[:, candidates.ssms] = candidates.proposed[:, rows, columns].T
-        draft_probs[:, candidates.ssms] = candidates.ssm_probs[:, rows, columns].T
         level = Level(
-            tokens, at.nodes[rows], at.owners[rows], seeds, mixture[rows, columns], values, proposed, draft_probs
+            found.tokens[rows, columns],
+            at.nodes[rows],
+            at.owners[rows],
+            found.seeds[rows, columns],
+            found.probs[rows, columns],
+            values[rows, columns],
+            found.proposed[:, rows, columns].T,
+            found.draft_probs[:, rows, columns].T,
         )
         self._levels.append(level)
         edges = np.searchsorted(rows, [*(part.start for part in parts.values()), len(at.nodes)]).tolist()
         going = []
         for owner, (begin, end) in zip(parts, pairwise(edges), strict=True):
-            self._values[owner].append(values[begin:end])
-            going.append(begin + self._expanded(owner, tokens[begin:end], values[begin:end]))
+            self._values[owner].append(level.values[begin:end])
+            going.append(begin + self._expanded(owner, level.tokens[begin:end], level.values[begin:end]))
         chosen = np.concatenate(going)
         self.frontier = Frontier(
             self._size + chosen,
-            tokens[chosen],
+            level.tokens[chosen],
             level.owners[chosen],
-            seeds[chosen],
+            level.seeds[chosen],
             slots[rows[chosen]],
-            values[chosen],
+            level.values[chosen],
         )
-        self._size += len(tokens)
+        self._size += len(rows)
         return broken
 
-    def _candidates(self, laws: Sequence[Laws], weights: Sequence[np.ndarray]) -> tuple[_Candidates, np.ndarray]:
-        """The union of the SSMs' proposals and the seeds' below each row, and which rows are broken."""
-        at, seeds = self.frontier, self._seed_tokens()
-        widest = max(self.children_at(owner) for owner in at.owners.tolist())
-        best, broken, finite = [], np.zeros(len(at.nodes), dtype=bool), []
-        for _, rows, probs in laws:
-            values, columns = topk_rows(torch.from_numpy(probs), widest)
-            sound = torch.isfinite(values).all(1).numpy()  # NaN is the largest of values
-            if not sound.all():
-                broken[rows[~sound]] = True
-                probs = np.where(sound[:, None], probs, 0)
-                columns[torch.from_numpy(~sound)] = -1
-            finite.append(probs)
-            best.append((values.numpy(), columns.numpy()))
-        ssms = [each.ssm for each in laws]
-        if len(laws) == 1 and not seeds.shape[1] and not broken.any():
-            likeliest, ids = best[0]
-            alone = np.ones((1, *ids.shape), dtype=bool)
-            return _Candidates(ssms, ids, likeliest[None].astype(np.float64), alone, None, True), broken
-        width = best[0][1].shape[1]
-        tokens = np.full((len(at.nodes), len(laws) * width + seeds.shape[1]), -1)
-        tokens[:, len(laws) * width :] = seeds
-        for i, (each, (_, ids)) in enumerate(zip(laws, best, strict=True)):
-            tokens[each.rows, i * width : (i + 1) * width] = ids
-        ssm_probs = np.zeros((len(laws), *tokens.shape))
-        proposed = np.zeros(ssm_probs.shape, dtype=bool)
-        for i, (each, probs, (likeliest, _)) in enumerate(zip(laws, finite, best, strict=True)):
-            asked = tokens[each.rows]
-            found = np.take_along_axis(probs, np.maximum(asked, 0), 1) * (asked >= 0)
-            ssm_probs[i, each.rows] = found
-            proposed[i, each.rows] = (found >= likeliest[:, -1:]) & (asked >= 0)
-        mixture = None if len(laws) == 1 else np.stack([own[ssms] for own in weights])[at.owners]
-        return _Candidates(ssms, tokens, ssm_probs, proposed, mixture, False), broken
-
-    def _merge(self, candidates: _Candidates) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Equal tokens under one node become one child: by row and column its probability, whether the column stands
-        for it, and which seed's node it is (-1 for none; None where there are no seeds)."""
-        tokens, ssm_probs = candidates.tokens, candidates.ssm_probs
-        if candidates.weights is None:
-            mixture = ssm_probs[0]
-        else:
-            mixture = (ssm_probs * candidates.weights.T[:, :, None]).sum(0)
-        mixture = np.minimum(mixture, 1.0)
-        if candidates.ranked:
-            return mixture, np.ones(tokens.shape, dtype=bool), None
-        order = np.argsort(tokens, axis=1, kind="stable")
-        ranked = np.take_along_axis(tokens, order, 1)
-        first = np.ones(tokens.shape, dtype=bool)  # the first of equal columns stands for all
-        np.put_along_axis(first, order[:, 1:], ranked[:, 1:] != ranked[:, :-1], 1)
-        first &= tokens >= 0
-        if not self.seeds.any:
-            return mixture, first, None
-        below = self.seeds.children[self.frontier.seeds]  # [num rows, named]
-        same = (tokens[:, :, None] == self.seeds.tokens[below][:, None, :]) & (below >= 0)[:, None, :]
-        seeds = np.where(same.any(2), np.take_along_axis(below, same.argmax(2), 1), -1)
-        return self._with_seeds(mixture, seeds, first), first, seeds
-
-    def _with_seeds(self, mixture: np.ndarray, seeds: np.ndarray, first: np.ndarray) -> np.ndarray:
-        """Probabilities where SSMs and seeds both speak: of two opinions the odds; the rest shares what is left."""
-        own = np.where(seeds >= 0, self.seeds.probs[seeds], 0.0)
-        both = combine(own, mixture)
-        named = (seeds >= 0) & first
-        taken, before = (both * named).sum(1), (mixture * named).sum(1)
-        scale = np.minimum((1 - taken) / np.maximum(1 - before, 1e-9), 1.0)
-        return np.where(seeds >= 0, both / np.maximum(taken, 1.0)[:, None], mixture * np.maximum(scale, 0.0)[:, None])
+    def _candidates(self, ssm_probs: Sequence[SsmProbs], weights: np.ndarray) -> tuple[_Candidates, np.ndarray]:
+        """What is proposed below each row, and which rows are broken. `weights`: float32 [num rows, num ssms]."""
+        at, seeds = self.frontier, self.seeds
+        count, widest = len(at.nodes), max(self.children_at(owner) for owner in at.owners.tolist())
+        below = seeds.children[at.seeds]
+        offered = np.where(below >= 0, seeds.tokens[below], -1)
+        named, said, broken = [], np.zeros((self.num_ssms, count, widest), np.float32), np.zeros(count, dtype=bool)
+        for ssm, rows, probs in ssm_probs:
+            values, columns = _likeliest(probs, widest)
+            sound = np.isfinite(values).all(1)  # NaN is the largest of values
+            broken[rows[~sound]] = True
+            own = np.full((count, widest), -1)
+            own[rows, : columns.shape[1]] = np.where(sound[:, None], columns, -1)
+            said[ssm, rows, : columns.shape[1]] = np.where(sound[:, None], values, 0)
+            named.append((ssm, own))
+        tokens = np.concatenate([*(own for _, own in named), offered[:, : self.max_children]], axis=1)
+        mixture, spoke = np.zeros(tokens.shape, dtype=np.float32), np.zeros((count, 1), dtype=bool)
+        proposed = np.zeros((self.num_ssms, *tokens.shape), dtype=bool)
+        draft_probs = np.zeros(proposed.shape, dtype=np.float32)
+        for ssm, own in named:
+            same = (tokens[:, :, None] == own[:, None, :]) & (own >= 0)[:, None, :]
+            proposed[ssm] = same.any(2)
+            draft_probs[ssm] = np.where(same, said[ssm][:, None, :], 0).max(2)
+            mixture += weights[:, ssm, None] * draft_probs[ssm]
+            spoke |= (own >= 0).any(1, keepdims=True)
+        mixture = np.minimum(mixture, _ONE)
+        same = (tokens[:, :, None] == offered[:, None, :]) & (below >= 0)[:, None, :]
+        node = np.where(same.any(2), np.take_along_axis(below, same.argmax(2), 1), -1)
+        held = np.clip(mixture, LEAST_DOUBTED, MOST_CERTAIN)
+        told = seeds.ratios[node] * held
+        both = np.where(spoke, told / (told + (_ONE - held)), seeds.probs[node])
+        repeats = np.tril(tokens[:, :, None] == tokens[:, None, :], -1).any(2)
+        tokens = np.where(repeats, -1, tokens)
+        return _Candidates(tokens, draft_probs, proposed, np.where(node >= 0, both, mixture), node), broken
 
     def paths(self) -> list[list[int]]:
         """By row of the frontier, the tokens from below its root down to it."""
@@ -257,7 +226,7 @@ class Forest:
         branching = self.shapes[owner].branching
         return branching[min(self.depth, len(branching) - 1)] if branching else self.max_children
 
-    def _keep(self, owner: int, values: np.ndarray, valid: np.ndarray, seeds: np.ndarray | None) -> None:
+    def _keep(self, owner: int, values: np.ndarray, valid: np.ndarray, seeds: np.ndarray) -> None:
         """Narrow `valid` to those of a tree's new nodes that stay; all [num rows, width]."""
         shape = self.shapes[owner]
         if shape.branching:
@@ -267,25 +236,19 @@ class Forest:
         everything = np.concatenate([*self._values[owner], values[valid]])
         if len(everything) > shape.nodes:  # others cannot be among the best `nodes`
             self._least[owner] = np.partition(everything, -shape.nodes)[-shape.nodes]
-            stays = values >= self._least[owner]
-            if seeds is not None:
-                stays |= seeds >= 0  # left out, they would come back with their old value
-            valid &= stays
+            valid &= (values >= self._least[owner]) | (seeds >= 0)  # left out, a seed would join with another value
 
     def _expanded(self, owner: int, tokens: np.ndarray, values: np.ndarray) -> np.ndarray:
-        """Which of a tree's newest nodes are expanded next; indices."""
+        """Which of a tree's newest nodes are expanded next; indices, the best first where values decide."""
         shape = self.shapes[owner]
         if self.depth >= shape.max_depth:
             return np.empty(0, dtype=np.int64)
-        going = np.ones(len(tokens), dtype=bool)
-        for token in shape.end_tokens:  # nothing is emitted below one
-            going &= tokens != token
-        if not shape.branching:
-            going &= (values > 0) & (values >= self._least[owner])
-            room = max(min(self.max_frontier, self.max_slots - int(self._num_slots[owner])), 0)
-            if len(values) > room:
-                going[np.argsort(-values, kind="stable")[room:]] = False
-        return np.flatnonzero(going)
+        going = ~np.isin(tokens, shape.end_tokens)  # nothing is emitted below one
+        if shape.branching:
+            return np.flatnonzero(going)
+        going &= (values > 0) & (values >= self._least[owner])
+        order = np.argsort(-values, kind="stable")
+        return order[going[order]][: frontier_width(self.depth, self.max_frontier)]
 
     def stop(self, owners: np.ndarray) -> None:
         """Grow these trees no further; bool [num trees]."""
@@ -295,10 +258,8 @@ class Forest:
     def open_mass(self) -> np.ndarray:
         """float64 [num trees]: the chance that the frontier is reached and no seed says what follows."""
         at, seeds = self.frontier, self.seeds
-        values = at.values
-        if seeds.any:
-            below = seeds.children[at.seeds]
-            values = values * np.maximum(1 - (seeds.probs[below] * (below >= 0)).sum(1), 0.0)
+        below = seeds.children[at.seeds]
+        values = at.values * np.maximum(1 - (seeds.probs[below] * (below >= 0)).sum(1), 0.0)
         return np.bincount(at.owners, values, minlength=len(self.shapes))
 
     def level_mass(self, least: float) -> np.ndarray:
@@ -329,8 +290,12 @@ class Forest:
         parents = nodes.parents[own]
         parents[1:] = np.searchsorted(own, parents[1:])
         children, sources = np.nonzero(nodes.proposed[own])
-        draws = Draws(parents[children], children, sources, nodes.draft_probs[own][children, sources])
-        tree = TokenTree(nodes.tokens[own], parents, depths[own], nodes.probs[own], draws, tuple(names))
+        probs = nodes.probs[own].astype(np.float64)
+        draws = Draws(
+            parents[children], children, sources, nodes.draft_probs[own][children, sources].astype(np.float64)
+        )
+        tree = TokenTree(nodes.tokens[own], parents, depths[own], probs, draws, tuple(names))
+        tree.with_values(nodes.values[own].astype(np.float64))
         seed = self.seeds.trees[owner]
         if len(seed) > 1:
             complete = not self.shapes[owner].branching or not self.slots[owner]
@@ -339,15 +304,13 @@ class Forest:
         return tree, slot_of_node
 
 
-def combine(seed: np.ndarray, mixture: np.ndarray) -> np.ndarray:
-    """One probability out of two opinions on the same event: a weighted sum of their log-odds.
-
-    The weights are those of a logistic regression on 1,364 guesses of prompt lookup that the embedded SSMs scored too.
-    SSMs that think next to nothing of a guess count as if they gave it 5 %: it fits as well, and poor SSMs cannot talk
-    a good source down.
-    """
-    a, b = (np.log(p / (1 - p)) for p in (np.clip(seed, 1e-4, 0.999), np.clip(mixture, _LEAST_DOUBTED, 0.999)))
-    return 1 / (1 + np.exp(-(_SEED_WEIGHT * a + _MIXTURE_WEIGHT * b + _AGREEMENT)))
+def _likeliest(probs: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """The largest probabilities of each row and their tokens, descending, of equal ones the lower tokens first."""
+    values, tokens = (part.numpy() for part in topk_rows(torch.from_numpy(probs), count))
+    least = values[:, -1:]
+    for row in np.flatnonzero((probs == least).sum(1) > (values == least).sum(1)):  # which of them is open
+        tokens[row] = np.argsort(-probs[row], kind="stable")[: tokens.shape[1]]
+    return values, np.take_along_axis(tokens, np.lexsort((tokens, -values)), 1)
 
 
 def _join(tree: TokenTree, seed: TokenTree, seed_of_node: np.ndarray, complete: bool) -> TokenTree:
@@ -371,11 +334,16 @@ def _join(tree: TokenTree, seed: TokenTree, seed_of_node: np.ndarray, complete: 
         np.concatenate([tree.draws.sources, index[own.sources[drawn]]]),
         np.concatenate([tree.draws.probs, own.probs[drawn]]),
     )
-    return TokenTree(
+    probs, above = seed.probs[rest].astype(np.float32), node_of_seed[seed.parents[rest]]
+    values = [*tree.values.astype(np.float32)]
+    for prob, parent in zip(probs, above.tolist(), strict=True):
+        values.append(values[parent] * prob)
+    joined = TokenTree(
         np.concatenate([tree.tokens, seed.tokens[rest]]),
-        np.concatenate([tree.parents, node_of_seed[seed.parents[rest]]]),
+        np.concatenate([tree.parents, above]),
         np.concatenate([tree.depths, seed.depths[rest]]),
-        np.concatenate([tree.probs, seed.probs[rest]]),
+        np.concatenate([tree.probs, probs]),
         draws,
         names,
     )
+    return joined.with_values(np.array(values, dtype=np.float64))

@@ -9,13 +9,15 @@ does not speak for rests, and reads what it missed in one pass now and then.
 
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from treespec.cache import KVCache
+from treespec.drafters.evidence import SeedEvidence
 from treespec.drafters.ssm.compiled_forest import CompiledForest
 from treespec.drafters.ssm.drawn_forest import DrawnForest
-from treespec.drafters.ssm.forest import Forest, Laws, Shape
+from treespec.drafters.ssm.forest import Forest, Shape, SsmProbs
 from treespec.drafters.ssm.levels import CompiledLevels, Levels, levels_for
 from treespec.drafters.ssm.scoring import Guess, Rows, score_rows, softmax_at
 from treespec.drafters.ssm.ssm_state import SsmState, open_mass, places_of
@@ -28,11 +30,12 @@ from treespec.tree import TokenTree
 from treespec.verification.oracle import RandomOracle
 from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.cpu.growth_cpu import DraftPasses
+from treespec_kernels.tree.growth_limits import FRONTIER, MAX_EXPANDED
 
-MAX_CHILDREN = 8  # proposals of one SSM at one node
-MAX_FRONTIER = 8  # nodes of one depth that the dynamic policy expands
+if TYPE_CHECKING:
+    from treespec.execution import VerifiedTree
+
 CATCH_UP = 256  # committed tokens that the SSMs take in at once after a pause
-MAX_SLOTS = 64  # nodes of one tree that the dynamic policy expands; more would leave the packed attention's reach
 NULL_PAGE = np.zeros(1, dtype=np.int64)
 REST = 16  # verified tokens after which a resting SSM reads what it missed
 
@@ -54,6 +57,7 @@ class SsmDrafter:
     ):
         self.models, self.names, self.cache = list(models), tuple(names), cache
         self.known = tuple(known if known is not None else [model.vocab_size for model in models])
+        self.evidence = SeedEvidence()  # of what other sources proposed
         self.drafted = Drafted(0, 0)  # in the last round
         self._passes = self._request_passes = self._read_tokens = 0
         self._read_seconds = 0.0
@@ -105,7 +109,7 @@ class SsmDrafter:
             self._grow(own, states, forest, group, np.array([plan.adaptive for plan in plans], dtype=bool), rule)
             levels += forest.depth
             for i, state, (tree, slot_of_node) in zip(group, states, forest.finish(self.names), strict=True):
-                state.slot_of_node = slot_of_node if drafting[i] else None
+                state.slot_of_node, state.seed = (slot_of_node, seeds[i]) if drafting[i] else (None, None)
                 trees[i] = tree
         self.drafted = Drafted(levels, self._passes, self._request_passes, self._read_tokens, self._read_seconds)
         return trees
@@ -121,8 +125,7 @@ class SsmDrafter:
     ) -> Forest | DrawnForest:
         """The trees of requests that all draw at random, or none of them, before their first level."""
         if not requests[0].draws_at_random:
-            parts = seeds, shapes, len(self.models), MAX_CHILDREN, MAX_FRONTIER, MAX_SLOTS
-            model = self.models[0]
+            parts, model = (seeds, shapes, len(self.models), self.evidence), self.models[0]
             return CompiledForest(*parts, model.growth) if isinstance(model, CompiledDecoder) else Forest(*parts)
         for request, state in zip(requests, states, strict=True):
             if state.oracle is None and request.sampler is not None:
@@ -132,7 +135,7 @@ class SsmDrafter:
         # A tree of a fixed number of nodes has about that many draws with a chance of more than its share.
         leasts = [rule.least_value if plan.adaptive else 1 / plan.nodes for plan in plans]
         fills = [not plan.adaptive for plan in plans]
-        return DrawnForest(seeds, shapes, oracles, modes, leasts, fills, MAX_FRONTIER, MAX_SLOTS)
+        return DrawnForest(seeds, shapes, oracles, modes, leasts, fills, FRONTIER, MAX_EXPANDED)
 
     def _grow(
         self,
@@ -261,6 +264,14 @@ class SsmDrafter:
         for state, request, kept in moves:
             state.valid[state.active] = request.context_len + len(kept)
 
+    def learn(self, request: Request, tree: "VerifiedTree", path: np.ndarray, bonus: int) -> None:
+        """Learn from a verified tree how far other sources' proposals hold; arguments as of `SeedEvidence.observe`."""
+        if (state := self._states.get(request.request_id)) is None:
+            return
+        seed, state.seed = state.seed, None
+        if seed is not None and len(seed) > 1 and not request.draws_at_random:
+            self.evidence.observe(tree.token_tree(), seed, path, bonus)
+
     def release(self, request: Request) -> None:
         self._states.pop(request.request_id, None)
 
@@ -305,19 +316,20 @@ class SsmDrafter:
         weights[state.active] = trust / trust.sum()
         return weights
 
-    def learn_round(self, request: Request, foretold: np.ndarray) -> None:
+    def learn_round(self, request: Request, foretold: np.ndarray, proposed: TokenTree | None) -> None:
         """After a captured round, before `request.tokens` grows: the SSMs have read all of them.
 
         Args:
             request: that took part.
             foretold: [num_ssms, n], probabilities of its last n tokens.
+            proposed: the tree of other sources that the round was given.
         """
         state = self._state(request)
         for ssm in state.active:
             seen = np.nan_to_num(foretold[ssm], nan=0.0)
             state.trust.observe(ssm, len(request.tokens) - len(seen), seen)
         state.valid[state.active] = len(request.tokens)
-        state.slot_of_node = state.settled = None
+        state.slot_of_node, state.settled, state.seed = None, None, proposed
 
     def weights(self, request: Request) -> dict[str, float]:
         """How far each SSM is trusted with a running request, by name; sum 1."""
@@ -398,12 +410,12 @@ class SsmDrafter:
 
     def _score_roots(
         self, requests: Sequence[Request], states: Sequence[SsmState], forest: Forest | DrawnForest
-    ) -> list[Laws]:
+    ) -> list[SsmProbs]:
         """Each SSM's probabilities after the roots, having caught up on committed tokens."""
         owners = forest.frontier.owners.tolist()
         for owner in owners:
             states[owner].begin_tree()
-        results: list[Laws] = []
+        results: list[SsmProbs] = []
         layouts: dict[object, Pass] = {}
         for ssm, model in enumerate(self.models):
             own = [row for row, owner in enumerate(owners) if ssm in states[owner].active]
@@ -439,12 +451,12 @@ class SsmDrafter:
             for row, (request, state) in enumerate(served):
                 state.valid[ssm] = request.context_len
                 state.scores[0][ssm] = (logits if request.is_sampled else probs)[row : row + 1]
-            results.append(Laws(ssm, np.array(own), probs))
+            results.append(SsmProbs(ssm, np.array(own), probs))
         return results
 
     def _score(
         self, requests: Sequence[Request], states: Sequence[SsmState], forest: Forest | DrawnForest, levels: Levels
-    ) -> list[Laws]:
+    ) -> list[SsmProbs]:
         """Each SSM's probabilities after the nodes of the frontier."""
         at = forest.frontier
         levels.extend(at, forest.depth)
@@ -452,7 +464,7 @@ class SsmDrafter:
         for owner in parts:
             states[owner].begin_level(levels.first_slot(owner))
         paths = forest.paths() if any(requests[owner].restriction for owner in parts) else []
-        results: list[Laws] = []
+        results: list[SsmProbs] = []
         for ssm in range(len(self.models)):
             places = places_of(ssm, states, parts)
             if not places:
@@ -468,7 +480,7 @@ class SsmDrafter:
             self._passes, self._request_passes = self._passes + 1, self._request_passes + len(places)
             for owner, place in places.items():
                 states[owner].scores[-1][ssm] = (logits if requests[owner].is_sampled else probs)[place]
-            results.append(Laws(ssm, rows, probs))
+            results.append(SsmProbs(ssm, rows, probs))
         return results
 
     def _score_rows(

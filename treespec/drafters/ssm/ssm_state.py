@@ -43,6 +43,7 @@ class SsmState:
     # By level and SSM, the SSM's own probabilities, or its logits where a temperature changed them: [slots, vocab].
     scores: list[dict[int, np.ndarray]] = field(default_factory=list)
     slot_of_node: np.ndarray | None = None  # of the proposed tree
+    seed: TokenTree | None = None  # that the tree was grown over, where it was grown
     oracle: RandomOracle | None = None  # of random draws
     settled: tuple[int, np.ndarray] | None = None  # (position of the root, accepted slots): not scored yet
 

@@ -42,7 +42,6 @@ SPECS: dict[str, Callable[[KernelShape, str | None], list[KernelSpec]]] = {
     "tree_attention_masked": attention_specs.tree_attention_masked,
     "tree_merge": tree_specs.tree_merge,
     "tree_root": tree_specs.tree_root,
-    "tree_seeds": tree_specs.tree_seeds,
     "tree_select": tree_specs.tree_select,
     "tree_walk": tree_specs.tree_walk,
 }

@@ -8,23 +8,25 @@ from treespec_kernels.tree import tree_root as root
 from treespec_kernels.tree import tree_select as select
 from treespec_kernels.tree import tree_walk as walk
 from treespec_kernels.tree.device_trees import block_of
+from treespec_kernels.tree.growth_limits import FRONTIER, MAX_DEPTH, SEEDS
 from treespec_kernels.tree.tree_merge_kernels import merge_level
 from treespec_kernels.tree.tree_root_kernels import start_round
-from treespec_kernels.tree.tree_seeds_kernels import propose_seeds
 from treespec_kernels.tree.tree_select_kernels import select_nodes
 from treespec_kernels.tree.tree_walk_kernels import walk_down
+
+_FLOATS = ("probs", "weights", "seed_probs", "seed_ratios", "cand_values", "frontier_values")
 
 
 def tree_merge(shape: KernelShape, target: str | None) -> list[KernelSpec]:
     """A usual round and a large one."""
     specs = []
-    for num_ssms, frontier, proposals in ((4, 8, 8), (4, 16, 8)):
-        constants = merge.blocks_of(num_ssms, frontier, proposals, 4)
+    for num_ssms, frontier, proposals in ((3, 8, 8), (3, 16, 8)):
+        constants = merge.blocks_of(num_ssms, frontier, proposals, 4, SEEDS)
         specs.append(
             KernelSpec(
                 kernel=merge_level,
-                types=dict.fromkeys(("probs", "weights", "cand_values", "frontier_values"), "*fp32"),
-                constants=constants | {"MAX_DEPTH": 12, "BLOCK_W": block_of(13)},
+                types=dict.fromkeys(_FLOATS, "*fp32"),
+                constants=constants | {"MAX_DEPTH": MAX_DEPTH, "BLOCK_W": block_of(MAX_DEPTH + 1)},
                 options={"num_warps": merge.warps_of(constants), "enable_fp_fusion": False},
                 config={"num_ssms": num_ssms, "frontier": frontier, "proposals": proposals},
             )
@@ -34,7 +36,7 @@ def tree_merge(shape: KernelShape, target: str | None) -> list[KernelSpec]:
 
 def tree_root(shape: KernelShape, target: str | None) -> list[KernelSpec]:
     """A usual round."""
-    frontier, depth, candidates = 8, 12, 3072
+    frontier, depth, candidates = FRONTIER, MAX_DEPTH, 3072
     return [
         KernelSpec(
             kernel=start_round,
@@ -43,9 +45,11 @@ def tree_root(shape: KernelShape, target: str | None) -> list[KernelSpec]:
                 "CANDIDATES": candidates,
                 "FRONTIER": frontier,
                 "WIDTH": depth + 1,
+                "SEEDS": SEEDS,
                 "BLOCK_Q": root.BLOCK_Q,
                 "BLOCK_F": block_of(frontier),
                 "BLOCK_W": block_of(depth + 1),
+                "BLOCK_S": block_of(SEEDS),
             },
             options={"num_warps": root.NUM_WARPS, "enable_fp_fusion": False},
             config={"frontier": frontier, "max_depth": depth, "candidates": candidates},
@@ -53,35 +57,15 @@ def tree_root(shape: KernelShape, target: str | None) -> list[KernelSpec]:
     ]
 
 
-def tree_seeds(shape: KernelShape, target: str | None) -> list[KernelSpec]:
-    """The batches of captured rounds."""
-    return [
-        KernelSpec(
-            kernel=propose_seeds,
-            types=dict.fromkeys(("seed_probs", "probs"), "*fp32"),
-            constants={
-                "SEEDS": 32,
-                "FRONTIER": 8,
-                "PROPOSALS": 8,
-                "CANDIDATES": 3072,
-                "BLOCK_S": 32,
-                "BLOCK_F": 8,
-            },
-            options={"num_warps": 1, "enable_fp_fusion": False},
-            config={"seeds": 32, "frontier": 8, "proposals": 8},
-        )
-    ]
-
-
 def tree_select(shape: KernelShape, target: str | None) -> list[KernelSpec]:
     """A usual round and the largest."""
     specs = []
-    for candidates, max_depth, max_nodes in ((256, 12, 64), (512, 8, 256)):
-        constants = select.blocks_of(candidates, max_depth, max_nodes)
+    for candidates, max_depth, max_nodes in ((256, 12, 64), (512, 7, 256)):
+        constants = select.blocks_of(candidates, SEEDS, max_depth, max_nodes)
         specs.append(
             KernelSpec(
                 kernel=select_nodes,
-                types=dict.fromkeys(("cand_values", "least_values", "tree_values"), "*fp32"),
+                types=dict.fromkeys(("cand_values", "seed_probs", "least_values", "tree_values"), "*fp32"),
                 constants=constants,
                 options={"num_warps": select.warps_of(constants), "enable_fp_fusion": False},
                 config={"candidates": candidates, "max_depth": max_depth, "max_nodes": max_nodes},

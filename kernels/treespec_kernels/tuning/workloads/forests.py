@@ -6,16 +6,13 @@ from typing import NamedTuple
 
 import torch
 
-from treespec_kernels.tree.device_trees import DeviceForest
+from treespec_kernels.tree.device_trees import DeviceForest, ProposedTrees
+from treespec_kernels.tree.growth_limits import CHILDREN, FRONTIER, MAX_DEPTH, SEEDS
 from treespec_kernels.tree.tree_merge import tree_merge_ref, tree_merge_triton
 from treespec_kernels.tree.tree_root import tree_root_ref, tree_root_triton
 
-# As in captured rounds, with lookup as the fourth source.
-LEVELS = 12
-FRONTIER = 8
-SSMS = 4
-PROPOSALS = 8
-VOCAB = 12  # small, so that SSMs often propose the same token
+SSMS = 3
+VOCAB = 12  # so small that SSMs often name the same token
 
 
 class ForestInputs(NamedTuple):
@@ -25,38 +22,39 @@ class ForestInputs(NamedTuple):
     probs: torch.Tensor
     weights: torch.Tensor
     end_tokens: torch.Tensor
+    proposed: ProposedTrees
 
     def grow(self) -> None:
         """Starts the round and merges every level."""
         tree_root_triton(self.forest, self.roots)
         for tokens, probs in zip(self.tokens, self.probs, strict=True):
-            tree_merge_triton(self.forest, tokens, probs, self.weights, self.end_tokens)
+            tree_merge_triton(self.forest, tokens, probs, self.weights, self.end_tokens, self.proposed)
 
     def grown_by_reference(self) -> DeviceForest:
         """Another forest, grown by the references."""
         forest = empty_forest(len(self.roots), self.roots.device)
         tree_root_ref(forest, self.roots)
         for tokens, probs in zip(self.tokens, self.probs, strict=True):
-            tree_merge_ref(forest, tokens, probs, self.weights, self.end_tokens)
+            tree_merge_ref(forest, tokens, probs, self.weights, self.end_tokens, self.proposed)
         return forest
 
 
 def empty_forest(requests: int, device: torch.device) -> DeviceForest:
     return DeviceForest.allocate(
-        requests, frontier=FRONTIER, num_ssms=SSMS, proposals=PROPOSALS, max_depth=LEVELS, device=device
+        requests, frontier=FRONTIER, num_ssms=SSMS, proposals=CHILDREN, max_depth=MAX_DEPTH, device=device
     )
 
 
-def forest_inputs(requests: int, generator: torch.Generator, levels: int = LEVELS) -> ForestInputs:
-    """Proposals with low probabilities, for the first `levels` levels."""
+def forest_inputs(requests: int, generator: torch.Generator, levels: int = MAX_DEPTH) -> ForestInputs:
+    """Proposals of SSMs that are sure of little, for the first `levels` levels."""
     device = generator.device
-    size = (levels, SSMS, requests, FRONTIER, PROPOSALS)
+    size = (levels, SSMS, requests, FRONTIER, CHILDREN)
 
     def uniform(*shape: int) -> torch.Tensor:
         return torch.rand(shape, generator=generator, device=device, dtype=torch.float32)
 
-    tokens = uniform(*size[:-1], VOCAB).argsort(-1)[..., :PROPOSALS]
-    probs = uniform(*size).sort(-1, descending=True).values / PROPOSALS
+    tokens = uniform(*size[:-1], VOCAB).argsort(-1)[..., :CHILDREN]
+    probs = uniform(*size).sort(-1, descending=True).values / CHILDREN
     return ForestInputs(
         forest=empty_forest(requests, device),
         roots=torch.full((requests,), 3, dtype=torch.int32, device=device),
@@ -64,11 +62,23 @@ def forest_inputs(requests: int, generator: torch.Generator, levels: int = LEVEL
         probs=probs.contiguous(),
         weights=torch.full((requests, SSMS), 1 / SSMS, device=device, dtype=torch.float32),
         end_tokens=torch.full((requests, 1), VOCAB - 1, dtype=torch.int32, device=device),
+        proposed=proposed_trees(requests, generator),
     )
 
 
+def proposed_trees(requests: int, generator: torch.Generator) -> ProposedTrees:
+    """Two chains each, which begin with different tokens."""
+    device = generator.device
+    tokens = torch.randint(VOCAB, (requests, SEEDS), generator=generator, device=device, dtype=torch.int32)
+    tokens[:, SEEDS // 2] = (tokens[:, 0] + 1) % VOCAB
+    parents = torch.arange(-1, SEEDS - 1, dtype=torch.int32, device=device).repeat(requests, 1)
+    parents[:, SEEDS // 2] = -1
+    probs = torch.rand(requests, SEEDS, generator=generator, device=device, dtype=torch.float32)
+    return ProposedTrees(tokens, parents, probs, 1 + 8 * probs)
+
+
 def forest_key() -> dict[str, int]:
-    return {"levels": LEVELS, "frontier": FRONTIER, "ssms": SSMS, "proposals": PROPOSALS}
+    return {"levels": MAX_DEPTH, "frontier": FRONTIER, "ssms": SSMS, "proposals": CHILDREN, "seeds": SEEDS}
 
 
 def tensors_of(value: object) -> tuple[torch.Tensor, ...]:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from treespec_kernels.tree.device_trees import ProposedTrees
+
 from .base import Setting, Tensors, Workload, equal
 from .forests import ForestInputs, forest_inputs, forest_key, num_bytes, tensors_of
 
@@ -24,7 +26,7 @@ class TreeMergeWorkload(Workload[ForestInputs]):
         self.key = forest_key()
         self.load = f"requests {requests}, levels {MERGED}"
         made = forest_inputs(requests, torch.Generator().manual_seed(0), MERGED)
-        self.bytes = num_bytes((made.tokens, made.probs, *tensors_of(made.forest)))
+        self.bytes = num_bytes((made.tokens, made.probs, *made.proposed, *tensors_of(made.forest)))
         self.flops = 0
 
     def make(self, generator: torch.Generator) -> ForestInputs:
@@ -54,6 +56,7 @@ class TreeMergeWorkload(Workload[ForestInputs]):
             probs=inputs.probs[:, :, last],
             weights=inputs.weights[last],
             end_tokens=inputs.end_tokens[last],
+            proposed=ProposedTrees(*(part[last] for part in inputs.proposed)),
         )
         single.grow()
         yield from zip((part[last] for part in company), tensors_of(single.forest), strict=True)

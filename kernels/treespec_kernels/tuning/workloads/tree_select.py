@@ -6,15 +6,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from treespec_kernels.tree.device_trees import DeviceForest, DeviceTrees
+from treespec_kernels.tree.device_trees import DeviceForest, DeviceTrees, ProposedTrees
+from treespec_kernels.tree.growth_limits import MAX_DEPTH
 from treespec_kernels.tree.tree_select import tree_select_ref, tree_select_triton
 
 from .base import Setting, Tensors, Workload, equal
-from .forests import LEVELS, forest_inputs, forest_key, num_bytes, tensors_of
+from .forests import forest_inputs, forest_key, num_bytes, tensors_of
 
 
 class SelectInputs(NamedTuple):
     forest: DeviceForest
+    proposed: ProposedTrees
     roots: torch.Tensor
     nodes: int
     least_values: torch.Tensor
@@ -22,10 +24,10 @@ class SelectInputs(NamedTuple):
     out: DeviceTrees
 
     def select(self) -> DeviceTrees:
-        return tree_select_triton(*self[:5], out=self.out)
+        return tree_select_triton(*self[:6], out=self.out)
 
     def selected_by_reference(self) -> DeviceTrees:
-        return tree_select_ref(*self[:5])
+        return tree_select_ref(*self[:6])
 
 
 def select_inputs(requests: int, nodes: int, generator: torch.Generator) -> SelectInputs:
@@ -34,11 +36,12 @@ def select_inputs(requests: int, nodes: int, generator: torch.Generator) -> Sele
     device = generator.device
     return SelectInputs(
         made.grown_by_reference(),
+        made.proposed,
         made.roots,
         nodes,
         torch.zeros(requests, device=device, dtype=torch.float32),
-        torch.full((requests,), LEVELS, dtype=torch.int32, device=device),
-        DeviceTrees.allocate(requests, nodes=nodes, max_depth=LEVELS, device=device),
+        torch.full((requests,), MAX_DEPTH, dtype=torch.int32, device=device),
+        DeviceTrees.allocate(requests, nodes=nodes, max_depth=MAX_DEPTH, device=device),
     )
 
 

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 import torch
 
 from treespec_kernels.tree.device_trees import DeviceTrees
+from treespec_kernels.tree.growth_limits import MAX_DEPTH
 from treespec_kernels.tree.tree_walk import Walk, tree_walk_ref, tree_walk_triton
 
 from .base import Setting, Tensors, Workload, equal
-from .forests import LEVELS, num_bytes, tensors_of
+from .forests import num_bytes, tensors_of
 from .tree_select import select_inputs
 
 
@@ -29,9 +30,9 @@ class TreeWalkWorkload(Workload[WalkInputs]):
     def __init__(self, setting: Setting, requests: int):
         super().__init__(setting.device, setting.dtype)
         self.requests, self.nodes = requests, setting.nodes
-        self.key = {"levels": LEVELS, "nodes": setting.nodes}
+        self.key = {"levels": MAX_DEPTH, "nodes": setting.nodes}
         self.load = f"requests {requests}"
-        out = DeviceTrees.allocate(requests, nodes=setting.nodes, max_depth=LEVELS)
+        out = DeviceTrees.allocate(requests, nodes=setting.nodes, max_depth=MAX_DEPTH)
         self.bytes, self.flops = num_bytes(tensors_of(out)), 0
 
     def make(self, generator: torch.Generator) -> WalkInputs:
@@ -42,7 +43,7 @@ class TreeWalkWorkload(Workload[WalkInputs]):
                 if parents[node] >= 0:
                     choices[request, parents[node]] = tokens[node]
         finite = torch.ones(self.requests, self.nodes, dtype=torch.bool, device=self.device)
-        walk = Walk.allocate(self.requests, max_depth=LEVELS, device=self.device)
+        walk = Walk.allocate(self.requests, max_depth=MAX_DEPTH, device=self.device)
         return WalkInputs(trees, choices.to(self.device), finite, walk)
 
     def run(self, config: Any, copy: int = 0) -> Tensors:

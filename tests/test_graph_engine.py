@@ -21,6 +21,7 @@ from treespec.planning.planner import Planner
 from treespec.planning.round_costs import CostCurve, RoundSeconds
 from treespec.request import Request
 from treespec.text.prompt_tokenizer import Tokenization
+from treespec_kernels.tree.device_trees import SEED_BIT
 
 NODES = (1, 8)
 
@@ -79,11 +80,11 @@ class SeededRounds(ScriptedRounds):
 
     def _result(self, request: RoundInput, levels: int) -> RoundResult:
         self.accepts = levels
-        result, seeds = super()._result(request, levels), request.seeds
+        result, seeds = super()._result(request, levels), request.proposed
         text = [*result.tokens.tolist(), result.bonus]
         right = 0 if seeds is None else len(follow(seeds, text[1:])) - 1
         most = min(right, levels, request.max_depth)
-        return chain(text[: most + 2], 1 << 2, result.foretold)
+        return chain(text[: most + 2], 1 << SEED_BIT, result.foretold)
 
 
 def scripted(
@@ -174,7 +175,7 @@ def test_where_nobody_proposes_rounds_are_plain() -> None:
     assert tokens_of(outputs) == [plain[0][:6]]
     assert any((levels, nodes) == (0, 1) for _, levels, nodes in rounds.seen)
     for requests, levels, _ in rounds.seen:
-        assert levels == 0 or any(request.seeds is not None for request in requests)
+        assert levels == 0 or any(request.proposed is not None for request in requests)
 
 
 def test_plain_requests_draft_nothing() -> None:
@@ -192,7 +193,7 @@ def test_seeds_and_silent_ssms() -> None:
     llm.generate(repeated, greedy(8), spec=SpecConfig(nodes=8, sources=("ssm-2", "lookup"), max_ssms=1))
     requests = [request for batch, _, _ in rounds.seen for request in batch]
     assert all(request.weights.tolist() == [0.0, 1.0] for request in requests[:-1])
-    assert any(request.seeds is not None and len(request.seeds) > 1 for request in requests)
+    assert any(request.proposed is not None and len(request.proposed) > 1 for request in requests)
 
 
 def test_seeds_of_both_sources_keep_their_names() -> None:

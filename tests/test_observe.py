@@ -62,7 +62,7 @@ def test_a_record_as_json() -> None:
     for line, record in zip(lines, records, strict=True):
         read, tree = json.loads(line), record.tree
         again = TokenTree.from_parents(read["tokens"], read["parents"], read["probs"], "again")
-        for name in ("tokens", "parents", "depths", "probs", "values"):
+        for name in ("tokens", "parents", "depths", "probs"):
             assert np.array_equal(getattr(again, name), getattr(tree, name)), name
         assert [tuple(names) for names in read["sources"]] == [tree.sources_of(node) for node in range(len(tree))]
         assert (read["context"], read["path"], read["bonus"]) == (record.context, record.path.tolist(), record.bonus)

@@ -291,7 +291,7 @@ class Wordy(Letters):
         (
             {"tokenizer": Pairs()},
             ConfigError,
-            r"refuses 'a': TypeError: .*'pair'.*valid: an object with encode\(text\)",
+            r"rejects 'a': TypeError: .*'pair'.*valid: an object with encode\(text\)",
         ),
         ({"tokenizer": Broken()}, ConfigError, r"cannot decode \[97\]: KeyError: 97; valid: an object with"),
         ({"tokenizer": "/no/such/folder"}, ConfigError, "tokenizer='/no/such/folder' is not a folder with tokenizer"),

@@ -1,1 +1,1 @@
-"""Sources of guesses: everything that proposes token trees."""
+"""Draft sources: everything that proposes token trees."""

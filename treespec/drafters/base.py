@@ -1,4 +1,4 @@
-"""The interface of a draft source, and the checks of what a user's own source gives."""
+"""The `Drafter` protocol, and the validation of custom drafters and their proposals."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -45,18 +45,18 @@ class Drafter(Protocol):
         """
 
     def commit(self, requests: Sequence[Request], paths: Sequence[np.ndarray]) -> None:
-        """Learn what was accepted of the last proposals, before `request.tokens` grows.
+        """Receive what was accepted of the last proposals, before `request.tokens` grows.
 
         `paths[i]` holds, from the root on, the accepted nodes as indices into the tree that `propose` returned for
         `requests[i]`; it ends at the first accepted node that this drafter did not propose.
         """
 
     def release(self, request: Request) -> None:
-        """Forget a request that has ended. Called for every request, also for those never asked about."""
+        """Release a finished request. Called for every request, also for those never asked about."""
 
 
 def check_drafter(draft: Any) -> None:
-    """Check an object of `LLM(drafts=[...])` that is no model.
+    """Validate an object of `LLM(drafts=[...])` that is not a model.
 
     Raises:
         ConfigError: it is a class, lacks a part of the interface, or has a name that cannot be used.
@@ -96,7 +96,7 @@ def check_names(drafters: Sequence[Drafter], models: Collection[str]) -> None:
 
 
 def check_proposal(name: str, request: Request, tree: object, vocab_size: int) -> TokenTree:
-    """What a drafter proposed, if it is a tree over the request's root.
+    """Validate a drafter's proposal: it must be a tree over the request's root.
 
     Raises:
         DraftError: it is not. Nothing of it has reached the cache.

@@ -1,4 +1,4 @@
-"""Calls of drafters: a user's own are asked only where `sources` allows them, and their faults end single requests."""
+"""Guarded calls of drafters: a custom drafter's exception or invalid tree fails single requests, never the batch."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -79,7 +79,7 @@ def ask(
 
 
 def tell(drafter: Source, requests: Sequence[Request], paths: Sequence[np.ndarray]) -> Failures:
-    """Tell a drafter what was accepted of its trees. Returns the requests that it failed for."""
+    """Tell a drafter what was accepted of its trees; return the requests that it failed for."""
     failures: Failures = {}
     with _guarded(drafter, "commit", requests, failures):
         drafter.commit(requests, paths)
@@ -87,7 +87,7 @@ def tell(drafter: Source, requests: Sequence[Request], paths: Sequence[np.ndarra
 
 
 def release(drafter: Source, request: Request) -> None:
-    """Let a drafter forget a request. The request has ended by then, so a fault of the drafter is only logged."""
+    """Release a request's state in a drafter. The request has ended, so an exception is only logged."""
     failures: Failures = {}
     with _guarded(drafter, "release", [request], failures):
         drafter.release(request)
@@ -97,7 +97,7 @@ def release(drafter: Source, request: Request) -> None:
 
 @contextmanager
 def _guarded(drafter: Source, method: str, requests: Sequence[Request], failures: Failures) -> Iterator[None]:
-    """Turns what a user's drafter raises, and changes of `request.tokens`, into failures of these requests.
+    """Turn a custom drafter's exceptions, and changes of `request.tokens`, into failures of these requests.
 
     The engine's own drafters are not guarded: what they raise is a bug of the engine.
     """

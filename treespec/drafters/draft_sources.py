@@ -10,7 +10,7 @@ from treespec.drafters.ssm.ssm_drafter import SsmDrafter
 
 @dataclass
 class DraftSources:
-    """All that proposes tokens.
+    """The SSM group, lookup, and further drafters. Iterates over those that exist.
 
     Attributes:
         ssms: the SSM group, or None.

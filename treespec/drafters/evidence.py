@@ -1,7 +1,7 @@
-"""How much a guess of a source without a pass tells beside what SSMs say, learned from verified tokens.
+"""Evidence ratios: how far proposals of lookup and other sources change the SSMs' odds, learned from verified tokens.
 
-Where SSMs give a token the probability m and a seed (lookup, suffix, grammar, a foreign draft) names it with its own
-probability q, the odds of the token are those of m times the *evidence ratio* of the seed, a likelihood ratio:
+Where SSMs give a token the probability m and a seed (a node that lookup, suffix, grammar or a foreign draft proposes)
+has its own probability q, the odds of the token are those of m times the seed's *evidence ratio*, a likelihood ratio:
 
     log ratio = bias + slope * logit(q)
 

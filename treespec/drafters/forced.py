@@ -1,4 +1,4 @@
-"""What a grammar leaves no choice about: a chain of tokens that are certain before anybody guesses."""
+"""Grammar-forced tokens, as a chain of nodes with probability 1."""
 
 import numpy as np
 
@@ -7,8 +7,8 @@ from treespec.tree import Draws, TokenTree
 
 
 def forced_tree(request: Request, max_depth: int) -> TokenTree:
-    """The tokens that must follow a request's text, at most `max_depth`, as a chain over its last token; that alone
-    where there is no grammar, or a choice."""
+    """The forced tokens after a request's text, at most `max_depth`, as a chain over its last token; the root alone
+    without a grammar, or where it allows several tokens."""
     root = request.tokens[-1]
     grammar = request.restriction.grammar if request.restriction is not None else None
     if grammar is None or max_depth < 1 or not request.spec.allows("grammar", "grammar"):

@@ -1,4 +1,4 @@
-"""Whom to believe: weights of the SSMs that follow the text, request by request.
+"""Per-request mixture weights of the SSMs.
 
 Every SSM is scored on the verified tokens, whether or not its guesses were taken (full information: HedgeSpec,
 arXiv 2510.20064), on the prompt too. The weights are those of Bayes for a mixture whose best component changes now and
@@ -19,7 +19,7 @@ LEAST = 0.02  # weight that every SSM keeps, so that it comes back as soon as th
 
 @dataclass
 class Trust:
-    """Scores of one request's SSMs.
+    """Log-probability scores of one request's SSMs on its verified tokens.
 
     Args:
         num_ssms: how many there are.
@@ -34,11 +34,11 @@ class Trust:
         self._scores = np.zeros((self.num_ssms, 2 * WINDOW))  # by position modulo its width
 
     def copy(self) -> "Trust":
-        """The same scores, to go on from apart."""
+        """A copy with its own scores."""
         return copy.deepcopy(self)
 
     def observe(self, ssm: int, first: int, probs: np.ndarray) -> None:
-        """An SSM's probabilities of the verified tokens at positions `first`, `first` + 1, ...; float [num tokens].
+        """Add an SSM's probabilities of the verified tokens at positions `first`, `first` + 1, ...; float [num tokens].
 
         Positions follow those observed before; a token that was scored already keeps its score, and a gap makes the
         scores before it forgotten.

@@ -1,4 +1,4 @@
-"""A whole round on the device: draft, merge, verify and commit, from captured CUDA graphs.
+"""A captured round: draft, merge, verify and commit on the device, from CUDA graphs.
 
 A batch of B requests has buffers of fixed shapes; which requests, how deep, how many nodes and which topology is data
 in them. Three kinds of graphs serve every round:
@@ -80,7 +80,7 @@ class BatchRound:
         return self._verify.results(requests, nodes, drafted=levels > 0)
 
     def seconds(self) -> tuple[float, float]:
-        """What drafting and verification of the last round took on the device."""
+        """Device seconds of drafting and of verification in the last round."""
         started, drafted, done = self._marks
         return started.elapsed_time(drafted) / 1000, drafted.elapsed_time(done) / 1000
 
@@ -121,7 +121,7 @@ class _HostMark:
         self._at = time.perf_counter()
 
     def synchronize(self) -> None:
-        """Nothing is under way."""
+        """Return at once: launches on the host have ended."""
 
     def elapsed_time(self, end: "_HostMark") -> float:
         """Milliseconds until `end`."""

@@ -1,4 +1,4 @@
-"""Captured rounds of an engine: which sizes there are, and what they take."""
+"""Captures an engine's rounds for every batch size and context, and measures their costs."""
 
 import itertools
 import statistics
@@ -37,7 +37,7 @@ _REPEATS = 5
 
 
 def stack_sizes(drafts: Sequence[ModelConfig]) -> list[int]:
-    """How many neighbouring SSMs run as one model: those that compute the same with other weights."""
+    """Sizes of the stacks: neighbouring SSMs of one architecture run as one model with stacked weights."""
     return [len(list(group)) for _, group in itertools.groupby(drafts, lambda config: config.compute_key)]
 
 

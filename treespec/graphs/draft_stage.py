@@ -1,4 +1,4 @@
-"""Drafting's half of a captured round."""
+"""The draft stage of a captured round."""
 
 from collections.abc import Sequence
 from typing import Any

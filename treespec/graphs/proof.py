@@ -1,4 +1,4 @@
-"""Proof at start, on this GPU: captured rounds give the tokens of plain decoding.
+"""Self-test of captured rounds: they give the tokens of plain decoding on this GPU.
 
 startup/selftest.py proves that the target's passes have the same bits in any batch. What captured rounds do besides, to
 draft, merge, select, walk and commit on the device, shows in what they emit: a few requests are decoded plainly step by

@@ -1,4 +1,4 @@
-"""What a captured round is given: which requests, as data in buffers whose addresses never change."""
+"""Inputs of a captured round: requests as data in buffers with fixed addresses."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ MAX_ENDS = 8  # end tokens of a request that a captured round knows
 
 @dataclass(frozen=True)
 class RoundLimits:
-    """What the captured rounds of one batch size hold.
+    """Limits of the captured rounds of one batch size.
 
     Args:
         max_depth: D, levels that are drafted at most.
@@ -160,7 +160,7 @@ class RoundInputs:
             values.fill(0)
         for name in ("roots", "end_tokens", "proposed_tokens", "proposed_parents"):
             host[name].fill(-1)
-        host["weights"].fill(np.nan)  # a share that is no number is not heard
+        host["weights"].fill(np.nan)  # a NaN weight disables the source
         for i, request in enumerate(requests):
             new = request.new_tokens
             assert 1 <= len(new) <= self.limits.width, "tokens that the SSMs have missed are read before the round"

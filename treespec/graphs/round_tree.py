@@ -1,4 +1,4 @@
-"""The token tree of a captured round, as the device has copied it to the host."""
+"""The token tree of a captured round, copied to the host."""
 
 from dataclasses import dataclass
 from functools import cached_property

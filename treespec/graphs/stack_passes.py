@@ -1,4 +1,4 @@
-"""Passes of one shape over one pool: what a captured round runs a model on."""
+"""Model passes of a fixed shape, as captured rounds run them."""
 
 from dataclasses import dataclass
 from functools import cached_property

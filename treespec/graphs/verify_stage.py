@@ -1,4 +1,4 @@
-"""Verification's half of a captured round."""
+"""The verify stage of a captured round."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""The cost curve of this machine: how long a target pass takes over 1 .. N rows, and drafting: its start, a level."""
+"""Measures and stores this machine's cost curve: a target pass over 1 to N rows, and drafting: its start, a level."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What a round takes: a measured curve, corrected by what rounds really take.
+"""The cost model of a round: a measured curve, corrected by measured rounds.
 
 Seconds here are the curve's, taken on an idle machine. What rounds teach are ratios to the same machine's other passes,
 so that a busy machine does not look like dear drafting.

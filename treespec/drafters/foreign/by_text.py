@@ -1,4 +1,4 @@
-"""A draft with another tokenizer, by what it writes: it goes on greedily, and the target's tokenizer reads its text.
+"""Drafts by text: a model with another tokenizer decodes greedily, and the target's tokenizer encodes its text.
 
 One chain, chosen without chance: any rule of verification is lossless with it. This is for drafts that share too few
 tokens with the target; how a text is cut into tokens at its end is not known before it goes on, so the last token of a
@@ -20,7 +20,7 @@ MOST = 2  # draft tokens for one of the target's, at most
 
 
 class _Writing:
-    """What the draft writes for one request in this round."""
+    """The text that the draft generates for one request in this round."""
 
     def __init__(self, reading: Reading, request: Request, depth: int):
         self.reading, self.request, self.depth = reading, request, depth
@@ -33,16 +33,16 @@ class _Writing:
 
     @property
     def value(self) -> float:
-        """The chance of the text so far, as the draft sees it."""
+        """The draft's probability of the text so far."""
         return float(np.prod(self.probs))
 
     def position_rows(self) -> RequestRows:
-        """Of the last token written."""
+        """The K/V position of the last generated token."""
         return RequestRows.chain(len(self.reading.context.tokens) + len(self.tokens) - 1, 1, self.reading.pages)
 
 
 class TextDrafter(ForeignDrafter):
-    """A draft whose text is read by the target's tokenizer."""
+    """Drafts a chain per request by re-encoding generated text with the target's tokenizer."""
 
     def propose(self, requests: Sequence[Request], max_depths: Sequence[int]) -> list[TokenTree]:
         """One chain per request over its last token."""
@@ -77,7 +77,7 @@ class TextDrafter(ForeignDrafter):
                 self._learn(request, reading)
 
     def _take(self, writings: Sequence[_Writing], logits: torch.Tensor) -> None:
-        """The likeliest token of each, and whether that is enough."""
+        """Append the most likely token of each, and return which drafts are complete."""
         best, tokens = torch.softmax(logits, -1).cpu().max(-1)
         for each, prob, token in zip(writings, best.tolist(), tokens.tolist(), strict=True):
             if not np.isfinite(prob):
@@ -102,7 +102,7 @@ class TextDrafter(ForeignDrafter):
         return next((end for end in request.eos_token_ids if end < self.translation.target_size), None)
 
     def _read_text(self, data: bytes) -> list[int]:
-        """The target's tokens of a text, without a character that has only begun."""
+        """Encode a text with the target's tokenizer, without an incomplete last character."""
         try:
             data.decode()
         except UnicodeDecodeError as error:
@@ -112,7 +112,7 @@ class TextDrafter(ForeignDrafter):
         return [id for id in ids if id < self.translation.target_size]
 
     def _chain(self, writing: _Writing) -> TokenTree:
-        """The tree of what was written."""
+        """The chain of a generated text."""
         root, ends = writing.request.tokens[-1], writing.request.end_tokens
         tokens = writing.read if writing.end is not None else writing.read[:-1]
         tokens = tokens[: writing.depth]

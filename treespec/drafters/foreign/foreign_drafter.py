@@ -1,5 +1,5 @@
-"""What drafts with another tokenizer than the target's share: a cache of their own, each request's text in their own
-tokens, and the question whether another pass pays."""
+"""Base of drafts with another tokenizer than the target's: their own KV cache, each request's text in their own tokens,
+and the decision whether another pass pays."""
 
 import time
 from abc import ABC, abstractmethod
@@ -29,7 +29,7 @@ _RECOVERY = 0.002  # of hope, with each round without a guess: what is not tried
 
 @dataclass
 class Reading:
-    """What is kept of a request between rounds.
+    """A request's state between rounds.
 
     Attributes:
         context: its text.
@@ -54,11 +54,11 @@ class Reading:
 
     @property
     def is_near(self) -> bool:
-        """Whether little is left to be read."""
+        """Whether few tokens are left to prefill."""
         return len(self.context.tokens) - self.valid <= NEAR
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """Take in the target's tokens so far, and see how much of the cache still holds."""
+        """Update with the target's tokens, and invalidate K/V positions whose tokens changed."""
         context, before = self.context, len(self.context.tokens)
         same = context.extend(tokens[context.known :])
         if same < before or self.valid < before:
@@ -149,7 +149,7 @@ class ForeignDrafter(ABC):
         return request.spec.allows("ssm", self.name)
 
     def release(self, request: Request) -> None:
-        """Forget a request, and free its pages."""
+        """Release a request and its pages."""
         reading = self._readings.pop(request.request_id, None)
         if reading is not None:
             self.cache.release(request.request_id, scrub=reading.poisoned)
@@ -172,7 +172,7 @@ class ForeignDrafter(ABC):
         return places
 
     def _learn(self, request: Request, reading: Reading) -> None:
-        """After a tree was verified and counted."""
+        """Hook after a tree was verified and counted."""
         assert reading.proposed is not None
         alone = request.accepted_only_by_source.get(self.name, 0)
         self.pays.kept(reading.proposed, alone - reading.alone)
@@ -213,7 +213,7 @@ class ForeignDrafter(ABC):
 
 
 def roots(requests: Sequence[Request]) -> list[TokenTree]:
-    """What a source without a guess proposes."""
+    """The one-node tree, which proposes nothing."""
     return [TokenTree.root(request.tokens[-1]) for request in requests]
 
 

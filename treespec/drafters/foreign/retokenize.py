@@ -1,4 +1,4 @@
-"""A request's text in the tokens of a draft with another tokenizer, as it grows.
+"""Incremental re-encoding of a request's text in the tokens of a draft with another tokenizer.
 
 A text is cut into words: a token that begins with white space begins a word, unless the one before it ended with some.
 Words all of whose tokens the draft knows are taken over one to one. A word with a token that it lacks is written anew
@@ -24,7 +24,7 @@ _SPACES = b" \t\r\n\x0b\x0c"
 
 @dataclass(frozen=True, eq=False)
 class Translation:
-    """Between a target's tokens and a draft's.
+    """Token mapping between a target's and a draft's vocabulary.
 
     Args:
         target, draft: their tokenizers.
@@ -88,7 +88,7 @@ class Translation:
 
 
 class Context:
-    """The tokens of a request, in a draft's.
+    """One request's tokens in a draft's vocabulary.
 
     Args:
         translation: between them.
@@ -108,7 +108,7 @@ class Context:
         self._settled = len(self.tokens)  # of `tokens`: those before the open word
 
     def extend(self, new: Sequence[int]) -> int:
-        """Take in what follows. Returns how many of the tokens so far have stayed as they were."""
+        """Append the tokens that follow; return how many of the draft's tokens so far are unchanged."""
         before, first = self.tokens[self._settled :], self._settled
         translation = self.translation
         begun, self.known = self.known > 0, self.known + len(new)
@@ -186,5 +186,5 @@ class Context:
 
 
 def _begins_character(data: bytes | None) -> bool:
-    """Whether bytes do not begin in the middle of a character."""
+    """Whether bytes begin at a UTF-8 character boundary."""
     return not data or data[0] & 0xC0 != 0x80

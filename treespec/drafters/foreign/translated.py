@@ -1,4 +1,4 @@
-"""A draft with another tokenizer, through the tokens that both have (TLI, arXiv 2502.05202).
+"""Token-level intersection: drafts with another tokenizer through the tokens that both have (TLI, arXiv 2502.05202).
 
 The draft reads the text in its own tokens. What it says of the next one is restricted to the intersection: all other
 tokens are masked *before* anything is chosen or drawn, and the rest is a distribution over the target's ids. So noise,
@@ -33,7 +33,7 @@ _ONE = np.ones(1)
 
 
 class TranslatedDrafter(ForeignDrafter):
-    """A draft whose guesses are translated token by token.
+    """Grows trees of tokens that target and draft share.
 
     Where verification counts on random draws, its children are drawn from its distribution where `draws_for` says so,
     and that must follow from the request alone: to choose by what was drawn would spoil it. Elsewhere they are the

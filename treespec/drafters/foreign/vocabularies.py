@@ -1,4 +1,4 @@
-"""How each draft is connected to the target: in the SSMs' group, or beside it with a vocabulary of its own."""
+"""Connects each draft to the target: in the SSM group, or as a foreign draft with a vocabulary of its own."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -47,7 +47,7 @@ class Draft(NamedTuple):
 def connect_drafts(
     target: ModelConfig | AdapterConfig, drafts: Sequence[tuple[str, ModelConfig | AdapterConfig]]
 ) -> list[Draft]:
-    """Find out how each draft guesses for the target, and say so.
+    """Choose how each draft proposes tokens of the target, and log it.
 
     A draft with the target's ids takes part in the SSMs' group, whose models have one vocabulary: its config comes back
     with the target's size.
@@ -105,7 +105,7 @@ def foreign_drafters(
     ssms: SsmDrafter | None,
     has_others: bool,
 ) -> list[ForeignDrafter]:
-    """The sources that drafts with another tokenizer are, those that are translated first.
+    """Make the drafters of drafts with another tokenizer, translated ones first.
 
     Args:
         drafts: them.

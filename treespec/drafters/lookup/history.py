@@ -1,4 +1,4 @@
-"""What an engine has written, to be searched for what may follow again: other outputs, finished or not.
+"""The history of an engine's outputs, finished or not, indexed for suffix decoding.
 
 Suffix decoding (arXiv 2411.04975) keeps suffix trees over earlier outputs. Here the last `capacity` tokens lie in a
 ring, and places where the same few tokens stand are chained, as in LZ77: adding a token and forgetting the oldest take
@@ -14,7 +14,7 @@ from treespec_kernels.cpu.lookup_cpu import MAX_MATCH, ORDERS, PAST_MATCHES, STE
 
 
 class History:
-    """The specification of `CompiledHistory`, and what takes its place without a compiler.
+    """Reference implementation of `CompiledHistory`, and its replacement without a C++ compiler.
 
     A token has a number, from 1 on; `number % capacity` is its place in the ring.
 

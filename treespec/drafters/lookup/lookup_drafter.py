@@ -1,4 +1,4 @@
-"""Sources that cost no pass: what followed the last few tokens before is likely to follow again.
+"""Prompt lookup and suffix decoding: propose what followed earlier occurrences of the last few tokens.
 
 *Prompt lookup* searches a request's own prompt and output: every earlier occurrence of the last token is a match.
 *Suffix* searches what the engine wrote for other requests, for at least three tokens (`history.py`).
@@ -61,7 +61,7 @@ def _prior() -> np.ndarray:
 
 
 class Counts:
-    """Guesses and how many of them held, by place among siblings and length of the match."""
+    """Counts of proposals and of accepted ones, by place among siblings and length of the match."""
 
     def __init__(self) -> None:
         self.cells = np.zeros((2, PLACES, MAX_MATCH + 1))
@@ -74,7 +74,7 @@ class Counts:
         self.hits += hits
 
     def fade(self) -> None:
-        """Let what was counted count for less."""
+        """Decay the counts."""
         self.cells *= FADING
 
     def rates(self, prior: np.ndarray, weight: float) -> np.ndarray:
@@ -129,7 +129,7 @@ class _Text:
 
 
 class LookupDrafter:
-    """Proposes what followed the same tokens before. Costs no model pass.
+    """Drafter of prompt lookup and suffix decoding. Runs no model.
 
     Args:
         library: `lookup_library`, which finds the same; None searches in numpy.
@@ -167,7 +167,7 @@ class LookupDrafter:
 
     @property
     def remembered(self) -> int:
-        """Tokens that are remembered."""
+        """Tokens in the history."""
         return 0 if self._history is None else len(self._history)
 
     def propose(

@@ -1,4 +1,4 @@
-"""Trees of several requests while they grow, a level in one call of the compiled library."""
+"""A `Forest` that grows a level in one call of C++."""
 
 import ctypes
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from treespec_kernels.tree.growth_limits import CHILDREN, FRONTIER
 
 
 class CompiledForest(Forest):
-    """A `Forest` of the same nodes; its arguments, and the library."""
+    """Grows the same nodes as `Forest`, with the compiled library."""
 
     def __init__(
         self,

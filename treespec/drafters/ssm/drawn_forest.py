@@ -1,4 +1,4 @@
-"""Trees whose children are drawn at random from the SSMs' distributions, for the rules that count on them.
+"""Trees whose children are sampled from the SSMs' distributions, as multi-step rejection and traversal need.
 
 Verification by "rejection" or "traversal" holds for every draw that was made, in its order, with its distribution; so
 nothing is left out after it was drawn. What may follow from earlier draws is whether to draw another: each node has
@@ -160,7 +160,7 @@ class _Tree:
 
 
 class DrawnForest:
-    """One tree of random draws per request; grown level by level, as `Forest`.
+    """Trees of random draws, one per request, grown level by level like `Forest`.
 
     Args:
         seeds: what other sources propose, by request: chosen without looking at a draw.

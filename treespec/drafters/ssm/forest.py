@@ -1,4 +1,4 @@
-"""Trees of several requests while they grow, one level of all of them at a time.
+"""Grows the token trees of a batch level by level, by the merge rule of `tree_merge`.
 
 How proposals become nodes, values and the next frontier is specified in treespec_kernels/tree/tree_merge.py; trees
 here have the same nodes and values, to the bit. What only trees on the host have: a fixed number of children for every
@@ -73,7 +73,7 @@ class _Seeds:
 
 @dataclass(frozen=True)
 class Shape:
-    """What one tree may become. `branching` is the children per node by depth, None lets values decide."""
+    """Limits of one tree. `branching` is the children per node by depth, None lets values decide."""
 
     max_depth: int
     nodes: int
@@ -123,7 +123,7 @@ class Forest:
 
     @property
     def depth(self) -> int:
-        """Levels grown."""
+        """Number of levels grown."""
         return len(self._levels) - 1
 
     def extend(self, ssm_probs: Sequence[SsmProbs], weights: Sequence[np.ndarray]) -> np.ndarray:

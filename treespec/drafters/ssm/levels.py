@@ -1,4 +1,4 @@
-"""Where nodes of growing trees lie in the SSMs' pools, and what their rows see: passes over one level after another.
+"""Slots and attention layouts of growing trees in the SSMs' KV pools, level by level.
 
 An expanded node takes the next slot of its tree, the root slot 0.
 """
@@ -22,7 +22,7 @@ from treespec_kernels.cpu.growth_cpu import DraftPasses, TreePlaces
 
 
 class Levels(Protocol):
-    """The slots of some trees."""
+    """Assigns slots to the nodes of growing trees and lays out passes over them."""
 
     def first_slot(self, tree: int) -> int:
         """Of a tree's nodes in the newest level."""

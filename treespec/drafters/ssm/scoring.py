@@ -1,4 +1,4 @@
-"""What an SSM says after some rows: a pass, and its probabilities of the next token."""
+"""Scores rows with an SSM: one pass, and the probabilities of the next token."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -37,7 +37,7 @@ class Guess(NamedTuple):
 
     @property
     def is_changed(self) -> bool:
-        """Whether anything but the SSM decides."""
+        """Whether temperature, noise or a restriction changes the probabilities."""
         return self.request.is_sampled or self.request.restriction is not None
 
 

@@ -1,4 +1,4 @@
-"""Several small speculative models (SSMs) that grow one token tree in lockstep.
+"""The SSM group: small speculative models that grow one token tree in lockstep.
 
 At each depth the SSMs score the whole frontier; each proposes its likeliest tokens at each node; their union goes on,
 together with what other sources have proposed there. A child's probability is the mean of the SSMs' probabilities,
@@ -213,7 +213,7 @@ class SsmDrafter:
         rule: GrowthRule,
         before: np.ndarray,
     ) -> np.ndarray:
-        """Ask the rule about the next level. `before`: the open masses of the last one; returns this one's."""
+        """Stop trees whose next level does not pay. `before`: the open masses of the last one; returns this one's."""
         growing = np.unique(forest.frontier.owners)
         growing = growing[adaptive[growing]]
         opened = forest.open_mass()
@@ -226,7 +226,7 @@ class SsmDrafter:
         return opened
 
     def prefill(self, requests: Sequence[Request]) -> None:
-        """Compute the SSMs' K/V of all positions that the target has committed, and score them on what they read."""
+        """Compute the SSMs' K/V of all committed positions, and score their predictions of the tokens read."""
         for ssm in range(len(self.models)):
             self._read(ssm, [request for request in requests if ssm in self._allowed(request)])
         for request in requests:
@@ -354,7 +354,7 @@ class SsmDrafter:
         return self._by_sources[sources]
 
     def _choose(self, rows: Sequence[tuple[Request, SsmState, DraftPlan]]) -> None:
-        """Score what was verified since, and decide who drafts for each request."""
+        """Score the SSMs on the tokens verified since, and choose which draft for each request."""
         for request, state, _ in rows:
             self._settle(request, state)
         for ssm in range(len(self.models)):
@@ -382,7 +382,7 @@ class SsmDrafter:
             state.trust.observe(ssm, root + 1, np.array(seen))
 
     def _read(self, ssm: int, requests: Sequence[Request]) -> None:
-        """Bring an SSM to the committed positions of these requests, and score it on the tokens it reads."""
+        """Compute an SSM's K/V up to the committed positions of these requests, and score it on the tokens read."""
         began = time.perf_counter()
         while behind := [r for r in requests if self._state(r).valid[ssm] < r.context_len]:
             starts = [int(self._state(r).valid[ssm]) for r in behind]

@@ -1,4 +1,4 @@
-"""What the SSMs keep of a request between rounds, and what passes between their steps."""
+"""Per-request state of the SSM group."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from treespec.verification.oracle import RandomOracle
 
 
 def open_mass(seed: TokenTree) -> float:
-    """The chance that a seed does not say what follows its root."""
+    """The probability that no proposed child of the root is right."""
     return max(1.0 - float(seed.probs[seed.parents == 0].sum()), 0.0) if len(seed) > 1 else 1.0
 
 
@@ -33,7 +33,7 @@ def grown_masks(masks: np.ndarray, above: np.ndarray) -> np.ndarray:
 
 @dataclass
 class SsmState:
-    """What is kept of a request between rounds. Slots are those of the tree's expanded nodes in the SSMs' pools."""
+    """A request's state between rounds. Slots are those of the tree's expanded nodes in the SSMs' pools."""
 
     trust: Trust
     valid: np.ndarray  # int64 [num_ssms]: positions with K/V in each SSM's pool

@@ -121,8 +121,8 @@ def check_proposal(name: str, request: Request, tree: object, vocab_size: int) -
         raise refuse(f"a malformed tree: {problem}")
     if not request.draws_at_random:
         return tree.as_deterministic()
-    for law in tree.draft_probs:
-        if law.shape != (vocab_size,) or not (np.isfinite(law).all() and law.min() >= 0 and abs(law.sum() - 1) < 1e-5):
+    for row in tree.draft_probs:
+        if row.shape != (vocab_size,) or not (np.isfinite(row).all() and row.min() >= 0 and abs(row.sum() - 1) < 1e-5):
             raise refuse(f"draft_probs that are no probabilities of {vocab_size} tokens")
     if tree.draws.rows is not None:
         rows, excluded = tree.draws.rows.tolist(), tree.draws.excluded or [()] * len(tree.draws.rows)

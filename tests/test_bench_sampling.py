@@ -249,7 +249,7 @@ def test_prints_rules(prompts: Path, lent: LLM) -> None:
         "traversal, 5 nodes, less rejection",
         "95 % interval",
         "by rule",
-        "same distribution",
+        "preserve the distribution",
         "transformers is skipped",
     ):
         assert part in ran.stdout, part

@@ -30,7 +30,6 @@ REGISTER_BOUND = {
     "attend_masked_items": 255,
     "merge_level": 160,
     "start_round": 48,
-    "propose_seeds": 112,
     "select_nodes": 96,
     "walk_down": 168,
     "summarise_blocks": 64,

@@ -277,7 +277,7 @@ def wrong_tiles(q: Tensor, *rest: Any) -> Tensor:
 
 def test_the_self_test_refuses_what_is_not_exact() -> None:
     assert faulty_engine(lambda patch: None).config.exact
-    for name in ("__call__", "silu"):
+    for name in ("__call__", "activated"):
         with pytest.raises(ExactnessError, match="plain decoding"):
             faulty_engine(lambda patch, name=name: patch.setattr(Linear, name, bits_by_rows(getattr(Linear, name))))
     with pytest.raises(ExactnessError, match="plain decoding"):
@@ -291,7 +291,7 @@ def test_the_self_test_refuses_what_is_not_exact() -> None:
 
 
 def test_a_faulty_product_is_seen_from_outside_too() -> None:
-    assert reduced_check(lambda patch: patch.setattr(Linear, "silu", bits_by_rows(Linear.silu)))
+    assert reduced_check(lambda patch: patch.setattr(Linear, "activated", bits_by_rows(Linear.activated)))
 
 
 def test_the_check_sees_a_missing_row() -> None:

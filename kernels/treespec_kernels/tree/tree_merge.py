@@ -231,8 +231,8 @@ def blocks_of(num_ssms: int, frontier: int, proposals: int, num_ends: int, num_s
 
 
 def warps_of(constants: dict[str, int]) -> int:
-    """About 16 comparisons in flight per thread: every proposal is compared with one SSM's at a time."""
-    return min(max(constants["BLOCK_P"] * constants["BLOCK_C"] // 512, 1), 16)
+    """About 8 comparisons in flight per thread: every proposal is compared with one SSM's at a time."""
+    return min(max(constants["BLOCK_P"] * constants["BLOCK_C"] // 256, 1), 16)
 
 
 def check_tree_merge(

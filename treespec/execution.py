@@ -27,6 +27,10 @@ class VerifiedTree(Protocol):
         """int64 [num_nodes]."""
 
     @property
+    def parents(self) -> np.ndarray:
+        """int64 [num_nodes], -1 for the root."""
+
+    @property
     def values(self) -> np.ndarray:
         """float [num_nodes], the estimated probability that each node is accepted."""
 

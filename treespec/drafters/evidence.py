@@ -9,6 +9,8 @@ Bias and slope are a logistic regression with the offset logit(m), updated onlin
 what is drafted, never what is emitted.
 """
 
+from typing import Protocol
+
 import numpy as np
 
 from treespec.tree import TokenTree
@@ -25,6 +27,19 @@ def _logit(probs: np.ndarray) -> np.ndarray:
     return np.log(probs / (1 - probs))
 
 
+class GrownTree(Protocol):
+    """What is read of a verified tree; arrays as of a `TokenTree`."""
+
+    @property
+    def tokens(self) -> np.ndarray: ...
+
+    @property
+    def parents(self) -> np.ndarray: ...
+
+    @property
+    def values(self) -> np.ndarray: ...
+
+
 class SeedEvidence:
     """Evidence ratios of seeds. An engine has one for all its requests."""
 
@@ -38,11 +53,11 @@ class SeedEvidence:
         logit = _logit(np.clip(np.asarray(probs, dtype=np.float64), _LEAST_SEED, _MOST_SEED))
         return np.exp(self.bias + self.slope * logit).astype(np.float32)
 
-    def observe(self, tree: TokenTree, seed: TokenTree, path: np.ndarray, bonus: int) -> None:
+    def observe(self, tree: GrownTree, seed: TokenTree, path: np.ndarray, bonus: int) -> None:
         """Learn from one verified tree.
 
         Args:
-            tree: as verified; its probabilities are those of the merge.
+            tree: as verified.
             seed: the tree of sources without a pass that it was grown over.
             path: accepted nodes of `tree`, the root first.
             bonus: the target's token after the last one.
@@ -50,6 +65,7 @@ class SeedEvidence:
         place, chosen = 0, [*tree.tokens[path[1:]].tolist(), bonus]
         for node, token in zip(path.tolist(), chosen, strict=True):
             below, following = np.flatnonzero(tree.parents == node), -1
+            value = float(tree.values[node])
             for child in np.flatnonzero(seed.parents == place).tolist():
                 named = below[tree.tokens[below] == seed.tokens[child]]
                 held = int(seed.tokens[child]) == token
@@ -57,8 +73,9 @@ class SeedEvidence:
                     following = child
                 own = float(seed.probs[child])
                 # Where no SSM spoke, the probability is the seed's own, and says nothing about the ratio.
-                if len(named) and abs(merged := float(tree.probs[named[0]]) - own) > 1e-6 * own:
-                    self._learn(own, merged + own, held)
+                merged = min(float(tree.values[named[0]]) / value, 1.0) if len(named) and value > 0 else own
+                if abs(merged - own) > 1e-6 * own:
+                    self._learn(own, merged, held)
             if following < 0:
                 return
             place = following

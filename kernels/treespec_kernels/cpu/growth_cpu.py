@@ -1,8 +1,8 @@
 """Grows token trees by one level in one call of C++: assigns slots to the frontier, runs the SSMs' passes over it,
 merges their proposals with those of other sources, and chooses the next frontier.
 
-The source is `growth_cpu.cpp`, the specification treespec_kernels/tree/tree_merge.py. Python's share of a call
-dominates (an array's address alone takes 1 us), so a level's nodes lie side by side in three arrays.
+The source is `growth_cpu.cpp`, the specification treespec_kernels/tree/tree_merge.py. The overhead of
+Python dominates a call (the address of an array alone takes 1 us), so all data of a level is in three arrays.
 """
 
 import ctypes
@@ -104,7 +104,7 @@ class Grown(NamedTuple):
 
 
 class _Results(NamedTuple):
-    """What a call writes: int64 [9, room], float32 [3 + num_ssms, room], and bools of nodes and rows."""
+    """The outputs of a call: int64 [9, room], float32 [3 + num_ssms, room], and bools of nodes and rows."""
 
     ints: np.ndarray
     floats: np.ndarray
@@ -116,13 +116,14 @@ class TreeGrowth:
 
     Args:
         library: from `growth_library`.
-        num_ssms: that may score.
-        max_depths, nodes: int64 [num_trees]: levels of each tree; only what can be among so many nodes is kept.
-        end_tokens: by tree: below them nothing is expanded.
-        seeds: children int64 [num nodes + 1, width], tokens int64, probs and evidence ratios float32 [num nodes], of
-            other sources.
-        seed_children: proposals of a seed's node.
-        max_frontier: nodes of one tree and depth that are expanded, see `frontier_width`.
+        num_ssms: the number of SSMs.
+        max_depths, nodes: int64 [num_trees]: the most levels and nodes of each tree; candidates that cannot be among
+            the best `nodes` are dropped.
+        end_tokens: by tree: tokens that are not expanded.
+        seeds: proposals of other sources: children int64 [num nodes + 1, width], tokens int64, probs and evidence
+            ratios float32 [num nodes].
+        seed_children: the most proposals of a seed.
+        max_frontier: the most nodes of one tree and depth that are expanded; see `frontier_width`.
     """
 
     def __init__(
@@ -184,8 +185,8 @@ class TreeGrowth:
             size, depth: nodes of all trees so far, and levels.
             ssm_probs: SSM, rows (int64, ascending) and probabilities (float32 [len(rows), vocab]) of each that scored.
             weights: float32 [num_trees, num_ssms].
-            branching: int64 [num_trees], children of a node, 0 where values decide.
-            children: most proposals of one SSM.
+            branching: int64 [num_trees], children per node; 0 to choose by value.
+            children: the most proposals of one SSM per node.
         """
         rows, vocab, g = len(frontier.nodes), ssm_probs[0][2].shape[1], self._growth
         assert all(probs.shape == (len(own), vocab) for _, own, probs in ssm_probs)
@@ -243,7 +244,7 @@ class TreeGrowth:
         branching: np.ndarray,
         children: int,
     ) -> _Results:
-        """Everything but the SSMs' probabilities, and room for what is written."""
+        """Sets all inputs except the SSMs' probabilities, and allocates the outputs."""
         g, rows, ssms = self._growth, len(frontier.nodes), self._num_ssms
         room = rows * (num_scored * min(children, vocab) + self._width)
         ints, floats = np.empty((9, room), dtype=np.int64), np.empty((3 + ssms, room), dtype=np.float32)
@@ -252,7 +253,7 @@ class TreeGrowth:
         g.branching, g.next_width = address_of(branching), frontier_width(depth + 1, self._max_frontier)
         if weights is not self._weights:
             self._weights, g.weights = weights, address_of(weights, np.float32)
-        if frontier is not self._frontier:  # else it lies where the last level put it
+        if frontier is not self._frontier:  # otherwise it is where the last level was written
             own = frontier.nodes, frontier.tokens, frontier.owners, frontier.seeds, frontier.above
             g.row_nodes, g.row_tokens, g.row_owners, g.row_seeds, g.row_above = map(address_of, own)
             g.row_values = address_of(frontier.values, np.float32)

@@ -4,12 +4,12 @@ A round of a batch is `tree_root`, then for each level one pass of the drafts an
 target's pass and `tree_walk`. The host reads no tensor and a round allocates none, so that it can be captured in CUDA
 graphs; one captured `tree_merge` serves every level, because the level is data.
 
-B requests, F frontier nodes of a request (those that the drafts score next), G SSMs, C proposals of a source at a node,
-D levels, S seeds (nodes of the tree that sources without a pass propose), N nodes of a tree, root included. Candidates
-are what the SSMs and, as source G, the seeds propose, P = F * (G + 1) * C of a request and level: proposal c of source
-g at frontier node f is number (f * (G + 1) + g) * C + c of its level, and its *flat index* counts on over levels:
-level * P + number. Its depth in the tree is level + 1, so a parent's flat index is always smaller. Seeds that growth
-has not reached are candidates as well: seed s has the flat index D * P + s.
+Sizes: B requests, F frontier nodes per request (those that the drafts score next), G SSMs, C proposals of a source at a
+node, D levels, S seeds (nodes of the tree that sources without a model propose), N nodes of a tree, root included. The
+seeds are source G. Each level of a request has P = F * (G + 1) * C candidates: proposal c of source g at frontier node
+f has number (f * (G + 1) + g) * C + c in its level, and *flat index* level * P + number over all levels. Its depth in
+the tree is level + 1, so a parent's flat index is always smaller. Seeds that growth did not reach are candidates too:
+seed s has flat index D * P + s.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from treespec_kernels.tree.growth_limits import SEEDS
 
 SEED_BIT = MAX_SSMS = 30  # an int32 mask has a bit for each SSM, one for the seeds, and its sign
-MAX_CANDIDATES = 4096  # of all levels: one program holds them in registers, and twice as many spill
+MAX_CANDIDATES = 4096  # over all levels: one program holds them in registers, and twice as many spill
 
 
 class ProposedTrees(NamedTuple):
@@ -48,25 +48,23 @@ class DeviceForest:
     An entry is empty if there is no proposal, or if an earlier one at the same node has the same token.
 
     Args:
-        cand_tokens: [B, D, P] int32; -1 where there is no candidate.
-        cand_parents: [B, D, P] int32, the parent's flat index, -1 for the root and where there is no candidate.
-        cand_values: [B, D, P] float32, product of probabilities along the path; -inf where there is no candidate: no
-            proposal, or a token that is named by an earlier one at the same node.
-        cand_masks: [B, D, P] int32, bit g: SSM g proposed it; bit `SEED_BIT`: it is a seed; 0 where there is no
-            candidate.
-        cand_slots: [B, D, P] int32, slot among the drafts' scratch slots, -1 where a candidate is not expanded.
-        frontier: [B, F] int32, flat index of each frontier node, best value first; -1: none; D * P: the root.
-        frontier_tokens: [B, F] int32; 0, a token that can be embedded, where there is none.
-        frontier_values: [B, F] float32; 0 where there is none.
-        frontier_depths: [B, F] int32; -1 where there is none.
+        cand_tokens: [B, D, P] int32; -1 if empty.
+        cand_parents: [B, D, P] int32, the parent's flat index; -1 for the root, and if empty.
+        cand_values: [B, D, P] float32, product of probabilities along the path; -inf if empty.
+        cand_masks: [B, D, P] int32, bit g: SSM g proposed it; bit `SEED_BIT`: it is a seed; 0 if empty.
+        cand_slots: [B, D, P] int32, the drafts' scratch slot; -1 for a candidate that is not expanded.
+        frontier: [B, F] int32, flat index of each frontier node, best value first; D * P for the root; -1 if empty.
+        frontier_tokens: [B, F] int32; 0, a valid token, if empty.
+        frontier_values: [B, F] float32; 0 if empty.
+        frontier_depths: [B, F] int32; -1 if empty.
         frontier_slots: [B, F] int32, scratch slots: 0 for the root, 1 + (level - 1) * F + i for node i of a later
-            level; 0 where there is none.
-        frontier_seeds: [B, F] int32, which seed each node is; -1: the root, -2: no seed.
-        frontier_ancestors: [B, F, D + 1] int32, scratch slots of a node's ancestors by depth, itself last and then
-            repeated; 0 where there is none.
-        seed_cands: [B, S] int32, the flat index of the candidate that a seed is; -1: growth has not reached it.
-        levels: [B] int32, how many levels have been grown; equal for all requests. Each request has its own copy
-            because the programs of a launch, one per request, may not read what another one advances.
+            level; 0 if empty.
+        frontier_seeds: [B, F] int32, the seed of each node; -1 for the root, -2 for no seed.
+        frontier_ancestors: [B, F, D + 1] int32, scratch slots of a node's ancestors by depth, its own last and then
+            repeated; 0 if empty.
+        seed_cands: [B, S] int32, the flat index of each seed's candidate; -1 for a seed that growth did not reach.
+        levels: [B] int32, the number of levels grown, equal for all requests. Each request has its own copy, because a
+            program of a launch must not read what the program of another request advances.
 
     Raises:
         ValueError: a shape, dtype, device or stride that does not fit.

@@ -47,12 +47,12 @@ def tree_select_ref(
     Args:
         forest: not changed.
         proposed: as given to `tree_merge`.
-        root_tokens: [B] int32, as given to `tree_root`; the tree of a negative one has no nodes.
-        nodes: of a tree at most, root included: 1 or more, and no more than `out` holds; or [B] int32, of each request
-            what is below 1 or more than `out` holds counts as the nearest that is not. So the number is data too.
-        least_values: [B] float32, of a node below the root; NaN allows none.
-        max_depths: [B] int32, 0 for the root alone.
-        out: written in place and returned; None allocates trees of `nodes` nodes, which is a number then.
+        root_tokens: [B] int32, as passed to `tree_root`; the tree of a negative token has no nodes.
+        nodes: the most nodes of a tree, root included, from 1 to the size of `out`; or an int32 tensor [B] of the
+            number per request, clamped to that range, so that a captured graph can change it.
+        least_values: [B] float32, the least value of a node below the root; NaN selects none.
+        max_depths: [B] int32, 0 for only the root.
+        out: written in place and returned; None allocates trees of `nodes` nodes, which must then be an int.
 
     Raises:
         ValueError: a shape, dtype, device or number of nodes that does not fit.

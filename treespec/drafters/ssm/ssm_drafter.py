@@ -9,12 +9,11 @@ does not speak for rests, and reads what it missed in one pass now and then.
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from treespec.cache import KVCache
-from treespec.drafters.evidence import SeedEvidence
+from treespec.drafters.evidence import GrownTree, SeedEvidence
 from treespec.drafters.ssm.compiled_forest import CompiledForest
 from treespec.drafters.ssm.drawn_forest import DrawnForest
 from treespec.drafters.ssm.forest import Forest, Shape, SsmProbs
@@ -31,9 +30,6 @@ from treespec.verification.oracle import RandomOracle
 from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.cpu.growth_cpu import DraftPasses
 from treespec_kernels.tree.growth_limits import FRONTIER, MAX_EXPANDED
-
-if TYPE_CHECKING:
-    from treespec.execution import VerifiedTree
 
 CATCH_UP = 256  # committed tokens that the SSMs take in at once after a pause
 NULL_PAGE = np.zeros(1, dtype=np.int64)
@@ -264,13 +260,13 @@ class SsmDrafter:
         for state, request, kept in moves:
             state.valid[state.active] = request.context_len + len(kept)
 
-    def learn(self, request: Request, tree: "VerifiedTree", path: np.ndarray, bonus: int) -> None:
+    def learn(self, request: Request, tree: GrownTree, path: np.ndarray, bonus: int) -> None:
         """Learn from a verified tree how far other sources' proposals hold; arguments as of `SeedEvidence.observe`."""
         if (state := self._states.get(request.request_id)) is None:
             return
         seed, state.seed = state.seed, None
         if seed is not None and len(seed) > 1 and not request.draws_at_random:
-            self.evidence.observe(tree.token_tree(), seed, path, bonus)
+            self.evidence.observe(tree, seed, path, bonus)
 
     def release(self, request: Request) -> None:
         self._states.pop(request.request_id, None)

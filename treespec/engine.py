@@ -66,7 +66,6 @@ class Engine:
             began = self.clock.mark()
             served = [request for request in left if executor.serves(request)]
             execution = executor.run(served, bool(self.scheduler.waiting), self.clock)
-            self.clock.enter("commit")
             self.commit(execution, began)
             left = [request for request in left if request not in served or request in execution.undecided]
         self.clock.enter("update")

@@ -38,20 +38,20 @@ class HostExecutor:
     def run(self, requests: Sequence[Request], others_wait: bool, clock: StageClock) -> Execution:
         if not requests:
             return Execution()
-        round_ = Execution(planner=self.planner)
-        trees = self.propose(requests, others_wait, clock, round_)
+        execution = Execution(planner=self.planner)
+        trees = self.propose(requests, others_wait, clock, execution)
         clock.enter("forward")
-        scored = self.forward(requests, trees, round_)
+        scored = self.forward(requests, trees, execution)
         clock.enter("verify")
-        self.verify(scored, round_)
+        self.verify(scored, execution)
         clock.enter("commit")
-        pages = [each.request.pages for each in round_.verified]
-        lengths = [each.request.context_len for each in round_.verified]
-        self.runner.cache.commit(0, pages, lengths, [each.path for each in round_.verified])
-        return round_
+        pages = [each.request.pages for each in execution.verified]
+        lengths = [each.request.context_len for each in execution.verified]
+        self.runner.cache.commit(0, pages, lengths, [each.path for each in execution.verified])
+        return execution
 
     def propose(
-        self, requests: Sequence[Request], others_wait: bool, clock: StageClock, round_: Execution
+        self, requests: Sequence[Request], others_wait: bool, clock: StageClock, execution: Execution
     ) -> list[TokenTree]:
         """Let every source draft; one merged tree per request, cut to what is worth verifying.
 
@@ -68,30 +68,30 @@ class HostExecutor:
         for drafter in self.sources.others:
             clock.enter("foreign" if isinstance(drafter, ForeignDrafter) else "search")
             trees, failures = ask(drafter, requests, depths, self.runner.target.vocab_size)
-            round_.failures |= failures
-            round_.proposals.append((drafter, trees))
+            execution.failures |= failures
+            execution.proposals.append((drafter, trees))
         if lookup is not None:
             clock.enter("search")
             found = lookup.propose(requests, depths, planner.least_value)
             if any(len(tree) > 1 for tree in found):
-                round_.proposals.append((lookup, dict(zip(ids, found, strict=True))))
+                execution.proposals.append((lookup, dict(zip(ids, found, strict=True))))
         clock.enter("merge")
         merged = []
         for request, tree in zip(requests, forced, strict=True):
-            own = [trees[request.request_id] for _, trees in round_.proposals if request.request_id in trees]
+            own = [trees[request.request_id] for _, trees in execution.proposals if request.request_id in trees]
             try:
                 merged.append(merge_proposals(request, [tree, *own]))
             except DraftError as error:
-                round_.failures.setdefault(request, error)
+                execution.failures.setdefault(request, error)
                 merged.append(tree)
         if ssms is not None:
             clock.enter("draft")
             merged = ssms.propose(requests, plans, planner, merged)
             clock.enter("merge")
-            round_.drafted = ssms.drafted
-            if round_.drafted.levels:
-                round_.proposals.append((ssms, dict(zip(ids, merged, strict=True))))
-        cut = planner.cut(requests, merged, round_.drafted)
+            execution.drafted = ssms.drafted
+            if execution.drafted.levels:
+                execution.proposals.append((ssms, dict(zip(ids, merged, strict=True))))
+        cut = planner.cut(requests, merged, execution.drafted)
         # Fixed trees contain nodes of probability 0, too, where there are no others.
         return [_pruned(request, tree) for request, tree in zip(requests, cut, strict=True)]
 
@@ -102,7 +102,7 @@ class HostExecutor:
         return forced_tree(request, depth)
 
     def forward(
-        self, requests: Sequence[Request], trees: Sequence[TokenTree], round_: Execution
+        self, requests: Sequence[Request], trees: Sequence[TokenTree], execution: Execution
     ) -> list[tuple[Request, TokenTree, Choices]]:
         """ONE target pass over all nodes of all requests. A request that computes NaN fails alone.
 
@@ -125,18 +125,18 @@ class HostExecutor:
                 scored.append((request, tree, choices))
             else:
                 error = f"the target computed NaN or infinity at position {request.context_len}"
-                round_.failed.append((request, error))
+                execution.failed.append((request, error))
         return scored
 
-    def verify(self, scored: Sequence[tuple[Request, TokenTree, Choices]], round_: Execution) -> None:
+    def verify(self, scored: Sequence[tuple[Request, TokenTree, Choices]], execution: Execution) -> None:
         """Decide which nodes are accepted, by each request's rule. A request that cannot be decided fails alone."""
         for request, tree, choices in scored:
             try:
                 path, bonus = _verify(request, tree, choices)
             except RequestError as error:
-                round_.failed.append((request, str(error)))
+                execution.failed.append((request, str(error)))
             else:
-                round_.verified.append(VerifiedRequest(request, tree, path, bonus, choices.logits))
+                execution.verified.append(VerifiedRequest(request, tree, path, bonus, choices.logits))
 
 
 def _verify(request: Request, tree: TokenTree, choices: Choices) -> Verified:

@@ -378,7 +378,7 @@ class LLM(VllmMethods):
         """Call `observer(record)` with a `RoundRecord` for every request of every round.
 
         The call happens in the thread that runs the round, after the round's tokens are added and before the request
-        ends. On a GPU it costs one more copy, of the trees to the host. An observer that raises is removed and its
+        ends. An observer that raises is removed and its
         traceback logged; requests are not affected.
 
         Returns:

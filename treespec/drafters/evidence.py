@@ -9,6 +9,7 @@ Bias and slope are a logistic regression with the offset logit(m), updated onlin
 what is drafted, never what is emitted.
 """
 
+import math
 from typing import Protocol
 
 import numpy as np
@@ -21,10 +22,6 @@ MEMORY = 4000.0  # guesses after which older ones fade
 _LEAST_SEED, _MOST_SEED = 1e-4, 0.999
 _SLOPES = 0.0, 2.0  # range of the slope: a surer seed never tells less
 _BIASES = -4.0, 6.0
-
-
-def _logit(probs: np.ndarray) -> np.ndarray:
-    return np.log(probs / (1 - probs))
 
 
 class GrownTree(Protocol):
@@ -46,12 +43,12 @@ class SeedEvidence:
     def __init__(self, bias: float = BIAS, slope: float = SLOPE) -> None:
         self.bias, self.slope = bias, slope
         # Diagonal of the Fisher information: p (1 - p) of about 1/6, and logit(q) ** 2 of about 4.
-        self._information = np.array([1.0, 4.0]) * PRIOR_GUESSES / 6
+        self._information = [PRIOR_GUESSES / 6, 4 * PRIOR_GUESSES / 6]
 
     def ratios(self, probs: np.ndarray) -> np.ndarray:
         """Evidence ratios by the seeds' own probabilities; float32, positive and finite."""
-        logit = _logit(np.clip(np.asarray(probs, dtype=np.float64), _LEAST_SEED, _MOST_SEED))
-        return np.exp(self.bias + self.slope * logit).astype(np.float32)
+        own = np.clip(np.asarray(probs, dtype=np.float64), _LEAST_SEED, _MOST_SEED)
+        return np.exp(self.bias + self.slope * np.log(own / (1 - own))).astype(np.float32)
 
     def observe(self, tree: GrownTree, seed: TokenTree, path: np.ndarray, bonus: int) -> None:
         """Learn from one verified tree.
@@ -83,9 +80,9 @@ class SeedEvidence:
     def _learn(self, own: float, merged: float, held: bool) -> None:
         """One step of Newton's method on the diagonal."""
         own = min(max(own, _LEAST_SEED), _MOST_SEED)
-        slopes = np.array([1.0, float(_logit(np.array(own)))])
-        self._information *= 1 - 1 / MEMORY
-        self._information += merged * (1 - merged) * slopes**2
-        step = (held - merged) * slopes / np.maximum(self._information, 1.0)
-        self.bias = float(np.clip(self.bias + step[0], *_BIASES))
-        self.slope = float(np.clip(self.slope + step[1], *_SLOPES))
+        logit, variance, missed = math.log(own / (1 - own)), merged * (1 - merged), held - merged
+        of_bias, of_slope = (information * (1 - 1 / MEMORY) for information in self._information)
+        self._information = [of_bias + variance, of_slope + variance * logit**2]
+        of_bias, of_slope = (max(information, 1.0) for information in self._information)
+        self.bias = min(max(self.bias + missed / of_bias, _BIASES[0]), _BIASES[1])
+        self.slope = min(max(self.slope + missed * logit / of_slope, _SLOPES[0]), _SLOPES[1])

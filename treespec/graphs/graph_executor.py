@@ -60,12 +60,12 @@ class GraphExecutor:
         clock.enter("merge")
         size = self.rounds.size_for(len(requests))
         planner = self.rounds.planners[size]
-        round_ = Execution(planner=planner)
+        execution = Execution(planner=planner)
         plans = planner.draft_plans(requests, self.max_model_len, others_wait=others_wait)
         clock.enter("draft")
         read = self._catch_up([r for r, plan in zip(requests, plans, strict=True) if plan.levels])
         clock.enter("search")
-        proposed = self._propose(requests, plans, round_)
+        proposed = self._propose(requests, plans, execution)
         clock.enter("merge")
         if not self._has_sources(requests, plans, proposed):
             plans = [PLAIN] * len(requests)
@@ -76,10 +76,10 @@ class GraphExecutor:
         clock.enter("commit")
         draft, forward = batch.seconds()
         clock.move("merge", draft=draft, forward=forward)
-        round_.drafted, round_.rows = Drafted(levels, levels, levels, read_seconds=read), nodes
+        execution.drafted, execution.rows = Drafted(levels, levels, levels, read_seconds=read), nodes
         for request, plan, tree, result in zip(requests, plans, proposed, results, strict=True):
-            self._take(request, plan, tree, result, nodes, round_)
-        return round_
+            self._take(request, plan, tree, result, nodes, execution)
+        return execution
 
     def _catch_up(self, requests: Sequence[Request]) -> float:
         """Let the SSMs read what they have missed: a prompt, or what rounds without drafts have emitted.
@@ -93,7 +93,7 @@ class GraphExecutor:
         return time.perf_counter() - began
 
     def _propose(
-        self, requests: Sequence[Request], plans: Sequence[DraftPlan], round_: Execution
+        self, requests: Sequence[Request], plans: Sequence[DraftPlan], execution: Execution
     ) -> list[TokenTree | None]:
         """What sources that run no model propose."""
         if (lookup := self.sources.lookup) is None:
@@ -101,7 +101,7 @@ class GraphExecutor:
         trees = lookup.propose(requests, [plan.max_depth for plan in plans], LEAST_VALUE)
         found = [tree.best(1 + SEEDS) if len(tree) > 1 else None for tree in trees]
         ids = (request.request_id for request in requests)
-        round_.proposals.append((lookup, {i: tree for i, tree in zip(ids, found, strict=True) if tree is not None}))
+        execution.proposals.append((lookup, {i: tree for i, tree in zip(ids, found, strict=True) if tree is not None}))
         return found
 
     def _has_sources(
@@ -146,18 +146,18 @@ class GraphExecutor:
         proposed: TokenTree | None,
         result: RoundResult,
         nodes: int,
-        round_: Execution,
+        execution: Execution,
     ) -> None:
         """Add what a round made of a request. Where the target computed NaN or infinity, its slots become clean."""
         request.target_passes += 1
         request.nodes_verified += len(result.tokens)
         if not len(result.path):
             self.runner.cache.scrub_slots(0, request.pages, request.context_len, nodes)
-            round_.undecided.append(request)
+            execution.undecided.append(request)
             return
         ssms = self.sources.ssms
         if ssms is not None and plan.levels:
             ssms.learn_round(request, result.foretold, proposed if ssms.may_draft(request) else None)
         names = () if ssms is None else ssms.names
         tree = RoundTree(*result[:5], names, proposed)
-        round_.verified.append(VerifiedRequest(request, tree, result.path, result.bonus))
+        execution.verified.append(VerifiedRequest(request, tree, result.path, result.bonus))

@@ -166,8 +166,7 @@ class Planner:
 
     def _shaped_plans(self, requests: Sequence[Request], max_model_len: int, expected: TreeYield) -> list[DraftPlan]:
         """Plans of a captured round. All requests share its levels and its graph; a fixed tree widens them."""
-        shapes, limits, free = expected.shapes, [], 0
-        levels, nodes = 0, 1
+        shapes, limits, free, levels = expected.shapes, [], 0, 0
         for request in requests:
             spec = request.spec
             depth = 0 if spec.is_plain else max(min(spec.max_depth, shapes.max_depth, request.room(max_model_len)), 0)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-import treespec.host_executor
+import treespec.executors.host_executor
 from tests.models import make_llama, new_folder, open_llm, random_prompts, tiny, tiny_llm
 from treespec import LLM
 from treespec.bench.measure import Sample
@@ -178,7 +178,7 @@ def test_a_planted_fault_is_reported(ids_file: Path, lent: LLM, monkeypatch: pyt
         path, bonus = verify_greedy(tree, choices)
         return Verified(path, (bonus + (len(tree) > 1)) % 512)
 
-    monkeypatch.setattr(treespec.host_executor, "verify_greedy", wrong_bonus)
+    monkeypatch.setattr(treespec.executors.host_executor, "verify_greedy", wrong_bonus)
     [plain, tree] = bench(chosen)["runs"][0]["modes"]
     assert plain["mismatches"] == 0 and tree["mismatches"] > 0
 

@@ -11,7 +11,7 @@ import pytest
 import treespec.sampling.sampler
 from tests.models import random_prompts, tiny_llm
 from tests.test_bench import arguments, options, run
-from treespec import LLM, SamplingParams, SpecConfig, execution
+from treespec import LLM, SamplingParams, SpecConfig
 from treespec.bench.measure import Sample, interleave, run_ours, sampling_seed
 from treespec.bench.modes import PLAIN, Mode
 from treespec.bench.profile import MEANING, profiled
@@ -19,7 +19,8 @@ from treespec.bench.rule_comparison import PAIRS, default_branching, intervals, 
 from treespec.bench.run import bench
 from treespec.config import RANDOM_DRAWS, VERIFICATIONS
 from treespec.errors import ConfigError
-from treespec.execution import StageClock
+from treespec.executors import execution
+from treespec.executors.execution import StageClock
 from treespec.planning.round_costs import RoundSeconds
 from treespec.sampling.noise import Noise
 

@@ -17,15 +17,15 @@ import pytest
 from tokenizers import ByteLevelBPETokenizer
 from typer.testing import CliRunner
 
-import treespec.host_executor
+import treespec.executors.host_executor
 from tests.libraries import share_libraries
 from tests.models import CURVE, make_draft, make_llama, open_llm, tree_of
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.cli import app
 from treespec.cli.group import table, uses_colour
 from treespec.drawing.recording import picture, record_rounds, watch
+from treespec.executors.round_record import RoundRecord
 from treespec.planning import cost_measurement as costs
-from treespec.round_record import RoundRecord
 from treespec.tree import TokenTree
 from treespec.verification.verify import Verified, verify_greedy
 
@@ -185,7 +185,7 @@ def test_check_finds_a_planted_difference(loaded: LLM, monkeypatch: pytest.Monke
             rounds.append(found)
         return found._replace(bonus=(found.bonus + 1) % VOCAB) if len(tree) > 1 and len(rounds) == 2 else found
 
-    monkeypatch.setattr(treespec.host_executor, "verify_greedy", one_wrong)
+    monkeypatch.setattr(treespec.executors.host_executor, "verify_greedy", one_wrong)
     ran = run("generate", PROMPT, "--max-tokens", 24, "--check", "--json", code=1)
     position = sum(len(found.path) for found in rounds[:2]) - 1
     assert ran.document["identical"] is False
@@ -284,7 +284,7 @@ def test_a_bug_keeps_its_traceback(loaded: LLM, monkeypatch: pytest.MonkeyPatch)
     def broken(*_: Any) -> Verified:
         raise ValueError("no user's error")
 
-    monkeypatch.setattr(treespec.host_executor, "verify_greedy", broken)
+    monkeypatch.setattr(treespec.executors.host_executor, "verify_greedy", broken)
     result = CliRunner().invoke(app, ["generate", PROMPT])
     assert isinstance(result.exception, ValueError) and result.exit_code == 1
     loaded.engine.check_integrity()
@@ -294,7 +294,7 @@ def test_ctrl_c(loaded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: Any) -> Verified:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(treespec.host_executor, "verify_greedy", interrupted)
+    monkeypatch.setattr(treespec.executors.host_executor, "verify_greedy", interrupted)
     ran = run("generate", PROMPT, code=130)
     assert ran.stderr == "interrupted\n"
     assert run("generate", PROMPT, "--json", code=130).document["error"]["message"] == "interrupted"

@@ -12,7 +12,7 @@ from tests.models import greedy, open_llm, random_prompts, tiny
 from treespec import LLM, SpecConfig
 from treespec.drafters.trust import Trust
 from treespec.drawing.recording import watch
-from treespec.round_record import RoundRecord
+from treespec.executors.round_record import RoundRecord
 from treespec.tree import TokenTree
 
 TOKENS = 40

@@ -13,8 +13,8 @@ from tests.child import run_cases
 from tests.models import greedy, open_llm, random_prompts, tiny
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.drafters.ssm.ssm_drafter import SsmDrafter
-from treespec.execution import follow
-from treespec.graphs.graph_executor import GraphExecutor
+from treespec.executors.execution import follow
+from treespec.executors.graph_executor import GraphExecutor
 from treespec.graphs.round_inputs import RoundInput, RoundLimits
 from treespec.graphs.verify_stage import RoundResult
 from treespec.planning.planner import Planner

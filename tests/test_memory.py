@@ -11,8 +11,9 @@ import torch
 
 from tests.child import runs_alone
 from tests.models import greedy, make_llama, new_folder, open_llm, random_prompts, tiny
-from treespec import SpecConfig, memory
-from treespec.memory import _available, _left_in_group, free_memory, lazy_zeros
+from treespec import SpecConfig
+from treespec.utils import memory
+from treespec.utils.memory import _available, _left_in_group, free_memory, lazy_zeros
 
 CPU = torch.device("cpu")
 reads_proc = pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="resident memory is read from /proc")

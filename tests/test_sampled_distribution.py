@@ -22,9 +22,9 @@ from treespec import LLM, SamplingParams, SpecConfig
 from treespec.config import DRAWS
 from treespec.drafters.trust import Trust
 from treespec.drawing.recording import watch
+from treespec.executors.round_record import RoundRecord
 from treespec.planning.planner import Planner
 from treespec.planning.round_costs import CostCurve
-from treespec.round_record import RoundRecord
 from treespec.sampling import sampler
 from treespec.sampling.sampler import _VERIFY_STREAM, Sampler
 from treespec.tree import TokenTree

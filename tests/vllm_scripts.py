@@ -14,7 +14,7 @@ IMPORTS = (
     ("vllm.engine.async_llm_engine", "treespec"),
     ("vllm.v1.engine.async_llm", "treespec"),
     ("vllm.v1.metrics.reader", "treespec.frontend.vllm_metrics"),
-    ("vllm.distributed", "treespec.memory"),
+    ("vllm.distributed", "treespec.utils.memory"),
     ("vllm.lora.request", "treespec"),
     ("vllm", "treespec"),  # and vllm.sampling_params, vllm.inputs, vllm.outputs
 )

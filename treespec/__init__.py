@@ -24,12 +24,12 @@ __all__ = [
 if TYPE_CHECKING:
     from treespec.config import SpecConfig
     from treespec.drafters.base import Drafter
+    from treespec.executors.round_record import RoundRecord
     from treespec.frontend.engine_args import EngineArgs, FlexibleArgumentParser
     from treespec.frontend.llm_engine import LLMEngine
     from treespec.inputs import TextPrompt, TokensPrompt
     from treespec.llm import LLM
     from treespec.outputs import CompletionOutput, RequestOutput
-    from treespec.round_record import RoundRecord
     from treespec.sampling.structured_params import StructuredOutputsParams
     from treespec.sampling_params import SamplingParams
     from treespec.tree import TokenTree
@@ -42,7 +42,7 @@ _MODULES = {
     "LLM": "treespec.llm",
     "LLMEngine": "treespec.frontend.llm_engine",
     "RequestOutput": "treespec.outputs",
-    "RoundRecord": "treespec.round_record",
+    "RoundRecord": "treespec.executors.round_record",
     "SamplingParams": "treespec.sampling_params",
     "SpecConfig": "treespec.config",
     "StructuredOutputsParams": "treespec.sampling.structured_params",

@@ -3,7 +3,7 @@
 Imports nothing slow at module level, so that `main` can install the Ctrl-C handler first.
 """
 
-from treespec import interrupts
+from treespec.utils import interrupts
 
 
 def main() -> None:

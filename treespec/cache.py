@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treespec.memory import lazy_zeros
+from treespec.utils.memory import lazy_zeros
 from treespec_kernels.attention.kv_commit import kv_commit_cpu, kv_commit_triton
 from treespec_kernels.attention.tree_batch import PAGE_SIZE
 from treespec_weights.rules import ModelShape

@@ -10,7 +10,7 @@ import torch
 
 from treespec.errors import ConfigError, ModelError, VariantError, reject_unknown
 from treespec.models.layer_kinds import LayerKind, Rope, read_layers
-from treespec.scalars import to_python
+from treespec.utils.scalars import to_python
 from treespec_weights.families import family_of
 from treespec_weights.files import resolve_folder
 from treespec_weights.quant_schemes import QuantScheme, scheme_of

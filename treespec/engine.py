@@ -9,12 +9,12 @@ from treespec.cache import KVCache
 from treespec.drafters.calls import Failures, release, tell
 from treespec.drafters.draft_sources import DraftSources
 from treespec.errors import TreespecError
-from treespec.execution import Execution, Executor, StageClock, follow
-from treespec.host_executor import HostExecutor
+from treespec.executors.execution import Execution, Executor, StageClock, follow
+from treespec.executors.host_executor import HostExecutor
+from treespec.executors.round_record import RoundObservers, RoundRecord
 from treespec.metrics import Stats
 from treespec.outputs import FinishReason
 from treespec.request import Request
-from treespec.round_record import RoundObservers, RoundRecord
 from treespec.runner import Runner
 from treespec.sampling.transforms import logprobs_of
 from treespec.scheduler import Batch, Scheduler

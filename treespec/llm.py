@@ -15,6 +15,7 @@ from treespec.adapter.trace import AdapterConfig
 from treespec.config import SpecConfig
 from treespec.drafters.calls import is_from_outside
 from treespec.errors import ConfigError, RequestError, reject_unknown, safe_repr
+from treespec.executors.round_record import ObserverHandle, RoundObserver
 from treespec.frontend.engine_args import translate_options
 from treespec.frontend.generation_defaults import check_generation_config, default_sampling_params
 from treespec.frontend.progress import Progress
@@ -24,18 +25,17 @@ from treespec.frontend.vllm_methods import VllmMethods
 from treespec.frontend.vllm_options import CALLS, ENGINE, CallOptions, VllmEngineOptions, without_absent
 from treespec.outputs import RequestOutput, StreamChunk
 from treespec.request import Request
-from treespec.round_record import ObserverHandle, RoundObserver
 from treespec.sampling.grammar import Grammars
 from treespec.sampling.param_values import checked
 from treespec.sampling.sampler import SEED_BITS, new_seed
 from treespec.sampling_params import SamplingParams
-from treespec.scalars import to_python
 from treespec.startup.assemble import build
 from treespec.startup.device import resolve_device
 from treespec.startup.engine_options import EngineOptions
 from treespec.text.chat import Message, conversations, streamed
 from treespec.text.prompt_tokenizer import Tokenization, UserTokenizer, check_sentencepiece, load_tokenizer
-from treespec.torch_state import on_device, own_passes
+from treespec.utils.scalars import to_python
+from treespec.utils.torch_state import on_device, own_passes
 
 
 class LLM(VllmMethods):

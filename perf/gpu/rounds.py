@@ -23,7 +23,7 @@ from gpu.models import grown_folder, open_engine
 from gpu.setting import Setting
 from gpu.stage import Context, Measurement
 from treespec import LLM, SamplingParams, SpecConfig
-from treespec.graphs.graph_executor import GraphExecutor
+from treespec.executors.graph_executor import GraphExecutor
 
 
 @dataclass(frozen=True)

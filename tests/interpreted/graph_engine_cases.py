@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from tests.models import greedy, make_draft, make_llama, new_folder, open_llm, random_prompts
 from treespec import LLM, SamplingParams, SpecConfig
+from treespec.executors.graph_executor import GraphExecutor
 from treespec.graphs.batch_round import BatchRound
 from treespec.graphs.capture import MAX_DEPTH
-from treespec.graphs.graph_executor import GraphExecutor
 from treespec.graphs.proof import differing_rounds
 from treespec.graphs.round_inputs import RoundInput
 from treespec.graphs.verify_stage import RoundResult, VerifyHalf

@@ -24,8 +24,8 @@ from treespec.cache import KVCache
 from treespec.config import ModelConfig
 from treespec.engine import Engine
 from treespec.errors import ConfigError, KernelError
-from treespec.execution import Execution
-from treespec.graphs.graph_executor import GraphExecutor
+from treespec.executors.execution import Execution
+from treespec.executors.graph_executor import GraphExecutor
 from treespec.graphs.verify_stage import VerifyHalf
 from treespec.models import triton_decoder
 from treespec.models.attention import make_attention

@@ -12,7 +12,7 @@ import typer
 from treespec import __version__
 from treespec.cli import autotune, bench, generate, tree
 from treespec.cli.group import Commands
-from treespec.interrupts import raise_on_interrupt
+from treespec.utils.interrupts import raise_on_interrupt
 
 _PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}
 

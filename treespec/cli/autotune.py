@@ -7,7 +7,7 @@ import typer
 from treespec.cli import curves, kernels
 from treespec.cli.group import print_json, usage_error
 from treespec.cli.options import Device, Drafts, Dtype, Json, Model, Quantization
-from treespec.interrupts import raise_on_interrupt
+from treespec.utils.interrupts import raise_on_interrupt
 
 MAX_SECONDS = 24 * 3600
 
@@ -84,7 +84,7 @@ def autotune(
     from treespec.config import QUANTIZATIONS
     from treespec.errors import reject_unknown
     from treespec.startup.device import DTYPES, resolve_device
-    from treespec.torch_state import on_device
+    from treespec.utils.torch_state import on_device
 
     raise_on_interrupt()
     reject_unknown("--dtype", [dtype], ("auto", *DTYPES))

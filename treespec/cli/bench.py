@@ -20,7 +20,7 @@ from treespec.cli.options import (
     Quantization,
     parse_branching,
 )
-from treespec.interrupts import raise_on_interrupt
+from treespec.utils.interrupts import raise_on_interrupt
 
 if TYPE_CHECKING:
     from treespec.bench.progress import Progress

@@ -9,7 +9,7 @@ from typing import Any, NoReturn, TextIO
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from treespec.interrupts import INTERRUPTED, print_interrupted
+from treespec.utils.interrupts import INTERRUPTED, print_interrupted
 
 # UsageError lives in typer's vendored click or in click, depending on typer's version.
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]

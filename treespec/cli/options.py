@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from treespec.cli.group import usage_error
-from treespec.interrupts import raise_on_interrupt
+from treespec.utils.interrupts import raise_on_interrupt
 
 if TYPE_CHECKING:
     from treespec.config import SpecConfig

@@ -29,7 +29,7 @@ from treespec.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from treespec.round_record import RoundRecord
+    from treespec.executors.round_record import RoundRecord
 
 NODES = "16"
 FIRST_ROUNDS = 8  # without --round, the one of these that accepted most is drawn

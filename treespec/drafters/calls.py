@@ -13,8 +13,8 @@ from treespec.drafters.lookup.lookup_drafter import LookupDrafter
 from treespec.drafters.ssm.ssm_drafter import SsmDrafter
 from treespec.errors import DraftError, describe_error
 from treespec.request import Request
-from treespec.torch_state import outside_code
 from treespec.tree import TokenTree
+from treespec.utils.torch_state import outside_code
 
 logger = logging.getLogger("treespec")
 

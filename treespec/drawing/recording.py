@@ -7,8 +7,8 @@ from typing import Any
 from treespec.config import SpecConfig
 from treespec.drawing import RoundPicture
 from treespec.engine import Engine
+from treespec.executors.round_record import RoundRecord
 from treespec.llm import LLM, Prompt
-from treespec.round_record import RoundRecord
 from treespec.sampling_params import SamplingParams
 
 _WINDOW = 8  # tokens decoded before the one to render

@@ -19,10 +19,10 @@ from treespec.sampling.grammar import Grammars
 from treespec.sampling.sampler import Sampler, new_seed
 from treespec.sampling.transforms import Logprob
 from treespec.sampling_params import SamplingParams
-from treespec.scalars import as_int, to_python
 from treespec.text.chat import Conversation
 from treespec.text.detokenizer import Detokenizer
 from treespec.text.prompt_tokenizer import Tokenization, UserTokenizer, check_text
+from treespec.utils.scalars import as_int, to_python
 
 logger = logging.getLogger("treespec")
 

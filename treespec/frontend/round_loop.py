@@ -13,7 +13,7 @@ from treespec.config import EngineConfig
 from treespec.engine import Engine
 from treespec.errors import ConfigError, RequestError, describe_error
 from treespec.request import Request
-from treespec.torch_state import on_device, own_passes
+from treespec.utils.torch_state import on_device, own_passes
 
 
 class RoundLoop:

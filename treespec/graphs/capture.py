@@ -15,11 +15,11 @@ from treespec.drafters.ssm.ssm_drafter import SsmDrafter
 from treespec.graphs.batch_round import BatchRound
 from treespec.graphs.round_inputs import RoundLimits
 from treespec.graphs.stack_passes import ModelStack
-from treespec.memory import release_cached
 from treespec.models.triton_decoder import TritonDecoder, stacked
 from treespec.planning.planner import Planner
 from treespec.planning.round_costs import CostCurve
 from treespec.runner import Runner
+from treespec.utils.memory import release_cached
 from treespec_kernels.attention.tree_attention import SegmentPartition
 from treespec_kernels.launch.graph_capture import GraphMemory
 from treespec_kernels.launch.triton_launch import is_interpreted

@@ -15,7 +15,7 @@ from treespec.errors import ConfigError, RequestError, describe_error
 from treespec.request import Request
 from treespec.sampling.sampler import Sampler
 from treespec.sampling_params import LEAST_TEMPERATURE, SamplingParams
-from treespec.torch_state import call_processor, outside_code
+from treespec.utils.torch_state import call_processor, outside_code
 
 
 def processors_of_row(processors: Sequence[Any], row: int) -> list[Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from treespec.errors import ConfigError, safe_repr
 from treespec.sampling.structured_params import StructuredOutputsParams
-from treespec.scalars import as_int, as_number, to_python
+from treespec.utils.scalars import as_int, as_number, to_python
 
 logger = logging.getLogger("treespec")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Never, Self
 
 from treespec.errors import ConfigError, reject_unknown
-from treespec.scalars import to_python
+from treespec.utils.scalars import to_python
 
 
 @dataclass(frozen=True, init=False)

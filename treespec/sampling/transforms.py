@@ -14,7 +14,7 @@ from torch import Tensor
 from treespec.sampling.grammar import Grammar
 from treespec.sampling.restriction import Restriction
 from treespec.sampling_params import SamplingParams
-from treespec.torch_state import call_processor, outside_code
+from treespec.utils.torch_state import call_processor, outside_code
 
 _NUCLEUS = 64  # most likely draft tokens considered for top_p
 

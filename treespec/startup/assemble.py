@@ -14,10 +14,10 @@ from treespec.drafters.lookup.lookup_drafter import LookupDrafter
 from treespec.drafters.ssm.ssm_drafter import SsmDrafter
 from treespec.engine import Engine
 from treespec.errors import ExactnessError
+from treespec.executors.graph_executor import GraphExecutor
+from treespec.executors.host_executor import HostExecutor
 from treespec.graphs.capture import Rounds, captured_rounds
-from treespec.graphs.graph_executor import GraphExecutor
 from treespec.graphs.proof import proven_rounds
-from treespec.host_executor import HostExecutor
 from treespec.planning.planner import Planner
 from treespec.runner import Runner
 from treespec.scheduler import Scheduler

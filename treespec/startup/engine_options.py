@@ -11,7 +11,7 @@ from torch import nn
 from treespec.config import SpecConfig
 from treespec.drafters.lookup.lookup_drafter import MAX_SUFFIX_TOKENS
 from treespec.errors import ConfigError
-from treespec.scalars import to_python
+from treespec.utils.scalars import to_python
 
 
 @dataclass(kw_only=True)

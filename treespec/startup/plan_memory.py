@@ -11,10 +11,10 @@ from treespec.config import ModelConfig
 from treespec.drafters.foreign.foreign_drafter import ROOM
 from treespec.errors import CacheMemoryError, ConfigError
 from treespec.graphs.capture import SLOTS, planned_bytes, round_limits, stack_sizes
-from treespec.memory import free_memory
 from treespec.models.attention import make_attention
 from treespec.models.quantized_weights import weight_bytes
 from treespec.startup.resolve import Resolved
+from treespec.utils.memory import free_memory
 from treespec_kernels.attention.tree_batch import PAGE_SIZE
 from treespec_kernels.tree.growth_limits import MAX_EXPANDED
 from treespec_weights.rules import ModelShape

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from treespec.errors import ConfigError, RequestError, describe_error, reject_unknown, safe_repr
-from treespec.scalars import as_int, to_python
+from treespec.utils.scalars import as_int, to_python
 from treespec_weights.sentencepiece import missing_packages, sentencepiece_error
 
 logger = logging.getLogger("treespec")

@@ -7,7 +7,7 @@ import numpy as np
 
 from treespec.drafters.calls import may_draft
 from treespec.drafters.draft_sources import DraftSources
-from treespec.execution import Execution, StageClock, VerifiedRequest
+from treespec.executors.execution import Execution, StageClock, VerifiedRequest
 from treespec.graphs.capture import Rounds
 from treespec.graphs.round_inputs import MAX_ENDS, RoundInput
 from treespec.graphs.round_tree import RoundTree

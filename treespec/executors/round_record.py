@@ -10,11 +10,11 @@ import numpy as np
 
 from treespec.errors import ConfigError
 from treespec.planning.round_costs import RoundSeconds
-from treespec.torch_state import outside_code
 from treespec.tree import TokenTree
+from treespec.utils.torch_state import outside_code
 
 if TYPE_CHECKING:
-    from treespec.execution import VerifiedRequest
+    from treespec.executors.execution import VerifiedRequest
 
 logger = logging.getLogger("treespec")
 

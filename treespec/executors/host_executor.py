@@ -7,7 +7,7 @@ from treespec.drafters.draft_sources import DraftSources
 from treespec.drafters.forced import forced_tree
 from treespec.drafters.foreign.foreign_drafter import ForeignDrafter
 from treespec.errors import DraftError, RequestError
-from treespec.execution import Execution, StageClock, VerifiedRequest
+from treespec.executors.execution import Execution, StageClock, VerifiedRequest
 from treespec.planning.draft_plan import DraftPlan
 from treespec.planning.planner import Planner
 from treespec.request import Request

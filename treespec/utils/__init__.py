@@ -1,0 +1,1 @@
+"""Helpers below every other package: memory, torch state, scalars, interrupts."""

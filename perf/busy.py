@@ -8,24 +8,18 @@ max) of the repeats. Compares the tokens of both runs. Nothing else may run on t
 """
 
 import argparse
-import json
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import measuring
 import torch
 
 from treespec import LLM, SamplingParams
-from treespec.bench.grow import grown
 from treespec.bench.prompts import read_prompts
-from treespec.bench.run import Options
-from treespec.planning.cost_measurement import processor
-from treespec_weights import default_folder
 
 MODES = {"plain": "off", "auto": None}
 SPIN = "while True: pass"
@@ -62,10 +56,6 @@ def decode(llm: LLM, prompts: list[list[int]], max_tokens: int, spec: str | None
     return Decoded((sum(map(len, tokens)) - len(prompts)) / seconds, first / len(prompts), tokens)
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "least": min(values), "largest": max(values)}
-
-
 def measure(llm: LLM, prompts: list[list[int]], args: argparse.Namespace) -> dict[str, Any]:
     """Per mode: figures with and without neighbours, speed ratio and number of differing tokens."""
     found: dict[tuple[str, int], list[Decoded]] = {(mode, busy): [] for mode in MODES for busy in (0, args.neighbours)}
@@ -78,62 +68,38 @@ def measure(llm: LLM, prompts: list[list[int]], args: argparse.Namespace) -> dic
     for mode in MODES:
         quiet, beside = found[mode, 0], found[mode, args.neighbours]
         for one, other in zip(quiet, beside, strict=True):
-            pairs = [pair for own in zip(one.tokens, other.tokens, strict=True) for pair in zip(*own, strict=True)]
-            rows["tokens_compared"] += len(pairs)
-            rows["tokens_that_differ"] += sum(a != b for a, b in pairs)
+            compared, differing = measuring.count_differing(one.tokens, other.tokens)
+            rows["tokens_compared"] += compared
+            rows["tokens_that_differ"] += differing
         pairs_of_runs = list(zip(quiet, beside, strict=True))[1:]
         rows[mode] = {
-            "quiet": spread([one.tokens_per_second for one, _ in pairs_of_runs]),
-            "beside_neighbours": spread([other.tokens_per_second for _, other in pairs_of_runs]),
-            "ratio": spread([other.tokens_per_second / one.tokens_per_second for one, other in pairs_of_runs]),
-            "first_token_seconds": spread([one.first_token_seconds for one, _ in pairs_of_runs]),
-            "first_token_seconds_beside": spread([other.first_token_seconds for _, other in pairs_of_runs]),
+            "quiet": measuring.spread([one.tokens_per_second for one, _ in pairs_of_runs]),
+            "beside_neighbours": measuring.spread([other.tokens_per_second for _, other in pairs_of_runs]),
+            "ratio": measuring.spread(
+                [other.tokens_per_second / one.tokens_per_second for one, other in pairs_of_runs]
+            ),
+            "first_token_seconds": measuring.spread([one.first_token_seconds for one, _ in pairs_of_runs]),
+            "first_token_seconds_beside": measuring.spread([other.first_token_seconds for _, other in pairs_of_runs]),
         }
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--grow", help="size of a grown target; default: the embedded one")
-    parser.add_argument("--prompts", type=int, default=4)
-    parser.add_argument("--max-tokens", type=int, default=48)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
+    parser = measuring.parser(__doc__, prompts=4, max_tokens=48, repeats=5, threads=2)
     parser.add_argument("--neighbours", type=int, default=1, help="number of spinning processes")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    options = Options(device="cpu")
-    with grown(options, args.grow, None, None) if args.grow else nullcontext((options, None)) as (options, _):
-        llm = LLM(
-            options.model,
-            options.drafts,
-            device="cpu",
-            dtype="bfloat16",
-            compile=True,
-            max_num_seqs=1,
-            max_model_len=1024,
-        )
-        read = read_prompts(default_folder("target").parent / "heldout_prompts.json")
+    with measuring.opened(args.grow, max_num_seqs=1) as open_llm:
+        llm = open_llm()
+        read = read_prompts(measuring.HELDOUT)
         chosen = read[:: max(len(read) // args.prompts, 1)][: args.prompts]
         rows = measure(llm, [llm.get_tokenizer().encode(prompt.content) for prompt in chosen], args)
     print(f"{rows['tokens_that_differ']} of {rows['tokens_compared']} tokens differ")
     for mode in MODES:
         parts = {name: "{median:.3g} ({least:.3g} to {largest:.3g})".format(**rows[mode][name]) for name in rows[mode]}
         print(f"{mode}: quiet {parts['quiet']} tokens/s, busy {parts['beside_neighbours']}, ratio {parts['ratio']}")
-    setup = {
-        "grown_to": args.grow,
-        "threads": args.threads,
-        "neighbours": args.neighbours,
-        "torch": torch.__version__,
-        "processor": processor(),
-        "prompts": args.prompts,
-        "max_tokens": args.max_tokens,
-        "repeats": args.repeats,
-    }
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(setup | rows, indent=1) + "\n")
+    setup = measuring.setup(args, "threads", "neighbours", "prompts", "max_tokens", "repeats")
+    measuring.write_json(args.json, setup | rows)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import identity_sampled as sampled
+import measuring
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -78,9 +79,8 @@ def read_prompts(count: int, tokenizer: Any, vocab: int) -> list[list[int]]:
         generator = torch.Generator().manual_seed(0)
         lengths = torch.randint(1, 160, (count,), generator=generator).tolist()
         return [torch.randint(1, vocab, (n,), generator=generator).tolist() for n in lengths]
-    path = default_folder("target").parent / "heldout_prompts.json"
     by_kind: dict[str, list[str]] = {}
-    for entry in json.loads(path.read_text()):
+    for entry in json.loads(measuring.HELDOUT.read_text()):
         by_kind.setdefault(entry["kind"], []).append(entry["text"])
     texts = [text for row in itertools.zip_longest(*by_kind.values()) for text in row if text is not None]
     return [tokenizer.encode(text) for text in itertools.islice(itertools.cycle(texts), count)]
@@ -159,9 +159,8 @@ def main() -> int:
             return greedy(args)
     except ValueError as error:
         parser.error(str(error))
-    if args.out and args.merge:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(document, indent=1) + "\n")
+    if args.merge:
+        measuring.write_json(args.out, document)
     print(sampled.describe(document))
     return int(document["totals"]["differing_tokens"] > 0)
 
@@ -169,12 +168,8 @@ def main() -> int:
 def sample(args: argparse.Namespace) -> dict[str, Any]:
     """Compare coupled sampling with plain decoding."""
     setup = {
-        "model": args.model,
+        **{name: vars(args)[name] for name in ("model", "prompts", "max_tokens", "nodes", "max_depth")},
         "drafts": args.draft,
-        "prompts": args.prompts,
-        "max_tokens": args.max_tokens,
-        "nodes": args.nodes,
-        "max_depth": args.max_depth,
         "dtypes": args.dtypes,
         "batches": args.batches,
         "settings": {name: sampled.SETTINGS[name] for name in args.settings},
@@ -239,9 +234,7 @@ def greedy(args: argparse.Namespace) -> int:
     report = {"nodes": args.nodes, "threads": torch.get_num_threads(), "torch": torch.__version__}
     report |= {"compile": args.compile, "commit": commit()}
     report |= {"runs": results, "transformers": reference}
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
+    measuring.write_json(args.out, report)
     bad = any(row["differing_tokens"] or row["differing_logit_rows"] for row in results)
     unexplained = reference is not None and reference["agree"] + reference["rounding_ties"] < reference["tokens"]
     return int(bad or unexplained)

@@ -14,7 +14,6 @@ Writes a synthetic sharded Llama checkpoint in bfloat16 (removed at the end). Th
 """
 
 import argparse
-import json
 import os
 import platform
 import shutil
@@ -25,6 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import measuring
 import safetensors
 import torch
 from tqdm import tqdm
@@ -188,8 +188,7 @@ def main() -> None:
     options = parser.parse_args()
     document = measure(options.gigabytes, options.folder, options.repeats)
     print(show(document))
-    if options.json:
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+    measuring.write_json(options.json, document)
 
 
 if __name__ == "__main__":

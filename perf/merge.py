@@ -18,29 +18,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import measuring
 import numpy as np
 import torch
 
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.bench.report import LOOPING, distinct_share
-from treespec_weights import default_folder, default_names
+from treespec_weights import default_names
 
 RESAMPLES = 4000
-
-
-def balanced(entries: Sequence[dict[str, str]], count: int) -> list[dict[str, str]]:
-    """`count` prompts, alternating kinds and packages."""
-    groups: dict[tuple[str, str], list[dict[str, str]]] = {}
-    for entry in entries:
-        groups.setdefault((entry["kind"], entry["package"]), []).append(entry)
-    kinds: dict[str, list[dict[str, str]]] = {}
-    for kind, _ in groups:
-        kinds.setdefault(kind, [])
-    for kind, own in kinds.items():
-        queues = [list(members) for (k, _), members in groups.items() if k == kind]
-        while any(queues):
-            own += [queue.pop(0) for queue in queues if queue]
-    return [own[i] for i in range(count) for own in kinds.values() if i < len(own)][:count]
 
 
 @contextmanager
@@ -92,8 +78,8 @@ def main() -> None:
         torch.set_num_threads(args.threads)
     ssms = [name for name in default_names() if name.startswith("ssm-")]
     others = sorted(folder for folder in args.compare.iterdir() if folder.is_dir()) if args.compare else []
-    entries = json.loads((default_folder("target").parent / "heldout_prompts.json").read_text())
-    entries = balanced(entries, args.prompts)
+    entries = json.loads(measuring.HELDOUT.read_text())
+    entries = measuring.balanced(entries, args.prompts)
     llm = LLM(drafts=[*ssms, *map(str, others)], device="cpu", dtype=args.dtype, max_num_seqs=args.batch, compile=False)
     merged, one = (*ssms,), {"max_ssms": 1}
     modes: dict[str, dict[str, Any]] = {name: {"sources": (name,)} for name in [*ssms, *(f.name for f in others)]}
@@ -146,9 +132,7 @@ def main() -> None:
         "outputs_that_differ": differing,
     }
     print(", ".join(f"{name} {value}" for name, value in setup.items()))
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"setup": setup, "rows": rows, "claims": claims}, indent=1) + "\n")
+    measuring.write_json(args.json, {"setup": setup, "rows": rows, "claims": claims})
 
 
 def compare(

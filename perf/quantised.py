@@ -16,10 +16,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import measuring
 import torch
 
 from treespec import LLM, SamplingParams
-from treespec.planning.cost_measurement import processor
 from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_weights import (
     ModelShape,
@@ -42,7 +42,7 @@ def name_of(form: str | None) -> str:
 
 def held_out(count: int) -> list[str]:
     """Held-out texts, alternating code and prose."""
-    entries = json.loads((default_folder("target").parent / "heldout_prompts.json").read_text())
+    entries = json.loads(measuring.HELDOUT.read_text())
     kinds: dict[str, list[str]] = {}
     for entry in entries:
         kinds.setdefault(entry["kind"], []).append(entry["text"])
@@ -81,8 +81,7 @@ def speed(folder: Path, compiled: bool, args: argparse.Namespace) -> list[dict[s
                 tau[form, nodes] = generated / sum(output.metrics.target_passes for output in outputs)
                 if repeat:
                     rates.setdefault((form, nodes), []).append((generated - len(texts)) / seconds)
-            pairs = zip(tokens["plain"], tokens["auto"], strict=True)
-            differing[form] += sum(a != b for plain, tree in pairs for a, b in zip(plain, tree, strict=True))
+            differing[form] += measuring.count_differing(tokens["plain"], tokens["auto"])[1]
     rows = []
     for (form, nodes), own in rates.items():
         base = rates[None, nodes]
@@ -153,16 +152,9 @@ def quality(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--grow", default="0.5B")
+    parser = measuring.parser(__doc__, grow="0.5B", prompts=2, max_tokens=32, repeats=5, texts=24, threads=1)
     parser.add_argument("--folder", type=Path, help="folder of an existing grown model, or where to keep it")
     parser.add_argument("--modes", nargs="+", choices=("eager", "compiled"), default=["eager", "compiled"])
-    parser.add_argument("--prompts", type=int, default=2)
-    parser.add_argument("--max-tokens", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--texts", type=int, default=24)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     source = default_folder("target")
@@ -173,22 +165,14 @@ def main() -> None:
         if not (folder / "config.json").exists():
             grow_checkpoint(source, folder, shape, 0)
         rows = [row for mode in args.modes for row in speed(folder, mode == "compiled", args)]
-    setup = {
+    setup = measuring.setup(args, "threads", "prompts", "max_tokens", "repeats") | {
         "parameters": shape.num_parameters(),
         "layers": shape.num_layers,
         "hidden": shape.hidden_size,
         "mlp": shape.intermediate_size,
-        "threads": args.threads,
-        "torch": torch.__version__,
-        "processor": processor(),
-        "prompts": args.prompts,
-        "max_tokens": args.max_tokens,
-        "repeats": args.repeats,
     }
     document = {"setup": setup, "speed": rows, "quality": quality(args) if args.texts else []}
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(document, indent=1) + "\n")
+    measuring.write_json(args.json, document)
 
 
 if __name__ == "__main__":

@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import measuring
 import numpy as np
 import torch
-from merge import RESAMPLES, balanced
+from merge import RESAMPLES
 from torch import Tensor
 from tqdm import tqdm
 
@@ -32,7 +33,6 @@ from treespec.config import DRAWS
 from treespec.sampling.sampler import Sampler
 from treespec.tree import TokenTree
 from treespec.verification.verify import RandomOracle, Verified, verify_drawn
-from treespec_weights import default_folder
 
 REPEATS = 4
 FIRST_SEED = 1000
@@ -128,8 +128,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
-    entries = json.loads((default_folder("target").parent / "heldout_prompts.json").read_text())
-    entries = balanced(entries, args.prompts)
+    entries = json.loads(measuring.HELDOUT.read_text())
+    entries = measuring.balanced(entries, args.prompts)
     llm = LLM(dtype=args.dtype, compile=args.compile, max_num_seqs=args.batch)
     texts = [entry["text"] for entry in entries for _ in range(args.seeds)]
     params = [
@@ -141,11 +141,8 @@ def main() -> None:
         spec = SpecConfig(branching=args.branching, verification=rule, draws=draws, sources=("ssm",))
         return llm.generate(texts, params, spec=spec)
 
-    own, same, shown = (
-        {},
-        {},
-        tqdm(total=len(DRAWS) + len(RULES), leave=False, desc="runs", disable=not sys.stderr.isatty()),
-    )
+    own, same = {}, {}
+    shown = tqdm(total=len(DRAWS) + len(RULES), leave=False, desc="runs", disable=not sys.stderr.isatty())
     for draws in DRAWS:
         with verified_by_all(np.random.default_rng(0)) as lengths:
             outputs = run("rejection", draws)
@@ -182,9 +179,7 @@ def main() -> None:
         show(f"on the same trees, {draws}", found)
     show("separate runs, cross-source", document["own_runs"])
     print(", ".join(f"{name} {value}" for name, value in document["setup"].items()))
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(document, indent=1) + "\n")
+    measuring.write_json(args.json, document)
 
 
 if __name__ == "__main__":

@@ -10,23 +10,18 @@ per pass are over all repeats. Tokens are compared with plain decoding.
 """
 
 import argparse
-import json
 import statistics
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import measuring
 import torch
 
 from treespec import LLM, SamplingParams, SpecConfig
-from treespec.bench.grow import grown
 from treespec.bench.prompts import read_prompts
-from treespec.bench.run import Options
-from treespec.planning.cost_measurement import processor
 from treespec.tree import TokenTree
-from treespec_weights import default_folder
 
 TEXT = {"type": "string", "maxLength": 40}
 NEEDED = {
@@ -74,7 +69,7 @@ def unaware() -> Iterator[None]:
 
 def held_out(count: int) -> list[Any]:
     """Held-out beginnings of structured data."""
-    prompts = read_prompts(default_folder("target").parent / "heldout_prompts.json")
+    prompts = read_prompts(measuring.HELDOUT)
     return [prompt.content for prompt in prompts if prompt.kind == "data"][:count]
 
 
@@ -97,23 +92,20 @@ def measure(llm: LLM, form: str, temperature: float, args: argparse.Namespace) -
             if repeat:
                 passes[way] += sum(output.metrics.target_passes for output in outputs)
                 seconds[way].append(sum(output.metrics.seconds for output in outputs))
-            pairs = [pair for own in zip(tokens["plain"], tokens[way], strict=True) for pair in zip(*own, strict=True)]
-            compared += len(pairs) if way != "plain" else 0
-            differing += sum(a != b for a, b in pairs)
+            if way != "plain":
+                found = measuring.count_differing(tokens["plain"], tokens[way])
+                compared, differing = compared + found[0], differing + found[1]
     generated = sum(map(len, tokens["plain"]))
     rate = generated / statistics.median(seconds["plain"])
     print(f"{form}, T={temperature}: plain {rate:.1f} tokens/s; {differing} of {compared} tokens differ", flush=True)
     ways = {}
     for way in WAYS:
-        ratios = [plain / own for plain, own in zip(seconds["plain"], seconds[way], strict=True)]
-        tau = args.repeats * generated / passes[way]
-        ways[way] = {
-            "speed_up": statistics.median(ratios),
-            "least": min(ratios),
-            "largest": max(ratios),
-            "acceptance_length": tau,
-        }
-        print(f"  {way:17} {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}), {tau:.2f} a pass")
+        own = ways[way] = measuring.speed_ups(seconds["plain"], seconds[way])
+        own["acceptance_length"] = args.repeats * generated / passes[way]
+        print(
+            f"  {way:17} {own['speed_up']:.2f} ({own['least']:.2f} to {own['largest']:.2f}), "
+            f"{own['acceptance_length']:.2f} a pass"
+        )
     return {
         "form": form,
         "temperature": temperature,
@@ -127,40 +119,15 @@ def measure(llm: LLM, form: str, temperature: float, args: argparse.Namespace) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--grow", help="size of a grown target; default: the embedded one")
-    parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--max-tokens", type=int, default=96)
+    parser = measuring.parser(__doc__, prompts=8, max_tokens=96, repeats=5, threads=1)
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.7])
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    options = Options(device="cpu")
-    with grown(options, args.grow, None, None) if args.grow else nullcontext((options, None)) as (options, _):
-        llm = LLM(
-            options.model,
-            options.drafts,
-            device="cpu",
-            dtype="bfloat16",
-            compile=True,
-            max_num_seqs=1,
-            max_model_len=1024,
-        )
+    with measuring.opened(args.grow, max_num_seqs=1) as open_llm:
+        llm = open_llm()
         rows = [measure(llm, form, temperature, args) for form in FORMS for temperature in args.temperatures]
-    setup = {
-        "grown_to": args.grow,
-        "threads": args.threads,
-        "torch": torch.__version__,
-        "processor": processor(),
-        "prompts": args.prompts,
-        "max_tokens": args.max_tokens,
-        "repeats": args.repeats,
-    }
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"setup": setup, "rows": rows}, indent=1) + "\n")
+    setup = measuring.setup(args, "threads", "prompts", "max_tokens", "repeats")
+    measuring.write_json(args.json, {"setup": setup, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -10,23 +10,16 @@ decoding in the same repeat: median (min to max). Tokens per pass are over all r
 decoding.
 """
 
-import argparse
-import json
 import statistics
 import time
 from collections import Counter
-from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
+import measuring
 import torch
 
 from treespec import LLM, SamplingParams
-from treespec.bench.grow import grown
 from treespec.bench.prompts import read_prompts
-from treespec.bench.run import Options
-from treespec.planning.cost_measurement import processor
-from treespec_weights import default_folder
 
 CUTS = (0, 8, 20, 40)  # tokens cut from a prompt's beginning
 SEEDS = range(4)
@@ -53,7 +46,7 @@ def workloads(prompts: list[list[int]], max_tokens: int) -> dict[str, list[Job]]
 
 def held_out(llm: LLM, count: int) -> list[list[int]]:
     """Held-out prompts of every kind."""
-    read = read_prompts(default_folder("target").parent / "heldout_prompts.json")
+    read = read_prompts(measuring.HELDOUT)
     chosen = read[:: max(len(read) // count, 1)][:count]
     return [llm.get_tokenizer().encode(prompt.content) for prompt in chosen]
 
@@ -85,9 +78,8 @@ def measure(engines: dict[str, LLM], jobs: list[Job], repeats: int) -> dict[str,
             if way == "plain":
                 plain = tokens
             else:
-                pairs = [pair for own in zip(plain, tokens, strict=True) for pair in zip(*own, strict=True)]
-                compared += len(pairs)
-                differing += sum(a != b for a, b in pairs)
+                found = measuring.count_differing(plain, tokens)
+                compared, differing = compared + found[0], differing + found[1]
             if repeat:
                 seconds[way].append(took)
                 passes[way] += own_passes
@@ -95,11 +87,7 @@ def measure(engines: dict[str, LLM], jobs: list[Job], repeats: int) -> dict[str,
     generated = sum(map(len, plain))
     ways = {}
     for way in WAYS:
-        ratios = [base / own for base, own in zip(seconds["plain"], seconds[way], strict=True)]
-        ways[way] = {
-            "speed_up": statistics.median(ratios),
-            "least": min(ratios),
-            "largest": max(ratios),
+        ways[way] = measuring.speed_ups(seconds["plain"], seconds[way]) | {
             "acceptance_length": repeats * generated / passes[way],
             "accepted_by_source": dict(accepted[way]),
         }
@@ -113,22 +101,12 @@ def measure(engines: dict[str, LLM], jobs: list[Job], repeats: int) -> dict[str,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--grow", help="size of a grown target; default: the embedded one")
+    parser = measuring.parser(__doc__, prompts=12, max_tokens=64, repeats=5, threads=1)
     parser.add_argument("--no-drafts", action="store_true", help="without SSMs")
-    parser.add_argument("--prompts", type=int, default=12)
-    parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    options = Options(device="cpu")
-    with grown(options, args.grow, None, None) if args.grow else nullcontext((options, None)) as (options, _):
-        common: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16", "compile": True, "max_model_len": 1024}
-        common |= {"model": options.model, "drafts": [] if args.no_drafts else options.drafts}
-        forgetful = LLM(max_num_seqs=len(SEEDS), **common)
-        remembering = LLM(max_num_seqs=len(SEEDS), suffix_tokens=REMEMBERED, **common)
+    with measuring.opened(args.grow, [] if args.no_drafts else None, max_num_seqs=len(SEEDS)) as open_llm:
+        forgetful, remembering = open_llm(), open_llm(suffix_tokens=REMEMBERED)
         engines = dict(zip(WAYS, (forgetful, forgetful, remembering), strict=True))
         rows = {}
         for name, jobs in workloads(held_out(forgetful, args.prompts), args.max_tokens).items():
@@ -138,20 +116,10 @@ def main() -> None:
             for way, own in row["ways"].items():
                 print(f"  {way:18} {own['speed_up']:.2f} ({own['least']:.2f} to {own['largest']:.2f}), ", end="")
                 print(f"{own['acceptance_length']:.2f} a pass")
-    setup = {
-        "grown_to": args.grow,
-        "drafts": not args.no_drafts,
-        "threads": args.threads,
-        "torch": torch.__version__,
-        "processor": processor(),
-        "prompts": args.prompts,
-        "max_tokens": args.max_tokens,
-        "repeats": args.repeats,
-        "remembered": REMEMBERED,
-    }
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(setup | {"workloads": rows}, indent=1) + "\n")
+    setup = measuring.setup(
+        args, "threads", "prompts", "max_tokens", "repeats", drafts=not args.no_drafts, remembered=REMEMBERED
+    )
+    measuring.write_json(args.json, setup | {"workloads": rows})
 
 
 if __name__ == "__main__":

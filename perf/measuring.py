@@ -1,0 +1,88 @@
+"""Options, prompts, comparisons and documents that the measuring scripts share."""
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from treespec import LLM
+from treespec.bench.grow import grown
+from treespec.bench.run import Options
+from treespec.planning.cost_measurement import processor
+from treespec_weights import default_folder
+
+HELDOUT = default_folder("target").parent / "heldout_prompts.json"
+
+
+def parser(doc: str | None, grow: str | None = None, **defaults: int) -> argparse.ArgumentParser:
+    """Return a parser with --grow, --json and an integer option for each of `defaults`."""
+    result = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result.add_argument("--grow", default=grow, help="size of a grown target; default: the embedded one")
+    for name, default in defaults.items():
+        result.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+    result.add_argument("--json", type=Path)
+    return result
+
+
+@contextmanager
+def opened(grow: str | None, drafts: Sequence[Any] | None = None, **options: Any) -> Iterator[Any]:
+    """Yield a function that opens the embedded target, grown or not, compiled in bfloat16 on the CPU.
+
+    Args:
+        grow: size of the grown target.
+        drafts: in place of the embedded SSMs.
+        options: of every `LLM`.
+    """
+    embedded = Options(device="cpu")
+    with grown(embedded, grow, None, None) if grow else nullcontext((embedded, None)) as (found, _):
+        common: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16", "compile": True, "max_model_len": 1024}
+        common |= {"model": found.model, "drafts": found.drafts if drafts is None else drafts}
+        yield lambda **own: LLM(**common | options | own)
+
+
+def balanced(entries: Sequence[dict[str, str]], count: int) -> list[dict[str, str]]:
+    """Return `count` prompts, alternating kinds and packages."""
+    groups: dict[tuple[str, str], list[dict[str, str]]] = {}
+    for entry in entries:
+        groups.setdefault((entry["kind"], entry["package"]), []).append(entry)
+    kinds: dict[str, list[dict[str, str]]] = {kind: [] for kind, _ in groups}
+    for kind, own in kinds.items():
+        queues = [list(members) for (k, _), members in groups.items() if k == kind]
+        while any(queues):
+            own += [queue.pop(0) for queue in queues if queue]
+    return [own[i] for i in range(count) for own in kinds.values() if i < len(own)][:count]
+
+
+def count_differing(plain: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> tuple[int, int]:
+    """Return how many tokens were compared and how many differ; lengths must be equal."""
+    pairs = [pair for own in zip(plain, other, strict=True) for pair in zip(*own, strict=True)]
+    return len(pairs), sum(a != b for a, b in pairs)
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return median, least and largest."""
+    return {"median": statistics.median(values), "least": min(values), "largest": max(values)}
+
+
+def speed_ups(plain: Sequence[float], own: Sequence[float]) -> dict[str, float]:
+    """Return the spread of the ratios of paired seconds, the median as `speed_up`."""
+    ratios = spread([base / seconds for base, seconds in zip(plain, own, strict=True)])
+    return {"speed_up": ratios.pop("median")} | ratios
+
+
+def setup(args: argparse.Namespace, *names: str, **more: Any) -> dict[str, Any]:
+    """Return the options `names` beside those of every script, and the machine, for the document."""
+    shared = {"torch": torch.__version__, "processor": processor()}
+    return {"grown_to": args.grow} | {name: getattr(args, name) for name in names} | shared | more
+
+
+def write_json(path: Path | None, document: Any) -> None:
+    """Write a document, if there is a path."""
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(document, indent=1) + "\n")

@@ -23,18 +23,18 @@ logger = logging.getLogger("treespec")
 
 
 class Engine:
-    """Target, drafts, cache, scheduler and executors, put together.
+    """Decodes batches of requests: one target, its draft sources, a KV cache, a scheduler and executors.
 
     Args:
-        runner: the target.
-        scheduler: admission.
-        sources: that draft.
-        host: runs the rounds of requests that no other executor serves.
-        captured: runs whole rounds on the device; None where there are no captured rounds.
+        runner: runs the target model.
+        scheduler: admits requests.
+        sources: draft sources.
+        host: executes requests that no other executor serves.
+        captured: executes whole rounds on the device, from CUDA graphs; None without them.
 
     Attributes:
-        observers: called after every round for each of its requests.
-        clock: what the engine's time went to.
+        observers: called after every round, once per request.
+        clock: seconds by stage.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class Engine:
         self.stats = Stats()
         self.observers = RoundObservers()
         self.clock = StageClock()
-        self._failures: Failures = {}  # requests of this round that a drafter failed for
+        self._failures: Failures = {}  # drafter failures of this round, by request
 
     def step(self) -> list[Request]:
-        """One round. Returns the requests that took part in it; those that ended have a `finish_reason`."""
+        """Run one round. Return its requests; finished ones have a `finish_reason`."""
         self.clock.enter("host")
         batch = self.scheduler.next()
         self.clock.enter("prefill")
@@ -74,12 +74,12 @@ class Engine:
         return batch.decode
 
     def prefill(self, batch: Batch) -> None:
-        """Run the prompt chunks of this step through the target and its SSMs.
+        """Run the prompt chunks of this step through the target and, for fixed trees, the SSMs.
 
-        Where the planner decides, the SSMs read the prompt when they draft for the first time: they may never. But what
-        several samples share is not written later, so one of them reads it for all, or the SSMs draft for none of them.
+        With `nodes="auto"`, SSMs prefill a prompt lazily, before they first draft for it. Samples of one prompt share
+        pages that must not be written later, so their SSMs prefill now if the planner expects a gain, or never.
 
-        A request whose prompt has no log-probabilities, where it asks for them, ends here and leaves `batch`.
+        A request whose requested prompt log-probabilities cannot be computed ends here and leaves `batch`.
         """
         self.runner.prefill(batch.prefill, batch.counts)
         for request in batch.prefill:
@@ -94,21 +94,21 @@ class Engine:
             ssms.prefill([r for r in computed if not r.spec.is_adaptive or _shares_ssms(r)])
             ssms.fork(batch.forked)
         if batch.prefill:
-            self.runner.wait()  # or the round behind it would take its time too, and the planner learn from that
+            self.runner.wait()  # keeps asynchronous prefill time out of the round that the planner learns from
 
     def _expects_ssms(self, request: Request) -> bool:
-        """Whether SSMs seem worth their time for as many requests as will run side by side."""
+        """Return whether the executor expects SSMs to pay at the batch size that the queue will fill."""
         scheduler = self.scheduler
         together = [*scheduler.running, *itertools.islice(scheduler.waiting, scheduler.max_num_seqs)]
         executor = next(each for each in self.executors if each.serves(request))
         return executor.expects_ssms(together[: scheduler.max_num_seqs])
 
     def commit(self, execution: Execution, began: tuple[float, ...]) -> None:
-        """Emit what was verified, up to a stop, and tell drafters, planner and observers.
+        """Append verified tokens to their requests, up to a stop, and notify drafters, planner and observers.
 
         Args:
-            execution: of some of the step's requests.
-            began: the clock's mark at its start.
+            execution: result of one executor.
+            began: `clock.mark()` before it ran.
         """
         self._failures |= execution.failures
         for request, error in execution.failed:
@@ -117,7 +117,7 @@ class Engine:
         for each in execution.verified:
             request, path = each.request, each.path
             emitted.append(tokens := request.accept(each.tokens))
-            self.stats.accepted_lengths[min(len(path) - 1, len(tokens))] += 1  # a stop may lie in the path
+            self.stats.accepted_lengths[min(len(path) - 1, len(tokens))] += 1  # a stop may cut the path
             if self.sources.ssms is not None:
                 self.sources.ssms.learn(request, each.tree, path, each.bonus)
             request.count_accepted([each.tree.sources_of(node) for node in path[1 : 1 + len(tokens)].tolist()])
@@ -145,7 +145,7 @@ class Engine:
                 self.observers.notify(RoundRecord.of(each, count, seconds, other))
 
     def update(self, requests: Sequence[Request]) -> None:
-        """Finish the requests that ended, and those that a drafter failed for."""
+        """Finish requests that reached a stop, and those whose drafter failed."""
         self.stats.rounds += bool(requests)
         failures, self._failures = self._failures, {}
         for request in requests:
@@ -160,7 +160,7 @@ class Engine:
                 self.finish(request, "error", failure)
 
     def finish(self, request: Request, reason: FinishReason, error: str | TreespecError | None = None) -> None:
-        """End a request and free all that it holds, even where a drafter fails to release it."""
+        """End a request and free its resources, even if a drafter fails to release it."""
         if request.finished:
             return
         if isinstance(error, TreespecError):
@@ -172,7 +172,7 @@ class Engine:
             self.stats.add_finished(request)
 
     def check_integrity(self) -> None:
-        """Assert what must hold between rounds: pages add up, and caches agree with the tokens."""
+        """Assert the invariants between rounds: page counts add up, and cached positions match the tokens."""
         self.cache.check_integrity()
         self.scheduler.check_integrity()
         for request in self.scheduler.running:
@@ -182,5 +182,5 @@ class Engine:
 
 
 def _shares_ssms(request: Request) -> bool:
-    """Whether samples of its prompt share what SSMs read of that."""
+    """Return whether the samples of this request's prompt share the SSMs' prefill."""
     return request.group is not None and not request.group.without_ssms

@@ -1,1 +1,1 @@
-"""Executors: what runs a round, and the interface between them and the engine."""
+"""Executors, which run rounds, and their interface to the engine."""

@@ -1,4 +1,4 @@
-"""The interface between the engine and what runs a round: executors, and the verified trees that they return."""
+"""The interface between the engine and its executors: batches in, verified trees out."""
 
 import time
 from collections.abc import Sequence
@@ -19,8 +19,10 @@ STAGES = ("idle", "host", "prefill", "draft", "foreign", "search", "merge", "for
 
 
 class VerifiedTree(Protocol):
-    """What the engine and the planner read of a verified tree: a `TokenTree`, or a captured round's before anybody
-    needs the whole of it."""
+    """The parts of a verified tree that the engine and the planner read.
+
+    Implemented by `TokenTree` and by `RoundTree`, which builds a `TokenTree` from device results on demand.
+    """
 
     @property
     def tokens(self) -> np.ndarray:
@@ -32,7 +34,7 @@ class VerifiedTree(Protocol):
 
     @property
     def values(self) -> np.ndarray:
-        """float [num_nodes], the estimated probability that each node is accepted."""
+        """float [num_nodes], estimated acceptance probabilities."""
 
     @property
     def depths(self) -> np.ndarray:
@@ -43,18 +45,18 @@ class VerifiedTree(Protocol):
     def sources_of(self, node: int) -> tuple[str, ...]: ...
 
     def token_tree(self) -> TokenTree:
-        """The whole tree with the provenance of every node."""
+        """Return the tree with the sources of every node."""
 
 
 class VerifiedRequest(NamedTuple):
     """One request of a round, after verification and before commit.
 
     Attributes:
-        request: its `tokens` and `context_len` do not contain the round yet.
-        tree: what the target verified.
-        path: int64 [1 + accepted], the accepted nodes, root first. The target's K/V are compacted to it.
+        request: `tokens` and `context_len` are those before the round.
+        tree: the verified tree.
+        path: int64 [1 + accepted], the accepted nodes, root first. The target's K/V are already compacted to it.
         bonus: the target's own token after the path.
-        logits: [num_nodes, vocab] of the target; None where nothing reads them.
+        logits: target logits [num_nodes, vocab]; None for captured rounds.
     """
 
     request: Request
@@ -65,12 +67,12 @@ class VerifiedRequest(NamedTuple):
 
     @property
     def tokens(self) -> list[int]:
-        """What follows the root: the accepted drafted tokens and the bonus token."""
+        """The accepted drafted tokens, then the bonus token."""
         return [*self.tree.tokens[self.path[1:]].tolist(), self.bonus]
 
 
 class StageClock:
-    """Divides an engine's time among stages: a moment belongs to the stage that was entered last.
+    """Accumulates wall time by stage; time counts for the stage that was entered last.
 
     Stages: prefill; draft (the SSMs), foreign (drafts with other tokenizers), search (other drafters), merge (planning,
     merging and cutting trees), forward, verify, commit, update; host between them, and idle between steps.
@@ -81,32 +83,33 @@ class StageClock:
         self._stage, self._since = "idle", time.perf_counter()
 
     def enter(self, stage: str) -> str:
-        """Begin a stage. Returns the one that ends."""
+        """Enter a stage and return the previous one."""
         now = time.perf_counter()
         self.seconds[self._stage] += now - self._since
         ended, self._stage, self._since = self._stage, stage, now
         return ended
 
     def move(self, source: str, **stages: float) -> None:
-        """Give seconds of the stage `source` to others."""
+        """Reassign seconds of the stage `source` to other stages."""
         for stage, seconds in stages.items():
             self.seconds[stage] += seconds
             self.seconds[source] -= seconds
 
     def mark(self) -> tuple[float, ...]:
-        """A moment, for `since`; the current stage began with it."""
+        """Return a marker for `since`: the start of the current stage."""
         seconds = self.seconds
         return self._since, seconds["draft"], seconds["forward"], seconds["foreign"]
 
     def since(self, mark: tuple[float, ...], read: float) -> tuple[RoundSeconds, float]:
-        """Seconds between a mark and the begin of the current stage, by the parts that the planner decides on.
+        """Return the seconds from a mark to the start of the current stage.
 
         Args:
-            mark: at the start of a round.
-            read: what of `draft` was reading committed tokens.
+            mark: taken at the start of a round.
+            read: seconds of `draft` spent on prefilling the SSMs.
 
         Returns:
-            Also the seconds of drafts that decide for themselves whether their passes pay.
+            The seconds by the parts that the planner models, and those of foreign drafts, which have their own cost
+            model.
         """
         whole, draft, forward, foreign = (now - then for now, then in zip(self.mark(), mark, strict=True))
         return RoundSeconds(draft - read, read, forward, whole - draft - forward - foreign), foreign
@@ -114,17 +117,17 @@ class StageClock:
 
 @dataclass
 class Execution:
-    """What an executor made of a batch.
+    """The result of running a batch through an executor.
 
     Attributes:
-        verified: the requests that were decided.
-        failed: requests that end here, and why.
-        undecided: requests that another executor must decide; nothing of them was committed.
-        proposals: by source, the trees that it proposed, by request id: it is told what was accepted of them.
-        failures: requests that a drafter failed for; they end after this round.
-        planner: that planned the round and learns from it; None where the batch was empty.
-        drafted: what the SSMs did.
-        rows: of the target pass, as the planner counts them; None: all nodes of all trees.
+        verified: verified requests.
+        failed: requests that end in this round, with the error text.
+        undecided: requests that the next executor must run; nothing of them was committed.
+        proposals: trees by request id for each source, which is notified of the accepted nodes.
+        failures: requests whose drafter failed; they end after this round.
+        planner: the planner of the round, which learns from it; None for an empty batch.
+        drafted: the SSMs' work.
+        rows: rows of the target pass as the planner counts them; None = all nodes of all trees.
     """
 
     verified: list[VerifiedRequest] = field(default_factory=list)
@@ -141,24 +144,26 @@ class Executor(Protocol):
     """Runs one round of a batch: propose, forward, verify, and compact the target's KV cache to the accepted paths."""
 
     def serves(self, request: Request) -> bool:
-        """Whether this executor decodes a request. The answer follows from its parameters alone, never from the
-        batch, so that one executor chooses all of its tokens."""
+        """Return whether this executor can decode a request.
+
+        Depends on the request's parameters only, never on the batch, so that one executor produces all of its tokens.
+        """
 
     def expects_ssms(self, requests: Sequence[Request]) -> bool:
-        """Whether SSMs seem worth their time where these requests run side by side."""
+        """Return whether SSMs are expected to pay for a batch of these requests."""
 
     def run(self, requests: Sequence[Request], others_wait: bool, clock: StageClock) -> Execution:
-        """One round.
+        """Run one round.
 
         Args:
-            requests: prefilled, with their pages; all are served by this executor.
-            others_wait: whether a request that ends makes room for another.
-            clock: told of the round's stages.
+            requests: prefilled requests that this executor serves.
+            others_wait: whether the queue holds requests for slots that become free.
+            clock: receives the stages.
         """
 
 
 def follow(tree: TokenTree, tokens: Sequence[int]) -> np.ndarray:
-    """The longest path of `tree` that `tokens` follow below its root, int64 node indices from the root on."""
+    """Return the path of `tree` that matches the longest prefix of `tokens`, int64 node indices, root first."""
     path, parents, own = [0], tree.parents.tolist(), tree.tokens.tolist()
     for node in range(1, len(tree)):  # parents precede their children
         if len(path) > len(tokens):

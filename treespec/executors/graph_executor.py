@@ -1,4 +1,4 @@
-"""The graph executor: runs whole rounds on the device, from captured CUDA graphs."""
+"""The graph executor: runs whole rounds on the device by replaying CUDA graphs."""
 
 import time
 from collections.abc import Sequence
@@ -19,17 +19,17 @@ from treespec.runner import Runner
 from treespec.tree import TokenTree
 from treespec_kernels.tree.growth_limits import SEEDS
 
-LEAST_VALUE = 1e-6  # of a node; below it are only tokens of SSMs with weight 0
+LEAST_VALUE = 1e-6  # minimum node value; only SSMs with weight 0 propose less
 
 
 class GraphExecutor:
-    """Serves the requests whose parameters captured rounds know.
+    """Runs captured rounds for the requests whose parameters they support.
 
     Args:
-        runner: the target.
-        sources: that draft.
-        rounds: captured.
-        max_model_len: positions of the longest request.
+        runner: runs the target model.
+        sources: draft sources.
+        rounds: the captured rounds.
+        max_model_len: maximum positions of a request.
     """
 
     def __init__(self, runner: Runner, sources: DraftSources, rounds: Rounds, max_model_len: int):
@@ -51,7 +51,7 @@ class GraphExecutor:
         return not (request.draws_at_random or spec.branching)
 
     def expects_ssms(self, requests: Sequence[Request]) -> bool:
-        """Always: SSMs read prompts beforehand, as drafting takes a small part of a captured round."""
+        """Return True: drafting is a small part of a captured round, so SSMs prefill every prompt."""
         return True
 
     def run(self, requests: Sequence[Request], others_wait: bool, clock: StageClock) -> Execution:
@@ -82,9 +82,10 @@ class GraphExecutor:
         return execution
 
     def _catch_up(self, requests: Sequence[Request]) -> float:
-        """Let the SSMs read what they have missed: a prompt, or what rounds without drafts have emitted.
+        """Prefill the SSMs with tokens they have not read: prompts, or the output of rounds without drafting.
 
-        Returns the seconds that it took, none where there was nothing to read.
+        Returns:
+            Seconds spent; 0 if there was nothing to read.
         """
         ssms, began = self.sources.ssms, time.perf_counter()
         if ssms is None or not requests or not ssms.catch_up(requests, self.rounds.limits.width):
@@ -95,7 +96,7 @@ class GraphExecutor:
     def _propose(
         self, requests: Sequence[Request], plans: Sequence[DraftPlan], execution: Execution
     ) -> list[TokenTree | None]:
-        """What sources that run no model propose."""
+        """Return the trees of the model-free sources, None where there is no proposal, and record them."""
         if (lookup := self.sources.lookup) is None:
             return [None] * len(requests)
         trees = lookup.propose(requests, [plan.max_depth for plan in plans], LEAST_VALUE)
@@ -107,7 +108,7 @@ class GraphExecutor:
     def _has_sources(
         self, requests: Sequence[Request], plans: Sequence[DraftPlan], proposed: Sequence[TokenTree | None]
     ) -> bool:
-        """Whether any source has anything to propose."""
+        """Return whether any source proposes a token."""
         ssms = self.sources.ssms
         drafting = (request for request, plan in zip(requests, plans, strict=True) if plan.levels)
         return any(tree is not None for tree in proposed) or (ssms is not None and any(map(ssms.may_draft, drafting)))
@@ -148,7 +149,7 @@ class GraphExecutor:
         nodes: int,
         execution: Execution,
     ) -> None:
-        """Add what a round made of a request. Where the target computed NaN or infinity, its slots become clean."""
+        """Record a request's result. If the target computed NaN or infinity, zero its slots and leave it undecided."""
         request.target_passes += 1
         request.nodes_verified += len(result.tokens)
         if not len(result.path):

@@ -1,4 +1,4 @@
-"""The host executor: drafts, verifies and commits a round step by step, with reads on the host in between."""
+"""The host executor: drafts, verifies and commits step by step, with control flow on the host."""
 
 from collections.abc import Sequence
 
@@ -17,13 +17,13 @@ from treespec.verification.verify import Verified, verify_greedy
 
 
 class HostExecutor:
-    """Serves every request, on any device.
+    """Runs rounds for any request on any device.
 
     Args:
-        runner: the target.
-        planner: what to draft and how much of it to verify.
-        sources: that draft.
-        max_model_len: positions of the longest request.
+        runner: runs the target model.
+        planner: sizes drafts and trees.
+        sources: draft sources.
+        max_model_len: maximum positions of a request.
     """
 
     def __init__(self, runner: Runner, planner: Planner, sources: DraftSources, max_model_len: int):
@@ -53,9 +53,9 @@ class HostExecutor:
     def propose(
         self, requests: Sequence[Request], others_wait: bool, clock: StageClock, execution: Execution
     ) -> list[TokenTree]:
-        """Let every source draft; one merged tree per request, cut to what is worth verifying.
+        """Draft with every source and return one merged tree per request, cut to the nodes worth verifying.
 
-        Sources that run no model, and drafts with other tokenizers, come first; the SSMs grow their trees over them.
+        Model-free sources and foreign drafts propose first; the SSMs then extend the merged proposals.
         """
         clock.enter("merge")
         ssms, lookup, planner = self.sources.ssms, self.sources.lookup, self.planner
@@ -92,11 +92,11 @@ class HostExecutor:
             if execution.drafted.levels:
                 execution.proposals.append((ssms, dict(zip(ids, merged, strict=True))))
         cut = planner.cut(requests, merged, execution.drafted)
-        # Fixed trees contain nodes of probability 0, too, where there are no others.
+        # Fixed trees may be filled up with nodes of probability 0, which a restriction may forbid.
         return [_pruned(request, tree) for request, tree in zip(requests, cut, strict=True)]
 
     def _forced(self, request: Request, plan: DraftPlan) -> TokenTree:
-        """Grammar-forced tokens; kept even while drafting is paused, because they cost nothing."""
+        """Return the grammar-forced tokens, which cost nothing and are kept even while drafting is paused."""
         adaptive = request.spec.is_adaptive
         depth = min(request.spec.max_depth, request.room(self.max_model_len)) if adaptive else plan.max_depth
         return forced_tree(request, depth)
@@ -104,12 +104,12 @@ class HostExecutor:
     def forward(
         self, requests: Sequence[Request], trees: Sequence[TokenTree], execution: Execution
     ) -> list[tuple[Request, TokenTree, Choices]]:
-        """ONE target pass over all nodes of all requests. A request that computes NaN fails alone.
+        """Run one target pass over all nodes of all requests. A request with non-finite logits fails alone.
 
-        A drafted token may overflow where the target's own would not, and one NaN in a tree reaches the other nodes as
-        0 * NaN. So such a tree is passed again as plain decoding would: its root, on clean slots. (A tree of random
-        draws is thereby dropped for what was drawn: in all of "rejection" and "traversal" this alone changes the
-        distribution.)
+        A drafted token may overflow where the target's own tokens would not, and its NaN reaches other nodes as
+        0 * NaN. Such a tree is therefore dropped, and its root is passed again on zeroed slots, as in plain decoding.
+        Under "rejection" and "traversal" this conditions on the drawn tokens; it is the only case that changes their
+        distribution.
         """
         scored = []
         for request, tree, choices in zip(requests, trees, self.runner.forward(requests, trees), strict=True):
@@ -129,7 +129,7 @@ class HostExecutor:
         return scored
 
     def verify(self, scored: Sequence[tuple[Request, TokenTree, Choices]], execution: Execution) -> None:
-        """Decide which nodes are accepted, by each request's rule. A request that cannot be decided fails alone."""
+        """Apply each request's verification rule. A request that raises RequestError fails alone."""
         for request, tree, choices in scored:
             try:
                 path, bonus = _verify(request, tree, choices)
@@ -140,7 +140,7 @@ class HostExecutor:
 
 
 def _verify(request: Request, tree: TokenTree, choices: Choices) -> Verified:
-    """Verify one request's tree by its rule."""
+    """Return the accepted path and the bonus token of one tree, by the request's rule."""
     sampler = request.sampler
     if sampler is None:
         assert choices.tokens is not None
@@ -151,12 +151,12 @@ def _verify(request: Request, tree: TokenTree, choices: Choices) -> Verified:
 
 
 def merge_proposals(request: Request, trees: Sequence[TokenTree]) -> TokenTree:
-    """Merge what sources other than the SSMs propose for a request, without tokens that the request may not write.
+    """Merge the proposals of all sources other than SSMs, without tokens that the request's restriction forbids.
 
-    Random draws stay whole, so other sources give way to them where both do not fit.
+    Trees of random draws cannot be cut, so if the merged tree exceeds the budget, only they are kept.
 
     Raises:
-        DraftError: the draws alone have more nodes than the request. Nothing has reached the cache.
+        DraftError: the draws alone exceed `spec.max_nodes`. Nothing has been written to the cache.
     """
     tree = _pruned(request, merge(trees))
     if tree.draws.rows is None or len(tree) <= request.spec.max_nodes:
@@ -171,5 +171,5 @@ def merge_proposals(request: Request, trees: Sequence[TokenTree]) -> TokenTree:
 
 
 def _pruned(request: Request, tree: TokenTree) -> TokenTree:
-    """The tree without nodes that the request's restriction forbids."""
+    """Return the tree without the nodes that the request's restriction forbids."""
     return tree if request.restriction is None else request.restriction.prune(tree, request.tokens)

@@ -40,7 +40,7 @@ def planner_at(gain: float, requests: list[Request]) -> Planner:
     """Time is worth `gain` times what plain decoding makes of it; tokens of all requests are worth the same."""
     planner = Planner(COST)
     planner.draft_plans(requests, 256, others_wait=True)
-    planner._outlook.gain = gain
+    planner._state.gain = gain
     return planner
 
 
@@ -77,7 +77,7 @@ def test_a_level_is_drafted_where_it_promises_more_than_its_time() -> None:
     only = np.array([0])
     for opened, reached in itertools.product((0.1, 0.4, 0.9), (0.2, 0.5, 0.9)):
         decision = planner.worth_a_level(only, np.array([opened]), np.array([reached]))
-        assert decision.tolist() == [opened * (reached + planner._reach) / 2 > price]
+        assert decision.tolist() == [opened * (reached + planner._coverage) / 2 > price]
     assert planner.worth_a_level(only, np.ones(1), np.zeros(1)).all(), "others may have said what this level holds"
     assert not planner.worth_a_level(only, np.array([0.05]), None), "another source says already what follows"
     assert planner.worth_a_level(only, np.array([1.0]), None)
@@ -89,7 +89,7 @@ def test_ssms_are_expected_where_a_first_level_pays(batch: int) -> None:
     planner, dear = Planner(COST), Planner(dataclasses.replace(COST, draft_seconds=1.0))
     assert planner.expects_ssms(requests) and not dear.expects_ssms(requests)
     planner.draft_plans(requests, 256)
-    planner._outlook.ssms.resting = 9
+    planner._state.ssms.pause_left = 9
     assert not planner.expects_ssms(requests), "they rest in batches of this size"
     assert planner.expects_ssms([request_of() for _ in range(8)]), "and in no other"
 
@@ -102,16 +102,16 @@ def test_the_start_of_drafting_is_paid_by_all_levels_together(tokens_left: int, 
     for reach, opened in itertools.product((0.5, 0.8, 0.95), (0.4, 0.7, 1.0)):
         planner = Planner(STARTING)
         planner.draft_plans([request], 256)
-        planner._reach, planner._outlook.gain = reach, 1.5
+        planner._coverage, planner._state.gain = reach, 1.5
         start, level = 1.5 / 1e-3 * 3e-4, 1.5 / 1e-3 * 2e-4
         gained = np.cumsum([opened * reach**depth - level for depth in range(1, min(tokens_left, 17))])
         pays = gained.max() > start
         answers.append(pays)
         assert planner.worth_a_level(only, np.array([opened]), None).tolist() == [pays]
         if opened == 1:
-            assert planner._may_draft() == pays == (planner.draft_plans([request], 256)[0].levels > 0)
+            assert planner._could_draft() == pays == (planner.draft_plans([request], 256)[0].levels > 0)
         decision = planner.worth_a_level(only, np.array([opened]), np.array([0.5]))
-        assert decision.tolist() == [opened * (0.5 + planner._reach) / 2 > level], "the start is paid already"
+        assert decision.tolist() == [opened * (0.5 + planner._coverage) / 2 > level], "the start is paid already"
     assert sum(answers) == paying, "more levels pay for it together"
 
 
@@ -127,7 +127,7 @@ def test_deep_trees_of_others_do_not_make_a_short_one_seem_cheap() -> None:
         planner.observe([request], [tree], [2], seconds)
     assert planner.costs.draft(Drafted(1, 1, 1)) == pytest.approx(7.6e-4, rel=0.05)
     assert planner.costs.draft(Drafted(8, 8, 8)) == pytest.approx(18.8e-4, rel=0.05)
-    planner._reach, planner._outlook.gain = 0.5, 1.2
+    planner._coverage, planner._state.gain = 0.5, 1.2
     assert planner.costs.level(1, 1) * planner.rate < 0.25, "a level pays, and one more"
     assert planner.draft_plans([automatic], 256)[0].levels == 0, "all of them do not pay for the start"
 
@@ -153,11 +153,13 @@ def test_tokens_count_for_the_request_that_ends_last() -> None:
     planner = Planner(COST)
     planner.draft_plans(requests, 256)
     own_share = 1 - float(COST.verify(3, 3) / COST.verify(4, 4))
-    assert planner._worth[0] == 1, "it ends last"
-    lateness = (planner._worth[1] - own_share) / (1 - own_share)
-    assert planner._worth[1:] == [planner._worth[1]] * 3 and 0.05 < lateness < 0.25, "the others in a third of the time"
+    assert planner._token_weights[0] == 1, "it ends last"
+    lateness = (planner._token_weights[1] - own_share) / (1 - own_share)
+    assert planner._token_weights[1:] == [planner._token_weights[1]] * 3 and 0.05 < lateness < 0.25, (
+        "the others in a third of the time"
+    )
     planner.draft_plans(requests, 256, others_wait=True)
-    assert set(planner._worth) == {1.0}, "each that ends makes room for another"
+    assert set(planner._token_weights) == {1.0}, "each that ends makes room for another"
 
 
 def test_measured_seconds_correct_the_curve() -> None:
@@ -171,7 +173,7 @@ def test_measured_seconds_correct_the_curve() -> None:
             planner.observe([request], [tree], [2], RoundSeconds(*(slowness * seconds)))
         assert planner.costs.learned.draft_scales.level == pytest.approx(3, rel=0.01)
         assert planner.costs.host("drafted") == pytest.approx(1e-4, rel=0.01)
-        modelled = planner_at(planner._outlook.gain, [request])
+        modelled = planner_at(planner._state.gain, [request])
         masses = np.linspace(0.05, 1, 20)
         first = [p.worth_a_level(np.zeros(20, dtype=np.int64), masses, np.ones(20)).sum() for p in (planner, modelled)]
         assert first[0] <= first[1]
@@ -199,7 +201,7 @@ def test_what_loses_rests_for_longer_and_longer(drafts: bool) -> None:
         assert rests[:2] == [63, 127]
     round_seconds = float(COST.verify(2)) + (COST.draft(1, 1, 1) if drafts else 0.0)
     lost = sum(asked) * (round_seconds / float(COST.verify(1)) - 1)
-    assert lost < DEFAULT.credit + len(rests) * DEFAULT.second_credit, "in rounds of plain decoding"
+    assert lost < DEFAULT.credit + len(rests) * DEFAULT.retry_credit, "in rounds of plain decoding"
     assert lost < 0.025 * len(asked)
 
 
@@ -209,7 +211,7 @@ def test_a_request_that_failed_does_not_count() -> None:
     planner.draft_plans(requests, 256)
     trees = planner.cut(requests, [tree_of(3, {(5,): 0.9})] * 3, Drafted(1, 1, 3))
     planner.observe(requests[1:], trees[1:], [4, 4], RoundSeconds(1e-3, 0.0, 1e-3, 1e-4))
-    assert planner._outlook.gain > 1.2
+    assert planner._state.gain > 1.2
 
 
 def test_a_long_prompt_is_not_read_for_a_few_tokens() -> None:
@@ -301,15 +303,17 @@ def test_a_batch_that_is_not_worth_drafting_for_is_asked_again_after_some_rounds
 ) -> None:
     planner, requests = Planner(COST), [request_of() for _ in range(2)]
     planner.draft_plans(requests, 256)
-    planner._outlook.free.resting, planner._reach = 1000, 1e-3  # SSMs promise next to nothing
-    monkeypatch.setattr(Planner, "_may_draft", lambda planner: True)
+    planner._state.model_free.pause_left, planner._coverage = 1000, 1e-3  # SSMs promise next to nothing
+    monkeypatch.setattr(Planner, "_could_draft", lambda planner: True)
     asked = []
-    original = Planner._pays
-    monkeypatch.setattr(Planner, "_pays", lambda *given, **how: asked.append(len(given[1])) or original(*given, **how))
+    original = Planner._next_level_pays
+    monkeypatch.setattr(
+        Planner, "_next_level_pays", lambda *given, **how: asked.append(len(given[1])) or original(*given, **how)
+    )
     for _ in range(18):
         assert all(plan.max_depth == plan.levels == 0 for plan in planner.draft_plans(requests, 256))
     assert asked == [2, 2], "once in nine rounds"
     planner.draft_plans(requests[:1], 256)
-    planner._outlook.free.resting = 1000
+    planner._state.model_free.pause_left = 1000
     planner.draft_plans(requests[:1], 256)
     assert asked[2] == 1, "another batch is another question"

@@ -160,7 +160,7 @@ def test_a_plain_pass_after_a_tree_is_known_to_be_slower() -> None:
     for _ in range(100):
         for rows, forward in ((1, 1.4e-3), (1, 1e-3), (8, float(CURVE.verify(8)))):
             learn(costs, rows, forward, host=0.0)
-    assert costs.learned.lone_scale.value == pytest.approx(1.4, rel=0.01)
+    assert costs.learned.after_tree_scale.value == pytest.approx(1.4, rel=0.01)
     assert price(costs, 8) == pytest.approx(float(CURVE.verify(8)) / 1e-3 - 1, rel=0.01)
     assert costs.plain == pytest.approx(1e-3), "plain decoding has no trees"
     learn(costs, 1, 1.4e-3, host=0.0)

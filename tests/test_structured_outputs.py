@@ -187,8 +187,8 @@ def test_what_must_follow_is_accepted_without_any_draft() -> None:
         (output,) = llm.generate("x", params, spec)
         assert output.outputs == plain.outputs and set(output.metrics.accepted_by_source) == {"grammar"}
         assert output.metrics.acceptance_length > 2.5
-    hopes = llm.engine.host.planner._outlook
-    hopes.free.resting = hopes.ssms.resting = 10**6  # nobody is asked to guess, but this is no guess
+    backoffs = llm.engine.host.planner._state
+    backoffs.model_free.pause_left = backoffs.ssms.pause_left = 10**6  # nobody is asked to guess, but this is no guess
     (output,) = llm.generate("x", params)
     assert output.outputs == plain.outputs and set(output.metrics.accepted_by_source) == {"grammar"}
     assert output.metrics.acceptance_length > 2.5

@@ -1,4 +1,4 @@
-"""Draft plans: what a round asks of the SSMs, and what they did for it."""
+"""Draft plans, drafting statistics, and the growth rule: the interface between planner and drafters."""
 
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -8,16 +8,16 @@ import numpy as np
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """What to grow for one request.
+    """Limits for the tree of one request.
 
     Args:
-        max_depth: bounds the sources that run no model.
-        levels: bounds what SSMs draft.
-        nodes: how many nodes the tree will be cut to: only nodes that can be among them are expanded.
-        branching: children per node by depth (static policy); None lets probabilities decide.
-        adaptive: stop growing as soon as another level is not expected to pay.
-        min_trust: mixture weight that an SSM must have to draft; with less its proposals are not worth its time.
-        max_ssms: how many may draft; None = all.
+        max_depth: maximum depth of proposals from sources without a model.
+        levels: maximum number of levels that SSMs draft.
+        nodes: size that the tree is cut to; only nodes that can be among these are expanded.
+        branching: children per node by depth (static policy); None = chosen by probability.
+        adaptive: whether growth stops as soon as another level is not expected to pay.
+        min_trust: minimum mixture weight of an SSM; below it, its proposals do not pay for its pass.
+        max_ssms: maximum number of SSMs that draft; None = all.
     """
 
     max_depth: int
@@ -30,13 +30,14 @@ class DraftPlan:
 
 
 class Drafted(NamedTuple):
-    """What a round of drafting did.
+    """Amount of work that the SSMs did in a round.
 
     Attributes:
-        levels: of the trees.
-        passes: of one SSM over a level.
-        request_passes: the same, counted once for each request in them.
-        read_tokens, read_seconds: committed tokens that SSMs had missed, summed over the SSMs, and their time.
+        levels: draft levels.
+        passes: draft passes, one per level and SSM.
+        request_passes: draft passes times the requests in each.
+        read_tokens: committed tokens that SSMs had not read yet and read first, summed over the SSMs.
+        read_seconds: time of reading them.
     """
 
     levels: int
@@ -50,19 +51,19 @@ NOTHING_DRAFTED = Drafted(0, 0)
 
 
 class GrowthRule(Protocol):
-    """Decides whether another level of the adaptive trees is worth drafting."""
+    """Decides whether to draft another level of the adaptive trees."""
 
     @property
     def least_value(self) -> float:
-        """The value of a node that is worth its row of the target pass."""
+        """Minimum value at which a node pays for its row of the target pass."""
 
     def worth_a_level(self, trees: np.ndarray, open_mass: np.ndarray, reached: np.ndarray | None) -> np.ndarray:
-        """Which of these trees grow by another level; bool [num trees]. Asked before each level, the first too.
+        """Return which of these trees grow by another level, bool [num trees]. Called before each level.
 
         Args:
-            trees: int64 [num trees], their requests' places in the batch.
-            open_mass: float64 [num trees], the chance that a tree's frontier is reached and no other source says what
-                follows.
-            reached: float64 [num trees], which share of the last level's open mass its nodes turned out to hold; None
-                before the first level.
+            trees: int64 [num trees], indices of their requests in the batch.
+            open_mass: float64 [num trees], the probability that a tree's frontier is reached and no other source covers
+                the next token.
+            reached: float64 [num trees], coverage of the last level: the share of its open mass that its nodes hold;
+                None before the first level.
         """

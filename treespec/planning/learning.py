@@ -1,4 +1,4 @@
-"""What the planner learns from rounds: whether speculation pays, and how far node values hold."""
+"""Online estimates of the planner: backoff, calibration of node values, and expected tokens by tree shape."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -9,45 +9,58 @@ from treespec.planning.planner_config import PlannerConfig
 
 
 class SpeculationBackoff:
-    """Decides whether a way to speculate rests. It may lose a few rounds' time; then it rests, each time for longer.
+    """Exponential backoff of one kind of speculation.
+
+    A credit absorbs the time that speculation loses against plain decoding; gains restore it up to a limit. When the
+    credit is used up, speculation pauses, each time for twice as long. At the upper limit the pause is reset.
 
     Args:
-        requests: of the batch.
+        requests: smallest number of requests in the batch; the credit is divided by it.
         config: credit and pauses.
+
+    Attributes:
+        gain: running mean of tokens per second over plain decoding's.
+        pause_left: rounds left of the current pause; 0 if speculation is enabled.
     """
 
     def __init__(self, requests: int, config: PlannerConfig) -> None:
-        self.gain = config.first_gain  # running mean: its tokens per second over plain decoding's
-        self.resting = 0  # rounds
+        self.gain = config.initial_gain
+        self.pause_left = 0
         self._requests, self._config = requests, config
-        self._credit = config.credit / requests  # what it may still lose, in rounds of plain decoding
-        self._pause = config.pause
+        self._credit = config.credit / requests  # in rounds of plain decoding
+        self._pause = config.pause  # rounds of the next pause
 
     def observe(self, gain: float, rounds: float, paid: float = 0.0) -> None:
-        """Learn from a round that was decoded this way and took as long as `rounds` of plain decoding; `paid`: rounds
-        that were spent once, for many to come."""
+        """Update gain and credit from a round of this kind of speculation.
+
+        Args:
+            gain: tokens per second of the round over plain decoding's.
+            rounds: duration of the round, in rounds of plain decoding.
+            paid: one-time cost within the round (reading prompts), in rounds of plain decoding.
+        """
         config = self._config
-        self.gain += config.gain_memory * (gain - self.gain)
+        self.gain += config.gain_ema * (gain - self.gain)
         self._credit += (gain - 1 - config.margin) * rounds - paid
         if self._credit < 0:
-            self.resting, self._credit = self._pause, config.second_credit / self._requests
-            self.gain = max(self.gain, config.second_gain)
-            self._pause = min(2 * self._pause, config.longest_pause)
-        elif self._credit > config.largest_credit / self._requests:
-            self._credit, self._pause = config.largest_credit / self._requests, config.pause
+            self.pause_left, self._credit = self._pause, config.retry_credit / self._requests
+            self.gain = max(self.gain, config.retry_gain)
+            self._pause = min(2 * self._pause, config.max_pause)
+        elif self._credit > config.max_credit / self._requests:
+            self._credit, self._pause = config.max_credit / self._requests, config.pause
 
     def miss(self) -> None:
-        """Learn from a round that was not decoded this way: the gain drifts back to what was assumed at first."""
-        self.gain += self._config.recovery * (self._config.first_gain - self.gain)
+        """Decay the gain towards its prior after a round without this kind of speculation."""
+        self.gain += self._config.recovery * (self._config.initial_gain - self.gain)
 
 
 class Calibration:
-    """Accepted tokens over those that node values promised, as a ratio of running means.
+    """Ratio of accepted tokens to the tokens that node values predicted.
 
-    The mean of the rounds' ratios, or of their differences, would follow the last long guess that held, or did not.
+    It is a ratio of running means. A mean of the per-round ratios or differences would follow the outcome of the last
+    long draft.
 
     Args:
-        config: memory and prior.
+        config: weight of the newest round and prior.
     """
 
     def __init__(self, config: PlannerConfig) -> None:
@@ -56,37 +69,38 @@ class Calibration:
 
     @property
     def value(self) -> float:
+        """Accepted over predicted tokens, clipped to [0.1, 1.2]."""
         return min(max(self._accepted / self._promised, 0.1), 1.2)
 
     def add(self, accepted: float, promised: float) -> None:
-        """Learn from a round; both per request."""
-        memory = self._config.calibration_memory
-        self._accepted += memory * (accepted - self._accepted)
-        self._promised += memory * (promised - self._promised)
+        """Update with the accepted and predicted tokens of a round, both per request."""
+        weight = self._config.calibration_ema
+        self._accepted += weight * (accepted - self._accepted)
+        self._promised += weight * (promised - self._promised)
 
     def miss(self) -> None:
-        """Learn from a round that promised nothing."""
+        """Decay towards a ratio of 1 after a round without drafted nodes of this kind."""
         self._accepted += self._config.recovery * (self._promised - self._accepted)
 
 
 class RoundShapes(NamedTuple):
-    """Tree shapes that a captured round exists for.
+    """Tree shapes that captured rounds exist for.
 
     Attributes:
-        max_depth: levels that can be drafted.
-        nodes: rows of the target pass of each request, 1 first, ascending.
+        max_depth: maximum number of draft levels.
+        nodes: rows per request of the target pass, by graph, ascending; the first is 1 (plain decoding).
     """
 
     max_depth: int
     nodes: tuple[int, ...]
 
     def fitting(self, nodes: int) -> int:
-        """The rows of the smallest graph that holds so many nodes, or the largest one's."""
+        """Return the rows of the smallest graph with room for `nodes` nodes, or of the largest graph."""
         return next((each for each in self.nodes if each >= nodes), self.nodes[-1])
 
 
 class ScoredTree(Protocol):
-    """What is learned from: float values [num_nodes] and int depths [num_nodes], root first."""
+    """A verified tree: float `values` [num_nodes] and int `depths` [num_nodes], root first."""
 
     @property
     def values(self) -> np.ndarray: ...
@@ -96,60 +110,68 @@ class ScoredTree(Protocol):
 
 
 class TreeYield:
-    """Accepted tokens that trees of each shape promise, for rounds whose shape is chosen before they start.
+    """Expected accepted tokens of each tree shape, for rounds whose shape is chosen in advance.
 
-    A tree that comes back tells of every smaller one: the value of a node is the probability that it is accepted, so a
-    smaller tree holds the sum of its best nodes' values. Larger shapes are assumed to hold somewhat more until they
-    are tried, and drift back to that assumption while they are not.
+    Node values are acceptance probabilities, so the expected accepted tokens of a tree are the sum of its values. A
+    verified tree therefore yields an estimate for every smaller shape: the sum of its best values within that shape.
+    Larger shapes start from an optimistic extrapolation and decay back to it while they are not tried.
 
     Args:
-        shapes: to choose from.
-        config: memory and assumptions.
+        shapes: the shapes to choose from.
+        config: running-mean weights and priors.
+
+    Attributes:
+        promised: expected accepted tokens before calibration, float64 [max_depth, len(shapes.nodes)].
     """
 
     def __init__(self, shapes: RoundShapes, config: PlannerConfig):
         self.shapes, self._config = shapes, config
         self._rows, self._levels = np.array(shapes.nodes), np.arange(1, shapes.max_depth + 1)
-        self._most = np.minimum(self._levels[:, None], self._rows - 1.0)  # [levels, nodes], were all accepted
-        self._prior = np.minimum(np.cumsum(config.reach**self._levels)[:, None], self._most)
-        self.promised = self._prior.copy()  # [levels, nodes]
-        self._seen = np.zeros_like(self.promised)  # trees that said what each shape holds
+        self._most = np.minimum(self._levels[:, None], self._rows - 1.0)  # [levels, nodes], upper bound: all accepted
+        self._prior = np.minimum(np.cumsum(config.coverage**self._levels)[:, None], self._most)
+        self.promised = self._prior.copy()
+        self._seen = np.zeros_like(self.promised)  # number of rounds that each shape was estimated from
 
     def observe(self, levels: int, nodes: int, trees: Sequence[ScoredTree]) -> None:
-        """Learn from a round's trees, which had this shape at most."""
+        """Update from a round's trees.
+
+        Args:
+            levels, nodes: shape of the round, an upper bound of every tree's.
+            trees: the verified adaptive trees.
+        """
         config, columns = self._config, self.shapes.nodes.index(nodes) + 1
-        held = np.mean([self._promised_by(tree, levels, columns) for tree in trees], axis=0)
+        observed = np.mean([self._value_sums(tree, levels, columns) for tree in trees], axis=0)
         part = np.s_[:levels, :columns]
         self._seen[part] += 1
-        self.promised[part] += np.maximum(config.seconds_memory, 1 / self._seen[part]) * (held - self.promised[part])
-        self._assume(levels, columns)
+        self.promised[part] += np.maximum(config.seconds_ema, 1 / self._seen[part]) * (observed - self.promised[part])
+        self._extrapolate(levels, columns)
 
     def miss(self) -> None:
-        """Learn from a round without trees."""
+        """Decay towards the prior, upwards only, after a round without drafted trees."""
         self.promised += self._config.recovery * np.maximum(self._prior - self.promised, 0.0)
 
-    def _assume(self, levels: int, columns: int) -> None:
-        """Let shapes larger than that of the last round drift to what they are assumed to hold."""
+    def _extrapolate(self, levels: int, columns: int) -> None:
+        """Move the shapes beyond the last round's (`levels`, `columns`) towards an extrapolation from it."""
         config, known = self._config, self.promised[:levels, :columns]
         assumed = self._most.copy()
         wider = known[:, -1:]
         assumed[:levels, :columns] = known
         assumed[:levels, columns:] = wider + config.untried_share * (self._most[:levels, columns:] - wider)
         last = assumed[levels - 1]
-        newest = last - (assumed[levels - 2] if levels > 1 else 0.0)  # what the deepest level holds
-        further = np.cumsum(config.reach ** np.arange(1, len(self._levels) - levels + 1))
+        newest = last - (assumed[levels - 2] if levels > 1 else 0.0)  # accepted tokens of the deepest level
+        further = np.cumsum(config.coverage ** np.arange(1, len(self._levels) - levels + 1))
         assumed[levels:] = np.minimum(last + further[:, None] * np.maximum(newest, 0.0), self._most[levels:])
         untried = np.ones_like(assumed, dtype=bool)
         untried[:levels, :columns] = False
         weights = np.where(self._seen > 0, config.exploration, 1.0)
         self.promised += np.where(untried, weights * (assumed - self.promised), 0.0)
-        # More levels or nodes hold no less than fewer.
+        # Expected tokens never decrease with more levels or nodes.
         self.promised = np.maximum.accumulate(np.maximum.accumulate(self.promised, 0), 1)
 
-    def _promised_by(self, tree: ScoredTree, levels: int, columns: int) -> np.ndarray:
-        """[levels, columns]: what the best nodes of one tree promise, of so many levels and in so many rows."""
+    def _value_sums(self, tree: ScoredTree, levels: int, columns: int) -> np.ndarray:
+        """Return the sums of one tree's best values within each smaller shape, float64 [levels, columns]."""
         order = 1 + np.argsort(-tree.values[1:], kind="stable")
         value, depth = tree.values[order], tree.depths[order]
         allowed = depth <= self._levels[:levels, None]  # [levels, nodes of the tree], best first
-        place = allowed.cumsum(1)
-        return ((allowed & (place < self._rows[:columns, None, None])) * value).sum(2).T
+        rank = allowed.cumsum(1)
+        return ((allowed & (rank < self._rows[:columns, None, None])) * value).sum(2).T

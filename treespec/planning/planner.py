@@ -1,17 +1,34 @@
-"""The planner: which sources draft, how deep, and how many nodes the target verifies.
+"""The planner: chooses draft levels and verified nodes so as to maximise tokens per second.
 
-A drafted node's value is the product of edge probabilities on its path, the estimated probability that it is accepted.
-The objective is tokens per second. With candidates sorted by value, the planner keeps the prefix of N of them with the
-largest (sum of values) - rate * (verify time of N rows), over all requests of the batch at once, where `rate` is what
-rounds bring in tokens per second; that maximises tokens per second over many rounds (a fractional program, Dinkelbach
-1967). So trees shrink as the batch grows, down to one node.
+Objective. The value p(v) of a drafted node v is the product of the edge probabilities on its path, the estimated
+probability that it is accepted. A round over a batch of B requests with the drafted nodes T emits an expected
 
-Where a round's trees can be read while they grow, the planner stops each when its next level does not pay, and cuts it
-afterwards. A captured round reads nothing back, so its levels and nodes are chosen before, from what earlier trees
-promised. Costs, calibration and backoff are the same.
+    tokens(T) = B + c * sum of p(v) over v in T
 
-Times are a measured curve's, corrected by what rounds take; a way to speculate that gains nothing rests. A rest is
-decided by modelled seconds and counted tokens, so a disturbance of one round decides nothing.
+tokens, where the calibration c is the observed ratio of accepted tokens to summed values. (If no requests are queued,
+the tokens of requests that end early weigh less, see `_weights_of_tokens`.) Throughput is total tokens over total
+seconds of many rounds. This is a fractional program (Dinkelbach 1967): at the optimum, every round maximises
+
+    tokens(T) - rate * seconds(T),
+
+where `rate` is the throughput that the rounds achieve. `rate` is estimated by a running mean and is at least that of
+plain decoding. It puts a price on time, which turns every decision into a comparison of marginal gain and cost:
+
+- Draft a level if c * (open mass of the frontier) * (coverage) > rate * (seconds of the level). Open mass is the
+  probability that the frontier is reached and no other source covers the next token; coverage is the share of it that
+  a level's nodes hold. The first level must also repay the start of drafting, together with the levels that follow.
+- Verify the N nodes with the largest values over all requests, where N maximises
+  c * (sum of the N values) - rate * (seconds of the target pass with N more rows). Values never increase along a path,
+  so these nodes form subtrees. A larger batch makes rows more expensive and trees smaller, down to plain decoding.
+
+The host executor reads trees back while they grow, so it asks before each level (`worth_a_level`) and cuts afterwards
+(`cut`). A captured round reads nothing back: the planner chooses its levels and nodes in advance, by the largest
+tokens(T) / seconds(T) predicted from earlier trees (`TreeYield`).
+
+Measured once per machine and set of models: the `CostCurve` (target passes by rows, draft levels, their start).
+Learned from rounds: corrections of the curve (`RoundCosts`), the calibration c, the coverage, the gain over plain
+decoding, and backoff. Gain and backoff use modelled seconds and counted tokens, so that one disturbed round does not
+pause speculation.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,40 +47,41 @@ PLAIN = DraftPlan(0, 0, 1)
 
 
 class _Idle(NamedTuple):
-    """Batches of `size` requests draft nothing for `rounds` more."""
+    """A batch of `size` requests decodes plainly for `rounds` more rounds before drafting is considered again."""
 
     size: int
     rounds: int
 
 
-class _Outlook:
-    """What was learned at one size of batch: there are few sizes, and what pays for one request may not for eight.
+class _BatchSizeState:
+    """Gain and backoff of batches of similar size (2^k to 2^(k+1) - 1 requests), because both depend on the size.
 
     Args:
-        requests: the fewest of this size.
-        config: of the planner.
+        requests: smallest batch of this size class.
+        config: planner constants.
+
+    Attributes:
+        gain: running mean of tokens per second over plain decoding's, of all rounds that speculate.
+        ssms: backoff of rounds in which SSMs draft.
+        model_free: backoff of rounds in which only sources without a model draft.
     """
 
     def __init__(self, requests: int, config: PlannerConfig) -> None:
-        self.gain = config.first_gain  # running mean over all rounds that speculate
-        # Rounds with SSMs, and with sources that run no model alone.
-        self.ssms, self.free = SpeculationBackoff(requests, config), SpeculationBackoff(requests, config)
+        self.gain = config.initial_gain
+        self.ssms, self.model_free = SpeculationBackoff(requests, config), SpeculationBackoff(requests, config)
 
 
 class Planner:
-    """Chooses what to draft and what to keep of it.
+    """Chooses what each round drafts and verifies; see the module docstring.
 
-    Time has a price: `rate`, the tokens that a second is worth when it is spent as in the rounds before. A level is
-    drafted, and a node verified, where the tokens that it promises are worth its time; the first level, where it and
-    those that may follow are worth the start of drafting as well. Where drafting gains nothing over plain decoding, it
-    rests: SSMs, and sources that run no model, each for themselves.
+    Speculation that gains nothing over plain decoding is paused with exponential backoff, separately for SSMs and for
+    sources without a model.
 
     Args:
-        cost: this machine's curve. With `shapes`: of whole batches, by rows of each request.
-        learns_seconds: whether times measured in rounds correct the curve's.
-        shapes: of captured rounds, whose levels and nodes are chosen before they start; None: trees are cut after they
-            have grown.
-        config: constants.
+        cost: measured cost curve. With `shapes`, it is the curve of a whole batch by rows per request.
+        learns_seconds: whether times measured in rounds correct the curve.
+        shapes: tree shapes of captured rounds, which are chosen in advance; None if trees are cut after growth.
+        config: planner constants.
     """
 
     def __init__(
@@ -76,26 +94,29 @@ class Planner:
         self.config, self.shapes = config, shapes
         self.costs = RoundCosts(cost, learns_seconds, config)
         self._yield = None if shapes is None else TreeYield(shapes, config)
-        self._outlooks: dict[int, _Outlook] = {}
-        self._reach = config.reach  # running mean: share of its open mass that a first level holds
-        # Of node values, in rounds without SSMs and with them.
+        self._states: dict[int, _BatchSizeState] = {}
+        self._coverage = config.coverage  # running mean: share of the open mass that a round's first level holds
+        # By whether SSMs drafted: the two kinds of rounds are calibrated separately.
         self._calibrations = {False: Calibration(config), True: Calibration(config)}
-        self._passes_per_level = 1.0  # running mean of rounds with drafting
+        self._passes_per_level = 1.0  # running mean over rounds in which SSMs draft
         self._batch: Sequence[Request] = ()
-        self._worth = [1.0]  # of a token, by request of the batch
-        self._requests, self._drafted, self._reach_learned = 1, Drafted(0, 0), False
-        self._deepest = 0  # level that a request of the batch has room for
-        self._asks_free = False  # whether sources that cost no pass are asked in this round
+        self._token_weights = [1.0]  # by request of the batch, see `_weights_of_tokens`
+        self._requests, self._drafted, self._coverage_learned = 1, Drafted(0, 0), False
+        self._deepest = 0  # most levels that any request of the batch has room for
+        self._asks_sources = False  # whether this round asks any source to draft
         self._idle = _Idle(0, 0)
-        self._grows: list[bool] = []  # by request, whether a captured round grows an adaptive tree for it
+        self._adaptive_trees: list[bool] = []  # by request, whether the captured round grows an adaptive tree for it
 
     def expects_ssms(self, requests: Sequence[Request]) -> bool:
-        """Whether SSMs seem worth their time where these requests run side by side. Asked between two rounds."""
+        """Return whether a first draft level is expected to pay for a batch of these requests.
+
+        Call it between rounds only, because it overwrites the state of the current batch.
+        """
         self._begin(requests)
-        self._worth = [1.0] * len(requests)
+        self._token_weights = [1.0] * len(requests)
         self._deepest = max(min(request.spec.max_depth, request.tokens_left - 1) for request in requests)
-        promised = self._calibrations[True].value * self._reach
-        return not self._outlook.ssms.resting and any(self._pays([promised] * len(requests), begins=True))
+        promised = self._calibrations[True].value * self._coverage
+        return not self._state.ssms.pause_left and any(self._next_level_pays([promised] * len(requests), begins=True))
 
     def draft_plans(
         self,
@@ -104,37 +125,39 @@ class Planner:
         unread: Callable[[Request], int] | None = None,
         others_wait: bool = False,
     ) -> list[DraftPlan]:
-        """What to draft for each request; depth 0 where nothing is worth drafting.
+        """Return the draft plan of each request; depth 0 where drafting does not pay.
 
-        With `shapes`, plans say what is drafted and verified; without, they bound it.
+        With `shapes`, a plan is exactly what is drafted and verified; without, it is an upper bound.
 
         Args:
-            requests: of this round.
-            max_model_len: positions of the longest request.
-            unread: tokens that SSMs would have to read first, summed over the SSMs; None: nothing.
-            others_wait: whether a request that ends makes room for another.
+            requests: the batch.
+            max_model_len: maximum positions of a request.
+            unread: returns the tokens of a request that SSMs must read before they can draft, summed over the SSMs;
+                None if there are none.
+            others_wait: whether requests are queued, so that a finished request frees its place for another.
         """
         self._begin(requests)
-        self._drafted, self._asks_free = Drafted(0, 0), False
-        self._batch, self._worth = requests, [1.0] * len(requests)
+        self._drafted, self._asks_sources = Drafted(0, 0), False
+        self._batch, self._token_weights = requests, [1.0] * len(requests)
         if all(request.spec.is_plain for request in requests):
             return [PLAIN] * len(requests)
         self._deepest = max(min(request.spec.max_depth, request.tokens_left - 1) for request in requests)
-        outlook = self._outlook
-        for backoff in (outlook.ssms, outlook.free):
-            backoff.resting = max(backoff.resting - 1, 0)
+        state = self._state
+        for backoff in (state.ssms, state.model_free):
+            backoff.pause_left = max(backoff.pause_left - 1, 0)
         if self._yield is not None:
             return self._shaped_plans(requests, max_model_len, self._yield)
         adaptive = all(request.spec.is_adaptive for request in requests)
-        if adaptive and outlook.free.resting and (self._keeps_idle() or not self._may_draft()):
-            return [PLAIN] * len(requests)  # a round as short as plain decoding's
+        if adaptive and state.model_free.pause_left and (self._stays_idle() or not self._could_draft()):
+            return [PLAIN] * len(requests)  # early exit: this round then takes as long as plain decoding
         if not others_wait:
-            self._worth = self._worth_of_tokens(requests)
+            self._token_weights = self._weights_of_tokens(requests)
         drafts, min_trust = [False] * len(requests), 0.0
-        if not (adaptive and outlook.ssms.resting):
-            # Before other sources have spoken: where SSMs are not worth a level now, they will not be later.
-            promised = self._calibrations[True].value * self._reach
-            drafts = self._pays([promised * worth for worth in self._worth], begins=True)
+        if not (adaptive and state.ssms.pause_left):
+            # The whole mass is still open: proposals of other sources only reduce it, so a level that does not pay now
+            # never will.
+            expected = self._calibrations[True].value * self._coverage
+            drafts = self._next_level_pays([expected * weight for weight in self._token_weights], begins=True)
             min_trust = self._min_trust()
         plans = []
         for i, request in enumerate(requests):
@@ -144,38 +167,43 @@ class Planner:
             if spec.is_plain:
                 depth = 0
             levels = depth
-            if spec.is_adaptive and outlook.free.resting:
+            if spec.is_adaptive and state.model_free.pause_left:
                 depth = 0
             if spec.is_adaptive and levels:
-                if outlook.ssms.resting or not drafts[i]:
+                if state.ssms.pause_left or not drafts[i]:
                     levels = 0
                 elif unread is not None:
-                    levels = levels if self.costs.read(unread(request)) <= self._saving(request) else 0
+                    levels = levels if self.costs.read(unread(request)) <= self._expected_saving(request) else 0
             trust = min_trust if spec.is_adaptive else 0.0
             plans.append(
                 DraftPlan(depth, levels, spec.max_nodes, spec.branching, spec.is_adaptive, trust, spec.max_ssms)
             )
-        self._asks_free = any(plan.max_depth for plan in plans)
+        self._asks_sources = any(plan.max_depth for plan in plans)
         idle = adaptive and not any(plan.max_depth or plan.levels for plan in plans)
         self._idle = _Idle(len(requests), self.config.idle_rounds if idle else 0)
         return plans
 
     def _begin(self, requests: Sequence[Request]) -> None:
+        """Set the batch that costs are modelled for; a curve of whole batches counts it as one request."""
         self._requests = len(requests)
         self.costs.begin(requests, None if self.shapes is None else 1)
 
-    def _shaped_plans(self, requests: Sequence[Request], max_model_len: int, expected: TreeYield) -> list[DraftPlan]:
-        """Plans of a captured round. All requests share its levels and its graph; a fixed tree widens them."""
-        shapes, limits, free, levels = expected.shapes, [], 0, 0
+    def _shaped_plans(self, requests: Sequence[Request], max_model_len: int, tree_yield: TreeYield) -> list[DraftPlan]:
+        """Return the plans of a captured round.
+
+        All requests share the round's levels and graph, so the deepest fixed tree sets the minimum number of levels.
+        """
+        shapes, limits, adaptive_depth, levels = tree_yield.shapes, [], 0, 0
         for request in requests:
             spec = request.spec
             depth = 0 if spec.is_plain else max(min(spec.max_depth, shapes.max_depth, request.room(max_model_len)), 0)
             limits.append(depth)
             if spec.is_adaptive:
-                free = max(free, depth)
+                adaptive_depth = max(adaptive_depth, depth)
             elif depth:
                 levels = max(levels, min(depth, spec.max_nodes - 1))
-        chosen = self._best_shape(expected, free) if free and not self._outlook.ssms.resting else (0, 1)
+        drafts = adaptive_depth and not self._state.ssms.pause_left
+        chosen = self._best_shape(tree_yield, adaptive_depth) if drafts else (0, 1)
         levels = max(levels, chosen[0])
         plans = []
         for request, depth in zip(requests, limits, strict=True):
@@ -183,50 +211,57 @@ class Planner:
             nodes = chosen[1] if adaptive else request.spec.max_nodes
             depth = min(depth, levels, nodes - 1)
             plans.append(DraftPlan(depth, depth, nodes, adaptive=adaptive) if depth > 0 else PLAIN)
-        self._asks_free = any(plan.levels for plan in plans)
-        self._grows = [plan.adaptive for plan in plans]
+        self._asks_sources = any(plan.levels for plan in plans)
+        self._adaptive_trees = [plan.adaptive for plan in plans]
         return plans
 
-    def _best_shape(self, expected: TreeYield, depth: int) -> tuple[int, int]:
-        """Levels and nodes with the most tokens per second, at most `depth` levels; (0, 1) where plain decoding is as
-        fast."""
-        shapes, costs = expected.shapes, self.costs
+    def _best_shape(self, tree_yield: TreeYield, depth: int) -> tuple[int, int]:
+        """Return the (levels, nodes) with the most expected tokens per second, at most `depth` levels.
+
+        Returns (0, 1), plain decoding, unless the gain over it exceeds the margin.
+        """
+        shapes, costs = tree_yield.shapes, self.costs
         count = np.arange(1, depth + 1)
         verify = np.array([costs.verify(nodes, 1, int(nodes > 1)) for nodes in shapes.nodes])
         draft = costs.draft_start + count * costs.level(1, 1)
         seconds = draft[:, None] + verify + costs.host("drafted")
-        tokens = 1 + self._calibrations[True].value * expected.promised[:depth]
+        tokens = 1 + self._calibrations[True].value * tree_yield.promised[:depth]
         rates = np.where(count[:, None] < np.array(shapes.nodes), tokens / seconds, 0.0)
         level, column = divmod(int(rates.argmax()), len(shapes.nodes))
         if rates[level, column] * costs.plain <= 1 + self.config.margin:
             return 0, 1
         return level + 1, shapes.nodes[column]
 
-    def _keeps_idle(self) -> bool:
-        """Whether SSMs were not worth a level a few rounds ago: asked in every round, the question costs 3 % of a
-        short one."""
+    def _stays_idle(self) -> bool:
+        """Return whether a batch of this size is still in its idle rounds, and count one of them.
+
+        Idle rounds skip the decision whether SSMs draft, which would cost 3 % of a short round.
+        """
         size, left = self._idle
         self._idle = _Idle(size, max(left - 1, 0))
         return left > 0 and size == self._requests
 
     @property
     def rate(self) -> float:
-        """Tokens that a second is worth in this batch."""
-        return max(self._outlook.gain, 1.0) * sum(self._worth) / self.costs.plain
+        """Price of time in weighted tokens per second: recent throughput of this batch, at least plain decoding's."""
+        return max(self._state.gain, 1.0) * sum(self._token_weights) / self.costs.plain
 
-    def _may_draft(self) -> bool:
-        """Whether SSMs could pay at all: as `worth_a_level`, were all mass open and every request's level as cheap as
-        one's."""
-        outlook = self._outlook
-        promised = self._calibrations[True].value * self._reach * self.costs.plain / max(outlook.gain, 1.0)
+    def _could_draft(self) -> bool:
+        """Return whether drafting could pay under the most optimistic assumptions.
+
+        Assumes that no mass is covered by other sources and that a level of the whole batch costs as much as a level of
+        one request.
+        """
+        state = self._state
+        expected = self._calibrations[True].value * self._coverage * self.costs.plain / max(state.gain, 1.0)
         level = self.costs.level(self._passes_per_level, self._passes_per_level)
-        return not outlook.ssms.resting and self._outweighs(promised, level, self.costs.draft_start)
+        return not state.ssms.pause_left and self._repays_start(expected, level, self.costs.draft_start)
 
-    def _worth_of_tokens(self, requests: Sequence[Request]) -> list[float]:
-        """What a token is worth to each request of a batch that ends with its last one.
+    def _weights_of_tokens(self, requests: Sequence[Request]) -> list[float]:
+        """Return the weight of one token of each request, for a batch with no requests queued.
 
-        One brings the end nearer where its request is the last; elsewhere it saves no more than that request's own
-        share of a round.
+        Such a batch ends with its slowest request, whose tokens weigh 1. A token of a request that ends earlier saves
+        only that request's share of a round; the weight approaches this share as the expected remaining time decreases.
         """
         count = len(requests)
         if count == 1:
@@ -235,132 +270,141 @@ class Planner:
         prior = self.config.speed_prior
         left = [r.tokens_left * (r.target_passes + prior) / (r.num_generated + prior) for r in requests]
         last = max(left)
-        return [own_share + (1 - own_share) * (each / last) ** self.config.sharpness for each in left]
+        return [own_share + (1 - own_share) * (each / last) ** self.config.lateness_exponent for each in left]
 
     @property
     def least_value(self) -> float:
-        """The value of a node that is worth its row of the target pass."""
+        """Minimum value at which a node pays for its row of the target pass."""
         count, window = self._requests, self.config.row_window
         row = (self.costs.verify(count + window, count) - self.costs.verify(count, count)) / window
-        return min(self.rate * row / max(self._worth), self.config.largest_least_value)
+        return min(self.rate * row / max(self._token_weights), self.config.max_least_value)
 
     @property
-    def _outlook(self) -> _Outlook:
+    def _state(self) -> _BatchSizeState:
         size = self._requests.bit_length()
-        if size not in self._outlooks:
-            self._outlooks[size] = _Outlook(2 ** (size - 1), self.config)
-        return self._outlooks[size]
+        if size not in self._states:
+            self._states[size] = _BatchSizeState(2 ** (size - 1), self.config)
+        return self._states[size]
 
-    def _saving(self, request: Request) -> float:
-        """Seconds that SSMs may save until a request has all its tokens."""
-        share = 1 - 1 / max(self._outlook.ssms.gain, 1.0)
+    def _expected_saving(self, request: Request) -> float:
+        """Return the seconds that SSM drafting is expected to save over the rest of a request."""
+        share = 1 - 1 / max(self._state.ssms.gain, 1.0)
         return request.tokens_left * self.costs.plain / self._requests * share
 
     def _min_trust(self) -> float:
-        """The mixture weight that an extra SSM must have: without it, `unique_share` of its tokens are lost."""
+        """Return the mixture weight above which an additional SSM pays for its pass.
+
+        Dropping an SSM loses `unique_share` of the tokens in proportion to its weight; other sources propose the rest.
+        """
         count = self._requests
         level = self.costs.further_ssm(count)
         return (
             self.rate
             * level
-            / max(self.config.unique_share * self._calibrations[True].value * self._reach * count, 1e-9)
+            / max(self.config.unique_share * self._calibrations[True].value * self._coverage * count, 1e-9)
         )
 
     def worth_a_level(self, trees: np.ndarray, open_mass: np.ndarray, reached: np.ndarray | None) -> np.ndarray:
-        """Which trees' next level promises more tokens than its time is worth; the first one pays for the start too,
-        together with those behind it. The share that a level is expected to hold of the mass that is open to it lies
-        between the one that the level before it held and the usual one."""
-        shares = [self._reach] * len(trees)
+        """Return which trees' next level pays, bool [num trees]; see `GrowthRule.worth_a_level`.
+
+        The expected coverage of the next level is a weighted mean of the previous level's and the running mean.
+        """
+        coverages = [self._coverage] * len(trees)
         if reached is not None:
             own = np.minimum(reached, 1.0)
-            self._first_reach(own.tolist())
-            shares = (self._reach + self.config.own_share * (own - self._reach)).tolist()
-        calibration, worth = self._calibrations[True].value, self._worth
-        of_each = zip(open_mass.tolist(), shares, trees.tolist(), strict=True)
-        promised = [calibration * mass * share * worth[tree] for mass, share, tree in of_each]
-        return np.array(self._pays(promised, begins=reached is None), dtype=bool)
+            self._learn_coverage(own.tolist())
+            coverages = (self._coverage + self.config.last_level_weight * (own - self._coverage)).tolist()
+        calibration, weights = self._calibrations[True].value, self._token_weights
+        rows = zip(open_mass.tolist(), coverages, trees.tolist(), strict=True)
+        expected = [calibration * mass * coverage * weights[tree] for mass, coverage, tree in rows]
+        return np.array(self._next_level_pays(expected, begins=reached is None), dtype=bool)
 
-    def _pays(self, promised: list[float], begins: bool) -> list[bool]:
-        """Which trees' next level promises more than its time is worth.
+    def _next_level_pays(self, expected: list[float], begins: bool) -> list[bool]:
+        """Return which trees' next level is expected to gain more tokens than its time costs.
 
-        Lists, as batches are small: an operation on arrays takes longer than a loop over them.
+        Uses lists because batches are small: one NumPy operation takes longer than a loop over them.
 
         Args:
-            promised: tokens times their worth, by tree.
-            begins: whether this is the first level.
+            expected: accepted tokens expected from the level, weighted, by tree.
+            begins: whether this is the round's first level, which must also repay the start of drafting.
         """
         rate, passes = self.rate, self._passes_per_level
-        least = rate * self.costs.further_request(passes)
-        growing = [each for each in promised if each > least]
+        marginal_cost = rate * self.costs.further_request(passes)
+        growing = [each for each in expected if each > marginal_cost]
         start = self.costs.draft_start if begins else 0.0
-        if not self._outweighs(sum(growing), rate * self.costs.level(passes, passes * len(growing)), rate * start):
-            return [False] * len(promised)
-        return [each > least for each in promised]
+        if not self._repays_start(sum(growing), rate * self.costs.level(passes, passes * len(growing)), rate * start):
+            return [False] * len(expected)
+        return [each > marginal_cost for each in expected]
 
-    def _outweighs(self, promised: float, level: float, start: float) -> bool:
-        """Whether levels that promise less and less, as long as they pay for themselves, pay for the start as well.
+    def _repays_start(self, expected: float, level: float, start: float) -> bool:
+        """Return whether consecutive levels gain more than the start of drafting costs.
+
+        Expected tokens shrink by the coverage from level to level; drafting ends at the first level that does not pay
+        for itself.
 
         Args:
-            promised: by the first of them.
-            level, start: the price of each level and of the start, in the same unit.
+            expected: tokens expected from the first level.
+            level, start: cost of each level and of the start, in the unit of `expected`.
         """
         gained = -start
         for _ in range(self._deepest):
-            if promised <= level:
+            if expected <= level:
                 break
-            gained += promised - level
-            promised *= self._reach
+            gained += expected - level
+            expected *= self._coverage
         return gained > 0
 
-    def _first_reach(self, shares: list[float]) -> None:
-        """Learn what a first level holds; later ones of the round say nothing of it."""
-        if not self._reach_learned:
-            self._reach += self.config.reach_memory * (sum(shares) / len(shares) - self._reach)
-            self._reach_learned = True
+    def _learn_coverage(self, coverages: list[float]) -> None:
+        """Update the running mean with the coverages of a round's first level, by tree; later levels are ignored."""
+        if not self._coverage_learned:
+            self._coverage += self.config.coverage_ema * (sum(coverages) / len(coverages) - self._coverage)
+            self._coverage_learned = True
 
     def cut(self, requests: Sequence[Request], trees: Sequence[TokenTree], drafted: Drafted) -> list[TokenTree]:
-        """Keep of each tree what its configuration asks for, or, for "auto", what pays in this batch.
+        """Cut each tree to its configured size or, with nodes="auto", to the nodes that pay in this batch.
 
-        A tree with random draws stays whole: leaving one out for its token would change the others' distribution.
+        Trees with random draws stay whole: removing a draw because of its token would change the distribution of the
+        others.
 
         Args:
-            requests, trees: side by side.
-            drafted: what the SSMs did for them.
+            requests, trees: one tree per request.
+            drafted: what the SSMs drafted in this round.
         """
-        self._drafted, self._reach_learned = drafted, False
+        self._drafted, self._coverage_learned = drafted, False
         kept = [
             tree if tree.draws.rows is not None else tree.best(request.spec.max_nodes)
             for request, tree in zip(requests, trees, strict=True)
         ]
-        free = [
+        adaptive = [
             i
             for i, request in enumerate(requests)
             if request.spec.is_adaptive and len(kept[i]) > 1 and kept[i].draws.rows is None
         ]
-        if not free:
+        if not adaptive:
             return kept
-        others = [len(tree) for i, tree in enumerate(kept) if i not in free]
-        rows, grown = sum(others) + len(free), sum(size > 1 for size in others)
-        values = [kept[i].values[1:] * self._worth[i] for i in free]
-        with_nodes: np.ndarray | int = grown + 1  # trees of several nodes, once so many of the best are kept
-        if len(free) == 1:
-            owner, falling = None, -np.sort(-values[0])
+        others = [len(tree) for i, tree in enumerate(kept) if i not in adaptive]
+        rows, grown = sum(others) + len(adaptive), sum(size > 1 for size in others)
+        values = [kept[i].values[1:] * self._token_weights[i] for i in adaptive]
+        # Number of trees with drafted nodes when the best 1, 2, ... candidates are kept.
+        num_trees: np.ndarray | int = grown + 1
+        if len(adaptive) == 1:
+            owner, descending = None, -np.sort(-values[0])
         else:
             value = np.concatenate(values)
             order = np.argsort(-value, kind="stable")
-            owner, falling = np.repeat(np.arange(len(free)), [len(own) for own in values])[order], value[order]
-            first = np.zeros(len(order), dtype=np.int64)  # 1 where a request gets its first node
+            owner, descending = np.repeat(np.arange(len(adaptive)), [len(own) for own in values])[order], value[order]
+            first = np.zeros(len(order), dtype=np.int64)  # 1 at each request's first candidate
             first[np.unique(owner, return_index=True)[1]] = 1
-            with_nodes = grown + np.cumsum(first)
-        seconds = self.costs.verify_more(rows, len(falling), len(requests), with_nodes)
-        if not drafted.levels:  # a guess that cost no pass may still be dropped, with the host's work on its tree
-            seconds += (with_nodes - grown) * max(self.costs.host("tree") - self.costs.host("search"), 0.0)
+            num_trees = grown + np.cumsum(first)
+        seconds = self.costs.verify_more(rows, len(descending), len(requests), num_trees)
+        if not drafted.levels:  # dropping a whole tree of model-free sources also saves the host's work on it
+            seconds += (num_trees - grown) * max(self.costs.host("tree") - self.costs.host("search"), 0.0)
         seconds -= self.costs.verify(rows, len(requests), grown)
-        gain = self._calibrations[drafted.levels > 0].value * np.cumsum(falling) - self.rate * seconds
-        most = int(np.argmax(gain))
-        count = most + 1 if gain[most] > 0 else 0
-        counts = [count] if owner is None else np.bincount(owner[:count], minlength=len(free)).tolist()
-        for i, nodes in zip(free, counts, strict=True):
+        gain = self._calibrations[drafted.levels > 0].value * np.cumsum(descending) - self.rate * seconds
+        best = int(np.argmax(gain))
+        count = best + 1 if gain[best] > 0 else 0
+        counts = [count] if owner is None else np.bincount(owner[:count], minlength=len(adaptive)).tolist()
+        for i, nodes in zip(adaptive, counts, strict=True):
             kept[i] = kept[i].best(1 + nodes)
         return kept
 
@@ -373,47 +417,50 @@ class Planner:
         drafted: Drafted | None = None,
         rows: int | None = None,
     ) -> None:
-        """Learn from a round: where automatic trees emit fewer tokens per second than plain decoding would, they rest.
+        """Update costs, calibration, coverage, gain and backoff from a verified round.
 
         Args:
-            requests, trees, emitted: side by side; `emitted` counts tokens.
-            seconds: what the round took; None: as the cost curve says.
-            drafted: what the SSMs did; None: as `cut` was told.
-            rows: of the target pass as the cost curve counts them; None: all nodes of all trees.
+            requests, trees, emitted: verified requests with their trees and numbers of emitted tokens.
+            seconds: measured time of the round; None keeps the modelled costs.
+            drafted: what the SSMs drafted; None = as given to `cut`.
+            rows: rows of the target pass as the cost curve counts them; None = all nodes of all trees.
         """
         if not requests:
             return
-        config, outlook, drafted = self.config, self._outlook, self._drafted if drafted is None else drafted
+        config, state, drafted = self.config, self._state, self._drafted if drafted is None else drafted
         count, nodes = len(requests), [len(tree.values) for tree in trees]
         grown = sum(size > 1 for size in nodes) if rows is None else int(rows > 1)
         rows = sum(nodes) if rows is None else rows
-        speculates = self._asks_free or drafted.levels > 0
+        speculates = self._asks_sources or drafted.levels > 0
         if seconds is not None:
             self.costs.learn(seconds, rows, grown, drafted, speculates or grown > 0)
-        if not drafted.levels:  # what is not tried cannot be learned: assumptions return slowly
-            self._reach += config.recovery * (config.reach - self._reach)
+        if not drafted.levels:  # decay towards the priors, so that SSMs that stopped drafting are eventually retried
+            self._coverage += config.recovery * (config.coverage - self._coverage)
             self._calibrations[True].miss()
-            outlook.ssms.miss()
+            state.ssms.miss()
             if self._yield is not None:
                 self._yield.miss()
         if not speculates or not any(request.spec.is_adaptive for request in requests):
             return
         rounds = self.costs.speculative(rows, grown, drafted) / self.costs.plain
-        places = {request: place for place, request in enumerate(self._batch)}  # some may have failed since
-        worth = [self._worth[places[request]] for request in requests]
-        gain = sum(w * tokens for w, tokens in zip(worth, emitted, strict=True)) / sum(worth) / rounds
-        outlook.gain += config.gain_memory * (gain - outlook.gain)
+        places = {request: place for place, request in enumerate(self._batch)}  # failed requests are missing here
+        weights = [self._token_weights[places[request]] for request in requests]
+        gain = sum(w * tokens for w, tokens in zip(weights, emitted, strict=True)) / sum(weights) / rounds
+        state.gain += config.gain_ema * (gain - state.gain)
         if grown:
             promised = sum(float(tree.values[1:].sum()) for tree in trees)
             self._calibrations[drafted.levels > 0].add((sum(emitted) - count) / count, promised / count)
         if not drafted.levels:
-            outlook.free.observe(gain, rounds)
+            state.model_free.observe(gain, rounds)
             return
-        # A request that reads its prompt for itself earns it back; in a batch all wait for it.
+        # `_expected_saving` ensures that a request repays the reading of its own prompt. In a batch the others wait for
+        # it too, so the backoff counts it.
         read = self.costs.read(drafted.read_tokens) if count > 1 else 0.0
-        outlook.ssms.observe(gain, rounds, read / self.costs.plain)
-        self._passes_per_level += config.gain_memory * (drafted.passes / drafted.levels - self._passes_per_level)
+        state.ssms.observe(gain, rounds, read / self.costs.plain)
+        self._passes_per_level += config.gain_ema * (drafted.passes / drafted.levels - self._passes_per_level)
         if self._yield is not None and self.shapes is not None:
-            grown_trees = [tree for tree, request in zip(trees, requests, strict=True) if self._grows[places[request]]]
+            grown_trees = [
+                tree for tree, request in zip(trees, requests, strict=True) if self._adaptive_trees[places[request]]
+            ]
             if grown_trees:
                 self._yield.observe(drafted.levels, self.shapes.fitting(rows), grown_trees)

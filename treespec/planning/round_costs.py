@@ -1,7 +1,13 @@
-"""The cost model of a round: a measured curve, corrected by measured rounds.
+"""The cost model of a round: a curve measured in advance, corrected by measured rounds.
 
-Seconds here are the curve's, taken on an idle machine. What rounds teach are ratios to the same machine's other passes,
-so that a busy machine does not look like dear drafting.
+    seconds(round) = target pass(rows, requests, trees) + draft start + levels * draft level + requests * host work
+
+The target pass is a pass over one row of each request plus the cost of all further rows. Passes and drafting are
+modelled by the `CostCurve`, measured on an idle machine, times learned corrections (`_Corrections`); the host's work is
+learned alone. Corrections are kept by size class of the batch.
+
+All modelled seconds are those of the idle machine. Measured rounds contribute ratios: each part of a round is divided
+by the slowdown of its own target pass. Otherwise a busy machine would make drafting look expensive.
 """
 
 from collections.abc import Sequence
@@ -16,30 +22,31 @@ from treespec.planning.draft_plan import Drafted
 from treespec.planning.planner_config import DEFAULT, PlannerConfig
 from treespec.request import Request
 
-# What the host does in a round: as in plain decoding; asks sources, which find nothing; works on trees of guesses that
-# cost no pass; works on trees that SSMs have grown.
+# The host's work in a round: "plain": plain decoding; "search": sources are asked and propose nothing; "tree": trees
+# of sources without a model; "drafted": trees grown by SSMs.
 HostWork = Literal["plain", "search", "tree", "drafted"]
-# Over that of trees, before it was seen.
-_USUAL_HOST: dict[HostWork, float] = {"plain": 1 / 3, "search": 2 / 3, "tree": 1.0, "drafted": 2.0}
+# Priors of the host times, relative to "tree".
+_HOST_RATIOS: dict[HostWork, float] = {"plain": 1 / 3, "search": 2 / 3, "tree": 1.0, "drafted": 2.0}
 _Seconds = TypeVar("_Seconds", float, np.ndarray)
 
 
 @dataclass(frozen=True)
 class CostCurve:
-    """Measured times of this machine, in seconds.
+    """Costs measured on this machine, in seconds.
 
     Args:
-        rows, verify_seconds: a target pass of one request over so many rows.
-        draft_seconds: one level of one SSM for one request, host work included.
-        draft_start_seconds: what a round's drafting takes beside its levels, once.
-        request_seconds: what each further request adds to a target pass, beside rows.
-        tree_seconds: what it adds to that where it brings a tree of several nodes.
-        draft_request_seconds: what each further request adds to a pass of one SSM.
-        ssm_seconds: what each further SSM adds to a level.
-        read_seconds: an SSM's for one token of a prompt.
-        context: committed positions of each request while all this was measured.
-        position_seconds: what each further committed position adds to a target pass over one row.
-        row_position_seconds: what it adds for each further row that sees it.
+        rows: row counts of the measured target passes of one request, ascending.
+        verify_seconds: time of each of these passes.
+        draft_seconds: draft level of one SSM for one request, host work included.
+        draft_start_seconds: fixed cost of a round's drafting, independent of its levels.
+        request_seconds: marginal cost of a request in a target pass, without its rows.
+        draft_request_seconds: marginal cost of a request in a draft pass of one SSM.
+        ssm_seconds: marginal cost of an SSM in a draft level.
+        read_seconds: cost of one prompt token in an SSM.
+        tree_seconds: marginal cost of a request with a tree of several nodes, in addition to `request_seconds`.
+        context: committed positions of each request during the measurement of all of the above.
+        position_seconds: marginal cost of a committed position in a target pass over one row.
+        row_position_seconds: marginal cost of a committed position for each further row that attends to it.
     """
 
     rows: tuple[int, ...]
@@ -56,15 +63,15 @@ class CostCurve:
     row_position_seconds: float = 0.0
 
     def verify(self, rows: np.ndarray | float, requests: int = 1, trees: np.ndarray | int = 0) -> np.ndarray:
-        """Seconds of a pass, linear between and beyond what was measured.
+        """Return the seconds of a target pass, by linear inter- and extrapolation of the measured points.
 
         Args:
-            rows: in all.
-            requests: in all.
-            trees: requests with more than one row.
+            rows: total rows of the pass.
+            requests: total requests.
+            trees: number of requests with more than one row.
         """
-        x, y = self._measured
-        # Beyond the last point at the mean slope of the upper half: two neighbours may measure alike by chance.
+        x, y = self._points
+        # Extrapolate with the mean slope of the upper half: the last two points may measure the same time by chance.
         middle = (len(x) - 1) // 2
         slope = (y[-1] - y[middle]) / (x[-1] - x[middle]) if len(x) > 1 else y[-1] / x[-1]
         beyond = np.maximum(np.asarray(rows) - x[-1], 0) * slope
@@ -76,32 +83,32 @@ class CostCurve:
         )
 
     def draft_levels(self, levels: float, passes: float, request_passes: float) -> float:
-        """Seconds of a round's levels of drafting, without its start and without prompts.
+        """Return the seconds of a round's draft levels, without the start of drafting and reading prompts.
 
         Args:
-            levels: of the trees.
-            passes: of one SSM.
-            request_passes: passes, counted once for each request in them.
+            levels: draft levels.
+            passes: draft passes, one per level and SSM.
+            request_passes: draft passes times the requests in each.
         """
         further = max(request_passes - passes, 0.0)
         return levels * self.draft_seconds + (passes - levels) * self.ssm_seconds + further * self.draft_request_seconds
 
     def draft(self, levels: float, passes: float, request_passes: float) -> float:
-        """Seconds of a round's drafting, prompts left out; arguments as of `draft_levels`."""
+        """Return the seconds of a round's drafting, without reading prompts; arguments as in `draft_levels`."""
         return self.draft_levels(levels, passes, request_passes) + (self.draft_start_seconds if levels else 0.0)
 
     @cached_property
-    def _measured(self) -> tuple[np.ndarray, np.ndarray]:
-        # Fewer rows never take longer: where they seem to, the measurement was disturbed.
+    def _points(self) -> tuple[np.ndarray, np.ndarray]:
+        # A pass over fewer rows that measured slower was disturbed, so the curve is made non-decreasing.
         return np.array(self.rows, float), np.minimum.accumulate(self.verify_seconds[::-1])[::-1]
 
 
 class RoundSeconds(NamedTuple):
-    """What a round took, measured.
+    """Measured seconds of a round by part.
 
     Attributes:
-        draft: the SSMs' drafting, without `read`.
-        read: prompts and what else the SSMs had missed.
+        draft: drafting by the SSMs, without `read`.
+        read: reading committed tokens, such as prompts, that the SSMs had not read yet.
         forward: the target pass.
         host: everything else.
     """
@@ -113,11 +120,13 @@ class RoundSeconds(NamedTuple):
 
 
 class RobustMean:
-    """Running mean of times, or of ratios of times, whose steps are clipped against disturbances.
+    """Running mean of times or ratios of times, with clipped steps to limit the influence of outliers.
+
+    Without an initial value, it starts as the median of the first `warmup_samples` times.
 
     Args:
-        config: memory and clipping.
-        known: what it was measured to be on an idle machine; None: nothing is known.
+        config: weight, clipping and warm-up.
+        known: initial value, as measured on an idle machine; None if there is none.
     """
 
     def __init__(self, config: PlannerConfig, known: float | None = None):
@@ -127,28 +136,32 @@ class RobustMean:
 
     @property
     def known(self) -> bool:
+        """Whether `value` is based on a measurement."""
         return self._settled or bool(self._first)
 
     def add(self, seen: float) -> None:
-        """Learn from a round."""
+        """Update with the time or ratio of a round."""
         if self._settled:
-            limit = self._config.seconds_reach * self.value
-            self.value += self._config.seconds_memory * _clipped(seen - self.value, limit)
+            limit = self._config.seconds_clip * self.value
+            self.value += self._config.seconds_ema * _clipped(seen - self.value, limit)
             return
         self._first.append(seen)
-        self.value, self._settled = median(self._first), len(self._first) == self._config.first_times
+        self.value, self._settled = median(self._first), len(self._first) == self._config.warmup_samples
 
-    def fade(self, to: float, share: float) -> None:
-        """Let a share of what is beyond `to` go."""
+    def decay(self, to: float, share: float) -> None:
+        """Reduce the excess over `to`, if any, by `share`."""
         self.value -= share * max(self.value - to, 0.0)
         self._settled = True
 
 
 class _DraftScales:
-    """Measured over modelled seconds of drafting: of its start, and of its levels.
+    """Ratios of measured to modelled seconds of drafting, separately for its start and its levels.
 
-    A round tells their sum alone. Each of the two answers for what was misjudged by its share in what was expected, so
-    rounds of different depth tell them apart. Were it one ratio, deep trees would make short ones seem cheap.
+    A round measures only their sum. The error is attributed to both in proportion to their modelled shares, so rounds
+    of different depth separate them. With a single ratio, deep trees would make shallow ones look cheap.
+
+    Attributes:
+        start, level: the ratios.
     """
 
     def __init__(self, config: PlannerConfig) -> None:
@@ -156,86 +169,97 @@ class _DraftScales:
         self._config = config
 
     def add(self, seconds: float, start: float, levels: float) -> None:
-        """Learn from a round of drafting; `start`, `levels`: modelled seconds, not yet scaled."""
+        """Update with the measured seconds of a round's drafting; `start`, `levels`: modelled seconds, unscaled."""
         start, levels = self.start * start, self.level * levels
         expected = start + levels
-        step = self._config.seconds_memory * _clipped(seconds / expected - 1, self._config.seconds_reach)
+        step = self._config.seconds_ema * _clipped(seconds / expected - 1, self._config.seconds_clip)
         self.start *= 1 + step * start / expected
         self.level *= 1 + step * levels / expected
 
 
-class _RowPrice:
-    """How far the curve is off about rows beyond each request's first.
+class _ExtraRowCost:
+    """Online linear regression of pass times on the size of their extra rows, those beyond each request's first.
 
-    A pass tells this together with how fast the machine is just now; passes of different sizes that follow upon each
-    other tell the two apart. So a machine that is slower from now on makes no rows dear.
+    Every pass measures the error of the curve together with the current speed of the machine. The regression separates
+    the two: a slowdown scales all passes alike, whereas an error of the curve makes the residual depend on the size. So
+    a machine that becomes slower does not make rows look expensive.
+
+    The size of extra rows is their modelled time plus `min_row_share` for each. All times are in modelled passes over
+    one row of each request.
 
     Attributes:
-        pace: measured over expected seconds of the last passes.
-        excess: what such rows take over what the curve says, as a share of their size: of what it says, and of
-            `row_seconds` for each. Passes count by how far their size is from the others'.
+        slowdown: running mean of measured over expected pass times.
+        excess: measured minus modelled time of extra rows, as a share of their size; at least -1.
     """
 
     def __init__(self, config: PlannerConfig) -> None:
-        self.pace, self.excess, self._config = RobustMean(config), 0.0, config
-        self._size = self._spread = 0.0  # running means: of sizes, and of their squared distance from that
+        self.slowdown, self.excess, self._config = RobustMean(config), 0.0, config
+        self._mean = self._variance = 0.0  # running mean and variance of the sizes
 
     def add(self, seconds: float, expected: float, size: float) -> None:
-        """Learn from a pass; all in modelled passes over one row of each request."""
-        memory, config = self._config.seconds_memory, self._config
-        if not self.pace.known:
-            self._size = size
-        beyond = size - self._size
-        self._size += memory * beyond
-        self._spread += memory * (max(beyond**2, config.row_seconds**2) - self._spread)
-        if self.pace.known:
-            # Rows few more than the others' do not make a pass much longer, whatever it took.
-            limit = min(config.seconds_reach * expected, (1 + abs(self.excess)) * abs(beyond))
-            missed = _clipped(seconds / self.pace.value - expected, limit)
-            self.excess = max(self.excess + memory * missed * beyond / max(beyond**2, self._spread), -1.0)
-        self.pace.add(seconds / expected)
+        """Update with a target pass.
+
+        Args:
+            seconds: measured time.
+            expected: modelled time, corrected by `excess`.
+            size: size of the extra rows.
+        """
+        weight, config = self._config.seconds_ema, self._config
+        if not self.slowdown.known:
+            self._mean = size
+        deviation = size - self._mean
+        self._mean += weight * deviation
+        self._variance += weight * (max(deviation**2, config.min_row_share**2) - self._variance)
+        if self.slowdown.known:
+            # The second bound: a size close to the mean cannot explain a large error.
+            limit = min(config.seconds_clip * expected, (1 + abs(self.excess)) * abs(deviation))
+            error = _clipped(seconds / self.slowdown.value - expected, limit)
+            self.excess = max(self.excess + weight * error * deviation / max(deviation**2, self._variance), -1.0)
+        self.slowdown.add(seconds / expected)
 
 
-class _Learned:
-    """What rounds of one size of batch have taught.
+class _Corrections:
+    """Corrections of the curve learned from batches of one size class.
+
+    A single-row pass is a target pass over one row of each request.
 
     Attributes:
-        hosts: per request, by the work; what was not seen yet is missing.
-        draft_scales: of drafting.
-        rows: what is learned of rows beyond each request's first.
-        lone_scale: a pass over one row of each request after a tree, over one that follows upon such a pass.
-        follows_tree: whether the last pass came after a tree.
-        barren: rounds of searching since the last one that did something else.
+        hosts: host seconds per request by kind of work; kinds that did not occur yet are missing.
+        draft_scales: corrections of drafting.
+        rows: correction of rows beyond each request's first.
+        after_tree_scale: time of a single-row pass after a pass over trees, relative to one after a single-row pass.
+        follows_tree: whether the last pass came after a pass over trees.
+        fruitless: number of consecutive "search" rounds up to now.
     """
 
     def __init__(self, config: PlannerConfig) -> None:
         self.hosts: dict[HostWork, RobustMean] = {}
-        self.draft_scales, self.lone_scale = _DraftScales(config), RobustMean(config, 1.0)
+        self.draft_scales, self.after_tree_scale = _DraftScales(config), RobustMean(config, 1.0)
         self.follows_tree = False
-        self.barren = 0
-        self.rows = _RowPrice(config)
-        self._was_lone = False  # whether the last pass was over one row of each request
+        self.fruitless = 0
+        self.rows = _ExtraRowCost(config)
+        self._was_single_row = False  # whether the last pass was a single-row pass
 
-    def see_forward(self, seconds: float, expected: float, size: float) -> None:
-        """Learn from a target pass.
+    def add_forward(self, seconds: float, expected: float, size: float) -> None:
+        """Update with a target pass. Times are in modelled single-row passes.
 
-        Those over one row of each request count where they follow upon such a pass, as plain decoding's do: after a
-        tree one takes 1.05 to 1.08 times as long back to back, 1.1 to 1.3 within rounds.
+        Single-row passes correct the rows only if they follow another one, as in plain decoding: after a tree, such a
+        pass takes 1.05 to 1.08 times as long back to back, and 1.1 to 1.3 times within rounds.
 
         Args:
-            seconds: that it took.
-            expected: modelled and corrected; both in modelled passes over one row of each request.
-            size: of all other rows, as in `_RowPrice`; 0 where there are none.
+            seconds: measured time.
+            expected: modelled time, corrected.
+            size: size of the extra rows as in `_ExtraRowCost`; 0 for a single-row pass.
         """
-        self.follows_tree, self._was_lone = not self._was_lone, not size
+        self.follows_tree, self._was_single_row = not self._was_single_row, not size
         if size or not self.follows_tree:
             self.rows.add(seconds, expected, size)
-        elif self.rows.pace.known:
-            self.lone_scale.add(seconds / self.rows.pace.value)
+        elif self.rows.slowdown.known:
+            self.after_tree_scale.add(seconds / self.rows.slowdown.value)
 
 
 def _speculative_work(trees: int, drafted: Drafted) -> HostWork:
-    """Of a round in which sources were asked."""
+    """Return the kind of host work in a round that asks sources; `trees` counts trees with drafted nodes."""
     return "drafted" if drafted.levels else "tree" if trees else "search"
 
 
@@ -244,156 +268,167 @@ def _clipped(value: float, limit: float) -> float:
 
 
 class RoundCosts:
-    """Seconds of the parts of a round, for the batch that `begin` was told of.
+    """Modelled seconds of the parts of a round, for the batch set by `begin`.
 
     Args:
-        curve: this machine's.
+        curve: the measured curve.
         learns: whether measured rounds correct it.
-        config: how.
+        config: weights and clipping of the corrections.
     """
 
     def __init__(self, curve: CostCurve, learns: bool = True, config: PlannerConfig = DEFAULT):
         self.curve, self.learns, self.config = curve, learns, config
         self._known: dict[tuple[int, int, int], float] = {}
-        self._learned: dict[int, _Learned] = {}
-        self._read_scale = RobustMean(config, 1.0)  # measured over modelled seconds
-        self._requests, self._beyond = 1, 0.0
-        self._by_rows = np.empty(0)  # the curve's seconds by number of rows, one request
+        self._learned: dict[int, _Corrections] = {}
+        self._read_scale = RobustMean(config, 1.0)  # measured over modelled seconds of reading
+        self._requests, self._extra_context = 1, 0.0
+        self._by_rows = np.empty(0)  # seconds of the curve by number of rows, for one request
 
     def begin(self, requests: Sequence[Request], count: int | None = None) -> None:
-        """Take a batch: how many requests, and how far their contexts reach beyond the curve's on average.
+        """Set the batch: its number of requests and their mean context length relative to the curve's.
 
         Args:
-            requests: of the batch.
-            count: requests as the curve counts them, where it was measured for whole batches; None: all.
+            requests: the batch.
+            count: number of requests as the curve counts them, if it was measured for whole batches; None = all.
         """
         self._requests = len(requests) if count is None else count
-        self._beyond = sum(request.context_len for request in requests) / len(requests) - self.curve.context
+        self._extra_context = sum(request.context_len for request in requests) / len(requests) - self.curve.context
 
     @property
-    def learned(self) -> _Learned:
-        """Of batches of this size."""
+    def learned(self) -> _Corrections:
+        """Corrections of the current batch's size class."""
         size = self._requests.bit_length()
         if size not in self._learned:
-            self._learned[size] = _Learned(self.config)
+            self._learned[size] = _Corrections(self.config)
         return self._learned[size]
 
     @property
     def plain(self) -> float:
-        """A round of plain decoding."""
+        """Seconds of a round of plain decoding."""
         return self._one_row(self._requests) + self._requests * self.host("plain")
 
     def speculative(self, rows: int, trees: int, drafted: Drafted) -> float:
-        """The round that was learned from last, prompts that SSMs read left out; sizes as in `verify`."""
+        """Return the modelled seconds of the speculative round last passed to `learn`, without reading prompts.
+
+        Args:
+            rows, trees: as in `verify`.
+            drafted: what the SSMs drafted.
+        """
         host = self._requests * self.host(_speculative_work(trees, drafted))
         return self._last_pass(rows, trees) + self.draft(drafted) + host
 
     def verify(self, rows: int, requests: int, trees: int = 0) -> float:
-        """A target pass; `rows`, `requests` and `trees` as in `CostCurve.verify`."""
-        further, number = self._further_rows(rows, requests, trees), rows - requests
+        """Return the seconds of a target pass; arguments as in `CostCurve.verify`."""
+        further, number = self._extra_seconds(rows, requests, trees), rows - requests
         return self._one_row(requests) + max(further + self.learned.rows.excess * self._size(further, number), 0.0)
 
     def verify_more(self, rows: int, count: int, requests: int, trees: np.ndarray | int) -> np.ndarray:
-        """The same of passes with 1 to `count` rows more than `rows`, float64 [count]; `trees`: of each, or of all."""
+        """Return the seconds of target passes over `rows` + 1 to `rows` + `count` rows, float64 [count].
+
+        Args:
+            rows, count: bounds of the row counts.
+            requests: as in `verify`.
+            trees: as in `verify`, int [count] or one number for all.
+        """
         if rows + count >= len(self._by_rows):
             self._by_rows = self.curve.verify(np.arange(2 * (rows + count)))
         further = self._by_rows[rows + 1 : rows + count + 1] - self._by_rows[requests]
         further += np.maximum(trees - 1, 0) * self.curve.tree_seconds
         number = np.arange(rows + 1 - requests, rows + count + 1 - requests)
-        further = np.maximum(further + number * self._beyond * self.curve.row_position_seconds, 0.0)
+        further = np.maximum(further + number * self._extra_context * self.curve.row_position_seconds, 0.0)
         further += self.learned.rows.excess * self._size(further, number)
         return self._one_row(requests) + np.maximum(further, 0.0)
 
     def host(self, work: HostWork) -> float:
-        """The host's work on one request."""
+        """Return the host's seconds per request; kinds of work not measured yet follow from others by prior ratios."""
         hosts = self.learned.hosts
         if work in hosts:
             return hosts[work].value
         tree = hosts["tree"].value if "tree" in hosts else hosts["drafted"].value / 2 if "drafted" in hosts else 0.0
-        return _USUAL_HOST[work] * tree
+        return _HOST_RATIOS[work] * tree
 
     def level(self, passes: float, request_passes: float) -> float:
-        """One level of drafting, of so many passes."""
+        """Return the seconds of a draft level; arguments as in `CostCurve.draft_levels`."""
         return self.curve.draft_levels(1, passes, request_passes) * self.learned.draft_scales.level
 
     @property
     def draft_start(self) -> float:
-        """What drafting takes beside its levels."""
+        """Fixed seconds of a round's drafting."""
         return self.curve.draft_start_seconds * self.learned.draft_scales.start
 
     def further_request(self, passes: float) -> float:
-        """What another request adds to a level of so many passes."""
+        """Return the marginal seconds of a request in a draft level of `passes` passes."""
         return passes * self.curve.draft_request_seconds * self.learned.draft_scales.level
 
     def further_ssm(self, requests: int) -> float:
-        """What another SSM adds to a level of so many requests."""
+        """Return the marginal seconds of an SSM in a draft level of `requests` requests."""
         own = self.curve.ssm_seconds + (requests - 1) * self.curve.draft_request_seconds
         return own * self.learned.draft_scales.level
 
     def draft(self, drafted: Drafted) -> float:
-        """All drafting of a round, prompts left out."""
+        """Return the seconds of a round's drafting, without reading prompts."""
         if not drafted.levels:
             return 0.0
         return self.draft_start + self._modelled_levels(drafted) * self.learned.draft_scales.level
 
     def read(self, tokens: int) -> float:
-        """SSMs that read so many tokens."""
+        """Return the seconds in which SSMs read `tokens` tokens."""
         return tokens * self.curve.read_seconds * self._read_scale.value
 
     def learn(self, seconds: RoundSeconds, rows: int, trees: int, drafted: Drafted, drafting: bool) -> None:
-        """Correct the curve by a round, each part in units of the same round's target pass.
+        """Update the corrections with a round. Its parts are divided by the slowdown of its target pass.
 
         Args:
-            seconds: measured.
+            seconds: measured seconds.
             rows, trees: of the target pass, as in `verify`.
-            drafted: by SSMs.
+            drafted: what the SSMs drafted.
             drafting: whether any source was asked.
         """
         if not self.learns:
             return
         count, learned = self._requests, self.learned
-        plain, size = self._one_row(count), self._size(self._further_rows(rows, count, trees), rows - count)
-        learned.see_forward(seconds.forward / plain, self.verify(rows, count, trees) / plain, size / plain)
-        unit = seconds.forward / self._last_pass(rows, trees)
-        host = seconds.host / unit / count
+        plain, size = self._one_row(count), self._size(self._extra_seconds(rows, count, trees), rows - count)
+        learned.add_forward(seconds.forward / plain, self.verify(rows, count, trees) / plain, size / plain)
+        slowdown = seconds.forward / self._last_pass(rows, trees)
+        host = seconds.host / slowdown / count
         work: HostWork = _speculative_work(trees, drafted) if drafting else "plain"
         learned.hosts.setdefault(work, RobustMean(self.config)).add(host)
-        learned.barren = learned.barren + 1 if work == "search" else 0
-        if (
-            learned.barren > self.config.barren_rounds and "tree" in learned.hosts
-        ):  # what seems dear is not tried, and would ever seem so
-            learned.hosts["tree"].fade(learned.hosts["search"].value / _USUAL_HOST["search"], self.config.fading)
+        learned.fruitless = learned.fruitless + 1 if work == "search" else 0
+        # Trees that look expensive are not built, so without decay their cost would never be measured again.
+        if learned.fruitless > self.config.fruitless_rounds and "tree" in learned.hosts:
+            usual = learned.hosts["search"].value / _HOST_RATIOS["search"]
+            learned.hosts["tree"].decay(usual, self.config.host_decay)
         if not drafting:
             return
         if modelled := self._modelled_levels(drafted):
-            learned.draft_scales.add(seconds.draft / unit, self.curve.draft_start_seconds, modelled)
+            learned.draft_scales.add(seconds.draft / slowdown, self.curve.draft_start_seconds, modelled)
         if read := drafted.read_tokens * self.curve.read_seconds:
-            self._read_scale.add(seconds.read / unit / read)
+            self._read_scale.add(seconds.read / slowdown / read)
 
     def _last_pass(self, rows: int, trees: int) -> float:
-        """The target pass that was learned from last."""
+        """Return the modelled seconds of the target pass last passed to `learn`."""
         learned, seconds = self.learned, self.verify(rows, self._requests, trees)
-        return seconds * learned.lone_scale.value if rows <= self._requests and learned.follows_tree else seconds
+        return seconds * learned.after_tree_scale.value if rows <= self._requests and learned.follows_tree else seconds
 
     def _modelled_levels(self, drafted: Drafted) -> float:
         return self.curve.draft_levels(drafted.levels, drafted.passes, drafted.request_passes)
 
     def _one_row(self, requests: int) -> float:
-        """A target pass over one row of each request."""
-        seconds = self._curve(requests, requests, 0) + requests * self._beyond * self.curve.position_seconds
-        return max(seconds, self.curve.verify_seconds[0] / 2)  # contexts may be shorter than the curve's, too
+        """Return the seconds of a target pass over one row of each request."""
+        seconds = self._curve(requests, requests, 0) + requests * self._extra_context * self.curve.position_seconds
+        return max(seconds, self.curve.verify_seconds[0] / 2)  # contexts shorter than the curve's subtract
 
-    def _further_rows(self, rows: int, requests: int, trees: int) -> float:
-        """What all rows but each request's first add to that, as the curve says."""
+    def _extra_seconds(self, rows: int, requests: int, trees: int) -> float:
+        """Return the seconds that extra rows, those beyond each request's first, add to a pass, without `excess`."""
         own = self._curve(rows, requests, trees) - self._curve(requests, requests, 0)
-        return max(own + (rows - requests) * self._beyond * self.curve.row_position_seconds, 0.0)
+        return max(own + (rows - requests) * self._extra_context * self.curve.row_position_seconds, 0.0)
 
     def _size(self, further: _Seconds, rows: _Seconds) -> _Seconds:
-        """Of rows beyond each request's first, that take `further` seconds as the curve says."""
-        return further + rows * (self.config.row_seconds * self._one_row(self._requests))
+        """Return the size of extra rows for `_ExtraRowCost`; `further`: their modelled seconds, uncorrected."""
+        return further + rows * (self.config.min_row_share * self._one_row(self._requests))
 
     def _curve(self, rows: int, requests: int, trees: int) -> float:
-        """Looked up once, as each round asks for a few of the same."""
+        """Return `curve.verify`, cached because every round uses the same few arguments."""
         key = rows, requests, trees
         if key not in self._known:
             self._known[key] = float(self.curve.verify(*key))

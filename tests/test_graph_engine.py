@@ -56,23 +56,23 @@ class ScriptedRounds:
         return 0.0, 0.0
 
     def _result(self, request: RoundInput, levels: int) -> RoundResult:
-        foretold = np.full((len(request.weights), len(request.new_tokens) - 1), 0.5, dtype=np.float32)
+        read_probs = np.full((len(request.weights), len(request.new_tokens) - 1), 0.5, dtype=np.float32)
         if self.accepts is None:
-            return chain([0, 0], 0, foretold)._replace(path=np.zeros(0, dtype=np.int64))
+            return chain([0, 0], 0, read_probs)._replace(path=np.zeros(0, dtype=np.int64))
         at = request.context_len + 1
         if request.pages[0] not in self._texts:  # its first round: all that is there is the prompt
             self._texts[request.pages[0]] = next(text for prompt, text in self.truths if len(prompt) == at)
         rest = self._texts[request.pages[0]]
         assert rest[at - len(request.new_tokens) : at] == request.new_tokens
         drafted = min(self.accepts, levels, request.max_depth)
-        return chain(rest[at - 1 : at + drafted + 1], 1, foretold)
+        return chain(rest[at - 1 : at + drafted + 1], 1, read_probs)
 
 
-def chain(tokens: Sequence[int], mask: int, foretold: np.ndarray) -> RoundResult:
+def chain(tokens: Sequence[int], mask: int, read_probs: np.ndarray) -> RoundResult:
     """A result whose tree is a chain that is accepted to its end; the last token is the target's own."""
     nodes = np.arange(len(tokens) - 1)
     masks = [0] + [mask] * (len(nodes) - 1)
-    return RoundResult(np.array(tokens[:-1]), nodes - 1, nodes, 0.9**nodes, masks, nodes, tokens[-1], foretold)
+    return RoundResult(np.array(tokens[:-1]), nodes - 1, nodes, 0.9**nodes, masks, nodes, tokens[-1], read_probs)
 
 
 class SeededRounds(ScriptedRounds):
@@ -84,7 +84,7 @@ class SeededRounds(ScriptedRounds):
         text = [*result.tokens.tolist(), result.bonus]
         right = 0 if seeds is None else len(follow(seeds, text[1:])) - 1
         most = min(right, levels, request.max_depth)
-        return chain(text[: most + 2], 1 << SEED_BIT, result.foretold)
+        return chain(text[: most + 2], 1 << SEED_BIT, result.read_probs)
 
 
 def scripted(

@@ -16,7 +16,7 @@ from treespec.graphs.batch_round import BatchRound
 from treespec.graphs.capture import MAX_DEPTH
 from treespec.graphs.proof import differing_rounds
 from treespec.graphs.round_inputs import RoundInput
-from treespec.graphs.verify_stage import RoundResult, VerifyHalf
+from treespec.graphs.verify_stage import RoundResult, VerifyStage
 from treespec.outputs import RequestOutput
 from treespec_kernels.attention.tree_attention_masked import tree_attention_masked_triton as masked
 
@@ -84,10 +84,10 @@ def test_what_was_written_before_is_guessed(llm: LLM) -> None:
 def test_the_proof_at_start(llm: LLM) -> None:
     """A walk that emits another token is found, where it does, and nowhere else. The engine has learned nothing, and
     its drafters from outside were not asked."""
-    results = VerifyHalf.results
+    results = VerifyStage.results
 
-    def spoilt(half: VerifyHalf, requests: Sequence[RoundInput], nodes: int, drafted: bool) -> list[RoundResult]:
-        found = results(half, requests, nodes, drafted)
+    def spoilt(stage: VerifyStage, requests: Sequence[RoundInput], nodes: int, drafted: bool) -> list[RoundResult]:
+        found = results(stage, requests, nodes, drafted)
         wrong = nodes > 1 and requests[0].temperature > 0
         return [each._replace(bonus=(each.bonus + wrong) % 64) for each in found]
 
@@ -98,7 +98,7 @@ def test_the_proof_at_start(llm: LLM) -> None:
     before, failing = pickle.dumps(learned), mock.Mock(propose=mock.Mock(side_effect=KeyError("no such prompt")))
     with (
         torch.inference_mode(),
-        mock.patch.object(VerifyHalf, "results", spoilt),
+        mock.patch.object(VerifyStage, "results", spoilt),
         mock.patch.object(engine.sources, "others", [failing]),
     ):
         found = differing_rounds(engine, rounds, max_tokens=2)

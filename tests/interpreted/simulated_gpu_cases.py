@@ -26,7 +26,7 @@ from treespec.engine import Engine
 from treespec.errors import ConfigError, KernelError
 from treespec.executors.execution import Execution
 from treespec.executors.graph_executor import GraphExecutor
-from treespec.graphs.verify_stage import VerifyHalf
+from treespec.graphs.verify_stage import VerifyStage
 from treespec.models import triton_decoder
 from treespec.models.attention import make_attention
 from treespec.models.triton_decoder import TritonDecoder
@@ -348,16 +348,16 @@ def test_where_captured_rounds_fail_it_goes_step_by_step(
 def test_rounds_that_cuda_does_not_capture(gpu: Gpu, caplog: pytest.LogCaptureFixture) -> None:
     """It goes step by step, with nothing of the capture that failed in the way of what follows."""
     target = make_llama(new_folder("waiting") / "target", 0, torch.float16, **SMALL)
-    run, before = VerifyHalf.run, torch.cuda.current_stream()
+    run, before = VerifyStage.run, torch.cuda.current_stream()
 
-    def waiting(half: VerifyHalf, nodes: int, sampled: bool) -> None:
-        run(half, nodes, sampled)
-        half.target.pool.sum().item()
+    def waiting(stage: VerifyStage, nodes: int, sampled: bool) -> None:
+        run(stage, nodes, sampled)
+        stage.target.pool.sum().item()
 
     with (
         mock.patch("treespec.startup.assemble.is_interpreted", lambda: False),
         mock.patch("treespec.graphs.capture.is_interpreted", lambda: False),
-        mock.patch.object(VerifyHalf, "run", waiting),
+        mock.patch.object(VerifyStage, "run", waiting),
     ):
         llm = open_llm(target, [], device="cuda", dtype="float16", spec=TREES, max_num_seqs=1, prove=None)
     assert llm.stats()["frozen"]["rounds"] == "step by step"

@@ -158,7 +158,7 @@ class GraphExecutor:
             return
         ssms = self.sources.ssms
         if ssms is not None and plan.levels:
-            ssms.learn_round(request, result.foretold, proposed if ssms.may_draft(request) else None)
+            ssms.learn_round(request, result.read_probs, proposed if ssms.may_draft(request) else None)
         names = () if ssms is None else ssms.names
         tree = RoundTree(*result[:5], names, proposed)
         execution.verified.append(VerifiedRequest(request, tree, result.path, result.bonus))

@@ -1,1 +1,1 @@
-"""Captured rounds: draft, merge, verify and commit on the device, from CUDA graphs."""
+"""Captured rounds: whole rounds (draft, merge, verify, commit) on the device, replayed from CUDA graphs."""

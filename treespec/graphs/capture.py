@@ -1,4 +1,4 @@
-"""Captures an engine's rounds for every batch size and context, and measures their costs."""
+"""Captures an engine's rounds for every batch size and context length, and measures their costs."""
 
 import itertools
 import statistics
@@ -27,17 +27,17 @@ from treespec_kernels.tree.device_trees import MAX_CANDIDATES
 from treespec_kernels.tree.growth_limits import CHILDREN, FRONTIER, MAX_DEPTH, SEEDS
 from treespec_kernels.tuning.tuned import KernelConfigs
 
-# That drafts write behind a request: the root's slot, and those of every frontier but the last.
+# Slots behind a request's context that drafts write to: the root's, and those of every frontier but the last.
 SLOTS = 1 + (MAX_DEPTH - 1) * FRONTIER
-NODES = (1, 8, 16, 32, 64)  # rows of the target pass by graph
-# Programs are launched for every segment of a context: shorter ones get their own graphs.
+NODES = (1, 8, 16, 32, 64)  # rows per request of the target pass, by graph
+# A graph launches programs for every segment of its longest context, so shorter contexts get graphs of their own.
 CONTEXTS = (4096, 16384, 65536)
-MARGIN = 1 << 30  # bytes for what is not planned: the driver's modules, graphs, the vendor's workspaces
+MARGIN = 1 << 30  # bytes for memory outside the plan: driver modules, graphs, vendor workspaces
 _REPEATS = 5
 
 
 def stack_sizes(drafts: Sequence[ModelConfig]) -> list[int]:
-    """Sizes of the stacks: neighbouring SSMs of one architecture run as one model with stacked weights."""
+    """Return the sizes of the stacks: neighbouring SSMs of equal architecture run as one model with stacked weights."""
     return [len(list(group)) for _, group in itertools.groupby(drafts, lambda config: config.compute_key)]
 
 
@@ -45,10 +45,10 @@ class Rounds(NamedTuple):
     """Captured rounds of an engine.
 
     Attributes:
-        limits: of the longest context.
-        by_size: by the largest batch, ascending: rounds for ascending contexts.
-        planners: by the largest batch.
-        nbytes: that buffers and the graphs of greedy rounds have taken of a GPU's memory.
+        limits: limits of the rounds for the longest context.
+        by_size: by maximum batch size, ascending: rounds for ascending context lengths.
+        planners: by maximum batch size.
+        nbytes: GPU memory of the buffers and the graphs of greedy rounds.
     """
 
     limits: RoundLimits
@@ -57,11 +57,11 @@ class Rounds(NamedTuple):
     nbytes: int
 
     def size_for(self, num_requests: int) -> int:
-        """The smallest batch that holds so many requests."""
+        """Return the smallest batch size with room for `num_requests` requests."""
         return next(size for size in self.by_size if size >= num_requests)
 
     def round_for(self, size: int, context: int) -> BatchRound:
-        """The round of a batch size for requests of so many committed positions."""
+        """Return the round of a batch size for requests with up to `context` committed positions."""
         return next(each for each in self.by_size[size] if each.limits.max_context >= context)
 
 
@@ -75,7 +75,17 @@ def captured_rounds(
     max_num_seqs: int,
     cuda_graphs: bool,
 ) -> Rounds:
-    """The rounds of an engine, captured and measured."""
+    """Capture the rounds of an engine and measure their costs.
+
+    Args:
+        runner, ssms: target, and SSMs if there are any.
+        configs: tuned kernel configurations.
+        spec: the engine's default options, which limit depth and nodes.
+        max_model_len: maximum positions of a request.
+        scratch: slots behind a request for tree nodes.
+        max_num_seqs: maximum batch size.
+        cuda_graphs: whether to capture CUDA graphs; otherwise kernels are launched one by one.
+    """
     limits = round_limits(spec, max_model_len, scratch, len(ssms.models) if ssms is not None else 0)
     target, cache = runner.target, runner.cache
     assert isinstance(target, TritonDecoder)
@@ -87,11 +97,11 @@ def captured_rounds(
     before = _reserved(target.device)
     contexts = [context for context in CONTEXTS if context < max_model_len] + [max_model_len]
     rounds, planners = {}, {}
-    for size in reversed(batch_sizes(max_num_seqs)):  # the largest first: the others then find room in its memory
+    for size in reversed(batch_sizes(max_num_seqs)):  # largest first, so that the others fit into its memory
         rounds[size] = [
             BatchRound(size, replace(limits, max_context=context), model, stacks, graph_memory) for context in contexts
         ]
-        planners[size] = Planner(_measured(rounds[size]), shapes=limits.shapes)
+        planners[size] = Planner(_measure_costs(rounds[size]), shapes=limits.shapes)
     release_cached(target.device)
     by_size = {size: rounds[size] for size in sorted(rounds)}
     return Rounds(limits, by_size, planners, _reserved(target.device) - before)
@@ -104,41 +114,45 @@ def _reserved(device: torch.device) -> int:
 def planned_bytes(
     models: Sequence[ModelConfig], limits: RoundLimits, max_num_seqs: int, prefill_chunk: int, dtype: torch.dtype
 ) -> int:
-    """What passes need beside weights and cache: the largest of the captured ones, as all graphs share their memory,
-    and a prompt's.
+    """Return the bytes that passes need in addition to weights and cache.
+
+    Counts the largest captured round, because all graphs share their memory, and a prefill pass.
 
     Args:
         models: the target and the SSMs.
-        limits: of the longest context.
-        max_num_seqs: the largest batch.
-        prefill_chunk: rows of a prompt's pass.
-        dtype: of the passes.
+        limits: limits of the longest context.
+        max_num_seqs: maximum batch size.
+        prefill_chunk: rows of a prefill pass.
+        dtype: activation dtype of the passes.
     """
     longest = limits.max_context + limits.nodes[-1]
     needed = MARGIN
     for i, model in enumerate(models):
         shape, spans = model.shape, np.array([min(window or longest, longest) for window in model.windows])
-        segments = int((SegmentPartition().segment_of(spans) + 1 + (spans < longest)).sum())  # a window begins anywhere
-        # Twice what is captured: a graph's first run, by which its kernels are compiled, stands beside its memory.
+        segments = int(
+            (SegmentPartition().segment_of(spans) + 1 + (spans < longest)).sum()
+        )  # a window may start inside a segment
+        # Twice the captured rows, because the run before a capture, which compiles the kernels, allocates memory of its
+        # own.
         captured = 2 * max_num_seqs * (max(limits.width, FRONTIER) if i else limits.nodes[-1])
         rows = captured + (0 if i else prefill_chunk)
         partials = rows * segments * shape.num_heads * (shape.head_dim + 2) * 4
         widths = 4 * shape.hidden_size + 3 * shape.intermediate_size + 8 * shape.num_heads * shape.head_dim
         split = 8 * max(shape.hidden_size, 3 * shape.num_heads * shape.head_dim) * 4  # fp32 sums of split layers
         each = rows * (widths * dtype.itemsize + split + shape.vocab_size * (dtype.itemsize + 1))
-        tables = len(model.ropes) * limits.max_context * 2 * shape.head_dim * 4  # of RoPE
+        tables = len(model.ropes) * limits.max_context * 2 * shape.head_dim * 4  # RoPE
         needed += partials + each + tables
     return needed
 
 
 def batch_sizes(max_num_seqs: int) -> list[int]:
-    """Powers of two, and the largest batch."""
+    """Return the batch sizes to capture: the powers of two below `max_num_seqs`, and `max_num_seqs`."""
     sizes = [1 << i for i in range(max_num_seqs.bit_length()) if 1 << i < max_num_seqs]
     return [*sizes, max_num_seqs]
 
 
 def round_limits(spec: SpecConfig, max_model_len: int, scratch: int, num_ssms: int) -> RoundLimits:
-    """What rounds hold. Nodes of drafts and trees must fit into the `scratch` slots behind a request."""
+    """Return the limits of captured rounds; draft and tree nodes must fit into the `scratch` slots of a request."""
     depth = min(MAX_DEPTH, spec.max_depth if not spec.is_plain else MAX_DEPTH, 1 + (scratch - 1) // FRONTIER)
     depth = max(min(depth, (MAX_CANDIDATES - SEEDS) // (FRONTIER * CHILDREN * (num_ssms + 1))), 1)
     most = max(spec.max_nodes, NODES[-1] if spec.is_adaptive else 1)
@@ -147,6 +161,7 @@ def round_limits(spec: SpecConfig, max_model_len: int, scratch: int, num_ssms: i
 
 
 def _stacks(ssms: SsmDrafter | None, pools: Sequence[torch.Tensor], configs: KernelConfigs) -> list[ModelStack]:
+    """Return the SSMs as stacks, one per K/V pool in `pools`."""
     if ssms is None:
         return []
     stacks: list[ModelStack] = []
@@ -162,10 +177,10 @@ def _stacks(ssms: SsmDrafter | None, pools: Sequence[torch.Tensor], configs: Ker
     return stacks
 
 
-def _measured(rounds: Sequence[BatchRound]) -> CostCurve:
-    """What drafting and verifying nothing takes: an idle batch runs through the same kernels.
+def _measure_costs(rounds: Sequence[BatchRound]) -> CostCurve:
+    """Compile, capture and measure the rounds of a batch size, on an idle batch, which runs the same kernels.
 
-    In the interpreter, where times say nothing, made-up ones.
+    Returns constant costs in Triton's interpreter, whose times are meaningless.
     """
     batch = rounds[0]
     nodes = batch.limits.nodes
@@ -173,14 +188,14 @@ def _measured(rounds: Sequence[BatchRound]) -> CostCurve:
         return CostCurve(nodes, (1.0,) * len(nodes), 0.1)
     for each in reversed(rounds):
         each.warm_up()
-    verify = {n: _seconds(batch, 0, n)[1] for n in nodes}
-    first = _seconds(batch, 1, 1)[0]
-    level = max(_seconds(batch, min(2, batch.limits.max_depth), 1)[0] - first, 0.0)
+    verify = {n: _median_seconds(batch, 0, n)[1] for n in nodes}
+    first = _median_seconds(batch, 1, 1)[0]
+    level = max(_median_seconds(batch, min(2, batch.limits.max_depth), 1)[0] - first, 0.0)
     return CostCurve(nodes, tuple(verify.values()), level, draft_start_seconds=max(first - level, 0.0))
 
 
-def _seconds(batch: BatchRound, levels: int, nodes: int) -> tuple[float, float]:
-    """Median seconds of drafting and of verification."""
+def _median_seconds(batch: BatchRound, levels: int, nodes: int) -> tuple[float, float]:
+    """Return the median seconds of drafting and of verification."""
     times = []
     for _ in range(_REPEATS):
         batch.replay(levels, nodes)

@@ -16,17 +16,17 @@ from treespec_kernels.tree.tree_merge import tree_merge_triton
 from treespec_kernels.tree.tree_root import tree_root_triton
 
 
-class DraftHalf:
+class DraftStage:
     """Grows the trees of a batch, level by level.
 
     Args:
-        inputs: of the round.
-        stacks: of the SSMs.
-        vocab_size: of all models.
+        inputs: the round's inputs.
+        stacks: the SSMs.
+        vocab_size: vocabulary size of all models.
 
     Attributes:
-        forest: the trees while they grow.
-        foretold: float32 [num_ssms, B, D], each SSM's probabilities of the tokens that it read in this round.
+        forest: the growing trees.
+        read_probs: float32 [num_ssms, B, D], probabilities that each SSM assigned to the tokens it read in this round.
     """
 
     def __init__(self, inputs: RoundInputs, stacks: Sequence[ModelStack], vocab_size: int):
@@ -38,7 +38,7 @@ class DraftHalf:
         shape = (ssms, b, FRONTIER, self.children)
         self._tokens = torch.full(shape, -1, dtype=torch.int32, device=device)
         self._probs = torch.zeros(shape, dtype=torch.float32, device=device)
-        self.foretold = torch.zeros(inputs.num_ssms, b, limits.max_depth, dtype=torch.float32, device=device)
+        self.read_probs = torch.zeros(inputs.num_ssms, b, limits.max_depth, dtype=torch.float32, device=device)
         self._steps = torch.arange(limits.width, dtype=torch.int32, device=device)
         self._chains = [StackPasses(stack, inputs, limits.width) for stack in self.stacks]
         self._trees = [
@@ -46,11 +46,11 @@ class DraftHalf:
         ]
 
     def root(self) -> None:
-        """Begin with the roots alone."""
+        """Start the trees with their roots."""
         tree_root_triton(self.forest, self.inputs["roots"])
 
     def first_level(self, sampled: bool) -> None:
-        """Read what was emitted last, up to the roots, and propose below them."""
+        """Read the tokens emitted in the last round, up to the roots, and propose below the roots."""
         inputs = self.inputs
         b, width = inputs.num_requests, inputs.limits.width
         self.root()
@@ -65,9 +65,9 @@ class DraftHalf:
             summary = row_topk_triton(scores, 1, stats=stats)
             logits = scores.view(groups, b, width, -1)
             seen = logits.gather(3, following.expand(groups, b, width)[..., None])[..., 0].float()
-            self.foretold[own] = (seen - summary.lse.view(groups, b, width))[..., :-1].exp()
+            self.read_probs[own] = (seen - summary.lse.view(groups, b, width))[..., :-1].exp()
             roots = logits.gather(2, last[:, None, None].expand(groups, b, 1, logits.shape[3]))
-            self._guess(own, roots.view(groups * b, -1), None, 1, sampled)
+            self._propose(own, roots.view(groups * b, -1), None, 1, sampled)
         self._merge()
 
     def next_level(self, sampled: bool) -> None:
@@ -82,19 +82,26 @@ class DraftHalf:
                 forest.frontier_ancestors,
             )
             own = slice(stack.first, stack.first + stack.groups)
-            self._guess(own, *stack.logits(hidden), FRONTIER, sampled)
+            self._propose(own, *stack.logits(hidden), FRONTIER, sampled)
         self._merge()
 
-    def _guess(self, ssms: slice, logits: Tensor, stats: BlockStats | None, rows: int, sampled: bool) -> None:
-        """What these SSMs propose at the first `rows` nodes of the frontier, after [G * B * rows, vocab] logits.
+    def _propose(self, ssms: slice, logits: Tensor, stats: BlockStats | None, rows: int, sampled: bool) -> None:
+        """Store what these SSMs propose at the first `rows` nodes of the frontier.
 
-        `stats`: their summary, where there is one.
+        Args:
+            ssms: indices of the SSMs.
+            logits: [G * B * rows, vocab].
+            stats: block statistics of the logits, if available.
+            rows: number of frontier nodes per request.
+            sampled: whether noise is added to the logits.
         """
         inputs, groups = self.inputs, ssms.stop - ssms.start
         b = inputs.num_requests
 
         def by_row(values: Tensor) -> Tensor:
-            return values[None, :, None].expand(groups, b, rows).reshape(-1).contiguous()  # of one request a view
+            return (
+                values[None, :, None].expand(groups, b, rows).reshape(-1).contiguous()
+            )  # a copy, except for one request
 
         positions = inputs["context_lens"].long() + 1 + self.forest.level.long()
         noise: dict[str, Any] = {"stats": stats}

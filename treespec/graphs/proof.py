@@ -1,8 +1,8 @@
-"""Self-test of captured rounds: they give the tokens of plain decoding on this GPU.
+"""Self-test of captured rounds: they emit the tokens of plain decoding on this GPU.
 
-startup/selftest.py proves that the target's passes have the same bits in any batch. What captured rounds do besides, to
-draft, merge, select, walk and commit on the device, shows in what they emit: a few requests are decoded plainly step by
-step, then by captured rounds, plainly and with trees.
+startup/selftest.py proves that the target's passes have the same bits in any batch. The other steps of a captured round
+(draft, merge, select, walk and commit on the device) are tested by the tokens that they emit: a few requests are
+decoded plainly step by step, and then by captured rounds, plainly and with trees.
 """
 
 import copy
@@ -27,32 +27,35 @@ from treespec.sampling_params import SamplingParams
 
 logger = logging.getLogger("treespec")
 
-_PROMPTS = (60, 3)  # tokens; the first one's repeat, so that lookup has something to say; outputs cross a page
-_PERIOD = 16
-_NODES = 16  # of the trees, where rounds hold so many
+_PROMPTS = (
+    60,
+    3,
+)  # lengths in tokens; the first prompt repeats, so that lookup proposes; outputs cross a page boundary
+_PERIOD = 16  # tokens after which a prompt repeats
+_NODES = 16  # tree size, unless the largest of the rounds is smaller
 _TEMPERATURES = (0.0, 0.8)
 
 
 def proven_rounds(engine: Engine, capture: Callable[[], Rounds], exact: bool) -> Rounds | None:
-    """Captured rounds of an engine that have given the tokens of plain decoding, or need not.
+    """Capture the rounds of an engine and compare their tokens with plain decoding.
 
-    None, and a warning, where they do not run here or give others: rounds step by step need none of their graphs, and
-    the passes of both have been proven apart.
+    Returns None and logs a warning if they do not run on this GPU, or if they emit other tokens and `exact` is set. The
+    engine then goes step by step, which uses none of the graphs and passed the self-test of its own passes.
     """
     try:
         rounds = capture()
         found = differing_rounds(engine, rounds)
     except (AssertionError, TreespecError):
         raise
-    except Exception as error:  # whatever a driver or a compiler says that has not run them before
-        torch.cuda.synchronize(engine.runner.target.device)  # raises where the device is lost: nothing else would run
+    except Exception as error:  # any error of a driver or compiler on which these kernels have never run
+        torch.cuda.synchronize(engine.runner.target.device)  # raises if the device is lost, so that nothing can run
         logger.warning("captured rounds do not run here; going step by step, which is slower", exc_info=error)
     else:
         if not found or not exact:
             return rounds
         words = "captured rounds give other tokens than plain decoding here; going step by step, which is slower: %s"
         logger.warning(words, "; ".join(found))
-    # What they have left in the cache, perhaps NaN, must not reach the next holder of its pages.
+    # Failed rounds may have left NaN in the cache, which must not reach the next holder of the pages.
     engine.cache.scrub(np.arange(engine.cache.num_pages + 1))
     return None
 
@@ -61,14 +64,14 @@ def differing_rounds(engine: Engine, rounds: Rounds, max_tokens: int = 12, seed:
     """Compare captured rounds with plain decoding, greedy and sampled, for one request and for two.
 
     Args:
-        engine: an idle one, whose models and cache are used. What it has learned and counted stays as it is, and
-            drafters from outside are not asked.
-        rounds: captured of it.
-        max_tokens: that each request emits.
-        seed: of prompts and noise.
+        engine: an idle engine whose models and cache are used. Its learned state and counters do not change, and custom
+            drafters are not asked.
+        rounds: captured rounds of this engine.
+        max_tokens: tokens that each request emits.
+        seed: seed of prompts and noise.
 
     Returns:
-        What differed, a line each; empty where every token was equal.
+        One line per difference; empty if all tokens are equal.
     """
     sources = DraftSources(engine.sources.ssms, None if engine.sources.lookup is None else LookupDrafter())
     planner, length = copy.deepcopy(engine.host.planner), engine.host.max_model_len
@@ -83,7 +86,7 @@ def differing_rounds(engine: Engine, rounds: Rounds, max_tokens: int = 12, seed:
 
 
 def _differing(host: Engine, captured: Engine, nodes: int, max_tokens: int, seed: int) -> list[str]:
-    """What differs between engines without and with captured rounds of `nodes` nodes."""
+    """Return the differences between an engine without and one with captured rounds of `nodes` nodes."""
     rng = np.random.default_rng(seed)
     longest = host.host.max_model_len
     max_tokens = min(max_tokens, longest - 1)
@@ -91,15 +94,15 @@ def _differing(host: Engine, captured: Engine, nodes: int, max_tokens: int, seed
     period = rng.integers(host.runner.target.vocab_size, size=_PERIOD)
     prompts = [np.resize(period, length).tolist() for length in lengths]
     plain = SpecConfig.resolve("off", SpecConfig())
-    ways = {"plain decoding": plain}
+    specs = {"plain decoding": plain}
     if nodes > 1:
-        ways[f"trees of {nodes} nodes"] = SpecConfig(nodes=nodes)
+        specs[f"trees of {nodes} nodes"] = SpecConfig(nodes=nodes)
     found = []
     counts = range(1, 1 + min(len(prompts), host.scheduler.max_num_seqs))
     for count, temperature in itertools.product(counts, _TEMPERATURES):
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, ignore_eos=True)
         expected = _decode(host, prompts[:count], params, plain)
-        for name, spec in ways.items():
+        for name, spec in specs.items():
             if _decode(captured, prompts[:count], params, spec) != expected:
                 found.append(f"{name} at temperature {temperature} for {count} of {len(prompts)} requests")
     return found
@@ -111,7 +114,7 @@ def _decode(
     params: SamplingParams,
     spec: SpecConfig,
 ) -> list[tuple[list[int], str | None]]:
-    """What each prompt's request emits, and why it ends."""
+    """Return the output tokens and the finish reason of each prompt's request."""
     target, requests = engine.runner.target, []
     for prompt in prompts:
         request = Request(list(prompt), params, spec, seed=params.seed)

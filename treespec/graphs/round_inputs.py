@@ -13,7 +13,7 @@ from treespec.tree import TokenTree
 from treespec_kernels.tree.device_trees import ProposedTrees
 from treespec_kernels.tree.growth_limits import SEEDS
 
-MAX_ENDS = 8  # end tokens of a request that a captured round knows
+MAX_ENDS = 8  # maximum number of end tokens of a request
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,10 @@ class RoundLimits:
     """Limits of the captured rounds of one batch size.
 
     Args:
-        max_depth: D, levels that are drafted at most.
-        nodes: rows of the target pass by graph, ascending, 1 (plain decoding) first.
-        max_pages: of one request.
-        max_context: committed positions of the longest request.
+        max_depth: D, the maximum number of draft levels.
+        nodes: rows per request of the target pass, by graph, ascending; the first is 1 (plain decoding).
+        max_pages: maximum pages of one request.
+        max_context: maximum committed positions of a request.
     """
 
     max_depth: int
@@ -34,12 +34,12 @@ class RoundLimits:
 
     @property
     def width(self) -> int:
-        """Tokens that a round emits at most: a path of D nodes below the root, and the token after it."""
+        """Maximum number of tokens emitted by a round: a path of D nodes below the root, and the bonus token."""
         return self.max_depth + 1
 
     @property
     def shapes(self) -> RoundShapes:
-        """What the planner may choose from."""
+        """Tree shapes that the planner may choose."""
         return RoundShapes(self.max_depth, self.nodes)
 
 
@@ -47,17 +47,18 @@ class RoundInput(NamedTuple):
     """One request of a round.
 
     Attributes:
-        context_len: L, committed positions of the target.
-        new_tokens: those that the SSMs have not read, the root last; at most D + 1.
+        context_len: L, the number of committed positions of the target.
+        new_tokens: tokens that the SSMs have not read, the root last; at most D + 1.
         pages: int64 [num_pages].
-        end_tokens: below which nothing is drafted.
-        temperature: of the choice, 0 takes the argmax; draft_temperature: of the SSMs' guess of it.
-        rng_seed, sample: of the noise.
-        weights: trust in each SSM, 0 where it is silent; sum 1. Empty where no SSM may draft.
-        proposed: the tree of sources that cost no pass, over the root; None where there is none.
-        ratios: float32 [len(proposed)], evidence ratios of its nodes.
-        max_depth, max_nodes: of its tree; 0 and 1 make it plain decoding.
-        least_value: that a node must have.
+        end_tokens: tokens below which nothing is drafted.
+        temperature: temperature of the target's choices; 0 = argmax.
+        draft_temperature: temperature of the SSMs' proposals.
+        rng_seed, sample: identify the request's noise.
+        weights: mixture weight of each SSM, 0 if it does not draft; sum 1. Empty if no SSM may draft.
+        proposed: proposals of sources without a model, as a tree over the root; None if there are none.
+        ratios: float32 [len(proposed)], evidence ratios of the nodes of `proposed`.
+        max_depth, max_nodes: limits of the tree; 0 and 1 for plain decoding.
+        least_value: minimum value of a node.
     """
 
     context_len: int
@@ -77,7 +78,7 @@ class RoundInput(NamedTuple):
 
 
 class _Buffer:
-    """Device memory of one dtype that is filled by one copy from pinned memory, carved into named views."""
+    """Device memory of one dtype, divided into named fields and filled by one copy from pinned host memory."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device):
         sizes = {name: int(np.prod(shape)) for name, shape in shapes.items()}
@@ -98,18 +99,21 @@ class _Buffer:
 
 
 def _padded(size: int) -> int:
-    """Elements that a field takes, so that each begins at a multiple of 16 bytes: Triton compiles a kernel anew for
-    another alignment."""
+    """Return the number of elements of a field, rounded up to a multiple of 16.
+
+    Every field is then aligned to 16 bytes; Triton would recompile kernels for another alignment.
+    """
     return -(-size // 16) * 16
 
 
 class RoundInputs:
-    """The requests of a round on the device.
+    """The requests of a round as device buffers with fixed addresses.
 
     Args:
-        num_requests: B, at most.
-        num_ssms: sources with a pass.
-        limits, device: of the round.
+        num_requests: B, the maximum number of requests.
+        num_ssms: number of SSMs.
+        limits: limits of the round.
+        device: device of the buffers.
     """
 
     def __init__(self, num_requests: int, num_ssms: int, limits: RoundLimits, device: torch.device):
@@ -140,32 +144,38 @@ class RoundInputs:
         self._host = {name: values for buffer in self._buffers for name, values in buffer.host.items()}
 
     def __getitem__(self, name: str) -> Tensor:
-        """A field on the device."""
+        """Return a field on the device."""
         return self._views[name]
 
     def noise(self, temperatures: str, by_row: Callable[[Tensor], Tensor], positions: Tensor) -> dict[str, Any]:
-        """Arguments of `row_topk_triton`: each request's noise for all of its rows."""
+        """Return the noise arguments of `row_topk_triton`, one entry per row.
+
+        Args:
+            temperatures: name of the field with the temperatures.
+            by_row: expands a field from requests to rows.
+            positions: int64 [rows], positions of the sampled tokens.
+        """
         own = {"seeds": by_row(self["rng_seeds"]), "samples": by_row(self["samples"])}
         return own | {"temperatures": by_row(self[temperatures]), "positions": positions}
 
     @property
     def proposed(self) -> ProposedTrees:
-        """The trees of sources that cost no pass."""
+        """The proposals of sources without a model."""
         return ProposedTrees(*(self[f"proposed_{name}"] for name in ProposedTrees._fields))
 
     def fill(self, requests: Sequence[RoundInput]) -> None:
-        """Upload a batch; places behind it are idle."""
+        """Upload a batch; remaining places are idle."""
         host = self._host
         for values in host.values():
             values.fill(0)
         for name in ("roots", "end_tokens", "proposed_tokens", "proposed_parents"):
             host[name].fill(-1)
-        host["weights"].fill(np.nan)  # a NaN weight disables the source
+        host["weights"].fill(np.nan)  # a NaN weight disables the SSM
         for i, request in enumerate(requests):
             new = request.new_tokens
-            assert 1 <= len(new) <= self.limits.width, "tokens that the SSMs have missed are read before the round"
-            assert request.context_len <= self.limits.max_context, "a request outgrew the round"
-            one = {
+            assert 1 <= len(new) <= self.limits.width, "the SSMs must read all but D + 1 tokens before the round"
+            assert request.context_len <= self.limits.max_context, "the request's context exceeds the round's"
+            scalars = {
                 "context_lens": request.context_len,
                 "new_lens": len(new),
                 "roots": new[-1],
@@ -177,22 +187,23 @@ class RoundInputs:
                 "rng_seeds": np.uint64(request.rng_seed).astype(np.int64),
                 "samples": request.sample,
             }
-            for name, value in one.items():
+            for name, value in scalars.items():
                 host[name][i] = value
-            for name, several in (
+            for name, row in (
                 ("new_tokens", new),
                 ("end_tokens", request.end_tokens),
                 ("pages", request.pages),
                 ("weights", np.where(request.weights > 0, request.weights, np.nan)),
             ):
-                host[name][i, : len(several)] = several
+                host[name][i, : len(row)] = row
             if request.proposed is not None:
                 self._fill_proposed(i, request.proposed, request.ratios)
         for buffer in self._buffers:
             buffer.upload()
 
     def _fill_proposed(self, i: int, tree: TokenTree, ratios: np.ndarray) -> None:
-        assert len(tree) <= 1 + SEEDS, "a proposed tree is cut before the round"
+        """Write the nodes of a proposed tree, without its root, into the host buffers of request `i`."""
+        assert len(tree) <= 1 + SEEDS, "the proposed tree exceeds SEEDS nodes"
         of_nodes = {"tokens": tree.tokens, "parents": tree.parents - 1, "probs": tree.probs, "ratios": ratios}
         for name, values in of_nodes.items():
             self._host[f"proposed_{name}"][i, : len(tree) - 1] = values[1:]

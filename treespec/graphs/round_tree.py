@@ -1,4 +1,4 @@
-"""The token tree of a captured round, copied to the host."""
+"""The verified tree of a captured round, on the host."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,15 +11,15 @@ from treespec_kernels.tree.device_trees import SEED_BIT
 
 @dataclass(frozen=True, eq=False)
 class RoundTree:
-    """One request's tree, root first.
+    """One request's verified tree, root first.
 
     Attributes:
         tokens, parents, depths: int64 [num_nodes].
         values: float64 [num_nodes], the estimated probability that each node is accepted.
-        masks: by node, bits of the SSMs that proposed it, and `SEED_BIT` for a node of `proposed`.
-        names: of the SSMs.
-        proposed: the tree of sources that run no model, as the round was given it; the device does not tell these
-            sources apart.
+        masks: bit mask of each node: bit i if SSM i proposed it, `SEED_BIT` if it is a node of `proposed`.
+        names: names of the SSMs.
+        proposed: the proposals of sources without a model that the round received. The device does not distinguish
+            these sources, so their names are looked up here.
     """
 
     tokens: np.ndarray
@@ -34,7 +34,7 @@ class RoundTree:
         return len(self.tokens)
 
     def sources_of(self, node: int) -> tuple[str, ...]:
-        """Names of the sources that proposed a node."""
+        """Return the names of the sources that proposed a node."""
         bits = self.masks[node]
         own = tuple(name for i, name in enumerate(self.names) if bits >> i & 1)
         if self.proposed is None or not bits >> SEED_BIT & 1:
@@ -43,7 +43,7 @@ class RoundTree:
         return own if seed is None else (*own, *(n for n in self.proposed.sources_of(seed) if n not in own))
 
     def token_tree(self) -> TokenTree:
-        """The tree with the provenance of every node."""
+        """Return the equivalent `TokenTree`, with the sources of every node."""
         above = self.values[self.parents[1:]]
         probs = np.append(1.0, np.minimum(np.divide(self.values[1:], above, where=above > 0, out=0 * above), 1.0))
         others = () if self.proposed is None else (n for n in self.proposed.source_names if n not in self.names)
@@ -55,7 +55,7 @@ class RoundTree:
         return tree.with_values(self.values)
 
     def _place_in_proposed(self, node: int) -> int | None:
-        """The node of `proposed` with the same path; None where it has none."""
+        """Return the node of `proposed` with the same path as `node`, or None."""
         path, place = [], 0
         while node:
             path.append(int(self.tokens[node]))
@@ -68,7 +68,7 @@ class RoundTree:
 
     @cached_property
     def _children(self) -> dict[tuple[int, int], int]:
-        """Of `proposed`, the node below each parent that carries a token."""
+        """Map each (parent, token) of `proposed` to the child node."""
         assert self.proposed is not None
         nodes = zip(self.proposed.parents[1:].tolist(), self.proposed.tokens[1:].tolist(), strict=True)
         return {place: node for node, place in enumerate(nodes, start=1)}

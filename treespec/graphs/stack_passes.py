@@ -1,4 +1,4 @@
-"""Model passes of a fixed shape, as captured rounds run them."""
+"""Model passes of fixed shape for captured rounds."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,15 +17,15 @@ from treespec_kernels.linear.lm_head import BlockStats
 
 @dataclass(frozen=True, eq=False)
 class ModelStack:
-    """G models of one shape, with what their passes read.
+    """G models of equal shape with stacked weights, and their K/V pool.
 
     Args:
-        kernels: of the stacked models.
-        table: RoPE, fp32 [num_ropes, num_positions, 2, head_dim].
-        attention: of that shape.
-        pool: [num_layers, 2, G * num_pages, num_kv_heads, PAGE_SIZE, head_dim].
-        first: number of the first of these models among the SSMs.
-        known: how many tokens of the vocabulary each of them has; none guesses one from there on. None: all.
+        kernels: kernels of the stacked models.
+        table: RoPE table, fp32 [num_ropes, num_positions, 2, head_dim].
+        attention: attention of this shape.
+        pool: K/V, [num_layers, 2, G * num_pages, num_kv_heads, PAGE_SIZE, head_dim].
+        first: index of the first of these models among the SSMs.
+        known: number of known tokens of each model, which never proposes token ids from there on; None = all.
     """
 
     kernels: PassKernels
@@ -37,12 +37,12 @@ class ModelStack:
 
     @property
     def groups(self) -> int:
-        """G."""
+        """G, the number of models."""
         return self.kernels.weights.groups
 
     @cached_property
-    def _lacks(self) -> Tensor | None:
-        """bool [G, 1, vocab], the tokens that each model lacks; None where all have all."""
+    def _unknown_tokens(self) -> Tensor | None:
+        """bool [G, 1, vocab], tokens that are not in each model's vocabulary; None if every model has all tokens."""
         vocab = self.kernels.weights.head.shape[1]
         if self.known is None or min(self.known) >= vocab:
             return None
@@ -51,22 +51,25 @@ class ModelStack:
         return (torch.arange(vocab, device=device) >= known[:, None])[:, None]
 
     def logits(self, hidden: Tensor) -> tuple[Tensor, BlockStats | None]:
-        """[G * rows, vocab] logits, -inf where a model lacks the token, and their summary where it is at hand."""
+        """Return logits [G * rows, vocab], -inf for tokens outside a model's vocabulary, and their block statistics.
+
+        The statistics are None if logits were masked.
+        """
         head = self.kernels.logits(hidden)
-        if self._lacks is None:
+        if self._unknown_tokens is None:
             return head
-        head.logits.view(self.groups, -1, head.logits.shape[1]).masked_fill_(self._lacks, -torch.inf)
+        head.logits.view(self.groups, -1, head.logits.shape[1]).masked_fill_(self._unknown_tokens, -torch.inf)
         return head.logits, None
 
 
 class StackPasses:
-    """Passes of R rows of each of B requests through each of G models.
+    """Passes over R rows of each of B requests in each of G models.
 
     Args:
         stack: the models.
-        inputs: of the round.
+        inputs: the round's inputs.
         rows: R.
-        tree_slots: slots that a tree takes behind the committed ones; None: rows are consecutive tokens.
+        tree_slots: number of slots of a tree behind the committed ones; None = the rows are consecutive tokens.
     """
 
     def __init__(self, stack: ModelStack, inputs: RoundInputs, rows: int, tree_slots: int | None = None):
@@ -99,7 +102,7 @@ class StackPasses:
 
     @property
     def positions(self) -> Tensor:
-        """int32 [G * B * R], of the last pass."""
+        """Positions of the last pass's rows, int32 [G * B * R]."""
         return self._layouts[0].positions
 
     def hidden(
@@ -110,12 +113,12 @@ class StackPasses:
         row_slots: Tensor | None = None,
         ancestors: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states after the final norm, [G * B * R, hidden_size], of the same rows in every model.
+        """Return the hidden states after the final norm, [G * B * R, hidden_size], of the same rows in every model.
 
         Args:
-            tokens: int32 [B, R]; of padding rows anything.
-            context_lens, depths, row_slots, ancestors: [B], [B, R], [B, R], [B, R, D + 1], int32, as in
-                `pass_layout_ref`; a chain needs no more than depths.
+            tokens: int32 [B, R]; any value in padding rows.
+            context_lens, depths, row_slots, ancestors: int32 [B], [B, R], [B, R], [B, R, D + 1], as in
+                `pass_layout_ref`; consecutive tokens need only the first two.
         """
         groups, stack = self.stack.groups, self.stack
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treespec.graphs.draft_stage import DraftHalf
+from treespec.graphs.draft_stage import DraftStage
 from treespec.graphs.round_inputs import RoundInput, RoundInputs
 from treespec.graphs.stack_passes import ModelStack, StackPasses
 from treespec_kernels.attention.kv_commit import kv_commit_triton
@@ -18,16 +18,16 @@ from treespec_kernels.tree.tree_walk import Walk, tree_walk_triton
 
 
 class RoundResult(NamedTuple):
-    """What a round made of one request.
+    """Result of a captured round for one request.
 
     Attributes:
         tokens, parents, depths: int64 [num_nodes], the verified tree, root first.
         values: float64 [num_nodes], the estimated probability that each node is accepted.
-        masks: by node, bits of the SSMs that proposed it, and `SEED_BIT` for a node of the proposed tree.
-        path: int64 [1 + accepted], the accepted nodes, root first; empty where the target computed NaN or infinity, and
-            nothing was committed.
+        masks: bit mask of each node: bit i if SSM i proposed it, `SEED_BIT` if it is a node of the proposed tree.
+        path: int64 [1 + accepted], the accepted nodes, root first. Empty if the target computed NaN or infinity, in
+            which case nothing is committed.
         bonus: the target's own token after the path.
-        foretold: float32 [num_ssms, len(new_tokens) - 1], each SSM's probabilities of the tokens that it read.
+        read_probs: float32 [num_ssms, len(new_tokens) - 1], probabilities that each SSM assigned to the tokens it read.
     """
 
     tokens: np.ndarray
@@ -37,19 +37,19 @@ class RoundResult(NamedTuple):
     masks: list[int]
     path: np.ndarray
     bonus: int
-    foretold: np.ndarray
+    read_probs: np.ndarray
 
 
-class VerifyHalf:
-    """Cuts the trees, scores them in one target pass, walks them and commits.
+class VerifyStage:
+    """Selects the trees' nodes, scores them in one target pass, walks the trees, and commits the accepted K/V.
 
     Args:
-        inputs: of the round.
-        target: the target, a stack of one.
-        drafts: the other half.
+        inputs: the round's inputs.
+        target: the target, a stack of one model.
+        drafts: the draft stage, which grows the trees.
     """
 
-    def __init__(self, inputs: RoundInputs, target: ModelStack, drafts: DraftHalf):
+    def __init__(self, inputs: RoundInputs, target: ModelStack, drafts: DraftStage):
         self.inputs, self.target, self.drafts = inputs, target, drafts
         b, limits, device = inputs.num_requests, inputs.limits, inputs.device
         self._trees = {
@@ -58,19 +58,19 @@ class VerifyHalf:
         self._passes = {n: StackPasses(target, inputs, n, None if n == 1 else n) for n in limits.nodes}
         self._slots = torch.arange(limits.nodes[-1], dtype=torch.int32, device=device)
         pinned = device.type == "cuda"
-        # By request: path length, what follows the root, path; then by node tokens, parents, depths, masks and values
-        # (their bits).
-        # A buffer for each number of nodes: only into contiguous memory can a captured graph copy.
+        # Row of a request: path length, tokens after the root, path; then by node tokens, parents, depths, masks and
+        # the bits of the values. There is one buffer per number of nodes, because a captured graph can only copy into
+        # contiguous memory.
         self._rows = {
             n: torch.zeros(b, 1 + 2 * limits.width + 5 * n, dtype=torch.int32, pin_memory=pinned, device="cpu")
             for n in limits.nodes
         }
         self._walk = Walk.allocate(b, max_depth=limits.max_depth, device=device)
-        foretold, pinned = (inputs.num_ssms, b, limits.max_depth), pinned and inputs.num_ssms > 0
-        self._foretold = torch.zeros(foretold, dtype=torch.float32, device="cpu", pin_memory=pinned)
+        read_probs, pinned = (inputs.num_ssms, b, limits.max_depth), pinned and inputs.num_ssms > 0
+        self._read_probs = torch.zeros(read_probs, dtype=torch.float32, device="cpu", pin_memory=pinned)
 
     def run(self, nodes: int, sampled: bool) -> None:
-        """Verify trees of at most `nodes` nodes, 1: the roots alone; `sampled`: whether choices take noise."""
+        """Verify trees of at most `nodes` nodes, the roots alone if 1. `sampled`: whether any request is sampled."""
         inputs, trees, passes = self.inputs, self._trees[nodes], self._passes[nodes]
         b, kernels = inputs.num_requests, self.target.kernels
         if nodes == 1:
@@ -89,7 +89,7 @@ class VerifyHalf:
         head = kernels.logits(hidden)
 
         def by_row(values: Tensor) -> Tensor:
-            return values[:, None].expand(b, nodes).reshape(-1).contiguous()  # of one request a view
+            return values[:, None].expand(b, nodes).reshape(-1).contiguous()  # a copy, except for one request
 
         noise: dict[str, Any] = {"stats": head.stats}
         if sampled:
@@ -101,10 +101,16 @@ class VerifyHalf:
         tree = trees.tokens, trees.parents, trees.depths, trees.masks, trees.values.view(torch.int32)
         rows = torch.cat((walk.path_lens[:, None], walk.tokens, walk.paths, *tree), 1)
         self._rows[nodes].copy_(rows, non_blocking=True)
-        self._foretold.copy_(self.drafts.foretold, non_blocking=True)
+        self._read_probs.copy_(self.drafts.read_probs, non_blocking=True)
 
     def results(self, requests: Sequence[RoundInput], nodes: int, drafted: bool) -> list[RoundResult]:
-        """What the last round of that many nodes has copied to the host."""
+        """Return the results that the last round with `nodes` nodes copied to the host.
+
+        Args:
+            requests: the requests of that round.
+            nodes: rows per request of its target pass.
+            drafted: whether the SSMs read tokens in that round.
+        """
         width, rows = self.inputs.limits.width, self._rows[nodes].numpy()
         bounds = np.cumsum([1, width, width, nodes, nodes, nodes, nodes])
         results = []
@@ -121,7 +127,7 @@ class VerifyHalf:
                     masks[:size].tolist(),
                     path[:count].astype(np.int64),
                     int(following[max(count - 1, 0)]),
-                    self._foretold[:, i, :read].numpy().copy(),
+                    self._read_probs[:, i, :read].numpy().copy(),
                 )
             )
         return results

@@ -9,8 +9,11 @@ from treespec.request import Request
 
 @dataclass
 class Stats:
-    """Counters since the engine was built. A request counts when it ends, including rejected ones; `rounds` and
-    `accepted_lengths` (verified trees by accepted drafted tokens) are live."""
+    """Counters since the engine was built.
+
+    A request, including a rejected one, is counted when it ends. `rounds` and `accepted_lengths` (number of verified
+    trees by accepted drafted tokens) are updated in every round.
+    """
 
     requests: int = 0
     failed_requests: int = 0
@@ -41,7 +44,7 @@ class Stats:
         self.accepted_only_by_source.update(request.accepted_only_by_source)
 
     def as_dict(self) -> dict[str, Any]:
-        """Counters as JSON-serialisable values, with the overall acceptance length."""
+        """Return the counters as JSON-serialisable values, with the overall acceptance length."""
         return {
             "requests": self.requests,
             "failed_requests": self.failed_requests,

@@ -1,4 +1,4 @@
-"""Benchmarks of grown models: grows the target, and for larger vocabularies the drafts, for the duration of a run.
+"""Benchmarks of grown models: enlarges the target, and the drafts if the vocabulary grows, for the duration of a run.
 
 See `treespec_weights.grow`.
 """
@@ -26,7 +26,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Grown:
-    """A grown target: folder of the source model, grown shape, and name of the source model."""
+    """A grown target.
+
+    Attributes:
+        source: folder of the source model.
+        shape: grown shape.
+        of: name of the source model.
+    """
 
     source: Path
     shape: ModelShape
@@ -46,9 +52,15 @@ class Grown:
 
 @contextmanager
 def grown(options: "Options", size: str, vocab: int | None, keep: Path | None) -> Iterator[tuple["Options", Grown]]:
-    """Grow the target to `size`; yields the adjusted options and a description.
+    """Grow the target; yield the options of the grown models and a description.
 
-    The folders are temporary unless `keep` names a location. Drafts are grown only if the vocabulary grows.
+    Drafts are grown only if the vocabulary grows.
+
+    Args:
+        options: the benchmark's options.
+        size: number of parameters, such as "0.5B".
+        vocab: grown vocabulary size; None = unchanged.
+        keep: folder for the grown models; None = temporary folders.
 
     Raises:
         ConfigError: an invalid size or vocabulary, models that cannot be grown, or existing folders in `keep`.
@@ -72,7 +84,7 @@ def grown(options: "Options", size: str, vocab: int | None, keep: Path | None) -
 
 
 def _grow_drafts(drafts: Sequence[tuple[str, Path]], root: Path, vocab: int, seed: int) -> list[str]:
-    """Grow drafts to the target's vocabulary, with padded dimensions that suppress the added tokens."""
+    """Grow drafts to the target's vocabulary and return their folders; padding suppresses the added tokens."""
     folders = []
     for i, (name, folder) in enumerate(drafts, start=1):
         shape = _shape_of(folder)

@@ -1,6 +1,6 @@
-"""Runs the modes interleaved, batch by batch, and collects their measurements.
+"""Runs the modes interleaved and collects their measurements.
 
-Every batch is decoded by every mode in turn, so that transient load on the machine affects all of them.
+All modes decode a batch before the next batch starts, so that transient load on the machine affects all of them.
 """
 
 from collections import Counter
@@ -25,12 +25,12 @@ class Sample:
         total_seconds: sum over batches, with prefill.
         ttft: from a batch's start to the first token.
         per_token: the request's decode seconds per token.
-        passes: target passes that yielded tokens.
-        nodes: rows of those passes over all prompts; None if unknown.
+        passes: target passes that emitted tokens.
+        nodes: rows of these passes, summed over prompts; None if unknown.
         accepted_by_source: accepted drafted tokens by source.
         accepted: number of trees by accepted drafted tokens; empty if unknown.
-        rounds: rounds; a round is one target pass for the whole batch.
-        parts: seconds of all rounds by part.
+        rounds: number of rounds; a round is one target pass of the whole batch.
+        parts: seconds of all rounds by part, as in `profile.MEANING`.
     """
 
     tokens: list[list[int]] = field(default_factory=list)
@@ -71,13 +71,13 @@ def run_ours(
     temperature: float = 0.0,
     seeds: Sequence[int] = (),
 ) -> Sample:
-    """Decode prompts as one batch without detokenization; times are the requests', from arrival to end.
+    """Decode prompts as one batch without detokenization; times are measured from a request's arrival to its end.
 
     Args:
         llm, spec: engine and speculative decoding options.
         prompts: token ids.
-        max_tokens: per prompt; end tokens are ignored.
-        temperature: 0 is greedy.
+        max_tokens: output tokens per prompt; end tokens are ignored.
+        temperature: 0 = greedy.
         seeds: one per prompt if sampled.
 
     Raises:
@@ -113,7 +113,7 @@ Run = Callable[[Sequence[list[int]], Sequence[int]], Sample]
 
 
 def sampling_seed(seed: int, repeat: int, prompt: int) -> int:
-    """Seed of a prompt in one repeat, the same for every mode."""
+    """Return the seed of a prompt in one repeat; all modes use the same."""
     return (seed % 2**31 << 32) + (repeat << 16) + prompt
 
 
@@ -124,10 +124,16 @@ def interleave(
     repeats: int,
     seed: int = 0,
 ) -> dict[str, list[Sample]]:
-    """Run every mode over all prompts, `repeats` times; one sample per mode and repeat.
+    """Run every mode over all prompts and return one sample per mode and repeat.
 
-    Prompts run in batches of `batch`. Each batch is decoded by every mode, starting with another mode each time, so
-    that order effects average out. Seeds differ by repeat, are the same for every mode, and derive from `seed`.
+    The order of modes rotates from batch to batch, so that order effects average out.
+
+    Args:
+        runs: modes by name.
+        prompts: token ids.
+        batch: batch size.
+        repeats: runs of every mode over all prompts.
+        seed: sampling seeds derive from it; they differ by repeat and prompt, and are equal for all modes.
     """
     samples: dict[str, list[Sample]] = {name: [] for name in runs}
     names, turn = list(runs), 0

@@ -16,10 +16,10 @@ class Mode:
     """A treespec mode.
 
     Args:
-        name: for `--only` and the JSON; without spaces and commas.
-        label: in tables.
-        options: of the `SpecConfig`; None is plain decoding.
-        keeps_tokens: tokens must equal plain decoding with the same seed.
+        name: name in `--only` and the JSON document, without spaces and commas.
+        label: name in tables.
+        options: arguments of `SpecConfig`; None = plain decoding.
+        keeps_tokens: whether tokens must equal plain decoding with the same seed.
     """
 
     name: str
@@ -29,6 +29,7 @@ class Mode:
 
     @property
     def spec(self) -> SpecConfig | str:
+        """Speculative decoding options."""
         return "off" if self.options is None else SpecConfig(**self.options)
 
     @property
@@ -53,9 +54,9 @@ class Peer:
 
     Args:
         name, label: as in `Mode`.
-        kind: of generation.
-        draft: assistant model, for "assisted".
-        k: drafted tokens per round, for "assisted" and "lookup"; None is transformers' schedule.
+        kind: kind of generation.
+        draft: name of the assistant model, for "assisted".
+        k: drafted tokens per round, for "assisted" and "lookup"; None = transformers' own schedule.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Peer:
 
     @property
     def figures(self) -> dict[str, Any]:
+        """Entry of the JSON document."""
         return {
             "engine": "transformers",
             "label": self.label,
@@ -78,7 +80,7 @@ class Peer:
 
     @property
     def batch_one_only(self) -> bool:
-        """transformers' assisted decoding supports batch 1 only."""
+        """Whether the mode supports batch 1 only, as transformers' assisted decoding and prompt lookup do."""
         return self.kind != "plain"
 
 
@@ -91,7 +93,7 @@ class Selection:
 
 
 def our_modes(ssms: Sequence[str], k_values: Sequence[int], nodes: Sequence[int]) -> list[Mode]:
-    """Plain decoding, chains of each length, trees of each source alone and combined, and the default.
+    """Return plain decoding, chains of each length, trees of each source alone and combined, and the default.
 
     Args:
         ssms: names of the SSMs.
@@ -106,7 +108,7 @@ def our_modes(ssms: Sequence[str], k_values: Sequence[int], nodes: Sequence[int]
             modes.append(Mode(f"chain-k{k}", f"chain, K={k}", chain))
     alone = [(name, name, (name,)) for name in ssms] if len(ssms) > 1 else []
     merged = [("ssms", "all SSMs" if len(ssms) > 1 else ssms[0], ("ssm",))] if ssms else []
-    if len(ssms) > 1:  # drafting time of one SSM, the most trusted in each round
+    if len(ssms) > 1:  # only the SSM with the largest mixture weight drafts: the drafting time of one SSM
         merged.append(("trusted", "one SSM a round", ("ssm",)))
     lookup = [("lookup", "lookup", ("lookup",))]
     everything = [("everything", "SSMs + lookup", ("ssm", "lookup"))] if ssms else []
@@ -122,7 +124,7 @@ def our_modes(ssms: Sequence[str], k_values: Sequence[int], nodes: Sequence[int]
 
 
 def peer_modes(ssms: Sequence[str], k_values: Sequence[int]) -> list[Peer]:
-    """transformers' plain decoding, assisted decoding by SSM and K or its own schedule, and prompt lookup by K."""
+    """Return transformers' plain decoding, assisted decoding by SSM and K or own schedule, and prompt lookup by K."""
     peers = [Peer("hf-plain", "transformers plain", "plain")]
     for name in ssms:
         for k in (*k_values, None):
@@ -132,7 +134,7 @@ def peer_modes(ssms: Sequence[str], k_values: Sequence[int]) -> list[Peer]:
 
 
 def select(ours: Sequence[Mode], peers: Sequence[Peer], only: Sequence[str]) -> Selection:
-    """Select modes whose names match one of `only` (empty = all), plus the baseline, plain decoding.
+    """Return the modes whose names match a pattern of `only` (empty = all), and always plain decoding, the baseline.
 
     Raises:
         ConfigError: a pattern matches nothing.

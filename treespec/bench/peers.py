@@ -11,18 +11,18 @@ from treespec.bench.measure import Sample
 from treespec.bench.modes import Peer
 from treespec.errors import ModelError
 
-_TRIES = 5  # a disturbed run to the first token may exceed a short full run
+_TRIES = 5  # a disturbed run to the first token may take longer than a short full run
 
 
 class Transformers:
     """Runs a target and its SSMs in transformers.
 
-    transformers' defaults, except for comparability: greedy, no end token, and a constant K where a peer has one.
+    Uses transformers' defaults, except greedy decoding, no end token, and a constant K if the peer has one.
 
     Args:
         target: the target's folder.
         drafts: the SSMs' folders by name.
-        device, dtype: of the compared engine.
+        device, dtype: those of the compared engine.
     """
 
     def __init__(self, target: Path, drafts: Mapping[str, Path], device: torch.device, dtype: torch.dtype):
@@ -33,17 +33,18 @@ class Transformers:
         self._target.register_forward_pre_hook(self._count)
 
     def run(self, peer: Peer, prompts: Sequence[list[int]], max_tokens: int) -> Sample:
-        """Decode prompts as one left-padded batch. Prefill time is a run to the first token.
+        """Decode prompts as one left-padded batch. Prefill time is measured as a run to the first token.
 
         Args:
-            peer: mode to run.
-            prompts: one if the peer supports batch 1 only.
-            max_tokens: at least 2.
+            peer: the mode.
+            prompts: token ids; a single prompt if the peer supports batch 1 only.
+            max_tokens: output tokens per prompt, at least 2.
 
         Raises:
-            ModelError: transformers did not generate `max_tokens` tokens, or took no longer than for one.
+            ModelError: transformers generated another number of tokens than `max_tokens`, or the run to the first token
+                took longer than the full run in all tries.
         """
-        assert len(prompts) == 1 or not peer.batch_one_only, f"{peer.name} has batch 1 only"
+        assert len(prompts) == 1 or not peer.batch_one_only, f"{peer.name} supports batch 1 only"
         options, rest = self._options(peer), max_tokens - 1
         for _ in range(_TRIES):
             first, _ = self.generate(prompts, 1, options)
@@ -69,7 +70,7 @@ class Transformers:
     def generate(
         self, prompts: Sequence[list[int]], max_tokens: int, options: dict[str, Any]
     ) -> tuple[float, list[list[int]]]:
-        """Seconds and the new tokens of each prompt."""
+        """Generate from a left-padded batch; return the seconds and the new tokens of each prompt."""
         width = max(map(len, prompts))
         ids = torch.zeros(len(prompts), width, dtype=torch.int64, device="cpu")
         mask = torch.zeros_like(ids)
@@ -111,7 +112,8 @@ def _load(folder: Path, device: torch.device, dtype: torch.dtype) -> Any:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).to(device).eval()
-    # Fresh, as the model's may set sampling or penalties; without an end token, outputs have equal lengths.
+    # A new generation config, because the model's may set sampling or penalties. Without an end token all outputs have
+    # the same length.
     model.generation_config = GenerationConfig(pad_token_id=0)
     model.config.eos_token_id = None
     return model

@@ -1,4 +1,4 @@
-"""Plots speed-up with spread and acceptance by depth for every mode."""
+"""Plots the speed-up and the acceptance by depth of every mode."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,24 +7,25 @@ from typing import Any
 from treespec.bench.modes import PLAIN
 
 OURS, THEIRS, BASELINE, GRID = "#1f6fb4", "#e08a3c", "#555555", "#dddddd"
-_ROW, _AROUND = 0.27, 1.5  # inches: height of a mode's row, and margin above and below
+_ROW_HEIGHT, _MARGINS = 0.27, 1.5  # inches: height of a mode's row; total of the margins above and below
 
 
 def draw(document: Mapping[str, Any], path: Path) -> None:
     """Write the plot: per batch size, one bar per mode, fastest on top, and its acceptance by depth.
 
     Args:
-        document: from `bench`.
-        path: .png, .svg or .pdf.
+        document: the document returned by `bench`.
+        path: .png, .svg or .pdf file.
 
     Raises:
-        ImportError: matplotlib is missing. OSError: the file cannot be written.
+        ImportError: matplotlib is missing.
+        OSError: the file cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     runs = document["runs"]
-    heights = [_ROW * len(run["modes"]) + _AROUND for run in runs]
+    heights = [_ROW_HEIGHT * len(run["modes"]) + _MARGINS for run in runs]
     figure = Figure(figsize=(13, sum(heights) + 0.5), layout="constrained")
     FigureCanvasAgg(figure)
     depths = max(len(mode["acceptance_by_depth"] or ()) for run in runs for mode in run["modes"])
@@ -47,7 +48,7 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
 
 
 def _speed(axes: Any, modes: list[Mapping[str, Any]], batch: int) -> None:
-    """Bars of medians with whiskers from minimum to maximum."""
+    """Draw the median speed-up of each mode as a bar, with whiskers from minimum to maximum."""
     speedups = [mode["speedup"] for mode in modes]
     below = [mode["speedup"] - mode["speedup_min"] for mode in modes]
     above = [mode["speedup_max"] - mode["speedup"] for mode in modes]
@@ -55,7 +56,7 @@ def _speed(axes: Any, modes: list[Mapping[str, Any]], batch: int) -> None:
     axes.errorbar(speedups, range(len(modes)), xerr=(below, above), fmt="none", ecolor="black", elinewidth=1, capsize=2)
     axes.axvline(1.0, color=BASELINE, linewidth=1, linestyle="--", zorder=0)
     widest = max(mode["speedup_max"] for mode in modes)
-    clear = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # hides the line at 1
+    clear = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # covers the line at 1 behind the text
     for row, mode in enumerate(modes):
         axes.text(
             mode["speedup_max"] + 0.015 * widest, row, f"{mode['speedup']:.2f}", va="center", fontsize=8, bbox=clear
@@ -64,7 +65,7 @@ def _speed(axes: Any, modes: list[Mapping[str, Any]], batch: int) -> None:
     axes.set_yticks(range(len(modes)), [mode["label"] for mode in modes], fontsize=9)
     axes.set_xlabel("speed-up over treespec's plain decoding (median; whiskers: min to max of repeats)", fontsize=9)
     axes.set_title(f"batch {batch}", loc="left", fontsize=10)
-    _bare(axes)
+    _style(axes)
     from matplotlib.patches import Patch
 
     kinds = [Patch(color=OURS, label="treespec"), Patch(color=BASELINE, label="treespec, plain decoding")]
@@ -74,7 +75,7 @@ def _speed(axes: Any, modes: list[Mapping[str, Any]], batch: int) -> None:
 
 
 def _acceptance(axes: Any, modes: list[Mapping[str, Any]], depths: int) -> None:
-    """Heat map of acceptance by mode and depth, with the acceptance length at the right."""
+    """Draw a heat map of the acceptance by mode and depth, with the acceptance length at the right."""
     from matplotlib.colors import LinearSegmentedColormap
 
     shades = LinearSegmentedColormap.from_list("shares", ("#ffffff", OURS))
@@ -90,7 +91,7 @@ def _acceptance(axes: Any, modes: list[Mapping[str, Any]], depths: int) -> None:
     axes.tick_params(axis="y", left=False, labelleft=False)
     axes.set_xlabel("share of target passes whose accepted path reached this depth", fontsize=9)
     axes.set_title("acceptance by depth", loc="left", fontsize=10)
-    _bare(axes)
+    _style(axes)
     axes.grid(visible=False)
 
 
@@ -100,7 +101,8 @@ def _colour(mode: Mapping[str, Any]) -> str:
     return OURS if mode["engine"] == "treespec" else THEIRS
 
 
-def _bare(axes: Any) -> None:
+def _style(axes: Any) -> None:
+    """Remove the frame, and draw a light grid along x behind the data."""
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.tick_params(labelsize=8.5)

@@ -1,4 +1,4 @@
-"""Profiles an engine's rounds: time by part, and accepted tokens."""
+"""Profiles an engine's rounds: seconds by part, and accepted tokens."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -12,23 +12,23 @@ from treespec.sampling.noise import Noise
 MEANING = {
     "draft": "all sources propose",
     "merge": "plan, merge and cut the trees",
-    "forward": "the target pass; in captured rounds, verification and commit too",
+    "forward": "the target pass; in captured rounds also verification and commit",
     "verify": "from logits to the accepted path",
-    "noise": "draw a position's noise, for drafts and target once",
-    "commit": "emit, compact the caches",
-    "update": "release what has ended",
-    "host": "the rest of the round",
+    "noise": "draw sampling noise, shared by drafts and target",
+    "commit": "emit tokens, compact the caches",
+    "update": "release finished requests",
+    "host": "everything else",
 }
 
 
 class Profile:
-    """Measurements since `profiled` was entered.
+    """Measurements of a `profiled` context.
 
     Attributes:
         rounds: engine steps with at least one verified tree.
-        accepted: trees by how many accepted drafted tokens they emitted.
-        parts: seconds by part, as in `MEANING`; they add up to all steps without prefill.
-        prefill_seconds: in prompts, the SSMs' share included.
+        accepted: number of trees by accepted drafted tokens.
+        parts: seconds by part, as in `MEANING`; the sum is the time of all steps without prefill.
+        prefill_seconds: seconds of prefill, including the SSMs'.
     """
 
     def __init__(self) -> None:
@@ -39,14 +39,21 @@ class Profile:
 
 
 def acceptance_by_depth_of(accepted: Counter[int]) -> list[float]:
-    """Share of trees whose accepted path reached depth 1, 2, ...; `accepted` counts trees by accepted tokens."""
+    """Return the shares of trees whose accepted path reached depth 1, 2, ...
+
+    Args:
+        accepted: number of trees by accepted tokens.
+    """
     total, deepest = accepted.total(), max(accepted, default=0)
     return [sum(n for depth, n in accepted.items() if depth >= d) / total for d in range(1, deepest + 1)]
 
 
 @contextmanager
 def profiled(engine: Engine) -> Iterator[Profile]:
-    """Measure an engine while the context is open. Open it between rounds."""
+    """Profile an engine while the context is open. Enter and leave the context between rounds.
+
+    The yielded profile is filled when the context closes. Drawing of noise is timed by patching `Noise.row`.
+    """
     profile, clock, stats, row = Profile(), engine.clock, engine.stats, Noise.row
 
     def timed_row(noise: Noise, position: int) -> np.ndarray:

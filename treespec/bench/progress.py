@@ -10,11 +10,11 @@ class Plan:
     """The runs of a benchmark. A run is one mode over one batch of prompts.
 
     Args:
-        counts: planned runs by batch size and mode, warm-up included.
+        counts: number of planned runs by batch size and mode, including warm-up.
 
     Attributes:
-        done: completed runs.
-        seconds: their total time.
+        done: number of completed runs, by the same keys.
+        seconds: their total seconds.
     """
 
     counts: Mapping[tuple[int, str], int]
@@ -33,6 +33,7 @@ class Plan:
 
     @property
     def num_done(self) -> int:
+        """Number of completed runs."""
         return sum(self.done.values())
 
     @property
@@ -46,8 +47,10 @@ class Plan:
 
     @property
     def seconds_left(self) -> float:
-        """Estimated remaining seconds, from the mode's mean at this batch size or, per prompt, at the nearest measured
-        one."""
+        """Estimated remaining seconds, from each mode's mean time at this batch size.
+
+        For a batch size without completed runs, the mean time per prompt at the nearest measured size is used.
+        """
         return sum((count - self.done[key]) * self._seconds_of(*key) for key, count in self.counts.items())
 
     def _seconds_of(self, batch: int, mode: str) -> float:
@@ -59,20 +62,20 @@ class Plan:
 
 
 class Progress:
-    """Progress callbacks of a benchmark; this base class is silent."""
+    """Progress callbacks of a benchmark; the base class ignores them."""
 
     def stage(self, text: str) -> None:
-        """A phase outside the plan begins, such as loading."""
+        """Called before a phase outside the plan, such as loading."""
 
     def began(self, plan: Plan) -> None:
-        """The first run is about to start."""
+        """Called before the first run."""
 
     def ran(self, plan: Plan) -> None:
-        """A run has ended."""
+        """Called after each run."""
 
 
 def duration(seconds: float) -> str:
-    """Format seconds: "40 s", "7 min", "2.5 h"."""
+    """Format seconds as "40 s", "7 min" or "2.5 h"."""
     if seconds < 90:
         return f"{max(1, round(seconds))} s"
     return f"{round(seconds / 60)} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

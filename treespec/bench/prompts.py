@@ -28,7 +28,8 @@ def read_prompts(path: Path) -> list[Prompt]:
     """Read prompts from JSONL or from a JSON list of objects.
 
     Raises:
-        ConfigError: an invalid entry; names file, line or entry, and the valid forms. OSError: no such file.
+        ConfigError: an invalid entry; the message names file, line or entry, and the valid forms.
+        OSError: the file cannot be read.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -43,7 +44,7 @@ def read_prompts(path: Path) -> list[Prompt]:
 def choose(prompts: Sequence[Prompt], count: int, seed: int) -> list[Prompt]:
     """Choose `count` prompts evenly over kinds and, within a kind, over packages; randomly within a package.
 
-    Returns all prompts unchanged if there are at most `count`. Kinds alternate, so that every batch is mixed.
+    Kinds alternate, so that every batch is mixed. All prompts are returned in order if there are at most `count`.
     """
     if len(prompts) <= count:
         return list(prompts)
@@ -57,13 +58,13 @@ def choose(prompts: Sequence[Prompt], count: int, seed: int) -> list[Prompt]:
 
 
 def _round_robin(lists: Sequence[Sequence[Prompt]]) -> Iterator[Prompt]:
-    """Round robin over the lists."""
+    """Yield the prompts of the lists in round-robin order."""
     for row in zip_longest(*lists):
         yield from (each for each in row if each is not None)
 
 
 def _entries(text: str, path: Path) -> Iterator[tuple[Any, str]]:
-    """Parsed entries with their location."""
+    """Yield the parsed entries with their locations."""
     if text.lstrip().startswith("["):
         try:
             listed = json.loads(text)

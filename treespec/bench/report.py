@@ -1,4 +1,4 @@
-"""Turns samples into the JSON document; names follow vLLM's benchmarks where they exist."""
+"""Summarises samples for the JSON document; names follow vLLM's benchmarks where these have the same figure."""
 
 import itertools
 import math
@@ -11,7 +11,7 @@ from treespec.bench.modes import PLAIN, Mode, Peer
 from treespec.bench.profile import acceptance_by_depth_of
 from treespec.bench.prompts import Prompt
 
-LOOPING = 0.5  # outputs with a smaller share of distinct 4-grams count as looping
+LOOPING = 0.5  # outputs whose share of distinct 4-grams is at most this count as looping
 
 DEFINITIONS = {
     "acceptance_length": "output tokens per target pass, including the target's token; 1.00 for plain decoding",
@@ -19,37 +19,35 @@ DEFINITIONS = {
     "4-grams",
     "acceptance_by_depth": "share of target passes whose accepted path reached depth 1, 2, ...",
     "output_throughput": "output tokens per second of decoding, without prefill; median of the repeats",
-    "speedup": "decoding time per token of our plain decoding over the mode's, in the same repeat and batch; median, "
-    "minimum and maximum of the repeats",
-    "e2e_speedup": "the same with prefill, the drafts' share included",
-    "mean_ttft_ms": "from a request's arrival to its first token, prefill included; transformers: a run of one token",
+    "speedup": "decoding time per token of treespec's plain decoding over the mode's, in the same repeat and batch; "
+    "median, minimum and maximum of the repeats",
+    "e2e_speedup": "the same including prefill of target and drafts",
+    "mean_ttft_ms": "from a request's arrival to its first token, including prefill; transformers: a run of one token",
     "p50_itl_ms": "a request's decoding time over its tokens; percentiles over requests and repeats",
     "nodes_per_pass": "rows of the target pass per request, root included",
-    "mismatches": "output tokens that differ from our plain decoding, sampled with the same seeds; the most of any "
-    "repeat. None for verification by rejection or traversal: at a temperature they have other tokens by design, from "
-    "the same distribution",
+    "mismatches": "output tokens that differ from treespec's plain decoding with the same seeds; maximum over repeats. "
+    "None for sampling with verification by rejection or traversal, which preserve the distribution, not the tokens",
     "distinct_4grams": "share of distinct 4-grams of the outputs, mean over prompts",
     "efficiency": "speedup / (acceptance_length / (pass_ratio + draft_share)): achieved share of the speed-up that the "
-    "passes allow; in a batch, whose requests end at different times, tokens per round over plain decoding's stand "
-    "for the acceptance length",
-    "pass_ratio": "mean target pass over a mean target pass of plain decoding",
-    "draft_share": "mean drafting time of a round over a mean target pass of plain decoding",
+    "passes allow; in a batch, whose requests end at different times, tokens per round over plain decoding's tokens "
+    "per round replace the acceptance length",
+    "pass_ratio": "mean time of a target pass over that of plain decoding",
+    "draft_share": "mean drafting time of a round over the mean time of plain decoding's target pass",
     "verify_share": "verification's share of a round: logits to probabilities, choices, the walk; without noise",
-    "noise_share": "share of a round that the noise of sampled tokens takes, whether drafting or verification asked "
-    "for it first",
-    "rules": "acceptance lengths of verification rules on one topology and their differences on the same prompts and "
-    "seeds: [value, low, high] of the bootstrap over prompts, all repeats of a prompt together",
+    "noise_share": "share of a round spent on drawing sampling noise, for drafting and verification",
+    "rules": "acceptance lengths of verification rules on one topology, and their differences on the same prompts and "
+    "seeds: [value, low, high], bootstrap over prompts with all their repeats",
 }
 
 
 def distinct_share(tokens: Sequence[int]) -> float:
-    """Share of distinct 4-grams; 1 if there is none."""
+    """Return the share of distinct 4-grams; 1 for fewer than 4 tokens."""
     grams = [tuple(tokens[i : i + 4]) for i in range(len(tokens) - 3)]
     return len(set(grams)) / len(grams) if grams else 1.0
 
 
 def mismatches(outputs: Sequence[Sequence[int]], plain: Sequence[Sequence[int]]) -> int:
-    """Number of positions that differ from plain decoding, including missing tokens."""
+    """Return the number of positions that differ from plain decoding, including missing tokens."""
     pairs = zip(outputs, plain, strict=True)
     return sum(a != b for ours, theirs in pairs for a, b in itertools.zip_longest(ours, theirs))
 
@@ -65,8 +63,8 @@ def summarise(
 
     Args:
         mode: the measured mode.
-        samples: one per repeat.
-        plain: plain decoding in the same repeats and batch.
+        samples: its samples, one per repeat.
+        plain: samples of plain decoding in the same repeats and batch.
         prompts: in the samples' order.
         sampled: whether seeds differ between repeats.
     """
@@ -117,7 +115,7 @@ def _mismatches(mode: Mode | Peer, samples: Sequence[Sample], plain: Sequence[Sa
 
 
 def _engine_figures(samples: Sequence[Sample], plain: Sequence[Sample]) -> dict[str, Any]:
-    """Figures available for treespec's modes only."""
+    """Return the figures that are available for treespec's modes only."""
     accepted = sum((sample.accepted for sample in samples[1:]), samples[0].accepted.copy())
     sources = sum((sample.accepted_by_source for sample in samples[1:]), samples[0].accepted_by_source.copy())
     figures: dict[str, Any] = {
@@ -153,19 +151,19 @@ def _ratios(plain: Sequence[Sample], samples: Sequence[Sample], cost: Callable[[
 
 
 def _tau(samples: Sequence[Sample], chosen: Sequence[int]) -> float | None:
-    """Tokens per target pass over the chosen prompts; None if empty."""
+    """Return the acceptance length, tokens per target pass, over the chosen prompts; None if there are none."""
     tokens = sum(len(sample.tokens[i]) for sample in samples for i in chosen)
     passes = sum(sample.passes[i] for sample in samples for i in chosen)
     return tokens / passes if passes else None
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Nearest-rank percentile of ascending values."""
+    """Return the nearest-rank percentile of ascending values."""
     return ordered[max(math.ceil(len(ordered) * percent / 100) - 1, 0)]
 
 
 def best(modes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Name of the fastest mode of each group."""
+    """Return the name of the fastest mode of each group; groups without modes are missing."""
     groups = {
         "ours": [m for m in modes if m["engine"] == "treespec" and m["mode"] != PLAIN],
         "assisted": [m for m in modes if m["mode"].startswith("hf-assisted-")],
@@ -179,11 +177,14 @@ def best(modes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def comparisons(fastest: Mapping[str, str], samples: Mapping[str, Sequence[Sample]]) -> list[dict[str, Any]]:
-    """Speed of our modes relative to the fastest peer of each kind: median, minimum and maximum over repeats.
+    """Return the speed of plain decoding, "auto" and the fastest mode relative to the fastest peer of each kind.
 
     Args:
-        fastest: from `best`.
-        samples: of every mode, by name.
+        fastest: names as returned by `best`.
+        samples: samples of every mode, by name.
+
+    Returns:
+        Per pair, the median, minimum and maximum over repeats.
     """
     ours = dict.fromkeys([PLAIN, "auto", *([fastest["ours"]] if "ours" in fastest else [])])
     peers = [name for name in ("hf-plain", fastest.get("assisted"), fastest.get("lookup")) if name is not None]

@@ -18,10 +18,9 @@ _WIDEST, _DEEPEST = 4, 6
 
 
 def default_branching(nodes: int) -> tuple[int, ...]:
-    """Non-increasing branching by depth, such as (3, 2, 1), with as close to `nodes` nodes as possible without
-    exceeding it.
+    """Return a non-increasing branching by depth, such as (3, 2, 1), for the largest tree of at most `nodes` nodes.
 
-    Ties prefer the smallest sum (neither star nor chain), then the deepest tree.
+    Ties are broken by the smallest sum, which avoids stars and chains, then by the greatest depth.
 
     Args:
         nodes: at least 2, root included.
@@ -40,12 +39,12 @@ def _size(branching: tuple[int, ...]) -> int:
 
 
 def rule_modes(rules: Sequence[str], branchings: Sequence[tuple[int, ...]], sampled: bool) -> list[Mode]:
-    """Plain decoding, and each rule on each topology. Only SSMs draft, as lookup has no probabilities.
+    """Return plain decoding, and each rule on each topology. Only SSMs draft, because lookup has no probabilities.
 
     Args:
-        rules: of `VERIFICATIONS`.
-        branchings: children by depth.
-        sampled: whether tokens are sampled; greedy decoding keeps the tokens under all rules.
+        rules: names from `VERIFICATIONS`.
+        branchings: topologies, as children per node by depth.
+        sampled: whether tokens are sampled; with greedy decoding, tokens are equal under all rules.
 
     Raises:
         ConfigError: an invalid topology.
@@ -78,13 +77,13 @@ def parse_rules(given: Sequence[str]) -> tuple[str, ...]:
 
 
 def intervals(modes: Sequence[Mode], samples: Mapping[str, Sequence[Sample]]) -> dict[str, Any]:
-    """Acceptance lengths of rules and paired differences, with bootstrap intervals over prompts.
+    """Return acceptance lengths of rules and their paired differences, with bootstrap intervals over prompts.
 
-    Resamples prompts (with all their repeats), identically for every mode.
+    Prompts are resampled with all their repeats, identically for every mode.
 
     Args:
         modes: rules on their topologies.
-        samples: by mode name; at least one prompt.
+        samples: samples by mode name, with at least one prompt.
     """
     by_rule: dict[int, dict[str, str]] = {}
     figures: dict[str, np.ndarray] = {}
@@ -106,13 +105,13 @@ def intervals(modes: Sequence[Mode], samples: Mapping[str, Sequence[Sample]]) ->
 
 
 def _resampled(tokens: np.ndarray, passes: np.ndarray) -> np.ndarray:
-    """Tokens per pass of all prompts, then of each resample, with a fixed RNG seed."""
+    """Return tokens per pass of all prompts, followed by those of each resample; the RNG seed is fixed."""
     count = len(tokens)
     picks = np.random.default_rng(0).integers(0, count, (RESAMPLES, count))
     return np.concatenate([[tokens.sum() / passes.sum()], tokens[picks].sum(1) / passes[picks].sum(1)])
 
 
 def _interval(values: np.ndarray) -> list[float]:
-    """[value, low, high]."""
+    """Return [value, low, high]: the value of all prompts and the bounds of the bootstrap interval."""
     outside = (1 - COVERAGE) / 2
     return [float(values[0]), *np.quantile(values[1:], [outside, 1 - outside]).tolist()]

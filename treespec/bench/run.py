@@ -45,9 +45,9 @@ class Options:
         k_values: drafted tokens per round, for chains and peers.
         nodes: tree sizes.
         batches: batch sizes.
-        temperature: 0 is greedy; above 0, seeds differ between repeats and transformers is skipped.
-        verification: rules to compare on fixed trees instead of the modes; empty = none.
-        branching: children by depth of those trees; None derives one from each of `nodes`.
+        temperature: 0 = greedy; above 0, seeds differ between repeats and transformers is skipped.
+        verification: rules to compare on fixed trees, instead of the modes; empty = none.
+        branching: children per node by depth of these trees; None = one tree derived from each of `nodes`.
         repeats: runs per mode.
         warmup: uncounted warm-up batches per mode.
         peers: include transformers.
@@ -86,9 +86,9 @@ def bench(
     """Run the benchmark and return the `--json` document.
 
     Args:
-        options: of the benchmark.
-        grown: description of a grown target; its source model then decodes the prompts too.
-        progress: receives callbacks.
+        options: the options.
+        grown: description of a grown target, whose source model also decodes the prompts for comparison.
+        progress: progress callbacks.
 
     Raises:
         ConfigError: an invalid mode, prompt file or value. Otherwise as in `LLM`.
@@ -188,7 +188,7 @@ def _runs(
     llm: LLM,
     peers: Transformers | None,
 ) -> dict[str, Run]:
-    """Runs by mode for one batch size."""
+    """Return the runs of one batch size, by mode."""
 
     def theirs(peer: Peer) -> Run:
         assert peers is not None
@@ -199,7 +199,7 @@ def _runs(
 
 
 def _counted(run: Run, batch: int, mode: str, plan: Plan, progress: Progress) -> Run:
-    """Wrap a run to record it in the plan."""
+    """Return `run` wrapped to record its time in the plan."""
 
     def counted(prompts: Sequence[list[int]], seeds: Sequence[int]) -> Sample:
         start = time.perf_counter()
@@ -216,10 +216,10 @@ def _ours(llm: LLM, spec: SpecConfig | str, options: Options) -> Run:
 
 
 def _selection(options: Options, ssms: list[str]) -> Selection:
-    """Select the requested modes.
+    """Return the requested modes.
 
     Raises:
-        ConfigError: as in `select`; rules without an SSM; an invalid temperature or topology.
+        ConfigError: an unknown mode, rules without an SSM, or an invalid temperature or topology.
     """
     SamplingParams(temperature=options.temperature)
     sampled = options.temperature > 0
@@ -252,7 +252,7 @@ def _summary(
 
 
 def _prompts(options: Options, llm: LLM) -> tuple[list[Prompt], int]:
-    """Chosen prompts as token ids, and the number of prompts that exceed the context."""
+    """Return the chosen prompts as token ids, and the number of prompts that exceed the context."""
     path = options.prompts or default_folder("target").parent / "heldout_prompts.json"
     tokenizer, room, known = llm.get_tokenizer(), llm.config.max_model_len - options.max_tokens, read_prompts(path)
     if tokenizer is None and any(isinstance(prompt.content, str) for prompt in known):
@@ -271,7 +271,7 @@ def _prompts(options: Options, llm: LLM) -> tuple[list[Prompt], int]:
 
 
 def _widest(specs: Any) -> SpecConfig:
-    """Configuration with the largest tree of `specs`, for which the engine reserves slots."""
+    """Return a configuration with the largest tree of `specs`, for which the engine reserves slots."""
     largest = max([AUTO_NODES, *(spec.max_nodes for spec in specs if isinstance(spec, SpecConfig))])
     return SpecConfig(nodes=largest)
 
@@ -282,7 +282,7 @@ def _processor(llm: LLM) -> str:
 
 
 def _peak_mib() -> float:
-    """Peak resident memory of this process."""
+    """Return the peak resident memory of this process in MiB."""
     import resource  # not on Windows
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -290,7 +290,7 @@ def _peak_mib() -> float:
 
 
 def commit() -> str | None:
-    """Git commit of the running checkout, with "-dirty" if modified; None outside a checkout."""
+    """Return the git commit of the running checkout, with "-dirty" if modified; None outside a checkout."""
     root = Path(treespec.__file__).resolve().parents[1]
     if not (root / ".git").exists():
         return None

@@ -22,7 +22,7 @@ differ "-"         not counted for rejection and traversal, which preserve the d
 
 
 def header(document: Mapping[str, Any]) -> str:
-    """Header: machine, versions, models and prompts."""
+    """Format the header: machine, versions, models and prompts."""
     versions, grown = document["versions"], document["grown"]
     commit = f", commit {document['commit']}" if document["commit"] else ""
     threads = f"{document['threads']} thread{'' if document['threads'] == 1 else 's'}"
@@ -33,7 +33,7 @@ def header(document: Mapping[str, Any]) -> str:
         f"models    {document['model']}, drafts {', '.join(document['drafts']) or 'none'}, {document['dtype']}"
         + (f", target quantised to {document['quantization']}" if document.get("quantization") else ""),
         f"prompts   {document['num_prompts']}{_kinds(document['kinds'])}, "
-        f"{document['total_input_tokens']} tokens; {document['max_tokens']} output tokens each, {_how(document)}, "
+        f"{document['total_input_tokens']} tokens; {document['max_tokens']} output tokens each, {_sampling(document)}, "
         f"{document['repeats']} repeats, seed {document['seed']}",
     ]
     if document["prompts_left_out"]:
@@ -55,7 +55,7 @@ def header(document: Mapping[str, Any]) -> str:
 
 
 def body(document: Mapping[str, Any], profile: bool) -> str:
-    """Tables of every batch size, and the legend."""
+    """Format the tables of every batch size, and the legend. `profile` adds the time by part."""
     parts = []
     for run in document["runs"]:
         modes = run["modes"]
@@ -72,7 +72,7 @@ def body(document: Mapping[str, Any], profile: bool) -> str:
     return "\n\n".join([*parts, "\n".join(legends), f"memory  {used}"])
 
 
-def _how(document: Mapping[str, Any]) -> str:
+def _sampling(document: Mapping[str, Any]) -> str:
     return f"temperature {document['temperature']:g}" if document["temperature"] else "greedy"
 
 
@@ -97,7 +97,7 @@ def _speed(title: str, modes: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _comparisons(title: str, run: Mapping[str, Any]) -> list[str]:
-    """Speed of plain decoding, the default and our fastest mode relative to the fastest peer of each kind."""
+    """Format the speed of plain decoding, the default and the fastest mode relative to the fastest peers."""
     if not run["comparisons"]:
         return []
     labels = {mode["mode"]: mode["label"] for mode in run["modes"]}
@@ -116,7 +116,7 @@ def _comparisons(title: str, run: Mapping[str, Any]) -> list[str]:
 
 
 def _rules(title: str, run: Mapping[str, Any]) -> list[str]:
-    """Verification rules and their paired differences."""
+    """Format the acceptance lengths of verification rules and their paired differences."""
     if not run["rules"]:
         return []
     modes = {mode["mode"]: mode for mode in run["modes"]}

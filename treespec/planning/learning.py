@@ -64,23 +64,23 @@ class Calibration:
     """
 
     def __init__(self, config: PlannerConfig) -> None:
-        self._accepted = self._promised = config.calibration_prior
+        self._accepted = self._predicted = config.calibration_prior
         self._config = config
 
     @property
     def value(self) -> float:
         """Accepted over predicted tokens, clipped to [0.1, 1.2]."""
-        return min(max(self._accepted / self._promised, 0.1), 1.2)
+        return min(max(self._accepted / self._predicted, 0.1), 1.2)
 
-    def add(self, accepted: float, promised: float) -> None:
+    def add(self, accepted: float, predicted: float) -> None:
         """Update with the accepted and predicted tokens of a round, both per request."""
         weight = self._config.calibration_ema
         self._accepted += weight * (accepted - self._accepted)
-        self._promised += weight * (promised - self._promised)
+        self._predicted += weight * (predicted - self._predicted)
 
     def miss(self) -> None:
         """Decay towards a ratio of 1 after a round without drafted nodes of this kind."""
-        self._accepted += self._config.recovery * (self._promised - self._accepted)
+        self._accepted += self._config.recovery * (self._predicted - self._accepted)
 
 
 class RoundShapes(NamedTuple):

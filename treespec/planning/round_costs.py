@@ -278,7 +278,7 @@ class RoundCosts:
 
     def __init__(self, curve: CostCurve, learns: bool = True, config: PlannerConfig = DEFAULT):
         self.curve, self.learns, self.config = curve, learns, config
-        self._known: dict[tuple[int, int, int], float] = {}
+        self._curve_cache: dict[tuple[int, int, int], float] = {}
         self._learned: dict[int, _Corrections] = {}
         self._read_scale = RobustMean(config, 1.0)  # measured over modelled seconds of reading
         self._requests, self._extra_context = 1, 0.0
@@ -430,6 +430,6 @@ class RoundCosts:
     def _curve(self, rows: int, requests: int, trees: int) -> float:
         """Return `curve.verify`, cached because every round uses the same few arguments."""
         key = rows, requests, trees
-        if key not in self._known:
-            self._known[key] = float(self.curve.verify(*key))
-        return self._known[key]
+        if key not in self._curve_cache:
+            self._curve_cache[key] = float(self.curve.verify(*key))
+        return self._curve_cache[key]

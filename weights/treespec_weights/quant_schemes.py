@@ -1,14 +1,14 @@
-"""Reads published formats of quantised checkpoints.
+"""Read published formats of quantised checkpoints.
 
-A `QuantScheme` is parsed from config.json's `quantization_config`. Supported are
+A `QuantScheme` is parsed from config.json's `quantization_config`. Supported formats:
 
 - compressed-tensors (llm-compressor): "pack-quantized" with 4 and 8 bits, "int-quantized", "float-quantized";
-- GPTQ with 4 and 8 bits (zero points stored minus one, except in "gptq_v2"), with groups in the inputs' order;
+- GPTQ with 4 and 8 bits (zero points stored minus one, except in "gptq_v2"), with groups in input order;
 - AWQ with 4 bits, "gemm";
 - fp8 (E4M3) with a scale per tensor, output or block, as Hugging Face's "fp8".
 
 Integers and their scales are loaded unchanged. fp8 weights are dequantised to the model's dtype, scaled in fp32 and
-rounded once. Quantisation of activations is ignored.
+rounded once. Activation quantisation is ignored.
 """
 
 import re
@@ -33,27 +33,27 @@ METHODS: tuple[Method, ...] = get_args(Method)
 
 
 class Part(NamedTuple):
-    """One of the tensors of a quantised weight."""
+    """Valid shapes and dtypes of one of the tensors that store a quantised weight."""
 
-    shapes: tuple[tuple[int, ...], ...]  # valid shapes
+    shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
     optional: bool = False
 
 
 @dataclass(frozen=True)
 class QuantScheme:
-    """The quantisation of a checkpoint's linear layers.
+    """Quantisation scheme of a checkpoint's linear layers.
 
     Args:
-        method: the name of the method.
+        method: name of the quantisation method.
         bits: 4 or 8; 8 for fp8.
-        group: inputs that share a scale; None for all.
-        packed: compressed-tensors: integers are packed in int32 words.
-        floating: the values are fp8.
-        symmetric: no zero points are stored.
-        block: fp8: outputs and inputs that share a scale.
+        group: number of inputs that share a scale; None for whole rows.
+        packed: compressed-tensors only: integers are packed in int32 words.
+        floating: whether the values are fp8.
+        symmetric: whether zero points are absent.
+        block: fp8 only: numbers of outputs and inputs that share a scale.
         zero_less_one: GPTQ's first format, which stores zero points minus one.
-        centred: GPTQ: all stored zero points are the middle value.
+        centred: GPTQ only: all stored zero points are the middle value.
         ignore: modules that are not quantised: names, `re:` patterns, or, for fp8 and AWQ, parts of names.
     """
 
@@ -70,13 +70,13 @@ class QuantScheme:
 
     @property
     def name(self) -> str:
-        """A short description such as "gptq int4, groups of 128"."""
+        """Short description, such as "gptq int4, groups of 128"."""
         kind = "fp8" if self.floating else f"int{self.bits}"
         grouped = f", groups of {self.group}" if self.group else f", blocks of {self.block}" if self.block else ""
         return f"{self.method} {kind}{grouped}" if self.method != "fp8" else f"fp8{grouped}"
 
     def covers(self, name: str, head: str) -> bool:
-        """Whether the matrix `name` ("....weight") is quantised; `head` is the output head's name."""
+        """Return whether the matrix `name` ("....weight") is quantised. `head` is the output head's name."""
         module = name.removesuffix(".weight")
         if module == name or (name == head and self.method != "compressed-tensors"):
             return False
@@ -88,7 +88,7 @@ class QuantScheme:
         return not any(entry in module for entry in self.ignore)
 
     def parts(self, name: str, out: int, inputs: int) -> dict[str, Part]:
-        """The tensors of the weight `name` of [out, inputs], by name.
+        """Return the tensors that store the weight `name` of shape [out, inputs], by name.
 
         Raises ValueError if the scheme does not fit this shape.
         """
@@ -142,14 +142,14 @@ class QuantScheme:
     def read(
         self, name: str, out: int, inputs: int, get: Callable[[str], Tensor | None], dtype: torch.dtype | None
     ) -> Quantized | Tensor:
-        """The weight `name` of [out, inputs].
+        """Read the weight `name` of shape [out, inputs].
 
         Args:
             get: returns a tensor of `parts` by name, or None if an optional one is missing.
-            dtype: of an fp8 weight; None for the scale's dtype, if that has 16 bits or more.
+            dtype: dtype of an fp8 weight; None for the scale's dtype if it is a 16- or 32-bit float, else bfloat16.
 
         Raises:
-            ValueError: unsupported values, such as groups out of the inputs' order.
+            ValueError: unsupported values, such as groups that do not follow the input order.
         """
         tensors = {part.removeprefix(name.removesuffix("weight")): get(part) for part in self.parts(name, out, inputs)}
         held = {part: tensor for part, tensor in tensors.items() if tensor is not None}
@@ -210,13 +210,13 @@ class QuantScheme:
 
 
 def _words(words: Tensor, bits: int) -> Tensor:
-    """int32 [rows, n] -> uint8 [rows, n * 32 / bits], the lowest bits first."""
+    """Unpack int32 [rows, n] into uint8 [rows, n * 32 / bits], lowest bits first."""
     mask = (1 << bits) - 1
     return torch.stack([(words >> shift & mask).to(torch.uint8) for shift in range(0, 32, bits)], 2).flatten(1)
 
 
 def _awq(words: Tensor) -> Tensor:
-    """int32 [rows, n] -> uint8 [rows, 8 n]."""
+    """Unpack AWQ's int32 [rows, n] into uint8 [rows, 8 n], in the order of the outputs."""
     nibbles = _words(words, 4).unflatten(1, (-1, 8))
     ordered = torch.empty_like(nibbles)
     ordered[:, :, list(_AWQ_ORDER)] = nibbles
@@ -224,7 +224,7 @@ def _awq(words: Tensor) -> Tensor:
 
 
 def _raised(q: Tensor, scale: Tensor, zero: Tensor | None, bits: int) -> Quantized:
-    """The weight of unsigned integers: q uint8 [out, in], zero [out, groups]."""
+    """Build a weight from unsigned integers: q uint8 [out, in], zero [out, groups]."""
     middle, shift = 1 << (bits - 1), None
     if zero is not None and bool((zero != middle).any()):
         if int(zero.max()) > 127 + middle:
@@ -245,14 +245,14 @@ def _check_order(groups_of: Tensor | None, group: int) -> None:
 
 
 def scheme_of(config: Mapping[str, Any], folder: Path | str = ".") -> QuantScheme | None:
-    """The scheme of a parsed config.json; None if it is not quantised.
+    """Return the scheme of a parsed config.json, or None if it is not quantised.
 
-    Raises UnsupportedModelError with the key and value that is not supported.
+    Raises UnsupportedModelError, naming the key and the unsupported value.
     """
-    said = config.get(KEY)
-    if said is None:
+    section = config.get(KEY)
+    if section is None:
         return None
-    found = _Reader(said if isinstance(said, dict) else {}, folder)
+    found = _Reader(section if isinstance(section, dict) else {}, folder)
     method = found.one("quant_method", METHODS)
     if method == "compressed-tensors":
         return _compressed_tensors(found)
@@ -277,7 +277,7 @@ def scheme_of(config: Mapping[str, Any], folder: Path | str = ".") -> QuantSchem
     layout = found.one("checkpoint_format", (None, "gptq", "gptq_v2"))
     found.one("lm_head", (None, False))
     if found.value("dynamic"):
-        raise found.refuse("dynamic", found.value("dynamic"), "none: one scheme for all modules")
+        raise found.refuse("dynamic", found.value("dynamic"), "none (one scheme for all modules)")
     centred = found.value("sym") is True
     return QuantScheme("gptq", bits, group, symmetric=False, zero_less_one=layout != "gptq_v2", centred=centred)
 
@@ -298,7 +298,7 @@ def _compressed_tensors(found: "_Reader") -> QuantScheme:
         raise found.refuse("targets", [entry.get("targets") for entry in entries], '["Linear"]')
     activations = entries[0].get("input_activations")
     if activations and not (isinstance(activations, dict) and activations.get("dynamic")):
-        raise found.refuse("input_activations", activations, "null or dynamic ones, which are left as they are")
+        raise found.refuse("input_activations", activations, "null or dynamic ones, which are ignored")
     weights = _Reader(entries[0]["weights"], found.folder)
     floating = weights.one("type", ("int", "float")) == "float"
     bits = weights.one("num_bits", (8,) if floating or layout == "int-quantized" else (4, 8))
@@ -320,7 +320,7 @@ def _compressed_tensors(found: "_Reader") -> QuantScheme:
         try:
             re.compile(entry.removeprefix("re:"))
         except re.error:
-            raise found.refuse("ignore", entry, "names, and patterns behind 're:'") from None
+            raise found.refuse("ignore", entry, "names, and patterns prefixed with 're:'") from None
     return QuantScheme(
         "compressed-tensors",
         bits,
@@ -338,22 +338,22 @@ def _natural(value: object) -> bool:
 
 
 class _Reader:
-    """Reads values of an object in `quantization_config`, and refuses unsupported ones."""
+    """Reads values of an object in `quantization_config`, and rejects unsupported ones."""
 
-    def __init__(self, said: Mapping[str, Any], folder: Path | str):
-        self.said, self.folder = said, folder
+    def __init__(self, values: Mapping[str, Any], folder: Path | str):
+        self.values, self.folder = values, folder
 
     def value(self, key: str) -> Any:
-        return self.said.get(key)
+        return self.values.get(key)
 
     def one(self, key: str, valid: tuple[Any, ...]) -> Any:
-        value = self.said.get(key)
+        value = self.values.get(key)
         if not any(value is each or (type(value) is type(each) and value == each) for each in valid):
             raise self.refuse(key, value, ", ".join(repr(each) for each in valid))
         return value
 
     def names(self, key: str) -> tuple[str, ...]:
-        value = self.said.get(key)
+        value = self.values.get(key)
         if value is None:
             return ()
         if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):

@@ -13,9 +13,9 @@ def read_tokenizer(tokenizer: Any, vocab_size: int, end_tokens: Sequence[int]) -
     """Build llguidance's tokenizer over the tokens that an output may contain.
 
     Args:
-        tokenizer: transformers' or `tokenizers.Tokenizer`; None without one.
-        vocab_size: of the target.
-        end_tokens: below `vocab_size`.
+        tokenizer: a transformers tokenizer or `tokenizers.Tokenizer`, or None.
+        vocab_size: the target's vocabulary size.
+        end_tokens: ids below `vocab_size`.
 
     Raises:
         RequestError: there is no fast tokenizer or no end token, or llguidance cannot read the tokenizer.
@@ -45,12 +45,13 @@ def read_tokenizer(tokenizer: Any, vocab_size: int, end_tokens: Sequence[int]) -
 
 
 class _PlainTextTokenizer:
-    """Tokenizes a constraint's texts without special tokens: the model's tokenizer would encode the text "</s>" as the
-    end token.
+    """Tokenizes a constraint's texts without special tokens.
+
+    The model's tokenizer would encode the text "</s>" as the end token.
 
     Args:
         own: llguidance's tokenizer of the model.
-        vocab_size: of the target, possibly smaller than the tokenizer's.
+        vocab_size: the target's vocabulary size, possibly smaller than the tokenizer's.
         end_tokens: tokens that end an output.
 
     Attributes:
@@ -73,7 +74,7 @@ class _PlainTextTokenizer:
         return tokens if self._spelling.issuperset(tokens) else self._longest(text)
 
     def _longest(self, text: str) -> list[int]:
-        """Greedy longest-match tokenization, up to the first byte without a token (llguidance skips such bytes)."""
+        """Tokenize by greedy longest match, up to the first byte without a token (llguidance skips such bytes)."""
         data, end = text.encode(), 0
         tokens: list[int] = []
         for token in self.plain.greedy_tokenize(text):

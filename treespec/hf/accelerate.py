@@ -94,7 +94,7 @@ class _Generate:
             return own(model, *args, **kwargs)  # raises the right TypeError
         custom = given.pop("custom_generate", None)
         if custom is not None and custom is not generate:
-            logger.info("generate(custom_generate=%r): passed to transformers, without treespec", custom)
+            logger.info("generate(custom_generate=%r): left to transformers, without treespec", custom)
             return own(model, *args, **kwargs)
         streamer = given.pop("streamer", None)
         if streamer is None:

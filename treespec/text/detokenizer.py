@@ -64,7 +64,7 @@ class Detokenizer:
         return self.stopped_by is not None
 
     def _end_of(self, prompt: Sequence[int]) -> list[int]:
-        """Return the shortest end of the prompt whose text begins with a complete character."""
+        """Return the end of the prompt, long enough that its text begins with a complete character."""
         count = _WINDOW
         while count < len(prompt) and self._decode(list(prompt[-count:]))[:1] in ("", _BROKEN):
             count *= 2

@@ -68,7 +68,7 @@ def _made_of(shape: dict[str, Any], parts: dict[str, Any]) -> str:
     if type(parts["window"]) is int:
         found.append(f"windows of {parts['window']:,} positions")
     if parts["parallel"] is True:
-        found.append("attention beside MLP")
+        found.append("parallel attention and MLP")
     if shape["learned_positions"]:
         found.append(f"{shape['learned_positions']:,} learned positions")
     return "; ".join(found)

@@ -202,8 +202,8 @@ def aot_report(
     """Compile ahead of time and return `treespec_kernels.aot.compiler`'s report.
 
     Args:
-        targets, only, shapes: what to compile.
-        fresh: ignore cached results.
+        targets, only, shapes: GPU targets, ops and model shapes to compile.
+        fresh: whether to ignore cached results.
     """
     from treespec.cli.compiling import CompileProgress
     from treespec_kernels.aot import compiler as aot

@@ -108,7 +108,7 @@ class RequestFactory:
         request.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         request.detokenizer = self.detokenizer(tokens, params) if stream or params.stop else None
         if not params.is_argmax:
-            spellings = self._spell(params.bad_words)
+            spellings = self._tokenize_words(params.bad_words)
             form = params.structured_outputs
             grammar = None if form is None else self.grammars.grammar(form, len(tokens))
             request.sampler = Sampler(
@@ -192,7 +192,7 @@ class RequestFactory:
                 if token >= self.vocab_size:
                     raise RequestError(f"{name}: token {token}; valid: 0 to {self.vocab_size - 1}")
 
-    def _spell(self, words: Sequence[str]) -> list[tuple[int, ...]]:
+    def _tokenize_words(self, words: Sequence[str]) -> list[tuple[int, ...]]:
         """Return the token ids of each word, with and without a leading space, if the vocabulary has them."""
         spellings: dict[tuple[int, ...], None] = {}
         for word in words:

@@ -98,7 +98,7 @@ class CallOptions(TypedDict, total=False):
         Any, Absent((None,), "give the ids as prompts, as in vLLM today: generate({'prompt_token_ids': ids})")
     ]
     stream: Annotated[
-        bool | None, Absent((None, False), "use llm.stream, which takes a prompt or the messages of a conversation")
+        bool | None, Absent((None, False), "use llm.stream, which accepts a prompt or the messages of a conversation")
     ]
 
 
@@ -255,7 +255,7 @@ def without_absent(kind: str, given: Mapping[str, Any], absent: Mapping[str, Abs
     hints = []
     for name, option in absent.items():
         value = given.get(name)
-        if value is None or _asks_nothing(value, option.nothing):
+        if value is None or _is_neutral(value, option.nothing):
             continue
         if not _is_one_of(value, option.hints):
             raise ConfigError(f"{kind}: {name}={value!r} is not supported; {option.instead}")
@@ -275,8 +275,8 @@ def _is_one_of(value: Any, types: tuple[type, ...]) -> bool:
     return isinstance(value, types) and (bool in types or not isinstance(value, bool))
 
 
-def _asks_nothing(value: Any, nothing: tuple[Any, ...]) -> bool:
+def _is_neutral(value: Any, nothing: tuple[Any, ...]) -> bool:
     if isinstance(value, list | tuple):
-        return all(each is None or _asks_nothing(each, nothing) for each in value)
+        return all(each is None or _is_neutral(each, nothing) for each in value)
     value = value.name if isinstance(value, Enum) else value
     return any(type(value) is type(each) and value == each for each in nothing)

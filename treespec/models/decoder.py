@@ -235,7 +235,7 @@ class Decoder:
         return self._forward(tokens, layout, kv, num_layers, {})
 
     def forward_with_states(self, tokens: Tensor, layout: Pass, kv: Tensor, of: Sequence[int]) -> HiddenStates:
-        """`forward` that also returns the residual stream at the layers `of` (see `check_states`)."""
+        """Run `forward` and also return the residual stream at the layers `of` (see `check_states`)."""
         self.check_states(of)
         states: dict[int, Tensor | None] = dict.fromkeys(of)
         final = self._forward(tokens, layout, kv, None, states)
@@ -281,7 +281,7 @@ class Decoder:
     def _run(
         self, layer: Layer, stream: RmsStream | LayerStream, rotation: tuple[Tensor, ...], layout: Pass, cache: Tensor
     ) -> None:
-        """Run one layer in place on the stream; cache: its pool, [2, num_pages, kv_heads, PAGE_SIZE, head_dim]."""
+        """Run one layer in place on the stream. `cache` is its pool, [2, num_pages, kv_heads, PAGE_SIZE, head_dim]."""
         part = self._attend(layer, stream.norm(layer.attn_norm), rotation, layout, cache)
         if layer.attn_post_norm is not None:
             part = stream.norm_of(part, layer.attn_post_norm)
@@ -298,7 +298,7 @@ class Decoder:
         stream.x.add_(part)
 
     def _attend(self, layer: Layer, x: Tensor, rotation: tuple[Tensor, ...], layout: Pass, cache: Tensor) -> Tensor:
-        """Attention block on normed rows."""
+        """Run the attention block on normalised rows, including its output projection."""
         heads, head_dim = self.heads, self.head_dim
         qkv = layer.qkv(x).float().view(len(x), -1, head_dim)
         qk = qkv[:, : heads + self.kv_heads]

@@ -86,7 +86,7 @@ def take_head_norm(weights: dict[str, Tensor], prefix: str, num_heads: int, num_
 
 
 def norm_heads(heads: Tensor, weight: Tensor, eps: float) -> None:
-    """RMSNorm of each head, in place.
+    """Apply RMSNorm to each head, in place.
 
     Args:
         heads: fp32 [num_rows, num_heads, head_dim].

@@ -39,9 +39,9 @@ def read_tokenizer(tokenizer: Any, vocab_size: int, end_tokens: Sequence[int]) -
         own = LLTokenizer(fast.to_str(), n_vocab=size, eos_token=list(end_tokens))
     except ValueError as error:
         raise RequestError(f"structured_outputs: llguidance cannot read the model's tokenizer: {error}") from None
-    speller = _PlainTextTokenizer(own, vocab_size, end_tokens)
-    speller.plain = LLTokenizer(TokenizerWrapper(speller), eos_token=list(end_tokens))
-    return speller.plain
+    wrapper = _PlainTextTokenizer(own, vocab_size, end_tokens)
+    wrapper.plain = LLTokenizer(TokenizerWrapper(wrapper), eos_token=list(end_tokens))
+    return wrapper.plain
 
 
 class _PlainTextTokenizer:
@@ -67,11 +67,11 @@ class _PlainTextTokenizer:
         without_text = [token for token, text in enumerate(self.tokens) if text == b"<[%d]>" % token]
         special = {*filter(own.is_special_token, range(vocab_size)), *without_text, *end_tokens}
         self.special_token_ids = sorted(special)
-        self._spelling = frozenset(range(vocab_size)) - special
+        self._ordinary = frozenset(range(vocab_size)) - special
 
     def __call__(self, text: str) -> list[int]:
         tokens = self._own.tokenize_str(text)
-        return tokens if self._spelling.issuperset(tokens) else self._longest(text)
+        return tokens if self._ordinary.issuperset(tokens) else self._longest(text)
 
     def _longest(self, text: str) -> list[int]:
         """Tokenize by greedy longest match, up to the first byte without a token (llguidance skips such bytes)."""

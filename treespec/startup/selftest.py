@@ -44,10 +44,10 @@ def differing_rows(model: Decoder, pool: Tensor, largest_pass: int = 512, seed: 
     ends = [end for window in windows if window is not None for end in (window, window + PAGE_SIZE)]
     borders = {end - 4 for end in ends if end > 4}  # so that the first position leaves the window of deeper nodes
     for prefix in (p for p in sorted({*_PREFIXES, *borders}) if p + len(_PARENTS) <= room):
-        found += _behind_prompt(model, pool, rng.integers(model.vocab_size, size=prefix), _PARENTS, pages, twin)
+        found += _compare_after_prompt(model, pool, rng.integers(model.vocab_size, size=prefix), _PARENTS, pages, twin)
     if model.min_rows <= 2:  # with fixed rows, no pass is larger
         if 30 + len(_WIDE) <= room:
-            found += _behind_prompt(model, pool, rng.integers(model.vocab_size, size=30), _WIDE, pages, None)
+            found += _compare_after_prompt(model, pool, rng.integers(model.vocab_size, size=30), _WIDE, pages, None)
         prompt = rng.integers(model.vocab_size, size=min(largest_pass, room))
         if not torch.equal(_prefill(model, pool, prompt, _FEW, pages), _prefill(model, pool, prompt, room, pages)):
             found.append(f"a pass of {len(prompt)} rows")
@@ -71,7 +71,7 @@ def _prefill(model: Decoder, pool: Tensor, prompt: np.ndarray, chunk: int, pages
     return torch.cat([_hidden(model, pool, [part], prompt[part.positions]) for part in parts])
 
 
-def _behind_prompt(
+def _compare_after_prompt(
     model: Decoder, pool: Tensor, prompt: np.ndarray, parents: np.ndarray, pages: np.ndarray, twin: np.ndarray | None
 ) -> list[str]:
     """Compare a prompt and a tree after it. `twin` holds the pages of a second request in the batch."""
@@ -99,10 +99,10 @@ def _behind_prompt(
         _prefill(model, pool, prompt, largest, twin)
         both = _hidden(model, pool, [tree_rows(twin), tree_rows(pages)], np.concatenate([tree, tree]))
         if not torch.equal(both[len(tree) :], hidden) or not torch.equal(model.logits(both)[len(tree) :], logits):
-            found.append(f"a tree of {len(tree)} nodes behind {prefix} tokens, in a batch")
+            found.append(f"a tree of {len(tree)} nodes after {prefix} tokens, in a batch")
     for node in (0, 5, 10, len(tree) - 1):
         for depth, step in enumerate(np.flatnonzero(visible[node])):
             alone = _hidden(model, pool, [RequestRows.chain(prefix + depth, 1, pages)], tree[step : step + 1])
         if not torch.equal(alone[0], hidden[node]) or not torch.equal(model.logits(alone)[0], logits[node]):
-            found.append(f"node {node} of a tree of {len(tree)} nodes behind {prefix} tokens")
+            found.append(f"node {node} of a tree of {len(tree)} nodes after {prefix} tokens")
     return found

@@ -179,7 +179,7 @@ def _placement(root: Path) -> tuple[dict[str, str], list[str], list[Problem]]:
     present = {entry.name for entry in root.iterdir()}
     if INDEX not in present:
         if SINGLE not in present:
-            raise CheckpointError(root, [Problem("file", repr(SINGLE), _why_nothing(present))])
+            raise CheckpointError(root, [Problem("file", repr(SINGLE), _missing_message(present))])
         return {}, [SINGLE], []
     index = read_json(root, INDEX)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
@@ -188,13 +188,13 @@ def _placement(root: Path) -> tuple[dict[str, str], list[str], list[Problem]]:
             root, [Problem("index", repr(INDEX), "has no 'weight_map' object of tensor names to file names")]
         )
     named = {repr(shard): shard for shard in weight_map.values()}.values()
-    problems = [Problem("index", repr(INDEX), message) for shard in named if (message := _refused_shard(shard))]
+    problems = [Problem("index", repr(INDEX), message) for shard in named if (message := _shard_problem(shard))]
     if SINGLE in present and SINGLE not in named:
         problems.append(
             Problem("index", repr(INDEX), f"the folder also has an unrelated {SINGLE!r}: keep one of the two")
         )
     placement = {name: str(shard) for name, shard in weight_map.items()}
-    return placement, sorted(shard for shard in named if not _refused_shard(shard)), problems
+    return placement, sorted(shard for shard in named if not _shard_problem(shard)), problems
 
 
 def _disagreements(
@@ -212,7 +212,7 @@ def _disagreements(
             yield Problem("index", repr(name), f"in {files[0]!r}, but not in {INDEX!r}")
 
 
-def _refused_shard(shard: object) -> str | None:
+def _shard_problem(shard: object) -> str | None:
     if not isinstance(shard, str) or not is_plain_name(shard):
         return f"names the shard {shard!r}; a shard is a plain file name in the same folder"
     if Path(shard).suffix in PICKLES:
@@ -222,7 +222,7 @@ def _refused_shard(shard: object) -> str | None:
     return None
 
 
-def _why_nothing(present: set[str]) -> str:
+def _missing_message(present: set[str]) -> str:
     message = f"neither this nor {INDEX!r} is in the folder"
     pickles = sorted(name for name in present if Path(name).suffix in PICKLES)
     others = sorted(name for name in present if name.endswith(".safetensors"))

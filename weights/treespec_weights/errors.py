@@ -12,7 +12,7 @@ class Problem(NamedTuple):
 
     kind: str  # "file", "index", "config", "tokenizer", "missing", "unexpected", "shape", "dtype", "tied", "value"
     where: str  # the file, tensor or config key
-    message: str  # what is wrong, with the bad value and what would be valid
+    message: str  # description of the problem, with the bad value and the valid ones
 
     def __str__(self) -> str:
         return f"{self.where}: {self.message}"

@@ -45,7 +45,7 @@ _WIDEN = 4  # preferred MLP units per hidden dimension
 _NARROWEST = 2  # minimum MLP units per hidden dimension
 _TINY, _RAISED = 2.0**-40, 2.0**52
 
-# Parameters that are zero in added parts, and those that scale a row.
+# Parameters that are zero in added parts, and norm weights.
 _TO_RESIDUAL = ("embed", "lm_head", "o", "down", "o_bias", "down_bias")
 _NORMS = ("attn_norm", "mlp_norm", "final_norm")
 

@@ -16,7 +16,7 @@ from treespec_weights.families import FAMILIES
 from treespec_weights.rules import FamilyRules, ModelShape
 
 # Fields of FamilyRules that affect only names and configs. All others affect a layer's computation.
-_SPELLING = (
+_NAMING_FIELDS = (
     "model_type",
     "tensors",
     "tied_copy",
@@ -89,17 +89,17 @@ def translate_config(
             f"is {getattr(own, field.name)!r} and {getattr(other, field.name)!r}",
         )
         for field in fields(FamilyRules)
-        if field.name not in _SPELLING and getattr(own, field.name) != getattr(other, field.name)
+        if field.name not in _NAMING_FIELDS and getattr(own, field.name) != getattr(other, field.name)
     ]
-    problems += _parameters_without_place(shape, other)
+    problems += _unmatched_parameters(shape, other)
     if problems:
         raise UnsupportedModelError(folder, problems)
-    before, after = _explicit(folder, config), _explicit(folder, {"model_type": other.model_type})
+    before, after = _with_defaults(folder, config), _with_defaults(folder, {"model_type": other.model_type})
     sizes = {key: getattr(shape, name) for name, key in other.config_keys.items()}
-    translated = sizes | _carried(folder, before, after, own, other)
-    result = _explicit(folder, translated | {"model_type": other.model_type})
+    translated = sizes | _translated_values(folder, before, after, own, other)
+    result = _with_defaults(folder, translated | {"model_type": other.model_type})
     result["architectures"] = [_architecture(other.model_type)]
-    if changed := [key for key, value in translated.items() if not _agrees(value, result.get(key))]:
+    if changed := [key for key, value in translated.items() if not _values_match(value, result.get(key))]:
         message = (
             f"a {other.model_type} model would have {result.get(changed[0])!r}, this one has {translated[changed[0]]!r}"
         )
@@ -110,7 +110,7 @@ def translate_config(
     return result
 
 
-def _parameters_without_place(shape: ModelShape, other: FamilyRules) -> list[Problem]:
+def _unmatched_parameters(shape: ModelShape, other: FamilyRules) -> list[Problem]:
     """Return the parameters that only the model or only the other family has, as problems."""
     fixed = {
         field.name: other.constants.get(field.name, field.default)
@@ -145,7 +145,7 @@ def _pattern(parameter: str) -> str:
     return ".".join("{i}" if part.isdecimal() else part for part in parameter.split("."))
 
 
-def _carried(
+def _translated_values(
     folder: Path, before: dict[str, Any], after: dict[str, Any], own: FamilyRules, other: FamilyRules
 ) -> dict[str, Any]:
     """Return all values but the sizes. Raises UnsupportedModelError if the other family cannot express them."""
@@ -181,13 +181,13 @@ def _carried(
     return result
 
 
-def _agrees(wanted: object, written: object) -> bool:
+def _values_match(wanted: object, written: object) -> bool:
     if isinstance(wanted, dict) and isinstance(written, dict):
-        return all(_agrees(value, written.get(key)) for key, value in wanted.items())
+        return all(_values_match(value, written.get(key)) for key, value in wanted.items())
     return wanted == written or (wanted in _ABSENT and written in _ABSENT)
 
 
-def _explicit(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+def _with_defaults(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config with the defaults of its config class.
 
     Raises CheckpointConfigError if transformers rejects it.

@@ -226,7 +226,7 @@ def match(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> tupl
         if name in ignored:
             continue
         if name not in expected:
-            problems.append(Problem("unexpected", repr(name), f"unexpected: {_why_unexpected(name, shape, rules)}"))
+            problems.append(Problem("unexpected", repr(name), f"unexpected: {_unexpected_reason(name, shape, rules)}"))
             continue
         shapes, dtypes, _ = expected[name]
         if info.shape not in shapes:
@@ -295,7 +295,7 @@ def expected_tensors(shape: ModelShape, rules: FamilyRules) -> list[Placement]:
     return placements
 
 
-def _why_unexpected(name: str, shape: ModelShape, rules: FamilyRules) -> str:
+def _unexpected_reason(name: str, shape: ModelShape, rules: FamilyRules) -> str:
     known = {rule.name for rule in rules.tensors} | set(rules.ignored)
     parts = name.split(".")
     for at, part in enumerate(parts):

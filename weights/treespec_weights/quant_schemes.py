@@ -52,7 +52,7 @@ class QuantScheme:
         floating: whether the values are fp8.
         symmetric: whether zero points are absent.
         block: fp8 only: numbers of outputs and inputs that share a scale.
-        zero_less_one: GPTQ's first format, which stores zero points minus one.
+        zero_minus_one: GPTQ's first format, which stores zero points minus one.
         centred: GPTQ only: all stored zero points are the middle value.
         ignore: modules that are not quantised: names, `re:` patterns, or, for fp8 and AWQ, parts of names.
     """
@@ -64,7 +64,7 @@ class QuantScheme:
     floating: bool = False
     symmetric: bool = True
     block: tuple[int, int] | None = None
-    zero_less_one: bool = False
+    zero_minus_one: bool = False
     centred: bool = False
     ignore: tuple[str, ...] = ()
 
@@ -160,8 +160,8 @@ class QuantScheme:
             return self._read_fp8(held, out, inputs, dtype)
         if self.method == "gptq":
             q = _words(held["qweight"].t().contiguous(), self.bits)
-            zero = _words(held["qzeros"], self.bits).t().to(torch.int16) + int(self.zero_less_one)
-            return _raised(q, held["scales"].t().contiguous(), zero, self.bits)
+            zero = _words(held["qzeros"], self.bits).t().to(torch.int16) + int(self.zero_minus_one)
+            return _from_unsigned(q, held["scales"].t().contiguous(), zero, self.bits)
         if self.method == "awq":
             q = _awq(held["qweight"]).t()
             zero = (
@@ -169,7 +169,7 @@ class QuantScheme:
                 if "qzeros" in held
                 else torch.full((out, inputs // group), 8, dtype=torch.int64, device="cpu")
             )
-            return _raised(q, held["scales"].t().contiguous(), zero, self.bits)
+            return _from_unsigned(q, held["scales"].t().contiguous(), zero, self.bits)
         middle = 1 << (self.bits - 1)
         scale = held["weight_scale"].reshape(-1, inputs // group).expand(out, -1).contiguous()
         if "weight_shape" in held and held["weight_shape"].tolist() != [out, inputs]:
@@ -186,9 +186,9 @@ class QuantScheme:
         elif zero is not None:
             zero = zero.reshape(-1, inputs // group).expand(out, -1).to(torch.int16) + middle
         if not self.packed:
-            return _raised(held["weight"].view(torch.uint8) ^ 128, scale, zero, self.bits)
+            return _from_unsigned(held["weight"].view(torch.uint8) ^ 128, scale, zero, self.bits)
         words = held["weight_packed"].contiguous().view(torch.uint8)  # rows are whole words
-        _, _, shift = _raised(words[:, :0], scale, zero, self.bits)
+        _, _, shift = _from_unsigned(words[:, :0], scale, zero, self.bits)
         return Quantized(words if self.bits == 4 else (words ^ 128).view(torch.int8), scale, shift)
 
     def _read_fp8(self, held: Mapping[str, Tensor], out: int, inputs: int, dtype: torch.dtype | None) -> Tensor:
@@ -223,7 +223,7 @@ def _awq(words: Tensor) -> Tensor:
     return ordered.flatten(1)
 
 
-def _raised(q: Tensor, scale: Tensor, zero: Tensor | None, bits: int) -> Quantized:
+def _from_unsigned(q: Tensor, scale: Tensor, zero: Tensor | None, bits: int) -> Quantized:
     """Build a weight from unsigned integers: q uint8 [out, in], zero [out, groups]."""
     middle, shift = 1 << (bits - 1), None
     if zero is not None and bool((zero != middle).any()):
@@ -258,7 +258,9 @@ def scheme_of(config: Mapping[str, Any], folder: Path | str = ".") -> QuantSchem
         return _compressed_tensors(found)
     if method == "fp8":
         block = found.value("weight_block_size")
-        if block is not None and not (isinstance(block, list) and len(block) == 2 and all(_natural(n) for n in block)):
+        if block is not None and not (
+            isinstance(block, list) and len(block) == 2 and all(_is_positive_int(n) for n in block)
+        ):
             raise found.refuse("weight_block_size", block, "[128, 128]")
         found.one("activation_scheme", ("dynamic", None))
         found.one("scale_fmt", (None, "float", "ue8m0"))
@@ -266,7 +268,7 @@ def scheme_of(config: Mapping[str, Any], folder: Path | str = ".") -> QuantSchem
         return QuantScheme("fp8", 8, floating=True, block=tuple(block) if block else None, ignore=ignore)
     bits = found.one("bits", (4,) if method == "awq" else (4, 8))
     group = found.value("group_size")
-    if not _natural(group) and group != -1:
+    if not _is_positive_int(group) and group != -1:
         raise found.refuse("group_size", group, "-1, or a multiple of 32")
     group = None if group == -1 else group
     if method == "awq":
@@ -279,7 +281,7 @@ def scheme_of(config: Mapping[str, Any], folder: Path | str = ".") -> QuantSchem
     if found.value("dynamic"):
         raise found.refuse("dynamic", found.value("dynamic"), "none (one scheme for all modules)")
     centred = found.value("sym") is True
-    return QuantScheme("gptq", bits, group, symmetric=False, zero_less_one=layout != "gptq_v2", centred=centred)
+    return QuantScheme("gptq", bits, group, symmetric=False, zero_minus_one=layout != "gptq_v2", centred=centred)
 
 
 def _compressed_tensors(found: "_Reader") -> QuantScheme:
@@ -306,10 +308,12 @@ def _compressed_tensors(found: "_Reader") -> QuantScheme:
     strategy = weights.one("strategy", strategies)
     weights.one("actorder", (None, False, "static", "weight"))
     group = weights.value("group_size") if strategy == "group" else None
-    if strategy == "group" and not _natural(group):
+    if strategy == "group" and not _is_positive_int(group):
         raise weights.refuse("group_size", group, "a multiple of 32")
     block = weights.value("block_structure") if strategy == "block" else None
-    if strategy == "block" and not (isinstance(block, list) and len(block) == 2 and all(_natural(n) for n in block)):
+    if strategy == "block" and not (
+        isinstance(block, list) and len(block) == 2 and all(_is_positive_int(n) for n in block)
+    ):
         raise weights.refuse("block_structure", block, "[128, 128]")
     if layout == "float-quantized" and not floating:
         raise weights.refuse("type", "int", '"float" in the format "float-quantized"')
@@ -333,7 +337,7 @@ def _compressed_tensors(found: "_Reader") -> QuantScheme:
     )
 
 
-def _natural(value: object) -> bool:
+def _is_positive_int(value: object) -> bool:
     return type(value) is int and value > 0
 
 

@@ -121,7 +121,7 @@ def compressed_tensors(name: str, quantized: Quantized) -> dict[str, Tensor]:
     """
     values, scale, zero = quantized
     if not name.endswith(".weight") or zero is not None or values.shape[1] % 4:
-        raise ValueError(f"{name!r}: a weight with whole int32 in a row and no zero points is needed")
+        raise ValueError(f"{name!r}: a weight is needed whose rows fill int32 words, without zero points")
     in_features = values.shape[1] * (1 if values.dtype == torch.int8 else 2)
     raised = values if values.dtype == torch.uint8 else (values.view(torch.uint8) ^ 128)
     return {

@@ -72,7 +72,7 @@ def time_loading(
         pairs = (("plain", plain), ("load_weights", ours))
         for name, load in pairs if repeat % 2 else pairs[::-1]:
             if cold:
-                _drop(files)
+                _drop_from_cache(files)
             start = time.perf_counter()
             load()
             if repeat >= 0:
@@ -101,7 +101,7 @@ def touch(tensors: Iterable[Tensor]) -> None:
             tensor.flatten()[-1:].cpu()  # waits for the copy
 
 
-def _drop(files: Iterable[Path]) -> None:
+def _drop_from_cache(files: Iterable[Path]) -> None:
     """Drop files from the page cache. This affects only pages that are written to disk and not mapped."""
     for file in files:
         descriptor = os.open(file, os.O_RDONLY)

@@ -112,5 +112,7 @@ def quantise_transform(quantization: str, cast: Cast, shape: ModelShape, rules: 
         raise OptionError(f"--quantize {quantization}: {error}") from error
     bad = sorted({size[1] for size in matrices.values() if size[1] * bits % 32})
     if bad:
-        raise OptionError(f"--quantize {quantization}: {bad[0]} inputs do not fill whole int32; use the model as it is")
+        raise OptionError(
+            f"--quantize {quantization}: {bad[0]} inputs do not fill int32 words; use the model unquantised"
+        )
     return Quantise(bits, group, cast, frozenset(matrices), rules.tied_copy.removesuffix(".weight"))

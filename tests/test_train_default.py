@@ -86,7 +86,7 @@ def test_export_loads(built: Path, name: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert len(tokenizer) == model.config.vocab_size and tokenizer.eos_token_id == 0
     card = (folder / "README.md").read_text()
-    assert "held out" in card and ("It saw" in card) == (name != "target")
+    assert "held out" in card and ("trained mostly on" in card) == (name != "target")
     logits = model(input_ids=torch.tensor([tokenizer.encode("def f(x):")])).logits
     assert torch.isfinite(logits).all()
 

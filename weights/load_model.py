@@ -1,6 +1,6 @@
-"""The safetensors model loader: `python weights/load_model.py inspect FOLDER`.
+"""Inspect and convert safetensors models: `python weights/load_model.py inspect FOLDER`.
 
-Also verify, load, convert, grow and fetch, as in `treespec weights`.
+The other commands are verify, load, convert, grow and fetch, as in `treespec weights`.
 """
 
 from treespec_weights.cli import app

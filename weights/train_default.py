@@ -1,8 +1,8 @@
-"""Trains the embedded default models: `python weights/train_default.py`.
+"""Train the embedded default models: `python weights/train_default.py`.
 
 Stages: text of installed packages -> tokenizer -> target -> lessons (the target's probabilities on text and on its own
-continuations) -> ssm-1, ssm-2, ssm-3 -> evaluation on held-out packages and export. A signal (Ctrl-C) pauses without
-loss; `--resume` continues. Training time is set in minutes per stage; the learning rate is annealed over it.
+continuations) -> ssm-1, ssm-2, ssm-3 -> evaluation on held-out packages and export. Ctrl-C pauses without loss of
+progress; `--resume` continues. Training time is set in minutes per stage, over which the learning rate is annealed.
 """
 
 import argparse
@@ -31,18 +31,18 @@ from treespec_training import train_tokenizer as tokenizer
 from treespec_training.export import export, rounded, write_folder
 from treespec_training.files import write_json
 
-# The drafts and their shares of the kinds of text: each specialises in one.
+# The drafts' shares of the kinds of text: each draft specialises in one kind.
 DRAFTS = {
     "ssm-1": {"code": 0.8, "prose": 0.1, "data": 0.1},
     "ssm-2": {"code": 0.1, "prose": 0.8, "data": 0.1},
     "ssm-3": {"code": 0.1, "prose": 0.1, "data": 0.8},
 }
-# Baselines for the drafts: trained on all kinds equally, with the size of one draft and with the layers of all three.
+# Baseline drafts, trained on all kinds equally: one of a draft's size, one with the layers of all three drafts.
 COMPARED = {"generalist": 1, "triple": len(DRAFTS)}
 PEAK_RATE = {"target": 4e-3, "draft": 3e-3}
-SHALLOW = 0.3  # share of the target's schedule trained with a third of its layers
-SHORT_WINDOWS = 0.8  # share of the target's schedule on windows of half the length: a quarter more tokens per second
-SHALLOW_WINDOWS = 500_000_000  # offset that separates its windows from the deep model's
+SHALLOW = 0.3  # fraction of the target's schedule trained with a third of its layers
+SHORT_WINDOWS = 0.8  # fraction of the target's schedule on half-length windows, for a quarter more tokens per second
+SHALLOW_WINDOWS = 500_000_000  # offset that separates the shallow model's windows from the deep model's
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Settings:
 
     @property
     def vocab_size(self) -> int:
-        """The size of the vocabulary."""
+        """Number of tokens of the vocabulary."""
         return 384 if self.tiny else 4096
 
     @property
@@ -68,11 +68,11 @@ class Settings:
 
     @property
     def window(self) -> int:
-        """Tokens of a training window of the target."""
+        """Tokens per training window of the target."""
         return 64 if self.tiny else 512
 
     def shape(self, name: str) -> dict[str, int]:
-        """Configuration of a model; "shallow" is the target with a third of its layers."""
+        """Return the configuration of a model. "shallow" is the target with a third of its layers."""
         target, draft = (models.TINY_TARGET, models.TINY_DRAFT) if self.tiny else (models.TARGET, models.DRAFT)
         if name == "shallow":
             target = target | {"num_hidden_layers": max(target["num_hidden_layers"] // 3, 1)}
@@ -81,12 +81,15 @@ class Settings:
         return (target if name in ("target", "shallow") else draft) | attention
 
     def shares_of(self, name: str) -> list[float]:
-        """A draft's shares of the kinds of text in use."""
+        """Return a draft's shares of the kinds of text in use."""
         return [DRAFTS[name][kind] if name in DRAFTS else 1.0 for kind in self.kinds]
 
 
 class Build:
-    """One run in a work folder. Every stage stores its result there, and returns at once if it is done."""
+    """A run in a work folder.
+
+    Every stage stores its result there, and returns at once if the result exists.
+    """
 
     def __init__(self, args: argparse.Namespace, settings: Settings) -> None:
         self.args, self.settings, self.work = args, settings, args.work
@@ -96,7 +99,7 @@ class Build:
         self.progress: dict[str, train.Progress] = {}
 
     def run(self) -> None:
-        """Runs all stages in order."""
+        """Run all stages in order."""
         with self.pause.listening():
             self.text()
             tokens = self.tokens()
@@ -119,7 +122,7 @@ class Build:
         roots = [Path(root) for root in s.text_roots]
         documents = data.folder_documents(roots) if roots else data.installed_documents()
         halves = data.select(documents, ("code", *s.kinds), s.held_out, s.package_cap, s.seed)
-        # Rendered after the split, so that copies of held-out files are not rendered either.
+        # Render after the split, so that duplicates of held-out files are not rendered.
         everything = (chain.from_iterable((d, *rendered.rendered(d)) for d in half) for half in halves)
         training, held_out = ([d for d in half if d.kind in s.kinds] for half in everything)
         if not training or not held_out:
@@ -129,7 +132,7 @@ class Build:
         print(f"text: {len(training)} documents, {len(held_out)} held out", flush=True)
 
     def tokens(self) -> data.Mixture:
-        """Train the tokenizer, tokenise every kind of both halves: `<half>-<kind>.bin`."""
+        """Train the tokenizer, then tokenise every kind of text in both halves: `<half>-<kind>.bin`."""
         file = self.work / "tokenizer.json"
         if not file.exists():
             texts = (document.text for document in data.read_documents(self.work / "train.jsonl"))
@@ -204,7 +207,7 @@ class Build:
         text: distill.Lessons,
         continued: distill.Lessons,
     ) -> LlamaForCausalLM:
-        """Distil one draft: `ssm-*.pt`. Its embedding starts as the target's."""
+        """Distil one draft: `ssm-*.pt`. Its embedding is initialised from the target's."""
         s = self.settings
         model = models.build(s.shape(name), s.vocab_size, s.seed + 1 + index).to(self.device)
         shares = s.shares_of(name)
@@ -282,12 +285,14 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--target-minutes", type=float, default=80, help="training time of the target")
     parser.add_argument("--continuation-minutes", type=float, default=33, help="time to make the drafts' lessons")
     parser.add_argument("--ssm-minutes", type=float, default=20, help="training time of each draft")
-    parser.add_argument("--batch-tokens", type=int, default=4096, help="tokens of one step of the target")
+    parser.add_argument("--batch-tokens", type=int, default=4096, help="tokens per training step of the target")
     parser.add_argument("--max-steps", type=int, help="steps per stage instead of minutes")
-    parser.add_argument("--hit-weight", type=float, default=1.0, help="boost-tuning: weight where earlier drafts hit")
+    parser.add_argument(
+        "--hit-weight", type=float, default=1.0, help="boost-tuning: weight of positions that earlier drafts predict"
+    )
     parser.add_argument("--kinds", nargs="+", choices=data.KINDS, default=list(data.KINDS), help="kinds of text")
-    parser.add_argument("--held-out", nargs="+", default=list(data.HELD_OUT), help="packages never trained on")
-    parser.add_argument("--package-cap", type=int, default=8_000_000, help="most characters of a package and kind")
+    parser.add_argument("--held-out", nargs="+", default=list(data.HELD_OUT), help="packages excluded from training")
+    parser.add_argument("--package-cap", type=int, default=8_000_000, help="maximum characters per package and kind")
     parser.add_argument(
         "--text-root", type=Path, action="append", default=[], help="use this folder's packages instead"
     )
@@ -303,14 +308,14 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--compare", action="store_true", help="also train baseline drafts, into the work folder's compare/"
     )
     parser.add_argument("--prompts", type=int, default=256, help="held-out prompts to evaluate on and export")
-    parser.add_argument("--new-tokens", type=int, default=128, help="tokens of each continuation")
+    parser.add_argument("--new-tokens", type=int, default=128, help="tokens per continuation")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tiny", action="store_true", help="toy shapes, for tests")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run all stages; returns 0, or 130 after a pause. Raises ValueError for a work folder that does not fit."""
+    """Run all stages. Returns 0, or 130 after a pause. Raises ValueError for a work folder of other settings."""
     args = arguments(argv)
     if args.threads:
         torch.set_num_threads(args.threads)

@@ -1,4 +1,4 @@
-"""`treespec autotune`: tunes kernels and measures pass costs of this machine, for all later starts."""
+"""`treespec autotune`: tune kernels and measure pass costs of this machine, for all later starts."""
 
 from typing import Annotated, Any
 
@@ -145,7 +145,7 @@ def _aot(
     fresh: bool,
     as_json: bool,
 ) -> int:
-    """Compile ahead of time; returns the exit code."""
+    """Compile ahead of time. Returns the exit code."""
     from dataclasses import replace
 
     from treespec_kernels.aot import compiler as aot
@@ -201,7 +201,7 @@ def _show(as_json: bool) -> None:
 
 
 def _curves(entries: list[dict[str, Any]]) -> dict[str, Any]:
-    """Curve section of the document; `threads` compares stored curves of the first entry."""
+    """Build the curve section of the document. `threads` compares stored curves of the first entry."""
     from treespec.planning import cost_measurement as costs
 
     compared = curves.compare_threads(entries[0]["key"]) if entries else None

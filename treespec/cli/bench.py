@@ -1,4 +1,4 @@
-"""`treespec bench`: speed against plain decoding and transformers."""
+"""`treespec bench`: measure the speed against plain decoding and transformers."""
 
 import json
 import sys
@@ -232,12 +232,12 @@ def _measure(options: "Options", grow: str | None, vocab: int | None, keep: Path
         return measure(options, how, progress)
 
 
-PARTS = 20  # progress lines if stderr is not a terminal
+PARTS = 20  # number of progress lines if stderr is not a terminal
 
 
 @contextmanager
 def _progress() -> Iterator["Progress"]:
-    """Progress on stderr: a bar on a terminal, otherwise a line per twentieth of the runs."""
+    """Show progress on stderr: a bar on a terminal, otherwise one line per twentieth of the runs."""
     from tqdm import tqdm  # type: ignore[import-untyped]
 
     from treespec.bench.progress import Plan, Progress, duration

@@ -12,27 +12,27 @@ if TYPE_CHECKING:
     from treespec_kernels.aot.binary_cache import ResultCache
     from treespec_kernels.aot.compiler import Plan
 
-KERNEL_SECONDS = 2.5  # approximate core seconds per kernel: 497 take ten minutes on two cores
+KERNEL_SECONDS = 2.5  # approximate core-seconds per kernel: 497 kernels take ten minutes on two cores
 _EVERY = 15.0  # seconds between lines if stderr is not a terminal
 
 
 class CompileProgress:
-    """Progress: a bar on a terminal, otherwise periodic lines.
+    """Shows progress as a bar on a terminal, otherwise as periodic lines.
 
     Args:
-        targets: of the compilation.
-        cache: of results, if any.
+        targets: compilation targets.
+        cache: cache of results, if any.
     """
 
     def __init__(self, targets: Sequence[str], cache: "ResultCache | None"):
         self._targets, self._cache = targets, cache
         self._bar: tqdm | None = None
-        self._known, self._began, self._said = 0, 0.0, 0.0
+        self._known, self._began, self._printed = 0, 0.0, 0.0
 
     def begin(self, plan: "Plan") -> None:
         """Print the amount of work and the expected duration."""
         self._known, self._began = plan.known, time.monotonic()
-        self._said = self._began
+        self._printed = self._began
         left = plan.total - plan.known
         kept = "" if self._cache is None else f"; results are cached in {self._cache.folder}"
         if not left:
@@ -55,8 +55,8 @@ class CompileProgress:
             self._bar.update(done - self._bar.n)
             return
         now = time.monotonic()
-        if now - self._said >= _EVERY and done < total:
-            self._said = now
+        if now - self._printed >= _EVERY and done < total:
+            self._printed = now
             left = (total - done) * (now - self._began) / (done - self._known)
             print(f"{done} of {total} kernels compiled, {_about(left)} left", file=sys.stderr, flush=True)
 
@@ -71,5 +71,5 @@ class CompileProgress:
 
 
 def _about(seconds: float) -> str:
-    """Format a duration."""
+    """Format an approximate duration."""
     return f"about {max(seconds, 1):.0f} s" if seconds < 90 else f"about {seconds / 60:.0f} min"

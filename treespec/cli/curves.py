@@ -1,4 +1,4 @@
-"""Cost curve measurements of `treespec autotune`, one process per number of threads."""
+"""Measure cost curves for `treespec autotune`, in one process per number of threads."""
 
 import builtins
 import json
@@ -25,7 +25,7 @@ def measure_here(
     seconds: float,
     threads: int | None,
 ) -> dict[str, Any]:
-    """Measure and store an engine's curve in this process; returns the stored entry."""
+    """Measure and store an engine's cost curve in this process. Returns the stored entry."""
     import torch
     from tqdm import tqdm  # type: ignore[import-untyped]
 
@@ -51,7 +51,7 @@ def measure_here(
 
 
 def thread_counts() -> list[int]:
-    """1, 2, 4 .. and all cores available to this process."""
+    """Return the thread counts to measure: 1, 2, 4 .. and all cores available to this process."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return sorted({1 << i for i in range(cores.bit_length()) if 1 << i <= cores} | {cores})
 
@@ -64,7 +64,7 @@ def measure_in_children(
     quantization: str | None,
     seconds: float,
 ) -> list[dict[str, Any]]:
-    """Measure the curve for each number of threads, which an engine fixes at its self-test.
+    """Measure the curve for each number of threads in a child process, because an engine fixes it at its self-test.
 
     Raises:
         A child's user error, with its type and message.
@@ -105,7 +105,7 @@ def _error_of(error: dict[str, str]) -> Exception:
 
 
 def compare_threads(key: dict[str, Any]) -> dict[str, Any] | None:
-    """Compare stored curves of these models by number of threads; None on a GPU."""
+    """Compare the stored curves of these models by number of threads. Returns None on a GPU."""
     from treespec.planning import cost_measurement as costs
 
     seconds = costs.by_threads(key)
@@ -118,7 +118,7 @@ def compare_threads(key: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def describe(entry: dict[str, Any]) -> str:
-    """Format a stored curve: its scope and the table."""
+    """Format a stored curve: its scope and a table."""
     key, rows, times = entry["key"], entry["rows"], [1000 * s for s in entry["verify_seconds"]]
     names = entry.get("names") or ["target", *(f"draft {i}" for i in range(1, len(key["models"])))]
     models = [f"{name} ({shape[0]} x {shape[1]})" for name, shape in zip(names, key["models"], strict=False)]
@@ -139,7 +139,7 @@ def describe(entry: dict[str, Any]) -> str:
 
 
 def describe_threads(compared: dict[str, Any]) -> str:
-    """One line: the time of a round by number of threads, and the best number."""
+    """Format the time of a round by number of threads, and the best number, as one line."""
     from treespec.planning.cost_measurement import DRAFT_LEVELS, ROUND_ROWS
 
     times = ", ".join(f"{_threads(int(number))}: {ms:.2f} ms" for number, ms in compared["round_ms"].items())
@@ -148,7 +148,7 @@ def describe_threads(compared: dict[str, Any]) -> str:
 
 
 def echo_curves(entries: Sequence[dict[str, Any]]) -> None:
-    """Print every curve, and a comparison after curves that differ in threads only."""
+    """Print every curve, and a comparison after curves that differ only in the number of threads."""
     for i, entry in enumerate(entries):
         typer.echo(describe(entry) + "\n")
         key = entry["key"] | {"threads": 0}

@@ -1,4 +1,4 @@
-"""`treespec generate`: continues a prompt; --check compares with plain decoding."""
+"""`treespec generate`: continue a prompt. --check compares with plain decoding."""
 
 import itertools
 import sys
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from treespec.sampling_params import SamplingParams
 
 MOST_AT_ONCE = 8  # samples decoded concurrently
-DRAWING_RULES = ("rejection", "traversal")  # RANDOM_DRAWS, whose module imports torch
+DRAWING_RULES = ("rejection", "traversal")  # copy of RANDOM_DRAWS, whose module imports torch
 
 
 def generate(
@@ -154,7 +154,7 @@ def generate(
 
 
 def first_difference(tokens: list[int], plain: list[int]) -> dict[str, int | None] | None:
-    """First position where two outputs differ, and both tokens (None past the end)."""
+    """Return the first position where two outputs differ, and both tokens (None past the end)."""
     for index, (ours, theirs) in enumerate(itertools.zip_longest(tokens, plain)):
         if ours != theirs:
             return {"index": index, "token": ours, "plain_token": theirs}
@@ -162,7 +162,7 @@ def first_difference(tokens: list[int], plain: list[int]) -> dict[str, int | Non
 
 
 def first_of_outputs(ours: "RequestOutput", plain: "RequestOutput") -> dict[str, Any] | None:
-    """`first_difference` of the first differing output, with its index if there are several."""
+    """Return `first_difference` of the first differing output, with its index if there are several."""
     for own, other in zip(ours.outputs, plain.outputs, strict=True):
         found = first_difference(own.token_ids, other.token_ids)
         if found is not None:

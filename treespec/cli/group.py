@@ -11,17 +11,17 @@ from typer.core import TyperCommand, TyperGroup
 
 from treespec.utils.interrupts import INTERRUPTED, print_interrupted
 
-# UsageError lives in typer's vendored click or in click, depending on typer's version.
+# Depending on typer's version, UsageError comes from its vendored click or from the click package.
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 
 def usage_error(message: str) -> Exception:
-    """Create an error about command line usage."""
+    """Create a command-line usage error."""
     return UsageError(message)
 
 
 def run_reporting(main: Callable[..., Any], args: Sequence[str] | None, **options: Any) -> NoReturn:
-    """Run click's `main`; user errors are reported as text or, with --json, as JSON."""
+    """Run click's `main`, and report user errors as text or, with --json, as JSON."""
     given = list(sys.argv[1:] if args is None else args)
     as_json = "--json" in (given[: given.index("--")] if "--" in given else given)
     try:
@@ -80,7 +80,7 @@ def _report(kind: str, message: str, as_json: bool) -> None:
 
 
 def _discard_unwritable(stream: TextIO) -> None:
-    """Discard unwritable output: Python would retry at exit and change the exit code."""
+    """Discard unwritable output, because Python would retry at exit and change the exit code."""
     try:
         stream.flush()
     except OSError:
@@ -94,12 +94,15 @@ def print_json(document: dict[str, Any]) -> None:
 
 
 def uses_colour(stream: TextIO) -> bool:
-    """Whether to colour output on a stream (terminal, and https://no-color.org)."""
+    """Return whether to colour output on a stream (a terminal, see https://no-color.org)."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Format rows as aligned columns, the first left-aligned, others right-aligned; the first row is the header."""
+    """Format rows as aligned columns.
+
+    The first column is left-aligned, others right-aligned; the first row is the header.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(

@@ -1,4 +1,4 @@
-"""Kernel tuning of `treespec autotune` on a GPU, and ahead-of-time compilation without one."""
+"""Tune kernels for `treespec autotune` on a GPU, and compile them ahead of time without one."""
 
 import os
 import sys
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 MAX_NODES = 256
 MAX_CONTEXT = 1 << 20
-MAX_JOBS = 16  # compile processes; each holds the inputs of one workload on the GPU
-LISTED = 5  # printed failures; --json lists all
+MAX_JOBS = 16  # compile processes; each keeps the inputs of one workload on the GPU
+LISTED = 5  # number of printed failures; --json lists all
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Sizes:
 
     @property
     def given(self) -> list[str]:
-        """The options in use."""
+        """Options in use."""
         return [f"--{name.replace('_', '-')}" for name, value in asdict(self).items() if value is not None]
 
 
@@ -60,16 +60,16 @@ def shapes_of(
     dtype: "torch.dtype | None",
     quantization: str | None = None,
 ) -> list[Shape]:
-    """Shapes to tune or compile: from options, or of the models (default: the embedded ones).
+    """Return the shapes to tune or compile: from options, or of the models (default: the embedded ones).
 
     Args:
-        dtype: None uses the checkpoint's, or bfloat16 without one.
-        quantization: of the target at load time. Quantised checkpoints yield a shape with their weight form, plus an
-            unquantised one if some layers are not quantised.
+        dtype: dtype of the weights; None uses the checkpoint's, or bfloat16 without a checkpoint.
+        quantization: quantisation of the target at load time. Quantised checkpoints yield a shape with their weight
+            form, plus an unquantised one if some layers are not quantised.
 
     Raises:
         UsageError: contradictory options.
-        ConfigError: quantization of a quantised model, or of sizes that no group size divides.
+        ConfigError: `quantization` of a quantised model, or of sizes that no group size divides.
     """
     import torch
 
@@ -116,11 +116,11 @@ def shapes_of(
     kernels = _kernel_shapes(target, dtype or target.dtype, quantization)
     own = [Shape(kernel, target.shape.num_layers) for kernel in kernels]
     stacked = [Shape(shape.kernel, shape.layers, groups) for shape, groups in counts.items()]
-    return list(dict.fromkeys([*own, *stacked, *counts]))  # an SSM also runs unstacked: on prompts, or alone in a round
+    return list(dict.fromkeys([*own, *stacked, *counts]))  # SSMs also run unstacked: on prompts, or alone in a round
 
 
 def _requested_form(kernel: "KernelShape", quantization: str | None) -> "WeightForm | None":
-    """Weight form of a shape given by options."""
+    """Return the weight form of a shape given by options."""
     from treespec_kernels.linear.quantized import WeightForm
     from treespec_weights.quantize import BITS, group_of
 
@@ -134,7 +134,7 @@ def _requested_form(kernel: "KernelShape", quantization: str | None) -> "WeightF
 
 
 def _kernel_shapes(config: "ModelConfig", dtype: "torch.dtype", quantization: str | None) -> "list[KernelShape]":
-    """Kernel shapes of a model, one per weight form of its layers."""
+    """Return the kernel shapes of a model, one per weight form of its layers."""
     from treespec_kernels.aot.kernel_spec import KernelShape
 
     shape = config.shape
@@ -178,7 +178,7 @@ def _forms(config: "ModelConfig", quantization: str | None) -> "list[WeightForm 
 
 
 def names(flag: str, given: Sequence[str] | None, valid: Iterable[str]) -> list[str] | None:
-    """Values of a repeated or comma-separated option; None if unused."""
+    """Return the values of a repeated or comma-separated option, or None if it is unused."""
     if not given:
         return None
     from treespec.errors import reject_unknown
@@ -202,8 +202,8 @@ def aot_report(
     """Compile ahead of time and return `treespec_kernels.aot.compiler`'s report.
 
     Args:
-        targets, only, shapes: what to compile.
-        fresh: ignore cached results.
+        targets, only, shapes: GPU targets, ops and model shapes to compile.
+        fresh: whether to ignore cached results.
     """
     from treespec.cli.compiling import CompileProgress
     from treespec_kernels.aot import compiler as aot
@@ -223,7 +223,7 @@ def aot_report(
 
 
 def echo_aot(report: dict[str, Any]) -> None:
-    """Print a line per kernel and target: number of variants and maximum resources."""
+    """Print one line per kernel and target: number of variants and maximum resources."""
     lines = [("kernel", "target", "compiled", "registers", "spills", "shared KB")]
     for target, rows in report["targets"].items():
         for kernel in dict.fromkeys(row["kernel"] for row in rows):
@@ -240,7 +240,7 @@ def echo_aot(report: dict[str, Any]) -> None:
 
 
 def is_rehearsal() -> bool:
-    """Whether kernels run in Triton's interpreter: a rehearsal on a CPU with meaningless times."""
+    """Return whether kernels run in Triton's interpreter: a rehearsal on a CPU with meaningless times."""
     from treespec_kernels.launch.triton_launch import is_interpreted
 
     return is_interpreted()
@@ -402,7 +402,7 @@ def _config(result: dict[str, Any]) -> str:
 
 
 def stored() -> list[dict[str, Any]]:
-    """All tuned files of the user and the package, with stale entries marked."""
+    """Return all tuned files of the user and the package, with stale entries marked."""
     from treespec_kernels.tuning import tuned
 
     documents = []
@@ -415,7 +415,7 @@ def stored() -> list[dict[str, Any]]:
 
 
 def _device_of(path: Path) -> str | None:
-    """Device named in a tuned file."""
+    """Return the device named in a tuned file."""
     import json
 
     try:
@@ -439,7 +439,7 @@ def echo_stored(documents: Sequence[dict[str, Any]]) -> None:
 
 @contextmanager
 def _progress_bar(doing: str) -> Iterator[Callable[[str, int, int], None]]:
-    """Progress bar on a terminal, updated by (label, done, total)."""
+    """Show a progress bar on a terminal. Yields a function that updates it with (label, done, total)."""
     from tqdm import tqdm  # type: ignore[import-untyped]
 
     with tqdm(desc=doing, leave=False, disable=not sys.stderr.isatty()) as bar:

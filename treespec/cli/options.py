@@ -80,7 +80,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on s
 
 
 def read_prompt(prompt: str | None, file: str | None) -> str:
-    """Read the prompt from the argument, the file or a pipe, byte for byte."""
+    """Read the prompt from the argument, a file or a pipe, byte for byte."""
     if prompt is not None and file is not None:
         raise usage_error(f"both a PROMPT and --file {file} were given; drop one of them")
     if prompt is not None:
@@ -106,7 +106,7 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
 
 
 def encoded(prompt: str, llm: "LLM") -> str | list[int]:
-    """Parse the prompt to token ids if the model has no tokenizer and the text lists ids."""
+    """Return the prompt's token ids if the model has no tokenizer and the text lists ids, else the prompt."""
     if llm.get_tokenizer() is None and re.fullmatch(r"\s*\d+([\s,]+\d+)*[\s,]*", prompt):
         return [int(number) for number in re.findall(r"\d+", prompt)]
     return prompt
@@ -138,7 +138,7 @@ def as_messages(text: str, llm: "LLM", template: str | None) -> list[dict[str, s
 
 
 def parse_branching(text: str) -> tuple[int, ...]:
-    """Parse children by depth."""
+    """Parse the numbers of children by depth."""
     if not re.fullmatch(r"\d+(,\d+)*", text):
         raise usage_error(f"--branching {text}: valid: children by depth, such as 4,2,1")
     return tuple(map(int, text.split(",")))
@@ -172,7 +172,7 @@ def load_llm(
     max_num_seqs: int = 1,
     quantization: str | None = None,
 ) -> "LLM":
-    """Load an engine, by default for one request at a time."""
+    """Load an engine, by default for one concurrent request."""
     from treespec.llm import LLM
 
     raise_on_interrupt()

@@ -1,4 +1,4 @@
-"""`treespec tree`: draws the token tree of one round."""
+"""`treespec tree`: draw the token tree of one round."""
 
 import sys
 from pathlib import Path
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from treespec.executors.round_record import RoundRecord
 
 NODES = "16"
-FIRST_ROUNDS = 8  # without --round, the one of these that accepted most is drawn
+FIRST_ROUNDS = 8  # without --round, draw the one of these rounds that accepted most tokens
 
 
 def tree(

@@ -1,4 +1,4 @@
-"""Renders the token tree of one round as terminal text or SVG."""
+"""Render the token tree of one round as terminal text or SVG."""
 
 from treespec.drawing.picture import RoundPicture
 from treespec.drawing.svg import to_svg

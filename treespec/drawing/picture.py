@@ -8,16 +8,16 @@ MAX_TOKEN_CELLS = 24
 
 @dataclass(frozen=True)
 class RoundPicture:
-    """One round to render. Lists are by node, root first, parents before children.
+    """A round to render. Lists are indexed by node: root first, parents before children.
 
     Attributes:
-        tokens: the decoded text of each node.
+        tokens: decoded text of each node.
         parents: index of each node's parent, -1 for the root.
         sources: names of each node's sources; none for the root.
         probs: draft probability of each node (mixture of its sources), or None.
         path: accepted nodes, root first.
-        bonus: the target's token after the path; None if the request ended inside the path.
-        context: the end of the text before the root.
+        bonus: the target's token after the path; None if the request ended within the path.
+        context: end of the text before the root.
     """
 
     tokens: list[str]
@@ -50,7 +50,7 @@ class RoundPicture:
         return "".join(self.tokens[i] for i in self.path[1:]) + (self.bonus or "")
 
     def children(self) -> list[list[int]]:
-        """Children by node; the bonus token is appended as a child of the last accepted node."""
+        """Return the children of each node. The bonus token is appended as a child of the last accepted node."""
         count = len(self.tokens)
         children: list[list[int]] = [[] for _ in range(count + (self.bonus is not None))]
         for node in range(1, count):
@@ -61,7 +61,7 @@ class RoundPicture:
 
 
 def visible(text: str, space: str = "␣") -> str:
-    """`text` with whitespace as symbols and other unprintable characters escaped."""
+    """Return `text` with whitespace as symbols and other unprintable characters escaped."""
     return "".join(_visible_char(char, space) for char in text)
 
 
@@ -77,7 +77,7 @@ def _visible_char(char: str, space: str) -> str:
 
 
 def cells(text: str) -> int:
-    """Width of `text` in terminal columns."""
+    """Return the width of `text` in terminal columns."""
     return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
 
 
@@ -95,12 +95,12 @@ def clip(text: str, limit: int, keep_end: bool = False) -> str:
 
 
 def label(token: str) -> str:
-    """Token text of a node."""
+    """Return the displayed text of a node's token."""
     return clip(visible(token), MAX_TOKEN_CELLS) if token else "∅"
 
 
 def decimals(prob: float | None) -> str:
-    """Formatted probability of a node; empty if None."""
+    """Format the probability of a node. Returns an empty string for None."""
     if prob is None:
         return ""
     return "<0.01" if 0 < prob < 0.005 else f"{prob:.2f}"

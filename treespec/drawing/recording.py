@@ -1,4 +1,4 @@
-"""Records rounds and converts them to pictures."""
+"""Record rounds and convert them to pictures."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from treespec.executors.round_record import RoundRecord
 from treespec.llm import LLM, Prompt
 from treespec.sampling_params import SamplingParams
 
-_WINDOW = 8  # tokens decoded before the one to render
+_WINDOW = 8  # tokens decoded before the token to render
 _CONTEXT = 64  # tokens of context in a picture
 
 
@@ -23,10 +23,10 @@ def record_rounds(
     temperature: float = 0.0,
     seed: int | None = None,
 ) -> list[RoundRecord]:
-    """Record the first `count` rounds of a continuation, fewer if the output ends earlier.
+    """Record the first `count` rounds of a continuation, or fewer if the output ends earlier.
 
     Raises:
-        RequestError: as in `LLM.stream`.
+        RequestError: an error of `LLM.stream`.
     """
     deepest = SpecConfig.resolve(spec, llm.spec).max_depth
     most = count * (deepest + 1)  # so that max_tokens truncates no tree
@@ -49,7 +49,10 @@ def watch(engine: Engine) -> Iterator[list[RoundRecord]]:
 
 
 def picture(each: RoundRecord, tokenizer: Any) -> RoundPicture:
-    """Convert a round to a picture. A node's text is what it adds to the text before it; [id] without a tokenizer."""
+    """Convert a round to a picture.
+
+    A node's text is the text that it adds to the text before it, or [id] without a tokenizer.
+    """
     tree, before = each.tree, each.context[-_WINDOW:]
     paths = [tree.tokens[tree.path_to(node)].tolist() for node in range(len(tree))]
     context = each.context[-_CONTEXT:]
@@ -65,7 +68,7 @@ def picture(each: RoundRecord, tokenizer: Any) -> RoundPicture:
 
 
 def _last_text(tokens: list[int], tokenizer: Any) -> str:
-    """Text of the last token in the context of the others."""
+    """Return the text of the last token in the context of the others."""
     if tokenizer is None:
         return f"[{tokens[-1]}]"
     before, whole = tokenizer.decode(tokens[:-1]), tokenizer.decode(tokens)

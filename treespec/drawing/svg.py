@@ -1,4 +1,4 @@
-"""Renders a token tree as a self-contained SVG for light and dark pages."""
+"""Render a token tree as a self-contained SVG for light and dark pages."""
 
 from collections.abc import Sequence
 from html import escape
@@ -40,7 +40,7 @@ class Box(NamedTuple):
 
 
 def layout(picture: RoundPicture) -> list[Box]:
-    """Compute a box per node, bonus token last: one column per depth, the accepted path on a straight line.
+    """Compute a box per node, bonus token last, with one column per depth and the accepted path on a straight line.
 
     Subtrees are packed in node order until their outlines touch, so that no edges cross.
     """
@@ -163,7 +163,7 @@ def _node(box: Box, kind: str, token: str, about: str, prob: str = "", sources: 
 
 
 def _mark(source: int, x: float, y: float) -> str:
-    """Marker of a source: a colour, and a shape for colour-blind readers."""
+    """Return the marker of a source: a colour, and a shape for colour-blind readers."""
     forms = (
         f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4"',
         f'<rect x="{x - 3.6:.1f}" y="{y - 3.6:.1f}" width="7.2" height="7.2"',
@@ -174,7 +174,7 @@ def _mark(source: int, x: float, y: float) -> str:
 
 
 def _legend(names: list[str], room: float) -> tuple[str, float]:
-    """Legend of sources and numbers, wrapped at `room` pixels, and its height."""
+    """Return the legend of sources and numbers, wrapped at `room` pixels, and its height."""
     parts, x, y = [], 0.0, 0
     labels = [clip(visible(name), MAX_TOKEN_CELLS) for name in names]
     for source, text in enumerate([*labels, "numbers: draft probability"] if names else []):

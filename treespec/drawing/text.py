@@ -1,4 +1,4 @@
-"""Renders a token tree as terminal text."""
+"""Render a token tree as terminal text."""
 
 from treespec.drawing.picture import MAX_TOKEN_CELLS, RoundPicture, cells, clip, decimals, label, visible
 

@@ -1,1 +1,1 @@
-"""The API side of the engine: requests and outputs, the round loop, and vLLM's names."""
+"""API side of the engine: requests and outputs, the round loop, and vLLM's names."""

@@ -1,4 +1,4 @@
-"""EngineArgs: the arguments of `LLM` as one object or from a command line, and the translation of vLLM's."""
+"""Arguments of `LLM` as one object or from a command line, and the translation of vLLM's arguments."""
 
 import argparse
 import json
@@ -15,14 +15,14 @@ from treespec.startup.engine_options import EngineOptions
 
 logger = logging.getLogger("treespec")
 
-SUFFIX_TOKENS = 262144  # remembered where vLLM's suffix decoding is requested
+SUFFIX_TOKENS = 262144  # stored output tokens if vLLM's suffix decoding is requested
 
 _Parser = TypeVar("_Parser", bound="argparse.ArgumentParser | argparse._ArgumentGroup")
 
 
 @dataclass(kw_only=True)
 class EngineArgs(EngineOptions):
-    """Arguments of `LLM` with its defaults, and vLLM's other names, where None means not given.
+    """Arguments of `LLM` with its defaults, and vLLM's other names, for which None means not given.
 
     `LLM(**dataclasses.asdict(args))` and `LLM.from_engine_args(args)` build the engine and check the values.
     """
@@ -91,7 +91,7 @@ class EngineArgs(EngineOptions):
     worker_extension_cls: Any = None
 
     def given(self) -> dict[str, Any]:
-        """Return the keywords of `LLM`, without vLLM's names that are None."""
+        """Return the keywords for `LLM`, without vLLM's names that are None."""
         own = {each.name: getattr(self, each.name) for each in fields(self)}
         return {name: value for name, value in own.items() if value is not None or name not in _VLLM_ONLY}
 
@@ -99,7 +99,7 @@ class EngineArgs(EngineOptions):
     def add_cli_args(cls, parser: _Parser) -> _Parser:
         """Add `--max-model-len` and so on to a parser or to one of its groups, and return it.
 
-        The namespace holds vLLM's own names only where the command line sets them, so that `LLM(**vars(args))` works.
+        The namespace holds vLLM's own names only if the command line sets them, so that `LLM(**vars(args))` works.
         """
         hints = get_type_hints(cls)
         for each in fields(cls):
@@ -110,16 +110,16 @@ class EngineArgs(EngineOptions):
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
-        """Make one from a parsed command line, which may hold options of other parsers too."""
+        """Create an instance from a parsed command line, which may also hold options of other parsers."""
         return cls(**{each.name: getattr(args, each.name) for each in fields(cls) if hasattr(args, each.name)})
 
 
 def translate_options(options: EngineOptions, enforce_eager: Any, speculative_config: Any) -> EngineOptions:
-    """Return options with what two arguments of vLLM request.
+    """Return the options changed as two arguments of vLLM request.
 
     Args:
-        options: of the engine.
-        enforce_eager: True turns CUDA graphs off; compiled passes on a CPU are no graphs and stay.
+        options: options of the engine.
+        enforce_eager: True disables CUDA graphs. Compiled passes on a CPU are not graphs and stay enabled.
         speculative_config: vLLM's dict. A draft model becomes `drafts`, suffix decoding `suffix_tokens`; n-gram
             lookup is on by default.
 
@@ -146,11 +146,11 @@ def translate_options(options: EngineOptions, enforce_eager: Any, speculative_co
     elif method != "ngram":
         raise ConfigError(
             f"speculative_config={speculative_config!r} is not supported; use drafts=[...] for draft models, "
-            f"suffix_tokens={SUFFIX_TOKENS} for suffix decoding; prompt lookup is on anyway"
+            f"suffix_tokens={SUFFIX_TOKENS} for suffix decoding; prompt lookup is always on"
         )
     if given:
         ignored = ", ".join(f"{name}={value!r}" for name, value in given.items())
-        logger.warning("speculative_config: ignored %s; SpecConfig says how much is drafted", ignored)
+        logger.warning("speculative_config: ignored %s; SpecConfig controls the size of drafts", ignored)
     return options
 
 
@@ -188,7 +188,7 @@ def _option(hint: Any) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """Return parsed JSON (a number, true, a dict) or, where the text is not JSON, the text itself."""
+    """Parse JSON (a number, true, a dict). Returns the text itself if it is not JSON."""
     try:
         return json.loads(text)
     except ValueError:

@@ -16,7 +16,7 @@ _VALID = f"{', '.join(map(repr, _NAMES))}, or a folder with a {GENERATION_CONFIG
 
 
 def check_generation_config(generation_config: Any) -> None:
-    """Check `generation_config` before the model is loaded; the model's own file is read later.
+    """Check `generation_config` before the model is loaded. The model's own file is read later.
 
     Raises:
         ConfigError: an invalid value, or a folder without the file. OSError: no such folder.
@@ -30,13 +30,13 @@ def check_generation_config(generation_config: Any) -> None:
 def default_sampling_params(
     generation_config: str | os.PathLike[str], folder: Path, given: Mapping[str, Any] | None = None
 ) -> SamplingParams:
-    """Return the parameters of calls that give none.
+    """Return the sampling parameters of calls that give none.
 
     Args:
         generation_config: "auto", the file in the model's folder; "treespec", the defaults of `SamplingParams`;
             "vllm", vLLM's defaults; or another folder with the file.
-        folder: of the model.
-        given: the generation config of a model in memory, used by "auto" instead of the file.
+        folder: folder of the model.
+        given: generation config of a model in memory, used by "auto" instead of the file.
 
     Raises:
         ConfigError: the file is missing. ModelError, CheckpointError: its values are invalid.
@@ -64,7 +64,7 @@ def default_sampling_params(
 
 
 def _options(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options of `SamplingParams`.
+    """Return the options of `SamplingParams`.
 
     As in vLLM, a temperature without `do_sample` means sampling. With do_sample=true the defaults are transformers':
     temperature 1 and top_k 50.
@@ -86,5 +86,5 @@ def _options(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _whole(value: Any) -> Any:
-    """Return an integral float as int: some tools write 50.0."""
+    """Convert an integral float to int, because some tools write 50.0."""
     return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -1,4 +1,4 @@
-"""LLMEngine: vLLM's interface to add requests and run one round at a time."""
+"""vLLM's `LLMEngine` interface: add requests and run one round at a time."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, Self, Unpack
@@ -18,13 +18,13 @@ class LLMEngine:
     """Runs the engine of an `LLM` round by round.
 
     Args:
-        llm: whose engine to run. It stays usable: requests of other threads share the rounds.
+        llm: the LLM whose engine to run. It remains usable: requests of other threads share the rounds.
     """
 
     def __init__(self, llm: LLM):
         self.llm = llm
         self._open: dict[str, list[Request]] = {}
-        self._seen: dict[str, int] = {}  # tokens of each that a step has returned
+        self._seen: dict[str, int] = {}  # request id -> number of tokens returned by `step`
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
@@ -61,7 +61,7 @@ class LLMEngine:
             self._open[request_id], self._seen[request_id] = samples, 0
 
     def step(self) -> list[RequestOutput]:
-        """Run one round; return requests with new tokens or that have ended, with all of their tokens so far.
+        """Run one round. Returns the requests with new tokens or that have ended, with all of their tokens so far.
 
         A failed request has finish_reason "error" and `error`.
         """
@@ -81,19 +81,19 @@ class LLMEngine:
         return outputs
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
-        """End requests; the next step returns them. Unknown and finished ids are ignored."""
+        """End requests. The next step returns them. Unknown and finished ids are ignored."""
         with self.llm.between_rounds():
             for each in [request_id] if isinstance(request_id, str) else request_id:
                 self.llm._rounds.end(self._open.get(each, ()))
 
     def has_unfinished_requests(self) -> bool:
-        """Return whether a step has requests to run or to return."""
+        """Return whether there are requests to run or to return."""
         return bool(self._open)
 
     def get_num_unfinished_requests(self) -> int:
-        """Return the number of requests that were added and not yet returned as finished."""
+        """Return the number of requests that are not yet returned as finished."""
         return len(self._open)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Return True; there is no prefix cache to reset."""
+        """Return True, because there is no prefix cache to reset."""
         return self.llm.reset_prefix_cache(reset_running_requests, reset_connector)

@@ -1,4 +1,4 @@
-"""Progress: the progress bar of a call, `tqdm` or the user's own."""
+"""Progress bar of a call: `tqdm` or the user's own."""
 
 import logging
 from collections.abc import Callable
@@ -14,10 +14,10 @@ logger = logging.getLogger("treespec")
 
 
 class Progress:
-    """Counts finished outputs on a bar, which may be user code.
+    """Counts finished outputs on a progress bar, which may be user code.
 
-    A bar that fails when it is created is an error, before any round runs. A bar that fails later is dropped with a
-    warning, and the call goes on.
+    If creating the bar fails, the call raises an error before any round runs. If the bar fails later, it is dropped
+    with a warning and the call continues.
 
     Args:
         use_tqdm: whether to show `tqdm.tqdm`, or a callable that replaces it.
@@ -52,10 +52,10 @@ class Progress:
             self._guarded(lambda: close(kind, error, traceback))
 
     def _guarded(self, call: Callable[[], object]) -> None:
-        if self._close is None:  # it has failed
+        if self._close is None:  # the bar has failed
             return
         try:
             call()
         except Exception as error:  # user code may raise anything
             self._close = None
-            logger.warning("the progress bar of use_tqdm failed and is left out: %s", describe_error(error))
+            logger.warning("the progress bar of use_tqdm failed and is dropped: %s", describe_error(error))

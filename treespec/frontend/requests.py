@@ -1,4 +1,4 @@
-"""RequestFactory: makes requests from prompts and parameters, and outputs from requests."""
+"""Create requests from prompts and parameters, and outputs from requests."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -29,25 +29,25 @@ logger = logging.getLogger("treespec")
 _Position = TypeVar("_Position", dict[int, Logprob], dict[int, Logprob] | None)
 Prompt = str | Sequence[int] | np.ndarray | torch.Tensor | TextPrompt | TokensPrompt | dict[str, Any]
 
-# Most texts, and most characters of all together: all stop strings are searched for after every token, and every
-# bad word is tokenized twice.
+# Maximum number of texts and of their characters together: every stop string is searched for after every token, and
+# every bad word is tokenized twice.
 _MOST_TEXTS = {"stop": (1000, 100_000), "bad_words": (5000, 200_000)}
 _PROMPT_KEYS = ("prompt", "prompt_token_ids")
 
 
 @dataclass(frozen=True)
 class RequestFactory:
-    """Makes requests, and outputs from requests.
+    """Creates requests, and outputs from requests.
 
     Args:
-        tokenizer: of prompts and outputs; None for token ids only.
-        vocab_size: of the target.
-        eos_token_ids: of the target and of the tokenizer.
-        max_model_len: positions of the longest request.
-        max_positions: of the model, an upper limit of `max_model_len`.
-        device: of the target's logits.
-        grammars: for structured outputs.
-        kernel_noise: whether a kernel computes noise (`Sampler`).
+        tokenizer: tokenizer of prompts and outputs; None for token ids only.
+        vocab_size: the target's vocabulary size.
+        eos_token_ids: end tokens of the target and of the tokenizer.
+        max_model_len: maximum positions of a request.
+        max_positions: the model's maximum positions, an upper bound of `max_model_len`.
+        device: device of the target's logits.
+        grammars: grammars for structured outputs.
+        kernel_noise: whether a kernel computes the noise (see `Sampler`).
         draw_seed: returns a seed for a sampled request without one.
     """
 
@@ -64,7 +64,7 @@ class RequestFactory:
     def requests(
         self, prompt: Any, params: SamplingParams, spec: SpecConfig, stream: bool, tokenization: Tokenization
     ) -> list[Request] | RequestOutput:
-        """Return the samples of a prompt, or the finished output of an invalid one, with its error."""
+        """Return the samples of a prompt. For an invalid prompt, return its finished output with the error."""
         given = prompt.get("prompt") if isinstance(prompt, dict) else prompt
         text, tokens = given if isinstance(given, str) else None, []
         request_id = new_request_id()
@@ -108,7 +108,7 @@ class RequestFactory:
         request.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         request.detokenizer = self.detokenizer(tokens, params) if stream or params.stop else None
         if not params.is_argmax:
-            spellings = self._spell(params.bad_words)
+            spellings = self._tokenize_words(params.bad_words)
             form = params.structured_outputs
             grammar = None if form is None else self.grammars.grammar(form, len(tokens))
             request.sampler = Sampler(
@@ -126,7 +126,7 @@ class RequestFactory:
         return request
 
     def _encode(self, prompt: Any, tokenization: Tokenization) -> list[int]:
-        """Return the token ids of a prompt after truncation. Raises RequestError where it is invalid."""
+        """Return the token ids of a prompt after truncation. Raises RequestError if it is invalid."""
         if isinstance(prompt, dict):
             prompt = {key: value for key, value in prompt.items() if value is not None or key in _PROMPT_KEYS}
             if not prompt or any(key not in _PROMPT_KEYS for key in prompt):
@@ -157,7 +157,7 @@ class RequestFactory:
         return tokenization.cut(tokens)
 
     def _check(self, tokens: list[int], params: SamplingParams) -> None:
-        """Raise RequestError where the parameters do not fit the prompt, the model or its tokenizer."""
+        """Raise RequestError if the parameters do not fit the prompt, the model or its tokenizer."""
         limit, most = self.max_model_len, self.max_positions
         if len(tokens) >= limit:
             what = f"max_model_len={limit}" if limit < most else f"the model's context of {limit} tokens"
@@ -192,8 +192,8 @@ class RequestFactory:
                 if token >= self.vocab_size:
                     raise RequestError(f"{name}: token {token}; valid: 0 to {self.vocab_size - 1}")
 
-    def _spell(self, words: Sequence[str]) -> list[tuple[int, ...]]:
-        """Return token ids of each word, with and without a leading space, where the model's vocabulary has them."""
+    def _tokenize_words(self, words: Sequence[str]) -> list[tuple[int, ...]]:
+        """Return the token ids of each word, with and without a leading space, if the vocabulary has them."""
         spellings: dict[tuple[int, ...], None] = {}
         for word in words:
             assert self.tokenizer is not None, "checked with the parameters"
@@ -206,7 +206,7 @@ class RequestFactory:
         return list(spellings)
 
     def detokenizer(self, prompt: Sequence[int], params: SamplingParams) -> Detokenizer | None:
-        """Return a detokenizer for an output; None where it has no text."""
+        """Return a detokenizer for an output, or None if it has no text."""
         if self.tokenizer is None or not params.detokenize:
             return None
         decode = partial(self.tokenizer.decode, skip_special=params.skip_special_tokens)
@@ -232,7 +232,7 @@ class RequestFactory:
         )
 
     def _prompt_logprobs(self, samples: Sequence[Request]) -> list[dict[int, Logprob] | None] | None:
-        """Return those of the sample that computed the whole prompt; None where they were not requested or computed."""
+        """Return the prompt logprobs of the sample that computed the whole prompt, or None."""
         for sample in samples:
             if len(sample.prompt_logprobs) == sample.num_prompt:
                 return self._named(sample.prompt_logprobs, sample.params)
@@ -241,7 +241,7 @@ class RequestFactory:
     def _completion(self, request: Request) -> CompletionOutput:
         try:
             return self._text_and_logprobs(request)
-        except RequestError as error:  # the tokenizer cannot decode the tokens, which are returned without text
+        except RequestError as error:  # the tokenizer cannot decode the tokens; return them without text
             _fail(request, error)
             return CompletionOutput(
                 request.sample, None, request.output_token_ids, request.finish_reason, request.stop_reason
@@ -266,11 +266,11 @@ class RequestFactory:
         )
 
     def _named(self, positions: Sequence[_Position], params: SamplingParams) -> list[_Position]:
-        """Add the texts of tokens, where the output has text."""
+        """Add the texts of tokens if the output has text."""
         if self.tokenizer is None or not params.detokenize:
             return list(positions)
         tokenizer = self.tokenizer
-        text = cache(lambda token: tokenizer.decode([token]))  # with logprobs=-1 each token occurs at every position
+        text = cache(lambda token: tokenizer.decode([token]))  # with logprobs=-1, each token occurs at every position
         return [
             found and {token: each._replace(decoded_token=text(token)) for token, each in found.items()}
             for found in positions
@@ -278,7 +278,7 @@ class RequestFactory:
 
 
 def log_rejected(prompts: Sequence[Any], entries: Sequence[list[Request] | RequestOutput]) -> None:
-    """Log the invalid prompts of a call that serves others. Where all are invalid, the call raises an error."""
+    """Log the invalid prompts of a call that also has valid ones. If all are invalid, the call raises an error."""
     if all(isinstance(entry, RequestOutput) for entry in entries):
         return
     for i, (prompt, entry) in enumerate(zip(prompts, entries, strict=True)):

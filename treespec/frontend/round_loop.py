@@ -1,4 +1,4 @@
-"""RoundLoop: runs the rounds of one engine for callers in several threads."""
+"""Run the rounds of one engine for callers in several threads."""
 
 import time
 from collections import deque
@@ -20,11 +20,11 @@ class RoundLoop:
     """Runs the rounds of an engine, one at a time, for the requests of all threads.
 
     Args:
-        engine: whose rounds run.
-        config: of the engine.
+        engine: engine whose rounds to run.
+        config: config of the engine.
 
     Attributes:
-        lock: held during a round; requests do not change while another thread holds it.
+        lock: held during a round. Requests do not change while another thread holds it.
     """
 
     def __init__(self, engine: Engine, config: EngineConfig):
@@ -35,13 +35,16 @@ class RoundLoop:
         self._waiting: set[object] = set()  # callers in other threads that want the next round
 
     def run(self, requests: Sequence[Request]) -> Iterator[Request]:
-        """Add requests and run rounds until all of them have ended; yield each after every round that changed it."""
+        """Add requests and run rounds until all of them have ended.
+
+        Yields each request after every round that changed it.
+        """
         self.check_threads()
-        open_requests = dict.fromkeys(requests, 0)  # tokens of each that were yielded
+        open_requests = dict.fromkeys(requests, 0)  # request -> number of tokens yielded
         caller = object()
 
         def changed() -> list[Request]:
-            """Requests that have ended or have new tokens, by this thread's round, by another's, or by an abort."""
+            """Return requests that have ended or have new tokens, by a round of any thread or by an abort."""
             found = [r for r, seen in open_requests.items() if r.finished or r.num_generated > seen]
             for request in found:
                 open_requests[request] = request.num_generated
@@ -69,7 +72,10 @@ class RoundLoop:
                 self.end(requests)
 
     def step(self) -> None:
-        """Run one round; the caller holds the lock. If it raises, running requests end: their state is undefined."""
+        """Run one round. The caller holds the lock.
+
+        If it raises, all running requests end, because their state is undefined.
+        """
         if self._in_round:
             raise RequestError(
                 "a processor, drafter or observer cannot generate with the engine that called it, in the middle of a "
@@ -92,7 +98,7 @@ class RoundLoop:
             self.end([self._ending.popleft() for _ in range(len(self._ending))])
 
     def end(self, requests: Sequence[Request]) -> None:
-        """Abort the unfinished ones of `requests`: now, or, when called from within a round, after it."""
+        """Abort the unfinished ones of `requests`. A call from within a round takes effect after the round."""
         if self._in_round:
             self._ending.extend(requests)
             return
@@ -101,16 +107,16 @@ class RoundLoop:
                 ends.callback(self._engine.finish, request, "abort")
 
     def check_threads(self) -> None:
-        """Raise ConfigError where torch's number of threads, which bits depend on, has changed since the self-test."""
+        """Raise ConfigError if torch's number of threads has changed since the self-test. Bits depend on it."""
         threads, tested = torch.get_num_threads(), self._config.num_threads
         if threads != tested:
             raise ConfigError(
-                f"torch has {threads} threads now and had {tested} when this engine proved its bits; "
+                f"torch has {threads} threads now and had {tested} when this engine passed its self-test; "
                 f"call torch.set_num_threads({tested}), or build a new LLM"
             )
 
     def _yield_lock(self) -> None:
-        """Let a waiting thread take the lock, which the thread that has just released it would take again."""
+        """Let a waiting thread take the lock, which this thread would otherwise take again immediately."""
         waiting = len(self._waiting)
         for _ in range(20 if waiting else 0):  # 1 ms at most
             time.sleep(5e-5)

@@ -9,7 +9,7 @@ from treespec.frontend.vllm_options import METHODS, missing_method
 
 
 class VllmMethods:
-    """Base of `LLM`: vLLM's further methods, and errors that name the alternative to missing ones."""
+    """Base of `LLM` with vLLM's other methods, and errors that name alternatives to missing ones."""
 
     engine: Engine
 
@@ -23,10 +23,10 @@ class VllmMethods:
         return as_metrics(self.engine)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Return True; there is no prefix cache to reset."""
+        """Return True, because there is no prefix cache to reset."""
         return True
 
-    if not TYPE_CHECKING:  # with this method type checkers accept any attribute
+    if not TYPE_CHECKING:  # type checkers would accept any attribute
 
         def __getattr__(self, name: str) -> Any:
             """Raise an error that names the alternative to a missing method of vLLM."""

@@ -1,4 +1,4 @@
-"""An engine's totals as vLLM's metrics."""
+"""Convert an engine's totals to vLLM's metrics."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from treespec.engine import Engine
 
 @dataclass
 class Metric:
-    """A named value; `labels` distinguish metrics of the same name."""
+    """A named value. `labels` distinguish metrics of the same name."""
 
     name: str
     labels: dict[str, str]
@@ -36,7 +36,7 @@ class Vector(Metric):
 
 @dataclass
 class Histogram(Metric):
-    """Observations by the upper limit of their bucket. treespec has no metric of this type."""
+    """Observations by upper bound of their bucket. treespec has no metric of this type."""
 
     count: int
     sum: float
@@ -44,7 +44,7 @@ class Histogram(Metric):
 
 
 def as_metrics(engine: Engine) -> list[Metric]:
-    """Return totals over finished requests, and the numbers of running and waiting ones.
+    """Return totals over finished requests, and the numbers of running and waiting requests.
 
     Names with "vllm:" have vLLM's meaning: each round of a request is a draft, the nodes below the root are the draft
     tokens, and `1 + accepted / drafts` is the acceptance length.

@@ -1,7 +1,7 @@
-"""vLLM's options and methods that treespec does not have, and how they are handled.
+"""vLLM's options and methods that treespec does not support, and their handling.
 
-A value that requests nothing is accepted. A hint, which may change speed or memory but no token, is ignored, with one
-log line for all hints of a call. Every other value is an error that names the alternative.
+Values equivalent to omitting the option are accepted. Hints, which may change speed or memory but no token, are ignored
+with one log line per call. Every other value is an error that names the alternative.
 """
 
 import logging
@@ -15,11 +15,11 @@ logger = logging.getLogger("treespec")
 
 
 class Absent(NamedTuple):
-    """How an option is handled that treespec does not have.
+    """Handling of an option that treespec does not support.
 
     Attributes:
-        nothing: values that request nothing, alone or in a list. None always does.
-        instead: the alternative, for errors and log lines.
+        nothing: values equivalent to omitting the option, also in lists. None always is.
+        instead: alternative, for errors and log lines.
         hints: types of values that are accepted as hints.
     """
 
@@ -30,7 +30,7 @@ class Absent(NamedTuple):
 
 _GRAMMAR = Absent((None,), "use SamplingParams(structured_outputs={'json': schema}), or another form")
 _LORA = Absent((None,), "merge the adapter into the model (merge_and_unload of peft) and open the result as an LLM")
-_TEXT_ONLY = Absent((None, {}), "prompts are text or token ids: leave it out")
+_TEXT_ONLY = Absent((None, {}), "prompts are text or token ids: omit it")
 
 
 class ParamsOptions(TypedDict, total=False):
@@ -40,32 +40,33 @@ class ParamsOptions(TypedDict, total=False):
         int | None, Absent((None, 1), "ask for n outputs with logprobs=0, and choose by cumulative_logprob")
     ]
     extra_args: Annotated[
-        dict[str, Any] | None, Absent((None, {}), "give a logits processor its arguments where it is made")
+        dict[str, Any] | None, Absent((None, {}), "give a logits processor its arguments when creating it")
     ]
-    flat_logprobs: Annotated[bool, Absent((False,), "logprobs come as a list of dicts: leave it out")]
+    flat_logprobs: Annotated[bool, Absent((False,), "logprobs come as a list of dicts: omit it")]
     guided_decoding: Annotated[Any, _GRAMMAR]
-    logprob_token_ids: Annotated[list[int] | None, Absent((None,), "use logprobs=-1, which has all tokens")]
+    logprob_token_ids: Annotated[list[int] | None, Absent((None,), "use logprobs=-1, which returns all tokens")]
     output_kind: Annotated[
         Any,
         Absent(
-            (None, "CUMULATIVE", "FINAL_ONLY"), "generate returns finished outputs; use stream for what each round adds"
+            (None, "CUMULATIVE", "FINAL_ONLY"),
+            "generate returns finished outputs; use stream for the new tokens of each round",
         ),
     ]
-    prompt_logprob_start: Annotated[int | None, Absent((None,), "use prompt_logprobs, and the end of what it gives")]
-    prompt_logprob_token_ids: Annotated[Any, Absent((None,), "use prompt_logprobs=-1, which has all tokens")]
+    prompt_logprob_start: Annotated[int | None, Absent((None,), "use prompt_logprobs, and slice its result")]
+    prompt_logprob_token_ids: Annotated[Any, Absent((None,), "use prompt_logprobs=-1, which returns all tokens")]
     repetition_detection: Annotated[Any, Absent((None,), "use repetition_penalty, or stop reading a stream")]
     skip_clone: Annotated[bool, Absent((False, True), "use True or False")]
     skip_reading_prefix_cache: Annotated[
-        bool | None, Absent((False, True), "no prefix is cached between requests: leave it out")
+        bool | None, Absent((False, True), "no prefix is cached between requests: omit it")
     ]
     spaces_between_special_tokens: Annotated[
         bool,
         Absent(
-            (True,), "leave it out where special tokens are skipped, or decode token_ids with what writes no spaces"
+            (True,), "leave it out where special tokens are skipped, or decode token_ids without spaces between them"
         ),
     ]
     stream_interval: Annotated[
-        int | None, Absent((None, 1), "each chunk of a stream is what one round added: leave it out")
+        int | None, Absent((None, 1), "each chunk of a stream holds the new tokens of one round: omit it")
     ]
     thinking_token_budget: Annotated[int | None, Absent((None, -1), "use max_tokens")]
     truncate_prompt_tokens: Annotated[
@@ -75,7 +76,7 @@ class ParamsOptions(TypedDict, total=False):
         ),
     ]
     watermarking: Annotated[
-        bool | None, Absent((None, False), "outputs carry no watermark; give a logits processor that writes one")
+        bool | None, Absent((None, False), "outputs have no watermark; use a logits processor that adds one")
     ]
 
 
@@ -83,7 +84,7 @@ class CallOptions(TypedDict, total=False):
     """Options of vLLM's `generate` and `chat`."""
 
     chat_template_content_format: Annotated[
-        str, Absent(("auto", "string", "openai"), "a content may be a text or a list of parts as it is")
+        str, Absent(("auto", "string", "openai"), "contents may be texts or lists of parts: omit it")
     ]
     guided_options_request: Annotated[Any, _GRAMMAR]
     lora_request: Annotated[Any, _LORA]
@@ -97,14 +98,14 @@ class CallOptions(TypedDict, total=False):
         Any, Absent((None,), "give the ids as prompts, as in vLLM today: generate({'prompt_token_ids': ids})")
     ]
     stream: Annotated[
-        bool | None, Absent((None, False), "use llm.stream, which takes a prompt or the messages of a conversation")
+        bool | None, Absent((None, False), "use llm.stream, which accepts a prompt or the messages of a conversation")
     ]
 
 
 _ONE_DEVICE = Absent((1,), "a model runs on one device here, such as device='cuda:1'")
 _REVISION = Absent((None,), "fetch it (treespec weights fetch) and give the folder")
 _MEMORY = "max_num_seqs and max_model_len bound the memory"
-_LEAVE_OUT = "there is nothing that it would change: leave it out"
+_LEAVE_OUT = "it has no effect: omit it"
 _POOLING = "LLM generates text; run embedding, classification and reward models with transformers itself"
 _NUMBER, _FLAG = (int, float), (bool,)
 
@@ -117,14 +118,12 @@ class VllmEngineOptions(TypedDict, total=False):
     attention_backend: Annotated[str | None, Absent((None,), "attention names an implementation", (str,))]
     block_size: Annotated[int | None, Absent((16,), "the cache's pages have one size", (int,))]
     chat_template: Annotated[Any, Absent((None,), "give it to chat: chat(messages, chat_template=...)")]
-    code_revision: Annotated[
-        str | None, Absent((None,), "code that comes with a checkpoint is never run: leave it out")
-    ]
+    code_revision: Annotated[str | None, Absent((None,), "a checkpoint's own code is never run: omit it")]
     compilation_config: Annotated[Any, Absent(({},), "compile and cuda_graphs say how passes run", (int, dict))]
     config_format: Annotated[str | None, Absent(("auto", "hf"), "open a folder in Hugging Face's format")]
     convert: Annotated[str | None, Absent(("auto", "none"), _POOLING)]
     cpu_offload_gb: Annotated[
-        float | None, Absent((0, 0.0), "use quantization='int8' or 'int4' where the weights do not fit")
+        float | None, Absent((0, 0.0), "use quantization='int8' or 'int4' if the weights do not fit")
     ]
     data_parallel_size: Annotated[int | None, _ONE_DEVICE]
     disable_cascade_attn: Annotated[bool | None, Absent((), _LEAVE_OUT, _FLAG)]
@@ -132,7 +131,7 @@ class VllmEngineOptions(TypedDict, total=False):
     disable_custom_all_reduce: Annotated[bool | None, Absent((False, True), "use True or False")]
     disable_log_stats: Annotated[bool | None, Absent((False, True), "use True or False")]
     distributed_executor_backend: Annotated[str | None, Absent((None,), _ONE_DEVICE.instead, (str,))]
-    download_dir: Annotated[str | None, Absent((None,), "set HF_HOME, or give the folder that the checkpoint lies in")]
+    download_dir: Annotated[str | None, Absent((None,), "set HF_HOME, or give the checkpoint's folder")]
     enable_chunked_prefill: Annotated[
         bool | None, Absent((True,), "prompts are computed prefill_chunk tokens at a time", _FLAG)
     ]
@@ -149,7 +148,7 @@ class VllmEngineOptions(TypedDict, total=False):
     hf_overrides: Annotated[Any, Absent(({},), "change config.json")]
     hf_token: Annotated[bool | str | None, Absent((None,), "set HF_TOKEN, or log in with the Hub's own command")]
     kv_cache_dtype: Annotated[
-        str | None, Absent(("auto",), "the cache has the dtype that the exactness of passes needs: leave it out")
+        str | None, Absent(("auto",), "the cache has the dtype that the exactness of passes needs: omit it")
     ]
     kv_cache_memory_bytes: Annotated[int | None, Absent((), _MEMORY, (int,))]
     limit_mm_per_prompt: Annotated[dict[str, Any] | None, Absent(({},), _TEXT_ONLY.instead, (dict,))]
@@ -159,11 +158,14 @@ class VllmEngineOptions(TypedDict, total=False):
     logits_processors: Annotated[
         Any,
         Absent(
-            ([],), "give instances to the requests: SamplingParams(logits_processors=[...]), called as Hugging Face's"
+            ([],),
+            "give instances to the requests: SamplingParams(logits_processors=[...]), with Hugging Face's interface",
         ),
     ]
-    logprobs_mode: Annotated[str | None, Absent(("raw_logprobs",), "logprobs are of the model's own logits")]
-    max_logprobs: Annotated[int | None, Absent((), "any number of logprobs may be asked for", (int,))]
+    logprobs_mode: Annotated[
+        str | None, Absent(("raw_logprobs",), "logprobs are those of the model's unprocessed logits")
+    ]
+    max_logprobs: Annotated[int | None, Absent((), "the number of logprobs is not limited", (int,))]
     max_lora_rank: Annotated[int | None, Absent((None,), _LORA.instead, (int,))]
     max_loras: Annotated[int | None, Absent((None,), _LORA.instead, (int,))]
     max_num_batched_tokens: Annotated[
@@ -173,7 +175,7 @@ class VllmEngineOptions(TypedDict, total=False):
         int | None, Absent((), "prefill_chunk is the number of prompt tokens of a step", (int,))
     ]
     max_parallel_loading_workers: Annotated[int | None, Absent((), _LEAVE_OUT, (int,))]
-    max_seq_len_to_capture: Annotated[int | None, Absent((), "captured rounds hold for every length", (int,))]
+    max_seq_len_to_capture: Annotated[int | None, Absent((), "captured rounds support every length", (int,))]
     mm_processor_kwargs: Annotated[dict[str, Any] | None, _TEXT_ONLY]
     num_gpu_blocks_override: Annotated[int | None, Absent((), _MEMORY, (int,))]
     override_generation_config: Annotated[
@@ -191,15 +193,15 @@ class VllmEngineOptions(TypedDict, total=False):
     served_model_name: Annotated[Any, Absent((None,), _LEAVE_OUT, (str, list))]
     skip_tokenizer_init: Annotated[bool | None, Absent((False,), "give token ids, and detokenize=False")]
     speculative_config: dict[str, Any] | None
-    structured_outputs_config: Annotated[Any, Absent(({},), "forms are read by llguidance: leave it out")]
+    structured_outputs_config: Annotated[Any, Absent(({},), "llguidance compiles all constraints: omit it")]
     swap_space: Annotated[float | None, Absent((0, 0.0, 4, 4.0), _MEMORY, _NUMBER)]
     task: Annotated[str | None, Absent(("auto", "generate"), _POOLING)]
     tensor_parallel_size: Annotated[int | None, _ONE_DEVICE]
-    tokenizer_mode: Annotated[str | None, Absent(("auto", "hf", "slow"), "give the tokenizer itself as tokenizer")]
+    tokenizer_mode: Annotated[str | None, Absent(("auto", "hf", "slow"), "give a tokenizer object as tokenizer")]
     tokenizer_revision: Annotated[str | None, _REVISION]
     trust_remote_code: Annotated[bool | None, Absent((False, True), "use True or False")]
     worker_extension_cls: Annotated[
-        Any, Absent(("",), "there are no worker processes: call what you need on the LLM's own model")
+        Any, Absent(("",), "there are no worker processes: call methods of the LLM's model")
     ]
 
 
@@ -212,7 +214,7 @@ def _table(options: type) -> dict[str, Absent]:
 PARAMS, CALLS, ENGINE = _table(ParamsOptions), _table(CallOptions), _table(VllmEngineOptions)
 
 _TRANSFORMERS = "LLM generates text; use transformers' AutoModel, or sentence-transformers"
-_IN_PROCESS = "the model runs in this process; open a transformers model, change it, and give it to LLM(model)"
+_IN_PROCESS = "the model runs in this process; load a transformers model, modify it, and give it to LLM(model)"
 _QUEUE = "give all prompts to one generate call, or call generate or stream in several threads"
 METHODS = {
     "apply_model": _IN_PROCESS,
@@ -226,11 +228,11 @@ METHODS = {
     "encode": f"{_TRANSFORMERS}; token ids are get_tokenizer().encode(text)",
     "enqueue": _QUEUE,
     "enqueue_chat": _QUEUE,
-    "llm_engine": "LLMEngine adds requests and steps; llm.config has what was resolved, llm.stats() the totals",
+    "llm_engine": "LLMEngine adds requests and runs rounds; llm.config has the resolved options, llm.stats() totals",
     "release_kv_cache_memory": "delete the LLM to free its memory, and build it again",
     "reward": _TRANSFORMERS,
     "score": f"{_TRANSFORMERS} (a CrossEncoder)",
-    "set_tokenizer": "give it when the engine is built: LLM(model, tokenizer=...)",
+    "set_tokenizer": "give it when building the engine: LLM(model, tokenizer=...)",
     "sleep": "delete the LLM to free its memory, and build it again",
     "start_profile": "run the calls within torch.profiler.profile(), or measure with treespec bench --profile",
     "stop_profile": "run the calls within torch.profiler.profile(), or measure with treespec bench --profile",
@@ -240,20 +242,20 @@ METHODS = {
 
 
 def without_absent(kind: str, given: Mapping[str, Any], absent: Mapping[str, Absent]) -> dict[str, Any]:
-    """Return the options that are not in `absent`, and log the hints among the others.
+    """Return the options that are not in `absent`, and log ignored hints.
 
     Args:
-        kind: what is being set, for the message.
+        kind: name of the object or call, for the message.
         given: options by name.
         absent: `PARAMS`, `CALLS` or `ENGINE`.
 
     Raises:
-        ConfigError: an option of `absent` requests something.
+        ConfigError: an unsupported value of an option of `absent`.
     """
     hints = []
     for name, option in absent.items():
         value = given.get(name)
-        if value is None or _asks_nothing(value, option.nothing):
+        if value is None or _is_neutral(value, option.nothing):
             continue
         if not _is_one_of(value, option.hints):
             raise ConfigError(f"{kind}: {name}={value!r} is not supported; {option.instead}")
@@ -269,12 +271,12 @@ def missing_method(name: str) -> UnsupportedError:
 
 
 def _is_one_of(value: Any, types: tuple[type, ...]) -> bool:
-    """Return whether a value has one of the types; a bool is not a number."""
+    """Return whether a value has one of the types. A bool is not a number."""
     return isinstance(value, types) and (bool in types or not isinstance(value, bool))
 
 
-def _asks_nothing(value: Any, nothing: tuple[Any, ...]) -> bool:
+def _is_neutral(value: Any, nothing: tuple[Any, ...]) -> bool:
     if isinstance(value, list | tuple):
-        return all(each is None or _asks_nothing(each, nothing) for each in value)
+        return all(each is None or _is_neutral(each, nothing) for each in value)
     value = value.name if isinstance(value, Enum) else value
     return any(type(value) is type(each) and value == each for each in nothing)

@@ -1,4 +1,4 @@
-"""Installs treespec as a model's `generate` method and removes it again."""
+"""Install treespec as a model's `generate` method, and remove it again."""
 
 import copy
 import inspect
@@ -17,7 +17,7 @@ from treespec.hf.streaming import StreamerGuard
 
 logger = logging.getLogger("treespec")
 
-# Draft sizes of assisted generation. The planner chooses them here; they do not change tokens.
+# Draft sizes of assisted generation. They do not change tokens, and the planner chooses its own.
 _HINTS = (
     "num_assistant_tokens",
     "num_assistant_tokens_schedule",
@@ -33,14 +33,14 @@ def accelerate(
     """Make a model's `generate` decode with token trees, also in pipelines, until `restore(model)`.
 
     Arguments and results are those of transformers' `generate`: the same tokens if greedy, the same distribution if
-    sampled. `streamer=` is supported and always ended, also on errors; `assistant_model=` becomes another draft;
+    sampled. `streamer=` is supported and ended even on errors, `assistant_model=` becomes another draft, and
     `tokenizer=` is used for `stop_strings=`. Unsupported features such as beam search raise an error. Calls may
     override `drafts=`, `spec=` and `exact=`; calls with another `custom_generate=` go to transformers.
 
     Args:
         model: a `PreTrainedModel` in eval mode. Weights and code are not modified; `generate` is set on this instance.
         drafts: draft models (folders, hub ids, models in memory) or `Drafter` objects. Prompt lookup is always on.
-        spec: speculative decoding options; "off" is plain decoding.
+        spec: speculative decoding options; "off" means plain decoding.
         exact: raise an error if trees are not bit-identical to plain decoding.
 
     Returns:
@@ -69,7 +69,7 @@ def restore(model: nn.Module) -> Any:
 
 
 class _Generate:
-    """Replacement of a model's `generate`."""
+    """Callable that replaces a model's `generate`."""
 
     def __init__(self, model: nn.Module, drafts: Sequence[Any] | None, spec: SpecConfig | str | None, exact: bool):
         self._model = model
@@ -108,7 +108,7 @@ class _Generate:
             return own(model, custom_generate=generate, token_streamer=ending.streamer, **options, **given)
 
     def _drafts(self, drafts: Sequence[Any] | None, given: dict[str, Any]) -> list[Any] | None:
-        """The drafts of a call, including its assistant model."""
+        """Return the drafts of a call, including its assistant model."""
         check_drafts(drafts)
         assistant, tokenizer = given.pop("assistant_model", None), given.pop("assistant_tokenizer", None)
         if assistant is None:
@@ -121,8 +121,10 @@ class _Generate:
         return [*(drafts or ()), *([] if any(each is assistant for each in drafts or ()) else [assistant])]
 
     def _read_stop_strings(self, given: dict[str, Any]) -> None:
-        """Convert `stop_strings` and `tokenizer` to a criterion: transformers does not pass the tokenizer to custom
-        loops."""
+        """Convert `stop_strings` and `tokenizer` to a stopping criterion.
+
+        transformers does not pass the tokenizer to custom loops.
+        """
         tokenizer, config = given.pop("tokenizer", None), given.get("generation_config")
         strings = given.pop("stop_strings", None)
         default = getattr(self._model, "generation_config", None)
@@ -151,11 +153,11 @@ def _same_vocabulary(one: Any, other: Any) -> bool:
 
 
 def _announce_hints(given: dict[str, Any]) -> None:
-    """Drop arguments that change no token, with one log line."""
+    """Drop arguments that change no token, and log them."""
     hints = {name: given.pop(name) for name in _HINTS if given.get(name) is not None}
     if hints:
         named = ", ".join(f"{name}={value!r}" for name, value in hints.items())
-        logger.info("generate(%s): no effect, the planner sizes the drafts", named)
+        logger.info("generate(%s): no effect; the planner chooses the draft sizes", named)
 
 
 def _check_unsupported(given: dict[str, Any]) -> None:

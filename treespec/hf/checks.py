@@ -1,4 +1,4 @@
-"""Validation of `generate` arguments: unsupported features raise an error instead of being ignored."""
+"""Validate `generate` arguments: unsupported features raise an error instead of being ignored."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from treespec.errors import ConfigError, RequestError
 
-# Processors that run the model, are stateful or watermark tokens.
+# Processors that run the model, keep state or watermark tokens.
 _STATEFUL = (
     "ClassifierFreeGuidanceLogitsProcessor UnbatchedClassifierFreeGuidanceLogitsProcessor WatermarkLogitsProcessor "
     "SynthIDTextWatermarkLogitsProcessor AlternatingCodebooksLogitsProcessor WhisperTimeStampLogitsProcessor "
@@ -23,7 +23,7 @@ _PREPARED = frozenset({"use_cache", "logits_to_keep", "num_logits_to_keep", "cac
 
 
 class Prompts(NamedTuple):
-    """Rows passed to `generate`. `padding`: padding tokens before each row."""
+    """Rows passed to `generate`. `padding`: number of padding tokens before each row."""
 
     input_ids: Tensor  # int64 [rows, width]
     padding: list[int]
@@ -41,7 +41,7 @@ def check_drafts(drafts: Sequence[Any] | None) -> None:
 
 
 def check_streamer(name: str, streamer: Any) -> Any:
-    """Return the streamer of argument `name`; raise ConfigError if it is invalid."""
+    """Return the streamer of argument `name`. Raises ConfigError if it is invalid."""
     if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
         raise ConfigError(f"{name}={streamer!r}; valid: an object with put and end")
     return streamer
@@ -50,11 +50,11 @@ def check_streamer(name: str, streamer: Any) -> Any:
 def check_dropped_arguments(model: Any) -> None:
     """Reject arguments that transformers' `generate` received but does not pass to a custom loop.
 
-    transformers drops them silently: a streamer's reader would wait forever. They are read from the frame of
-    transformers' function, the caller's caller.
+    transformers drops them silently, and the reader of a dropped streamer would wait forever. They are read from the
+    frame of transformers' function, the caller's caller.
 
     Raises:
-        ConfigError: there is one; the streamer has been ended.
+        ConfigError: there is such an argument. The streamer has been ended.
     """
     frame = sys._getframe(2)
     if frame.f_code.co_name != "generate" or frame.f_globals.get("__name__") != "transformers.generation.utils":
@@ -62,7 +62,7 @@ def check_dropped_arguments(model: Any) -> None:
     kept = frame.f_locals
     if kept.get("self") is not model:
         return
-    instead = "use treespec.hf.accelerate(model), whose generate takes it, or"
+    instead = "use treespec.hf.accelerate(model), whose generate accepts it, or"
     streamer = kept.get("streamer")
     if streamer is not None:
         streamer.end()
@@ -75,7 +75,7 @@ def check_config(config: Any, processors: list[Any], criteria: list[Any], rows: 
     """Reject unsupported generation configs, processors and criteria.
 
     Raises:
-        ConfigError: names the option and the valid ones.
+        ConfigError: names the option and the valid values.
     """
     if config is None or not hasattr(config, "_pad_token_tensor"):
         raise ConfigError(

@@ -1,9 +1,9 @@
-"""A cache of engines for models in memory.
+"""Cache of engines for models in memory.
 
 An engine reads the model's own parameters in every pass, so in-place updates (a training step) take effect. A model's
-engines are dropped when one of its parameters is replaced, moved or cast, and when the model is deleted. Other drafts,
-another `exact` or number of threads, more rows, longer texts or larger trees need another engine; the last few are
-kept.
+engines are dropped when one of its parameters is replaced, moved or cast, and when the model is deleted. Calls with
+different drafts, `exact` or number of threads, more rows, longer texts or larger trees need another engine. The most
+recently used engines are kept.
 """
 
 import logging
@@ -21,9 +21,9 @@ from treespec.llm import LLM
 
 logger = logging.getLogger("treespec")
 
-MAX_ROWS = 8  # decoded concurrently; further rows are queued
-MAX_ENGINES = 3  # per model, for calls that alternate: with drafts, without, and with many rows
-LEAST_LENGTH = 512  # positions of an engine at least, so that a slightly longer text does not build another
+MAX_ROWS = 8  # rows decoded concurrently; further rows are queued
+MAX_ENGINES = 3  # per model, for calls that alternate between drafts, no drafts and many rows
+LEAST_LENGTH = 512  # minimum positions of an engine, so that a slightly longer text does not need another one
 _LENGTH_STEP = 4096  # lengths are rounded up to powers of two below it, and to multiples of it above
 
 
@@ -34,7 +34,7 @@ class _Entry(NamedTuple):
 
 
 class _Engines:
-    """Engines of one model, least recently used first. The lock keeps two threads from building the same one."""
+    """Engines of one model, least recently used first. The lock prevents two threads from building the same engine."""
 
     def __init__(self) -> None:
         self.lock, self.entries = threading.RLock(), list[_Entry]()
@@ -45,7 +45,7 @@ _guard = threading.Lock()
 
 
 def room_for(length: int, most_positions: int) -> int:
-    """Return the positions to build an engine with for a call that needs `length`."""
+    """Return the number of positions of an engine built for a call that needs `length`."""
     if length <= _LENGTH_STEP:
         return min(max(LEAST_LENGTH, 1 << (length - 1).bit_length()), most_positions)
     return min(-(-length // _LENGTH_STEP) * _LENGTH_STEP, most_positions)
@@ -59,11 +59,11 @@ def engine_for(
     Args:
         model: a `PreTrainedModel` in eval mode.
         drafts: folders, hub ids, models in memory or `Drafter` objects.
-        spec: how to speculate.
+        spec: speculative decoding options.
         exact: as in `LLM`.
-        rows: of the call.
-        length: positions that the call needs.
-        most_positions: of the model.
+        rows: number of rows of the call.
+        length: number of positions that the call needs.
+        most_positions: the model's maximum number of positions.
 
     Raises:
         ConfigError, ModelError, DraftError, ExactnessError: as in `LLM`.
@@ -74,7 +74,7 @@ def engine_for(
         tuple(weakref.ref(draft) for draft in drafts if isinstance(draft, nn.Module)),
         exact,
         spec.max_nodes > AUTO_NODES and spec.max_nodes,
-        torch.get_num_threads(),  # the self-test holds for one number
+        torch.get_num_threads(),  # the self-test is valid for one number of threads
     )
     rows, tensors = min(rows, MAX_ROWS), _tensors(model)
     with _guard:
@@ -96,7 +96,7 @@ def engine_for(
 
 
 def _replaced_by(llm: LLM, rows: int, room: int) -> bool:
-    """Whether an engine of `rows` rows and `room` positions makes this one redundant."""
+    """Return whether an engine of `rows` rows and `room` positions makes this one redundant."""
     return llm.config.max_num_seqs <= rows and llm.config.max_model_len <= room
 
 
@@ -107,7 +107,7 @@ def _tensors(model: nn.Module) -> tuple[Any, ...]:
 
 
 def _drafts_of(entry: _Entry) -> list[nn.Module | None]:
-    """Return the draft models in memory of an engine; None for a deleted one."""
+    """Return the in-memory draft models of an engine, None for deleted ones."""
     return [reference() for reference in entry.key[1]]
 
 
@@ -121,7 +121,10 @@ def _build(
     most_positions: int,
     others: list[_Entry],
 ) -> LLM:
-    """Build an engine with spare room. Where memory is short, drop `others` and then shrink it to this call."""
+    """Build an engine with spare capacity.
+
+    If memory is short, drop `others`, then reduce the capacity to this call's needs.
+    """
     parameter = next(model.parameters())
     widest = SpecConfig(nodes=max(spec.max_nodes, AUTO_NODES))
     sizes = dict.fromkeys([(rows, room_for(length, most_positions)), (rows, length), (1, length)])

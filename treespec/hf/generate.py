@@ -42,11 +42,11 @@ def generate(
     exact: bool = True,
     **model_kwargs: Any,
 ) -> Any:
-    """The loop behind `model.generate(**inputs, custom_generate=treespec.hf.generate, drafts=[...])`.
+    """Run the loop behind `model.generate(**inputs, custom_generate=treespec.hf.generate, drafts=[...])`.
 
-    transformers does not pass `streamer=`, `assistant_model=` and `tokenizer=` to custom loops: the first two are
+    transformers does not pass `streamer=`, `assistant_model=` and `tokenizer=` to custom loops. The first two are
     rejected, and `stop_strings=` must be given as stopping_criteria=[StopStringCriteria(tokenizer, ["..."])]. Models
-    prepared by `treespec.hf.accelerate` accept all of them.
+    prepared by `treespec.hf.accelerate` accept all three.
 
     The model is neither copied nor modified, and other threads may run it meanwhile. It computes in its own dtype even
     under `torch.autocast` (with a warning); cast the model to change that. Greedy tokens equal those of
@@ -61,11 +61,11 @@ def generate(
             row. `max_time` excludes building the engine at the first call.
         drafts: draft models (folders, hub ids, models in memory) or `Drafter` objects; "lookup" for prompt lookup only,
             which is always on.
-        spec: speculative decoding options; "off" is plain decoding.
-        token_streamer: with `put` and `end`; ended also on errors.
+        spec: speculative decoding options; "off" means plain decoding.
+        token_streamer: object with `put` and `end`, ended even on errors.
         exact: raise an error if trees are not bit-identical to plain decoding; False is faster if torch's matrix
             products need a fixed number of rows.
-        model_kwargs: attention_mask, position_ids; others are rejected.
+        model_kwargs: attention_mask and position_ids; others are rejected.
 
     Returns:
         int64 [rows, width + new tokens], or a GenerateDecoderOnlyOutput with `return_dict_in_generate`, whose
@@ -104,7 +104,7 @@ def _generate(
     exact: bool,
     model_kwargs: dict[str, Any],
 ) -> Any:
-    """`generate`; the caller ends the streamer."""
+    """Run `generate`. The caller ends the streamer."""
     processors, criteria = list(logits_processor or ()), list(stopping_criteria or ())
     check_config(generation_config, processors, criteria, len(input_ids))
     prompts = read_prompts(input_ids, model_kwargs)
@@ -162,12 +162,12 @@ def _generate(
 
 @functools.cache
 def _warn_autocast(dtype: torch.dtype) -> None:
-    """Warn once per dtype: evaluations call `generate` for every batch."""
+    """Warn once per dtype, because evaluations call `generate` for every batch."""
     logger.warning("torch.autocast has no effect in treespec.hf.generate: the model computes in %s", dtype)
 
 
 def _sources(drafts: Sequence[Any] | None) -> list[Any]:
-    """The drafts without "lookup", which is always on."""
+    """Return the drafts without "lookup", which is always on."""
     if drafts is None:
         return []
     check_drafts(drafts)
@@ -180,7 +180,7 @@ def _pad_token(config: Any) -> int:
 
 
 def _output(prompts: Prompts, rows: Sequence[Row], config: Any) -> Any:
-    """The return value of transformers' loop."""
+    """Build the return value of transformers' loop."""
     steps, pad = max(row.num_generated for row in rows), _pad_token(config)
     new = [row.output_token_ids + [pad] * (steps - row.num_generated) for row in rows]
     ids = prompts.input_ids
@@ -190,7 +190,7 @@ def _output(prompts: Prompts, rows: Sequence[Row], config: Any) -> Any:
     from transformers.generation.utils import GenerateDecoderOnlyOutput
 
     def gathered(which: int) -> tuple[Tensor, ...]:
-        """[rows, vocab] per step; finished rows repeat their last one."""
+        """Return [rows, vocab] per step. Finished rows repeat their last one."""
         found = [row.recorded() for row in rows]
         return tuple(torch.stack([own[min(step, len(own) - 1)][which] for own in found]) for step in range(steps))
 

@@ -26,10 +26,10 @@ class GenerateMetrics(RequestMetrics):
 
 
 def last_metrics(model: nn.Module) -> GenerateMetrics | None:
-    """Metrics of the last token-tree call with this model, from any thread; None before the first.
+    """Return the metrics of the last token-tree call with this model, from any thread, or None before the first.
 
-    Covers `accelerate` and `custom_generate=treespec.hf.generate`. Failed calls and calls left to transformers are not
-    recorded.
+    Covers `accelerate` and `custom_generate=treespec.hf.generate`. Failed calls and calls passed to transformers are
+    not recorded.
     """
     with _guard:
         return _metrics.get(model)

@@ -1,4 +1,4 @@
-"""Requests for rows of a `generate` call, with transformers' processors and criteria."""
+"""Requests for the rows of a `generate` call, with transformers' processors and stopping criteria."""
 
 import copy
 import time
@@ -19,7 +19,7 @@ from treespec.utils.torch_state import call_processor, outside_code
 
 
 def processors_of_row(processors: Sequence[Any], row: int) -> list[Any]:
-    """Restrict processors to one row; batch-aware ones are copied and sliced."""
+    """Restrict processors to one row. Batch-aware processors are copied and sliced."""
     found = []
     for processor in processors:
         ignored = getattr(processor, "prompt_ignore_length", None)
@@ -35,7 +35,7 @@ def processors_of_row(processors: Sequence[Any], row: int) -> list[Any]:
 
 
 def with_delayed_start(criteria: Sequence[Any], seconds: float) -> list[Any]:
-    """Copies of time criteria started `seconds` later."""
+    """Return the criteria, with copies of time criteria started `seconds` later."""
     found = []
     for criterion in criteria:
         if hasattr(criterion, "max_time") and hasattr(criterion, "initial_timestamp"):
@@ -53,17 +53,20 @@ class ProcessorScoring:
     """Applies transformers' processors and warpers to the padded prefix of a row.
 
     Args:
-        processors: transformers' LogitsProcessorList, of this row.
-        padding: int64 [n], tokens before the row's tokens.
-        records: keep logits and scores.
+        processors: transformers' LogitsProcessorList for this row.
+        padding: tokens before the row's tokens, int64 [n].
+        records: whether to keep logits and scores.
     """
 
     def __init__(self, processors: Any, padding: Tensor, records: bool):
         self._processors, self._padding = processors, padding
-        self.records: dict[int, tuple[Tensor, Tensor]] | None = {} if records else None  # by position: logits, scores
+        self.records: dict[int, tuple[Tensor, Tensor]] | None = {} if records else None  # position -> (logits, scores)
 
     def scores(self, logits: Tensor, tokens: Sequence[int], ancestors: Sequence[int]) -> Tensor:
-        """float32 [vocab]. Raises RequestError if a processor fails or returns anything else."""
+        """Return the processed scores, float32 [vocab].
+
+        Raises RequestError if a processor fails or returns anything else.
+        """
         with outside_code():
             return self._scores(logits, [*tokens, *ancestors])
 
@@ -80,15 +83,17 @@ class ProcessorScoring:
 
 @dataclass(eq=False)
 class Row(Request):
-    """A request that ends by transformers' stopping criteria, called after each token."""
+    """A request that ends by transformers' stopping criteria, which are called after each token."""
 
     criteria: Any = None
     padding: Tensor | None = None
     keeps_scores: bool = False
 
     def accept(self, tokens: Sequence[int]) -> list[int]:
-        """The verified tokens to emit, up to the first at which a criterion fires or fails; a failure ends only this
-        row, with an error."""
+        """Return the verified tokens to emit, up to the first at which a criterion fires or fails.
+
+        A failure ends only this row, with an error.
+        """
         with outside_code():
             return self._accept(tokens)
 
@@ -110,7 +115,7 @@ class Row(Request):
         return list(tokens)
 
     def _stops(self, ids: Tensor, count: int) -> bool:
-        """Whether a criterion fires after `count` new tokens; sets `failure` if one raises."""
+        """Return whether a criterion fires after `count` new tokens. Sets `failure` if one raises."""
         try:
             done = self.criteria(ids, self.scores_until(count))
             return bool(done.all() if isinstance(done, Tensor) else done)
@@ -120,19 +125,19 @@ class Row(Request):
             return False
 
     def scores_until(self, more: int) -> tuple[Tensor, ...] | None:
-        """[1, vocab] scores of the tokens so far and `more` upcoming ones; None unless requested."""
+        """Return the [1, vocab] scores of the tokens so far and `more` upcoming ones, or None unless requested."""
         found = self.recorded(more) if self.keeps_scores else None
         return None if found is None else tuple(scores[None] for _, scores in found)
 
     def recorded(self, more: int = 0) -> list[tuple[Tensor, Tensor]]:
-        """Logits and scores, [vocab] each, of the output tokens and `more` upcoming ones."""
+        """Return logits and scores, [vocab] each, of the output tokens and `more` upcoming ones."""
         assert self.sampler is not None
         records = self.sampler.transforms.records  # type: ignore[attr-defined]
         return [records[position] for position in range(self.num_prompt, len(self.tokens) + more)]
 
 
 def temperature_of(config: Any) -> float:
-    """Temperature of the drafts; the target's is one of the processors."""
+    """Return the temperature of the drafts. The target's is applied by one of the processors."""
     if not config.do_sample:
         return 0.0
     value = 1.0 if config.temperature is None else float(config.temperature)
@@ -157,15 +162,15 @@ def make_row(
     """Create the request of one row.
 
     Args:
-        tokens: its prompt, without padding.
-        row: index, used as the sample index of the seed.
+        tokens: prompt of the row, without padding.
+        row: index of the row, used as the sample index of the seed.
         config: transformers' prepared GenerationConfig.
         processors, criteria: prepared lists for this row.
-        padding: int64 [n], tokens before the prompt.
+        padding: tokens before the prompt, int64 [n].
         most: maximum number of new tokens.
         spec: speculative decoding options.
         seed: RNG seed.
-        vocab_size, device: of the target's logits.
+        vocab_size, device: those of the target's logits.
     """
     ends = getattr(config, "_eos_token_tensor", None)
     end_tokens = tuple(ends.reshape(-1).tolist()) if isinstance(ends, Tensor) else ()

@@ -1,4 +1,4 @@
-"""Feeds transformers' streamers as its own loop does, and always ends them."""
+"""Feed transformers' streamers as transformers' own loop does, and end them in every case."""
 
 from collections.abc import Sequence
 from types import TracebackType
@@ -14,7 +14,7 @@ class StreamerGuard:
     """Context manager that ends a streamer exactly once, so that no reader waits forever.
 
     Attributes:
-        streamer: to use inside the block, or None.
+        streamer: streamer to use inside the block, or None.
     """
 
     def __init__(self, streamer: Any):
@@ -44,13 +44,13 @@ class _EndOnce:
 
 
 class RowStreamer:
-    """Feeds a streamer: the prompt, then one step of all rows at a time.
+    """Feeds a streamer with the prompt, then with one step of all rows at a time.
 
     Args:
-        streamer: with `put` and `end`, or None.
-        prompts: of the call.
-        rows: their requests.
-        pad: token for finished rows.
+        streamer: object with `put` and `end`, or None.
+        prompts: prompts of the call.
+        rows: requests of the prompts.
+        pad: token emitted for finished rows.
     """
 
     def __init__(self, streamer: Any, prompts: Prompts, rows: Sequence[Row], pad: int):
@@ -59,7 +59,7 @@ class RowStreamer:
             streamer.put(prompts.input_ids.cpu())
 
     def due(self) -> list[list[int]]:
-        """Steps that all unfinished rows have reached and that were not streamed yet."""
+        """Return the steps that all unfinished rows have reached and that are not streamed yet."""
         found: list[list[int]] = []
         while True:
             step = self._steps

@@ -1,1 +1,1 @@
-"""One decoder; families are data (`treespec_weights.rules`)."""
+"""One decoder for all families, which are described by data (`treespec_weights.rules`)."""

@@ -1,4 +1,4 @@
-"""Tree attention backends of the decoder, without fallback between them."""
+"""Tree attention backends of the decoder, selected by name."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ from treespec_weights.rules import ModelShape
 
 
 class CpuAttention:
-    """Exact tree attention on a CPU; the cache is fp32, the dtype of the matrix products."""
+    """Exact tree attention on a CPU. The cache is fp32, the dtype of the matrix products."""
 
     cache_dtype = torch.float32
 
@@ -47,7 +47,7 @@ def make_attention(
     configs: KernelConfigs | None = None,
     exact: bool = True,
 ) -> Attention:
-    """Create a backend by name for a model of this shape; `configs`: tuned for the device.
+    """Create a backend by name for a model of this shape. `configs` are tuned for the device.
 
     Raises:
         KernelError: the backend does not run on the device.

@@ -21,11 +21,11 @@ from treespec_kernels.tuning.tuned import KernelConfigs
 
 
 class TritonAttention:
-    """Tree attention on a GPU, with the cache in the model's dtype.
+    """Tree attention on a GPU, with the KV cache in the model's dtype.
 
     Args:
-        num_heads, num_kv_heads, head_dim, dtype, device: of the model.
-        configs: tuned for the device.
+        num_heads, num_kv_heads, head_dim, dtype, device: those of the model.
+        configs: kernel configurations tuned for the device.
         exact: False allows bitmask tree attention in captured rounds, which is faster but not bit-identical to plain
             decoding.
 
@@ -53,7 +53,7 @@ class TritonAttention:
             )
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.cache_dtype, self.device, self.exact = dtype, device, exact
-        # The interpreter's dot is BLAS, whose bits depend on the number of rows.
+        # The interpreter computes dot with BLAS, whose bits depend on the number of rows.
         default = replace(TreeAttentionConfig.default(dtype, head_dim, target_of(device)), fixed_order_dot=interpreted)
         self.config = default
         if configs is not None:
@@ -61,7 +61,7 @@ class TritonAttention:
             self.config = configs.get("tree_attention", {"dtype": dtype, "head_dim": head_dim, "group": group}, default)
 
     def plan(self, requests: list[RequestRows], num_rows: int, window: int | None = None) -> dict[str, Any]:
-        """Kernel arguments other than q and the cache."""
+        """Return the kernel arguments other than q and the KV cache."""
         lengths = [rows.context_len for rows in requests]
         depths = np.concatenate([rows.depths for rows in requests])
         counts = [rows.num_rows for rows in requests]

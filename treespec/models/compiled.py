@@ -1,7 +1,7 @@
-"""Decoder whose pass is one C++ call for all layers, compiled on this machine; for small models on a CPU.
+"""Decoder for small models on a CPU whose forward pass is a single C++ call, compiled on this machine.
 
-It passes the same self-test as the eager decoder: plain decoding and trees are bit-identical, but differ in bits from
-the eager decoder.
+It passes the same self-test as the eager decoder: trees are bit-identical to plain decoding with the same decoder. Its
+bits differ from the eager decoder's.
 """
 
 import ctypes
@@ -39,10 +39,10 @@ from treespec_kernels.linear.activations import soft_cap
 
 
 class CompiledAttention:
-    """Tree attention fused into the compiled pass: supports `plan` only.
+    """Tree attention fused into the compiled pass. Only `plan` is supported.
 
     Args:
-        dtype: of the model and its K/V cache.
+        dtype: dtype of the model and its KV cache.
     """
 
     name = "compiled"
@@ -84,7 +84,7 @@ def check_compiled(configs: Sequence[ModelConfig], dtype: torch.dtype, device: t
 
 
 def _libraries(head_dim: int, dtype: torch.dtype, folder: Path) -> tuple[ctypes.CDLL, ctypes.CDLL]:
-    """The libraries of the passes and of tree growth."""
+    """Return the libraries of the forward pass and of tree growth."""
     try:
         compiler = find_compiler()
         return build(compiler, head_dim, dtype, folder), growth_library(compiler, folder)
@@ -97,7 +97,7 @@ class CompiledDecoder(Decoder):
 
     Args:
         config, weights: as in `Decoder`.
-        folder: of built libraries.
+        folder: folder of built libraries.
 
     Raises:
         KernelError: the library cannot be built.
@@ -147,12 +147,12 @@ class CompiledDecoder(Decoder):
         return self.layout(plan, int(plan.positions.numpy().max()) + 1)
 
     def layout(self, plan: CompiledPlan, num_positions: int) -> Pass:
-        """A pass over planned rows, all at positions below `num_positions`."""
+        """Return a pass over planned rows, all at positions below `num_positions`."""
         learned = None if self.positions is None else self._learned_at(plan.positions.numpy())
         return Pass(plan.num_rows, self.rotations_to(num_positions), plan.slots, plan, learned)
 
     def rotations_to(self, num_positions: int) -> Tensor:
-        """cos and signed sin of every rope by position, fp32 [at least `num_positions`, 2 * number of ropes, D]."""
+        """Return cos and signed sin of every rope by position, fp32 [>= num_positions, 2 * num_ropes, head_dim]."""
         tables = [rotation.table(num_positions) for rotation in self.rotations]
         if len(tables) == 1:
             return tables[0]
@@ -169,11 +169,11 @@ class CompiledDecoder(Decoder):
 
     @property
     def entries(self) -> PassEntries | None:
-        """Entry points for calls from another library; None if a pass with probabilities takes more than two calls."""
+        """Entry points for calls from another library, or None if probabilities take more than two calls."""
         return self.model.entries if self.config.logit_cap is None else None
 
     def probs(self, hidden: Tensor) -> Tensor:
-        """fp32 [num_rows, vocab]: softmax of the logits."""
+        """Compute the softmax of the logits, fp32 [num_rows, vocab]."""
         if self.config.logit_cap is not None:
             return torch.softmax(self.logits(hidden).float(), -1)
         return self.model.probs(hidden)
@@ -187,7 +187,7 @@ class CompiledDecoder(Decoder):
 
 
 def _take_layer(weights: dict[str, Tensor], i: int, config: ModelConfig) -> LayerWeights:
-    """Pop one layer's weights from those of the model."""
+    """Pop one layer's weights from the model's weights."""
     at, shape, kind = f"layers.{i}.", config.shape, config.layers[i]
 
     def bias(*names: str) -> Tensor | None:

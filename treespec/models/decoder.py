@@ -1,8 +1,8 @@
 """Eager decoder of all native families, built from row-invariant ops.
 
-`FamilyRules` and `ModelConfig` describe a family's layers. A pass computes any rows of any requests; the tree batch
-defines what each row attends to. Small models on a CPU are bound by the number of torch calls (1 to 15 us each), so
-calls are few and views are created once per pass.
+`FamilyRules` and `ModelConfig` describe a family's layers. A pass computes any rows of any requests. The tree batch
+defines the positions that each row attends to. Small models on a CPU are bound by the number of torch calls (1 to 15 us
+each), so the decoder makes few calls and creates views once per pass.
 """
 
 import copy
@@ -30,27 +30,32 @@ from treespec_kernels.linear.quantized import QuantizedWeight
 
 
 class Attention(Protocol):
-    """A tree attention backend, chosen when the model is built."""
+    """A tree attention backend, selected when the model is built."""
 
     name: str
     cache_dtype: torch.dtype
 
     def plan(self, requests: list[RequestRows], num_rows: int, window: int | None = None) -> Any:
-        """Plan a pass for all layers of one window, padded to `num_rows` rows.
+        """Plan a pass for all layers with one window, padded to `num_rows` rows.
 
-        `window`: number of path positions visible to a row, its own included; None = all.
+        Args:
+            requests: rows to compute.
+            num_rows: number of rows of the pass.
+            window: number of path positions visible to a row, including its own; None = all.
         """
 
     def __call__(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Any, scale: float, cap: float | None = None
     ) -> Tensor:
-        """q: [num_rows, num_heads, head_dim] in `cache_dtype` -> the same shape; `cap` soft-caps the scores, cap tanh(x
-        / cap)."""
+        """Compute attention. q: [num_rows, num_heads, head_dim] in `cache_dtype`; returns the same shape.
+
+        `cap` applies a soft cap to the scores: cap tanh(x / cap).
+        """
 
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """Plan of a pass of one model: positions and slots of its rows, and attention plans."""
+    """Plan of one forward pass of a model: positions and slots of its rows, and attention plans."""
 
     num_rows: int
     rotation: Tensor  # cos and signed sin of each rope, fp32 [num_rows, 2 * num_ropes, head_dim]; compiled: by position
@@ -60,14 +65,17 @@ class Pass:
 
 
 class HiddenStates(NamedTuple):
-    """`final`: after the final norm, [num_rows, hidden_size]. `chosen`: [num_rows, num layers, hidden_size]."""
+    """Hidden states of a pass.
+
+    `final`: after the final norm, [num_rows, hidden_size]. `chosen`: [num_rows, num layers, hidden_size].
+    """
 
     final: Tensor
     chosen: Tensor
 
 
 def _quantization(weights: dict[str, Tensor]) -> str | None:
-    """Describe quantised weights, such as "int8" or "int4 groups of 128"; None without any."""
+    """Describe quantised weights, such as "int8" or "int4 groups of 128". Returns None if there are none."""
     groups: dict[int, set[int]] = {}  # by bits: group sizes, unless per row
     for name, scale in weights.items():
         if name.endswith("_scale"):
@@ -82,13 +90,13 @@ class Decoder:
 
     Args:
         config: the architecture.
-        weights: decoder parameters by name (`ModelShape.parameters`), in the compute dtype; consumed, so that unpacked
-            copies are freed one by one.
+        weights: decoder parameters by name (`ModelShape.parameters`), in the compute dtype. The dict is emptied, so
+            that copies made by unpacking are freed one by one.
         attention: tree attention backend.
         linear: implementation of linear layers.
-        min_rows: minimum rows of a pass, by padding: 2 if linear layers are row-invariant from two rows on, the largest
-            pass if they are not.
-        library: computes quantised layers; None dequantises them to the model's dtype.
+        min_rows: number of rows to which smaller passes are padded: 2 if linear layers are row-invariant from two rows
+            on, otherwise the rows of the largest pass.
+        library: library that computes quantised layers; None dequantises them to the model's dtype.
     """
 
     backend = "native"
@@ -110,7 +118,7 @@ class Decoder:
         self.embed = weights.pop("embed").clone()  # a mapped tensor keeps the whole file mapped
         self.dtype, self.device = self.embed.dtype, self.embed.device
         self.quantization = _quantization(weights)
-        # rounded, as in training
+        # rounded to the model's dtype, as in training
         self.embed_scale = float(torch.tensor(config.embed_scale, dtype=self.dtype, device="cpu"))
         positions = weights.pop("positions", None)
         self.positions = None if positions is None else positions[config.rules.extra_positions :].clone()
@@ -135,7 +143,7 @@ class Decoder:
 
     @cached_property
     def plan_key(self) -> tuple[object, ...]:
-        """Models with equal keys can share a `Pass`."""
+        """Key that is equal for models that can share a `Pass`."""
         ropes, learned = tuple(rope.key for rope in self.config.ropes), self.config.shape.learned_positions
         return (
             self.heads,
@@ -157,7 +165,10 @@ class Decoder:
         return self.embed.nbytes + positions + layers + self.final_norm.nbytes + self.head.nbytes
 
     def layer_subset(self, max_window: int) -> "LayerSubset":
-        """One layer of each kind, for the self-test; windows are clipped so that short contexts suffice."""
+        """Return a decoder with one layer of each kind, for the self-test.
+
+        Windows are clipped so that short contexts suffice.
+        """
         kinds = {kind: i for i, kind in reversed([*enumerate(self.config.layers)])}
         if len(kinds) == 1 and self.windows == (None,):
             return LayerSubset(self, 1, self.windows)
@@ -194,15 +205,17 @@ class Decoder:
         )
 
     def _rotation_at(self, positions: np.ndarray) -> Tensor:
-        """cos and signed sin of every rope, fp32 [num_rows, 2 * number of ropes, head_dim]."""
+        """Return cos and signed sin of every rope, fp32 [num_rows, 2 * number of ropes, head_dim]."""
         ropes = [rotation.at(positions) for rotation in self.rotations]
         if not ropes:
             return torch.empty(len(positions), 0, 0, dtype=torch.float32, device=self.device)
         return ropes[0] if len(ropes) == 1 else torch.cat(ropes, 1)
 
     def _learned_at(self, positions: np.ndarray) -> Tensor | None:
-        """Indices of the learned positions, int64 [num_rows], clamped: drafts beyond the last position are never
-        accepted."""
+        """Return the indices of the learned positions, int64 [num_rows], or None without a position embedding.
+
+        They are clamped, because drafts beyond the last position are never accepted.
+        """
         if self.positions is None:
             return None
         return torch.from_numpy(np.minimum(positions, len(self.positions) - 1)).to(self.device)
@@ -212,8 +225,8 @@ class Decoder:
 
         Args:
             tokens: int64 [num tokens], in the order of the planned rows.
-            layout: from `plan`.
-            kv: [num_layers, 2, num_pages, num_kv_heads, PAGE_SIZE, head_dim], this model's pool.
+            layout: result of `plan`.
+            kv: this model's pool, [num_layers, 2, num_pages, num_kv_heads, PAGE_SIZE, head_dim].
             num_layers: number of layers to run; None = all.
 
         Returns:
@@ -222,7 +235,7 @@ class Decoder:
         return self._forward(tokens, layout, kv, num_layers, {})
 
     def forward_with_states(self, tokens: Tensor, layout: Pass, kv: Tensor, of: Sequence[int]) -> HiddenStates:
-        """`forward` that also returns the residual stream at the layers `of` (see `check_states`)."""
+        """Run `forward` and also return the residual stream at the layers `of` (see `check_states`)."""
         self.check_states(of)
         states: dict[int, Tensor | None] = dict.fromkeys(of)
         final = self._forward(tokens, layout, kv, None, states)
@@ -232,7 +245,8 @@ class Decoder:
         """Validate layers whose hidden states are requested.
 
         Args:
-            of: l = input of layer l (0 = embeddings), num_layers = output of the last layer before the final norm.
+            of: l means the input of layer l (0 = embeddings), num_layers the output of the last layer, before the final
+                norm.
 
         Raises:
             ConfigError: there is no such layer. KernelError: this implementation does not return hidden states.
@@ -267,7 +281,7 @@ class Decoder:
     def _run(
         self, layer: Layer, stream: RmsStream | LayerStream, rotation: tuple[Tensor, ...], layout: Pass, cache: Tensor
     ) -> None:
-        """Run one layer in place on the stream; cache: its pool, [2, num_pages, kv_heads, PAGE_SIZE, head_dim]."""
+        """Run one layer in place on the stream. `cache` is its pool, [2, num_pages, kv_heads, PAGE_SIZE, head_dim]."""
         part = self._attend(layer, stream.norm(layer.attn_norm), rotation, layout, cache)
         if layer.attn_post_norm is not None:
             part = stream.norm_of(part, layer.attn_post_norm)
@@ -284,7 +298,7 @@ class Decoder:
         stream.x.add_(part)
 
     def _attend(self, layer: Layer, x: Tensor, rotation: tuple[Tensor, ...], layout: Pass, cache: Tensor) -> Tensor:
-        """Attention block on normed rows."""
+        """Run the attention block on normalised rows, including its output projection."""
         heads, head_dim = self.heads, self.head_dim
         qkv = layer.qkv(x).float().view(len(x), -1, head_dim)
         qk = qkv[:, : heads + self.kv_heads]
@@ -293,7 +307,7 @@ class Decoder:
         if self.rotations:
             cos, sin = rotation[layer.rope : layer.rope + 2]
             turned = qk.roll(head_dim // 2, -1).mul_(sin)
-            qk.mul_(cos).add_(turned)  # not addcmul: round products and sum separately in SIMD body and tail
+            qk.mul_(cos).add_(turned)  # not addcmul, so that SIMD body and tail both round products and sum separately
         new = qkv[:, heads:].reshape(-1, head_dim)  # K and V of a row adjacent, as in `layout.slots`
         cache.view(-1, head_dim).index_copy_(0, layout.slots, new.to(cache.dtype))
         k_cache, v_cache = cache
@@ -302,7 +316,7 @@ class Decoder:
         return layer.o(out.view(len(x), -1).to(self.dtype))
 
     def logits(self, hidden: Tensor, rows: Sequence[int] | Tensor | None = None) -> Tensor:
-        """[n, vocab] logits of selected (or all) rows of `hidden`, in the model's dtype."""
+        """Compute the logits of selected (or all) rows of `hidden`, [n, vocab], in the model's dtype."""
         if rows is not None:
             hidden = hidden[rows]
         n = len(hidden)
@@ -312,13 +326,13 @@ class Decoder:
         return logits if self.config.logit_cap is None else soft_cap(logits, self.config.logit_cap)
 
     def best(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Maximum of each row of logits (NaN if there is one) and its first token; [n] each."""
+        """Return the maximum of each row of logits (NaN if the row has one) and its first token, [n] each."""
         values, tokens = logits.max(dim=-1)
         return values, tokens
 
 
 class LayerSubset(NamedTuple):
-    """A decoder whose first `num_layers` layers cover every kind, with their windows."""
+    """A decoder whose first `num_layers` layers include every kind, with its windows."""
 
     model: Decoder
     num_layers: int

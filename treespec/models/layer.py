@@ -14,7 +14,7 @@ from treespec_kernels.linear.quantized_linear import QuantizedLinear, quantized_
 
 
 class Layer:
-    """Weights of one layer with fused projections; parts that the family lacks are None.
+    """Weights of one layer with fused projections. Parts that the family lacks are None.
 
     `rope` indexes its cos in `Pass.rotation`, `window` its plan in `Pass.attention`.
     """

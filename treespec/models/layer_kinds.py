@@ -26,12 +26,12 @@ class Rope(NamedTuple):
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Hashable key; equal for equal ropes."""
+        """Hashable key, equal for equal ropes."""
         return tuple(self.inv_freq.tolist()), tuple(self.scale.tolist()), self.rotary_dim
 
     @property
     def head_order(self) -> Tensor | None:
-        """int64 [head_dim], the checkpoint's dimension at each of ours; None for the identity."""
+        """Checkpoint dimension at each dimension of the permuted head, int64 [head_dim]; None for the identity."""
         head_dim, half = 2 * len(self.inv_freq), self.rotary_dim // 2
         if self.rotary_dim == head_dim:
             return None
@@ -41,7 +41,10 @@ class Rope(NamedTuple):
 
 
 class LayerKind(NamedTuple):
-    """`rope`: index into the model's ropes. `window`: visible positions, the row's own included; None = all."""
+    """Rotary embedding and attention window of a layer.
+
+    `rope`: index into the model's ropes. `window`: visible positions, including the row's own; None = all.
+    """
 
     rope: int
     window: int | None
@@ -50,7 +53,7 @@ class LayerKind(NamedTuple):
 def read_layers(
     folder: Path, raw: dict[str, Any], rules: FamilyRules, shape: ModelShape, length: int
 ) -> tuple[tuple[Rope, ...], tuple[LayerKind, ...]]:
-    """Read ropes and layer kinds from a parsed config.json; `length` is the longest context in use.
+    """Read ropes and layer kinds from a parsed config.json. `length` is the maximum context length in use.
 
     Raises:
         ModelError: a malformed or unsupported value.
@@ -65,7 +68,7 @@ def read_layers(
     if not rules.windows and (plain or not rules.rotary) and rules.parallel is None:
         layers = (LayerKind(0, None),) * shape.num_layers
         if not rules.rotary:
-            return (), layers  # importing transformers takes two seconds
+            return (), layers  # avoid importing transformers, which takes two seconds
         theta = parameters.get("rope_theta", raw.get("rope_theta", 10000.0))
         return (_default_rope(folder, theta, 1.0, shape.head_dim),), layers
     config = _resolved(folder, raw)
@@ -74,7 +77,7 @@ def read_layers(
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
         raise ModelError(f"{folder}: sliding_window={window!r}; expected a positive int or null")
     if window is not None and window >= length:
-        window = None  # never reached
+        window = None  # no context exceeds it
     windows = {FULL: None, SLIDING: window}
     if not rules.rotary:
         return (), tuple(LayerKind(0, windows[each]) for each in kinds)
@@ -106,7 +109,7 @@ def _resolved(folder: Path, raw: dict[str, Any]) -> Any:
 
 
 def _kinds(folder: Path, config: Any, shape: ModelShape) -> list[str]:
-    """Attention type by layer: full or sliding window."""
+    """Return the attention type of each layer: full or sliding window."""
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
         return [SLIDING] * shape.num_layers
@@ -120,7 +123,7 @@ def _kinds(folder: Path, config: Any, shape: ModelShape) -> list[str]:
 def _rope(
     folder: Path, config: Any, parameters: dict[str, Any], layer_type: str | None, head_dim: int, length: int
 ) -> Rope:
-    """Build one rope; transformers computes scaled types."""
+    """Build one rope. transformers computes scaled types."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     kind, partial = parameters.get("rope_type", "default"), parameters.get("partial_rotary_factor", 1.0)
@@ -150,7 +153,7 @@ def _default_rope(folder: Path, theta: object, partial: object, head_dim: int) -
 
 
 def _padded(folder: Path, inv_freq: Tensor, scale: float, head_dim: int) -> Rope:
-    """Pad with frequency 0 and scale 1 for dimensions without rotation."""
+    """Pad a rope with frequency 0 and scale 1 for dimensions without rotation."""
     turned, half = len(inv_freq), head_dim // 2
     if head_dim % 2 or not 0 < turned <= half:
         raise ModelError(f"{folder}: {2 * turned} rotary dimensions of a head of {head_dim}; both must be even")

@@ -1,4 +1,4 @@
-"""Residual stream with RMSNorm or LayerNorm, each row computed independently."""
+"""Residual stream with RMSNorm or LayerNorm. Each row is computed independently."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from treespec_weights.rules import NormKind
 
 
 class Norm(NamedTuple):
-    """`weight`, `bias`: arguments of the stream's layer_norm call, [hidden_size] or mirrored [2 hidden_size]."""
+    """Parameters of a norm, in the form of `F.layer_norm`'s arguments: [hidden_size], or mirrored [2 hidden_size]."""
 
     weight: Tensor
     bias: Tensor | None
@@ -21,10 +21,10 @@ class Norm(NamedTuple):
 
 
 class RmsStream:
-    """The residual stream of a pass, `x`: [num_rows, hidden_size], under RMSNorm (arXiv 1910.07467).
+    """Residual stream of a pass, `x`: [num_rows, hidden_size], with RMSNorm (arXiv 1910.07467).
 
-    RMSNorm equals LayerNorm of [x, -x], whose mean is 0: one kernel instead of the eight of `F.rms_norm` (7 us vs. 12
-    for 2 rows of 256), with the same bits in bf16. LayerNorm is row-independent.
+    RMSNorm equals LayerNorm of [x, -x], whose mean is 0. That takes one kernel instead of the eight of `F.rms_norm` (7
+    us vs. 12 us for 2 rows of 256), with the same bits in bf16. LayerNorm is row-independent.
     """
 
     def __init__(self, x: Tensor, eps: float):
@@ -39,19 +39,19 @@ class RmsStream:
         return Norm(torch.cat((weight, weight)), None)
 
     def norm(self, norm: Norm) -> Tensor:
-        """Normalise the stream."""
+        """Return the normalised stream."""
         torch.neg(self.x, out=self._minus)
         both = F.layer_norm(self._both, (2 * self.size,), norm.weight, None, self.eps)
-        return both[:, : self.size].contiguous()  # the copy takes 1.3 us, strided rows cost oneDNN 2 us
+        return both[:, : self.size].contiguous()  # the copy takes 1.3 us; strided rows would cost oneDNN 2 us
 
     def norm_of(self, x: Tensor, norm: Norm) -> Tensor:
-        """Normalise another tensor, [num_rows, hidden_size]."""
+        """Return another tensor normalised, [num_rows, hidden_size]."""
         both = torch.cat((x, -x), 1)
         return F.layer_norm(both, (2 * self.size,), norm.weight, None, self.eps)[:, : self.size]
 
 
 class LayerStream:
-    """The residual stream of a pass under LayerNorm (arXiv 1607.06450)."""
+    """Residual stream of a pass with LayerNorm (arXiv 1607.06450)."""
 
     def __init__(self, x: Tensor, eps: float):
         self.size, self.eps, self.x = x.shape[1], eps, x
@@ -69,14 +69,16 @@ class LayerStream:
 
 STREAMS: dict[NormKind, type[RmsStream] | type[LayerStream]] = {
     "rms": RmsStream,
-    "rms_plus_one": RmsStream,  # `prepare` has added 1
+    "rms_plus_one": RmsStream,  # `prepare` adds the 1
     "layer": LayerStream,
 }
 
 
 def take_head_norm(weights: dict[str, Tensor], prefix: str, num_heads: int, num_kv_heads: int) -> Tensor | None:
-    """Pop the weights of a layer's query and key norms, fp32 [num_heads + num_kv_heads, head_dim]; None if it has
-    none."""
+    """Pop the weights of a layer's query and key norms, fp32 [num_heads + num_kv_heads, head_dim].
+
+    Returns None if the layer has none.
+    """
     q_norm, k_norm = weights.pop(f"{prefix}q_norm", None), weights.pop(f"{prefix}k_norm", None)
     if q_norm is None or k_norm is None:
         return None
@@ -84,7 +86,7 @@ def take_head_norm(weights: dict[str, Tensor], prefix: str, num_heads: int, num_
 
 
 def norm_heads(heads: Tensor, weight: Tensor, eps: float) -> None:
-    """RMSNorm of each head, in place.
+    """Apply RMSNorm to each head, in place.
 
     Args:
         heads: fp32 [num_rows, num_heads, head_dim].

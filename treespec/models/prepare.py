@@ -11,8 +11,8 @@ from treespec.config import ModelConfig
 def prepare(config: ModelConfig, weights: dict[str, Tensor]) -> None:
     """Transform decoder parameters in place.
 
-    * Norms that scale by 1 + w store fp32 1 + w: the bf16 sum would lose precision.
-    * With partial rotary embedding, q and k (weights with scales and zero points, biases, head norms) are permuted to
+    - Norms that scale by 1 + w store 1 + w in fp32, because the bf16 sum would lose precision.
+    - With partial rotary embedding, q and k (weights with scales and zero points, biases, head norms) are permuted to
       `Rope.head_order`, so that rotation works as in all other models.
     """
     if config.rules.norm == "rms_plus_one":

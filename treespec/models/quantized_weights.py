@@ -22,11 +22,11 @@ from treespec_weights.quantize import BITS
 
 logger = logging.getLogger("treespec")
 
-_ANY_HEAD = 16  # head size to build the library for; irrelevant to linear layers
+_ANY_HEAD = 16  # head size of the library build; linear layers do not use it
 
 
 def resolve_quantization(quantization: str | None, target: ModelConfig | Source, dtype: torch.dtype) -> str | None:
-    """Resolve the quantisation applied at load time; None keeps the checkpoint's weights.
+    """Resolve the quantisation to apply at load time. None keeps the checkpoint's weights.
 
     Validates before anything is loaded. Logs a warning if fp8 weights of the checkpoint are converted to `dtype`.
 
@@ -65,8 +65,10 @@ def resolve_quantization(quantization: str | None, target: ModelConfig | Source,
 
 
 def quantized_library(dtype: torch.dtype, device: torch.device, folder: Callable[[], Path]) -> CDLL | None:
-    """Library of quantised layers on a CPU, stored in `folder()`; None, with a warning, if it cannot be built or
-    stored."""
+    """Return the library of quantised layers on a CPU, stored in `folder()`.
+
+    Returns None, with a warning, if it cannot be built or stored.
+    """
     if device.type == "cpu" and dtype in DTYPES:
         try:
             return build(find_compiler(), _ANY_HEAD, dtype, folder())
@@ -79,7 +81,7 @@ def quantized_library(dtype: torch.dtype, device: torch.device, folder: Callable
 
 
 def weight_bytes(config: ModelConfig | AdapterConfig, dtype: torch.dtype, quantization: str | None) -> int:
-    """Estimate a model's weight bytes: scales as float32, without zero points."""
+    """Estimate a model's weight memory in bytes, with float32 scales and without zero points."""
     total = config.shape.num_parameters() * dtype.itemsize
     if isinstance(config, AdapterConfig):
         return total

@@ -1,8 +1,8 @@
-"""Decoder on Triton kernels: ten launches per layer, nine for chains, without host synchronisation; parallel attention
-and MLP take one or two more.
+"""Decoder on Triton kernels, without host synchronisation.
 
-Stacked models (SSMs of one shape) run as one pass with the rows of model g after those of model g - 1; only linear
-layers, norm weights and embeddings depend on the model of a row.
+A layer takes ten kernel launches, nine for chains; parallel attention and MLP take one or two more. Stacked models
+(SSMs of one shape) run as one pass in which the rows of model g follow those of model g - 1. Only linear layers, norm
+weights and embeddings depend on the model of a row.
 """
 
 import copy
@@ -36,19 +36,22 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
 }
-"""Activations after cuBLAS products; our kernels fuse theirs."""
+"""Activations applied to cuBLAS products. The Triton kernels fuse theirs."""
 
 
 @dataclass(frozen=True, eq=False)
 class TritonPass(Pass):
-    """Plan of a pass on the device. `rotation`: the whole tables, fp32 [num_ropes, num_positions, 2, head_dim];
-    `slots`: int64 [num_rows]; `attention`: kernel arguments per window."""
+    """Plan of a pass on the device.
+
+    `rotation`: the whole tables, fp32 [num_ropes, num_positions, 2, head_dim]. `slots`: int64 [num_rows]. `attention`:
+    kernel arguments for each window.
+    """
 
     positions: Tensor  # int32 [num_rows]
 
 
 class _Norm(NamedTuple):
-    """Weights of a norm, [G, hidden_size] each; `post` is the post-norm of the preceding block."""
+    """Weights of a norm, [G, hidden_size] each. `post` is the post-norm of the preceding block."""
 
     weight: Tensor
     shift: Tensor | None
@@ -69,14 +72,14 @@ class PassKernels:
 
     Args:
         config: the models' architecture.
-        weights: stacked.
-        attention: of the same shape.
-        configs: tuned for this device.
-        exact: False uses cuBLAS for unquantised weights, whose bits depend on the number of rows.
+        weights: stacked weights.
+        attention: attention backend for the same shape.
+        configs: kernel configurations tuned for this device.
+        exact: False uses cuBLAS for unquantised weights; its bits depend on the number of rows.
 
     Attributes:
-        pdl: use programmatic dependent launch, if tuning found it correct and faster on this device; never together
-            with cuBLAS, which tuning does not cover.
+        pdl: whether to use programmatic dependent launch (PDL): if tuning found it correct and faster on this device,
+            and never together with cuBLAS, which tuning does not cover.
     """
 
     def __init__(
@@ -93,7 +96,7 @@ class PassKernels:
         self.dtype = weights.embed.dtype
         self.windows = config.windows
         self._kinds = [(kind.rope, config.windows.index(kind.window)) for kind in config.layers]
-        # Rounded, as in training.
+        # Rounded to the model's dtype, as in training.
         self._embed_scale = float(torch.tensor(config.embed_scale, dtype=self.dtype, device="cpu"))
         learned = shape.learned_positions - config.rules.extra_positions  # per model; below 1 = none
         self._last_position = learned - 1
@@ -102,7 +105,7 @@ class PassKernels:
         vocab, hidden = weights.head.shape[1:]
         key = self._key() | {"vocab_size": vocab, "hidden_size": hidden}
         default = LmHeadConfig.default(self.dtype, vocab, hidden)
-        if is_interpreted():  # the interpreter's dot is BLAS, and its time grows with the block size
+        if is_interpreted():  # the interpreter computes dot with BLAS, whose time grows with the block size
             default = replace(default, block_m=16, block_n=64, block_k=64, fixed_order_dot=True)
         self._head = configs.get("lm_head", key, default)
         launch = configs.get("programmatic_launch", self._key() | {"hidden_size": hidden}, LaunchConfig())
@@ -112,7 +115,7 @@ class PassKernels:
         return {"dtype": self.dtype, "groups": self.weights.groups}
 
     def _linear_configs(self, layer: LayerWeights, configs: KernelConfigs) -> _LinearConfigs:
-        """Configurations of one layer; layers may differ in quantisation."""
+        """Return the configurations of one layer. Layers may differ in quantisation."""
         gated = self.config.shape.gated
         return _LinearConfigs(
             self._linear_config(layer.qkv, configs),
@@ -152,14 +155,14 @@ class PassKernels:
         num_layers: int | None = None,
         states: dict[int, Tensor | None] | None = None,
     ) -> Tensor:
-        """Hidden states after the final norm, [G * rows, hidden_size]; writes the rows' K/V to their slots.
+        """Write the rows' K/V to their slots and return hidden states after the final norm, [G * rows, hidden_size].
 
         Args:
             tokens: int64 [G * rows], with g * vocab_size added for model g.
             layout: plan of these rows.
-            kv: [num_layers, 2, num_pages, num_kv_heads, PAGE_SIZE, head_dim], the pool of all G models.
+            kv: pool of all G models, [num_layers, 2, num_pages, num_kv_heads, PAGE_SIZE, head_dim].
             num_layers: number of layers to run; None = all.
-            states: filled at its keys with the residual stream, as in `Decoder.forward_with_states`.
+            states: receives the residual stream at its keys, as in `Decoder.forward_with_states`.
         """
         weights, states = self.weights, states if states is not None else {}
         layers = weights.layers[:num_layers]
@@ -187,7 +190,7 @@ class PassKernels:
         return h
 
     def select_layers(self, layers: Sequence[int], windows: tuple[int | None, ...]) -> "PassKernels":
-        """Kernels of a subset of the layers, with other windows."""
+        """Return the kernels of a subset of the layers, with other windows."""
         chosen = copy.copy(self)
         chosen.weights = replace(self.weights, layers=tuple(self.weights.layers[i] for i in layers))
         chosen.windows, chosen._kinds = windows, [self._kinds[i] for i in layers]
@@ -195,13 +198,13 @@ class PassKernels:
         return chosen
 
     def launched(self, pdl: bool) -> "PassKernels":
-        """The same kernels, launched programmatically or not, whatever was measured."""
+        """Return the same kernels with programmatic dependent launch on or off, regardless of the tuned setting."""
         chosen = copy.copy(self)
         chosen.pdl = pdl
         return chosen
 
     def logits(self, hidden: Tensor) -> LmHead:
-        """Logits of rows of `hidden`, [G * rows, hidden_size], and the maximum of each vocabulary block."""
+        """Compute the logits of rows of `hidden`, [G * rows, hidden_size], and the maximum of each vocabulary block."""
         head, cap = self._squeezed(self.weights.head), self.config.logit_cap
         return lm_head_triton(self._grouped(hidden), head, config=self._head, logit_cap=cap, pdl=self.pdl)
 
@@ -244,7 +247,7 @@ class PassKernels:
         return out.view(rows, -1)
 
     def _activated(self, h: Tensor, layer: LayerWeights, linear: RowLinearConfig) -> Tensor:
-        """The MLP before its down projection."""
+        """Compute the MLP's intermediate activations, the input of the down projection."""
         weight, bias, gated = self._squeezed(layer.gate_up), layer.gate_up_bias, self.config.shape.gated
         bias, activation = None if bias is None else self._squeezed(bias), self.config.activation
         if self.exact or isinstance(weight, QuantizedWeight):
@@ -272,7 +275,7 @@ class PassKernels:
     def _product(
         self, x: Tensor, weight: Weight, config: RowLinearConfig, norm: _Norm, stream: Tensor, bias: Tensor | None
     ) -> Tensor:
-        """Add x W^T, or its post-norm, to the residual stream in place; return the norm of the stream."""
+        """Add x W^T, or its post-norm, to the residual stream in place, and return the norm of the stream."""
         grouped, weight = self._grouped(x), self._squeezed(weight)
         if self.exact or isinstance(weight, QuantizedWeight):
             product = row_linear_partials_triton(grouped, weight, config=config, pdl=self.pdl)
@@ -292,7 +295,7 @@ class PassKernels:
         )
 
     def _grouped(self, x: Tensor) -> Tensor:
-        """[G * rows, n] -> [G, rows, n]; unchanged for one model."""
+        """Reshape [G * rows, n] to [G, rows, n]. Returns `x` unchanged for one model."""
         groups = self.weights.groups
         return x if groups == 1 else x.view(groups, len(x) // groups, -1)
 
@@ -305,8 +308,8 @@ class TritonDecoder(Decoder):
 
     Args:
         config, weights: as in `Decoder`.
-        attention: Triton backend of the same shape.
-        configs: tuned for this device.
+        attention: Triton backend for the same shape.
+        configs: kernel configurations tuned for this device.
         exact: False uses cuBLAS.
         num_positions: maximum number of positions.
     """
@@ -322,7 +325,7 @@ class TritonDecoder(Decoder):
     ):
         self._configs, self._exact, self.triton_attention = configs, exact, attention
         super().__init__(config, weights, attention, "triton", min_rows=1)
-        # One fixed table for all passes: captured graphs hold its address.
+        # One fixed table for all passes, because captured graphs contain its address.
         tables = [rotation.table(num_positions) for rotation in self.rotations]
         if len(tables) == 1:
             self._table = tables[0][None]
@@ -342,7 +345,7 @@ class TritonDecoder(Decoder):
 
     @property
     def table(self) -> Tensor:
-        """RoPE, fp32 [num_ropes, num_positions, 2, head_dim]."""
+        """RoPE tables, fp32 [num_ropes, num_positions, 2, head_dim]."""
         return self._table
 
     @property
@@ -380,7 +383,7 @@ class TritonDecoder(Decoder):
 
 
 def stacked(models: Sequence[TritonDecoder], configs: KernelConfigs) -> PassKernels:
-    """Stack models of one shape into one set of kernels; the models keep views of the stack.
+    """Stack models of one shape into one set of kernels. The models keep views of the stack.
 
     Their RoPE tables and configurations must be equal.
     """

@@ -1,4 +1,4 @@
-"""Weights of the Triton kernels: fused projections, models of one shape stacked."""
+"""Weights of the Triton kernels, with fused projections and models of one shape stacked."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -15,7 +15,7 @@ Weight = Tensor | QuantizedWeight
 
 
 def _aligned(tensor: Tensor) -> Tensor:
-    """Make a tensor contiguous and 16-byte aligned, as the kernels require; mapped files may have any offset."""
+    """Return the tensor contiguous and 16-byte aligned, as the kernels require. Mapped files may have any offset."""
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
@@ -29,8 +29,11 @@ def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class LayerWeights:
-    """One layer of G stacked models. Projections are [G, out_features, in_features], optionally quantised; biases and
-    norms are [G, size]. Parts that the family lacks are None."""
+    """Weights of one layer of G stacked models.
+
+    Projections are [G, out_features, in_features], optionally quantised; biases and norms are [G, size]. Parts that the
+    family lacks are None.
+    """
 
     attn_norm: Tensor
     attn_norm_bias: Tensor | None
@@ -50,13 +53,13 @@ class LayerWeights:
     mlp_post_norm: Tensor | None
 
     def tensors(self) -> list[Tensor]:
-        """All tensors of the layer."""
+        """Return all tensors of the layer."""
         values = [getattr(self, field.name) for field in fields(self)]
         parts = [part for value in values for part in (value if isinstance(value, QuantizedWeight) else (value,))]
         return [part for part in parts if part is not None]
 
     def select(self, group: int) -> "LayerWeights":
-        """Views of one of the models, G = 1."""
+        """Return views of one of the models, with G = 1."""
         values: list[Any] = [getattr(self, field.name) for field in fields(self)]
         return LayerWeights(*(map_tensors(lambda part: _aligned(part[group : group + 1]), value) for value in values))
 
@@ -118,14 +121,14 @@ class LayerWeights:
 
 @dataclass(frozen=True, eq=False)
 class ModelWeights:
-    """G stacked models of one shape.
+    """Weights of G stacked models of one shape.
 
     Args:
         embed: [G * vocab_size, hidden_size]; token t of model g is row g * vocab_size + t.
-        layers: of all models.
+        layers: layers of all models.
         final_norm, final_norm_bias: [G, hidden_size].
         head: [G, vocab_size, hidden_size]; a view of `embed` if tied.
-        positions: [G * P, hidden_size], learned position embeddings; None without.
+        positions: learned position embeddings, [G * P, hidden_size], or None.
     """
 
     embed: Tensor
@@ -137,19 +140,19 @@ class ModelWeights:
 
     @property
     def groups(self) -> int:
-        """G."""
+        """Number of stacked models, G."""
         return len(self.final_norm)
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory, counting a tied head once."""
+        """Bytes in memory. A tied head counts once."""
         tied = self.head.data_ptr() == self.embed.data_ptr()
         parts = [self.embed, self.final_norm, *([] if tied else [self.head])]
         parts += [part for part in (self.final_norm_bias, self.positions) if part is not None]
         return sum(part.nbytes for part in [*parts, *(each for layer in self.layers for each in layer.tensors())])
 
     def select(self, group: int) -> "ModelWeights":
-        """Views of one of the models, G = 1."""
+        """Return views of one of the models, with G = 1."""
 
         def part(rows: Tensor | None) -> Tensor | None:
             return None if rows is None else rows.view(self.groups, -1, rows.shape[1])[group]
@@ -169,7 +172,7 @@ class ModelWeights:
     def take(
         cls, embed: Tensor, weights: dict[str, Tensor], shape: ModelShape, positions: Tensor | None = None
     ) -> Self:
-        """Build one model from decoder parameters by name, which is emptied, and its learned positions."""
+        """Build one model from decoder parameters by name, emptying the dict, and its learned positions."""
         layers = tuple(LayerWeights.take(weights, i) for i in range(shape.num_layers))
         head = embed if shape.tied else _aligned(weights.pop("lm_head"))
         bias = weights.pop("final_norm_bias", None)

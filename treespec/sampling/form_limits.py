@@ -1,7 +1,7 @@
 """Size limits of structured-output constraints.
 
 llguidance cannot be interrupted while it compiles a constraint, and its own limits count expressions of unbounded size:
-a regex of n optional parts takes n^2 steps. Within the limits below compilation takes at most a second of CPU time.
+a regex of n optional parts takes n^2 steps. Within the limits below, compilation takes at most one second of CPU time.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any
 from treespec.errors import RequestError
 from treespec.sampling.structured_params import StructuredOutputsParams
 
-MAX_CHARACTERS = 1_000_000  # of all texts of a choice, or of a JSON schema
+MAX_CHARACTERS = 1_000_000  # in all texts of a choice together, or in a JSON schema
 MAX_TEXT = 20_000  # characters of one text
 MAX_GRAMMAR = 100_000  # characters
 MAX_PARTS = 1000  # optional or repeated parts per regex, terminal or rule
@@ -27,15 +27,15 @@ _OPTIONAL_IN_LARK = re.compile(_OPTIONAL.pattern + r"|\[")
 _DEFINITION = re.compile(r"^[ \t]*[!?]*([A-Za-z_]\w*)(?:\[[^\n\]]*\]|\{[^\n}]*\}|[^\n:\"/\[{])*:", re.MULTILINE)
 _TERMINAL = re.compile(r"\b[A-Z_][A-Z0-9_]*\b")
 _MULTIPLE_OF = re.compile(r'"multipleOf"\s*:\s*([-+.\w]+)')
-_DIGITS = 18  # leading digits of a multiple to read: more exceed the limit anyway
+_DIGITS = 18  # leading digits of a multiple to read; longer multiples exceed the limit anyway
 _COMBINES = ("allOf", "anyOf", "oneOf", "$ref", "$dynamicRef")  # may require several multiples at once
 
 
 def check_form(form: StructuredOutputsParams) -> None:
-    """Reject a constraint that llguidance would take too long or too much memory to compile.
+    """Reject a constraint that would take llguidance too much time or memory to compile.
 
     Raises:
-        RequestError: states the size, the limit and the remedy.
+        RequestError: names the size, the limit and the remedy.
     """
     if form.choice is not None:
         check_length("choice", sum(map(len, form.choice)), MAX_CHARACTERS, "give fewer or shorter texts")
@@ -69,7 +69,7 @@ def check_lark(grammar: str) -> None:
     A terminal expands to one regex that inlines all referenced terminals: twenty lines can expand to a million parts.
 
     Raises:
-        RequestError: states the rule or terminal, its size and the limit.
+        RequestError: names the rule or terminal, its size and the limit.
     """
     _check_multiples([*map(_number, _MULTIPLE_OF.findall(grammar))], combined=True)
     found = list(_DEFINITION.finditer(grammar))
@@ -90,7 +90,7 @@ def check_lark(grammar: str) -> None:
 
 
 def _inner_first(named: dict[str, list[str]]) -> list[str]:
-    """Topological order, referenced names first; arbitrary within a cycle, which is an error."""
+    """Return a topological order, referenced names first. The order within a cycle, which is an error, is arbitrary."""
     order: dict[str, None] = {}
     entered: set[str] = set()
     for first in named:
@@ -141,7 +141,7 @@ def _check_schema(schema: Any) -> None:
 
 
 def _entries(schema: Any) -> Iterator[tuple[str | None, Any]]:
-    """Every key with its value, and every list element with key None."""
+    """Yield every key with its value, and every list element with key None."""
     stack = [schema]
     while stack:
         value = stack.pop()
@@ -163,7 +163,7 @@ def _check_multiples(values: list[Decimal], combined: bool) -> None:
     """Limit the automaton states of `multipleOf`, one per remainder.
 
     Args:
-        values: of `multipleOf`.
+        values: values of `multipleOf`.
         combined: whether a number may have to satisfy several of them.
     """
     texts = {"".join(map(str, value.as_tuple().digits)).rstrip("0") for value in values}

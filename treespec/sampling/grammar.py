@@ -1,7 +1,7 @@
 """Structured outputs: allowed next tokens from llguidance's parser.
 
-The allowed tokens depend on the text alone, so a tree node gets the mask that plain decoding computes for the same
-text. The tests compare with a parser that reads every text from the start.
+The allowed tokens depend only on the text, so a tree node gets the mask that plain decoding computes for the same text.
+The tests compare with a parser that reads every text from the start.
 """
 
 import json
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 _KEPT = 64  # compiled constraints kept for later requests (LRU)
-SECONDS = 5  # CPU time limit of compiling a constraint; within `form_limits` it takes less than 1
-_STACK = 256 << 20  # bytes, committed on use; nested rules take 15 KB each
+SECONDS = 5  # CPU time limit for compiling a constraint; within `form_limits` it takes less than 1 s
+_STACK = 256 << 20  # bytes, committed on first use; nested rules take 15 KB each
 
 
 class Grammars:
     """Creates and caches parsers for requests with structured outputs.
 
     Args:
-        tokenizer: of the model, transformers' or `tokenizers.Tokenizer`; None without one.
-        vocab_size: of the target.
-        end_tokens: of the model and its tokenizer, allowed once the output is complete.
-        device: of the target's logits.
+        tokenizer: the model's transformers tokenizer or `tokenizers.Tokenizer`, or None.
+        vocab_size: the target's vocabulary size.
+        end_tokens: end tokens of the model and its tokenizer, allowed once the output is complete.
+        device: device of the target's logits.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, end_tokens: Sequence[int], device: torch.device):
@@ -95,11 +95,10 @@ class Grammars:
 
 
 def _run_with_large_stack(call: Callable[[], "LLMatcher"], form: str) -> "LLMatcher":
-    """Run a call in a thread with a large stack: a chain of 800 references, `{"$ref": ...}`, overflows the usual 8 MB
-    and kills the process.
+    """Run a call in a thread with a large stack.
 
-    A constraint that passes `check_form` and still takes too long is abandoned; its thread cannot be stopped and runs
-    on.
+    A chain of 800 references, `{"$ref": ...}`, overflows the usual 8 MB and kills the process. A constraint that passes
+    `check_form` and still exceeds the time limit is abandoned. Its thread cannot be stopped and continues to run.
 
     Raises:
         RequestError: the call takes more than `SECONDS` of CPU time.
@@ -131,8 +130,10 @@ def _run_with_large_stack(call: Callable[[], "LLMatcher"], form: str) -> "LLMatc
 
 
 def _thread_clock() -> Callable[[], float]:
-    """A function that returns this thread's CPU seconds, callable from any thread; wall-clock seconds on systems
-    without per-thread clocks."""
+    """Return a function that returns this thread's CPU seconds, callable from any thread.
+
+    On systems without per-thread clocks it returns wall-clock seconds.
+    """
     began = time.monotonic()
     if not hasattr(time, "pthread_getcpuclockid"):
         return lambda: time.monotonic() - began
@@ -154,7 +155,7 @@ def _source(form: StructuredOutputsParams) -> str:
     if form.regex is not None:
         return LLMatcher.grammar_from_regex(form.regex)
     if form.choice is not None:
-        # A terminal, because the parser follows at most 2,000 rules at a time.
+        # A terminal instead of rules, because the parser follows at most 2,000 rules at a time.
         return LLMatcher.grammar_from_lark("start: TEXT\nTEXT: " + " | ".join(map(json.dumps, form.choice)))
     if form.grammar is not None:
         source = grammar_from("grammar", form.grammar)
@@ -173,7 +174,7 @@ def _source(form: StructuredOutputsParams) -> str:
 
 
 def _reason(parser: "LLMatcher") -> str:
-    """The parser's error message on one line."""
+    """Return the parser's error message on one line."""
     message = " ".join(parser.get_error().removesuffix("<non-verbose/>").split())
     return "no token of the model's continues the text" if message == "NoExtensionBias" else message
 
@@ -182,11 +183,11 @@ class Grammar:
     """Grammar state of one request.
 
     Args:
-        parser: before the first token; not modified.
-        renew: compiles a fresh parser.
-        num_prompt: prompt tokens, which the grammar does not constrain.
-        end_tokens: allowed once the output is complete.
-        vocab_size, device: of the target's logits.
+        parser: parser before the first token; not modified.
+        renew: function that compiles a fresh parser.
+        num_prompt: number of prompt tokens, which the grammar does not constrain.
+        end_tokens: tokens allowed once the output is complete.
+        vocab_size, device: those of the target's logits.
     """
 
     def __init__(
@@ -200,13 +201,13 @@ class Grammar:
     ):
         self._vocab_size, self._device, self._end_tokens = vocab_size, device, frozenset(end_tokens)
         self._new_parser, self._num_prompt = renew, num_prompt
-        # The parser has consumed tokens[num_prompt:read]. Queries run on copies (1 us each): an error on a drafted text
-        # is permanent, and `rollback` may not restore the state (llguidance 1.9).
+        # The parser has consumed tokens[num_prompt:read]. Queries run on copies (1 us each), because an error on a
+        # drafted text is permanent and `rollback` may not restore the state (llguidance 1.9).
         self._parser, self._read = parser.deep_copy(), num_prompt
         self._excluded: dict[tuple[int, ...], Tensor] = {}  # by path after the consumed tokens
 
     def excluded(self, tokens: Sequence[int], ancestors: Sequence[int] = ()) -> Tensor:
-        """bool [vocab] on the logits' device: tokens that are not allowed next.
+        """Return the tokens that are not allowed next: bool [vocab] on the logits' device.
 
         Args:
             tokens: prompt and output so far.
@@ -216,7 +217,7 @@ class Grammar:
             RequestError: the text violates the grammar or exceeds llguidance's limits.
         """
         path = tuple(ancestors)
-        if not self._end_tokens.isdisjoint(path):  # llguidance accepts one, but cannot recover from it
+        if not self._end_tokens.isdisjoint(path):  # llguidance accepts an end token, but cannot recover from it
             raise RequestError("structured_outputs: nothing follows an end token")
         self._follow(tokens)
         if path not in self._excluded:
@@ -230,8 +231,9 @@ class Grammar:
         return self._excluded[path]
 
     def fitting(self, tokens: Sequence[int], path: Sequence[int]) -> int:
-        """Number of leading path tokens whose bytes the grammar accepts. A forced text in a tokenization that
-        `excluded` masks still counts.
+        """Return the number of leading path tokens whose bytes the grammar accepts.
+
+        A forced text in a tokenization that `excluded` masks still counts.
 
         Args:
             tokens: prompt and output so far.
@@ -242,7 +244,7 @@ class Grammar:
         return self._parser.deep_copy().validate_tokens(list(path[: ends[0]] if ends else path))
 
     def forced(self, tokens: Sequence[int]) -> list[int]:
-        """The forced next tokens (only one continuation is possible), without end tokens.
+        """Return the next tokens that the grammar forces, without end tokens.
 
         Args:
             tokens: prompt and output so far.
@@ -260,8 +262,10 @@ class Grammar:
         self._parser.consume_tokens(new)  # `_exclude` reports a failure
 
     def _reparse(self, tokens: Sequence[int]) -> None:
-        """Reparse a text with a fresh parser, as plain decoding alone would. Copies share their lexer and its limits
-        (llguidance 1.9), which a draft or another request may have exhausted."""
+        """Reparse a text with a fresh parser, as plain decoding alone would.
+
+        Copies share their lexer and its limits (llguidance 1.9), which a draft or another request may have exhausted.
+        """
         self._parser = self._new_parser().deep_copy()
         for token in tokens[self._num_prompt :]:
             self._parser.compute_bitmask()

@@ -13,9 +13,9 @@ def read_tokenizer(tokenizer: Any, vocab_size: int, end_tokens: Sequence[int]) -
     """Build llguidance's tokenizer over the tokens that an output may contain.
 
     Args:
-        tokenizer: transformers' or `tokenizers.Tokenizer`; None without one.
-        vocab_size: of the target.
-        end_tokens: below `vocab_size`.
+        tokenizer: a transformers tokenizer or `tokenizers.Tokenizer`, or None.
+        vocab_size: the target's vocabulary size.
+        end_tokens: ids below `vocab_size`.
 
     Raises:
         RequestError: there is no fast tokenizer or no end token, or llguidance cannot read the tokenizer.
@@ -39,18 +39,19 @@ def read_tokenizer(tokenizer: Any, vocab_size: int, end_tokens: Sequence[int]) -
         own = LLTokenizer(fast.to_str(), n_vocab=size, eos_token=list(end_tokens))
     except ValueError as error:
         raise RequestError(f"structured_outputs: llguidance cannot read the model's tokenizer: {error}") from None
-    speller = _PlainTextTokenizer(own, vocab_size, end_tokens)
-    speller.plain = LLTokenizer(TokenizerWrapper(speller), eos_token=list(end_tokens))
-    return speller.plain
+    wrapper = _PlainTextTokenizer(own, vocab_size, end_tokens)
+    wrapper.plain = LLTokenizer(TokenizerWrapper(wrapper), eos_token=list(end_tokens))
+    return wrapper.plain
 
 
 class _PlainTextTokenizer:
-    """Tokenizes a constraint's texts without special tokens: the model's tokenizer would encode the text "</s>" as the
-    end token.
+    """Tokenizes a constraint's texts without special tokens.
+
+    The model's tokenizer would encode the text "</s>" as the end token.
 
     Args:
         own: llguidance's tokenizer of the model.
-        vocab_size: of the target, possibly smaller than the tokenizer's.
+        vocab_size: the target's vocabulary size, possibly smaller than the tokenizer's.
         end_tokens: tokens that end an output.
 
     Attributes:
@@ -66,14 +67,14 @@ class _PlainTextTokenizer:
         without_text = [token for token, text in enumerate(self.tokens) if text == b"<[%d]>" % token]
         special = {*filter(own.is_special_token, range(vocab_size)), *without_text, *end_tokens}
         self.special_token_ids = sorted(special)
-        self._spelling = frozenset(range(vocab_size)) - special
+        self._ordinary = frozenset(range(vocab_size)) - special
 
     def __call__(self, text: str) -> list[int]:
         tokens = self._own.tokenize_str(text)
-        return tokens if self._spelling.issuperset(tokens) else self._longest(text)
+        return tokens if self._ordinary.issuperset(tokens) else self._longest(text)
 
     def _longest(self, text: str) -> list[int]:
-        """Greedy longest-match tokenization, up to the first byte without a token (llguidance skips such bytes)."""
+        """Tokenize by greedy longest match, up to the first byte without a token (llguidance skips such bytes)."""
         data, end = text.encode(), 0
         tokens: list[int] = []
         for token in self.plain.greedy_tokenize(text):

@@ -1,8 +1,8 @@
 """Gumbel noise as a function of seed, sample, position and token.
 
-The target samples the token with the largest log-probability plus noise (Gumbel-max trick); drafts add the same noise
-to theirs. The noise does not depend on drafts, batch or padding, so sampled output equals plain decoding with the same
-seed. Host and kernels share the formula in `treespec_kernels.sampling.coupled_choice`.
+The target samples the token with the largest log-probability plus noise (Gumbel-max trick). Drafts add the same noise
+to their log-probabilities. The noise does not depend on drafts, batch or padding, so sampled output equals plain
+decoding with the same seed. Host and kernels share the formula in `treespec_kernels.sampling.coupled_choice`.
 """
 
 import numpy as np
@@ -13,12 +13,12 @@ _RUN = 64  # rows are padded to multiples of this, so that no token falls into a
 
 
 class Noise:
-    """Noise of one sample: one cached row per position, dropped once the output has passed it.
+    """Noise of one sample, with one cached row per position.
 
     Args:
         seed: 0 to 2**64 - 1.
         sample: index among the request's samples.
-        vocab_size: of the target.
+        vocab_size: the target's vocabulary size.
     """
 
     def __init__(self, seed: int, sample: int, vocab_size: int):
@@ -26,7 +26,7 @@ class Noise:
         self._rows: dict[int, np.ndarray] = {}
 
     def row(self, position: int) -> np.ndarray:
-        """float32 [vocab_size], noise for sampling the token at `position`."""
+        """Return the noise for sampling the token at `position`, float32 [vocab_size]."""
         if position not in self._rows:
             whole_runs = -(-self.vocab_size // _RUN) * _RUN
             integers = gumbel_integers_of_row(self.seed, self.sample, position, whole_runs)

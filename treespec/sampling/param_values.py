@@ -11,13 +11,13 @@ from treespec.utils.scalars import as_int, as_number, to_python
 
 logger = logging.getLogger("treespec")
 
-LEAST_TEMPERATURE = 1e-4  # below it, logits over the temperature may overflow
+LEAST_TEMPERATURE = 1e-4  # lower values may overflow logits / temperature
 MAX_SEED = 2**64 - 1
 MAX_SAMPLES = 16384  # per prompt, as in vLLM
 
 
 def checked(name: str, value: Any) -> Any:
-    """Validate a field and convert it: Python numbers, tuples for lists, copies of dicts.
+    """Validate a field and convert it to Python numbers, tuples (from lists) or copies of dicts.
 
     Raises:
         ConfigError: wrong type or out of range; the message names the field, the value and the valid ones.
@@ -39,7 +39,7 @@ def _number(name: str, value: Any) -> float | int | None:
             raise ConfigError(f"{name}={value!r}; valid: {valid}")
         if real == 0 and name in ("top_p", "repetition_penalty"):
             raise ConfigError(f"{name}=0; valid: more than 0")
-        if name == "temperature" and 0 < real < LEAST_TEMPERATURE:  # vLLM has a minimum, too
+        if name == "temperature" and 0 < real < LEAST_TEMPERATURE:  # vLLM also has a minimum
             logger.warning("temperature=%r is raised to %r, the minimum above 0", real, LEAST_TEMPERATURE)
             return LEAST_TEMPERATURE
         return real

@@ -1,4 +1,4 @@
-"""Token restrictions of a request (allowed_token_ids, grammar), which drafts observe as well."""
+"""Token restrictions of a request (allowed_token_ids, grammar), which also apply to drafts."""
 
 from collections.abc import Sequence
 
@@ -15,9 +15,9 @@ class Restriction:
     """Masks tokens by a list of allowed ids, a grammar or both.
 
     Args:
-        allowed: token ids; None = all.
-        grammar: or None.
-        vocab_size, device: of the target's logits.
+        allowed: allowed token ids; None = all.
+        grammar: grammar, if any.
+        vocab_size, device: those of the target's logits.
     """
 
     def __init__(self, allowed: Sequence[int] | None, grammar: Grammar | None, vocab_size: int, device: torch.device):
@@ -27,14 +27,14 @@ class Restriction:
         self._unlisted_on_device = torch.from_numpy(self._unlisted).to(device)
 
     def excluded(self, tokens: Sequence[int], ancestors: Sequence[int]) -> Tensor:
-        """bool [vocab]: tokens that are not allowed next; do not modify.
+        """Return the tokens that are not allowed next: bool [vocab]. Do not modify the result.
 
         Args:
             tokens: prompt and output so far.
             ancestors: tree path after them.
 
         Raises:
-            RequestError: as `Grammar.excluded`.
+            RequestError: an error of `Grammar.excluded`.
         """
         if self.grammar is None:
             return self._unlisted_on_device
@@ -43,13 +43,13 @@ class Restriction:
     def narrow(self, logits: Tensor, tokens: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         """Mask draft logits of tokens that the target may not choose.
 
-        A row is left unmasked if no token would remain or the grammar rejects its text: drafts there are never
+        A row is left unmasked if no token would remain or if the grammar rejects its text. Drafts there are never
         accepted.
 
         Args:
             logits: float [num_rows, vocab], modified in place.
             tokens: prompt and output so far.
-            paths: by row, the tree path after them.
+            paths: tree path after them, by row.
         """
         excluded = torch.stack([self._excluded_if_known(tokens, path) for path in paths])
         narrowed = logits.masked_fill(excluded, -torch.inf)
@@ -57,18 +57,19 @@ class Restriction:
         logits.copy_(torch.where(some_left, narrowed, logits))
 
     def _excluded_if_known(self, tokens: Sequence[int], path: Sequence[int]) -> Tensor:
-        """Like `excluded`, but masks nothing if the grammar rejects the text."""
+        """Return `excluded`, or no mask if the grammar rejects the text."""
         try:
             return self.excluded(tokens, path)
         except RequestError:
             return torch.zeros_like(self._unlisted_on_device)
 
     def prune(self, tree: TokenTree, tokens: Sequence[int]) -> TokenTree:
-        """Remove nodes that the target may not choose, with their subtrees. A tree with random draws is returned
-        unchanged (see `TokenTree.keep`).
+        """Remove nodes that the target may not choose, with their subtrees.
+
+        A tree with random draws is returned unchanged (see `TokenTree.keep`).
 
         Args:
-            tree: over the last of `tokens`.
+            tree: tree over the last of `tokens`.
             tokens: prompt and output so far.
         """
         if tree.draws.rows is not None:
@@ -84,7 +85,7 @@ class Restriction:
         return tree.keep(np.flatnonzero(own))
 
     def _fits(self, grammar: Grammar, tree: TokenTree, tokens: Sequence[int]) -> np.ndarray:
-        """bool [num_nodes]: nodes whose paths the grammar accepts, queried at the leaves."""
+        """Return the nodes whose paths the grammar accepts, queried at the leaves: bool [num_nodes]."""
         fits = np.zeros(len(tree), dtype=bool)
         inner = np.zeros(len(tree), dtype=bool)
         inner[tree.parents[1:]] = True

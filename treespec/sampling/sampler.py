@@ -1,4 +1,4 @@
-"""Sampler of one request: logits transforms, noise and tree verification."""
+"""Sampler of one request: transforms of logits, noise and tree verification."""
 
 import math
 import secrets
@@ -24,7 +24,7 @@ from treespec_kernels.sampling.coupled_choice import coupled_choice_triton
 _VERIFY_STREAM, _DRAFT_STREAM = 1 << 32, 2 << 32  # added to the sample index in the generator's key
 
 
-SEED_BITS = 53  # of a generated seed: exact as a JSON number
+SEED_BITS = 53  # bits of a generated seed, which is exact as a JSON number
 
 
 def new_seed() -> int:
@@ -33,27 +33,27 @@ def new_seed() -> int:
 
 
 class Scoring(Protocol):
-    """Transforms one row of logits into scores."""
+    """Protocol of objects that transform one row of logits into scores."""
 
     def scores(self, logits: Tensor, tokens: Sequence[int], ancestors: Sequence[int]) -> Tensor:
-        """As `Transforms.scores`."""
+        """Return the scores, as `Transforms.scores` does."""
 
 
 class Sampler:
     """Samples the tokens of a request whose output is not the plain argmax.
 
     Args:
-        params: of the request.
+        params: sampling parameters of the request.
         prompt: prompt token ids.
         end_tokens: tokens that end the request.
         bad_words: token ids of each spelling.
-        vocab_size, device: of the target's logits.
-        seed: of the noise.
+        vocab_size, device: those of the target's logits.
+        seed: seed of the noise.
         sample: index among the request's samples.
         kernel_noise: compute the noise on the logits' device, with the kernel of captured rounds. Its logarithms may
-            round differently from the host's, so an engine uses one of the two throughout.
-        transforms: replace those of `params`, temperature and truncation included.
-        grammar: of the structured output, if any.
+            round differently from the host's, so an engine always uses the same one.
+        transforms: replacement for the transforms of `params`, including temperature and truncation.
+        grammar: grammar of the structured output, if any.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Sampler:
         return self.transforms.restriction if isinstance(self.transforms, Transforms) else None
 
     def choose(self, logits: Tensor, tokens: Sequence[int], ancestors: Sequence[int] = ()) -> int:
-        """The token that plain decoding emits here: argmax of scores, plus noise if sampled.
+        """Return the token that plain decoding emits here: argmax of scores, plus noise if sampled.
 
         Args:
             logits: [vocab], the target's.
@@ -107,8 +107,10 @@ class Sampler:
         return int(token)
 
     def _choose_by_kernel(self, logits: Tensor, tokens: Sequence[int], ancestors: Sequence[int], position: int) -> int:
-        """Fused temperature, noise and argmax. Logits without other transforms are passed unmodified, as in captured
-        rounds."""
+        """Compute temperature, noise and argmax in one kernel.
+
+        Logits without other transforms are passed unmodified, as in captured rounds.
+        """
         alone = not self.params.transforms_logits and not self.params.truncates
         scores = logits if alone else self.transforms.scores(logits, tokens, ancestors)
         seed, sample = (np.uint64(word).astype(np.int64).item() for word in self._key)
@@ -128,26 +130,29 @@ class Sampler:
         return int(chosen.tokens)
 
     def target_probs(self, logits: Tensor, tokens: Sequence[int], ancestors: Sequence[int]) -> np.ndarray:
-        """float32 [vocab]: the target's probabilities. Arguments and errors as in `choose`; temperature above 0."""
+        """Return the target's probabilities, float32 [vocab].
+
+        Arguments and errors as in `choose`; temperature above 0.
+        """
         scores = self.transforms.scores(logits, tokens, ancestors)
         self._check(float(scores.max()), logits, len(tokens) + len(ancestors))
         return torch.softmax(scores, -1).cpu().numpy()
 
     def walk(self, tree: TokenTree, logits: Tensor, tokens: Sequence[int], most: int) -> Verified:
-        """Naive verification: descend to the child that carries the target's choice until there is none.
+        """Verify naively: descend to the child that carries the target's choice until there is none.
 
         A node's choice depends only on its path and its own noise, so the emitted tokens equal plain decoding. The walk
         stops at a token that ends the request. If a choice below the root fails, the tokens before it are emitted, as
         in plain decoding, and the next walk fails at its root.
 
         Args:
-            tree: to verify.
+            tree: the tree to verify.
             logits: [num_nodes, vocab].
             tokens: prompt and output up to the root.
             most: remaining tokens of the request.
 
         Raises:
-            RequestError: as in `choose`, at the root.
+            RequestError: an error of `choose` at the root.
         """
         below = list(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True))
         children = {key: node for node, key in enumerate(below) if node}
@@ -170,13 +175,13 @@ class Sampler:
     def temper(self, logits: Tensor, position: int, rule: str) -> None:
         """Adjust draft logits to predict the target's choice at `position`.
 
-        Divides by the temperature. "coupled" adds the target's noise: the softmax is then the choice distribution of a
-        target whose log-probabilities differ from the draft's by further Gumbel noise, and serves as child probability.
-        For random draws the draft is truncated like the target; coupled drafts do not benefit from truncation.
+        Divides by the temperature. The "coupled" rule adds the target's noise: the softmax, used as child probability,
+        is then the choice distribution of a target whose log-probabilities differ from the draft's by further Gumbel
+        noise. For random draws the draft is truncated like the target; coupled drafts do not benefit from truncation.
 
         Args:
             logits: float32 [num_rows, vocab], modified in place.
-            position: of the drafted token.
+            position: position of the drafted token.
             rule: verification rule.
         """
         if self.temperature > 0:
@@ -198,18 +203,18 @@ class Sampler:
             except RequestError:
                 if not node:
                     raise
-                return None  # as in plain decoding, emit the token before; the next round fails at its root
+                return None  # as in plain decoding, emit the preceding token; the next round fails at its root
 
         if self._oracle is None:
             self._oracle = RandomOracle(self.generator(_VERIFY_STREAM))
         return verify_drawn(rule, tree, target, self._oracle)
 
     def draft_generator(self) -> np.random.Generator:
-        """Generator for draft sampling, independent of verification."""
+        """Return a generator for draft sampling, independent of verification."""
         return self.generator(_DRAFT_STREAM)
 
     def generator(self, stream: int) -> np.random.Generator:
-        """Generator keyed by seed, sample and stream, independent of the rest of the batch."""
+        """Return a generator keyed by seed, sample and stream, independent of the rest of the batch."""
         seed, sample = self._key
         return np.random.Generator(np.random.Philox(key=np.array([seed, sample + stream], np.uint64)))
 

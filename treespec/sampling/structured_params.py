@@ -13,17 +13,18 @@ from treespec.utils.scalars import to_python
 class StructuredOutputsParams:
     """Output constraint: exactly one of `json`, `regex`, `choice`, `grammar` and `json_object`.
 
-    The output is a complete match followed by an end token, or a prefix of one if `max_tokens` cuts it. The constraint
-    masks every tree node by its own path, for target and drafts. Requires llguidance (extra "structured").
+    The output is a complete match followed by an end token, or a prefix of a match if `max_tokens` truncates it. Every
+    tree node is masked by the constraint on its own path, for target and drafts. Requires llguidance (extra
+    "structured").
 
     Args:
         json: a JSON schema (an object) as a dict or as text. Unsupported schemas are rejected.
-        regex: must match the whole output. Rust regex syntax, without look-around and back-references.
-        choice: one of these texts.
+        regex: regex that matches the whole output. Rust regex syntax, without look-around and back-references.
+        choice: texts, one of which is the output.
         grammar: context-free grammar in Lark (with llguidance's extensions) or GBNF (start rule `root`).
-        json_object: any JSON object.
-        disable_any_whitespace: JSON without whitespace between tokens.
-        disable_additional_properties: schemas with properties default to additionalProperties: false.
+        json_object: True allows any JSON object.
+        disable_any_whitespace: forbid whitespace between JSON tokens.
+        disable_additional_properties: make additionalProperties default to false in schemas with properties.
         whitespace_pattern: regex of the whitespace allowed between JSON tokens.
 
     Raises:
@@ -74,7 +75,7 @@ class StructuredOutputsParams:
         """Convert the value of a request's `structured_outputs`: an instance, a dict of keywords or None.
 
         Raises:
-            ConfigError: another type, or as in the constructor.
+            ConfigError: another type, or an error of the constructor.
         """
         if given is None or isinstance(given, cls):
             return given
@@ -119,7 +120,7 @@ _FORMS = ("json", "regex", "choice", "grammar", "json_object")
 
 
 def _schema_text(schema: Any) -> str:
-    """Serialise a JSON schema. Key order is kept, as it determines the output's."""
+    """Serialise a JSON schema. The order of keys is kept, because it determines the order in the output."""
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
@@ -139,7 +140,7 @@ def closed_schema(schema: Any) -> Any:
     """Set additionalProperties: false in every object schema with properties that does not set it.
 
     Args:
-        schema: from `json.loads`; not modified.
+        schema: result of `json.loads`; not modified.
     """
     if isinstance(schema, list):
         return [closed_schema(each) for each in schema]

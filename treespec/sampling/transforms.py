@@ -1,7 +1,6 @@
-"""Logits transforms of a request, one row at a time.
+"""Transforms of a request's logits, applied to one row at a time.
 
-Each row is transformed alone and by the same code for plain decoding and tree nodes, so its bits do not depend on the
-other rows.
+Plain decoding and tree nodes use the same code on each row alone, so a row's bits do not depend on the other rows.
 """
 
 from collections.abc import Sequence
@@ -20,16 +19,16 @@ _NUCLEUS = 64  # most likely draft tokens considered for top_p
 
 
 class Transforms:
-    """Turns a row of logits into the scores that a request samples from, in the order stated in `SamplingParams`.
+    """Converts a row of logits to the scores that a request samples from, in the order stated in `SamplingParams`.
 
     Args:
-        params: of the request; all token ids are within the vocabulary.
+        params: sampling parameters of the request; all token ids are within the vocabulary.
         num_prompt: number of prompt tokens.
-        end_tokens: masked before `min_tokens`.
+        end_tokens: tokens masked before `min_tokens`.
         bad_words: token ids of each spelling.
-        vocab_size: of the target.
-        device: of the logits.
-        grammar: of the structured output, if any.
+        vocab_size: the target's vocabulary size.
+        device: device of the logits.
+        grammar: grammar of the structured output, if any.
 
     Attributes:
         restriction: allowed tokens, also for drafts; None = all.
@@ -58,15 +57,15 @@ class Transforms:
         self._top_k = params.top_k if 0 < params.top_k < vocab_size else None
 
     def scores(self, logits: Tensor, tokens: Sequence[int], ancestors: Sequence[int]) -> Tensor:
-        """float32 [vocab]: log-probabilities up to a constant, -inf for excluded tokens.
+        """Return float32 [vocab]: log-probabilities up to a constant, -inf for excluded tokens.
 
         Args:
-            logits: [vocab], the target's, after the last of `ancestors`; not modified.
+            logits: the target's logits after the last of `ancestors`, [vocab]; not modified.
             tokens: prompt and output so far.
             ancestors: tree path after them.
 
         Raises:
-            RequestError: a processor failed or returned invalid scores, or as in `Restriction.excluded`.
+            RequestError: a processor failed or returned invalid scores, or an error of `Restriction.excluded`.
         """
         params, scores = self.params, logits.float()
         if self.restriction is not None:
@@ -94,7 +93,9 @@ class Transforms:
 
 
 class _BadWords:
-    """Forbidden token sequences, indexed by the tokens before their last one: the cost does not grow with their number.
+    """Forbidden token sequences.
+
+    They are indexed by the tokens before their last one, so that the cost of a lookup does not grow with their number.
 
     Args:
         words: token ids of each spelling.
@@ -107,7 +108,7 @@ class _BadWords:
         self._lengths = sorted({len(before) for before in self._ends})
 
     def ends(self, tokens: Sequence[int], ancestors: Sequence[int]) -> list[int]:
-        """Last tokens of all words whose other tokens end the text."""
+        """Return the last tokens of all words whose other tokens end the text."""
         if not self._lengths:
             return []
         near = (*tokens[len(tokens) - min(self._lengths[-1], len(tokens)) :], *ancestors)
@@ -161,7 +162,7 @@ def _process(processor: object, scores: Tensor, tokens: Sequence[int], ancestors
 
 
 def _name_of(processor: object) -> str:
-    """A processor's name for messages: its __name__ or its class name."""
+    """Return a processor's name for messages: its __name__ or its class name."""
     try:
         name = getattr(processor, "__name__", None)
     except Exception:  # user classes may raise anything from attribute access
@@ -170,10 +171,10 @@ def _name_of(processor: object) -> str:
 
 
 def topk_rows(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest values of each row and their columns, descending; x: [num_rows, width].
+    """Return the k largest values of each row, descending, and their columns. x: [num_rows, width].
 
-    First selects the k blocks with the largest maxima, which contain the k largest values. For 24 rows, k = 8, one
-    thread: 62 us vs. torch.topk's 84 at width 4,096, 452 vs. 2,283 at 131,072.
+    First selects the k blocks with the largest maxima, which contain the k largest values. With 24 rows, k = 8 and one
+    thread it takes 62 us vs. torch.topk's 84 us at width 4,096, and 452 us vs. 2,283 us at 131,072.
     """
     rows, width = x.shape
     block = 64
@@ -188,14 +189,14 @@ def topk_rows(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def keep_best(scores: Tensor, count: int) -> Tensor:
-    """Set all but the `count` best scores ([vocab]) to -inf; ties prefer lower ids. NaN is kept."""
+    """Set all but the `count` best scores ([vocab]) to -inf. Ties prefer lower ids. NaN is kept."""
     if count >= len(scores):
         return scores
     return scores.masked_fill(~_best(scores, count), -torch.inf)
 
 
 def _best(scores: Tensor, count: int) -> Tensor:
-    """bool [vocab]: True for the `count` best scores and for NaN."""
+    """Return bool [vocab]: True for the `count` best scores and for NaN."""
     least = topk_rows(scores[None], count)[0][0, -1]
     best = ~(scores < least)
     spare = int(best.sum()) - count
@@ -205,16 +206,16 @@ def _best(scores: Tensor, count: int) -> Tensor:
 
 
 def nucleus_size(scores: Tensor, top_p: float) -> int:
-    """Number of most likely tokens (at least 1) needed to reach probability `top_p`; scores: [vocab]."""
+    """Return the number of most likely tokens (at least 1) with total probability `top_p`. scores: [vocab]."""
     shares = torch.exp(scores - scores.max())
     wanted, count = top_p * float(shares.sum(dtype=torch.float64)), 64
-    while True:  # sorting all 131,072 takes 9 ms; a few hundred usually suffice
+    while True:  # sorting all 131,072 tokens takes 9 ms; a few hundred usually suffice
         best = topk_rows(shares[None], count)[0][0].double().cumsum(0)
         reached = best >= wanted
         if bool(reached[-1]):
             return int(reached.to(torch.int64).argmax()) + 1
         if count >= len(scores):
-            return len(scores)  # rounding of the sums differs
+            return len(scores)  # the two sums may round differently
         count *= 4
 
 
@@ -226,7 +227,7 @@ def truncate_rows(logits: Tensor, params: SamplingParams) -> None:
 
     Args:
         logits: float32 [num_rows, vocab], already divided by the temperature.
-        params: of the request.
+        params: sampling parameters of the request.
     """
     wide = logits.shape[1]
     if params.min_p > 0:
@@ -244,8 +245,10 @@ def truncate_rows(logits: Tensor, params: SamplingParams) -> None:
 
 
 class Logprob(NamedTuple):
-    """A token's log-probability under the model's untransformed distribution and its rank, from 1; ties prefer lower
-    ids."""
+    """A token's log-probability and rank in the model's untransformed distribution.
+
+    Ranks start at 1. Ties prefer lower ids.
+    """
 
     logprob: float
     rank: int
@@ -253,7 +256,7 @@ class Logprob(NamedTuple):
 
 
 def logprobs_of(logits: Tensor, token: int, count: int) -> dict[int, Logprob]:
-    """Log-probabilities of the chosen token and of the `count` most likely tokens, in descending order.
+    """Return the log-probabilities of the chosen token and of the `count` most likely tokens, in descending order.
 
     Args:
         logits: [vocab], untransformed.

@@ -1,1 +1,1 @@
-"""Builds an engine: resolves options, plans memory, loads, tests and measures models."""
+"""Build an engine: resolve options, plan memory, then load, test and measure models."""

@@ -1,4 +1,4 @@
-"""Builds an engine: resolve the options, plan the memory, assemble the parts."""
+"""Build an engine: resolve the options, plan the memory, assemble the parts."""
 
 import functools
 import logging
@@ -41,16 +41,16 @@ def build(options: EngineOptions) -> Built:
         return assemble(resolved, plan)
     except ExactnessError as error:
         options = fallback_options(resolved, error)
-    # Out of the `except` block: the traceback of the error keeps the rejected decoder and its cache in memory.
+    # Outside of the `except` block, because the error's traceback keeps the rejected decoder and its cache in memory.
     del resolved, plan
     return build(options)
 
 
 def assemble(resolved: Resolved, plan: MemoryPlan) -> Built:
-    """Load and test the models, measure their costs, and put the engine together.
+    """Load and test the models, measure their costs, and create the engine.
 
     Raises:
-        ExactnessError: trees do not have the bits of plain decoding. KernelError: a kernel does not run.
+        ExactnessError: trees are not bit-identical to plain decoding. KernelError: a kernel does not run.
     """
     target = load_target(resolved, plan)
     runner = Runner(target.decoder, target.cache, target.fixed_rows)
@@ -77,7 +77,10 @@ def assemble(resolved: Resolved, plan: MemoryPlan) -> Built:
 
 
 def _load_ssms(resolved: Resolved, plan: MemoryPlan, target: Target) -> SsmDrafter | None:
-    """Load the drafts that share the target's token ids. Their bits decide no token, so their rows are not padded."""
+    """Load the drafts that share the target's token ids.
+
+    Their rows are not padded to fixed sizes, because a draft's bits do not affect the output tokens.
+    """
     drafts, load = resolved.ssms, resolved.loader.load
     if not drafts:
         return None
@@ -104,7 +107,7 @@ def _engine_config(resolved: Resolved, plan: MemoryPlan, target: Target) -> Engi
 
 
 def _make_planner(resolved: Resolved, runner: Runner, ssms: SsmDrafter | None, config: EngineConfig) -> Planner:
-    """Make a planner with the costs of passes; log how Triton's kernels are configured."""
+    """Create a planner with the costs of passes, and log the configuration of the Triton kernels."""
     loader = resolved.loader
     interpreted = loader.attention == "triton" and loader.device.type == "cpu"
     planner = Planner(load_costs(runner, ssms, config.num_threads, interpreted))
@@ -125,7 +128,7 @@ def _make_lookup(resolved: Resolved) -> LookupDrafter | None:
 def _load_foreign(
     resolved: Resolved, plan: MemoryPlan, planner: Planner, ssms: SsmDrafter | None
 ) -> list[ForeignDrafter]:
-    """Load the drafts with another tokenizer."""
+    """Load the drafts with another tokenizer than the target's."""
     load = resolved.loader.load
     return foreign_drafters(
         resolved.foreign,
@@ -144,7 +147,7 @@ def _load_foreign(
 def _capture(
     resolved: Resolved, plan: MemoryPlan, runner: Runner, ssms: SsmDrafter | None
 ) -> Callable[[], Rounds] | None:
-    """Return what captures the engine's rounds; None without Triton."""
+    """Return a function that captures the engine's rounds, or None without Triton."""
     configs, options = resolved.loader.configs, resolved.options
     if configs is None:
         return None
@@ -155,13 +158,13 @@ def _capture(
 def _make_engine(
     engine: Engine, capture: Callable[[], Rounds] | None, config: EngineConfig
 ) -> tuple[Engine, Rounds | None]:
-    """Add captured rounds to an engine, where they run and are exact."""
+    """Add captured rounds to an engine if they run and are exact."""
     if capture is None:
         return engine, None
     if config.device.type == "cuda" and not is_interpreted():
         rounds = proven_rounds(engine, capture, config.exact)
     else:
-        rounds = capture()  # the proof takes minutes in the interpreter
+        rounds = capture()  # proving them takes minutes in the interpreter
     if rounds is None:
         return engine, None
     captured = GraphExecutor(engine.runner, engine.sources, rounds, config.max_model_len)
@@ -171,7 +174,7 @@ def _make_engine(
 def _memory_in_use(
     target: Target, sources: DraftSources, foreign: list[ForeignDrafter], rounds: Rounds | None
 ) -> dict[str, int]:
-    """Bytes by use."""
+    """Return the bytes in use, by purpose."""
     drafts = [*(sources.ssms.models if sources.ssms else ()), *(drafter.model for drafter in foreign)]
     return {
         "target_weights": target.decoder.nbytes,

@@ -1,4 +1,4 @@
-"""Built: an engine with the facts about its start that `LLM` reports."""
+"""An engine and the facts about its start that `LLM` reports."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,16 +12,18 @@ from treespec_kernels.tuning.tuned import KernelConfigs
 
 @dataclass(frozen=True)
 class Built:
-    """An engine and what it was built with. Holds no model in memory that the engine itself does not hold.
+    """An engine and the settings it was built with.
+
+    It keeps no model in memory that the engine does not keep itself.
 
     Attributes:
         engine, config: the engine and its resolved resources.
         target: config of the target.
-        backend: of the target, "native" or "transformers".
-        exactness: what is guaranteed of the tokens.
-        memory: bytes by use.
+        backend: backend of the target: "native" or "transformers".
+        exactness: guarantee about the output tokens.
+        memory: bytes in use, by purpose.
         kernels: configurations of the Triton kernels; None without Triton.
-        connections: how each draft model guesses for the target, by name.
+        connections: how each draft model proposes tokens for the target, by name.
     """
 
     engine: Engine
@@ -34,7 +36,7 @@ class Built:
     connections: dict[str, str]
 
     def stats(self) -> dict[str, Any]:
-        """Return what `LLM.stats` does."""
+        """Return the document of `LLM.stats`."""
         config, sources = self.config, self.engine.sources
         drafts = sources.ssms.names if sources.ssms else ()
         return self.engine.stats.as_dict() | {
@@ -49,7 +51,7 @@ class Built:
         }
 
     def _frozen(self) -> dict[str, Any]:
-        """Settings that bits depend on; they do not change while the engine lives."""
+        """Return the settings that bits depend on. They do not change during the engine's lifetime."""
         config, kernels = self.config, self.kernels
         return {
             "dtype": str(config.dtype).removeprefix("torch."),

@@ -1,4 +1,4 @@
-"""The device and the dtype of an engine."""
+"""Resolve the device and the dtype of an engine."""
 
 import logging
 
@@ -14,7 +14,7 @@ _DTYPE_ALIASES = {"half": "float16", "float": "float32"}  # as in vLLM and torch
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
-    """Return the device with its index; "auto" is this thread's current GPU, or the CPU. Raises ConfigError."""
+    """Return the device with its index. "auto" is this thread's current GPU, or the CPU. Raises ConfigError."""
     try:
         chosen = (
             torch.device("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else torch.device(device)
@@ -32,7 +32,7 @@ def resolve_device(device: str | torch.device) -> torch.device:
     if index >= count:
         raise ConfigError(
             f"device={device!r}, but the last of the {count} that torch sees here is cuda:{count - 1}; "
-            "CUDA_VISIBLE_DEVICES says which"
+            "CUDA_VISIBLE_DEVICES selects them"
         )
     return torch.device("cuda", index)
 

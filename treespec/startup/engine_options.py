@@ -1,4 +1,4 @@
-"""EngineOptions: what an engine is built from."""
+"""Options that an engine is built from."""
 
 import os
 from collections.abc import Sequence
@@ -16,27 +16,27 @@ from treespec.utils.scalars import to_python
 
 @dataclass(kw_only=True)
 class EngineOptions:
-    """Options of an engine, with the names, types and defaults of `LLM`, which documents them in full.
+    """Options of an engine. Names, types and defaults are those of `LLM`, which documents them in full.
 
-    Frozen. `EngineArgs`, which vLLM's users change in place, inherits the fields alone.
+    Instances are frozen. The subclass `EngineArgs` is mutable, because vLLM's users change it in place.
 
     Attributes:
-        model: the target: a folder, a hub id, a model in memory, or None for the embedded one.
-        drafts: draft models and `Drafter` objects; None takes the embedded SSMs with the embedded target.
-        spec: the engine's default speculation; the largest tree it has to hold.
+        model: the target: a folder, a hub id, a model in memory, or None for the embedded target.
+        drafts: draft models and `Drafter` objects; None uses the embedded SSMs with the embedded target.
+        spec: default speculative decoding options; they also bound the tree size.
         device: "auto", "cpu", "cuda" or "cuda:N".
         dtype: "auto" (the checkpoint's), a name, or a torch dtype.
-        exact: refuse to run where trees do not have the bits of plain decoding.
-        max_num_seqs: requests decoded at once.
-        max_model_len: positions of the longest request; None derives it from the model and the free memory.
-        attention: the implementation of tree attention.
+        exact: raise an error if trees are not bit-identical to plain decoding.
+        max_num_seqs: maximum number of requests decoded concurrently.
+        max_model_len: maximum positions of a request; None derives it from the model and the free memory.
+        attention: implementation of tree attention.
         prefill_chunk: prompt rows per step.
         compile: run CPU passes in compiled C++; "auto" falls back to eager passes.
-        linear: the implementation of linear layers.
+        linear: implementation of linear layers.
         cuda_graphs: capture rounds in CUDA graphs.
         backend: "native", "transformers" or "auto".
-        quantization: of the target's layers, applied while loading: "int8", "int4" or None.
-        suffix_tokens: output tokens remembered for the source "suffix".
+        quantization: quantisation of the target's layers at load time: "int8", "int4" or None.
+        suffix_tokens: number of output tokens stored for the source "suffix".
     """
 
     model: str | os.PathLike[str] | nn.Module | None = None
@@ -67,7 +67,7 @@ class EngineOptions:
         super().__setattr__(name, value)
 
     def check(self) -> None:
-        """Check what needs neither a file nor a device: types, and the ranges of numbers.
+        """Check types and ranges that need neither a file nor a device.
 
         Raises:
             ConfigError: a value of another type or out of range.
@@ -78,7 +78,7 @@ class EngineOptions:
         for name in ("max_num_seqs", "prefill_chunk"):
             if not _is_int(getattr(self, name), 1):
                 raise ConfigError(f"{name}={getattr(self, name)!r}; valid: an int of at least 1")
-        # Its range depends on the model, see `resolve_max_model_len`.
+        # The valid range depends on the model, see `resolve_max_model_len`.
         if isinstance(self.max_model_len, bool) or not isinstance(self.max_model_len, int | None):
             raise ConfigError(f"max_model_len={self.max_model_len!r}; valid: an int of at least 2, or None")
         if compile != "auto" and not isinstance(compile, bool):

@@ -1,4 +1,4 @@
-"""Where the models of `LLM(model, drafts)` are: folders, hub ids, embedded names and models in memory."""
+"""Locate the models of `LLM(model, drafts)`: folders, hub ids, embedded names and models in memory."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from treespec_weights import HubError, default_folder, default_names, fetch, is_
 
 
 def resolve_model(model: str | os.PathLike[str] | None) -> Path:
-    """Return the folder of a model: the embedded target, a path, or a hub id, from the cache or downloaded."""
+    """Return the folder of a model: the embedded target, a path, or a hub id (cached or downloaded)."""
     if model is None:
         return default_folder("target")
     folder = Path(os.path.expanduser(model))  # leaves "~nobody" unchanged
@@ -29,7 +29,7 @@ def resolve_model(model: str | os.PathLike[str] | None) -> Path:
 def resolve_drafts(
     model: object, drafts: Sequence[Any] | None
 ) -> tuple[list[tuple[str, Path | nn.Module]], list[Drafter]]:
-    """Split `drafts` into draft models, by unique name, and `Drafter` objects."""
+    """Split `drafts` into draft models with unique names and `Drafter` objects."""
     if isinstance(drafts, str | os.PathLike):
         raise ConfigError(f"drafts={drafts!r}; valid: a list, such as [{str(drafts)!r}]")
     if drafts is not None and not isinstance(drafts, Sequence):
@@ -58,7 +58,7 @@ def resolve_drafts(
 
 
 def _resolve_draft(draft: str | os.PathLike[str]) -> Path:
-    """Return the folder of a draft: an embedded SSM by name, or as `resolve_model`."""
+    """Return the folder of a draft: an embedded SSM by name, otherwise as `resolve_model`."""
     name = os.fspath(draft)
     if not Path(name).exists():
         if name in default_names():

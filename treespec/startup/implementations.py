@@ -1,4 +1,4 @@
-"""Implementations of attention, linear layers, whole passes and lookup, chosen for a device, a dtype and exactness."""
+"""Select implementations of attention, linear layers, whole passes and lookup for a device, a dtype and exactness."""
 
 import ctypes
 import logging
@@ -20,7 +20,7 @@ from treespec_kernels.linear.linear import LinearImpl, onednn_available
 logger = logging.getLogger("treespec")
 
 LINEARS = ("onednn", "torch", "triton")
-FIXED_ROWS = 64  # rows of every pass where the linear layers are not row-invariant
+FIXED_ROWS = 64  # rows of every pass if the linear layers are not row-invariant
 
 
 def resolve_compile(
@@ -31,7 +31,7 @@ def resolve_compile(
     dtype: torch.dtype,
     device: torch.device,
 ) -> bool:
-    """Return whether passes run in compiled libraries, and build those that are missing.
+    """Return whether passes run in compiled libraries, and build missing libraries.
 
     Raises:
         KernelError, OSError: compile=True, but the models are not supported, the build fails, or the cache folder
@@ -42,7 +42,7 @@ def resolve_compile(
     try:
         for name, asked in (("attention", attention), ("linear", linear)):
             if asked != "auto":
-                raise KernelError(f"{name}={asked!r}, but compile=True has its own; leave it at 'auto'")
+                raise KernelError(f"{name}={asked!r}, but compile=True has its own implementation; leave it at 'auto'")
         natives = []
         for model in models:
             if isinstance(model, Source):
@@ -58,8 +58,10 @@ def resolve_compile(
 
 
 def resolve_lookup(compile: bool | str) -> ctypes.CDLL | None:
-    """Return the C++ library for prompt lookup. None where it cannot be built: the numpy search is equivalent but
-    slower."""
+    """Return the C++ library for prompt lookup, or None if it cannot be built.
+
+    The numpy search is equivalent but slower.
+    """
     if compile is False:
         return None
     try:
@@ -72,7 +74,7 @@ def resolve_lookup(compile: bool | str) -> ctypes.CDLL | None:
 def resolve_linear(
     linear: str, attention: str, dtype: torch.dtype, device: torch.device, exact: bool, spec: SpecConfig, compile: bool
 ) -> tuple[LinearImpl | Literal["compiled", "triton"], int | None]:
-    """Return the implementation of linear layers, and the rows to pad every pass to where exactness needs padding."""
+    """Return the implementation of linear layers, and the rows to pad every pass to if exactness needs padding."""
     if linear not in ("auto", *LINEARS):
         raise KernelError(f"linear={linear!r}; valid: 'auto', {', '.join(map(repr, LINEARS))}")
     if compile:
@@ -81,7 +83,7 @@ def resolve_linear(
     if linear == "onednn" and not available:
         raise KernelError(f"linear='onednn' needs a CPU with fast {dtype}, the device is {device}; use linear='auto'")
     if linear == "triton" and attention != "triton":
-        raise KernelError(f"linear='triton' goes with attention='triton', not with {attention!r}")
+        raise KernelError(f"linear='triton' requires attention='triton', not {attention!r}")
     if linear == "triton" or (linear == "auto" and device.type == "cuda"):
         return "triton", None
     if linear in ("auto", "onednn") and available:
@@ -89,12 +91,12 @@ def resolve_linear(
     if not exact:
         return "torch", None
     rows = max(FIXED_ROWS, spec.max_nodes)
-    logger.warning("%s on %s has no row-invariant linear layers: every pass has %d rows", dtype, device, rows)
+    logger.warning("%s on %s has no row-invariant linear layers: every pass is padded to %d rows", dtype, device, rows)
     return "torch", rows
 
 
 def resolve_attention(attention: str, device: torch.device) -> str:
-    """Return the name of an implementation of tree attention."""
+    """Return the name of the tree attention implementation."""
     if attention not in ("auto", *ATTENTIONS):
         raise KernelError(f"attention={attention!r}; valid: 'auto', {', '.join(map(repr, ATTENTIONS))}")
     return attention if attention != "auto" else "cpu-packed" if device.type == "cpu" else "triton"

@@ -1,4 +1,4 @@
-"""Loads the decoders of an engine: native ones, and adapters around transformers models."""
+"""Load the decoders of an engine: native models, and adapters around transformers models."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from treespec_weights import load_weights
 
 
 def libraries_folder() -> Path:
-    """Return the cache folder of compiled C++ libraries. Raises OSError where there is none."""
+    """Return the cache folder of compiled C++ libraries. Raises OSError if there is no cache folder."""
     return costs.cache_folder() / "compiled"
 
 
@@ -34,9 +34,9 @@ class Loader:
     """Loads the models of an engine.
 
     Args:
-        device, dtype: of the passes.
-        attention: the implementation of tree attention.
-        linear: the implementation of native models' linear layers; "compiled" runs whole passes in C++.
+        device, dtype: device and dtype of the passes.
+        attention: implementation of tree attention.
+        linear: implementation of native models' linear layers; "compiled" runs whole passes in C++.
         exact: as in `LLM`.
         configs: tuned configurations of the Triton kernels; None without Triton.
     """
@@ -50,7 +50,7 @@ class Loader:
     _modules: dict[Source, nn.Module] = field(default_factory=dict)
 
     def open(self, model: ModelConfig | Source) -> ModelConfig | AdapterConfig:
-        """Return the config of a model. A model for the adapter is loaded: its config comes from a trace."""
+        """Return the config of a model. Models for the adapter are loaded, because their config comes from a trace."""
         if isinstance(model, ModelConfig):
             return model
         config, self._modules[model] = open_adapter(model, self.dtype, self.device, self.attention)
@@ -67,11 +67,11 @@ class Loader:
         """Load a model's weights and return its decoder.
 
         Args:
-            config: from `open`; its vocabulary size may be the target's.
+            config: result of `open`; its vocabulary size may be the target's.
             known: the model's own vocabulary size.
-            positions: the largest context that will be requested.
-            min_rows: rows to pad every pass to.
-            quantization: of unquantised weights, applied while loading.
+            positions: maximum context length.
+            min_rows: number of rows to which smaller passes are padded.
+            quantization: quantisation to apply to unquantised weights.
         """
         if isinstance(config, AdapterConfig):
             return self.adapt(config, known, positions, self.attention, min_rows, 1)
@@ -94,6 +94,6 @@ class Loader:
     def adapt(
         self, config: AdapterConfig, known: int, positions: int, attention: str, min_rows: int, multiple: int
     ) -> AdapterDecoder:
-        """Return the decoder of a model for the adapter, which `open` has loaded."""
+        """Return the decoder of a model for the adapter, which `open` loaded."""
         op = make_attention(attention, config.shape, self.dtype, self.device, self.configs, self.exact)
         return AdapterDecoder(config, self._modules[config.source], op, positions, min_rows, multiple, known)

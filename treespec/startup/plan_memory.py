@@ -1,4 +1,4 @@
-"""Second step of a start: how the device's memory is divided between weights, captured rounds and the KV cache."""
+"""Second step of a start: divide the device's memory between weights, captured rounds and the KV cache."""
 
 import logging
 from dataclasses import dataclass
@@ -24,16 +24,16 @@ logger = logging.getLogger("treespec")
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The sizes of an engine.
+    """Memory sizes of an engine.
 
     Attributes:
-        max_model_len: positions of the longest request.
-        scratch: slots after a request's committed ones, for its tree and its drafts.
+        max_model_len: maximum positions of a request.
+        scratch: KV slots after a request's committed slots, for its tree and its drafts.
         largest_pass: rows of the largest pass.
-        num_pages: pages of the KV cache.
-        cache_dtype: of the KV cache.
-        shapes: of the models in the KV cache, target first.
-        stacks: how many neighbouring models share a tensor of the KV cache, as `KVCache` has it.
+        num_pages: number of pages of the KV cache.
+        cache_dtype: dtype of the KV cache.
+        shapes: shapes of the models in the KV cache, target first.
+        stacks: numbers of consecutive models that share a tensor of the KV cache (see `KVCache`).
     """
 
     max_model_len: int
@@ -46,7 +46,7 @@ class MemoryPlan:
 
     @property
     def positions(self) -> int:
-        """Positions that models compute, scratch included."""
+        """Number of positions that models compute, including scratch slots."""
         return self.max_model_len + self.scratch
 
     def make_cache(self, device: torch.device) -> KVCache:
@@ -55,7 +55,7 @@ class MemoryPlan:
 
 
 def plan_memory(resolved: Resolved) -> MemoryPlan:
-    """Choose the length of the longest request and the size of the KV cache.
+    """Choose the maximum request length and the size of the KV cache.
 
     Raises:
         ConfigError: max_model_len is out of range. CacheMemoryError: the free memory is too small.
@@ -70,7 +70,7 @@ def plan_memory(resolved: Resolved) -> MemoryPlan:
     page = KVCache.bytes_per_page(shapes, cache_dtype)
     page += int(ROOM * KVCache.bytes_per_page([draft.config.shape for draft in resolved.foreign], cache_dtype))
     reserved = 0
-    if triton and loader.device.type == "cuda":  # a CPU's memory is not divided so closely
+    if triton and loader.device.type == "cuda":  # a CPU's memory is not budgeted this closely
         reserved = _weight_bytes(resolved) + _round_bytes(resolved, scratch)
     max_num_seqs = options.max_num_seqs
     length = resolve_max_model_len(options.max_model_len, target, page, max_num_seqs, scratch, loader.device, reserved)
@@ -94,26 +94,26 @@ def resolve_max_model_len(
     device: torch.device,
     reserved: int = 0,
 ) -> int:
-    """Return the positions of the longest request.
+    """Return the maximum number of positions of a request.
 
     Args:
-        asked: by the user; None takes the model's maximum, or less where half of the free memory holds fewer.
+        asked: the user's value; None means the model's maximum, or fewer if half of the free memory holds fewer.
         target: config of the target.
-        bytes_per_page: of all models in the KV cache.
-        seqs: requests to hold at once.
+        bytes_per_page: bytes per page of all models in the KV cache.
+        seqs: number of concurrent requests.
         scratch: slots after each request.
-        device: whose memory is used.
-        reserved: bytes for weights and captured rounds.
+        device: device that holds the cache.
+        reserved: bytes reserved for weights and captured rounds.
 
     Raises:
         ConfigError: `asked` is out of range, or the free memory holds no context at all.
-        CacheMemoryError: the cache, or what is `reserved`, does not fit into the free memory.
+        CacheMemoryError: the cache, or the `reserved` bytes, do not fit into the free memory.
     """
     free = free_memory(device) - reserved
     if free <= 0:
         raise CacheMemoryError(
             f"weights and captured rounds need {reserved / 2**30:.1f} GiB, and {(free + reserved) / 2**30:.1f} GiB of "
-            f"{device} are free; take a smaller model, or lower max_num_seqs, max_model_len or nodes"
+            f"{device} are free; use a smaller model, or lower max_num_seqs, max_model_len or nodes"
         )
     if asked is not None:
         if not 2 <= asked <= target.max_positions:
@@ -140,7 +140,7 @@ def _weight_bytes(resolved: Resolved) -> int:
 
 
 def _round_bytes(resolved: Resolved, scratch: int) -> int:
-    """Bytes of captured rounds for the longest context."""
+    """Return the bytes of captured rounds for the maximum context length."""
     options, most = resolved.options, resolved.target.max_positions
     longest = min(options.max_model_len or most, most)
     limits = round_limits(resolved.spec, longest, scratch, len(resolved.ssms))
@@ -148,6 +148,6 @@ def _round_bytes(resolved: Resolved, scratch: int) -> int:
 
 
 def _natives(resolved: Resolved) -> list[ModelConfig]:
-    """The native ones of the target and its SSMs."""
+    """Return the configs of the native models among the target and its SSMs."""
     configs = (resolved.target, *(draft.config for draft in resolved.ssms))
     return [config for config in configs if isinstance(config, ModelConfig)]

@@ -1,4 +1,4 @@
-"""First step of a start: what the options of an engine stand for on this machine."""
+"""First step of a start: resolve an engine's options on this machine."""
 
 from dataclasses import dataclass
 
@@ -22,17 +22,17 @@ from treespec_kernels.tuning.tuned import KernelConfigs
 
 @dataclass(frozen=True)
 class Resolved:
-    """The options of an engine with every "auto" replaced and every config read; no native weights are loaded.
+    """Options of an engine with every "auto" replaced and every config read. No native weights are loaded.
 
     Attributes:
-        options: as given.
-        spec: the default speculation.
-        loader: loads models on the resolved device, in the resolved dtype, with the resolved implementations.
+        options: the given options.
+        spec: default speculative decoding options.
+        loader: loads models with the resolved device, dtype and implementations.
         compile: whether passes run in compiled libraries.
-        quantization: to apply to the target's layers.
-        fixed_rows: rows of every pass, where exactness needs padding.
-        target: the target's config.
-        drafts: the draft models, connected to the target's vocabulary.
+        quantization: quantisation to apply to the target's layers.
+        fixed_rows: rows of every pass if exactness needs padding, else None.
+        target: config of the target.
+        drafts: draft models, connected to the target's vocabulary.
         drafters: the user's own `Drafter` objects.
     """
 
@@ -52,12 +52,12 @@ class Resolved:
 
     @property
     def ssms(self) -> list[Draft]:
-        """The drafts that share the target's token ids."""
+        """Drafts that share the target's token ids."""
         return [draft for draft in self.drafts if not draft.is_foreign]
 
     @property
     def foreign(self) -> list[Draft]:
-        """The drafts with another tokenizer."""
+        """Drafts with another tokenizer than the target's."""
         return [draft for draft in self.drafts if draft.is_foreign]
 
 
@@ -93,7 +93,7 @@ def resolve(options: EngineOptions) -> Resolved:
 def _read_models(
     options: EngineOptions, spec: SpecConfig
 ) -> tuple[ModelConfig | Source, list[tuple[str, ModelConfig | Source]], list[Drafter]]:
-    """Read the configs of the target and of the draft models that `spec` allows."""
+    """Read the configs of the target and of the draft models allowed by `spec`."""
     model, length, backend = options.model, options.max_model_len, options.backend
     target = read_model(model if isinstance(model, nn.Module) else resolve_model(model), length, backend)
     places, drafters = resolve_drafts(model, options.drafts)

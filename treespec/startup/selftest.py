@@ -1,7 +1,7 @@
-"""Self-test at start-up: a tree node has the same bits as plain decoding on this machine.
+"""Start-up self-test: tree nodes are bit-identical to plain decoding on this machine.
 
-Computes rows of one layer of each kind, the final norm and the head alone, in a tree, in a batch and in prompt chunks
-of several sizes, around the boundaries of attention tiles and windows, and compares them bit by bit.
+Computes one layer of each kind, the final norm and the head for the same rows alone, in a tree, in a batch and in
+prompt chunks of several sizes, around the boundaries of attention tiles and windows, and compares the bits.
 """
 
 import numpy as np
@@ -11,27 +11,27 @@ from torch import Tensor
 from treespec.models.decoder import Decoder
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
 
-# Tile boundaries, and six tiles: torch sums more than four of them in another order.
+# Around tile boundaries, and six tiles, because torch sums more than four tiles in another order.
 _PREFIXES = (1, PAGE_SIZE - 4, 2 * PAGE_SIZE - 1, 5 * PAGE_SIZE + 30)
-_PARENTS = np.array([-1, 0, 0, 0, 1, 1, 2, 4, 4, 7, 8, 9, 11])  # 13 nodes, 7 deep: crosses tile boundaries
+_PARENTS = np.array([-1, 0, 0, 0, 1, 1, 2, 4, 4, 7, 8, 9, 11])  # 13 nodes of up to 7 levels, to cross tile boundaries
 _WIDE = np.maximum(np.arange(2 * PAGE_SIZE) - 9, 0)  # parents of a tree too large for packed attention
 _WIDE[0] = -1
-_PAGES = 8  # of one request
-_FEW = 24  # rows of a small matrix product: AMX kernels block the sum of more than 32 rows differently
-_WINDOW = 90  # longer windows are cut to it: sums within a tile do not depend on the number of tiles
+_PAGES = 8  # pages per request
+_FEW = 24  # rows of a small matrix product; AMX kernels block the sum of more than 32 rows differently
+_WINDOW = 90  # maximum window in the test; sums within a tile do not depend on the number of tiles
 
 
 def differing_rows(model: Decoder, pool: Tensor, largest_pass: int = 512, seed: int = 0) -> list[str]:
-    """Compare plain decoding with trees, batches and chunks, on one layer of each kind or on the model's minimum.
+    """Compare plain decoding with trees, batches and prompt chunks, on one layer of each kind.
 
     Args:
         model: the target.
-        pool: its K/V pool, empty; the used pages are zeroed afterwards.
+        pool: the target's empty KV pool. The used pages are zeroed afterwards.
         largest_pass: rows of the engine's largest pass.
-        seed: of the random tokens.
+        seed: seed of the random tokens.
 
     Returns:
-        A line for each difference; empty where all comparisons were equal.
+        One line for each difference, or an empty list.
     """
     rng = np.random.default_rng(seed)
     whole, (model, num_layers, windows) = pool, model.layer_subset(_WINDOW)
@@ -42,12 +42,12 @@ def differing_rows(model: Decoder, pool: Tensor, largest_pass: int = 512, seed: 
     room = len(pages) * PAGE_SIZE
     found = []
     ends = [end for window in windows if window is not None for end in (window, window + PAGE_SIZE)]
-    borders = {end - 4 for end in ends if end > 4}  # the first position leaves the window of deeper nodes
+    borders = {end - 4 for end in ends if end > 4}  # so that the first position leaves the window of deeper nodes
     for prefix in (p for p in sorted({*_PREFIXES, *borders}) if p + len(_PARENTS) <= room):
-        found += _behind_prompt(model, pool, rng.integers(model.vocab_size, size=prefix), _PARENTS, pages, twin)
-    if model.min_rows <= 2:  # with fixed rows no pass is larger
+        found += _compare_after_prompt(model, pool, rng.integers(model.vocab_size, size=prefix), _PARENTS, pages, twin)
+    if model.min_rows <= 2:  # with fixed rows, no pass is larger
         if 30 + len(_WIDE) <= room:
-            found += _behind_prompt(model, pool, rng.integers(model.vocab_size, size=30), _WIDE, pages, None)
+            found += _compare_after_prompt(model, pool, rng.integers(model.vocab_size, size=30), _WIDE, pages, None)
         prompt = rng.integers(model.vocab_size, size=min(largest_pass, room))
         if not torch.equal(_prefill(model, pool, prompt, _FEW, pages), _prefill(model, pool, prompt, room, pages)):
             found.append(f"a pass of {len(prompt)} rows")
@@ -57,7 +57,10 @@ def differing_rows(model: Decoder, pool: Tensor, largest_pass: int = 512, seed: 
 
 
 def _hidden(model: Decoder, pool: Tensor, rows: list[RequestRows], tokens: np.ndarray) -> Tensor:
-    """Return [num tokens, hidden_size] after all layers of `pool`, with 0 for NaN, which never compares equal."""
+    """Return hidden states after all layers of `pool`, [num tokens, hidden_size].
+
+    NaN, which never compares equal, becomes 0.
+    """
     ids = torch.from_numpy(tokens).to(model.device)
     return model.forward(ids, model.plan(rows, pool), pool, len(pool))[: len(tokens)].nan_to_num()
 
@@ -68,10 +71,10 @@ def _prefill(model: Decoder, pool: Tensor, prompt: np.ndarray, chunk: int, pages
     return torch.cat([_hidden(model, pool, [part], prompt[part.positions]) for part in parts])
 
 
-def _behind_prompt(
+def _compare_after_prompt(
     model: Decoder, pool: Tensor, prompt: np.ndarray, parents: np.ndarray, pages: np.ndarray, twin: np.ndarray | None
 ) -> list[str]:
-    """Compare a prompt and a tree after it; `twin` holds the pages of a second request in the batch."""
+    """Compare a prompt and a tree after it. `twin` holds the pages of a second request in the batch."""
     prefix, found = len(prompt), []
     tree = (np.arange(len(parents)) * 7919 + prefix) % model.vocab_size
     depths = np.zeros(len(parents), dtype=np.int64)
@@ -85,8 +88,8 @@ def _behind_prompt(
 
     largest = model.min_rows if model.min_rows > 2 else prefix
     whole = _prefill(model, pool, prompt, largest, pages)
-    for chunk in (1, 7) if prefix <= 2 * PAGE_SIZE else (7, 64):  # token by token is slow for a large model
-        if chunk > largest:  # with fixed rows no pass is larger
+    for chunk in (1, 7) if prefix <= 2 * PAGE_SIZE else (7, 64):  # single tokens are too slow for a large model
+        if chunk > largest:  # with fixed rows, no pass is larger
             continue
         if not torch.equal(_prefill(model, pool, prompt, chunk, pages), whole):
             found.append(f"a prompt of {prefix} tokens in chunks of {chunk}")
@@ -96,10 +99,10 @@ def _behind_prompt(
         _prefill(model, pool, prompt, largest, twin)
         both = _hidden(model, pool, [tree_rows(twin), tree_rows(pages)], np.concatenate([tree, tree]))
         if not torch.equal(both[len(tree) :], hidden) or not torch.equal(model.logits(both)[len(tree) :], logits):
-            found.append(f"a tree of {len(tree)} nodes behind {prefix} tokens, in a batch")
+            found.append(f"a tree of {len(tree)} nodes after {prefix} tokens, in a batch")
     for node in (0, 5, 10, len(tree) - 1):
         for depth, step in enumerate(np.flatnonzero(visible[node])):
             alone = _hidden(model, pool, [RequestRows.chain(prefix + depth, 1, pages)], tree[step : step + 1])
         if not torch.equal(alone[0], hidden[node]) or not torch.equal(model.logits(alone)[0], logits[node]):
-            found.append(f"node {node} of a tree of {len(tree)} nodes behind {prefix} tokens")
+            found.append(f"node {node} of a tree of {len(tree)} nodes after {prefix} tokens")
     return found

@@ -1,4 +1,4 @@
-"""The measured costs of passes that an engine starts with."""
+"""Measured costs of passes that an engine starts with."""
 
 import logging
 
@@ -9,8 +9,8 @@ from treespec.runner import Runner
 
 logger = logging.getLogger("treespec")
 
-START_SECONDS = 0.5  # time limit for measuring costs that `treespec autotune` has not stored
-THREADS_MARGIN = 0.9  # another number of threads is recommended below this fraction of the current time
+START_SECONDS = 0.5  # time limit for measuring costs that are not stored by `treespec autotune`
+THREADS_MARGIN = 0.9  # recommend another number of threads below this fraction of the current round time
 
 
 def load_costs(runner: Runner, ssms: SsmDrafter | None, threads: int, interpreted: bool) -> CostCurve:
@@ -28,7 +28,10 @@ def load_costs(runner: Runner, ssms: SsmDrafter | None, threads: int, interprete
 
 
 def warn_of_threads(seconds: dict[int, float], threads: int) -> None:
-    """Log the number of threads whose rounds were clearly faster. It is not changed here: bits may depend on it."""
+    """Recommend another number of threads if its rounds were clearly faster.
+
+    The number is not changed here, because bits may depend on it.
+    """
     if threads not in seconds:
         return
     best = min(seconds, key=lambda number: seconds[number])

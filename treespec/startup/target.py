@@ -1,4 +1,4 @@
-"""The target of an engine: loaded with its KV cache, and tested for bit equality on this machine."""
+"""Load the target of an engine with its KV cache, and test it for bit equality on this machine."""
 
 import dataclasses
 import logging
@@ -21,7 +21,7 @@ from treespec_kernels.launch.triton_launch import is_triton_error
 
 logger = logging.getLogger("treespec")
 
-ADAPTER_ROWS = 32  # rows of every pass of an adapter for which no weaker padding is exact
+ADAPTER_ROWS = 32  # rows of every pass of an adapter if no weaker padding is exact
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class Target:
     """A loaded target.
 
     Attributes:
-        decoder: that runs it.
-        cache: the KV cache of the engine; the self-test leaves it zeroed.
-        fixed_rows: rows of every pass, where exactness needs padding.
-        exactness: what is guaranteed of the tokens, for `stats` and the log.
+        decoder: decoder of the target.
+        cache: KV cache of the engine; the self-test leaves it zeroed.
+        fixed_rows: rows of every pass if exactness needs padding, else None.
+        exactness: guarantee about the output tokens, for `stats` and the log.
     """
 
     decoder: Decoder
@@ -45,7 +45,7 @@ def load_target(resolved: Resolved, plan: MemoryPlan) -> Target:
     """Load the target, allocate the KV cache, and run the self-test unless exact=False.
 
     Raises:
-        ExactnessError: trees do not have the bits of plain decoding. KernelError: a kernel does not run.
+        ExactnessError: trees are not bit-identical to plain decoding. KernelError: a kernel does not run.
     """
     loader, config, fixed_rows = resolved.loader, resolved.target, resolved.fixed_rows
     min_rows = fixed_rows or 2
@@ -79,27 +79,30 @@ def check_exact(decoder: Decoder, cache: KVCache, attention: str, largest_pass: 
             'device="cpu"'
         ) from error
     if found and attention == "auto" and decoder.attention.name == "cpu-packed":
-        logger.warning("packed attention is not exact on this machine (%s); using the gathered one", found[0])
+        logger.warning("packed attention is not exact on this machine (%s); using gathered attention", found[0])
         decoder.attention = make_attention("cpu-gathered", decoder.config.shape, decoder.dtype, decoder.device)
         found = differing_rows(decoder, cache.pools[0], largest_pass)
     if found:
         raise ExactnessError(
-            f"trees would not have the bits of plain decoding with attention={decoder.attention.name!r}, "
+            f"trees would not be bit-identical to plain decoding with attention={decoder.attention.name!r}, "
             f"linear={decoder.linear!r}, {decoder.dtype}, {torch.get_num_threads()} threads: {'; '.join(found[:3])}. "
-            "Use exact=False to go on"
+            "Use exact=False to continue"
         )
 
 
 def fallback_options(resolved: Resolved, error: ExactnessError) -> EngineOptions:
-    """Return options that replace what "auto" chose and the self-test rejected; raises `error` where none are left."""
+    """Return options that replace an "auto" choice rejected by the self-test.
+
+    Raises `error` if there is no other choice.
+    """
     options = resolved.options
-    if isinstance(resolved.target, AdapterConfig):  # `find_exact_adapter` has tried everything
+    if isinstance(resolved.target, AdapterConfig):  # `find_exact_adapter` has tried all alternatives
         raise error
     if resolved.compile and options.compile == "auto":
         logger.warning("compiled passes are not exact on this machine; computing eagerly (%s)", error)
         return dataclasses.replace(options, compile=False)
     if resolved.loader.linear == "onednn" and options.linear == "auto":
-        logger.warning("oneDNN's linear layers are not row-invariant here; taking torch's (%s)", error)
+        logger.warning("oneDNN's linear layers are not row-invariant here; using torch's (%s)", error)
         return dataclasses.replace(options, linear="torch")
     raise error
 
@@ -107,7 +110,7 @@ def fallback_options(resolved: Resolved, error: ExactnessError) -> EngineOptions
 def _exact_adapter(
     resolved: Resolved, plan: MemoryPlan, config: AdapterConfig, cache: KVCache
 ) -> tuple[AdapterDecoder, int | None]:
-    """Find the cheapest attention and padding of an adapter that pass the self-test."""
+    """Find the cheapest attention and padding with which an adapter passes the self-test."""
     loader, vocab_size = resolved.loader, config.shape.vocab_size
     attentions = [loader.attention]
     if resolved.options.attention == "auto" and loader.attention == "cpu-packed":

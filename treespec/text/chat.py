@@ -1,4 +1,4 @@
-"""Chat prompts: render messages with the tokenizer's chat template."""
+"""Render chat prompts with the tokenizer's chat template."""
 
 import json
 import re
@@ -60,8 +60,9 @@ class Conversation(NamedTuple):
 
 
 def _to_template_format(message: Message, reads_parts: bool) -> Message:
-    """Convert an OpenAI-style message to what templates expect: content parts joined to one text, unless the template
-    reads parts, and tool-call arguments parsed from JSON.
+    """Convert an OpenAI-style message to the format that templates expect.
+
+    Content parts are joined to one text, unless the template reads parts. Tool-call arguments are parsed from JSON.
 
     Raises:
         RequestError: a part is not text, or arguments are not JSON.
@@ -76,7 +77,7 @@ def _to_template_format(message: Message, reads_parts: bool) -> Message:
 
 
 def _text_of(part: Any) -> str:
-    """Text of a content part."""
+    """Return the text of a content part."""
     text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part
     if not isinstance(text, str):
         raise RequestError(f"content part {safe_repr(part)}; valid: a text or {{'type': 'text', 'text': '...'}}")
@@ -149,7 +150,7 @@ def streamed(
     """Resolve the prompt of `LLM.stream`: a conversation, or the prompt unchanged.
 
     Raises:
-        ConfigError: several prompts or conversations, conversation options without a conversation, or as in
+        ConfigError: several prompts or conversations, conversation options without a conversation, or an error of
             `conversations`.
     """
     if _holds_messages(prompt):
@@ -183,7 +184,7 @@ def streamed(
 
 
 def _holds_messages(prompt: Any) -> bool:
-    """Whether a prompt is a list of messages, well-formed or not, or a list of such lists."""
+    """Return whether a prompt is a list of messages, well-formed or not, or a list of such lists."""
     if not isinstance(prompt, list | tuple) or not prompt:
         return False
     first = prompt[0]

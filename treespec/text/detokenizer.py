@@ -1,29 +1,29 @@
 """Incremental detokenization with stop strings.
 
-A token's text is what it adds to the text of the few tokens before it, because tokenizers may treat the first token of
-a text specially. The result equals decoding all tokens at once, as long as no token changes earlier text, and does not
-depend on whether it is streamed. A piece is released once it ends in a whole character and cannot be the beginning of a
-stop string.
+A token's text is the text that it adds to the few tokens before it, because tokenizers may treat the first token of a
+text specially. The result equals decoding all tokens at once, provided that no token changes earlier text, and does not
+depend on streaming. A piece is released once it ends in a complete character and cannot be the beginning of a stop
+string.
 
-`tokenizers.decoders.DecodeStream` gives the same text, but never releases an incomplete character at the end and takes
-a `tokenizers.Tokenizer` only, while `LLM(tokenizer=...)` accepts any object with `encode` and `decode`.
+`tokenizers.decoders.DecodeStream` gives the same text, but never releases an incomplete character at the end and
+accepts only a `tokenizers.Tokenizer`. `LLM(tokenizer=...)` accepts any object with `encode` and `decode`.
 """
 
 from collections.abc import Callable, Sequence
 
-_BROKEN = "\ufffd"  # what decoders emit for invalid or incomplete UTF-8
+_BROKEN = "\ufffd"  # decoders' output for invalid or incomplete UTF-8
 _WINDOW = 6  # minimum number of tokens decoded before the new ones
-_CHARACTER = 4  # bytes of the longest UTF-8 character: one of as many cuts lies between characters
+_CHARACTER = 4  # maximum bytes of a UTF-8 character: of 4 consecutive cuts, one lies between characters
 
 
 class Detokenizer:
     """Detokenizes one request's output.
 
     Args:
-        decode: token ids to text; handles special tokens.
+        decode: converts token ids to text, and handles special tokens.
         prompt: the prompt's token ids.
         stop: strings that end the text.
-        include_stop: keep the stop string in the text.
+        include_stop: whether to keep the stop string in the text.
     """
 
     def __init__(
@@ -37,7 +37,9 @@ class Detokenizer:
         self._window = self._end_of(prompt)  # tokens since a character boundary, and a few before it
         self._decoded = decode(self._window)
         self._shows = False  # whether the window has an output token
-        self._known = len(self._whole_characters(self._decoded))  # its characters that are in `text` or the prompt
+        self._known = len(
+            self._whole_characters(self._decoded)
+        )  # characters of `_decoded` that are in `text` or the prompt
         self.text = ""
         self.stopped_by: str | None = None
         self._released = 0
@@ -46,12 +48,12 @@ class Detokenizer:
     def push(self, token: int, may_stop: bool = True) -> bool:
         """Append a token. Returns True if it completes a stop string and `may_stop`; `text` then ends there.
 
-        An incomplete character at the end waits for its remaining bytes.
+        An incomplete character at the end is held back until its remaining bytes arrive.
         """
         self._may_stop = may_stop
         decoded = self._decode([*self._window, token])
         if decoded and decoded == self._decoded and not self._decode([token]):
-            return False  # no text: such tokens must not fill the window, or the next word would look like the first
+            return False  # tokens without text must not fill the window, or the next word would be decoded as the first
         self._window.append(token)
         self._decoded, self._shows = decoded, True
         whole = self._whole_characters(decoded)
@@ -62,14 +64,14 @@ class Detokenizer:
         return self.stopped_by is not None
 
     def _end_of(self, prompt: Sequence[int]) -> list[int]:
-        """The shortest end of the prompt whose text begins with a whole character."""
+        """Return the end of the prompt, long enough that its text begins with a complete character."""
         count = _WINDOW
         while count < len(prompt) and self._decode(list(prompt[-count:]))[:1] in ("", _BROKEN):
             count *= 2
         return list(prompt[-count:])
 
     def _shorten(self) -> None:
-        """Shorten the window to an end that decodes to the end of its text."""
+        """Shorten the window to a suffix that decodes to the end of its text."""
         for count in range(_WINDOW, _WINDOW + _CHARACTER):
             decoded = self._decode(self._window[-count:])
             if decoded[:1] not in ("", _BROKEN) and self._decoded.endswith(decoded):
@@ -77,28 +79,28 @@ class Detokenizer:
                 return
 
     def flush(self) -> None:
-        """End of output: release an incomplete character as it is, unless it belongs to the prompt alone."""
+        """End the output: release an incomplete character unchanged, unless it belongs only to the prompt."""
         if self._shows and self.stopped_by is None:
             self._add(self._decoded[self._known :])
             self._known = max(self._known, len(self._decoded))
 
     def shown(self, ended: bool) -> str:
-        """The final part of the text."""
+        """Return the final part of the text. Unless `ended`, this excludes a possible beginning of a stop string."""
         return self.text if ended else self.text[: len(self.text) - self._held_back()]
 
     def release(self, ended: bool) -> str:
-        """The final part of the text that was not released yet."""
+        """Return the final part of the text that is not released yet."""
         piece = self.shown(ended)[self._released :]
         self._released += len(piece)
         return piece
 
     @staticmethod
     def _whole_characters(text: str) -> str:
-        """`text` without a trailing incomplete character."""
+        """Return `text` without a trailing incomplete character."""
         return text.rstrip(_BROKEN)
 
     def _add(self, piece: str) -> None:
-        """Append a piece and cut the text at the first stop string, the longest on ties."""
+        """Append a piece and cut the text at the first stop string, or the longest if several start there."""
         searched = len(self.text)
         self.text += piece
         found = []
@@ -112,7 +114,7 @@ class Detokenizer:
             self.stopped_by = stop
 
     def _held_back(self) -> int:
-        """Number of trailing characters that may begin a stop string."""
+        """Return the number of trailing characters that may begin a stop string."""
         for count in range(min(self._longest, len(self.text)), 0, -1):
             beginning = self.text[-count:]
             if any(stop.startswith(beginning) for stop in self._by_letter.get(beginning[0], ())):

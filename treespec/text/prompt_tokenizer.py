@@ -1,4 +1,4 @@
-"""Tokenizer loading, and prompt tokenization with truncation."""
+"""Load tokenizers, and tokenize prompts with truncation."""
 
 import inspect
 import json
@@ -17,7 +17,9 @@ logger = logging.getLogger("treespec")
 
 
 def load_tokenizer(tokenizer: Any, folder: str | os.PathLike[str]) -> Any:
-    """Load a tokenizer from a folder, for None from the model's folder if it has one; objects are returned unchanged.
+    """Load a tokenizer from a folder; None means the model's folder, if it has a tokenizer.
+
+    Objects are returned unchanged.
 
     Raises:
         ConfigError: the given folder has no tokenizer files, or the files are unusable.
@@ -38,13 +40,15 @@ def load_tokenizer(tokenizer: Any, folder: str | os.PathLike[str]) -> Any:
     kind = PreTrainedTokenizerFast if _is_fast_only(source) else AutoTokenizer
     try:
         found = kind.from_pretrained(source, local_files_only=True)
-    except Exception as error:  # parsers raise anything for damaged files: KeyError, TypeError, a bare Exception
+    except Exception as error:  # parsers may raise anything for damaged files: KeyError, TypeError, a plain Exception
         raise ConfigError(
             f"the tokenizer files of {source} cannot be read ({describe_error(error)}); repair or remove them, "
             "or give LLM(tokenizer=...)"
         ) from error
     if isinstance(warned := getattr(found, "deprecation_warnings", None), dict):
-        warned["sequence-length-is-longer-than-the-specified-maximum"] = True  # too long prompts raise an error instead
+        warned["sequence-length-is-longer-than-the-specified-maximum"] = (
+            True  # treespec raises an error for such prompts
+        )
     return found
 
 
@@ -55,7 +59,7 @@ def check_sentencepiece(folder: str | os.PathLike[str]) -> None:
 
 
 def _is_fast_only(folder: str) -> bool:
-    """Whether tokenizer_config.json says that tokenizer.json is sufficient."""
+    """Return whether tokenizer_config.json states that tokenizer.json is sufficient."""
     try:
         with open(os.path.join(folder, "tokenizer_config.json"), encoding="utf-8") as file:
             config = json.load(file)
@@ -65,14 +69,14 @@ def _is_fast_only(folder: str) -> bool:
 
 
 class UserTokenizer:
-    """Wraps a user's tokenizer behind one interface, whatever options its methods take.
+    """Wraps a user's tokenizer behind one interface, whatever options its methods accept.
 
     Args:
         own: an object with `encode(text)`, returning token ids or (like `tokenizers.Tokenizer`) an object with `ids`,
             and `decode(ids)`, returning text. `add_special_tokens` and `skip_special_tokens` are passed if supported.
 
     Attributes:
-        eos_token_ids: its end token, if any.
+        eos_token_ids: the tokenizer's end token, if any.
 
     Raises:
         ConfigError: it fails to encode and decode a test letter.
@@ -92,7 +96,7 @@ class UserTokenizer:
         self._try("a")
 
     def _try(self, letter: str) -> None:
-        """Raise ConfigError if encode or decode do not work; a tokenizer may reject the letter itself."""
+        """Raise ConfigError if encode or decode do not work. A tokenizer may reject the letter itself."""
         valid = "valid: an object with encode(text) and decode(token_ids)"
         try:
             ids = self.encode(letter, False)
@@ -123,7 +127,7 @@ class UserTokenizer:
         return [token for token in tokens if token is not None]
 
     def decode(self, tokens: list[int], skip_special: bool = False) -> str:
-        """Decode token ids; special tokens are skipped if requested and supported.
+        """Decode token ids. Special tokens are skipped if requested and supported.
 
         Raises:
             RequestError: the tokenizer fails or returns no text.
@@ -143,7 +147,8 @@ class Tokenization:
 
     Args:
         truncate: number of last tokens to keep; None = all. Special tokens around a text are kept, as in transformers.
-        special: add special tokens around a text; None = except for conversations, whose template adds them.
+        special: whether to add special tokens around a text; None adds them except to conversations, whose template
+            adds them.
     """
 
     truncate: int | None = None
@@ -175,7 +180,7 @@ class Tokenization:
         return cls(max_model_len - 1 if count == -1 else count, special)
 
     def encode(self, tokenizer: UserTokenizer, text: str, special: bool) -> list[int]:
-        """Encode a text; `special` is the default if the call does not set it. Raises RequestError."""
+        """Encode a text. `special` is the default if the call does not set it. Raises RequestError."""
         special = special if self.special is None else self.special
         tokens = tokenizer.encode(text, special)
         if self.truncate is None or len(tokens) <= self.truncate:
@@ -205,9 +210,9 @@ def check_text(text: str) -> None:
 
 
 def _takes(function: Callable[..., Any], option: str) -> bool:
-    """Whether a function accepts a keyword."""
+    """Return whether a function accepts a keyword."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # a builtin without a signature
+    except (TypeError, ValueError):  # a builtin without signature
         return False
     return any(each.name == option or each.kind is each.VAR_KEYWORD for each in parameters)

@@ -1,1 +1,1 @@
-"""Helpers below every other package: memory, torch state, scalars, interrupts."""
+"""Low-level helpers: memory, torch state, scalars, interrupts."""

@@ -1,7 +1,7 @@
 """Ctrl-C handling of the command line: exit code 130 without a traceback, from the first import on.
 
-During imports Ctrl-C exits immediately: extension modules, torch's included, swallow a KeyboardInterrupt raised in
-their own imports and continue half-initialised. Afterwards commands get KeyboardInterrupt and can clean up.
+During imports, Ctrl-C exits immediately, because extension modules (including torch's) swallow a KeyboardInterrupt
+raised in their own imports and continue half-initialised. Afterwards, commands get KeyboardInterrupt and can clean up.
 """
 
 import os
@@ -34,8 +34,10 @@ def _exit_now(number: int, frame: FrameType | None) -> None:
 
 
 def exit_interrupted() -> NoReturn:
-    """Exit after a reported Ctrl-C. Threads, such as those waiting for a compiler, get two seconds to clean up; another
-    Ctrl-C exits immediately."""
+    """Exit after a reported Ctrl-C.
+
+    Threads, such as those waiting for a compiler, get two seconds to clean up. Another Ctrl-C exits immediately.
+    """
     if signal.getsignal(signal.SIGINT) in (_exit_now, signal.default_int_handler):
         signal.signal(signal.SIGINT, lambda number, frame: os._exit(INTERRUPTED))
     end = time.monotonic() + 2

@@ -14,13 +14,13 @@ from torch import Tensor
 
 logger = logging.getLogger("treespec")
 
-UNKNOWN = 8 << 30  # bytes assumed to be free where the platform reports no number
+UNKNOWN = 8 << 30  # bytes assumed to be free if the platform does not report the number
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes that are free now; on a CPU within the cgroup's limit, with file cache counted as free."""
+    """Return the bytes that are free now. On a CPU, this respects the cgroup's limit and counts file cache as free."""
     if device.type == "cuda":
-        release_cached(device)  # of engines that were deleted
+        release_cached(device)  # memory of deleted engines
         return torch.cuda.mem_get_info(device)[0]
     return max(min(_available(), _left_in_group()), 0)
 
@@ -33,28 +33,28 @@ def release_cached(device: torch.device) -> None:
 
 
 def _available(system: Path = Path("/proc/meminfo")) -> int:
-    """Return the memory available to a new process, reclaimable file cache included."""
+    """Return the bytes available to a new process, including reclaimable file cache."""
     try:
         lines = dict(line.split(":", 1) for line in system.read_text().splitlines())
         return int(lines["MemAvailable"].split()[0]) << 10
-    except (OSError, KeyError, ValueError):  # no Linux
+    except (OSError, KeyError, ValueError):  # not Linux
         pass
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):  # macOS has the first two and not the third, Windows none
+    except (AttributeError, ValueError, OSError):  # macOS lacks SC_AVPHYS_PAGES, Windows sysconf
         logger.warning("the free memory is unknown here; assuming %d GiB", UNKNOWN >> 30)
         return UNKNOWN
 
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
-    """Free the memory of deleted engines. For vLLM's scripts; there are no worker processes to shut down."""
+    """Free the memory of deleted engines. For vLLM's scripts: there are no worker processes to shut down."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def _left_in_group(group: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return what is left of the cgroup's limit. Inactive file cache, which counts as used there, is reclaimable."""
+    """Return the bytes left of the cgroup's limit. Inactive file cache counts as used there, but is reclaimable."""
     try:
         left = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
     except (OSError, ValueError):  # no control group, or no limit
@@ -67,7 +67,7 @@ def _left_in_group(group: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def lazy_zeros(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros that, on a CPU, the system allocates page by page on first write.
+    """Return zeros. On a CPU, the system allocates them page by page on first write.
 
     Zeroing 8 GiB takes half a minute and commits memory that requests may never use.
     """

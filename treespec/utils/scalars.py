@@ -1,4 +1,4 @@
-"""Conversion of user-supplied numbers: numpy and torch scalars are accepted, bools are not."""
+"""Convert user-supplied numbers. numpy and torch scalars are accepted, bools are not."""
 
 from numbers import Integral, Real
 from typing import Any
@@ -7,14 +7,14 @@ _MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
 
 
 def as_int(value: Any, least: int) -> int | None:
-    """`value` as a Python int; None if it is not an integer or less than `least`."""
+    """Return `value` as a Python int, or None if it is not an integer or less than `least`."""
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
         return None
     return int(value)
 
 
 def as_number(value: Any) -> float | None:
-    """`value` as a Python number; None if it is not real or exceeds float32, the dtype of logits."""
+    """Return `value` as a Python number, or None if it is not real or exceeds float32, the dtype of logits."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return None
     number = int(value) if isinstance(value, Integral) else float(value)
@@ -22,5 +22,5 @@ def as_number(value: Any) -> float | None:
 
 
 def to_python(values: Any) -> Any:
-    """Arrays and tensors as Python numbers in nested lists; anything else unchanged."""
+    """Convert arrays and tensors to Python numbers in nested lists. Returns anything else unchanged."""
     return values.tolist() if hasattr(values, "tolist") else values

@@ -1,4 +1,4 @@
-"""Torch's thread-local state (grad mode, autocast, current device) around the engine's passes and around user code."""
+"""Thread-local state of torch (grad mode, autocast, current device) around the engine's passes and user code."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -13,15 +13,15 @@ from treespec.errors import RequestError, describe_error
 def own_passes(device: torch.device) -> AbstractContextManager[Any]:
     """Run passes as the self-test does: in inference mode and without autocast.
 
-    Under `torch.autocast` linear layers round differently from what was tested. Autocast is rarely on, and disabling
-    it takes 20 us, 2 % of a short round, so it is disabled only where it is on.
+    Under `torch.autocast`, linear layers round differently than in the self-test. Disabling autocast takes 20 us, 2 %
+    of a short round, so this is done only if it is enabled.
     """
     casting = [kind for kind in {device.type, "cpu"} if torch.is_autocast_enabled(kind)]
     return _without_autocast(casting) if casting else torch.inference_mode()
 
 
 def on_device(device: torch.device) -> AbstractContextManager[None]:
-    """Launch this thread's kernels on `device`: the current GPU is a setting of each thread."""
+    """Launch this thread's kernels on `device`, because each thread has its own current GPU."""
     return nullcontext() if device.type == "cpu" else torch.cuda.device(device)
 
 
@@ -36,8 +36,10 @@ def _without_autocast(kinds: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def outside_code() -> Iterator[None]:
-    """Run logits processors and stopping criteria as transformers does: with no_grad, but not in inference mode, whose
-    tensors they could neither keep nor modify later. Create or clone their arguments inside this context."""
+    """Run logits processors and stopping criteria as transformers does: with no_grad, but not in inference mode.
+
+    They could neither keep nor modify inference tensors later. Create or clone their arguments inside this context.
+    """
     with torch.inference_mode(False), torch.no_grad():
         yield
 
@@ -49,10 +51,10 @@ def call_processor(name: str, call: Callable[[], Any], size: int, device: torch.
     processor may keep and modify it.
 
     Args:
-        name: of the processor, for messages.
-        call: runs it, within `outside_code`.
-        size: of the vocabulary.
-        device: of the logits.
+        name: name of the processor, for messages.
+        call: runs the processor, within `outside_code`.
+        size: vocabulary size.
+        device: device of the logits.
 
     Returns:
         float32 [size].
@@ -74,7 +76,7 @@ def call_processor(name: str, call: Callable[[], Any], size: int, device: torch.
 
 
 def _problem_of_scores(result: Any, size: int) -> str | None:
-    """Describe what is wrong with a processor's result; None where it is dense and of the right shape and dtype."""
+    """Describe the error in a processor's result, or return None if it is dense and of the right shape and dtype."""
     if not isinstance(result, Tensor):
         return f"{type(result).__name__} instead of a tensor"
     if result.is_nested:

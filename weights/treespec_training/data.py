@@ -1,4 +1,4 @@
-"""Training text from installed Python packages, split by whole packages into training and held-out."""
+"""Collect training text from installed Python packages, split by whole packages into training and held-out text."""
 
 import hashlib
 import json
@@ -16,18 +16,18 @@ from treespec_training.files import atomic_write_text, replacing
 
 END_OF_TEXT = "<|endoftext|>"
 KINDS = ("code", "prose", "data")
-SHARES = {"code": 0.4, "prose": 0.3, "data": 0.3}  # of the training windows, normalised over the kinds in use
+SHARES = {"code": 0.4, "prose": 0.3, "data": 0.3}  # shares of the training windows, normalised over the kinds in use
 SUFFIXES = {
     "code": (".py",),
     "prose": (".md", ".rst", ".txt"),
     "data": (".json", ".toml", ".yaml", ".yml", ".csv", ".cfg", ".ini"),
 }
-# Whole packages that torch, transformers and typer install, so that anyone can repeat the evaluation.
+# Whole packages installed with torch, transformers and typer, so that anyone can repeat the evaluation.
 HELD_OUT = ("networkx", "jinja2", "rich", "stdlib.asyncio", "stdlib.email")
 PERMISSIVE = re.compile(r"\b(MIT|BSD|0BSD|Apache|ISC|PSF|Python|CNRI-Python|Zlib|CC0|Unlicense|HPND)\b", re.IGNORECASE)
 COPYLEFT = re.compile(r"\b(A?L?GPL|MPL|EPL|CDDL|GNU|Mozilla)", re.IGNORECASE)
 GENERATED = re.compile(r"auto-?\s?(matically)?[ -]?generated|generated (by|from|file)|do not edit", re.IGNORECASE)
-# Copies of other packages (one of them could be a held-out one), fixtures, and lists of licences and file hashes.
+# Vendored packages (which could contain a held-out one), fixtures, and lists of licences and file hashes.
 SKIPPED_FOLDERS = frozenset(
     {"_vendor", "vendor", "_vendored", "third_party", "site-packages", "__pycache__", "licenses"}
 )
@@ -37,7 +37,10 @@ MAX_FILE_BYTES = {"code": 256_000, "prose": 256_000, "data": 256_000}
 
 @dataclass(frozen=True)
 class Document:
-    """One file's text. `package` is a distribution's name, `stdlib.<module>`, or a folder below a text root."""
+    """Text of one file.
+
+    `package` is a distribution's name, `stdlib.<module>`, or a folder below a text root.
+    """
 
     package: str
     path: str
@@ -47,7 +50,7 @@ class Document:
 
 
 def kind_of(path: Path) -> str | None:
-    """The kind of text in a file, by its name; None for other files."""
+    """Return the kind of text in a file, judging by its name, or None for other files."""
     if path.stem.lower().startswith(SKIPPED_STEMS):
         return None
     if path.name == "METADATA":
@@ -56,7 +59,7 @@ def kind_of(path: Path) -> str | None:
 
 
 def read_text(path: Path, kind: str) -> str | None:
-    """The file's text with unified line ends; None if it is huge, tiny, generated, minified or not UTF-8."""
+    """Read a file's text with unified line ends, or None if it is huge, tiny, generated, minified or not UTF-8."""
     try:
         if not 200 <= path.stat().st_size <= MAX_FILE_BYTES[kind]:
             return None
@@ -72,7 +75,7 @@ def read_text(path: Path, kind: str) -> str | None:
 
 
 def license_of(dist: metadata.Distribution) -> str:
-    """The distribution's licence as its metadata states it: expression, field, else classifiers."""
+    """Return the licence stated in a distribution's metadata: the expression, the field, or else the classifiers."""
     meta = dist.metadata
     stated = meta.get("License-Expression") or meta.get("License")
     if not stated or len(stated) > 200:
@@ -83,7 +86,7 @@ def license_of(dist: metadata.Distribution) -> str:
 
 
 def is_permissive(license: str) -> bool:
-    """Whether a stated licence is permissive throughout: `MPL-2.0 AND MIT` is not."""
+    """Return whether a stated licence is permissive throughout. `MPL-2.0 AND MIT` is not."""
     return bool(PERMISSIVE.search(license)) and not COPYLEFT.search(license)
 
 
@@ -96,7 +99,7 @@ def _document(package: str, path: Path, name: str, license: str) -> Document | N
 
 
 def installed_documents() -> Iterator[Document]:
-    """Documents of the standard library (its test suite left out) and of every permissively licensed distribution."""
+    """Yield documents of the standard library, without its tests, and of permissively licensed distributions."""
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(stdlib.rglob("*.py")):
         relative = path.relative_to(stdlib)
@@ -116,7 +119,7 @@ def installed_documents() -> Iterator[Document]:
 
 
 def folder_documents(roots: Sequence[Path]) -> Iterator[Document]:
-    """Documents below given folders; the first folder below a root is the package."""
+    """Yield the documents below given folders. The first folder below a root is the package."""
     for root in roots:
         for path in sorted(p for p in root.rglob("*") if p.is_file()):
             relative = path.relative_to(root)
@@ -127,14 +130,14 @@ def folder_documents(roots: Sequence[Path]) -> Iterator[Document]:
 def select(
     documents: Iterable[Document], kinds: Sequence[str], held_out: Sequence[str], package_cap: int, seed: int
 ) -> tuple[list[Document], list[Document]]:
-    """Split documents by package into (training, held-out), without copies, each package and kind capped.
+    """Split documents by package into (training, held-out), without duplicates, limited per package and kind.
 
     Args:
-        documents: candidates; a text that occurs twice is kept once, and in the held-out half if it occurs there.
+        documents: candidates; a text that occurs twice is kept once, in the held-out half if it occurs there.
         kinds: kinds to keep.
-        held_out: packages (or their sub-modules `package.x`) that never reach the training text.
-        package_cap: most characters of one package and kind, so that no project dominates.
-        seed: orders the documents.
+        held_out: packages (or their sub-modules `package.x`) excluded from the training text.
+        package_cap: maximum characters per package and kind, so that no project dominates.
+        seed: seed of the documents' order.
     """
     documents = [document for document in documents if document.kind in kinds]
 
@@ -164,14 +167,14 @@ def write_documents(documents: Sequence[Document], path: Path) -> None:
 
 
 def read_documents(path: Path) -> Iterator[Document]:
-    """Read what `write_documents` wrote."""
+    """Read documents written by `write_documents`."""
     with path.open(encoding="utf-8") as file:
         for line in file:
             yield Document(**json.loads(line))
 
 
 def summary(documents: Iterable[Document]) -> dict[str, dict[str, object]]:
-    """Per package: licence, and characters per kind. Standard library modules are counted together."""
+    """Return the licence and the characters per kind of each package. Standard library modules are counted together."""
     table: dict[str, dict] = {}
     for document in documents:
         package = document.package.split(".")[0]
@@ -181,7 +184,10 @@ def summary(documents: Iterable[Document]) -> dict[str, dict[str, object]]:
 
 
 def tokenize(documents: Iterable[Document], tokenizer: Tokenizer, path: Path) -> int:
-    """Write the documents' tokens as uint16, the end-of-text token (id 0) before each; returns how many."""
+    """Write the documents' tokens as uint16, each preceded by the end-of-text token (id 0).
+
+    Returns the number of tokens.
+    """
     count = 0
     with replacing(path) as temporary, temporary.open("wb") as file:
         batch: list[str] = []
@@ -212,15 +218,15 @@ class Stream:
         return np.stack([self.tokens[start : start + length] for start in starts]).astype(np.int64)
 
     def evenly_spaced(self, count: int, length: int) -> np.ndarray:
-        """Windows spread over the whole stream, for evaluation. Returns int64 [<= count, length]."""
+        """Return evaluation windows spread over the whole stream, int64 [<= count, length]."""
         count = min(count, len(self.tokens) // length)
         return self.windows(np.linspace(0, len(self.tokens) - length, count).astype(int), length)
 
 
 class Mixture:
-    """Random windows of several streams, drawn in given shares.
+    """Random windows of several streams, sampled with given shares.
 
-    The windows of a step depend only on (seed, step), so a resumed run needs no other data position.
+    The windows of a step depend only on (seed, step), so a resumed run needs no stored data position.
     """
 
     def __init__(self, streams: dict[str, Stream], shares: dict[str, float], seed: int) -> None:
@@ -232,7 +238,7 @@ class Mixture:
     def windows(self, step: int, count: int, length: int) -> tuple[np.ndarray, np.ndarray]:
         """Cut random windows. Returns int64 [count, length] and the index of each window's stream, [count].
 
-        Raises ValueError if a stream is shorter.
+        Raises ValueError if a stream is shorter than a window.
         """
         rng = np.random.default_rng((self.seed, step))
         rows = []

@@ -1,8 +1,8 @@
-"""Distils drafts from the target's probabilities on training text, then on its own continuations.
+"""Distil drafts from the target's probabilities on training text, then on its own continuations.
 
-A *lesson* is a token sequence with the target's most probable next tokens at every position, computed once and
-shared by all drafts. Boost-tuning (SpecInfer, arXiv 2305.09781, section 3) weights the positions of a later draft
-where the earlier ones miss the target's choice.
+A lesson is a token sequence with the target's most probable next tokens at every position, computed once and shared by
+all drafts. Boost-tuning (SpecInfer, arXiv 2305.09781, section 3) trains later drafts with more weight on the positions
+where all earlier drafts miss the target's token.
 """
 
 import json
@@ -23,11 +23,11 @@ from treespec_training.files import replacing, write_json
 from treespec_training.shapes import logits_of
 from treespec_training.train import Budget, PauseRequest, Progress, ProgressLog
 
-LENGTH = 256  # tokens of a lesson
+LENGTH = 256  # tokens per lesson
 PROMPT_LENGTHS = (32, 128)
 TOP = 32  # 32 of 4,096 tokens have about 97% of the target's probability
-TEXT_SHARE = 0.25  # of the lessons' budget
-TEXT_PHASE = 0.3  # of a draft's budget
+TEXT_SHARE = 0.25  # fraction of the lessons' budget spent on text lessons
+TEXT_PHASE = 0.3  # fraction of a draft's budget spent on text lessons
 TEMPERATURE = 0.7
 FIRST_WINDOW = 1_000_000_000  # offset that separates the lessons' windows from the target's training steps
 
@@ -36,8 +36,8 @@ FIRST_WINDOW = 1_000_000_000  # offset that separates the lessons' windows from 
 class Lessons:
     """Sequences with the target's probabilities of each next token.
 
-    tokens: uint16 [count, LENGTH]; top_ids: uint16 [count, LENGTH - 1, TOP], most probable first;
-    top_logprobs: float16, same shape; kinds: int64 [count], the kind of text that a sequence was cut from.
+    tokens: uint16 [count, LENGTH]. top_ids: uint16 [count, LENGTH - 1, TOP], most probable first.
+    top_logprobs: float16, same shape. kinds: int64 [count], index of the kind of text that a sequence was cut from.
     """
 
     tokens: np.ndarray
@@ -47,7 +47,7 @@ class Lessons:
 
     @staticmethod
     def load(paths: Sequence[Path]) -> "Lessons":
-        """Join shards."""
+        """Load and join shards."""
         shards = [np.load(path) for path in paths]
         return Lessons(*(np.concatenate([shard[name] for shard in shards]) for name in Lessons.__annotations__))
 
@@ -58,7 +58,7 @@ class Lessons:
 
 
 def _top(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """logits [..., vocab] -> (ids, logprobs) of the most probable tokens, both [..., TOP]."""
+    """Return (ids, logprobs) of the most probable tokens, both [..., TOP]. logits: [..., vocab]."""
     logprobs, ids = logits.float().log_softmax(-1).topk(TOP, dim=-1)
     return ids, logprobs
 
@@ -76,7 +76,7 @@ def _lessons(tokens: Tensor, tops: Sequence[tuple[Tensor, Tensor]], kinds: np.nd
 
 @torch.inference_mode()
 def text_lessons(target: LlamaForCausalLM, windows: Tensor, kinds: np.ndarray) -> Lessons:
-    """Lessons of real text. windows: int64 [count, LENGTH]; kinds: [count]."""
+    """Create lessons from real text. windows: int64 [count, LENGTH]; kinds: [count]."""
     tops = [_top(target(input_ids=part[:, :-1], use_cache=False).logits) for part in windows.split(16)]
     joined = [(torch.cat([top[0] for top in tops]), torch.cat([top[1] for top in tops]))]
     return _lessons(windows, joined, kinds)
@@ -86,14 +86,14 @@ def text_lessons(target: LlamaForCausalLM, windows: Tensor, kinds: np.ndarray) -
 def continuation_lessons(
     teacher: Runner, prompts: Tensor, kinds: np.ndarray, length: int, generator: torch.Generator
 ) -> Lessons:
-    """Continue prompts, the first half greedily, the second half at temperature 0.7.
+    """Create lessons by continuing prompts: the first half greedily, the second half at temperature 0.7.
 
     Args:
         teacher: runs the target, with a cache for all prompts at once.
         prompts: int64 [count, prompt length].
-        kinds: [count], of the prompts.
-        length: tokens of each result, prompt included.
-        generator: the noise, on the model's device.
+        kinds: [count], kinds of the prompts.
+        length: tokens of each result, including the prompt.
+        generator: random generator on the model's device.
     """
     target, cache, greedy_rows = teacher.target, teacher.cache, len(prompts) // 2
     names = [f"lesson {row}" for row in range(len(prompts))]
@@ -130,7 +130,7 @@ def make_lessons(
         target, teacher: the same model, to read whole windows and to continue them.
         text: source of the windows.
         folder, budget, pause: destination, time budget and pause request.
-        batch: lessons of a shard.
+        batch: lessons per shard.
 
     Raises:
         Paused: a signal arrived between two shards.
@@ -166,12 +166,13 @@ def make_lessons(
 def distillation_loss(
     model: nn.Module, tokens: Tensor, top_ids: Tensor, top_logprobs: Tensor, weights: Tensor, argmax_share: float
 ) -> Tensor:
-    """Weighted mean of cross-entropy to the target's probabilities and to its argmax.
+    """Compute the weighted mean of the cross-entropies to the target's probabilities and to its argmax.
 
     Args:
         model: the draft.
         tokens: int64 [batch, length + 1].
-        top_ids, top_logprobs: the target's most probable next tokens, [batch, length, TOP]; renormalised over them.
+        top_ids, top_logprobs: the target's most probable next tokens, [batch, length, TOP]; their probabilities are
+            renormalised to sum to 1.
         weights: float [batch, length].
         argmax_share: weight of the argmax term in [0, 1].
     """
@@ -184,7 +185,7 @@ def distillation_loss(
 
 @torch.inference_mode()
 def missed(drafts: Sequence[LlamaForCausalLM], lessons: Lessons) -> np.ndarray:
-    """Whether no draft's first choice is the target's: bool [count, LENGTH - 1], all true without drafts."""
+    """Return where no draft's top token is the target's: bool [count, LENGTH - 1], all true without drafts."""
     result = np.ones(lessons.top_ids.shape[:2], bool)
     for draft in drafts:
         device = next(draft.parameters()).device
@@ -196,21 +197,22 @@ def missed(drafts: Sequence[LlamaForCausalLM], lessons: Lessons) -> np.ndarray:
 
 
 def _odds(lessons: Lessons, shares: Sequence[float]) -> np.ndarray:
-    """The probability of drawing each lesson, so that each kind of text with lessons gets its share: [count]."""
+    """Return the probability of drawing each lesson, [count], such that each kind of text gets its share."""
     odds = np.array(shares, float)[lessons.kinds] / np.bincount(lessons.kinds, minlength=len(shares))[lessons.kinds]
     return odds / odds.sum()
 
 
 class Curriculum:
-    """A draft's loss function for `train`: text lessons first, then the target's continuations.
+    """Loss function of a draft for `train`: text lessons first, then the target's continuations.
 
     Args:
         text, continued: the two kinds of lessons.
         shares: shares of the kinds of text in the drawn lessons, [num kinds].
-        earlier: drafts trained before this one; a position where one of them has the target's choice has weight
-            `hit_weight`, others 1 (boost-tuning; 1 disables it).
+        earlier: drafts trained before this one.
+        hit_weight: weight of positions where an earlier draft has the target's top token; others have weight 1
+            (boost-tuning; 1 disables it).
         batch: lessons per step.
-        seed: the lessons of a step depend only on (seed, step).
+        seed: seed; the lessons of a step depend only on (seed, step).
         loss: `distillation_loss` or its compiled form.
     """
 
@@ -232,7 +234,7 @@ class Curriculum:
         self.batch, self.seed, self.loss = batch, seed, loss
 
     def __call__(self, model: nn.Module, step: int, done: float) -> tuple[Tensor, int]:
-        """One step's loss and its number of tokens."""
+        """Return one step's loss and its number of tokens."""
         phase = int(done >= TEXT_PHASE)
         lessons, weights, odds = self.phases[phase]
         rows = np.random.default_rng((self.seed, 2, step)).choice(len(odds), self.batch, p=odds)

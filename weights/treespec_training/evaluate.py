@@ -1,4 +1,4 @@
-"""Evaluates models on held-out packages: loss, and how often drafts predict the target's next token."""
+"""Evaluate models on held-out packages: loss, and how often drafts predict the target's next token."""
 
 import copy
 import random
@@ -51,13 +51,13 @@ def cut_prompts(documents: Sequence[Document], tokenizer: Tokenizer, count: int,
 
 
 def prompts_as_json(prompts: Sequence[Prompt]) -> list[dict[str, str]]:
-    """For `heldout_prompts.json`."""
+    """Convert prompts for `heldout_prompts.json`."""
     return [asdict(prompt) for prompt in prompts]
 
 
 @torch.inference_mode()
 def held_out_loss(model: LlamaForCausalLM, stream: Stream, windows: int = 96, length: int = 512) -> float:
-    """Mean cross-entropy in nats per token over evenly spaced windows."""
+    """Return the mean cross-entropy over evenly spaced windows, in nats per token."""
     length = min(length, len(stream.tokens) - 1)
     losses = []
     device = next(model.parameters()).device
@@ -69,11 +69,11 @@ def held_out_loss(model: LlamaForCausalLM, stream: Stream, windows: int = 96, le
 
 @torch.inference_mode()
 def greedy_continuations(target: LlamaForCausalLM, prompts: Sequence[list[int]], new_tokens: int) -> list[Tensor]:
-    """The target's greedy continuation of each prompt: int64 [prompt + new_tokens], end tokens not stopping it."""
+    """Continue each prompt greedily with the target, ignoring end tokens. Returns int64 [prompt + new_tokens] each."""
     device = next(target.parameters()).device
     config = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, pad_token_id=0)
     generator = copy.copy(target)
-    generator.generation_config = config  # otherwise `generate` takes a missing end token from the model's config
+    generator.generation_config = config  # otherwise `generate` falls back to the end token of the model's config
     results: dict[int, Tensor] = {}
     by_length = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     for start in range(0, len(prompts), 64):
@@ -90,7 +90,10 @@ def greedy_continuations(target: LlamaForCausalLM, prompts: Sequence[list[int]],
 
 @torch.inference_mode()
 def ranks(draft: LlamaForCausalLM, sequences: Sequence[Tensor], prompt_lengths: Sequence[int]) -> list[Tensor]:
-    """The draft's rank (0 = first choice) of every continued token, teacher-forced. One int64 [new tokens] each."""
+    """Rank every token of the continuations by the draft's probabilities, teacher-forced.
+
+    Returns int64 [new tokens] for each sequence; rank 0 is the most probable token.
+    """
     device = next(draft.parameters()).device
     results = []
     for sequence, length in zip(sequences, prompt_lengths, strict=True):
@@ -102,7 +105,7 @@ def ranks(draft: LlamaForCausalLM, sequences: Sequence[Tensor], prompt_lengths: 
 
 
 def distinct_4grams(sequences: Sequence[Tensor], prompt_lengths: Sequence[int]) -> float:
-    """Mean share of distinct 4-grams in the continuations: low if greedy decoding loops."""
+    """Return the mean share of distinct 4-grams in the continuations, which is low if greedy decoding loops."""
     shares = []
     for sequence, length in zip(sequences, prompt_lengths, strict=True):
         tokens = sequence[length:].tolist()
@@ -112,10 +115,12 @@ def distinct_4grams(sequences: Sequence[Tensor], prompt_lengths: Sequence[int]) 
 
 
 def agreement(ranks_per_draft: dict[str, Tensor]) -> dict[str, dict[str, float]]:
-    """Share of target tokens in each draft's top 1, 2 and 4, and in any draft's; `only`: in the top 1 of this draft and
-    of no other.
+    """Compute how often each draft, and any draft (`union`), has the target's token among its top 1, 2 and 4.
 
-    ranks_per_draft: name -> int64 [positions], the same positions for every draft.
+    `only` is the share of tokens that are the top 1 of this draft and of no other.
+
+    Args:
+        ranks_per_draft: name -> int64 [positions], the same positions for every draft.
     """
     stacked = torch.stack(list(ranks_per_draft.values()))
     alone = (stacked == 0) & ((stacked == 0).sum(0) == 1)
@@ -133,8 +138,10 @@ def _share(hits: Tensor) -> float:
 def agreement_report(
     models: dict[str, LlamaForCausalLM], prompts: Sequence[list[int]], kinds: Sequence[str], new_tokens: int
 ) -> dict[str, object]:
-    """Continue prompts greedily with `models["target"]` and rank its tokens by all other models: over all prompts, and
-    by the kind of each prompt."""
+    """Continue prompts greedily with `models["target"]` and rank its tokens with all other models.
+
+    The agreement is reported over all prompts and by the kind of each prompt.
+    """
     sequences = greedy_continuations(models["target"], prompts, new_tokens)
     lengths = [len(prompt) for prompt in prompts]
     drafts = {name: ranks(model, sequences, lengths) for name, model in models.items() if name != "target"}
@@ -153,5 +160,5 @@ def agreement_report(
 
 
 def held_out_losses(model: LlamaForCausalLM, streams: dict[str, Stream]) -> dict[str, float]:
-    """`held_out_loss` per kind of text, without kinds of which the held-out packages have too little."""
+    """Return `held_out_loss` per kind of text, without kinds of which the held-out packages have too little."""
     return {kind: round(held_out_loss(model, stream), 4) for kind, stream in streams.items() if len(stream.tokens) > 64}

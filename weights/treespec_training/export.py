@@ -1,4 +1,4 @@
-"""Exports the trained models: four Hugging Face folders with tokenizer and model card, prompts, and the report."""
+"""Export the trained models: a Hugging Face folder each, with tokenizer and model card, plus prompts and the report."""
 
 import copy
 import shutil
@@ -25,8 +25,9 @@ tags: [speculative-decoding]
 
 {purpose}
 
-A small language model made from scratch by `weights/train_default.py` of treespec, so that speculative decoding can
-be tried and tested offline. It continues text of the kinds it saw; it answers no questions and knows no facts.
+A small language model trained from scratch by `weights/train_default.py` of treespec, so that speculative decoding can
+be tried and tested offline. It continues text of the kinds in its training data; it does not answer questions and has
+no factual knowledge.
 
 | | |
 |---|---|
@@ -46,9 +47,9 @@ be tried and tested offline. It continues text of the kinds it saw; it answers n
 
 ## Text and licences
 
-The training text was read from installed packages whose metadata states a permissive licence: Python source; prose,
-which is manuals and docstrings printed as pages; and structured data, which is data files, and signatures, constants
-and messages of the source printed as JSON, YAML, TOML, tables and logs. The text itself is not part of this folder.
+The training text was read from installed packages whose metadata states a permissive licence. It consists of Python
+source; prose (manuals, and docstrings rendered as pages); and structured data (data files, and the source's signatures,
+constants and messages rendered as JSON, YAML, TOML, tables and logs). The text itself is not part of this folder.
 Packages by licence:
 
 {licenses}
@@ -68,11 +69,11 @@ def _figures(name: str, report: dict) -> str:
     if name in report["agreement"]:
         lines += [
             "",
-            f"Share of the tokens of the target's greedy continuations ({report['prompts']} prompts, "
-            f"{report['new_tokens']} tokens each) that are among this draft's k most probable ones, and those that are "
-            "its first choice and no other draft's:",
+            f"Fraction of the tokens of the target's greedy continuations ({report['prompts']} prompts, "
+            f"{report['new_tokens']} tokens each) that are among this draft's k most probable tokens, and fraction "
+            "that only this draft predicts with its most probable token:",
             "",
-            "| text | k = 1 | k = 2 | k = 4 | its alone |",
+            "| text | k = 1 | k = 2 | k = 4 | only this draft |",
             "|---|---|---|---|---|",
         ]
         for kind, shares in {"all": report["agreement"], **report["agreement_by_kind"]}.items():
@@ -83,20 +84,20 @@ def _figures(name: str, report: dict) -> str:
 def _speciality(name: str, report: dict) -> str:
     shares = report["settings"]["draft_shares"].get(name, {})
     used = {kind: share for kind, share in shares.items() if kind in report["settings"]["kinds"]}
-    return f" It saw {max(used, key=used.__getitem__)} most of all." if len(set(used.values())) > 1 else ""
+    return f" It was trained mostly on {max(used, key=used.__getitem__)}." if len(set(used.values())) > 1 else ""
 
 
 def model_card(name: str, report: dict, model: LlamaForCausalLM) -> str:
-    """The README.md of one model folder."""
+    """Return the README.md of a model folder."""
     config = model.config
     entry = report["models"][name]
     by_license: dict[str, list[str]] = {}
     for package, facts in report["packages"].items():
         by_license.setdefault(facts["license"], []).append(package)
     purpose = {
-        True: "The target: the model whose output is wanted.",
-        False: "A draft model (SSM), distilled from the target in the folder beside it: it guesses the target's words."
-        + _speciality(name, report),
+        True: "The target model, whose output speculative decoding reproduces.",
+        False: "A draft model (SSM), distilled from the target in the neighbouring folder: it predicts the target's "
+        "tokens." + _speciality(name, report),
     }[name == "target"]
     return CARD.format(
         card_license="apache-2.0",
@@ -124,7 +125,7 @@ def model_card(name: str, report: dict, model: LlamaForCausalLM) -> str:
 
 
 def rounded(model: LlamaForCausalLM) -> LlamaForCausalLM:
-    """A float32 copy with weights rounded to bfloat16, as in the exported file."""
+    """Return a float32 copy with weights rounded to bfloat16, as in the exported file."""
     return copy.deepcopy(model).to(torch.bfloat16).to(torch.float32).eval()
 
 
@@ -139,14 +140,14 @@ def write_folder(folder: Path, model: LlamaForCausalLM, tokenizer: Tokenizer) ->
 def export(
     out: Path, models: dict[str, LlamaForCausalLM], tokenizer: Tokenizer, report: dict, prompts: Sequence[dict]
 ) -> None:
-    """Write all folders beside `out`, then swap them in one by one, so that no folder is ever half written.
+    """Write all folders beside `out`, then swap them in one by one, so that no folder is ever partially written.
 
     Args:
         out: `default`; created if missing. Other files in it are kept.
         models: folder name -> model.
         tokenizer: the shared tokenizer.
-        report: written as `report.json`, and the figures on the model cards.
-        prompts: written as `heldout_prompts.json`.
+        report: document written as `report.json`; also the source of the figures on the model cards.
+        prompts: document written as `heldout_prompts.json`.
     """
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".export-") as name:

@@ -1,4 +1,4 @@
-"""Atomic file writes: to a temporary name, then renamed."""
+"""Write files atomically: to a temporary name, then renamed."""
 
 import json
 import os

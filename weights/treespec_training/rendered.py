@@ -1,4 +1,4 @@
-"""Renders prose and structured data from Python source, since installed packages hold few manuals and tables.
+"""Render prose and structured data from Python source, since installed packages contain few manuals and tables.
 
 Docstrings become pages of documentation. Signatures, constants and log messages become records, written as JSON, YAML,
 TOML, tables or logs, one format per file.
@@ -21,15 +21,15 @@ import yaml
 
 from treespec_training.data import Document
 
-MIN_CHARACTERS = 400  # of a rendered file
+MIN_CHARACTERS = 400  # minimum length of a rendered file
 MIN_DOCSTRING = 80
-LONGEST_CONSTANT = 4000  # characters of source
+LONGEST_CONSTANT = 4000  # maximum characters of its value
 LOG_LEVELS = ("DEBUG", "INFO", "INFO", "INFO", "WARNING", "ERROR")
 Record = dict[str, Any]
 
 
 def rendered(document: Document) -> Iterator[Document]:
-    """The page of prose and the file of data rendered from a Python file, each only if it has enough."""
+    """Yield the prose page and the data file rendered from a Python file, each only if it is long enough."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)
@@ -47,7 +47,7 @@ def rendered(document: Document) -> Iterator[Document]:
 
 
 def page_of(name: str, module: ast.Module) -> str:
-    """The docstrings of a module, its classes and functions, under headings, as in a manual."""
+    """Return the docstrings of a module, its classes and functions, under headings, as in a manual."""
     parts = []
     for path, node in _definitions(module):
         text = ast.get_docstring(node)
@@ -58,7 +58,7 @@ def page_of(name: str, module: ast.Module) -> str:
 
 
 def _definitions(module: ast.Module) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """(path, node) of the module, and of its classes and functions down to methods."""
+    """Yield (path, node) of the module, and of its classes and functions down to methods."""
     pending: list[tuple[tuple[str, ...], Any]] = [((), module)]
     while pending:
         path, node = pending.pop(0)
@@ -69,7 +69,7 @@ def _definitions(module: ast.Module) -> Iterator[tuple[tuple[str, ...], Any]]:
 
 
 def data_of(name: str, module: ast.Module, rng: random.Random) -> str:
-    """Records of a module in a format that `rng` chooses."""
+    """Return records of a module in a format chosen by `rng`."""
     functions, constants, messages = list(_functions(module)), dict(_constants(module)), list(_messages(module))
     choices: list[Callable[[], str]] = []
     if len(functions) > 2:
@@ -117,7 +117,7 @@ def _argument(argument: ast.arg, default: ast.expr | None) -> Record:
 
 
 def _constants(module: ast.Module) -> Iterator[tuple[str, Any]]:
-    """Module-level literals that JSON can hold."""
+    """Yield module-level literals that JSON can represent."""
     for node in module.body:
         if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Name):
             continue
@@ -131,7 +131,7 @@ def _constants(module: ast.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _messages(module: ast.Module) -> Iterator[str]:
-    """Texts that the module raises, logs or warns with."""
+    """Yield the texts that the module raises, logs or warns with."""
     for node in ast.walk(module):
         called = node.func if isinstance(node, ast.Call) else None
         name = getattr(called, "attr", getattr(called, "id", ""))
@@ -177,7 +177,7 @@ def _table(functions: list[Record], rng: random.Random) -> str:
 
 
 def _log(name: str, functions: list[Record], messages: list[str], rng: random.Random) -> str:
-    """Lines in `logging`'s format: time, level, place, and a message with its placeholders filled."""
+    """Return lines in `logging`'s format: time, level, place, and a message with its placeholders filled."""
     places = [record["name"] for record in functions] or ["<module>"]
     day = f"2026-{rng.randint(1, 12):02}-{rng.randint(1, 28):02}"
     seconds, lines = rng.randrange(80000), []

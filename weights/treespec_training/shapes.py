@@ -1,4 +1,4 @@
-"""Builds the embedded models with transformers, so that other libraries can load them."""
+"""Build the embedded models with transformers, so that other libraries can load them."""
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ MAX_LENGTH = 2048
 
 
 def build(shape: dict[str, int], vocab_size: int, seed: int) -> LlamaForCausalLM:
-    """A freshly initialised Llama with tied embeddings; residual outputs start smaller by depth (GPT-2)."""
+    """Create a randomly initialised Llama with tied embeddings. Residual outputs are scaled down by depth (GPT-2)."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=vocab_size,
@@ -39,13 +39,13 @@ def build(shape: dict[str, int], vocab_size: int, seed: int) -> LlamaForCausalLM
 
 
 def logits_of(model: torch.nn.Module, tokens: Tensor) -> Tensor:
-    """Logits in bf16 autocast. tokens: int64 [batch, length]; returns [batch, length, vocab]."""
+    """Compute logits in bf16 autocast. tokens: int64 [batch, length]; returns [batch, length, vocab]."""
     with torch.autocast(tokens.device.type, torch.bfloat16):
         return model(input_ids=tokens, use_cache=False).logits
 
 
 def next_token_loss(model: torch.nn.Module, windows: Tensor) -> Tensor:
-    """Mean cross-entropy in nats per token. windows: int64 [batch, length + 1]."""
+    """Compute the mean cross-entropy in nats per token. windows: int64 [batch, length + 1]."""
     logits = logits_of(model, windows[:, :-1])
     return F.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
 

@@ -1,4 +1,4 @@
-"""The training loop of target and drafts: annealed over a time budget, paused and resumed without loss."""
+"""Training loop of target and drafts: annealed over a time budget, paused and resumed without loss of state."""
 
 import signal
 import sys
@@ -18,23 +18,23 @@ WARMUP = 0.02
 FINAL_RATE = 0.05
 CHECKPOINT_SECONDS = 120.0
 LOG_SECONDS = 30.0
-# (model, step, share of the budget spent) -> (mean loss, tokens trained on)
+# (model, step, fraction of the schedule completed) -> (mean loss, tokens trained on)
 LossFunction = Callable[[nn.Module, int, float], tuple[Tensor, int]]
 
 
 class Paused(Exception):
-    """A signal requested a stop; everything needed to resume is on disk."""
+    """Raised when a signal requested a stop, after all state needed to resume has been written."""
 
 
 class PauseRequest:
-    """Set by SIGINT or SIGTERM; long loops check it between steps."""
+    """Flag set by SIGINT or SIGTERM, checked by long loops between steps."""
 
     def __init__(self) -> None:
         self.requested = False
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Turn the two signals into a request while the block runs."""
+        """Convert the two signals into a request while the block runs."""
         signals = (signal.SIGINT, signal.SIGTERM)
         previous = [signal.signal(number, self._on_signal) for number in signals]
         try:
@@ -54,10 +54,10 @@ class PauseRequest:
 
 @dataclass(frozen=True)
 class Budget:
-    """The length of a stage: minutes of training time, or `max_steps` steps if given.
+    """Length of a stage: minutes of training time, or `max_steps` steps if given.
 
-    A stage may be a part of a longer schedule, from `start` to `end`, both in [0, 1]; minutes and steps are those of
-    the whole schedule.
+    A stage may be a part of a longer schedule, from `start` to `end`, both in [0, 1]. `minutes` and `max_steps` then
+    measure the whole schedule.
     """
 
     minutes: float
@@ -66,14 +66,14 @@ class Budget:
     end: float = 1.0
 
     def progress(self, step: int, elapsed: float) -> float:
-        """The share of the budget that is spent, in [start, end]."""
+        """Return the fraction of the schedule that is completed, in [start, end]."""
         spent = step / self.max_steps if self.max_steps is not None else elapsed / (60 * self.minutes)
         return min(self.end, self.start + spent)
 
 
 @dataclass
 class Progress:
-    """The counters of a checkpoint: optimizer steps, tokens trained on, seconds of training without pauses."""
+    """Counters of a checkpoint: optimizer steps, tokens trained on, seconds of training without pauses."""
 
     step: int = 0
     tokens: int = 0
@@ -81,14 +81,14 @@ class Progress:
 
 
 def learning_rate(progress: float, peak: float) -> float:
-    """Linear warm-up over the first 2% of the budget, then linear decay to 5% of the peak at its end."""
+    """Return the learning rate: linear warm-up over the first 2% of the budget, then linear decay to 5% of the peak."""
     if progress < WARMUP:
         return peak * max(progress / WARMUP, 0.01)
     return peak * (1 - (1 - FINAL_RATE) * (progress - WARMUP) / (1 - WARMUP))
 
 
 def optimizers_for(model: nn.Module) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers, AdamW for embedding and norms.
+    """Create the optimizers: Muon for the layers' matrices, AdamW for embedding and norms.
 
     Muon's steps are scaled to AdamW's RMS, so that one learning rate serves both.
     """
@@ -103,7 +103,10 @@ def optimizers_for(model: nn.Module) -> list[torch.optim.Optimizer]:
 
 
 def save_checkpoint(path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer], progress: Progress) -> None:
-    """Write all state of a resumed run; windows and noise depend only on (seed, step), so no generator state."""
+    """Write all state of a resumable run.
+
+    Windows and noise depend only on (seed, step), so the checkpoint has no generator state.
+    """
     state = {
         "model": model.state_dict(),
         "optimizers": [optimizer.state_dict() for optimizer in optimizers],
@@ -114,7 +117,7 @@ def save_checkpoint(path: Path, model: nn.Module, optimizers: list[torch.optim.O
 
 
 def load_checkpoint(path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> Progress:
-    """Read what `save_checkpoint` wrote into model and optimizers."""
+    """Load a checkpoint written by `save_checkpoint` into model and optimizers."""
     state = torch.load(path, map_location="cpu", weights_only=True)
     model.load_state_dict(state["model"])
     for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
@@ -123,7 +126,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimizers: list[torch.optim.O
 
 
 def read_progress(path: Path) -> Progress:
-    """The progress of a checkpoint."""
+    """Read the progress of a checkpoint."""
     return Progress(**torch.load(path, map_location="cpu", weights_only=True, mmap=True)["progress"])
 
 
@@ -173,7 +176,7 @@ def train(
 
 
 class ProgressLog:
-    """A progress bar on a terminal; elsewhere a line every 30 seconds."""
+    """Shows a progress bar on a terminal; prints a line every 30 seconds elsewhere."""
 
     def __init__(self, name: str, progress: Progress) -> None:
         self.name = name
@@ -181,7 +184,7 @@ class ProgressLog:
         self.since, self.tokens, self.losses = time.monotonic(), progress.tokens, list[float]()
 
     def update(self, done: float, progress: Progress, loss: float | None = None) -> None:
-        """Add one step's figures, and print if it is time."""
+        """Add one step's figures, and print them if the interval has passed."""
         if loss is not None:
             self.losses.append(loss)
         waited = time.monotonic() - self.since
@@ -198,6 +201,6 @@ class ProgressLog:
         self.since, self.tokens, self.losses = time.monotonic(), progress.tokens, []
 
     def close(self) -> None:
-        """Leave the bar at its end."""
+        """Move the bar to its end and close it."""
         self.bar.n = self.bar.total
         self.bar.close()

@@ -1,4 +1,4 @@
-"""The byte-level BPE tokenizer shared by all embedded models."""
+"""Train the byte-level BPE tokenizer shared by all embedded models."""
 
 from collections.abc import Iterable
 
@@ -9,7 +9,7 @@ from treespec_training.data import END_OF_TEXT
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a lossless byte-level BPE: every byte is a token, id 0 is the end-of-text token."""
+    """Train a lossless byte-level BPE tokenizer: every byte is a token, id 0 is the end-of-text token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -24,7 +24,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def as_pretrained(tokenizer: Tokenizer, max_length: int) -> PreTrainedTokenizerFast:
-    """Wrap for `save_pretrained`, without special tokens added."""
+    """Wrap the tokenizer for `save_pretrained`, without adding special tokens to texts."""
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=END_OF_TEXT,

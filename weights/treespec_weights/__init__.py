@@ -1,4 +1,4 @@
-"""Strict safetensors loading, conversion and growth, and the embedded models."""
+"""Load safetensors checkpoints strictly, convert, grow and inspect them, and locate the embedded models."""
 
 from importlib import resources
 from pathlib import Path
@@ -64,14 +64,14 @@ __all__ = [
 
 
 def default_names() -> tuple[str, ...]:
-    """The names of the installed embedded models, sorted: `ssm-1` ..., `target`."""
+    """Return the sorted names of the installed embedded models: `ssm-1` ..., `target`."""
     return tuple(sorted(path.parent.name for path in models_folder().glob("*/config.json")))
 
 
 def default_folder(name: str) -> Path:
-    """The folder of an embedded model, `target` or one of the SSMs.
+    """Return the folder of an embedded model: `target` or one of the SSMs.
 
-    Raises FileNotFoundError if this installation has no such model, and says which it has.
+    Raises FileNotFoundError, listing the installed models, if there is no model of this name.
     """
     names = default_names()
     if name not in names:
@@ -85,6 +85,6 @@ def default_folder(name: str) -> Path:
 
 
 def models_folder() -> Path:
-    """The folder of the embedded models."""
-    # Resolved: in an editable install the package is a link, and a checkpoint's files must lie inside its folder.
+    """Return the folder that contains the embedded models."""
+    # Resolve symlinks: an editable install links to the package, and `file_inside` rejects files outside the folder.
     return Path(str(resources.files(__name__))).resolve() / "default"

@@ -1,4 +1,4 @@
-"""A folder of safetensors files, opened lazily and checked against its index."""
+"""Open a folder of safetensors files lazily, checked against its index."""
 
 import math
 from collections.abc import Collection, Iterator, KeysView
@@ -39,10 +39,10 @@ TORCH_DTYPES = {
 
 
 class TensorInfo(NamedTuple):
-    """A tensor's entry in a file's header."""
+    """A tensor's entry in a safetensors header."""
 
     file: str
-    dtype: str  # as safetensors spells it: "BF16", "F32" ...
+    dtype: str  # safetensors' name: "BF16", "F32" ...
     shape: tuple[int, ...]
 
     @property
@@ -52,7 +52,7 @@ class TensorInfo(NamedTuple):
 
 
 class Checkpoint:
-    """The tensors of one checkpoint folder, by name. Created by `Checkpoint.open`.
+    """The tensors of a checkpoint folder, by name. Create it with `Checkpoint.open`.
 
     Tensors are memory-mapped: opening reads only headers, and pages are read on access. Files must not be modified in
     place while their tensors are in use (replacing a file is safe).
@@ -71,7 +71,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: Path | str) -> "Checkpoint":
-        """Opens `model.safetensors`, or the shards that `model.safetensors.index.json` names.
+        """Open `model.safetensors`, or the shards listed in `model.safetensors.index.json`.
 
         Raises FileNotFoundError or NotADirectoryError for a wrong folder, and CheckpointError with all problems of
         the files: no safetensors, a path or link outside of the folder, a malformed index, missing or malformed shards,
@@ -107,22 +107,22 @@ class Checkpoint:
         return cls(root, tensors, files, handles)
 
     def names(self) -> KeysView[str]:
-        """The names of all tensors."""
+        """Return the names of all tensors."""
         return self.tensors.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, from the header. Raises CheckpointError for an unknown name."""
+        """Return a tensor's shape from the header. Raises CheckpointError for an unknown name."""
         return self.info(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a tensor, from the header. Raises CheckpointError for an unknown name or dtype."""
+        """Return a tensor's dtype from the header. Raises CheckpointError for an unknown name or dtype."""
         info = self.info(name)
         if info.dtype not in TORCH_DTYPES:
             raise self._refuse("dtype", name, f"torch has no dtype {info.dtype}, as stored (in {info.file!r})")
         return TORCH_DTYPES[info.dtype]
 
     def info(self, name: str) -> TensorInfo:
-        """File, dtype and shape of a tensor. Raises CheckpointError for an unknown name."""
+        """Return a tensor's file, dtype and shape. Raises CheckpointError for an unknown name."""
         if name not in self.tensors:
             near = get_close_matches(name, self.tensors, n=1)
             hint = f"; the nearest name is {near[0]!r}" if near else ""
@@ -130,11 +130,11 @@ class Checkpoint:
         return self.tensors[name]
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """One tensor, contiguous, on the CPU.
+        """Read one tensor, contiguous, on the CPU.
 
-        Without a cast it is a private mapping of the file: writing to it never changes the file, and it stays valid
-        after `close`. With `dtype` it owns its memory. Raises CheckpointError for an unknown name, an
-        unreadable tensor or a closed checkpoint.
+        Without `dtype`, the result is a private mapping of the file: writing to it never changes the file, and it stays
+        valid after `close`. With `dtype`, it owns its memory. Raises CheckpointError for an unknown name, an unreadable
+        tensor or a closed checkpoint.
         """
         info = self.info(name)
         if info.file not in self._handles:
@@ -145,12 +145,12 @@ class Checkpoint:
         except (SafetensorError, OSError, RuntimeError, TypeError, ValueError) as error:
             raise self._refuse("file", name, f"cannot be read from {info.file!r}: {error}") from error
         if tensor.data_ptr() % tensor.element_size():
-            # Headers need not be padded, so the tensors of other writers may start at any byte.
+            # The format does not require padded headers, so tensors may be unaligned.
             tensor = tensor.clone()
         return tensor if dtype is None else tensor.to(dtype)
 
     def close(self) -> None:
-        """Closes the files. Tensors already taken stay valid."""
+        """Close the files. Tensors already read stay valid."""
         self._handles.clear()
 
     def __enter__(self) -> "Checkpoint":
@@ -172,14 +172,14 @@ def _info(handle: Any, file: str, name: str) -> TensorInfo:
 
 
 def _placement(root: Path) -> tuple[dict[str, str], list[str], list[Problem]]:
-    """The index's tensor name to shard (empty for a single file), the files that may be opened, and problems.
+    """Read the index: tensor name to shard (empty for a single file), the files to open, and the problems.
 
-    Raises CheckpointError if there is nothing to open.
+    Raises CheckpointError if the folder has no safetensors file to open.
     """
     present = {entry.name for entry in root.iterdir()}
     if INDEX not in present:
         if SINGLE not in present:
-            raise CheckpointError(root, [Problem("file", repr(SINGLE), _why_nothing(present))])
+            raise CheckpointError(root, [Problem("file", repr(SINGLE), _missing_message(present))])
         return {}, [SINGLE], []
     index = read_json(root, INDEX)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
@@ -188,17 +188,19 @@ def _placement(root: Path) -> tuple[dict[str, str], list[str], list[Problem]]:
             root, [Problem("index", repr(INDEX), "has no 'weight_map' object of tensor names to file names")]
         )
     named = {repr(shard): shard for shard in weight_map.values()}.values()
-    problems = [Problem("index", repr(INDEX), message) for shard in named if (message := _refused_shard(shard))]
+    problems = [Problem("index", repr(INDEX), message) for shard in named if (message := _shard_problem(shard))]
     if SINGLE in present and SINGLE not in named:
-        problems.append(Problem("index", repr(INDEX), f"beside an unrelated {SINGLE!r}: keep one of the two"))
+        problems.append(
+            Problem("index", repr(INDEX), f"the folder also has an unrelated {SINGLE!r}: keep one of the two")
+        )
     placement = {name: str(shard) for name, shard in weight_map.items()}
-    return placement, sorted(shard for shard in named if not _refused_shard(shard)), problems
+    return placement, sorted(shard for shard in named if not _shard_problem(shard)), problems
 
 
 def _disagreements(
     placement: dict[str, str], holders: dict[str, list[str]], opened: Collection[str]
 ) -> Iterator[Problem]:
-    """Disagreements between the index and the shards that could be opened, and tensors in several shards."""
+    """Yield the disagreements between the index and the opened shards, and tensors stored in several shards."""
     for name, file in placement.items():
         if file in opened and file not in holders.get(name, ()):
             elsewhere = f", but {holders[name][0]!r} does" if name in holders else ""
@@ -210,7 +212,7 @@ def _disagreements(
             yield Problem("index", repr(name), f"in {files[0]!r}, but not in {INDEX!r}")
 
 
-def _refused_shard(shard: object) -> str | None:
+def _shard_problem(shard: object) -> str | None:
     if not isinstance(shard, str) or not is_plain_name(shard):
         return f"names the shard {shard!r}; a shard is a plain file name in the same folder"
     if Path(shard).suffix in PICKLES:
@@ -220,7 +222,7 @@ def _refused_shard(shard: object) -> str | None:
     return None
 
 
-def _why_nothing(present: set[str]) -> str:
+def _missing_message(present: set[str]) -> str:
     message = f"neither this nor {INDEX!r} is in the folder"
     pickles = sorted(name for name in present if Path(name).suffix in PICKLES)
     others = sorted(name for name in present if name.endswith(".safetensors"))

@@ -1,4 +1,4 @@
-"""The command line of `treespec weights` and `weights/load_model.py`."""
+"""Commands of `treespec weights` and `weights/load_model.py`."""
 
 import json
 import sys
@@ -25,12 +25,12 @@ from treespec_weights.sizes import parse_bytes, parse_size
 from treespec_weights.timing import time_loading
 from treespec_weights.verify import verify_checkpoint
 
-# UsageError is in typer's own copy of click or in the package click, depending on typer's version.
+# Depending on typer's version, UsageError comes from its vendored click or from the click package.
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 
 class Commands(TyperGroup):
-    """A group that also prints usage errors as JSON with --json."""
+    """A command group that prints usage errors as JSON if `--json` is given."""
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, standalone_mode: bool = True, **options: Any) -> Any:
         given = list(sys.argv[1:] if args is None else args)
@@ -140,7 +140,7 @@ def grow(
     with _user_errors(as_json), _bar("B") as advance:
         root = resolve_folder(source)
         config = read_config(root)
-        inspect_checkpoint(root)  # fail early on what the final report would fail on, such as the tokenizer
+        inspect_checkpoint(root)  # fail early on errors of the final report, such as an unusable tokenizer
         shape = grown_shape(ModelShape.from_hf(config, family_of(config, root), root), parse_size(size), vocab)
         grow_checkpoint(root, destination, shape, seed, on_bytes=advance)
         report = inspect_checkpoint(destination)
@@ -182,7 +182,7 @@ def _device(name: str) -> Any:
 
 @contextmanager
 def _user_errors(as_json: bool) -> Iterator[None]:
-    """Turns user errors into exit code 2 and a message: JSON on stdout, or text on stderr."""
+    """Convert user errors into exit code 2 and a message: JSON on stdout, or text on stderr."""
     try:
         yield
     except (OSError, CheckpointError, OptionError, HubError) as error:
@@ -195,7 +195,7 @@ def _user_errors(as_json: bool) -> Iterator[None]:
 
 @contextmanager
 def _bar(unit: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar if stderr is a terminal. Yields a function of the amounts done and in total."""
+    """Show a progress bar if stderr is a terminal. Yields a function of the amounts done and in total."""
     with tqdm(unit=unit, unit_scale=True, leave=False, disable=not sys.stderr.isatty()) as bar:
 
         def advance(done: int, total: int) -> None:

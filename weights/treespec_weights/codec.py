@@ -1,8 +1,8 @@
-"""Maps token ids to bytes of text, for every kind of tokenizer.
+"""Map token ids to bytes of text, for every kind of tokenizer.
 
-Byte-level BPE writes a space as "Ġ" and every byte as a printable character; SentencePiece writes "▁" for a space and
-"<0x0A>" for a byte without a token. As bytes, tokens of both can be compared, and texts that end within a character can
-be joined.
+Byte-level BPE writes a space as "Ġ" and every byte as a printable character. SentencePiece writes "▁" for a space and
+"<0x0A>" for a byte without a token. Converted to bytes, tokens of both kinds can be compared, and texts that end inside
+a multi-byte character can be concatenated.
 """
 
 import json
@@ -19,24 +19,24 @@ from treespec_weights.tokenizer import TOKENIZER
 FILES = (TOKENIZER, "tokenizer.model", "vocab.json")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "\u2581"
-MAX_ID = (1 << 24) - 1  # tables have an entry for every id
+MAX_ID = (1 << 24) - 1  # bounds the size of tables indexed by id
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a folder holds tokenizer files of any kind."""
+    """Return whether a folder holds tokenizer files of any kind."""
     return any((folder / name).is_file() for name in FILES)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Codec:
-    """A tokenizer on bytes.
+    """A tokenizer that works on bytes.
 
     Attributes:
-        tokens: by id, the bytes that the token adds to a text; None for control tokens and unused ids.
+        tokens: bytes that each token adds to a text, by id; None for control tokens and unused ids.
         controls: ids of control tokens, such as end tokens, by name.
-        byte_ids: by byte, the token of only that byte.
+        byte_ids: byte -> token of that single byte.
         start: control tokens that the tokenizer prepends to a text.
-        spaces_first: whether it prepends a space to a text.
+        spaces_first: whether the tokenizer prepends a space to a text.
     """
 
     tokens: tuple[bytes | None, ...]
@@ -48,10 +48,10 @@ class Codec:
 
     @classmethod
     def read(cls, folder: Path) -> "Codec":
-        """The tokenizer of a folder (a result of `resolve_folder`).
+        """Read the tokenizer of a folder (a result of `resolve_folder`).
 
         Raises:
-            CheckpointError: there is none, or the tokenizers library, or transformers for older files, cannot read it.
+            CheckpointError: no tokenizer, or one that tokenizers (transformers for older files) cannot read.
         """
         from tokenizers import Tokenizer
 
@@ -61,7 +61,7 @@ class Codec:
             whole = Tokenizer.from_str(json.dumps(raw))
             inner = Tokenizer.from_str(json.dumps(_without_prefix(raw)))
             first, plain = (whole.encode("a", add_special_tokens=each) for each in (True, False))
-        except BaseException as error:  # the library raises bare Exceptions, and its panics are BaseExceptions
+        except BaseException as error:  # tokenizers raises plain Exceptions, and its Rust panics are BaseExceptions
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             message = f"refused by the tokenizers library: {error}"
@@ -95,11 +95,11 @@ class Codec:
         return cls(tuple(tokens), controls, byte_ids, tuple(start), spaces_first, inner)
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a piece of text, which need not be the start of one."""
+        """Tokenize a piece of text, which may start in the middle of a text."""
         return list(self._inner.encode(text, add_special_tokens=False).ids)
 
     def encode_bytes(self, data: bytes) -> list[int]:
-        """The tokens of bytes; those outside of complete characters have one token each, or are dropped without one."""
+        """Tokenize bytes. A byte outside of complete characters becomes its own token, or is dropped if it has none."""
         ids: list[int] = []
         while data:
             try:
@@ -111,7 +111,7 @@ class Codec:
         return ids
 
     def ids_of_bytes(self) -> dict[bytes, int]:
-        """The token of each byte string; of several, a regular token before a byte token, then the first."""
+        """Return the token of each byte string. Regular tokens take precedence over byte tokens, then lower ids."""
         found: dict[bytes, int] = {}
         for id, data in enumerate(self.tokens):
             if data:
@@ -120,7 +120,7 @@ class Codec:
 
 
 def _converted(folder: Path) -> dict[str, Any]:
-    """Older tokenizer files, converted by transformers to tokenizer.json."""
+    """Convert older tokenizer files to tokenizer.json with transformers."""
     if missing := missing_packages(folder):
         message = sentencepiece_error(str(folder), missing)
         raise CheckpointError(folder, [Problem("tokenizer", "'tokenizer.model'", message)])
@@ -129,20 +129,20 @@ def _converted(folder: Path) -> dict[str, Any]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         return dict(json.loads(tokenizer.backend_tokenizer.to_str()))
-    except Exception as error:  # each file format has its own library and errors
+    except Exception as error:  # each file format raises its own library's errors
         message = f"there is none, and transformers does not convert this folder's files: {error}"
         raise CheckpointError(folder, [Problem("tokenizer", repr(TOKENIZER), message)]) from error
 
 
 def _mentions(part: Any, kind: str) -> bool:
-    """Whether a part of tokenizer.json has this type, or contains one that has."""
+    """Return whether a part of tokenizer.json has this type, or contains a part of this type."""
     if isinstance(part, dict):
         return part.get("type") == kind or any(_mentions(value, kind) for value in part.values())
     return isinstance(part, list) and any(_mentions(value, kind) for value in part)
 
 
 def _without_prefix(raw: dict[str, Any]) -> dict[str, Any]:
-    """tokenizer.json modified to prepend nothing, so that the middle of a text can be encoded."""
+    """Modify tokenizer.json to prepend nothing, so that the middle of a text can be encoded."""
 
     def changed(part: Any) -> Any:
         if isinstance(part, list):
@@ -163,15 +163,17 @@ def _without_prefix(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def byte_characters() -> dict[str, int]:
-    """The character for each byte in byte-level tokenizers (GPT-2): the byte itself if it is printable and not a space,
-    otherwise the next character from U+0100 on."""
+    """Return the byte of each character in byte-level tokenizers (GPT-2).
+
+    Printable bytes other than the space map from the character of the same code, all others from U+0100 on.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
 def _bytes_of(token: str, table: dict[str, int] | None) -> bytes | None:
-    """The bytes that a token of the model's vocabulary adds to a text."""
+    """Return the bytes that a token of the model's vocabulary adds to a text."""
     if table is not None:
         return bytes(table[char] for char in token) if all(char in table for char in token) else token.encode()
     if match := _BYTE_TOKEN.fullmatch(token):

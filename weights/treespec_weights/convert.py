@@ -1,7 +1,8 @@
-"""Converts a checkpoint's dtype, shards or layout, with one tensor in memory at a time and an atomic result.
+"""Convert a checkpoint's dtype, shards or layout, with one tensor in memory at a time and an atomic result.
 
-A conversion is a list of steps. Each reads the source tensors of one result tensor and yields it, or several tensors (a
-quantised weight and its scales). So a file's header is known before its first tensor.
+A conversion is a list of steps. Each step reads the source tensors of one result tensor and yields that tensor, or
+several (a quantised weight and its scales). Steps declare their outputs, so a file's header is known before its first
+tensor is computed.
 """
 
 import contextlib
@@ -38,20 +39,20 @@ from treespec_weights.writer import (
 )
 
 SHARD_BYTES = 2 * 10**9
-STATE = "conversion.json"  # describes an unfinished result
+STATE = "conversion.json"  # identifies an unfinished conversion
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Step(NamedTuple):
-    """One tensor of the result, before the transform."""
+    """Conversion of the sources of one result tensor."""
 
     target: Placement
-    sources: tuple[Placement, ...]  # checkpoint tensors with its parameters
+    sources: tuple[Placement, ...]  # checkpoint tensors that hold the target's parameters
     dtype: torch.dtype
     outputs: tuple[Output, ...]
 
     def tensors(self, checkpoint: Checkpoint, transform: Transform) -> Sequence[Tensor]:
-        """The tensors to write. Raises CheckpointError if a value does not fit the dtype."""
+        """Return the tensors to write. Raises CheckpointError if a value does not fit the dtype."""
         first = self.sources[0]
         if (first.rule.layout, first.params) == (self.target.rule.layout, self.target.params):
             tensor = checkpoint.tensor(first.name)
@@ -80,27 +81,27 @@ def convert_checkpoint(
     quantization: str | None = None,
     on_bytes: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """Writes a converted checkpoint to another folder.
+    """Write a converted checkpoint to another folder.
 
-    Tensors are written one by one into `<destination>.partial`, which is renamed at the end. If writing fails or the
-    process is killed, finished files remain there for `resume`, and `destination` does not exist.
+    Writes tensors one by one into `<destination>.partial`, and renames it at the end. If writing fails or the process
+    is killed, finished files remain there for `resume`, and `destination` does not exist.
 
     Args:
         source: a folder that `verify` accepts; not modified.
         destination: a folder that does not exist, or is empty; not inside of the source.
-        dtype: of all tensors; None keeps their dtypes.
-        shard_bytes: the most bytes of tensors per file; a larger tensor has its own file.
+        dtype: dtype of all tensors; None keeps their dtypes.
+        shard_bytes: maximum bytes of tensors per file; a larger tensor gets its own file.
         layout: model_type of another family with the same parameters; None keeps the family.
-        resume: continues an interrupted conversion of the same source with the same options.
+        resume: continue an interrupted conversion of the same source with the same options.
         quantization: "int8" or "int4" quantises the layers' matrices, after the cast (transform.py).
-        on_bytes: called with the bytes written and the total.
+        on_bytes: called with the bytes written so far and the total.
 
     Returns:
         JSON-ready: `source`, `destination`, `family`, `dtypes`, `tensors`, `bytes`, `files` (name to size), `resumed`
-        (files that were finished before).
+        (files finished by an earlier run).
 
     Raises:
-        OptionError: an invalid option, a destination that exists, or an interrupted conversion without `resume` or of
+        OptionError: an invalid option, an existing destination, an interrupted conversion without `resume`, or one of
             other files or options. CheckpointError: the source is unusable. UnsupportedModelError: the layout cannot
             express the model. WriteError: a file could not be written. OSError: no such folder.
     """
@@ -158,10 +159,9 @@ def convert_checkpoint(
 def plan_steps(
     checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules, written_as: FamilyRules, transform: Transform
 ) -> list[Step]:
-    """The steps of a conversion, layer by layer.
+    """Return the steps of a conversion, layer by layer.
 
-    Raises CheckpointError if the checkpoint does not match its config, or tensors of several dtypes would be fused into
-    one.
+    Raises CheckpointError if the checkpoint does not match its config, or if tensors of several dtypes would be fused.
     """
     placements, problems = match(checkpoint, shape, rules)
     if not problems and (problem := tied_head_problem(checkpoint, shape, rules)):
@@ -193,7 +193,7 @@ def _write_shards(
     transform: Transform,
     on_bytes: Callable[[int, int], None] | None,
 ) -> list[str]:
-    """Writes the shards that do not exist yet, and returns the names of those that did."""
+    """Write the shards that do not exist yet. Returns the names of those that did."""
     by_output = {step.outputs[0]: step for step in steps}
     resumed = [shard.file for shard in shards if is_written(partial, shard)]
     total = sum(shard.tensor_bytes for shard in shards)
@@ -213,7 +213,7 @@ def _tensors(steps: Sequence[Step], checkpoint: Checkpoint, transform: Transform
 
 
 def _state(root: Path, written_as: FamilyRules, shards: Sequence[Shard], transform: Transform) -> dict[str, Any]:
-    """The identity of a conversion: sizes and times of the source's files, and a hash of the plan."""
+    """Return the identity of a conversion: sizes and times of the source's files, and a hash of the plan."""
     plan = hashlib.sha256(repr((written_as.model_type, shards, transform)).encode())
     files = {entry.name: entry.stat() for entry in sorted(root.iterdir()) if entry.is_file()}
     return {
@@ -243,7 +243,7 @@ def _start(partial: Path, state: dict[str, Any]) -> None:
 
 
 def _check_state(partial: Path, state: dict[str, Any]) -> None:
-    """Raises OptionError if there is no conversion to resume, or another one."""
+    """Raise OptionError if there is no conversion to resume, or a different one."""
     if partial.is_symlink() or not partial.is_dir():
         raise OptionError(f"--resume: no interrupted conversion at {str(partial)!r}; omit the option")
     try:
@@ -258,7 +258,10 @@ def _check_state(partial: Path, state: dict[str, Any]) -> None:
 
 
 def _keep_finished(partial: Path, shards: Sequence[Shard], state: dict[str, Any]) -> bool:
-    """After an error: keeps the folder for `resume` if a file is finished, else deletes it. Returns whether it did."""
+    """After an error, keep the folder for `resume` if a file is finished, else delete it.
+
+    Returns whether it is kept.
+    """
     if not any(is_written(partial, shard) for shard in shards):
         shutil.rmtree(partial, ignore_errors=True)
         return False
@@ -267,7 +270,7 @@ def _keep_finished(partial: Path, shards: Sequence[Shard], state: dict[str, Any]
         if entry.name not in names:
             with contextlib.suppress(OSError):
                 os.unlink(entry.path)
-    if not (partial / STATE).exists():  # it failed after removing the state
+    if not (partial / STATE).exists():  # the error came after the state was removed
         with contextlib.suppress(WriteError):
             write_json(partial, STATE, state)
     return True

@@ -1,4 +1,4 @@
-"""Formats reports on checkpoints as aligned text."""
+"""Format reports on checkpoints as aligned text."""
 
 from collections.abc import Sized
 from pathlib import Path
@@ -10,7 +10,7 @@ Row = tuple[str, ...]
 
 
 def describe(report: dict[str, Any]) -> str:
-    """The report of `inspect_checkpoint`, with `drafts`, as text for a terminal."""
+    """Format the report of `inspect_checkpoint`, with `drafts`, as text for a terminal."""
     shape, vocabulary = report["shape"], report["vocabulary"]
     stored = " + ".join(f"{dtype} {_size(row['bytes'])}" for dtype, row in report["dtypes"].items())
     family = _printable(report["family"] or "unknown")
@@ -68,7 +68,7 @@ def _made_of(shape: dict[str, Any], parts: dict[str, Any]) -> str:
     if type(parts["window"]) is int:
         found.append(f"windows of {parts['window']:,} positions")
     if parts["parallel"] is True:
-        found.append("attention beside MLP")
+        found.append("parallel attention and MLP")
     if shape["learned_positions"]:
         found.append(f"{shape['learned_positions']:,} learned positions")
     return "; ".join(found)
@@ -111,7 +111,7 @@ def _verdict(draft: dict[str, Any]) -> str:
 
 
 def describe_verification(folder: Path, result: Verification) -> str:
-    """The result of `verify_checkpoint` as text for a terminal."""
+    """Format the result of `verify_checkpoint` as text for a terminal."""
     lines = [str(folder)]
     width = max(len(check.name) for check in result.checks)
     for check in result.checks:
@@ -124,7 +124,7 @@ def describe_verification(folder: Path, result: Verification) -> str:
 
 
 def describe_conversion(report: dict[str, Any]) -> str:
-    """The report of `convert_checkpoint` as text for a terminal."""
+    """Format the report of `convert_checkpoint` as text for a terminal."""
     facts = [
         ("family", report["family"]),
         ("stored", f"{' + '.join(report['dtypes'])} {_size(report['bytes'])} in {_count(report['files'], 'file')}"),
@@ -135,7 +135,7 @@ def describe_conversion(report: dict[str, Any]) -> str:
 
 
 def describe_timing(report: dict[str, Any]) -> str:
-    """The report of `time_loading` as text for a terminal."""
+    """Format the report of `time_loading` as text for a terminal."""
     rows: list[Row] = [("  ", "seconds", "GB/s")]
     for key, name in (("load_weights", "load_weights"), ("plain", "plain read")):
         rows.append((f"  {name}", f"{report[key]['median']:.3f}", f"{report[key]['gb_per_second']:.2f}"))
@@ -151,7 +151,7 @@ def _count(things: Sized, noun: str) -> str:
 
 
 def _printable(name: str) -> str:
-    return name if name.isprintable() else repr(name)  # a checkpoint's names must not steer the terminal
+    return name if name.isprintable() else repr(name)  # a checkpoint's names must not send terminal control sequences
 
 
 def _size(size: int) -> str:

@@ -1,4 +1,4 @@
-"""Errors about checkpoints. Each holds all problems found, not only the first."""
+"""Errors about checkpoints. Each one holds all problems found, not only the first."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ class Problem(NamedTuple):
 
     kind: str  # "file", "index", "config", "tokenizer", "missing", "unexpected", "shape", "dtype", "tied", "value"
     where: str  # the file, tensor or config key
-    message: str  # what is wrong, with the bad value and what would be valid
+    message: str  # description of the problem, with the bad value and the valid ones
 
     def __str__(self) -> str:
         return f"{self.where}: {self.message}"
@@ -21,7 +21,7 @@ class Problem(NamedTuple):
 class CheckpointError(ValueError):
     """A checkpoint folder that cannot be used.
 
-    Attributes: `folder`, and `problems`, all of them; the message lists the first 1,000.
+    Attributes: `folder`; `problems`, all of them. The message lists the first 1,000.
     """
 
     def __init__(self, folder: Path | str, problems: Sequence[Problem]) -> None:
@@ -53,7 +53,7 @@ class WriteError(CheckpointError):
 
 
 class OptionError(ValueError):
-    """An invalid value of an option. The message names both, and the valid values."""
+    """An invalid option value. The message names the option, the value and the valid values."""
 
 
 class HubError(ValueError):

@@ -1,4 +1,4 @@
-"""Opens files of a checkpoint folder, and refuses files outside of it."""
+"""Open files of a checkpoint folder, and reject files outside of it."""
 
 import json
 import os
@@ -14,10 +14,10 @@ MAX_JSON_BYTES = 256 << 20  # the largest published tokenizer.json is about 35 M
 
 
 def resolve_folder(folder: Path | str) -> Path:
-    """The real path of a checkpoint folder.
+    """Return the real path of a checkpoint folder.
 
-    Raises FileNotFoundError where there is none, NotADirectoryError if `folder` is a file, CheckpointError where it
-    is a GGUF file or a folder whose only weights are GGUF files.
+    Raises FileNotFoundError if it does not exist, NotADirectoryError if `folder` is a file, CheckpointError if it is
+    a GGUF file or a folder whose only weights are GGUF files.
     """
     try:
         if not os.fspath(folder):
@@ -33,7 +33,7 @@ def resolve_folder(folder: Path | str) -> Path:
 
 
 def _hub_hint(name: str) -> str:
-    """How to get a model of the Hugging Face hub, if `name` may be one."""
+    """Return how to download a Hugging Face model, if `name` may be one, else an empty string."""
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name, re.ASCII):
         return ""
     if "/" in name:
@@ -45,7 +45,7 @@ def _hub_hint(name: str) -> str:
 
 
 def _gguf_of(path: Path) -> Path | None:
-    """The path if it is a GGUF file, or the first GGUF file of a folder without safetensors, or None."""
+    """Return the path if it is a GGUF file, or the first GGUF file of a folder without safetensors, or None."""
     if path.is_file():
         return path if path.suffix.lower() == ".gguf" else None
     try:
@@ -58,7 +58,7 @@ def _gguf_of(path: Path) -> Path | None:
 
 
 def _no_gguf(path: Path) -> str:
-    """The error message for a GGUF file."""
+    """Return the error message for a GGUF file."""
     source = f"{str(path.parent)!r}, gguf_file={path.name!r}"
     return (
         "GGUF is not supported; supported are folders with config.json and *.safetensors. transformers converts it "
@@ -69,7 +69,7 @@ def _no_gguf(path: Path) -> str:
 
 
 def file_inside(folder: Path, name: str) -> Path:
-    """The real path of the regular file `name` of `folder`, a result of `resolve_folder`.
+    """Return the real path of the regular file `name` of `folder`, a result of `resolve_folder`.
 
     A symlink must lead to a file inside the folder or, in a Hugging Face cache (`<repo>/snapshots/<revision>`),
     inside `<repo>/blobs`. Raises CheckpointError otherwise, before anything is opened.
@@ -96,7 +96,7 @@ def file_inside(folder: Path, name: str) -> Path:
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether `name` is one path component on every platform: no separator, drive, `..` or control character."""
+    """Return whether `name` is one path component on every platform: no separator, drive, `..` or control character."""
     return (
         name not in ("", ".", "..")
         and name.isprintable()
@@ -106,7 +106,7 @@ def is_plain_name(name: str) -> bool:
 
 
 def _hub_blobs(folder: Path) -> list[Path]:
-    """The blobs folder that a Hugging Face cache snapshot links to, if `folder` is in a snapshot."""
+    """Return the blobs folder that a Hugging Face cache snapshot links to, if `folder` is in a snapshot, as a list."""
     for revision in (folder, *folder.parents):
         if revision.parent.name == "snapshots":
             return [revision.parent.parent / "blobs"]
@@ -114,10 +114,10 @@ def _hub_blobs(folder: Path) -> list[Path]:
 
 
 def read_json(folder: Path, name: str, *, unique_keys: bool = True) -> Any:
-    """The parsed JSON file `name` of `folder`.
+    """Parse the JSON file `name` of `folder`.
 
     Raises CheckpointError if the file is missing, outside of the folder, larger than 256 MiB, not JSON or, with
-    `unique_keys`, repeats a key (Python's parser would silently keep the last).
+    `unique_keys`, repeats a key, of which Python's parser would silently keep the last.
     """
     path = file_inside(folder, name)
     try:

@@ -1,23 +1,23 @@
-"""Grows a model: embeds the function of a small model in a larger shape, to benchmark sizes without trained weights.
+"""Grow a model: embed the function of a small model in a larger shape, to benchmark sizes without trained weights.
 
-A pass costs as much as the larger shape, and the tokens are the small model's, so acceptance is real. The added parts
-compute with random weights and have no effect:
+A pass costs as much as one of the larger shape and produces the small model's tokens, so acceptance is realistic. The
+added parts compute with random weights and have no effect on the result:
 
-- hidden dimensions are padded with zeros: embeddings and every projection into the residual stream have zero rows
+- Hidden dimensions are padded with zeros: embeddings and every projection into the residual stream have zero rows
   there. An RMSNorm over `ratio` times the width sees 1 / ratio of the mean square, so eps is divided by the ratio and
-  the scale by its root. Both are exact for powers of 4, the only ratios used.
-- extra heads and MLP units have zero columns in `o` and `down`. Heads are added in whole KV groups after the model's
+  the scale by its square root. Both are exact for powers of 4, the only ratios used.
+- Extra heads and MLP units have zero columns in `o` and `down`. Heads are added in whole KV groups after the model's
   own, so that every head keeps its KV head.
-- extra layers have zero `o` and `down`: they add nothing to the residual stream.
-- extra vocabulary (optional) must never be chosen, nor take probability from other tokens. One padded hidden dimension
+- Extra layers have zero `o` and `down`, so they add nothing to the residual stream.
+- Extra vocabulary (optional) must never be chosen, nor take probability from other tokens. One padded hidden dimension
   is `_TINY` in every embedding, too small to change any mean square in fp32, and every norm but the last has scale 0
   there. The last norm scales it to a large positive value, which the head's padding rows, zero elsewhere, turn into a
-  large negative logit. So such a model needs padded dimensions and an untied head.
+  large negative logit. A grown vocabulary therefore requires padded dimensions and an untied head.
 
-A product with zero is zero if the other factor is finite, which random weights of usual size ensure. So every sum has
-the small model's terms and zeros. A library may group the terms of a longer row differently (oneDNN does for 704 MLP
-units among 2,048, not among 1,024). Then logits differ in their last bits, as between machines, and the benchmark
-counts the tokens that differ.
+A product with zero is zero if the other factor is finite, which random weights of usual magnitude ensure, so every sum
+consists of the small model's terms and zeros. A library may group the terms of a longer row differently (oneDNN does
+for 704 MLP units among 2,048, not among 1,024). Then logits differ in their last bits, as between machines. The
+benchmark counts the tokens that differ.
 """
 
 import itertools
@@ -42,10 +42,10 @@ from treespec_weights.writer import NAMES, Output, Shard, plan_shards, progress,
 
 SHARD_BYTES = 1 << 30
 _WIDEN = 4  # preferred MLP units per hidden dimension
-_NARROWEST = 2  # the least MLP units per hidden dimension
+_NARROWEST = 2  # minimum MLP units per hidden dimension
 _TINY, _RAISED = 2.0**-40, 2.0**52
 
-# Parameters that are zero in added parts, and those that scale a row.
+# Parameters that are zero in added parts, and norm weights.
 _TO_RESIDUAL = ("embed", "lm_head", "o", "down", "o_bias", "down_bias")
 _NORMS = ("attn_norm", "mlp_norm", "final_norm")
 
@@ -53,10 +53,10 @@ _NORMS = ("attn_norm", "mlp_norm", "final_norm")
 def grown_shape(
     shape: ModelShape, size: int, vocab: int | None = None, options: tuple[str, str] = ("--size", "--vocab")
 ) -> ModelShape:
-    """The shape of about `size` parameters that contains `shape`.
+    """Return a shape of about `size` parameters that contains `shape`.
 
-    It takes the widest hidden dimension (times 1, 4, 16 ...) at which the model's own number of layers fits with an MLP
-    of twice the width, then an MLP of four times the width and as many layers as fit.
+    Chooses the widest hidden dimension (times 1, 4, 16 ...) at which the model's own number of layers fits with an MLP
+    of twice the width. Then uses an MLP of four times the width and as many layers as fit.
 
     Raises:
         OptionError: the model is larger than `size`, or the vocabulary would shrink. The message names `options`.
@@ -77,12 +77,12 @@ def grown_shape(
     wide = replace(full, num_layers=layers)
     one_unit = replace(wide, intermediate_size=wide.intermediate_size + 1).num_parameters() - wide.num_parameters()
     units = wide.intermediate_size + (size - wide.num_parameters()) / one_unit
-    step = max(64, wide.hidden_size // 4)  # a multiple, as in real models
+    step = max(64, wide.hidden_size // 4)  # MLP sizes of published models are multiples of such a step
     return replace(wide, intermediate_size=max(shape.intermediate_size, step * round(units / step)))
 
 
 def widened(shape: ModelShape, ratio: int, vocab: int, layers: int, widen: int) -> ModelShape:
-    """`shape` with hidden dimension and heads times `ratio`, and an MLP of `widen` times that width."""
+    """Return `shape` with hidden dimension and heads times `ratio`, and an MLP of `widen` times the new hidden size."""
     hidden = shape.hidden_size * ratio
     return replace(
         shape,
@@ -104,15 +104,15 @@ def grow_checkpoint(
     device: torch.device | str = "cpu",
     on_bytes: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Writes a Hugging Face folder that computes `source`'s function in the larger `shape`, atomically.
+    """Write a Hugging Face folder that computes `source`'s function in the larger `shape`, atomically.
 
     Args:
         source: a checkpoint of the Llama family.
         folder: the destination, which does not exist or is empty.
-        shape: at least as large as the source's in every size, with a hidden dimension 4 ** n times as wide.
-        seed: of the random weights.
-        device: where random weights are drawn (on a CPU by one thread); devices differ in their random numbers.
-        on_bytes: called with the bytes written and the total.
+        shape: the new shape: no size below the source's, and a hidden dimension 4 ** n times as wide.
+        seed: seed of the random weights.
+        device: device that draws the random weights (a CPU uses one thread); devices draw different numbers.
+        on_bytes: called with the bytes written so far and the total.
 
     Raises:
         OptionError: the source is of another family or quantised, or the folder exists or is inside of the source.
@@ -162,7 +162,7 @@ def grow_checkpoint(
 
 @dataclass(frozen=True)
 class _Growth:
-    """Grows parameters from the old shape to the new one."""
+    """Embeds the parameters of the old shape in the new one."""
 
     old: ModelShape
     new: ModelShape
@@ -177,7 +177,7 @@ class _Growth:
     def tensor(
         self, name: str, size: tuple[int, ...], own: Tensor | None, dtype: torch.dtype, generator: torch.Generator
     ) -> Tensor:
-        """A parameter of the new shape; `own` is the old one, None in an added layer."""
+        """Return a parameter of the new shape. `own` is the old one, or None in an added layer."""
         kind = name.rpartition(".")[2]
         if kind in _TO_RESIDUAL:
             tensor = torch.zeros(size, dtype=dtype, device="cpu")
@@ -189,11 +189,11 @@ class _Growth:
             scale = self.ratio**-0.5 if kind in _NORMS else 1.0
             tensor[tuple(slice(n) for n in own.shape)] = own * scale
         if self.new.vocab_size > self.old.vocab_size:
-            self._silence(kind, tensor)
+            self._suppress_added_tokens(kind, tensor)
         return tensor
 
-    def _silence(self, kind: str, tensor: Tensor) -> None:
-        """Makes the added tokens' logits large and negative, through the last hidden dimension."""
+    def _suppress_added_tokens(self, kind: str, tensor: Tensor) -> None:
+        """Make the added tokens' logits large and negative, through the last hidden dimension."""
         if kind == "embed":
             tensor[:, -1] = _TINY
         elif kind == "lm_head":
@@ -203,7 +203,7 @@ class _Growth:
 
 
 def _tensor_name(names: dict[str, str], parameter: str) -> str:
-    """The checkpoint's name of a decoder parameter."""
+    """Return the checkpoint's name of a decoder parameter."""
     layer = re.fullmatch(r"layers\.(\d+)\.(.+)", parameter)
     return names[f"layers.{{i}}.{layer[2]}"].replace("{i}", layer[1]) if layer else names[parameter]
 

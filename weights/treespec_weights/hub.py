@@ -1,4 +1,4 @@
-"""Downloads models from the Hugging Face hub."""
+"""Download models from the Hugging Face hub."""
 
 import os
 import re
@@ -8,22 +8,22 @@ from treespec_weights.checkpoint import Checkpoint
 from treespec_weights.errors import CheckpointError, HubError, OptionError
 from treespec_weights.rules import read_config
 
-# Safetensors, config, tokenizer and templates. No pickles, no code, and no subfolders.
+# Safetensors, config, tokenizer and templates; no pickles, no code, no subfolders.
 ALLOWED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "LICENSE*")
 IGNORED = ("*/*", "consolidated*")
 _ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name is a valid hub id: `owner/model`, or a legacy `model`."""
+    """Return whether a name is a valid hub id: `owner/model`, or a legacy `model`."""
     return bool(_ID.fullmatch(name)) and ".." not in name and "--" not in name
 
 
 def fetch(hub_id: str, revision: str | None = None, to: Path | str | None = None) -> Path:
-    """The local folder of a model of the hub, downloaded if it is not cached, and checked.
+    """Return the local folder of a hub model, downloaded unless it is cached, and checked.
 
-    It downloads only config, tokenizer, templates and safetensors. The cache, the token and the mirror are those of
-    `huggingface_hub` (HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE).
+    Downloads only config, tokenizer, templates and safetensors. Cache, token and mirror follow `huggingface_hub`
+    (HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE).
 
     Args:
         hub_id: `owner/model`.
@@ -31,8 +31,8 @@ def fetch(hub_id: str, revision: str | None = None, to: Path | str | None = None
         to: a folder to download into, instead of the cache.
 
     Raises:
-        OptionError: not a valid hub id. HubError: offline and not cached; unknown, gated, or interrupted.
-            CheckpointError: it has no safetensors, or unusable ones.
+        OptionError: not a valid hub id. HubError: offline and not cached, unknown, gated, interrupted, or without
+            safetensors. CheckpointError: unusable safetensors.
     """
     if not is_hub_id(hub_id):
         raise OptionError(f"{hub_id!r} is not a hub id; valid are names such as owner/model")
@@ -53,7 +53,7 @@ def fetch(hub_id: str, revision: str | None = None, to: Path | str | None = None
             f"{offline}; run `treespec weights fetch {hub_id}` where there is a network, and copy that folder, or "
             "name a local folder with config.json and *.safetensors"
         ) from error
-    # The HTTP library's errors, such as those of proxies; a RuntimeError means that there is no home folder.
+    # Also the HTTP library's errors, such as those of proxies, and the RuntimeError of a missing home folder.
     except (*HfHubHTTPError.__bases__, OSError, ValueError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else "no reason given"
         raise HubError(

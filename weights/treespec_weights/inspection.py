@@ -1,4 +1,4 @@
-"""Describes a checkpoint from its headers, config and tokenizer, and compares drafts with a target."""
+"""Describe a checkpoint from its headers, config and tokenizer, and compare drafts with a target."""
 
 import math
 import re
@@ -22,18 +22,18 @@ ITEM_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "C64": 64}
 
 
 def inspect_checkpoint(folder: Path | str) -> dict[str, Any]:
-    """Describes a checkpoint as a JSON-ready dict; reads headers, config and tokenizer, but no tensors.
+    """Describe a checkpoint as a JSON-ready dict, from headers, config and tokenizer, without reading tensors.
 
     Keys: `folder`, `family` (model_type), `architectures`, `supported`, `unsupported_because`, `shape` (ModelShape
     as a dict, None if unsupported), `context` (positions), `config_dtype`, `parameters`, `bytes`, `files`, `dtypes`,
-    `tensors` (tensors that differ only in the layer, `{i}`, as one row: name, count, dtype, shape, bytes of each),
-    `ignored` (names), `problems` (the number that `match` finds), `memory` (per dtype: weights_bytes,
+    `tensors` (one row per group of tensors that differ only in the layer `{i}`: name, count, dtype, shape, bytes each),
+    `ignored` (names), `problems` (the number found by `match`), `memory` (per dtype: weights_bytes,
     kv_bytes_per_token), `quantization` (its name, None if not quantised), `vocabulary` (sha256, tokens, max_id),
     `unused_ids` (rows of the embedding after the tokenizer's last id, None if either is unknown), `made_of` (norm,
     activation, window and parallel of the layers; None if unsupported). `parameters` counts loaded parameters: a tied
     head once, and no ignored buffers.
 
-    Raises as `Checkpoint.open`, and CheckpointConfigError for an unusable config.json.
+    Raises the errors of `Checkpoint.open`, and CheckpointConfigError for an unusable config.json.
     """
     root = resolve_folder(folder)
     config = read_config(root)
@@ -62,11 +62,11 @@ def inspect_checkpoint(folder: Path | str) -> dict[str, Any]:
 
 
 def compare_draft(target: dict[str, Any], draft: dict[str, Any]) -> dict[str, Any]:
-    """Compares a draft with a target, from two results of `inspect_checkpoint`.
+    """Compare a draft with a target, given two results of `inspect_checkpoint`.
 
-    Keys: `folder`, `family`, `parameters`, `cost_ratio` (draft's parameters per target's), `same_vocab_size`,
+    Keys: `folder`, `family`, `parameters`, `cost_ratio` (draft parameters / target parameters), `same_vocab_size`,
     `same_vocabulary` (None if one has no tokenizer file), `same_hidden_size`, `usable` (as a draft), `connection`
-    (from `vocabularies.connect`: one vocabulary, translated, or by text), `reason` (why it is not usable).
+    (from `vocabularies.connect`: same, padded, translated or by text), `reason` (why it is not usable).
     """
     sizes = [report["shape"] and report["shape"]["vocab_size"] for report in (target, draft)]
     hidden = [report["shape"] and report["shape"]["hidden_size"] for report in (target, draft)]
@@ -137,7 +137,10 @@ def _as_model(config: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _made_of(config: dict[str, Any], rules: FamilyRules) -> dict[str, Any]:
-    """Properties of the layers, without values of a wrong type: config.json may hold NaN, which is not valid JSON."""
+    """Return properties of the layers.
+
+    Values of a wrong type are dropped: config.json may hold NaN, which is not valid JSON.
+    """
     windowed = rules.windows and config.get("use_sliding_window", True)
     activation, window = config.get(rules.activation), config.get("sliding_window") if windowed else None
     return {

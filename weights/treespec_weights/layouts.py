@@ -1,9 +1,9 @@
-"""Translates config.json to another family with the same parameters, if that family can express the model.
+"""Translate config.json to another family with the same parameters, if that family can express the model.
 
-Tensors, sizes and switches follow from the families' rules (`expected_tensors`). Other values of config.json go through
-transformers' config classes, because families have different defaults (without a key, Mistral's window is 4,096 and
-Llama has none): every value is written out, and a value for which the other family has no key is an error unless it has
-no effect.
+Tensors, sizes and switches follow from the families' rules (`expected_tensors`). All other values of config.json pass
+through transformers' config classes, because families have different defaults: without a key, Mistral's window is 4,096
+and Llama has none. Every value is written out. A value without a key in the other family is an error, unless it has no
+effect.
 """
 
 from collections.abc import Mapping
@@ -15,8 +15,8 @@ from treespec_weights.errors import CheckpointConfigError, OptionError, Problem,
 from treespec_weights.families import FAMILIES
 from treespec_weights.rules import FamilyRules, ModelShape
 
-# Fields of FamilyRules that only affect names and configs. All others affect what a layer computes.
-_SPELLING = (
+# Fields of FamilyRules that affect only names and configs. All others affect a layer's computation.
+_NAMING_FIELDS = (
     "model_type",
     "tensors",
     "tied_copy",
@@ -29,7 +29,7 @@ _SPELLING = (
     "windows",
     "assumed",
 )
-_WITHOUT_EFFECT = (  # config keys that do not affect what a decoder computes
+_WITHOUT_EFFECT = (  # config keys that do not affect a decoder's computation
     "architectures",
     "attention_dropout",
     "auto_map",
@@ -58,11 +58,11 @@ _NOT_OF_A_DECODER = (  # other keys that config classes write
     "problem_type",
     "return_dict",
 )
-_ABSENT = (None, False, 0, 0.0)
+_ABSENT = (None, False, 0, 0.0)  # values equivalent to a missing key
 
 
 def family_named(name: str) -> FamilyRules:
-    """The rules of a family. Raises OptionError for an unknown name."""
+    """Return the rules of a family. Raises OptionError for an unknown name."""
     if name not in FAMILIES:
         raise OptionError(f"--layout {name}: valid are {', '.join(FAMILIES)}")
     return FAMILIES[name]
@@ -71,14 +71,14 @@ def family_named(name: str) -> FamilyRules:
 def translate_config(
     folder: Path, config: Mapping[str, Any], shape: ModelShape, own: FamilyRules, other: FamilyRules
 ) -> dict[str, Any]:
-    """config.json of the same model in the family `other`.
+    """Return the config.json of the same model in the family `other`.
 
     Args:
         folder: of the checkpoint, for messages.
         config: its parsed config.json, with `shape` read from it, of the family `own`.
 
     Raises:
-        UnsupportedModelError: with everything that the other family cannot express.
+        UnsupportedModelError: lists everything that the other family cannot express.
         CheckpointConfigError: transformers rejects one of the two configs.
     """
     problems = [
@@ -89,17 +89,17 @@ def translate_config(
             f"is {getattr(own, field.name)!r} and {getattr(other, field.name)!r}",
         )
         for field in fields(FamilyRules)
-        if field.name not in _SPELLING and getattr(own, field.name) != getattr(other, field.name)
+        if field.name not in _NAMING_FIELDS and getattr(own, field.name) != getattr(other, field.name)
     ]
-    problems += _parameters_without_place(shape, other)
+    problems += _unmatched_parameters(shape, other)
     if problems:
         raise UnsupportedModelError(folder, problems)
-    before, after = _explicit(folder, config), _explicit(folder, {"model_type": other.model_type})
+    before, after = _with_defaults(folder, config), _with_defaults(folder, {"model_type": other.model_type})
     sizes = {key: getattr(shape, name) for name, key in other.config_keys.items()}
-    translated = sizes | _carried(folder, before, after, own, other)
-    result = _explicit(folder, translated | {"model_type": other.model_type})
+    translated = sizes | _translated_values(folder, before, after, own, other)
+    result = _with_defaults(folder, translated | {"model_type": other.model_type})
     result["architectures"] = [_architecture(other.model_type)]
-    if changed := [key for key, value in translated.items() if not _agrees(value, result.get(key))]:
+    if changed := [key for key, value in translated.items() if not _values_match(value, result.get(key))]:
         message = (
             f"a {other.model_type} model would have {result.get(changed[0])!r}, this one has {translated[changed[0]]!r}"
         )
@@ -110,8 +110,8 @@ def translate_config(
     return result
 
 
-def _parameters_without_place(shape: ModelShape, other: FamilyRules) -> list[Problem]:
-    """Parameters that only the model or only the other family has."""
+def _unmatched_parameters(shape: ModelShape, other: FamilyRules) -> list[Problem]:
+    """Return the parameters that only the model or only the other family has, as problems."""
     fixed = {
         field.name: other.constants.get(field.name, field.default)
         for field in fields(ModelShape)
@@ -145,10 +145,10 @@ def _pattern(parameter: str) -> str:
     return ".".join("{i}" if part.isdecimal() else part for part in parameter.split("."))
 
 
-def _carried(
+def _translated_values(
     folder: Path, before: dict[str, Any], after: dict[str, Any], own: FamilyRules, other: FamilyRules
 ) -> dict[str, Any]:
-    """All values but the sizes. Raises UnsupportedModelError if the other family cannot express them."""
+    """Return all values but the sizes. Raises UnsupportedModelError if the other family cannot express them."""
     spelt = {*own.config_keys.values(), *other.config_keys.values()}
     result: dict[str, Any] = {}
     problems = []
@@ -169,11 +169,11 @@ def _carried(
         if rope.get("rope_type", "default") != "default" and "original_max_position_embeddings" in before:
             if "original_max_position_embeddings" not in after:
                 message = (
-                    f"{rope['rope_type']!r} needs original_max_position_embeddings beside it, which a "
-                    f"{other.model_type} model has not"
+                    f"{rope['rope_type']!r} needs original_max_position_embeddings, which a "
+                    f"{other.model_type} model does not have"
                 )
                 problems.append(Problem("config", "'rope_parameters'", message))
-    for key, value in after.items():  # features that only the other family has are switched off
+    for key, value in after.items():  # disable features that only the other family has
         if key not in before and key not in spelt and key not in _WITHOUT_EFFECT and value not in _ABSENT:
             result[key] = None
     if problems:
@@ -181,14 +181,17 @@ def _carried(
     return result
 
 
-def _agrees(wanted: object, written: object) -> bool:
+def _values_match(wanted: object, written: object) -> bool:
     if isinstance(wanted, dict) and isinstance(written, dict):
-        return all(_agrees(value, written.get(key)) for key, value in wanted.items())
+        return all(_values_match(value, written.get(key)) for key, value in wanted.items())
     return wanted == written or (wanted in _ABSENT and written in _ABSENT)
 
 
-def _explicit(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config with the defaults of its config class. Raises CheckpointConfigError if transformers rejects it."""
+def _with_defaults(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config with the defaults of its config class.
+
+    Raises CheckpointConfigError if transformers rejects it.
+    """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig  # takes seconds to import
 

@@ -1,4 +1,4 @@
-"""Strict loading: names, shapes and dtypes of all tensors must match the model's shape."""
+"""Load decoder parameters strictly: the names, shapes and dtypes of all tensors must match the model's shape."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ DTYPES = tuple(TORCH_DTYPES[name] for name in LOADABLE)
 
 
 class Placement(NamedTuple):
-    """One checkpoint tensor and the decoder parameters that it holds."""
+    """A checkpoint tensor and the decoder parameters stored in it."""
 
     name: str
     rule: TensorRule
@@ -30,13 +30,16 @@ class Placement(NamedTuple):
 
     @property
     def shape(self) -> Shape:
-        """The expected shape of the tensor in the file."""
+        """Expected shape of the tensor in the file."""
         first = next(iter(self.params.values()))
         stacked = (sum(shape[0] for shape in self.params.values()), *first[1:])
         return stacked[::-1] if self.rule.layout == "transposed" else stacked
 
     def unpack(self, tensor: Tensor) -> dict[str, Tensor]:
-        """Parameter name to contiguous tensor; views of `tensor` if its layout allows."""
+        """Split a checkpoint tensor into its parameters, by name.
+
+        They are contiguous, and views of `tensor` where its layout allows.
+        """
         if len(self.params) == 1 and self.rule.layout == "stacked":
             return dict.fromkeys(self.params, tensor.contiguous())
         if self.rule.layout == "transposed":
@@ -50,7 +53,7 @@ class Placement(NamedTuple):
         return {name: part.contiguous() for name, part in zip(self.params, parts, strict=True)}
 
     def pack(self, params: dict[str, Tensor]) -> Tensor:
-        """The inverse of `unpack`: the tensor that holds these parameters. A single parameter is not copied."""
+        """Combine parameters into the checkpoint tensor, the inverse of `unpack`. A single parameter is not copied."""
         parts = [params[name] for name in self.params]
         if self.rule.layout == "per_head":
             parts = [part.unflatten(0, (self.heads, -1)) for part in parts]
@@ -68,22 +71,21 @@ def load_weights(
     device: torch.device | str = "cpu",
     quantization: str | None = None,
 ) -> dict[str, Tensor]:
-    """Loads a checkpoint into decoder parameters, `shape.parameters()`, contiguous and in that order.
+    """Load a checkpoint into decoder parameters, `shape.parameters()`, contiguous and in that order.
 
     Names, shapes and dtypes are checked from the headers before any tensor is read. Tensors are then cast one by one,
-    in file order, so that memory exceeds the result by at most one tensor. With `dtype=None`, or if the stored dtype is
-    `dtype`, CPU tensors stay memory-mapped (privately: writing never changes the file) and take no extra memory; the
-    mapping ends with the last tensor that uses it.
+    in file order, so peak memory exceeds the result by at most one tensor. With `dtype=None`, or if the stored dtype is
+    `dtype`, CPU tensors stay memory-mapped (privately: writing never changes the file) and need no extra memory. The
+    mapping is closed with the last tensor that uses it.
 
     With `quantization`, "int8" or "int4", the layers' matrices are quantised one by one from the stored values
-    (quantize.py); those of a quantised checkpoint are loaded unchanged (quant_schemes.py). Such a parameter is int8, or
-    uint8 with two 4-bit weights; with `<name>_scale` and, if there are zero points, `<name>_zero`, it forms a
-    `Quantized`.
+    (quantize.py). Integers of a quantised checkpoint are loaded unchanged (quant_schemes.py). A quantised parameter is
+    int8, or uint8 with two 4-bit weights per byte. Together with `<name>_scale` and, if there are zero points,
+    `<name>_zero`, it forms a `Quantized`.
 
-    Raises CheckpointError with all problems: missing, unexpected or misshaped tensors, dtypes other than float64,
+    Raises CheckpointError with all problems: missing, unexpected or misshaped tensors; dtypes other than float64,
     float32, float16 and bfloat16; a tied model whose stored head differs from its embedding; values that overflow in a
-    cast to `dtype`. ValueError for another `dtype` than these four. Otherwise as
-    `Checkpoint.open`.
+    cast to `dtype`. Raises ValueError for any other `dtype`, and the errors of `Checkpoint.open`.
     """
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"weights cannot be loaded as {dtype}; valid: {', '.join(map(str, DTYPES))}")
@@ -108,7 +110,7 @@ def load_weights(
         raise CheckpointError(checkpoint.folder, problems)
     loaded: dict[str, Tensor] = {}
     overflows = []
-    at = {name: i for i, name in enumerate(checkpoint.tensors)}  # tensors that a scheme renames come last
+    at = {name: i for i, name in enumerate(checkpoint.tensors)}  # tensors renamed by the scheme come last
     for placement in sorted(placements, key=lambda placement: at.get(placement.name, len(at))):
         if scheme is not None and covered(scheme, placement, rules):
             loaded |= _read_quantized(checkpoint, scheme, placement, dtype, device)
@@ -134,17 +136,20 @@ def load_weights(
 
 
 def quantizable(shape: ModelShape) -> dict[str, Shape]:
-    """The parameters that quantisation applies to: the layers' matrices, not embedding, head and norms."""
+    """Return the parameters that quantisation applies to: the layers' matrices, without embedding, head and norms."""
     return {name: size for name, size in shape.parameters().items() if name.startswith("layers.") and len(size) == 2}
 
 
 def quantized_group(shape: ModelShape, quantization: str) -> int | None:
-    """Inputs that share a scale with this quantisation; None for all. Raises ValueError if no group fits."""
+    """Return the number of inputs that share a scale in this quantisation, or None for one scale per row.
+
+    Raises ValueError if no supported group size divides all matrices.
+    """
     return group_of({size[1] for size in quantizable(shape).values()}) if BITS[quantization] == 4 else None
 
 
 def stored_scheme(checkpoint: Checkpoint) -> QuantScheme | None:
-    """The quantisation of a checkpoint from its config.json; None if it is not quantised, or has no config."""
+    """Return the quantisation scheme in a checkpoint's config.json, or None if it is not quantised or has no config."""
     if not (checkpoint.folder / CONFIG).is_file():
         return None
     config = read_json(checkpoint.folder, CONFIG)
@@ -152,7 +157,7 @@ def stored_scheme(checkpoint: Checkpoint) -> QuantScheme | None:
 
 
 def covered(scheme: QuantScheme, placement: Placement, rules: FamilyRules) -> bool:
-    """Whether the scheme quantises the tensor of a placement."""
+    """Return whether the scheme quantises the tensor of a placement."""
     is_matrix = len(placement.shape) == 2 and "embed" not in placement.params
     return is_matrix and scheme.covers(placement.name, rules.tied_copy)
 
@@ -165,7 +170,10 @@ def _parts(param: str, quantized: Quantized) -> dict[str, Tensor]:
 def _read_quantized(
     checkpoint: Checkpoint, scheme: QuantScheme, placement: Placement, dtype: torch.dtype | None, device: object
 ) -> dict[str, Tensor]:
-    """The parameters of a quantised tensor. Scales are per row, so they unpack like the weights."""
+    """Return the parameters of a quantised tensor.
+
+    Scales and zero points are per row, so they unpack like the weights.
+    """
     name, (out, inputs) = placement.name, placement.shape
 
     def get(part: str) -> Tensor | None:
@@ -186,9 +194,9 @@ def _read_quantized(
 
 
 def match(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> tuple[list[Placement], list[Problem]]:
-    """Matches the checkpoint's headers with the tensors that the rules expect for this shape; reads no tensors.
+    """Match the checkpoint's headers with the tensors that the rules expect for this shape, without reading tensors.
 
-    Returns the placement of every parameter, which is usable only without problems, and all problems.
+    Returns the placements of all parameters, valid only if there are no problems, and all problems.
     """
     rules = rules.for_names(checkpoint.names())
     placements, scheme = expected_tensors(shape, rules), stored_scheme(checkpoint)
@@ -218,7 +226,7 @@ def match(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> tupl
         if name in ignored:
             continue
         if name not in expected:
-            problems.append(Problem("unexpected", repr(name), f"unexpected: {_why_unexpected(name, shape, rules)}"))
+            problems.append(Problem("unexpected", repr(name), f"unexpected: {_unexpected_reason(name, shape, rules)}"))
             continue
         shapes, dtypes, _ = expected[name]
         if info.shape not in shapes:
@@ -230,7 +238,7 @@ def match(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> tupl
 
 
 def _extra_biases(checkpoint: Checkpoint, placements: Sequence[Placement], rules: FamilyRules) -> dict[str, int]:
-    """Unexpected biases by name, and their sizes: AutoGPTQ wrote a zero bias for every weight."""
+    """Return the names and sizes of biases that the config rules out. AutoGPTQ wrote a zero bias for every weight."""
     scheme = stored_scheme(checkpoint)
     if scheme is None or scheme.method != "gptq":
         return {}
@@ -241,7 +249,7 @@ def _extra_biases(checkpoint: Checkpoint, placements: Sequence[Placement], rules
 
 
 def extra_bias_problems(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> list[Problem]:
-    """Problems of unexpected biases that are not zero."""
+    """Return a problem for each bias that the config rules out and that is not zero."""
     rules = rules.for_names(checkpoint.names())
     extra = _extra_biases(checkpoint, expected_tensors(shape, rules), rules)
     message = "the config says that the model has no such bias, and it is not zero"
@@ -249,12 +257,12 @@ def extra_bias_problems(checkpoint: Checkpoint, shape: ModelShape, rules: Family
 
 
 def ignored_names(shape: ModelShape, rules: FamilyRules) -> set[str]:
-    """Names of derived buffers, which are not loaded."""
+    """Return the names of derived buffers, which are not loaded."""
     return {pattern.replace("{i}", str(i)) for pattern in rules.ignored for i in range(shape.num_layers)}
 
 
 def tied_head_problem(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> Problem | None:
-    """The problem of a tied model whose stored head differs from its embedding, or None."""
+    """Return the problem of a tied model whose stored head differs from its embedding, or None."""
     if not shape.tied or rules.tied_copy not in checkpoint.tensors:
         return None
     rules = rules.for_names(checkpoint.names())
@@ -268,12 +276,12 @@ def tied_head_problem(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRu
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor, so that equal NaNs compare equal."""
+    """View a tensor as bytes, so that equal NaNs compare equal."""
     return tensor.view(torch.uint8)
 
 
 def expected_tensors(shape: ModelShape, rules: FamilyRules) -> list[Placement]:
-    """The tensors that a checkpoint of this shape must have, with their parameters."""
+    """Return the placements of all tensors that a checkpoint of this shape must have."""
     parameters = shape.parameters()
     placements = []
     for rule in rules.tensors:
@@ -287,7 +295,7 @@ def expected_tensors(shape: ModelShape, rules: FamilyRules) -> list[Placement]:
     return placements
 
 
-def _why_unexpected(name: str, shape: ModelShape, rules: FamilyRules) -> str:
+def _unexpected_reason(name: str, shape: ModelShape, rules: FamilyRules) -> str:
     known = {rule.name for rule in rules.tensors} | set(rules.ignored)
     parts = name.split(".")
     for at, part in enumerate(parts):
@@ -300,15 +308,15 @@ def _why_unexpected(name: str, shape: ModelShape, rules: FamilyRules) -> str:
 
 
 def cast(stored: Tensor, dtype: torch.dtype | None, device: torch.device | str = "cpu") -> tuple[Tensor, bool]:
-    """A tensor in another dtype and on another device, and whether a finite value became infinite."""
+    """Return the tensor in another dtype and on another device, and whether a finite value became infinite."""
     dtype = dtype or stored.dtype
-    # float32 to bfloat16 is not checked: the largest values differ by 0.4 %, and no weight is between.
+    # float32 to bfloat16 is not checked: the largest finite values differ by 0.4 %, and no weight lies between them.
     limit = torch.finfo(dtype).max
     if limit >= 0.5 * torch.finfo(stored.dtype).max or stored.numel() == 0:
         return stored.to(device=device, dtype=dtype), False
     if torch.device(device).type == "cpu":
         result = torch.empty_like(stored, dtype=dtype, memory_format=torch.contiguous_format)
-        extremes = []  # per chunk, while it is cached: over the whole tensor it took a quarter of the cast's time
+        extremes = []  # per chunk, while it is in cache: over the whole tensor this took a quarter of the cast's time
         for part, target in zip(stored.flatten().split(CHUNK), result.flatten().split(CHUNK), strict=True):
             extremes += part.aminmax()
             target.copy_(part)
@@ -316,11 +324,11 @@ def cast(stored: Tensor, dtype: torch.dtype | None, device: torch.device | str =
     else:
         result = stored.to(device=device, dtype=dtype)
         least, greatest = (value.item() for value in result.aminmax())
-    if -limit <= least and greatest <= limit:  # false with a NaN
+    if -limit <= least and greatest <= limit:  # False if there is a NaN
         return result, False
     return result, bool((result.isinf().cpu() & stored.isfinite()).any())
 
 
 def overflow_message(stored: Tensor, result: Tensor) -> str:
-    """The message for a value that `cast` made infinite."""
+    """Return the error message for a value that `cast` made infinite."""
     return f"{stored.abs().max().item():.4g} is infinite in {result.dtype}; load it as bfloat16 or float32"

@@ -1,14 +1,14 @@
-"""Reads published formats of quantised checkpoints.
+"""Read published formats of quantised checkpoints.
 
-A `QuantScheme` is parsed from config.json's `quantization_config`. Supported are
+A `QuantScheme` is parsed from config.json's `quantization_config`. Supported formats:
 
 - compressed-tensors (llm-compressor): "pack-quantized" with 4 and 8 bits, "int-quantized", "float-quantized";
-- GPTQ with 4 and 8 bits (zero points stored minus one, except in "gptq_v2"), with groups in the inputs' order;
+- GPTQ with 4 and 8 bits (zero points stored minus one, except in "gptq_v2"), with groups in input order;
 - AWQ with 4 bits, "gemm";
 - fp8 (E4M3) with a scale per tensor, output or block, as Hugging Face's "fp8".
 
 Integers and their scales are loaded unchanged. fp8 weights are dequantised to the model's dtype, scaled in fp32 and
-rounded once. Quantisation of activations is ignored.
+rounded once. Activation quantisation is ignored.
 """
 
 import re
@@ -33,27 +33,27 @@ METHODS: tuple[Method, ...] = get_args(Method)
 
 
 class Part(NamedTuple):
-    """One of the tensors of a quantised weight."""
+    """Valid shapes and dtypes of one of the tensors that store a quantised weight."""
 
-    shapes: tuple[tuple[int, ...], ...]  # valid shapes
+    shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
     optional: bool = False
 
 
 @dataclass(frozen=True)
 class QuantScheme:
-    """The quantisation of a checkpoint's linear layers.
+    """Quantisation scheme of a checkpoint's linear layers.
 
     Args:
-        method: the name of the method.
+        method: name of the quantisation method.
         bits: 4 or 8; 8 for fp8.
-        group: inputs that share a scale; None for all.
-        packed: compressed-tensors: integers are packed in int32 words.
-        floating: the values are fp8.
-        symmetric: no zero points are stored.
-        block: fp8: outputs and inputs that share a scale.
-        zero_less_one: GPTQ's first format, which stores zero points minus one.
-        centred: GPTQ: all stored zero points are the middle value.
+        group: number of inputs that share a scale; None for whole rows.
+        packed: compressed-tensors only: integers are packed in int32 words.
+        floating: whether the values are fp8.
+        symmetric: whether zero points are absent.
+        block: fp8 only: numbers of outputs and inputs that share a scale.
+        zero_minus_one: GPTQ's first format, which stores zero points minus one.
+        centred: GPTQ only: all stored zero points are the middle value.
         ignore: modules that are not quantised: names, `re:` patterns, or, for fp8 and AWQ, parts of names.
     """
 
@@ -64,19 +64,19 @@ class QuantScheme:
     floating: bool = False
     symmetric: bool = True
     block: tuple[int, int] | None = None
-    zero_less_one: bool = False
+    zero_minus_one: bool = False
     centred: bool = False
     ignore: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
-        """A short description such as "gptq int4, groups of 128"."""
+        """Short description, such as "gptq int4, groups of 128"."""
         kind = "fp8" if self.floating else f"int{self.bits}"
         grouped = f", groups of {self.group}" if self.group else f", blocks of {self.block}" if self.block else ""
         return f"{self.method} {kind}{grouped}" if self.method != "fp8" else f"fp8{grouped}"
 
     def covers(self, name: str, head: str) -> bool:
-        """Whether the matrix `name` ("....weight") is quantised; `head` is the output head's name."""
+        """Return whether the matrix `name` ("....weight") is quantised. `head` is the output head's name."""
         module = name.removesuffix(".weight")
         if module == name or (name == head and self.method != "compressed-tensors"):
             return False
@@ -88,7 +88,7 @@ class QuantScheme:
         return not any(entry in module for entry in self.ignore)
 
     def parts(self, name: str, out: int, inputs: int) -> dict[str, Part]:
-        """The tensors of the weight `name` of [out, inputs], by name.
+        """Return the tensors that store the weight `name` of shape [out, inputs], by name.
 
         Raises ValueError if the scheme does not fit this shape.
         """
@@ -142,14 +142,14 @@ class QuantScheme:
     def read(
         self, name: str, out: int, inputs: int, get: Callable[[str], Tensor | None], dtype: torch.dtype | None
     ) -> Quantized | Tensor:
-        """The weight `name` of [out, inputs].
+        """Read the weight `name` of shape [out, inputs].
 
         Args:
             get: returns a tensor of `parts` by name, or None if an optional one is missing.
-            dtype: of an fp8 weight; None for the scale's dtype, if that has 16 bits or more.
+            dtype: dtype of an fp8 weight; None for the scale's dtype if it is a 16- or 32-bit float, else bfloat16.
 
         Raises:
-            ValueError: unsupported values, such as groups out of the inputs' order.
+            ValueError: unsupported values, such as groups that do not follow the input order.
         """
         tensors = {part.removeprefix(name.removesuffix("weight")): get(part) for part in self.parts(name, out, inputs)}
         held = {part: tensor for part, tensor in tensors.items() if tensor is not None}
@@ -160,8 +160,8 @@ class QuantScheme:
             return self._read_fp8(held, out, inputs, dtype)
         if self.method == "gptq":
             q = _words(held["qweight"].t().contiguous(), self.bits)
-            zero = _words(held["qzeros"], self.bits).t().to(torch.int16) + int(self.zero_less_one)
-            return _raised(q, held["scales"].t().contiguous(), zero, self.bits)
+            zero = _words(held["qzeros"], self.bits).t().to(torch.int16) + int(self.zero_minus_one)
+            return _from_unsigned(q, held["scales"].t().contiguous(), zero, self.bits)
         if self.method == "awq":
             q = _awq(held["qweight"]).t()
             zero = (
@@ -169,7 +169,7 @@ class QuantScheme:
                 if "qzeros" in held
                 else torch.full((out, inputs // group), 8, dtype=torch.int64, device="cpu")
             )
-            return _raised(q, held["scales"].t().contiguous(), zero, self.bits)
+            return _from_unsigned(q, held["scales"].t().contiguous(), zero, self.bits)
         middle = 1 << (self.bits - 1)
         scale = held["weight_scale"].reshape(-1, inputs // group).expand(out, -1).contiguous()
         if "weight_shape" in held and held["weight_shape"].tolist() != [out, inputs]:
@@ -186,9 +186,9 @@ class QuantScheme:
         elif zero is not None:
             zero = zero.reshape(-1, inputs // group).expand(out, -1).to(torch.int16) + middle
         if not self.packed:
-            return _raised(held["weight"].view(torch.uint8) ^ 128, scale, zero, self.bits)
+            return _from_unsigned(held["weight"].view(torch.uint8) ^ 128, scale, zero, self.bits)
         words = held["weight_packed"].contiguous().view(torch.uint8)  # rows are whole words
-        _, _, shift = _raised(words[:, :0], scale, zero, self.bits)
+        _, _, shift = _from_unsigned(words[:, :0], scale, zero, self.bits)
         return Quantized(words if self.bits == 4 else (words ^ 128).view(torch.int8), scale, shift)
 
     def _read_fp8(self, held: Mapping[str, Tensor], out: int, inputs: int, dtype: torch.dtype | None) -> Tensor:
@@ -210,21 +210,21 @@ class QuantScheme:
 
 
 def _words(words: Tensor, bits: int) -> Tensor:
-    """int32 [rows, n] -> uint8 [rows, n * 32 / bits], the lowest bits first."""
+    """Unpack int32 [rows, n] into uint8 [rows, n * 32 / bits], lowest bits first."""
     mask = (1 << bits) - 1
     return torch.stack([(words >> shift & mask).to(torch.uint8) for shift in range(0, 32, bits)], 2).flatten(1)
 
 
 def _awq(words: Tensor) -> Tensor:
-    """int32 [rows, n] -> uint8 [rows, 8 n]."""
+    """Unpack AWQ's int32 [rows, n] into uint8 [rows, 8 n], in the order of the outputs."""
     nibbles = _words(words, 4).unflatten(1, (-1, 8))
     ordered = torch.empty_like(nibbles)
     ordered[:, :, list(_AWQ_ORDER)] = nibbles
     return ordered.flatten(1)
 
 
-def _raised(q: Tensor, scale: Tensor, zero: Tensor | None, bits: int) -> Quantized:
-    """The weight of unsigned integers: q uint8 [out, in], zero [out, groups]."""
+def _from_unsigned(q: Tensor, scale: Tensor, zero: Tensor | None, bits: int) -> Quantized:
+    """Build a weight from unsigned integers: q uint8 [out, in], zero [out, groups]."""
     middle, shift = 1 << (bits - 1), None
     if zero is not None and bool((zero != middle).any()):
         if int(zero.max()) > 127 + middle:
@@ -245,20 +245,22 @@ def _check_order(groups_of: Tensor | None, group: int) -> None:
 
 
 def scheme_of(config: Mapping[str, Any], folder: Path | str = ".") -> QuantScheme | None:
-    """The scheme of a parsed config.json; None if it is not quantised.
+    """Return the scheme of a parsed config.json, or None if it is not quantised.
 
-    Raises UnsupportedModelError with the key and value that is not supported.
+    Raises UnsupportedModelError, naming the key and the unsupported value.
     """
-    said = config.get(KEY)
-    if said is None:
+    section = config.get(KEY)
+    if section is None:
         return None
-    found = _Reader(said if isinstance(said, dict) else {}, folder)
+    found = _Reader(section if isinstance(section, dict) else {}, folder)
     method = found.one("quant_method", METHODS)
     if method == "compressed-tensors":
         return _compressed_tensors(found)
     if method == "fp8":
         block = found.value("weight_block_size")
-        if block is not None and not (isinstance(block, list) and len(block) == 2 and all(_natural(n) for n in block)):
+        if block is not None and not (
+            isinstance(block, list) and len(block) == 2 and all(_is_positive_int(n) for n in block)
+        ):
             raise found.refuse("weight_block_size", block, "[128, 128]")
         found.one("activation_scheme", ("dynamic", None))
         found.one("scale_fmt", (None, "float", "ue8m0"))
@@ -266,7 +268,7 @@ def scheme_of(config: Mapping[str, Any], folder: Path | str = ".") -> QuantSchem
         return QuantScheme("fp8", 8, floating=True, block=tuple(block) if block else None, ignore=ignore)
     bits = found.one("bits", (4,) if method == "awq" else (4, 8))
     group = found.value("group_size")
-    if not _natural(group) and group != -1:
+    if not _is_positive_int(group) and group != -1:
         raise found.refuse("group_size", group, "-1, or a multiple of 32")
     group = None if group == -1 else group
     if method == "awq":
@@ -277,9 +279,9 @@ def scheme_of(config: Mapping[str, Any], folder: Path | str = ".") -> QuantSchem
     layout = found.one("checkpoint_format", (None, "gptq", "gptq_v2"))
     found.one("lm_head", (None, False))
     if found.value("dynamic"):
-        raise found.refuse("dynamic", found.value("dynamic"), "none: one scheme for all modules")
+        raise found.refuse("dynamic", found.value("dynamic"), "none (one scheme for all modules)")
     centred = found.value("sym") is True
-    return QuantScheme("gptq", bits, group, symmetric=False, zero_less_one=layout != "gptq_v2", centred=centred)
+    return QuantScheme("gptq", bits, group, symmetric=False, zero_minus_one=layout != "gptq_v2", centred=centred)
 
 
 def _compressed_tensors(found: "_Reader") -> QuantScheme:
@@ -298,7 +300,7 @@ def _compressed_tensors(found: "_Reader") -> QuantScheme:
         raise found.refuse("targets", [entry.get("targets") for entry in entries], '["Linear"]')
     activations = entries[0].get("input_activations")
     if activations and not (isinstance(activations, dict) and activations.get("dynamic")):
-        raise found.refuse("input_activations", activations, "null or dynamic ones, which are left as they are")
+        raise found.refuse("input_activations", activations, "null or dynamic ones, which are ignored")
     weights = _Reader(entries[0]["weights"], found.folder)
     floating = weights.one("type", ("int", "float")) == "float"
     bits = weights.one("num_bits", (8,) if floating or layout == "int-quantized" else (4, 8))
@@ -306,10 +308,12 @@ def _compressed_tensors(found: "_Reader") -> QuantScheme:
     strategy = weights.one("strategy", strategies)
     weights.one("actorder", (None, False, "static", "weight"))
     group = weights.value("group_size") if strategy == "group" else None
-    if strategy == "group" and not _natural(group):
+    if strategy == "group" and not _is_positive_int(group):
         raise weights.refuse("group_size", group, "a multiple of 32")
     block = weights.value("block_structure") if strategy == "block" else None
-    if strategy == "block" and not (isinstance(block, list) and len(block) == 2 and all(_natural(n) for n in block)):
+    if strategy == "block" and not (
+        isinstance(block, list) and len(block) == 2 and all(_is_positive_int(n) for n in block)
+    ):
         raise weights.refuse("block_structure", block, "[128, 128]")
     if layout == "float-quantized" and not floating:
         raise weights.refuse("type", "int", '"float" in the format "float-quantized"')
@@ -320,7 +324,7 @@ def _compressed_tensors(found: "_Reader") -> QuantScheme:
         try:
             re.compile(entry.removeprefix("re:"))
         except re.error:
-            raise found.refuse("ignore", entry, "names, and patterns behind 're:'") from None
+            raise found.refuse("ignore", entry, "names, and patterns prefixed with 're:'") from None
     return QuantScheme(
         "compressed-tensors",
         bits,
@@ -333,27 +337,27 @@ def _compressed_tensors(found: "_Reader") -> QuantScheme:
     )
 
 
-def _natural(value: object) -> bool:
+def _is_positive_int(value: object) -> bool:
     return type(value) is int and value > 0
 
 
 class _Reader:
-    """Reads values of an object in `quantization_config`, and refuses unsupported ones."""
+    """Reads values of an object in `quantization_config`, and rejects unsupported ones."""
 
-    def __init__(self, said: Mapping[str, Any], folder: Path | str):
-        self.said, self.folder = said, folder
+    def __init__(self, values: Mapping[str, Any], folder: Path | str):
+        self.values, self.folder = values, folder
 
     def value(self, key: str) -> Any:
-        return self.said.get(key)
+        return self.values.get(key)
 
     def one(self, key: str, valid: tuple[Any, ...]) -> Any:
-        value = self.said.get(key)
+        value = self.values.get(key)
         if not any(value is each or (type(value) is type(each) and value == each) for each in valid):
             raise self.refuse(key, value, ", ".join(repr(each) for each in valid))
         return value
 
     def names(self, key: str) -> tuple[str, ...]:
-        value = self.said.get(key)
+        value = self.values.get(key)
         if value is None:
             return ()
         if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):

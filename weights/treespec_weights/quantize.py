@@ -1,14 +1,14 @@
-"""Weight-only quantisation: int8 per output channel, int4 per group of inputs; pure functions of one tensor each.
+"""Weight-only quantisation: int8 per output channel, int4 per group of inputs.
 
-A weight is (q - zero) * scale. Quantisation here is symmetric, without zero points:
+A weight is (q - zero) * scale. `quantize` is symmetric, without zero points:
 
-- A row, or a row's group of inputs, has one scale: the largest magnitude / 127 for int8, / 8 for int4. With / 8 the
-  largest weight, if positive, is clipped by one step; / 7.5 and / 7, which clip less or nothing, had 5 % and 11 % more
-  error in groups of 128 normally distributed values.
+- Each row, or each group of inputs in a row, has one scale: the largest magnitude divided by 127 for int8, by 8 for
+  int4. Dividing by 8 clips the largest weight, if positive, by one step. Dividing by 7.5 or 7 clips less or not at
+  all, but had 5 % and 11 % more error in groups of 128 normally distributed values.
 - The scale is rounded to the weight's dtype, in which checkpoints store it. A scale of 0 becomes 1.
 - q is weight / scale in fp32, rounded to the nearest integer, ties to even, and clipped to -127 .. 127 or -8 .. 7.
 
-So quantising on load gives the same numbers as a stored quantised checkpoint.
+Quantising on load therefore gives the same numbers as loading a stored quantised checkpoint.
 
 The output head is not quantised, as in published checkpoints. With the head in int8, the KL divergence of the embedded
 target from bfloat16 rose from 0.0003 to 0.0004 nats; in int4, to 0.018 (1,640 positions of held-out text).
@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 BITS = {"int8": 8, "int4": 4}
-GROUPS = (128, 64, 32)  # inputs that share a scale in int4: sizes that vLLM's kernels support
-_STEPS = {8: 127.0, 4: 8.0}  # per largest magnitude
-_CHUNK = 1 << 20  # weights at a time: 4 MiB as float32, which fits in a cache
+GROUPS = (128, 64, 32)  # numbers of inputs that share an int4 scale, as supported by vLLM's kernels
+_STEPS = {8: 127.0, 4: 8.0}  # quantisation steps per largest magnitude
+_CHUNK = 1 << 20  # weights quantised at a time: 4 MiB as float32 fits in cache
 
 
 class Quantized(NamedTuple):
@@ -31,7 +31,7 @@ class Quantized(NamedTuple):
     Args:
         values: int8 [out_features, in_features], q itself; or uint8 [out_features, in_features / 2], pairs of q + 8
             with 4 bits each, the earlier input in the low bits.
-        scale: [out_features, groups], floating point; in_features / groups consecutive inputs share one.
+        scale: [out_features, groups], floating point; in_features / groups consecutive inputs share a scale.
         zero: int8 [out_features, groups], or None if all are 0.
     """
 
@@ -41,7 +41,7 @@ class Quantized(NamedTuple):
 
 
 def group_of(sizes: set[int]) -> int:
-    """The largest group that divides every number of inputs, for int4. Raises ValueError if none does."""
+    """Return the largest group that divides every number of inputs, for int4. Raises ValueError if none does."""
     for group in GROUPS:
         if all(size % group == 0 for size in sizes):
             return group
@@ -50,12 +50,12 @@ def group_of(sizes: set[int]) -> int:
 
 
 def quantize(weight: Tensor, bits: int, group: int | None = None) -> Quantized:
-    """Quantises a weight.
+    """Quantise a weight symmetrically.
 
     Args:
         weight: [out_features, in_features], floating point.
         bits: 8 or 4.
-        group: inputs that share a scale, a divisor of in_features; None for all.
+        group: number of inputs that share a scale, a divisor of in_features; None for whole rows.
 
     Raises:
         ValueError: NaN or infinity, another number of bits, or in_features that is not a multiple of the group (or is
@@ -87,7 +87,7 @@ def _quantize(weight: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(quantized: Quantized) -> Tensor:
-    """The reference: (q - zero) * scale, fp32 [out_features, in_features]."""
+    """Return (q - zero) * scale, fp32 [out_features, in_features]: the reference of quantised matmuls."""
     values, scale, zero = quantized
     q = (unpacked(values) if values.dtype == torch.uint8 else values).float().unflatten(1, (scale.shape[1], -1))
     if zero is not None:
@@ -96,24 +96,24 @@ def dequantize(quantized: Quantized) -> Tensor:
 
 
 def packed(values: Tensor) -> Tensor:
-    """int8 [out, in] of -8 .. 7 -> uint8 [out, in / 2]."""
+    """Pack int8 [out, in] of -8 .. 7 into uint8 [out, in / 2]."""
     raised = (values + 8).to(torch.uint8)
     return raised[:, ::2] | raised[:, 1::2] << 4
 
 
 def unpacked(values: Tensor) -> Tensor:
-    """uint8 [out, in / 2] -> int8 [out, in] of -8 .. 7."""
+    """Unpack uint8 [out, in / 2] into int8 [out, in] of -8 .. 7."""
     return torch.stack((values & 15, values >> 4), 2).flatten(1).to(torch.int8) - 8
 
 
 def compressed_tensors(name: str, quantized: Quantized) -> dict[str, Tensor]:
-    """One weight in compressed-tensors' format "pack-quantized".
+    """Return one weight in compressed-tensors' format "pack-quantized", as tensors by name.
 
-    vLLM reads weight-only quantisation (W8A16, W4A16) only from this format; "int-quantized" means W8A8 there.
+    vLLM reads weight-only quantisation (W8A16, W4A16) only from this format. It reads "int-quantized" as W8A8.
 
     Args:
-        name: the weight's name without quantisation, "....weight".
-        quantized: without zero points, in_features a multiple of 32 / bits.
+        name: name of the unquantised weight, "....weight".
+        quantized: a weight without zero points, with in_features a multiple of 32 / bits.
 
     Returns:
         `weight_packed`, int32 [out, in * bits / 32]: q + 2 ** (bits - 1), the first in the lowest bits;
@@ -121,7 +121,7 @@ def compressed_tensors(name: str, quantized: Quantized) -> dict[str, Tensor]:
     """
     values, scale, zero = quantized
     if not name.endswith(".weight") or zero is not None or values.shape[1] % 4:
-        raise ValueError(f"{name!r}: a weight with whole int32 in a row and no zero points is needed")
+        raise ValueError(f"{name!r}: a weight is needed whose rows fill int32 words, without zero points")
     in_features = values.shape[1] * (1 if values.dtype == torch.int8 else 2)
     raised = values if values.dtype == torch.uint8 else (values.view(torch.uint8) ^ 128)
     return {
@@ -132,11 +132,11 @@ def compressed_tensors(name: str, quantized: Quantized) -> dict[str, Tensor]:
 
 
 def compressed_tensors_config(bits: int, group: int | None, ignore: list[str]) -> dict[str, object]:
-    """The `quantization_config` of config.json for `compressed_tensors`.
+    """Return the `quantization_config` of config.json for `compressed_tensors`.
 
     Args:
-        bits, group: of every weight; group None for one scale per output.
-        ignore: modules that are linear layers and not quantised, such as "lm_head".
+        bits, group: those of every weight; group None for one scale per output.
+        ignore: linear modules that are not quantised, such as "lm_head".
     """
     weights = {
         "num_bits": bits,

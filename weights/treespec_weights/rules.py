@@ -1,6 +1,6 @@
-"""Declarative rules of a model family: its tensors, its config keys, and what a layer computes.
+"""Declarative rules of a model family: its tensors, its config keys, and the components of its layers.
 
-The families are in `families/`, one declaration each; no code depends on a family's name.
+Each family in `families/` is one declaration. No code depends on a family's name.
 """
 
 import math
@@ -22,7 +22,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """The sizes and switches that determine the shape of every parameter of a decoder."""
+    """Sizes and switches that determine the shape of every parameter of a decoder."""
 
     num_layers: int
     hidden_size: int
@@ -36,13 +36,13 @@ class ModelShape:
     o_bias: bool = False
     mlp_bias: bool = False  # on gate, up, down
     norm_bias: bool = False  # on every norm of the residual stream
-    qk_norm: bool = False  # each head of q and k is normed
-    post_norms: bool = False  # outputs of attention and MLP are normed before the residual add
+    qk_norm: bool = False  # q and k are normalised per head
+    post_norms: bool = False  # outputs of attention and MLP are normalised before the residual add
     gated: bool = True  # the MLP has a gate
     learned_positions: int = 0  # rows of the position embedding; 0 for none
 
     def parameters(self) -> dict[str, Shape]:
-        """Decoder parameter name to shape, in order; a tied head is not a separate parameter."""
+        """Return decoder parameter names and shapes, in order. A tied head is not a separate parameter."""
         hidden, inter = self.hidden_size, self.intermediate_size
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
 
@@ -78,12 +78,12 @@ class ModelShape:
         return result
 
     def num_parameters(self) -> int:
-        """The number of values in all parameters."""
+        """Return the number of values in all parameters."""
         return sum(math.prod(shape) for shape in self.parameters().values())
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], rules: "FamilyRules", folder: Path | str = ".") -> "ModelShape":
-        """Reads a parsed config.json (`read_config`) by the keys of its family; `folder` is for messages.
+        """Read a parsed config.json (`read_config`) by its family's keys. `folder` is for messages.
 
         Raises CheckpointConfigError with all missing, mistyped and contradictory keys.
         """
@@ -147,12 +147,13 @@ def _contradictions(values: Mapping[str, Any], keys: Mapping[str, str]) -> list[
 
 @dataclass(frozen=True)
 class TensorRule:
-    """One checkpoint tensor and the decoder parameters that it holds. `{i}` is the layer.
+    """A checkpoint tensor and the decoder parameters stored in it. `{i}` is the layer.
 
-    A rule applies if the model has its parameters, so a bias needs no separate switch. Layouts:
-    "stacked": the parameters concatenated (`[q + k + v, hidden]`), also for a single parameter;
-    "per_head": stacked within each head (`[heads, (q, k, v), head_dim, hidden]`);
-    "transposed": stacked, then transposed (`[in, out]`).
+    A rule applies if the model has its parameters, so biases need no separate switch. Layouts:
+
+    - "stacked": the parameters concatenated (`[q + k + v, hidden]`), also for a single parameter;
+    - "per_head": stacked within each head (`[heads, (q, k, v), head_dim, hidden]`);
+    - "transposed": stacked, then transposed (`[in, out]`).
     """
 
     name: str
@@ -173,7 +174,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-"""Activations by their names in config.json; gelu uses the error function, gelu_tanh the tanh approximation."""
+"""Activations by their names in config.json. gelu uses the error function, gelu_tanh the tanh approximation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,29 +182,29 @@ class FamilyRules:
     """A model family: the tensor names and config keys of its checkpoints, and the components of its layers.
 
     Args:
-        model_type: of config.json.
+        model_type: `model_type` in config.json.
         tensors: the tensors of a checkpoint, and the parameters in them.
-        tied_copy: the head's name; a file with a tied head may contain it, equal to the embedding.
-        ignored: derived buffers in old files.
-        prefix: of all names, which a checkpoint of only the base model omits.
+        tied_copy: name of the output head; a file with a tied head may contain it, equal to the embedding.
+        ignored: names of derived buffers in old files.
+        prefix: prefix of all names, omitted by checkpoints of only the base model.
         config_keys: ModelShape field -> key of config.json.
         defaults: ModelShape field -> value if config.json lacks its key.
-        constants: ModelShape fields that the family fixes without a key.
-        assumed: key -> value if config.json lacks it, for keys that are no ModelShape field.
+        constants: ModelShape field -> value that the family fixes without a key.
+        assumed: key -> value if config.json lacks it, for keys without a ModelShape field.
         widening: MLP units per hidden dimension if config.json does not give their number.
-        max_positions: key of the longest context.
-        extra_positions: rows of the position embedding before that of position 0.
+        max_positions: key of the maximum context length.
+        extra_positions: rows of the position embedding before the row of position 0.
         norm: "rms"; "rms_plus_one", scaled by 1 + w; or "layer", LayerNorm.
-        norm_eps: key of its epsilon, or a fixed value.
+        norm_eps: key of the norm's epsilon, or a fixed value.
         activation: key of the MLP's activation, one of `ACTIVATIONS`.
-        rotary: whether q and k are rotated by position, as given by `rope_parameters` and its older spellings.
+        rotary: whether q and k have rotary embeddings, as given by `rope_parameters` and its older spellings.
         windows: whether config.json may limit layers to a sliding window (sliding_window, layer_types).
-        parallel: key of whether attention and MLP have the same input; None if they never do.
-        query_scalar: key of the value that replaces head_dim in the scores' factor 1 / sqrt(head_dim).
-        score_cap, logit_cap: keys of the soft caps c of scores and logits, c tanh(x / c); null for none.
+        parallel: key of the switch that gives attention and MLP the same input; None if they never have.
+        query_scalar: key of the value that replaces head_dim in the attention scale 1 / sqrt(head_dim).
+        score_cap, logit_cap: keys of the soft caps c of attention scores and logits, c tanh(x / c); null disables.
         scaled_embedding: whether embeddings are multiplied by sqrt(hidden_size), rounded to the model's dtype.
-        requires: key -> supported values; others are an unsupported variant.
-        equal_sizes: key -> key of an equal value; a difference is an unsupported variant.
+        requires: key -> supported values; any other value is an unsupported variant.
+        equal_sizes: key -> key that must have the same value; a difference is an unsupported variant.
     """
 
     model_type: str
@@ -232,7 +233,7 @@ class FamilyRules:
     equal_sizes: Mapping[str, str] = field(default_factory=dict)
 
     def for_names(self, names: Collection[str]) -> "FamilyRules":
-        """The rules for a checkpoint with these tensor names: with the prefix, or without it if none has it."""
+        """Return the rules for a checkpoint with these tensor names, without the prefix if no name has it."""
         if not self.prefix or any(name.startswith(self.prefix) for name in names):
             return self
 
@@ -244,14 +245,14 @@ class FamilyRules:
 
 
 def one_to_one(pairs: Mapping[str, str]) -> tuple[TensorRule, ...]:
-    """Rules of tensors that hold one parameter each, by tensor name."""
+    """Return the rules of tensors that hold one parameter each, given as tensor name -> parameter."""
     return tuple(TensorRule(name, (param,)) for name, param in pairs.items())
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The parsed config.json of a folder (a result of `resolve_folder`).
+    """Return the parsed config.json of a folder (a result of `resolve_folder`).
 
-    Raises CheckpointError where it cannot be read, CheckpointConfigError if it is not a JSON object.
+    Raises CheckpointError if it cannot be read, CheckpointConfigError if it is not a JSON object.
     """
     config = read_json(folder, CONFIG)
     if not isinstance(config, dict):
@@ -262,7 +263,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
-    """The parsed generation_config.json of a folder without null values; {} if it has none. Raises as `read_config`."""
+    """Return the parsed generation_config.json of a folder without null values, or {} if it has none.
+
+    Raises as `read_config`.
+    """
     if not (folder / GENERATION_CONFIG).exists():
         return {}
     config = read_json(folder, GENERATION_CONFIG)

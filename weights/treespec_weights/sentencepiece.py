@@ -1,13 +1,15 @@
-"""Detects tokenizers that are only a sentencepiece model, and the packages that transformers needs to read them."""
+"""Detect tokenizers that consist of only a sentencepiece model, and the packages that transformers needs to read
+them.
+"""
 
 import importlib.util
 from pathlib import Path
 
-PACKAGES = {"sentencepiece": "sentencepiece", "protobuf": "google.protobuf"}  # package: module
+PACKAGES = {"sentencepiece": "sentencepiece", "protobuf": "google.protobuf"}  # package -> module
 
 
 def missing_packages(folder: Path) -> list[str]:
-    """The packages to install before the tokenizer of a folder can be read.
+    """Return the packages to install before a folder's tokenizer can be read.
 
     Without them transformers reads a sentencepiece model as a tiktoken file, with misleading errors.
     """
@@ -17,7 +19,7 @@ def missing_packages(folder: Path) -> list[str]:
 
 
 def sentencepiece_error(folder: str, missing: list[str]) -> str:
-    """The error message for a folder with `missing_packages`."""
+    """Return the error message for a folder with `missing_packages`."""
     return (
         f"the tokenizer of {folder} is a sentencepiece model (tokenizer.model without tokenizer.json), which needs "
         f"more packages: pip install {' '.join(missing)}"
@@ -25,8 +27,10 @@ def sentencepiece_error(folder: str, missing: list[str]) -> str:
 
 
 def _is_sentencepiece(path: Path) -> bool:
-    """Whether a file starts with the tag of a sentencepiece model's first piece. A tiktoken file, which may have the
-    same name, starts with base64 text."""
+    """Return whether a file starts with the tag of a sentencepiece model's first piece.
+
+    A tiktoken file, which may have the same name, starts with base64 text.
+    """
     try:
         with path.open("rb") as file:
             return file.read(1) == b"\n"

@@ -1,4 +1,4 @@
-"""Parses sizes: bytes such as 2GB, and numbers of parameters such as 0.5B."""
+"""Parse sizes: bytes such as 2GB, and parameter counts such as 0.5B."""
 
 import re
 
@@ -9,7 +9,7 @@ _PARAMETERS = {"K": 10**3, "M": 10**6, "B": 10**9}
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes from a size such as 500MB, 2GB or 1.5GiB. Raises OptionError for anything else."""
+    """Parse a size such as 500MB, 2GB or 1.5GiB into bytes. Raises OptionError for anything else."""
     size = _parse(text, _BYTES)
     if size is None:
         raise OptionError(f"--shard-size {text}: valid are sizes such as 500MB, 2GB or 1.5GiB")
@@ -17,7 +17,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_size(text: str, option: str = "--size") -> int:
-    """Parameters from a size such as 120M or 0.5B. Raises OptionError, which names `option`, for anything else."""
+    """Parse a parameter count such as 120M or 0.5B. Raises OptionError, which names `option`, for anything else."""
     size = _parse(text, _PARAMETERS)
     if size is None:
         raise OptionError(f"{option} {text}: valid are sizes such as 120M, 0.5B or 7B")

@@ -1,4 +1,4 @@
-"""Atomic creation of folders: written under a temporary name, renamed at the end."""
+"""Create folders atomically: write under a temporary name, then rename."""
 
 import os
 import shutil
@@ -14,11 +14,11 @@ _CARRIED = (".json", ".jinja", ".txt", ".md", ".model")
 
 
 def resolve_destination(destination: Path | str, source: Path) -> Path:
-    """The absolute path of a folder to create, in an existing, resolved parent.
+    """Return the absolute path of a folder to create, in an existing, resolved parent.
 
     Args:
         destination: the folder.
-        source: the folder that it is made from, a result of `resolve_folder`.
+        source: the folder that it is created from, a result of `resolve_folder`.
 
     Raises OptionError if the destination exists and is not empty, or is inside of the source; FileNotFoundError or
     NotADirectoryError if its parent is not a folder.
@@ -40,7 +40,7 @@ def resolve_destination(destination: Path | str, source: Path) -> Path:
 
 
 def check_room(folder: Path, needed: int) -> None:
-    """Raises WriteError if the disk has less than `needed` bytes free."""
+    """Raise WriteError if the disk has less than `needed` bytes free."""
     free = shutil.disk_usage(folder).free
     if free < needed:
         message = f"{needed / 1e9:.2f} GB needed, {free / 1e9:.2f} GB free"
@@ -48,16 +48,16 @@ def check_room(folder: Path, needed: int) -> None:
 
 
 def partial_of(place: Path) -> Path:
-    """The temporary folder for the contents of `place`, a result of `resolve_destination`."""
+    """Return the temporary folder for the contents of `place`, a result of `resolve_destination`."""
     return place.parent / f"{place.name}{SUFFIX}"
 
 
 @contextmanager
 def staged(place: Path) -> Iterator[Path]:
-    """A temporary folder that becomes `place` (of `resolve_destination`) at the end, or is removed on an error.
+    """Yield a temporary folder, renamed to `place` (of `resolve_destination`) at the end or removed on an error.
 
-    Raises OptionError if the temporary folder exists, from a killed or running process; WriteError if it cannot be
-    created or renamed.
+    Raises OptionError if the temporary folder exists, left by a killed process or in use by a running one; WriteError
+    if it cannot be created or renamed.
     """
     partial = partial_of(place)
     try:
@@ -77,21 +77,21 @@ def staged(place: Path) -> Iterator[Path]:
 
 
 def publish(partial: Path, place: Path) -> None:
-    """Renames a finished folder to its place. Raises WriteError if that exists by now."""
+    """Rename a finished folder to its destination. Raises WriteError if the destination has been created meanwhile."""
     try:
-        os.replace(partial, place)  # replaces an empty folder, but never a non-empty one
+        os.replace(partial, place)  # replaces an empty folder, never a non-empty one
     except OSError as error:
         raise WriteError(place, [Problem("file", repr(place.name), f"cannot be renamed: {error.strerror}")]) from error
 
 
 def carried_files(source: Path, *written: str) -> list[str]:
-    """The files to copy along with the weights of a checkpoint: tokenizer, generation config, licence, card.
+    """Return the files to copy along with a checkpoint's weights: tokenizer, generation config, licence, model card.
 
     Args:
         source: a result of `resolve_folder`.
         written: names of files that the caller writes.
 
-    Raises CheckpointError for a link to a file outside.
+    Raises CheckpointError for a link to a file outside of the folder.
     """
     names = sorted(entry.name for entry in source.iterdir() if entry.is_file())
     carried = [
@@ -100,13 +100,13 @@ def carried_files(source: Path, *written: str) -> list[str]:
         if name not in written and not name.startswith(".") and not name.endswith(".index.json")
         if Path(name).suffix in _CARRIED or name.upper().startswith(("LICENSE", "LICENCE", "NOTICE"))
     ]
-    for name in carried:  # check now, not after everything else is written
+    for name in carried:  # fail before anything is written
         file_inside(source, name)
     return carried
 
 
 def copy_files(source: Path, names: list[str], folder: Path) -> None:
-    """Copies files, following links as `file_inside` allows. Raises CheckpointError, and WriteError."""
+    """Copy files, following links as `file_inside` allows. Raises CheckpointError and WriteError."""
     for name in names:
         path = file_inside(source, name)
         try:

@@ -1,4 +1,4 @@
-"""Times the loading of a checkpoint, against a plain read of the same files."""
+"""Time the loading of a checkpoint against a plain read of the same files."""
 
 import os
 import statistics
@@ -29,25 +29,25 @@ def time_loading(
     cold: bool = False,
     on_repeat: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """Times `load_weights` and safetensors' `load_file` alternately, after a first read that fills the page cache.
+    """Time `load_weights` and safetensors' `load_file` alternately, after a first read that fills the page cache.
 
-    Both return every tensor on `device`, in `dtype` if given, and every page is touched, since mapped pages are read on
-    access. `load_file` checks no names and shapes, so it is the least cost of a read.
+    Both return every tensor on `device`, in `dtype` if given. Every page is touched, because mapped pages are read only
+    on access. `load_file` checks no names and shapes, so its time is a lower bound.
 
     Args:
         folder: a checkpoint.
         dtype, device: as in `load_weights`.
         repeats: loads of each kind, at least 1.
-        cold: drop the files from the page cache before each load, so that it reads the disk. Needs Linux.
-        on_repeat: called with the number of loads done and in total.
+        cold: drop the files from the page cache before each load, so that it reads the disk. Linux only.
+        on_repeat: called with the number of repeats done and the total.
 
     Returns:
         JSON-ready: `folder`, `bytes` (of the tensors in the files), `dtype`, `device`, `repeats`, `cold`;
-        `load_weights` and `plain` (seconds of each load, their `median` and its `gb_per_second`); `share` of the plain
-        read's speed, the median over pairs of consecutive loads.
+        `load_weights` and `plain` (`seconds` of each load, their `median` and its `gb_per_second`); `share`, the speed
+        as a fraction of the plain read's: the median over pairs of consecutive loads.
 
     Raises:
-        As `load_weights`. OptionError: `cold` on a system without posix_fadvise.
+        The errors of `load_weights`. OptionError: `cold` on a system without posix_fadvise.
     """
     if cold and not hasattr(os, "posix_fadvise"):
         raise OptionError("--cold: this system cannot drop files from its page cache; omit the option")
@@ -60,7 +60,7 @@ def time_loading(
         size = sum(info.size * checkpoint.dtype(name).itemsize for name, info in checkpoint.tensors.items())
 
     def plain() -> None:
-        # Hold the whole result, as a loader does: reusing freed memory would be faster.
+        # Keep the whole result, as a loader does: reusing freed memory would be faster.
         held = [tensor.to(dtype) for file in files for tensor in load_file(file, device=str(device)).values()]
         touch(held)
 
@@ -72,7 +72,7 @@ def time_loading(
         pairs = (("plain", plain), ("load_weights", ours))
         for name, load in pairs if repeat % 2 else pairs[::-1]:
             if cold:
-                _drop(files)
+                _drop_from_cache(files)
             start = time.perf_counter()
             load()
             if repeat >= 0:
@@ -93,7 +93,7 @@ def time_loading(
 
 
 def touch(tensors: Iterable[Tensor]) -> None:
-    """Reads a byte of every page."""
+    """Read a byte of every page."""
     for tensor in tensors:
         if tensor.device.type == "cpu":
             tensor.flatten().view(torch.uint8)[::PAGE].sum().item()
@@ -101,8 +101,8 @@ def touch(tensors: Iterable[Tensor]) -> None:
             tensor.flatten()[-1:].cpu()  # waits for the copy
 
 
-def _drop(files: Iterable[Path]) -> None:
-    """Drops files from the page cache; this only affects pages that are written to disk and not mapped."""
+def _drop_from_cache(files: Iterable[Path]) -> None:
+    """Drop files from the page cache. This affects only pages that are written to disk and not mapped."""
     for file in files:
         descriptor = os.open(file, os.O_RDONLY)
         try:

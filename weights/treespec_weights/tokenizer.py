@@ -1,4 +1,4 @@
-"""The identity of a folder's vocabulary: whether token ids mean the same to two models."""
+"""Fingerprint the vocabulary of a folder, to tell whether two models use the same token ids."""
 
 import hashlib
 import json
@@ -13,15 +13,15 @@ SENTENCEPIECE = "tokenizer.model"
 
 
 class Vocabulary(NamedTuple):
-    """The identity of a vocabulary, equal for models that can draft for each other."""
+    """Identity of a vocabulary. Models with equal identities can draft for each other."""
 
-    sha256: str  # over the token of every id; equal for equal vocabularies, however the file is formatted
-    tokens: int | None  # None with only a SentencePiece file, which is hashed as a whole
+    sha256: str  # of the sorted (id, token) pairs, independent of the file's formatting
+    tokens: int | None  # None for a SentencePiece file, which is hashed as a whole
     max_id: int | None
 
 
 def read_vocabulary(folder: Path) -> Vocabulary | None:
-    """The vocabulary of a folder (a result of `resolve_folder`), or None without a tokenizer file.
+    """Return the vocabulary of a folder (a result of `resolve_folder`), or None without a tokenizer file.
 
     Raises CheckpointError for a malformed tokenizer.json.
     """

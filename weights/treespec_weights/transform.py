@@ -1,7 +1,8 @@
-"""Transforms of a conversion's tensors: the cast to another dtype, and quantisation in compressed-tensors' format.
+"""Transform a conversion's tensors: cast to another dtype, or quantise into compressed-tensors' format.
 
-A transform has `outputs`, the outputs of one tensor of a stored dtype; `apply`, the output tensors in the same order,
-which raises OverflowError if a value does not fit the dtype; and `config`, the result's config.json.
+Every transform has three methods. `outputs` returns the outputs of one tensor of a stored dtype. `apply` returns the
+output tensors in the same order, and raises OverflowError if a value does not fit the dtype. `config` returns the
+result's config.json.
 """
 
 from collections.abc import Sequence
@@ -45,8 +46,8 @@ class Quantise:
     """Quantises the layers' matrices, with the same integers and scales as quantising on load.
 
     Args:
-        bits, group: of the layers' matrices; group None for one scale per output.
-        cast: applied before quantising, and to all other tensors.
+        bits, group: those of the layers' matrices; group None for one scale per output.
+        cast: cast of all tensors, applied before quantising.
         params: the parameters to quantise.
         head: name of the output head's module, which is not quantised.
     """
@@ -57,7 +58,7 @@ class Quantise:
     params: frozenset[str]
     head: str
 
-    def __repr__(self) -> str:  # without the set, whose order differs between processes: `--resume` compares it
+    def __repr__(self) -> str:  # omits the set, whose order differs between processes: `--resume` compares the repr
         return f"Quantise({self.bits}, {self.group}, {self.cast})"
 
     def outputs(self, placement: Placement, dtype: torch.dtype) -> Sequence[Output]:
@@ -92,10 +93,10 @@ Transform = Cast | Quantise
 
 
 def quantise_transform(quantization: str, cast: Cast, shape: ModelShape, rules: FamilyRules) -> Quantise:
-    """The transform for a model, written in a family's layout.
+    """Return the quantising transform for a model written in a family's layout.
 
     Raises:
-        OptionError: not int8 or int4, sizes that no group divides, or a layout that cannot be quantised.
+        OptionError: not int8 or int4, sizes that no group divides, or a layout without a quantised format.
     """
     if quantization not in BITS:
         raise OptionError(f"--quantize {quantization}: valid are {', '.join(BITS)}")
@@ -111,5 +112,7 @@ def quantise_transform(quantization: str, cast: Cast, shape: ModelShape, rules: 
         raise OptionError(f"--quantize {quantization}: {error}") from error
     bad = sorted({size[1] for size in matrices.values() if size[1] * bits % 32})
     if bad:
-        raise OptionError(f"--quantize {quantization}: {bad[0]} inputs do not fill whole int32; use the model as it is")
+        raise OptionError(
+            f"--quantize {quantization}: {bad[0]} inputs do not fill int32 words; use the model unquantised"
+        )
     return Quantise(bits, group, cast, frozenset(matrices), rules.tied_copy.removesuffix(".weight"))

@@ -1,8 +1,8 @@
-"""Relates a draft's vocabulary to the target's, to choose how the draft can propose tokens for it.
+"""Compare a draft's vocabulary with the target's, to choose how the draft proposes tokens.
 
-With the same tokenizer ids are the same, whatever the padding of the embeddings. With another one, the draft's
-proposals are restricted to shared tokens and translated (token-level intersection, arXiv 2502.05202), or, if too few
-tokens are shared, the draft generates text, which is encoded by the target's tokenizer.
+With the same tokenizer, ids are equal, whatever the padding of the embeddings. With different tokenizers, the draft's
+proposals are restricted to shared tokens and translated (token-level intersection, TLI, arXiv 2502.05202). If too few
+tokens are shared, the draft generates text, which the target's tokenizer encodes.
 """
 
 from dataclasses import dataclass
@@ -17,9 +17,10 @@ from treespec_weights.tokenizer import read_vocabulary
 Kind = Literal["same", "padded", "translated", "text", "none"]
 
 LEAST_SHARE = 0.5
-"""The least share of the draft's tokens in `SAMPLE` that the target has; below it the draft generates text. A proposal
-of depth d survives the intersection with probability share ** d; at one half, text is more reliable."""
-PADDING = 1024  # the most padding ids of an embedding, whose size is rounded up to a multiple of up to 1,024
+"""Minimum fraction of the draft's tokens in `SAMPLE` that the target must have for translation; below it the draft
+generates text. A proposal of depth d survives the intersection with probability share ** d, so text is more reliable
+below one half."""
+PADDING = 1024  # bound on an embedding's padding: sizes are rounded up to multiples of up to 1,024
 
 SAMPLE = """\
 def nearest(points, origin=(0.0, 0.0)):
@@ -47,11 +48,11 @@ class Connection:
     """How a draft proposes tokens for a target.
 
     Attributes:
-        kind: "same" ids and sizes; "padded": the same ids, other sizes; "translated" through the intersection;
-            by "text"; or "none": not at all.
-        share: the share of the draft's tokens in `SAMPLE` that the target has; 1 for the same ids.
+        kind: "same" (equal ids and sizes), "padded" (equal ids, different sizes), "translated" (through the
+            intersection), "text", or "none" (the draft cannot be used).
+        share: fraction of the draft's tokens in `SAMPLE` that the target has; 1 for equal ids.
         reason: why the kind is "none".
-        codecs: of target and draft, if they differ.
+        codecs: codecs of target and draft, if the vocabularies differ.
     """
 
     kind: Kind
@@ -74,15 +75,15 @@ class Connection:
 
 
 def connect(target: Path, target_size: int, draft: Path, draft_size: int) -> Connection:
-    """How a draft can propose tokens for a target.
+    """Determine how a draft can propose tokens for a target.
 
-    Without tokenizer files on one side, vocabularies of equal sizes count as equal. So do sizes that both fit the
-    tokens of the only tokenizer, with less than `PADDING` ids of padding. With files on both sides, an id with two
-    different meanings makes the vocabularies different; an id that only one side knows does not.
+    If one side has no tokenizer files, vocabularies of equal sizes count as equal. So do different sizes that both hold
+    the tokens of the only tokenizer with less than `PADDING` ids of padding. If both sides have files, the vocabularies
+    differ if some id has two different meanings. An id known to only one side does not make them differ.
 
     Args:
         target, draft: folders, results of `resolve_folder`.
-        target_size, draft_size: rows of their embeddings.
+        target_size, draft_size: numbers of rows of their embeddings.
 
     Raises:
         CheckpointError: a tokenizer that cannot be read.
@@ -102,7 +103,7 @@ def connect(target: Path, target_size: int, draft: Path, draft_size: int) -> Con
 
 
 def _without_files(alike: Kind, present: list[Path], target_size: int, draft_size: int) -> Connection:
-    """The connection if one side, or both, have no tokenizer files."""
+    """Return the connection if at least one side has no tokenizer files."""
     if alike == "same":
         return Connection(alike)
     if not present:
@@ -119,7 +120,7 @@ def _without_files(alike: Kind, present: list[Path], target_size: int, draft_siz
 
 
 def _conflicts(target: Codec, draft: Codec) -> bool:
-    """Whether an id has different meanings for target and draft."""
+    """Return whether some id has different meanings for target and draft."""
     names = [{id: name.encode() for name, id in codec.controls.items()} for codec in (target, draft)]
     for id, (own, other) in enumerate(zip(target.tokens, draft.tokens, strict=False)):
         meanings = [data if data is not None else name.get(id) for data, name in zip((own, other), names, strict=True)]
@@ -129,7 +130,7 @@ def _conflicts(target: Codec, draft: Codec) -> bool:
 
 
 def intersection(target: Codec, draft: Codec, target_size: int, draft_size: int) -> np.ndarray:
-    """int64 [target_size]: the draft's id of each of the target's tokens, or -1."""
+    """Return the draft's id of each of the target's tokens, or -1: int64 [target_size]."""
     known = draft.ids_of_bytes()
     found = np.full(target_size, -1, dtype=np.int64)
     for data, id in target.ids_of_bytes().items():
@@ -143,7 +144,7 @@ def intersection(target: Codec, draft: Codec, target_size: int, draft_size: int)
 
 
 def share_of_tokens(target: Codec, draft: Codec) -> float:
-    """The share of the draft's tokens of `SAMPLE` that the target has too."""
+    """Return the fraction of the draft's tokens of `SAMPLE` that the target also has."""
     written = [draft.tokens[id] for id in draft.encode(SAMPLE)]
     known = target.ids_of_bytes()
     return sum(data in known for data in written) / max(len(written), 1)

@@ -1,6 +1,6 @@
-"""Writes safetensors files one tensor at a time; safetensors' own writer needs a whole file in memory.
+"""Write safetensors files one tensor at a time. safetensors' own writer needs a whole file in memory.
 
-The format: the length of the header in eight bytes, little-endian; the header as JSON; the tensors' bytes without gaps
+File format: the header's length in eight little-endian bytes, the header as JSON, then the tensors' bytes without gaps
 (https://github.com/huggingface/safetensors#format).
 """
 
@@ -21,7 +21,7 @@ from treespec_weights.errors import Problem, WriteError
 
 CHUNK = 16 << 20  # bytes between progress reports
 NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-"""safetensors' names of torch's dtypes."""
+"""torch dtype -> safetensors' name."""
 
 
 class Output(NamedTuple):
@@ -43,7 +43,7 @@ class Shard(NamedTuple):
     outputs: tuple[Output, ...]
 
     def header(self) -> dict[str, dict[str, Any]]:
-        """The entries of the file's tensors. The widest dtypes come first, so that all are aligned."""
+        """Return the header entries of the tensors. The widest dtypes come first, so that all tensors are aligned."""
         entries, start = {}, 0
         for output in sorted(self.outputs, key=lambda output: -TORCH_DTYPES[output.dtype].itemsize):
             end = start + output.nbytes
@@ -52,7 +52,7 @@ class Shard(NamedTuple):
         return entries
 
     def encoded(self) -> bytes:
-        """The length and the header as bytes."""
+        """Return the file's first bytes: the length of the header and the header."""
         text = json.dumps({"__metadata__": {"format": "pt"}} | self.header(), separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         return struct.pack("<Q", len(text)) + text
@@ -63,12 +63,12 @@ class Shard(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The size of the file."""
+        """Size of the file in bytes."""
         return len(self.encoded()) + self.tensor_bytes
 
 
 def plan_shards(groups: Iterable[Sequence[Output]], shard_bytes: int) -> list[Shard]:
-    """Files of at most `shard_bytes` of tensors; a group is never split, even if it is larger."""
+    """Distribute tensors over files of at most `shard_bytes` each. A group is never split, even if it is larger."""
     shards: list[list[Output]] = [[]]
     size = 0
     for group in groups:
@@ -86,7 +86,9 @@ def plan_shards(groups: Iterable[Sequence[Output]], shard_bytes: int) -> list[Sh
 
 
 def progress(on_bytes: Callable[[int, int], None] | None, total: int, done: int = 0) -> Callable[[int], None]:
-    """An `on_bytes` for `write_shard` that adds up bytes from `done` on, and calls another with the sum and `total`."""
+    """Return an `on_bytes` for `write_shard` that accumulates bytes from `done` and reports (sum, `total`) to
+    another.
+    """
 
     def advance(count: int) -> None:
         nonlocal done
@@ -100,19 +102,19 @@ def progress(on_bytes: Callable[[int, int], None] | None, total: int, done: int 
 def write_shard(
     folder: Path, shard: Shard, tensors: Iterable[Tensor], on_bytes: Callable[[int], None] | None = None
 ) -> None:
-    """Writes one file: to a temporary name, read back by safetensors, then renamed.
+    """Write one file under a temporary name, read it back with safetensors, then rename it.
 
     Args:
         folder: an existing folder.
         shard: the file to write.
-        tensors: the shard's outputs, in order, on any device. Each is written before the next is requested.
+        tensors: values of the shard's outputs, in order, on any device. Each is written before the next is requested.
         on_bytes: called with the number of bytes written since the last call.
 
     Raises:
         WriteError: the file cannot be written. No partial file is left.
     """
     path, part = folder / shard.file, folder / f"{shard.file}.part"
-    part.unlink(missing_ok=True)  # from a process that was killed
+    part.unlink(missing_ok=True)  # left by a killed process
     name = ""
     try:
         with part.open("xb") as file:
@@ -125,7 +127,7 @@ def write_shard(
                 assert (NAMES[tensor.dtype], tuple(tensor.shape)) == output[1:], f"{name}: not as planned"
                 file.seek(len(encoded) + header[name]["data_offsets"][0])
                 write_tensor(file, tensor, on_bytes)
-                del tensor  # before the next one is created; zip would hold it
+                del tensor  # free it before the next one is created (zip would keep a reference)
             name = ""
             file.flush()
             os.fsync(file.fileno())
@@ -139,7 +141,7 @@ def write_shard(
 
 
 def is_written(folder: Path, shard: Shard) -> bool:
-    """Whether `write_shard` has finished this file, judging by its size and header."""
+    """Return whether `write_shard` finished this file, judging by its size and header."""
     path = folder / shard.file
     if path.is_symlink() or not path.is_file() or path.stat().st_size != shard.nbytes:
         return False
@@ -148,7 +150,7 @@ def is_written(folder: Path, shard: Shard) -> bool:
 
 
 def write_index(folder: Path, shards: Sequence[Shard]) -> None:
-    """Writes the index of several files; a single file needs none. Raises WriteError."""
+    """Write the index of several files; a single file needs none. Raises WriteError."""
     if len(shards) == 1 and shards[0].file == SINGLE:
         return
     outputs = [(output, shard.file) for shard in shards for output in shard.outputs]
@@ -157,7 +159,7 @@ def write_index(folder: Path, shards: Sequence[Shard]) -> None:
 
 
 def write_json(folder: Path, name: str, document: Any) -> None:
-    """Writes a JSON file. Raises WriteError."""
+    """Write a JSON file. Raises WriteError."""
     try:
         (folder / name).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
@@ -165,7 +167,7 @@ def write_json(folder: Path, name: str, document: Any) -> None:
 
 
 def write_tensor(file: BinaryIO, tensor: Tensor, on_bytes: Callable[[int], None] | None) -> None:
-    """Write the bytes of a tensor in chunks; `on_bytes` is called with the size of each."""
+    """Write the bytes of a tensor in chunks, reporting the size of each to `on_bytes`."""
     data = memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     for start in range(0, len(data), CHUNK):
         chunk = data[start : start + CHUNK]
@@ -175,7 +177,7 @@ def write_tensor(file: BinaryIO, tensor: Tensor, on_bytes: Callable[[int], None]
 
 
 def _read_back(path: Path, shard: Shard) -> None:
-    """Raises OSError if safetensors does not read the expected tensors from a file."""
+    """Raise OSError if safetensors does not read the expected tensors from a file."""
     try:
         with safe_open(path, "pt") as file:
             found = {n: (file.get_slice(n).get_dtype(), tuple(file.get_slice(n).get_shape())) for n in file.keys()}

@@ -1,4 +1,4 @@
-"""The model families of the native decoder, one declaration each.
+"""Model families of the native decoder, one declaration each.
 
 To add one, write a `FamilyRules` in its own module, list it here, and add a model of odd sizes to tests/families.py.
 """
@@ -40,7 +40,7 @@ FAMILIES = {
 
 
 def family_of(config: Mapping[str, Any], folder: Path | str = ".") -> FamilyRules:
-    """The rules for a parsed config.json.
+    """Return the rules for a parsed config.json.
 
     Raises:
         UnsupportedModelError: an unknown model_type, an unsupported variant, or an unsupported quantisation.

@@ -4,7 +4,7 @@ from treespec_weights.rules import FamilyRules, TensorRule, one_to_one
 
 
 def _conv1d(name: str, *params: str) -> tuple[TensorRule, TensorRule]:
-    """Weight [in, out] and bias of a projection."""
+    """Return the rules of a projection's weight [in, out] and bias."""
     stem = f"transformer.h.{{i}}.{name}"
     weights = tuple(f"layers.{{i}}.{param}" for param in params)
     return (

@@ -2,8 +2,6 @@
 
 import gc
 import itertools
-import subprocess
-import sys
 import weakref
 from typing import Any
 
@@ -24,6 +22,7 @@ from transformers.generation import (
 import treespec.hf
 from tests.architectures import VOCAB, make_model
 from tests.models import add_noise
+from tests.scripts import run_script
 from tests.test_hf_accelerate import Raises
 from treespec import SpecConfig
 from treespec.errors import ConfigError, DraftError, ModelError, RequestError
@@ -414,7 +413,7 @@ def test_it_waits_for_its_imports() -> None:
         "import sys, treespec; assert 'torch' not in sys.modules; treespec.hf.generate; "
         "assert not any(name.startswith('transformers.models') for name in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run_script(code)
 
 
 def test_every_sample_of_a_batch_has_its_own_noise(model: Any) -> None:

@@ -268,17 +268,8 @@ def test_a_fault_inside_transformers_generate() -> None:
 
 def test_arrays_of_other_types_are_taken() -> None:
     def narrow(trees: list[TokenTree]) -> list[TokenTree]:
-        return [
-            TokenTree(
-                tree.tokens.astype(np.int32),
-                tree.parents.astype(np.int16),
-                tree.depths.astype(np.uint8),
-                tree.probs.astype(np.float32),
-                tree.draws,
-                tree.source_names,
-            )
-            for tree in trees
-        ]
+        types = {"tokens": np.int32, "parents": np.int16, "depths": np.uint8, "probs": np.float32}
+        return [replace(t, **{name: getattr(t, name).astype(kind) for name, kind in types.items()}) for t in trees]
 
     with engine_with(proposing(narrow)) as (llm, _):
         outputs = llm.generate(PROMPTS, greedy(TOKENS), MINE)

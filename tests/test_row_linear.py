@@ -142,10 +142,7 @@ def test_what_does_not_fit_is_refused(
         ({"out": torch.zeros(5, 8).half()}, r"out is \[5, 8\] torch\.float16 on cpu; expected \[5, 8\] torch\.float32"),
         ({"out": X.view(-1)[:40].view(5, 8)}, "out starts where x does, which other programs still read"),
         ({"workspace": torch.zeros(79)}, "workspace has 79 elements and 80 are needed; see workspace_size"),
-        (
-            {"workspace": torch.zeros(80).half()},
-            r"workspace is torch\.float16 on cpu .*expected contiguous",
-        ),
+        ({"workspace": torch.zeros(80).half()}, r"workspace is torch\.float16 on cpu .*expected contiguous"),
         ({"workspace": torch.zeros(160)[::2]}, r"workspace is .* with strides \[2\]; expected contiguous"),
         ({"workspace": torch.zeros(84)[1:]}, "workspace has rows that do not start at multiples of 16 bytes"),
     ],

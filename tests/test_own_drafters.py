@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import treespec.hf
 from tests.models import OracleDrafter, greedy, open_llm, random_prompts, tiny
+from tests.sampled import tokens_of
 from treespec import LLM, Drafter, SpecConfig, TokenTree
 from treespec.errors import ConfigError, DraftError
 from treespec.request import Request
@@ -78,10 +79,6 @@ def engine_with(fault: Callable[[str, Sequence[Request]], Any]) -> Iterator[tupl
     finally:
         drafter.fault = lambda method, requests: None
     assert_idle(llm)
-
-
-def tokens_of(outputs: Sequence[Any]) -> list[list[int]]:
-    return [output.outputs[0].token_ids for output in outputs]
 
 
 def assert_idle(llm: LLM) -> None:

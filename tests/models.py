@@ -86,6 +86,15 @@ def make_draft(folder: Path, target: Path, seed: int, noise: float) -> Path:
     return folder
 
 
+def add_noise(model: Any, noise: float, seed: int = 1) -> Any:
+    """A model in memory, to whose parameters noise of `noise` times their spread was added."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(noise * parameter.std() * torch.randn_like(parameter))
+    return model
+
+
 def first_layers(folder: Path, target: Path, count: int) -> Path:
     """A draft of the target's embedding, first layers, norm and head."""
     folder.mkdir()

@@ -14,6 +14,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, StoppingCrit
 
 import treespec.hf
 from tests.architectures import VOCAB, make_model
+from tests.models import add_noise
 from tests.tokenizers_made import letters
 from treespec import SpecConfig
 from treespec.errors import ConfigError, ModelError, RequestError
@@ -36,12 +37,7 @@ def model() -> Any:
 @pytest.fixture(scope="module")
 def draft() -> Any:
     """The model with noise."""
-    other = make_model("stablelm")
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.add_(0.03 * parameter.std() * torch.randn_like(parameter))
-    return other
+    return add_noise(make_model("stablelm"), 0.03)
 
 
 @pytest.fixture
@@ -259,10 +255,7 @@ def test_metrics_of_the_last_call(accelerated: Any) -> None:
 def test_copies_have_a_generate_of_their_own(accelerated: Any) -> None:
     """A copy decodes with the copy's weights; so does one that was pickled."""
     for twin in (copy.deepcopy(accelerated), pickle.loads(pickle.dumps(accelerated))):
-        with torch.no_grad():
-            for parameter in twin.parameters():
-                parameter.add_(0.5 * parameter.std() * torch.randn_like(parameter))
-        wanted = by_transformers(twin, inputs(), max_new_tokens=16)
+        wanted = by_transformers(add_noise(twin, 0.5), inputs(), max_new_tokens=16)
         assert not torch.equal(wanted, by_transformers(accelerated, inputs(), max_new_tokens=16))
         assert torch.equal(twin.generate(**inputs(), max_new_tokens=16, pad_token_id=PAD), wanted)
         assert treespec.hf.last_metrics(twin).generated_tokens == wanted.shape[1] - 9

@@ -2,8 +2,6 @@
 
 import gc
 import itertools
-import subprocess
-import sys
 import weakref
 from typing import Any
 
@@ -23,6 +21,9 @@ from transformers.generation import (
 
 import treespec.hf
 from tests.architectures import VOCAB, make_model
+from tests.models import add_noise
+from tests.scripts import run_script
+from tests.test_hf_accelerate import Raises
 from treespec import SpecConfig
 from treespec.errors import ConfigError, DraftError, ModelError, RequestError
 from treespec.hf.engines import _engines
@@ -38,14 +39,9 @@ def model() -> Any:
 
 
 @pytest.fixture(scope="module")
-def draft(model: Any) -> Any:
+def draft() -> Any:
     """The model with noise: deep paths are accepted, and others are not."""
-    other = make_model("stablelm")
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.add_(0.03 * parameter.std() * torch.randn_like(parameter))
-    return other
+    return add_noise(make_model("stablelm"), 0.03)
 
 
 def one_prompt(length: int = 9, seed: int = 0) -> dict[str, Tensor]:
@@ -115,40 +111,24 @@ def test_greedy_tokens_are_transformers_own(name: str, model: Any, draft: Any) -
 
 
 def test_trees_are_deep(model: Any, draft: Any) -> None:
-    inputs = one_prompt()
-    by_trees(model, inputs, max_new_tokens=5, drafts=[draft])
-    before = _engines[model].entries[-1].llm.stats()
-    by_trees(model, inputs, max_new_tokens=64, drafts=[draft], spec=TREES)
-    after = _engines[model].entries[-1].llm.stats()
-    passes = after["target_passes"] - before["target_passes"]
-    assert (after["generated_tokens"] - before["generated_tokens"]) / passes > 2
+    by_trees(model, one_prompt(), max_new_tokens=64, drafts=[draft], spec=TREES)
+    assert treespec.hf.last_metrics(model).acceptance_length > 2
 
 
 @pytest.mark.parametrize("times", [1, 2, 7])
 def test_criteria_cut_where_they_fire(times: int, model: Any, draft: Any) -> None:
     """Inside an accepted path, and row by row."""
-    criteria = [EndsAfter(3, times)]
-    inputs = one_prompt()
-    wanted = model.generate(**inputs, max_new_tokens=50, pad_token_id=PAD, stopping_criteria=criteria)
-    assert wanted.shape[1] < 59
-    assert torch.equal(
-        wanted, by_trees(model, inputs, max_new_tokens=50, stopping_criteria=criteria, drafts=[draft], spec=TREES)
-    )
-    options = {"max_new_tokens": 50, "stopping_criteria": criteria, "eos_token_id": 4}
-    inputs = padded_prompts()
-    wanted = model.generate(**inputs, pad_token_id=PAD, **options)
-    assert torch.equal(wanted, by_trees(model, inputs, drafts=[draft], spec=TREES, **options))
+    options = {"max_new_tokens": 50, "stopping_criteria": [EndsAfter(3, times)]}
+    for inputs, more in ((one_prompt(), {}), (padded_prompts(), {"eos_token_id": 4})):
+        wanted = model.generate(**inputs, pad_token_id=PAD, **options, **more)
+        assert wanted.shape[1] < 59 or more
+        assert torch.equal(wanted, by_trees(model, inputs, drafts=[draft], spec=TREES, **options, **more))
 
 
 def test_outputs_with_scores(model: Any, draft: Any) -> None:
     """Logits and scores of every step, those of transformers within rounding; user criteria see them too."""
-    options = {
-        "max_new_tokens": 24,
-        "repetition_penalty": 1.3,
-        "return_dict_in_generate": True,
-        "output_scores": True,
-        "output_logits": True,
-    }
+    options = {"max_new_tokens": 24, "repetition_penalty": 1.3, "return_dict_in_generate": True}
+    options |= {"output_scores": True, "output_logits": True}
     inputs = one_prompt()
     wanted = model.generate(**inputs, pad_token_id=PAD, **options)
     found = by_trees(model, inputs, drafts=[draft], spec=TREES, **options)
@@ -162,14 +142,8 @@ def test_outputs_with_scores(model: Any, draft: Any) -> None:
 
 
 def test_sampled_tokens_come_from_the_seed_alone(model: Any, draft: Any) -> None:
-    options = {
-        "do_sample": True,
-        "temperature": 1.2,
-        "top_p": 0.95,
-        "max_new_tokens": 40,
-        "num_return_sequences": 2,
-        "repetition_penalty": 1.1,
-    }
+    options = {"do_sample": True, "temperature": 1.2, "top_p": 0.95, "repetition_penalty": 1.1}
+    options |= {"max_new_tokens": 40, "num_return_sequences": 2}
     for inputs in (one_prompt(), padded_prompts()):
         found = []
         for seed in (1, 1, 1, 1, 2):
@@ -304,9 +278,7 @@ def test_an_engine_follows_its_model() -> None:
     first = _engines[model].entries[-1].llm
     by_trees(model, inputs, max_new_tokens=20, do_sample=True)
     assert _engines[model].entries[-1].llm is first
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
+    add_noise(model, 0.5)
     wanted = model.generate(**inputs, max_new_tokens=20, pad_token_id=PAD)
     assert torch.equal(wanted, by_trees(model, inputs, max_new_tokens=20))
     assert _engines[model].entries[-1].llm is first
@@ -349,11 +321,6 @@ def test_bfloat16_model(draft: Any) -> None:
 class Broken(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         raise KeyError("broken")
-
-
-class Raises(StoppingCriteria):
-    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        raise KeyError("criterion")
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -446,7 +413,7 @@ def test_it_waits_for_its_imports() -> None:
         "import sys, treespec; assert 'torch' not in sys.modules; treespec.hf.generate; "
         "assert not any(name.startswith('transformers.models') for name in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run_script(code)
 
 
 def test_every_sample_of_a_batch_has_its_own_noise(model: Any) -> None:

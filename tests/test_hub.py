@@ -89,34 +89,15 @@ def test_fetch(tmp_path: Path, hub: Any) -> None:
 def test_no_pickle_and_no_code_is_asked_for() -> None:
     from huggingface_hub.utils import filter_repo_objects
 
-    wanted = [
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "model-00001-of-00002.safetensors",
-        "model.safetensors.index.json",
-        "tokenizer.json",
-        "tokenizer.model",
-        "merges.txt",
-        "chat_template.jinja",
-        "LICENSE",
-    ]
-    others = [
-        "pytorch_model.bin",
-        "model.pt",
-        "model.pth",
-        "model.ckpt",
-        "x.pkl",
-        "modeling.py",
-        "model.gguf",
-        "a.msgpack",
-        "original/consolidated.00.pth",
-        "original/params.json",
-        "consolidated.safetensors",
-        "onnx/model.onnx",
-        "sub/model.safetensors",
-        ".gitattributes",
-    ]
+    wanted = (
+        "config.json generation_config.json model.safetensors model-00001-of-00002.safetensors "
+        "model.safetensors.index.json tokenizer.json tokenizer.model merges.txt chat_template.jinja LICENSE"
+    ).split()
+    others = (
+        "pytorch_model.bin model.pt model.pth model.ckpt x.pkl modeling.py model.gguf a.msgpack "
+        "original/consolidated.00.pth original/params.json consolidated.safetensors onnx/model.onnx "
+        "sub/model.safetensors .gitattributes"
+    ).split()
     kept = filter_repo_objects(wanted + others, allow_patterns=list(ALLOWED), ignore_patterns=list(IGNORED))
     assert list(kept) == wanted
 

@@ -1,9 +1,7 @@
 """`perf/identity.py --sampling`: what it counts, how it goes on, how shards are merged."""
 
 import functools
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.models import random_prompts, tiny_llm
+from tests.scripts import load_script
 from treespec import LLM
 
 PROMPTS = random_prompts([5, 9, 17, 4, 11])
@@ -18,25 +17,13 @@ PROMPTS = random_prompts([5, 9, 17, 4, 11])
 
 @functools.cache
 def sampled() -> ModuleType:
-    path = Path(__file__).resolve().parents[1] / "perf" / "identity_sampled.py"
-    spec = importlib.util.spec_from_file_location("identity_sampled", path)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(Path(__file__).resolve().parents[1] / "perf" / "identity_sampled.py")
 
 
 def setup(shard: tuple[int, int] = (1, 1), **more: Any) -> dict[str, Any]:
     settings = {name: sampled().SETTINGS[name] for name in ("T=1", "penalties")}
-    known = {
-        "dtypes": ["float32"],
-        "batches": [1, 8],
-        "settings": settings,
-        "max_tokens": 6,
-        "nodes": 8,
-        "max_depth": 6,
-    }
-    return known | {"shard": shard} | more
+    known: dict[str, Any] = {"dtypes": ["float32"], "batches": [1, 8], "max_tokens": 6, "nodes": 8, "max_depth": 6}
+    return known | {"settings": settings, "shard": shard} | more
 
 
 def engine(dtype: str) -> LLM:
@@ -116,11 +103,8 @@ def test_shards_add_up_to_the_whole(tmp_path: Path) -> None:
 def test_differences_are_counted_and_placed() -> None:
     prompts = [sampled().Prompt(i, [1]) for i in (4, 6)]
     found = sampled().compare(prompts, [[1, 2, 3], [1, 2]], [[1, 2, 3], [1, 9, 4]])
-    assert found == {
-        "differing_tokens": 2,
-        "outputs_that_differ": 1,
-        "first_differences": [{"prompt": 6, "position": 1}],
-    }
+    first = [{"prompt": 6, "position": 1}]
+    assert found == {"differing_tokens": 2, "outputs_that_differ": 1, "first_differences": first}
 
 
 def test_a_wrong_engine_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

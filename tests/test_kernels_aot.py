@@ -5,13 +5,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.child import run_uninterpreted
+from tests.kernel_cases import needs_triton
 from treespec_kernels.aot.compiler import SHARED_BYTES, ops
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, needs_triton]
 
 # Registers per thread, some tens above what Triton 3.6 and 3.9 give: a change that costs occupancy shows here.
 REGISTER_BOUND = {
@@ -77,25 +79,22 @@ if __name__ == "__main__":
 """
 
 
-def aot(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A process of its own: this one may have imported triton for the interpreter."""
-    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "treespec_kernels.aot.compiler", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=inherited | environment, check=False)
+def printed_by(script: str) -> Any:
+    """The JSON that a script prints where triton is not interpreted."""
+    child = run_uninterpreted(script)
+    assert child.returncode == 0, child.stderr
+    return json.loads(child.stdout)
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_shipped_defaults_compile(target: str) -> None:
-    pytest.importorskip("triton")
     script = (
         "import json; from treespec_kernels.aot import compiler as aot\n"
         "if __name__ == '__main__':\n"
         "    shapes = [s for s in aot.default_shapes() if s.hidden_size != 2048]\n"  # differs from the others in sizes
         f"    print(json.dumps(aot.compile_report(['{target}'], shapes)))"
     )
-    child = run_uninterpreted(script)
-    assert child.returncode == 0, child.stderr
-    report = json.loads(child.stdout)
+    report = printed_by(script)
     assert report["failed"] == []
     rows = report["targets"][target]
     assert {row["kernel"] for row in rows} == set(REGISTER_BOUND)
@@ -116,10 +115,7 @@ def test_shipped_defaults_compile(target: str) -> None:
 
 
 def test_quantised_defaults_of_8b_compile_everywhere() -> None:
-    pytest.importorskip("triton")
-    child = run_uninterpreted(QUANTISED)
-    assert child.returncode == 0, child.stderr
-    report = json.loads(child.stdout)
+    report = printed_by(QUANTISED)
     assert report["failed"] == [] and set(report["targets"]) == {"sm_80", "sm_90", "sm_100", "gfx942"}
     for target, rows in report["targets"].items():
         found = [row["config"] for row in rows if row["kernel"] == "multiply_quantized"]
@@ -138,10 +134,7 @@ def test_quantised_defaults_of_8b_compile_everywhere() -> None:
 
 def test_defaults_fit_gpus_of_less_memory() -> None:
     """What takes most of it: the linear layers of 8B, and heads of 256."""
-    pytest.importorskip("triton")
-    child = run_uninterpreted(LESS_MEMORY)
-    assert child.returncode == 0, child.stderr
-    for report in json.loads(child.stdout):
+    for report in printed_by(LESS_MEMORY):
         assert report["failed"] == []
         rows = report["targets"]["sm_89"]
         assert {row["kernel"] for row in rows} & {"multiply_rows", "attend_items"}
@@ -149,13 +142,11 @@ def test_defaults_fit_gpus_of_less_memory() -> None:
 
 
 def test_every_op_says_what_it_compiles() -> None:
-    pytest.importorskip("triton")
     child = run_uninterpreted("from treespec_kernels.aot.specs import SPECS; print(*SPECS)")
     assert child.stdout.split() == list(ops()), child.stderr
 
 
 def test_what_does_not_compile_or_spills_has_failed(tmp_path: Path) -> None:
-    pytest.importorskip("triton")
     script = PLANTED + (
         "def aot_specs(shape, target):\n"
         "    options = {'num_warps': 1, 'num_stages': 1}\n"
@@ -168,9 +159,7 @@ def test_what_does_not_compile_or_spills_has_failed(tmp_path: Path) -> None:
     )
     file = tmp_path / "planted.py"  # Triton reads the source of a kernel from its file
     file.write_text(script)
-    child = run_uninterpreted(f"import runpy; runpy.run_path({str(file)!r}, run_name='__main__')")
-    assert child.returncode == 0, child.stderr
-    report = json.loads(child.stdout)
+    report = printed_by(f"import runpy; runpy.run_path({str(file)!r}, run_name='__main__')")
     assert [row["kernel"] for row in report["targets"]["sm_90"]] == ["greedy"] * 2  # once per shape, compiled once
     wrong, greedy = report["failed"][:2]
     assert (wrong["kernel"], wrong["target"], wrong["config"]) == ("wrong", "sm_90", {"which": "wrong"})
@@ -179,7 +168,6 @@ def test_what_does_not_compile_or_spills_has_failed(tmp_path: Path) -> None:
 
 
 def test_a_failure_ends_with_1() -> None:
-    pytest.importorskip("triton")
     failed = '{"targets": {"sm_90": []}, "failed": [{"kernel": "k"}]}'
     script = (
         "import sys, json; from treespec_kernels.aot import compiler as aot\n"
@@ -191,8 +179,8 @@ def test_a_failure_ends_with_1() -> None:
 
 
 def test_what_cannot_be_compiled_is_refused() -> None:
-    pytest.importorskip("triton")
-    child = aot("--target", "sm_90", TRITON_INTERPRET="1")
+    command = [sys.executable, "-m", "treespec_kernels.aot.compiler", "--target", "sm_90"]
+    child = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "1"})
     assert "ValueError: aot: TRITON_INTERPRET is set" in child.stderr
     script = "from treespec_kernels.aot import compiler as aot; aot.compile_report(['sm_89x'], aot.default_shapes())"
     assert "ValueError: aot: target 'sm_89x' is not known; use one of sm_80," in run_uninterpreted(script).stderr

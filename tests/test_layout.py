@@ -16,11 +16,7 @@ PACKAGES = {
     "treespec_kernels": ROOT / "kernels" / "treespec_kernels",
     "treespec_weights": ROOT / "weights" / "treespec_weights",
 }
-ALLOWED = {
-    "treespec": {"treespec_kernels", "treespec_weights"},
-    "treespec_kernels": set(),
-    "treespec_weights": set(),
-}
+ALLOWED = {"treespec": {"treespec_kernels", "treespec_weights"}, "treespec_kernels": set(), "treespec_weights": set()}
 OURS = {*PACKAGES, "treespec_training", "kernels", "weights", "tests", "perf"}
 MAX_LINES = 540
 MAX_TRACKED_BYTES = 40 * 2**20

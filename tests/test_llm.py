@@ -5,16 +5,12 @@ import itertools
 import pytest
 
 from tests.models import VOCAB, greedy, open_llm, random_prompts, tiny, tiny_llm
+from tests.sampled import idle
 from tests.speech import END, checked, scripted, speaking_folder, speaking_llm
-from treespec import LLM, RequestOutput, SamplingParams, SpecConfig
+from treespec import RequestOutput, SamplingParams, SpecConfig
 
 TREE = SpecConfig(nodes=32, max_depth=8)
 ALONE = SpecConfig(nodes=32, max_depth=8, sources=("oracle",))  # SSMs, which are not scripted, would doubt the oracle
-
-
-def idle(llm: LLM) -> bool:
-    llm.engine.check_integrity()
-    return llm.engine.scheduler.is_idle and llm.engine.cache.num_free == llm.engine.cache.num_pages
 
 
 def ids(text: str) -> list[int]:

@@ -1,23 +1,20 @@
 """LM head: the summary's specification, what is refused, and the kernel's cases in the interpreter or on a GPU."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from tests.child import run_cases
+from tests.kernel_cases import environments
 from treespec_kernels.linear.lm_head import BlockStats, LmHeadConfig, block_stats_ref, lm_head_ref, lm_head_triton
 
-CASES = "lm_head_cases.py"
 INF, NAN = float("inf"), float("nan")
 
 
-def test_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    run_cases(CASES, {"TRITON_INTERPRET": "1"})
-
-
-@pytest.mark.gpu
-def test_on_a_gpu() -> None:
-    run_cases(CASES, {"TRITON_INTERPRET": "0"})
+@environments()
+def test_cases(environment: dict[str, str]) -> None:
+    run_cases("lm_head_cases.py", environment)
 
 
 @pytest.mark.parametrize("block", [16, 64, 1024])
@@ -72,43 +69,43 @@ def test_a_configuration_that_does_not_fit_is_refused() -> None:
         LmHeadConfig.default(torch.float16, 0, 64)
 
 
+X, WEIGHT = torch.zeros(2, 8), torch.zeros(5, 8)
+
+
 @pytest.mark.parametrize("lm_head", [lm_head_ref, lm_head_triton])
-def test_what_does_not_fit_is_refused(lm_head: object) -> None:
-    assert callable(lm_head)
-    x, weight = torch.zeros(2, 8), torch.zeros(5, 8)
-    with pytest.raises(ValueError, match=r"x has shape \[8\]; expected \[rows, hidden\] or \[groups, rows, hidden\]"):
-        lm_head(x[0], weight)
-    with pytest.raises(ValueError, match=r"weight has shape \[5, 8\]; expected \[1, vocab, hidden\]"):
-        lm_head(x[None], weight)
-    with pytest.raises(ValueError, match=r"weight has shape \[2, 5, 8\]; expected \[3, vocab, hidden\]"):
-        lm_head(x.expand(3, 2, 8), weight.expand(2, 5, 8))
-    with pytest.raises(ValueError, match="weight has hidden size 7 and x 8; they must be equal"):
-        lm_head(x, weight[:, :7])
-    with pytest.raises(ValueError, match=r"weight has shape \[0, 8\]; no size may be 0"):
-        lm_head(x, weight[:0])
-    with pytest.raises(ValueError, match=r"x has dtype torch\.float64; use torch\.float16"):
-        lm_head(x.double(), weight)
-    with pytest.raises(ValueError, match=r"weight has dtype torch\.float16 and x torch\.float32"):
-        lm_head(x, weight.half())
-    with pytest.raises(ValueError, match="weight is on meta and x on cpu; move it there"):
-        lm_head(x, weight.to("meta"))
+@pytest.mark.parametrize(
+    ("x", "weight", "message"),
+    [
+        (X[0], WEIGHT, r"x has shape \[8\]; expected \[rows, hidden\] or \[groups, rows, hidden\]"),
+        (X[None], WEIGHT, r"weight has shape \[5, 8\]; expected \[1, vocab, hidden\]"),
+        (X.expand(3, 2, 8), WEIGHT.expand(2, 5, 8), r"weight has shape \[2, 5, 8\]; expected \[3, vocab, hidden\]"),
+        (X, WEIGHT[:, :7], "weight has hidden size 7 and x 8; they must be equal"),
+        (X, WEIGHT[:0], r"weight has shape \[0, 8\]; no size may be 0"),
+        (X.double(), WEIGHT, r"x has dtype torch\.float64; use torch\.float16"),
+        (X, WEIGHT.half(), r"weight has dtype torch\.float16 and x torch\.float32"),
+        (X, WEIGHT.to("meta"), "weight is on meta and x on cpu; move it there"),
+    ],
+)
+def test_what_does_not_fit_is_refused(lm_head: Any, x: torch.Tensor, weight: torch.Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        lm_head(x, weight)
 
 
 def test_triton_refuses_strides_and_buffers() -> None:
-    x, weight = torch.zeros(2, 8), torch.zeros(5, 8)
-    config = LmHeadConfig(16, 16, 16, 4, 2)
+    config, stats = LmHeadConfig(16, 16, 16, 4, 2), BlockStats.empty(2, 1, "cpu")
     with pytest.raises(ValueError, match="x has stride 2 over its last dimension"):
-        lm_head_triton(torch.zeros(2, 16)[:, ::2], weight)
+        lm_head_triton(torch.zeros(2, 16)[:, ::2], WEIGHT)
     with pytest.raises(ValueError, match=r"x has stride 32 over groups and 8 over 2 rows"):
-        lm_head_triton(torch.zeros(3, 4, 8)[:, :2], weight.expand(3, 5, 8))
-    with pytest.raises(ValueError, match=r"logits is \[2, 6\] torch\.float32 on cpu; expected \[2, 5\]"):
-        lm_head_triton(x, weight, logits=torch.zeros(2, 6))
-    with pytest.raises(ValueError, match=r"logits is \[2, 5\] torch\.float16 on cpu; expected \[2, 5\] torch\.float32"):
-        lm_head_triton(x, weight, logits=torch.zeros(2, 5).half())
-    with pytest.raises(ValueError, match=r"stats\.values is \[2, 2\] torch\.float32 on cpu; expected \[2, 1\]"):
-        lm_head_triton(x, weight, config=config, stats=BlockStats.empty(2, 2, "cpu"))
-    stats = BlockStats.empty(2, 1, "cpu")
-    with pytest.raises(ValueError, match=r"stats\.tokens is \[2, 1\] torch\.int64"):
-        lm_head_triton(x, weight, config=config, stats=stats._replace(tokens=stats.tokens.long()))
-    with pytest.raises(ValueError, match=r"stats\.sums has strides \[2, 1\]; make it contiguous"):
-        lm_head_triton(x, weight, config=config, stats=stats._replace(sums=torch.zeros(2, 2)[:, :1]))
+        lm_head_triton(torch.zeros(3, 4, 8)[:, :2], WEIGHT.expand(3, 5, 8))
+    for buffers, message in [
+        ({"logits": torch.zeros(2, 6)}, r"logits is \[2, 6\] torch\.float32 on cpu; expected \[2, 5\]"),
+        ({"logits": X[:, :5].half()}, r"logits is \[2, 5\] torch\.float16 on cpu; expected \[2, 5\] torch\.float32"),
+        (
+            {"stats": BlockStats.empty(2, 2, "cpu")},
+            r"stats\.values is \[2, 2\] torch\.float32 on cpu; expected \[2, 1\]",
+        ),
+        ({"stats": stats._replace(tokens=stats.tokens.long())}, r"stats\.tokens is \[2, 1\] torch\.int64"),
+        ({"stats": stats._replace(sums=X[:, :1])}, r"stats\.sums has strides \[8, 1\]; make it contiguous"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            lm_head_triton(X, WEIGHT, config=config, **buffers)

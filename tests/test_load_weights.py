@@ -29,16 +29,6 @@ from treespec_weights import (
 )
 
 INDEX = "model.safetensors.index.json"
-SHAPE = ModelShape(
-    num_layers=2,
-    hidden_size=12,
-    intermediate_size=10,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=6,
-    vocab_size=17,
-    tied=True,
-)
 CONFIG = {
     "model_type": "llama",
     "num_hidden_layers": 2,
@@ -50,6 +40,7 @@ CONFIG = {
     "vocab_size": 17,
     "tie_word_embeddings": True,
 }
+SHAPE = ModelShape.from_hf(CONFIG, LLAMA)
 Q = "model.layers.1.self_attn.q_proj.weight"
 
 

@@ -27,20 +27,34 @@ from treespec_kernels.linear.linear import Linear, onednn_available
 
 pytestmark = pytest.mark.slow
 
-TOKENS = 18
+PARAMS = greedy(18)
 LENGTHS = (20, 58, 61, 63, 126)  # trees cross tile borders
 Patch = pytest.MonkeyPatch
 
 
-def reduced_check(plant: Callable[[Patch], None]) -> list[str]:
-    """The exactness check on one engine, with the fault in place during the tree runs only."""
-    llm = open_llm(tiny()[0], [*tiny()[1][:1], OracleDrafter([], 4)], max_num_seqs=3)
-    plain = run(llm, random_prompts(LENGTHS), greedy(TOKENS), "off")
-    llm.engine.sources.others[:] = [OracleDrafter(plain.sequences, 4)]
+def runs(
+    plant: Callable[[Patch], None],
+    lengths: Sequence[int] = LENGTHS,
+    params: Any = PARAMS,
+    nodes: int = 24,
+    bushy: bool = False,
+    both: bool = False,
+) -> tuple[Run, Run]:
+    """Runs plain decoding, and trees of an SSM and an oracle with the fault in place; with `both`, in both."""
+    llm = open_llm(tiny()[0], [tiny()[1][0], OracleDrafter([], 4)], max_num_seqs=3)
+    with Patch.context() as patch:
+        if both:
+            plant(patch)
+        plain = run(llm, random_prompts(lengths), params, "off")
+    llm.engine.sources.others[:] = [OracleDrafter(plain.sequences, 4, bushy=bushy)]
     with Patch.context() as patch:
         plant(patch)
-        tree = run(llm, plain.prompts, greedy(TOKENS), SpecConfig(nodes=24, max_depth=5))
-    return differences(plain, tree)
+        return plain, run(llm, plain.prompts, params, SpecConfig(nodes=nodes, max_depth=5))
+
+
+def reduced_check(plant: Callable[[Patch], None]) -> list[str]:
+    """The exactness check on one engine, with the fault in place during the tree runs only."""
+    return differences(*runs(plant))
 
 
 def test_without_a_fault_the_check_is_green() -> None:

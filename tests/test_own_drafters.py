@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import treespec.hf
 from tests.models import OracleDrafter, greedy, open_llm, random_prompts, tiny
+from tests.sampled import tokens_of
 from treespec import LLM, Drafter, SpecConfig, TokenTree
 from treespec.errors import ConfigError, DraftError
 from treespec.request import Request
@@ -78,10 +79,6 @@ def engine_with(fault: Callable[[str, Sequence[Request]], Any]) -> Iterator[tupl
     finally:
         drafter.fault = lambda method, requests: None
     assert_idle(llm)
-
-
-def tokens_of(outputs: Sequence[Any]) -> list[list[int]]:
-    return [output.outputs[0].token_ids for output in outputs]
 
 
 def assert_idle(llm: LLM) -> None:
@@ -268,17 +265,8 @@ def test_a_fault_inside_transformers_generate() -> None:
 
 def test_arrays_of_other_types_are_taken() -> None:
     def narrow(trees: list[TokenTree]) -> list[TokenTree]:
-        return [
-            TokenTree(
-                tree.tokens.astype(np.int32),
-                tree.parents.astype(np.int16),
-                tree.depths.astype(np.uint8),
-                tree.probs.astype(np.float32),
-                tree.draws,
-                tree.source_names,
-            )
-            for tree in trees
-        ]
+        types = {"tokens": np.int32, "parents": np.int16, "depths": np.uint8, "probs": np.float32}
+        return [replace(t, **{name: getattr(t, name).astype(kind) for name, kind in types.items()}) for t in trees]
 
     with engine_with(proposing(narrow)) as (llm, _):
         outputs = llm.generate(PROMPTS, greedy(TOKENS), MINE)

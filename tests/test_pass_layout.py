@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tests.child import run_cases
+from tests.kernel_cases import environments
 from treespec_kernels.attention.pass_layout import DeviceLayout, pass_layout_ref
 from treespec_kernels.attention.tree_attention import SegmentPartition, TreeAttentionConfig
 
-CASES = "pass_layout_cases.py"
 MODEL: dict[str, Any] = {
     "num_heads": 8,
     "num_kv_heads": 2,
@@ -21,14 +21,9 @@ MODEL: dict[str, Any] = {
 }
 
 
-def test_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    run_cases(CASES, {"TRITON_INTERPRET": "1"})
-
-
-@pytest.mark.gpu
-def test_on_a_gpu() -> None:
-    run_cases(CASES, {"TRITON_INTERPRET": "0"})
+@environments()
+def test_cases(environment: dict[str, str]) -> None:
+    run_cases("pass_layout_cases.py", environment)
 
 
 def test_ref_places_rows_in_pages() -> None:
@@ -70,28 +65,16 @@ def test_what_does_not_fit_is_refused() -> None:
             DeviceLayout.allocate(**arguments)
 
     layout = DeviceLayout.allocate(2, 3, 4, chain=False, **MODEL)
-    fitting = {
-        "context_lens": (2,),
-        "page_table": (2, 5),
-        "depths": (2, 3),
-        "row_slots": (2, 3),
-        "ancestors": (2, 3, 4),
-    }
-
-    def fill(**changed: torch.Tensor | None) -> None:
-        tensors: dict[str, Any] = {name: torch.zeros(shape, dtype=torch.int32) for name, shape in fitting.items()}
-        layout.fill(**(tensors | changed))
-
+    shapes = {"context_lens": (2,), "page_table": (2, 5), "depths": (2, 3), "row_slots": (2, 3), "ancestors": (2, 3, 4)}
+    fitting = {name: torch.zeros(shape, dtype=torch.int32) for name, shape in shapes.items()}
     zeros = torch.zeros(2, 3, dtype=torch.int32)
-    with pytest.raises(ValueError, match="a layout of trees needs row_slots and ancestors"):
-        fill(ancestors=None)
-    with pytest.raises(ValueError, match=r"depths has shape \[6\]; this layout is for \[2, 3\]"):
-        fill(depths=zeros.view(-1))
-    with pytest.raises(ValueError, match=r"page_table has shape \[3, 2\]; this layout is for \[2, max_pages\]"):
-        fill(page_table=zeros.T)
-    with pytest.raises(ValueError, match=r"row_slots has strides \(1, 2\); make it contiguous"):
-        fill(row_slots=zeros.T.contiguous().T)
-    with pytest.raises(ValueError, match=r"context_lens has dtype torch\.int64; convert it to torch.int32"):
-        fill(context_lens=torch.zeros(2, dtype=torch.int64))
-    with pytest.raises(ValueError, match="depths is on meta and the layout on cpu; move it there"):
-        fill(depths=zeros.to("meta"))
+    for name, tensor, message in [
+        ("ancestors", None, "a layout of trees needs row_slots and ancestors"),
+        ("depths", zeros.view(-1), r"depths has shape \[6\]; this layout is for \[2, 3\]"),
+        ("page_table", zeros.T, r"page_table has shape \[3, 2\]; this layout is for \[2, max_pages\]"),
+        ("row_slots", zeros.T.contiguous().T, r"row_slots has strides \(1, 2\); make it contiguous"),
+        ("context_lens", zeros[:, 0].long(), r"context_lens has dtype torch\.int64; convert it to torch.int32"),
+        ("depths", zeros.to("meta"), "depths is on meta and the layout on cpu; move it there"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            layout.fill(**(fitting | {name: tensor}))

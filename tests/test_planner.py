@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -241,12 +242,8 @@ def modelled_speedup(llm: LLM, spec: SpecConfig, tokens: int) -> tuple[float, fl
         drafted.append(levels)
         return cut(requests, trees, levels)
 
-    engine.host.planner.cut = observed
-    try:
-        with watch(engine) as rounds:
-            llm.generate(random_prompts((40,)), greedy(tokens), spec=spec)
-    finally:
-        del engine.host.planner.cut
+    with mock.patch.object(engine.host.planner, "cut", observed), watch(engine) as rounds:
+        llm.generate(random_prompts((40,)), greedy(tokens), spec=spec)
     seconds = sum(float(cost.verify(len(each.tree))) for each in rounds)
     seconds += sum(cost.draft(d.levels, d.passes, d.request_passes) for d in drafted)
     return tokens * float(cost.verify(1)) / seconds, sum(d.levels > 0 for d in drafted) / len(rounds)

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.models import VOCAB, OracleDrafter, greedy, new_folder, open_llm, random_prompts, tiny, tree_of
+from tests.sampled import tokens_of
 from tests.speech import altered_logits, checked
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.errors import RequestError
@@ -31,10 +32,6 @@ def poisoned(llm: LLM, value: float = math.nan) -> LLM:
 
 def safe_prompts(*lengths: int) -> list[list[int]]:
     return random_prompts(lengths, vocab=POISON)
-
-
-def tokens_of(outputs: list[Any]) -> list[list[int]]:
-    return [output.outputs[0].token_ids for output in outputs]
 
 
 def assert_pages_clean(llm: LLM) -> None:

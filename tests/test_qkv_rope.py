@@ -6,27 +6,13 @@ import pytest
 import torch
 
 from tests.child import run_cases
+from tests.kernel_cases import environments
 from treespec_kernels.attention.qkv_rope import qkv_rope_ref, qkv_rope_triton
 
-CASES = ["qkv_rope_cases.py", "decoder_ops_cases.py"]
 
-
-def environment(implementation: str) -> dict[str, str]:
-    return {"TREESPEC_QKV_ROPE": implementation, "TREESPEC_DECODER_OPS": implementation}
-
-
-def test_ref() -> None:
-    run_cases(CASES, environment("ref"))
-
-
-def test_triton_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    run_cases(CASES, environment("triton") | {"TRITON_INTERPRET": "1"})
-
-
-@pytest.mark.gpu
-def test_triton_on_a_gpu() -> None:
-    run_cases(CASES, environment("triton") | {"TRITON_INTERPRET": "0"})
+@environments("TREESPEC_QKV_ROPE", "TREESPEC_DECODER_OPS")
+def test_cases(environment: dict[str, str]) -> None:
+    run_cases(["qkv_rope_cases.py", "decoder_ops_cases.py"], environment)
 
 
 def fitting() -> dict[str, Any]:

@@ -13,6 +13,7 @@ from tests.exactness import differences, run
 from tests.models import greedy, make_llama, new_folder, open_llm, random_prompts, tiny
 from tests.quantized_checkpoints import needs_compiler, quantize_folder
 from treespec import LLM, SpecConfig
+from treespec.config import ModelConfig
 from treespec.errors import ConfigError
 from treespec.models.quantized_weights import weight_bytes
 from treespec.planning.cost_measurement import cost_key
@@ -91,7 +92,8 @@ def test_what_the_engine_says() -> None:
     assert said == [None, "int8", "int4 groups of 64"]
     held = [llm.stats()["memory"]["target_weights"] for llm in (plain, int8, int4)]
     assert held[0] > held[1] > held[2]
-    planned = [weight_bytes(plain._built.target, torch.bfloat16, q) for q in (None, "int8", "int4")]
+    config = ModelConfig.from_hf(tiny(torch.bfloat16)[0])
+    planned = [weight_bytes(config, torch.bfloat16, q) for q in (None, "int8", "int4")]
     assert planned[0] > planned[1] > planned[2]
     keys = [cost_key(llm.engine.runner, None, 1) for llm in (plain, int8, int4)]
     assert "quantization" not in keys[0] and keys[1] != keys[2] and keys[1]["quantization"] == ["int8"]

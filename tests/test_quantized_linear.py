@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.child import run_cases
+from tests.kernel_cases import environments
 from tests.libraries import LIBRARIES
 from tests.quantized_checkpoints import needs_compiler
 from treespec_kernels.aot.kernel_spec import AOT_FORMS
@@ -151,11 +152,6 @@ def test_configurations(dtype: torch.dtype) -> None:
     assert quantized_default(torch.bfloat16, 64, 96, 32, 4).block_k == 32
 
 
-def test_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    run_cases("quantized_row_linear_cases.py", {"TRITON_INTERPRET": "1"})
-
-
-@pytest.mark.gpu
-def test_on_a_gpu() -> None:
-    run_cases("quantized_row_linear_cases.py", {"TRITON_INTERPRET": "0"})
+@environments()
+def test_cases(environment: dict[str, str]) -> None:
+    run_cases("quantized_row_linear_cases.py", environment)

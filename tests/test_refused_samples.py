@@ -29,14 +29,13 @@ from tests.sampled import (
     two_ssms,
 )
 from tests.speech import altered_logits, checked, speaking_llm
+from tests.test_poison import POISON, poisoned
 from treespec import LLM, SpecConfig
 from treespec.errors import RequestError
 from treespec.request import Request
 from treespec.tree import TokenTree
 
 pytestmark = pytest.mark.slow
-
-# --- requests that cannot be served or fail on the way: alone, and the others finish
 
 
 def spoil(value: float) -> Callable[[Tensor, Tensor], Tensor]:
@@ -197,16 +196,10 @@ def test_bad_words_may_leave_nothing() -> None:
         assert forced.outputs[0].token_ids == [token] * LENGTH
 
 
-POISON = 511
-
-
 @functools.cache
 def poisoned_llm() -> LLM:
     """One embedding of its target is NaN."""
-    llm = open_llm(tiny()[0], tiny()[1][:1], max_num_seqs=4)
-    with torch.inference_mode():
-        llm.engine.runner.target.embed[POISON] = math.nan
-    return llm
+    return poisoned(open_llm(tiny()[0], tiny()[1][:1], max_num_seqs=4))
 
 
 FORBID = {POISON: -200.0}

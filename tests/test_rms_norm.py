@@ -6,23 +6,13 @@ import pytest
 import torch
 
 from tests.child import run_cases
+from tests.kernel_cases import environments
 from treespec_kernels.linear.rms_norm import rms_norm_ref, rms_norm_triton
 
-CASES = "rms_norm_cases.py"
 
-
-def test_ref() -> None:
-    run_cases(CASES, {"TREESPEC_RMS_NORM": "ref"})
-
-
-def test_triton_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    run_cases(CASES, {"TREESPEC_RMS_NORM": "triton", "TRITON_INTERPRET": "1"})
-
-
-@pytest.mark.gpu
-def test_triton_on_a_gpu() -> None:
-    run_cases(CASES, {"TREESPEC_RMS_NORM": "triton", "TRITON_INTERPRET": "0"})
+@environments("TREESPEC_RMS_NORM")
+def test_cases(environment: dict[str, str]) -> None:
+    run_cases("rms_norm_cases.py", environment)
 
 
 ROWS, WEIGHT, PARTIALS = torch.zeros(6, 8), torch.ones(8), torch.zeros(2, 6, 8)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.child import run_cases, run_uninterpreted
+from tests.kernel_cases import environments
 from treespec_kernels.launch.triton_launch import shared_bytes
 from treespec_kernels.linear.row_linear import (
     RowLinearConfig,
@@ -19,7 +20,6 @@ from treespec_kernels.linear.row_linear import (
 )
 from treespec_kernels.tuning.testing import assert_close
 
-CASES = "row_linear_cases.py"
 CONFIG = RowLinearConfig(16, 32, 32, split_k=2, num_warps=4, num_stages=2)
 # (out_features, in_features, silu_gate) of an 8B, a 1B and a 0.5B decoder and of a tiny draft.
 SHAPES = [
@@ -31,14 +31,9 @@ SHAPES = [
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
-def test_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    run_cases(CASES, {"TRITON_INTERPRET": "1"})
-
-
-@pytest.mark.gpu
-def test_on_a_gpu() -> None:
-    run_cases(CASES, {"TRITON_INTERPRET": "0"})
+@environments()
+def test_cases(environment: dict[str, str]) -> None:
+    run_cases("row_linear_cases.py", environment)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -147,10 +142,7 @@ def test_what_does_not_fit_is_refused(
         ({"out": torch.zeros(5, 8).half()}, r"out is \[5, 8\] torch\.float16 on cpu; expected \[5, 8\] torch\.float32"),
         ({"out": X.view(-1)[:40].view(5, 8)}, "out starts where x does, which other programs still read"),
         ({"workspace": torch.zeros(79)}, "workspace has 79 elements and 80 are needed; see workspace_size"),
-        (
-            {"workspace": torch.zeros(80).half()},
-            r"workspace is torch\.float16 on cpu .*expected contiguous",
-        ),
+        ({"workspace": torch.zeros(80).half()}, r"workspace is torch\.float16 on cpu .*expected contiguous"),
         ({"workspace": torch.zeros(160)[::2]}, r"workspace is .* with strides \[2\]; expected contiguous"),
         ({"workspace": torch.zeros(84)[1:]}, "workspace has rows that do not start at multiples of 16 bytes"),
     ],

@@ -18,6 +18,7 @@ import torch
 
 from tests.exactness import recorded
 from tests.models import make_draft, make_llama, new_folder, open_llm, random_prompts, tiny, tiny_llm
+from tests.test_verify import duplicates_skipped, with_draws
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.config import DRAWS
 from treespec.drafters.trust import Trust
@@ -237,35 +238,18 @@ def another_temperature(tree: TokenTree) -> TokenTree:
     return dataclasses.replace(tree, draft_probs=tempered)
 
 
-def first_draws_only(tree: TokenTree) -> TokenTree:
-    """A duplicate is skipped, and the next draw's distribution stays what it was."""
-    draws = tree.draws
-    kept = np.sort(np.unique(draws.children, return_index=True)[1])
-    columns = {name: getattr(draws, name)[kept] for name in ("parents", "children", "sources", "probs", "rows")}
-    excluded = tuple(draws.excluded[i] for i in kept) if draws.excluded else None
-    return dataclasses.replace(tree, draws=dataclasses.replace(draws, **columns, excluded=excluded))
-
-
 def likeliest_first(tree: TokenTree) -> TokenTree:
     """Siblings are tried in order of the draft's probability."""
-    draws = tree.draws
-    order = np.argsort(-draws.probs, kind="stable")
-    columns = {name: getattr(draws, name)[order] for name in ("parents", "children", "sources", "probs", "rows")}
-    excluded = tuple(draws.excluded[i] for i in order) if draws.excluded else None
-    return dataclasses.replace(tree, draws=dataclasses.replace(draws, **columns, excluded=excluded))
+    return with_draws(tree, np.argsort(-tree.draws.probs, kind="stable"))
 
 
 def pruned_by_value(tree: TokenTree) -> TokenTree:
     """Of the root's children, the draw with the least probability is left out."""
-    draws = tree.draws
-    at_root = np.flatnonzero(draws.parents == 0)
+    at_root = np.flatnonzero(tree.draws.parents == 0)
     if len(at_root) < 2:
         return tree
-    left_out = at_root[np.argmin(tree.probs[draws.children[at_root]])]
-    kept = np.arange(len(draws.parents)) != left_out
-    columns = {name: getattr(draws, name)[kept] for name in ("parents", "children", "sources", "probs", "rows")}
-    excluded = tuple(e for e, k in zip(draws.excluded or (), kept, strict=True) if k)
-    return dataclasses.replace(tree, draws=dataclasses.replace(draws, **columns, excluded=excluded))
+    left_out = at_root[np.argmin(tree.probs[tree.draws.children[at_root]])]
+    return with_draws(tree, np.delete(np.arange(len(tree.draws.parents)), left_out))
 
 
 def shared_noise(patch: Patch) -> None:
@@ -295,7 +279,7 @@ FAULTS: dict[str, tuple[Callable[[Patch], None], list[SpecConfig]]] = {
     "siblings are sorted": (altered_verification(likeliest_first), [cross("rejection")]),
     "a draw is removed by value": (altered_verification(pruned_by_value), [cross("traversal")]),
     "duplicates are skipped": (
-        altered_verification(first_draws_only),
+        altered_verification(duplicates_skipped),
         [independent("rejection"), independent("traversal")],
     ),
     "one generator for both": (shared_noise, [cross("rejection"), cross("traversal")]),

@@ -50,12 +50,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "1.0": {"temperature": 1.0},
     "top_p": {"temperature": 1.0, "top_p": 0.9},
     "top_k, min_p": {"temperature": 1.3, "top_k": 20, "min_p": 0.02},
-    "penalties": {
-        "temperature": 0.8,
-        "repetition_penalty": 1.3,
-        "presence_penalty": 0.6,
-        "frequency_penalty": 0.9,
-    },
+    "penalties": {"temperature": 0.8, "repetition_penalty": 1.3, "presence_penalty": 0.6, "frequency_penalty": 0.9},
     "bias, bad words, processors": {
         "temperature": 1.0,
         "logit_bias": {0: 6.0, 3: 4.0, 77: 5.0},

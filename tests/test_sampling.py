@@ -30,6 +30,7 @@ CPU = torch.device("cpu")
 PROMPT = [3, 1, 4, 1, 0]
 OUTPUT = [2, 3, 2, 2]
 PATH = [4, 2, 0]
+TEXT = [*PROMPT, *OUTPUT, *PATH]
 HOT = {"temperature": 1.0}
 
 
@@ -133,7 +134,7 @@ def test_repetition_penalty_over_prompt_and_output(dtype: torch.dtype, value: fl
     logits = random_logits(20, dtype=dtype)
     logits[2] = 0.0
     ours = transform(logits, PROMPT, OUTPUT, PATH, repetition_penalty=value, temperature=temperature)
-    assert torch.equal(ours, hugging(logits, [RepetitionPenaltyLogitsProcessor(value)], [*PROMPT, *OUTPUT, *PATH]))
+    assert torch.equal(ours, hugging(logits, [RepetitionPenaltyLogitsProcessor(value)], TEXT))
 
 
 @pytest.mark.parametrize("frequency, presence", [(0.7, 0.0), (0.0, 1.1), (-2.0, 2.0), (0.3, 0.2)])
@@ -250,23 +251,19 @@ def test_all_in_the_documented_order(seed: int, vocab: int) -> None:
     ours = transform(
         logits, PROMPT, OUTPUT, PATH, bad_words=[[5], [2, 0, 9], [6]], logits_processors=[flatten], **ORDERED
     )
-    processors = in_order(ORDERED, flatten)
-    tokens = [*PROMPT, *OUTPUT, *PATH]
-    theirs = hugging(logits, processors, tokens)
-    assert_same(ours, theirs)
+    assert_same(ours, hugging(logits, in_order(ORDERED, flatten), TEXT))
     assert 1 < len(kept(ours)) <= 12
 
 
 @pytest.mark.parametrize("first, second", [(0, 3), (3, 4), (4, 5), (5, 6), (6, 8), (7, 8), (8, 9)])
 def test_that_order_would_be_noticed(first: int, second: int) -> None:
     """The test above can tell two steps from the same the other way round."""
-    tokens = [*PROMPT, *OUTPUT, *PATH]
     swapped = in_order(ORDERED, flatten)
     swapped[first], swapped[second] = swapped[second], swapped[first]
     differs = 0
     for seed in range(4):
         logits = random_logits(100, seed, spread=1.0)
-        a, b = hugging(logits, in_order(ORDERED, flatten), tokens), hugging(logits, swapped, tokens)
+        a, b = hugging(logits, in_order(ORDERED, flatten), TEXT), hugging(logits, swapped, TEXT)
         differs += kept(a) != kept(b) or not torch.allclose(a, b, rtol=1e-4)
     assert differs
 
@@ -293,27 +290,19 @@ def test_any_parameters(vocab: int, seed: int, options: dict[str, Any]) -> None:
     """Against the same in float64, except where a token lies on the edge of a truncation."""
     logits = random_logits(vocab, seed)
     ours = transform(logits, PROMPT, OUTPUT, PATH, logits_processors=[flatten], **options)
-    tokens = [*PROMPT, *OUTPUT, *PATH]
     processors = in_order(options, flatten)
     del processors[1]
-    before = hugging(logits, processors[:-3], tokens).double()[None]
+    before = hugging(logits, processors[:-3], TEXT).double()[None]
     edges = [TopKLogitsWarper(options["top_k"])(None, before)]
     for slack in (-1e-6, 1e-6):
         cut = TopPLogitsWarper(options["top_p"] + slack)(None, edges[0])
         for factor in (1 - 1e-5, 1 + 1e-5):
             edges.append(MinPLogitsWarper(options["min_p"] * factor)(None, cut))
-    fewest, most = (set(kept(function([e[0] for e in edges[1:]]))) for function in (_least, _greatest))
+    rows = torch.cat(edges[1:])
+    fewest, most = set(kept(rows.amin(0))), set(kept(rows.amax(0)))
     assert fewest <= set(kept(ours)) <= most
     left = kept(ours)
     torch.testing.assert_close(ours[left].double(), before[0][left], rtol=1e-5, atol=1e-5)
-
-
-def _least(rows: list[Tensor]) -> Tensor:
-    return torch.stack(rows).amin(0)
-
-
-def _greatest(rows: list[Tensor]) -> Tensor:
-    return torch.stack(rows).amax(0)
 
 
 # --- ties and edges
@@ -443,6 +432,5 @@ def test_logits_are_left_as_they_were(only: str, dtype: torch.dtype) -> None:
         before = logits.clone()
         chosen = {"temperature": temperature} | options
         words = [[5], [2, 0, 9]] if only in ("all", "bad_words") else ()
-        scores = transform(logits, PROMPT, OUTPUT, PATH, bad_words=words, **chosen)
-        scores = scores + 1
+        transform(logits, PROMPT, OUTPUT, PATH, bad_words=words, **chosen)
         assert torch.equal(logits, before)

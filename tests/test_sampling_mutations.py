@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from tests import enumeration
+from tests import test_mutations
 from tests.exactness import Run, differences, run
 from tests.models import OracleDrafter, open_llm, random_prompts, tiny, tree_of
 from treespec import SamplingParams, SpecConfig
@@ -18,8 +19,7 @@ from treespec.sampling.noise import Noise
 from treespec.sampling.sampler import Sampler
 from treespec.sampling.transforms import Transforms
 from treespec.tree import TokenTree
-from treespec.verification import verify
-from treespec.verification.verify import Verified
+from treespec.verification.verify import Verified, verify_greedy
 
 pytestmark = pytest.mark.slow
 
@@ -35,17 +35,8 @@ def params(**options: Any) -> list[SamplingParams]:
 
 
 def runs(plant: Callable[[Patch], None], both: bool = False, **options: Any) -> tuple[Run, Run]:
-    """Plain decoding, and trees of an SSM and an oracle with the fault in place; with `both`, in both."""
-    llm = open_llm(tiny()[0], [tiny()[1][0], OracleDrafter([], 4)], max_num_seqs=3)
-    with Patch.context() as patch:
-        if both:
-            plant(patch)
-        plain = run(llm, random_prompts(LENGTHS), params(**options), "off")
-    llm.engine.sources.others[:] = [OracleDrafter(plain.sequences, 4, bushy=True)]
-    with Patch.context() as patch:
-        plant(patch)
-        tree = run(llm, plain.prompts, params(**options), SpecConfig(nodes=32, max_depth=5))
-    return plain, tree
+    """Sampled, with an oracle whose wrong guesses have children."""
+    return test_mutations.runs(plant, LENGTHS, params(**options), nodes=32, bushy=True, both=both)
 
 
 def test_without_a_fault_the_check_is_green() -> None:
@@ -57,35 +48,16 @@ def test_without_a_fault_the_check_is_green() -> None:
 # --- faults in the noise
 
 
-def wrong_position(shift: int) -> Callable[[Patch], None]:
-    """The target takes the noise of another position, at nodes below the root."""
+def noise_of(position_of: Callable[[int, Sequence[int], Sequence[int]], int]) -> Callable[[Patch], None]:
+    """The target takes the noise of another position, by the position, the text and the path to the node."""
     choose = Sampler.choose
 
-    def shifted(self: Sampler, logits: Tensor, tokens: Sequence[int], ancestors: Sequence[int] = ()) -> int:
+    def altered(self: Sampler, logits: Tensor, tokens: Sequence[int], ancestors: Sequence[int] = ()) -> int:
         row = self.noise.row
-        if ancestors:
-            self.noise.row = lambda position: row(position + shift)  # type: ignore[method-assign]
-        try:
+        with mock.patch.object(self.noise, "row", lambda position: row(position_of(position, tokens, ancestors))):
             return choose(self, logits, tokens, ancestors)
-        finally:
-            self.noise.row = row  # type: ignore[method-assign]
 
-    return lambda patch: patch.setattr(Sampler, "choose", shifted)
-
-
-def noise_of_the_root(patch: Patch) -> None:
-    """Every node of a tree has its root's noise: keyed by round, not by position."""
-    choose = Sampler.choose
-
-    def same(self: Sampler, logits: Tensor, tokens: Sequence[int], ancestors: Sequence[int] = ()) -> int:
-        row = self.noise.row
-        self.noise.row = lambda position: row(len(tokens))  # type: ignore[method-assign]
-        try:
-            return choose(self, logits, tokens, ancestors)
-        finally:
-            self.noise.row = row  # type: ignore[method-assign]
-
-    patch.setattr(Sampler, "choose", same)
+    return lambda patch: patch.setattr(Sampler, "choose", altered)
 
 
 def noise_of_one_generator(patch: Patch) -> None:
@@ -100,9 +72,9 @@ def noise_of_one_generator(patch: Patch) -> None:
 
 
 NOISES: dict[str, Callable[[Patch], None]] = {
-    "the next position": wrong_position(1),
-    "the position before": wrong_position(-1),
-    "the root's": noise_of_the_root,
+    "the next position": noise_of(lambda position, tokens, ancestors: position + bool(ancestors)),
+    "the position before": noise_of(lambda position, tokens, ancestors: position - bool(ancestors)),
+    "the root's": noise_of(lambda position, tokens, ancestors: len(tokens)),  # keyed by round, not by position
     "in the order of asking": noise_of_one_generator,
 }
 
@@ -245,7 +217,7 @@ def any_parent(self: Sampler, tree: TokenTree, logits: Tensor, tokens: Sequence[
 
 def sampled_twice(self: Sampler, tree: TokenTree, logits: Tensor, tokens: Sequence[int], most: int) -> Verified:
     """Walks along the argmax and samples the bonus token only."""
-    path = verify.verify_greedy(tree, logits.argmax(-1).numpy()).path
+    path = verify_greedy(tree, logits.argmax(-1).numpy()).path
     return Verified(path, self.choose(logits[path[-1]], tokens, tree.tokens[path[1:]].tolist()))
 
 
@@ -282,86 +254,3 @@ def test_a_walk_that_takes_a_cousin() -> None:
                 patch.setattr(Sampler, "walk", fault)
             found = differences(plain, run(llm, plain.prompts, params(), SpecConfig(nodes=8, max_depth=2)))
         assert bool(found) == (fault is not None)
-
-
-# --- faults in rejection and traversal, by exact enumeration
-
-
-def keeps_p(patch: Patch) -> None:
-    """A rejected draw leaves p, where the residual belongs."""
-    patch.setattr(verify.Residual, "reject", lambda self, draw: True)
-
-
-def forgets_acceptance(patch: Patch) -> None:
-    """After a rejection the node is accepted as before."""
-    reject = verify.Residual.reject
-
-    def forgetful(self: Any, draw: Any) -> bool:
-        before = self.accept
-        result = reject(self, draw)
-        if result and self.mass > 0:
-            self.accept = before
-        return result
-
-    patch.setattr(verify.Residual, "reject", forgetful)
-
-
-def divides_by_one_minus_q(patch: Patch) -> None:
-    """The acceptance of a public port: S / (1 - q(x))."""
-    reject = verify.Residual.reject
-
-    def ported(self: Any, draw: Any) -> bool:
-        before, mass = self.accept, self.mass
-        result = reject(self, draw)
-        if before < 1:
-            self.accept = min(before * self.mass / mass / max(1 - draw.prob, 1e-9), 1.0)
-        return result
-
-    patch.setattr(verify.Residual, "reject", ported)
-
-
-def unrenormalised(patch: Patch) -> None:
-    """Excluded tokens stay in the mass of a distribution."""
-    patch.setattr(verify.Draw, "row_mass", 1.0)
-
-
-def accepts_by_p(patch: Patch) -> None:
-    """A draw is accepted with probability p, as if it had been chosen without chance."""
-    patch.setattr(verify.Residual, "chance", lambda self, draw: min(1.0, float(self.probs[draw.token]) / self.mass))
-
-
-RESIDUALS: dict[str, tuple[Callable[[Patch], None], tuple[str, ...]]] = {
-    "p is kept": (keeps_p, ("rejection", "traversal")),
-    "acceptance is forgotten": (forgets_acceptance, ("traversal",)),
-    "divided by 1 - q(x)": (divides_by_one_minus_q, ("traversal",)),
-    "excluded mass is kept": (unrenormalised, ("rejection", "traversal")),
-    "accepted by p": (accepts_by_p, ("rejection", "traversal")),
-}
-
-
-def worst_distance(rule: str) -> float:
-    """Total variation over a few worlds of three tokens and two sources that draw in turn."""
-    scheme = [
-        [enumeration.Proposal(0, "cross"), enumeration.Proposal(1, "cross")],
-        [enumeration.Proposal(1, "cross"), enumeration.Proposal(0, "cross")],
-    ]
-    worst = 0.0
-    for seed in range(3):
-        world = enumeration.random_world(seed, vocab=3, depth=2)
-        drafts = enumeration.drafts_of(lambda oracle, world=world: enumeration.draft(world, scheme, oracle))
-        worst = max(worst, enumeration.distance(world, drafts, enumeration.engine(rule)))
-    return worst
-
-
-@pytest.mark.parametrize("rule", ["rejection", "traversal"])
-def test_without_a_fault_the_distribution_is_exact(rule: str) -> None:
-    assert worst_distance(rule) < 1e-12
-
-
-@pytest.mark.parametrize("fault", RESIDUALS)
-def test_faulty_residuals(fault: str) -> None:
-    plant, rules = RESIDUALS[fault]
-    for rule in rules:
-        with Patch.context() as patch:
-            plant(patch)
-            assert worst_distance(rule) > 1e-3, rule

@@ -3,22 +3,14 @@
 import dataclasses
 import inspect
 import pickle
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.models import greedy, tiny_llm
-from treespec import (
-    LLM,
-    EngineArgs,
-    FlexibleArgumentParser,
-    SamplingParams,
-    SpecConfig,
-    StructuredOutputsParams,
-)
+from tests.scripts import run_script
+from treespec import LLM, EngineArgs, FlexibleArgumentParser, SamplingParams, SpecConfig, StructuredOutputsParams
 from treespec.errors import ConfigError
 from treespec.frontend import vllm_options
 
@@ -166,5 +158,4 @@ def test_what_the_package_lists() -> None:
         "missing = [n for n in classes if n not in names or f'class {n}' not in text]\n"
         "assert not missing and 'LLM' in names, missing"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_script(script)

@@ -1,6 +1,7 @@
 """Samples of one prompt share its pages: the same tokens and bits, fewer pages, and no write that another would see."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from tests.models import open_llm, random_prompts, tiny, tiny_llm
 from tests.sharing import Driven, assert_clean, departures, drive, few_pages, guarded, part_ways, samples
+from tests.test_poison import POISON, poisoned
 from treespec import LLM, SpecConfig
 from treespec.cache import KVCache, pages_for
 from treespec.drafters.ssm.ssm_drafter import SsmDrafter
@@ -31,12 +33,17 @@ def spy(function: Callable[..., None], seen: list[list[Request]]) -> Callable[..
     return noting
 
 
-def compare(llm: LLM, prompt: list[int], spec: Any, counts: Any = COUNTS) -> tuple[Driven, Driven, list[Request]]:
-    """Drive samples on their own and as a group: what they saw, and the group's. Their tokens and bits are the same."""
+def compare(
+    llm: LLM, prompt: list[int], spec: Any, counts: Any = COUNTS, crowded: bool = False
+) -> tuple[Driven, Driven, list[Request]]:
+    """Drive samples on their own and as a group, `crowded` in pages for the largest: what they saw, and the group's.
+    Their tokens and bits are the same."""
     own = samples(llm, prompt, counts, spec, group=False)
     alone = drive(llm, own)
     group = samples(llm, prompt, counts, spec)
-    shared = drive(llm, group)
+    largest = pages_for(max(map(llm.engine.scheduler.slots_needed, group)))
+    with few_pages(llm, largest) if crowded else nullcontext():
+        shared = drive(llm, group)
     assert departures(alone, shared, list(zip(own, group, strict=True))) == []
     assert_clean(llm)
     return alone, shared, group
@@ -107,15 +114,8 @@ def test_samples_wait_for_the_prompt_and_let_others_pass() -> None:
 def test_one_at_a_time_in_pages_for_one(length: int, spec: Any) -> None:
     """The pages that the group keeps are the next sample's own: nothing is computed twice, and nothing is stuck."""
     llm = tiny_llm(max_num_seqs=1)
-    prompt = random_prompts((length,), seed=3)[0]
-    group = samples(llm, prompt, (5, 9, 2, 7), spec)
-    own = samples(llm, prompt, (5, 9, 2, 7), spec, group=False)
-    alone = drive(llm, own)
-    with few_pages(llm, pages_for(max(map(llm.engine.scheduler.slots_needed, group)))):
-        shared = drive(llm, group)
-    assert departures(alone, shared, list(zip(own, group, strict=True))) == []
+    _, _, group = compare(llm, random_prompts((length,), seed=3)[0], spec, (5, 9, 2, 7), crowded=True)
     assert sum(request.prefill_passes for request in group) == (length > 1)
-    assert_clean(llm)
 
 
 def test_kept_pages_do_not_block_an_earlier_request() -> None:
@@ -139,7 +139,7 @@ def test_aborts(who: list[int], when: int, seqs: int) -> None:
     """Of the leader while it computes the prompt or after, and of those that wait or run."""
     llm = tiny_llm(ssms=(0,), max_num_seqs=seqs, prefill_chunk=64)
     prompt = random_prompts((130,), seed=5)[0]
-    group, step, steps = samples(llm, prompt, (9,) * 6, NODES), llm.engine.step, 0
+    group, steps = samples(llm, prompt, (9,) * 6, NODES), 0
     with guarded(llm), pytest.MonkeyPatch.context() as patch:
         checked = llm.engine.step
 
@@ -155,7 +155,6 @@ def test_aborts(who: list[int], when: int, seqs: int) -> None:
         patch.setattr(llm.engine, "step", step_then_abort)
         for _ in llm._rounds.run(group):
             pass
-    llm.engine.step = step  # type: ignore[method-assign]
     truth = max((request.tokens for request in group), key=len)
     for request in group:
         gone = request.finish_reason == "abort"
@@ -199,34 +198,28 @@ def test_errors(sample: int, at: int, seqs: int) -> None:
 @pytest.mark.parametrize("seqs", [1, 3])
 def test_nan_behind_the_prompt_stays_with_its_sample(seqs: int) -> None:
     """The leader says a token whose K/V are NaN, in the page that holds the end of the prompt."""
-    llm = open_llm(tiny()[0], tiny()[1][:1], max_num_seqs=seqs)
-    bad = 511
-    with torch.inference_mode():
-        llm.engine.runner.target.embed[bad] = float("nan")
-    prompt = random_prompts((100,), seed=7, vocab=bad)[0]
+    llm = poisoned(open_llm(tiny()[0], tiny()[1][:1], max_num_seqs=seqs))
+    prompt = random_prompts((100,), seed=7, vocab=POISON)[0]
 
     def say_it(request: Request, tree: TokenTree, logits: Tensor) -> None:
         if request.sample == 0 and request.group is not None:
-            logits[torch.from_numpy(request.num_generated + tree.depths == 1), bad] = 1e4
+            logits[torch.from_numpy(request.num_generated + tree.depths == 1), POISON] = 1e4
 
     own, group = (samples(llm, prompt, (8,) * 4, NODES, group=each) for each in (False, True))
     drive(llm, own, say_it)
     drive(llm, group, say_it)
-    assert group[0].finish_reason == "error" and group[0].tokens[-1] == bad
+    assert group[0].finish_reason == "error" and group[0].tokens[-1] == POISON
     assert [b.tokens for b in group[1:]] == [a.tokens for a in own[1:]]
     assert [b.prefill_passes for b in group] == [1, 0, 0, 0]
     assert_clean(llm)
 
 
 def test_a_poisoned_prompt_fails_every_sample_and_nobody_else() -> None:
-    llm = open_llm(tiny()[0], tiny()[1][:1], max_num_seqs=3)
-    bad = 511
-    with torch.inference_mode():
-        llm.engine.runner.target.embed[bad] = float("nan")
-    prompt, good = random_prompts((100, 70), seed=8, vocab=bad)
+    llm = poisoned(open_llm(tiny()[0], tiny()[1][:1], max_num_seqs=3))
+    prompt, good = random_prompts((100, 70), seed=8, vocab=POISON)
     (before,) = samples(llm, good, (8,), NODES, group=False)
     drive(llm, [before])
-    group, others = samples(llm, [*prompt, bad, *prompt[:20]], (8,) * 4, NODES), samples(llm, good, (8, 8), NODES)
+    group, others = samples(llm, [*prompt, POISON, *prompt[:20]], (8,) * 4, NODES), samples(llm, good, (8, 8), NODES)
     drive(llm, [*group, *others])
     assert [request.finish_reason for request in group] == ["error"] * 4
     assert [request.prefill_passes for request in group] == [1] * 4, "nobody forks from a prompt that failed"
@@ -283,10 +276,6 @@ def test_a_planted_fault_is_seen(fault: str) -> None:
             patch.setattr("treespec.scheduler.shared_pages", shares_the_tail)
         elif fault != "none":
             patch.setattr(*FAULTS[fault])
-        if fault == "none":
-            alone, shared, _ = compare(llm, PROMPT, NODES)
-            assert alone.logits.keys() == shared.logits.keys()
-            return
-        with pytest.raises((AssertionError, IndexError)):
+        with nullcontext() if fault == "none" else pytest.raises((AssertionError, IndexError)):
             alone, shared, _ = compare(llm, PROMPT, NODES)
             assert alone.logits.keys() == shared.logits.keys()

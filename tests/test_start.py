@@ -1,14 +1,13 @@
 """What an engine's start does not wait for, and what it computes once for good."""
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer
 
+from tests.scripts import run_script
 from treespec.models.rotation import RotaryEmbedding
 from treespec.text.prompt_tokenizer import load_tokenizer
 from treespec_weights import default_folder, default_names
@@ -25,21 +24,17 @@ def test_the_embedded_tokenizer_brings_no_models_along() -> None:
         "load_tokenizer(None, default_folder('target'))\n"
         "print(json.dumps([name for name in sys.modules if name.startswith('transformers.model')]))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert not {"transformers.modeling_utils", "transformers.models.llama"} & set(json.loads(done.stdout))
+    assert not {"transformers.modeling_utils", "transformers.models.llama"} & set(json.loads(run_script(code)))
 
 
 @embedded
 def test_the_embedded_tokenizer_is_the_one_that_transformers_picks() -> None:
-    ours, theirs = (load(default_folder("target")) for load in (lambda f: load_tokenizer(None, f), _automatic))
+    folder = default_folder("target")
+    ours, theirs = load_tokenizer(None, folder), AutoTokenizer.from_pretrained(folder, local_files_only=True)
     text = "def f(x):\n\treturn 'ünïcode', 3.14  # <|endoftext|>\n"
     assert type(ours) is type(theirs)
     assert ours.encode(text) == theirs.encode(text)
     assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text))
-
-
-def _automatic(folder: object) -> object:
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
 def test_a_rotation_is_the_same_whenever_it_is_asked_for() -> None:

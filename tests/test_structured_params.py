@@ -4,8 +4,6 @@ import builtins
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,6 +13,7 @@ from tokenizers import Tokenizer
 
 from tests.forms import asked, no_form_read
 from tests.models import new_folder, open_llm, tiny, tiny_llm
+from tests.scripts import run_script
 from tests.speech import add_tokenizer, speaking_llm
 from treespec import SamplingParams, StructuredOutputsParams
 from treespec.errors import ConfigError, RequestError
@@ -60,8 +59,7 @@ links = {str(i): {"anyOf": [{"items": {"$ref": f"#/$defs/{i + 1}"}}, {"type": "n
 schema = {"$ref": "#/$defs/0", "$defs": {**links, "3000": {"type": "null"}}}
 grammars().grammar(StructuredOutputsParams(json=schema), 0).excluded([])
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    run_script(script, timeout=120)
 
 
 WRONG: dict[str, tuple[Any, str]] = {
@@ -141,17 +139,13 @@ def test_without_llguidance_the_error_says_what_to_install() -> None:
             raise ImportError(name)
         return original(name, *rest, **options)
 
-    with (
-        no_form_read(llm),
-        mock.patch.object(builtins, "__import__", absent),
-    ):
+    with no_form_read(llm), mock.patch.object(builtins, "__import__", absent):
         outputs = llm.generate(["x", "x"], [asked({"regex": "a"}), SamplingParams(max_tokens=2)])
     assert str(outputs[0].error).endswith("pip install llguidance") and outputs[1].error is None
 
 
 def test_llguidance_is_imported_only_where_a_form_is_asked_for() -> None:
-    script = "import sys, treespec.llm, treespec.sampling_params; assert 'llguidance' not in sys.modules"
-    assert subprocess.run([sys.executable, "-c", script]).returncode == 0
+    run_script("import sys, treespec.llm, treespec.sampling_params; assert 'llguidance' not in sys.modules")
 
 
 # --- parameters

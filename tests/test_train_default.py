@@ -1,11 +1,9 @@
 """The training script, run whole on a toy: export, resume without loss, held-out packages."""
 
-import importlib.util
 import json
 import os
 import random
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +11,8 @@ from types import ModuleType
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.scripts import load_script
 
 pytestmark = pytest.mark.slow
 
@@ -23,12 +23,7 @@ WORDS = ["alpha", "beta", "gamma", "delta", "value", "index", "node", "tree", "t
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("train_default", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["train_default"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script(SCRIPT)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -14,14 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.models.stablelm import modeling_stablelm
 
-from tests.architectures import (
-    VOCAB,
-    continuations,
-    logits_after,
-    make_model,
-    open_adapter_llm,
-    saved,
-)
+from tests.architectures import VOCAB, continuations, logits_after, make_model, open_adapter_llm, saved
 from tests.exactness import differences, run
 from tests.models import CURVE, OracleDrafter, greedy, make_llama, new_folder, random_prompts, tiny
 from treespec import LLM, SamplingParams, SpecConfig
@@ -41,23 +34,10 @@ from treespec_kernels.attention.tree_batch import RequestRows
 pytestmark = pytest.mark.slow
 
 EXACT = (
-    "llama",
-    "mistral",
-    "qwen3",
-    "gpt_neox",
-    "opt",
-    "gpt2",
-    "gemma2",
-    "stablelm",
-    "cohere2",
-    "olmo2",
-    "granite",
-    "starcoder2",
-    "gpt_bigcode",
-    "diffllama",
-    "deepseek_v3",
-)
-EXPERTS = ("gpt_oss", "mixtral")
+    "llama mistral qwen3 gpt_neox opt gpt2 gemma2 stablelm cohere2 olmo2 granite starcoder2 gpt_bigcode diffllama "
+    "deepseek_v3"
+).split()
+EXPERTS = ["gpt_oss", "mixtral"]
 TREES = SpecConfig(nodes=16)
 COUNT = 64
 
@@ -66,15 +46,21 @@ def rms(x: torch.Tensor) -> float:
     return float(x.float().square().mean().sqrt())
 
 
+def foretold(model: Any, prompts: list[list[int]], count: int) -> tuple[list[list[int]], OracleDrafter]:
+    """What transformers writes after the prompts, and a drafter that knows it."""
+    wanted = continuations(model, prompts, count)
+    truths = [prompt + more for prompt, more in zip(prompts, wanted, strict=True)]
+    return wanted, OracleDrafter(truths, 5, vocab=VOCAB)
+
+
 @pytest.mark.parametrize("kind", EXACT + EXPERTS)
 def test_parity_and_identity(kind: str) -> None:
     """Greedy tokens of 64 are transformers', all logits of trees are within 1e-4 of it, and equal plain decoding's."""
     model, folder = saved(kind)
     prompts = random_prompts([5, 70, 1], vocab=VOCAB)
-    wanted = continuations(model, prompts, COUNT)
-    truths = [prompt + more for prompt, more in zip(prompts, wanted, strict=True)]
+    wanted, oracle = foretold(model, prompts, COUNT)
     exact = kind not in EXPERTS
-    llm = open_adapter_llm(folder, [OracleDrafter(truths, 5, vocab=VOCAB)], backend="transformers", exact=exact)
+    llm = open_adapter_llm(folder, [oracle], backend="transformers", exact=exact)
     frozen = llm.stats()["frozen"]
     assert frozen["backend"] == "transformers"
     assert frozen["exactness"].startswith("bit-identical" if exact else "not guaranteed")
@@ -98,8 +84,7 @@ def test_bfloat16(kind: str) -> None:
     prompts = random_prompts([9, 66], vocab=VOCAB)
     llm = open_adapter_llm(folder)
     plain = run(llm, prompts, greedy(24))
-    truths = plain.sequences
-    llm = open_adapter_llm(folder, [OracleDrafter(truths, 5, vocab=VOCAB)])
+    llm = open_adapter_llm(folder, [OracleDrafter(plain.sequences, 5, vocab=VOCAB)])
     assert llm.config.dtype == torch.bfloat16
     tree = run(llm, prompts, greedy(24), TREES)
     assert not differences(plain, tree)
@@ -160,9 +145,8 @@ def test_a_model_in_memory_stays_as_it_is() -> None:
     modules = [(name, type(module), dict(module.__dict__)) for name, module in model.named_modules()]
     implementation = model.config._attn_implementation
     prompts = random_prompts([30, 4], vocab=VOCAB)
-    wanted = continuations(model, prompts, 20)
-    truths = [prompt + more for prompt, more in zip(prompts, wanted, strict=True)]
-    llm = open_adapter_llm(model, [OracleDrafter(truths, 5, vocab=VOCAB)])
+    wanted, oracle = foretold(model, prompts, 20)
+    llm = open_adapter_llm(model, [oracle])
     assert llm.stats()["frozen"]["exactness"] == "bit-identical at 32 fixed rows"
     plain, tree = run(llm, prompts, greedy(20)), run(llm, prompts, greedy(20), TREES)
     assert plain.tokens == wanted
@@ -219,9 +203,8 @@ def test_rows_alone_are_exact(kind: str, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("treespec.adapter.decoder.window_below", lambda *_: None)
     model, folder = saved(kind)
     prompts = random_prompts([70, 5], vocab=VOCAB)
-    wanted = continuations(model, prompts, 20)
-    truths = [prompt + more for prompt, more in zip(prompts, wanted, strict=True)]
-    llm = open_adapter_llm(folder, [OracleDrafter(truths, 5, vocab=VOCAB)], backend="transformers")
+    wanted, oracle = foretold(model, prompts, 20)
+    llm = open_adapter_llm(folder, [oracle], backend="transformers")
     plain, tree = run(llm, prompts, greedy(20)), run(llm, prompts, greedy(20), TREES)
     assert plain.tokens == wanted
     assert not differences(plain, tree)

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.enumeration import Path, paths_of
 from tests.models import greedy, random_prompts, tiny_llm
 from treespec import SpecConfig
 from treespec.drawing.recording import watch
@@ -18,7 +19,6 @@ from treespec.verification.verify import verify_greedy
 
 ROOT = 5
 NAMES = ("a", "b", "c")
-Path = tuple[int, ...]
 Draw = tuple[Path, str, float]
 
 
@@ -60,15 +60,6 @@ def trees(draw: st.DrawFn, max_nodes: int = 12) -> TokenTree:
     ]  # the same node again
     draws = draw(st.permutations(draws))
     return build(paths, probs, draws, names)
-
-
-def paths_of(tree: TokenTree) -> list[Path]:
-    """The tokens below the root that lead to each node, by node."""
-    found: list[Path] = []
-    for node in range(len(tree)):
-        parent = int(tree.parents[node])
-        found.append(() if parent < 0 else (*found[parent], int(tree.tokens[node])))
-    return found
 
 
 def draws_of(tree: TokenTree) -> list[Draw]:

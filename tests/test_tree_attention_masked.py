@@ -7,21 +7,15 @@ import pytest
 import torch
 
 from tests.child import run_cases
+from tests.kernel_cases import environments
 from treespec_kernels.attention.tree_attention import TreeAttentionConfig, plan_tree_attention, tree_attention_triton
 from treespec_kernels.attention.tree_attention_masked import ancestor_masks, num_words, tree_attention_masked_triton
 from treespec_kernels.tuning.testing import path_to, tree_attention_inputs, tree_parents
 
-CASES = "tree_attention_masked_cases.py"
 
-
-def test_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    run_cases(CASES, {"TRITON_INTERPRET": "1"})
-
-
-@pytest.mark.gpu
-def test_on_a_gpu() -> None:
-    run_cases(CASES, {"TRITON_INTERPRET": "0"})
+@environments()
+def test_cases(environment: dict[str, str]) -> None:
+    run_cases("tree_attention_masked_cases.py", environment)
 
 
 @pytest.mark.parametrize("num_nodes", [1, 31, 32, 33, 63, 64, 65, 200, 256])

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from tests.child import run_cases
+from tests.kernel_cases import environments
 from treespec_kernels.attention.tree_attention import (
     PlanCapacity,
     SegmentPartition,
@@ -16,21 +17,14 @@ from treespec_kernels.attention.tree_attention import (
 from treespec_kernels.launch.triton_launch import target_of
 from treespec_kernels.tuning.testing import assert_close, path_to, tree_attention_inputs, tree_parents
 
-CASES = ["tree_attention_cases.py", "combine_segments_cases.py"]
 SMALL = TreeAttentionConfig(16, 16, 4, 2, SegmentPartition(short=32, long=64, long_from=64))
 MODEL = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 16, "dtype": torch.float32, "device": "cpu"}
 
 
-@pytest.mark.parametrize("cases", CASES)
-def test_in_the_interpreter(cases: str) -> None:
-    pytest.importorskip("triton")
-    run_cases(cases, {"TRITON_INTERPRET": "1"})
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("cases", CASES)
-def test_on_a_gpu(cases: str) -> None:
-    run_cases(cases, {"TRITON_INTERPRET": "0"})
+@environments()
+@pytest.mark.parametrize("cases", ["tree_attention_cases.py", "combine_segments_cases.py"])
+def test_cases(cases: str, environment: dict[str, str]) -> None:
+    run_cases(cases, environment)
 
 
 @pytest.mark.parametrize("kind", ["chain", "star", "random"])
@@ -128,22 +122,19 @@ def test_the_op_refuses_what_does_not_fit() -> None:
     inputs = tree_attention_inputs([5], [[-1, 0]], num_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
     plan = plan_tree_attention(**inputs.plan, **(MODEL | {"num_heads": 4}))
 
-    def attend(**changed: object) -> None:
-        caches = {"q": inputs.q, "k_cache": inputs.k_cache, "v_cache": inputs.v_cache, "plan": plan}
-        tree_attention_triton(**(caches | inputs.rows | changed))
-
-    with pytest.raises(ValueError, match="q has head_dim 8 and the cache 16"):
-        attend(q=inputs.q[..., :8])
-    with pytest.raises(ValueError, match="3 query heads are not a multiple"):
-        attend(q=inputs.q[:, :3])
-    with pytest.raises(ValueError, match=r"depths has dtype torch\.int64; convert it to torch.int32"):
-        attend(depths=inputs.rows["depths"].long())
-    with pytest.raises(ValueError, match=r"k_cache has dtype torch\.float16 and q torch\.float32"):
-        attend(k_cache=inputs.k_cache.half())
-    with pytest.raises(ValueError, match="holds 1 rows and q has 2"):
-        attend(plan=plan_tree_attention([5], [1], [0], **(MODEL | {"num_heads": 4})))
-    with pytest.raises(ValueError, match="v_cache has stride 2 over its last dimension"):
-        attend(v_cache=inputs.v_cache.repeat_interleave(2, dim=-1)[..., ::2])
+    fitting = {"q": inputs.q, "k_cache": inputs.k_cache, "v_cache": inputs.v_cache, "plan": plan} | inputs.rows
+    one_row = plan_tree_attention([5], [1], [0], **(MODEL | {"num_heads": 4}))
+    strided = inputs.v_cache.repeat_interleave(2, dim=-1)[..., ::2]
+    for name, value, message in [
+        ("q", inputs.q[..., :8], "q has head_dim 8 and the cache 16"),
+        ("q", inputs.q[:, :3], "3 query heads are not a multiple"),
+        ("depths", inputs.rows["depths"].long(), r"depths has dtype torch\.int64; convert it to torch.int32"),
+        ("k_cache", inputs.k_cache.half(), r"k_cache has dtype torch\.float16 and q torch\.float32"),
+        ("plan", one_row, "holds 1 rows and q has 2"),
+        ("v_cache", strided, "v_cache has stride 2 over its last dimension"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            tree_attention_triton(**(fitting | {name: value}))
 
 
 def test_assert_close_sees_nan_and_names_the_place() -> None:

@@ -7,67 +7,39 @@ import torch
 
 from tests.child import run_cases
 from tests.growth import Sizes
+from tests.kernel_cases import environments
 from treespec_kernels.tree.device_trees import DeviceForest
 from treespec_kernels.tree.tree_merge import tree_merge_ref, tree_merge_triton
 from treespec_kernels.tree.tree_root import tree_root_ref, tree_root_triton
 
-CASES = "tree_merge_cases.py"
 
-
-def test_ref() -> None:
-    run_cases(CASES, {"TREESPEC_TREE_MERGE": "ref"})
-
-
-def test_triton_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    run_cases(CASES, {"TREESPEC_TREE_MERGE": "triton", "TRITON_INTERPRET": "1"})
-
-
-@pytest.mark.gpu
-def test_triton_on_a_gpu() -> None:
-    run_cases(CASES, {"TREESPEC_TREE_MERGE": "triton", "TRITON_INTERPRET": "0"})
+@environments("TREESPEC_TREE_MERGE")
+def test_cases(environment: dict[str, str]) -> None:
+    run_cases("tree_merge_cases.py", environment)
 
 
 @pytest.mark.parametrize("tree_merge", [tree_merge_ref, tree_merge_triton])
 def test_what_does_not_fit_is_refused(tree_merge: Any) -> None:
-    forest = Sizes(2, 3, 4, 5, 2).forest()
-    fitting: dict[str, torch.Tensor] = {
-        "tokens": torch.zeros(3, 2, 4, 5, dtype=torch.int32),
-        "probs": torch.zeros(3, 2, 4, 5),
-        "weights": torch.ones(2, 3),
-        "end_tokens": torch.zeros(2, 1, dtype=torch.int32),
-    }
-    proposed = Sizes(2, 3, 4, 5, 2).unproposed()
-
-    def merge(**wrong: torch.Tensor) -> None:
-        tree_merge(forest, **(fitting | wrong), proposed=proposed)
-
-    with pytest.raises(ValueError, match=r"tokens has shape \[3, 2, 5, 4\]; expected \[G, 2, 4, C\] with \(G"):
-        merge(tokens=fitting["tokens"].view(3, 2, 5, 4))
-    with pytest.raises(ValueError, match=r"tokens has shape \[2, 2, 4, 5\]; expected .* = 80 candidates as in the for"):
-        merge(tokens=fitting["tokens"][:2])
-    with pytest.raises(ValueError, match=r"tokens has dtype torch\.int64; convert it to torch\.int32"):
-        merge(tokens=fitting["tokens"].long())
-    with pytest.raises(ValueError, match=r"probs has shape \[3, 2, 4, 4\]; expected \[3, 2, 4, 5\] as in tokens"):
-        merge(probs=fitting["probs"][..., :4])
-    with pytest.raises(ValueError, match=r"probs has dtype torch\.float16; convert it to torch\.float32"):
-        merge(probs=fitting["probs"].half())
-    with pytest.raises(ValueError, match=r"weights has shape \[3, 2\]; expected \[2, 3\], \[B, G\]"):
-        merge(weights=fitting["weights"].T)
-    with pytest.raises(ValueError, match=r"end_tokens has shape \[1\]; expected \[2, E\]"):
-        merge(end_tokens=torch.zeros(1, dtype=torch.int32))
-    with pytest.raises(ValueError, match=r"end_tokens is on meta and the trees on cpu; move it there"):
-        merge(end_tokens=fitting["end_tokens"].to("meta"))
-    proposed = Sizes(2, 3, 4, 5, 2, 3).unproposed()
-    with pytest.raises(ValueError, match=r"proposed.tokens has shape \[2, 3\]; expected \[2, 4\] as in the forest"):
-        merge()
-    proposed = Sizes(2, 3, 4, 5, 2).unproposed()
-    proposed = proposed._replace(ratios=proposed.ratios.double())
-    with pytest.raises(ValueError, match=r"proposed.ratios has dtype torch.float64; convert it to torch.float32"):
-        merge()
-    proposed = proposed._replace(ratios=torch.zeros(4, 2).T)
-    with pytest.raises(ValueError, match=r"proposed.ratios has strides \(1, 2\); make it contiguous"):
-        merge()
+    sizes, tokens, probs = Sizes(2, 3, 4, 5, 2), torch.zeros(3, 2, 4, 5, dtype=torch.int32), torch.zeros(3, 2, 4, 5)
+    weights, ends, seeds = torch.ones(2, 3), torch.zeros(2, 1, dtype=torch.int32), sizes.unproposed()
+    fewer, doubles = Sizes(2, 3, 4, 5, 2, seeds=3).unproposed(), seeds._replace(ratios=seeds.ratios.double())
+    strided = seeds._replace(ratios=torch.zeros(4, 2).T)
+    fitting = {"tokens": tokens, "probs": probs, "weights": weights, "end_tokens": ends, "proposed": seeds}
+    for name, value, message in [
+        ("tokens", tokens.view(3, 2, 5, 4), r"tokens has shape \[3, 2, 5, 4\]; expected \[G, 2, 4, C\] with \(G"),
+        ("tokens", tokens[:2], r"tokens has shape \[2, 2, 4, 5\]; expected .* = 80 candidates as in the for"),
+        ("tokens", tokens.long(), r"tokens has dtype torch\.int64; convert it to torch\.int32"),
+        ("probs", probs[..., :4], r"probs has shape \[3, 2, 4, 4\]; expected \[3, 2, 4, 5\] as in tokens"),
+        ("probs", probs.half(), r"probs has dtype torch\.float16; convert it to torch\.float32"),
+        ("weights", weights.T, r"weights has shape \[3, 2\]; expected \[2, 3\], \[B, G\]"),
+        ("end_tokens", ends[0], r"end_tokens has shape \[1\]; expected \[2, E\]"),
+        ("end_tokens", ends.to("meta"), r"end_tokens is on meta and the trees on cpu; move it there"),
+        ("proposed", fewer, r"proposed.tokens has shape \[2, 3\]; expected \[2, 4\] as in the forest"),
+        ("proposed", doubles, r"proposed.ratios has dtype torch.float64; convert it to torch.float32"),
+        ("proposed", strided, r"proposed.ratios has strides \(1, 2\); make it contiguous"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            tree_merge(sizes.forest(), **(fitting | {name: value}))
 
 
 def test_masks_have_no_room_for_more_ssms() -> None:

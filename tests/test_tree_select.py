@@ -7,24 +7,14 @@ import torch
 
 from tests.child import run_cases
 from tests.growth import Sizes
+from tests.kernel_cases import environments
 from treespec_kernels.tree.device_trees import DeviceTrees
 from treespec_kernels.tree.tree_select import tree_select_ref, tree_select_triton
 
-CASES = "tree_select_cases.py"
 
-
-def test_ref() -> None:
-    run_cases(CASES, {"TREESPEC_TREE_SELECT": "ref"})
-
-
-def test_triton_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    run_cases(CASES, {"TREESPEC_TREE_SELECT": "triton", "TRITON_INTERPRET": "1"})
-
-
-@pytest.mark.gpu
-def test_triton_on_a_gpu() -> None:
-    run_cases(CASES, {"TREESPEC_TREE_SELECT": "triton", "TRITON_INTERPRET": "0"})
+@environments("TREESPEC_TREE_SELECT")
+def test_cases(environment: dict[str, str]) -> None:
+    run_cases("tree_select_cases.py", environment)
 
 
 @pytest.mark.parametrize("tree_select", [tree_select_ref, tree_select_triton])

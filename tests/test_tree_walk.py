@@ -6,24 +6,14 @@ import pytest
 import torch
 
 from tests.child import run_cases
+from tests.kernel_cases import environments
 from treespec_kernels.tree.device_trees import DeviceTrees
 from treespec_kernels.tree.tree_walk import Walk, tree_walk_ref, tree_walk_triton
 
-CASES = ["tree_walk_cases.py", "tree_round_cases.py"]
 
-
-def test_ref() -> None:
-    run_cases(CASES, {"TREESPEC_TREE_WALK": "ref"})
-
-
-def test_triton_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    run_cases(CASES, {"TREESPEC_TREE_WALK": "triton", "TRITON_INTERPRET": "1"})
-
-
-@pytest.mark.gpu
-def test_triton_on_a_gpu() -> None:
-    run_cases(CASES, {"TREESPEC_TREE_WALK": "triton", "TRITON_INTERPRET": "0"})
+@environments("TREESPEC_TREE_WALK")
+def test_cases(environment: dict[str, str]) -> None:
+    run_cases(["tree_walk_cases.py", "tree_round_cases.py"], environment)
 
 
 @pytest.mark.parametrize("tree_walk", [tree_walk_ref, tree_walk_triton])

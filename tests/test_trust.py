@@ -1,5 +1,7 @@
 """Weights of the SSMs: who foretold the text is believed, soon, and per request; what is emitted never changes."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
@@ -89,11 +91,8 @@ def test_the_prompt_is_enough_to_know_whom_to_trust(good_and_bad: LLM) -> None:
         seen.append(engine.sources.ssms.weights(requests[0]))
         return trees
 
-    engine.sources.ssms.propose = propose
-    try:
+    with mock.patch.object(engine.sources.ssms, "propose", propose):
         good_and_bad.generate(prompt, greedy(12), spec=SSMS)
-    finally:
-        del engine.sources.ssms.propose
     assert seen[0]["ssm-1"] > 0.9, "in the first round"
 
 

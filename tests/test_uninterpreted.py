@@ -63,23 +63,11 @@ CALLS = {
         "tree_root_triton(forest, torch.zeros(1, dtype=torch.int32))\n"
     ),
 }
-REFERENCES = [
-    "treespec_kernels.aot.compiler",
-    "treespec_kernels.sampling.coupled_choice",
-    "treespec_kernels.attention.kv_commit",
-    "treespec_kernels.linear.lm_head",
-    "treespec_kernels.attention.pass_layout",
-    "treespec_kernels.attention.qkv_rope",
-    "treespec_kernels.linear.rms_norm",
-    "treespec_kernels.linear.row_linear",
-    "treespec_kernels.sampling.row_topk",
-    "treespec_kernels.attention.tree_attention",
-    "treespec_kernels.attention.tree_attention_masked",
-    "treespec_kernels.tree.tree_merge",
-    "treespec_kernels.tree.tree_root",
-    "treespec_kernels.tree.tree_select",
-    "treespec_kernels.tree.tree_walk",
-]
+REFERENCES = (
+    "aot.compiler sampling.coupled_choice attention.kv_commit linear.lm_head attention.pass_layout attention.qkv_rope "
+    "linear.rms_norm linear.row_linear sampling.row_topk attention.tree_attention attention.tree_attention_masked "
+    "tree.tree_merge tree.tree_root tree.tree_select tree.tree_walk"
+).split()
 
 
 def errors_of(scripts: dict[str, str], before: str = "") -> dict[str, str]:
@@ -114,7 +102,7 @@ def test_cpu_tensors_are_refused_outside_the_interpreter(op: str, refusals: dict
 
 @pytest.fixture(scope="module")
 def without_triton() -> dict[str, str]:
-    scripts = {module: f"import {module}" for module in REFERENCES}
+    scripts = {module: f"import treespec_kernels.{module}" for module in REFERENCES}
     return errors_of(scripts, "sys.modules['triton'] = None")
 
 

@@ -128,7 +128,7 @@ def test_the_engine_goes_the_way_of_the_reference(name: str, rule: str) -> None:
 # --- negative controls: what the literature's mistakes do, seen by the same enumeration
 
 
-def changed(tree: TokenTree, keep: np.ndarray) -> TokenTree:
+def with_draws(tree: TokenTree, keep: np.ndarray) -> TokenTree:
     """The tree with these draws, in this order; every node must keep one."""
     draws = tree.draws
     assert draws.rows is not None and draws.excluded is not None
@@ -156,11 +156,12 @@ def drawn_probs(tree: TokenTree) -> np.ndarray:
 
 
 def duplicates_skipped(tree: TokenTree) -> TokenTree:
-    return changed(tree, np.sort(np.unique(tree.draws.children, return_index=True)[1]))
+    """Leaves a duplicate out; the next draw's distribution stays what it was."""
+    return with_draws(tree, np.sort(np.unique(tree.draws.children, return_index=True)[1]))
 
 
 def sorted_by_q(tree: TokenTree) -> TokenTree:
-    return changed(tree, np.argsort(-drawn_probs(tree), kind="stable"))
+    return with_draws(tree, np.argsort(-drawn_probs(tree), kind="stable"))
 
 
 def pruned_by_value(tree: TokenTree) -> TokenTree:
@@ -252,6 +253,25 @@ def plant_one_hot(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(verify.Residual, "without", lambda self, token: (self.probs, self.mass))
 
 
+def plant_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """After a rejection the node is accepted as before."""
+    original = verify.Residual.reject
+
+    def reject(self: Any, draw: Any) -> bool:
+        before = self.accept
+        done = original(self, draw)
+        if done and self.mass > 0:
+            self.accept = before
+        return done
+
+    patch.setattr(verify.Residual, "reject", reject)
+
+
+def plant_acceptance_by_p(patch: pytest.MonkeyPatch) -> None:
+    """A draw is accepted with probability p, as if it had been chosen without chance."""
+    patch.setattr(verify.Residual, "chance", lambda self, draw: min(1.0, float(self.probs[draw.token]) / self.mass))
+
+
 def plant_port(patch: pytest.MonkeyPatch) -> None:
     """A public port's slip: S / (1 - q[x])."""
     original = verify.Residual.reject
@@ -262,6 +282,20 @@ def plant_port(patch: pytest.MonkeyPatch) -> None:
         if before < 1 and draw.prob < 1:
             left = self.accept * (1 - before) / (1 - self.accept)
             self.accept = min(1.0, left / (1 - draw.prob))
+        return done
+
+    patch.setattr(verify.Residual, "reject", reject)
+
+
+def plant_port_of_the_mass(patch: pytest.MonkeyPatch) -> None:
+    """The same slip where the mass before the rejection is what S is divided by."""
+    original = verify.Residual.reject
+
+    def reject(self: Any, draw: Any) -> bool:
+        before, mass = self.accept, self.mass
+        done = original(self, draw)
+        if before < 1:
+            self.accept = min(before * self.mass / mass / max(1 - draw.prob, 1e-9), 1.0)
         return done
 
     patch.setattr(verify.Residual, "reject", reject)
@@ -279,30 +313,36 @@ def next_child(draws: list[Any]) -> list[Any]:
     ]
 
 
-FAULTS: dict[str, tuple[str, str, Callable[[pytest.MonkeyPatch], None]]] = {
-    "the residual stays": ("rejection", "without replacement", plant_residual),
-    "the residual stays in the traversal": ("traversal", "without replacement", plant_residual),
-    "distributions are not renormalised": ("rejection", "without replacement", plant_mass),
-    "a token without chance stays": ("rejection", "without chance", plant_one_hot),
-    "excluded is ignored": (
-        "rejection",
-        "cross-source without replacement",
-        plant_draws(lambda draws: [dataclasses.replace(draw, excluded=[]) for draw in draws]),
+OWN, CROSS = "without replacement", "cross-source without replacement"
+FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], list[tuple[str, str]]]] = {
+    "the residual stays": (plant_residual, [(rule, name) for rule in DRAWN for name in (OWN, CROSS)]),
+    "distributions are not renormalised": (
+        plant_mass,
+        [("rejection", OWN), ("rejection", CROSS), ("traversal", CROSS)],
     ),
-    "down to the wrong child": ("traversal", "without replacement", plant_draws(next_child)),
-    "the draws in reverse": ("rejection", "without replacement", plant_draws(lambda draws: draws[::-1])),
-    "acceptance over 1 - q": ("traversal", "two sources", plant_port),
+    "a token without chance stays": (plant_one_hot, [("rejection", "without chance")]),
+    "excluded is ignored": (
+        plant_draws(lambda draws: [dataclasses.replace(draw, excluded=[]) for draw in draws]),
+        [("rejection", CROSS)],
+    ),
+    "down to the wrong child": (plant_draws(next_child), [("traversal", OWN)]),
+    "the draws in reverse": (plant_draws(lambda draws: draws[::-1]), [("rejection", OWN)]),
+    "acceptance over 1 - q": (plant_port, [("traversal", "two sources")]),
+    "acceptance over 1 - q of the mass": (plant_port_of_the_mass, [("traversal", CROSS)]),
+    "acceptance is forgotten": (plant_forgotten, [("traversal", CROSS)]),
+    "acceptance by p": (plant_acceptance_by_p, [(rule, CROSS) for rule in DRAWN]),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_seen(fault: str) -> None:
-    rule, name, plant = FAULTS[fault]
-    worlds = [drafted(name, seed) for seed in SEEDS]
-    assert all(distance(world, drafts, engine(rule)) < EXACT for world, drafts in worlds)
-    with pytest.MonkeyPatch.context() as patch:
-        plant(patch)
-        assert max(distance(world, drafts, engine(rule)) for world, drafts in worlds) > WRONG
+    plant, cases = FAULTS[fault]
+    for rule, name in cases:
+        worlds = [drafted(name, seed) for seed in range(3)]
+        assert all(distance(world, drafts, engine(rule)) < EXACT for world, drafts in worlds)
+        with pytest.MonkeyPatch.context() as patch:
+            plant(patch)
+            assert max(distance(world, drafts, engine(rule)) for world, drafts in worlds[: len(SEEDS)]) > WRONG
 
 
 # --- how much is accepted

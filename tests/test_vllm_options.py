@@ -92,10 +92,7 @@ def test_a_truncated_text_keeps_its_special_tokens() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"truncation": True},
-            r"tokenization_kwargs: unknown 'truncation' .*valid: add_special_tokens, trunc",
-        ),
+        ({"truncation": True}, r"tokenization_kwargs: unknown 'truncation' .*valid: add_special_tokens, trunc"),
         ({"add_special_tokens": 1}, "add_special_tokens=1; valid: None, True or False"),
         ([9], r"tokenization_kwargs=\[9\]; valid: None or a dict"),
     ],

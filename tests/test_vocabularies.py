@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.exactness import differences, run
 from tests.models import VOCAB, greedy, make_llama, new_folder, open_llm, random_prompts, tiny
+from tests.sampled import tokens_of
 from tests.sharing import remembered
 from tests.speech import speaking_folder
 from tests.test_drafts import assert_same_tree
@@ -70,16 +71,16 @@ def folders() -> dict[str, Path]:
     return made
 
 
-def by_text() -> Any:
-    """While it lasts, drafts with another tokenizer write text, however much they share."""
-    return mock.patch("treespec_weights.vocabularies.LEAST_SHARE", 1.1)
+def by_text(text: bool = True) -> Any:
+    """While it lasts, drafts with another tokenizer write text however much they share, or where they share little."""
+    return mock.patch("treespec_weights.vocabularies.LEAST_SHARE", 1.1 if text else 0.5)
 
 
 @functools.cache
 def llm_of(*names: str, text: tuple[str, ...] = (), **options: Any) -> LLM:
     """The speaking target with some drafts."""
     assert not (text and any(name.startswith(("perm", "bpe", "unigram")) for name in names))
-    with by_text() if text else mock.patch("treespec_weights.vocabularies.LEAST_SHARE", 0.5):
+    with by_text(bool(text)):
         return open_llm(speaking_folder(), [folders()[name] for name in (*names, *text)], **options)
 
 
@@ -168,7 +169,7 @@ def test_end_tokens_and_control_tokens_in_the_text() -> None:
     params = [SamplingParams(max_tokens=40, logit_bias=bias, **each) for each in ({}, SAMPLED)]
     for each in params:
         plain, tree = (llm.generate(prompts, each, spec=spec) for spec in ("off", TREE))
-        assert [o.outputs[0].token_ids for o in plain] == [o.outputs[0].token_ids for o in tree]
+        assert tokens_of(plain) == tokens_of(tree)
         assert {o.outputs[0].finish_reason for o in plain} == {o.outputs[0].finish_reason for o in tree}
 
 
@@ -258,7 +259,7 @@ def test_embedded_models_speak_through_other_tokenizers(tmp_path: Path) -> None:
         plain = llm.generate(prompts, greedy(48, **options), spec="off")
         for each, least in ((llm, 20), (text, 10)):
             outputs = each.generate(prompts, greedy(48, **options), spec=spec)
-            assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in plain]
+            assert tokens_of(outputs) == tokens_of(plain)
             for name in each.stats()["drafts"]:
                 assert sum(o.metrics.accepted_by_source.get(name, 0) for o in outputs) > least, name
 
@@ -291,7 +292,7 @@ def test_a_smaller_vocabulary_never_guesses_what_it_lacks(
         outputs = llm.generate(prompts, greedy(40, **options), spec=spec)
     if verification == "coupled":
         plain = llm.generate(prompts, greedy(40, **options), spec="off")
-        assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in plain]
+        assert tokens_of(outputs) == tokens_of(plain)
     said = [token for o in outputs for token in o.outputs[0].token_ids]
     assert max(said) >= VOCAB, "the target never said what the draft lacks"
     for each in rounds:
@@ -311,7 +312,7 @@ def test_a_draft_that_computes_nan_is_silent(tmp_path: Path) -> None:
     tensors["lm_head.weight"][:] = torch.nan
     save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
     for text in (False, True):
-        with by_text() if text else mock.patch("treespec_weights.vocabularies.LEAST_SHARE", 0.5):
+        with by_text(text):
             llm = open_llm(speaking_folder(), [folders()["same-1"], broken])
         assert isinstance(foreigners(llm)[0], TextDrafter if text else TranslatedDrafter)
         for spec in (TREE, SpecConfig(nodes=16, verification="rejection")):
@@ -319,7 +320,7 @@ def test_a_draft_that_computes_nan_is_silent(tmp_path: Path) -> None:
             outputs = llm.generate(random_prompts((9, 30)), params, spec=spec)
             if spec is TREE:
                 plain = llm.generate(random_prompts((9, 30)), params, spec="off")
-                assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in plain]
+                assert tokens_of(outputs) == tokens_of(plain)
             assert all("broken" not in o.metrics.accepted_by_source for o in outputs)
         cache = foreigners(llm)[0].cache
         assert all(torch.isfinite(pool).all() for pool in cache.pools)
@@ -331,12 +332,12 @@ def test_a_text_that_outgrows_the_draft(tmp_path: Path) -> None:
     config = json.loads((short / "config.json").read_text()) | {"max_position_embeddings": 40}
     (short / "config.json").write_text(json.dumps(config))
     for text in (False, True):
-        with by_text() if text else mock.patch("treespec_weights.vocabularies.LEAST_SHARE", 0.5):
+        with by_text(text):
             llm = open_llm(speaking_folder(), [short])
         with watch(llm.engine) as rounds:
             outputs = llm.generate(random_prompts((10, 90)), greedy(60), spec=TREE)
         plain = llm.generate(random_prompts((10, 90)), greedy(60), spec="off")
-        assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in plain]
+        assert tokens_of(outputs) == tokens_of(plain)
         drafted = [len(each.context) for each in rounds if len(each.tree) > 1]
         assert drafted and max(drafted) <= 60 and min(len(each.tree) for each in rounds) == 1
 

@@ -4,18 +4,12 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
+from tests.test_layout import PACKAGES, ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = {
-    "treespec": ROOT / "treespec",
-    "treespec_kernels": ROOT / "kernels" / "treespec_kernels",
-    "treespec_weights": ROOT / "weights" / "treespec_weights",
-}
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

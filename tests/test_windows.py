@@ -1,5 +1,6 @@
 """Windows and capped scores in the CPU's attention, and activations: equal bits in any company."""
 
+import functools
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,10 @@ from tests.exactness import threads
 from tests.families import TYPICAL, VOCAB, make_model
 from tests.models import greedy, open_llm, random_prompts
 from tests.test_tree_attention_cpu import Case, some_nodes
+from tests.test_tree_attention_cpu import attend as attend_tree
 from treespec.errors import ExactnessError
 from treespec_kernels.attention import tree_attention_cpu as tree_attention_cpu_module
-from treespec_kernels.attention.tree_attention_cpu import AttentionMode, plan_tree_attention_cpu, tree_attention_cpu
+from treespec_kernels.attention.tree_attention_cpu import plan_tree_attention_cpu
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
 from treespec_kernels.linear.activations import ACTIVATIONS, soft_cap
 from treespec_kernels.linear.linear import Linear, onednn_available
@@ -22,29 +24,17 @@ from treespec_kernels.tuning.testing import assert_close, path_to
 CAP = 1.5
 WINDOWS = (1, 2, 17, 63, 64, 65, 130, 700)
 CASES = ((0, "random-16"), (1, "deep-33"), (62, "star-9"), (63, "random-64"), (127, "deep-100"), (190, "chain-16"))
+attend = functools.partial(attend_tree, cap=CAP)
 
 
-def attend(
-    rows: RequestRows,
-    mode: AttentionMode,
-    q: Tensor,
-    cache: tuple[Tensor, Tensor],
-    window: int | None,
-    cap: float | None = CAP,
-) -> Tensor:
-    plan = plan_tree_attention_cpu([rows], q.shape[1], cache[0].shape[1], mode, window)
-    return tree_attention_cpu(q, *cache, plan, q.shape[2] ** -0.5, cap)
-
-
-def reference(case: Case, node: int, window: int, cap: float | None = CAP) -> Tensor:
+def reference(case: Case, node: int, window: int) -> Tensor:
     """One row's attention in float64: the last `window` positions of its path."""
     slots = np.concatenate([np.arange(case.context_len), case.context_len + np.array(path_to(case.parents, node))])
     seen = slots[-window:]
     group = case.q.shape[1] // case.keys.shape[1]
     keys, values = (part[seen].double().repeat_interleave(group, 1) for part in (case.keys, case.values))
     scores = torch.einsum("hd,nhd->hn", case.q[node].double(), keys) * case.q.shape[2] ** -0.5
-    if cap is not None:
-        scores = cap * torch.tanh(scores / cap)
+    scores = CAP * torch.tanh(scores / CAP)
     return torch.einsum("hn,nhd->hd", scores.softmax(-1), values).float()
 
 

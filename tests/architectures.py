@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.models import CURVE, new_folder
+from tests.models import CURVE, new_folder, randomize
 from treespec import LLM
 
 VOCAB = 97
@@ -79,14 +79,7 @@ def make_model(kind: str, dtype: torch.dtype = torch.float32, seed: int = 0, **c
     """A model whose every parameter is random, in eval mode."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(ARCHITECTURES[kind] | config)))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() == 1:
-                parameter.normal_(0.0, 0.2)
-                parameter.add_(0.0 if name.endswith("bias") else 1.0)
-            else:
-                gain = 2.0 if "q_proj" in name or "k_proj" in name else 1.5
-                parameter.normal_(0.0, 1.0 if "embed" in name else gain * parameter.shape[-1] ** -0.5)
+    randomize(model, gain=1.5, head_gain=1.5)
     return model.to(dtype).eval()
 
 

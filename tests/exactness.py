@@ -9,6 +9,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from tests.models import greedy, random_prompts
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.outputs import RequestOutput
 from treespec.request import Request
@@ -89,6 +90,22 @@ def differences(plain: Run, tree: Run) -> list[str]:
     if len(common) < len(plain.logits):  # every prefix of the true output is a root or an accepted node
         found.append(f"{len(plain.logits) - len(common)} true prefixes were never scored")
     return found
+
+
+def assert_exact(llm: LLM, plain: Run, spec: SpecConfig | str) -> Run:
+    """Asserts that an engine has the tokens and bits of a greedy run of plain decoding; returns what it did."""
+    tree = run(llm, plain.prompts, greedy(len(plain.tokens[0])), spec)
+    assert not (found := differences(plain, tree)), (spec, found[:10])
+    return tree
+
+
+def assert_every_node_exact(llm: LLM, spec: SpecConfig) -> None:
+    """Asserts it of rejected nodes too: the tokens of each node's path, decoded plainly as prompts."""
+    tree = run(llm, random_prompts((61, 120)), greedy(4), spec)
+    plain = run(llm, [list(prefix) for prefix in tree.logits], greedy(1), "off")
+    assert len(plain.logits) > 80
+    assert not [len(p) for p in plain.logits if not torch.equal(plain.logits[p], tree.logits[p])]
+    assert not differences(plain, plain)
 
 
 def _first_difference(a: list[int], b: list[int]) -> int:

@@ -6,6 +6,7 @@ of repeating one token. Drafts are the target's weights with noise, so that deep
 
 import functools
 import json
+import shutil
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from treespec import LLM, SamplingParams
+from treespec import LLM, RequestOutput, SamplingParams
 from treespec.models.decoder import Decoder
 from treespec.planning.round_costs import CostCurve
 from treespec.request import Request
@@ -58,18 +59,25 @@ def make_llama(
     """A random Llama checkpoint; `config` overrides `SHAPE`. Layers from `faint_after` on add little to the others."""
     torch.manual_seed(seed)
     model = LlamaForCausalLM(LlamaConfig(**(SHAPE | config)))
+    randomize(model, gain=1.0, head_gain=5.0)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() == 1:
-                parameter.normal_(0.0, 0.2)
-                parameter.add_(0.0 if name.endswith("bias") else 1.0)
-            else:
-                gain = 5.0 if "lm_head" in name else 2.0 if "q_proj" in name or "k_proj" in name else 1.0
-                parameter.normal_(0.0, 1.0 if "embed" in name else gain * parameter.shape[1] ** -0.5)
-            if name.endswith(("o_proj.weight", "down_proj.weight")) and int(name.split(".")[2]) >= faint_after:
-                parameter.mul_(0.1)
+        for layer in model.model.layers[faint_after:]:
+            layer.self_attn.o_proj.weight.mul_(0.1)
+            layer.mlp.down_proj.weight.mul_(0.1)
     model.to(dtype).save_pretrained(folder)
     return folder
+
+
+@torch.no_grad()
+def randomize(model: torch.nn.Module, gain: float, head_gain: float) -> None:
+    """Make every parameter random, with sharp attention; gains are those of matrices, the head's and the others'."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            parameter.normal_(0.0, 0.2)
+            parameter.add_(0.0 if name.endswith("bias") else 1.0)
+        else:
+            own = head_gain if "lm_head" in name else 2.0 if "q_proj" in name or "k_proj" in name else gain
+            parameter.normal_(0.0, 1.0 if "embed" in name else own * parameter.shape[-1] ** -0.5)
 
 
 def make_draft(folder: Path, target: Path, seed: int, noise: float) -> Path:
@@ -81,7 +89,7 @@ def make_draft(folder: Path, target: Path, seed: int, noise: float) -> Path:
         spread = noise * tensor.float().std()
         tensors[name] = (tensor + spread * torch.randn(tensor.shape, generator=generator)).to(tensor.dtype)
     for name in ("config.json", "generation_config.json"):
-        (folder / name).write_text((target / name).read_text())
+        shutil.copy(target / name, folder)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
@@ -100,9 +108,16 @@ def first_layers(folder: Path, target: Path, count: int) -> Path:
     folder.mkdir()
     tensors = load_file(target / "model.safetensors")
     kept = {n: t for n, t in tensors.items() if ".layers." not in n or int(n.split(".")[2]) < count}
-    config = json.loads((target / "config.json").read_text()) | {"num_hidden_layers": count}
-    (folder / "config.json").write_text(json.dumps(config))
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    shutil.copy(target / "config.json", folder)
+    return edit_config(folder, num_hidden_layers=count)
+
+
+def edit_config(folder: Path, drop: Iterable[str] = (), **changes: Any) -> Path:
+    """Drop and set keys of a checkpoint's config.json; returns the folder."""
+    path = folder / "config.json"
+    config = {key: value for key, value in json.loads(path.read_text()).items() if key not in drop}
+    path.write_text(json.dumps(config | changes))
     return folder
 
 
@@ -111,10 +126,7 @@ def tiny(dtype: torch.dtype = torch.float32) -> tuple[Path, tuple[Path, ...]]:
     """A target and three drafts of it, named `ssm-1` to `ssm-3`; without a tokenizer."""
     root = new_folder(str(dtype).removeprefix("torch."))
     target = make_llama(root / "target", 0, dtype)
-    drafts = []
-    for i, noise in enumerate(NOISES, start=1):
-        drafts.append(make_draft(root / f"ssm-{i}", target, i, noise))
-    return target, tuple(drafts)
+    return target, tuple(make_draft(root / f"ssm-{i}", target, i, noise) for i, noise in enumerate(NOISES, start=1))
 
 
 def open_llm(model: Path, drafts: Iterable[Any] = (), prove: bool | None = False, **options: Any) -> LLM:
@@ -137,15 +149,8 @@ _proofs: dict[Any, list[str]] = {}
 
 
 def _differing_rows_once(decoder: Decoder, pool: torch.Tensor, *rest: Any) -> list[str]:
-    how = (
-        decoder.dtype,
-        decoder.attention.name,
-        decoder.linear,
-        decoder.min_rows,
-        torch.get_num_threads(),
-        decoder.quantization,
-    )
-    key = (decoder.config.compute_key, min(pool.shape[2], 17), how, rest)
+    how = decoder.dtype, decoder.attention.name, decoder.linear, decoder.min_rows, decoder.quantization
+    key = (decoder.config.compute_key, min(pool.shape[2], 17), how, torch.get_num_threads(), rest)
     if key not in _proofs:
         _proofs[key] = selftest.differing_rows(decoder, pool, *rest)
     return _proofs[key]
@@ -158,6 +163,15 @@ def tiny_llm(dtype: torch.dtype = torch.float32, ssms: tuple[int, ...] = (0, 1, 
     return open_llm(target, [drafts[i] for i in ssms], **options)
 
 
+@functools.cache
+def wide(dtype: torch.dtype) -> tuple[Path, Path]:
+    """A target of 8 heads of 32 over 4 KV heads and a draft of it, whose work is shared between threads."""
+    root = new_folder("wide")
+    sizes = {"hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 8, "num_key_value_heads": 4}
+    target = make_llama(root / "target", 5, dtype, **sizes, head_dim=32, num_hidden_layers=2)
+    return target, make_draft(root / "ssm", target, 1, 0.05)
+
+
 def random_prompts(lengths: Sequence[int], seed: int = 0, vocab: int = VOCAB) -> list[list[int]]:
     """Token ids without the end token."""
     rng = np.random.default_rng(seed)
@@ -167,6 +181,11 @@ def random_prompts(lengths: Sequence[int], seed: int = 0, vocab: int = VOCAB) ->
 def greedy(max_tokens: int, **options: Any) -> SamplingParams:
     """Runs to the end: random models meet the end token by chance."""
     return SamplingParams(**({"max_tokens": max_tokens, "ignore_eos": True} | options))
+
+
+def tokens_of(outputs: Iterable[RequestOutput]) -> list[list[int]]:
+    """What every completion of every output says."""
+    return [completion.token_ids for output in outputs for completion in output.outputs]
 
 
 def tree_of(root: int, paths: dict[tuple[int, ...], float], name: str = "oracle") -> TokenTree:
@@ -184,6 +203,16 @@ def tree_of(root: int, paths: dict[tuple[int, ...], float], name: str = "oracle"
         draws=Draws(parents[1:], nodes, np.zeros(len(nodes), dtype=np.int64), probs[1:]),
         source_names=(name,),
     )
+
+
+def assert_same_tree(ours: TokenTree, theirs: TokenTree, rtol: float = 0.0) -> None:
+    """Asserts that two trees have the same nodes and draws; their probabilities may be `rtol` apart, relatively."""
+    for name in ("tokens", "parents", "depths"):
+        assert np.array_equal(getattr(ours, name), getattr(theirs, name)), name
+    for name in ("parents", "children", "sources"):
+        assert np.array_equal(getattr(ours.draws, name), getattr(theirs.draws, name)), name
+    for own, other in ((ours, theirs), (ours.draws, theirs.draws)):
+        np.testing.assert_allclose(own.probs, other.probs, rtol, equal_nan=False)
 
 
 class OracleDrafter:

@@ -1,14 +1,13 @@
 """What the tests of sampled requests share: rules, parameters, company."""
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from torch import Tensor
 
-from tests.models import VOCAB, random_prompts, tiny_llm
-from treespec import LLM, RequestOutput, SamplingParams, SpecConfig
+from tests.models import VOCAB, random_prompts, tiny_llm, tokens_of
+from treespec import LLM, SamplingParams, SpecConfig
 
 TREE = SpecConfig(nodes=16, max_depth=5)
 NAIVE = SpecConfig(nodes=16, max_depth=5, verification="naive")
@@ -31,10 +30,6 @@ def two_ssms() -> LLM:
 
 def sampled(max_tokens: int = LENGTH, **options: Any) -> SamplingParams:
     return SamplingParams(**({"max_tokens": max_tokens, "ignore_eos": True, "temperature": 0.8, "seed": 7} | options))
-
-
-def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[int]]:
-    return [completion.token_ids for output in outputs for completion in output.outputs]
 
 
 def idle(llm: LLM) -> bool:

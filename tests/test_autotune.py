@@ -4,20 +4,21 @@ import json
 import os
 import re
 import subprocess
-import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
+from tests import commands
 from tests.child import run_uninterpreted
+from tests.commands import program
 from tests.models import tiny
 from tests.test_costs import KEY
 from treespec import LLM
-from treespec.cli import app, curves
+from treespec.cli import curves
 from treespec.planning import cost_measurement as costs
 from treespec.planning.round_costs import CostCurve
 from treespec.startup.start_costs import warn_of_threads
@@ -28,7 +29,7 @@ from treespec_kernels.tuning import tuned
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parents[1]
+run = partial(commands.run, "autotune")
 THREADS = torch.get_num_threads()
 SMALL = "--heads 2 --kv-heads 1 --head-dim 16 --intermediate 32 --vocab 64 --nodes 2 --context 3".split()
 
@@ -44,15 +45,8 @@ def models() -> list[str]:
     return ["--model", str(target), *(part for draft in drafts[:2] for part in ("--draft", str(draft)))]
 
 
-def run(*arguments: object, code: int = 0) -> Any:
-    result = CliRunner().invoke(app, ["autotune", *map(str, arguments)])
-    assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
-    assert result.exit_code == code, result.output
-    return result
-
-
 def document(*arguments: object, code: int = 0) -> dict[str, Any]:
-    return json.loads(run(*arguments, "--json", code=code).stdout)
+    return run(*arguments, "--json", code=code).document
 
 
 def refusal(*arguments: object) -> str:
@@ -61,12 +55,6 @@ def refusal(*arguments: object) -> str:
     error = document(*arguments, code=2)["error"]
     assert f"error: {error['message']}\n" == result.stderr
     return error["message"]
-
-
-def program(*arguments: str, **environment: str | None) -> subprocess.CompletedProcess[str]:
-    given = {name: value for name, value in (os.environ | environment).items() if value is not None}
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, timeout=300, check=False)
 
 
 def store(threads: int, pass_seconds: float, **key: Any) -> dict[str, Any]:

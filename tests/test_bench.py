@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 import treespec.executors.host_executor
+from tests.commands import run
 from tests.models import make_llama, new_folder, open_llm, random_prompts, tiny, tiny_llm
 from treespec import LLM
 from treespec.bench.measure import Sample
@@ -21,7 +21,6 @@ from treespec.bench.progress import Plan, duration
 from treespec.bench.prompts import Prompt, choose, read_prompts
 from treespec.bench.report import best, comparisons, distinct_share, mismatches, percentile, summarise
 from treespec.bench.run import Options, bench
-from treespec.cli import app
 from treespec.cli.bench import integers, repeat_flags
 from treespec.errors import ConfigError
 from treespec.tree import TokenTree
@@ -84,13 +83,6 @@ def arguments(ids_file: Path, *more: object) -> list[str]:
     models = ["--model", target, *(part for draft in drafts for part in ("--draft", draft))]
     sizes = ["--samples", 3, "--max-tokens", 12, "--repeats", 2, "--k-values", 3, "--nodes", 8]
     return [str(each) for each in ("bench", *models, "--prompts", ids_file, *sizes, *more)]
-
-
-def run(*given: object, code: int = 0) -> Any:
-    result = CliRunner().invoke(app, [str(each) for each in given])
-    assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
-    assert result.exit_code == code, result.output
-    return result
 
 
 def options(ids_file: Path, **more: Any) -> Options:
@@ -328,15 +320,15 @@ def test_prints_tables(ids_file: Path, lent: LLM) -> None:
 def test_prints_one_document(ids_file: Path, lent: LLM, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     ran = run(*arguments(ids_file, "--only", "chain-k3", "--no-peers", "--json", "--out", out))
-    assert json.loads(ran.stdout) == json.loads(out.read_text())
-    assert [mode["mode"] for mode in json.loads(ran.stdout)["runs"][0]["modes"]] == ["plain", "chain-k3"]
+    assert ran.document == json.loads(out.read_text())
+    assert [mode["mode"] for mode in ran.document["runs"][0]["modes"]] == ["plain", "chain-k3"]
 
 
 def test_progress_goes_to_stderr(ids_file: Path, lent: LLM) -> None:
     """Stderr is no terminal here: a line for each part. The expected duration stands before the first of them."""
     given = ["--only", "plain", "chain-k3", "--no-peers", "--json", "--samples", 3, "--warmup", 1, "--repeats", 4]
     ran = run(*arguments(ids_file), *given)
-    assert json.loads(ran.stdout)["num_prompts"] == 3
+    assert ran.document["num_prompts"] == 3
     lines = ran.stderr.splitlines()
     assert lines[0] == "loading the models ..." and lines[1].startswith("measuring 2 modes, 26 runs")
     assert re.fullmatch(r"expected duration: about \d+ s for the remaining 24 runs", lines[2])
@@ -387,7 +379,7 @@ def test_grown_figures_say_so(tmp_path: Path, ids_file: Path, monkeypatch: pytes
     assert f"it computes the function of {target}: 0 of its tokens differ" in ran.stdout
     tables = [line for line in ran.stdout.splitlines() if line.startswith("batch")]
     assert tables and all("grown" in line for line in tables)
-    document = json.loads(run("bench", *given, "--json").stdout)
+    document = run("bench", *given, "--json").document
     assert document["grown"]["parameters"] == pytest.approx(4e6, rel=0.1)
     assert document["grown"]["mismatches_with_source"] == 0
 
@@ -419,8 +411,7 @@ def test_bad_options(given: list[str], message: str, ids_file: Path, lent: LLM) 
     given = given if "--only" in given else [*given, "--only", "chain-k3"]
     ran = run(*arguments(ids_file, *given), code=2)
     assert message in " ".join(ran.stderr.split())
-    document = json.loads(run(*arguments(ids_file, *given, "--json"), code=2).stdout)
-    assert message in document["error"]["message"]
+    assert message in run(*arguments(ids_file, *given, "--json"), code=2).document["error"]["message"]
 
 
 def test_text_prompts_need_a_tokenizer(tmp_path: Path, lent: LLM) -> None:

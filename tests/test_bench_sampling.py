@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import treespec.sampling.sampler
+from tests.commands import run
 from tests.models import random_prompts, tiny_llm
-from tests.test_bench import arguments, options, run
+from tests.test_bench import arguments, options
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.bench.measure import Sample, interleave, run_ours, sampling_seed
 from treespec.bench.modes import PLAIN, Mode
@@ -259,8 +260,7 @@ def test_prints_rules(prompts: Path, lent: LLM) -> None:
 
 
 def test_default_temperature_and_tree_of_rules(prompts: Path, lent: LLM) -> None:
-    ran = run(*arguments(prompts, "--verification", "naive", "rejection", "--json"))
-    document = json.loads(ran.stdout)
+    document = run(*arguments(prompts, "--verification", "naive", "rejection", "--json")).document
     assert document["temperature"] == 0.8
     assert [mode["branching"] for mode in document["runs"][0]["modes"]] == [None, [2, 1, 1], [2, 1, 1]]
 
@@ -279,7 +279,7 @@ def test_default_temperature_and_tree_of_rules(prompts: Path, lent: LLM) -> None
 )
 def test_bad_options(given: list[str], message: str, prompts: Path, lent: LLM) -> None:
     sizes = ["--nodes", "8"] if "--branching" not in given else []
-    document = json.loads(run("bench", "--prompts", prompts, *sizes, *given, "--json", code=2).stdout)
+    document = run("bench", "--prompts", prompts, *sizes, *given, "--json", code=2).document
     assert message in document["error"]["message"]
 
 

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
 from tests.architectures import make_model
+from tests.commands import run
 from tests.models import open_llm
 from treespec import LLM, SamplingParams
-from treespec.cli import app
 from treespec.errors import ConfigError, ModelError, RequestError
 from treespec_weights import CheckpointError, default_folder
 from treespec_weights.verify import verify_checkpoint
@@ -132,26 +131,22 @@ def test_one_bad_conversation_leaves_the_others_alone(llm: LLM) -> None:
 @pytest.mark.slow
 def test_from_the_command_line(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "model")
-    command = ["generate", "def add(a, b):", "--model", str(folder), "--chat", "--max-tokens", "4", "--check", "--json"]
-    result = CliRunner().invoke(app, command)
-    assert result.exit_code == 0, result.output
-    document = json.loads(result.stdout)
+    command = ["generate", "def add(a, b):", "--model", folder, "--chat", "--max-tokens", 4, "--check", "--json"]
+    document = run(*command).document
     (output,) = open_llm(folder, generation_config="treespec").chat([USER], SHORT)
     assert document["token_ids"] == output.outputs[0].token_ids and document["identical"] is True
     bare = model_folder(tmp_path / "bare", None)
-    result = CliRunner().invoke(app, [*command[:3], str(bare), *command[4:]])
-    message = json.loads(result.stdout)["error"]["message"]
-    assert result.exit_code == 2 and "no chat template" in message
+    command[3] = bare
+    message = run(*command, code=2).document["error"]["message"]
+    assert "no chat template" in message
     assert "--chat-template FILE" in message and "chat_template=" not in message
     template = tmp_path / "template.jinja"
     template.write_text(TEMPLATE)
-    command = [*command[:3], str(bare), *command[4:], "--chat-template", str(template)]
-    assert json.loads(CliRunner().invoke(app, command).stdout)["token_ids"] == document["token_ids"]
-    streamed = [each for each in command if each != "--json"]
-    result = CliRunner().invoke(app, [*streamed, "--stream"])
-    assert result.stdout == document["text"] + "\n" and "identical to plain decoding" in result.stderr
-    result = CliRunner().invoke(app, ["generate", "x", "--chat-template", str(template)])
-    assert result.exit_code == 2 and "add --chat" in result.stderr
+    assert run(*command, "--chat-template", template).document["token_ids"] == document["token_ids"]
+    command[-1] = "--stream"  # in place of --json
+    ran = run(*command, "--chat-template", template)
+    assert ran.stdout == document["text"] + "\n" and "identical to plain decoding" in ran.stderr
+    assert "add --chat" in run("generate", "x", "--chat-template", template, code=2).stderr
 
 
 STREAMED = [SamplingParams(max_tokens=12), SamplingParams(max_tokens=12, temperature=1.0, seed=3, stop="e")]

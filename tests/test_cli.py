@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import signal
 import subprocess
 import sys
 import tomllib
@@ -18,6 +17,7 @@ from tokenizers import ByteLevelBPETokenizer
 from typer.testing import CliRunner
 
 import treespec.executors.host_executor
+from tests.commands import ROOT, program, run
 from tests.libraries import share_libraries
 from tests.models import CURVE, make_draft, make_llama, open_llm, tree_of
 from treespec import LLM, SamplingParams, SpecConfig
@@ -29,7 +29,6 @@ from treespec.planning import cost_measurement as costs
 from treespec.tree import TokenTree
 from treespec.verification.verify import Verified, verify_greedy
 
-ROOT = Path(__file__).resolve().parents[1]
 PROMPT = "def add(a, b):\n    return"
 VOCAB = 320
 
@@ -44,16 +43,6 @@ class Models(NamedTuple):
     @property
     def arguments(self) -> list[str]:
         return ["--model", str(self.target), *(part for path in self.drafts for part in ("--draft", str(path)))]
-
-
-class Ran(NamedTuple):
-    code: int
-    stdout: str
-    stderr: str
-
-    @property
-    def document(self) -> dict[str, Any]:
-        return json.loads(self.stdout)
 
 
 @pytest.fixture(scope="module")
@@ -103,30 +92,6 @@ def lend(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"treespec.cli.{command}.load_llm", lambda *given: llm)
 
 
-def run(*arguments: str | Path, code: int = 0, stdin: str | bytes = "") -> Ran:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin)
-    assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
-    assert result.exit_code == code, result.output
-    return Ran(result.exit_code, result.stdout, result.stderr)
-
-
-def take_interrupts() -> None:
-    """In a new process: a Ctrl-C arrives, though jobs in the background, as tests may be, ignore it."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def program(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env=os.environ | env,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        preexec_fn=take_interrupts,
-    )
-
-
 # --- generate
 
 
@@ -142,17 +107,8 @@ def test_generate_prints_prompt_and_text(models: Models) -> None:
 def test_generate_json(loaded: LLM) -> None:
     ran = run("generate", PROMPT, "--max-tokens", 24, "--json")
     document = ran.document
-    assert list(document) == [
-        "text",
-        "token_ids",
-        "finish_reason",
-        "target_passes",
-        "acceptance_length",
-        "accepted_by_source",
-        "seconds",
-        "tokens_per_second",
-        "seed",
-    ]
+    figures = "target_passes acceptance_length accepted_by_source seconds tokens_per_second seed".split()
+    assert list(document) == ["text", "token_ids", "finish_reason", *figures]
     [output] = loaded.generate(PROMPT, SamplingParams(max_tokens=24))
     assert document["token_ids"] == output.outputs[0].token_ids and document["text"] == output.outputs[0].text
     assert document["finish_reason"] == "length"
@@ -210,11 +166,7 @@ def test_prompts_from_a_file_and_from_a_pipe(loaded: LLM, tmp_path: Path) -> Non
     (tmp_path / "prompt").write_text("x = 1\n")
     options = ["--max-tokens", "8", "--json"]
     expected = run("generate", "x = 1\n", *options).document["token_ids"]
-    for given, stdin in (
-        (["--file", str(tmp_path / "prompt")], ""),
-        (["--file", "-"], "x = 1\n"),
-        ([], "x = 1\n"),
-    ):
+    for given, stdin in ((["--file", tmp_path / "prompt"], ""), (["--file", "-"], "x = 1\n"), ([], "x = 1\n")):
         assert run("generate", *given, *options, stdin=stdin).document["token_ids"] == expected
 
 
@@ -340,9 +292,8 @@ sys.exit(main())
 )
 def test_ctrl_c_while_it_starts(module: str, handled: str, models: Models) -> None:
     """Whatever is being imported: no traceback, and it ends."""
-    ran = program(
-        "-c", INTERRUPTED_START, module, handled, "generate", "x", "--model", str(models.target), "--no-compile"
-    )
+    command = ["generate", "x", "--model", str(models.target), "--no-compile"]
+    ran = program("-c", INTERRUPTED_START, module, handled, *command)
     assert (ran.returncode, ran.stderr, ran.stdout) == (130, "interrupted\n", "")
 
 
@@ -351,16 +302,8 @@ def test_ctrl_c_while_libraries_are_compiled(models: Models, tmp_path: Path) -> 
     compiler = tmp_path / "compiler"
     compiler.write_text(f"#!/bin/sh\nmkdir {tmp_path}/first && kill -INT 0\nexec sleep 60\n")
     compiler.chmod(0o755)
-    ran = subprocess.run(
-        [sys.executable, "-m", "treespec", "generate", "x", "--model", str(models.target), "--compile"],
-        cwd=ROOT,
-        env=os.environ | {"CXX": str(compiler), "XDG_CACHE_HOME": str(tmp_path / "cache")},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        start_new_session=True,
-        preexec_fn=take_interrupts,
-    )
+    command = ["generate", "x", "--model", str(models.target), "--compile"]
+    ran = program("-m", "treespec", *command, CXX=str(compiler), XDG_CACHE_HOME=str(tmp_path / "cache"))
     assert (ran.returncode, ran.stderr) == (130, "interrupted\n")
 
 
@@ -447,9 +390,8 @@ def test_texts_of_nodes_follow_their_own_path(llm: LLM) -> None:
     tree = tree_of(root, {tuple(path[:depth]): 0.5 for depth in range(1, len(path))} | {(path[0], root): 0.2})
     accepted = [0, *(node for node in range(1, len(tree)) if tree.tokens[node] == path[tree.depths[node] - 1])]
     shown = picture(RoundRecord("r", 1, context, tree, np.array(accepted), path[-1]), tokenizer)
-    assert (
-        shown.context + "".join(shown.tokens[node] for node in shown.path) + str(shown.bonus) == "def add(self, other"
-    )
+    accepted_text = "".join(shown.tokens[node] for node in shown.path)
+    assert shown.context + accepted_text + str(shown.bonus) == "def add(self, other"
 
 
 # --- as programs

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 import treespec.sampling.sampler
+from tests.commands import run
 from tests.models import tiny_llm
-from tests.test_cli import lend, run
+from tests.test_cli import lend
 from treespec import LLM, SamplingParams
 
 PROMPT = "5 6 7"

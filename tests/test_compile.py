@@ -12,36 +12,34 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.exactness import Run, differences, run, threads
+from tests.exactness import Run, assert_every_node_exact, assert_exact, differences, run, threads
 from tests.families import Case, make_model
 from tests.libraries import LIBRARIES
 from tests.models import (
     VOCAB,
     OracleDrafter,
     greedy,
-    make_draft,
     make_llama,
     new_folder,
     open_llm,
     random_prompts,
     tiny,
     tiny_llm,
+    tokens_of,
+    wide,
 )
+from tests.quantized_checkpoints import needs_compiler
 from tests.test_decoder_parity import our_logits, their_logits
 from treespec import SpecConfig
 from treespec.cache import KVCache
 from treespec.errors import ExactnessError
 from treespec_kernels.attention.tree_batch import RequestRows
-from treespec_kernels.cpu.cpu_library import CompileError, find_compiler
+from treespec_kernels.cpu.cpu_library import find_compiler
 from treespec_kernels.cpu.decoder_cpu import CompiledModel, build
 from treespec_kernels.cpu.growth_cpu import growth_library
 from treespec_kernels.tuning.testing import assert_close
 
-try:
-    COMPILER = find_compiler()
-except CompileError as error:
-    pytest.skip(str(error), allow_module_level=True)
-
+pytestmark = needs_compiler
 DTYPES = [torch.float32, torch.bfloat16]
 LENGTHS = (1, 2, 9, 31, 62, 63, 64, 65, 126)
 SPECS = {
@@ -62,19 +60,12 @@ def plain_run(dtype: torch.dtype) -> Run:
 def test_trees_give_the_bits_of_plain_decoding(dtype: torch.dtype) -> None:
     plain, llm = plain_run(dtype), tiny_llm(dtype, compile=True)
     for name, spec in SPECS.items():
-        tree = run(llm, plain.prompts, greedy(20), spec)
-        assert not (found := differences(plain, tree)), (name, found[:10])
-        assert tree.acceptance_length > 1.2, name
+        assert assert_exact(llm, plain, spec).acceptance_length > 1.2, name
 
 
 @both_dtypes
 def test_every_node_has_the_bits_of_plain_decoding(dtype: torch.dtype) -> None:
-    """Rejected nodes too: the tokens of each node's path, decoded plainly as prompts."""
-    llm = tiny_llm(dtype, compile=True)
-    tree = run(llm, random_prompts((61, 120)), greedy(4), SPECS["40"])
-    plain = run(llm, [list(prefix) for prefix in tree.logits], greedy(1), "off")
-    assert len(plain.logits) > 80
-    assert not [len(p) for p in plain.logits if not torch.equal(plain.logits[p], tree.logits[p])]
+    assert_every_node_exact(tiny_llm(dtype, compile=True), SPECS["40"])
 
 
 @both_dtypes
@@ -82,8 +73,8 @@ def test_company_chunks_and_places_change_nothing(dtype: torch.dtype) -> None:
     plain = plain_run(dtype)
     for chunk, seqs in ((1, 1), (7, 3), (512, 8)):
         llm = tiny_llm(dtype, (0, 2), prefill_chunk=chunk, max_num_seqs=seqs, compile=True)
-        assert not differences(plain, run(llm, plain.prompts, greedy(20), "off"))
-        assert not differences(plain, run(llm, plain.prompts, greedy(20), SPECS["16"]))
+        for spec in ("off", SPECS["16"]):
+            assert_exact(llm, plain, spec)
 
 
 @both_dtypes
@@ -91,19 +82,14 @@ def test_deep_accepts(dtype: torch.dtype) -> None:
     plain = plain_run(dtype)
     spec = SpecConfig(nodes=200, max_depth=12)  # beyond the reach of the eager packed attention
     oracle = OracleDrafter(plain.sequences, 9, wrong=8, bushy=True)
-    tree = run(open_llm(tiny(dtype)[0], [oracle], spec=spec, compile=True), plain.prompts, greedy(20), spec)
-    assert not differences(plain, tree)
-    assert tree.acceptance_length == 10
+    llm = open_llm(tiny(dtype)[0], [oracle], spec=spec, compile=True)
+    assert assert_exact(llm, plain, spec).acceptance_length == 10
 
 
 @both_dtypes
 def test_thread_counts_change_nothing(dtype: torch.dtype) -> None:
-    """Not even between engines: threads share out rows, heads and columns, never a sum. 8 heads of 32 over 4."""
-    root = new_folder("wide")
-    sizes = {"hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 8, "num_key_value_heads": 4}
-    target = make_llama(root / "target", 5, dtype, **sizes, head_dim=32, num_hidden_layers=2)
-    draft = make_draft(root / "ssm", target, 1, 0.05)
-    runs = []
+    """Not even between engines: threads share out rows, heads and columns, never a sum."""
+    (target, draft), runs = wide(dtype), []
     for count in (1, 2):
         with threads(count):
             llm = open_llm(target, [draft], max_model_len=768, compile=True)
@@ -176,13 +162,14 @@ def test_as_far_from_float32_as_transformers_is(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_without_the_widest_instructions() -> None:
     """The source's own vectors instead of AVX-512: other bits, the same promise."""
-    generic = (COMPILER[0], "-march=x86-64-v3") if torch.cpu._is_avx2_supported() else COMPILER
+    generic = find_compiler()
+    if torch.cpu._is_avx2_supported():
+        generic = (generic[0], "-march=x86-64-v3")
     with mock.patch("treespec.models.compiled.find_compiler", lambda: generic):
         for dtype in DTYPES:
             llm = open_llm(tiny(dtype)[0], tiny(dtype)[1][:1], prove=True, compile=True)
             prompts = random_prompts((9, 62))
-            plain = run(llm, prompts, greedy(12), "off")
-            assert not differences(plain, run(llm, prompts, greedy(12), SPECS["16"]))
+            assert_exact(llm, run(llm, prompts, greedy(12), "off"), SPECS["16"])
 
 
 def test_what_is_frozen_says_so() -> None:
@@ -220,12 +207,12 @@ def test_the_self_test_refuses_what_is_not_exact(name: str, monkeypatch: pytest.
 def test_nan_ends_its_own_request_alone() -> None:
     llm = open_llm(tiny()[0], tiny()[1][:1], max_num_seqs=3, compile=True)
     good = random_prompts((5, 70, 30), vocab=VOCAB - 1)
-    expected = [output.outputs[0].token_ids for output in llm.generate(good, greedy(12), "off")]
+    expected = tokens_of(llm.generate(good, greedy(12), "off"))
     with torch.inference_mode():
         llm.engine.runner.target.embed[VOCAB - 1] = math.nan
     outputs = llm.generate([good[0], [*good[1], VOCAB - 1, 5], *good[1:]], greedy(12), SPECS["16"])
     assert "NaN" in str(outputs.pop(1).error)
-    assert [output.outputs[0].token_ids for output in outputs] == expected
+    assert tokens_of(outputs) == expected
 
 
 COVERED = {

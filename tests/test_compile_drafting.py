@@ -2,6 +2,7 @@
 nothing."""
 
 import math
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.families import TYPICAL, make_model
-from tests.models import VOCAB, greedy, make_draft, new_folder, open_llm, random_prompts, tiny
+from tests.models import (
+    VOCAB,
+    assert_same_tree,
+    greedy,
+    make_draft,
+    new_folder,
+    open_llm,
+    random_prompts,
+    tiny,
+    tokens_of,
+)
 from tests.quantized_checkpoints import needs_compiler
 from tests.test_compile_families import fitting
 from treespec import LLM, SamplingParams, SpecConfig
@@ -25,14 +36,6 @@ from treespec.tree import TokenTree
 from treespec_kernels.cpu.growth_cpu import TreeGrowth
 
 pytestmark = needs_compiler
-
-
-def prompts_of(*lengths: int) -> list[list[int]]:
-    return random_prompts(lengths)
-
-
-def tokens_of(outputs: list[Any]) -> list[list[int]]:
-    return [output.outputs[0].token_ids for output in outputs]
 
 
 class Recorded(NamedTuple):
@@ -56,15 +59,6 @@ def recorded(llm: LLM) -> Iterator[Recorded]:
 
     with mock.patch.object(drafter, "propose", propose):
         yield found
-
-
-def assert_same(ours: TokenTree, theirs: TokenTree) -> None:
-    for name in ("tokens", "parents", "depths"):
-        assert (getattr(ours, name) == getattr(theirs, name)).all()
-    for name in ("parents", "children", "sources"):
-        assert (getattr(ours.draws, name) == getattr(theirs.draws, name)).all()
-    np.testing.assert_allclose(ours.probs, theirs.probs, rtol=1e-6)
-    np.testing.assert_allclose(ours.draws.probs, theirs.draws.probs, rtol=1e-6)
 
 
 class NumpyForest(Forest):
@@ -100,7 +94,7 @@ def test_trees_are_those_of_the_general_path(name: str) -> None:
     spec, options = SPECS[name]
     target, (first, *_) = tiny(torch.bfloat16)
     drafts = drafts_of(target, first, name == "families")
-    prompts = prompts_of(9, 50, 63, 64)
+    prompts = random_prompts((9, 50, 63, 64))
     params = [SamplingParams(max_tokens=count, ignore_eos=True, **options) for count in (6, 14, 9, 20)]
 
     def run() -> tuple[list[list[int]], Recorded]:
@@ -116,7 +110,7 @@ def test_trees_are_those_of_the_general_path(name: str) -> None:
     assert ours == theirs and len(compiled.trees) == len(general.trees) > 8
     for (context, tree), (other, expected) in zip(compiled.trees, general.trees, strict=True):
         assert context == other
-        assert_same(tree, expected)
+        assert_same_tree(tree, expected, rtol=1e-6)
     assert any(len(tree) > 4 for _, tree in compiled.trees)
     for (counts, trusted), (expected_counts, expected_trust) in zip(compiled.rounds, general.rounds, strict=True):
         assert counts == expected_counts
@@ -126,30 +120,28 @@ def test_trees_are_those_of_the_general_path(name: str) -> None:
 def test_greedy_trees_do_not_depend_on_sampled_neighbours() -> None:
     target, drafts = tiny(torch.bfloat16)
     llm = open_llm(target, drafts, compile=True)
-    prompts = prompts_of(9, 50, 63)
+    prompts = random_prompts((9, 50, 63))
     spec, asked = SpecConfig(nodes=16, sources=("ssm",)), greedy(12)  # lookup learns from all requests
     with recorded(llm) as alone:
         expected = tokens_of(llm.generate(prompts, asked, spec))
     sampled = [SamplingParams(temperature=0.8, seed=seed, max_tokens=12, ignore_eos=True) for seed in range(3)]
     with recorded(llm) as beside:
-        outputs = llm.generate([*prompts, *prompts_of(20, 31, 40)], [asked] * 3 + sampled, spec)
+        outputs = llm.generate([*prompts, *random_prompts((20, 31, 40))], [asked] * 3 + sampled, spec)
     assert tokens_of(outputs)[:3] == expected
     by_context = dict(beside.trees)
     for context, tree in alone.trees:
-        assert_same(tree, by_context[context])
+        assert_same_tree(tree, by_context[context], rtol=1e-6)
 
 
 @pytest.mark.parametrize("spec", [SpecConfig(nodes=16), SpecConfig(branching=(3, 2))], ids=["nodes", "static"])
 def test_a_draft_that_computes_nan_costs_only_time(spec: SpecConfig) -> None:
     """The one beside it drafts as if it were alone."""
     target, (good, *_) = tiny()
-    folder = new_folder("bad-draft") / "ssm-bad"
-    folder.mkdir()
-    (folder / "config.json").write_text((good / "config.json").read_text())
+    folder = Path(shutil.copytree(good, new_folder("bad-draft") / "ssm-bad"))
     tensors = load_file(good / "model.safetensors")
     tensors["model.norm.weight"][3] = math.nan
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    prompts = prompts_of(9, 50, 63)
+    prompts = random_prompts((9, 50, 63))
     plain = tokens_of(open_llm(target, compile=True).generate(prompts, greedy(16)))
     passes = []
     for drafts in ([good], [good, folder]):

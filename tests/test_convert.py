@@ -11,8 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
-from typer.testing import CliRunner
 
+from tests.commands import run
 from tests.conversions import FUSED, NO_BIAS, ODD, RENAMED, Q, add_families, assert_same, contents, make, tensors_of
 from tests.effort import effort
 from tests.models import make_llama
@@ -48,10 +48,8 @@ def logits(folder: Path) -> Tensor:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)(torch.arange(60)[None]).logits
 
 
-def run(*arguments: object, code: int = 0) -> Any:
-    result = CliRunner().invoke(app, [*map(str, arguments), "--json"])
-    assert result.exit_code == code, result.output
-    return json.loads(result.stdout)
+def document(*arguments: object, code: int = 0) -> dict[str, Any]:
+    return run("convert", *arguments, "--json", code=code, app=app).document
 
 
 # --- dtype and shards
@@ -134,7 +132,7 @@ def test_sizes(text: str, size: int) -> None:
 def test_bad_sizes(text: str, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r"--shard-size .*500MB, 2GB"):
         parse_bytes(text)
-    error = run("convert", make(tmp_path / "a"), tmp_path / "b", f"--shard-size={text}", code=2)["error"]
+    error = document(make(tmp_path / "a"), tmp_path / "b", f"--shard-size={text}", code=2)["error"]
     assert error["type"] == "OptionError" and not (tmp_path / "b").exists()
 
 
@@ -330,7 +328,7 @@ def test_what_cannot_be_quantised_while_converting(tmp_path: Path) -> None:
 
 def test_the_command(tmp_path: Path) -> None:
     source = make(tmp_path / "a")
-    report = run("convert", source, tmp_path / "b", "--dtype=bfloat16", "--shard-size=10KB", "--layout=phi3")
+    report = document(source, tmp_path / "b", "--dtype=bfloat16", "--shard-size=10KB", "--layout=phi3")
     assert report["family"] == "phi3" and report["dtypes"] == ["BF16"] and len(report["files"]) > 1
     assert_same(source, tmp_path / "b", torch.bfloat16)
     for arguments, kind in (
@@ -342,9 +340,9 @@ def test_the_command(tmp_path: Path) -> None:
         ([source], "UsageError"),
         ([source, tmp_path / "c", "--quantise=int8"], "UsageError"),
     ):
-        assert run("convert", *arguments, code=2)["error"]["type"] == kind
-    text = CliRunner().invoke(app, ["convert", str(source), str(tmp_path / "d")])
-    assert text.exit_code == 0 and "F32" in text.stdout and text.stderr == ""
+        assert document(*arguments, code=2)["error"]["type"] == kind
+    ran = run("convert", source, tmp_path / "d", app=app)
+    assert "F32" in ran.stdout and ran.stderr == ""
     assert not list(tmp_path.glob("*.partial"))
 
 

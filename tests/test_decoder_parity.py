@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests.models import VOCAB, greedy, make_llama, open_llm, random_prompts
+from tests.architectures import continuations
+from tests.models import VOCAB, greedy, make_llama, open_llm, random_prompts, tokens_of
 from treespec import LLM, SpecConfig
 from treespec.config import ModelConfig
 from treespec.request import Request
@@ -152,18 +153,7 @@ def test_generation_is_that_of_transformers(seed: int, tmp_path: Path) -> None:
     llm = open_llm(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for prompt in random_prompts((1, 23, 70), seed=seed):
-        ids = torch.tensor([prompt])
-        theirs = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=64,
-            min_new_tokens=64,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )[0, len(prompt) :]
-        (ours,) = llm.generate(prompt, greedy(64), "off")
-        assert ours.outputs[0].token_ids == theirs.tolist()
+        assert tokens_of(llm.generate(prompt, greedy(64), "off")) == continuations(model, [prompt], 64)
 
 
 def test_the_end_token_is_that_of_transformers(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.exactness import differences, run
-from tests.models import greedy, open_llm, random_prompts, tiny
+from tests.exactness import assert_exact, run
+from tests.models import assert_same_tree, greedy, open_llm, random_prompts, tiny
 from treespec import LLM, SpecConfig
 from treespec.drafters.trust import Trust
 from treespec.drawing.recording import watch
@@ -36,8 +36,7 @@ def test_a_draft_that_is_the_target_loses_nothing(copies: int, depth: int, dtype
     shapes = [(width,) * depth for width in (1, 2, 3) if width**depth < 40]
     specs = [SpecConfig(branching=shape, max_depth=12, sources=("ssm",)) for shape in shapes]
     for spec in specs[dtype == torch.bfloat16 :]:
-        tree = run(llm, prompts, greedy(TOKENS), spec)
-        assert not differences(plain, tree)
+        tree = assert_exact(llm, plain, spec)
         assert {output.metrics.target_passes for output in tree.outputs} == {-(-TOKENS // (depth + 1))}
         for output in tree.outputs:
             counts = output.metrics.accepted_by_source
@@ -54,13 +53,6 @@ def first_proposals(llm: LLM, keys: Iterable[tuple[int, ...]], spec: SpecConfig)
     with watch(llm.engine) as rounds:
         llm.generate([list(key) for key in keys], greedy(12), spec=spec)
     return proposals([each for each in rounds if each.number == 1])
-
-
-def assert_same_tree(a: TokenTree, b: TokenTree) -> None:
-    for name in ("tokens", "parents", "depths", "probs"):
-        assert np.array_equal(getattr(a, name), getattr(b, name)), name
-    for name in ("parents", "children", "sources", "probs"):
-        assert np.array_equal(getattr(a.draws, name), getattr(b.draws, name)), name
 
 
 @pytest.fixture

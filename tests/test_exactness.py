@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.exactness import Run, all_of, differences, run, threads
+from tests.exactness import Run, all_of, assert_every_node_exact, assert_exact, run, threads
 from tests.models import (
     CURVE,
     OracleDrafter,
@@ -19,6 +19,7 @@ from tests.models import (
     random_prompts,
     tiny,
     tiny_llm,
+    wide,
 )
 from treespec import LLM, SpecConfig
 from treespec.tree import TokenTree
@@ -48,12 +49,6 @@ def dtype_name(value: object) -> str | None:
 def plain_run(dtype: torch.dtype, lengths: tuple[int, ...] = LENGTHS, tokens: int = TOKENS) -> Run:
     """Plain decoding of the same prompts by an engine that has no drafts."""
     return run(tiny_llm(dtype, ()), random_prompts(lengths), greedy(tokens))
-
-
-def assert_exact(llm: LLM, plain: Run, spec: SpecConfig) -> Run:
-    tree = run(llm, plain.prompts, greedy(len(plain.tokens[0])), spec)
-    assert not (found := differences(plain, tree)), "\n".join(found[:10])
-    return tree
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
@@ -87,8 +82,8 @@ def test_prefill_chunks_and_batch_size_change_nothing(dtype: torch.dtype, chunk:
     plain = plain_run(dtype, (1, 9, 62, 65, 126), 14)
     for seqs in (1, 3):
         llm = tiny_llm(dtype, (0, 2), prefill_chunk=chunk, max_num_seqs=seqs)
-        assert not differences(plain, run(llm, plain.prompts, greedy(14), "off"))
-        assert_exact(llm, plain, SPECS["16"])
+        for spec in ("off", SPECS["16"]):
+            assert_exact(llm, plain, spec)
 
 
 @pytest.mark.parametrize("attention", ["cpu-packed", "cpu-gathered"])
@@ -100,7 +95,7 @@ def test_both_attentions_give_the_same_bits(attention: str) -> None:
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 def test_threads(dtype: torch.dtype, count: int) -> None:
-    """A model large enough that work is shared between threads, behind contexts of several tiles."""
+    """Behind contexts of several tiles."""
     with threads(count):
         llm = wide_llm(dtype, count)
         plain = run(llm, random_prompts((700, 129, 5)), greedy(10))
@@ -110,11 +105,9 @@ def test_threads(dtype: torch.dtype, count: int) -> None:
 
 @functools.cache
 def wide_llm(dtype: torch.dtype, count: int) -> LLM:
-    """8 heads of 32 over 4 KV heads; `count` keeps engines of different thread counts apart."""
-    root = new_folder("wide")
-    sizes = {"hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 8, "num_key_value_heads": 4}
-    target = make_llama(root / "target", 5, dtype, **sizes, head_dim=32, num_hidden_layers=2)
-    return open_llm(target, [make_draft(root / "ssm", target, 1, 0.05)], max_model_len=768)
+    """`count` keeps engines of different thread counts apart."""
+    target, draft = wide(dtype)
+    return open_llm(target, [draft], max_model_len=768)
 
 
 def test_float16_runs_with_a_fixed_row_count() -> None:
@@ -129,15 +122,7 @@ def test_float16_runs_with_a_fixed_row_count() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 def test_every_node_has_the_bits_of_plain_decoding(dtype: torch.dtype) -> None:
-    """Rejected nodes too: the tokens of each node's path, decoded plainly as prompts."""
-    llm = tiny_llm(dtype)
-    tree = run(llm, random_prompts((61, 120)), greedy(4), SPECS["40"])
-    prefixes = [list(prefix) for prefix in tree.logits]
-    assert len(prefixes) > 80
-    plain = run(llm, prefixes, greedy(1), "off")
-    found = [len(p) for p in plain.logits if not torch.equal(plain.logits[p], tree.logits[p])]
-    assert not found
-    assert not differences(plain, plain)
+    assert_every_node_exact(tiny_llm(dtype), SPECS["40"])
 
 
 @pytest.mark.parametrize("spec", ["off", "16", "auto"])

@@ -36,6 +36,14 @@ def engines_start_quickly() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def lent_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`treespec bench` gets an engine that is there already."""
+    from tests.models import tiny_llm
+
+    monkeypatch.setattr("treespec.bench.run.LLM", lambda *given, **options: tiny_llm())
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:

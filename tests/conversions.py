@@ -19,12 +19,10 @@ SIZES = {field: key for field, key in LLAMA.config_keys.items() if not field.end
 NO_BIAS = {"attention_bias": False, "o_bias": False, "mlp_bias": False}
 SPLIT = {f"layers.{{i}}.{part}" for part in ("q", "k", "v", "gate", "up")}
 QKV = ("layers.{i}.q", "layers.{i}.k", "layers.{i}.v")
+RENAMED = replace(LLAMA, model_type="mistral", config_keys=SIZES, defaults={"tied": False}, constants=NO_BIAS)
 FUSED = replace(
-    LLAMA,
+    RENAMED,
     model_type="phi3",
-    config_keys=SIZES,
-    defaults={"tied": False},
-    constants=NO_BIAS,
     tensors=(
         *(rule for rule in LLAMA.tensors if rule.params[0] not in SPLIT),
         TensorRule("model.layers.{i}.self_attn.qkv_proj.weight", QKV),
@@ -32,11 +30,7 @@ FUSED = replace(
     ),
 )
 ODD = replace(
-    LLAMA,
-    model_type="mistral",
-    config_keys=SIZES,
-    defaults={"tied": False},
-    constants=NO_BIAS,
+    RENAMED,
     tied_copy="out",
     tensors=(
         *(
@@ -52,9 +46,6 @@ ODD = replace(
 )
 
 
-RENAMED = replace(LLAMA, model_type="mistral", config_keys=SIZES, defaults={"tied": False}, constants=NO_BIAS)
-
-
 def add_families(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets the test at hand convert to FUSED and RENAMED, in the place of the families of their names."""
     for family in (FUSED, RENAMED):
@@ -63,22 +54,11 @@ def add_families(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
     """A random Llama checkpoint, with files beside the weights; sharded."""
-    config = LlamaConfig(
-        **{
-            "num_hidden_layers": 2,
-            "hidden_size": 24,
-            "intermediate_size": 33,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 10,
-            "vocab_size": 63,
-            "rms_norm_eps": 1e-3,
-            "tie_word_embeddings": False,
-        }
-        | options
-    )
+    config = {"num_hidden_layers": 2, "hidden_size": 24, "intermediate_size": 33, "num_attention_heads": 4}
+    config |= {"num_key_value_heads": 2, "head_dim": 10, "vocab_size": 63}
+    config |= {"rms_norm_eps": 1e-3, "tie_word_embeddings": False}
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config)
+    model = LlamaForCausalLM(LlamaConfig(**(config | options)))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0.5, 0.3)

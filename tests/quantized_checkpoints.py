@@ -1,11 +1,11 @@
 """Quantised checkpoints for tests."""
 
-import json
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
+from tests.models import edit_config
 from treespec_kernels.cpu.cpu_library import CompileError, find_compiler
 from treespec_weights.quantize import compressed_tensors, compressed_tensors_config, quantize
 
@@ -30,7 +30,4 @@ def quantize_folder(folder: Path, bits: int, group: int | None) -> Path:
         if ".layers." in name and tensor.dim() == 2:
             tensors |= compressed_tensors(name, quantize(tensors.pop(name), bits, group))
     save_file(tensors, folder / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = compressed_tensors_config(bits, group, ["lm_head"])
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    return edit_config(folder, quantization_config=compressed_tensors_config(bits, group, ["lm_head"]))

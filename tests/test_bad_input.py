@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models import CURVE, greedy, make_llama, open_llm, random_prompts, tiny, tiny_llm
+from tests.models import CURVE, edit_config, greedy, make_llama, open_llm, random_prompts, tiny, tiny_llm
 from tests.speech import add_tokenizer, speaking_folder
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.errors import CheckpointError, ConfigError, DraftError, KernelError, ModelError
@@ -148,24 +148,10 @@ def test_sources_that_an_engine_does_not_have() -> None:
 
 
 def test_neutral_values_pass() -> None:
-    SamplingParams(
-        n=1,
-        temperature=0,
-        top_k=-1,
-        top_p=1,
-        min_p=0,
-        repetition_penalty=1.0,
-        presence_penalty=0,
-        bad_words=[],
-        frequency_penalty=0.0,
-        min_tokens=0,
-        logprobs=None,
-        logit_bias=None,
-        logits_processors=None,
-        stop=None,
-        stop_token_ids=None,
-        seed=7,
-    )
+    neutral: dict[str, Any] = {"n": 1, "temperature": 0, "top_k": -1, "top_p": 1, "min_p": 0, "min_tokens": 0}
+    neutral |= {"repetition_penalty": 1.0, "presence_penalty": 0, "frequency_penalty": 0.0, "bad_words": []}
+    neutral |= dict.fromkeys(("logprobs", "logit_bias", "logits_processors", "stop", "stop_token_ids"))
+    SamplingParams(**neutral, seed=7)
     assert SpecConfig(policy="auto", verification="naive", sources=["ssm"]).sources == ("ssm",)
 
 
@@ -267,12 +253,8 @@ def broken_copy(folder: Path, change: Callable[[Path], object]) -> Path:
     return folder
 
 
-def edit_config(**changes: Any) -> Callable[[Path], object]:
-    def edit(folder: Path) -> None:
-        path = folder / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-    return edit
+def config(**changes: Any) -> Callable[[Path], object]:
+    return lambda folder: edit_config(folder, **changes)
 
 
 def truncate(folder: Path) -> None:
@@ -292,18 +274,18 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = 
     "no weights": (lambda f: (f / "model.safetensors").unlink(), CheckpointError, "safetensors"),
     "no config": (lambda f: (f / "config.json").unlink(), CheckpointError, "config.json"),
     "empty config": (lambda f: (f / "config.json").write_text(""), CheckpointError, "config.json"),
-    "other family": (edit_config(model_type="mamba"), CheckpointError, "'mamba'"),
-    "more layers": (edit_config(num_hidden_layers=4), CheckpointError, "model.layers.3"),
-    "fewer layers": (edit_config(num_hidden_layers=2), CheckpointError, "model.layers.2"),
-    "other size": (edit_config(intermediate_size=130), CheckpointError, "130"),
-    "other activation": (edit_config(hidden_act="swirl"), ModelError, "'swirl'"),
-    "other rope": (edit_config(rope_parameters={"rope_type": "swirl", "rope_theta": 1e4}), ModelError, "swirl"),
-    "no rope factor": (edit_config(rope_parameters={"rope_type": "linear", "rope_theta": 1e4}), ModelError, "factor"),
-    "absurd context": (edit_config(max_position_embeddings=-1), ValueError, "-1"),
-    "context of text": (edit_config(max_position_embeddings="long"), ValueError, "long"),
-    "absurd norm": (edit_config(rms_norm_eps="tiny"), ValueError, "tiny"),
-    "other dtype": (edit_config(dtype="int8"), ModelError, "'int8'"),
-    "end token of text": (edit_config(eos_token_id="end"), ValueError, "end"),
+    "other family": (config(model_type="mamba"), CheckpointError, "'mamba'"),
+    "more layers": (config(num_hidden_layers=4), CheckpointError, "model.layers.3"),
+    "fewer layers": (config(num_hidden_layers=2), CheckpointError, "model.layers.2"),
+    "other size": (config(intermediate_size=130), CheckpointError, "130"),
+    "other activation": (config(hidden_act="swirl"), ModelError, "'swirl'"),
+    "other rope": (config(rope_parameters={"rope_type": "swirl", "rope_theta": 1e4}), ModelError, "swirl"),
+    "no rope factor": (config(rope_parameters={"rope_type": "linear", "rope_theta": 1e4}), ModelError, "factor"),
+    "absurd context": (config(max_position_embeddings=-1), ValueError, "-1"),
+    "context of text": (config(max_position_embeddings="long"), ValueError, "long"),
+    "absurd norm": (config(rms_norm_eps="tiny"), ValueError, "tiny"),
+    "other dtype": (config(dtype="int8"), ModelError, "'int8'"),
+    "end token of text": (config(eos_token_id="end"), ValueError, "end"),
 }
 
 

@@ -12,8 +12,7 @@ import pytest
 
 import treespec.executors.host_executor
 from tests.commands import run
-from tests.models import make_llama, new_folder, open_llm, random_prompts, tiny, tiny_llm
-from treespec import LLM
+from tests.models import make_llama, new_folder, open_llm, random_prompts, tiny
 from treespec.bench.measure import Sample
 from treespec.bench.modes import PLAIN, Mode, our_modes, peer_modes, select
 from treespec.bench.profile import MEANING
@@ -29,53 +28,21 @@ from treespec_weights import default_folder
 
 pytestmark = pytest.mark.slow
 
-FIGURES = {
-    "mode",
-    "engine",
-    "label",
-    "nodes",
-    "k",
-    "sources",
-    "total_output_tokens",
-    "output_throughput",
-    "mean_ttft_ms",
-    "p50_itl_ms",
-    "p99_itl_ms",
-    "speedup",
-    "speedup_min",
-    "speedup_max",
-    "acceptance_length",
-    "acceptance_length_not_looping",
-    "acceptance_length_by_kind",
-    "acceptance_by_depth",
-    "mismatches",
-    "distinct_4grams",
-    "nodes_per_pass",
-    "efficiency",
-    "pass_ratio",
-    "draft_share",
-    "profile_ms",
-}
+FIGURES = set(
+    """mode engine label nodes k sources total_output_tokens output_throughput mean_ttft_ms p50_itl_ms p99_itl_ms
+    speedup speedup_min speedup_max acceptance_length acceptance_length_not_looping acceptance_length_by_kind
+    acceptance_by_depth mismatches distinct_4grams nodes_per_pass efficiency pass_ratio draft_share
+    profile_ms""".split()
+)
 
 
 @pytest.fixture
 def ids_file(tmp_path: Path) -> Path:
     """Prompts of two kinds for models without a tokenizer."""
-    lines = [
-        json.dumps({"prompt_token_ids": tokens, "kind": "data" if i % 2 else "code"})
-        for i, tokens in enumerate(random_prompts([5, 9, 17, 30]))
-    ]
+    kinds = zip(random_prompts([5, 9, 17, 30]), ["code", "data"] * 2, strict=True)
     path = tmp_path / "ids.jsonl"
-    path.write_text("\n".join(lines))
+    path.write_text("\n".join(json.dumps({"prompt_token_ids": tokens, "kind": kind}) for tokens, kind in kinds))
     return path
-
-
-@pytest.fixture
-def lent(monkeypatch: pytest.MonkeyPatch) -> LLM:
-    """The benchmark gets an engine that is there already."""
-    llm = tiny_llm()
-    monkeypatch.setattr("treespec.bench.run.LLM", lambda *given, **options: llm)
-    return llm
 
 
 def arguments(ids_file: Path, *more: object) -> list[str]:
@@ -161,7 +128,7 @@ def test_mismatches_counts_every_position() -> None:
     assert mismatches([[1, 2], [5, 6, 7]], plain) == 3
 
 
-def test_a_planted_fault_is_reported(ids_file: Path, lent: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_fault_is_reported(ids_file: Path, lent_engine: None, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = options(ids_file, only=("tree-ssms-n8",), peers=False)
     [plain, tree] = bench(chosen)["runs"][0]["modes"]
     assert plain["mismatches"] == tree["mismatches"] == 0
@@ -179,8 +146,8 @@ def test_looping_outputs_are_left_out() -> None:
     lively, looping = list(range(40)), [1, 2] * 20
     assert distinct_share(lively) == 1.0 and distinct_share(looping) < 0.1 and distinct_share([1]) == 1.0
     prompts = [Prompt([1], "code"), Prompt([1], "data")]
-    plain = _sample([lively, looping], passes=[40, 40])
-    tree = _sample([lively, looping], passes=[20, 10])
+    plain = sample_of([lively, looping], passes=[40, 40])
+    tree = sample_of([lively, looping], passes=[20, 10])
     figures = summarise(Mode("m", "m", {"nodes": 8}), [tree], [plain], prompts)
     assert figures["acceptance_length"] == 80 / 30 and figures["acceptance_length_not_looping"] == 2.0
     assert figures["acceptance_length_by_kind"] == {"code": 2.0, "data": 4.0}
@@ -188,8 +155,8 @@ def test_looping_outputs_are_left_out() -> None:
 
 def test_speedup_is_within_a_repeat_and_efficiency_by_its_definition() -> None:
     prompts = [Prompt([1])]
-    slow, fast = _sample([list(range(8))], [8], seconds=8.0), _sample([list(range(8))], [8], seconds=4.0)
-    trees = [_sample([list(range(8))], [2], seconds=4.0, draft=1.0), _sample([list(range(8))], [2], seconds=1.0)]
+    slow, fast = sample_of([list(range(8))], [8], seconds=8.0), sample_of([list(range(8))], [8], seconds=4.0)
+    trees = [sample_of([list(range(8))], [2], seconds=4.0, draft=1.0), sample_of([list(range(8))], [2], seconds=1.0)]
     figures = summarise(Mode("m", "m", {"nodes": 8}), trees, [slow, fast], prompts)
     assert (figures["speedup_min"], figures["speedup"], figures["speedup_max"]) == (2.0, 3.0, 4.0)
     assert figures["output_throughput"] == (2 + 8) / 2
@@ -198,7 +165,8 @@ def test_speedup_is_within_a_repeat_and_efficiency_by_its_definition() -> None:
     assert figures["efficiency"] == pytest.approx(sum(expected) / 2)
 
 
-def _sample(tokens: list[list[int]], passes: list[int], seconds: float = 1.0, draft: float = 0.0) -> Sample:
+def sample_of(tokens: list[list[int]], passes: list[int], seconds: float = 1.0, draft: float = 0.0) -> Sample:
+    """Measurements of a mode that took so many passes for each prompt's tokens."""
     count, rounds = sum(map(len, tokens)), sum(passes)
     parts = dict.fromkeys(MEANING, 0.0) | {"draft": draft, "forward": seconds - draft}
     return Sample(
@@ -219,7 +187,7 @@ def _sample(tokens: list[list[int]], passes: list[int], seconds: float = 1.0, dr
 def test_best_and_comparisons() -> None:
     names = [PLAIN, "auto", "hf-plain", "hf-assisted-a-k3", "hf-assisted-b-own"]
     rates = dict(zip(names, (1.0, 4.0, 0.5, 1.0, 2.0), strict=True))
-    samples = {name: [_sample([[1] * 8], [8], seconds=8 / rate)] * 2 for name, rate in rates.items()}
+    samples = {name: [sample_of([[1] * 8], [8], seconds=8 / rate)] * 2 for name, rate in rates.items()}
     modes = [
         {"mode": name, "engine": "transformers" if "hf" in name else "treespec", "output_throughput": rate}
         for name, rate in rates.items()
@@ -236,27 +204,10 @@ def test_best_and_comparisons() -> None:
 
 def test_modes() -> None:
     ours, peers = our_modes(["x", "y"], [3, 5], [8]), peer_modes(["x", "y"], [3])
-    assert [mode.name for mode in ours] == [
-        "plain",
-        "chain-k3",
-        "chain-k5",
-        "tree-x-n8",
-        "tree-y-n8",
-        "tree-ssms-n8",
-        "tree-trusted-n8",
-        "tree-lookup-n8",
-        "tree-everything-n8",
-        "tree-trusted-lookup-n8",
-        "auto",
-    ]
-    assert [peer.name for peer in peers] == [
-        "hf-plain",
-        "hf-assisted-x-k3",
-        "hf-assisted-x-own",
-        "hf-assisted-y-k3",
-        "hf-assisted-y-own",
-        "hf-lookup-k3",
-    ]
+    trees = [f"tree-{kind}-n8" for kind in "x y ssms trusted lookup everything trusted-lookup".split()]
+    assert [mode.name for mode in ours] == ["plain", "chain-k3", "chain-k5", *trees, "auto"]
+    assisted = [f"hf-assisted-{draft}-{count}" for draft in "xy" for count in ("k3", "own")]
+    assert [peer.name for peer in peers] == ["hf-plain", *assisted, "hf-lookup-k3"]
     assert [mode.name for mode in our_modes([], [3], [8])] == ["plain", "tree-lookup-n8", "auto"]
     assert "tree-x-n8" not in [mode.name for mode in our_modes(["x"], [3], [8])], "one SSM alone is all SSMs"
     chosen = select(ours, peers, ["tree-?-*", "hf-plain"])
@@ -266,7 +217,7 @@ def test_modes() -> None:
         select(ours, peers, ["nothing"])
 
 
-def test_document_of_all_kinds_of_modes(ids_file: Path, lent: LLM) -> None:
+def test_document_of_all_kinds_of_modes(ids_file: Path, lent_engine: None) -> None:
     more = options(ids_file, batches=(1, 2), repeats=2, warmup=1)
     document = bench(more)
     json.dumps(document)
@@ -298,33 +249,23 @@ def test_document_of_all_kinds_of_modes(ids_file: Path, lent: LLM) -> None:
 # --- the command
 
 
-def test_prints_tables(ids_file: Path, lent: LLM) -> None:
+def test_prints_tables(ids_file: Path, lent_engine: None) -> None:
     ran = run(*arguments(ids_file, "--only", "chain-k3", "tree-ssms-n8", "hf-plain", "--profile"))
-    for part in (
-        "float32",
-        "3 (2 code, 1 data)",
-        "plain decoding",
-        "chain, K=3",
-        "all SSMs, 8 nodes",
-        "transformers plain",
-        "times as fast",
-        "acceptance length",
-        "ms per round",
-        "efficiency",
-        "output tokens per target pass",
-    ):
+    modes = ["plain decoding", "chain, K=3", "all SSMs, 8 nodes", "transformers plain"]
+    figures = ["times as fast", "acceptance length", "ms per round", "efficiency", "output tokens per target pass"]
+    for part in ("float32", "3 (2 code, 1 data)", *modes, *figures):
         assert part in ran.stdout, part
     assert "grown" not in ran.stdout
 
 
-def test_prints_one_document(ids_file: Path, lent: LLM, tmp_path: Path) -> None:
+def test_prints_one_document(ids_file: Path, lent_engine: None, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     ran = run(*arguments(ids_file, "--only", "chain-k3", "--no-peers", "--json", "--out", out))
     assert ran.document == json.loads(out.read_text())
     assert [mode["mode"] for mode in ran.document["runs"][0]["modes"]] == ["plain", "chain-k3"]
 
 
-def test_progress_goes_to_stderr(ids_file: Path, lent: LLM) -> None:
+def test_progress_goes_to_stderr(ids_file: Path, lent_engine: None) -> None:
     """Stderr is no terminal here: a line for each part. The expected duration stands before the first of them."""
     given = ["--only", "plain", "chain-k3", "--no-peers", "--json", "--samples", 3, "--warmup", 1, "--repeats", 4]
     ran = run(*arguments(ids_file), *given)
@@ -355,26 +296,8 @@ def test_grown_figures_say_so(tmp_path: Path, ids_file: Path, monkeypatch: pytes
         "treespec.bench.run.LLM",
         lambda model, given, spec, **rest: open_llm(model, [drafts[0]] if given else [], max_num_seqs=1),
     )
-    given = [
-        "--model",
-        target,
-        "--draft",
-        drafts[0],
-        "--prompts",
-        ids_file,
-        "--samples",
-        2,
-        "--max-tokens",
-        8,
-        "--repeats",
-        1,
-        "--warmup",
-        0,
-        "--only",
-        "tree-ssms-n16",
-        "--grow",
-        "4M",
-    ]
+    sizes = "--samples 2 --max-tokens 8 --repeats 1 --warmup 0 --only tree-ssms-n16 --grow 4M".split()
+    given = ["--model", target, "--draft", drafts[0], "--prompts", ids_file, *sizes]
     ran = run("bench", *given)
     assert f"it computes the function of {target}: 0 of its tokens differ" in ran.stdout
     tables = [line for line in ran.stdout.splitlines() if line.startswith("batch")]
@@ -384,7 +307,7 @@ def test_grown_figures_say_so(tmp_path: Path, ids_file: Path, monkeypatch: pytes
     assert document["grown"]["mismatches_with_source"] == 0
 
 
-def test_plot_writes_a_picture(ids_file: Path, lent: LLM, tmp_path: Path) -> None:
+def test_plot_writes_a_picture(ids_file: Path, lent_engine: None, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot = tmp_path / "plot.svg"
     run(*arguments(ids_file, "--only", "chain-k3", "auto", "hf-plain", "--batch", "1,2", "--plot", plot))
@@ -407,14 +330,14 @@ def test_plot_writes_a_picture(ids_file: Path, lent: LLM, tmp_path: Path) -> Non
         (["--batch", "1,4"], "--batch 4, but there are 3 prompts; give more --samples"),
     ],
 )
-def test_bad_options(given: list[str], message: str, ids_file: Path, lent: LLM) -> None:
+def test_bad_options(given: list[str], message: str, ids_file: Path, lent_engine: None) -> None:
     given = given if "--only" in given else [*given, "--only", "chain-k3"]
     ran = run(*arguments(ids_file, *given), code=2)
     assert message in " ".join(ran.stderr.split())
     assert message in run(*arguments(ids_file, *given, "--json"), code=2).document["error"]["message"]
 
 
-def test_text_prompts_need_a_tokenizer(tmp_path: Path, lent: LLM) -> None:
+def test_text_prompts_need_a_tokenizer(tmp_path: Path, lent_engine: None) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "text"}\n')
     ran = run(*arguments(path, "--only", "chain-k3"), code=2)
@@ -430,21 +353,9 @@ def test_plot_without_matplotlib_says_what_to_install(
 
 
 def test_several_values_after_one_flag() -> None:
-    given = ["--k-values", "3", "5", "--json", "--nodes=8", "16", "--model", "m", "--batch", "1,2"]
-    assert repeat_flags(given) == [
-        "--k-values",
-        "3",
-        "--k-values",
-        "5",
-        "--json",
-        "--nodes=8",
-        "--nodes",
-        "16",
-        "--model",
-        "m",
-        "--batch",
-        "1,2",
-    ]
+    given = "--k-values 3 5 --json --nodes=8 16 --model m --batch 1,2"
+    repeated = "--k-values 3 --k-values 5 --json --nodes=8 --nodes 16 --model m --batch 1,2"
+    assert repeat_flags(given.split()) == repeated.split()
     assert integers("--batch", ["1,2", "4"], (1,)) == (1, 2, 4)
     assert integers("--batch", None, (1,)) == (1,) and integers("--batch", ["2,2"], (1,)) == (2,)
 

@@ -1,6 +1,7 @@
 """`treespec bench` at a temperature: paired seeds, rules on one tree, intervals, and the shares of a round."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +12,13 @@ import pytest
 import treespec.sampling.sampler
 from tests.commands import run
 from tests.models import random_prompts, tiny_llm
-from tests.test_bench import arguments, options
-from treespec import LLM, SamplingParams, SpecConfig
+from tests.test_bench import arguments, options, sample_of
+from treespec import SamplingParams, SpecConfig
 from treespec.bench.measure import Sample, interleave, run_ours, sampling_seed
 from treespec.bench.modes import PLAIN, Mode
 from treespec.bench.profile import MEANING, profiled
+from treespec.bench.prompts import Prompt
+from treespec.bench.report import summarise
 from treespec.bench.rule_comparison import PAIRS, default_branching, intervals, parse_rules, rule_modes
 from treespec.bench.run import bench
 from treespec.config import RANDOM_DRAWS, VERIFICATIONS
@@ -33,14 +36,6 @@ def prompts(tmp_path: Path) -> Path:
     path = tmp_path / "ids.jsonl"
     path.write_text("\n".join(json.dumps({"prompt_token_ids": tokens}) for tokens in random_prompts([5, 9, 17])))
     return path
-
-
-@pytest.fixture
-def lent(monkeypatch: pytest.MonkeyPatch) -> LLM:
-    """The benchmark gets an engine that is there already."""
-    llm = tiny_llm()
-    monkeypatch.setattr("treespec.bench.run.LLM", lambda *given, **options: llm)
-    return llm
 
 
 # --- what is run
@@ -162,7 +157,7 @@ def test_the_noise_has_its_own_part(rule: str) -> None:
 # --- the document
 
 
-def test_rules_in_one_document(prompts: Path, lent: LLM) -> None:
+def test_rules_in_one_document(prompts: Path, lent_engine: None) -> None:
     chosen = options(prompts, temperature=0.9, verification=VERIFICATIONS, branching=(2, 2), repeats=2, batches=(1, 2))
     document = bench(chosen)
     json.dumps(document, allow_nan=False)
@@ -182,22 +177,17 @@ def test_rules_in_one_document(prompts: Path, lent: LLM) -> None:
             assert set(mode["accepted_by_source"]) <= {"ssm-1", "ssm-2", "ssm-3"}
 
 
-def test_ordinary_modes_sampled(prompts: Path, lent: LLM) -> None:
+def test_ordinary_modes_sampled(prompts: Path, lent_engine: None) -> None:
     names = ("auto", "tree-ssms-*", "tree-everything-*", "chain-k3")
     document = bench(options(prompts, temperature=1.0, only=names, repeats=2))
     [figures] = document["runs"]
-    assert [mode["mode"] for mode in figures["modes"]] == [
-        PLAIN,
-        "chain-k3",
-        "tree-ssms-n8",
-        "tree-everything-n8",
-        "auto",
-    ]
+    ran = [PLAIN, "chain-k3", "tree-ssms-n8", "tree-everything-n8", "auto"]
+    assert [mode["mode"] for mode in figures["modes"]] == ran
     assert all(mode["mismatches"] == 0 for mode in figures["modes"]) and figures["rules"] is None
     assert figures["peers_left_out"] == [] and figures["comparisons"] == []
 
 
-def test_a_planted_fault_is_counted(prompts: Path, lent: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_fault_is_counted(prompts: Path, lent_engine: None, monkeypatch: pytest.MonkeyPatch) -> None:
     temper = treespec.sampling.sampler.Sampler.walk
 
     def wrong(self: Any, tree: Any, *rest: Any) -> Any:
@@ -211,26 +201,9 @@ def test_a_planted_fault_is_counted(prompts: Path, lent: LLM, monkeypatch: pytes
 
 
 def test_looping_is_judged_over_repeats() -> None:
-    from treespec.bench.prompts import Prompt
-    from treespec.bench.report import summarise
-
-    def sample(*outputs: list[int]) -> Sample:
-        ones = [1.0] * len(outputs)
-        return Sample(
-            tokens=list(outputs),
-            decode_seconds=1.0,
-            decoded=40,
-            total_seconds=1.0,
-            ttft=ones,
-            per_token=ones,
-            passes=[20] * len(outputs),
-            nodes=40,
-            rounds=40,
-            parts=dict.fromkeys(MEANING, 1.0),
-        )
-
     lively, looping = list(range(40)), [1, 2] * 20
-    repeats = [sample(lively, looping), sample(looping, looping)]
+    repeats = [sample_of(outputs, passes=[20, 20]) for outputs in ([lively, looping], [looping, looping])]
+    repeats = [replace(sample, parts=dict.fromkeys(MEANING, 1.0)) for sample in repeats]
     mode = Mode("m", "m", {"nodes": 8}, keeps_tokens=False)
     figures = summarise(mode, repeats, repeats, [Prompt([1]), Prompt([2])], sampled=True)
     assert figures["acceptance_length_not_looping"] == 2.0 and figures["mismatches"] is None
@@ -240,26 +213,19 @@ def test_looping_is_judged_over_repeats() -> None:
 # --- the command
 
 
-def test_prints_rules(prompts: Path, lent: LLM) -> None:
+def test_prints_rules(prompts: Path, lent_engine: None) -> None:
     given = arguments(prompts, "--verification", "all", "--branching", "2,1", "--temperature", 0.9)
     at = given.index("--nodes")
     ran = run(*given[:at], *given[at + 2 :])
-    for part in (
-        "temperature 0.9",
-        "2,1 (5 nodes)",
-        "SSM drafts only",
-        "traversal, 5 nodes, less rejection",
-        "95 % interval",
-        "by rule",
-        "preserve the distribution",
-        "transformers is skipped",
-    ):
+    setting = ["temperature 0.9", "2,1 (5 nodes)", "SSM drafts only", "transformers is skipped"]
+    figures = ["traversal, 5 nodes, less rejection", "95 % interval", "by rule", "preserve the distribution"]
+    for part in setting + figures:
         assert part in ran.stdout, part
     [line] = [line for line in ran.stdout.splitlines() if line.startswith("rejection, 5 nodes") and "(" in line]
     assert line.split()[-1] == "-"
 
 
-def test_default_temperature_and_tree_of_rules(prompts: Path, lent: LLM) -> None:
+def test_default_temperature_and_tree_of_rules(prompts: Path, lent_engine: None) -> None:
     document = run(*arguments(prompts, "--verification", "naive", "rejection", "--json")).document
     assert document["temperature"] == 0.8
     assert [mode["branching"] for mode in document["runs"][0]["modes"]] == [None, [2, 1, 1], [2, 1, 1]]
@@ -277,12 +243,12 @@ def test_default_temperature_and_tree_of_rules(prompts: Path, lent: LLM) -> None
         (["--temperature", "1", "--only", "hf-plain"], "--only hf-plain"),
     ],
 )
-def test_bad_options(given: list[str], message: str, prompts: Path, lent: LLM) -> None:
+def test_bad_options(given: list[str], message: str, prompts: Path, lent_engine: None) -> None:
     sizes = ["--nodes", "8"] if "--branching" not in given else []
     document = run("bench", "--prompts", prompts, *sizes, *given, "--json", code=2).document
     assert message in document["error"]["message"]
 
 
-def test_rules_need_an_ssm(prompts: Path, lent: LLM) -> None:
+def test_rules_need_an_ssm(prompts: Path, lent_engine: None) -> None:
     with pytest.raises(ConfigError, match="no SSM; give --draft"):
         bench(options(prompts, verification=("coupled",), drafts=[]))

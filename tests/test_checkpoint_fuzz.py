@@ -164,6 +164,13 @@ def try_everything(rng: random.Random, folder: Path) -> bool:
     return weights is not None
 
 
+def save_llama(folder: Path, max_shard_size: str = "1GB", **options: Any) -> None:
+    """A tiny random checkpoint."""
+    sizes = {"hidden_size": 12, "intermediate_size": 10, "head_dim": 6, "vocab_size": 17}
+    config = LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes, **options)
+    LlamaForCausalLM(config).save_pretrained(folder, max_shard_size=max_shard_size)
+
+
 @pytest.mark.parametrize("sharded", [False, True])
 def test_fuzz(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sharded: bool) -> None:
     """1,000 mutated folders each: loaded and converted as described, or refused by one of our errors, without ado.
@@ -172,17 +179,7 @@ def test_fuzz(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sharded: bool) ->
     """
     monkeypatch.setattr("os.fsync", lambda descriptor: None)  # nobody needs these files after a power cut
     folder = tmp_path / "model"
-    config = LlamaConfig(
-        num_hidden_layers=2,
-        hidden_size=12,
-        intermediate_size=10,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=6,
-        vocab_size=17,
-        tie_word_embeddings=True,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="3KB" if sharded else "1GB")
+    save_llama(folder, "3KB" if sharded else "1GB", num_hidden_layers=2, tie_word_embeddings=True)
     assert len(list(folder.glob("*.safetensors"))) == (4 if sharded else 1)
     for outside in ("x.safetensors", "x"):  # what a path that leads outside would find, and must not touch
         (tmp_path / outside).write_bytes(next(folder.glob("*.safetensors")).read_bytes())
@@ -209,17 +206,8 @@ def test_fuzzed_configs_in_another_layout(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setitem(FAMILIES, "mistral", family)
     monkeypatch.setattr("os.fsync", lambda descriptor: None)
     folder = tmp_path / "model"
-    config = LlamaConfig(
-        num_hidden_layers=1,
-        hidden_size=8,
-        intermediate_size=6,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=4,
-        vocab_size=11,
-        rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+    save_llama(folder, num_hidden_layers=1, rope_parameters=rope)
     original = (folder / "config.json").read_text()
     rng = random.Random(2)
     accepted = 0

@@ -81,26 +81,12 @@ def random_weights(case: Case, layers: int) -> Weights:
 
     embed = random(VOCAB + 1, HIDDEN, gain=HIDDEN**0.5)
     embed[POISON] = torch.nan
-    parts = [
-        LayerWeights(
-            ONES,
-            ONES,
-            None,
-            None,
-            None,
-            random((heads + 2 * case.kv_heads) * dim, HIDDEN, gain=1.5),
-            None,
-            random(HIDDEN, heads * dim, gain=3.0),
-            None,
-            random(2 * HIDDEN, HIDDEN),
-            None,
-            torch.zeros(HIDDEN, HIDDEN, dtype=case.dtype),
-            None,
-            0,
-            case.window,
-        )
-        for _ in range(layers)
-    ]
+    down, parts = torch.zeros(HIDDEN, HIDDEN, dtype=case.dtype), []
+    for _ in range(layers):
+        qkv = random((heads + 2 * case.kv_heads) * dim, HIDDEN, gain=1.5)
+        o, gate_up = random(HIDDEN, heads * dim, gain=3.0), random(2 * HIDDEN, HIDDEN)
+        matrices = (qkv, None, o, None, gate_up, None, down, None)  # each with its bias
+        parts.append(LayerWeights(ONES, ONES, None, None, None, *matrices, 0, case.window))
     return Weights(embed, parts, random(VOCAB, HIDDEN))
 
 

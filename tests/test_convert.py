@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 from tests.commands import run
 from tests.conversions import FUSED, NO_BIAS, ODD, RENAMED, Q, add_families, assert_same, contents, make, tensors_of
 from tests.effort import effort
-from tests.models import make_llama
+from tests.models import edit_config, make_llama
 from treespec_weights import (
     FAMILIES,
     CheckpointError,
@@ -79,8 +79,7 @@ def test_every_dtype(tmp_path: Path, stored: torch.dtype, dtype: torch.dtype | N
 
 def test_the_older_key_of_the_dtype_is_replaced(tmp_path: Path) -> None:
     source = make(tmp_path / "a")
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps({**config, "dtype": None, "torch_dtype": "float32"}))
+    edit_config(source, dtype=None, torch_dtype="float32")
     convert_checkpoint(source, tmp_path / "b", dtype=torch.bfloat16)
     config = read_config(tmp_path / "b")
     assert config["dtype"] == "bfloat16" and "torch_dtype" not in config
@@ -211,10 +210,7 @@ def test_pack_undoes_unpack(layout: Any, heads: int) -> None:
 
 def test_keys_that_families_take_otherwise_when_missing_are_written_out(tmp_path: Path) -> None:
     source = make(tmp_path / "a")
-    config = json.loads((source / "config.json").read_text())
-    for key in ("rms_norm_eps", "max_position_embeddings", "hidden_act", "pad_token_id"):
-        config.pop(key, None)
-    (source / "config.json").write_text(json.dumps(config))
+    edit_config(source, drop=("rms_norm_eps", "max_position_embeddings", "hidden_act", "pad_token_id"))
     convert_checkpoint(source, tmp_path / "b", layout="phi3")
     config = read_config(tmp_path / "b")
     assert config["rms_norm_eps"] == 1e-6 and config["max_position_embeddings"] == 2048
@@ -236,39 +232,20 @@ def test_what_a_layout_cannot_express_is_refused(tmp_path: Path, monkeypatch: py
     with monkeypatch.context() as patch:
         patch.setitem(FAMILIES, "mistral", replace(RENAMED, constants={**NO_BIAS, "attention_bias": True}))
         refused_layout(make(tmp_path / "plain"), "mistral", "'layers.{i}.q_bias': a mistral model has this parameter")
-    scaled = make(
-        tmp_path / "scaled",
-        rope_parameters={
-            "rope_type": "llama3",
-            "rope_theta": 1e4,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 128,
-        },
-    )
+    rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 128}
+    scaled = make(tmp_path / "scaled", rope_parameters=rope | {"low_freq_factor": 1.0, "high_freq_factor": 4.0})
     refused_layout(scaled, "phi3", "'phi3': transformers refuses it", "llama3")
     convert_checkpoint(scaled, tmp_path / "mistral", layout="mistral")
     assert torch.equal(logits(tmp_path / "mistral"), logits(scaled))
-    config = MistralConfig(
-        num_hidden_layers=1,
-        hidden_size=16,
-        intermediate_size=8,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        vocab_size=20,
-        sliding_window=7,
-        head_dim=8,
-    )
-    MistralForCausalLM(config).save_pretrained(tmp_path / "window")
-    refused_layout(
-        tmp_path / "window", "llama", "'sliding_window': 7 cannot be expressed in the config of a llama model"
-    )
-    convert_checkpoint(tmp_path / "window", tmp_path / "fused", layout="phi3")
+    sizes = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 8, "head_dim": 8, "vocab_size": 20}
+    config = MistralConfig(num_attention_heads=2, num_key_value_heads=1, sliding_window=7, **sizes)
+    window = tmp_path / "window"
+    MistralForCausalLM(config).save_pretrained(window)
+    refused_layout(window, "llama", "'sliding_window': 7 cannot be expressed in the config of a llama model")
+    convert_checkpoint(window, tmp_path / "fused", layout="phi3")
     assert read_config(tmp_path / "fused")["sliding_window"] == 7
-    config = read_config(tmp_path / "fused")
-    config["rope_parameters"]["partial_rotary_factor"] = 0.5
-    (tmp_path / "fused" / "config.json").write_text(json.dumps(config))
+    rope = read_config(tmp_path / "fused")["rope_parameters"]
+    edit_config(tmp_path / "fused", rope_parameters=rope | {"partial_rotary_factor": 0.5})
     refused_layout(tmp_path / "fused", "mistral", "'partial_rotary_factor': 0.5")
     with pytest.raises(OptionError, match=r"--layout gpt5: valid are .*llama"):
         convert_checkpoint(biased, tmp_path / "x", layout="gpt5")

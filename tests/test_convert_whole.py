@@ -16,6 +16,7 @@ from torch import Tensor
 
 import treespec_weights.writer
 from tests.conversions import Q, add_families, assert_same, contents, make, tensors_of
+from tests.models import edit_config
 from treespec_weights import CheckpointError, OptionError, UnsupportedModelError, WriteError, convert_checkpoint
 
 pytestmark = pytest.mark.slow
@@ -51,11 +52,10 @@ def test_the_destination_must_be_free(tmp_path: Path) -> None:
 
 def test_a_source_that_is_not_what_its_config_says(tmp_path: Path) -> None:
     source = make(tmp_path / "a")
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(config | {"intermediate_size": 34}))
+    edit_config(source, intermediate_size=34)
     with pytest.raises(CheckpointError, match=r"up_proj.weight': has shape \[33, 24\], expected \[34, 24\]"):
         convert_checkpoint(source, tmp_path / "b")
-    (source / "config.json").write_text(json.dumps(config | {"model_type": "nope"}))
+    edit_config(source, intermediate_size=33, model_type="nope")
     with pytest.raises(UnsupportedModelError, match="'nope' is not supported"):
         convert_checkpoint(source, tmp_path / "b")
     assert [path.name for path in tmp_path.iterdir()] == ["a"]

@@ -1,6 +1,5 @@
 """The decoder against transformers on random models: exactness is not bought with accuracy."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.architectures import continuations
-from tests.models import VOCAB, greedy, make_llama, open_llm, random_prompts, tokens_of
+from tests.models import VOCAB, edit_config, greedy, make_llama, open_llm, random_prompts, tokens_of
 from treespec import LLM, SpecConfig
 from treespec.config import ModelConfig
 from treespec.request import Request
@@ -125,15 +124,10 @@ def test_configurations_of_older_checkpoints(rope: str, tmp_path: Path) -> None:
     )
     (tokens,) = random_prompts((LENGTH,))
     expected = their_logits(folder, tokens)
-    config = json.loads((folder / "config.json").read_text())
-    for name in ("rope_parameters", "head_dim", "dtype"):
-        config.pop(name, None)
     for spelling in ("rope_type", "type"):
-        older = scaling | {spelling: rope}
-        if spelling == "type":
-            older.pop("rope_type")
-        config |= {"rope_theta": 300.0, "rope_scaling": None if rope == "default" else older, "torch_dtype": "float32"}
-        (folder / "config.json").write_text(json.dumps(config))
+        older = {name: value for name, value in scaling.items() if name != "rope_type"} | {spelling: rope}
+        changes = {"rope_scaling": None if rope == "default" else older, "rope_theta": 300.0, "torch_dtype": "float32"}
+        edit_config(folder, ("rope_parameters", "head_dim", "dtype"), **changes)
         assert_agrees(our_logits(open_llm(folder), tokens), expected)
 
 

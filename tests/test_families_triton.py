@@ -7,6 +7,7 @@ import pytest
 
 from tests.child import run_cases, run_uninterpreted
 from tests.families import TYPICAL, make_model
+from tests.models import edit_config
 from treespec.cli.kernels import Sizes, shapes_of
 from treespec.errors import ConfigError
 from treespec_kernels.linear.quantized import WeightForm
@@ -106,8 +107,7 @@ def test_a_models_shape_says_how_its_layers_are_quantised(
     tmp_path: Path, said: dict[str, object], forms: list[WeightForm | None]
 ) -> None:
     folder = make_model(tmp_path / "llama", TYPICAL["llama"], 0)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
+    edit_config(folder, quantization_config=said)
     assert [shape.kernel.quantized for shape in shapes_of(Sizes(), str(folder), [], None)] == forms
     with pytest.raises(ConfigError, match="is quantised already"):
         shapes_of(Sizes(), str(folder), [], None, "int8")

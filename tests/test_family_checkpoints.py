@@ -1,6 +1,5 @@
 """Checkpoints of every family as they are published: older spellings, base models, buffers; and what is refused."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.families import CASES, TYPICAL, VOCAB, WINDOW, make_model
-from tests.models import greedy, open_llm, random_prompts
+from tests.models import edit_config, greedy, open_llm, random_prompts
 from treespec import SpecConfig
 from treespec.config import ModelConfig
 from treespec.errors import KernelError, ModelError
@@ -18,14 +17,6 @@ from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_weights import UnsupportedModelError, inspect_checkpoint, verify_checkpoint
 from treespec_weights.describe import describe
 from treespec_weights.families import FAMILIES
-
-
-def edited(folder: Path, drop: tuple[str, ...] = (), **values: Any) -> Path:
-    """The folder, with keys of config.json dropped and set."""
-    path = folder / "config.json"
-    config = {key: value for key, value in json.loads(path.read_text()).items() if key not in drop}
-    path.write_text(json.dumps(config | values))
-    return folder
 
 
 def renamed(folder: Path, prefix: str, extra: dict[str, Tensor]) -> None:
@@ -78,7 +69,7 @@ def test_older_spellings(name: str, tmp_path: Path) -> None:
 
     case, drop, values = OLDER[name]
     wide = {"hidden_size": 64} if "hidden_size" in values else {}
-    folder = edited(make_model(tmp_path / "model", TYPICAL[case], 7, **wide), drop, **values)
+    folder = edit_config(make_model(tmp_path / "model", TYPICAL[case], 7, **wide), drop, **values)
     (tokens,) = random_prompts((90,), vocab=VOCAB)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     with torch.inference_mode():
@@ -159,7 +150,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_variants_that_no_declaration_covers(name: str, tmp_path: Path) -> None:
     case, values, words = REFUSED[name]
-    folder = edited(make_model(tmp_path / "model", TYPICAL[case], 7), **values)
+    folder = edit_config(make_model(tmp_path / "model", TYPICAL[case], 7), **values)
     with pytest.raises((UnsupportedModelError, ModelError), match=words):
         ModelConfig.from_hf(folder)
 

@@ -1,5 +1,6 @@
 """Tests that need a process of their own: triton is interpreted, or not, per process, and a heap has a past."""
 
+import json
 import multiprocessing
 import os
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,3 +76,10 @@ def run_uninterpreted(script: str) -> subprocess.CompletedProcess[str]:
     """Runs Python source in a process where triton is not interpreted."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return _run(_run_script, script, environment)
+
+
+def uninterpreted_document(script: str) -> Any:
+    """What a script prints as JSON where triton is not interpreted; asserts that it ends well."""
+    child = run_uninterpreted(script)
+    assert child.returncode == 0, child.stderr
+    return json.loads(child.stdout)

@@ -47,7 +47,7 @@ def lent_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if _calls(item, "run_cases") or _calls(item, "run_uninterpreted"):
+        if _calls(item, "run_cases", "run_uninterpreted", "uninterpreted_document"):
             item.add_marker(pytest.mark.slow)
     # Triton's interpreter first, so that no process ends with minutes of it while others wait.
     items.sort(key=lambda item: not _calls(item, "run_cases"))
@@ -58,6 +58,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-def _calls(item: pytest.Item, function: str) -> bool:
-    """Whether a test itself calls a function of tests/child.py."""
-    return isinstance(item, pytest.Function) and function in item.function.__code__.co_names
+def _calls(item: pytest.Item, *functions: str) -> bool:
+    """Whether a test itself calls one of these functions of tests/child.py."""
+    return isinstance(item, pytest.Function) and not {*functions}.isdisjoint(item.function.__code__.co_names)

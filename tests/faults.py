@@ -98,28 +98,17 @@ class Fault:
     late: bool = False  # rows of the tree stand one position further on
 
 
-def sees_what_follows(rows: Rows) -> Rows:
-    """A chunk of a prompt sees all of itself."""
-    visible = rows.visible.copy()
-    if rows.own.is_chain:
-        visible[:, rows.own.context_len :] = True
-    return replace(rows, visible=visible)
+def sees_of_its_pass(mask: Callable[[int, int], Any], chains: bool = False) -> Callable[[Rows], Rows]:
+    """What rows of trees, or of `chains`, see of their own pass: a mask [num_rows, num_slots]."""
 
+    def change(rows: Rows) -> Rows:
+        visible = rows.visible.copy()
+        own = visible[:, rows.own.context_len :]
+        if rows.own.is_chain == chains:
+            own[:] = mask(*own.shape)
+        return replace(rows, visible=visible)
 
-def sees_siblings(rows: Rows) -> Rows:
-    """A node sees every node before it."""
-    visible = rows.visible.copy()
-    if not rows.own.is_chain:
-        visible[:, rows.own.context_len :] = np.tri(*visible[:, rows.own.context_len :].shape, dtype=bool)
-    return replace(rows, visible=visible)
-
-
-def misses_its_parent(rows: Rows) -> Rows:
-    """A node does not see the nodes above it."""
-    visible = rows.visible.copy()
-    if not rows.own.is_chain:
-        visible[:, rows.own.context_len :] = np.eye(visible.shape[0], dtype=bool)
-    return replace(rows, visible=visible)
+    return change
 
 
 def sees_the_neighbour(rows: Rows) -> Rows:
@@ -135,16 +124,15 @@ def sees_the_neighbour(rows: Rows) -> Rows:
 
 def reads_a_page_of_the_neighbour(rows: Rows) -> Rows:
     """The first page is the other request's."""
-    pages = (
-        np.where(rows.pages == rows.own.pages[0], rows.others[0].pages[0], rows.pages) if rows.others else rows.pages
-    )
-    return replace(rows, pages=pages)
+    if not rows.others:
+        return rows
+    return replace(rows, pages=np.where(rows.pages == rows.own.pages[0], rows.others[0].pages[0], rows.pages))
 
 
 FAULTS = {
-    "causal mask ignored": Fault(sees_what_follows),
-    "tree mask ignored": Fault(sees_siblings),
-    "parents hidden": Fault(misses_its_parent),
+    "causal mask ignored": Fault(sees_of_its_pass(lambda *shape: True, chains=True)),
+    "tree mask ignored": Fault(sees_of_its_pass(np.tri)),
+    "parents hidden": Fault(sees_of_its_pass(np.eye)),
     "positions off by one": Fault(late=True),
     "another request's keys visible": Fault(sees_the_neighbour),
     "another request's page": Fault(reads_a_page_of_the_neighbour),

@@ -147,11 +147,8 @@ def assert_trees(trees: DeviceTrees, tries: list[Trie], nodes: int, least: torch
 def assert_frontier(forest: DeviceForest, tries: list[Trie]) -> None:
     """What the drafts score next, and the scratch slots that each of its nodes sees."""
     for request, trie in enumerate(tries):
-        none = forest.frontier_width - len(trie.frontier)
-        depth, slots = (
-            trie.level,
-            [0 if not path else 1 + (len(path) - 1) * trie.width + i for i, path in enumerate(trie.frontier)],
-        )
+        none, depth = forest.frontier_width - len(trie.frontier), trie.level
+        slots = [1 + (len(path) - 1) * trie.width + i if path else 0 for i, path in enumerate(trie.frontier)]
         above = [[trie.slot(path[:d]) for d in range(depth)] for path in trie.frontier]
         expected = {
             "tokens": [path[-1] if path else trie.root for path in trie.frontier] + [0] * none,
@@ -181,19 +178,11 @@ class Sizes:
     frontier: int
     proposals: int
     depth: int
-
     seeds: int = 4
 
     def forest(self, device: str = "cpu") -> DeviceForest:
-        return DeviceForest.allocate(
-            self.requests,
-            frontier=self.frontier,
-            num_ssms=self.ssms,
-            proposals=self.proposals,
-            max_depth=self.depth,
-            seeds=self.seeds,
-            device=device,
-        )
+        sizes = {"frontier": self.frontier, "num_ssms": self.ssms, "proposals": self.proposals}
+        return DeviceForest.allocate(self.requests, **sizes, max_depth=self.depth, seeds=self.seeds, device=device)
 
     def unproposed(self, device: str = "cpu") -> ProposedTrees:
         """No seeds."""
@@ -302,14 +291,10 @@ def growth_case(number: int) -> GrowthCase:
     """A small batch of any kind: some trees with seeds, some with end tokens, some deep, some SSMs silent."""
     rng = np.random.default_rng((11, number))
     deep = number % 8 == 0
-    sizes = Sizes(
-        requests=int(rng.integers(1, 5)),
-        ssms=int(rng.integers(1, 4)),
-        frontier=int(rng.integers(1, 4)) if deep else int(rng.integers(1, 9)),
-        proposals=int(rng.integers(1, 4)) if deep else int(rng.integers(1, 9)),
-        depth=8 if deep else int(rng.integers(1, 6)),
-        seeds=8,
-    )
+    requests, ssms = (int(rng.integers(1, end)) for end in (5, 4))
+    frontier, proposals = (int(rng.integers(1, 4 if deep else 9)) for _ in range(2))
+    depth = 8 if deep else int(rng.integers(1, 6))
+    sizes = Sizes(requests, ssms, frontier, proposals, depth, seeds=8)
     vocab = int(rng.integers(sizes.proposals, 16))
     trees = []
     for i, own in enumerate(random_seeds(sizes, rng)):
@@ -318,17 +303,12 @@ def growth_case(number: int) -> GrowthCase:
     silent = rng.random((sizes.requests, sizes.ssms)) < 0.2
     silent[silent.all(1), 0] = False
     weights = np.where(silent, 0, rng.random(silent.shape) + 0.1)
-    return GrowthCase(
-        number,
-        CASE_KINDS[number % len(CASE_KINDS)],
-        sizes,
-        vocab,
-        trees,
-        SeedEvidence(float(rng.normal(1, 1)), float(rng.random())),
-        (weights / weights.sum(1, keepdims=True)).astype(np.float32),
-        rng.integers(1, 40, sizes.requests).tolist(),
-        [tuple(rng.integers(0, vocab, int(rng.integers(0, 3))).tolist()) for _ in range(sizes.requests)],
-    )
+    weights = (weights / weights.sum(1, keepdims=True)).astype(np.float32)
+    evidence = SeedEvidence(float(rng.normal(1, 1)), float(rng.random()))
+    nodes = rng.integers(1, 40, requests).tolist()
+    ends = [tuple(rng.integers(0, vocab, int(rng.integers(0, 3))).tolist()) for _ in range(requests)]
+    kind = CASE_KINDS[number % len(CASE_KINDS)]
+    return GrowthCase(number, kind, sizes, vocab, trees, evidence, weights, nodes, ends)
 
 
 def grown_on_host(case: GrowthCase, forest_type: Callable[..., Forest]) -> list[TokenTree]:

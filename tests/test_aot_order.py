@@ -1,11 +1,10 @@
 """Kernels that are launched programmatically wait before anything else, on every path: proved of compiled code."""
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.child import run_uninterpreted
+from tests.child import uninterpreted_document
 from tests.test_kernels_aot import REGISTER_BOUND
 from treespec_kernels.aot.compiler import SHARED_BYTES
 from treespec_kernels.aot.launch_order import order_fault
@@ -128,29 +127,21 @@ if __name__ == "__main__":
     shapes = [plain, *(replace(plain, quantized=form) for form in AOT_FORMS)]
     print(json.dumps(aot.compile_report({targets}, shapes, ["programmatic_launch"])))
 """
+OF_A_PASS = set(
+    """norm_rows multiply_rows add_splits multiply_quantized rotate_and_write attend_items attend_masked_items
+    combine_segments project_to_vocab""".split()
+)
 
 
 def test_every_kernel_of_a_pass() -> None:
     """Of 8B in bfloat16 and quantised; what other shapes and dtypes add, the tests of all ops compile for sm_90."""
     pytest.importorskip("triton")
-    child = run_uninterpreted(KERNELS.format(targets=["sm_80", "sm_90", "sm_100", "gfx942"]))
-    assert child.returncode == 0, child.stderr
-    report = json.loads(child.stdout)
+    report = uninterpreted_document(KERNELS.format(targets=["sm_80", "sm_90", "sm_100", "gfx942"]))
     assert report["failed"] == []
     assert {target for target, rows in report["targets"].items() if rows} == {"sm_90", "sm_100"}
     for target in ("sm_90", "sm_100"):
         rows = report["targets"][target]
-        assert {row["kernel"] for row in rows} == {
-            "norm_rows",
-            "multiply_rows",
-            "add_splits",
-            "multiply_quantized",
-            "rotate_and_write",
-            "attend_items",
-            "attend_masked_items",
-            "combine_segments",
-            "project_to_vocab",
-        }
+        assert {row["kernel"] for row in rows} == OF_A_PASS
         for row in rows:
             assert row["config"]["pdl"] and row["spills"] == 0 and row["shared_bytes"] <= SHARED_BYTES[target], row
             if target == "sm_90":  # for which the bounds are
@@ -208,9 +199,7 @@ def test_kernels_that_do_not_wait_have_failed(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     file = tmp_path / "planted.py"  # Triton reads the source of a kernel from its file
     file.write_text(PLANTED)
-    child = run_uninterpreted(f"import runpy; runpy.run_path({str(file)!r}, run_name='__main__')")
-    assert child.returncode == 0, child.stderr
-    report = json.loads(child.stdout)
+    report = uninterpreted_document(f"import runpy; runpy.run_path({str(file)!r}, run_name='__main__')")
     assert [row["kernel"] for row in report["targets"]["sm_90"]] == ["waits"]
     faults = {row["kernel"]: row["message"] for row in report["failed"]}
     assert faults.keys() == {"reads_first", "leaves_first", "waits_in_a_loop", "forgets"}

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests import commands
-from tests.child import run_uninterpreted
+from tests.child import uninterpreted_document
 from tests.commands import program
 from tests.models import tiny
 from tests.test_costs import KEY
@@ -250,9 +250,7 @@ if __name__ == "__main__":
     serial, parallel = report(1), report(2)
     print(json.dumps([serial == parallel, serial["failed"], plans, steps]))
 """
-    child = run_uninterpreted(script)
-    assert child.returncode == 0, child.stderr
-    equal, failed, plans, steps = json.loads(child.stdout)
+    equal, failed, plans, steps = uninterpreted_document(script)
     total = plans[0][0]
     assert equal and failed == [] and plans == [[total, 0, 1], [total, 0, 2]]
     assert steps == 2 * [[done, total] for done in range(1, total + 1)]

@@ -124,22 +124,8 @@ def test_a_pickle_under_a_safetensors_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "shard",
-    [
-        "../x.safetensors",
-        "/etc/x.safetensors",
-        "a/b.safetensors",
-        "a\\b.safetensors",
-        "C:x.safetensors",
-        "x\0.safetensors",
-        "x\n.safetensors",
-        "\ud800.safetensors",
-        "..",
-        "",
-        3,
-        None,
-        ["x"],
-        {"y": 1},
-    ],
+    [f"{path}.safetensors" for path in ("../x", "/etc/x", "a/b", "a\\b", "C:x", "x\0", "x\n", "\ud800")]
+    + ["..", "", 3, None, ["x"], {"y": 1}],
 )
 def test_index_that_leads_outside(tmp_path: Path, shard: Any) -> None:
     save_file({"a": torch.ones(2)}, tmp_path / "x.safetensors")
@@ -176,14 +162,8 @@ def test_index_that_is_not_text(tmp_path: Path) -> None:
 def test_index_and_shards_that_disagree_are_listed_at_once(tmp_path: Path) -> None:
     shards = {"a.safetensors": ["x", "twice", "extra"], "b.safetensors": ["twice", "y"]}
     tensors = {file: {name: torch.ones(2) for name in names} for file, names in shards.items()}
-    weight_map = {
-        "x": "a.safetensors",
-        "twice": "a.safetensors",
-        "y": "a.safetensors",
-        "gone": "b.safetensors",
-        "z": "c.safetensors",
-        "w": "../d.safetensors",
-    }
+    places = {"x": "a", "twice": "a", "y": "a", "gone": "b", "z": "c", "w": "../d"}
+    weight_map = {name: f"{file}.safetensors" for name, file in places.items()}
     error = refused(
         write_sharded(tmp_path, tensors, weight_map),
         "'../d.safetensors'",

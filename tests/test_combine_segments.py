@@ -1,13 +1,12 @@
 """How often a program of combine_segments waits for memory, read from its machine code."""
 
 import itertools
-import json
 import re
 from pathlib import Path
 
 import pytest
 
-from tests.child import run_uninterpreted
+from tests.child import uninterpreted_document
 from treespec_kernels.aot import launch_order as aot_order
 
 pytestmark = pytest.mark.slow
@@ -101,16 +100,10 @@ def _registers(opcode: str, operands: str) -> tuple[set[int], set[int]]:
     return written, read
 
 
-def compiled(script: str) -> list[list[str]]:
-    child = run_uninterpreted(script)
-    assert child.returncode == 0, child.stderr
-    return json.loads(child.stdout)
-
-
 def test_a_chunk_of_segments_is_one_wait() -> None:
     """The first block waits for the two numbers of the row, together, before it can ask for a chunk."""
     pytest.importorskip("triton")
-    found = compiled(COMPILED)
+    found = uninterpreted_document(COMPILED)
     assert len({name for name, _ in found}) == len(found) == 12
     for name, sass in found:
         assert waits_of(sass) == [1, 0], name
@@ -121,5 +114,5 @@ def test_loads_among_what_uses_them_are_seen(tmp_path: Path) -> None:
     file = tmp_path / "planted.py"  # Triton reads the source of a kernel from its file
     file.write_text(PLANTED)
     planted = f"import runpy; runpy.run_path({str(file)!r})\n"
-    found = {name: waits_of(sass) for name, sass in compiled(planted + COMPILED)}
+    found = {name: waits_of(sass) for name, sass in uninterpreted_document(planted + COMPILED)}
     assert sum(found["sm_90, heads of 128 bf16"]) > 1, found

@@ -2,6 +2,8 @@
 too."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -159,14 +161,22 @@ def without_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "home", home)
 
 
-def test_auto_takes_the_eager_pass_where_the_compiled_one_is_not_exact(caplog: pytest.LogCaptureFixture) -> None:
+@contextmanager
+def not_exact(*linear: str) -> Iterator[None]:
+    """The self-test finds differences in passes with these linear layers, and in no others."""
+
     def differing(decoder: Decoder, *rest: Any) -> list[str]:
-        return ["row 1 of 2 differs"] if decoder.linear == "compiled" else []
+        return ["row 1 of 2 differs"] if decoder.linear in linear else []
 
     with (
         mock.patch("treespec.startup.target.differing_rows", differing),
         mock.patch("treespec.planning.cost_measurement.load", lambda key: CURVE),
     ):
+        yield
+
+
+def test_auto_takes_the_eager_pass_where_the_compiled_one_is_not_exact(caplog: pytest.LogCaptureFixture) -> None:
+    with not_exact("compiled"):
         llm = LLM(tiny(torch.bfloat16)[0], device="cpu", max_num_seqs=1, max_model_len=64)
         assert not llm.stats()["frozen"]["compile"]
         assert llm.engine.cache.pools[0].dtype == torch.float32, "a cache of compiled passes"
@@ -176,13 +186,7 @@ def test_auto_takes_the_eager_pass_where_the_compiled_one_is_not_exact(caplog: p
 
 
 def test_auto_pads_passes_where_no_linear_layer_is_row_invariant(caplog: pytest.LogCaptureFixture) -> None:
-    def differing(decoder: Decoder, *rest: Any) -> list[str]:
-        return ["row 1 of 2 differs"] if decoder.linear in ("compiled", "onednn") else []
-
-    with (
-        mock.patch("treespec.startup.target.differing_rows", differing),
-        mock.patch("treespec.planning.cost_measurement.load", lambda key: CURVE),
-    ):
+    with not_exact("compiled", "onednn"):
         llm = LLM(tiny()[0], device="cpu", max_num_seqs=1, max_model_len=64)
         assert llm.stats()["frozen"]["linear"] == "torch" and "fixed rows" in llm.stats()["frozen"]["exactness"]
         with pytest.raises(ExactnessError, match="row 1 of 2"):

@@ -1,6 +1,8 @@
 """Coupled choice: the noise's integers, the distribution of the specification, what is refused, and the cases of each
 implementation."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -125,23 +127,17 @@ def test_what_does_not_fit_is_refused(coupled_choice: object) -> None:
     numbers = torch.zeros(2, dtype=torch.int64)
     fitting = [torch.zeros(2, 5), torch.ones(2), numbers, numbers, numbers]
 
-    def choose(position: int, tensor: torch.Tensor) -> None:
-        coupled_choice(*[tensor if i == position else t for i, t in enumerate(fitting)])
-
-    with pytest.raises(ValueError, match=r"scores has shape \[5\]; expected \[rows, vocab\]"):
-        choose(0, fitting[0][0])
-    with pytest.raises(ValueError, match=r"scores has shape \[2, 0\]; expected \[rows, vocab\]"):
-        choose(0, fitting[0][:, :0])
-    with pytest.raises(ValueError, match=r"scores has dtype torch\.float64; convert it to torch\.float32"):
-        choose(0, fitting[0].double())
-    with pytest.raises(ValueError, match=r"temperatures has shape \[1\]; expected \[2\] as in scores"):
-        choose(1, fitting[1][:1])
-    with pytest.raises(ValueError, match=r"temperatures has dtype torch\.float16; convert it to torch\.float32"):
-        choose(1, fitting[1].half())
-    with pytest.raises(ValueError, match=r"seeds has dtype torch\.int32; convert it to torch\.int64"):
-        choose(2, numbers.int())
-    with pytest.raises(ValueError, match=r"positions is on meta and scores on cpu; move it there"):
-        choose(4, numbers.to("meta"))
+    for position, tensor, message in (
+        (0, fitting[0][0], "scores has shape [5]; expected [rows, vocab]"),
+        (0, fitting[0][:, :0], "scores has shape [2, 0]; expected [rows, vocab]"),
+        (0, fitting[0].double(), "scores has dtype torch.float64; convert it to torch.float32"),
+        (1, fitting[1][:1], "temperatures has shape [1]; expected [2] as in scores"),
+        (1, fitting[1].half(), "temperatures has dtype torch.float16; convert it to torch.float32"),
+        (2, numbers.int(), "seeds has dtype torch.int32; convert it to torch.int64"),
+        (4, numbers.to("meta"), "positions is on meta and scores on cpu; move it there"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            coupled_choice(*fitting[:position], tensor, *fitting[position + 1 :])
 
 
 def test_triton_refuses_strides() -> None:

@@ -13,8 +13,8 @@ import treespec
 import treespec_kernels
 import treespec_weights
 from tests.models import greedy, open_llm, random_prompts, tiny
+from tests.quantized_checkpoints import needs_compiler
 from treespec import LLM, SpecConfig
-from treespec_kernels.cpu.cpu_library import CompileError, find_compiler
 
 pytestmark = pytest.mark.slow
 
@@ -82,15 +82,7 @@ def expected(compiled: bool) -> list[list[int]]:
     return tokens_of(open_tiny(compiled))
 
 
-def ways() -> list[bool]:
-    try:
-        find_compiler()
-    except CompileError:
-        return [False]
-    return [False, True]
-
-
-@pytest.mark.parametrize("compiled", ways(), ids=lambda compiled: "compiled" if compiled else "eager")
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=needs_compiler)], ids=["eager", "compiled"])
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64, "meta"], ids=str)
 @pytest.mark.usefixtures("defaults")
 def test_engines_compute_the_same_under_other_defaults(default: torch.dtype | str, compiled: bool) -> None:

@@ -25,13 +25,12 @@ def encode(text: str) -> list[int]:
     return list(speaking_llm().get_tokenizer().encode(text))
 
 
-def grow(prompt: list[int], tokens: list[int], stop: tuple[str, ...] = (), include: bool = False) -> tuple[str, int]:
+def grow(detokenizer: Detokenizer, tokens: list[int]) -> tuple[str, int]:
     """What a stream hands out, and how many tokens it took; asserts that it is the text in the end."""
-    detokenizer, pieces, taken = Detokenizer(decode, prompt, stop, include), [], 0
+    pieces, taken = [], 0
     for token in tokens:
         taken += 1
-        ended = detokenizer.push(token)
-        if ended:
+        if detokenizer.push(token):
             break
         pieces.append(detokenizer.release(False))
     detokenizer.flush()
@@ -40,9 +39,13 @@ def grow(prompt: list[int], tokens: list[int], stop: tuple[str, ...] = (), inclu
     return detokenizer.text, taken
 
 
+def text_of(decode: Callable[[list[int]], str], prompt: list[int], tokens: list[int]) -> str:
+    return grow(Detokenizer(decode, prompt, (), False), tokens)[0]
+
+
 @given(st.text(ALPHABET, max_size=30), st.text(ALPHABET + "xyzé", max_size=40))
 def test_any_text(prompt: str, text: str) -> None:
-    assert grow(encode(prompt), encode(text))[0] == text
+    assert text_of(decode, encode(prompt), encode(text)) == text
 
 
 @functools.cache
@@ -67,18 +70,13 @@ def embedded() -> Callable[..., str]:
 
 def assert_text_of_all_tokens(decode: Callable[[list[int]], str], prompt: list[int], tokens: list[int]) -> None:
     """Where no token changes what those before it wrote, the text is what decoding all of them adds to the prompt's."""
-    detokenizer, pieces = Detokenizer(decode, prompt, (), False), []
-    for token in tokens:
-        detokenizer.push(token)
-        pieces.append(detokenizer.release(False))
-    detokenizer.flush()
-    assert "".join((*pieces, detokenizer.release(True))) == detokenizer.text
+    text = text_of(decode, prompt, tokens)
     steps = [decode(prompt + tokens[:count]) for count in range(len(tokens) + 1)]
     whole = [step.rstrip("\ufffd") for step in steps]
     if all(after.startswith(before) for before, after in itertools.pairwise(whole)):
         new = zip(itertools.pairwise(steps), tokens, strict=True)
         shows = any(before != after or decode([token]) for (before, after), token in new)
-        assert detokenizer.text == (steps[-1][len(whole[0]) :] if shows else "")
+        assert text == (steps[-1][len(whole[0]) :] if shows else "")
 
 
 # Special tokens, bytes of characters in any order, characters of bytes, words: each once, or often in a row.
@@ -123,12 +121,8 @@ def test_special_tokens_in_a_row_keep_the_next_space(stop: tuple[str, ...]) -> N
 @pytest.mark.parametrize("tokens", [[], [0]], ids=["nothing", "a token that is not shown"])
 def test_an_output_without_text_behind_half_a_character(tokens: list[int]) -> None:
     """The broken half is the prompt's."""
-    tokenizer = speaking_llm().get_tokenizer()
-    detokenizer = Detokenizer(lambda ids: tokenizer.decode(ids, skip_special_tokens=True), encode("😀")[:1], (), False)
-    for token in tokens:
-        detokenizer.push(token)
-    detokenizer.flush()
-    assert detokenizer.text == ""
+    decode = functools.partial(speaking_llm().get_tokenizer().decode, skip_special_tokens=True)
+    assert text_of(decode, encode("😀")[:1], tokens) == ""
 
 
 def test_a_window_is_cut_between_characters() -> None:
@@ -152,7 +146,7 @@ BYTES = sorted({token for text in ("é", "😀", "日", "a") for token in encode
 @given(st.lists(st.sampled_from(BYTES), max_size=24))
 def test_broken_characters(tokens: list[int]) -> None:
     """Bytes of characters in any order: cut off, alone, complete behind broken ones."""
-    assert grow([], tokens)[0] == decode(tokens)
+    assert text_of(decode, [], tokens) == decode(tokens)
 
 
 @given(
@@ -163,7 +157,7 @@ def test_broken_characters(tokens: list[int]) -> None:
 def test_stop_strings(text: str, stops: list[str], include: bool) -> None:
     """Against a search in the text of every prefix: the first token that completes a stop string ends it."""
     tokens = encode(text)
-    grown, taken = grow([], tokens, tuple(stops), include)
+    grown, taken = grow(Detokenizer(decode, [], tuple(stops), include), tokens)
     for count in range(1, len(tokens) + 1):
         text_so_far = decode(tokens[:count])
         found = [(text_so_far.find(stop), -len(stop), stop) for stop in stops if stop in text_so_far]

@@ -43,19 +43,7 @@ accepted 2 of 5 drafted nodes + 1 bonus token"""
 def grown(parents: list[int], seed: int) -> RoundPicture:
     """A round over a given topology with random tokens, sources and path."""
     rng = random.Random(seed)
-    words = [
-        " if",
-        "\n        ",
-        "x",
-        "\t",
-        "<a&b>",
-        '"',
-        "中文",
-        "é",
-        "",
-        " a_rather_long_identifier_that_is_cut",
-        "\x00\x1b",
-    ]
+    words = ' if|\n        |x|\t|<a&b>|"|中文|é|| a_rather_long_identifier_that_is_cut|\x00\x1b'.split("|")
     path = [0]
     while (ahead := [i for i, parent in enumerate(parents) if parent == path[-1]]) and rng.random() < 0.8:
         path.append(rng.choice(ahead))

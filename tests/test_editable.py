@@ -60,33 +60,34 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (wheel,) = folder.glob("*.whl")
     venv.create(folder / "venv", symlinks=True)
     interpreter = folder / "venv" / "bin" / "python"
-    purelib = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    site = subprocess.run([interpreter, "-c", purelib], capture_output=True, text=True, check=True).stdout.strip()
+    site = printed(interpreter, "import sysconfig; print(sysconfig.get_path('purelib'))", folder)
     zipfile.ZipFile(wheel).extractall(site)
     return interpreter
+
+
+def printed(python: Path, code: str, folder: Path) -> str:
+    """What code prints that runs in a folder."""
+    command = [python, "-c", code]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def test_nothing_but_the_packages_is_importable(python: Path, tmp_path: Path) -> None:
     others = {"kernels", "weights", "tests", "perf", "tools", "autotune", "load_model", "treespec_training"}
     names = sorted(PACKAGES | others)
     code = f"import json, importlib.util as u; print(json.dumps([n for n in {names} if u.find_spec(n)]))"
-    done = subprocess.run([python, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert set(json.loads(done.stdout)) == PACKAGES
+    assert set(json.loads(printed(python, code, tmp_path))) == PACKAGES
     code = (
         "from importlib.metadata import entry_points, version\n"
         "print(version('treespec'), 'treespec' in entry_points(group='console_scripts').names)"
     )
-    done = subprocess.run([python, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["0.1.0", "True"]
+    assert printed(python, code, tmp_path) == "0.1.0 True"
 
 
 def test_edits_are_seen(python: Path, tmp_path: Path) -> None:
     """New files too, without another install."""
     project = python.parents[2] / "project"
     (project / "treespec" / "added.py").write_text("value = 3\n")
-    code = "import treespec.added as a; print(a.value)"
-    done = subprocess.run([python, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "3"
+    assert printed(python, "import treespec.added as a; print(a.value)", tmp_path) == "3"
 
 
 def test_a_type_checker_sees_the_api(python: Path, tmp_path: Path) -> None:

@@ -1,11 +1,10 @@
 """Families on the Triton kernels: in the interpreter, and compiled for GPUs that are not there."""
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.child import run_cases, run_uninterpreted
+from tests.child import run_cases, uninterpreted_document
 from tests.families import TYPICAL, make_model
 from tests.models import edit_config
 from treespec.cli.kernels import Sizes, shapes_of
@@ -60,16 +59,12 @@ def test_models_in_the_interpreter() -> None:
 def test_kernels_compile(target: str) -> None:
     """None spills, with heads of 256 and soft caps neither."""
     pytest.importorskip("triton")
-    child = run_uninterpreted(COMPILED.replace("TARGET", repr(target)))
-    assert child.returncode == 0, child.stderr
-    assert json.loads(child.stdout) == [[]] * 5
+    assert uninterpreted_document(COMPILED.replace("TARGET", repr(target))) == [[]] * 5
 
 
 def test_odd_splits_compile_everywhere() -> None:
     pytest.importorskip("triton")
-    child = run_uninterpreted(SPLIT)
-    assert child.returncode == 0, child.stderr
-    report = json.loads(child.stdout)
+    report = uninterpreted_document(SPLIT)
     assert report["failed"] == []
     for target, rows in report["targets"].items():
         assert 7 in {row["config"].get("split_k") for row in rows}, target

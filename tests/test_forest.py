@@ -5,9 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.enumeration import paths_of
 from tests.growth import Seed, Trie, assert_same_trees, grown_by_ops, grown_on_host, growth_case
 from tests.libraries import LIBRARIES
-from tests.models import tree_of
+from tests.models import assert_same_tree, tree_of
 from tests.quantized_checkpoints import needs_compiler
 from treespec.drafters.evidence import SeedEvidence
 from treespec.drafters.ssm.compiled_forest import CompiledForest
@@ -56,24 +57,14 @@ FORESTS = pytest.mark.parametrize(
 
 def grow(forest: Forest, speaker: Speaker, weights: np.ndarray) -> list[list[Path]]:
     """Grow to the end; the expanded paths of each tree, by level."""
-    path_of: dict[int, Path] = dict.fromkeys(range(len(forest.shapes)), ())
     expanded: list[list[Path]] = [[] for _ in forest.shapes]
     while len(forest.frontier.nodes):
-        at = forest.frontier
-        paths = [path_of[node] for node in at.nodes.tolist()]
-        for owner, path in zip(at.owners.tolist(), paths, strict=True):
+        paths = [tuple(path) for path in forest.paths()]
+        for owner, path in zip(forest.frontier.owners.tolist(), paths, strict=True):
             expanded[owner].append(path)
         broken = forest.extend(speaker.says(paths), [weights] * len(forest.shapes))
         assert not broken.any()
-        level = forest._levels[-1]
-        first = forest._size - len(level.tokens)
-        for i, (token, parent) in enumerate(zip(level.tokens.tolist(), level.parents.tolist(), strict=True)):
-            path_of[first + i] = (*path_of[parent], token)
     return expanded
-
-
-def paths_of(tree: TokenTree) -> list[Path]:
-    return [tuple(tree.tokens[tree.path_to(node)[1:]].tolist()) for node in range(len(tree))]
 
 
 @needs_compiler
@@ -86,10 +77,8 @@ def test_trees_are_those_of_the_ops(part: int) -> None:
         case = growth_case(number)
         ours, theirs = grown_on_host(case, Forest), grown_on_host(case, compiled)
         for tree, other in zip(ours, theirs, strict=True):
-            for name in ("tokens", "parents", "depths", "probs", "values"):
-                assert getattr(tree, name).tolist() == getattr(other, name).tolist(), (number, name)
-            for name in ("parents", "children", "sources", "probs"):
-                assert getattr(tree.draws, name).tolist() == getattr(other.draws, name).tolist(), (number, name)
+            assert_same_tree(tree, other)
+            assert tree.values.tolist() == other.values.tolist(), number
         assert_same_trees(grown_by_ops(case, ops), ours)
         count += len(ours)
     assert count > 250
@@ -131,9 +120,8 @@ def test_merge_against_a_dictionary(seed: int, kind: type[Forest]) -> None:
                 own = expected_probs(speaker, path[:-1], weights, width, hints[owner])
                 assert tree.probs[node] == own[path[-1]], path
             else:
-                assert tree.probs[node] == np.float32(hints[owner][path]), (
-                    "a seed's node that no SSM scored keeps its own"
-                )
+                told = np.float32(hints[owner][path])
+                assert tree.probs[node] == told, "a seed's node that no SSM scored keeps its own"
             says = {
                 name
                 for ssm, name in enumerate(NAMES)
@@ -155,9 +143,8 @@ def test_merge_against_a_dictionary(seed: int, kind: type[Forest]) -> None:
 def test_static_trees_have_their_shape(branching: tuple[int, ...], kind: type[Forest]) -> None:
     """Seeds compete for the places of a fixed shape and add none."""
     hints = {(1,): 0.9, (1, 2): 0.9, (1, 2, 3): 0.9, (1, 2, 3, 4): 0.9}
-    forest = kind(
-        [tree_of(0, hints, "lookup")], [Shape(len(branching), 64, branching, ())], 2, EVIDENCE, max_children=6
-    )
+    shape = Shape(len(branching), 64, branching, ())
+    forest = kind([tree_of(0, hints, "lookup")], [shape], 2, EVIDENCE, max_children=6)
     grow(forest, Speaker(5, 2), np.array([0.5, 0.5]))
     ((tree, _),) = forest.finish(NAMES)
     tree.check_integrity()
@@ -240,11 +227,7 @@ def test_compiled_trees_are_those_of_numpy(seed: int) -> None:
     names = tuple(f"ssm-{i}" for i in range(num_ssms))
     for (ours, slots), (theirs, other) in zip(*(forest.finish(names) for forest in pair), strict=True):
         assert (slots == other).all()
-        for name in ("tokens", "parents", "depths"):
-            assert (getattr(ours, name) == getattr(theirs, name)).all()
-        np.testing.assert_array_equal(ours.probs, theirs.probs)
-        for name in ("parents", "children", "sources", "probs"):
-            np.testing.assert_array_equal(getattr(ours.draws, name), getattr(theirs.draws, name))
+        assert_same_tree(ours, theirs)
 
 
 @needs_compiler

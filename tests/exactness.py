@@ -41,6 +41,14 @@ class Run:
         return sum(m.generated_tokens for m in metrics) / sum(m.target_passes for m in metrics)
 
 
+def prefixes_of(request: Request, tree: TokenTree) -> list[Prefix]:
+    """The tokens that lead to each node, its own and the request's included."""
+    prefixes: list[Prefix] = []
+    for node, (token, parent) in enumerate(zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)):
+        prefixes.append((*(prefixes[parent] if node else request.tokens[:-1]), token))
+    return prefixes
+
+
 @contextmanager
 def recorded(llm: LLM) -> Iterator[tuple[dict[Prefix, Tensor], list[Prefix]]]:
     """Collect logits by prefix while the block runs."""
@@ -52,12 +60,10 @@ def recorded(llm: LLM) -> Iterator[tuple[dict[Prefix, Tensor], list[Prefix]]]:
         result = original(requests, trees)
         rows = iter(result)
         for request, tree in zip(requests, trees, strict=True):
-            prefixes: list[Prefix] = []
-            for node, (token, parent) in enumerate(zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)):
-                prefixes.append((*(prefixes[parent] if node else request.tokens[:-1]), token))
+            for prefix in prefixes_of(request, tree):
                 row = next(rows).clone()
-                if not torch.equal(logits.setdefault(prefixes[-1], row), row):
-                    unequal.append(prefixes[-1])
+                if not torch.equal(logits.setdefault(prefix, row), row):
+                    unequal.append(prefix)
         return result
 
     with mock.patch.object(llm.engine.runner, "logits", record):
@@ -100,7 +106,7 @@ def assert_exact(llm: LLM, plain: Run, spec: SpecConfig | str) -> Run:
 
 
 def assert_every_node_exact(llm: LLM, spec: SpecConfig) -> None:
-    """Asserts it of rejected nodes too: the tokens of each node's path, decoded plainly as prompts."""
+    """Asserts that all nodes, rejected ones too, have the bits of their path decoded plainly, as a prompt."""
     tree = run(llm, random_prompts((61, 120)), greedy(4), spec)
     plain = run(llm, [list(prefix) for prefix in tree.logits], greedy(1), "off")
     assert len(plain.logits) > 80

@@ -51,11 +51,10 @@ _GEMMA3_ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
-_SUBSETS = {"full": "full_attention", "sliding": "sliding_attention"}
 
 
 def _layers(*kinds: str) -> list[str]:
-    return [_SUBSETS[kind] for kind in kinds]
+    return [f"{kind}_attention" for kind in kinds]
 
 
 def _longrope(pairs: int) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import torch
 from tokenizers import ByteLevelBPETokenizer
 from torch import Tensor
 
+from tests.exactness import prefixes_of
 from tests.models import VOCAB, OracleDrafter, new_folder, open_llm, tiny
 from treespec import LLM
 from treespec.request import Request
@@ -63,9 +64,7 @@ def scripted(llm: LLM, sequences: Sequence[Sequence[int]], depth: int = 8) -> It
     def forward(requests: Sequence[Request], trees: Sequence[TokenTree]) -> list[Choices]:
         results = []
         for request, tree, choices in zip(requests, trees, original(requests, trees), strict=True):
-            prefixes: list[tuple[int, ...]] = []
-            for node, (token, parent) in enumerate(zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)):
-                prefixes.append((*(prefixes[parent] if node else request.tokens[:-1]), token))
+            prefixes = prefixes_of(request, tree)
             said = [continuation.get(prefix, 1 + (prefix[-1] * 7 + len(prefix)) % (VOCAB - 1)) for prefix in prefixes]
             results.append(choices._replace(tokens=np.array(said)))
         return results

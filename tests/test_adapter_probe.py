@@ -14,7 +14,7 @@ from torch import nn
 
 from tests.architectures import VOCAB, continuations, logits_after, make_model, open_adapter_llm
 from tests.faults import FAULTS, WINDOW_FAULTS, open_with
-from tests.models import greedy, random_prompts
+from tests.models import greedy, random_prompts, tokens_of
 from treespec.adapter.packed import PackedLinear
 from treespec.adapter.probe import BOUNDS
 from treespec.adapter.row_attention import attend_rows
@@ -74,7 +74,7 @@ def test_noisy_models_are_accepted(kind: str, dtype: torch.dtype) -> None:
     open_with(model, None)  # the faults' own attention, without one
     llm = open_adapter_llm(model, dtype=dtype, exact=False)
     prompts = random_prompts([40], vocab=VOCAB)
-    found = [output.outputs[0].token_ids for output in llm.generate(prompts, greedy(1))]
+    found = tokens_of(llm.generate(prompts, greedy(1)))
     first = logits_after(model, prompts[0])
     gap = first.topk(2).values
     if gap[0] - gap[1] > 0.5 * first.std():
@@ -82,9 +82,7 @@ def test_noisy_models_are_accepted(kind: str, dtype: torch.dtype) -> None:
 
 
 CASES = [(kind, fault, torch.bfloat16) for kind in ("llama", "gpt2", "gemma2") for fault in FAULTS]
-CASES = [
-    case for case in CASES if case[:2] != ("gpt2", "one head reads another group's keys")
-]  # every head has its own
+CASES.remove(("gpt2", "one head reads another group's keys", torch.bfloat16))  # every head has its own
 CASES += [("gemma2", fault, torch.bfloat16) for fault in WINDOW_FAULTS]
 CASES += [("llama", fault, dtype) for fault in FAULTS for dtype in (torch.float16, torch.float32)]
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.models import VOCAB, greedy, open_llm, random_prompts, tiny, tiny_llm, tree_of
+from tests.models import VOCAB, greedy, open_llm, random_prompts, tiny, tiny_llm, tokens_of, tree_of
 from tests.speech import speaking_llm
 from treespec import SamplingParams, SpecConfig
 from treespec.errors import ConfigError, DraftError, RequestError
@@ -83,10 +83,10 @@ def test_bad_prompts_among_good_ones() -> None:
     """The good ones finish; the bad ones come back in their places with the reason."""
     llm = speaking_llm()
     good = random_prompts((5, 30))
-    expected = [o.outputs[0].token_ids for o in llm.generate(good, greedy(6))]
+    expected = tokens_of(llm.generate(good, greedy(6)))
     outputs = llm.generate(["", good[0], [9999], [1] * 400, good[1]], greedy(6), TREE)
     assert [o.outputs[0].finish_reason for o in outputs] == ["error", "length", "error", "error", "length"]
-    assert [o.outputs[0].token_ids for o in outputs] == [[], expected[0], [], [], expected[1]]
+    assert tokens_of(outputs) == [[], expected[0], [], [], expected[1]]
     assert "empty prompt" in str(outputs[0].error) and "9999" in str(outputs[2].error)
     assert "400 tokens" in str(outputs[3].error)
     assert all(o.finished for o in outputs) and len({o.request_id for o in outputs}) == 5
@@ -247,7 +247,7 @@ def test_a_bad_drafter_changes_no_token(name: str, spec: str) -> None:
         except DraftError as error:
             assert "bad" in str(error)
         else:
-            assert [o.outputs[0].token_ids for o in outputs] == expected
+            assert tokens_of(outputs) == expected
         llm.engine.check_integrity()
         assert llm.engine.scheduler.is_idle
 

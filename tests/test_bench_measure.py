@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.models import OracleDrafter, greedy, open_llm, random_prompts, tiny, tiny_llm
+from tests.models import OracleDrafter, greedy, open_llm, random_prompts, tiny, tiny_llm, tokens_of
 from treespec import SpecConfig
 from treespec.bench.measure import Run, Sample, interleave, run_ours
 from treespec.bench.modes import Peer
@@ -40,7 +40,7 @@ def test_acceptance_of_an_oracle() -> None:
     llm = open_llm(target, [OracleDrafter(truths, depth=3)])
     run = {"tree": lambda batch, seeds: run_ours(llm, SpecConfig(nodes=16), batch, 16)}
     [sample] = interleave(run, prompts, batch=1, repeats=1)["tree"]
-    assert sample.tokens == [output.outputs[0].token_ids for output in plain]
+    assert sample.tokens == tokens_of(plain)
     assert sample.passes == [4, 4] and sample.rounds == 8 and sample.decoded == 32
     assert sample.accepted == {3: 8} and acceptance_by_depth_of(sample.accepted) == [1.0, 1.0, 1.0]
     assert sample.accepted_by_source["oracle"] == 24

@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import treespec_weights.writer
+from tests.commands import ROOT, program
 from tests.conversions import Q, add_families, assert_same, contents, make, tensors_of
 from tests.models import edit_config
 from treespec_weights import CheckpointError, OptionError, UnsupportedModelError, WriteError, convert_checkpoint
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parents[1]
 LARGE = {"vocab_size": 5000}  # 480 kB each of embedding and head
 
 
@@ -197,8 +197,7 @@ def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
         "import resource, sys; from treespec_weights.cli import app\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000)); app(sys.argv[1:])"
     )
-    command = [sys.executable, "-c", script, "convert", str(source), str(tmp_path / "b"), "--shard-size=1KB", "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = program("-c", script, "convert", str(source), str(tmp_path / "b"), "--shard-size=1KB", "--json")
     assert done.returncode == 2, done.stderr
     message = json.loads(done.stdout)["error"]["message"]
     assert "model-00001-of-" in message and "'model.embed_tokens.weight' cannot be written: File too large" in message
@@ -271,14 +270,7 @@ def test_memory_is_that_of_a_tensor(tmp_path: Path) -> None:
         "    convert_checkpoint(root / 'a', root / f'{i}', **options)\n"
         "    print(peak - before)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path), json.dumps(cases)],
-        cwd=ROOT,
-        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = program("-c", script, str(tmp_path), json.dumps(cases), MALLOC_MMAP_THRESHOLD_="65536")
     assert done.returncode == 0, done.stderr
     for i, ((layout, dtype), peak) in enumerate(zip(cases, map(int, done.stdout.split()), strict=True)):
         tensors = tensors_of(tmp_path / str(i))

@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.families import CASES, TYPICAL, VOCAB, WINDOW, make_model
-from tests.models import edit_config, greedy, open_llm, random_prompts
+from tests.models import edit_config, greedy, open_llm, random_prompts, tokens_of
+from tests.test_decoder_parity import their_logits
 from treespec import SpecConfig
 from treespec.config import ModelConfig
 from treespec.errors import KernelError, ModelError
@@ -65,15 +66,11 @@ OLDER: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", OLDER)
 def test_older_spellings(name: str, tmp_path: Path) -> None:
     """They mean to us what they mean to transformers."""
-    from transformers import AutoModelForCausalLM
-
     case, drop, values = OLDER[name]
     wide = {"hidden_size": 64} if "hidden_size" in values else {}
     folder = edit_config(make_model(tmp_path / "model", TYPICAL[case], 7, **wide), drop, **values)
     (tokens,) = random_prompts((90,), vocab=VOCAB)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    with torch.inference_mode():
-        expected = model(torch.tensor([tokens])).logits[0]
+    expected = their_logits(folder, tokens)
     error = (prefill_logits(folder) - expected).square().mean().sqrt() / expected.square().mean().sqrt()
     assert error < 1e-4
 
@@ -81,16 +78,9 @@ def test_older_spellings(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", TYPICAL)
 def test_bfloat16(name: str, tmp_path: Path) -> None:
     """As far from fp32 as transformers is."""
-    from transformers import AutoModelForCausalLM
-
     folder = make_model(tmp_path / "model", TYPICAL[name], 7, torch.bfloat16)
     (tokens,) = random_prompts((90,), vocab=VOCAB)
-    theirs = []
-    for dtype in (torch.bfloat16, torch.float32):
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
-        with torch.inference_mode():
-            theirs.append(model(torch.tensor([tokens])).logits[0].float())
-    rounded, exact = theirs
+    rounded, exact = (their_logits(folder, tokens, dtype).float() for dtype in (torch.bfloat16, torch.float32))
     ours = prefill_logits(folder, dtype="bfloat16")
     assert ours.dtype == torch.bfloat16
     assert float((ours.float() - exact).square().mean()) < 1.2 * float((rounded - exact).square().mean())
@@ -171,7 +161,7 @@ def test_drafts_of_other_families(tmp_path: Path) -> None:
     prompts = random_prompts((5, 70), vocab=VOCAB)
     spec = SpecConfig(branching=(3, 1, 1), sources=("ssm",))
     plain, tree = (llm.generate(prompts, greedy(16), each) for each in ("off", spec))
-    assert [output.outputs[0].token_ids for output in plain] == [output.outputs[0].token_ids for output in tree]
+    assert tokens_of(plain) == tokens_of(tree)
     assert all(output.metrics.nodes_verified > 16 for output in tree)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.child import run_cases
-from tests.models import greedy, open_llm, random_prompts, tiny
+from tests.models import greedy, open_llm, random_prompts, tiny, tokens_of
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.drafters.ssm.ssm_drafter import SsmDrafter
 from treespec.executors.execution import follow
@@ -94,17 +94,13 @@ def scripted(
     target, drafts = tiny()
     llm = open_llm(target, drafts[:2], max_num_seqs=2, **options)
     prompts = random_prompts([5, 9])
-    plain = [output.outputs[0].token_ids for output in llm.generate(prompts, greedy(40), spec="off")]
+    plain = tokens_of(llm.generate(prompts, greedy(40), spec="off"))
     rounds = made([(p, p + t) for p, t in zip(prompts, plain, strict=True)], accepts)
     old = llm.engine
     captured = GraphExecutor(old.runner, old.sources, rounds, old.host.max_model_len)  # type: ignore[arg-type]
     old.captured = captured
     old.executors.insert(0, captured)
     return llm, rounds, prompts, plain
-
-
-def tokens_of(outputs: Sequence[Any]) -> list[list[int]]:
-    return [output.outputs[0].token_ids for output in outputs]
 
 
 @pytest.mark.parametrize("accepts", [0, 1, 3])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.models import SHAPE, VOCAB, greedy, make_llama, new_folder, open_llm, random_prompts
+from tests.models import SHAPE, VOCAB, greedy, make_llama, new_folder, open_llm, random_prompts, tokens_of
 from treespec.bench.grow import grown
 from treespec.bench.run import Options
 from treespec.errors import CheckpointError, ConfigError
@@ -132,7 +132,7 @@ def test_grown_tokens_are_the_small_model_s(dtype: torch.dtype, vocab: int, tmp_
 
         llm.engine.runner.logits = seeing
         outputs = llm.generate(random_prompts([3, 70]), greedy(24), spec="off")
-        results.append(([output.outputs[0].token_ids for output in outputs], torch.cat(seen)))
+        results.append((tokens_of(outputs), torch.cat(seen)))
     (tokens, small_logits), (grown_tokens, grown_logits) = results
     assert grown_tokens == tokens
     # The order in which a norm sums a row depends on its width: in fp32 the last bits differ. bf16 rounds them away,

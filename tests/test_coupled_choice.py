@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.child import run_cases
+from tests.kernel_cases import environments
 from treespec_kernels.sampling.coupled_choice import (
     coupled_choice_ref,
     coupled_choice_triton,
@@ -15,22 +16,15 @@ from treespec_kernels.sampling.coupled_choice import (
     gumbel_ref,
 )
 
-CASES = ["coupled_choice_cases.py", "coupled_noise_cases.py"]
 WORD = 2**64 - 1
 
 
-def test_ref() -> None:
-    run_cases(CASES[0], {"TREESPEC_COUPLED_CHOICE": "ref"})
-
-
-def test_triton_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    run_cases(CASES, {"TREESPEC_COUPLED_CHOICE": "triton", "TRITON_INTERPRET": "1"})
-
-
-@pytest.mark.gpu
-def test_triton_on_a_gpu() -> None:
-    run_cases(CASES, {"TREESPEC_COUPLED_CHOICE": "triton", "TRITON_INTERPRET": "0"})
+@environments("TREESPEC_COUPLED_CHOICE")
+def test_cases(environment: dict[str, str]) -> None:
+    names = ["coupled_choice_cases.py"]
+    if "TRITON_INTERPRET" in environment:
+        names.append("coupled_noise_cases.py")
+    run_cases(names, environment)
 
 
 def philox4x64_10(counter: tuple[int, ...], key: tuple[int, ...]) -> list[int]:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.scripts import run_script
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,8 +57,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
     build = "import sys; sys.path.insert(0, 'tools'); from build_backend import build_editable; build_editable('..')"
-    done = subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_script(build, source)
     (wheel,) = folder.glob("*.whl")
     venv.create(folder / "venv", symlinks=True)
     interpreter = folder / "venv" / "bin" / "python"
@@ -111,6 +112,4 @@ def test_transformers_takes_no_folder_for_its_kernels(at_root: bool, tmp_path: P
         "import importlib.metadata as m\nfrom transformers.utils import is_kernels_available\n"
         "installed = 'kernels' in {d.name for d in m.distributions()}\nassert installed or not is_kernels_available()"
     )
-    where = ROOT if at_root else tmp_path
-    done = subprocess.run([sys.executable, "-c", code], cwd=where, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_script(code, ROOT if at_root else tmp_path)

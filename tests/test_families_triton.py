@@ -6,6 +6,7 @@ import pytest
 
 from tests.child import run_cases, uninterpreted_document
 from tests.families import TYPICAL, make_model
+from tests.kernel_cases import environments
 from tests.models import edit_config
 from treespec.cli.kernels import Sizes, shapes_of
 from treespec.errors import ConfigError
@@ -14,7 +15,6 @@ from treespec_weights.quantize import compressed_tensors_config
 
 pytestmark = pytest.mark.slow
 
-OPS = "family_ops_cases.py"
 # Each switch once, in the dtype that models come in; heads of 256 in float32 too, whose tiles take most registers.
 COMPILED = """
 import json, torch
@@ -36,18 +36,9 @@ if __name__ == "__main__":
 """
 
 
-def test_ref() -> None:
-    run_cases(OPS, {"TREESPEC_FAMILY_OPS": "ref"})
-
-
-def test_triton_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    run_cases(OPS, {"TREESPEC_FAMILY_OPS": "triton", "TRITON_INTERPRET": "1"})
-
-
-@pytest.mark.gpu
-def test_triton_on_a_gpu() -> None:
-    run_cases(OPS, {"TREESPEC_FAMILY_OPS": "triton", "TRITON_INTERPRET": "0"})
+@environments("TREESPEC_FAMILY_OPS")
+def test_cases(environment: dict[str, str]) -> None:
+    run_cases("family_ops_cases.py", environment)
 
 
 def test_models_in_the_interpreter() -> None:

@@ -23,7 +23,7 @@ New = Callable[..., LookupDrafter]
 
 
 def numpy(remembers: int = 0) -> LookupDrafter:
-    return LookupDrafter(remembers=remembers)
+    return LookupDrafter(history_tokens=remembers)
 
 
 def compiled(remembers: int = 0) -> LookupDrafter:

@@ -264,8 +264,8 @@ BAD_DRAWS: dict[str, tuple[Any, str]] = {
     "impossible": (lambda r: drawn_chain(r, [VOCAB - 1], HALF), "token 511 as drawn from row 0"),
     "excluded itself": (lambda r: drawn_chain(r, [3], UNIFORM, ((3,),)), "token 3 as drawn from row 0"),
     "excluded beyond": (lambda r: drawn_chain(r, [3], UNIFORM, ((VOCAB,),)), r"excluded tokens \(512,\)"),
-    "no distribution": (lambda r: drawn_chain(r, [3], UNIFORM * 2), "no probabilities of 512 tokens"),
-    "short distribution": (lambda r: drawn_chain(r, [3], UNIFORM[:9]), "no probabilities of 512 tokens"),
+    "no distribution": (lambda r: drawn_chain(r, [3], UNIFORM * 2), "not probabilities of 512 tokens"),
+    "short distribution": (lambda r: drawn_chain(r, [3], UNIFORM[:9]), "not probabilities of 512 tokens"),
     "too many": (lambda r: drawn_chain(r, [3] * 16, UNIFORM), "drew 17 nodes at random"),
     "too deep": (lambda r: drawn_chain(r, [3] * 300, UNIFORM), "at most 256 are possible"),
 }

@@ -8,7 +8,7 @@ from tests.lookups import LOOKUP, PAST, WAYS, New, compiled, inside, numpy, path
 from tests.models import greedy, random_prompts, tiny_llm
 from tests.quantized_checkpoints import needs_compiler
 from treespec import SpecConfig
-from treespec.drafters.lookup.lookup_drafter import FADING_ROUNDS, REACH, LookupDrafter, find_matches
+from treespec.drafters.lookup.lookup_drafter import DECAY_ROUNDS, SEARCH_WINDOW, LookupDrafter, find_matches
 from treespec.request import Request
 from treespec_kernels.cpu.lookup_cpu import MATCHES, MAX_MATCH, PLACES
 
@@ -158,7 +158,7 @@ def test_compiled_and_numpy_agree_to_the_bit(seed: int, remembers: int) -> None:
         return request_of(rng.integers(0, words, rng.integers(1, longest)).tolist(), MIXED[rng.integers(4)])
 
     requests = [fresh() for _ in range(4)]
-    for number in range(3 * FADING_ROUNDS):
+    for number in range(3 * DECAY_ROUNDS):
         asked = [request for request in requests if rng.random() < 0.8]  # the others wait, or are decoded plainly
         depths, least = rng.integers(0, 20, len(asked)).tolist(), float(rng.random() ** 3)
         trees, others = (drafter.propose(asked, depths, least) for drafter in drafters)
@@ -187,7 +187,7 @@ def test_compiled_and_numpy_agree_to_the_bit(seed: int, remembers: int) -> None:
             for drafter in drafters:
                 drafter.release(gone)
             requests.append(fresh())
-        if number == 2 * FADING_ROUNDS:
+        if number == 2 * DECAY_ROUNDS:
             for drafter in drafters:
                 drafter.forget(requests)
         lasts = [{name: text._last for name, text in inside(drafter).texts.items()} for drafter in drafters]
@@ -205,7 +205,7 @@ def assert_same(mine: np.ndarray, theirs: np.ndarray) -> None:
 
 
 def test_only_the_end_of_a_long_text_is_searched(new: New) -> None:
-    text = [1, 2, 3, *range(10, 10 + REACH)]
+    text = [1, 2, 3, *range(10, 10 + SEARCH_WINDOW)]
     assert len(propose(new(), request_of([*text, 1, 2]), 2)) == 1
     assert len(propose(new(), request_of([*text, 12, 13]), 2)) > 1
 

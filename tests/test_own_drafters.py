@@ -194,7 +194,7 @@ FAULTS: dict[str, tuple[Callable[[str, Sequence[Request]], Any], str]] = {
         proposing(lambda trees: [replace(tree, draws=None) for tree in trees]),
         r"returned a malformed tree \(AttributeError: .*; TokenTree.from_parents",
     ),
-    "writes": (writing, r"propose changed request.tokens, which is the text itself; work on list\(request.tokens\)"),
+    "writes": (writing, r"propose changed request.tokens, the engine's own list; work on list\(request.tokens\)"),
     "replaces": (replacing, "commit changed request.tokens"),
     "commit": (raising(ValueError("full"), "commit"), "commit raised ValueError: full"),
 }

@@ -10,7 +10,7 @@ from tests.exactness import differences, run
 from tests.models import greedy, make_draft, new_folder, open_llm, random_prompts, tiny
 from treespec import LLM, SpecConfig
 from treespec.drafters.ssm import ssm_drafter as ssm
-from treespec.drafters.trust import FADING, LEAST, WINDOW, WORST, Trust
+from treespec.drafters.trust import DECAY, MIN_WEIGHT, WINDOW, MIN_LOGPROB, Trust
 
 pytestmark = pytest.mark.slow
 
@@ -25,9 +25,9 @@ def naive_weights(scores: list[dict[int, float]]) -> np.ndarray:
         if not all(last - age in own for own in scores):
             break
         for i, own in enumerate(scores):
-            total[i] += FADING**age * max(np.log(max(own[last - age], 1e-9)), WORST)
+            total[i] += DECAY**age * max(np.log(max(own[last - age], 1e-9)), MIN_LOGPROB)
     weights = np.exp(total - total.max())
-    return LEAST + (1 - len(scores) * LEAST) * weights / weights.sum()
+    return MIN_WEIGHT + (1 - len(scores) * MIN_WEIGHT) * weights / weights.sum()
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -269,7 +269,7 @@ def test_a_distribution_that_lost_its_mask_is_refused() -> None:
     spec = SpecConfig(branching=(3, 2), verification="rejection", **SSM)
     with (
         mock.patch.object(TranslatedDrafter, "propose", altered(lambda probs: probs * 0.7)),
-        pytest.raises(DraftError, match="draft_probs that are no probabilities"),
+        pytest.raises(DraftError, match="draft_probs that are not probabilities"),
     ):
         sampled(llm, spec)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from treespec.cache import KVCache
-from treespec.drafters.calls import Failures, release, tell
+from treespec.drafters.calls import Failures, call_commit, call_release
 from treespec.drafters.draft_sources import DraftSources
 from treespec.errors import TreespecError
 from treespec.executors.execution import Execution, Executor, StageClock, follow
@@ -129,7 +129,7 @@ class Engine:
             asked = [(r, tokens) for r, tokens in zip(requests, emitted, strict=True) if r.request_id in trees]
             if asked:
                 own = [follow(trees[r.request_id], tokens) for r, tokens in asked]
-                self._failures |= tell(source, [r for r, _ in asked], own)
+                self._failures |= call_commit(source, [r for r, _ in asked], own)
         for request, tokens in zip(requests, emitted, strict=True):
             request.tokens.extend(tokens)
             request.context_len += len(tokens)
@@ -167,7 +167,7 @@ class Engine:
             request.failure, error = error, str(error)
         with ExitStack() as releases:
             for source in self.sources:
-                releases.callback(release, source, request)
+                releases.callback(call_release, source, request)
             self.scheduler.finish(request, reason, error)
             self.stats.add_finished(request)
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from treespec.adapter.trace import AdapterConfig
 from treespec.config import SpecConfig
-from treespec.drafters.calls import is_from_outside
+from treespec.drafters.calls import is_custom
 from treespec.errors import ConfigError, RequestError, reject_unknown, safe_repr
 from treespec.executors.round_record import ObserverHandle, RoundObserver
 from treespec.frontend.engine_args import translate_options
@@ -357,7 +357,7 @@ class LLM(VllmMethods):
     @property
     def draft_names(self) -> tuple[str, ...]:
         """Names of the drafts for `SpecConfig.sources`, models first."""
-        own = (drafter.name for drafter in self.engine.sources.others if is_from_outside(drafter))
+        own = (drafter.name for drafter in self.engine.sources.others if is_custom(drafter))
         return (*self._built.connections, *own)
 
     def get_default_sampling_params(self) -> SamplingParams:

@@ -1,1 +1,1 @@
-"""Draft sources: everything that proposes token trees."""
+"""Draft sources: the components that propose token trees."""

@@ -11,9 +11,9 @@ from treespec.request import Request
 from treespec.tree import TokenTree
 from treespec.verification.reference import MAX_DEPTH
 
-RESERVED = ("ssm", "lookup", "suffix", "grammar")  # names that `SpecConfig.sources` gives another meaning
+RESERVED = ("ssm", "lookup", "suffix", "grammar")  # names of the engine's own sources in `SpecConfig.sources`
 _METHODS = ("propose", "commit", "release")
-_DTYPES: dict[str, tuple[Any, str]] = {  # of a tree's arrays, and the kinds of numbers that are converted to them
+_DTYPES: dict[str, tuple[Any, str]] = {  # by tree array: its dtype, and the numpy kinds that are cast to it
     "tokens": (np.int64, "iu"),
     "parents": (np.int64, "iu"),
     "depths": (np.int64, "iu"),
@@ -23,43 +23,44 @@ _DTYPES: dict[str, tuple[Any, str]] = {  # of a tree's arrays, and the kinds of 
 
 @runtime_checkable
 class Drafter(Protocol):
-    """A source of token trees, given to `LLM(drafts=[...])` as an object.
+    """A custom source of token trees, passed to `LLM(drafts=[...])`.
 
-    The output is the target's own, whatever is proposed. A drafter that raises or proposes something else than trees
-    ends the requests that it was asked for, with a `DraftError` that names it; other requests go on.
+    Proposals affect speed, never the output. If a drafter raises or does not return one tree per request, the requests
+    of that call end with a `DraftError` that names the drafter; other requests continue.
 
-    `request.tokens` are the prompt and the output so far; the last of them is the root of the tree to propose. The
-    engine goes on with these very lists, so copy them before adding guesses.
+    `request.tokens` holds the prompt and the output so far; its last token is the root of the tree to propose. It is
+    the engine's own list: copy it before appending.
 
     Attributes:
-        name: for `SpecConfig.sources`, metrics and errors; no other draft of the engine may have it.
+        name: identifies the drafter in `SpecConfig.sources`, metrics and errors; unique among the engine's drafts.
     """
 
     name: str
 
     def propose(self, requests: Sequence[Request], max_depths: Sequence[int]) -> list[TokenTree]:
-        """One tree per request over its last token, at most `max_depths[i]` deep.
+        """Return one tree per request, rooted at its last token and at most `max_depths[i]` deep.
 
-        `TokenTree.from_parents` makes one; `TokenTree.root(request.tokens[-1])` proposes nothing. Asked once a round,
-        for the requests of the batch whose `sources` allow this drafter and whose trees may grow.
+        `TokenTree.from_parents` builds a tree; `TokenTree.root(request.tokens[-1])` proposes nothing. Called at most
+        once per round, with the requests of the batch whose `sources` allow this drafter and whose maximum depth is
+        above 0.
         """
 
     def commit(self, requests: Sequence[Request], paths: Sequence[np.ndarray]) -> None:
-        """Receive what was accepted of the last proposals, before `request.tokens` grows.
+        """Receive the accepted paths through the last proposals, before `request.tokens` grows.
 
-        `paths[i]` holds, from the root on, the accepted nodes as indices into the tree that `propose` returned for
-        `requests[i]`; it ends at the first accepted node that this drafter did not propose.
+        `paths[i]` holds node indices of the tree that `propose` returned for `requests[i]`, root first. It stops
+        before the first accepted token that this drafter did not propose.
         """
 
     def release(self, request: Request) -> None:
-        """Release a finished request. Called for every request, also for those never asked about."""
+        """Release a finished request. Called for every request, including those never passed to `propose`."""
 
 
 def check_drafter(draft: Any) -> None:
-    """Validate an object of `LLM(drafts=[...])` that is not a model.
+    """Validate an object in `LLM(drafts=[...])` that is not a model.
 
     Raises:
-        ConfigError: it is a class, lacks a part of the interface, or has a name that cannot be used.
+        ConfigError: the object is a class, lacks a part of the interface, or has an unusable name.
     """
     if isinstance(draft, type):
         raise ConfigError(f"drafts: {draft.__name__} is a class; give an object of it, such as {draft.__name__}()")
@@ -71,21 +72,29 @@ def check_drafter(draft: Any) -> None:
         )
     if missing:
         raise ConfigError(
-            f"drafts: {kind} has no {', '.join(missing)}; a Drafter has propose(), commit() and release(), which may "
-            "do nothing"
+            f"drafts: {kind} has no {', '.join(missing)}; a Drafter has propose(), commit() and release(); commit() "
+            "and release() may do nothing"
         )
     name = getattr(draft, "name", None)
     if not isinstance(name, str) or not name:
         raise ConfigError(f"drafts: {kind}.name is {name!r}; give it a name, such as name = {kind.lower()!r}")
     if name in RESERVED:
         raise ConfigError(
-            f"drafts: {kind}.name is {name!r}, which names a source of the engine; valid: any name but "
+            f"drafts: {kind}.name is {name!r}, which names a source of the engine; choose a name other than "
             f"{', '.join(map(repr, RESERVED))}"
         )
 
 
 def check_names(drafters: Sequence[Drafter], models: Collection[str]) -> None:
-    """Raise ConfigError where two drafts have one name; `models` are those of drafts that are models."""
+    """Check that all drafts have different names.
+
+    Args:
+        drafters: custom drafters.
+        models: names of the drafts that are models.
+
+    Raises:
+        ConfigError: two drafts have the same name.
+    """
     taken = set(models)
     for drafter in drafters:
         if drafter.name in taken:
@@ -96,59 +105,68 @@ def check_names(drafters: Sequence[Drafter], models: Collection[str]) -> None:
 
 
 def check_proposal(name: str, request: Request, tree: object, vocab_size: int) -> TokenTree:
-    """Validate a drafter's proposal: it must be a tree over the request's root.
+    """Validate a drafter's proposal and return it with canonical dtypes.
+
+    Args:
+        name: of the drafter.
+        request: that the tree was proposed for.
+        tree: the proposal, possibly not a tree at all.
+        vocab_size: of the target.
 
     Raises:
-        DraftError: it is not. Nothing of it has reached the cache.
+        DraftError: the proposal is not a well-formed tree rooted at the request's last token. The KV cache is
+            unchanged.
     """
 
-    def refuse(what: str) -> DraftError:
-        return DraftError(f"drafter {name!r} proposed {what} for request {request.request_id}")
+    def error(proposal: str) -> DraftError:
+        return DraftError(f"drafter {name!r} proposed {proposal} for request {request.request_id}")
 
     if not isinstance(tree, TokenTree):
-        raise refuse(
+        raise error(
             f"{type(tree).__name__} instead of a TokenTree (TokenTree.root(request.tokens[-1]) proposes nothing)"
         )
-    tree = _with_usual_types(tree, refuse)
+    tree = _cast_arrays(tree, error)
     if tree.tokens[0] != request.tokens[-1]:
-        raise refuse(f"a tree over token {tree.tokens[0]}; the root is the last token, {request.tokens[-1]}")
+        raise error(f"a tree over token {tree.tokens[0]}; the root is the last token, {request.tokens[-1]}")
     if tree.tokens.min() < 0 or tree.tokens.max() >= vocab_size:
-        raise refuse(f"tokens from {tree.tokens.min()} to {tree.tokens.max()}; valid: 0 to {vocab_size - 1}")
+        raise error(f"tokens from {tree.tokens.min()} to {tree.tokens.max()}; valid: 0 to {vocab_size - 1}")
     if not (np.isfinite(tree.probs).all() and tree.probs.min() >= 0 and tree.probs.max() <= 1):
-        raise refuse(f"probs from {tree.probs.min()} to {tree.probs.max()}; valid: 0 to 1")
+        raise error(f"probs from {tree.probs.min()} to {tree.probs.max()}; valid: 0 to 1")
     problem = tree.find_problem()
     if problem is not None:
-        raise refuse(f"a malformed tree: {problem}")
+        raise error(f"a malformed tree: {problem}")
     if not request.draws_at_random:
         return tree.as_deterministic()
     for row in tree.draft_probs:
         if row.shape != (vocab_size,) or not (np.isfinite(row).all() and row.min() >= 0 and abs(row.sum() - 1) < 1e-5):
-            raise refuse(f"draft_probs that are no probabilities of {vocab_size} tokens")
+            raise error(f"draft_probs that are not probabilities of {vocab_size} tokens")
     if tree.draws.rows is not None:
         rows, excluded = tree.draws.rows.tolist(), tree.draws.excluded or [()] * len(tree.draws.rows)
         for child, row, out in zip(tree.draws.children.tolist(), rows, excluded, strict=True):
             token = int(tree.tokens[child])
             if row >= 0 and (token in out or not tree.draft_probs[row][token] > 0):
-                raise refuse(f"token {token} as drawn from row {row} of its draft_probs, where it cannot come up")
+                raise error(f"token {token} as drawn from row {row} of draft_probs, which excludes it")
             if any(not 0 <= other < vocab_size for other in out):
-                raise refuse(f"excluded tokens {out}; valid: 0 to {vocab_size - 1}")
+                raise error(f"excluded tokens {out}; valid: 0 to {vocab_size - 1}")
         if tree.depths.max() > MAX_DEPTH:
-            raise refuse(f"a tree of depth {tree.depths.max()}; at most {MAX_DEPTH} are possible")
+            raise error(f"a tree of depth {tree.depths.max()}; at most {MAX_DEPTH} are possible")
     return tree
 
 
-def _with_usual_types(tree: TokenTree, refuse: Callable[[str], DraftError]) -> TokenTree:
-    """The tree with int64 nodes and float64 probabilities, of equal lengths."""
+def _cast_arrays(tree: TokenTree, error: Callable[[str], DraftError]) -> TokenTree:
+    """Cast a tree's arrays to int64 nodes and float64 probabilities, and check that their lengths agree."""
     arrays: dict[str, Any] = {name: getattr(tree, name) for name in _DTYPES}
     changed: dict[str, Any] = {}
     for name, (dtype, kinds) in _DTYPES.items():
         array = arrays[name]
         if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in kinds:
             shown = f"{array.dtype} {list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
-            raise refuse(f"{name} as {shown} instead of {np.dtype(dtype)} [num_nodes]; TokenTree.from_parents makes it")
+            raise error(
+                f"{name} as {shown} instead of {np.dtype(dtype)} [num_nodes]; TokenTree.from_parents builds valid trees"
+            )
         if array.dtype != dtype:
             changed[name] = array.astype(dtype)
     sizes = {len(array) for array in arrays.values()}
     if len(sizes) != 1 or 0 in sizes:
-        raise refuse(f"tokens, parents, depths and probs of sizes {sorted(sizes)}; they must be equal, at least 1")
+        raise error(f"tokens, parents, depths and probs of sizes {sorted(sizes)}; they must be equal and at least 1")
     return replace(tree, **changed) if changed else tree

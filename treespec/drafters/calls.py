@@ -1,4 +1,7 @@
-"""Guarded calls of drafters: a custom drafter's exception or invalid tree fails single requests, never the batch."""
+"""Guarded calls of drafters.
+
+An exception or an invalid tree from a custom drafter fails the affected requests, never the whole batch.
+"""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -21,38 +24,41 @@ logger = logging.getLogger("treespec")
 Failures: TypeAlias = dict[Request, DraftError]
 Source: TypeAlias = Drafter | SsmDrafter
 
-_REMEDY = "return a list with one TokenTree for each request, TokenTree.root(request.tokens[-1]) for no guess"
+_REMEDY = "return a list with one TokenTree per request; TokenTree.root(request.tokens[-1]) proposes nothing"
 
 
-def is_from_outside(drafter: Source) -> bool:
-    """Whether a drafter is a user's own object."""
+def is_custom(drafter: Source) -> bool:
+    """Return whether a drafter is a user-defined object rather than one of the engine's own."""
     return not isinstance(drafter, SsmDrafter | LookupDrafter | ForeignDrafter)
 
 
 def may_draft(drafter: Drafter, request: Request) -> bool:
-    """Whether a request's `sources` allow a drafter."""
+    """Return whether the request's `sources` allow the drafter."""
     if isinstance(drafter, ForeignDrafter):
         return drafter.allows(request)
     return request.spec.allows(drafter.name, drafter.name)
 
 
-def ask(
+def call_propose(
     drafter: Drafter, requests: Sequence[Request], max_depths: Sequence[int], vocab_size: int
 ) -> tuple[dict[str, TokenTree], Failures]:
-    """The checked trees that a drafter proposes, by request id, and the requests that it failed for.
+    """Call a drafter's `propose` and validate its trees.
 
     Args:
-        drafter: a user's own, or a draft with another tokenizer.
+        drafter: a custom drafter, or a draft with another tokenizer.
         requests: of the round.
-        max_depths: of their trees.
+        max_depths: maximum tree depth of each request. Custom drafters are called only for requests above 0.
         vocab_size: of the target.
+
+    Returns:
+        The valid trees by request id, and the error of each request for which the drafter failed.
     """
-    places = list(range(len(requests)))
-    if is_from_outside(drafter):
-        places = [i for i in places if max_depths[i] > 0 and may_draft(drafter, requests[i])]
-        if not places:
+    indices = list(range(len(requests)))
+    if is_custom(drafter):
+        indices = [i for i in indices if max_depths[i] > 0 and may_draft(drafter, requests[i])]
+        if not indices:
             return {}, {}
-    asked, depths = [requests[i] for i in places], [max_depths[i] for i in places]
+    asked, depths = [requests[i] for i in indices], [max_depths[i] for i in indices]
     failures: Failures = {}
     proposed: object = []
     with _guarded(drafter, "propose", asked, failures):
@@ -60,34 +66,34 @@ def ask(
     if len(failures) == len(asked):
         return {}, failures
     if not isinstance(proposed, list | tuple) or len(proposed) != len(asked):
-        what = f"{len(proposed)} trees" if isinstance(proposed, list | tuple) else type(proposed).__name__
-        said = f"propose returned {what} for {len(asked)} requests; {_REMEDY}"
-        return {}, {request: _failure(drafter, request, said) for request in asked}
+        returned = f"{len(proposed)} trees" if isinstance(proposed, list | tuple) else type(proposed).__name__
+        message = f"propose returned {returned} for {len(asked)} requests; {_REMEDY}"
+        return {}, {request: _failure(drafter, request, message) for request in asked}
     trees: dict[str, TokenTree] = {}
     for request, tree in zip(asked, proposed, strict=True):
         try:
             trees[request.request_id] = check_proposal(drafter.name, request, tree, vocab_size)
         except DraftError as error:
             failures.setdefault(request, error)
-        except Exception as error:  # of a tree made by hand, whose parts may be anything
-            if not is_from_outside(drafter):
+        except Exception as error:  # attributes of a hand-built tree may be of any type
+            if not is_custom(drafter):
                 raise
-            found = describe_error(error)
-            said = f"propose returned a malformed tree ({found}); TokenTree.from_parents makes a sound one"
-            failures.setdefault(request, _failure(drafter, request, said))
+            reason = describe_error(error)
+            message = f"propose returned a malformed tree ({reason}); TokenTree.from_parents builds valid trees"
+            failures.setdefault(request, _failure(drafter, request, message))
     return trees, failures
 
 
-def tell(drafter: Source, requests: Sequence[Request], paths: Sequence[np.ndarray]) -> Failures:
-    """Tell a drafter what was accepted of its trees; return the requests that it failed for."""
+def call_commit(drafter: Source, requests: Sequence[Request], paths: Sequence[np.ndarray]) -> Failures:
+    """Call a drafter's `commit` with the accepted paths; return the error of each request if it fails."""
     failures: Failures = {}
     with _guarded(drafter, "commit", requests, failures):
         drafter.commit(requests, paths)
     return failures
 
 
-def release(drafter: Source, request: Request) -> None:
-    """Release a request's state in a drafter. The request has ended, so an exception is only logged."""
+def call_release(drafter: Source, request: Request) -> None:
+    """Call a drafter's `release`. The request has already ended, so an exception is only logged."""
     failures: Failures = {}
     with _guarded(drafter, "release", [request], failures):
         drafter.release(request)
@@ -97,28 +103,28 @@ def release(drafter: Source, request: Request) -> None:
 
 @contextmanager
 def _guarded(drafter: Source, method: str, requests: Sequence[Request], failures: Failures) -> Iterator[None]:
-    """Turn a custom drafter's exceptions, and changes of `request.tokens`, into failures of these requests.
+    """Record a custom drafter's exceptions and changes to `request.tokens` in `failures`.
 
-    The engine's own drafters are not guarded: what they raise is a bug of the engine.
+    Modified token lists are restored. Exceptions of the engine's own drafters are bugs and propagate.
     """
-    if not is_from_outside(drafter):
+    if not is_custom(drafter):
         yield
         return
     before = [(request, request.tokens, request.tokens.copy()) for request in requests]
     try:
         with outside_code():
             yield
-    except Exception as error:  # code from outside may raise anything, and only these requests asked for it
-        said = f"{method} raised {describe_error(error)}; correct it, or leave the drafter out of `sources`"
+    except Exception as error:  # user code may raise anything
+        message = f"{method} raised {describe_error(error)}; fix it, or leave the drafter out of `sources`"
         for request in requests:
-            failures[request] = _failure(drafter, request, said)
+            failures[request] = _failure(drafter, request, message)
             failures[request].__cause__ = error
     for request, tokens, copy in before:
         if request.tokens is not tokens or tokens != copy:
             tokens[:], request.tokens = copy, tokens
-            said = f"{method} changed request.tokens, which is the text itself; work on list(request.tokens)"
-            failures.setdefault(request, _failure(drafter, request, said))
+            message = f"{method} changed request.tokens, the engine's own list; work on list(request.tokens)"
+            failures.setdefault(request, _failure(drafter, request, message))
 
 
-def _failure(drafter: Source, request: Request, said: str) -> DraftError:
-    return DraftError(f"drafter {drafter.name!r} failed for request {request.request_id}: {said}")
+def _failure(drafter: Source, request: Request, message: str) -> DraftError:
+    return DraftError(f"drafter {drafter.name!r} failed for request {request.request_id}: {message}")

@@ -1,4 +1,4 @@
-"""The draft sources of an engine."""
+"""The container of an engine's draft sources."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,12 +10,12 @@ from treespec.drafters.ssm.ssm_drafter import SsmDrafter
 
 @dataclass
 class DraftSources:
-    """The SSM group, lookup, and further drafters. Iterates over those that exist.
+    """The draft sources of an engine: the SSM group, lookup and further drafters. Iteration skips absent ones.
 
     Attributes:
         ssms: the SSM group, or None.
         lookup: prompt lookup and suffix decoding, or None.
-        others: users' own drafters, and drafts with other tokenizers.
+        others: custom drafters, and drafts with other tokenizers.
     """
 
     ssms: SsmDrafter | None = None

@@ -1,12 +1,13 @@
-"""Evidence ratios: how far proposals of lookup and other sources change the SSMs' odds, learned from verified tokens.
+"""Evidence ratios: combine the SSMs' probabilities with the proposals of other sources.
 
-Where SSMs give a token the probability m and a seed (a node that lookup, suffix, grammar or a foreign draft proposes)
-has its own probability q, the odds of the token are those of m times the seed's *evidence ratio*, a likelihood ratio:
+A *seed* is a node proposed by lookup, suffix, grammar or a foreign draft. If the SSMs' mixture gives a token the
+probability m and a seed with the same token has its own probability q, the combined odds are the odds of m times the
+seed's *evidence ratio*, a likelihood ratio:
 
     log ratio = bias + slope * logit(q)
 
-Bias and slope are a logistic regression with the offset logit(m), updated online with every verified guess. They shape
-what is drafted, never what is emitted.
+Bias and slope are the parameters of a logistic regression with offset logit(m), updated online with every verified
+seed. They affect what is drafted, never what is emitted.
 """
 
 import math
@@ -16,16 +17,17 @@ import numpy as np
 
 from treespec.tree import TokenTree
 
-BIAS, SLOPE = 0.6, 0.64  # by acceptance of the embedded SSMs and lookup; the likelihood alone says 1.0 and 0.635
-PRIOR_GUESSES = 500.0  # that the shipped values count for
-MEMORY = 4000.0  # guesses after which older ones fade
-_LEAST_SEED, _MOST_SEED = 1e-4, 0.999
-_SLOPES = 0.0, 2.0  # range of the slope: a surer seed never tells less
-_BIASES = -4.0, 6.0
+# Tuned for acceptance with the embedded SSMs and lookup; the maximum-likelihood values are 1.0 and 0.635.
+BIAS, SLOPE = 0.6, 0.64
+PRIOR_GUESSES = 500.0  # pseudo-count of seeds behind the initial values
+MEMORY = 4000.0  # time constant of the exponential decay, in observed seeds
+_MIN_PROB, _MAX_PROB = 1e-4, 0.999  # a seed's probability is clipped to this range
+_SLOPE_RANGE = 0.0, 2.0  # not negative, so that the ratio does not fall as a seed's probability rises
+_BIAS_RANGE = -4.0, 6.0
 
 
 class GrownTree(Protocol):
-    """What is read of a verified tree; arrays as of a `TokenTree`."""
+    """The parts of a verified tree that `SeedEvidence` reads; arrays as in `TokenTree`."""
 
     @property
     def tokens(self) -> np.ndarray: ...
@@ -38,51 +40,58 @@ class GrownTree(Protocol):
 
 
 class SeedEvidence:
-    """Evidence ratios of seeds. An engine has one for all its requests."""
+    """Online estimate of the seeds' evidence ratios, shared by all requests of an engine."""
 
     def __init__(self, bias: float = BIAS, slope: float = SLOPE) -> None:
         self.bias, self.slope = bias, slope
-        # Diagonal of the Fisher information: p (1 - p) of about 1/6, and logit(q) ** 2 of about 4.
+        # Diagonal of the Fisher information, assuming p (1 - p) = 1/6 and logit(q) ** 2 = 4.
         self._information = [PRIOR_GUESSES / 6, 4 * PRIOR_GUESSES / 6]
 
     def ratios(self, probs: np.ndarray) -> np.ndarray:
-        """Evidence ratios by the seeds' own probabilities; float32, positive and finite."""
-        own = np.clip(np.asarray(probs, dtype=np.float64), _LEAST_SEED, _MOST_SEED)
+        """Return the evidence ratios of seeds with these probabilities; float32, positive and finite."""
+        own = np.clip(np.asarray(probs, dtype=np.float64), _MIN_PROB, _MAX_PROB)
         return np.exp(self.bias + self.slope * np.log(own / (1 - own))).astype(np.float32)
 
     def observe(self, tree: GrownTree, seed: TokenTree, path: np.ndarray, bonus: int) -> None:
-        """Learn from one verified tree.
+        """Update bias and slope from one verified tree.
 
         Args:
-            tree: as verified.
-            seed: the tree of sources without a pass that it was grown over.
-            path: accepted nodes of `tree`, the root first.
-            bonus: the target's token after the last one.
+            tree: the verified tree.
+            seed: the seeds that it was grown over, as a tree with the same root.
+            path: accepted nodes of `tree`, root first.
+            bonus: the target's token after the path.
         """
-        place, chosen = 0, [*tree.tokens[path[1:]].tolist(), bonus]
+        seed_node, chosen = 0, [*tree.tokens[path[1:]].tolist(), bonus]
         for node, token in zip(path.tolist(), chosen, strict=True):
-            below, following = np.flatnonzero(tree.parents == node), -1
+            below, accepted_child = np.flatnonzero(tree.parents == node), -1
             value = float(tree.values[node])
-            for child in np.flatnonzero(seed.parents == place).tolist():
-                named = below[tree.tokens[below] == seed.tokens[child]]
-                held = int(seed.tokens[child]) == token
-                if held:
-                    following = child
+            for child in np.flatnonzero(seed.parents == seed_node).tolist():
+                matching = below[tree.tokens[below] == seed.tokens[child]]
+                correct = int(seed.tokens[child]) == token
+                if correct:
+                    accepted_child = child
                 own = float(seed.probs[child])
-                # Where no SSM spoke, the probability is the seed's own, and says nothing about the ratio.
-                merged = min(float(tree.values[named[0]]) / value, 1.0) if len(named) and value > 0 else own
+                # Without an SSM's estimate the node has the seed's own probability, which carries no information
+                # about the ratio.
+                merged = min(float(tree.values[matching[0]]) / value, 1.0) if len(matching) and value > 0 else own
                 if abs(merged - own) > 1e-6 * own:
-                    self._learn(own, merged, held)
-            if following < 0:
+                    self._update(own, merged, correct)
+            if accepted_child < 0:
                 return
-            place = following
+            seed_node = accepted_child
 
-    def _learn(self, own: float, merged: float, held: bool) -> None:
-        """One step of Newton's method on the diagonal."""
-        own = min(max(own, _LEAST_SEED), _MOST_SEED)
-        logit, variance, missed = math.log(own / (1 - own)), merged * (1 - merged), held - merged
+    def _update(self, own: float, merged: float, correct: bool) -> None:
+        """Take one Newton step with the diagonal of the Fisher information.
+
+        Args:
+            own: the seed's own probability.
+            merged: the probability that it had in the tree.
+            correct: whether the target chose its token.
+        """
+        own = min(max(own, _MIN_PROB), _MAX_PROB)
+        logit, variance, error = math.log(own / (1 - own)), merged * (1 - merged), correct - merged
         of_bias, of_slope = (information * (1 - 1 / MEMORY) for information in self._information)
         self._information = [of_bias + variance, of_slope + variance * logit**2]
         of_bias, of_slope = (max(information, 1.0) for information in self._information)
-        self.bias = min(max(self.bias + missed / of_bias, _BIASES[0]), _BIASES[1])
-        self.slope = min(max(self.slope + missed * logit / of_slope, _SLOPES[0]), _SLOPES[1])
+        self.bias = min(max(self.bias + error / of_bias, _BIAS_RANGE[0]), _BIAS_RANGE[1])
+        self.slope = min(max(self.slope + error * logit / of_slope, _SLOPE_RANGE[0]), _SLOPE_RANGE[1])

@@ -1,4 +1,4 @@
-"""Grammar-forced tokens, as a chain of nodes with probability 1."""
+"""Draft source of grammar-forced tokens: a chain of nodes with probability 1."""
 
 import numpy as np
 
@@ -7,8 +7,10 @@ from treespec.tree import Draws, TokenTree
 
 
 def forced_tree(request: Request, max_depth: int) -> TokenTree:
-    """The forced tokens after a request's text, at most `max_depth`, as a chain over its last token; the root alone
-    without a grammar, or where it allows several tokens."""
+    """Return a chain of the tokens that the request's grammar forces next, at most `max_depth` of them.
+
+    Return only the root if the request has no grammar, or its grammar allows several next tokens.
+    """
     root = request.tokens[-1]
     grammar = request.restriction.grammar if request.restriction is not None else None
     if grammar is None or max_depth < 1 or not request.spec.allows("grammar", "grammar"):

@@ -1,8 +1,8 @@
 """Per-request mixture weights of the SSMs.
 
-Every SSM is scored on the verified tokens, whether or not its guesses were taken (full information: HedgeSpec,
-arXiv 2510.20064), on the prompt too. The weights are those of Bayes for a mixture whose best component changes now and
-then: recent tokens count, older ones fade. They shape what is drafted, never what is emitted.
+Every SSM is scored on all verified tokens, including the prompt, whether or not its proposals were accepted (full
+information: HedgeSpec, arXiv 2510.20064). The weights are Bayesian mixture weights with exponential decay of older
+tokens, because the best SSM may change within a text. They affect what is drafted, never what is emitted.
 """
 
 import copy
@@ -11,37 +11,41 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-WINDOW = 64  # verified tokens that count at most
-FADING = 0.96  # of a token's weight with each token after it
-WORST = -6.0  # log-probability below which a miss counts no worse: one odd token must not decide
-LEAST = 0.02  # weight that every SSM keeps, so that it comes back as soon as the text is its own again
+WINDOW = 64  # number of latest verified tokens that count
+DECAY = 0.96  # of a token's weight per later token
+MIN_LOGPROB = -6.0  # lower scores are clipped, so that a single outlier token does not dominate
+MIN_WEIGHT = 0.02  # floor of every mixture weight, so that an SSM recovers quickly once its predictions improve
 
 
 @dataclass
 class Trust:
-    """Log-probability scores of one request's SSMs on its verified tokens.
+    """Log-probability scores of the SSMs on one request's verified tokens.
 
     Args:
-        num_ssms: how many there are.
+        num_ssms: number of SSMs.
     """
 
     num_ssms: int
-    known: np.ndarray = field(init=False)  # int64 [num_ssms]: position behind the last token that was scored
+    known: np.ndarray = field(init=False)  # int64 [num_ssms]: 1 + position of the last scored token
 
     def __post_init__(self) -> None:
         self.known = np.zeros(self.num_ssms, dtype=np.int64)
-        self._begin = np.zeros(self.num_ssms, dtype=np.int64)  # of the positions scored without a gap
-        self._scores = np.zeros((self.num_ssms, 2 * WINDOW))  # by position modulo its width
+        self._begin = np.zeros(self.num_ssms, dtype=np.int64)  # start of the gapless range of scored positions
+        self._scores = np.zeros((self.num_ssms, 2 * WINDOW))  # ring buffers, indexed by position modulo their width
 
     def copy(self) -> "Trust":
-        """A copy with its own scores."""
+        """Return a deep copy."""
         return copy.deepcopy(self)
 
     def observe(self, ssm: int, first: int, probs: np.ndarray) -> None:
-        """Add an SSM's probabilities of the verified tokens at positions `first`, `first` + 1, ...; float [num tokens].
+        """Score an SSM on verified tokens.
 
-        Positions follow those observed before; a token that was scored already keeps its score, and a gap makes the
-        scores before it forgotten.
+        A token that is already scored keeps its score. If `first` leaves a gap, earlier scores are discarded.
+
+        Args:
+            ssm: index of the SSM.
+            first: position of the first token.
+            probs: float [num_tokens], the SSM's probabilities of the tokens at `first`, `first` + 1, ...
         """
         width, known = self._scores.shape[1], int(self.known[ssm])
         skipped = max(known - first, len(probs) - width, 0)
@@ -50,11 +54,15 @@ class Trust:
             return
         end = first + len(probs)
         self._begin[ssm] = max(first if first > known else self._begin[ssm], end - width)
-        self._scores[ssm, np.arange(first, end) % width] = np.maximum(np.log(np.fmax(probs, 1e-9)), WORST)  # NaN: 0
+        logprobs = np.log(np.fmax(probs, 1e-9))  # fmax also replaces NaN
+        self._scores[ssm, np.arange(first, end) % width] = np.maximum(logprobs, MIN_LOGPROB)
         self.known[ssm] = end
 
     def weights(self, ssms: Sequence[int]) -> np.ndarray:
-        """float64 [len(ssms)], sum 1: by the scores of the latest positions that all of these SSMs have read."""
+        """Return the mixture weights of some SSMs: float64 [len(ssms)], sum 1.
+
+        They are computed from the latest positions that all of these SSMs are scored on; equal if there are none.
+        """
         if len(ssms) == 1:
             return np.ones(1)
         end = int(self.known[ssms].min())
@@ -62,6 +70,6 @@ class Trust:
         if len(ages) <= 0:
             return np.full(len(ssms), 1 / len(ssms))
         recent = self._scores[np.array(ssms)[:, None], (end - 1 - ages) % self._scores.shape[1]]
-        seen = recent @ FADING**ages
-        weights = np.exp(seen - seen.max())
-        return LEAST + (1 - len(ssms) * LEAST) * weights / weights.sum()
+        scores = recent @ DECAY**ages
+        weights = np.exp(scores - scores.max())
+        return MIN_WEIGHT + (1 - len(ssms) * MIN_WEIGHT) * weights / weights.sum()

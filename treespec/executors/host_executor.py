@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from treespec.drafters.calls import ask
+from treespec.drafters.calls import call_propose
 from treespec.drafters.draft_sources import DraftSources
 from treespec.drafters.forced import forced_tree
 from treespec.drafters.foreign.foreign_drafter import ForeignDrafter
@@ -67,7 +67,7 @@ class HostExecutor:
         ids, depths = [request.request_id for request in requests], [plan.max_depth for plan in plans]
         for drafter in self.sources.others:
             clock.enter("foreign" if isinstance(drafter, ForeignDrafter) else "search")
-            trees, failures = ask(drafter, requests, depths, self.runner.target.vocab_size)
+            trees, failures = call_propose(drafter, requests, depths, self.runner.target.vocab_size)
             execution.failures |= failures
             execution.proposals.append((drafter, trees))
         if lookup is not None:

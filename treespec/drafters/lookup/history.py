@@ -1,8 +1,9 @@
-"""The history of an engine's outputs, finished or not, indexed for suffix decoding.
+"""Searchable history of an engine's outputs, finished or running, for suffix decoding.
 
-Suffix decoding (arXiv 2411.04975) keeps suffix trees over earlier outputs. Here the last `capacity` tokens lie in a
-ring, and places where the same few tokens stand are chained, as in LZ77: adding a token and forgetting the oldest take
-constant time, texts that grow side by side are searchable at once, and the latest occurrences are found first.
+Suffix decoding (arXiv 2411.04975) keeps suffix trees over earlier outputs. This implementation keeps the last
+`capacity` tokens in a ring buffer and chains the positions of equal n-grams, as LZ77 does. Appending a token and
+evicting the oldest take constant time, texts of concurrent requests are searchable immediately, and searches return
+the most recent occurrences first.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,12 +15,12 @@ from treespec_kernels.cpu.lookup_cpu import MAX_MATCH, ORDERS, PAST_MATCHES, STE
 
 
 class History:
-    """Reference implementation of `CompiledHistory`, and its replacement without a C++ compiler.
+    """Ring buffer of tokens with n-gram chains: reference of `CompiledHistory`, and fallback without a C++ compiler.
 
-    A token has a number, from 1 on; `number % capacity` is its place in the ring.
+    Tokens are numbered from 1 in the order of insertion; `number % capacity` is the ring index.
 
     Args:
-        capacity: tokens that are kept.
+        capacity: number of tokens kept.
     """
 
     def __init__(self, capacity: int):
@@ -32,11 +33,11 @@ class History:
         return min(self._count, self._capacity)
 
     def add(self, owner: int, last: int, tokens: np.ndarray) -> int:
-        """Append to a text.
+        """Append tokens to a text.
 
         Args:
-            owner: whose text it is.
-            last: number of the text's last token so far; 0: it begins, as it does where that one was forgotten.
+            owner: identifies the text.
+            last: number of the text's last token so far; 0 starts a new text. An evicted token counts as 0.
             tokens: int64 [length].
 
         Returns:
@@ -55,27 +56,34 @@ class History:
                 if len(end) >= order:
                     latest, key = self._latest[order], tuple(end[:order])
                     self._older[order][place] = latest.pop(key, 0)
-                    latest[key] = last  # behind all others: they stand in the order of their numbers
+                    latest[key] = last  # popped above: keeps the dict ordered by number, so the oldest is evicted first
         for latest in self._latest.values():
             while latest and not self._holds(next(iter(latest.values()))):
                 del latest[next(iter(latest))]
         return last
 
     def find(self, text: Sequence[int], owner: int) -> list[tuple[int, int]]:
-        """Where the end of a text stands in the texts of others: (number of its last token there, length), longest
-        first, of equally long ones the latest first, PAST_MATCHES at most.
+        """Find occurrences of a text's suffix in the texts of other owners.
 
-        Looked at are the latest STEPS places where the last six tokens stand, and where that finds nothing, the last
-        three. What nothing follows is no match.
+        Checks the latest STEPS occurrences of the last six tokens, and of the last three if there is no match. An
+        occurrence without a following token is not a match.
+
+        Args:
+            text: tokens; the last MAX_MATCH count.
+            owner: whose texts are skipped.
+
+        Returns:
+            (number of the match's last token, length) of at most PAST_MATCHES matches, longest first, then latest
+            first.
         """
-        ending = text[-MAX_MATCH:][::-1]
+        suffix = text[-MAX_MATCH:][::-1]
         for order in sorted(ORDERS, reverse=True):
             found, steps = [], 0
-            number = self._latest[order].get(tuple(ending[:order]), 0) if len(ending) >= order else 0
+            number = self._latest[order].get(tuple(suffix[:order]), 0) if len(suffix) >= order else 0
             while self._holds(number) and steps < STEPS:
-                same = takewhile(lambda both: both[0] == both[1], zip(ending, self._backwards(number), strict=False))
+                same = takewhile(lambda pair: pair[0] == pair[1], zip(suffix, self._backwards(number), strict=False))
                 length = sum(1 for _ in same)
-                if length >= order:  # else its beginning was forgotten
+                if length >= order:  # otherwise a part of the n-gram was evicted
                     steps += 1
                     if self._owners[number % self._capacity] != owner and self._next(number):
                         found.append((number, length))
@@ -85,7 +93,7 @@ class History:
         return []
 
     def following(self, number: int) -> Iterator[int]:
-        """The tokens behind one, to the end of its text."""
+        """Yield the tokens after a token, to the end of its text."""
         while number := self._next(number):
             yield int(self._tokens[number % self._capacity])
 
@@ -93,10 +101,10 @@ class History:
         return number > max(self._count - self._capacity, 0)
 
     def _next(self, number: int) -> int:
-        return int(self._after[number % self._capacity])  # younger than what is kept, so kept
+        return int(self._after[number % self._capacity])  # newer than a kept token, so itself kept
 
     def _backwards(self, number: int) -> Iterator[int]:
-        """A token and those before it, as far as they are kept."""
+        """Yield a token and its predecessors, newest first, up to the first evicted one."""
         while self._holds(number):
             yield int(self._tokens[number % self._capacity])
             number = int(self._before[number % self._capacity])

@@ -1,4 +1,4 @@
-"""A `Forest` that grows a level in one call of C++."""
+"""`Forest` implemented with a compiled library: one C++ call per level."""
 
 import ctypes
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from treespec_kernels.tree.growth_limits import CHILDREN, FRONTIER
 
 
 class CompiledForest(Forest):
-    """Grows the same nodes as `Forest`, with the compiled library."""
+    """`Forest` with compiled growth; its nodes and values are bit-identical."""
 
     def __init__(
         self,
@@ -40,27 +40,37 @@ class CompiledForest(Forest):
         self._branching = np.zeros(len(shapes), dtype=np.int64)
         self._static = any(shape.branching for shape in shapes)
         self._weights: Sequence[np.ndarray] | None = None
-        self._mixture = np.empty(0)  # the same as one array
+        self._mixture = np.empty(0)  # `_weights` as one float32 array
 
     def extend(self, ssm_probs: Sequence[SsmProbs], weights: Sequence[np.ndarray]) -> np.ndarray:
         branching, widest = self._begin(weights)
         grown = self._growth.extend(self.frontier, self._size, self.depth, ssm_probs, self._mixture, branching, widest)
-        return self._take(grown)
+        return self._append(grown)
 
     def draft(self, passes: DraftPasses, weights: Sequence[np.ndarray]) -> tuple[np.ndarray, list[np.ndarray]]:
-        """As `extend`, with what these SSMs say of a level below the roots.
+        """Run the SSMs' passes over the frontier and extend the trees, in one call. Not for the root level.
+
+        Args:
+            passes: the SSMs' passes.
+            weights: as in `extend`.
 
         Returns:
-            Also, by SSM of `passes`, its probabilities: float32 [rows that it scored, vocab].
+            The result of `extend`, and each SSM's probabilities in the order of `passes`: float32 [rows that it scored,
+            vocab].
         """
         branching, widest = self._begin(weights)
         grown, probs = self._growth.draft(
             self.frontier, self._size, self.depth, passes, self._mixture, branching, widest
         )
-        return self._take(grown), probs
+        return self._append(grown), probs
 
     def _begin(self, weights: Sequence[np.ndarray]) -> tuple[np.ndarray, int]:
-        """Children of a node by tree, 0 where values decide, and the most that an SSM may propose."""
+        """Record the frontier's slots and update the mixture.
+
+        Returns:
+            int64 [num_trees], static number of children per node (0 = chosen by value), and the maximum number of
+            proposals of one SSM at one node.
+        """
         at = self.frontier
         parts = at.parts()
         if self._weights is not weights:
@@ -73,7 +83,8 @@ class CompiledForest(Forest):
         children = [self.children_at(i) if shape.branching else 0 for i, shape in enumerate(self.shapes)]
         return np.array(children), max(self.children_at(owner) for owner in parts)
 
-    def _take(self, grown: Grown) -> np.ndarray:
+    def _append(self, grown: Grown) -> np.ndarray:
+        """Append a new level; return its broken rows."""
         self._levels.append(grown.level)
         self._size += len(grown.level.tokens)
         self.frontier = grown.frontier

@@ -1,9 +1,9 @@
-"""Trees whose children are sampled from the SSMs' distributions, as multi-step rejection and traversal need.
+"""Trees of random draws from the SSMs' distributions, for verification by rejection or traversal.
 
-Verification by "rejection" or "traversal" holds for every draw that was made, in its order, with its distribution; so
-nothing is left out after it was drawn. What may follow from earlier draws is whether to draw another: each node has
-draws as long as the chance that they are needed is worth a row of the target pass (DySpec, arXiv 2410.11744: a draw y
-from the residual R is worth value * R[y], and its next sibling value * (1 - R[y])).
+These rules are lossless only if every draw stays in the tree, in draw order and with its distribution, so nothing is
+pruned after it was drawn. Whether to draw again may depend on earlier draws: a node gets further draws while the
+probability that they are needed exceeds a minimum value (DySpec, arXiv 2410.11744: a draw y from the residual R has the
+value v * R[y], and its next sibling v * (1 - R[y]), where v is the parent's value).
 """
 
 from collections.abc import Sequence
@@ -14,28 +14,48 @@ from treespec.drafters.ssm.forest import Frontier, Shape, SsmProbs
 from treespec.tree import Draws, TokenTree
 from treespec.verification.oracle import RandomOracle
 
-_LEAST_MASS = 1e-6  # of a distribution's tokens that were not drawn yet, below which nothing more is drawn from it
-_MOST_REPEATS = 16  # draws in a row at one node that bring nothing new, after which none are made there: where they are
-# independent, one that is nearly certain would take a million to bring another token
+_MIN_MASS = 1e-6  # nothing is drawn from a distribution whose tokens not yet drawn have less mass
+# Consecutive repeated draws after which a node gets no further draws. With replacement, a nearly certain token would
+# otherwise be drawn a million times before another one.
+_MAX_REPEATS = 16
 
 
 class _Node:
-    """A node that was scored: what its children can be drawn from."""
+    """A scored node, whose children can be drawn.
+
+    Attributes:
+        index: of the node in its tree.
+        distributions: by SSM, float32 [vocab].
+        weights: mixture weights, normalised over the SSMs in `distributions`.
+        remaining: mass of the mixture on tokens not yet drawn.
+        drawn: (SSM, token) in draw order.
+        rows: by SSM, index of its distribution among the tree's.
+        repeats: number of consecutive draws of tokens already drawn.
+    """
 
     def __init__(self, index: int, weights: np.ndarray, distributions: dict[int, np.ndarray]):
         self.index, self.distributions = index, distributions
-        self.weights = weights / max(sum(weights[ssm] for ssm in distributions), 1e-9)  # of those that have any here
-        self.left = 1.0  # of the mixture's mass: what was not drawn
-        self.drawn: list[tuple[int, int]] = []  # (SSM, token) in draw order
-        self.rows: dict[int, int] = {}  # of each distribution among the tree's
-        self.repeats = 0  # draws in a row that brought nothing new
+        self.weights = weights / max(sum(weights[ssm] for ssm in distributions), 1e-9)
+        self.remaining = 1.0
+        self.drawn: list[tuple[int, int]] = []
+        self.rows: dict[int, int] = {}
+        self.repeats = 0
 
 
 class _Tree:
-    """One tree while it grows."""
+    """One tree under construction.
 
-    def __init__(self, seed: TokenTree, shape: Shape, oracle: RandomOracle, mode: str, least: float, fills: bool):
-        self.shape, self.oracle, self.mode, self.least, self.fills = shape, oracle, mode, least, fills
+    Args:
+        seed: nodes proposed by other sources.
+        shape: limits of the tree.
+        oracle: randomness of the draws.
+        mode: as `SpecConfig.draws`.
+        min_value: minimum value of a draw.
+        fills: whether to add draws in the end until the tree has its full number of nodes.
+    """
+
+    def __init__(self, seed: TokenTree, shape: Shape, oracle: RandomOracle, mode: str, min_value: float, fills: bool):
+        self.shape, self.oracle, self.mode, self.min_value, self.fills = shape, oracle, mode, min_value, fills
         self.tokens, self.parents, self.depths = [int(seed.tokens[0])], [-1], [0]
         self.probs, self.values = [1.0], [1.0]
         self.child: dict[tuple[int, int], int] = {}
@@ -43,27 +63,31 @@ class _Tree:
         self.distributions: list[np.ndarray] = []
         self.scored: list[_Node] = []
         self.slot_of_node: dict[int, int] = {}
-        # Half of the rows at most are for what other sources propose, the likeliest of it, where something is drawn.
-        most_seeds = (shape.nodes - 1) // (2 if shape.max_depth else 1)
+        # If anything is drawn, the best seeds take at most half of the nodes.
+        max_seeds = (shape.nodes - 1) // (2 if shape.max_depth else 1)
         seed = seed.as_deterministic()
-        best = np.lexsort((seed.depths, -seed.values))[: 1 + most_seeds]
-        worth = best if fills else best[seed.values[best] > least]
-        self.seed = seed if shape.branching else seed.keep(np.sort(worth))
+        best = np.lexsort((seed.depths, -seed.values))[: 1 + max_seeds]
+        kept = best if fills else best[seed.values[best] > min_value]
+        self.seed = seed if shape.branching else seed.keep(np.sort(kept))
         self.room = shape.nodes - (0 if shape.branching else len(self.seed) - 1)
 
     def draw(self, node: _Node) -> int | None:
-        """Draw a child of a scored node; its index, new or not, or None where no distribution has anything left."""
+        """Draw a child of a scored node.
+
+        Returns:
+            Index of the child, new or existing; None if no distribution has enough mass left.
+        """
         counts = dict.fromkeys(node.distributions, 0)
         for ssm, _ in node.drawn:
             counts[ssm] += 1
-        # In turn, beginning with the one that the text speaks for: another's guess adds more than a second of its own.
+        # Round-robin by descending weight: a first draw of another SSM adds more mass than a second one of the same.
         for ssm in sorted(node.distributions, key=lambda ssm: (counts[ssm], -node.weights[ssm])):
             own, excluded = node.distributions[ssm], self._excluded(node, ssm)
             if excluded:
                 own = own.copy()
                 own[list(excluded)] = 0.0
             mass = float(own.sum(dtype=np.float64))
-            if mass < _LEAST_MASS:
+            if mass < _MIN_MASS:
                 continue
             token = self.oracle.choose(own)
             new = all(token != other for _, other in node.drawn)
@@ -74,18 +98,19 @@ class _Tree:
                 self.distributions.append(node.distributions[ssm])
             self.draws.append((node.index, child, ssm, float(own[token]) / mass, node.rows[ssm], excluded))
             node.drawn.append((ssm, token))
-            node.left -= share if new else 0.0
+            node.remaining -= share if new else 0.0
             node.repeats = 0 if new else node.repeats + 1
             return child
         return None
 
     def _excluded(self, node: _Node, ssm: int) -> tuple[int, ...]:
-        """Tokens that cannot come up in the next draw."""
+        """Return the tokens that an SSM's next draw at a node excludes."""
         if self.mode == "with-replacement":
             return ()
         return tuple(token for other, token in node.drawn if self.mode == "cross-source" or other == ssm)
 
     def _child(self, parent: int, token: int, prob: float, value: float) -> int:
+        """Return the index of a child, creating it if necessary."""
         key = parent, token
         if key not in self.child:
             self.child[key] = len(self.tokens)
@@ -97,18 +122,18 @@ class _Tree:
         return self.child[key]
 
     def grow(self, node: _Node) -> None:
-        """Draw the children that a newly scored node is worth."""
+        """Draw the children of a newly scored node: a static number, or while the next draw has the minimum value."""
         branching = self.shape.branching
         if branching:
             for _ in range(branching[min(self.depths[node.index], len(branching) - 1)]):
                 self.draw(node)
             return
-        while len(self.tokens) < self.room and node.left * self.values[node.index] > self.least:
-            if self.draw(node) is None or node.repeats == _MOST_REPEATS:
+        while len(self.tokens) < self.room and node.remaining * self.values[node.index] > self.min_value:
+            if self.draw(node) is None or node.repeats == _MAX_REPEATS:
                 break
 
     def path(self, node: int) -> list[int]:
-        """The tokens from below the root down to a node."""
+        """Return the tokens from the root (exclusive) to a node."""
         tokens: list[int] = []
         while node:
             tokens.append(self.tokens[node])
@@ -116,15 +141,26 @@ class _Tree:
         return tokens[::-1]
 
     def fill(self) -> None:
-        """Draw further children of scored nodes, the most needed first, until the tree has its nodes."""
+        """Draw further children, at the node with the most valuable next draw, until the tree is full."""
         open_nodes = list(self.scored)
         while open_nodes and len(self.tokens) < self.room:
-            node = max(open_nodes, key=lambda node: node.left * self.values[node.index])
-            if node.repeats >= _MOST_REPEATS or self.draw(node) is None or (node.repeats and node.left <= _LEAST_MASS):
+            node = max(open_nodes, key=lambda node: node.remaining * self.values[node.index])
+            if (
+                node.repeats >= _MAX_REPEATS
+                or self.draw(node) is None
+                or (node.repeats and node.remaining <= _MIN_MASS)
+            ):
                 open_nodes.remove(node)
 
     def finish(self, names: Sequence[str]) -> tuple[TokenTree, np.ndarray]:
-        """The tree, what other sources proposed last at each node, and the draft slot of each node, -1 for none."""
+        """Add the seeds as deterministic draws, after the random ones, and build the tree.
+
+        Args:
+            names: of the SSMs.
+
+        Returns:
+            The tree, and int64 [num_nodes], each node's draft slot (-1 if it was not scored).
+        """
         names, seed = tuple(names), self.seed
         sources = names + tuple(name for name in seed.source_names if name not in names)
         node_of_seed = {0: 0}
@@ -163,11 +199,16 @@ class DrawnForest:
     """Trees of random draws, one per request, grown level by level like `Forest`.
 
     Args:
-        seeds: what other sources propose, by request: chosen without looking at a draw.
-        shapes, oracles, modes: by request; modes as `SpecConfig.draws`.
-        leasts: by request, the value that a draw must have.
-        fills: by request, whether further draws fill its tree up in the end.
-        max_frontier, max_slots: nodes of one tree that are scored, at one depth and in all.
+        seeds: by request, nodes proposed by other sources, which must not depend on the draws.
+        shapes, oracles: by request.
+        modes: by request, as `SpecConfig.draws`.
+        min_values: by request, minimum value of a draw.
+        fills: by request, whether to add draws in the end until the tree has its full number of nodes.
+        max_frontier, max_slots: maximum number of scored nodes of one tree, per depth and in total.
+
+    Attributes:
+        depth: number of levels grown.
+        frontier: nodes to score next.
     """
 
     def __init__(
@@ -176,19 +217,19 @@ class DrawnForest:
         shapes: Sequence[Shape],
         oracles: Sequence[RandomOracle],
         modes: Sequence[str],
-        leasts: Sequence[float],
+        min_values: Sequence[float],
         fills: Sequence[bool],
         max_frontier: int,
         max_slots: int,
     ):
-        self._trees = [_Tree(*parts) for parts in zip(seeds, shapes, oracles, modes, leasts, fills, strict=True)]
+        self._trees = [_Tree(*parts) for parts in zip(seeds, shapes, oracles, modes, min_values, fills, strict=True)]
         self._max_frontier, self._max_slots = max_frontier, max_slots
-        self.depth = 0  # levels grown
+        self.depth = 0
         self._level_mass = np.zeros(len(self._trees))
         self.frontier = self._frontier([[0] if shape.max_depth else [] for shape in shapes])
 
     def _frontier(self, nodes: Sequence[Sequence[int]]) -> Frontier:
-        """Of the given nodes, by tree."""
+        """Build the frontier of the given nodes, by tree."""
         rows = [(owner, node) for owner, own in enumerate(nodes) for node in own]
         owners = np.array([owner for owner, _ in rows], dtype=np.int64)
         index = np.array([node for _, node in rows], dtype=np.int64)
@@ -202,27 +243,27 @@ class DrawnForest:
         return Frontier(index, tokens, owners, np.full(len(rows), -1), above, values)
 
     def extend(self, ssm_probs: Sequence[SsmProbs], weights: Sequence[np.ndarray]) -> np.ndarray:
-        """Draw the children of the frontier, and choose the next frontier.
+        """Draw the children of the frontier, and select the next frontier.
 
         Args:
-            ssm_probs: of the SSMs that scored it.
-            weights: by request, how far each SSM is trusted, float64 [num_ssms].
+            ssm_probs: of the SSMs that scored the frontier. Rows that are not finite are ignored.
+            weights: by request, the SSMs' mixture weights, float64 [num_ssms].
 
         Returns:
-            bool [frontier rows]: where a distribution is not finite; an SSM that overflowed stays silent there.
+            bool [frontier rows], True where an SSM's distribution is not finite.
         """
         at = self.frontier
         by_row: list[dict[int, np.ndarray]] = [{} for _ in at.nodes]
         broken = np.zeros(len(at.nodes), dtype=bool)
         for ssm, rows, probs in ssm_probs:
-            sound = np.isfinite(probs).all(1)
-            broken[rows[~sound]] = True
-            for row, own in zip(rows[sound].tolist(), probs[sound], strict=True):
+            finite = np.isfinite(probs).all(1)
+            broken[rows[~finite]] = True
+            for row, own in zip(rows[finite].tolist(), probs[finite], strict=True):
                 by_row[row][ssm] = own
         first = [len(tree.tokens) for tree in self._trees]
         order = np.argsort(-at.values, kind="stable").tolist()
         nodes = {row: _Node(int(at.nodes[row]), weights[at.owners[row]], by_row[row]) for row in range(len(at.nodes))}
-        for row, node in nodes.items():  # slots follow the rows of the pass
+        for row, node in nodes.items():  # slots are assigned in the order of the pass's rows
             tree = self._trees[at.owners[row]]
             tree.slot_of_node[node.index] = len(tree.slot_of_node)
             tree.scored.append(node)
@@ -231,50 +272,53 @@ class DrawnForest:
         self.depth += 1
         growing = np.zeros(len(self._trees), dtype=bool)
         growing[at.owners] = True
-        going = [
+        expanded = [
             self._expanded(tree, start) if grows else []
             for tree, start, grows in zip(self._trees, first, growing, strict=True)
         ]
         self._level_mass = np.array(
             [sum(tree.values[start:]) for tree, start in zip(self._trees, first, strict=True)], dtype=float
         )
-        self.frontier = self._frontier(going)
+        self.frontier = self._frontier(expanded)
         return broken
 
     def paths(self) -> list[list[int]]:
-        """By row of the frontier, the tokens from below its root down to it."""
+        """Return the path of each frontier row: the tokens from the root (exclusive) to the node."""
         rows = zip(self.frontier.owners.tolist(), self.frontier.nodes.tolist(), strict=True)
         return [self._trees[owner].path(node) for owner, node in rows]
 
     def _expanded(self, tree: _Tree, start: int) -> list[int]:
-        """Which of a tree's nodes from `start` on are scored next."""
+        """Select the nodes to score next among a tree's nodes from `start` on, ascending."""
         if self.depth >= tree.shape.max_depth:
             return []
         new = [node for node in range(start, len(tree.tokens)) if tree.tokens[node] not in tree.shape.end_tokens]
         if tree.shape.branching:
             return new
-        new = [node for node in new if tree.values[node] > tree.least]
+        new = [node for node in new if tree.values[node] > tree.min_value]
         room = max(min(self._max_frontier, self._max_slots - len(tree.slot_of_node)), 0)
         return sorted(sorted(new, key=lambda node: -tree.values[node])[:room])
 
     def stop(self, owners: np.ndarray) -> None:
-        """Score no further nodes of these trees; bool [num trees]."""
-        going = ~owners[self.frontier.owners]
-        self.frontier = Frontier(*(part[going] for part in self.frontier))
+        """Remove trees from the frontier; owners: bool [num_trees]."""
+        remaining = ~owners[self.frontier.owners]
+        self.frontier = Frontier(*(part[remaining] for part in self.frontier))
 
     def open_mass(self) -> np.ndarray:
-        """float64 [num trees]: the chance that the frontier is reached."""
+        """Return the probability that each tree's frontier is reached: float64 [num_trees]."""
         return np.bincount(self.frontier.owners, self.frontier.values, minlength=len(self._trees))
 
     def level_mass(self, least: float) -> np.ndarray:
-        """float64 [num trees]: the chance that the newest level is reached."""
+        """Return the probability that each tree's newest level is reached: float64 [num_trees]. Ignores `least`."""
         return self._level_mass
 
     def finish(self, names: Sequence[str]) -> list[tuple[TokenTree, np.ndarray]]:
-        """The trees, and the draft slot of each node, -1 where it was not scored.
+        """Fill up the trees and build them.
 
         Args:
             names: of the SSMs.
+
+        Returns:
+            By request, the tree and each node's draft slot, -1 if it was not scored.
         """
         for tree in self._trees:
             if tree.fills and not tree.shape.branching:

@@ -1,8 +1,7 @@
-"""Grows the token trees of a batch level by level, by the merge rule of `tree_merge`.
+"""Deterministic growth of a batch's token trees, level by level, with numpy.
 
-How proposals become nodes, values and the next frontier is specified in treespec_kernels/tree/tree_merge.py; trees
-here have the same nodes and values, to the bit. What only trees on the host have: a fixed number of children for every
-node, and nodes that cannot be among a tree's best are left out on the way, which changes no selected tree.
+The specification is treespec_kernels/tree/tree_merge.py; nodes and values are bit-identical to it, with two additions:
+static branching, and early removal of nodes that cannot be among a tree's best, which changes no selected tree.
 """
 
 from collections.abc import Sequence
@@ -24,9 +23,12 @@ _ONE = np.float32(1)
 
 
 class SsmProbs(NamedTuple):
-    """An SSM's probabilities of the next token after some rows of the frontier, float32 [len(rows), vocab].
+    """An SSM's next-token probabilities for some rows of the frontier.
 
-    rows: int64, ascending.
+    Attributes:
+        ssm: index of the SSM.
+        rows: int64, frontier rows, ascending.
+        probs: float32 [len(rows), vocab].
     """
 
     ssm: int
@@ -35,12 +37,14 @@ class SsmProbs(NamedTuple):
 
 
 class _Candidates(NamedTuple):
-    """What the SSMs and the seeds propose below each row of the frontier.
+    """Proposed children of each row of the frontier.
 
-    tokens: int64 [num rows, width], -1 where there is none, or an earlier one of the row names the same token.
-    draft_probs, proposed: [num ssms, num rows, width], float32 and bool, each SSM's probability where it proposes.
-    probs: float32 [num rows, width], merged.
-    seeds: int64 [num rows, width], which seed's node each is, -1 for none.
+    Attributes:
+        tokens: int64 [num_rows, width], -1 for no candidate and for repeated tokens of a row.
+        draft_probs: float32 [num_ssms, num_rows, width], each SSM's probability where it proposes the token.
+        proposed: bool [num_ssms, num_rows, width].
+        probs: float32 [num_rows, width], merged probability.
+        seeds: int64 [num_rows, width], index of the seed with the same path, -1 for none.
     """
 
     tokens: np.ndarray
@@ -51,7 +55,13 @@ class _Candidates(NamedTuple):
 
 
 class _Seeds:
-    """The trees that are grown over, side by side. Node i of tree t is number `first[t] + i`."""
+    """The seed trees of a batch, concatenated: node i of tree t has index `first[t] + i`.
+
+    Attributes:
+        children: int64 [num_nodes + 1, width], children of each node, padded with -1. The last row is empty, so that
+            index -1 (no seed) has no children.
+        ratios: float32 [num_nodes], evidence ratios.
+    """
 
     def __init__(self, trees: Sequence[TokenTree], evidence: SeedEvidence):
         sizes = np.array([len(tree) for tree in trees])
@@ -62,18 +72,25 @@ class _Seeds:
         parents = np.concatenate([tree.parents for tree in trees])
         shift = np.repeat(self.first[:-1], sizes)
         below = np.flatnonzero(parents >= 0)
-        self.parents = parents + shift  # a root's own is meaningless
+        self.parents = parents + shift  # invalid for roots
         order = below[np.argsort(self.parents[below], kind="stable")]
         ranked = self.parents[order]
         place = np.arange(len(order)) - np.searchsorted(ranked, ranked)
         self.width = int(place.max(initial=0)) + 1
-        self.children = np.full((len(parents) + 1, self.width), -1)  # the last row is for nodes that are no seed
+        self.children = np.full((len(parents) + 1, self.width), -1)
         self.children[ranked, place] = order
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Limits of one tree. `branching` is the children per node by depth, None lets values decide."""
+    """Limits of one tree.
+
+    Attributes:
+        max_depth: maximum depth; 0 = no growth.
+        nodes: number of nodes that the tree will be cut to.
+        branching: static number of children per node by depth; None = chosen by value.
+        end_tokens: tokens below which nothing is drafted.
+    """
 
     max_depth: int
     nodes: int
@@ -82,15 +99,19 @@ class Shape:
 
 
 class Forest:
-    """One tree per request, over its root and what other sources have proposed (the seeds).
+    """One growing tree per request, which merges the SSMs' proposals with those of other sources (the seeds).
 
     Args:
-        seeds: by request; their roots are the trees' roots. Trees that grow use the best `SEEDS` nodes.
+        seeds: by request, a tree with the same root. Trees that grow use its best `SEEDS` nodes.
         shapes: by request.
-        num_ssms: sources of the probabilities to come.
-        evidence: of the seeds.
-        max_children: proposals of one source at one node.
-        max_frontier: nodes of one tree and depth that are expanded, see `frontier_width`.
+        num_ssms: number of SSMs.
+        evidence: evidence ratios of the seeds.
+        max_children: maximum number of proposals of one source at one node.
+        max_frontier: maximum number of expanded nodes per tree and depth; see `frontier_width`.
+
+    Attributes:
+        frontier: nodes to score next.
+        slots: by tree and level, indices of the expanded nodes, in slot order.
     """
 
     def __init__(
@@ -108,18 +129,18 @@ class Forest:
         used = [seed.best(1 + SEEDS) if shape.max_depth else seed for seed, shape in zip(seeds, shapes, strict=True)]
         self.seeds = _Seeds(used, evidence)
         roots, trees, one = self.seeds.first[:-1], np.arange(count), np.ones(count, dtype=np.float32)
-        nobody = np.zeros((count, num_ssms), dtype=bool)
+        proposed = np.zeros((count, num_ssms), dtype=bool)
         tokens = self.seeds.tokens[roots]
-        unsaid = np.zeros((count, num_ssms), dtype=np.float32)
-        self._levels = [Level(tokens, np.full(count, -1), trees, roots, one, one, nobody, unsaid)]
+        draft_probs = np.zeros((count, num_ssms), dtype=np.float32)
+        self._levels = [Level(tokens, np.full(count, -1), trees, roots, one, one, proposed, draft_probs)]
         self._size = count
-        self.slots: list[list[np.ndarray]] = [[] for _ in seeds]  # nodes that were expanded, by tree, by level
+        self.slots: list[list[np.ndarray]] = [[] for _ in seeds]
         self._num_slots = np.zeros(count, dtype=np.int64)
-        self._least = np.zeros(count, dtype=np.float32)  # value that a node must have to be among the best
-        self._values: list[list[np.ndarray]] = [[one[:1]] for _ in seeds]  # by tree, by level
+        self._min_values = np.zeros(count, dtype=np.float32)  # by tree, minimum value of its best `nodes` so far
+        self._values: list[list[np.ndarray]] = [[one[:1]] for _ in seeds]  # by tree and level
         grows = np.array([shape.max_depth > 0 for shape in shapes], dtype=bool)
-        everything = Frontier(trees, tokens, trees, roots, np.full(count, -1), one)
-        self.frontier = Frontier(*(part[grows] for part in everything))
+        all_roots = Frontier(trees, tokens, trees, roots, np.full(count, -1), one)
+        self.frontier = Frontier(*(part[grows] for part in all_roots))
 
     @property
     def depth(self) -> int:
@@ -127,20 +148,21 @@ class Forest:
         return len(self._levels) - 1
 
     def extend(self, ssm_probs: Sequence[SsmProbs], weights: Sequence[np.ndarray]) -> np.ndarray:
-        """Add what the SSMs and the seeds propose below the frontier, and choose the next frontier.
+        """Add the children that SSMs and seeds propose for the frontier, and select the next frontier.
 
         Args:
-            ssm_probs: of the SSMs that scored it, or a part of it. One stays silent where its likeliest are not finite.
-            weights: by tree, float [num_ssms]: of the mixture; 0 for an SSM that did not score, sum 1.
+            ssm_probs: of the SSMs that scored the frontier or a part of it. Rows whose top probabilities are not finite
+                are ignored.
+            weights: by tree, the SSMs' mixture weights, float [num_ssms]; sum 1, 0 for an SSM that did not score.
 
         Returns:
-            bool [frontier rows]: where some SSM's likeliest are not finite.
+            bool [frontier rows], True where an SSM's top probabilities are not finite.
         """
         at = self.frontier
         found, broken = self._candidates(ssm_probs, np.array(weights, dtype=np.float32)[at.owners])
         values, valid = at.values[:, None] * found.probs, found.tokens >= 0
         parts = at.parts()
-        slots = np.empty(len(at.nodes), dtype=np.int64)  # the frontier's rows take the next slots of their trees
+        slots = np.empty(len(at.nodes), dtype=np.int64)  # the rows take the next slots of their trees
         for owner, part in parts.items():
             first, count = self._num_slots[owner], part.stop - part.start
             slots[part] = np.arange(first, first + count)
@@ -160,11 +182,11 @@ class Forest:
         )
         self._levels.append(level)
         edges = np.searchsorted(rows, [*(part.start for part in parts.values()), len(at.nodes)]).tolist()
-        going = []
+        expanded = []
         for owner, (begin, end) in zip(parts, pairwise(edges), strict=True):
             self._values[owner].append(level.values[begin:end])
-            going.append(begin + self._expanded(owner, level.tokens[begin:end], level.values[begin:end]))
-        chosen = np.concatenate(going)
+            expanded.append(begin + self._expanded(owner, level.tokens[begin:end], level.values[begin:end]))
+        chosen = np.concatenate(expanded)
         self.frontier = Frontier(
             self._size + chosen,
             level.tokens[chosen],
@@ -177,103 +199,125 @@ class Forest:
         return broken
 
     def _candidates(self, ssm_probs: Sequence[SsmProbs], weights: np.ndarray) -> tuple[_Candidates, np.ndarray]:
-        """What is proposed below each row, and which rows are broken. `weights`: float32 [num rows, num ssms]."""
+        """Merge the proposals of SSMs and seeds; also return the broken rows, bool [num_rows].
+
+        Args:
+            ssm_probs: as in `extend`.
+            weights: float32 [num_rows, num_ssms].
+        """
         at, seeds = self.frontier, self.seeds
         count, widest = len(at.nodes), max(self.children_at(owner) for owner in at.owners.tolist())
         below = seeds.children[at.seeds]
-        offered = np.where(below >= 0, seeds.tokens[below], -1)
-        named, said, broken = [], np.zeros((self.num_ssms, count, widest), np.float32), np.zeros(count, dtype=bool)
+        seed_tokens = np.where(below >= 0, seeds.tokens[below], -1)
+        top_probs = np.zeros((self.num_ssms, count, widest), np.float32)
+        top_tokens, broken = [], np.zeros(count, dtype=bool)
         for ssm, rows, probs in ssm_probs:
-            values, columns = _likeliest(probs, widest)
-            sound = np.isfinite(values).all(1)  # NaN is the largest of values
-            broken[rows[~sound]] = True
+            values, columns = _top_tokens(probs, widest)
+            finite = np.isfinite(values).all(1)  # top-k sorts NaN first
+            broken[rows[~finite]] = True
             own = np.full((count, widest), -1)
-            own[rows, : columns.shape[1]] = np.where(sound[:, None], columns, -1)
-            said[ssm, rows, : columns.shape[1]] = np.where(sound[:, None], values, 0)
-            named.append((ssm, own))
-        tokens = np.concatenate([*(own for _, own in named), offered[:, : self.max_children]], axis=1)
-        mixture, spoke = np.zeros(tokens.shape, dtype=np.float32), np.zeros((count, 1), dtype=bool)
+            own[rows, : columns.shape[1]] = np.where(finite[:, None], columns, -1)
+            top_probs[ssm, rows, : columns.shape[1]] = np.where(finite[:, None], values, 0)
+            top_tokens.append((ssm, own))
+        tokens = np.concatenate([*(own for _, own in top_tokens), seed_tokens[:, : self.max_children]], axis=1)
+        mixture, has_mixture = np.zeros(tokens.shape, dtype=np.float32), np.zeros((count, 1), dtype=bool)
         proposed = np.zeros((self.num_ssms, *tokens.shape), dtype=bool)
         draft_probs = np.zeros(proposed.shape, dtype=np.float32)
-        for ssm, own in named:
+        for ssm, own in top_tokens:
             same = (tokens[:, :, None] == own[:, None, :]) & (own >= 0)[:, None, :]
             proposed[ssm] = same.any(2)
-            draft_probs[ssm] = np.where(same, said[ssm][:, None, :], 0).max(2)
+            draft_probs[ssm] = np.where(same, top_probs[ssm][:, None, :], 0).max(2)
             mixture += weights[:, ssm, None] * draft_probs[ssm]
-            spoke |= (own >= 0).any(1, keepdims=True)
+            has_mixture |= (own >= 0).any(1, keepdims=True)
         mixture = np.minimum(mixture, _ONE)
-        same = (tokens[:, :, None] == offered[:, None, :]) & (below >= 0)[:, None, :]
+        same = (tokens[:, :, None] == seed_tokens[:, None, :]) & (below >= 0)[:, None, :]
         node = np.where(same.any(2), np.take_along_axis(below, same.argmax(2), 1), -1)
-        held = np.clip(mixture, LEAST_DOUBTED, MOST_CERTAIN)
-        told = seeds.ratios[node] * held
-        both = np.where(spoke, told / (told + (_ONE - held)), seeds.probs[node])
+        prior = np.clip(mixture, LEAST_DOUBTED, MOST_CERTAIN)
+        scaled = seeds.ratios[node] * prior
+        posterior = np.where(has_mixture, scaled / (scaled + (_ONE - prior)), seeds.probs[node])
         repeats = np.tril(tokens[:, :, None] == tokens[:, None, :], -1).any(2)
         tokens = np.where(repeats, -1, tokens)
-        return _Candidates(tokens, draft_probs, proposed, np.where(node >= 0, both, mixture), node), broken
+        return _Candidates(tokens, draft_probs, proposed, np.where(node >= 0, posterior, mixture), node), broken
 
     def paths(self) -> list[list[int]]:
-        """By row of the frontier, the tokens from below its root down to it."""
+        """Return the path of each frontier row: the tokens from the root (exclusive) to the node."""
         tokens = np.concatenate([level.tokens for level in self._levels])
         parents = np.concatenate([level.parents for level in self._levels])
-        nodes, upwards = self.frontier.nodes, []
+        nodes, reversed_path = self.frontier.nodes, []
         for _ in range(self.depth):
-            upwards.append(tokens[nodes])
+            reversed_path.append(tokens[nodes])
             nodes = parents[nodes]
-        return np.stack(upwards[::-1], axis=1).tolist() if upwards else [[] for _ in nodes]
+        return np.stack(reversed_path[::-1], axis=1).tolist() if reversed_path else [[] for _ in nodes]
 
     def children_at(self, owner: int) -> int:
-        """The most children of a node of the frontier."""
+        """Return the maximum number of children of a frontier node of one tree."""
         branching = self.shapes[owner].branching
         return branching[min(self.depth, len(branching) - 1)] if branching else self.max_children
 
     def _keep(self, owner: int, values: np.ndarray, valid: np.ndarray, seeds: np.ndarray) -> None:
-        """Narrow `valid` to those of a tree's new nodes that stay; all [num rows, width]."""
+        """Clear `valid` for the new nodes of one tree that are not kept, in place.
+
+        Static branching keeps a fixed number of children per node, otherwise nodes that may be among the tree's best.
+
+        Args:
+            owner: index of the tree.
+            values, valid, seeds: [num_rows, width], of its candidates.
+        """
         shape = self.shapes[owner]
         if shape.branching:
             ranks = np.argsort(np.argsort(np.where(valid, -values, 1.0), axis=1, kind="stable"), axis=1)
             valid &= ranks < self.children_at(owner)
             return
-        everything = np.concatenate([*self._values[owner], values[valid]])
-        if len(everything) > shape.nodes:  # others cannot be among the best `nodes`
-            self._least[owner] = np.partition(everything, -shape.nodes)[-shape.nodes]
-            valid &= (values >= self._least[owner]) | (seeds >= 0)  # left out, a seed would join with another value
+        all_values = np.concatenate([*self._values[owner], values[valid]])
+        if len(all_values) > shape.nodes:
+            self._min_values[owner] = np.partition(all_values, -shape.nodes)[-shape.nodes]
+            # Seeds are always kept: `finish` adds missing seeds with their own probability, a different value.
+            valid &= (values >= self._min_values[owner]) | (seeds >= 0)
 
     def _expanded(self, owner: int, tokens: np.ndarray, values: np.ndarray) -> np.ndarray:
-        """Which of a tree's newest nodes are expanded next; indices, the best first where values decide."""
+        """Select the nodes to expand next among one tree's newest nodes; indices, best first without branching."""
         shape = self.shapes[owner]
         if self.depth >= shape.max_depth:
             return np.empty(0, dtype=np.int64)
-        going = ~np.isin(tokens, shape.end_tokens)  # nothing is emitted below one
+        growable = ~np.isin(tokens, shape.end_tokens)
         if shape.branching:
-            return np.flatnonzero(going)
-        going &= (values > 0) & (values >= self._least[owner])
+            return np.flatnonzero(growable)
+        growable &= (values > 0) & (values >= self._min_values[owner])
         order = np.argsort(-values, kind="stable")
-        return order[going[order]][: frontier_width(self.depth, self.max_frontier)]
+        return order[growable[order]][: frontier_width(self.depth, self.max_frontier)]
 
     def stop(self, owners: np.ndarray) -> None:
-        """Grow these trees no further; bool [num trees]."""
-        going = ~owners[self.frontier.owners]
-        self.frontier = Frontier(*(part[going] for part in self.frontier))
+        """Remove trees from the frontier; owners: bool [num_trees]."""
+        remaining = ~owners[self.frontier.owners]
+        self.frontier = Frontier(*(part[remaining] for part in self.frontier))
 
     def open_mass(self) -> np.ndarray:
-        """float64 [num trees]: the chance that the frontier is reached and no seed says what follows."""
+        """Return the open mass of each tree: float64 [num_trees].
+
+        This is the probability that its frontier is reached and that the next token is not among the seeds.
+        """
         at, seeds = self.frontier, self.seeds
         below = seeds.children[at.seeds]
         values = at.values * np.maximum(1 - (seeds.probs[below] * (below >= 0)).sum(1), 0.0)
         return np.bincount(at.owners, values, minlength=len(self.shapes))
 
     def level_mass(self, least: float) -> np.ndarray:
-        """float64 [num trees]: the chance that the newest level is reached, by nodes of at least this value that are no
-        seed's."""
+        """Return the probability that each tree's newest level is reached: float64 [num_trees].
+
+        Counts nodes that are not seeds and have at least the value `least`.
+        """
         level = self._levels[-1]
         counted = (level.values >= least) & (level.seeds < 0)
         return np.bincount(level.owners[counted], level.values[counted], minlength=len(self.shapes))
 
     def finish(self, names: Sequence[str]) -> list[tuple[TokenTree, np.ndarray]]:
-        """The trees, seeds and all, and the draft slot of each node, -1 where it was not expanded.
+        """Build the trees, including seeds that were not reached.
 
         Args:
             names: of the SSMs.
+
+        Returns:
+            By request, the tree and each node's draft slot, -1 if it was not expanded.
         """
         joined = Level(*(np.concatenate(parts) for parts in zip(*self._levels, strict=True)))
         depths = np.repeat(np.arange(len(self._levels)), [len(level.tokens) for level in self._levels])
@@ -282,6 +326,7 @@ class Forest:
     def _finish(
         self, owner: int, nodes: Level, depths: np.ndarray, names: Sequence[str]
     ) -> tuple[TokenTree, np.ndarray]:
+        """Build one tree from all levels of all trees."""
         own = np.flatnonzero(nodes.owners == owner)
         slot_of_node = np.full(len(own), -1)
         if self.slots[owner]:
@@ -304,20 +349,26 @@ class Forest:
         return tree, slot_of_node
 
 
-def _likeliest(probs: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """The largest probabilities of each row and their tokens, descending, of equal ones the lower tokens first."""
+def _top_tokens(probs: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the largest probabilities of each row and their tokens, descending, lower tokens first among equals."""
     values, tokens = (part.numpy() for part in topk_rows(torch.from_numpy(probs), count))
-    least = values[:, -1:]
-    for row in np.flatnonzero((probs == least).sum(1) > (values == least).sum(1)):  # which of them is open
+    smallest = values[:, -1:]
+    # Where a tie crosses the cut, top-k returns an arbitrary subset of the tied tokens.
+    for row in np.flatnonzero((probs == smallest).sum(1) > (values == smallest).sum(1)):
         tokens[row] = np.argsort(-probs[row], kind="stable")[: tokens.shape[1]]
     return values, np.take_along_axis(tokens, np.lexsort((tokens, -values)), 1)
 
 
 def _join(tree: TokenTree, seed: TokenTree, seed_of_node: np.ndarray, complete: bool) -> TokenTree:
-    """Add the seed's draws, last, and, where `complete`, its nodes that the tree lacks, behind the tree's own.
+    """Append the seed's draws to a tree, and its missing nodes if `complete`.
 
-    seed_of_node: int64 [num_nodes], negative where a node is none of the seed's. Parents precede their children in the
-    result, but nodes are not sorted by depth.
+    Parents precede their children in the result, but nodes are not sorted by depth.
+
+    Args:
+        tree: grown over the seed.
+        seed: nodes proposed by other sources.
+        seed_of_node: int64 [num_nodes], the seed node of each node of `tree`, negative for none.
+        complete: whether to append nodes of the seed that the tree lacks.
     """
     node_of_seed = np.full(len(seed), -1)
     known = np.flatnonzero(seed_of_node >= 0)

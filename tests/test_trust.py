@@ -10,7 +10,7 @@ from tests.exactness import differences, run
 from tests.models import greedy, make_draft, new_folder, open_llm, random_prompts, tiny
 from treespec import LLM, SpecConfig
 from treespec.drafters.ssm import ssm_drafter as ssm
-from treespec.drafters.trust import DECAY, MIN_WEIGHT, WINDOW, MIN_LOGPROB, Trust
+from treespec.drafters.trust import DECAY, MIN_LOGPROB, MIN_WEIGHT, WINDOW, Trust
 
 pytestmark = pytest.mark.slow
 
@@ -116,7 +116,7 @@ def test_one_ssm_in_a_round_is_the_trusted_one(good_and_bad: LLM, batch: int) ->
 
 
 def test_resting_ssms_read_what_they_missed(good_and_bad: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their scores stay at most REST tokens behind, and their K/V are those of an SSM that never rested."""
+    """Their scores stay at most MAX_LAG tokens behind, and their K/V are those of an SSM that never rested."""
     drafter = good_and_bad.engine.sources.ssms
     lags = []
     original = drafter.propose
@@ -129,7 +129,7 @@ def test_resting_ssms_read_what_they_missed(good_and_bad: LLM, monkeypatch: pyte
 
     monkeypatch.setattr(drafter, "propose", propose)
     good_and_bad.generate(random_prompts((40,)), greedy(80), spec=SpecConfig(nodes=12, max_ssms=1, sources=("ssm",)))
-    assert 0 < max(lags) < ssm.REST
+    assert 0 < max(lags) < ssm.MAX_LAG
 
 
 def test_an_ssm_alone_needs_no_scores() -> None:

@@ -1,6 +1,6 @@
-"""Slots and attention layouts of growing trees in the SSMs' KV pools, level by level.
+"""KV slots and attention layouts of growing trees in the SSMs' pools, one level at a time.
 
-An expanded node takes the next slot of its tree, the root slot 0.
+Expanded nodes take consecutive slots of their tree; the root has slot 0.
 """
 
 from collections.abc import Sequence
@@ -22,20 +22,25 @@ from treespec_kernels.cpu.growth_cpu import DraftPasses, TreePlaces
 
 
 class Levels(Protocol):
-    """Assigns slots to the nodes of growing trees and lays out passes over them."""
+    """Assigns KV slots to the nodes of growing trees and lays out passes over them."""
 
     def first_slot(self, tree: int) -> int:
-        """Of a tree's nodes in the newest level."""
+        """Return the first slot of a tree's nodes in the newest level."""
 
     def extend(self, frontier: Frontier, depth: int) -> None:
-        """Give the frontier, whose nodes have this depth, its slots."""
+        """Add a level: assign slots to the nodes of the frontier, which have this depth."""
 
     def plan(self, ssm: int, rows: np.ndarray) -> Pass:
-        """Lay out an SSM's pass over some rows of the newest level, those of a tree all or none; int64, ascending."""
+        """Lay out an SSM's pass over some rows of the newest level.
+
+        Args:
+            ssm: index of the SSM.
+            rows: int64, ascending; all or none of a tree's rows.
+        """
 
 
 def levels_for(models: Sequence[Decoder], cache: KVCache, requests: Sequence[Request]) -> Levels:
-    """Of the trees of these requests, in whose slots nothing but the root lies yet."""
+    """Create the levels of these requests' trees, which consist of their roots only."""
     compiled = [model for model in models if isinstance(model, CompiledDecoder)]
     if len(compiled) == len(models):
         return CompiledLevels(compiled, requests)
@@ -43,11 +48,14 @@ def levels_for(models: Sequence[Decoder], cache: KVCache, requests: Sequence[Req
 
 
 class PlannedLevels:
-    """For any decoder, through `Decoder.plan`. SSMs of one shape share a plan: it takes a tenth of their pass."""
+    """Levels for any decoder, through `Decoder.plan`.
+
+    SSMs with equal plan keys share a plan, because planning takes a tenth of a pass.
+    """
 
     def __init__(self, models: Sequence[Decoder], cache: KVCache, requests: Sequence[Request]):
         self._models, self._cache, self._requests = models, cache, requests
-        self._masks = [np.ones((1, 1), dtype=bool) for _ in requests]  # by tree, who sees whom; [slots, slots]
+        self._masks = [np.ones((1, 1), dtype=bool) for _ in requests]  # by tree: ancestor mask, bool [slots, slots]
 
     def first_slot(self, tree: int) -> int:
         return int(self._rows[tree].nodes[0])
@@ -74,7 +82,7 @@ class PlannedLevels:
 
 
 class CompiledLevels:
-    """For compiled passes, without `RequestRows`: a row's path is that of the row above and its own slot."""
+    """Levels for compiled passes, without `RequestRows`: a row's path is its parent's path plus its own slot."""
 
     def __init__(self, models: Sequence[CompiledDecoder], requests: Sequence[Request]):
         self._models = models
@@ -86,12 +94,12 @@ class CompiledLevels:
         return self._places.first_slot(tree)
 
     def passes(self, pools: Sequence[Tensor], active: np.ndarray, max_depth: int) -> DraftPasses | None:
-        """For whole levels in one call; None where a model has no probabilities for it.
+        """Prepare passes that draft a whole level in one call; None if an active model lacks entry points for it.
 
         Args:
-            pools: of the models, in the cache.
-            active: bool [num trees, number of models], who drafts.
-            max_depth: of the trees.
+            pools: the models' KV pools.
+            active: bool [num_trees, num_models], whether a model drafts for a tree.
+            max_depth: maximum depth of the trees.
         """
         entries = [model.entries for model in self._models]
         ssms = np.flatnonzero(active.any(0)).tolist()

@@ -1,4 +1,4 @@
-"""Scores rows with an SSM: one pass, and the probabilities of the next token."""
+"""One SSM pass over some rows, and the next-token probabilities used for drafting."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,21 +13,25 @@ from treespec.request import Request
 
 
 class Rows(NamedTuple):
-    """An SSM's probabilities as drafts are made by, and its logits without temperature and noise where they are not the
-    same thing: where a request samples. float32 [num rows, vocab] each."""
+    """Scores of some rows, float32 [num_rows, vocab] each.
+
+    Attributes:
+        probs: probabilities used for drafting, with each request's temperature, noise and restrictions.
+        logits: logits with restrictions, but without temperature and noise, if a request samples; otherwise `probs`.
+    """
 
     probs: np.ndarray
     logits: np.ndarray
 
 
 class Guess(NamedTuple):
-    """Scored rows that guess a request's next token.
+    """Scored rows that predict a request's next token.
 
     Attributes:
-        request: whose temperature, noise and restrictions go into their probabilities.
-        rows: of those that are scored.
-        position: of the token that they guess.
-        paths: by row, what the tree adds to the request's tokens; empty where nothing restricts it.
+        request: determines temperature, noise and restrictions.
+        rows: the request's slice of the scored rows.
+        position: of the predicted token.
+        paths: by row, the tokens that its tree path appends to the request's tokens; empty without a restriction.
     """
 
     request: Request
@@ -37,12 +41,12 @@ class Guess(NamedTuple):
 
     @property
     def is_changed(self) -> bool:
-        """Whether temperature, noise or a restriction changes the probabilities."""
+        """Whether temperature, noise or a restriction modifies the probabilities."""
         return self.request.is_sampled or self.request.restriction is not None
 
 
 def softmax_at(logits: np.ndarray, token: int) -> float:
-    """The probability of one token."""
+    """Return the softmax probability of one token."""
     return float(np.exp(logits[token] - logits.max()) / np.exp(logits - logits.max()).sum())
 
 
@@ -55,15 +59,15 @@ def score_rows(
     scored: np.ndarray,
     guesses: Sequence[Guess] = (),
 ) -> Rows:
-    """One pass of an SSM over some rows; the scores of the scored ones.
+    """Run one SSM pass over some rows and score a subset of them.
 
     Args:
-        model, pool: the SSM and its part of the cache.
-        known: how many tokens it has of its own; it never guesses one from there on.
-        layout: of the rows, from `model`.
-        tokens: int64 [num rows].
-        scored: int64, which rows.
-        guesses: for a part of the scored rows, what a request makes of them.
+        model, pool: the SSM and its KV pool.
+        known: size of the SSM's own vocabulary; tokens from `known` on get probability 0.
+        layout: pass layout of the rows, from `model`.
+        tokens: int64 [num_rows].
+        scored: int64, indices of the rows to score.
+        guesses: the requests of a part of the scored rows.
     """
     hidden = model.forward(torch.from_numpy(tokens).to(model.device), layout, pool)
     if not len(scored):
@@ -90,7 +94,8 @@ def score_rows(
         assert request.sampler is not None
         request.sampler.temper(tempered[part], position, request.spec.verification)
     result = torch.softmax(tempered, -1)
-    if compiled is not None and others.any():  # as without the changed ones beside them
+    # Rows of unmodified requests keep the bits that they have in a pass without modified ones.
+    if compiled is not None and others.any():
         result[torch.from_numpy(others)] = compiled.probs(hidden[torch.from_numpy(others)])
     probs = result.cpu().numpy()
     return Rows(probs, logits.cpu().numpy() if sampled else probs)

@@ -1,10 +1,12 @@
 """The SSM group: small speculative models that grow one token tree in lockstep.
 
-At each depth the SSMs score the whole frontier; each proposes its likeliest tokens at each node; their union goes on,
-together with what other sources have proposed there. A child's probability is the mean of the SSMs' probabilities,
-weighted by how well each has foretold the request's text so far. So the SSMs share one topology and one slot table, and
-hold the K/V of every node that was expanded: after a commit they catch up on one or two tokens. An SSM that the text
-does not speak for rests, and reads what it missed in one pass now and then.
+At each depth all active SSMs score the whole frontier and propose their top tokens at each node. The union of these
+and of the other sources' proposals forms the next level. A child's probability is the mixture of the SSMs'
+probabilities, weighted by how well each SSM predicted the request's text so far.
+
+The SSMs therefore share one tree topology and one slot table, and each has the K/V of every expanded node, so that
+after a commit only one or two tokens have to be caught up. SSMs with low mixture weights are inactive; they read the
+tokens that they missed in occasional larger passes.
 """
 
 import time
@@ -19,7 +21,7 @@ from treespec.drafters.ssm.drawn_forest import DrawnForest
 from treespec.drafters.ssm.forest import Forest, Shape, SsmProbs
 from treespec.drafters.ssm.levels import CompiledLevels, Levels, levels_for
 from treespec.drafters.ssm.scoring import Guess, Rows, score_rows, softmax_at
-from treespec.drafters.ssm.ssm_state import SsmState, open_mass, places_of
+from treespec.drafters.ssm.ssm_state import SsmState, open_mass, scored_rows
 from treespec.drafters.trust import WINDOW, Trust
 from treespec.models.compiled import CompiledDecoder
 from treespec.models.decoder import Decoder, Pass
@@ -31,19 +33,23 @@ from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.cpu.growth_cpu import DraftPasses
 from treespec_kernels.tree.growth_limits import FRONTIER, MAX_EXPANDED
 
-CATCH_UP = 256  # committed tokens that the SSMs take in at once after a pause
+CATCH_UP_CHUNK = 256  # maximum committed tokens of a request per catch-up pass
 NULL_PAGE = np.zeros(1, dtype=np.int64)
-REST = 16  # verified tokens after which a resting SSM reads what it missed
+MAX_LAG = 16  # committed tokens that an inactive SSM may miss before it catches up
 
 
 class SsmDrafter:
-    """A group of SSMs that drafts as one source; attribution names each SSM.
+    """A group of SSMs that drafts one tree per request; attribution names each SSM.
 
     Args:
-        models: the SSMs, their embeddings and heads fitted to the target's vocabulary.
-        names: of each, for attribution.
+        models: the SSMs, with embeddings and heads resized to the target's vocabulary.
+        names: by SSM, for attribution.
         cache: the engine's; pool i + 1 belongs to SSM i.
-        known: how many tokens each has of its own; it never guesses one from there on. None: the whole vocabulary.
+        known: by SSM, size of its own vocabulary; tokens from there on are never proposed. None = the target's size.
+
+    Attributes:
+        evidence: evidence ratios of the other sources' proposals.
+        drafted: statistics of the last round.
     """
 
     name = "ssm"
@@ -53,8 +59,8 @@ class SsmDrafter:
     ):
         self.models, self.names, self.cache = list(models), tuple(names), cache
         self.known = tuple(known if known is not None else [model.vocab_size for model in models])
-        self.evidence = SeedEvidence()  # of what other sources proposed
-        self.drafted = Drafted(0, 0)  # in the last round
+        self.evidence = SeedEvidence()
+        self.drafted = Drafted(0, 0)
         self._passes = self._request_passes = self._read_tokens = 0
         self._read_seconds = 0.0
         self._states: dict[str, SsmState] = {}
@@ -67,13 +73,13 @@ class SsmDrafter:
         rule: GrowthRule,
         seeds: Sequence[TokenTree] | None = None,
     ) -> list[TokenTree]:
-        """One tree per request over its last token; the seed alone where the plan's depth is 0.
+        """Return one tree per request, rooted at its last token and merged with its seeds.
 
         Args:
-            requests: prefilled, with their pages.
-            plans: what to grow, by request.
-            rule: asked before each level of the adaptive trees.
-            seeds: what other sources proposed, by request.
+            requests: prefilled requests.
+            plans: by request; with 0 levels, the result is the seed tree.
+            rule: decides before each level whether the adaptive trees grow.
+            seeds: by request, proposals of other sources; None = none.
         """
         if seeds is None:
             seeds = [TokenTree.root(request.tokens[-1]) for request in requests]
@@ -88,7 +94,7 @@ class SsmDrafter:
         if not any(drafting):
             self.drafted = Drafted(0, 0)
             return list(seeds)
-        self._choose([(r, self._state(r), p) for r, p, drafts in zip(requests, plans, drafting, strict=True) if drafts])
+        self._select([(r, self._state(r), p) for r, p, drafts in zip(requests, plans, drafting, strict=True) if drafts])
         places = np.arange(len(requests))
         random = np.array([request.draws_at_random for request in requests], dtype=bool)
         trees, levels = list(seeds), 0
@@ -119,7 +125,7 @@ class SsmDrafter:
         seeds: Sequence[TokenTree],
         rule: GrowthRule,
     ) -> Forest | DrawnForest:
-        """The trees of requests that all draw at random, or none of them, before their first level."""
+        """Create the trees with their roots only, for requests that all draw at random or all do not."""
         if not requests[0].draws_at_random:
             parts, model = (seeds, shapes, len(self.models), self.evidence), self.models[0]
             return CompiledForest(*parts, model.growth) if isinstance(model, CompiledDecoder) else Forest(*parts)
@@ -128,10 +134,10 @@ class SsmDrafter:
                 state.oracle = RandomOracle(request.sampler.draft_generator())
         oracles = [state.oracle for state in states if state.oracle is not None]
         modes = [request.spec.draws for request in requests]
-        # A tree of a fixed number of nodes has about that many draws with a chance of more than its share.
-        leasts = [rule.least_value if plan.adaptive else 1 / plan.nodes for plan in plans]
+        # With a fixed number of nodes n, about n draws have a value above 1 / n.
+        min_values = [rule.least_value if plan.adaptive else 1 / plan.nodes for plan in plans]
         fills = [not plan.adaptive for plan in plans]
-        return DrawnForest(seeds, shapes, oracles, modes, leasts, fills, FRONTIER, MAX_EXPANDED)
+        return DrawnForest(seeds, shapes, oracles, modes, min_values, fills, FRONTIER, MAX_EXPANDED)
 
     def _grow(
         self,
@@ -142,31 +148,43 @@ class SsmDrafter:
         adaptive: np.ndarray,
         rule: GrowthRule,
     ) -> None:
-        """Score and extend level by level. `places`: of these requests in the batch; `adaptive`: of the batch."""
-        before, levels = forest.open_mass(), levels_for(self.models, self.cache, requests)
+        """Score and extend the trees level by level.
+
+        Args:
+            requests, states: of the trees.
+            forest: the trees, roots only.
+            places: int64, indices of these requests in the batch.
+            adaptive: bool [batch size], whether a tree's depth is chosen by `rule`.
+            rule: decides whether another level pays.
+        """
+        last_open_mass, levels = forest.open_mass(), levels_for(self.models, self.cache, requests)
         weights = [state.weights for state in states]
-        passes = self._passes_of(requests, states, forest, levels)
+        passes = self._compiled_passes(requests, states, forest, levels)
         while len(forest.frontier.nodes):
             if forest.depth and adaptive[places].any():
-                before = self._stop_where_nothing_pays(forest, places, adaptive[places], rule, before)
+                last_open_mass = self._stop_unprofitable(forest, places, adaptive[places], rule, last_open_mass)
                 if not len(forest.frontier.nodes):
                     break
             owners = forest.frontier.owners
             if not forest.depth:
                 broken = forest.extend(self._score_roots(requests, states, forest), weights)
             elif passes is not None and isinstance(forest, CompiledForest):
-                broken = self._draft(states, forest, levels, passes, weights)
+                broken = self._draft_compiled(states, forest, levels, passes, weights)
             else:
                 broken = forest.extend(self._score(requests, states, forest, levels), weights)
-            for owner in owners[broken]:  # what overflowed must not reach the next holder of its slots
+            for owner in owners[broken]:  # NaN in K/V must not reach the next request that gets these slots
                 requests[owner].poisoned = True
-            if broken.any():  # a row that padded the pass may have left the same there
+            if broken.any():  # padding rows of the pass may have written NaN to the null page
                 self.cache.scrub(NULL_PAGE)
 
-    def _passes_of(
+    def _compiled_passes(
         self, requests: Sequence[Request], states: Sequence[SsmState], forest: Forest | DrawnForest, levels: Levels
     ) -> DraftPasses | None:
-        """What runs a level in one call; None where that takes more: noise or temperatures, or tokens left out."""
+        """Return the passes that draft a level in one compiled call.
+
+        None if this is not possible: without compiled models, with sampled or restricted requests, or if an SSM's
+        vocabulary is smaller than the target's.
+        """
         if not isinstance(forest, CompiledForest) or not isinstance(levels, CompiledLevels):
             return None
         if any(request.is_sampled or request.restriction is not None for request in requests):
@@ -175,13 +193,13 @@ class SsmDrafter:
             return None
         depth = max(shape.max_depth for shape in forest.shapes)
         if depth == 1:
-            return None  # roots alone are scored
+            return None  # only the roots are scored, by `_score_roots`
         active = np.zeros((len(requests), len(self.models)), dtype=bool)
         for tree, state in enumerate(states):
             active[tree, state.active] = True
         return levels.passes(self.cache.pools[1:], active, depth)
 
-    def _draft(
+    def _draft_compiled(
         self,
         states: Sequence[SsmState],
         forest: CompiledForest,
@@ -189,40 +207,51 @@ class SsmDrafter:
         passes: DraftPasses,
         weights: Sequence[np.ndarray],
     ) -> np.ndarray:
-        """A level below the roots, from its slots to its nodes; returns what `Forest.extend` does."""
+        """Score and extend a level below the roots in one compiled call; returns the result of `Forest.extend`."""
         parts = forest.frontier.parts()
         broken, probs = forest.draft(passes, weights)
         for owner in parts:
             states[owner].begin_level(levels.first_slot(owner))
         for draft, own in zip(passes.drafts, probs, strict=True):
-            places = places_of(draft.ssm, states, parts)
-            for owner, place in places.items():
-                states[owner].scores[-1][draft.ssm] = own[place]
-            self._passes, self._request_passes = self._passes + bool(places), self._request_passes + len(places)
+            own_rows = scored_rows(draft.ssm, states, parts)
+            for owner, rows in own_rows.items():
+                states[owner].scores[-1][draft.ssm] = own[rows]
+            self._passes, self._request_passes = self._passes + bool(own_rows), self._request_passes + len(own_rows)
         return broken
 
-    def _stop_where_nothing_pays(
+    def _stop_unprofitable(
         self,
         forest: Forest | DrawnForest,
         places: np.ndarray,
         adaptive: np.ndarray,
         rule: GrowthRule,
-        before: np.ndarray,
+        last_open_mass: np.ndarray,
     ) -> np.ndarray:
-        """Stop trees whose next level does not pay. `before`: the open masses of the last one; returns this one's."""
+        """Stop adaptive trees whose next level does not pay.
+
+        Args:
+            forest: the trees.
+            places: int64 [num_trees], indices in the batch.
+            adaptive: bool [num_trees].
+            rule: decides whether another level pays.
+            last_open_mass: float64 [num_trees], the open mass before the newest level.
+
+        Returns:
+            float64 [num_trees], the current open mass.
+        """
         growing = np.unique(forest.frontier.owners)
         growing = growing[adaptive[growing]]
-        opened = forest.open_mass()
-        reached = forest.level_mass(rule.least_value)[growing] / np.maximum(before[growing], 1e-9)
+        current = forest.open_mass()
+        reached = forest.level_mass(rule.least_value)[growing] / np.maximum(last_open_mass[growing], 1e-9)
         if len(growing):
             stops = np.zeros(len(adaptive), dtype=bool)
-            stops[growing] = ~rule.worth_a_level(places[growing], opened[growing], reached)
+            stops[growing] = ~rule.worth_a_level(places[growing], current[growing], reached)
             if stops.any():
                 forest.stop(stops)
-        return opened
+        return current
 
     def prefill(self, requests: Sequence[Request]) -> None:
-        """Compute the SSMs' K/V of all committed positions, and score their predictions of the tokens read."""
+        """Compute the SSMs' K/V of all committed positions, and score the SSMs on these tokens."""
         for ssm in range(len(self.models)):
             self._read(ssm, [request for request in requests if ssm in self._allowed(request)])
         for request in requests:
@@ -230,28 +259,33 @@ class SsmDrafter:
                 request.group.trust = self._state(request).trust.copy()
 
     def fork(self, requests: Sequence[Request]) -> None:
-        """Begin samples whose pages hold the prompt: as read by the leader of their group, with the trust it had then.
+        """Initialise samples whose pages already hold the prompt's K/V, with the group's trust after the prompt.
 
-        So no SSM writes to the prompt's pages again.
+        The prompt counts as read, so no SSM writes to its shared pages again.
         """
         for request in requests:
             assert request.group is not None
             if request.spec.is_plain or request.group.without_ssms:
                 continue
-            assert request.group.trust is not None, "nobody has read the prompt"
+            assert request.group.trust is not None, "the group's prompt is not prefilled"
             state = self._state(request)
             state.trust = request.group.trust.copy()
             state.valid[self._allowed(request)] = request.num_prompt - 1
 
     def commit(self, requests: Sequence[Request], paths: Sequence[np.ndarray]) -> None:
-        """Keep the K/V of accepted nodes. `paths[i]`: accepted nodes of the proposed tree, from the root on."""
+        """Keep the K/V of accepted nodes.
+
+        Args:
+            requests: of the round.
+            paths: by request, accepted nodes of the proposed tree, root first.
+        """
         moves: list[tuple[SsmState, Request, np.ndarray]] = []
         for request, path in zip(requests, paths, strict=True):
             state = self._states.get(request.request_id)
             if state is not None and state.slot_of_node is not None:
                 kept = state.slot_of_node[path]
                 kept = kept[np.logical_and.accumulate(kept >= 0)]  # up to the first node that was not expanded
-                state.slot_of_node, state.settled = None, (request.context_len, kept)
+                state.slot_of_node, state.accepted = None, (request.context_len, kept)
                 moves.append((state, request, kept))
         for ssm in range(len(self.models)):
             own = [(request, kept) for state, request, kept in moves if ssm in state.active]
@@ -261,7 +295,7 @@ class SsmDrafter:
             state.valid[state.active] = request.context_len + len(kept)
 
     def learn(self, request: Request, tree: GrownTree, path: np.ndarray, bonus: int) -> None:
-        """Learn from a verified tree how far other sources' proposals hold; arguments as of `SeedEvidence.observe`."""
+        """Update the evidence ratios from a verified tree; arguments as in `SeedEvidence.observe`."""
         if (state := self._states.get(request.request_id)) is None:
             return
         seed, state.seed = state.seed, None
@@ -269,24 +303,32 @@ class SsmDrafter:
             self.evidence.observe(tree, seed, path, bonus)
 
     def release(self, request: Request) -> None:
+        """Release a request's state."""
         self._states.pop(request.request_id, None)
 
     def assume_context(self, request: Request) -> None:
-        """Take the K/V of all committed positions as computed: measuring repeats a round without committing it."""
+        """Mark the K/V of all committed positions as computed, for measurements that repeat an uncommitted round."""
         self._state(request).valid[:] = request.context_len
 
     def unread(self, request: Request) -> int:
-        """Committed tokens that SSMs must read before they can draft, summed over the SSMs; 0 where they keep up."""
+        """Return the committed tokens that SSMs must read before drafting, beyond MAX_LAG, summed over the SSMs."""
         valid, allowed = self._state(request).valid, self._allowed(request)
-        return sum(max(request.context_len - int(valid[ssm]) - REST, 0) for ssm in allowed)
+        return sum(max(request.context_len - int(valid[ssm]) - MAX_LAG, 0) for ssm in allowed)
 
     def may_draft(self, request: Request) -> bool:
-        """Whether any SSM may draft for a request."""
+        """Return whether any SSM may draft for a request."""
         return bool(self._allowed(request))
 
     def catch_up(self, requests: Sequence[Request], width: int) -> bool:
-        """Before a captured round: read what the SSMs have missed, but for the `width` tokens that it reads itself.
-        Returns whether there was anything."""
+        """Read the tokens that the SSMs missed, before a captured round.
+
+        Args:
+            requests: of the round.
+            width: number of last tokens that the round reads itself.
+
+        Returns:
+            Whether any SSM missed more than `width` tokens.
+        """
         for request in requests:
             self._state(request).active = self._allowed(request)
         missed = False
@@ -298,12 +340,12 @@ class SsmDrafter:
         return missed
 
     def first_unread(self, request: Request) -> int:
-        """The first position that one of the drafting SSMs has not read; the root's at most."""
+        """Return the first position that an active SSM has not read, at most the root's."""
         state = self._state(request)
         return min(int(state.valid[state.active].min()), request.context_len)
 
     def round_weights(self, request: Request) -> np.ndarray:
-        """float64 [num_ssms]: the mixture's weights in a captured round, 0 for who is silent."""
+        """Return the mixture weights for a captured round: float64 [num_ssms], 0 for inactive SSMs."""
         state = self._state(request)
         trust = state.trust.weights(state.active)
         if request.spec.max_ssms is not None:
@@ -312,23 +354,25 @@ class SsmDrafter:
         weights[state.active] = trust / trust.sum()
         return weights
 
-    def learn_round(self, request: Request, foretold: np.ndarray, proposed: TokenTree | None) -> None:
-        """After a captured round, before `request.tokens` grows: the SSMs have read all of them.
+    def learn_round(self, request: Request, token_probs: np.ndarray, proposed: TokenTree | None) -> None:
+        """Update a request's state after a captured round, in which the SSMs read all of `request.tokens`.
+
+        Call it before `request.tokens` grows.
 
         Args:
-            request: that took part.
-            foretold: [num_ssms, n], probabilities of its last n tokens.
-            proposed: the tree of other sources that the round was given.
+            request: of the round.
+            token_probs: float [num_ssms, n], the SSMs' probabilities of the request's last n tokens.
+            proposed: the round's seed tree, or None.
         """
         state = self._state(request)
         for ssm in state.active:
-            seen = np.nan_to_num(foretold[ssm], nan=0.0)
-            state.trust.observe(ssm, len(request.tokens) - len(seen), seen)
+            probs = np.nan_to_num(token_probs[ssm], nan=0.0)
+            state.trust.observe(ssm, len(request.tokens) - len(probs), probs)
         state.valid[state.active] = len(request.tokens)
-        state.slot_of_node, state.settled, state.seed = None, None, proposed
+        state.slot_of_node, state.accepted, state.seed = None, None, proposed
 
     def weights(self, request: Request) -> dict[str, float]:
-        """How far each SSM is trusted with a running request, by name; sum 1."""
+        """Return the mixture weights of a running request by SSM name; sum 1."""
         allowed = self._allowed(request)
         trust = self._state(request).trust.weights(allowed)
         return {self.names[ssm]: float(weight) for ssm, weight in zip(allowed, trust, strict=True)}
@@ -341,7 +385,7 @@ class SsmDrafter:
         return self._states[request.request_id]
 
     def _allowed(self, request: Request) -> list[int]:
-        """The SSMs that may draft for a request."""
+        """Return the SSMs that may draft for a request, ascending."""
         if request.group is not None and request.group.without_ssms:
             return []
         sources = request.spec.sources
@@ -349,57 +393,57 @@ class SsmDrafter:
             self._by_sources[sources] = [i for i, name in enumerate(self.names) if request.spec.allows("ssm", name)]
         return self._by_sources[sources]
 
-    def _choose(self, rows: Sequence[tuple[Request, SsmState, DraftPlan]]) -> None:
-        """Score the SSMs on the tokens verified since, and choose which draft for each request."""
+    def _select(self, rows: Sequence[tuple[Request, SsmState, DraftPlan]]) -> None:
+        """Score the SSMs on newly verified tokens, and select the active SSMs of each request."""
         for request, state, _ in rows:
-            self._settle(request, state)
+            self._score_accepted(request, state)
         for ssm in range(len(self.models)):
-            missed = [r for r, s, _ in rows if ssm in self._allowed(r) and r.context_len - s.valid[ssm] >= REST]
-            self._read(ssm, missed)
+            lagging = [r for r, s, _ in rows if ssm in self._allowed(r) and r.context_len - s.valid[ssm] >= MAX_LAG]
+            self._read(ssm, lagging)
         for request, state, plan in rows:
             allowed = self._allowed(request)
             weights = state.trust.weights(allowed)
             order = np.argsort(-weights, kind="stable")[: plan.max_ssms]
-            worth = order[(weights[order] > plan.min_trust) | (order == order[0])]
-            state.active = [allowed[i] for i in np.sort(worth)]
+            selected = order[(weights[order] > plan.min_trust) | (order == order[0])]
+            state.active = [allowed[i] for i in np.sort(selected)]
             state.weights = np.zeros(len(self.models))
-            state.weights[state.active] = weights[np.sort(worth)] / weights[worth].sum()
+            state.weights[state.active] = weights[np.sort(selected)] / weights[selected].sum()
 
-    def _settle(self, request: Request, state: SsmState) -> None:
-        """Score the SSMs that drafted in the last round on the tokens that followed the accepted nodes."""
-        if state.settled is None or len(self.models) == 1:
+    def _score_accepted(self, request: Request, state: SsmState) -> None:
+        """Score the last round's active SSMs on the tokens that follow the accepted nodes."""
+        if state.accepted is None or len(self.models) == 1:
             return
-        (root, kept), state.settled = state.settled, None
+        (root, kept), state.accepted = state.accepted, None
         for ssm in state.active:
             levels = zip(state.scores, state.first_slots, kept.tolist(), request.tokens[root + 1 :], strict=False)
             rows = [(scores[ssm][slot - first], token) for scores, first, slot, token in levels]
-            # Not what was drafted by, into which the noise of that very token may have gone.
-            seen = [softmax_at(row, token) if request.is_sampled else row[token] for row, token in rows]
-            state.trust.observe(ssm, root + 1, np.array(seen))
+            # Sampled requests keep logits: probabilities that include the token's own noise would be biased.
+            probs = [softmax_at(row, token) if request.is_sampled else row[token] for row, token in rows]
+            state.trust.observe(ssm, root + 1, np.array(probs))
 
     def _read(self, ssm: int, requests: Sequence[Request]) -> None:
-        """Compute an SSM's K/V up to the committed positions of these requests, and score it on the tokens read."""
+        """Compute an SSM's K/V of all committed positions of these requests, and score it on the tokens read."""
         began = time.perf_counter()
         while behind := [r for r in requests if self._state(r).valid[ssm] < r.context_len]:
             starts = [int(self._state(r).valid[ssm]) for r in behind]
-            stops = [min(start + CATCH_UP, r.context_len) for start, r in zip(starts, behind, strict=True)]
+            stops = [min(start + CATCH_UP_CHUNK, r.context_len) for start, r in zip(starts, behind, strict=True)]
             chains = list(zip(behind, starts, stops, strict=True))
-            # Only the last positions count.
+            # Score only positions within the trust window, and none for a single SSM, which needs no weights.
             several = len(self.models) > 1
-            wanted = [max(stop - max(start, r.context_len - WINDOW), 0) if several else 0 for r, start, stop in chains]
+            counts = [max(stop - max(start, r.context_len - WINDOW), 0) if several else 0 for r, start, stop in chains]
             ends = np.cumsum([stop - start for _, start, stop in chains])
-            scored = np.concatenate([np.arange(end - n, end) for end, n in zip(ends, wanted, strict=True)])
+            scored = np.concatenate([np.arange(end - n, end) for end, n in zip(ends, counts, strict=True)])
             rows = [RequestRows.chain(start, stop - start, r.pages) for r, start, stop in chains]
             tokens = np.array([token for r, start, stop in chains for token in r.tokens[start:stop]])
             layout = self.models[ssm].plan(rows, self.cache.pools[1 + ssm])
             probs = self._score_rows(ssm, layout, tokens, scored).probs
             first = 0
-            for (request, _, stop), count in zip(chains, wanted, strict=True):
+            for (request, _, stop), count in zip(chains, counts, strict=True):
                 state = self._state(request)
                 state.valid[ssm] = stop
                 following = request.tokens[stop - count + 1 : stop + 1]
-                seen = probs[np.arange(first, first + count), following]
-                state.trust.observe(ssm, stop - count + 1, seen)
+                token_probs = probs[np.arange(first, first + count), following]
+                state.trust.observe(ssm, stop - count + 1, token_probs)
                 first += count
             self._read_tokens += len(tokens)
         self._read_seconds += time.perf_counter() - began
@@ -407,7 +451,7 @@ class SsmDrafter:
     def _score_roots(
         self, requests: Sequence[Request], states: Sequence[SsmState], forest: Forest | DrawnForest
     ) -> list[SsmProbs]:
-        """Each SSM's probabilities after the roots, having caught up on committed tokens."""
+        """Score the roots with each active SSM, in the same pass as the committed tokens that it missed."""
         owners = forest.frontier.owners.tolist()
         for owner in owners:
             states[owner].begin_tree()
@@ -418,8 +462,8 @@ class SsmDrafter:
             if not own:
                 continue
             served = [(requests[owners[row]], states[owners[row]]) for row in own]
-            self._read(ssm, [r for r, state in served if r.context_len - state.valid[ssm] >= CATCH_UP])
-            # The bonus token may be among the expanded nodes, but the root is always scored anew.
+            self._read(ssm, [r for r, state in served if r.context_len - state.valid[ssm] >= CATCH_UP_CHUNK])
+            # The bonus token may be an expanded node with valid K/V, but the root is always scored again.
             starts = [min(int(state.valid[ssm]), r.context_len) for r, state in served]
             tokens = np.array([t for (r, _), start in zip(served, starts, strict=True) for t in r.tokens[start:]])
             key = model.plan_key, tuple(own), tuple(starts)
@@ -453,7 +497,7 @@ class SsmDrafter:
     def _score(
         self, requests: Sequence[Request], states: Sequence[SsmState], forest: Forest | DrawnForest, levels: Levels
     ) -> list[SsmProbs]:
-        """Each SSM's probabilities after the nodes of the frontier."""
+        """Score the nodes of the frontier with each active SSM."""
         at = forest.frontier
         levels.extend(at, forest.depth)
         parts = at.parts()
@@ -462,20 +506,20 @@ class SsmDrafter:
         paths = forest.paths() if any(requests[owner].restriction for owner in parts) else []
         results: list[SsmProbs] = []
         for ssm in range(len(self.models)):
-            places = places_of(ssm, states, parts)
-            if not places:
+            own_rows = scored_rows(ssm, states, parts)
+            if not own_rows:
                 continue
-            rows = np.concatenate([np.arange(parts[owner].start, parts[owner].stop) for owner in places])
+            rows = np.concatenate([np.arange(parts[owner].start, parts[owner].stop) for owner in own_rows])
             guesses = [
-                Guess(requests[owner], place, requests[owner].context_len + 1 + forest.depth, paths[parts[owner]])
-                for owner, place in places.items()
+                Guess(requests[owner], own, requests[owner].context_len + 1 + forest.depth, paths[parts[owner]])
+                for owner, own in own_rows.items()
             ]
             probs, logits = self._score_rows(
                 ssm, levels.plan(ssm, rows), at.tokens[rows], np.arange(len(rows)), guesses
             )
-            self._passes, self._request_passes = self._passes + 1, self._request_passes + len(places)
-            for owner, place in places.items():
-                states[owner].scores[-1][ssm] = (logits if requests[owner].is_sampled else probs)[place]
+            self._passes, self._request_passes = self._passes + 1, self._request_passes + len(own_rows)
+            for owner, own in own_rows.items():
+                states[owner].scores[-1][ssm] = (logits if requests[owner].is_sampled else probs)[own]
             results.append(SsmProbs(ssm, rows, probs))
         return results
 

@@ -11,15 +11,15 @@ from treespec.verification.oracle import RandomOracle
 
 
 def open_mass(seed: TokenTree) -> float:
-    """The probability that no proposed child of the root is right."""
+    """Return the probability that the next token is not among the seeds below the root."""
     return max(1.0 - float(seed.probs[seed.parents == 0].sum()), 0.0) if len(seed) > 1 else 1.0
 
 
 def grown_masks(masks: np.ndarray, above: np.ndarray) -> np.ndarray:
-    """bool [slots + new, slots + new]: who sees whom once a level is expanded.
+    """Return the ancestor mask of a tree's slots after a new level: bool [slots + new, slots + new].
 
     Args:
-        masks: bool [slots, slots], before it.
+        masks: bool [slots, slots], the mask before it.
         above: int64 [new], the slot of each new node's parent.
     """
     first, count = len(masks), len(above)
@@ -33,36 +33,52 @@ def grown_masks(masks: np.ndarray, above: np.ndarray) -> np.ndarray:
 
 @dataclass
 class SsmState:
-    """A request's state between rounds. Slots are those of the tree's expanded nodes in the SSMs' pools."""
+    """A request's state between rounds. Slots are those of the tree's expanded nodes in the SSMs' pools.
+
+    Attributes:
+        trust: mixture weights of the SSMs.
+        valid: int64 [num_ssms], number of leading positions with K/V in each SSM's pool.
+        weights: float64 [num_ssms], mixture weights in this round; 0 for inactive SSMs.
+        active: SSMs that draft in this round, ascending.
+        first_slots: first slot of each level.
+        scores: by level and SSM, float32 [slots, vocab]: probabilities, or logits if the request samples.
+        slot_of_node: int64 [num_nodes], slots of the proposed tree's nodes, -1 if not expanded; None without a tree.
+        seed: the seeds that the tree was grown over; None without a tree.
+        oracle: randomness of draws.
+        accepted: (position of the root, slots of the accepted path), until the SSMs are scored on the path.
+    """
 
     trust: Trust
-    valid: np.ndarray  # int64 [num_ssms]: positions with K/V in each SSM's pool
-    weights: np.ndarray  # float64 [num_ssms], 0 where it rests
-    active: list[int] = field(default_factory=list)  # the SSMs that draft in this round
-    first_slots: list[int] = field(default_factory=list)  # of each level
-    # By level and SSM, the SSM's own probabilities, or its logits where a temperature changed them: [slots, vocab].
+    valid: np.ndarray
+    weights: np.ndarray
+    active: list[int] = field(default_factory=list)
+    first_slots: list[int] = field(default_factory=list)
     scores: list[dict[int, np.ndarray]] = field(default_factory=list)
-    slot_of_node: np.ndarray | None = None  # of the proposed tree
-    seed: TokenTree | None = None  # that the tree was grown over, where it was grown
-    oracle: RandomOracle | None = None  # of random draws
-    settled: tuple[int, np.ndarray] | None = None  # (position of the root, accepted slots): not scored yet
+    slot_of_node: np.ndarray | None = None
+    seed: TokenTree | None = None
+    oracle: RandomOracle | None = None
+    accepted: tuple[int, np.ndarray] | None = None
 
     def begin_tree(self) -> None:
+        """Start a new tree with the root level."""
         self.first_slots, self.scores = [0], [{}]
 
     def begin_level(self, first_slot: int) -> None:
+        """Start the next level."""
         self.first_slots.append(first_slot)
         self.scores.append({})
 
 
-def places_of(ssm: int, states: Sequence[SsmState], parts: Mapping[int, slice]) -> dict[int, slice]:
-    """Where each tree's rows lie among those that an SSM scores.
+def scored_rows(ssm: int, states: Sequence[SsmState], parts: Mapping[int, slice]) -> dict[int, slice]:
+    """Return each tree's slice of the rows that an SSM scores, for the trees that it drafts for.
 
     Args:
-        states, parts: of the trees, and their rows of the frontier.
+        ssm: index of the SSM.
+        states: by tree.
+        parts: each tree's slice of the frontier.
     """
-    places, first = {}, 0
+    slices, first = {}, 0
     for tree, part in parts.items():
         if ssm in states[tree].active:
-            places[tree] = slice(first, first := first + part.stop - part.start)
-    return places
+            slices[tree] = slice(first, first := first + part.stop - part.start)
+    return slices

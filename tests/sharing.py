@@ -140,7 +140,7 @@ def remembered(llm: LLM) -> list[str]:
     for drafter in (engine.sources.lookup, *engine.sources.others):
         if isinstance(drafter, ForeignDrafter):
             drafter.cache.check_integrity()
-            found += drafter._readings
+            found += drafter._states
         elif isinstance(drafter, LookupDrafter):
             kept = inside(drafter)
             found += [*kept.own, *kept.found, *kept.texts]

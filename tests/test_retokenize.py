@@ -10,7 +10,7 @@ import pytest
 
 from tests.effort import effort
 from tests.tokenizers_made import TEXT, byte_level, letters, save_tokenizer, sentencepiece_like
-from treespec.drafters.foreign.retokenize import LONGEST, Context, Translation
+from treespec.drafters.foreign.retokenize import MAX_WORD, Context, Translation
 from treespec.errors import CheckpointError
 from treespec_weights import default_folder
 from treespec_weights.codec import Codec
@@ -156,7 +156,7 @@ def test_no_more_than_a_word_is_written_again(codecs: dict[str, Codec]) -> None:
     for token in tokens[1000:]:
         before = len(context.tokens)
         most = max(most, before - context.extend([token]))
-    assert most <= 4 * (LONGEST + 2)
+    assert most <= 4 * (MAX_WORD + 2)
 
 
 def test_a_long_text_takes_no_longer_at_its_end(codecs: dict[str, Codec], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +191,7 @@ def test_control_tokens_are_no_text(codecs: dict[str, Codec]) -> None:
             context = Context(each)
             for at in range(0, len(tokens), step):
                 context.extend(tokens[at : at + step])
-            written = each.write(text)
+            written = each.encode(text)
             assert context.tokens == [*first, *written, other.controls["<|end|>"], *written]
     nothing = Context(plain, fallback=5)
     nothing.extend([own.controls["<s>"]])

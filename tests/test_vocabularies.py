@@ -109,7 +109,7 @@ def all_is_given_back() -> Iterator[None]:
         yield
     for each in _made:
         each.cache.check_integrity()
-        assert each.cache.num_free == each.cache.num_pages and not each._readings
+        assert each.cache.num_free == each.cache.num_pages and not each._states
 
 
 # --- the tokens of plain decoding
@@ -404,4 +404,4 @@ def test_nothing_is_drafted_where_it_does_not_pay() -> None:
         (output,) = llm.generate(random_prompts((20,)), greedy(150), spec=SpecConfig(sources=("ssm",)))
     assert output.metrics.target_passes > 100
     assert passes.call_count < 100
-    assert np.isfinite(drafter.pays._truth)
+    assert np.isfinite(drafter.pass_value._calibration)

@@ -164,7 +164,7 @@ def sampling_llm(*drafts: Path, text: bool = False) -> LLM:
         llm = timeless(open_llm(folders()[0], drafts, max_num_seqs=32, max_model_len=64))
     for drafter in llm.engine.sources.others:
         assert isinstance(drafter, ForeignDrafter)
-        drafter.pays.worth = lambda promised: promised > 0.01  # type: ignore[method-assign]
+        drafter.pass_value.pays = lambda expected: expected > 0.01  # type: ignore[method-assign]
     return llm
 
 
@@ -213,7 +213,7 @@ def test_the_distributions_are_over_the_intersection() -> None:
     seen: list[np.ndarray] = []
     drafter = llm.engine.sources.others[0]
     assert isinstance(drafter, TranslatedDrafter)
-    context = drafter.translation.write(PROMPT)
+    context = drafter.translation.encode(PROMPT)
     assert context == prompt
     original = own.engine.runner.logits
     with mock.patch.object(

@@ -8,7 +8,7 @@ import torch
 from treespec.adapter.trace import AdapterConfig
 from treespec.cache import KVCache, pages_for
 from treespec.config import ModelConfig
-from treespec.drafters.foreign.foreign_drafter import ROOM
+from treespec.drafters.foreign.foreign_drafter import CAPACITY_FACTOR
 from treespec.errors import CacheMemoryError, ConfigError
 from treespec.graphs.capture import SLOTS, planned_bytes, round_limits, stack_sizes
 from treespec.models.attention import make_attention
@@ -68,7 +68,9 @@ def plan_memory(resolved: Resolved) -> MemoryPlan:
     if not resolved.compile:
         cache_dtype = make_attention(loader.attention, target.shape, loader.dtype, loader.device).cache_dtype
     page = KVCache.bytes_per_page(shapes, cache_dtype)
-    page += int(ROOM * KVCache.bytes_per_page([draft.config.shape for draft in resolved.foreign], cache_dtype))
+    page += int(
+        CAPACITY_FACTOR * KVCache.bytes_per_page([draft.config.shape for draft in resolved.foreign], cache_dtype)
+    )
     reserved = 0
     if triton and loader.device.type == "cuda":  # a CPU's memory is not budgeted this closely
         reserved = _weight_bytes(resolved) + _round_bytes(resolved, scratch)

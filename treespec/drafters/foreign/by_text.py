@@ -1,8 +1,7 @@
-"""Drafts by text: a model with another tokenizer decodes greedily, and the target's tokenizer encodes its text.
+"""Drafts by text: a foreign draft generates text greedily, which is encoded with the target's tokenizer.
 
-One chain, chosen without chance: any rule of verification is lossless with it. This is for drafts that share too few
-tokens with the target; how a text is cut into tokens at its end is not known before it goes on, so the last token of a
-chain is left out.
+For drafts that share too few tokens with the target. The proposal is one deterministic chain, so every verification
+rule is lossless with it. The last token of the encoding is dropped, because it may change once the text continues.
 """
 
 from collections.abc import Sequence
@@ -11,25 +10,36 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from treespec.drafters.foreign.foreign_drafter import ForeignDrafter, Reading, roots
+from treespec.drafters.foreign.foreign_drafter import ForeignDrafter, ForeignState, roots
 from treespec.request import Request
 from treespec.tree import Draws, TokenTree
 from treespec_kernels.attention.tree_batch import RequestRows
 
-MOST = 2  # draft tokens for one of the target's, at most
+DRAFT_TOKENS_PER_TOKEN = 2  # maximum number of generated draft tokens per token of the chain
 
 
-class _Writing:
-    """The text that the draft generates for one request in this round."""
+class _Generation:
+    """The text that the draft generates for one request in one round.
 
-    def __init__(self, reading: Reading, request: Request, depth: int):
-        self.reading, self.request, self.depth = reading, request, depth
+    Attributes:
+        state, request: of the request.
+        depth: maximum length of the chain.
+        tokens: generated draft tokens that are text.
+        probs: the draft's probability of each generated token, including an end token.
+        data: bytes of the text.
+        ended: whether generation is complete.
+        end: the target's end token if the draft ended the text, or None.
+        encoded: the text in the target's tokens.
+    """
+
+    def __init__(self, state: ForeignState, request: Request, depth: int):
+        self.state, self.request, self.depth = state, request, depth
         self.tokens: list[int] = []
         self.probs: list[float] = []
         self.data = b""
         self.ended = False
-        self.end: int | None = None  # the target's end token, where the draft ended the text
-        self.read: list[int] = []  # the target's tokens of the text so far
+        self.end: int | None = None
+        self.encoded: list[int] = []
 
     @property
     def value(self) -> float:
@@ -37,51 +47,55 @@ class _Writing:
         return float(np.prod(self.probs))
 
     def position_rows(self) -> RequestRows:
-        """The K/V position of the last generated token."""
-        return RequestRows.chain(len(self.reading.context.tokens) + len(self.tokens) - 1, 1, self.reading.pages)
+        """Return the row of the last generated token."""
+        return RequestRows.chain(len(self.state.context.tokens) + len(self.tokens) - 1, 1, self.state.pages)
 
 
 class TextDrafter(ForeignDrafter):
-    """Drafts a chain per request by re-encoding generated text with the target's tokenizer."""
+    """Drafts one chain per request from generated text, re-encoded with the target's tokenizer."""
 
     def propose(self, requests: Sequence[Request], max_depths: Sequence[int]) -> list[TokenTree]:
-        """One chain per request over its last token."""
-        trees, places = roots(requests), self._serve(requests, max_depths)
-        if not places:
+        """Return one chain per request, rooted at its last token."""
+        trees, indices = roots(requests), self._update_contexts(requests, max_depths)
+        if not indices:
             return trees
-        adaptive = all(requests[i].spec.is_adaptive for i in places)
-        if adaptive and not self.pays.worth(float(len(places))):
-            self.pays.rested()
+        adaptive = all(requests[i].spec.is_adaptive for i in indices)
+        if adaptive and not self.pass_value.pays(float(len(indices))):
+            self.pass_value.skip_round()
             return trees
-        readings = self._of(requests, places)
-        writings = [_Writing(reading, requests[i], max_depths[i]) for i, reading in zip(places, readings, strict=True)]
-        with self.pays.timed(all(each.is_near for each in readings)):
-            self._take(writings, self._score_roots(readings))
-        while writing := [each for each in writings if not each.ended]:
-            if adaptive and not self.pays.worth(sum(each.value for each in writing)):
+        states = self._states_of(requests, indices)
+        generations = [_Generation(state, requests[i], max_depths[i]) for i, state in zip(indices, states, strict=True)]
+        with self.pass_value.timed(all(state.is_timed for state in states)):
+            self._append(generations, self._score_roots(states))
+        while running := [each for each in generations if not each.ended]:
+            if adaptive and not self.pass_value.pays(sum(each.value for each in running)):
                 break
-            with self.pays.timed():
-                rows = [each.position_rows() for each in writing]
-                self._take(writing, self._forward(rows, [each.tokens[-1] for each in writing], None))
-            for each in writing:
-                each.reading.ahead = each.tokens[:-1]
-        for i, each in zip(places, writings, strict=True):
-            trees[i] = each.reading.proposed = self._chain(each)
+            with self.pass_value.timed():
+                rows = [each.position_rows() for each in running]
+                self._append(running, self._forward(rows, [each.tokens[-1] for each in running], None))
+            for each in running:
+                each.state.ahead = each.tokens[:-1]
+        for i, each in zip(indices, generations, strict=True):
+            trees[i] = each.state.proposed = self._chain(each)
         return trees
 
     def commit(self, requests: Sequence[Request], paths: Sequence[np.ndarray]) -> None:
-        """The K/V of what was written lie where they belong already: the next round sees how much of it holds."""
-        for request in requests:
-            reading = self._readings.get(request.request_id)
-            if reading is not None and reading.proposed is not None:
-                self._learn(request, reading)
+        """Update the pass value.
 
-    def _take(self, writings: Sequence[_Writing], logits: torch.Tensor) -> None:
-        """Append the most likely token of each, and return which drafts are complete."""
+        The K/V of generated tokens are already in place; the next round's `ForeignState.update` finds their valid
+        prefix.
+        """
+        for request in requests:
+            state = self._states.get(request.request_id)
+            if state is not None and state.proposed is not None:
+                self._observe(request, state)
+
+    def _append(self, generations: Sequence[_Generation], logits: torch.Tensor) -> None:
+        """Append the most likely token of each row of `logits`, and mark complete generations as ended."""
         best, tokens = torch.softmax(logits, -1).cpu().max(-1)
-        for each, prob, token in zip(writings, best.tolist(), tokens.tolist(), strict=True):
+        for each, prob, token in zip(generations, best.tolist(), tokens.tolist(), strict=True):
             if not np.isfinite(prob):
-                each.ended = each.reading.poisoned = True
+                each.ended = each.state.poisoned = True
                 continue
             text = self.translation.draft.tokens[token] if token < len(self.translation.draft.tokens) else None
             if text is None:
@@ -91,17 +105,17 @@ class TextDrafter(ForeignDrafter):
             each.tokens.append(token)
             each.probs.append(prob)
             each.data += text
-            each.read = self._read_text(each.data)
-            most = min(MOST * each.depth + 2, self.scratch - 1)
-            each.ended = len(each.read) > each.depth or len(each.tokens) >= most
+            each.encoded = self._encode_text(each.data)
+            max_tokens = min(DRAFT_TOKENS_PER_TOKEN * each.depth + 2, self.scratch - 1)
+            each.ended = len(each.encoded) > each.depth or len(each.tokens) >= max_tokens
 
     def _end(self, request: Request, token: int) -> int | None:
-        """The end token of the request's target for the draft's own; None where it is none."""
+        """Return the target's end token if `token` is an end token of the draft, otherwise None."""
         if token not in self.model.config.eos_token_ids:
             return None
         return next((end for end in request.eos_token_ids if end < self.translation.target_size), None)
 
-    def _read_text(self, data: bytes) -> list[int]:
+    def _encode_text(self, data: bytes) -> list[int]:
         """Encode a text with the target's tokenizer, without an incomplete last character."""
         try:
             data.decode()
@@ -111,14 +125,14 @@ class TextDrafter(ForeignDrafter):
         ids = self.translation.target.encode_bytes(data)
         return [id for id in ids if id < self.translation.target_size]
 
-    def _chain(self, writing: _Writing) -> TokenTree:
-        """The chain of a generated text."""
-        root, ends = writing.request.tokens[-1], writing.request.end_tokens
-        tokens = writing.read if writing.end is not None else writing.read[:-1]
-        tokens = tokens[: writing.depth]
-        probs = self._probs(writing, tokens)
-        if writing.end is not None and len(tokens) < writing.depth:
-            tokens, probs = [*tokens, writing.end], [*probs, writing.probs[-1]]
+    def _chain(self, generation: _Generation) -> TokenTree:
+        """Build the chain of a generated text, up to an end token."""
+        root, ends = generation.request.tokens[-1], generation.request.end_tokens
+        tokens = generation.encoded if generation.end is not None else generation.encoded[:-1]
+        tokens = tokens[: generation.depth]
+        probs = self._probs(generation, tokens)
+        if generation.end is not None and len(tokens) < generation.depth:
+            tokens, probs = [*tokens, generation.end], [*probs, generation.probs[-1]]
         stop = next((i + 1 for i, token in enumerate(tokens) if token in ends), len(tokens))
         if not stop:
             return TokenTree.root(root)
@@ -132,12 +146,12 @@ class TextDrafter(ForeignDrafter):
             (self.name,),
         )
 
-    def _probs(self, writing: _Writing, tokens: Sequence[int]) -> list[float]:
-        """The chance of each of the target's tokens: of those of the draft's that begin in it."""
+    def _probs(self, generation: _Generation, tokens: Sequence[int]) -> list[float]:
+        """Return the probability of each target token: the product over the draft tokens that start within it."""
         own, other = self.translation.draft.tokens, self.translation.texts
         ends = [*accumulate(len(other[token] or b"") for token in tokens)]
-        begins = [0, *accumulate(len(own[token] or b"") for token in writing.tokens)][:-1]
-        places = np.searchsorted(ends, begins, side="right")
+        starts = [0, *accumulate(len(own[token] or b"") for token in generation.tokens)][:-1]
+        containing = np.searchsorted(ends, starts, side="right")
         probs = np.ones(len(tokens) + 1)
-        np.multiply.at(probs, np.minimum(places, len(tokens)), writing.probs[: len(writing.tokens)])
+        np.multiply.at(probs, np.minimum(containing, len(tokens)), generation.probs[: len(generation.tokens)])
         return np.minimum(probs[:-1], 0.99).tolist()

@@ -1,5 +1,7 @@
-"""Base of drafts with another tokenizer than the target's: their own KV cache, each request's text in their own tokens,
-and the decision whether another pass pays."""
+"""Base class of foreign drafts: drafts with another tokenizer than the target's.
+
+A foreign draft has its own KV cache, keeps each request's text in its own tokens, and decides whether its passes pay.
+"""
 
 import time
 from abc import ABC, abstractmethod
@@ -19,27 +21,28 @@ from treespec.request import Request
 from treespec.tree import TokenTree
 from treespec_kernels.attention.tree_batch import RequestRows
 
-CHUNK = 256  # tokens of one request that are read at once
-NEAR = 16  # tokens that a pass may read beside the last one and still be a measure of what drafting takes
-ROOM = 1.5  # draft tokens that a target's token may take before the draft falls silent for want of pages
-_TRUTH_MEMORY = 0.1
-_SECONDS_MEMORY = 0.1
-_RECOVERY = 0.002  # of hope, with each round without a guess: what is not tried cannot be learned
+CHUNK = 256  # maximum tokens of a request per prefill pass
+MAX_TIMED_TOKENS = 16  # passes that also prefill more tokens of a request are not timed as draft passes
+CAPACITY_FACTOR = 1.5  # draft tokens per target token for which pages are reserved; longer texts are not drafted for
+_CALIBRATION_RATE = 0.1  # of the running mean of the calibration
+_SECONDS_RATE = 0.1  # of the running mean of a pass's seconds
+_RECOVERY_RATE = 0.002  # of the calibration towards 1 per round without a draft, so that drafting is retried
 
 
 @dataclass
-class Reading:
+class ForeignState:
     """A request's state between rounds.
 
     Attributes:
-        context: its text.
+        context: the text in the draft's tokens.
         pages: int64, in the draft's own cache.
-        valid: leading tokens of the context whose K/V are computed.
-        ahead: the draft's tokens behind the context whose K/V are computed too: accepted guesses, or what it wrote.
-        masks, first_slots: of the tree that is being drafted, as the SSMs keep them.
-        proposed: the tree of this round, None where there is none.
-        slot_of_node: of its nodes, -1 where one was not expanded.
-        alone: accepted tokens so far that no other source had proposed.
+        valid: number of leading context tokens with K/V.
+        ahead: draft tokens after the context with K/V: accepted or generated tokens.
+        poisoned: whether its K/V may contain NaN.
+        masks: ancestor mask of the tree being drafted, bool [slots, slots].
+        proposed: this round's tree, or None.
+        slot_of_node: int64 [num_nodes], slots of the tree's nodes, -1 if not expanded.
+        accepted_alone: number of accepted tokens so far that no other source proposed.
     """
 
     context: Context
@@ -50,15 +53,15 @@ class Reading:
     masks: np.ndarray = field(default_factory=lambda: np.ones((1, 1), dtype=bool))
     proposed: TokenTree | None = None
     slot_of_node: np.ndarray | None = None
-    alone: int = 0
+    accepted_alone: int = 0
 
     @property
-    def is_near(self) -> bool:
-        """Whether few tokens are left to prefill."""
-        return len(self.context.tokens) - self.valid <= NEAR
+    def is_timed(self) -> bool:
+        """Whether few enough tokens are left to prefill for the next pass to be timed."""
+        return len(self.context.tokens) - self.valid <= MAX_TIMED_TOKENS
 
-    def follow(self, tokens: Sequence[int]) -> None:
-        """Update with the target's tokens, and invalidate K/V positions whose tokens changed."""
+    def update(self, tokens: Sequence[int]) -> None:
+        """Append the target's new tokens, and invalidate the K/V of re-encoded positions."""
         context, before = self.context, len(self.context.tokens)
         same = context.extend(tokens[context.known :])
         if same < before or self.valid < before:
@@ -71,21 +74,33 @@ class Reading:
         self.ahead = []
 
 
-class Pays:
-    """Whether a pass is worth its time to requests whose trees the planner sizes: what it promises, corrected by how
-    much of such promises was kept, against the tokens that its seconds would bring otherwise."""
+class PassValue:
+    """Decides whether a draft pass pays for adaptive trees.
+
+    A pass pays if its calibrated expected tokens exceed the tokens that the engine generates in the time of the pass.
+    The calibration is a running estimate of accepted per expected tokens.
+
+    Args:
+        planner: provides the engine's tokens per second.
+    """
 
     def __init__(self, planner: Planner):
         self._planner = planner
-        self._truth, self._seconds, self._passes = 1.0, 0.0, 0
+        self._calibration, self._seconds, self._passes = 1.0, 0.0, 0
 
-    def worth(self, promised: float) -> bool:
-        """`promised`: tokens."""
-        return self._truth * promised > self._planner.rate * self._seconds
+    def pays(self, expected: float) -> bool:
+        """Return whether a pass with this many expected tokens, before calibration, pays."""
+        return self._calibration * expected > self._planner.rate * self._seconds
 
     @contextmanager
     def timed(self, counts: bool = True) -> Iterator[None]:
-        """Learn from a pass what one takes, if it counts. The first does not: it computes RoPE's table and more."""
+        """Update the running mean of a pass's seconds, clipping outliers to twice the mean.
+
+        The first pass is skipped, because it also computes RoPE tables and other one-time state.
+
+        Args:
+            counts: False to skip this pass.
+        """
         began = time.perf_counter()
         yield
         if not counts:
@@ -94,30 +109,36 @@ class Pays:
         if self._passes == 2:
             self._seconds = took
         elif self._passes > 2:
-            self._seconds += _SECONDS_MEMORY * (min(took, 2 * self._seconds) - self._seconds)
+            self._seconds += _SECONDS_RATE * (min(took, 2 * self._seconds) - self._seconds)
 
-    def kept(self, tree: TokenTree, brought: int) -> None:
-        """Learn from a tree and how many accepted tokens no other source had: those would have come anyway."""
-        promised = float(tree.values[1:].sum())
-        error = brought - self._truth * promised
-        self._truth = min(max(self._truth + _TRUTH_MEMORY * error / max(promised, 1.0), 0.05), 1.2)
+    def observe(self, tree: TokenTree, accepted_alone: int) -> None:
+        """Update the calibration from a verified tree.
 
-    def rested(self) -> None:
-        """Learn from a round without a guess."""
-        self._truth += _RECOVERY * (1.0 - self._truth)
+        Args:
+            tree: the proposed tree.
+            accepted_alone: accepted tokens that no other source proposed; the others needed no pass.
+        """
+        expected = float(tree.values[1:].sum())
+        error = accepted_alone - self._calibration * expected
+        updated = self._calibration + _CALIBRATION_RATE * error / max(expected, 1.0)
+        self._calibration = min(max(updated, 0.05), 1.2)
+
+    def skip_round(self) -> None:
+        """Move the calibration towards 1 after a round without a draft."""
+        self._calibration += _RECOVERY_RATE * (1.0 - self._calibration)
 
 
 class ForeignDrafter(ABC):
-    """A draft with another tokenizer: one source beside the SSMs, under its own name and under "ssm".
+    """A draft with another tokenizer, selected in `SpecConfig.sources` by its own name or by "ssm".
 
     Args:
         name: for attribution.
         model: the draft.
-        cache: of its own, one pool, with pages for every request that runs at once.
+        cache: its own, with one pool and pages for all concurrent requests.
         translation: between the tokenizers.
-        capacity: tokens of a request that it reads at most; behind them it is silent.
-        scratch: slots behind them, for its trees.
-        planner: what a second is worth.
+        capacity: maximum tokens of a request, in the draft's tokens; longer ones are not drafted for.
+        scratch: slots after them, for trees.
+        planner: of the engine.
     """
 
     def __init__(
@@ -132,8 +153,8 @@ class ForeignDrafter(ABC):
     ):
         self.name, self.model, self.cache, self.translation = name, model, cache, translation
         self.capacity, self.scratch, self.planner = capacity, scratch, planner
-        self.pays = Pays(planner)
-        self._readings: dict[str, Reading] = {}
+        self.pass_value = PassValue(planner)
+        self._states: dict[str, ForeignState] = {}
         self._fallback = next((t for t in model.config.eos_token_ids if t < model.vocab_size), 0)
 
     @abstractmethod
@@ -145,62 +166,69 @@ class ForeignDrafter(ABC):
         """As `Drafter.commit`."""
 
     def allows(self, request: Request) -> bool:
-        """Whether it may draft for a request."""
+        """Return whether the request's `sources` allow this draft."""
         return request.spec.allows("ssm", self.name)
 
     def release(self, request: Request) -> None:
         """Release a request and its pages."""
-        reading = self._readings.pop(request.request_id, None)
-        if reading is not None:
-            self.cache.release(request.request_id, scrub=reading.poisoned)
+        state = self._states.pop(request.request_id, None)
+        if state is not None:
+            self.cache.release(request.request_id, scrub=state.poisoned)
 
-    def _serve(self, requests: Sequence[Request], max_depths: Sequence[int]) -> list[int]:
-        """Which requests to draft for, their texts read so far; their places."""
-        places = []
+    def _update_contexts(self, requests: Sequence[Request], max_depths: Sequence[int]) -> list[int]:
+        """Update the contexts of the requests that this draft serves; return indices of those to draft for."""
+        indices = []
         for i, (request, depth) in enumerate(zip(requests, max_depths, strict=True)):
             if depth <= 0 or not self.allows(request):
                 continue
-            reading = self._readings.get(request.request_id)
-            if reading is None:
+            state = self._states.get(request.request_id)
+            if state is None:
                 pages = self.cache.reserve(request.request_id, self.capacity + self.scratch)
-                reading = Reading(Context(self.translation, self._fallback), pages)
-                self._readings[request.request_id] = reading
-            reading.follow(request.tokens)
-            reading.proposed = None
-            if len(reading.context.tokens) + depth <= self.capacity:
-                places.append(i)
-        return places
+                state = ForeignState(Context(self.translation, self._fallback), pages)
+                self._states[request.request_id] = state
+            state.update(request.tokens)
+            state.proposed = None
+            if len(state.context.tokens) + depth <= self.capacity:
+                indices.append(i)
+        return indices
 
-    def _learn(self, request: Request, reading: Reading) -> None:
-        """Hook after a tree was verified and counted."""
-        assert reading.proposed is not None
+    def _observe(self, request: Request, state: ForeignState) -> None:
+        """Update the pass value from a verified tree. Call it after the request counted its accepted tokens."""
+        assert state.proposed is not None
         alone = request.accepted_only_by_source.get(self.name, 0)
-        self.pays.kept(reading.proposed, alone - reading.alone)
-        reading.alone, reading.proposed = alone, None
+        self.pass_value.observe(state.proposed, alone - state.accepted_alone)
+        state.accepted_alone, state.proposed = alone, None
 
-    def _of(self, requests: Sequence[Request], places: Sequence[int]) -> list[Reading]:
-        return [self._readings[requests[i].request_id] for i in places]
+    def _states_of(self, requests: Sequence[Request], indices: Sequence[int]) -> list[ForeignState]:
+        return [self._states[requests[i].request_id] for i in indices]
 
-    def _score_roots(self, readings: Sequence[Reading]) -> Tensor:
-        """float32 [len(readings), draft's vocabulary]: logits after each text, having read what was new in it."""
-        while late := [each for each in readings if len(each.context.tokens) - each.valid > CHUNK]:
-            rows = [RequestRows.chain(each.valid, CHUNK, each.pages) for each in late]
-            self._forward(rows, [t for each in late for t in each.context.tokens[each.valid : each.valid + CHUNK]], 0)
-            for each in late:
-                each.valid += CHUNK
-        starts = [min(each.valid, len(each.context.tokens) - 1) for each in readings]
+    def _score_roots(self, states: Sequence[ForeignState]) -> Tensor:
+        """Prefill new context tokens; return the logits after each context, float32 [len(states), draft vocab]."""
+        while late := [state for state in states if len(state.context.tokens) - state.valid > CHUNK]:
+            rows = [RequestRows.chain(state.valid, CHUNK, state.pages) for state in late]
+            tokens = [t for state in late for t in state.context.tokens[state.valid : state.valid + CHUNK]]
+            self._forward(rows, tokens, 0)
+            for state in late:
+                state.valid += CHUNK
+        starts = [min(state.valid, len(state.context.tokens) - 1) for state in states]
         rows = [
-            RequestRows.chain(start, len(each.context.tokens) - start, each.pages)
-            for each, start in zip(readings, starts, strict=True)
+            RequestRows.chain(start, len(state.context.tokens) - start, state.pages)
+            for state, start in zip(states, starts, strict=True)
         ]
-        tokens = [t for each, start in zip(readings, starts, strict=True) for t in each.context.tokens[start:]]
+        tokens = [t for state, start in zip(states, starts, strict=True) for t in state.context.tokens[start:]]
         logits = self._forward(rows, tokens, np.cumsum([each.num_rows for each in rows]) - 1)
-        for each in readings:
-            each.valid, each.masks = len(each.context.tokens), np.ones((1, 1), dtype=bool)
+        for state in states:
+            state.valid, state.masks = len(state.context.tokens), np.ones((1, 1), dtype=bool)
         return logits
 
     def _forward(self, rows: list[RequestRows], tokens: Sequence[int], scored: np.ndarray | int | None) -> Tensor:
-        """One pass. float32 logits of the scored rows: an index, 0 for none of them, None for all."""
+        """Run one pass and return float32 logits [num_scored, draft vocab].
+
+        Args:
+            rows: of the pass.
+            tokens: of the rows.
+            scored: indices of the rows to score; 0 = none, None = all.
+        """
         pool = self.cache.pools[0]
         ids = torch.tensor(tokens, dtype=torch.int64, device=self.model.device)
         hidden = self.model.forward(ids, self.model.plan(rows, pool), pool)
@@ -213,7 +241,7 @@ class ForeignDrafter(ABC):
 
 
 def roots(requests: Sequence[Request]) -> list[TokenTree]:
-    """The one-node tree, which proposes nothing."""
+    """Return one-node trees, which propose nothing."""
     return [TokenTree.root(request.tokens[-1]) for request in requests]
 
 

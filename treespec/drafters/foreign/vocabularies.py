@@ -1,4 +1,4 @@
-"""Connects each draft to the target: in the SSM group, or as a foreign draft with a vocabulary of its own."""
+"""Connects drafts to the target: as members of the SSM group, or as foreign drafts with another tokenizer."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from treespec.adapter.trace import AdapterConfig
 from treespec.cache import KVCache, pages_for
 from treespec.config import ModelConfig
 from treespec.drafters.foreign.by_text import TextDrafter
-from treespec.drafters.foreign.foreign_drafter import ROOM, ForeignDrafter
+from treespec.drafters.foreign.foreign_drafter import CAPACITY_FACTOR, ForeignDrafter
 from treespec.drafters.foreign.retokenize import Translation
 from treespec.drafters.foreign.translated import TranslatedDrafter
 from treespec.drafters.ssm.ssm_drafter import SsmDrafter
@@ -27,7 +27,14 @@ logger = logging.getLogger("treespec")
 
 
 class Draft(NamedTuple):
-    """A draft's folder, read and connected. `known`: tokens of its own, whatever `config` was fitted to."""
+    """A draft and its connection to the target.
+
+    Attributes:
+        name: for attribution.
+        config: with the target's vocabulary size if the draft joins the SSM group.
+        connection: between the vocabularies.
+        known: size of the draft's own vocabulary.
+    """
 
     name: str
     config: ModelConfig | AdapterConfig
@@ -36,25 +43,25 @@ class Draft(NamedTuple):
 
     @property
     def is_foreign(self) -> bool:
-        """Whether it has another tokenizer than the target."""
+        """Whether the draft has another tokenizer than the target."""
         return self.connection.kind in ("translated", "text")
 
     def capacity(self, length: int) -> int:
-        """Tokens of a request that a foreign draft reads at most, where the target has `length` positions."""
-        return min(self.config.max_positions, int(ROOM * length))
+        """Return the maximum draft tokens of a request, if the target has `length` positions."""
+        return min(self.config.max_positions, int(CAPACITY_FACTOR * length))
 
 
 def connect_drafts(
     target: ModelConfig | AdapterConfig, drafts: Sequence[tuple[str, ModelConfig | AdapterConfig]]
 ) -> list[Draft]:
-    """Choose how each draft proposes tokens of the target, and log it.
+    """Determine how each draft proposes tokens of the target, and log it.
 
-    A draft with the target's ids takes part in the SSMs' group, whose models have one vocabulary: its config comes back
-    with the target's size.
+    A draft with the target's token ids joins the SSM group, whose models have equal vocabulary sizes: its config is
+    returned with the target's size.
 
     Raises:
-        DraftError: a draft that cannot guess for it at all.
-        CheckpointError: a tokenizer that cannot be read.
+        DraftError: a draft's vocabulary cannot be connected to the target's.
+        CheckpointError: a tokenizer cannot be read.
     """
     connected = []
     size = target.shape.vocab_size
@@ -74,15 +81,16 @@ def connect_drafts(
 
 
 def fit_weights(weights: dict[str, Tensor], known: int, size: int) -> None:
-    """Give a model of `known` tokens a vocabulary of `size`, in place.
+    """Resize a draft's embeddings and head to the target's vocabulary, in place.
 
-    Rows beyond the target's vocabulary fall away, which is to mask them before anything is chosen. A token that the
-    draft lacks has the mean of its embeddings, so that the text can go on behind it; what the head says of one counts
-    for nothing, and whoever reads logits masks it.
+    Rows beyond the target's vocabulary are dropped, which excludes these tokens from drafting. Tokens that the draft
+    lacks get the mean of all rows, so that the draft can process texts that contain them; their logits are meaningless
+    and must be masked.
 
     Args:
-        weights: decoder parameters by name; of those, `embed` and `lm_head` go by token.
-        known, size: rows that there are, and that there shall be.
+        weights: decoder parameters by name; `embed` and `lm_head*` are resized.
+        known: number of rows.
+        size: new number of rows.
     """
     for name in [name for name in weights if name == "embed" or name.startswith("lm_head")]:
         rows = weights[name]
@@ -105,25 +113,28 @@ def foreign_drafters(
     ssms: SsmDrafter | None,
     has_others: bool,
 ) -> list[ForeignDrafter]:
-    """Make the drafters of drafts with another tokenizer, translated ones first.
+    """Create the drafters of foreign drafts, translated ones first.
 
     Args:
-        drafts: them.
-        load: the decoder of one of them, for so many positions.
-        target: what they guess for.
-        cache_dtype: of their caches.
+        drafts: the foreign drafts.
+        load: loads a draft's decoder for a number of positions.
+        target: config of the target.
+        cache_dtype: of their KV caches.
         length: positions of the longest request.
-        scratch: slots behind them.
-        max_num_seqs: requests that run at once.
+        scratch: additional slots per request, for trees.
+        max_num_seqs: maximum number of concurrent requests.
         planner: of the engine.
-        ssms: the drafts with the target's vocabulary.
-        has_others: whether there are drafters from outside, which may draw at random too.
+        ssms: the SSM group, or None.
+        has_others: whether the engine has custom drafters, which may draw at random too.
     """
     found: list[ForeignDrafter] = []
 
     def draws_for(name: str, request: Request) -> bool:
-        """One source may draw at random, the SSMs before all others: what was drawn cannot be cut to a budget. The
-        answer follows from the request alone."""
+        """Return whether a translated draft draws at random for a request.
+
+        Only one source may, because random draws cannot be cut to a node budget: the SSMs if they may draft, otherwise
+        the first translated draft that the request allows. Depends on the request only.
+        """
         if has_others or (ssms is not None and ssms.may_draft(request)):
             return False
         translated = [each for each in found if isinstance(each, TranslatedDrafter) and each.allows(request)]

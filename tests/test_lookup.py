@@ -122,7 +122,7 @@ def test_a_text_that_is_not_searched_is_not_converted(new: New) -> None:
     drafter, requests = new(), [request_of([1, 2, 1, 2]), request_of([1, 2, 1, 2], SpecConfig(sources=("ssm",)))]
     trees = drafter.propose(requests, [0, 4])
     assert [len(tree) for tree in trees] == [1, 1]
-    assert not any(len(text.end) for text in inside(drafter).texts.values())
+    assert not any(len(text.window) for text in inside(drafter).texts.values())
 
 
 def test_release_forgets(new: New) -> None:

@@ -18,15 +18,15 @@ _NO_PARENT, _ZERO, _ONE = _read_only(np.array([-1])), _read_only(np.zeros(1, dty
 
 @dataclass(frozen=True, eq=False)
 class Draws:
-    """Proposals in draw order; a node may have several.
+    """The proposals of a tree, in draw order; a node may have several draws.
 
     Args:
         parents, children: int64 [num_draws], node indices.
         sources: int64 [num_draws], indices into the tree's `source_names`.
         probs: float64 [num_draws], the source's probability of the child; 1 for a deterministic source, NaN if unknown.
-        rows: int64 [num_draws], the index into `draft_probs` that the token was sampled from, -1 for a deterministic
-            proposal; None = all deterministic.
-        excluded: by draw, the tokens excluded from sampling: the draw's distribution is its row renormalised without
+        rows: int64 [num_draws], index of the distribution in `draft_probs` that the token was sampled from, -1 for a
+            deterministic proposal; None = all deterministic.
+        excluded: by draw, tokens excluded from sampling: the draw's distribution is its row, renormalised without
             them; None = no exclusions.
     """
 
@@ -40,6 +40,7 @@ class Draws:
     @classmethod
     @cache
     def none(cls) -> "Draws":
+        """Return empty draws."""
         empty = _read_only(np.empty(0, dtype=np.int64))
         return cls(empty, empty, empty, _read_only(np.empty(0)))
 
@@ -54,9 +55,9 @@ class TokenTree:
         depths: int64 [num_nodes], 0 for the root.
         probs: float64 [num_nodes], estimated probability of this node given its parent (1 for the root); a mixture if
             several sources propose it.
-        draws: which source proposed which child.
-        source_names: names for `draws.sources`.
-        draft_probs: the distributions that `draws.rows` names, float [vocab] each, sum 1.
+        draws: proposals of each source.
+        source_names: indexed by `draws.sources`.
+        draft_probs: distributions indexed by `draws.rows`, float [vocab] each, sum 1.
     """
 
     tokens: np.ndarray
@@ -69,21 +70,21 @@ class TokenTree:
 
     @classmethod
     def root(cls, token: int) -> "TokenTree":
-        """The one-node tree of plain decoding."""
+        """Return the one-node tree, which proposes nothing."""
         return cls(np.array([token]), _NO_PARENT, _ZERO, _ONE, Draws.none(), ())
 
     @classmethod
     def from_parents(
         cls, tokens: Sequence[int], parents: Sequence[int], probs: float | Sequence[float], source: str
     ) -> "TokenTree":
-        """Build the tree of one source.
+        """Build a tree with deterministic proposals of one source.
 
         Args:
-            tokens: [num_nodes], the root first.
-            parents: [num_nodes], each node's parent, which precedes it; -1 for the root.
-            probs: [num_nodes], the estimated probability of each node given its parent, or one number for all; the
-                root's is ignored.
-            source: name in the metrics.
+            tokens: [num_nodes], root first.
+            parents: [num_nodes], index of each node's parent, which precedes it; -1 for the root.
+            probs: [num_nodes], estimated probability of each node given its parent, or one number for all; the root's
+                is ignored.
+            source: name of the source in metrics.
 
         Raises:
             ValueError: lengths differ, or a parent does not precede its child.
@@ -113,14 +114,14 @@ class TokenTree:
         """bool [num_nodes, num_nodes]: [i, j] is True if j is i or an ancestor of i. The attention mask of the tree."""
         mask = np.eye(len(self), dtype=bool)
         above = np.maximum(self.parents, 0)
-        for _ in range(int(self.depths.max()).bit_length()):  # each step doubles the distance to the ancestors covered
+        for _ in range(int(self.depths.max()).bit_length()):  # each step doubles the number of covered ancestors
             mask |= mask[above]
             above = above[above]
         return mask
 
     @cached_property
     def values(self) -> np.ndarray:
-        """float64 [num_nodes]: product of `probs` along each node's path: its estimated acceptance probability."""
+        """float64 [num_nodes]: estimated acceptance probabilities, the products of `probs` along each node's path."""
         return path_values(self.probs, self.parents)
 
     def with_values(self, values: np.ndarray) -> "TokenTree":
@@ -129,24 +130,27 @@ class TokenTree:
         return self
 
     def sources_of(self, node: int) -> tuple[str, ...]:
-        """Unique names of the sources that proposed a node, in draw order."""
+        """Return the unique names of the sources that proposed a node, in draw order."""
         if node and len(self.source_names) == 1:
             return self.source_names
         drawn = self.draws.sources[self.draws.children == node]
         return tuple(dict.fromkeys(self.source_names[source] for source in drawn))
 
     def token_tree(self) -> "TokenTree":
-        """This tree, as other forms of a verified tree become one."""
+        """Return self; part of the interface of verified trees."""
         return self
 
     def path_to(self, node: int) -> np.ndarray:
-        """int64 [depth + 1]: the nodes from the root to `node`."""
+        """Return the nodes from the root to `node`: int64 [depth + 1]."""
         return np.flatnonzero(self.visible[node])
 
     def keep(self, nodes: np.ndarray) -> "TokenTree":
-        """The subtree of the given nodes (ascending, closed under parents, with the root), renumbered.
+        """Return the subtree of the given nodes, renumbered.
 
-        A tree with random draws must keep all nodes: a subset would no longer follow the draws' distributions.
+        A tree with random draws must keep all nodes, because a subset would not follow the draws' distributions.
+
+        Args:
+            nodes: int64, ascending, with the root and all parents of included nodes.
         """
         if self.draws.rows is not None:
             assert len(nodes) == len(self), "a random draw was removed"
@@ -169,7 +173,7 @@ class TokenTree:
         return tree.with_values(self.values[nodes])
 
     def _first(self, count: int) -> "TokenTree":
-        """The subtree of the first `count` nodes."""
+        """Return the subtree of the first `count` nodes."""
         draws, kept = self.draws, self.draws.children < count
         tree = TokenTree(
             self.tokens[:count],
@@ -182,20 +186,23 @@ class TokenTree:
         return tree.with_values(self.values[:count])
 
     def best(self, count: int) -> "TokenTree":
-        """The subtree of the `count` nodes of largest value; connected, because values never increase along a path."""
+        """Return the subtree of the `count` nodes with the largest values.
+
+        It is connected, because values never increase along a path.
+        """
         if len(self) <= count:
             return self
         order = np.argsort(-self.values, kind="stable")  # stable: a parent stays ahead of a child of equal value
         return self.keep(np.sort(order[:count]))
 
     def as_deterministic(self) -> "TokenTree":
-        """The same tree with all draws marked deterministic, for rules that ignore the draft distributions."""
+        """Return the tree with all draws marked deterministic, for rules that ignore the draft distributions."""
         if self.draws.rows is None:
             return self
         return replace(self, draws=replace(self.draws, rows=None, excluded=None), draft_probs=())
 
     def find_problem(self) -> str | None:
-        """The first violated invariant of verification or mask, or None."""
+        """Return the first violated invariant that verification or the mask relies on, or None."""
         if self.parents[0] != -1 or self.depths[0] != 0:
             return "node 0 must have parent -1 and depth 0"
         below = np.arange(1, len(self))
@@ -228,10 +235,10 @@ class TokenTree:
 
 
 def path_values(probs: np.ndarray, parents: np.ndarray) -> np.ndarray:
-    """Product of `probs` along each node's path, float64 [num_nodes].
+    """Return the products of `probs` along each node's path: float64 [num_nodes].
 
     Args:
-        probs: float64 [num_nodes], of each node given its parent; 1 for the root.
+        probs: float64 [num_nodes], probability of each node given its parent; 1 for the root.
         parents: int64 [num_nodes], preceding their children; -1 for the root.
     """
     value, above = probs.tolist(), parents.tolist()
@@ -243,8 +250,8 @@ def path_values(probs: np.ndarray, parents: np.ndarray) -> np.ndarray:
 def merge(trees: Sequence[TokenTree]) -> TokenTree:
     """Merge trees over the same root into a trie: nodes with equal paths are one node (SpecInfer, section 3).
 
-    Every draw of every tree is kept, in the order of the trees: a token from two sources is one node with two draws.
-    Nodes are numbered by depth, then by first draw. A node's probability is the largest of its estimates.
+    All draws are kept, in the order of the trees: a token proposed by two sources is one node with two draws. Nodes are
+    sorted by depth, then by first draw. A node's probability is the maximum of its estimates.
 
     Args:
         trees: at least one; all roots have the same token.
@@ -268,7 +275,7 @@ def merge(trees: Sequence[TokenTree]) -> TokenTree:
             own.append(path)
             paths[path] = max(paths.get(path, 0.0), float(tree.probs[node]))
         path_of.append(own)
-    ordered = sorted(paths, key=len)  # stable: by first draw within a depth
+    ordered = sorted(paths, key=len)  # stable: keeps the order of first draws within a depth
     index = {path: i for i, path in enumerate(ordered)}
     children = np.array([index[path_of[i][c]] for i, tree in enumerate(trees) for c in tree.draws.children], np.int64)
     parents = np.array([-1] + [index[path[:-1]] for path in ordered[1:]], dtype=np.int64)
@@ -292,7 +299,7 @@ def merge(trees: Sequence[TokenTree]) -> TokenTree:
 
 
 def _merge_draft_rows(trees: Sequence[TokenTree]) -> tuple[np.ndarray | None, tuple[tuple[int, ...], ...] | None]:
-    """`rows` and `excluded` of the trees' draws, concatenated."""
+    """Concatenate `rows` and `excluded` of the trees' draws."""
     if all(tree.draws.rows is None for tree in trees):
         return None, None
     rows, first = [], 0

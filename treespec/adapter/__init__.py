@@ -1,1 +1,1 @@
-"""Any architecture through transformers' own model code: loading it, running it over the paged cache, proving it."""
+"""Adapter that runs transformers' model code over the paged cache: loading, tracing, execution and parity checks."""

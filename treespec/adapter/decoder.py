@@ -112,7 +112,7 @@ class AdapterDecoder(Decoder):
         return packed + sum(tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers()))
 
     def layer_subset(self, max_window: int) -> LayerSubset:
-        """The fewest leading layers that cover every kind, or all; windows are clipped."""
+        """Return the fewest leading layers that cover every kind (all if kinds are unknown), with clipped windows."""
         model = copy.copy(self)
         model.windows = tuple(None if window is None else min(window, max_window) for window in self.windows)
         return LayerSubset(model, self._num_kept_calls, model.windows)
@@ -121,15 +121,15 @@ class AdapterDecoder(Decoder):
         raise KernelError(f"hidden states of layers {list(layers)}: not available from {self.config.source.name}")
 
     def plan(self, requests: list[RequestRows], kv: Tensor) -> AdapterPass:  # type: ignore[override]
-        """Plan a pass over the rows of `requests`, in order, for the pool `kv` passed to `forward`."""
+        """Plan a pass over the rows of `requests`, in order, over the KV pool `kv`."""
         positions = np.concatenate([rows.positions for rows in requests])
         pages, offsets = (np.concatenate(parts) for parts in zip(*(rows.slots for rows in requests), strict=True))
         wanted = max(self.min_rows, -(-len(positions) // self.multiple) * self.multiple)
-        padding = np.zeros(wanted - len(positions), dtype=np.int64)  # the null page, never read
+        padding = np.zeros(wanted - len(positions), dtype=np.int64)  # slots of the null page, which is never read
         positions, pages, offsets = (np.concatenate((part, padding)) for part in (positions, pages, offsets))
         steps = np.arange(self.kv_heads) * PAGE_SIZE
         steps = np.concatenate((steps, steps + kv.shape[2] * self.kv_heads * PAGE_SIZE))  # K, then V
-        # The self-test and the cost curve may exceed a model's learned positions; requests do not.
+        # The self-test and cost measurements may exceed a model's learned positions; requests do not.
         positions = np.minimum(positions, self.config.max_positions - 1)
         slots = (pages * (self.kv_heads * PAGE_SIZE) + offsets)[:, None] + steps
         return AdapterPass(
@@ -143,12 +143,11 @@ class AdapterDecoder(Decoder):
     def forward(self, tokens: Tensor, layout: AdapterPass, kv: Tensor, num_layers: int | None = None) -> Tensor:  # type: ignore[override]
         """Run a pass and return the hidden states that enter the head.
 
-        Arguments as in `Decoder.forward`, but any `num_layers` runs the fewest leading layers that cover every kind, or
-        all layers if these are unknown.
+        Arguments as in `Decoder.forward`, but any `num_layers` runs the layers of `layer_subset`.
         """
         if len(tokens) < layout.num_rows:
             tokens = F.pad(tokens, (0, layout.num_rows - len(tokens)))
-        if self.known < self.vocab_size:  # tokens that a draft lacks only cost acceptance
+        if self.known < self.vocab_size:  # replacing tokens that a draft lacks only costs acceptance
             tokens = tokens.clamp(max=self.known - 1)
         model = self.model
         if model.training:
@@ -160,9 +159,9 @@ class AdapterDecoder(Decoder):
             return run(base, tokens, layout.positions).last_hidden_state[0]
 
     def _truncated(self, base: nn.Module) -> nn.Module:
-        """The base model with its leading layers only, sufficient for the self-test.
+        """Return a copy of the base model with its leading layers only, for the self-test.
 
-        Shares all parameters with the model, which other threads may be running.
+        The copy shares all parameters with the model, which other threads may be running.
         """
         if self._stack is None:
             return base
@@ -174,8 +173,12 @@ class AdapterDecoder(Decoder):
         return short
 
     def _find_layer_list(self, base: nn.Module) -> tuple[str | None, int, int]:
-        """Name of the layer list, number of leading layers that cover every kind, and their number of attention
-        calls."""
+        """Find the module list of the layers.
+
+        Returns:
+            Its name, the number of leading layers that cover every kind, and their number of attention calls; (None, 0,
+            number of all calls) if there is no such list.
+        """
         calls = self.config.shape.num_layers
         for name, stack in base.named_modules():
             if isinstance(stack, nn.ModuleList) and len(stack) > 1 and calls % len(stack) == 0:
@@ -196,7 +199,7 @@ class AdapterDecoder(Decoder):
         return None, 0, calls
 
     def _attend_call(self, layout: AdapterPass, kv: Tensor, call: Call) -> Tensor:
-        """Write the rows' keys and values, and attend; narrow heads are zero-padded."""
+        """Write the rows' keys and values to the cache, and attend; narrow heads are zero-padded."""
         width, cache = self.head_dim, kv[call.index]
         q, k, v = (F.pad(part, (0, width - part.shape[2])) for part in (call.query, call.key, call.value))
         new = torch.cat((k, v), 1).to(cache.dtype)
@@ -213,7 +216,7 @@ class AdapterDecoder(Decoder):
         return out[..., : call.value.shape[2]]
 
     def logits(self, hidden: Tensor, rows: Sequence[int] | Tensor | None = None) -> Tensor:
-        """[n, vocab] logits of selected (or all) rows of `hidden`."""
+        """Return the logits [n, vocab] of the selected rows of `hidden`, by default all."""
         if rows is not None:
             hidden = hidden[rows]
         n = len(hidden)
@@ -222,7 +225,7 @@ class AdapterDecoder(Decoder):
             hidden = F.pad(hidden, (0, 0, 0, wanted - n))
         model = self.model
         logits = run_head(model, model.get_submodule(self.config.base), hidden, self.config.output)[:n]
-        return F.pad(logits, (0, self.vocab_size - self.known), value=-torch.inf)  # a negative width truncates
+        return F.pad(logits, (0, self.vocab_size - self.known), value=-torch.inf)  # negative padding truncates
 
 
 class UpcastDecoder(AdapterDecoder):
@@ -230,8 +233,8 @@ class UpcastDecoder(AdapterDecoder):
 
     Args:
         config, model, longest: as in `AdapterDecoder`.
-        attention: over a float32 cache; runs outside the mode.
-        mode: active in the model's code.
+        attention: over a float32 cache; runs without the mode.
+        mode: active while the model's code runs.
     """
 
     def __init__(self, config: AdapterConfig, model: nn.Module, attention: Attention, longest: int, mode: UpcastMode):
@@ -259,7 +262,7 @@ def _shallow_copy(module: nn.Module) -> nn.Module:
 
 
 def shapes_of(layer: nn.Module) -> tuple[object, ...]:
-    """Weight shapes of a layer, packed or not, to distinguish layers of one class."""
+    """Return the weight shapes of a layer, packed or not, to distinguish layers of one class."""
     packed = tuple((each.out_features, each.in_features) for each in layer.modules() if isinstance(each, PackedLinear))
     return packed, tuple(tuple(parameter.shape) for parameter in layer.parameters())
 
@@ -270,9 +273,9 @@ def open_adapter(
     """Load and trace a model, and verify that the adapter reproduces its logits.
 
     Args:
-        source: what to load; in-memory models are never packed.
-        dtype, device: to compute in.
-        attention: name of the backend.
+        source: the model to load; in-memory models are never packed.
+        dtype, device: of the computation.
+        attention: name of the attention backend.
         packed: whether linear layers may be replaced by row-invariant ones.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Selects native or adapter backend, and the padding that makes the adapter exact."""
+"""Selection of the native or the adapter backend, and of the padding that makes the adapter exact."""
 
 import logging
 import os
@@ -18,7 +18,7 @@ from treespec_weights.errors import Problem, UnsupportedModelError
 logger = logging.getLogger("treespec")
 
 BACKENDS = ("auto", "native", "transformers")
-_EXPERTS = re.compile(r"experts|moe", re.IGNORECASE)  # in names of classes
+_EXPERTS = re.compile(r"experts|moe", re.IGNORECASE)  # matches class names of mixture-of-experts modules
 
 
 def read_model(model: Path | nn.Module, max_model_len: int | None, backend: str) -> ModelConfig | Source:
@@ -30,7 +30,7 @@ def read_model(model: Path | nn.Module, max_model_len: int | None, backend: str)
         backend: "auto" prefers a native family.
 
     Raises:
-        ConfigError: an unknown backend, or the native one for a model in memory.
+        ConfigError: unknown backend, or the native backend for a model in memory.
         CheckpointError, ModelError, OSError: as in `ModelConfig.from_hf` and `Source.from_folder`.
     """
     if backend not in BACKENDS:
@@ -58,7 +58,7 @@ def read_model(model: Path | nn.Module, max_model_len: int | None, backend: str)
 
 
 def check_adapter_options(models: Sequence[ModelConfig | Source], linear: str, device: torch.device) -> None:
-    """Reject options that the transformers backend does not support."""
+    """Raise KernelError for options that the transformers backend does not support."""
     adapted = [model for model in models if isinstance(model, Source)]
     if not adapted:
         return
@@ -83,13 +83,13 @@ def find_exact_adapter(
     """Find the cheapest padding of passes under which trees are bit-identical to plain decoding.
 
     Args:
-        make: creates a decoder from attention, `min_rows` and `multiple`.
-        differing: the self-test.
-        attentions: backends to try in order.
+        make: creates a decoder from attention backend, `min_rows` and `multiple`.
+        differing: the self-test; returns descriptions of differences.
+        attentions: attention backends to try, in order.
         rows: fixed number of rows to try last.
 
     Returns:
-        The decoder, and the fixed number of rows if needed.
+        The decoder, and the fixed number of rows, or None if none is needed.
 
     Raises:
         ExactnessError: no padding is exact.
@@ -101,7 +101,7 @@ def find_exact_adapter(
             f"{decoder.config.folder} has experts ({', '.join(experts)}), whose bits depend on the number of rows "
             "routed to each. Use exact=False to continue"
         )
-    # torch's matrix products are not row-invariant in float32 or on a GPU: skip them.
+    # torch's matrix products are not row-invariant in float32 or on a GPU, so only a fixed number of rows can be exact.
     free = decoder.linear == "onednn" or (decoder.device.type == "cpu" and decoder.dtype == torch.bfloat16)
     found: list[str] = []
     for attention in attentions:

@@ -1,4 +1,4 @@
-"""Replaces a loaded model's linear layers by row-invariant ones."""
+"""Replacement of a loaded model's linear layers by row-invariant ones."""
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features)
-        if len(rows) == 1:  # oneDNN takes another path for a single row of some shapes
+        if len(rows) == 1:  # oneDNN uses another kernel for a single row of some shapes
             return self.linear(rows.expand(2, -1).contiguous())[:1].view(*x.shape[:-1], self.out_features)
         return self.linear(rows.contiguous()).view(*x.shape[:-1], self.out_features)
 

@@ -3,11 +3,11 @@
 A random prompt is prefilled in chunks, followed by a token tree, in a batch with a second request. Each row's logits
 are compared with transformers' eager attention over the row's whole path, in two steps:
 
-1. Structure: both sides compute in float32 (float64 if necessary) on the model's weights. Rounding is then negligible
-   and the tight bound reveals a wrong mask, position, scale or head.
-2. Precision: the decoder in the model's dtype. bfloat16 models can amplify rounding until transformers' own attention
-   backends differ by 0.3 of the logits' RMS, so the bound is a multiple of transformers' distance from the result of
-   step 1.
+1. Structure: both sides compute in float32 (float64 if necessary) on the model's weights. Rounding is then negligible,
+   and a tight bound detects a wrong mask, position, scale or head.
+2. Precision: the decoder computes in the model's dtype. bfloat16 models can amplify rounding until transformers' own
+   attention backends differ by 0.3 of the logits' RMS, so the bound is a multiple of transformers' own distance from
+   the result of step 1.
 """
 
 import logging
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("treespec")
 
-PROMPT = PAGE_SIZE + 6  # reaches into a second page
+PROMPT = PAGE_SIZE + 6  # tokens; spans two pages
 CHUNKS = (0, 1, 8, 48, PROMPT)  # prefill chunk boundaries
 PARENTS = np.array([-1, 0, 0, 1, 1, 2, 3, 3, 5, 6, 7, 9, 10])  # 13 nodes, 6 deep
 STRUCTURE_BOUND = 1e-4
-"""Maximum row distance in step 1. Measured for correct models: up to 4e-5 in float32 and 4e-6 in float64. The tests'
-faults start at 3e-3."""
-_NO_ROUNDING = 0.1  # above any rounding of float32 or TF32: float64 need not be tried
+"""Maximum row distance in step 1. Measured for correct models: up to 4e-5 in float32 and 4e-6 in float64. The faults
+injected by the tests start at 3e-3."""
+_NO_ROUNDING = 0.1  # larger distances are not explained by float32 or TF32 rounding, so float64 is not tried
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """By dtype, a distance always accepted in step 2, and the only bound if step 1 cannot run."""
 NOISE_FACTOR = 3.0
@@ -76,11 +76,11 @@ class Probe:
             raise ModelError(f"{source.name} computes NaN or infinity for random tokens")
 
     def compare_structure(self, model: nn.Module, make: Callable[[UpcastMode], "AdapterDecoder"]) -> None:
-        """Step 1.
+        """Run step 1 and keep its logits as the reference for step 2.
 
         Args:
             model: as passed to the constructor.
-            make: creates its decoder, computing in a wider dtype over a float32 cache.
+            make: creates its decoder, which computes in a wider dtype over a float32 cache.
 
         Raises:
             ModelError: the logits differ, or the model's code fails on flattened rows.
@@ -113,7 +113,11 @@ class Probe:
         raise self._error(worst, STRUCTURE_BOUND, "computed in float32")
 
     def compare(self, decoder: "AdapterDecoder", cache_dtype: torch.dtype) -> None:
-        """Step 2. Raises ModelError if the logits differ too much, or the model's code fails on flattened rows."""
+        """Run step 2.
+
+        Raises:
+            ModelError: the logits differ too much, or the model's code fails on flattened rows.
+        """
         try:
             found = self._adapter_logits(decoder, cache_dtype)
         except ModelError:
@@ -137,7 +141,7 @@ class Probe:
 
     @torch.inference_mode()
     def _reference_logits(self, model: nn.Module, mode: UpcastMode | None, device: torch.device) -> Tensor:
-        """[longest, vocab]: transformers' logits after each prompt token and tree node, one pass per leaf."""
+        """Compute transformers' logits [longest, vocab] after each prompt token and tree node, one pass per leaf."""
         _, visible = _topology()
         prompt, tree = np.split(self._texts[1], [self.length])
         after: dict[int, Tensor] = {}
@@ -153,7 +157,7 @@ class Probe:
 
     @torch.inference_mode()
     def _adapter_logits(self, decoder: "AdapterDecoder", cache_dtype: torch.dtype) -> Tensor:
-        """The same from a decoder, for the second of two batched requests."""
+        """Compute the same logits with a decoder, for the second of two batched requests."""
         depths, visible = _topology()
         count = pages_for(self.longest)
         kv = KVCache.allocate(self._config.shape, 1 + 2 * count, cache_dtype, decoder.device)
@@ -177,7 +181,7 @@ class Probe:
 
 
 def _topology() -> tuple[np.ndarray, np.ndarray]:
-    """Depths and ancestor mask of the tree."""
+    """Return depths and ancestor mask of the tree."""
     depths, visible = np.zeros(len(PARENTS), dtype=np.int64), np.eye(len(PARENTS), dtype=bool)
     for node in range(1, len(PARENTS)):
         depths[node] = depths[PARENTS[node]] + 1
@@ -186,11 +190,11 @@ def _topology() -> tuple[np.ndarray, np.ndarray]:
 
 
 def _distance(found: Tensor, expected: Tensor) -> Tensor:
-    """[num_rows], RMS of the difference relative to the standard deviation of the expected logits."""
+    """Return each row's RMS difference, relative to the standard deviation of its expected logits: [num_rows]."""
     spread = (expected - expected.mean(1, keepdim=True)).square().mean(1).sqrt()
     return (found - expected).square().mean(1).sqrt() / spread.clamp(min=1e-12)
 
 
 def _overall(found: Tensor, expected: Tensor) -> float:
-    """RMS of the rows' distances."""
+    """Return the RMS of the rows' distances."""
     return float(_distance(found, expected).square().mean().sqrt())

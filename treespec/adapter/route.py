@@ -1,11 +1,11 @@
-"""Routes the attention of transformers' models to treespec.
+"""Routes the attention calls of transformers' models to treespec.
 
-Attention modules look up their attention and mask functions by the name in their config. Both are registered here once
-under `NAME`. While a model is `routed`, each attention call goes to a handler that receives the mask function instead
-of a mask, as the rows of a token tree are not in causal order.
+Attention modules look up their attention and mask functions by a name in their config. This module registers both under
+`NAME`. While a model is `routed`, each attention call goes to a handler that receives the mask function instead of a
+mask, because the rows of a token tree are not in causal order.
 
-Configs are shared by all threads, routes are per thread: a thread without a route that calls the model meanwhile is
-forwarded to the model's own attention.
+Configs are shared by all threads, routes are per thread: calls from a thread without a route are forwarded to the
+model's own attention.
 """
 
 import sys
@@ -27,8 +27,8 @@ NAME = "treespec"
 MaskRule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(batch, head, query position, key position) -> whether the key is visible; tensors broadcast."""
 
-# Attention arguments without effect on scores: transformers' eager attention ignores them, or the mask covers them
-# (`sliding_window`). Models that pass any others are rejected.
+# Attention arguments that do not affect scores: transformers' eager attention ignores them, or the mask covers them
+# (`sliding_window`). Models that pass other arguments are rejected.
 _WITHOUT_EFFECT = frozenset(
     "dropout sliding_window is_causal position_ids position_embeddings cache_position output_attentions "
     "output_hidden_states output_router_logits use_cache return_dict deterministic training past_key_values".split()
@@ -40,9 +40,9 @@ class Call:
     """One attention call of a pass over flattened rows.
 
     Attributes:
-        index: of the call within the pass, used as the cache layer.
+        index: of the call within the pass; also the layer of the KV cache.
         query: [num_rows, num_heads, key width].
-        key, value: [num_rows, num_kv_heads, key or value width], of these rows only.
+        key, value: [num_rows, num_kv_heads, key or value width], of the same rows.
         mask: visible keys by position, within the row's own path.
         scale: of the scores.
         softcap: c of s -> c tanh(s / c).
@@ -60,7 +60,7 @@ class Call:
 
 
 Handler = Callable[[Call], Tensor]
-"""A call -> [num_rows, num_heads, value width], in any float dtype."""
+"""Maps a call to its attention output [num_rows, num_heads, value width], in any float dtype."""
 
 
 @dataclass
@@ -73,7 +73,7 @@ class _Route:
     masks: dict[int, tuple[Tensor, MaskRule]] = field(default_factory=dict)  # by address of the mask placeholder
 
 
-# a context variable, because model code need not forward extra arguments to its attention
+# A context variable, because model code may not forward extra arguments to its attention.
 _route: ContextVar[_Route | None] = ContextVar("treespec_route", default=None)
 
 
@@ -91,12 +91,12 @@ _guard = threading.Lock()
 
 
 def is_routed() -> bool:
-    """Whether this thread's attention calls go to a handler."""
+    """Return whether this thread has an active route."""
     return _route.get() is not None
 
 
 def _own_name(config: Any) -> str | None:
-    """A config's attention name without routes."""
+    """Return a config's attention name outside routes."""
     with _guard:
         patched = _patched.get(id(config))
         own = config._attn_implementation_internal if patched is None else patched.own
@@ -104,7 +104,7 @@ def _own_name(config: Any) -> str | None:
 
 
 def _eager(module: nn.Module) -> Callable[..., Any]:
-    """The eager attention function in the module of a model's class."""
+    """Return the eager attention function from the Python module of a model's class."""
     for kind in type(module).__mro__:
         found = getattr(sys.modules.get(kind.__module__), "eager_attention_forward", None)
         if found is not None:
@@ -115,7 +115,7 @@ def _eager(module: nn.Module) -> Callable[..., Any]:
 
 
 def _transformers_attention(name: str | None, module: nn.Module, *tensors: Tensor | None, **options: Any) -> Any:
-    """Call transformers' attention function of a name."""
+    """Call the transformers attention function with this name."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     known = ALL_ATTENTION_FUNCTIONS.get(name) if name is not None and name != "eager" else None
@@ -138,7 +138,14 @@ def _attend(
     s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """The registered attention. query: [1, num_heads, num_rows, width] -> [1, num_rows, num_heads, value width]."""
+    """The registered attention function, with transformers' signature.
+
+    Args:
+        query: [1, num_heads, num_rows, width].
+
+    Returns:
+        [1, num_rows, num_heads, value width], and None for the attention weights.
+    """
     route, kind = _route.get(), type(module).__name__
     if route is None or route.handler is None:
         own = _own_name(module.config) if route is None else route.own
@@ -185,7 +192,10 @@ def _make_mask_placeholder(
     config: Any = None,
     **options: Any,
 ) -> Tensor | None:
-    """The registered mask function: a 4-byte zero expanded to the mask's shape, whose address identifies the rule."""
+    """The registered mask function: returns a placeholder whose address identifies the mask rule.
+
+    The placeholder is a 4-byte zero, expanded to the mask's shape.
+    """
     route = _route.get()
     if route is None or route.handler is None:
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -212,7 +222,7 @@ def _register() -> None:
 
 
 def configs_of(model: nn.Module) -> list[Any]:
-    """Unique configs of a model and its submodules."""
+    """Return the unique configs of a model and its submodules."""
     found: dict[int, Any] = {}
 
     def add(config: Any) -> None:
@@ -264,22 +274,27 @@ def routed(configs: list[Any], handler: Handler) -> AbstractContextManager[_Rout
 
 
 def visible_keys(mask: MaskRule, queries: Tensor, keys: Tensor) -> Tensor:
-    """bool [num_queries, num_keys]; queries and keys: int64 positions."""
+    """Evaluate a mask rule: bool [num_queries, num_keys].
+
+    Args:
+        mask: the rule.
+        queries, keys: int64 positions.
+    """
     nothing = torch.zeros((), dtype=torch.int64, device=queries.device)
     found = mask(nothing, nothing, queries[:, None], keys[None, :])
     return torch.as_tensor(found, dtype=torch.bool, device=queries.device).expand(len(queries), len(keys))
 
 
 class Window(NamedTuple):
-    """Sliding window: the last `size` positions of a row's path, its own included; None = all."""
+    """A causal mask that shows the last `size` positions of a row's path, including its own; None = all."""
 
     size: int | None
 
 
 def window_below(mask: MaskRule, length: int, device: torch.device) -> Window | None:
-    """Determine the window of a mask function for positions below `length`; None if it is another mask.
+    """Return the window that a mask rule implements for positions below `length`; None if it is no such window.
 
-    Tests 64 positions, including the last, and those around the window's edge.
+    Tests 64 positions, including the last one, and those around the window's edge.
     """
     positions = torch.arange(length, device=device)
     size = int(visible_keys(mask, positions[-1:], positions).sum())

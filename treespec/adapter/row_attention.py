@@ -1,8 +1,8 @@
 """Row-by-row attention with arbitrary position masks, soft caps and sinks.
 
-A row's keys are gathered in position order up to the end of its tile, so shapes and sums depend only on the row's
-position: tree nodes are bit-identical to plain decoding by construction. For layers that `tree_attention` does not
-support (sinks, masks that are not windows); about seven torch calls per row.
+A row's keys are gathered in position order up to the end of its tile. Shapes and summation order therefore depend only
+on the row's position, and tree nodes are bit-identical to plain decoding by construction. Used for layers that
+`tree_attention` does not support (sinks, masks that are not windows); takes about seven torch calls per row.
 """
 
 import numpy as np
@@ -37,7 +37,7 @@ class RowPlan:
         self._keys = torch.arange(max(self.positions) + PAGE_SIZE, device=device)
 
     def hidden(self, mask: MaskRule) -> list[Tensor]:
-        """By row: bool [num positions of its tiles], True for masked ones. Computed once per pass."""
+        """Return by row the masked positions: bool [num positions of its tiles]. Computed once per pass and rule."""
         if mask not in self._seen:
             rows = []
             for position, (pages, _) in zip(self.positions, self.slots, strict=True):
@@ -61,8 +61,8 @@ def attend_rows(
 
     Args:
         q: [num_rows, num_heads, head_dim]; rows beyond the plan's are skipped.
-        k_cache, v_cache: [num_pages, num_kv_heads, PAGE_SIZE, head_dim] of one layer. Slots that no row reads may hold
-            any finite value.
+        k_cache, v_cache: [num_pages, num_kv_heads, PAGE_SIZE, head_dim] of one layer. Slots that no row
+            attends to may hold any finite value.
         plan: of the pass.
         mask: visibility within a row's path.
         scale: of the scores.

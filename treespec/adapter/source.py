@@ -27,12 +27,12 @@ _STATES = ("linear", "mamba", "conv", "recurrent", "rwkv", "ssm", "lstm", "hybri
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A model before tracing.
+    """A model that has not been traced yet.
 
     Attributes:
         folder: of the checkpoint, or a label for a model in memory.
         hf_config: transformers' config.
-        given: weak reference to a model in memory, or None.
+        given: weak reference to a model in memory; None for a checkpoint.
         generation: non-default values of its generation config.
         max_positions: maximum context length.
         dtype: of the stored weights.
@@ -190,7 +190,7 @@ def _progress_bars_on_terminals() -> Iterator[None]:
 
 
 def _check_kind(folder: Path, config: Any) -> None:
-    """Reject models with state other than keys and values by name; the probe would fail without a reason."""
+    """Reject models with state other than K/V, based on their names: the probe would reject them without a reason."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     who = f"{folder}: model_type={config.model_type!r}"
@@ -210,7 +210,7 @@ def _check_kind(folder: Path, config: Any) -> None:
 
 
 def _longrope_limit(config: Any) -> int | None:
-    """Length up to which longrope's rotations are constant; None without longrope."""
+    """Return the length up to which longrope's rotations are constant; None without longrope."""
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [each for each in (parameters, *parameters.values()) if isinstance(each, dict)]
     limits = [

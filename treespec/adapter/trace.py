@@ -1,4 +1,4 @@
-"""Traces a transformers model: its attention calls, shapes and head."""
+"""Tracing of a transformers model: its attention calls, shapes and head."""
 
 import threading
 from collections.abc import Iterator
@@ -16,14 +16,14 @@ from treespec.errors import ModelError, describe_error
 from treespec_weights.rules import ModelShape
 
 _TOKENS = 5
-_head_runs = threading.RLock()  # a second thread would mistake the first one's patched forward for the model's
+_head_runs = threading.RLock()  # otherwise a second thread could save the first one's patched forward as the original
 
 
 @dataclass(frozen=True, eq=False)
 class AdapterConfig:
     """Architecture of a traced model; field names as in `ModelConfig`.
 
-    `shape` has one layer per attention call and the width of the widest keys or values as head_dim.
+    `shape` has one layer per attention call; its head_dim is the maximum width of keys and values.
     """
 
     source: Source
@@ -51,7 +51,7 @@ class AdapterConfig:
 
 
 def reference_attention(call: Call) -> Tensor:
-    """Reference implementation of a route handler: one sequence from position 0 on."""
+    """Attend over one sequence from position 0 on: reference implementation of a route handler."""
     rows = torch.arange(len(call.query), device=call.query.device)
     group = call.query.shape[1] // call.key.shape[1]
     q, k, v = (part.float().transpose(0, 1) for part in (call.query, call.key, call.value))
@@ -67,9 +67,13 @@ def reference_attention(call: Call) -> Tensor:
 
 
 def run(module: nn.Module, tokens: Tensor, positions: Tensor) -> Any:
-    """Call a routed module; tokens, positions: int64 [num_rows].
+    """Call a routed module on flattened rows.
 
-    The mask of ones marks no row as padding; without it, jumps in positions would be taken for packed sequences.
+    Passes a mask of ones, because without a mask transformers interprets jumps in positions as packed sequences.
+
+    Args:
+        module: the model or its base model.
+        tokens, positions: int64 [num_rows].
     """
     return module(
         input_ids=tokens[None],
@@ -152,7 +156,7 @@ def trace(source: Source, model: nn.Module) -> AdapterConfig:
         )
     if not parts:
         raise ModelError(f"{source.name}: {type(model).__name__} has no submodule that returns hidden states")
-    base, out = parts[-1]  # the outermost one, which the model's head code calls
+    base, out = parts[-1]  # the outermost submodule, which the model's head code calls
     heads = {(call.query.shape[1], call.key.shape[1]) for call in calls}
     if len(heads) != 1:
         raise ModelError(f"{source.name}: layers of {sorted(heads)} heads and KV heads; layers must agree")

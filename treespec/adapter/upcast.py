@@ -14,10 +14,10 @@ CHUNK = 1 << 22  # weight elements upcast at once, to bound memory
 
 
 class UpcastMode(TorchDispatchMode):
-    """Upcast computations in narrower dtypes to `dtype`, in this thread only.
+    """Dispatch mode that upcasts computations in narrower dtypes to `dtype`, in this thread only.
 
-    Operations receive upcast copies of their operands, and dtypes named by the code are replaced. A bfloat16 model thus
-    runs with float32 rounding, without a float32 copy of the model and without changes visible to other threads.
+    Operations receive upcast copies of their operands, and dtype arguments are replaced. A bfloat16 model thus runs
+    with float32 rounding, without a float32 copy of the model and without changes visible to other threads.
 
     Args:
         dtype: torch.float32 or torch.float64.
@@ -51,7 +51,7 @@ class UpcastMode(TorchDispatchMode):
             return self._linear(*args, **kwargs)
         if func._schema.is_mutable:
             self._check_written(func, args, kwargs)
-        # Views of weights stay narrow until used in a computation; `to` counts as a view.
+        # Views of weights stay narrow until they are used in a computation; `to` is a view too.
         convert = self._wide_dtype if func.is_view and func.overloadpacket is not _aten.to else self._wide
         return func(*tree_map(convert, args), **tree_map(convert, kwargs))
 
@@ -75,7 +75,7 @@ class UpcastMode(TorchDispatchMode):
         return out if bias is None else out + self._wide(bias)
 
     def _check_written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Reject in-place writes to a narrow tensor: they would go to its upcast copy and be lost."""
+        """Reject in-place writes to a narrow tensor, which would go to its upcast copy and be lost."""
         for argument, value in zip(func._schema.arguments, args, strict=False):
             written = argument.alias_info is not None and argument.alias_info.is_write
             if written and isinstance(value, Tensor) and value.dtype in self._narrow:

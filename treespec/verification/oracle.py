@@ -1,10 +1,10 @@
-"""Source of randomness for verification, behind a protocol so that tests can enumerate every outcome."""
+"""Randomness of verification, as a protocol so that tests can enumerate all outcomes."""
 
 from typing import Protocol
 
 import numpy as np
 
-_BLOCK = 512  # of 131,072 float32 weights: 25 us for the sums of blocks this wide, 1,200 us for one running sum
+_BLOCK = 512  # for 131,072 float32 weights, the sums of such blocks take 25 us, one cumulative sum 1,200 us
 
 
 class Oracle(Protocol):
@@ -18,24 +18,24 @@ class Oracle(Protocol):
 
 
 class RandomOracle:
-    """Oracle over a numpy Generator; each call consumes one uniform in [0, 1).
+    """Oracle over a numpy Generator; each call consumes one uniform number in [0, 1).
 
     Args:
-        generator: seeded by the caller, who may keep using it.
+        generator: seeded by the caller, which may also use it.
     """
 
     def __init__(self, generator: np.random.Generator):
         self._uniform = generator.random
 
     def flip(self, p: float) -> bool:
-        """u < p: always at p = 1, never at p = 0."""
+        """Return u < p for a uniform u: always True for p = 1, never for p = 0."""
         return self._uniform() < p
 
     def choose(self, weights: np.ndarray) -> int:
-        """Inverse-CDF sampling, first over block sums, then inside one block.
+        """Sample an index by inverse CDF, first over block sums, then within one block.
 
         Args:
-            weights: float32 or float64 [vocab], non-negative, not all 0; they need not sum to 1. An index of weight 0
+            weights: float32 or float64 [vocab], non-negative, not all 0; they need not sum to 1. An index with weight 0
                 is never returned.
         """
         whole = len(weights) // _BLOCK * _BLOCK
@@ -43,13 +43,13 @@ class RandomOracle:
         bounds = np.cumsum(sums, dtype=np.float64)
         assert 0 < bounds[-1] < np.inf, f"weights must be finite with a positive sum, not {bounds[-1]}"
         mark = self._uniform() * bounds[-1]
-        # The first bound above the mark belongs to a block of positive weight. Rounding can lift the mark to the last
-        # bound; the first block that reaches that bound is the last one of positive weight.
+        # The first bound above the mark belongs to a block with positive weight. Rounding may raise the mark to the
+        # last bound; the first block that reaches this bound is the last one with positive weight.
         block = int(min(np.searchsorted(bounds, mark, side="right"), np.searchsorted(bounds, bounds[-1])))
         inside = weights[block * _BLOCK : (block + 1) * _BLOCK]
         running = np.cumsum(inside, dtype=np.float64)
         mark -= bounds[block - 1] if block else 0.0
-        # The block's sum and its running sum may round differently, so the mark may exceed the end here too.
+        # The block's sum and its cumulative sum may round differently, so the mark may exceed the last bound here too.
         return block * _BLOCK + int(
             min(np.searchsorted(running, mark, side="right"), np.searchsorted(running, running[-1]))
         )

@@ -27,10 +27,10 @@ def verify_tree(
     draft_probs: np.ndarray,
     oracle: Oracle,
 ) -> tuple[list[int], int]:
-    """Decide which nodes of a token tree the target accepts, and what follows them.
+    """Decide which nodes of a token tree the target accepts, and sample the token after them.
 
     The tokens along the path and the one after it follow the target's distribution for any drafts, provided each draw
-    was sampled from the distribution given for it (conditions: `treespec.verification.verify`).
+    was sampled from its given distribution (requirements: `treespec.verification.verify`).
 
     Args:
         rule: "naive", "rejection" or "traversal".
@@ -40,15 +40,14 @@ def verify_tree(
         draws: (parent, child, q), in draw order at each parent. q is the row of `draft_probs` that the child's token
             was sampled from, None for a deterministic proposal.
         target_probs: float64 [num_nodes, vocab], the target's distribution after each node.
-        draft_probs: float64 [num_rows, vocab], the distributions sampled from; [0, vocab] where all proposals are
-            deterministic.
-        oracle: the randomness, such as `treespec.verification.verify.RandomOracle`.
+        draft_probs: float64 [num_rows, vocab], draft distributions; [0, vocab] if all proposals are deterministic.
+        oracle: source of randomness, such as `treespec.verification.verify.RandomOracle`.
 
     Returns:
         The accepted node indices, root first, and the token after them.
 
     Raises:
-        ConfigError: an argument violates one of the above; a ValueError.
+        ConfigError (a ValueError): an argument violates one of the above.
     """
     reject_unknown("verification rule", [rule], RULES)
     target_probs, draft_probs = np.asarray(target_probs, np.float64), np.asarray(draft_probs, np.float64)
@@ -113,7 +112,7 @@ def _traversal(
     target_probs: np.ndarray,
     oracle: Oracle,
 ) -> tuple[list[int], int] | None:
-    """The path from `node` on and the token after it with probability `accept`, otherwise None."""
+    """Return the path from `node` on and the token after it with probability `accept`, otherwise None."""
     probs = target_probs[node]
     for child, q in below[node]:
         x = tokens[child]

@@ -13,8 +13,8 @@ probability of rejection. Induction over draws, then over depth.
 
 **Rules**, all lossless:
 
-- *naive*: sample the target's token, then descend while a child carries it: the lemma with one-hot q. It needs no q and
-  holds for any tree, including pruned and reordered ones. At temperature 0 it equals `verify_greedy`.
+- *naive*: sample the target's token and descend while a child has it: the lemma with one-hot q. It needs no q and is
+  valid for any tree, including pruned and reordered ones. At temperature 0 it equals `verify_greedy`.
 - *rejection*: the lemma itself. One draw per node gives speculative sampling; several sources give SpecInfer's
   multi-step speculative sampling (arXiv 2305.09781); q over the tokens not yet drawn gives Sequoia (2402.12374) and
   recursive rejection sampling (RSD, 2402.14160); a one-hot q is a deterministic proposal.
@@ -31,8 +31,8 @@ probability of rejection. Induction over draws, then over depth.
    earlier draws, never on later ones.
 4. A token drawn twice is one node with two draws, and both count.
 
-Deterministic children may depend on earlier draws and come after the random ones. On a chain, averaged over drafting,
-traversal accepts the most tokens and naive the fewest. Exact enumeration found the same order for trees, except where a
+Deterministic children may depend on earlier draws and follow the random ones. On a chain, averaged over drafting,
+traversal accepts the most tokens and naive the fewest. Exact enumeration found the same order for trees, except if a
 deterministic child, or the node of the next draw, depends on earlier draws.
 
 `verify_tree` is the readable reference; `verify_drawn` is the engine's implementation, which reads whole rows only if
@@ -70,9 +70,9 @@ class Verified(NamedTuple):
 
 
 def verify_greedy(tree: TokenTree, choices: np.ndarray) -> Verified:
-    """Descend from the root while a child carries the target's choice.
+    """Descend from the root while a child has the target's choice: the naive rule at temperature 0.
 
-    The naive rule at temperature 0. Lossless for any tree: the emitted tokens are exactly `choices` along the path.
+    Lossless for any tree: the emitted tokens are exactly `choices` along the path.
 
     Args:
         tree: siblings have distinct tokens.
@@ -92,14 +92,14 @@ def verify_drawn(rule: str, tree: TokenTree, target: TargetProbs, oracle: Oracle
         rule: "rejection" or "traversal".
         tree: a draw's distribution is row `draws.rows` of `draft_probs`, renormalised without the tokens of
             `draws.excluded`; a row of -1, or `rows` None, means one-hot.
-        target: from a node to the target's distribution after it, float32 or float64 [vocab]. It is called only for
-            nodes whose distribution matters, in any order, and its result is never written to. None (never for the
-            root) ends the output: if the node is accepted, its token is the last one.
-        oracle: the randomness.
+        target: returns the target's distribution after a node, float32 or float64 [vocab]. It is called only for nodes
+            whose distribution is needed, in any order, and its result is not modified. None (never for the root) ends
+            the output: if the node is accepted, its token is the last one.
+        oracle: source of randomness.
 
     Raises:
-        ConfigError: an unknown rule.
-        Exception: whatever `target` raises.
+        ConfigError: unknown rule.
+        Exception: raised by `target`.
     """
     reject_unknown("verification rule", [rule], RANDOM_DRAWS)
     below = draws_below(tree)
@@ -108,7 +108,7 @@ def verify_drawn(rule: str, tree: TokenTree, target: TargetProbs, oracle: Oracle
 
 @dataclass(eq=False)
 class Draw:
-    """One proposal: its node, its token and the distribution it was sampled from (row None: one-hot)."""
+    """One proposal: its node, its token and the distribution that it was sampled from (row None = one-hot)."""
 
     child: int
     token: int
@@ -117,7 +117,7 @@ class Draw:
 
     @cached_property
     def row_mass(self) -> float:
-        """Sum of the row without the excluded tokens, summed directly: 1 - (their sum) would cancel."""
+        """Sum of the row without the excluded tokens. Summed directly, because 1 - (their sum) cancels."""
         if self.row is None or not self.excluded:
             return 1.0
         edges = [-1, *sorted(self.excluded), len(self.row)]
@@ -125,13 +125,14 @@ class Draw:
 
     @property
     def prob(self) -> float:
+        """Draft probability of the token."""
         q = 1.0 if self.row is None else float(self.row[self.token]) / self.row_mass
         assert q > 0, f"token {self.token} was drawn where its probability is {q}"
         return q
 
 
 def draws_below(tree: TokenTree) -> list[list[Draw]]:
-    """The draws at each node, in draw order."""
+    """Return the draws at each node, in draw order."""
     draws, tokens = tree.draws, tree.tokens.tolist()
     below: list[list[Draw]] = [[] for _ in tokens]
     children = draws.children.tolist()
@@ -146,23 +147,29 @@ def draws_below(tree: TokenTree) -> list[list[Draw]]:
 class Residual:
     """Unnormalised residual distribution at a node, and the probability that the node is accepted.
 
-    An accepted draw reads scalars only and costs no pass over the vocabulary. The target's row is never written.
+    Accepting a draw needs only scalars, no pass over the vocabulary. The target's row is never modified.
+
+    Args:
+        probs: the target's distribution at the node, float [vocab].
+        accept: probability that the node is accepted.
     """
 
     def __init__(self, probs: np.ndarray, accept: float = 1.0):
         self.probs, self.accept = probs, accept
-        self.mass = self._summed = 1.0  # current sum, and the sum last computed over the whole row
-        self._borrowed = True
+        self.mass = self._summed = 1.0  # current sum, and the last sum computed over the whole row
+        self._borrowed = True  # `probs` is the caller's array
 
     def chance(self, draw: Draw) -> float:
-        """Probability of accepting the draw or a node below it; 0 where the target's probability is 0."""
+        """Return the probability of accepting the draw or a node below it; 0 if the target's probability is 0."""
         return min(1.0, self.accept * float(self.probs[draw.token]) / self.mass / draw.prob)
 
     def reject(self, draw: Draw) -> bool:
-        """Subtract the draw's distribution. False if an accepted node has no mass left, which only rounding can cause.
+        """Subtract the draw's distribution.
 
-        Then r = q up to rounding, and the caller accepts the draw (as with probability 1 at r = q) or, if its token has
-        probability 0, ignores it.
+        Returns:
+            False if an accepted node has no mass left, which only rounding can cause. Then r = q up to rounding, and
+            the caller accepts the draw (at r = q its acceptance probability is 1) or, if the token's probability is 0,
+            ignores it.
         """
         probs, mass = self.without(draw.token) if draw.row is None else self._minus(draw, draw.row)
         if not mass > 0 and self.accept == 1:
@@ -173,8 +180,10 @@ class Residual:
         return True
 
     def _minus(self, draw: Draw, row: np.ndarray) -> tuple[np.ndarray, float]:
-        """max(a p - q, 0) in the scale of p, so that only q is scaled, and its sum; three or four passes over the
-        row."""
+        """Return max(a p - q, 0) in the scale of p, and its sum.
+
+        Takes three or four passes over the row, because only q is scaled.
+        """
         scale = min(self.mass / (self.accept * draw.row_mass), _MAX_SCALE)
         taken = np.multiply(row, scale, dtype=self.probs.dtype)
         if draw.excluded:
@@ -186,16 +195,17 @@ class Residual:
         return left, self._summed
 
     def without(self, token: int) -> tuple[np.ndarray, float]:
-        """The distribution with one token's probability set to 0, and its sum."""
+        """Return the distribution with one token's probability set to 0, and its sum."""
         probs = self.probs.copy() if self._borrowed else self.probs
         mass = self.mass - float(probs[token])
         probs[token] = 0.0
-        if mass < self._summed / 2:  # the subtraction lost a bit: recompute the sum
+        if mass < self._summed / 2:  # the subtraction loses precision: recompute the sum
             mass = self._summed = float(np.add.reduce(probs))
         return probs, mass
 
 
 def _rejection(below: Sequence[Sequence[Draw]], target: TargetProbs, oracle: Oracle) -> Verified:
+    """Verify by the rejection rule."""
     path, token = [0], None
     while True:
         probs = target(path[-1])
@@ -215,8 +225,10 @@ def _rejection(below: Sequence[Sequence[Draw]], target: TargetProbs, oracle: Ora
 
 
 def _traversal(below: Sequence[Sequence[Draw]], target: TargetProbs, oracle: Oracle) -> Verified:
+    """Verify by the traversal rule."""
+
     def visit(node: int, accept: float, token: int | None = None) -> tuple[list[int], int] | None:
-        """The path from its deepest node up to `node`, and the token after it, with probability `accept`."""
+        """With probability `accept`, return the path from its deepest node up to `node`, and the token after it."""
         if not below[node] and not oracle.flip(accept):  # a leaf's distribution is needed only if the leaf is accepted
             return None
         probs = target(node)

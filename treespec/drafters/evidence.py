@@ -19,7 +19,7 @@ from treespec.tree import TokenTree
 
 # Tuned for acceptance with the embedded SSMs and lookup; the maximum-likelihood values are 1.0 and 0.635.
 BIAS, SLOPE = 0.6, 0.64
-PRIOR_GUESSES = 500.0  # pseudo-count of seeds behind the initial values
+PRIOR_COUNT = 500.0  # pseudo-count of seeds behind the initial values
 MEMORY = 4000.0  # time constant of the exponential decay, in observed seeds
 _MIN_PROB, _MAX_PROB = 1e-4, 0.999  # a seed's probability is clipped to this range
 _SLOPE_RANGE = 0.0, 2.0  # not negative, so that the ratio does not fall as a seed's probability rises
@@ -45,7 +45,7 @@ class SeedEvidence:
     def __init__(self, bias: float = BIAS, slope: float = SLOPE) -> None:
         self.bias, self.slope = bias, slope
         # Diagonal of the Fisher information, assuming p (1 - p) = 1/6 and logit(q) ** 2 = 4.
-        self._information = [PRIOR_GUESSES / 6, 4 * PRIOR_GUESSES / 6]
+        self._information = [PRIOR_COUNT / 6, 4 * PRIOR_COUNT / 6]
 
     def ratios(self, probs: np.ndarray) -> np.ndarray:
         """Return the evidence ratios of seeds with these probabilities; float32, positive and finite."""

@@ -313,7 +313,7 @@ def find_matches(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 @dataclass
-class _Guess:
+class _Candidate:
     """A node of a tree under construction.
 
     Attributes:
@@ -365,7 +365,7 @@ def search(
             continuations.append((list(islice(history.following(number), depth)), length, True))
     if not continuations:
         return None
-    guesses, at, first = [_Guess(text[-1], -1, 0, [0, 0], [0, 0])], [0] * len(continuations), 1
+    candidates, at, first = [_Candidate(text[-1], -1, 0, [0, 0], [0, 0])], [0] * len(continuations), 1
     for level in range(depth):
         known: dict[tuple[int, int], int] = {}
         num_siblings: Counter[int] = Counter()
@@ -373,54 +373,57 @@ def search(
             if level >= len(tail):
                 continue
             above = at[match]
-            at[match] = node = known.setdefault((above, tail[level]), len(guesses))
-            if node == len(guesses):
-                guesses.append(_Guess(tail[level], above, level + 1))
+            at[match] = node = known.setdefault((above, tail[level]), len(candidates))
+            if node == len(candidates):
+                candidates.append(_Candidate(tail[level], above, level + 1))
                 if not in_history:
-                    guesses[node].places[0] = min(num_siblings[above], OWN_PLACES - 1)
+                    candidates[node].places[0] = min(num_siblings[above], OWN_PLACES - 1)
                 num_siblings[above] += 1
-            guess = guesses[node]
-            guess.votes += in_history
-            if guess.lengths[in_history] < 0:
-                guess.lengths[in_history] = min(length + level, MAX_MATCH)
-        _estimate_probs(guesses, first, table)
-        if level == 0 and max(guess.prob for guess in guesses[1:]) < min_prob:
+            candidate = candidates[node]
+            candidate.votes += in_history
+            if candidate.lengths[in_history] < 0:
+                candidate.lengths[in_history] = min(length + level, MAX_MATCH)
+        _estimate_probs(candidates, first, table)
+        if level == 0 and max(candidate.prob for candidate in candidates[1:]) < min_prob:
             return None
-        first = len(guesses)
-    values = np.array([guess.value for guess in guesses])
+        first = len(candidates)
+    values = np.array([candidate.value for candidate in candidates])
     order = np.argsort(-values, kind="stable")  # stable: a parent stays ahead of a child of equal value
     index = np.argsort(order)
-    parents, ranked = index[[guess.parent for guess in guesses]], [guesses[node] for node in order]
+    parents, ranked = index[[candidate.parent for candidate in candidates]], [candidates[node] for node in order]
     parents[0] = -1
     return Found(
-        tokens=np.array([guess.token for guess in ranked]),
+        tokens=np.array([candidate.token for candidate in ranked]),
         parents=parents[order],
-        depths=np.array([guess.depth for guess in ranked]),
-        places=np.array([guess.places for guess in ranked]).T,
-        lengths=np.array([guess.lengths for guess in ranked]).T,
-        probs=np.array([guess.prob for guess in ranked]),
+        depths=np.array([candidate.depth for candidate in ranked]),
+        places=np.array([candidate.places for candidate in ranked]).T,
+        lengths=np.array([candidate.lengths for candidate in ranked]).T,
+        probs=np.array([candidate.prob for candidate in ranked]),
         values=values[order],
     )
 
 
-def _estimate_probs(guesses: list[_Guess], first: int, rates: list[list[float]]) -> None:
-    """Set class, probability and value of the guesses from index `first` on: the larger of two sources' estimates."""
-    by_parent: dict[int, list[_Guess]] = {}
-    for guess in guesses[first:]:
-        if guess.votes:
-            by_parent.setdefault(guess.parent, []).append(guess)
+def _estimate_probs(candidates: list[_Candidate], first: int, rates: list[list[float]]) -> None:
+    """Set class, probability and value of the candidates from index `first` on.
+
+    If both sources propose a candidate, the larger probability counts.
+    """
+    by_parent: dict[int, list[_Candidate]] = {}
+    for candidate in candidates[first:]:
+        if candidate.votes:
+            by_parent.setdefault(candidate.parent, []).append(candidate)
     for siblings in by_parent.values():
-        total = sum(guess.votes for guess in siblings)
-        for rank, guess in enumerate(sorted(siblings, key=lambda guess: -guess.votes)):
-            guess.places[1] = _history_place(guess.votes, total, rank)
-    for guess in guesses[first:]:
-        own = zip(guess.places, guess.lengths, strict=True)
-        guess.prob = max(rates[place][length] for place, length in own if place >= 0)
-        guess.value = guess.prob * guesses[guess.parent].value
+        total = sum(candidate.votes for candidate in siblings)
+        for rank, candidate in enumerate(sorted(siblings, key=lambda candidate: -candidate.votes)):
+            candidate.places[1] = _history_place(candidate.votes, total, rank)
+    for candidate in candidates[first:]:
+        own = zip(candidate.places, candidate.lengths, strict=True)
+        candidate.prob = max(rates[place][length] for place, length in own if place >= 0)
+        candidate.value = candidate.prob * candidates[candidate.parent].value
 
 
 def _history_place(votes: int, total: int, rank: int) -> int:
-    """Return the class of a guess from the history; see `PLACES`."""
+    """Return the class of a candidate from the history; see `PLACES`."""
     if votes == total:
         return OWN_PLACES + (total > 1)
     if rank == 0:

@@ -24,8 +24,8 @@ class Rows(NamedTuple):
     logits: np.ndarray
 
 
-class Guess(NamedTuple):
-    """Scored rows that predict a request's next token.
+class ScoredSlice(NamedTuple):
+    """A slice of the scored rows whose rows predict the same request's next token.
 
     Attributes:
         request: determines temperature, noise and restrictions.
@@ -57,7 +57,7 @@ def score_rows(
     layout: Pass,
     tokens: np.ndarray,
     scored: np.ndarray,
-    guesses: Sequence[Guess] = (),
+    slices: Sequence[ScoredSlice] = (),
 ) -> Rows:
     """Run one SSM pass over some rows and score a subset of them.
 
@@ -67,7 +67,7 @@ def score_rows(
         layout: pass layout of the rows, from `model`.
         tokens: int64 [num_rows].
         scored: int64, indices of the rows to score.
-        guesses: the requests of a part of the scored rows.
+        slices: scored rows by request; rows without one are scored without modification.
     """
     hidden = model.forward(torch.from_numpy(tokens).to(model.device), layout, pool)
     if not len(scored):
@@ -76,7 +76,7 @@ def score_rows(
     hidden = hidden[: len(tokens)]
     if len(scored) < len(tokens):
         hidden = hidden[torch.from_numpy(scored)]
-    changed = [guess for guess in guesses if guess.is_changed]
+    changed = [each for each in slices if each.is_changed]
     compiled = model if isinstance(model, CompiledDecoder) and known == model.vocab_size else None
     if compiled is not None and not changed:
         probs = compiled.probs(hidden).numpy()
@@ -88,7 +88,7 @@ def score_rows(
         others[part] = False
         if request.restriction is not None:
             request.restriction.narrow(logits[part], request.tokens, paths)
-    sampled = [guess for guess in changed if guess.request.is_sampled]
+    sampled = [each for each in changed if each.request.is_sampled]
     tempered = logits.clone() if sampled else logits
     for request, part, position, _ in sampled:
         assert request.sampler is not None

@@ -20,7 +20,7 @@ from treespec.drafters.ssm.compiled_forest import CompiledForest
 from treespec.drafters.ssm.drawn_forest import DrawnForest
 from treespec.drafters.ssm.forest import Forest, Shape, SsmProbs
 from treespec.drafters.ssm.levels import CompiledLevels, Levels, levels_for
-from treespec.drafters.ssm.scoring import Guess, Rows, score_rows, softmax_at
+from treespec.drafters.ssm.scoring import Rows, ScoredSlice, score_rows, softmax_at
 from treespec.drafters.ssm.ssm_state import SsmState, open_mass, scored_rows
 from treespec.drafters.trust import WINDOW, Trust
 from treespec.models.compiled import CompiledDecoder
@@ -476,11 +476,11 @@ class SsmDrafter:
             last = np.cumsum([r.context_len + 1 - start for (r, _), start in zip(served, starts, strict=True)]) - 1
             scored = last if len(self.models) == 1 else np.arange(len(tokens))
             rows = np.arange(len(own)) if len(self.models) == 1 else last
-            guesses = [
-                Guess(request, slice(row, row + 1), request.context_len + 1, [()])
+            slices = [
+                ScoredSlice(request, slice(row, row + 1), request.context_len + 1, [()])
                 for (request, _), row in zip(served, rows.tolist(), strict=True)
             ]
-            probs, logits = self._score_rows(ssm, layouts[key], tokens, scored, guesses)
+            probs, logits = self._score_rows(ssm, layouts[key], tokens, scored, slices)
             self._passes, self._request_passes = self._passes + 1, self._request_passes + len(own)
             if len(self.models) > 1:
                 for (request, state), start, end in zip(served, starts, last, strict=True):
@@ -510,13 +510,11 @@ class SsmDrafter:
             if not own_rows:
                 continue
             rows = np.concatenate([np.arange(parts[owner].start, parts[owner].stop) for owner in own_rows])
-            guesses = [
-                Guess(requests[owner], own, requests[owner].context_len + 1 + forest.depth, paths[parts[owner]])
+            slices = [
+                ScoredSlice(requests[owner], own, requests[owner].context_len + 1 + forest.depth, paths[parts[owner]])
                 for owner, own in own_rows.items()
             ]
-            probs, logits = self._score_rows(
-                ssm, levels.plan(ssm, rows), at.tokens[rows], np.arange(len(rows)), guesses
-            )
+            probs, logits = self._score_rows(ssm, levels.plan(ssm, rows), at.tokens[rows], np.arange(len(rows)), slices)
             self._passes, self._request_passes = self._passes + 1, self._request_passes + len(own_rows)
             for owner, own in own_rows.items():
                 states[owner].scores[-1][ssm] = (logits if requests[owner].is_sampled else probs)[own]
@@ -529,7 +527,7 @@ class SsmDrafter:
         layout: Pass,
         tokens: np.ndarray,
         scored: np.ndarray,
-        guesses: Sequence[Guess] = (),
+        slices: Sequence[ScoredSlice] = (),
     ) -> Rows:
         model, pool = self.models[ssm], self.cache.pools[1 + ssm]
-        return score_rows(model, pool, self.known[ssm], layout, tokens, scored, guesses)
+        return score_rows(model, pool, self.known[ssm], layout, tokens, scored, slices)

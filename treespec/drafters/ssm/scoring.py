@@ -25,7 +25,7 @@ class Rows(NamedTuple):
 
 
 class ScoredSlice(NamedTuple):
-    """A slice of the scored rows whose rows predict the same request's next token.
+    """One request's slice of the scored rows.
 
     Attributes:
         request: determines temperature, noise and restrictions.

@@ -181,6 +181,8 @@ def test_where_files_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_the_hash_follows_the_kernels_and_what_they_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert tuned.source_hash("op") == "none"
+    hashes = [tuned.source_hash(op) for op in tuned.kernel_modules()]
+    assert len(set(hashes)) == len(hashes) and "none" not in hashes
     monkeypatch.setattr(tuned, "kernel_modules", lambda: {"op": ("treespec_kernels.linear.op_kernels",)})
     monkeypatch.setattr(tuned, "module_file", lambda name: tmp_path / f"{name.rpartition('.')[2]}.py")
     for name, text in {"op_kernels": "from treespec_kernels.linear.dot import dot\n", "dot": "x = 1"}.items():

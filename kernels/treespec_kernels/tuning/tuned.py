@@ -208,8 +208,9 @@ def source_hash(op: str) -> str:
     for name in names:
         text = module_file(name).read_text(encoding="utf-8")
         digest.update(text.encode())
-        imported = re.findall(r"^from (treespec_kernels\.[\w.]+) import", text, flags=re.MULTILINE)
-        names += [each for each in imported if each not in names]
+        for package, member in re.findall(r"^from (treespec_kernels\.[\w.]+) import \(?(\w*)", text, flags=re.MULTILINE):
+            imported = package if module_file(package).exists() else f"{package}.{member}"
+            names += [imported] if imported not in names else []
     return digest.hexdigest()[:16]
 
 

@@ -35,7 +35,8 @@ from treespec.cache import KVCache
 from treespec.errors import ExactnessError
 from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.cpu.cpu_library import find_compiler
-from treespec_kernels.cpu.decoder_cpu import CompiledModel, build
+from treespec_kernels.cpu.decoder_cpu import CompiledModel
+from treespec_kernels.cpu.decoder_library import build
 from treespec_kernels.cpu.growth_cpu import growth_library
 from treespec_kernels.tuning.testing import assert_close
 

@@ -11,15 +11,10 @@ from torch import Tensor
 from tests.libraries import LIBRARIES
 from tests.quantized_checkpoints import needs_compiler
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
+from treespec_kernels.cpu.compiled_plan import plan_compiled
 from treespec_kernels.cpu.cpu_library import find_compiler
-from treespec_kernels.cpu.decoder_cpu import (
-    Architecture,
-    CompiledModel,
-    LayerWeights,
-    NormWeights,
-    build,
-    plan_compiled,
-)
+from treespec_kernels.cpu.decoder_cpu import Architecture, CompiledModel, LayerWeights, NormWeights
+from treespec_kernels.cpu.decoder_library import build
 from treespec_kernels.tuning.testing import assert_close
 
 pytestmark = needs_compiler

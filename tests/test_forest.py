@@ -16,8 +16,8 @@ from treespec.drafters.ssm.forest import Forest, Shape, SsmProbs
 from treespec.drafters.ssm.ssm_state import grown_masks
 from treespec.tree import TokenTree
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
+from treespec_kernels.cpu.compiled_plan import plan_compiled
 from treespec_kernels.cpu.cpu_library import find_compiler
-from treespec_kernels.cpu.decoder_cpu import plan_compiled
 from treespec_kernels.cpu.growth_cpu import TreePlaces, growth_library
 from treespec_kernels.tree.growth_limits import DEEPEST, MAX_EXPANDED, frontier_width
 from treespec_kernels.tree.tree_merge import tree_merge_ref

@@ -11,7 +11,7 @@ from tests.libraries import LIBRARIES
 from tests.quantized_checkpoints import needs_compiler
 from treespec_kernels.aot.kernel_spec import AOT_FORMS
 from treespec_kernels.cpu.cpu_library import find_compiler
-from treespec_kernels.cpu.decoder_cpu import PackedLinear, build
+from treespec_kernels.cpu.decoder_library import PackedLinear, build
 from treespec_kernels.linear.linear import Linear
 from treespec_kernels.linear.quantized import QuantizedWeight, dequantized, integers, stacked
 from treespec_kernels.linear.quantized_linear import QuantizedLinear, quantized_linear

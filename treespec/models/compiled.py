@@ -21,18 +21,17 @@ from treespec.models.decoder import Decoder, Pass
 from treespec.models.norms import take_head_norm
 from treespec.models.quantized_weights import take_projection
 from treespec_kernels.attention.tree_batch import RequestRows
+from treespec_kernels.cpu.compiled_plan import CompiledPlan, plan_compiled
 from treespec_kernels.cpu.cpu_library import CompileError, build_together, find_compiler
 from treespec_kernels.cpu.decoder_cpu import (
     Architecture,
     CompiledModel,
-    CompiledPlan,
     LayerWeights,
     NormWeights,
     PassEntries,
-    build,
-    plan_compiled,
     unsupported_reason,
 )
+from treespec_kernels.cpu.decoder_library import build
 from treespec_kernels.cpu.growth_cpu import growth_library
 from treespec_kernels.cpu.lookup_cpu import lookup_library
 from treespec_kernels.linear.activations import soft_cap

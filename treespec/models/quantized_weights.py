@@ -14,7 +14,7 @@ from treespec.adapter.trace import AdapterConfig
 from treespec.config import QUANTIZATIONS, ModelConfig
 from treespec.errors import ConfigError, ModelError
 from treespec_kernels.cpu.cpu_library import CompileError, find_compiler
-from treespec_kernels.cpu.decoder_cpu import DTYPES, build
+from treespec_kernels.cpu.decoder_library import DTYPES, build
 from treespec_kernels.linear.quantized import QuantizedWeight, stacked
 from treespec_weights.load import quantizable, quantized_group
 from treespec_weights.quant_schemes import METHODS

@@ -59,6 +59,16 @@ def address_of(array: np.ndarray, dtype: type = np.int64) -> int:
     return array.__array_interface__["data"][0]
 
 
+def pointers(*names: str) -> tuple[tuple[str, type], ...]:
+    """Fields of a `ctypes.Structure` that hold addresses."""
+    return tuple((name, ctypes.c_void_p) for name in names)
+
+
+def numbers(*names: str) -> tuple[tuple[str, type], ...]:
+    """Fields of a `ctypes.Structure` that hold int64 numbers."""
+    return tuple((name, ctypes.c_int64) for name in names)
+
+
 def compile_library(
     compiler: tuple[str, ...], sources: Sequence[Path], defines: Sequence[str], folder: Path
 ) -> ctypes.CDLL:

@@ -3,194 +3,57 @@
 The source is `decoder_cpu.cpp`; its specification is the eager decoder in treespec/models/decoder.py. The eager pass of
 a small model is bound by call overhead: 25 torch calls per layer at 1 to 15 us each. Inductor does not help: half a
 layer (o, norm, MLP) took 110 us with it and 80 us eagerly, for 2 rows of 256 on one thread.
-
-It needs only a C++ compiler, no headers of torch or Python; a library compiles in 3 seconds (`cpu_library`).
 """
 
 import copy
 import ctypes
-import functools
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
-from treespec_kernels.cpu.cpu_library import compile_library
+from treespec_kernels.cpu.compiled_plan import CompiledPlan
+from treespec_kernels.cpu.cpu_library import numbers, pointers
+from treespec_kernels.cpu.decoder_library import DTYPES, LinearStruct, PackedLinear
 from treespec_kernels.linear.quantized import QuantizedWeight
 
-SOURCE = Path(__file__).with_name("decoder_cpu.cpp")
-PARTS = tuple(  # included files
-    SOURCE.with_name(name)
-    for name in (
-        "vectors_cpu.h",
-        "batch_cpu.h",
-        "parallel_cpu.h",
-        "pointwise_cpu.h",
-        "attention_cpu.h",
-        "quantized_cpu.h",
-    )
-)
-DTYPES = (torch.bfloat16, torch.float32)
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")  # in the order of the C++ enum
 
-_LANES, _PANEL = 16, 64
-
-
-class _Linear(ctypes.Structure):
-    _fields_ = (
-        ("weight", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("inputs", "outputs", "bits", "group")),
-        ("scale", ctypes.c_void_p),
-        ("zero", ctypes.c_void_p),
-    )
+_LANES = 16
 
 
 class _Norm(ctypes.Structure):
-    _fields_ = (("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p))
+    _fields_ = pointers("weight", "bias")
 
 
 class _Layer(ctypes.Structure):
     _fields_ = (
         *((name, _Norm) for name in ("attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm")),
-        ("head_norm", ctypes.c_void_p),
-        *((name, _Linear) for name in ("qkv", "o", "gate_up", "down")),
-        ("rope", ctypes.c_int64),
-        ("window", ctypes.c_int64),
+        *pointers("head_norm"),
+        *((name, LinearStruct) for name in ("qkv", "o", "gate_up", "down")),
+        *numbers("rope", "window"),
     )
 
 
 class _Model(ctypes.Structure):
     _fields_ = (
         ("layers", ctypes.POINTER(_Layer)),
-        ("embed", ctypes.c_void_p),
-        ("positions", ctypes.c_void_p),
+        *pointers("embed", "positions"),
         ("final_norm", _Norm),
-        *((name, ctypes.c_int64) for name in ("hidden", "heads", "kv_heads", "mlp", "threads")),
-        *((name, ctypes.c_int64) for name in ("activation", "layer_norm", "parallel", "ropes")),
+        *numbers("hidden", "heads", "kv_heads", "mlp", "threads", "activation", "layer_norm", "parallel", "ropes"),
         *((name, ctypes.c_float) for name in ("eps", "scale", "embed_scale", "score_cap")),
     )
 
 
-_POINTERS = (
-    "tokens",
-    "places",
-    "slots",
-    "tables",
-    "direct",
-    "starts",
-    "counts",
-    "pages",
-    "paths",
-    "positions",
-    "rotation",
-    "cache",
-)
-
-
 class _Batch(ctypes.Structure):
     _fields_ = (
-        ("num_rows", ctypes.c_int64),
-        ("num_layers", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in _POINTERS),
-        ("num_pages", ctypes.c_int64),
-        ("out", ctypes.c_void_p),
+        *numbers("num_rows", "num_layers"),
+        *pointers("tokens", "places", "slots", "tables", "direct", "starts", "counts"),
+        *pointers("pages", "paths", "positions", "rotation", "cache"),
+        *numbers("num_pages"),
+        *pointers("out"),
     )
-
-
-@functools.cache
-def build(compiler: tuple[str, ...], head_dim: int, dtype: torch.dtype, folder: Path) -> ctypes.CDLL:
-    """The library for one head size, a multiple of 16, and one dtype, float32 or bfloat16; as `compile_library`."""
-    defines = f"-DHEAD_DIM={head_dim}", f"-DBF16={int(dtype == torch.bfloat16)}"
-    library = compile_library(compiler, (SOURCE, *PARTS), defines, folder)
-    library.treespec_forward.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
-    library.treespec_linear.argtypes = (
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-        ctypes.c_int64,
-        ctypes.c_void_p,
-        ctypes.c_int64,
-    )
-    library.treespec_pack.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
-    library.treespec_probs.argtypes = library.treespec_linear.argtypes
-    library.treespec_best.argtypes = (
-        ctypes.c_void_p,
-        ctypes.c_int64,
-        ctypes.c_int64,
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-        ctypes.c_int64,
-    )
-    for name in ("forward", "linear", "pack", "probs", "best"):
-        getattr(library, f"treespec_{name}").restype = None
-    return library
-
-
-def pack(weight: Tensor) -> Tensor:
-    """[outputs, inputs] -> [panels, inputs, 64]; bf16 with pairs of inputs together, [panels, inputs / 2, 64, 2]."""
-    outputs, inputs = weight.shape
-    panels = -(-outputs // _PANEL)
-    whole = torch.nn.functional.pad(weight, (0, 0, 0, panels * _PANEL - outputs)).view(panels, _PANEL, inputs)
-    if weight.dtype == torch.bfloat16:
-        return whole.view(panels, _PANEL, inputs // 2, 2).transpose(1, 2).contiguous()
-    return whole.transpose(1, 2).contiguous()
-
-
-def in_panels(tensor: Tensor) -> Tensor:
-    """[outputs, groups] -> fp32 [panels, groups, 64], padded with zeros."""
-    outputs, groups = tensor.shape
-    padded = torch.nn.functional.pad(tensor.float(), (0, 0, 0, -outputs % _PANEL))
-    return padded.view(-1, _PANEL, groups).transpose(1, 2).contiguous()
-
-
-class PackedLinear:
-    """One linear layer in the library's layout. `struct` points into `held`.
-
-    Args:
-        library: from `build`.
-        weight: [outputs, inputs] in the library's dtype, or quantised with an even number of inputs.
-        bias: [outputs] or None.
-    """
-
-    def __init__(self, library: ctypes.CDLL, weight: Tensor | QuantizedWeight, bias: Tensor | None):
-        self.held: list[Tensor] = []
-        self.outputs, self.inputs, bits, group, scale, zero = 0, 0, 0, 0, None, None
-        if isinstance(weight, QuantizedWeight):
-            weight.check()
-            self.outputs, self.inputs, bits, group = (
-                weight.out_features,
-                weight.in_features,
-                weight.bits,
-                weight.group,
-            )
-            panels = -(-self.outputs // _PANEL)
-            values = weight.values.contiguous()
-            packed = torch.empty(panels * _PANEL * self.inputs * bits // 8, dtype=torch.uint8, device="cpu")
-            library.treespec_pack(values.data_ptr(), self.outputs, self.inputs, bits, packed.data_ptr())
-            scale = self._hold(in_panels(weight.scale))
-            zero = None if weight.zero is None else self._hold(in_panels(weight.zero))
-        else:
-            self.outputs, self.inputs = weight.shape
-            packed = pack(weight)
-        padded = None if bias is None else torch.nn.functional.pad(bias.float(), (0, -self.outputs % _PANEL))
-        self.struct = _Linear(
-            self._hold(packed),
-            None if padded is None else self._hold(padded.contiguous().clone()),
-            self.inputs,
-            self.outputs,
-            bits,
-            group,
-            scale,
-            zero,
-        )
-
-    def _hold(self, tensor: Tensor) -> int:
-        self.held.append(tensor)
-        return tensor.data_ptr()
 
 
 class NormWeights(NamedTuple):
@@ -245,54 +108,6 @@ class Architecture(NamedTuple):
     score_cap: float | None = None
 
 
-class CompiledPlan(NamedTuple):
-    """The slots that the rows of a pass see, the same for all layers and models."""
-
-    num_rows: int
-    slots: Tensor  # int64 [num_rows], page * PAGE_SIZE + offset of each row's own K and V
-    rows: Tensor  # int64 [4, num_rows]: start in pages, positions read through pages, start in paths, path length
-    pages: Tensor  # int64, the pages of all requests
-    paths: Tensor  # int64, slots of tree nodes, in position order
-    positions: Tensor  # int64 [num_rows]
-
-
-def plan_compiled(requests: Sequence[RequestRows]) -> CompiledPlan:
-    """Plans a pass over the rows of all requests, in order.
-
-    A row reads committed positions (and the positions of a chain) through its request's pages, and the path of a tree
-    node slot by slot. Scores are stored by position, so a node is computed exactly like the same token decoded alone.
-    """
-    slots, rows, pages, paths = [], [], [], []
-    first_page = first_path = 0
-    for request in requests:
-        page, offset = request.slots
-        slots.append(page * PAGE_SIZE + offset)
-        part = np.zeros((4, request.num_rows), dtype=np.int64)
-        part[0] = first_page
-        if request.is_chain:
-            part[1] = request.positions + 1
-        else:
-            logical = request.context_len + request.ancestors  # [num_rows, max depth + 1], padded
-            width = logical.shape[1]
-            part[1] = request.context_len
-            part[2] = first_path + width * np.arange(request.num_rows)
-            part[3] = request.depths + 1
-            paths.append((request.pages[logical // PAGE_SIZE] * PAGE_SIZE + logical % PAGE_SIZE).reshape(-1))
-            first_path += logical.size
-        rows.append(part)
-        pages.append(request.pages)
-        first_page += len(request.pages)
-
-    def join(parts: list[np.ndarray]) -> Tensor:
-        whole = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1) if parts else np.zeros(1, np.int64)
-        return torch.from_numpy(np.ascontiguousarray(whole, dtype=np.int64))
-
-    positions = join([request.positions for request in requests])
-    return CompiledPlan(
-        sum(part.shape[1] for part in rows), join(slots), join(rows), join(pages), join(paths), positions
-    )
-
-
 class PassEntries(NamedTuple):
     """Addresses and sizes with which another library runs a model's passes.
 
@@ -336,10 +151,8 @@ class CompiledModel:
     ):
         self._library, self._threads, self.num_ropes = library, num_threads, architecture.num_ropes
         self._num_places = 0 if positions is None else len(positions)
-        self._held: list[Tensor] = [
-            embed,
-            *([] if positions is None else [positions]),
-        ]  # referenced by pointers in the structs
+        # Referenced by pointers in the structs.
+        self._held: list[Tensor] = [embed] if positions is None else [embed, positions]
         self.dtype, self.vocab_size, self.hidden_size = embed.dtype, head.shape[0], embed.shape[1]
         self._layers = (_Layer * len(layers))(
             *(
@@ -408,7 +221,7 @@ class CompiledModel:
     def _norm(self, norm: NormWeights | None) -> _Norm:
         return _Norm() if norm is None else _Norm(self._floats(norm.weight), self._floats(norm.bias))
 
-    def _linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> _Linear:
+    def _linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> LinearStruct:
         packed = PackedLinear(self._library, weight, bias)
         self._held += packed.held
         return packed.struct

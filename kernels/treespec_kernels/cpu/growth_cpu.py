@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from treespec_kernels.attention.tree_batch import PAGE_SIZE
-from treespec_kernels.cpu.cpu_library import address_of, compile_library
-from treespec_kernels.cpu.decoder_cpu import CompiledPlan, PassEntries
+from treespec_kernels.cpu.compiled_plan import CompiledPlan
+from treespec_kernels.cpu.cpu_library import address_of, compile_library, numbers, pointers
+from treespec_kernels.cpu.decoder_cpu import PassEntries
 from treespec_kernels.tree.growth_limits import frontier_width
 from treespec_kernels.tree.tree_levels import Frontier, Level
 
@@ -25,12 +26,7 @@ _SOURCES = tuple(Path(__file__).with_name(name) for name in ("growth_cpu.cpp", "
 
 
 class _SsmProbs(ctypes.Structure):
-    _fields_ = (
-        ("probs", ctypes.c_void_p),
-        ("rows", ctypes.c_void_p),
-        ("count", ctypes.c_int64),
-        ("ssm", ctypes.c_int64),
-    )
+    _fields_ = (*pointers("probs", "rows"), *numbers("count", "ssm"))
 
 
 NO_PAGE = "a tree has no page for its nodes"
@@ -42,45 +38,37 @@ _NEXT = ("next_nodes", "next_tokens", "next_owners", "next_seeds", "next_above",
 _LEVEL = ("tokens", "parents", "owners", "seeds", "probs", "values", "draft_probs", "proposed", "broken")
 
 
-def _numbers(*names: str) -> tuple[tuple[str, type], ...]:
-    return tuple((name, ctypes.c_int64) for name in names)
-
-
-def _pointers(*names: str) -> tuple[tuple[str, type], ...]:
-    return tuple((name, ctypes.c_void_p) for name in names)
-
-
 class _Growth(ctypes.Structure):
     _fields_ = (
-        *_numbers(*_LIMITS),
-        *_pointers(*_TREES),
-        *_numbers("seed_width"),
-        *_pointers(*_SEEDS),
-        *_numbers("depth", "size", "children", "seed_most", "next_width", "num_scored"),
+        *numbers(*_LIMITS),
+        *pointers(*_TREES),
+        *numbers("seed_width"),
+        *pointers(*_SEEDS),
+        *numbers("depth", "size", "children", "seed_most", "next_width", "num_scored"),
         ("ssm_probs", ctypes.POINTER(_SsmProbs)),
-        *_pointers("weights"),
-        *_numbers("num_rows"),
-        *_pointers(*_ROW),
-        *_pointers(*_LEVEL),
-        *_numbers("num_next"),
-        *_pointers(*_NEXT),
+        *pointers("weights"),
+        *numbers("num_rows"),
+        *pointers(*_ROW),
+        *pointers(*_LEVEL),
+        *numbers("num_next"),
+        *pointers(*_NEXT),
     )
 
 
 class _Placing(ctypes.Structure):
     _fields_ = (
-        *_numbers("num_rows", "depth", "page_size"),
-        *_pointers("owners", "above", "context", "first_page", "pages", "taken", "first", "row_of_slot"),
-        *_pointers("paths_above", "paths", "slots", "rows", "positions"),
+        *numbers("num_rows", "depth", "page_size"),
+        *pointers("owners", "above", "context", "first_page", "pages", "taken", "first", "row_of_slot"),
+        *pointers("paths_above", "paths", "slots", "rows", "positions"),
     )
 
 
 class _Draft(ctypes.Structure):
     _fields_ = (
-        *_pointers("forward", "probs", "model", "head", "rotation", "cache"),
-        *_numbers("num_layers", "num_pages", "num_places", "hidden_bytes", "threads", "ssm"),
-        *_pointers("active", "out"),
-        *_numbers("num_rows"),
+        *pointers("forward", "probs", "model", "head", "rotation", "cache"),
+        *numbers("num_layers", "num_pages", "num_places", "hidden_bytes", "threads", "ssm"),
+        *pointers("active", "out"),
+        *numbers("num_rows"),
     )
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from treespec_kernels.cpu.cpu_library import address_of, compile_library
+from treespec_kernels.cpu.cpu_library import address_of, compile_library, numbers, pointers
 
 MAX_MATCH = 12  # longer matches count as this long
 MATCHES, PAST_MATCHES = 6, 16  # the most matches in the text and in the history
@@ -31,26 +31,23 @@ _FLOATS = ("probs", "values")
 
 class _Search(ctypes.Structure):
     _fields_ = (
-        ("prior", ctypes.c_void_p),
+        *pointers("prior"),
         ("prior_trials", ctypes.c_double),
         ("global_trials", ctypes.c_double),
-        ("common", ctypes.c_void_p),
-        ("own", ctypes.c_void_p),
-        ("tokens", ctypes.c_void_p),
-        ("length", ctypes.c_int64),
-        ("depth", ctypes.c_int64),
+        *pointers("common", "own", "tokens"),
+        *numbers("length", "depth"),
         ("least", ctypes.c_double),
-        ("looks_up", ctypes.c_int64),
-        ("history", ctypes.c_void_p),
-        ("owner", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in (*_INTS, *_FLOATS)),
+        *numbers("looks_up"),
+        *pointers("history"),
+        *numbers("owner"),
+        *pointers(*_INTS, *_FLOATS),
     )
 
 
 class _History(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("capacity", "count", "num_heads")),
-        *((name, ctypes.c_void_p) for name in ("tokens", "owners", "before", "after", "older", "heads")),
+        *numbers("capacity", "count", "num_heads"),
+        *pointers("tokens", "owners", "before", "after", "older", "heads"),
     )
 
 

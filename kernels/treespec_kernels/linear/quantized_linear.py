@@ -12,7 +12,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from treespec_kernels.cpu.decoder_cpu import PackedLinear
+from treespec_kernels.cpu.decoder_library import PackedLinear
 from treespec_kernels.linear.activations import ACTIVATIONS
 from treespec_kernels.linear.linear import Linear, LinearImpl
 from treespec_kernels.linear.quantized import QuantizedWeight, dequantized
@@ -22,7 +22,7 @@ class QuantizedLinear:
     """y = x W^T + b, optionally with an activation, as `Linear`; a row's bits do not depend on the number of rows.
 
     Args:
-        library: from `decoder_cpu.build`, of `dtype`; in_features is even.
+        library: from `decoder_library.build`, of `dtype`; in_features is even.
         weight: quantised.
         bias: [out_features] or None.
         dtype: of x and y, float32 or bfloat16.

@@ -208,7 +208,9 @@ def source_hash(op: str) -> str:
     for name in names:
         text = module_file(name).read_text(encoding="utf-8")
         digest.update(text.encode())
-        for package, member in re.findall(r"^from (treespec_kernels\.[\w.]+) import \(?(\w*)", text, flags=re.MULTILINE):
+        for package, member in re.findall(
+            r"^from (treespec_kernels\.[\w.]+) import \(?(\w*)", text, flags=re.MULTILINE
+        ):
             imported = package if module_file(package).exists() else f"{package}.{member}"
             names += [imported] if imported not in names else []
     return digest.hexdigest()[:16]

@@ -17,7 +17,7 @@ from treespec.models.compiled import CompiledDecoder
 from treespec.models.decoder import Decoder, Pass
 from treespec.request import Request
 from treespec_kernels.attention.tree_batch import RequestRows
-from treespec_kernels.cpu.decoder_cpu import CompiledPlan
+from treespec_kernels.cpu.compiled_plan import CompiledPlan
 from treespec_kernels.cpu.growth_cpu import DraftPasses, TreePlaces
 
 

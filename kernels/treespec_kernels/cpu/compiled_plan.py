@@ -1,0 +1,58 @@
+"""The slots that the rows of a compiled CPU pass see, planned once for all layers and models."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
+
+
+class CompiledPlan(NamedTuple):
+    """The slots that the rows of a pass see, the same for all layers and models."""
+
+    num_rows: int
+    slots: Tensor  # int64 [num_rows], page * PAGE_SIZE + offset of each row's own K and V
+    rows: Tensor  # int64 [4, num_rows]: start in pages, positions read through pages, start in paths, path length
+    pages: Tensor  # int64, the pages of all requests
+    paths: Tensor  # int64, slots of tree nodes, in position order
+    positions: Tensor  # int64 [num_rows]
+
+
+def plan_compiled(requests: Sequence[RequestRows]) -> CompiledPlan:
+    """Plans a pass over the rows of all requests, in order.
+
+    A row reads committed positions (and the positions of a chain) through its request's pages, and the path of a tree
+    node slot by slot. Scores are stored by position, so a node is computed exactly like the same token decoded alone.
+    """
+    slots, rows, pages, paths = [], [], [], []
+    first_page = first_path = 0
+    for request in requests:
+        page, offset = request.slots
+        slots.append(page * PAGE_SIZE + offset)
+        part = np.zeros((4, request.num_rows), dtype=np.int64)
+        part[0] = first_page
+        if request.is_chain:
+            part[1] = request.positions + 1
+        else:
+            logical = request.context_len + request.ancestors  # [num_rows, max depth + 1], padded
+            width = logical.shape[1]
+            part[1] = request.context_len
+            part[2] = first_path + width * np.arange(request.num_rows)
+            part[3] = request.depths + 1
+            paths.append((request.pages[logical // PAGE_SIZE] * PAGE_SIZE + logical % PAGE_SIZE).reshape(-1))
+            first_path += logical.size
+        rows.append(part)
+        pages.append(request.pages)
+        first_page += len(request.pages)
+
+    def join(parts: list[np.ndarray]) -> Tensor:
+        whole = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1) if parts else np.zeros(1, np.int64)
+        return torch.from_numpy(np.ascontiguousarray(whole, dtype=np.int64))
+
+    positions = join([request.positions for request in requests])
+    return CompiledPlan(
+        sum(part.shape[1] for part in rows), join(slots), join(rows), join(pages), join(paths), positions
+    )

@@ -1,0 +1,105 @@
+"""The decoder's C++ library, compiled for one head size and dtype, and linear layers in its layout.
+
+It needs only a C++ compiler, no headers of torch or Python; a library compiles in 3 seconds (`cpu_library`).
+"""
+
+import ctypes
+import functools
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from treespec_kernels.cpu.cpu_library import compile_library, numbers, pointers
+from treespec_kernels.linear.quantized import QuantizedWeight
+
+SOURCE = Path(__file__).with_name("decoder_cpu.cpp")
+_HEADERS = ("vectors_cpu", "batch_cpu", "parallel_cpu", "pointwise_cpu", "attention_cpu", "quantized_cpu")
+PARTS = tuple(SOURCE.with_name(f"{name}.h") for name in _HEADERS)  # included files
+DTYPES = (torch.bfloat16, torch.float32)
+
+_PANEL = 64
+
+
+class LinearStruct(ctypes.Structure):
+    _fields_ = (
+        *pointers("weight", "bias"),
+        *numbers("inputs", "outputs", "bits", "group"),
+        *pointers("scale", "zero"),
+    )
+
+
+@functools.cache
+def build(compiler: tuple[str, ...], head_dim: int, dtype: torch.dtype, folder: Path) -> ctypes.CDLL:
+    """The library for one head size, a multiple of 16, and one dtype, float32 or bfloat16; as `compile_library`."""
+    defines = f"-DHEAD_DIM={head_dim}", f"-DBF16={int(dtype == torch.bfloat16)}"
+    library = compile_library(compiler, (SOURCE, *PARTS), defines, folder)
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    for name, arguments in {
+        "forward": (pointer, pointer),
+        "linear": (pointer, pointer, number, pointer, number),
+        "pack": (pointer, number, number, number, pointer),
+        "probs": (pointer, pointer, number, pointer, number),
+        "best": (pointer, number, number, pointer, pointer, number),
+    }.items():
+        entry = getattr(library, f"treespec_{name}")
+        entry.argtypes, entry.restype = arguments, None
+    return library
+
+
+def pack(weight: Tensor) -> Tensor:
+    """[outputs, inputs] -> [panels, inputs, 64]; bf16 with pairs of inputs together, [panels, inputs / 2, 64, 2]."""
+    outputs, inputs = weight.shape
+    panels = -(-outputs // _PANEL)
+    whole = torch.nn.functional.pad(weight, (0, 0, 0, panels * _PANEL - outputs)).view(panels, _PANEL, inputs)
+    if weight.dtype == torch.bfloat16:
+        return whole.view(panels, _PANEL, inputs // 2, 2).transpose(1, 2).contiguous()
+    return whole.transpose(1, 2).contiguous()
+
+
+def in_panels(tensor: Tensor) -> Tensor:
+    """[outputs, groups] -> fp32 [panels, groups, 64], padded with zeros."""
+    outputs, groups = tensor.shape
+    padded = torch.nn.functional.pad(tensor.float(), (0, 0, 0, -outputs % _PANEL))
+    return padded.view(-1, _PANEL, groups).transpose(1, 2).contiguous()
+
+
+class PackedLinear:
+    """One linear layer in the library's layout. `struct` points into `held`.
+
+    Args:
+        library: from `build`.
+        weight: [outputs, inputs] in the library's dtype, or quantised with an even number of inputs.
+        bias: [outputs] or None.
+    """
+
+    def __init__(self, library: ctypes.CDLL, weight: Tensor | QuantizedWeight, bias: Tensor | None):
+        self.held: list[Tensor] = []
+        self.outputs, self.inputs = weight.shape
+        bits, group, scale, zero = 0, 0, None, None
+        if isinstance(weight, QuantizedWeight):
+            weight.check()
+            bits, group = weight.bits, weight.group
+            values = weight.values.contiguous()
+            panels = -(-self.outputs // _PANEL)
+            packed = torch.empty(panels * _PANEL * self.inputs * bits // 8, dtype=torch.uint8, device="cpu")
+            library.treespec_pack(values.data_ptr(), self.outputs, self.inputs, bits, packed.data_ptr())
+            scale = self._hold(in_panels(weight.scale))
+            zero = None if weight.zero is None else self._hold(in_panels(weight.zero))
+        else:
+            packed = pack(weight)
+        padded = None if bias is None else torch.nn.functional.pad(bias.float(), (0, -self.outputs % _PANEL))
+        self.struct = LinearStruct(
+            weight=self._hold(packed),
+            bias=None if padded is None else self._hold(padded.contiguous().clone()),
+            inputs=self.inputs,
+            outputs=self.outputs,
+            bits=bits,
+            group=group,
+            scale=scale,
+            zero=zero,
+        )
+
+    def _hold(self, tensor: Tensor) -> int:
+        self.held.append(tensor)
+        return tensor.data_ptr()

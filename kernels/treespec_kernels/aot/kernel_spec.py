@@ -70,6 +70,17 @@ class KernelShape:
         )
 
     @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def attention(self) -> dict[str, Any]:
+        """The sizes of tree attention, as arguments of its plans and layouts."""
+        names = ("num_heads", "num_kv_heads", "head_dim", "dtype")
+        return {name: getattr(self, name) for name in names}
+
+    @property
     def element(self) -> str:
         """Triton's name of the dtype."""
         return TRITON_TYPES[self.dtype]

@@ -226,18 +226,8 @@ def _attend_gathered(
     page, offset = block.slots // PAGE_SIZE, block.slots % PAGE_SIZE
     for row in range(rows):  # one row at a time: the batch size of a product depends on the row alone
         index = (page[row], slice(None), offset[row])
-        k = (
-            k_cache[index]
-            .view(num_tiles, PAGE_SIZE, kv_heads, head_dim)
-            .transpose(1, 2)
-            .reshape(-1, PAGE_SIZE, head_dim)
-        )
-        v = (
-            v_cache[index]
-            .view(num_tiles, PAGE_SIZE, kv_heads, head_dim)
-            .transpose(1, 2)
-            .reshape(-1, PAGE_SIZE, head_dim)
-        )
+        tiles = [cache[index].view(num_tiles, PAGE_SIZE, kv_heads, head_dim) for cache in (k_cache, v_cache)]
+        k, v = (tile.transpose(1, 2).reshape(-1, PAGE_SIZE, head_dim) for tile in tiles)
         q_tiles = torch.zeros(num_tiles, kv_heads, padded, head_dim, dtype=torch.float32, device="cpu")
         q_tiles[:, :, :group] = q[block.first_row + row].view(kv_heads, group, head_dim)
         scores = torch.bmm(q_tiles.view(-1, padded, head_dim), k.transpose(1, 2))

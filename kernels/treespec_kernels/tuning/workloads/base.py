@@ -47,6 +47,11 @@ class Setting:
     def dtype(self) -> torch.dtype:
         return self.shape.dtype
 
+    @property
+    def stack(self) -> tuple[int, ...]:
+        """The leading dimension of stacked weights and rows; none for a single model."""
+        return (self.groups,) if self.groups > 1 else ()
+
 
 class Workload(ABC, Generic[InputsT]):
     """One op on inputs of one size.
@@ -60,17 +65,19 @@ class Workload(ABC, Generic[InputsT]):
         load: distinguishes the workloads of one key, such as "rows 32".
         weight: the weight of this load in the mean time that tuning minimises.
         bytes, flops: minimal memory traffic and operations of one run.
+        exact: names of the results if they must equal the expected ones; if empty, they only have to be near.
     """
 
     op: ClassVar[str]
+    exact: ClassVar[tuple[str, ...]] = ()
     key: dict[str, Any]
     load: str
     weight: float = 1.0
     bytes: int
-    flops: int
+    flops: int = 0
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, fixed_order_dot: bool = False):
-        self.device, self.dtype, self._fixed_order_dot = device, dtype, fixed_order_dot
+    def __init__(self, setting: Setting):
+        self.setting, self.device, self.dtype = setting, setting.device, setting.dtype
         self._inputs: list[InputsT] = []
         self._expected: Tensors | None = None
 
@@ -86,9 +93,13 @@ class Workload(ABC, Generic[InputsT]):
     def expected(self) -> Tensors:
         """The expected result for copy 0, from the op's reference."""
 
-    @abstractmethod
     def compare(self, actual: Tensors, expected: Tensors, config: Any) -> None:
         """Raises AssertionError if results are wrong."""
+        for index, (own, right) in enumerate(zip(actual, expected, strict=True)):
+            if self.exact:
+                equal(own, right, self.exact[index])
+            else:
+                self.near(own, right)
 
     def shipped(self) -> list[Any]:
         """The op's configurations, its default first; [None] for an op without configurations."""
@@ -108,7 +119,7 @@ class Workload(ABC, Generic[InputsT]):
     def candidates(self) -> list[Any]:
         """The configurations to tune over, the default first."""
         configs = self.shipped()
-        if self._fixed_order_dot:
+        if self.setting.fixed_order_dot:
             configs = [c if c is None else replace(c, fixed_order_dot=True) for c in configs]
         return configs
 
@@ -143,6 +154,10 @@ class Workload(ABC, Generic[InputsT]):
         for index, (company, alone) in enumerate(self.invariance_pairs(config)):
             differing = (_bits(company) != _bits(alone)).sum() if company.shape == alone.shape else company.numel()
             assert not differing, f"rows depend on other rows: {differing} values differ in case {index}"
+
+    def key_of(self, **sizes: int) -> dict[str, Any]:
+        """The key of a problem of these sizes in the dtype."""
+        return {"dtype": str(self.dtype).removeprefix("torch."), **sizes}
 
     def near(self, actual: torch.Tensor, expected: torch.Tensor) -> None:
         """Raises AssertionError if results differ by more than rounding to the dtype explains."""

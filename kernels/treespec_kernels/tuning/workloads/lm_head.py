@@ -20,16 +20,11 @@ class LmHeadWorkload(Workload[LinearInputs]):
     op = "lm_head"
 
     def __init__(self, setting: Setting, rows: int, weight: float = 1.0):
+        super().__init__(setting)
         shape = setting.shape
-        super().__init__(setting.device, setting.dtype, setting.fixed_order_dot)
         self.sizes = (setting.dtype, shape.vocab_size, shape.hidden_size)
         self.rows, self.groups, self.weight = rows, setting.groups, weight
-        self.key = {
-            "dtype": str(setting.dtype).removeprefix("torch."),
-            "vocab_size": shape.vocab_size,
-            "hidden_size": shape.hidden_size,
-            "groups": setting.groups,
-        }
+        self.key = self.key_of(vocab_size=shape.vocab_size, hidden_size=shape.hidden_size, groups=setting.groups)
         self.load = f"rows {rows}"
         moved = shape.vocab_size * shape.hidden_size + rows * (shape.hidden_size + shape.vocab_size)
         self.bytes = setting.groups * moved * setting.dtype.itemsize
@@ -40,9 +35,8 @@ class LmHeadWorkload(Workload[LinearInputs]):
 
     def make(self, generator: torch.Generator) -> LinearInputs:
         _, vocab, hidden = self.sizes
-        groups = (self.groups,) if self.groups > 1 else ()
-        x = self.random(generator, *groups, self.rows, hidden)
-        return LinearInputs(x, self.random(generator, *groups, vocab, hidden, scale=hidden**-0.5))
+        x = self.random(generator, *self.setting.stack, self.rows, hidden)
+        return LinearInputs(x, self.random(generator, *self.setting.stack, vocab, hidden, scale=hidden**-0.5))
 
     def run(self, config: Any, copy: int = 0) -> Tensors:
         """Logits, and the blocks' values, tokens and sums."""

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from treespec_kernels.attention.pass_layout import DeviceLayout, pass_layout_ref
+from treespec_kernels.attention.pass_layout import DeviceLayout, PassPlaces, pass_layout_ref
 from treespec_kernels.tuning.testing import scattered_page_table, tree_parents
 
-from .base import Setting, Tensors, Workload, equal
+from .base import Setting, Tensors, Workload
 
 
 class LayoutInputs(NamedTuple):
@@ -24,35 +24,21 @@ class LayoutInputs(NamedTuple):
 class PassLayoutWorkload(Workload[LayoutInputs]):
     """Random trees of `nodes` nodes. The tests of attention check the plan itself."""
 
-    op = "pass_layout"
+    op, exact = "pass_layout", PassPlaces._fields
 
     def __init__(self, setting: Setting, requests: int):
-        super().__init__(setting.device, setting.dtype)
-        self.setting, self.requests = setting, requests
-        shape = setting.shape
-        self.key = {
-            "dtype": str(setting.dtype).removeprefix("torch."),
-            "head_dim": shape.head_dim,
-            "group": shape.num_heads // shape.num_kv_heads,
-        }
+        super().__init__(setting)
+        self.requests = requests
+        self.key = self.key_of(head_dim=setting.shape.head_dim, group=setting.shape.group)
         self.load = f"requests {requests}, nodes {setting.nodes}, context {setting.context}"
         plan = self._layout(torch.device("cpu")).plan
         self.bytes = plan.packed_items.nbytes + plan.node_items.nbytes + requests * setting.nodes * (8 + 4)
-        self.flops = 0
 
     def _layout(self, device: torch.device) -> DeviceLayout:
-        setting, shape = self.setting, self.setting.shape
+        setting = self.setting
+        sizes = (self.requests, setting.nodes, setting.nodes)
         return DeviceLayout.allocate(
-            self.requests,
-            setting.nodes,
-            setting.nodes,
-            chain=False,
-            max_context=setting.context,
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            dtype=setting.dtype,
-            device=device,
+            *sizes, chain=False, max_context=setting.context, **setting.shape.attention, device=device
         )
 
     def make(self, generator: torch.Generator) -> LayoutInputs:
@@ -78,10 +64,6 @@ class PassLayoutWorkload(Workload[LayoutInputs]):
 
     def expected(self) -> Tensors:
         return tuple(pass_layout_ref(*self.inputs[0][1:5]))
-
-    def compare(self, actual: Tensors, expected: Tensors, config: Any) -> None:
-        for name, own, right in zip(("positions", "slots"), actual, expected, strict=True):
-            equal(own, right, name)
 
 
 def workloads(setting: Setting) -> list[Workload]:

@@ -79,9 +79,9 @@ class ProgrammaticLaunchWorkload(Workload[Chain]):
     op = "programmatic_launch"
 
     def __init__(self, setting: Setting, nodes: int, weight: float):
-        super().__init__(setting.device, setting.dtype, setting.fixed_order_dot)
+        super().__init__(setting)
         shape = setting.shape
-        self.setting, self.nodes, self.rows, self.weight = setting, nodes, setting.groups * nodes, weight
+        self.nodes, self.rows, self.weight = nodes, setting.groups * nodes, weight
         kind = RowLinearWorkload if shape.quantized is None else QuantizedRowLinearWorkload
         self._linear = {layer.name: kind(setting, *layer[1:3], nodes, layer.silu_gate) for layer in shape.linear_layers}
         self._head = LmHeadConfig.default(self.dtype, shape.vocab_size, shape.hidden_size)
@@ -89,11 +89,7 @@ class ProgrammaticLaunchWorkload(Workload[Chain]):
         if setting.fixed_order_dot:
             self._head = replace(self._head, block_m=16, block_n=64, block_k=64, fixed_order_dot=True)
             self._attention = replace(self._attention, fixed_order_dot=True)
-        self.key = {
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "hidden_size": shape.hidden_size,
-            "groups": setting.groups,
-        }
+        self.key = self.key_of(hidden_size=shape.hidden_size, groups=setting.groups)
         form = shape.quantized
         self.load = f"nodes {nodes}" + (f", int{form.bits}" if form is not None else "")
         head = setting.groups * shape.vocab_size * shape.hidden_size
@@ -110,25 +106,14 @@ class ProgrammaticLaunchWorkload(Workload[Chain]):
         inputs = tree_attention_inputs(
             [self.setting.context] * self.setting.groups,
             [tree_parents("random", self.nodes, host) for _ in range(self.setting.groups)],
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=head_dim,
-            dtype=self.dtype,
+            **shape.attention,
             device=device,
             seed=generator.initial_seed(),
         )
-        plan = plan_tree_attention(
-            **inputs.plan,
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=head_dim,
-            dtype=self.dtype,
-            device=device,
-            config=self._attention,
-        )
+        plan = plan_tree_attention(**inputs.plan, **shape.attention, device=device, config=self._attention)
         slots = self.setting.context + torch.arange(self.nodes, device=device).repeat(self.setting.groups)
         pages = inputs.rows["page_table"][inputs.rows["row_request"].long(), slots // PAGE_SIZE].long()
-        stack = (self.setting.groups,) if self.setting.groups > 1 else ()
+        stack = self.setting.stack
         widths = [layer.sizes[1] * layer.default.split_k for layer in self._linear.values()]
         num_positions = self.setting.context + self.nodes
 

@@ -12,7 +12,7 @@ from treespec_kernels.linear.quantized import QuantizedWeight
 from treespec_kernels.linear.quantized_row_linear import quantized_candidates
 
 from .base import Setting, Workload
-from .row_linear import LinearInputs, RowLinearWorkload, row_counts
+from .row_linear import LinearInputs, RowLinearWorkload, layers_of
 
 
 class QuantizedRowLinearWorkload(RowLinearWorkload):
@@ -51,7 +51,7 @@ class QuantizedRowLinearWorkload(RowLinearWorkload):
     def make(self, generator: torch.Generator) -> LinearInputs:
         """Uniform integers, and scales that keep the results near 1."""
         _, out_features, in_features, _ = self.sizes
-        stack = (self.groups,) if self.groups > 1 else ()
+        stack = self.setting.stack
 
         def integers(low: int, high: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
             return torch.randint(low, high, (*stack, *shape), generator=generator, device=self.device, dtype=dtype)
@@ -71,11 +71,4 @@ class QuantizedRowLinearWorkload(RowLinearWorkload):
 
 
 def workloads(setting: Setting) -> list[Workload]:
-    if setting.shape.quantized is None:
-        return []
-    layers = {layer[1:] for layer in setting.shape.linear_layers}
-    return [
-        QuantizedRowLinearWorkload(setting, out_features, in_features, rows, silu_gate, weight)
-        for out_features, in_features, silu_gate in sorted(layers)
-        for rows, weight in row_counts(setting).items()
-    ]
+    return [] if setting.shape.quantized is None else layers_of(setting, QuantizedRowLinearWorkload)

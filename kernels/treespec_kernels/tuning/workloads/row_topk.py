@@ -19,12 +19,12 @@ class RowTopkWorkload(Workload[Tensors]):
 
     op = "row_topk"
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, vocab_size: int, rows: int, temperature: float):
-        super().__init__(device, dtype)
-        self.rows, self.vocab_size, self.temperature = rows, vocab_size, temperature
-        self.key = {"dtype": str(dtype).removeprefix("torch."), "vocab_size": vocab_size, "k": min(K, vocab_size)}
+    def __init__(self, setting: Setting, rows: int, temperature: float):
+        super().__init__(setting)
+        self.rows, self.vocab_size, self.temperature = rows, setting.shape.vocab_size, temperature
+        self.key = self.key_of(vocab_size=self.vocab_size, k=min(K, self.vocab_size))
         self.load = f"rows {rows}, temperature {temperature:g}"
-        self.bytes, self.flops = rows * vocab_size * dtype.itemsize, 0
+        self.bytes = rows * self.vocab_size * self.dtype.itemsize
 
     def make(self, generator: torch.Generator) -> Tensors:
         """Logits, temperatures, seeds, samples, positions."""
@@ -72,9 +72,4 @@ class RowTopkWorkload(Workload[Tensors]):
 
 
 def workloads(setting: Setting) -> list[Workload]:
-    shape = setting.shape
-    return [
-        RowTopkWorkload(setting.device, setting.dtype, shape.vocab_size, rows, temperature)
-        for temperature in (0.0, 0.8)
-        for rows in (1, setting.nodes)
-    ]
+    return [RowTopkWorkload(setting, rows, noise) for noise in (0.0, 0.8) for rows in (1, setting.nodes)]

@@ -11,7 +11,7 @@ import torch
 
 from treespec_kernels.attention.tree_attention import TreeAttentionPlan
 from treespec_kernels.attention.tree_attention_masked import ancestor_masks, tree_attention_masked_triton
-from treespec_kernels.tuning.testing import TreeAttentionInputs, tree_parents
+from treespec_kernels.tuning.testing import TreeAttentionInputs
 
 from .base import Setting, Workload
 from .tree_attention import TreeAttentionWorkload
@@ -23,17 +23,12 @@ class MaskedTreeAttentionWorkload(TreeAttentionWorkload):
     op = "tree_attention_masked"
 
     def make(self, generator: torch.Generator) -> TreeAttentionInputs:
-        host = torch.Generator().manual_seed(generator.initial_seed())
-        trees = [tree_parents("random", self.nodes, host) for _ in range(self.requests)]
-        inputs = self._inputs_of(trees, generator.initial_seed())
+        inputs, trees = super().make(generator), self.trees(generator.initial_seed())
         words = torch.from_numpy(np.concatenate([ancestor_masks(parents) for parents in trees]))
         rows = {name: value for name, value in inputs.rows.items() if name != "ancestors"}
         slots = list(range(self.nodes)) * self.requests
-        return replace(
-            inputs,
-            rows=rows | {"ancestor_words": words.to(self.device)},
-            plan=inputs.plan | {"row_slots": slots},
-        )
+        rows["ancestor_words"] = words.to(self.device)
+        return replace(inputs, rows=rows, plan=inputs.plan | {"row_slots": slots})
 
     def expected(self) -> tuple[torch.Tensor, ...]:
         return self._by_reference(super().make(torch.Generator().manual_seed(0)))  # equal seeds give equal inputs

@@ -10,7 +10,7 @@ from treespec_kernels.tree.device_trees import DeviceForest, DeviceTrees, Propos
 from treespec_kernels.tree.growth_limits import MAX_DEPTH
 from treespec_kernels.tree.tree_select import tree_select_ref, tree_select_triton
 
-from .base import Setting, Tensors, Workload, equal
+from .base import Setting, Tensors, Workload
 from .forests import forest_inputs, forest_key, num_bytes, tensors_of
 
 
@@ -48,16 +48,15 @@ def select_inputs(requests: int, nodes: int, generator: torch.Generator) -> Sele
 class TreeSelectWorkload(Workload[SelectInputs]):
     """Trees of `nodes` nodes from the candidates of all levels."""
 
-    op = "tree_select"
+    op, exact = "tree_select", tuple(DeviceTrees.__dataclass_fields__)
 
     def __init__(self, setting: Setting, requests: int):
-        super().__init__(setting.device, setting.dtype)
+        super().__init__(setting)
         self.requests, self.nodes = requests, setting.nodes
         self.key = forest_key() | {"nodes": setting.nodes}
         self.load = f"requests {requests}"
         made = select_inputs(requests, setting.nodes, torch.Generator().manual_seed(0))
         self.bytes = num_bytes((*tensors_of(made.forest)[:5], *tensors_of(made.out)))
-        self.flops = 0
 
     def make(self, generator: torch.Generator) -> SelectInputs:
         return select_inputs(self.requests, self.nodes, generator)
@@ -67,10 +66,6 @@ class TreeSelectWorkload(Workload[SelectInputs]):
 
     def expected(self) -> Tensors:
         return tensors_of(self.inputs[0].selected_by_reference())
-
-    def compare(self, actual: Tensors, expected: Tensors, config: Any) -> None:
-        for name, own, right in zip(self.inputs[0].out.__dataclass_fields__, actual, expected, strict=True):
-            equal(own, right, name)
 
 
 def workloads(setting: Setting) -> list[Workload]:

@@ -10,7 +10,7 @@ from treespec_kernels.tree.device_trees import DeviceTrees
 from treespec_kernels.tree.growth_limits import MAX_DEPTH
 from treespec_kernels.tree.tree_walk import Walk, tree_walk_ref, tree_walk_triton
 
-from .base import Setting, Tensors, Workload, equal
+from .base import Setting, Tensors, Workload
 from .forests import num_bytes, tensors_of
 from .tree_select import select_inputs
 
@@ -25,15 +25,15 @@ class WalkInputs(NamedTuple):
 class TreeWalkWorkload(Workload[WalkInputs]):
     """The target chooses the first child of every node, so that paths are long."""
 
-    op = "tree_walk"
+    op, exact = "tree_walk", Walk._fields
 
     def __init__(self, setting: Setting, requests: int):
-        super().__init__(setting.device, setting.dtype)
+        super().__init__(setting)
         self.requests, self.nodes = requests, setting.nodes
         self.key = {"levels": MAX_DEPTH, "nodes": setting.nodes}
         self.load = f"requests {requests}"
         out = DeviceTrees.allocate(requests, nodes=setting.nodes, max_depth=MAX_DEPTH)
-        self.bytes, self.flops = num_bytes(tensors_of(out)), 0
+        self.bytes = num_bytes(tensors_of(out))
 
     def make(self, generator: torch.Generator) -> WalkInputs:
         trees = select_inputs(self.requests, self.nodes, generator).selected_by_reference()
@@ -52,10 +52,6 @@ class TreeWalkWorkload(Workload[WalkInputs]):
 
     def expected(self) -> Tensors:
         return tuple(tree_walk_ref(*self.inputs[0][:3]))
-
-    def compare(self, actual: Tensors, expected: Tensors, config: Any) -> None:
-        for name, own, right in zip(Walk._fields, actual, expected, strict=True):
-            equal(own, right, name)
 
 
 def workloads(setting: Setting) -> list[Workload]:

@@ -206,15 +206,11 @@ def run_plan(
             GROUP=num_heads // num_kv_heads,
             HEAD_DIM=head_dim,
             PAGE_SIZE=k_cache.shape[2],
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
             BLOCK_D=block_d,
             HAS_WINDOW=plan.window is not None,
             HAS_CAP=score_cap is not None,
-            FIXED_ORDER_DOT=config.fixed_order_dot,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-            enable_fp_fusion=False,
+            **config.constants,
+            **config.options,
             **launch_options(pdl),
         )
     combine_segments[(num_rows, num_heads)](

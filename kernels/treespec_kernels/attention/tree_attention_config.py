@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
+from treespec_kernels.launch.tile_config import TileConfig
 from treespec_kernels.launch.triton_launch import has_tensor_memory, shared_bytes
 
 
@@ -32,22 +33,18 @@ class SegmentPartition:
 
 
 @dataclass(frozen=True)
-class TreeAttentionConfig:
-    """Tiles, partition and launch options. Bits depend on them (another number of warps may reduce a tile in another
-    order), so they are fixed for an engine's lifetime."""
+class TreeAttentionConfig(TileConfig):
+    """Tiles, partition and launch options."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
     partition: SegmentPartition = field(default_factory=SegmentPartition)
-    fixed_order_dot: bool = False  # for tests in the interpreter, whose dot is BLAS and not row-invariant
+    fixed_order_dot: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("block_m", "block_n"):
-            size = getattr(self, name)
-            if size < 16 or size & (size - 1):
-                raise ValueError(f"{name} is {size}; it must be a power of two, 16 or more")
+        super().__post_init__()
         for name in ("short", "long", "long_from"):
             if getattr(self.partition, name) % self.block_n:
                 raise ValueError(f"{name} of {self.partition} is not a multiple of block_n {self.block_n}")

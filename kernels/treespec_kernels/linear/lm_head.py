@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from treespec_kernels.launch.tile_config import TileConfig
 from treespec_kernels.launch.triton_launch import check_last_strides, check_launch, launch_options, require_triton
 from treespec_kernels.linear.activations import soft_cap
 
@@ -47,8 +48,8 @@ class LmHead(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LmHeadConfig:
-    """Tiles and launch options. Bits depend on them, so they are fixed for an engine's lifetime.
+class LmHeadConfig(TileConfig):
+    """Tiles and launch options.
 
     Args:
         block_m: rows per tile. Each further tile of rows reads the weight again, from L2.
@@ -61,13 +62,7 @@ class LmHeadConfig:
     block_k: int
     num_warps: int
     num_stages: int
-    fixed_order_dot: bool = False  # for tests in the interpreter, whose dot is BLAS and not row-invariant
-
-    def __post_init__(self) -> None:
-        for name in ("block_m", "block_n", "block_k"):
-            size = getattr(self, name)
-            if size < 16 or size & (size - 1):
-                raise ValueError(f"{name} is {size}; it must be a power of two, 16 or more")
+    fixed_order_dot: bool = False
 
     @classmethod
     def default(cls, dtype: torch.dtype, vocab_size: int, hidden_size: int) -> LmHeadConfig:
@@ -205,13 +200,8 @@ def lm_head_triton(
         VOCAB=vocab,
         HIDDEN=hidden,
         HAS_CAP=logit_cap is not None,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
-        FIXED_ORDER_DOT=config.fixed_order_dot,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        enable_fp_fusion=False,
+        **config.constants,
+        **config.options,
         **launch_options(pdl),
     )
     return LmHead(logits, stats)

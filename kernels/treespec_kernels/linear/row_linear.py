@@ -232,14 +232,8 @@ def _multiply(
         OUT_FEATURES=out_features,
         IN_FEATURES=in_features,
         BYTES_IN=bytes_in,
-        SPLIT_K=config.split_k,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
-        FIXED_ORDER_DOT=config.fixed_order_dot,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        enable_fp_fusion=False,
+        **config.constants,
+        **config.options,
         **launch_options(pdl),
     )
 

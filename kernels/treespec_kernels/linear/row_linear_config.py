@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from treespec_kernels.launch.tile_config import TileConfig
 from treespec_kernels.launch.triton_launch import has_tensor_memory, shared_bytes
 
 SUPPORTED = (torch.float16, torch.bfloat16, torch.float32)
@@ -15,16 +16,15 @@ AMD_STAGES = 3  # fit in the 64 KB of gfx942; the number of stages does not affe
 
 
 @dataclass(frozen=True)
-class RowLinearConfig:
-    """A weight's configuration for every number of rows. Bits depend on it, so it is fixed for an engine's lifetime.
+class RowLinearConfig(TileConfig):
+    """A weight's configuration for every number of rows.
 
     Args:
-        block_m: rows per tile; a power of two, 16 or more, as are block_n and block_k.
+        block_m: rows per tile.
         block_n: weight rows per tile (with silu_gate half of them are gates).
         block_k: features per step of the loop.
         split_k: parts of K, in whole blocks of block_k, that are summed separately and then added in order.
-        num_warps, num_stages: launch options. The number of stages does not affect bits, the number of warps may.
-        fixed_order_dot: for tests in the interpreter, whose dot is BLAS and not row-invariant.
+        num_stages: a launch option that does not affect bits.
     """
 
     block_m: int
@@ -36,10 +36,7 @@ class RowLinearConfig:
     fixed_order_dot: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("block_m", "block_n", "block_k"):
-            size = getattr(self, name)
-            if size < 16 or size & (size - 1):
-                raise ValueError(f"{name} is {size}; it must be a power of two, 16 or more")
+        super().__post_init__()
         for name in ("split_k", "num_warps", "num_stages"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")

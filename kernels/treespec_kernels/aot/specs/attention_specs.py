@@ -40,16 +40,15 @@ def kv_commit(shape: KernelShape, target: str | None) -> list[KernelSpec]:
 def pass_layout(shape: KernelShape, target: str | None) -> list[KernelSpec]:
     """Layouts of trees, of chains and of masked trees of 64 slots, for the default configuration of attention."""
     config = TreeAttentionConfig.default(shape.dtype, shape.head_dim, target)
-    group = shape.num_heads // shape.num_kv_heads
     pointers = {"slots": "*i64", "ancestor_words": "*i64", "num_segments": "*i32"}
     sizes = ("num_requests", "num_rows", "width", "max_context", "tree_slots", "num_slots", "num_tiles", "window")
     return [
         KernelSpec(
             kernel=lay_out_pass,
             types=pointers | dict.fromkeys((*sizes, "num_packed_segments", "num_node_segments"), "i32"),
-            constants=layout.constants(config, group, chain, words, PAGE_SIZE),
+            constants=layout.constants(config, shape.group, chain, words, PAGE_SIZE),
             options={"num_warps": layout.NUM_WARPS, "enable_fp_fusion": False},
-            config={"dtype": shape.element, "head_dim": shape.head_dim, "group": group, "chain": chain, "words": words},
+            config=_attention_shape(shape) | {"chain": chain, "words": words},
         )
         for chain, words in ((False, 0), (True, 0), (False, 1))
     ]
@@ -80,14 +79,7 @@ def qkv_rope(shape: KernelShape, target: str | None) -> list[KernelSpec]:
                 "PDL": False,
             },
             options={"num_warps": rope.NUM_WARPS, "enable_fp_fusion": False},
-            config={
-                "dtype": shape.element,
-                "head_dim": shape.head_dim,
-                "group": shape.num_heads // shape.num_kv_heads,
-                "splits": num_splits,
-                "qk_norm": shape.qk_norm,
-                "rotary": shape.rotary,
-            },
+            config=_attention_shape(shape) | {"splits": num_splits, "qk_norm": shape.qk_norm, "rotary": shape.rotary},
         )
         for num_splits, has_bias in ((1, False), (2, False), (8, True))
     ]
@@ -114,19 +106,17 @@ def _attention_specs(kernel: Any, shape: KernelShape, target: str | None) -> lis
     """A kernel over work items in the default configuration, with and without a sliding window."""
     config = TreeAttentionConfig.default(shape.dtype, shape.head_dim, target)
     constants = _attention_constants(shape) | {
-        "GROUP": shape.num_heads // shape.num_kv_heads,
+        "GROUP": shape.group,
         "PAGE_SIZE": PAGE_SIZE,
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
         "HAS_CAP": shape.capped,
-        "FIXED_ORDER_DOT": False,
+        **config.constants,
     }
     return [
         KernelSpec(
             kernel=kernel,
             types=_attention_types(shape),
             constants=constants | {"HAS_WINDOW": window},
-            options={"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False},
+            options=config.options,
             config=_attention_shape(shape) | {"window": window, "cap": shape.capped} | asdict(config),
         )
         for window in (False, True)
@@ -152,4 +142,4 @@ def _attention_constants(shape: KernelShape) -> dict[str, int | bool | str]:
 
 
 def _attention_shape(shape: KernelShape) -> dict[str, Any]:
-    return {"dtype": shape.element, "head_dim": shape.head_dim, "group": shape.num_heads // shape.num_kv_heads}
+    return {"dtype": shape.element, "head_dim": shape.head_dim, "group": shape.group}

@@ -33,15 +33,11 @@ def row_linear(shape: KernelShape, target: str | None) -> list[KernelSpec]:
         described["activation"] = epilogue["ACTIVATION"]
         multiply = epilogue | {
             "OUT_FEATURES": out_features,
-            "SPLIT_K": config.split_k,
             "STRIDE_WEIGHT": in_features,
             "IN_FEATURES": in_features,
             "BYTES_IN": alignment(shape.dtype.itemsize, in_features),
             "PARTIALS": is_split,
-            "BLOCK_M": config.block_m,
-            "BLOCK_N": config.block_n,
-            "BLOCK_K": config.block_k,
-            "FIXED_ORDER_DOT": False,
+            **config.constants,
         }
         if is_split:
             multiply |= {"BYTES_OUT": alignment(4, out_features), "SILU_GATE": False, "HAS_RESIDUAL": False}
@@ -51,7 +47,7 @@ def row_linear(shape: KernelShape, target: str | None) -> list[KernelSpec]:
                 multiply_rows,
                 _row_linear_types(shape) | ({"out": "*fp32"} if is_split else {}),
                 multiply,
-                {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False},
+                config.options,
                 described | asdict(config),
             )
         ]
@@ -79,12 +75,8 @@ def quantized_row_linear(shape: KernelShape, target: str | None) -> list[KernelS
                 "BYTES_X": alignment(shape.dtype.itemsize, in_features),
                 "BYTES_VALUES": alignment(1, in_features * bits // 8),
                 "BYTES_OUT": alignment(4, out_features),
-                "SPLIT_K": config.split_k,
-                "BLOCK_M": config.block_m,
-                "BLOCK_N": config.block_n,
-                "BLOCK_K": config.block_k,
-                "FIXED_ORDER_DOT": False,
                 "PDL": False,
+                **config.constants,
             }
             types = {
                 "x": f"*{shape.element}",
@@ -98,7 +90,7 @@ def quantized_row_linear(shape: KernelShape, target: str | None) -> list[KernelS
                 multiply_quantized,
                 types,
                 constants,
-                {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False},
+                config.options,
                 described | {"bits": bits, "group": group, "zero": form.has_zero} | asdict(config),
             )
             found = [spec] if layer.name == "qkv" else [spec, _add_splits_spec(shape, layer, config.split_k)]
@@ -153,13 +145,10 @@ def lm_head(shape: KernelShape, target: str | None) -> list[KernelSpec]:
                 "VOCAB": shape.vocab_size,
                 "HIDDEN": shape.hidden_size,
                 "HAS_CAP": shape.capped,
-                "BLOCK_M": config.block_m,
-                "BLOCK_N": config.block_n,
-                "BLOCK_K": config.block_k,
-                "FIXED_ORDER_DOT": False,
                 "PDL": False,
+                **config.constants,
             },
-            options={"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False},
+            options=config.options,
             config={"dtype": shape.element} | sizes | asdict(config),
         )
     ]

@@ -1,0 +1,37 @@
+"""The base of the configurations of kernels with matrix products."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_CONSTANTS = ("block_m", "block_n", "block_k", "split_k", "fixed_order_dot")
+
+
+class TileConfig:
+    """A frozen dataclass of tiles and launch options. Bits depend on them (another number of warps may reduce a tile in
+    another order), so they are fixed for an engine's lifetime.
+
+    Attributes:
+        block_m, block_n, block_k: sizes of tiles, powers of two.
+        num_warps, num_stages: launch options.
+        fixed_order_dot: for tests in the interpreter, whose dot is BLAS and not row-invariant.
+    """
+
+    num_warps: int
+    num_stages: int
+    fixed_order_dot: bool
+
+    def __post_init__(self) -> None:
+        for name, size in vars(self).items():
+            if name.startswith("block_") and (size < 16 or size & (size - 1)):
+                raise ValueError(f"{name} is {size}; it must be a power of two, 16 or more")
+
+    @property
+    def constants(self) -> dict[str, int | bool]:
+        """The kernel's constexpr arguments that are fields: `BLOCK_M` is `block_m`."""
+        return {name.upper(): getattr(self, name) for name in _CONSTANTS if hasattr(self, name)}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The launch options."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": False}

@@ -14,7 +14,7 @@ seed s has flat index D * P + s.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -91,17 +91,13 @@ class DeviceForest:
                 f"cand_tokens has shape {list(self.cand_tokens.shape)} and frontier {list(self.frontier.shape)}; "
                 "expected [B, D, P] and [B, F], none of them 0"
             )
-        requests, depth, candidates = self.cand_tokens.shape
-        width = self.frontier.shape[1]
+        _, depth, candidates = self.cand_tokens.shape
         if depth * candidates + self.num_seeds > MAX_CANDIDATES:
             raise ValueError(
                 f"{depth} levels of {candidates} candidates and {self.num_seeds} seeds are more than {MAX_CANDIDATES}; "
                 "grow less"
             )
-        shapes = {"levels": (requests,), "frontier_ancestors": (requests, width, depth + 1)}
-        shapes |= {"seed_cands": (requests, self.num_seeds)}
-        shapes |= dict.fromkeys(_names(self, "cand_"), (requests, depth, candidates))
-        shapes |= dict.fromkeys([n for n in _names(self, "frontier") if n not in shapes], (requests, width))
+        shapes = _shapes_of_forest(*self.cand_tokens.shape, self.frontier_width, self.num_seeds)
         _check(self, shapes, self.cand_tokens.device)
 
     @classmethod
@@ -135,27 +131,13 @@ class DeviceForest:
                 raise ValueError(f"{name} is {size}; expected 1 or more")
         if num_ssms > MAX_SSMS:
             raise ValueError(f"num_ssms is {num_ssms}; masks hold at most {MAX_SSMS}")
-        candidates = (num_requests, max_depth, frontier * (num_ssms + 1) * proposals)
-        nodes = (num_requests, frontier)
-
-        def filled(shape: tuple[int, ...], value: float, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.full(shape, value, dtype=dtype, device=device)
-
+        candidates = frontier * (num_ssms + 1) * proposals
+        shapes = _shapes_of_forest(num_requests, max_depth, candidates, frontier, seeds)
         return cls(
-            cand_tokens=filled(candidates, -1),
-            cand_parents=filled(candidates, -1),
-            cand_values=filled(candidates, -torch.inf, torch.float32),
-            cand_masks=filled(candidates, 0),
-            cand_slots=filled(candidates, -1),
-            frontier=filled(nodes, -1),
-            frontier_tokens=filled(nodes, 0),
-            frontier_values=filled(nodes, 0, torch.float32),
-            frontier_depths=filled(nodes, -1),
-            frontier_slots=filled(nodes, 0),
-            frontier_seeds=filled(nodes, -2),
-            frontier_ancestors=filled((*nodes, max_depth + 1), 0),
-            seed_cands=filled((num_requests, seeds), -1),
-            levels=filled((num_requests,), 0),
+            **{
+                name: torch.full(shapes[name], empty, dtype=_dtype_of(name), device=device)
+                for name, empty in EMPTY_FOREST.items()
+            }
         )
 
     @property
@@ -186,6 +168,36 @@ class DeviceForest:
     def num_seeds(self) -> int:
         """S, seeds of a request at most."""
         return self.seed_cands.shape[1]
+
+
+EMPTY_FOREST = {
+    "cand_tokens": -1,
+    "cand_parents": -1,
+    "cand_values": -torch.inf,
+    "cand_masks": 0,
+    "cand_slots": -1,
+    "frontier": -1,
+    "frontier_tokens": 0,
+    "frontier_values": 0,
+    "frontier_depths": -1,
+    "frontier_slots": 0,
+    "frontier_seeds": -2,
+    "frontier_ancestors": 0,
+    "seed_cands": -1,
+    "levels": 0,
+}
+"""What the entries of an idle `DeviceForest` hold, in the order of its fields."""
+
+
+def _shapes_of_forest(requests: int, depth: int, candidates: int, width: int, seeds: int) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor of a `DeviceForest` from B, D, P, F and S."""
+    of_candidates, of_nodes = (requests, depth, candidates), (requests, width)
+    shapes = {name: of_candidates if name.startswith("cand_") else of_nodes for name in EMPTY_FOREST}
+    return shapes | {
+        "frontier_ancestors": (*of_nodes, depth + 1),
+        "seed_cands": (requests, seeds),
+        "levels": (requests,),
+    }
 
 
 @dataclass(frozen=True)
@@ -221,7 +233,7 @@ class DeviceTrees:
         if self.ancestors.dim() != 3 or 0 in self.ancestors.shape:
             raise ValueError(f"ancestors has shape {list(self.ancestors.shape)}; expected [B, N, D + 1], none 0")
         requests, nodes, _ = self.ancestors.shape
-        shapes = dict.fromkeys(_names(self, ""), (requests, nodes))
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(self.__dataclass_fields__, (requests, nodes))
         shapes |= {"ancestors": tuple(self.ancestors.shape), "num_nodes": (requests,)}
         _check(self, shapes, self.ancestors.device)
 
@@ -269,15 +281,19 @@ class DeviceTrees:
         return self.ancestors.shape[2] - 1
 
 
-def _names(state: DeviceForest | DeviceTrees, prefix: str) -> list[str]:
-    return [field.name for field in fields(state) if field.name.startswith(prefix)]
+def tensors_of(state: DeviceForest | DeviceTrees) -> tuple[torch.Tensor, ...]:
+    """The tensors of a state in the order of its fields, which is that of the kernels' arguments."""
+    return tuple(getattr(state, name) for name in state.__dataclass_fields__)
+
+
+def _dtype_of(name: str) -> torch.dtype:
+    return torch.float32 if name.endswith("values") else torch.int32
 
 
 def _check(state: DeviceForest | DeviceTrees, shapes: dict[str, tuple[int, ...]], device: torch.device) -> None:
     """Checks the state once, at construction, so that the launches of a round need not."""
     for name, shape in shapes.items():
-        tensor = getattr(state, name)
-        dtype = torch.float32 if name.endswith("values") else torch.int32
+        tensor, dtype = getattr(state, name), _dtype_of(name)
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name} has shape {list(tensor.shape)}; expected {list(shape)}")
         if tensor.dtype != dtype:

@@ -32,6 +32,7 @@ import torch
 
 from treespec_kernels.launch.triton_launch import check_last_strides, check_launch, require_triton
 from treespec_kernels.tree.device_trees import (
+    EMPTY_FOREST,
     MAX_SSMS,
     SEED_BIT,
     DeviceForest,
@@ -39,6 +40,7 @@ from treespec_kernels.tree.device_trees import (
     block_of,
     check_proposed,
     check_tensor,
+    tensors_of,
 )
 from treespec_kernels.tree.growth_limits import frontier_width
 
@@ -93,8 +95,8 @@ def _merge_one(
     num_ssms, width, proposals = said.shape
     level = int(own["levels"][0])
     frontier, old_ancestors = own["frontier"][0].copy(), own["frontier_ancestors"][0].copy()
-    for name, empty in (("tokens", -1), ("parents", -1), ("values", -np.inf), ("masks", 0), ("slots", -1)):
-        own[f"cand_{name}"][0, level] = empty
+    for name in ("tokens", "parents", "values", "masks", "slots"):
+        own[f"cand_{name}"][0, level] = EMPTY_FOREST[f"cand_{name}"]
     shares = weight[:, None, None] * probability
     counts = (said >= 0) & (shares >= 0) & (shares < np.inf) & (frontier >= 0)[:, None]
     seed_of = np.full(candidates, -2)
@@ -133,17 +135,9 @@ def _merge_one(
     level_tokens, values = own["cand_tokens"][0, level], own["cand_values"][0, level]
     going = [n for n in range(candidates) if values[n] > 0 and level_tokens[n] not in ends]
     best = sorted(going, key=lambda n: (-values[n], n))[: frontier_width(level + 1, width)]
-    empties = (
-        ("", -1),
-        ("_tokens", 0),
-        ("_values", 0),
-        ("_depths", -1),
-        ("_slots", 0),
-        ("_seeds", -2),
-        ("_ancestors", 0),
-    )
-    for name, empty in empties:
-        own[f"frontier{name}"][0] = empty
+    for name, empty in EMPTY_FOREST.items():
+        if name.startswith("frontier"):
+            own[name][0] = empty
     for i, number in enumerate(best):
         slot = 1 + level * width + i
         own["cand_slots"][0, level, number] = slot
@@ -188,20 +182,7 @@ def tree_merge_triton(
         weights,
         end_tokens,
         *proposed,
-        forest.cand_tokens,
-        forest.cand_parents,
-        forest.cand_values,
-        forest.cand_masks,
-        forest.cand_slots,
-        forest.frontier,
-        forest.frontier_tokens,
-        forest.frontier_values,
-        forest.frontier_depths,
-        forest.frontier_slots,
-        forest.frontier_seeds,
-        forest.frontier_ancestors,
-        forest.seed_cands,
-        forest.levels,
+        *tensors_of(forest),
         *tokens.stride()[:3],
         *probs.stride()[:3],
         weights.stride(0),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from treespec_kernels.launch.triton_launch import check_last_strides, check_launch, require_triton
-from treespec_kernels.tree.device_trees import DeviceForest, block_of, check_per_request
+from treespec_kernels.tree.device_trees import EMPTY_FOREST, DeviceForest, block_of, check_per_request, tensors_of
 
 BLOCK_Q = 1024  # candidates cleared per program
 NUM_WARPS = 4
@@ -26,15 +26,8 @@ def tree_root_ref(forest: DeviceForest, root_tokens: torch.Tensor) -> None:
         ValueError: a shape, dtype or device that does not fit.
     """
     check_tree_root(forest, root_tokens)
-    for tensor in (forest.cand_tokens, forest.cand_parents, forest.cand_slots, forest.frontier, forest.frontier_depths):
-        tensor.fill_(-1)
-    forest.seed_cands.fill_(-1)
-    forest.frontier_seeds.fill_(-2)
-    for tensor in (forest.cand_masks, forest.frontier_tokens, forest.frontier_values, forest.levels):
-        tensor.zero_()
-    forest.frontier_slots.zero_()
-    forest.frontier_ancestors.zero_()
-    forest.cand_values.fill_(-torch.inf)
+    for name, empty in EMPTY_FOREST.items():
+        getattr(forest, name).fill_(empty)
     busy = root_tokens >= 0
     forest.frontier[busy, 0] = forest.max_depth * forest.candidates
     forest.frontier_tokens[busy, 0] = root_tokens[busy]
@@ -58,20 +51,7 @@ def tree_root_triton(forest: DeviceForest, root_tokens: torch.Tensor) -> None:
     candidates = forest.max_depth * forest.candidates
     kernels.start_round[(forest.num_requests, -(-candidates // BLOCK_Q))](
         root_tokens,
-        forest.cand_tokens,
-        forest.cand_parents,
-        forest.cand_values,
-        forest.cand_masks,
-        forest.cand_slots,
-        forest.frontier,
-        forest.frontier_tokens,
-        forest.frontier_values,
-        forest.frontier_depths,
-        forest.frontier_slots,
-        forest.frontier_seeds,
-        forest.frontier_ancestors,
-        forest.seed_cands,
-        forest.levels,
+        *tensors_of(forest),
         CANDIDATES=candidates,
         FRONTIER=forest.frontier_width,
         WIDTH=forest.max_depth + 1,

@@ -29,6 +29,7 @@ from treespec_kernels.tree.device_trees import (
     block_of,
     check_per_request,
     check_proposed,
+    tensors_of,
 )
 
 
@@ -152,11 +153,7 @@ def tree_select_triton(
     check_launch("tree_select", kernels.select_nodes, least_values)
     constants = blocks_of(forest.candidates, forest.num_seeds, forest.max_depth, out.max_nodes)
     kernels.select_nodes[(forest.num_requests,)](
-        forest.cand_tokens,
-        forest.cand_parents,
-        forest.cand_values,
-        forest.cand_masks,
-        forest.cand_slots,
+        *tensors_of(forest)[:5],  # the candidates
         forest.seed_cands,
         *proposed[:3],
         forest.levels,
@@ -164,14 +161,7 @@ def tree_select_triton(
         least_values,
         max_depths,
         per_request(nodes, out),
-        out.tokens,
-        out.parents,
-        out.depths,
-        out.ancestors,
-        out.num_nodes,
-        out.masks,
-        out.values,
-        out.slots,
+        *tensors_of(out),
         **constants,
         num_warps=warps_of(constants),
         enable_fp_fusion=False,

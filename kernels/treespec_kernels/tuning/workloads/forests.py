@@ -81,10 +81,5 @@ def forest_key() -> dict[str, int]:
     return {"levels": MAX_DEPTH, "frontier": FRONTIER, "ssms": SSMS, "proposals": CHILDREN, "seeds": SEEDS}
 
 
-def tensors_of(value: object) -> tuple[torch.Tensor, ...]:
-    """The tensors of a dataclass, in order."""
-    return tuple(getattr(value, name) for name in value.__dataclass_fields__)  # type: ignore[attr-defined]
-
-
 def num_bytes(tensors: tuple[torch.Tensor, ...]) -> int:
     return sum(tensor.nbytes for tensor in tensors)

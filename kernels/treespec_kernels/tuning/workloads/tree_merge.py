@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from treespec_kernels.tree.device_trees import DeviceForest, ProposedTrees
+from treespec_kernels.tree.device_trees import DeviceForest, ProposedTrees, tensors_of
 
 from .base import Setting, Tensors, Workload
-from .forests import ForestInputs, forest_inputs, forest_key, num_bytes, tensors_of
+from .forests import ForestInputs, forest_inputs, forest_key, num_bytes
 
 MERGED = 2  # levels: the first, with one frontier node, and one like all later ones
 

@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from treespec_kernels.tree.device_trees import DeviceForest, DeviceTrees, ProposedTrees
+from treespec_kernels.tree.device_trees import DeviceForest, DeviceTrees, ProposedTrees, tensors_of
 from treespec_kernels.tree.growth_limits import MAX_DEPTH
 from treespec_kernels.tree.tree_select import tree_select_ref, tree_select_triton
 
 from .base import Setting, Tensors, Workload
-from .forests import forest_inputs, forest_key, num_bytes, tensors_of
+from .forests import forest_inputs, forest_key, num_bytes
 
 
 class SelectInputs(NamedTuple):

@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from treespec_kernels.tree.device_trees import DeviceTrees
+from treespec_kernels.tree.device_trees import DeviceTrees, tensors_of
 from treespec_kernels.tree.growth_limits import MAX_DEPTH
 from treespec_kernels.tree.tree_walk import Walk, tree_walk_ref, tree_walk_triton
 
 from .base import Setting, Tensors, Workload
-from .forests import num_bytes, tensors_of
+from .forests import num_bytes
 from .tree_select import select_inputs
 
 

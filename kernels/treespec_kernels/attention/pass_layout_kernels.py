@@ -129,85 +129,6 @@ def _cut_tile(
         _store_items(packed_items, index, m_k, request, first_row + last, m_lo, m_hi, lo, hi, segment, 0)
 
 
-@triton.jit
-def _place_rows(
-    page_table,
-    depths,
-    row_slots,
-    ancestors,
-    positions,
-    slots,
-    ancestor_words,
-    first_segment,
-    num_segments,
-    node_items,
-    request,
-    i_block,
-    context_len,
-    num_requests,
-    num_rows,
-    width,
-    max_context,
-    tree_slots,
-    num_slots,
-    num_node_segments,
-    window,
-    stride_page_table,
-    CHAIN: tl.constexpr,
-    NUM_WORDS: tl.constexpr,
-    GROUP: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SHORT: tl.constexpr,
-    LONG: tl.constexpr,
-    LONG_FROM: tl.constexpr,
-    TILES_OF_GROUP: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
-    """Position, slot, segments and node items of BLOCK_R rows of a request."""
-    o_r = i_block * BLOCK_R + tl.arange(0, BLOCK_R)
-    m_r = o_r < num_rows
-    row = request * num_rows + o_r
-    depth, slot, exists = _load_rows(
-        depths, row_slots, row, m_r, context_len, width, max_context, tree_slots, num_slots
-    )
-    position = context_len + depth
-    page = tl.load(page_table + request.to(tl.int64) * stride_page_table + slot // PAGE_SIZE, mask=exists, other=0)
-    own_slot = page.to(tl.int64) * PAGE_SIZE + slot % PAGE_SIZE
-    tl.store(positions + row, tl.where(exists, position, 0), mask=m_r)
-    tl.store(slots + row, tl.where(exists, own_slot, 0), mask=m_r)
-    start = tl.maximum(position - window + 1, 0)
-    last = position
-    if NUM_WORDS > 0:
-        # Columns are slots, and no tree slot precedes the root's.
-        start = tl.minimum(start, context_len)
-        last = slot
-    start_segment = _segment_of(start, SHORT, LONG, LONG_FROM)
-    count = _segment_of(last, SHORT, LONG, LONG_FROM) + 1 - start_segment
-    tl.store(first_segment + row, start_segment, mask=m_r)
-    tl.store(num_segments + row, tl.where(exists, count, 0), mask=m_r)
-    if NUM_WORDS > 0:
-        _store_words(ancestor_words, ancestors, row, m_r, depth, exists, width, window, NUM_WORDS, BLOCK_R)
-    elif not CHAIN:
-        root_tile = context_len // BLOCK_N * BLOCK_N
-        key_lo = tl.maximum(root_tile, start // BLOCK_N * BLOCK_N)
-        first_of_row = _segment_of(key_lo, SHORT, LONG, LONG_FROM)
-        for k in range(num_node_segments):
-            segment = first_of_row + k
-            begin = _start_of(segment, SHORT, LONG, LONG_FROM)
-            lo = tl.maximum(key_lo, begin)
-            hi = tl.minimum(position + 1, _start_of(segment + 1, SHORT, LONG, LONG_FROM))
-            hi = tl.where(exists, hi, 0)
-            # A row whose window starts at the root's tile or later has no packed item to continue.
-            continues = ((lo > begin) & (start < root_tile)).to(tl.int32)
-            for tile in tl.static_range(TILES_OF_GROUP):
-                index = (k * num_requests * num_rows + row) * TILES_OF_GROUP + tile
-                m_lo = row * GROUP + tile * BLOCK_M
-                m_hi = tl.minimum(m_lo + BLOCK_M, (row + 1) * GROUP)
-                _store_items(node_items, index, m_r, request, row, m_lo, m_hi, lo, hi, segment, continues)
-
-
 # Sizes of the batch and the tree are not specialised: one binary for every layout.
 @triton.jit(
     do_not_specialize=[
@@ -262,7 +183,8 @@ def lay_out_pass(
     BLOCK_R: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """The programs of a request: one per M tile for its packed items, then one per BLOCK_R rows."""
+    """The programs of a request: one per M tile for its packed items, then one per BLOCK_R rows for their positions,
+    slots, segments and node items."""
     request = tl.program_id(0)
     i_part = tl.program_id(1)
     context_len = tl.load(context_lens + request)
@@ -295,38 +217,43 @@ def lay_out_pass(
             BLOCK_S,
         )
     else:
-        _place_rows(
-            page_table,
-            depths,
-            row_slots,
-            ancestors,
-            positions,
-            slots,
-            ancestor_words,
-            first_segment,
-            num_segments,
-            node_items,
-            request,
-            i_part - num_tiles,
-            context_len,
-            num_requests,
-            num_rows,
-            width,
-            max_context,
-            tree_slots,
-            num_slots,
-            num_node_segments,
-            window,
-            stride_page_table,
-            CHAIN,
-            NUM_WORDS,
-            GROUP,
-            PAGE_SIZE,
-            BLOCK_M,
-            BLOCK_N,
-            SHORT,
-            LONG,
-            LONG_FROM,
-            TILES_OF_GROUP,
-            BLOCK_R,
+        o_r = (i_part - num_tiles) * BLOCK_R + tl.arange(0, BLOCK_R)
+        m_r = o_r < num_rows
+        row = request * num_rows + o_r
+        depth, slot, exists = _load_rows(
+            depths, row_slots, row, m_r, context_len, width, max_context, tree_slots, num_slots
         )
+        position = context_len + depth
+        page = tl.load(page_table + request.to(tl.int64) * stride_page_table + slot // PAGE_SIZE, mask=exists, other=0)
+        own_slot = page.to(tl.int64) * PAGE_SIZE + slot % PAGE_SIZE
+        tl.store(positions + row, tl.where(exists, position, 0), mask=m_r)
+        tl.store(slots + row, tl.where(exists, own_slot, 0), mask=m_r)
+        start = tl.maximum(position - window + 1, 0)
+        last = position
+        if NUM_WORDS > 0:
+            # Columns are slots, and no tree slot precedes the root's.
+            start = tl.minimum(start, context_len)
+            last = slot
+        start_segment = _segment_of(start, SHORT, LONG, LONG_FROM)
+        count = _segment_of(last, SHORT, LONG, LONG_FROM) + 1 - start_segment
+        tl.store(first_segment + row, start_segment, mask=m_r)
+        tl.store(num_segments + row, tl.where(exists, count, 0), mask=m_r)
+        if NUM_WORDS > 0:
+            _store_words(ancestor_words, ancestors, row, m_r, depth, exists, width, window, NUM_WORDS, BLOCK_R)
+        elif not CHAIN:
+            root_tile = context_len // BLOCK_N * BLOCK_N
+            key_lo = tl.maximum(root_tile, start // BLOCK_N * BLOCK_N)
+            first_of_row = _segment_of(key_lo, SHORT, LONG, LONG_FROM)
+            for k in range(num_node_segments):
+                segment = first_of_row + k
+                begin = _start_of(segment, SHORT, LONG, LONG_FROM)
+                lo = tl.maximum(key_lo, begin)
+                hi = tl.minimum(position + 1, _start_of(segment + 1, SHORT, LONG, LONG_FROM))
+                hi = tl.where(exists, hi, 0)
+                # A row whose window starts at the root's tile or later has no packed item to continue.
+                continues = ((lo > begin) & (start < root_tile)).to(tl.int32)
+                for tile in tl.static_range(TILES_OF_GROUP):
+                    index = (k * num_requests * num_rows + row) * TILES_OF_GROUP + tile
+                    m_lo = row * GROUP + tile * BLOCK_M
+                    m_hi = tl.minimum(m_lo + BLOCK_M, (row + 1) * GROUP)
+                    _store_items(node_items, index, m_r, request, row, m_lo, m_hi, lo, hi, segment, continues)

@@ -10,7 +10,7 @@ decoding is one row of depth 0 with ancestors [[0]]; a prefill chunk is a chain.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,6 +28,15 @@ from treespec_kernels.launch.triton_launch import (
     require_triton,
 )
 from treespec_kernels.linear.activations import soft_cap
+
+
+class PassTables(NamedTuple):
+    """The int32 tables of a pass; see `tree_attention_ref`."""
+
+    row_request: torch.Tensor
+    context_lens: torch.Tensor
+    page_table: torch.Tensor
+    depths: torch.Tensor
 
 
 def tree_attention_ref(
@@ -65,7 +74,8 @@ def tree_attention_ref(
     Raises:
         ValueError: a shape, dtype or device that does not fit, an empty window.
     """
-    check_tree_attention(q, k_cache, v_cache, row_request, context_lens, page_table, depths, ancestors)
+    check_pass(q, k_cache, v_cache, PassTables(row_request, context_lens, page_table, depths))
+    check_ancestors(q, ancestors)
     check_window(window)
     check_cap("score_cap", score_cap)
     page_size, group = k_cache.shape[2], q.shape[1] // k_cache.shape[1]
@@ -114,40 +124,28 @@ def tree_attention_triton(
     Raises:
         ValueError: a shape, dtype, stride or device that does not fit, or triton that cannot run here.
     """
-    check_tree_attention(q, k_cache, v_cache, row_request, context_lens, page_table, depths, ancestors)
+    tables = PassTables(row_request, context_lens, page_table, depths)
+    check_pass(q, k_cache, v_cache, tables)
+    check_ancestors(q, ancestors)
     check_plan(q, k_cache, out, window, False, plan)
     check_cap("score_cap", score_cap)
     check_last_strides(ancestors=ancestors)
     require_triton("tree_attention")
     from treespec_kernels.attention.tree_attention_kernels import attend_items
 
-    caches = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
-    tables = {"context_lens": context_lens, "page_table": page_table, "depths": depths}
-    return run_plan(
-        "tree_attention",
-        attend_items,
-        **caches,
-        **tables,
-        seen=ancestors,
-        scale=scale,
-        score_cap=score_cap,
-        plan=plan,
-        out=out,
-        pdl=pdl,
-    )
+    launch = {"scale": scale, "score_cap": score_cap, "plan": plan, "out": out, "pdl": pdl}
+    return run_plan("tree_attention", attend_items, q, k_cache, v_cache, tables, ancestors, **launch)
 
 
 def run_plan(
     op: str,
     kernel: Any,
-    *,
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    context_lens: torch.Tensor,
-    page_table: torch.Tensor,
-    depths: torch.Tensor,
+    tables: PassTables,
     seen: torch.Tensor,
+    *,
     scale: float,
     score_cap: float | None,
     plan: TreeAttentionPlan,
@@ -157,15 +155,9 @@ def run_plan(
     """Runs a kernel over the plan's items, then combines the segments. `seen` is the kernel's table of the nodes that
     each row sees: ancestors or ancestor words."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
-    check_last_strides(
-        q=q,
-        k_cache=k_cache,
-        v_cache=v_cache,
-        out=out,
-        context_lens=context_lens,
-        page_table=page_table,
-        depths=depths,
-    )
+    _, context_lens, page_table, depths = tables
+    check_last_strides(q=q, k_cache=k_cache, v_cache=v_cache, out=out)
+    check_last_strides(context_lens=context_lens, page_table=page_table, depths=depths)
     from treespec_kernels.attention.tree_attention_kernels import combine_segments
 
     check_launch(op, kernel, q)
@@ -264,35 +256,17 @@ def check_plan(
         raise ValueError(f"out is {list(out.shape)} {out.dtype} on {out.device}; expected that of q")
 
 
-def check_tree_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    row_request: torch.Tensor,
-    context_lens: torch.Tensor,
-    page_table: torch.Tensor,
-    depths: torch.Tensor,
-    ancestors: torch.Tensor,
-) -> None:
-    """Host-side checks of shapes, dtypes and devices; values on a device are never read."""
-    tables = {"row_request": row_request, "context_lens": context_lens, "page_table": page_table, "depths": depths}
-    check_pass(q, k_cache, v_cache, **tables)
+def check_ancestors(q: torch.Tensor, ancestors: torch.Tensor) -> None:
+    """Raises ValueError if `ancestors` does not fit q's rows."""
     if ancestors.dim() != 2 or ancestors.shape[0] != len(q):
         raise ValueError(f"ancestors has shape {list(ancestors.shape)}; expected [{len(q)}, max_depth + 1]")
     check_integers(q, torch.int32, ancestors=ancestors)
 
 
-def check_pass(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    *,
-    row_request: torch.Tensor,
-    context_lens: torch.Tensor,
-    page_table: torch.Tensor,
-    depths: torch.Tensor,
-) -> None:
-    """The checks shared by `tree_attention` and `tree_attention_masked`."""
+def check_pass(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, tables: PassTables) -> None:
+    """Host-side checks of shapes, dtypes and devices, shared by `tree_attention` and `tree_attention_masked`; values on
+    a device are never read."""
+    row_request, context_lens, page_table, depths = tables
     if q.dim() != 3:
         raise ValueError(f"q has shape {list(q.shape)}; expected [num_rows, num_heads, head_dim]")
     num_rows, num_heads, head_dim = q.shape
@@ -318,8 +292,7 @@ def check_pass(
             raise ValueError(f"{name} has dtype {tensor.dtype} and q {q.dtype}; they must be equal")
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device} and q on {q.device}; move it there")
-    tables = {"row_request": row_request, "context_lens": context_lens, "page_table": page_table, "depths": depths}
-    check_integers(q, torch.int32, **tables)
+    check_integers(q, torch.int32, **tables._asdict())
 
 
 def check_integers(q: torch.Tensor, dtype: torch.dtype, **tensors: torch.Tensor) -> None:

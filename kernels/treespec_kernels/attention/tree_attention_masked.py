@@ -13,7 +13,14 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from treespec_kernels.attention.tree_attention import check_cap, check_integers, check_pass, check_plan, run_plan
+from treespec_kernels.attention.tree_attention import (
+    PassTables,
+    check_cap,
+    check_integers,
+    check_pass,
+    check_plan,
+    run_plan,
+)
 from treespec_kernels.attention.tree_attention_plan import MAX_NODES, TreeAttentionPlan, check_window
 from treespec_kernels.launch.triton_launch import check_last_strides, require_triton
 
@@ -78,8 +85,8 @@ def tree_attention_masked_triton(
     Raises:
         ValueError: a shape, dtype, stride or device that does not fit, or triton that cannot run here.
     """
-    tables = {"context_lens": context_lens, "page_table": page_table, "depths": depths}
-    check_pass(q, k_cache, v_cache, row_request=row_request, **tables)
+    tables = PassTables(row_request, context_lens, page_table, depths)
+    check_pass(q, k_cache, v_cache, tables)
     check_plan(q, k_cache, out, window, True, plan)
     check_cap("score_cap", score_cap)
     most = num_words(MAX_NODES)
@@ -93,16 +100,5 @@ def tree_attention_masked_triton(
     require_triton("tree_attention_masked")
     from treespec_kernels.attention.tree_attention_masked_kernels import attend_masked_items
 
-    caches = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
-    return run_plan(
-        "tree_attention_masked",
-        attend_masked_items,
-        **caches,
-        **tables,
-        seen=ancestor_words,
-        scale=scale,
-        score_cap=score_cap,
-        plan=plan,
-        out=out,
-        pdl=pdl,
-    )
+    launch = {"scale": scale, "score_cap": score_cap, "plan": plan, "out": out, "pdl": pdl}
+    return run_plan("tree_attention_masked", attend_masked_items, q, k_cache, v_cache, tables, ancestor_words, **launch)

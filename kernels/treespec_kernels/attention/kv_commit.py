@@ -12,7 +12,13 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from treespec_kernels.launch.triton_launch import block_of_head_dim, check_last_strides, check_launch, require_triton
+from treespec_kernels.launch.triton_launch import (
+    block_of_head_dim,
+    check_last_strides,
+    check_launch,
+    check_tensors,
+    require_triton,
+)
 
 BLOCK_J = 16  # path steps per block of loads: most paths fit in one
 NUM_WARPS = 4
@@ -147,8 +153,4 @@ def check_kv_commit(
         if tuple(tensor.shape) != (num_requests,):
             raise ValueError(f"{name} has shape {list(tensor.shape)}; expected [{num_requests}] as in page_table")
     named = {"page_table": page_table, "context_lens": context_lens, "paths": paths, "path_lens": path_lens}
-    for name, tensor in named.items():
-        if tensor.dtype != torch.int32:
-            raise ValueError(f"{name} has dtype {tensor.dtype}; convert it to torch.int32")
-        if tensor.device != kv_cache.device:
-            raise ValueError(f"{name} is on {tensor.device} and kv_cache on {kv_cache.device}; move it there")
+    check_tensors("kv_cache", kv_cache.device, torch.int32, **named)

@@ -30,7 +30,13 @@ from treespec_kernels.attention.tree_attention_plan import (
     check_window,
     group_of,
 )
-from treespec_kernels.launch.triton_launch import check_last_strides, check_launch, require_triton, target_of
+from treespec_kernels.launch.triton_launch import (
+    check_last_strides,
+    check_launch,
+    check_tensors,
+    require_triton,
+    target_of,
+)
 
 BLOCK_R = 64  # rows per program
 BLOCK_S = 32  # segments per step of a program: 8192 positions in segments of 256
@@ -294,13 +300,8 @@ class DeviceLayout:
                 raise ValueError(f"{name} has shape {list(tensor.shape)}; this layout is for {list(shape)}")
             if not tensor.is_contiguous():
                 raise ValueError(f"{name} has strides {tensor.stride()}; make it contiguous")
-        for name, tensor in (
-            {name: tensor for name, (tensor, _) in named.items()} | {"page_table": page_table}
-        ).items():
-            if tensor.dtype != torch.int32:
-                raise ValueError(f"{name} has dtype {tensor.dtype}; convert it to torch.int32")
-            if tensor.device != self.slots.device:
-                raise ValueError(f"{name} is on {tensor.device} and the layout on {self.slots.device}; move it there")
+        tables = {name: tensor for name, (tensor, _) in named.items()} | {"page_table": page_table}
+        check_tensors("the layout", self.slots.device, torch.int32, **tables)
 
 
 def constants(

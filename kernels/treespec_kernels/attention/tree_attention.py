@@ -22,8 +22,10 @@ from treespec_kernels.attention.tree_attention_plan import check_window
 from treespec_kernels.attention.tree_attention_plan import plan_tree_attention as plan_tree_attention
 from treespec_kernels.launch.triton_launch import (
     block_of_head_dim,
+    check_alike,
     check_last_strides,
     check_launch,
+    check_tensors,
     launch_options,
     require_triton,
 )
@@ -260,7 +262,7 @@ def check_ancestors(q: torch.Tensor, ancestors: torch.Tensor) -> None:
     """Raises ValueError if `ancestors` does not fit q's rows."""
     if ancestors.dim() != 2 or ancestors.shape[0] != len(q):
         raise ValueError(f"ancestors has shape {list(ancestors.shape)}; expected [{len(q)}, max_depth + 1]")
-    check_integers(q, torch.int32, ancestors=ancestors)
+    check_tensors("q", q.device, torch.int32, ancestors=ancestors)
 
 
 def check_pass(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, tables: PassTables) -> None:
@@ -287,18 +289,5 @@ def check_pass(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, ta
     for name, tensor in (("row_request", row_request), ("depths", depths)):
         if tuple(tensor.shape) != (num_rows,):
             raise ValueError(f"{name} has shape {list(tensor.shape)}; expected [{num_rows}] as q has {num_rows} rows")
-    for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if tensor.dtype != q.dtype:
-            raise ValueError(f"{name} has dtype {tensor.dtype} and q {q.dtype}; they must be equal")
-        if tensor.device != q.device:
-            raise ValueError(f"{name} is on {tensor.device} and q on {q.device}; move it there")
-    check_integers(q, torch.int32, **tables._asdict())
-
-
-def check_integers(q: torch.Tensor, dtype: torch.dtype, **tensors: torch.Tensor) -> None:
-    """Raises ValueError if a tensor has another dtype, or is not on q's device."""
-    for name, tensor in tensors.items():
-        if tensor.dtype != dtype:
-            raise ValueError(f"{name} has dtype {tensor.dtype}; convert it to {dtype}")
-        if tensor.device != q.device:
-            raise ValueError(f"{name} is on {tensor.device} and q on {q.device}; move it there")
+    check_alike("q", q, k_cache=k_cache, v_cache=v_cache)
+    check_tensors("q", q.device, torch.int32, **tables._asdict())

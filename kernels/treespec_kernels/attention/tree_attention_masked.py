@@ -16,13 +16,12 @@ import torch
 from treespec_kernels.attention.tree_attention import (
     PassTables,
     check_cap,
-    check_integers,
     check_pass,
     check_plan,
     run_plan,
 )
 from treespec_kernels.attention.tree_attention_plan import MAX_NODES, TreeAttentionPlan, check_window
-from treespec_kernels.launch.triton_launch import check_last_strides, require_triton
+from treespec_kernels.launch.triton_launch import check_last_strides, check_tensors, require_triton
 
 WORD_BITS = 64
 
@@ -95,7 +94,7 @@ def tree_attention_masked_triton(
             f"ancestor_words has shape {list(ancestor_words.shape)}; expected [{len(q)}, words] with 1 to {most} "
             f"words: a tree has {MAX_NODES} nodes at most"
         )
-    check_integers(q, torch.int64, ancestor_words=ancestor_words)
+    check_tensors("q", q.device, torch.int64, ancestor_words=ancestor_words)
     check_last_strides(ancestor_words=ancestor_words)
     require_triton("tree_attention_masked")
     from treespec_kernels.attention.tree_attention_masked_kernels import attend_masked_items

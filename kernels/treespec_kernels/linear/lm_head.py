@@ -16,7 +16,13 @@ from typing import NamedTuple
 import torch
 
 from treespec_kernels.launch.tile_config import TileConfig
-from treespec_kernels.launch.triton_launch import check_last_strides, check_launch, launch_options, require_triton
+from treespec_kernels.launch.triton_launch import (
+    check_alike,
+    check_last_strides,
+    check_launch,
+    launch_options,
+    require_triton,
+)
 from treespec_kernels.linear.activations import soft_cap
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -249,7 +255,4 @@ def check_lm_head(x: torch.Tensor, weight: torch.Tensor, logit_cap: float | None
         raise ValueError(f"weight has shape {list(weight.shape)}; no size may be 0")
     if x.dtype not in _DTYPES:
         raise ValueError(f"x has dtype {x.dtype}; use torch.float16, torch.bfloat16 or torch.float32")
-    if weight.dtype != x.dtype:
-        raise ValueError(f"weight has dtype {weight.dtype} and x {x.dtype}; they must be equal")
-    if weight.device != x.device:
-        raise ValueError(f"weight is on {weight.device} and x on {x.device}; move it there")
+    check_alike("x", x, weight=weight)

@@ -15,6 +15,7 @@ import torch
 
 from treespec_kernels.launch.rows import alignment, check_alignment, group_stride, row_strides
 from treespec_kernels.launch.triton_launch import (
+    check_alike,
     check_last_strides,
     check_launch,
     launch_options,
@@ -293,10 +294,4 @@ def check_row_linear(
         if weight.values.device != x.device:
             raise ValueError(f"weight is on {weight.values.device} and x on {x.device}; move it there")
     dense = None if isinstance(weight, QuantizedWeight) else weight
-    for name, tensor in (("weight", dense), ("bias", bias), ("residual", residual)):
-        if tensor is None:
-            continue
-        if tensor.dtype != x.dtype:
-            raise ValueError(f"{name} has dtype {tensor.dtype} and x {x.dtype}; they must be equal")
-        if tensor.device != x.device:
-            raise ValueError(f"{name} is on {tensor.device} and x on {x.device}; move it there")
+    check_alike("x", x, weight=dense, bias=bias, residual=residual)

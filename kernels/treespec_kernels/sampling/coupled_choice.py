@@ -18,12 +18,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from treespec_kernels.launch.triton_launch import check_last_strides, check_launch, require_triton
+from treespec_kernels.launch.rows import FLOAT_TYPES
+from treespec_kernels.launch.triton_launch import check_last_strides, check_launch, check_tensors, require_triton
 
 BLOCK_V = 1024  # tokens per program: one Philox block of 8 per thread, 126 programs for one row of 128 k
 NUM_WARPS = 4
-
-_SCORE_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class CoupledChoice(NamedTuple):
@@ -174,6 +173,14 @@ def block_of_blocks(vocab: int) -> int:
     return 1 << (-(-vocab // BLOCK_V) - 1).bit_length()
 
 
+def check_rows_of_vocab(name: str, rows: torch.Tensor) -> None:
+    """Raises ValueError if `rows` is not [rows, vocab] in a floating dtype that the kernels support."""
+    if rows.dim() != 2 or rows.shape[1] == 0:
+        raise ValueError(f"{name} has shape {list(rows.shape)}; expected [rows, vocab] with a vocab of 1 or more")
+    if rows.dtype not in FLOAT_TYPES:
+        raise ValueError(f"{name} has dtype {rows.dtype}; convert it to torch.float32, torch.bfloat16 or torch.float16")
+
+
 def check_coupled_choice(
     scores: torch.Tensor,
     temperatures: torch.Tensor,
@@ -182,18 +189,10 @@ def check_coupled_choice(
     positions: torch.Tensor,
 ) -> None:
     """Host-side checks of shapes, dtypes and devices; values on a device are never read."""
-    if scores.dim() != 2 or scores.shape[1] == 0:
-        raise ValueError(f"scores has shape {list(scores.shape)}; expected [rows, vocab] with a vocab of 1 or more")
-    if scores.dtype not in _SCORE_TYPES:
-        raise ValueError(
-            f"scores has dtype {scores.dtype}; convert it to torch.float32, torch.bfloat16 or torch.float16"
-        )
+    check_rows_of_vocab("scores", scores)
     integers = {"seeds": seeds, "samples": samples, "positions": positions}
     for name, tensor in ({"temperatures": temperatures} | integers).items():
         if tuple(tensor.shape) != scores.shape[:1]:
             raise ValueError(f"{name} has shape {list(tensor.shape)}; expected [{scores.shape[0]}] as in scores")
-        dtype = torch.int64 if name in integers else torch.float32
-        if tensor.dtype != dtype:
-            raise ValueError(f"{name} has dtype {tensor.dtype}; convert it to {dtype}")
-        if tensor.device != scores.device:
-            raise ValueError(f"{name} is on {tensor.device} and scores on {scores.device}; move it there")
+    check_tensors("scores", scores.device, torch.float32, temperatures=temperatures)
+    check_tensors("scores", scores.device, torch.int64, **integers)

@@ -17,15 +17,13 @@ import torch
 
 from treespec_kernels.launch.triton_launch import check_last_strides, check_launch, require_triton
 from treespec_kernels.linear.lm_head import BlockStats, check_block_stats
-from treespec_kernels.sampling.coupled_choice import check_coupled_choice, coupled_values_ref
+from treespec_kernels.sampling.coupled_choice import check_coupled_choice, check_rows_of_vocab, coupled_values_ref
 
 MAX_K = 16
 BLOCK = 128  # tokens per block: for a vocabulary of 128 k, compares 1,002 blocks and then at most 2,048 tokens
 SPAN = 1024  # tokens per program of the summary: one Philox block of 8 per thread
 SUMMARY_WARPS = 4
 SELECT_WARPS = 8  # with noise, 16 blocks spill in 4 warps
-
-_LOGIT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class RowTopk(NamedTuple):
@@ -186,12 +184,7 @@ def check_row_topk(
     positions: torch.Tensor | None,
 ) -> None:
     """Host-side checks of k, shapes, dtypes and devices; values on a device are never read."""
-    if logits.dim() != 2 or logits.shape[1] == 0:
-        raise ValueError(f"logits has shape {list(logits.shape)}; expected [rows, vocab] with a vocab of 1 or more")
-    if logits.dtype not in _LOGIT_TYPES:
-        raise ValueError(
-            f"logits has dtype {logits.dtype}; convert it to torch.float32, torch.bfloat16 or torch.float16"
-        )
+    check_rows_of_vocab("logits", logits)
     if not 1 <= k <= min(MAX_K, logits.shape[1]):
         raise ValueError(f"k is {k}; it must be 1 to {MAX_K} and at most the vocabulary's {logits.shape[1]}")
     noise = {"temperatures": temperatures, "seeds": seeds, "samples": samples, "positions": positions}

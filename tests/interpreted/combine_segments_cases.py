@@ -6,17 +6,13 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from triton.runtime.interpreter import InterpretedFunction
 
+from tests.interpreted.common import DEVICE, assert_near, each_dtype
 from treespec_kernels.attention.tree_attention_kernels import combine_segments
 from treespec_kernels.launch.triton_launch import block_of_head_dim, launch_options
-from treespec_kernels.tuning.testing import assert_close
 
-INTERPRETED = isinstance(combine_segments, InterpretedFunction)
-DEVICE = "cpu" if INTERPRETED else "cuda"
 HEADS = 3
 BOUNDS = {torch.float32: (2e-6, 5e-7), torch.float16: (1e-2, 1e-3), torch.bfloat16: (8e-2, 8e-3)}
-DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
 # A chunk is 16 segments, of heads above 128 it is 8.
 COUNTS = [16, 0, 1, 33, 7, 8, 56, 9, 0, 15, 17, 24, 2, 31, 32, 40, 48, 49]
 
@@ -97,18 +93,16 @@ def expected_of(partials: Partials) -> torch.Tensor:
     return (acc * weights[..., None]).sum(dim=0) / (total * weights).sum(dim=0)[:, None]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+@each_dtype
 @pytest.mark.parametrize("head_dim", [16, 48, 64, 80, 128, 256])
 def test_any_number_of_segments(head_dim: int, dtype: torch.dtype) -> None:
     rows = all_partials(head_dim)
     out = combine(rows, dtype)
-    max_error, rms_error = BOUNDS[dtype]
     for row, partials in enumerate(rows):
         if COUNTS[row] == 0:
             assert torch.equal(out[row], torch.zeros_like(out[row]))
         else:
-            expected = expected_of(partials).to(dtype)
-            assert_close(out[row], expected, max_error=max_error, rms_error=rms_error)
+            assert_near(out[row], expected_of(partials).to(dtype), BOUNDS)
 
 
 @pytest.mark.parametrize("head_dim", [16, 64, 256])
@@ -133,8 +127,7 @@ def test_segments_without_a_key_change_nothing(head_dim: int) -> None:
     before = [joined(of_no_key(32, head_dim), partials) for partials in rows]  # whole chunks: the others stay together
     assert torch.equal(combine(before), out)
     before = [joined(of_no_key(5, head_dim), partials, of_no_key(1, head_dim)) for partials in rows]
-    max_error, rms_error = BOUNDS[torch.float32]
-    assert_close(combine(before), out, max_error=max_error, rms_error=rms_error)
+    assert_near(combine(before), out, BOUNDS)
 
 
 def test_a_nan_of_its_own_stays_with_its_row_and_head() -> None:

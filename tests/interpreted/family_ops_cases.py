@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.interpreted.common import INTERPRETED, assert_near, device_of, each_dtype
 from treespec_kernels.attention.qkv_rope import HeadNorm, qkv_rope_ref, qkv_rope_triton
 from treespec_kernels.attention.tree_attention import (
     TreeAttentionConfig,
@@ -21,17 +22,14 @@ from treespec_kernels.linear.activations import ACTIVATIONS
 from treespec_kernels.linear.lm_head import BlockStats, LmHeadConfig, block_stats_ref, lm_head_ref, lm_head_triton
 from treespec_kernels.linear.rms_norm import rms_norm_ref, rms_norm_triton
 from treespec_kernels.linear.row_linear import RowLinearConfig, row_linear_ref, row_linear_triton
-from treespec_kernels.tuning.testing import assert_close, tree_attention_inputs, tree_parents
+from treespec_kernels.tuning.testing import tree_attention_inputs, tree_parents
 
 IMPLEMENTATION = os.environ["TREESPEC_FAMILY_OPS"]
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if IMPLEMENTATION != "triton" or INTERPRETED else "cuda"
-DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
+DEVICE = device_of(IMPLEMENTATION)
 EPS = 1e-5
 # (max, rms) error relative to the RMS of the result: roundings of the stream, of what it takes up and of the norm.
 BOUNDS = {torch.float32: (1e-5, 2e-6), torch.float16: (1e-2, 1e-3), torch.bfloat16: (8e-2, 8e-3)}
 
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 triton_alone = pytest.mark.skipif(IMPLEMENTATION == "ref", reason="torch's sums follow the shape")
 
 
@@ -41,8 +39,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    max_error, rms_error = BOUNDS[actual.dtype]
-    assert_close(actual, expected.to(actual.dtype), max_error=max_error, rms_error=rms_error)
+    assert_near(actual, expected.to(actual.dtype), BOUNDS)
 
 
 # --- norms
@@ -63,7 +60,7 @@ def normed(x: torch.Tensor, residual: torch.Tensor, **options: Any) -> torch.Ten
     return op(x, options.pop("weight"), EPS, residual=residual, **options)
 
 
-@dtypes
+@each_dtype
 @pytest.mark.parametrize("kind", ["rms", "rms_plus_one", "layer"])
 def test_norms(kind: str, dtype: torch.dtype) -> None:
     """Against torch in float64; a mean of 3 shows whether it is taken away."""
@@ -90,7 +87,7 @@ def test_norms(kind: str, dtype: torch.dtype) -> None:
         assert out.dtype == dtype
 
 
-@dtypes
+@each_dtype
 @triton_alone
 @pytest.mark.parametrize("kind", ["rms_plus_one", "layer"])
 def test_a_normed_row_has_the_same_bits_alone(kind: str, dtype: torch.dtype) -> None:
@@ -123,7 +120,7 @@ def turned(
     return q, kv
 
 
-@dtypes
+@each_dtype
 def test_norms_of_heads(dtype: torch.dtype) -> None:
     heads, head_dim = 5, 24
     qkv, weight = normal(2, 3, (heads + 2) * head_dim), 1 + normal(head_dim, dtype=dtype) / 4
@@ -165,7 +162,7 @@ def test_without_positions_heads_are_copied() -> None:
 # --- the MLP
 
 
-@dtypes
+@each_dtype
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "ungated"])
 @pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
 def test_activations(activation: str, gated: bool, dtype: torch.dtype) -> None:
@@ -193,7 +190,7 @@ def test_an_unknown_activation_is_refused() -> None:
 # --- caps
 
 
-@dtypes
+@each_dtype
 def test_capped_logits(dtype: torch.dtype) -> None:
     x, weight = normal(3, 48, dtype=dtype), normal(70, 48, dtype=dtype)
     config = LmHeadConfig(16, 32, 32, 4, 2, fixed_order_dot=INTERPRETED)
@@ -213,7 +210,7 @@ PARENTS = tree_parents("random", 4, torch.Generator().manual_seed(1))
 SMALL = TreeAttentionConfig(16, 16, 4, 2, SegmentPartition(32, 64, 64), fixed_order_dot=True)
 
 
-@dtypes
+@each_dtype
 @pytest.mark.parametrize("window", [None, 19])
 def test_capped_scores(window: int | None, dtype: torch.dtype) -> None:
     """The specification by its definition; the kernels of trees and of masked trees by the specification."""

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from triton.runtime.interpreter import InterpretedFunction
 
+from tests.interpreted.common import DEVICE, INF, INTERPRETED, NAN, each_dtype
 from treespec_kernels.linear.lm_head import (
     BlockStats,
     LmHead,
@@ -15,17 +15,11 @@ from treespec_kernels.linear.lm_head import (
     lm_head_ref,
     lm_head_triton,
 )
-from treespec_kernels.linear.lm_head_kernels import project_to_vocab
 from treespec_kernels.sampling.row_topk import row_topk_ref, row_topk_triton
 from treespec_kernels.tuning.testing import assert_close
 
-INTERPRETED = isinstance(project_to_vocab, InterpretedFunction)
-DEVICE = "cpu" if INTERPRETED else "cuda"
 pytestmark = pytest.mark.usefixtures("poisoned_allocations")
-DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
-every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 ERRORS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}  # one rounding of the largest logit
-INF, NAN = float("inf"), float("nan")
 
 SMALL = LmHeadConfig(block_m=16, block_n=16, block_k=16, num_warps=4, num_stages=2, fixed_order_dot=INTERPRETED)
 WIDE = replace(SMALL, block_n=512, block_k=32)
@@ -60,7 +54,7 @@ def check_stats(out: LmHead, config: LmHeadConfig) -> None:
     torch.testing.assert_close(out.stats.sums, expected.sums, rtol=1e-5, atol=0, equal_nan=False)
 
 
-@every_dtype
+@each_dtype
 @pytest.mark.parametrize("rows", [1, 2, 7, 33])
 @pytest.mark.parametrize("vocab, hidden", [(1, 24), (5, 16), (63, 40), (64, 32), (1000, 16), (4099, 33)])
 def test_logits_and_their_summary(rows: int, vocab: int, hidden: int, dtype: torch.dtype) -> None:
@@ -72,7 +66,7 @@ def test_logits_and_their_summary(rows: int, vocab: int, hidden: int, dtype: tor
     assert_close(out.logits, expected.logits, max_error=error, rms_error=error / 4)
 
 
-@every_dtype
+@each_dtype
 @pytest.mark.parametrize("groups", [1, 2, 3])
 def test_groups_are_heads_of_their_own(groups: int, dtype: torch.dtype) -> None:
     x, weight = inputs(18, 40, 24, dtype, groups)
@@ -84,7 +78,7 @@ def test_groups_are_heads_of_their_own(groups: int, dtype: torch.dtype) -> None:
         assert all(torch.equal(a[part], b) for a, b in zip(out.stats, alone.stats, strict=True))
 
 
-@every_dtype
+@each_dtype
 def test_a_row_has_its_bits_alone_and_in_company(dtype: torch.dtype) -> None:
     x, weight = inputs(33, 70, 40, dtype)
     company = project(x, weight)
@@ -161,7 +155,7 @@ def test_it_writes_into_given_buffers_and_nowhere_else() -> None:
     assert (around == 123.0).all()
 
 
-@every_dtype
+@each_dtype
 def test_its_summary_serves_row_topk(dtype: torch.dtype) -> None:
     out = project(*inputs(7, 100, 24, dtype))
     for k in (1, 5):

@@ -7,10 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from triton.runtime.interpreter import InterpretedFunction
 
+from tests.interpreted.common import DEVICE, INTERPRETED, NAN
 from treespec_kernels.attention.pass_layout import DeviceLayout, pass_layout_ref
-from treespec_kernels.attention.pass_layout_kernels import lay_out_pass
 from treespec_kernels.attention.tree_attention import (
     SegmentPartition,
     TreeAttentionConfig,
@@ -20,8 +19,6 @@ from treespec_kernels.attention.tree_attention import (
 from treespec_kernels.attention.tree_attention_masked import ancestor_masks, tree_attention_masked_triton
 from treespec_kernels.tuning.testing import TreeAttentionInputs, path_to, tree_attention_inputs, tree_parents
 
-INTERPRETED = isinstance(lay_out_pass, InterpretedFunction)
-DEVICE = "cpu" if INTERPRETED else "cuda"
 PAGE = 16
 
 # Segments [0, 32), [32, 64), [64, 128), [128, 192) ... in tiles of 16 positions: every border lies near. Segments of
@@ -74,7 +71,7 @@ class Padded:
             return whole
 
         by_request = (num_requests, rows_per_request)
-        self.q = padded(inputs.q, float("nan"))
+        self.q = padded(inputs.q, NAN)
         self.depths = padded(inputs.rows["depths"], -1).view(by_request)
         own = torch.tensor([node for chosen in nodes for node in chosen], dtype=torch.int32, device=DEVICE)
         self.row_slots = padded(own, GARBAGE).view(by_request)
@@ -100,14 +97,14 @@ class Padded:
         for buffer in (plan.packed_items, plan.node_items, plan.first_segment, plan.num_segments):
             buffer.fill_(-77)
         for buffer in (plan.partial_acc, plan.partial_max, plan.partial_sum):
-            buffer.fill_(float("nan"))
+            buffer.fill_(NAN)
         layout.positions.fill_(-77)
         layout.slots.fill_(-77)
         tree = (self.row_slots, self.ancestors) if given else ()
         arguments = layout.fill(self.context_lens, self.page_table, self.depths, *tree)
         for items in (plan.packed_items, plan.node_items):
             assert (items >= 0).all(), "every item is written"
-        out = torch.full_like(self.q, float("nan"))
+        out = torch.full_like(self.q, NAN)
         scale = self.inputs.rows["scale"]
         attend = tree_attention_triton if layout.tree_slots is None else tree_attention_masked_triton
         return attend(self.q, self.inputs.k_cache, self.inputs.v_cache, **arguments, scale=scale, out=out)

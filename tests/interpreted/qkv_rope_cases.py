@@ -7,21 +7,17 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from tests.interpreted.common import NAN, assert_near, device_of, each_dtype
 from treespec_kernels.attention.qkv_rope import qkv_rope_ref, qkv_rope_triton
-from treespec_kernels.tuning.testing import assert_close
 
 IMPLEMENTATION = os.environ["TREESPEC_QKV_ROPE"]
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if IMPLEMENTATION != "triton" or INTERPRETED else "cuda"
-DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
-MAX_POSITIONS, PAGE_SIZE, NUM_PAGES, NAN = 300, 4, 20, float("nan")
+DEVICE = device_of(IMPLEMENTATION)
+MAX_POSITIONS, PAGE_SIZE, NUM_PAGES = 300, 4, 20
 # (max, rms) error relative to the RMS of the output: one rounding of it.
 BOUNDS = {torch.float32: (3e-6, 3e-7), torch.float16: (5e-3, 5e-4), torch.bfloat16: (4e-2, 4e-3)}
 
 # (head_dim, query heads, KV heads)
 HEADS = [(2, 1, 1), (8, 8, 1), (16, 6, 2), (24, 3, 3), (64, 8, 2), (80, 4, 2), (128, 5, 1), (600, 2, 1)]
-
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 
 
 def angles(head_dim: int) -> torch.Tensor:
@@ -151,8 +147,7 @@ def assert_turns(inputs: Inputs, padding: int = 0) -> None:
     arguments = (by_ref.qkv, by_ref.rotation, by_ref.positions, by_ref.slots, by_ref.kv_layer, by_ref.q_out)
     qkv_rope_ref(*arguments, bias=by_ref.bias)
     real = slice(0, len(inputs.q_out) - padding)
-    max_error, rms_error = BOUNDS[inputs.q_out.dtype]
-    assert_close(written(inputs)[real], model(inputs)[real], max_error=max_error, rms_error=rms_error)
+    assert_near(written(inputs)[real], model(inputs)[real], BOUNDS)
     assert_same_bits(written(inputs)[real], written(by_ref)[real])
     assert_same_bits(inputs.q_out, by_ref.q_out)
 
@@ -162,46 +157,46 @@ def assert_turns(inputs: Inputs, padding: int = 0) -> None:
     assert_same_bits(inputs.pool, untouched.pool)
 
 
-@dtypes
+@each_dtype
 @pytest.mark.parametrize(("head_dim", "num_heads", "num_kv_heads"), HEADS)
 def test_rows_in_the_dtype(head_dim: int, num_heads: int, num_kv_heads: int, dtype: torch.dtype) -> None:
     for rows in (1, 2, 5):
         assert_turns(random_inputs(rows, head_dim, num_heads, num_kv_heads, dtype))
 
 
-@dtypes
+@each_dtype
 @pytest.mark.parametrize("group", range(1, 9))
 def test_groups_of_query_heads(group: int, dtype: torch.dtype) -> None:
     for num_kv_heads in (1, 3):
         assert_turns(random_inputs(2, 24, group * num_kv_heads, num_kv_heads, dtype))
 
 
-@dtypes
+@each_dtype
 @pytest.mark.parametrize("splits", [1, 2, 3, 4])
 def test_partial_sums_and_a_bias(splits: int, dtype: torch.dtype) -> None:
     for head_dim, groups in ((24, None), (64, 0), (80, 3)):
         assert_turns(random_inputs(3, head_dim, 4, 2, dtype, splits=splits, groups=groups))
 
 
-@dtypes
+@each_dtype
 @pytest.mark.parametrize("groups", [0, 1, 2, 3])
 def test_a_bias_by_group(groups: int, dtype: torch.dtype) -> None:
     assert_turns(random_inputs(6, 16, 4, 2, dtype, groups=groups))
 
 
-@dtypes
+@each_dtype
 def test_63_rows(dtype: torch.dtype) -> None:
     assert_turns(random_inputs(63, 16, 4, 2, dtype))
     assert_turns(random_inputs(63, 24, 2, 1, dtype, splits=2, groups=3))
 
 
-@dtypes
+@each_dtype
 def test_padding_rows_share_the_null_slot(dtype: torch.dtype) -> None:
     assert_turns(random_inputs(9, 24, 4, 2, dtype, padding=4), padding=4)
     assert_turns(random_inputs(3, 24, 4, 2, dtype, splits=2, groups=0, padding=3), padding=3)
 
 
-@dtypes
+@each_dtype
 def test_a_row_has_the_same_bits_in_every_pass(dtype: torch.dtype) -> None:
     for options in ({}, {"splits": 3, "groups": 3}):
         inputs = random_inputs(63, 24, 4, 2, dtype, **options)
@@ -214,7 +209,7 @@ def test_a_row_has_the_same_bits_in_every_pass(dtype: torch.dtype) -> None:
             assert torch.equal(written(alone), expected[chosen.to(DEVICE)])
 
 
-@dtypes
+@each_dtype
 def test_position_0_turns_nothing(dtype: torch.dtype) -> None:
     inputs = random_inputs(2, 24, 4, 2, dtype)
     inputs.positions.zero_()

@@ -4,10 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from triton.runtime.interpreter import InterpretedFunction
 
+from tests.interpreted.common import DEVICE, INTERPRETED, assert_near, each_dtype
 from treespec_kernels.linear.quantized import QuantizedWeight
-from treespec_kernels.linear.quantized_row_linear_kernels import multiply_quantized
 from treespec_kernels.linear.row_linear import (
     RowLinearConfig,
     row_linear_partials_triton,
@@ -16,13 +15,7 @@ from treespec_kernels.linear.row_linear import (
 )
 from treespec_kernels.tuning.testing import assert_close
 
-INTERPRETED = isinstance(multiply_quantized, InterpretedFunction)
-DEVICE = "cpu" if INTERPRETED else "cuda"
 SMALL = RowLinearConfig(16, 32, 32, split_k=1, num_warps=4, num_stages=2, fixed_order_dot=INTERPRETED)
-DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
-BOUNDS = {torch.float32: (1e-5, 1e-6), torch.float16: (1e-2, 1e-3), torch.bfloat16: (8e-2, 8e-3)}
-
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 # bits, inputs, groups of inputs, whether there are zero points
 each_form = pytest.mark.parametrize(
     "bits, inputs, groups, has_zero",
@@ -76,9 +69,7 @@ def test_against_ref(
         "silu_gate": out % 2 == 0,
     }
     expected = row_linear_ref(x, weight, **options)
-    actual = row_linear_triton(x, weight, **options, config=replace(SMALL, split_k=split_k))
-    max_error, rms_error = BOUNDS[dtype]
-    assert_close(actual, expected, max_error=max_error, rms_error=rms_error)
+    assert_near(row_linear_triton(x, weight, **options, config=replace(SMALL, split_k=split_k)), expected)
 
 
 @each_dtype

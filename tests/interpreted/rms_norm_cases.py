@@ -8,20 +8,17 @@ from functools import partial
 import pytest
 import torch
 
+from tests.interpreted.common import NAN, assert_near, device_of, each_dtype
 from treespec_kernels.linear.rms_norm import rms_norm_ref, rms_norm_triton
-from treespec_kernels.tuning.testing import assert_close
 
 IMPLEMENTATION = os.environ["TREESPEC_RMS_NORM"]
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if IMPLEMENTATION != "triton" or INTERPRETED else "cuda"
+DEVICE = device_of(IMPLEMENTATION)
 pytestmark = pytest.mark.usefixtures("poisoned_allocations")
-DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
 HIDDEN = [1, 63, 123, 256, 1000]
-EPS, NAN = 1e-5, float("nan")
+EPS = 1e-5
 # (max, rms) error relative to the RMS of the output: one rounding of it, or of the stream and of it.
 BOUNDS = {torch.float32: (1e-5, 1e-6), torch.float16: (5e-3, 5e-4), torch.bfloat16: (4e-2, 4e-3)}
 
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 not_of_ref = partial(pytest.mark.skipif, IMPLEMENTATION == "ref")
 
 
@@ -108,11 +105,10 @@ def assert_norms(inputs: Inputs) -> None:
     for row in range(rows):
         x = stream[row].double()
         expected[row] = x / (x.square().mean() + EPS).sqrt() * parameter_of(inputs.weight, row, rows).double()
-    max_error, rms_error = BOUNDS[out.dtype]
-    assert_close(out, expected, max_error=max_error, rms_error=rms_error)
+    assert_near(out, expected, BOUNDS)
 
 
-@dtypes
+@each_dtype
 @pytest.mark.parametrize("hidden", HIDDEN)
 def test_rows_in_the_dtype(hidden: int, dtype: torch.dtype) -> None:
     for rows in (1, 2, 7):
@@ -121,14 +117,14 @@ def test_rows_in_the_dtype(hidden: int, dtype: torch.dtype) -> None:
     assert_norms(replace(plain, residual=stream.residual))
 
 
-@dtypes
+@each_dtype
 @pytest.mark.parametrize("hidden", HIDDEN)
 def test_partial_sums_join_the_residual_in_place(hidden: int, dtype: torch.dtype) -> None:
     for splits in (1, 2, 3, 4):
         assert_norms(random_inputs(2, hidden, dtype, splits=splits, bias=splits % 2 == 0))
 
 
-@dtypes
+@each_dtype
 @pytest.mark.parametrize("groups", [1, 2, 3])
 def test_parameters_by_group(groups: int, dtype: torch.dtype) -> None:
     for rows in (groups, 4 * groups):
@@ -139,14 +135,14 @@ def test_parameters_by_group(groups: int, dtype: torch.dtype) -> None:
         assert_norms(replace(grouped, bias=random_inputs(1, 123, dtype, splits=1, bias=True).bias))
 
 
-@dtypes
+@each_dtype
 def test_63_rows(dtype: torch.dtype) -> None:
     assert_norms(random_inputs(63, 63, dtype))
     assert_norms(random_inputs(63, 256, dtype, splits=3, groups=3, bias=True))
 
 
 @not_of_ref(reason="torch's mean follows the shape")
-@dtypes
+@each_dtype
 @pytest.mark.parametrize("hidden", [63, 122, 256, 1000])
 def test_a_row_has_the_same_bits_in_every_pass(hidden: int, dtype: torch.dtype) -> None:
     rows = 63 if hidden == 256 else 9
@@ -170,7 +166,7 @@ def test_partials_are_added_from_the_left() -> None:
     assert (inputs.residual == 2.0).all()
 
 
-@dtypes
+@each_dtype
 def test_the_norm_is_of_the_rounded_stream(dtype: torch.dtype) -> None:
     """One element takes up less than half a unit in the last place of the stream, which would be 0.84 units in that of
     the result: it must stay equal to the others."""
@@ -191,7 +187,7 @@ def test_splits_may_lie_in_a_larger_buffer() -> None:
 
 
 @not_of_ref(reason="the specification returns new memory")
-@dtypes
+@each_dtype
 def test_nothing_else_is_written(dtype: torch.dtype) -> None:
     inputs = random_inputs(3, 123, dtype, splits=2, bias=True)
     assert inputs.bias is not None
@@ -206,7 +202,7 @@ def test_nothing_else_is_written(dtype: torch.dtype) -> None:
 
 
 @not_of_ref(reason="the specification returns new memory")
-@dtypes
+@each_dtype
 def test_rows_may_be_normed_in_place(dtype: torch.dtype) -> None:
     inputs = random_inputs(3, 123, dtype)
     expected = norm(inputs)

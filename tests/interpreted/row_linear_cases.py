@@ -6,29 +6,20 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from triton.runtime.interpreter import InterpretedFunction
 
+from tests.interpreted.common import DEVICE, INTERPRETED, NAN, assert_near, each_dtype
 from treespec_kernels.linear.row_linear import (
     RowLinearConfig,
     row_linear_partials_triton,
     row_linear_ref,
     row_linear_triton,
 )
-from treespec_kernels.linear.row_linear_kernels import multiply_rows
 from treespec_kernels.tuning.testing import assert_close
 
-INTERPRETED = isinstance(multiply_rows, InterpretedFunction)
-DEVICE = "cpu" if INTERPRETED else "cuda"
 pytestmark = pytest.mark.usefixtures("poisoned_allocations")
-NAN = float("nan")
 
 # In the interpreter a dot is BLAS, whose bits follow the shape of the whole product and its memory.
 SMALL = RowLinearConfig(16, 32, 32, split_k=1, num_warps=4, num_stages=2, fixed_order_dot=INTERPRETED)
-DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
-# (max, rms) error relative to the RMS of the result, for one rounding to the dtype.
-BOUNDS = {torch.float32: (1e-5, 1e-6), torch.float16: (1e-2, 1e-3), torch.bfloat16: (8e-2, 8e-3)}
-
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 
 
 class Layer(NamedTuple):
@@ -86,9 +77,7 @@ def compute(layer: Layer, config: RowLinearConfig | None) -> torch.Tensor:
 
 
 def assert_matches_ref(layer: Layer, config: RowLinearConfig | None) -> None:
-    max_error, rms_error = BOUNDS[layer.x.dtype]
-    expected = row_linear_ref(layer.x, layer.weight, **layer.options)
-    assert_close(compute(layer, config), expected, max_error=max_error, rms_error=rms_error)
+    assert_near(compute(layer, config), row_linear_ref(layer.x, layer.weight, **layer.options))
 
 
 @each_dtype

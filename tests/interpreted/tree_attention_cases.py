@@ -6,39 +6,21 @@ from typing import Any
 
 import pytest
 import torch
-from triton.runtime.interpreter import InterpretedFunction
 
+from tests.interpreted.common import DEVICE, INTERPRETED, assert_near, attention_inputs, each_dtype, poisoned_plan
 from treespec_kernels.attention.tree_attention import (
     PlanCapacity,
     SegmentPartition,
     TreeAttentionConfig,
-    TreeAttentionPlan,
-    plan_tree_attention,
     tree_attention_ref,
     tree_attention_triton,
 )
-from treespec_kernels.attention.tree_attention_kernels import attend_items
-from treespec_kernels.tuning.testing import (
-    TreeAttentionInputs,
-    assert_close,
-    path_to,
-    scattered_page_table,
-    tree_attention_inputs,
-    tree_parents,
-)
-
-INTERPRETED = isinstance(attend_items, InterpretedFunction)
-DEVICE = "cpu" if INTERPRETED else "cuda"
+from treespec_kernels.tuning.testing import TreeAttentionInputs, path_to, scattered_page_table, tree_parents
 
 # Segments [0, 32), [32, 64), [64, 128), [128, 192) ... in tiles of 16 positions: every border lies near.
 SMALL = TreeAttentionConfig(
     block_m=16, block_n=16, num_warps=4, num_stages=2, partition=SegmentPartition(short=32, long=64, long_from=64)
 )
-DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
-# (max, rms) error relative to the RMS of the output, for rounding P and the output to the dtype.
-BOUNDS = {torch.float32: (1e-5, 1e-6), torch.float16: (1e-2, 1e-3), torch.bfloat16: (8e-2, 8e-3)}
-
-tiny = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 
 
 def exact(config: TreeAttentionConfig) -> TreeAttentionConfig:
@@ -46,33 +28,16 @@ def exact(config: TreeAttentionConfig) -> TreeAttentionConfig:
     return replace(config, fixed_order_dot=INTERPRETED)
 
 
-def plan_of(inputs: TreeAttentionInputs, config: TreeAttentionConfig, **options: Any) -> TreeAttentionPlan:
-    plan = plan_tree_attention(
-        **inputs.plan,
-        num_heads=inputs.q.shape[1],
-        num_kv_heads=inputs.k_cache.shape[1],
-        head_dim=inputs.q.shape[2],
-        dtype=inputs.q.dtype,
-        device=inputs.q.device,
-        config=config,
-        **options,
-    )
-    for partial in (plan.partial_acc, plan.partial_max, plan.partial_sum):
-        partial.fill_(float("nan"))
-    return plan
-
-
 def attend(inputs: TreeAttentionInputs, config: TreeAttentionConfig, **options: Any) -> torch.Tensor:
     out = torch.full_like(inputs.q, float("nan"))
-    plan = plan_of(inputs, config, window=inputs.rows.get("window"), **options)
+    plan = poisoned_plan(inputs, config, window=inputs.rows.get("window"), **options)
     assert tree_attention_triton(inputs.q, inputs.k_cache, inputs.v_cache, **inputs.rows, plan=plan, out=out) is out
     return out
 
 
 def assert_matches_ref(inputs: TreeAttentionInputs, config: TreeAttentionConfig, **options: Any) -> None:
-    max_error, rms_error = BOUNDS[inputs.q.dtype]
     expected = tree_attention_ref(inputs.q, inputs.k_cache, inputs.v_cache, **inputs.rows)
-    assert_close(attend(inputs, config, **options), expected, max_error=max_error, rms_error=rms_error)
+    assert_near(attend(inputs, config, **options), expected)
 
 
 def trees(kinds: str, num_nodes: list[int]) -> list[list[int]]:
@@ -80,58 +45,35 @@ def trees(kinds: str, num_nodes: list[int]) -> list[list[int]]:
     return [tree_parents(kind, n, generator) for kind, n in zip(kinds.split(), num_nodes, strict=True)]
 
 
-@tiny
+@each_dtype
 @pytest.mark.parametrize("head_dim, num_heads, num_kv_heads", [(64, 6, 2), (48, 8, 1), (128, 2, 2), (64, 4, 1)])
 def test_against_ref(dtype: torch.dtype, head_dim: int, num_heads: int, num_kv_heads: int) -> None:
-    inputs = tree_attention_inputs(
-        [0, 33, 15, 70],
-        trees("random star chain random", [17, 3, 3, 1]),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        dtype=dtype,
-        device=DEVICE,
-    )
+    parents = trees("random star chain random", [17, 3, 3, 1])
+    inputs = attention_inputs([0, 33, 15, 70], parents, num_heads, num_kv_heads, head_dim, dtype)
     assert_matches_ref(inputs, SMALL)
 
 
 @pytest.mark.parametrize("kinds", ["chain star random", "star random chain", "random chain star"])
 def test_context_lengths_around_borders(kinds: str) -> None:
     lengths = [0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 128]
-    inputs = tree_attention_inputs(
-        lengths,
-        trees(" ".join([kinds] * 4), [3] * len(lengths)),
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=16,
-        dtype=torch.float32,
-        device=DEVICE,
-        page_size=8,
-    )
-    assert_matches_ref(inputs, SMALL)
+    parents = trees(" ".join([kinds] * 4), [3] * len(lengths))
+    assert_matches_ref(attention_inputs(lengths, parents, page_size=8), SMALL)
 
 
-@tiny
+@each_dtype
 def test_a_group_of_more_heads_than_one_m_tile(dtype: torch.dtype) -> None:
-    inputs = tree_attention_inputs(
-        [20], trees("random", [3]), num_heads=20, num_kv_heads=1, head_dim=16, dtype=dtype, device=DEVICE
-    )
-    assert_matches_ref(inputs, SMALL)
+    assert_matches_ref(attention_inputs([20], trees("random", [3]), num_heads=20, dtype=dtype), SMALL)
 
 
-@tiny
+@each_dtype
 def test_deep_chain_crosses_segments(dtype: torch.dtype) -> None:
-    inputs = tree_attention_inputs(
-        [27, 60], trees("chain chain", [50, 9]), num_heads=1, num_kv_heads=1, head_dim=16, dtype=dtype, device=DEVICE
-    )
+    inputs = attention_inputs([27, 60], trees("chain chain", [50, 9]), num_heads=1, dtype=dtype)
     assert_matches_ref(inputs, SMALL, chains=[True, False])
 
 
-@tiny
+@each_dtype
 def test_the_shipped_default(dtype: torch.dtype) -> None:
-    inputs = tree_attention_inputs(
-        [300], trees("random", [5]), num_heads=4, num_kv_heads=1, head_dim=64, dtype=dtype, device=DEVICE
-    )
+    inputs = attention_inputs([300], trees("random", [5]), num_heads=4, head_dim=64, dtype=dtype)
     assert_matches_ref(inputs, TreeAttentionConfig.default(dtype, 64))
 
 
@@ -189,7 +131,7 @@ def assert_bits_of_plain_decoding(
     assert not different, f"{len(different)} of {row} rows differ in bits:\n" + "\n".join(different)
 
 
-@tiny
+@each_dtype
 @pytest.mark.parametrize(
     "head_dim, num_heads, num_kv_heads, shapes",
     [
@@ -206,25 +148,13 @@ def test_a_tree_node_has_the_bits_of_plain_decoding(
     parts = [shape.replace(":", "@").split("@") for shape in shapes.split()]
     lengths = [int(length) for _, _, length in parts]
     parents = trees(" ".join(kind for kind, _, _ in parts), [int(n) for _, n, _ in parts])
-    inputs = tree_attention_inputs(
-        lengths,
-        parents,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        dtype=dtype,
-        device=DEVICE,
-        page_size=16,
-    )
-    config = exact(SMALL)
-    assert_bits_of_plain_decoding(inputs, parents, config)
+    inputs = attention_inputs(lengths, parents, num_heads, num_kv_heads, head_dim, dtype, page_size=16)
+    assert_bits_of_plain_decoding(inputs, parents, exact(SMALL))
 
 
-@tiny
+@each_dtype
 def test_bits_do_not_follow_the_batch_the_rows_or_the_chain_flag(dtype: torch.dtype) -> None:
-    shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "dtype": dtype, "device": DEVICE, "page_size": 16}
-    parents = trees("random chain", [11, 19])
-    inputs = tree_attention_inputs([45, 30], parents, **shape)
+    inputs = attention_inputs([45, 30], trees("random chain", [11, 19]), 4, 2, 32, dtype, page_size=16)
     config = exact(SMALL)
     out = attend(inputs, config)
     assert torch.equal(attend(inputs, config, chains=[False, True]), out)
@@ -245,9 +175,7 @@ def test_bits_do_not_follow_the_batch_the_rows_or_the_chain_flag(dtype: torch.dt
 @pytest.mark.parametrize("window", [1, 2, 7, 16, 17, 33, 64, 200])
 def test_windows(window: int) -> None:
     parents = trees("random chain star random", [7, 5, 3, 3])
-    inputs = tree_attention_inputs(
-        [64, 30, 79, 3], parents, num_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32, device=DEVICE
-    )
+    inputs = attention_inputs([64, 30, 79, 3], parents, num_heads=4, num_kv_heads=2)
     inputs.rows["window"] = window
     assert_matches_ref(inputs, SMALL)
     out = attend(inputs, exact(SMALL))
@@ -257,9 +185,7 @@ def test_windows(window: int) -> None:
 
 
 def test_what_lies_before_the_window_is_not_read() -> None:
-    inputs = tree_attention_inputs(
-        [200], trees("random", [5]), num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32, device=DEVICE
-    )
+    inputs = attention_inputs([200], trees("random", [5]))
     inputs.rows["window"] = 20
     out = attend(inputs, exact(SMALL))
     for cache in (inputs.k_cache, inputs.v_cache):
@@ -267,12 +193,11 @@ def test_what_lies_before_the_window_is_not_read() -> None:
     assert torch.equal(attend(inputs, exact(SMALL)), out)
 
 
-@tiny
+@each_dtype
 def test_a_plan_is_refilled_and_padding_rows_become_zero(dtype: torch.dtype) -> None:
-    shape = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "dtype": dtype, "device": DEVICE, "page_size": 16}
-    large = tree_attention_inputs([70, 20], trees("random star", [9, 3]), **shape)
-    plan = plan_of(large, SMALL, capacity=PlanCapacity(rows=12, packed_items=20, node_items=40, partials=80))
-    small = tree_attention_inputs([33, 0], trees("random chain", [5, 2]), **shape)
+    large = attention_inputs([70, 20], trees("random star", [9, 3]), dtype=dtype, page_size=16)
+    plan = poisoned_plan(large, SMALL, capacity=PlanCapacity(rows=12, packed_items=20, node_items=40, partials=80))
+    small = attention_inputs([33, 0], trees("random chain", [5, 2]), dtype=dtype, page_size=16)
     for inputs in (large, small):
         plan.refill(**inputs.plan)
         num_rows = len(inputs.q)
@@ -288,16 +213,7 @@ def test_a_plan_is_refilled_and_padding_rows_become_zero(dtype: torch.dtype) -> 
 
 
 def test_a_nan_of_its_own_request_reaches_only_the_rows_that_see_it() -> None:
-    inputs = tree_attention_inputs(
-        [17, 5],
-        trees("star random", [3, 4]),
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=16,
-        dtype=torch.float32,
-        device=DEVICE,
-        page_size=16,
-    )
+    inputs = attention_inputs([17, 5], trees("star random", [3, 4]), page_size=16)
     clean = attend(inputs, exact(SMALL))
     slot = 17 + 2
     inputs.v_cache[int(inputs.rows["page_table"][0, slot // 16]), :, slot % 16] = float("nan")
@@ -309,8 +225,6 @@ def test_a_nan_of_its_own_request_reaches_only_the_rows_that_see_it() -> None:
 
 @pytest.mark.skipif(not INTERPRETED, reason="about the interpreter")
 def test_bfloat16_is_refused_in_the_interpreter() -> None:
-    inputs = tree_attention_inputs(
-        [3], [[-1]], num_heads=1, num_kv_heads=1, head_dim=16, dtype=torch.bfloat16, device=DEVICE
-    )
+    inputs = attention_inputs([3], [[-1]], dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"bfloat16 wrongly; use float16 or float32"):
         attend(inputs, SMALL)

@@ -6,46 +6,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from triton.runtime.interpreter import InterpretedFunction
 
-from treespec_kernels.attention.tree_attention import (
-    SegmentPartition,
-    TreeAttentionConfig,
-    plan_tree_attention,
-    tree_attention_ref,
-)
+from tests.interpreted.common import DEVICE, NAN, assert_near, attention_inputs, each_dtype, poisoned_plan
+from treespec_kernels.attention.tree_attention import SegmentPartition, TreeAttentionConfig, tree_attention_ref
 from treespec_kernels.attention.tree_attention_masked import ancestor_masks, tree_attention_masked_triton
-from treespec_kernels.attention.tree_attention_masked_kernels import attend_masked_items
-from treespec_kernels.tuning.testing import TreeAttentionInputs, assert_close, tree_attention_inputs, tree_parents
+from treespec_kernels.tuning.testing import TreeAttentionInputs, tree_parents
 
-INTERPRETED = isinstance(attend_masked_items, InterpretedFunction)
-DEVICE = "cpu" if INTERPRETED else "cuda"
 SMALL = TreeAttentionConfig(16, 16, 4, 2, SegmentPartition(short=32, long=64, long_from=64))
 WIDE = TreeAttentionConfig(16, 64, 4, 2, SegmentPartition(short=128, long=64, long_from=128))
-DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
-BOUNDS = {torch.float32: (1e-5, 1e-6), torch.float16: (1e-2, 1e-3), torch.bfloat16: (8e-2, 8e-3)}
 
 
 def attend(
     inputs: TreeAttentionInputs, nodes: list[list[int]], words: np.ndarray, config: TreeAttentionConfig
 ) -> torch.Tensor:
     """The rows from poisoned buffers."""
-    shape = {"num_heads": inputs.q.shape[1], "num_kv_heads": inputs.k_cache.shape[1], "head_dim": inputs.q.shape[2]}
-    window = inputs.rows.get("window")
-    plan = plan_tree_attention(
-        **inputs.plan,
-        **shape,
-        dtype=inputs.q.dtype,
-        device=DEVICE,
-        row_slots=[node for chosen in nodes for node in chosen],
-        window=window,
-        config=config,
-    )
+    row_slots = [node for chosen in nodes for node in chosen]
+    plan = poisoned_plan(inputs, config, row_slots=row_slots, window=inputs.rows.get("window"))
     assert plan.capacity.node_items == 0
-    for partial in (plan.partial_acc, plan.partial_max, plan.partial_sum):
-        partial.fill_(float("nan"))
     rows: dict[str, Any] = {name: value for name, value in inputs.rows.items() if name != "ancestors"}
-    out = torch.full_like(inputs.q, float("nan"))
+    out = torch.full_like(inputs.q, NAN)
     ancestor_words = torch.from_numpy(words).to(DEVICE)
     caches = (inputs.q, inputs.k_cache, inputs.v_cache)
     assert tree_attention_masked_triton(*caches, **rows, ancestor_words=ancestor_words, plan=plan, out=out) is out
@@ -64,24 +43,13 @@ def assert_matches_ref(
     head_dim: int = 16,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    inputs = tree_attention_inputs(
-        lengths,
-        trees,
-        nodes=nodes,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        dtype=dtype,
-        device=DEVICE,
-        page_size=16,
-    )
+    inputs = attention_inputs(lengths, trees, num_heads, num_kv_heads, head_dim, dtype, nodes=nodes, page_size=16)
     inputs.rows["window"] = window
     width = max(ancestor_masks(tree).shape[1] for tree in trees)
     words = [ancestor_masks(tree, window)[chosen] for tree, chosen in zip(trees, nodes, strict=True)]
     padded = np.concatenate([np.pad(own, ((0, 0), (0, width - own.shape[1]))) for own in words])
-    max_error, rms_error = BOUNDS[dtype]
     expected = tree_attention_ref(inputs.q, inputs.k_cache, inputs.v_cache, **inputs.rows)
-    assert_close(attend(inputs, nodes, padded, config), expected, max_error=max_error, rms_error=rms_error)
+    assert_near(attend(inputs, nodes, padded, config), expected)
 
 
 def random_trees(sizes: list[int]) -> list[list[int]]:
@@ -89,7 +57,7 @@ def random_trees(sizes: list[int]) -> list[list[int]]:
     return [tree_parents(("random", "star", "chain")[i % 3], size, generator) for i, size in enumerate(sizes)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+@each_dtype
 @pytest.mark.parametrize("head_dim, num_heads, num_kv_heads", [(64, 6, 2), (24, 5, 1)])
 def test_against_ref(dtype: torch.dtype, head_dim: int, num_heads: int, num_kv_heads: int) -> None:
     sizes = [7, 3, 5]
@@ -118,13 +86,11 @@ def test_every_bit_of_every_word(config: TreeAttentionConfig) -> None:
 def test_a_slot_that_no_row_sees_may_hold_nan() -> None:
     """All slots but those of the rows' ancestors: siblings of a padded frontier are stale."""
     parents, nodes = [-1, 0, 0, 1, 2, 2], [[0, 2, 5]]
-    inputs = tree_attention_inputs(
-        [21], [parents], nodes=nodes, num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32, device=DEVICE
-    )
+    inputs = attention_inputs([21], [parents], nodes=nodes)
     words = ancestor_masks(parents)[nodes[0]]
     clean = attend(inputs, nodes, words, SMALL)
     assert clean.isfinite().all()
     for node in (1, 3, 4):
         for cache in (inputs.k_cache, inputs.v_cache):
-            cache[int(inputs.rows["page_table"][0, 0]), :, 21 + node] = float("nan")
+            cache[int(inputs.rows["page_table"][0, 0]), :, 21 + node] = NAN
     assert torch.equal(attend(inputs, nodes, words, SMALL), clean)

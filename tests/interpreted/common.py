@@ -1,0 +1,65 @@
+"""What the cases of kernels share: device, dtypes, bounds of errors, and passes of tree attention."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from treespec_kernels.attention.tree_attention import TreeAttentionConfig, TreeAttentionPlan, plan_tree_attention
+from treespec_kernels.tuning.testing import TreeAttentionInputs, assert_close, tree_attention_inputs
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+DTYPES = [torch.float32, torch.float16] + (
+    [] if INTERPRETED else [torch.bfloat16]
+)  # which the interpreter computes wrongly
+INF, NAN = float("inf"), float("nan")
+# (max, rms) error relative to the RMS of the result, for one rounding to the dtype.
+BOUNDS = {torch.float32: (1e-5, 1e-6), torch.float16: (1e-2, 1e-3), torch.bfloat16: (8e-2, 8e-3)}
+
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+
+
+def device_of(implementation: str) -> str:
+    """Where an implementation that a variable names runs: "triton", or one of the host."""
+    return DEVICE if implementation == "triton" else "cpu"
+
+
+def assert_near(
+    actual: torch.Tensor, expected: torch.Tensor, bounds: dict[torch.dtype, tuple[float, float]] = BOUNDS
+) -> None:
+    max_error, rms_error = bounds[actual.dtype]
+    assert_close(actual, expected, max_error=max_error, rms_error=rms_error)
+
+
+def attention_inputs(
+    lengths: Sequence[int],
+    trees: Sequence[Sequence[int]],
+    num_heads: int = 2,
+    num_kv_heads: int = 1,
+    head_dim: int = 16,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> TreeAttentionInputs:
+    """`tree_attention_inputs` on the device, small where nothing else is said."""
+    shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "dtype": dtype}
+    return tree_attention_inputs(lengths, trees, **shape, device=DEVICE, **options)
+
+
+def poisoned_plan(inputs: TreeAttentionInputs, config: TreeAttentionConfig, **options: Any) -> TreeAttentionPlan:
+    """The plan of a pass, with NaN in its buffers of partial results."""
+    plan = plan_tree_attention(
+        **inputs.plan,
+        num_heads=inputs.q.shape[1],
+        num_kv_heads=inputs.k_cache.shape[1],
+        head_dim=inputs.q.shape[2],
+        dtype=inputs.q.dtype,
+        device=inputs.q.device,
+        config=config,
+        **options,
+    )
+    for partial in (plan.partial_acc, plan.partial_max, plan.partial_sum):
+        partial.fill_(NAN)
+    return plan

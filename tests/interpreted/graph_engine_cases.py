@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.models import greedy, make_draft, make_llama, new_folder, open_llm, random_prompts
+from tests.models import greedy, make_draft, make_llama, new_folder, open_llm, random_prompts, tokens_of
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.executors.graph_executor import GraphExecutor
 from treespec.graphs.batch_round import BatchRound
@@ -17,7 +17,6 @@ from treespec.graphs.capture import MAX_DEPTH
 from treespec.graphs.proof import differing_rounds
 from treespec.graphs.round_inputs import RoundInput
 from treespec.graphs.verify_stage import RoundResult, VerifyStage
-from treespec.outputs import RequestOutput
 from treespec_kernels.attention.tree_attention_masked import tree_attention_masked_triton as masked
 
 torch.set_num_threads(1)
@@ -38,10 +37,6 @@ def llm(folders: tuple[Path, list[Path]]) -> LLM:
     return open_llm(
         *folders, spec=spec, attention="triton", linear="triton", max_num_seqs=2, suffix_tokens=256, prove=None
     )
-
-
-def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[int]]:
-    return [completion.token_ids for output in outputs for completion in output.outputs]
 
 
 def test_trees_give_the_tokens_of_plain_decoding(llm: LLM, folders: tuple[Path, list[Path]]) -> None:

@@ -17,7 +17,7 @@ from triton.runtime.errors import OutOfResources
 
 from tests.families import TYPICAL, WINDOW, make_model, small
 from tests.interpreted.tuning_cases import PlannedClock
-from tests.models import greedy, make_draft, make_llama, new_folder, open_llm, random_prompts
+from tests.models import greedy, make_draft, make_llama, new_folder, open_llm, random_prompts, tokens_of
 from tests.simulated_gpu import Gpu
 from treespec import LLM, SpecConfig
 from treespec.cache import KVCache
@@ -30,7 +30,6 @@ from treespec.graphs.verify_stage import VerifyStage
 from treespec.models import triton_decoder
 from treespec.models.attention import make_attention
 from treespec.models.triton_decoder import TritonDecoder
-from treespec.outputs import RequestOutput
 from treespec.request import Request
 from treespec.runner import Runner
 from treespec_kernels.aot.kernel_spec import KernelShape
@@ -215,10 +214,6 @@ def rounds_wait_for_nothing(gpu: Gpu) -> Iterator[None]:
     with mock.patch.object(GraphExecutor, "run", watched):
         yield
     assert gpu.replays > before and not waits
-
-
-def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[int]]:
-    return [completion.token_ids for output in outputs for completion in output.outputs]
 
 
 def test_rounds_on_a_gpu(gpu: Gpu) -> None:

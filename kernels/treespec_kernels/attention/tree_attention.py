@@ -154,7 +154,7 @@ def run_plan(
     out: torch.Tensor | None,
     pdl: bool,
 ) -> torch.Tensor:
-    """Runs a kernel over the plan's items, then combines the segments. `seen` is the kernel's table of the nodes that
+    """Run a kernel over the plan's items, then combines the segments. `seen` is the kernel's table of the nodes that
     each row sees: ancestors or ancestor words."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     _, context_lens, page_table, depths = tables
@@ -226,7 +226,7 @@ def run_plan(
 
 
 def check_cap(name: str, cap: float | None) -> None:
-    """Raises ValueError if a soft cap is not above 0; None is no cap."""
+    """Raise ValueError if a soft cap is not above 0; None is no cap."""
     if cap is not None and not cap > 0:
         raise ValueError(f"{name} is {cap}; it must be above 0, or None for no cap")
 
@@ -239,7 +239,7 @@ def check_plan(
     masked: bool,
     plan: TreeAttentionPlan,
 ) -> None:
-    """Raises ValueError if the plan is for another pass, or `out` does not match q."""
+    """Raise ValueError if the plan is for another pass, or `out` does not match q."""
     planned = (plan.num_heads, plan.num_kv_heads, plan.head_dim, plan.dtype)
     given = (q.shape[1], k_cache.shape[1], q.shape[2], q.dtype)
     if planned != given:
@@ -259,7 +259,7 @@ def check_plan(
 
 
 def check_ancestors(q: torch.Tensor, ancestors: torch.Tensor) -> None:
-    """Raises ValueError if `ancestors` does not fit q's rows."""
+    """Raise ValueError if `ancestors` does not fit q's rows."""
     if ancestors.dim() != 2 or ancestors.shape[0] != len(q):
         raise ValueError(f"ancestors has shape {list(ancestors.shape)}; expected [{len(q)}, max_depth + 1]")
     check_tensors("q", q.device, torch.int32, ancestors=ancestors)

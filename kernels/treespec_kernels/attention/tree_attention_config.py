@@ -51,8 +51,8 @@ class TreeAttentionConfig(TileConfig):
 
     @classmethod
     def default(cls, dtype: torch.dtype, head_dim: int, target: str | None = None) -> TreeAttentionConfig:
-        """The shipped configuration. M = 64 is one `wgmma` on sm_90: 16 nodes of a group of 4 heads per tile. float32,
-        which has no exact matrix instruction, takes small tiles. None spills, with or without a window.
+        """Return the shipped configuration. M = 64 is one `wgmma` on sm_90: 16 nodes of a group of 4 heads per tile.
+        float32, which has no exact matrix instruction, takes small tiles. None spills, with or without a window.
 
         Args:
             dtype, head_dim: of the model.
@@ -106,7 +106,7 @@ class TreeAttentionConfig(TileConfig):
 
 
 def check_supported(dtype: torch.dtype, head_dim: int) -> None:
-    """Raises ValueError for a dtype or head_dim that the kernels do not support."""
+    """Raise ValueError for a dtype or head_dim that the kernels do not support."""
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise ValueError(f"dtype {dtype} is not supported; use float16, bfloat16 or float32")
     if not 1 <= head_dim <= 256:

@@ -103,7 +103,7 @@ def tree_attention_cpu(
 
 @functools.cache
 def _least_rows(head_dim: int, threads: int) -> int:
-    """The smallest number of rows whose scores are bit-identical to those among more rows, on this machine.
+    """Return the smallest number of rows whose scores are bit-identical to those among more rows, on this machine.
 
     4 on AVX-512 without AMX. On a Sapphire Rapids, MKL uses another kernel for 4 rows from 96 summands on, and for 8
     rows from 192 on. `threads` is torch's number of threads, which may affect MKL's choice of kernel.
@@ -205,7 +205,7 @@ def _cap_scores(scores: Tensor, cap: float) -> None:
 
 
 def add_tiles(parts: Tensor, windowed: bool, total: Tensor) -> None:
-    """Sums over the first dimension; with a window one by one, so that leading zeros change nothing."""
+    """Sum over the first dimension; with a window one by one, so that leading zeros change nothing."""
     if not windowed:
         torch.sum(parts, 0, out=total)
         return
@@ -217,7 +217,7 @@ def add_tiles(parts: Tensor, windowed: bool, total: Tensor) -> None:
 def _attend_gathered(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block: Gather, cap: float | None, out: Tensor
 ) -> None:
-    """Computes rows one by one: every product has the shape [padded rows, D] x [D, PAGE_SIZE] in every pass."""
+    """Compute rows one by one: every product has the shape [padded rows, D] x [D, PAGE_SIZE] in every pass."""
     _, kv_heads, _, head_dim = k_cache.shape
     rows, columns = block.slots.shape
     num_tiles, heads = columns // PAGE_SIZE, q.shape[1]

@@ -65,7 +65,7 @@ def plan_tree_attention_cpu(
     mode: AttentionMode = "packed",
     window: int | None = None,
 ) -> CpuAttentionPlan:
-    """Plans a pass over the rows of all requests, in order.
+    """Plan a pass over the rows of all requests, in order.
 
     `window`: a row at position p sees the positions of its path above p - window; None for all.
     """
@@ -84,12 +84,13 @@ def plan_tree_attention_cpu(
 
 
 def _first_tile(position: int, window: int | None) -> int:
-    """The first tile that a row at that position sees."""
+    """Return the first tile that a row at that position sees."""
     return 0 if window is None else max(position - window + 1, 0) // PAGE_SIZE
 
 
 def _plan_chain(rows: RequestRows, first: int, num_heads: int, window: int | None) -> list[Block]:
-    """The slots of a chain are its positions, so tiles are independent; a long chain is cut into blocks of rows."""
+    """Return the slots of a chain are its positions, so tiles are independent; a long chain is cut into blocks of
+    rows."""
     blocks = []
     num_tiles = (rows.context_len + rows.num_rows - 1) // PAGE_SIZE + 1 - _first_tile(rows.context_len, window)
     step = max(ROW_MULTIPLE, _SCORE_BYTES // (num_tiles * num_heads * PAGE_SIZE * 4))

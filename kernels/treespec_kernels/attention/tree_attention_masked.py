@@ -27,12 +27,12 @@ WORD_BITS = 64
 
 
 def num_words(num_nodes: int) -> int:
-    """The number of words that hold one bit per node."""
+    """Return the number of words that hold one bit per node."""
     return -(-num_nodes // WORD_BITS)
 
 
 def ancestor_masks(parents: Sequence[int], window: int | None = None) -> np.ndarray:
-    """The ancestor words of a tree's nodes.
+    """Return the ancestor words of a tree's nodes.
 
     Args:
         parents: the parent of each node, -1 for the root. Parents precede their children.

@@ -91,7 +91,7 @@ class TreeAttentionPlan:
         window: int | None,
         masked: bool,
     ) -> TreeAttentionPlan:
-        """Allocates uninitialised buffers of these sizes; arguments as in `plan_tree_attention`.
+        """Allocate uninitialised buffers of these sizes; arguments as in `plan_tree_attention`.
 
         Raises:
             ValueError: a dtype or head_dim that is not supported, heads that do not divide, an empty window.
@@ -126,7 +126,7 @@ class TreeAttentionPlan:
         )
 
     def with_partials(self, count: int) -> TreeAttentionPlan:
-        """The same plan with new buffers for `count` partial results."""
+        """Return the same plan with new buffers for `count` partial results."""
 
         def empty(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=torch.float32, device=self.partial_acc.device)
@@ -147,7 +147,7 @@ class TreeAttentionPlan:
         chains: Sequence[bool] | None = None,
         row_slots: Sequence[int] | None = None,
     ) -> None:
-        """Plans another pass into the same buffers; arguments as in `plan_tree_attention`.
+        """Plan another pass into the same buffers; arguments as in `plan_tree_attention`.
 
         Raises:
             ValueError: the pass exceeds the capacity, or is masked and the plan not, or the reverse.
@@ -184,7 +184,7 @@ def plan_tree_attention(
     config: TreeAttentionConfig | None = None,
     capacity: PlanCapacity | None = None,
 ) -> TreeAttentionPlan:
-    """Builds the work items of one pass.
+    """Build the work items of one pass.
 
     Args:
         context_lens: committed positions L per request.
@@ -231,7 +231,7 @@ def group_of(num_heads: int, num_kv_heads: int) -> int:
 
 
 def check_window(window: int | None) -> None:
-    """Raises ValueError for a window below 1."""
+    """Raise ValueError for a window below 1."""
     if window is not None and window < 1:
         raise ValueError(f"window is {window}; it must be 1 or more, or None for all positions")
 
@@ -335,7 +335,7 @@ def _cut(
     shared: np.ndarray,
     config: TreeAttentionConfig,
 ) -> np.ndarray:
-    """Cuts the range [key_lo, key_hi) of every entry at segment boundaries. Returns items [num_items, 8] int64. An item
+    """Cut the range [key_lo, key_hi) of every entry at segment boundaries. Returns items [num_items, 8] int64. An item
     of a `shared` entry that starts inside its segment continues that segment's packed item."""
     first = config.partition.segment_of(key_lo)
     owner, offset = _enumerate(np.where(key_hi > key_lo, config.partition.segment_of(key_hi - 1) - first + 1, 0))

@@ -25,7 +25,7 @@ _AMX_ROWS = 32
 
 
 def onednn_available(dtype: torch.dtype) -> bool:
-    """Whether this machine supports oneDNN's reordered linear layers for `dtype`."""
+    """Return whether this machine supports oneDNN's reordered linear layers for `dtype`."""
     if not torch.backends.mkldnn.is_available() or dtype not in (torch.float32, torch.bfloat16):
         return False
     if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -70,7 +70,7 @@ class Linear:
         return F.linear(x, self.weight, self.bias)
 
     def activated(self, x: Tensor, activation: str) -> Tensor:
-        """The layer's output through one of `ACTIVATIONS`."""
+        """Return the layer's output through one of `ACTIVATIONS`."""
         if self.impl == "onednn":
             return self._pointwise(x, *_FUSED[activation])
         return ACTIVATIONS[activation](F.linear(x, self.weight, self.bias))

@@ -41,7 +41,7 @@ class BlockStats(NamedTuple):
 
     @classmethod
     def empty(cls, num_rows: int, num_blocks: int, device: torch.device | str) -> BlockStats:
-        """Allocates the summary of `num_rows` rows; num_blocks = ceil(vocab / block_n)."""
+        """Allocate the summary of `num_rows` rows; num_blocks = ceil(vocab / block_n)."""
         values, sums = (torch.empty(num_rows, num_blocks, dtype=torch.float32, device=device) for _ in range(2))
         return cls(values, torch.empty(num_rows, num_blocks, dtype=torch.int32, device=device), sums)
 
@@ -72,7 +72,7 @@ class LmHeadConfig(TileConfig):
 
     @classmethod
     def default(cls, dtype: torch.dtype, vocab_size: int, hidden_size: int) -> LmHeadConfig:
-        """The shipped configuration.
+        """Return the shipped configuration.
 
         M = 64 is one `wgmma` on sm_90, and 64 rows read the weight once; three blocks of 72 KB fit a multiprocessor and
         keep 48 KB of weights in flight. A small vocabulary takes narrow tiles, to occupy every multiprocessor. float32
@@ -113,7 +113,8 @@ _LARGE_VOCAB = 1 << 15  # from here on, tiles of 128 tokens give 256 programs
 
 
 def block_stats_ref(values: torch.Tensor, block: int) -> BlockStats:
-    """The summary of `values`, [rows, vocab] of any float dtype, in blocks of `block` tokens. Eager torch, fp32."""
+    """Return the summary of `values`, [rows, vocab] of any float dtype, in blocks of `block` tokens. Eager torch,
+    fp32."""
     plain = values.float().masked_fill(values.isnan(), float("inf"))
     blocks = list(plain.split(block, dim=1))
     best = torch.stack([b.amax(dim=1) for b in blocks], dim=1)
@@ -225,7 +226,7 @@ def _check_outputs(
 
 
 def check_block_stats(stats: BlockStats, num_rows: int, num_blocks: int, device: torch.device) -> None:
-    """Raises ValueError if `stats` is not a summary of `num_rows` rows and `num_blocks` blocks."""
+    """Raise ValueError if `stats` is not a summary of `num_rows` rows and `num_blocks` blocks."""
     for name, tensor in stats._asdict().items():
         dtype = torch.int32 if name == "tokens" else torch.float32
         if (tuple(tensor.shape), tensor.dtype, tensor.device) != ((num_rows, num_blocks), dtype, device):

@@ -74,7 +74,7 @@ class QuantizedWeight(NamedTuple):
         return self.values.nbytes + self.scale.nbytes + (0 if self.zero is None else self.zero.nbytes)
 
     def check(self) -> None:
-        """Raises ValueError for shapes or dtypes that do not fit each other."""
+        """Raise ValueError for shapes or dtypes that do not fit each other."""
         if self.values.dtype not in (torch.int8, torch.uint8):
             raise ValueError(
                 f"quantised values are {self.values.dtype}; expected int8, or uint8 with two 4-bit weights"
@@ -112,7 +112,7 @@ def dequantized(weight: QuantizedWeight) -> Tensor:
 
 
 def stacked(parts: Sequence[QuantizedWeight], dim: int = -2) -> QuantizedWeight:
-    """Concatenates weights, by default along their outputs.
+    """Concatenate weights, by default along their outputs.
 
     Their bits and groups must be equal; weights without zero points get zeros if any has them.
     """

@@ -53,7 +53,7 @@ class QuantizedLinear:
         return out
 
     def activated(self, x: Tensor, activation: str) -> Tensor:
-        """The layer's output through one of `ACTIVATIONS`."""
+        """Return the layer's output through one of `ACTIVATIONS`."""
         return ACTIVATIONS[activation](self(x))
 
 
@@ -64,8 +64,8 @@ def quantized_linear(
     impl: LinearImpl,
     library: ctypes.CDLL | None,
 ) -> QuantizedLinear | Linear:
-    """The layer for a quantised weight. Without a library, or with an odd number of inputs, which the library does not
-    support, this is a plain layer of the dequantised weight."""
+    """Return the layer for a quantised weight. Without a library, or with an odd number of inputs, which the library
+    does not support, this is a plain layer of the dequantised weight."""
     if library is None or weight.in_features % 2:
         return Linear(dequantized(weight).to(dtype), bias, impl)
     return QuantizedLinear(library, weight, bias, dtype, torch.get_num_threads())

@@ -20,7 +20,7 @@ from treespec_kernels.linear.row_linear_config import MULTIPROCESSORS, RowLinear
 def quantized_default(
     dtype: torch.dtype, out_features: int, in_features: int, group: int, bits: int, target: str | None = None
 ) -> RowLinearConfig:
-    """The shipped configuration: that of the plain layer, with blocks of K that divide the groups.
+    """Return the shipped configuration: that of the plain layer, with blocks of K that divide the groups.
 
     Dequantised weights are held in registers between their load and the product, so tiles have at most 64 outputs, or
     32 in float32, where 64 took 253 of 255 registers on NVIDIA.
@@ -74,7 +74,7 @@ def multiply_quantized_triton(
     partials: torch.Tensor,
     pdl: bool = False,
 ) -> None:
-    """Writes the partial sums of every split of K.
+    """Write the partial sums of every split of K.
 
     Args:
         x: [rows, in_features], or [groups, rows, in_features]; already checked, with last stride 1.

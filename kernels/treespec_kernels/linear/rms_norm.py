@@ -33,7 +33,7 @@ NormKind = Literal["rms", "rms_plus_one", "layer"]
 
 
 def block_of_hidden(hidden: int) -> int:
-    """The power of two, at least a warp's width, that a row is padded to."""
+    """Return the power of two, at least a warp's width, that a row is padded to."""
     return max(32, 1 << (hidden - 1).bit_length())
 
 
@@ -97,7 +97,7 @@ def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float, kind: NormKind) -
 
 
 def _dtype_of(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, kind: str) -> torch.dtype:
-    """The dtype of the residual stream and of the result."""
+    """Return the dtype of the residual stream and of the result."""
     if kind != "rms_plus_one":
         return weight.dtype
     return (x if residual is None else residual).dtype
@@ -167,7 +167,7 @@ def rms_norm_triton(
 
 
 def _check_alignment(**tensors: torch.Tensor | None) -> None:
-    """Raises ValueError for tensors of even width that are not aligned to 16 bytes: Triton specialises on alignment and
+    """Raise ValueError for tensors of even width that are not aligned to 16 bytes: Triton specialises on alignment and
     vectorises aligned rows, which changes the order of their sums and so their bits."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.shape[-1] % 2 == 0 and tensor.data_ptr() % 16:

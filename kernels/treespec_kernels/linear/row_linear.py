@@ -162,7 +162,7 @@ def row_linear_partials_triton(
     workspace: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """The partial sums of every split of K, for a consumer that adds them in order; one launch.
+    """Return the partial sums of every split of K, for a consumer that adds them in order; one launch.
 
     Arguments and errors as in `row_linear_triton`; `workspace` is used with every split_k.
 

@@ -50,7 +50,7 @@ class RowLinearConfig(TileConfig):
         silu_gate: bool = False,
         target: str | None = None,
     ) -> RowLinearConfig:
-        """The shipped configuration, derived for an H200 and not yet tuned on one.
+        """Return the shipped configuration, derived for an H200 and not yet tuned on one.
 
         A layer is bound by reading its weight once, so programs should not read more than that from L2, and enough
         bytes must be in flight: about 4.3 TB/s times 1 us, 32 KB per multiprocessor.

@@ -33,7 +33,8 @@ class CoupledChoice(NamedTuple):
 
 
 def gumbel_integers_of_row(seed: int, sample: int, position: int, vocab: int) -> np.ndarray:
-    """The integers x of one row, [vocab] uint32. A token's integer does not depend on the size of the vocabulary.
+    """Return the integers x of one row, [vocab] uint32. A token's integer does not depend on the size of the
+    vocabulary.
 
     Args:
         seed, sample, position: 0 to 2**64 - 1.
@@ -46,7 +47,7 @@ def gumbel_integers_of_row(seed: int, sample: int, position: int, vocab: int) ->
 
 
 def gumbel_integers_ref(seeds: np.ndarray, samples: np.ndarray, positions: np.ndarray, vocab: int) -> np.ndarray:
-    """The integers x, [rows, vocab] uint32, of three [rows] int64 or uint64 arrays, reinterpreted as uint64."""
+    """Return the integers x, [rows, vocab] uint32, of three [rows] int64 or uint64 arrays, reinterpreted as uint64."""
     integers = np.empty((len(seeds), vocab), dtype=np.uint32)
     numbers = (array.astype(np.uint64).tolist() for array in (seeds, samples, positions))
     for row, (seed, sample, position) in enumerate(zip(*numbers, strict=True)):
@@ -74,7 +75,8 @@ def coupled_values_ref(
     samples: torch.Tensor,
     positions: torch.Tensor,
 ) -> torch.Tensor:
-    """The values of which `coupled_choice_ref` takes the argmax, [rows, vocab] float32 on the CPU; NaN becomes +inf."""
+    """Return the values of which `coupled_choice_ref` takes the argmax, [rows, vocab] float32 on the CPU; NaN becomes
+    +inf."""
     keys = (tensor.cpu().numpy() for tensor in (seeds, samples, positions))
     noise = torch.from_numpy(gumbel_ref(gumbel_integers_ref(*keys, scores.shape[1])))
     plain, temperature = scores.float().cpu(), temperatures.cpu()[:, None]
@@ -169,12 +171,12 @@ def coupled_choice_triton(
 
 
 def block_of_blocks(vocab: int) -> int:
-    """The number of blocks of a vocabulary, rounded up to a power of two."""
+    """Return the number of blocks of a vocabulary, rounded up to a power of two."""
     return 1 << (-(-vocab // BLOCK_V) - 1).bit_length()
 
 
 def check_rows_of_vocab(name: str, rows: torch.Tensor) -> None:
-    """Raises ValueError if `rows` is not [rows, vocab] in a floating dtype that the kernels support."""
+    """Raise ValueError if `rows` is not [rows, vocab] in a floating dtype that the kernels support."""
     if rows.dim() != 2 or rows.shape[1] == 0:
         raise ValueError(f"{name} has shape {list(rows.shape)}; expected [rows, vocab] with a vocab of 1 or more")
     if rows.dtype not in FLOAT_TYPES:

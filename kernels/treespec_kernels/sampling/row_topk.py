@@ -147,7 +147,7 @@ def row_topk_triton(
 
 
 def selection_sizes(vocab: int, k: int, block: int) -> dict[str, int]:
-    """The constexpr arguments of the selection kernel: counts, and the powers of two that hold them."""
+    """Return the constexpr arguments of the selection kernel: counts, and the powers of two that hold them."""
     num_blocks = -(-vocab // block)
     counts = {"B": num_blocks, "R": min(k, num_blocks), "K": k}
     powers = {f"BLOCK_{name}": 1 << (count - 1).bit_length() for name, count in counts.items()}

@@ -190,7 +190,7 @@ EMPTY_FOREST = {
 
 
 def _shapes_of_forest(requests: int, depth: int, candidates: int, width: int, seeds: int) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor of a `DeviceForest` from B, D, P, F and S."""
+    """Return the shape of each tensor of a `DeviceForest` from B, D, P, F and S."""
     of_candidates, of_nodes = (requests, depth, candidates), (requests, width)
     shapes = {name: of_candidates if name.startswith("cand_") else of_nodes for name in EMPTY_FOREST}
     return shapes | {
@@ -241,7 +241,7 @@ class DeviceTrees:
     def allocate(
         cls, num_requests: int, *, nodes: int, max_depth: int, device: torch.device | str = "cpu"
     ) -> DeviceTrees:
-        """Allocates trees without nodes: B, N and D in this order.
+        """Allocate trees without nodes: B, N and D in this order.
 
         Raises:
             ValueError: `num_requests` or `nodes` below 1, or `max_depth` below 0.
@@ -282,7 +282,7 @@ class DeviceTrees:
 
 
 def tensors_of(state: DeviceForest | DeviceTrees) -> tuple[torch.Tensor, ...]:
-    """The tensors of a state in the order of its fields, which is that of the kernels' arguments."""
+    """Return the tensors of a state in the order of its fields, which is that of the kernels' arguments."""
     return tuple(getattr(state, name) for name in state.__dataclass_fields__)
 
 
@@ -291,7 +291,7 @@ def _dtype_of(name: str) -> torch.dtype:
 
 
 def _check(state: DeviceForest | DeviceTrees, shapes: dict[str, tuple[int, ...]], device: torch.device) -> None:
-    """Checks the state once, at construction, so that the launches of a round need not."""
+    """Check the state once, at construction, so that the launches of a round need not."""
     for name, shape in shapes.items():
         tensor, dtype = getattr(state, name), _dtype_of(name)
         if tuple(tensor.shape) != shape:
@@ -305,12 +305,12 @@ def _check(state: DeviceForest | DeviceTrees, shapes: dict[str, tuple[int, ...]]
 
 
 def block_of(size: int) -> int:
-    """The power of two that holds `size` elements."""
+    """Return the power of two that holds `size` elements."""
     return 1 << (size - 1).bit_length()
 
 
 def check_proposed(forest: DeviceForest, proposed: ProposedTrees) -> None:
-    """Raises ValueError where proposed trees do not fit the forest; values are never read."""
+    """Raise ValueError where proposed trees do not fit the forest; values are never read."""
     shape, device = (forest.num_requests, forest.num_seeds), forest.levels.device
     for name, tensor in proposed._asdict().items():
         if tuple(tensor.shape) != shape:
@@ -322,7 +322,7 @@ def check_proposed(forest: DeviceForest, proposed: ProposedTrees) -> None:
 
 
 def check_per_request(num_requests: int, device: torch.device, **tensors: tuple[torch.Tensor, torch.dtype]) -> None:
-    """Raises ValueError if a [B] tensor has another shape, dtype or device; values are never read."""
+    """Raise ValueError if a [B] tensor has another shape, dtype or device; values are never read."""
     for name, (tensor, dtype) in tensors.items():
         if tuple(tensor.shape) != (num_requests,):
             raise ValueError(f"{name} has shape {list(tensor.shape)}; expected [{num_requests}], one for each request")
@@ -330,7 +330,7 @@ def check_per_request(num_requests: int, device: torch.device, **tensors: tuple[
 
 
 def check_tensor(name: str, tensor: torch.Tensor, device: torch.device, *dtypes: torch.dtype) -> None:
-    """Raises ValueError if a tensor has another dtype or device."""
+    """Raise ValueError if a tensor has another dtype or device."""
     if tensor.dtype not in dtypes:
         raise ValueError(f"{name} has dtype {tensor.dtype}; convert it to {' or '.join(map(str, dtypes))}")
     if tensor.device != device:

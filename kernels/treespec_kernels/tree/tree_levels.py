@@ -39,7 +39,7 @@ class Frontier(NamedTuple):
     values: np.ndarray
 
     def parts(self) -> dict[int, slice]:
-        """The rows of each tree, without trees that have none."""
+        """Return the rows of each tree, without trees that have none."""
         if len(self.owners) and self.owners[0] == self.owners[-1]:
             return {int(self.owners[0]): slice(0, len(self.owners))}
         starts = [0, *(np.flatnonzero(self.owners[1:] != self.owners[:-1]) + 1).tolist()]

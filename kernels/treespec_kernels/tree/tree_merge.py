@@ -55,7 +55,7 @@ def tree_merge_ref(
     end_tokens: torch.Tensor,
     proposed: ProposedTrees,
 ) -> None:
-    """Grows every tree by one level. numpy on the host, any device.
+    """Grow every tree by one level. numpy on the host, any device.
 
     Args:
         forest: changed in place.
@@ -196,7 +196,7 @@ def tree_merge_triton(
 
 
 def blocks_of(num_ssms: int, frontier: int, proposals: int, num_ends: int, num_seeds: int) -> dict[str, int]:
-    """The constants of the kernel that follow from G, F, C, E and S."""
+    """Return the constants of the kernel that follow from G, F, C, E and S."""
     return {
         "SSMS": num_ssms,
         "FRONTIER": frontier,

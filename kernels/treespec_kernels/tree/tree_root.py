@@ -16,7 +16,7 @@ NUM_WARPS = 4
 
 
 def tree_root_ref(forest: DeviceForest, root_tokens: torch.Tensor) -> None:
-    """Resets every tensor of the forest. Eager torch, any device.
+    """Reset every tensor of the forest. Eager torch, any device.
 
     Args:
         forest: changed in place.

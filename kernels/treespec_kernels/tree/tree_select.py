@@ -43,7 +43,7 @@ def tree_select_ref(
     *,
     out: DeviceTrees | None = None,
 ) -> DeviceTrees:
-    """Selects the trees that the target scores. numpy on the host, any device.
+    """Select the trees that the target scores. numpy on the host, any device.
 
     Args:
         forest: not changed.
@@ -116,7 +116,7 @@ class _Candidate(NamedTuple):
 def _unreached(
     reached: np.ndarray, proposed: ProposedTrees, candidates: dict[int, _Candidate], forest: DeviceForest
 ) -> dict[int, _Candidate]:
-    """The seeds that growth has not reached, by flat index."""
+    """Return the seeds that growth has not reached, by flat index."""
     first = forest.max_depth * forest.candidates
     found: dict[int, _Candidate] = {}
     index_of = {-1: -1} | {s: int(i) if i >= 0 else first + s for s, i in enumerate(reached)}
@@ -175,7 +175,7 @@ def per_request(nodes: int | torch.Tensor, out: DeviceTrees) -> torch.Tensor:
 
 
 def blocks_of(candidates: int, num_seeds: int, max_depth: int, max_nodes: int) -> dict[str, int]:
-    """The constants of the kernel that follow from P, S, D and N."""
+    """Return the constants of the kernel that follow from P, S, D and N."""
     block_q = block_of(max_depth * candidates + num_seeds)
     return {
         "CANDIDATES": candidates,

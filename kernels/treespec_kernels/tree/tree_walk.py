@@ -37,7 +37,7 @@ class Walk(NamedTuple):
 
     @classmethod
     def allocate(cls, num_requests: int, *, max_depth: int, device: torch.device | str = "cpu") -> Walk:
-        """Allocates paths of length 0: B and D in this order."""
+        """Allocate paths of length 0: B and D in this order."""
         shape = (num_requests, max_depth + 1)
 
         def filled(shape: tuple[int, ...], value: int) -> torch.Tensor:
@@ -53,7 +53,7 @@ class Walk(NamedTuple):
 
 
 def tree_walk_ref(trees: DeviceTrees, choices: torch.Tensor, finite: torch.Tensor, *, out: Walk | None = None) -> Walk:
-    """Walks every tree. Python loops on the host, any device.
+    """Walk every tree. Python loops on the host, any device.
 
     Args:
         trees: siblings have different tokens.
@@ -134,7 +134,7 @@ def tree_walk_triton(
 
 
 def blocks_of(max_depth: int, max_nodes: int) -> dict[str, int]:
-    """The kernel's constexpr arguments, from D and N."""
+    """Return the kernel's constexpr arguments, from D and N."""
     return {
         "MAX_DEPTH": max_depth,
         "MAX_NODES": max_nodes,

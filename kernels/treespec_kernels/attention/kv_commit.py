@@ -33,13 +33,14 @@ def kv_commit_ref(
     paths: torch.Tensor,
     path_lens: torch.Tensor,
 ) -> None:
-    """Move logical slot L + paths[b, j] to L + j in every layer, K and V (reference: eager torch, any device and dtype).
+    """Move logical slot L + paths[b, j] to L + j in every layer, K and V (reference: eager torch, any device).
 
     Args:
-        kv_cache: [num_layers, 2, num_pages, num_kv_heads, page_size, head_dim], changed in place; any outer strides.
+        kv_cache: [num_layers, 2, num_pages, num_kv_heads, page_size, head_dim] of any dtype and outer strides, changed
+            in place.
         page_table: [num_requests, max_pages] int32. Logical slot s of request b is page
             `page_table[b, s // page_size]`, offset `s % page_size`.
-        context_lens: [num_requests] int32, L: committed positions before this commit.
+        context_lens: [num_requests] int32, number of committed positions L before this commit.
         paths: [num_requests, max_path] int32, accepted node indices, root first (`paths[b, 0] == 0`), strictly
             increasing; entries from `path_lens[b]` on are ignored.
         path_lens: [num_requests] int32, 0..max_path.

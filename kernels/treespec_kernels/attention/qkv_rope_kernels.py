@@ -87,7 +87,7 @@ def rotate_and_write(
         b_0 = tl.where(m_turned, b_0 * b_scale * b_factor_0, b_0)
         b_1 = tl.where(m_turned, b_1 * b_scale * b_factor_1, b_1)
     if ROTATES:
-        # Every head loads the angles, mostly from L1, because a broadcast would go through shared memory.
+        # Every head loads the angles from L1, because a broadcast would go through shared memory.
         o_angle = position * (2 * HEAD_DIM) + o_d[None, :]
         p_cos = rotation + tl.broadcast_to(o_angle, (BLOCK_H, BLOCK_D))
         b_cos_0 = tl.load(p_cos, mask=m_half, other=0.0)

@@ -1,4 +1,4 @@
-"""Exact tree attention on a CPU: the result for a tree node is bit-identical to that of the same token in plain decoding.
+"""Exact tree attention on a CPU: a tree node's result is bit-identical to that of the same token in plain decoding.
 
 A row sums over *position tiles*: tile t holds positions [64 t, 64 (t + 1)), independent of the tree. The row's global
 maximum is subtracted from its scores (a maximum is exact in any order), each tile's weighted sum of V is one matrix

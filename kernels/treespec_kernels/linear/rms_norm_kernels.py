@@ -16,7 +16,7 @@ def _centred(b_x, m_h, HIDDEN: tl.constexpr, CENTRED: tl.constexpr):
     return b_x
 
 
-# Arguments that depend on the number of rows are not specialised, so that all passes share one binary and order of sums.
+# Arguments that depend on the number of rows are not specialised, so that passes share one binary and order of sums.
 @triton.jit(do_not_specialize=["num_split_rows", "num_weight_rows", "num_bias_rows"])
 def norm_rows(
     x,  # [rows, HIDDEN], or fp32 partials [NUM_SPLITS, num_split_rows, HIDDEN]

@@ -13,12 +13,13 @@ PDL_OPS = (
     "tree_attention",
     "tree_attention_masked",
 )
-"""Ops whose kernels support programmatic dependent launch, which is tuned and compiled as op `programmatic_launch`."""
+"""Ops whose kernels support programmatic dependent launch (PDL). PDL is tuned and compiled as op
+`programmatic_launch`."""
 
 
 @cache
 def kernel_modules() -> dict[str, tuple[str, ...]]:
-    """Every op with Triton kernels, and the names of the modules that hold them."""
+    """Return the kernel modules of every op that has Triton kernels, by op name."""
     files = ROOT.glob("*/*_kernels.py")
     found = {file.stem.removesuffix("_kernels"): (f"{__package__}.{file.parent.name}.{file.stem}",) for file in files}
     found["programmatic_launch"] = tuple(name for op in PDL_OPS for name in found[op])
@@ -26,5 +27,5 @@ def kernel_modules() -> dict[str, tuple[str, ...]]:
 
 
 def module_file(name: str) -> Path:
-    """The source of a module of this package, by its dotted name."""
+    """Return the path of the source file of a module of this package."""
     return ROOT.joinpath(*name.removeprefix(f"{__package__}.").split(".")).with_suffix(".py")

@@ -22,7 +22,7 @@ _NO_CODE = ("TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_DUMP_DIR", "TRITON_OVERRI
 
 
 def cache_folder() -> Path:
-    """$XDG_CACHE_HOME/treespec/aot or ~/.cache/treespec/aot. Raises OSError if there is no home folder."""
+    """Return $XDG_CACHE_HOME/treespec/aot or ~/.cache/treespec/aot. Raises OSError if there is no home folder."""
     try:
         return tuned.user_folder().parent / "aot"
     except RuntimeError as error:
@@ -30,12 +30,12 @@ def cache_folder() -> Path:
 
 
 def result_key(source: Any, backend: Any, options: dict[str, Any]) -> str:
-    """The key of a kernel's result.
+    """Return the cache key of a compiled kernel's result.
 
     Args:
         source: Triton's `ASTSource`.
-        backend: Triton's compiler for the target.
-        options: as `KernelSpec`.
+        backend: Triton's compiler backend for the target.
+        options: launch options, as in `KernelSpec`.
     """
     import triton
 
@@ -53,25 +53,25 @@ def result_key(source: Any, backend: Any, options: dict[str, Any]) -> str:
 
 
 def _reader() -> str:
-    """Hash of the files that compute the result of a compiled kernel."""
+    """Return the hash of the modules that derive a result from a compiled kernel."""
     here = Path(__file__).parent
     texts = [(here / name).read_bytes() for name in ("compiler.py", "launch_order.py")]
     return hashlib.sha256(b"".join(texts)).hexdigest()
 
 
 class ResultCache:
-    """A folder of results, one file each, so that processes can share it and an interrupted run can be resumed.
+    """Folder of results with one file per key, so that processes can share it and an interrupted run can be resumed.
 
     Args:
         folder: created when the first result is stored.
-        reads: whether stored results are used; if not, they are only written.
+        reads: whether to load stored results; False only writes them.
     """
 
     def __init__(self, folder: Path, reads: bool = True):
         self.folder, self._reads, self._writes = folder, reads, True
 
     def load(self, key: str) -> dict[str, Any] | None:
-        """A stored result, or None if it is missing or broken."""
+        """Return a stored result, or None if it is missing or unreadable."""
         if not self._reads:
             return None
         try:
@@ -81,7 +81,7 @@ class ResultCache:
         return found if isinstance(found, dict) else None
 
     def store(self, key: str, result: dict[str, Any]) -> None:
-        """Stores a result. After a failure, which is logged once, nothing more is stored."""
+        """Store a result. The first failure is logged, and disables all further writes."""
         if not self._writes:
             return
         temporary = self.folder / f"{key}.{os.getpid()}.tmp"

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import TypeVar
 
 _BYTES = 1 << 30  # memory per process: torch, Triton and LLVM
-_LEAST_TASKS = 8  # per process, whose start takes seconds
+_LEAST_TASKS = 8  # per process, because starting one takes seconds
 
 _Task = TypeVar("_Task")
 _Result = TypeVar("_Result")
 
 
 def num_processes(tasks: int) -> int:
-    """The number of processes to start: at most one per core, per GiB of free memory, and per 8 tasks."""
+    """Return the number of processes to start: at most one per core, per GiB of free memory, and per 8 tasks."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cores, _free_bytes() // _BYTES, -(-tasks // _LEAST_TASKS)))
 
@@ -31,12 +31,12 @@ def run_in_processes(
     finished: Callable[[int, _Result | None], None],
     fresh: bool = False,
 ) -> None:
-    """Runs every task. If a process dies, for example out of memory, the rest runs in half as many processes.
+    """Run every task. If a process dies, for example out of memory, run the remaining tasks in half as many processes.
 
     Args:
-        work: a module-level function; processes are spawned, since this one may have threads.
-        tasks: picklable.
-        processes: 1 runs the tasks in this process.
+        work: a module-level function; processes are spawned rather than forked, since this one may have threads.
+        tasks: picklable arguments of `work`.
+        processes: number of processes; 1 runs the tasks in this process.
         finished: called with each task's index and result, in any order; None if its process died.
         fresh: whether to bypass Triton's own cache.
     """
@@ -56,7 +56,7 @@ def run_in_processes(
         try:
             _run_in_pool(work, left, processes, finished, fresh)
         except BrokenProcessPool:
-            if processes == 1:  # tasks run in order, so it was the first one left
+            if processes == 1:  # tasks run in order, so the first remaining one killed the process
                 index = next(iter(left))
                 del left[index]
                 finished(index, None)
@@ -70,7 +70,7 @@ def _run_in_pool(
     finished: Callable[[int, _Result | None], None],
     fresh: bool,
 ) -> None:
-    """Runs the tasks in `left`, and removes those that finish."""
+    """Run the tasks in `left`, and remove each one that finishes."""
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_prepare, initargs=(fresh,))
     try:
@@ -80,11 +80,11 @@ def _run_in_pool(
             del left[futures[future]]
             finished(futures[future], result)
     finally:
-        pool.shutdown(cancel_futures=True)  # Ctrl-C does not wait for hundreds of kernels
+        pool.shutdown(cancel_futures=True)  # so that Ctrl-C does not wait for hundreds of kernels
 
 
 def _prepare(fresh: bool, of_its_own: bool = True) -> None:
-    """Prepares a process for its tasks."""
+    """Set the signal handler and environment of a process that compiles."""
     if of_its_own:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all processes; the parent handles it
     if fresh:
@@ -92,7 +92,7 @@ def _prepare(fresh: bool, of_its_own: bool = True) -> None:
 
 
 def _free_bytes() -> int:
-    """Available memory; unlimited if the system does not report it."""
+    """Return the available memory in bytes; unlimited if the system does not report it."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

@@ -1,8 +1,8 @@
 """Ahead-of-time compilation: checks without a GPU that every kernel compiles for real targets and does not spill.
 
 `python -m treespec_kernels.aot.compiler --target sm_80 --target sm_90` compiles the shipped configurations and prints
-JSON. `aot/specs` lists the kernels of each op. The process must run without TRITON_INTERPRET, because interpreted
-kernels cannot be compiled. Results are cached (`binary_cache`): the next run compiles only what changed.
+JSON. `aot/specs` lists the kernels of each op. TRITON_INTERPRET must not be set, because interpreted kernels cannot be
+compiled. Results are cached (`binary_cache`), so the next run compiles only kernels that changed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """The resource usage of a compiled kernel, per thread and per block."""
+    """Resource usage of a compiled kernel: registers and spills per thread, shared memory per block."""
 
     kernel: str
     config: dict[str, Any]
@@ -47,7 +47,7 @@ class OrderError(RuntimeError):
 
 
 class Plan(NamedTuple):
-    """The work of a run: all kernels, those with cached results, and the processes that compile the others."""
+    """Number of kernels of a run, of those with cached results, and of processes that compile the others."""
 
     total: int
     known: int
@@ -55,7 +55,7 @@ class Plan(NamedTuple):
 
 
 class _Task(NamedTuple):
-    """Identifies a spec, because kernels cannot be pickled."""
+    """Picklable identity of a spec; the spec itself holds a kernel, which cannot be pickled."""
 
     target: str
     op: str
@@ -64,12 +64,12 @@ class _Task(NamedTuple):
 
 
 def ops() -> tuple[str, ...]:
-    """The ops that have Triton kernels."""
+    """Return the ops that have Triton kernels."""
     return tuple(kernel_modules())
 
 
 def default_shapes(dtypes: Iterable[torch.dtype] = DTYPES) -> tuple[KernelShape, ...]:
-    """The embedded target, Llama 1B and Llama 8B, in every dtype."""
+    """Return the shapes of the bundled default target, Llama 1B and Llama 8B, in every dtype."""
     return tuple(
         KernelShape(dtype, *sizes)
         for dtype in dtypes
@@ -83,7 +83,7 @@ def default_shapes(dtypes: Iterable[torch.dtype] = DTYPES) -> tuple[KernelShape,
 
 
 def family_shapes(dtypes: Iterable[torch.dtype] = DTYPES) -> tuple[KernelShape, ...]:
-    """One model of each other family: Gemma 2 9B, Gemma 3 1B, GPT-NeoX 20B, Pythia 2.8B and OPT 6.7B."""
+    """Return shapes of the other families: Gemma 2 9B, Gemma 3 1B, GPT-NeoX 20B, Pythia 2.8B and OPT 6.7B."""
     gemma: dict[str, Any] = {"norm": "rms_plus_one", "post_norms": True, "activation": "gelu_tanh"}
     layer: dict[str, Any] = {"norm": "layer", "gated": False}
     sizes: tuple[tuple[tuple[int, ...], dict[str, Any]], ...] = (
@@ -98,10 +98,12 @@ def family_shapes(dtypes: Iterable[torch.dtype] = DTYPES) -> tuple[KernelShape, 
 
 
 def specs_of(op: str, shape: KernelShape, target: str | None = None) -> list[KernelSpec]:
-    """The specs of `op` for a model's shape and a target; `target` None for configurations that fit sm_80 and sm_90.
+    """Return the specs of `op` for a model's shape and a target.
+
+    `target` None gives configurations that fit sm_80 and sm_90.
 
     Raises:
-        ValueError: an op without kernels, or no triton.
+        ValueError: the op has no kernels, or triton is not installed.
     """
     require_triton("aot")
     if op not in ops():
@@ -112,10 +114,10 @@ def specs_of(op: str, shape: KernelShape, target: str | None = None) -> list[Ker
 
 
 def compile_spec(target: str, spec: KernelSpec) -> CompiledKernel:
-    """Compiles one kernel, or takes it from Triton's cache.
+    """Compile one kernel, or load it from Triton's cache.
 
     Raises:
-        ValueError: an unknown target, or TRITON_INTERPRET is set. Triton's own errors pass through.
+        ValueError: the target is unknown, or TRITON_INTERPRET is set. Triton's own errors pass through.
         OrderError: the kernel uses PDL, and accesses memory or exits before its wait.
     """
     import triton
@@ -133,7 +135,7 @@ def compile_spec(target: str, spec: KernelSpec) -> CompiledKernel:
 
 
 def _gpu_of(target: str) -> Any:
-    """Triton's object for a target."""
+    """Return Triton's `GPUTarget` of a target name."""
     from triton.backends.compiler import GPUTarget
 
     return GPUTarget("cuda", int(target[3:]), 32) if target.startswith("sm_") else GPUTarget("hip", target, 64)
@@ -177,7 +179,7 @@ def _cuda_usage(cubin: bytes) -> tuple[int, int]:
 
 
 def cuobjdump(cubin: bytes, what: str) -> str:
-    """What NVIDIA's tool prints of a binary with the option `what`."""
+    """Return the output of NVIDIA's `cuobjdump` for a binary with the option `what`."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -202,24 +204,24 @@ def compile_report(
     cache: ResultCache | None = None,
     fresh: bool = False,
 ) -> dict[str, Any]:
-    """Compiles ops for models and targets, and reports what failed.
+    """Compile ops for models and targets, and report failures.
 
     Args:
-        targets: of `SHARED_BYTES`.
+        targets: names in `SHARED_BYTES`.
         shapes: models to compile for.
         only: the ops to compile; None for all.
         jobs: number of processes; None for `num_processes`.
-        advance: called with the number of kernels done and of all.
+        advance: called with the number of finished kernels and the total.
         begin: called once with the plan.
-        cache: earlier results are read from it, and new ones stored.
+        cache: loads earlier results and stores new ones.
         fresh: whether to bypass Triton's own cache.
 
     Returns:
         `{"targets": {target: [CompiledKernel as a dict]}, "failed": [{target, kernel, config, message}]}`. A kernel has
-        failed if it does not compile (and is then not in `targets`), spills, or exceeds the shared memory.
+        failed if it does not compile (and is then not in `targets`), spills, or exceeds the target's shared memory.
 
     Raises:
-        ValueError: an unknown target or op, no triton, or TRITON_INTERPRET is set.
+        ValueError: a target or op is unknown, triton is not installed, or TRITON_INTERPRET is set.
     """
     targets, shapes = tuple(targets), tuple(shapes)
     for target in targets:
@@ -227,7 +229,7 @@ def compile_report(
     require_triton("aot")
     from triton.compiler import make_backend
 
-    distinct: dict[str, _Task] = {}  # many kernels do not depend on all of a shape
+    distinct: dict[str, _Task] = {}  # by key: shapes share kernels that do not depend on all of their sizes
     asked: list[tuple[str, KernelSpec, str]] = []
     for target in targets:
         for shape, op in itertools.product(shapes, only or ops()):
@@ -262,7 +264,7 @@ def _compile_all(
     cache: ResultCache | None,
     fresh: bool,
 ) -> dict[str, CompiledKernel | str]:
-    """The compiled kernel of each key, or an error message."""
+    """Return the compiled kernel of each key, or an error message."""
     results: dict[str, CompiledKernel | str] = {}
     for key in tasks if cache is not None else ():
         if (known := _stored(cache, key)) is not None:
@@ -283,7 +285,7 @@ def _compile_all(
 
 
 def _stored(cache: ResultCache, key: str) -> CompiledKernel | None:
-    """A cached result, or None if it is missing or broken."""
+    """Return a cached result, or None if it is missing or unreadable."""
     try:
         return CompiledKernel(**(cache.load(key) or {}))
     except TypeError:
@@ -293,7 +295,7 @@ def _stored(cache: ResultCache, key: str) -> CompiledKernel | None:
 def _compile_task(task: _Task) -> CompiledKernel | str:
     try:
         return compile_spec(task.target, specs_of(task.op, task.shape, task.target)[task.index])
-    except Exception as error:  # compiler passes raise anything; the report lists every kernel that failed
+    except Exception as error:  # compiler passes raise arbitrary types, and the report must list every failure
         return f"{type(error).__name__}: {error}"
 
 

@@ -11,7 +11,7 @@ from treespec_kernels.linear.quantized import WeightForm
 from treespec_kernels.linear.rms_norm import NormKind
 
 PAGE_SIZE = 64
-# Compiled for a shape that names no form: int8 per channel, int4 per group, and int4 as AWQ stores it.
+# Formats compiled for a shape without a format: int8 per channel, int4 per group, and int4 with zero points as in AWQ.
 AOT_FORMS = (WeightForm(8), WeightForm(4, 128), WeightForm(4, 128, True))
 TRITON_TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
@@ -27,16 +27,16 @@ class LinearLayer(NamedTuple):
 
 @dataclass(frozen=True)
 class KernelShape:
-    """The properties of a model that kernels are compiled for; defaults are those of Llama.
+    """Properties of a model that its kernels depend on; defaults are those of Llama.
 
     Args:
-        dtype, head_dim, num_heads, num_kv_heads, hidden_size, intermediate_size, vocab_size: sizes.
-        norm: of the residual stream; a model with LayerNorm has biases in all layers.
-        post_norms: whether the outputs of attention and MLP are normed before the residual add.
-        qk_norm: whether heads of q and k are normed.
-        rotary: whether q and k are rotated by position.
-        gated, activation: of the MLP.
-        capped: whether scores and logits have soft caps.
+        dtype, head_dim, num_heads, num_kv_heads, hidden_size, intermediate_size, vocab_size: dtype and sizes.
+        norm: kind of norm of the residual stream; a model with LayerNorm has biases in all layers.
+        post_norms: whether the outputs of attention and MLP are normalised before the residual add.
+        qk_norm: whether the heads of Q and K are normalised.
+        rotary: whether Q and K are rotated by position.
+        gated, activation: whether the MLP has a gate projection, and its activation.
+        capped: whether attention scores and logits have soft caps.
         quantized: format of the linear layers; None if they are not quantised.
     """
 
@@ -88,12 +88,12 @@ class KernelShape:
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """One kernel, ready to be compiled.
+    """Signature, constants and launch options to compile one kernel with.
 
     Args:
         kernel: the `triton.jit` function.
-        types: argument name to Triton type ("*bf16", "fp32", "i64"). Other arguments named `stride_*` or `num_*` are
-            i32, and the rest point to int32.
+        types: argument name to Triton type ("*bf16", "fp32", "i64"). Other arguments default to i32 if they are named
+            `stride_*` or `num_*`, and otherwise to pointers to int32.
         constants: the constexpr arguments.
         options: num_warps, num_stages, enable_fp_fusion.
         config: describes the kernel in the report.

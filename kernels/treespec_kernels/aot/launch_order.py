@@ -1,9 +1,9 @@
-"""Checks the order of programmatic dependent launch in compiled code (`launch/predecessors.py`): no path accesses
-memory or exits before the wait.
+"""Checks in compiled code that no path of a kernel with programmatic dependent launch accesses memory or exits before
+its wait (`launch/predecessors.py`).
 
-It visits every instruction that is reachable from the entry without a wait. Such an instruction may compute, read
-launch parameters, and use the block's own shared memory: on sm_100 a block first allocates its tensor memory, whose
-address is stored in shared memory.
+The check visits every instruction that is reachable from the entry without a wait. Such an instruction may compute,
+read launch parameters, and use the block's own shared memory: on sm_100 a block first allocates its tensor memory,
+whose address is stored in shared memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class _Instruction(NamedTuple):
 
 
 class _Language(NamedTuple):
-    """Opcode patterns of PTX or of machine code, matched at the start of an opcode."""
+    """Opcode patterns of PTX or of machine code (SASS), matched at the start of an opcode."""
 
     name: str
     wait: str
@@ -58,11 +58,11 @@ _SASS = _Language(
 
 
 def order_fault(ptx: str, sass: str) -> str | None:
-    """The first violation of the order in a kernel, or None.
+    """Return a description of the first violation of the order in a kernel, or None.
 
     Args:
-        ptx: of one kernel with programmatic dependent launch.
-        sass: its machine code for sm_90 or later, as cuobjdump prints it.
+        ptx: PTX of one kernel with programmatic dependent launch.
+        sass: its machine code for sm_90 or later, as printed by cuobjdump.
     """
     return _fault(_PTX, *_read_ptx(ptx)) or _fault(_SASS, *read_sass(sass))
 
@@ -100,7 +100,7 @@ def _fault(language: _Language, instructions: list[_Instruction], places: dict[s
 
 
 def _read_ptx(text: str) -> tuple[list[_Instruction], dict[str, int]]:
-    """The instructions of a kernel, and the index of each label."""
+    """Return the instructions of a kernel, and the instruction index of each label."""
     body = re.sub(r"//[^\n]*", "", text[text.index(".entry") :])
     return _read(
         re.finditer(
@@ -112,7 +112,10 @@ def _read_ptx(text: str) -> tuple[list[_Instruction], dict[str, int]]:
 
 
 def read_sass(text: str) -> tuple[list[_Instruction], dict[str, int]]:
-    """The instructions of a kernel, and the index of each address, without leading zeros: jumps to 0090 name 0x90."""
+    """Return the instructions of a kernel, and the instruction index of each address.
+
+    Addresses have no leading zeros, because a jump to 0090 names 0x90.
+    """
     return _read(
         re.finditer(
             r"/\*0*(?P<place>[0-9a-f]+)\*/\s+\{?\s*(?P<predicate>@!?U?P\w+)?\s*(?P<opcode>[A-Z][\w.]*)\s*(?P<operands>[^;]*);",

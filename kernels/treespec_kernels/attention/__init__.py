@@ -1,1 +1,1 @@
-"""Attention over token trees: planning a pass, the kernels, RoPE with the K/V write, and the K/V commit."""
+"""Attention over token trees: pass planning, attention kernels, RoPE with the K/V write, and the KV commit."""

@@ -20,7 +20,7 @@ from treespec_kernels.launch.triton_launch import (
     require_triton,
 )
 
-BLOCK_J = 16  # path steps per block of loads: most paths fit in one
+BLOCK_J = 16  # path steps per block of loads; most paths fit in one block
 NUM_WARPS = 4
 
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -33,19 +33,20 @@ def kv_commit_ref(
     paths: torch.Tensor,
     path_lens: torch.Tensor,
 ) -> None:
-    """Moves logical slot L + paths[b, j] to L + j in every layer, K and V. Eager torch, any device, any dtype.
+    """Move logical slot L + paths[b, j] to L + j in every layer, K and V (reference: eager torch, any device).
 
     Args:
-        kv_cache: [num_layers, 2, num_pages, num_kv_heads, page_size, head_dim], changed in place; any outer strides.
+        kv_cache: [num_layers, 2, num_pages, num_kv_heads, page_size, head_dim] of any dtype and outer strides, changed
+            in place.
         page_table: [num_requests, max_pages] int32. Logical slot s of request b is page
             `page_table[b, s // page_size]`, offset `s % page_size`.
-        context_lens: [num_requests] int32, L: committed positions before this commit.
+        context_lens: [num_requests] int32, number of committed positions L before this commit.
         paths: [num_requests, max_path] int32, accepted node indices, root first (`paths[b, 0] == 0`), strictly
             increasing; entries from `path_lens[b]` on are ignored.
         path_lens: [num_requests] int32, 0..max_path.
 
     Raises:
-        ValueError: a shape, dtype or device that does not fit.
+        ValueError: a shape, dtype or device does not match.
 
     Sources and destinations of a request overlap: on path 0, 2, 3 slot 2 is the source of step 1 and the destination of
     step 2. Indexing gathers all sources into new memory before the first write, and destinations are distinct.
@@ -69,11 +70,11 @@ def kv_commit_cpu(
     context_lens: Sequence[int],
     paths: Sequence[np.ndarray],
 ) -> None:
-    """`kv_commit_ref` from host arrays, in two torch calls instead of twenty.
+    """Commit accepted paths as `kv_commit_ref`, from host arrays and in two torch calls instead of twenty.
 
     Args:
         kv_cache: as in `kv_commit_ref`, on the CPU.
-        pages, context_lens, paths: by request: int64 [num pages], L, and int64 [length], root first.
+        pages, context_lens, paths: per request, int64 [num_pages], L, and int64 [path_len] with the root first.
     """
     page_size = kv_cache.shape[4]
     sources, targets = [], []
@@ -92,10 +93,12 @@ def kv_commit_triton(
     paths: torch.Tensor,
     path_lens: torch.Tensor,
 ) -> None:
-    """`kv_commit_ref` on a GPU, in one launch and without a host sync; head_dim must be contiguous.
+    """Commit accepted paths as `kv_commit_ref`, on a GPU in one launch and without a host sync.
+
+    head_dim must be contiguous.
 
     Raises:
-        ValueError: a shape, dtype, stride or device that does not fit, or triton that cannot run here.
+        ValueError: a shape, dtype, stride or device does not match, or triton cannot run on the tensors.
     """
     check_kv_commit(kv_cache, page_table, context_lens, paths, path_lens)
     check_last_strides(
@@ -104,7 +107,7 @@ def kv_commit_triton(
     require_triton("kv_commit")
     from treespec_kernels.attention import kv_commit_kernels as kernels
 
-    # Copied as integers: this keeps every NaN payload, and supports every dtype in the interpreter.
+    # Copy as integers, which keeps NaN payloads and works for every dtype in the interpreter.
     integers = kv_cache.view(_INTEGER_OF_SIZE[kv_cache.element_size()])
     check_launch("kv_commit", kernels.move_path, integers)
     num_layers, _, _, num_kv_heads, page_size, head_dim = kv_cache.shape
@@ -138,7 +141,7 @@ def check_kv_commit(
     paths: torch.Tensor,
     path_lens: torch.Tensor,
 ) -> None:
-    """Host-side checks of shapes, dtypes and devices; values on a device are never read."""
+    """Raise ValueError if a shape, dtype or device does not match. Values are never read, so this does not sync."""
     if kv_cache.dim() != 6 or kv_cache.shape[1] != 2:
         raise ValueError(
             f"kv_cache has shape {list(kv_cache.shape)}; "

@@ -1,16 +1,16 @@
 """Pass layout: plans a tree-attention pass on the device, for trees that are never copied to the host.
 
 A pass has a fixed shape, `num_requests` x `rows_per_request` rows, so that it can run in a captured CUDA graph. A row
-of depth -1 is padding: anywhere in a tree, or after the rows of a chain. A request whose rows are all padding is idle.
-There are two kinds of passes:
+of depth -1 is padding; it may be anywhere in a tree, but only after the rows of a chain. A request whose rows are all
+padding is idle. There are two kinds of passes:
 
-- *trees*: any rows of a request's token tree (a target's pass, one level of a draft);
-- *chains*: row i of a request is the i-th of consecutive tokens (a draft that reads the accepted tokens); the number of
+- *trees*: any rows of a request's token tree (a target pass, or one draft level);
+- *chains*: row i of a request is the i-th of consecutive tokens (a draft pass over the accepted tokens); the number of
   rows may differ per request.
 
-The layout reserves every work item that a pass of this shape may need, and writes empty items where it needs fewer;
-programs of empty items exit at once. Results are bit-identical to those of `plan_tree_attention` for the same pass,
-because both cut the same positions into the same tiles and segments.
+The layout reserves every work item that a pass of this shape may need. Unused items are written as empty, and their
+programs exit at once. Results are bit-identical to those of `plan_tree_attention` for the same pass, because both cut
+the same positions into the same tiles and segments.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class PassPlaces(NamedTuple):
     """Positions and cache slots of the rows of a pass."""
 
     positions: torch.Tensor  # [num_rows] int32, absolute; 0 for padding
-    slots: torch.Tensor  # [num_rows] int64: page * page_size + offset of the row's own K/V; 0 for padding
+    slots: torch.Tensor  # [num_rows] int64, page * page_size + offset of the row's own K/V; 0 for padding
 
 
 def pass_layout_ref(
@@ -60,14 +60,14 @@ def pass_layout_ref(
     *,
     page_size: int = 64,
 ) -> PassPlaces:
-    """The specification of positions and slots; `plan_tree_attention` is that of the plan.
+    """Compute positions and slots of a pass (reference; `plan_tree_attention` is the reference of the plan).
 
     Args:
-        context_lens: [num_requests] int32, L: committed positions.
+        context_lens: [num_requests] int32, number of committed positions L.
         page_table: [num_requests, max_pages] int32.
-        depths: [num_requests, rows_per_request] int32; -1: padding.
-        row_slots: [num_requests, rows_per_request] int32: the row's own K/V go to logical slot L + row_slots.
-        page_size: slots of a page.
+        depths: [num_requests, rows_per_request] int32, -1 for padding.
+        row_slots: [num_requests, rows_per_request] int32; a row's own K/V go to logical slot L + row_slots.
+        page_size: slots per page.
     """
     positions = torch.zeros(depths.numel(), dtype=torch.int32, device=depths.device)
     slots = torch.zeros(depths.numel(), dtype=torch.int64, device=depths.device)
@@ -84,7 +84,7 @@ def pass_layout_ref(
 
 @dataclass(frozen=True)
 class DeviceLayout:
-    """The buffers of one pass shape, allocated by `allocate` and rewritten by `fill` for each pass."""
+    """Buffers of one pass shape, allocated by `allocate` and rewritten by `fill` for each pass."""
 
     num_requests: int
     rows_per_request: int
@@ -95,17 +95,17 @@ class DeviceLayout:
     tree_slots: int | None
     positions: torch.Tensor  # [num_rows] int32, as in `PassPlaces`
     slots: torch.Tensor  # [num_rows] int64
-    ancestor_words: torch.Tensor  # [num_rows, words] int64; without tree_slots, 0 words
-    row_request: torch.Tensor  # [num_rows] int32
-    chain_slots: torch.Tensor  # [num_requests, rows_per_request] int32: row i of a chain is in tree slot i
-    chain_ancestors: torch.Tensor  # [num_rows, width] int32, the rows before it; one row of memory, expanded
+    ancestor_words: torch.Tensor  # [num_rows, words] int64; 0 words without tree_slots
+    row_request: torch.Tensor  # [num_rows] int32, index of each row's request
+    chain_slots: torch.Tensor  # [num_requests, rows_per_request] int32; row i of a chain has tree slot i
+    chain_ancestors: torch.Tensor  # [num_rows, width] int32, earlier rows of a chain; a view of one row of memory
     plan: TreeAttentionPlan
     num_partials: int
     keeps_partials: bool
 
     @property
     def num_rows(self) -> int:
-        """Rows of a pass, padding included."""
+        """Number of rows of a pass, padding included."""
         return self.num_requests * self.rows_per_request
 
     @classmethod
@@ -128,24 +128,23 @@ class DeviceLayout:
         page_size: int = 64,
         keeps_partials: bool = True,
     ) -> DeviceLayout:
-        """Allocates a layout for passes of this shape.
+        """Allocate a layout for passes of this shape.
 
         Args:
-            num_requests, rows_per_request: of the pass, idle requests and padding rows included.
-            width: the columns of `ancestors`, above every depth. For a chain usually rows_per_request.
+            num_requests, rows_per_request: shape of the pass, idle requests and padding rows included.
+            width: number of columns of `ancestors`, above every depth; for a chain usually rows_per_request.
             chain: whether the passes are chains.
-            max_context: the largest number of committed positions of a request. Partial results take
+            max_context: maximum number of committed positions of a request. Partial results use
                 num_rows * segments * num_heads * (head_dim + 2) * 4 bytes, and every launch has programs for all
-                segments: use a separate layout for graphs of short contexts.
+                segments, so use a separate layout for graphs of short contexts.
             num_heads, num_kv_heads, head_dim, dtype, device, window, config: as in `plan_tree_attention`.
-            tree_slots: the largest number of slots of a tree, for a pass of `tree_attention_masked`; None for a pass of
-                `tree_attention`.
+            tree_slots: maximum number of slots of a tree, for `tree_attention_masked`; None for `tree_attention`.
             page_size: slots per page of the cache.
-            keeps_partials: whether the layout holds the memory of partial results; False allocates it for each pass, so
+            keeps_partials: whether the layout owns the memory of partial results; False allocates it for each pass, so
                 that captured graphs share it.
 
         Raises:
-            ValueError: a size that is not positive, heads that do not divide, chains with tree_slots.
+            ValueError: a size is not positive, num_heads is no multiple of num_kv_heads, or a chain has tree_slots.
         """
         sizes = {"num_requests": num_requests, "rows_per_request": rows_per_request, "width": width}
         sizes |= {"page_size": page_size} | ({} if tree_slots is None else {"tree_slots": tree_slots})
@@ -212,20 +211,21 @@ class DeviceLayout:
         row_slots: torch.Tensor | None = None,
         ancestors: torch.Tensor | None = None,
     ) -> dict[str, Any]:
-        """Plans a pass in one launch, without a host sync; it allocates only partials that are not kept.
+        """Plan a pass in one launch and without a host sync. Allocates nothing if the layout keeps its partials.
 
         Args:
             context_lens, page_table, depths, row_slots: as in `pass_layout_ref`. A row whose slot or position exceeds
                 the page table, `max_context` or `width` is treated as padding.
             ancestors: [num_requests, rows_per_request, width] int32, as in `tree_attention_ref`; arbitrary for padding.
-            A chain may omit row_slots and ancestors: row i is then tree slot i, with all earlier rows as ancestors.
+
+        A chain may omit row_slots and ancestors: row i then has tree slot i, and all earlier rows as ancestors.
 
         Returns:
             The keyword arguments of `tree_attention_triton` for this pass, except `scale` and `out`; with tree_slots,
             those of `tree_attention_masked_triton`.
 
         Raises:
-            ValueError: a shape, dtype, stride or device that does not fit, a tree without row_slots or ancestors.
+            ValueError: a shape, dtype, stride or device does not match, or a tree has no row_slots or ancestors.
         """
         if not self.chain and (row_slots is None or ancestors is None):
             raise ValueError("a layout of trees needs row_slots and ancestors; only a chain may omit them")
@@ -307,7 +307,7 @@ class DeviceLayout:
 def constants(
     config: TreeAttentionConfig, group: int, chain: bool, words: int, page_size: int
 ) -> dict[str, int | bool]:
-    """The kernel's constexpr arguments. `words`: ancestor words per row, 0 without masks."""
+    """Return the kernel's constexpr arguments; `words` is the number of ancestor words per row, 0 without masks."""
     return {
         "CHAIN": chain,
         "NUM_WORDS": words,
@@ -326,13 +326,17 @@ def constants(
 
 
 def rows_of_tile(config: TreeAttentionConfig, group: int) -> int:
-    """The largest number of rows in one M tile, rounded up to a power of two; a group that does not divide the tile
-    adds a partial row."""
+    """Return the maximum number of rows in one M tile, rounded up to a power of two.
+
+    A group that does not divide the tile adds a partial row.
+    """
     most = -(-config.block_m // group) + (config.block_m % group > 0)
     return 1 << (most - 1).bit_length()
 
 
 class _SegmentBounds(NamedTuple):
+    """Maximum numbers of segments."""
+
     packed: int  # of one M tile
     node: int  # of one node, from the root's tile on
     row: int  # of one row
@@ -348,14 +352,17 @@ def _segment_bounds(
     window: int | None,
     tree_slots: int | None,
 ) -> _SegmentBounds:
-    """The largest number of segments that the keys of an M tile, a node or a row lie in."""
+    """Return the maximum number of segments that the keys of an M tile, a node or a row can span."""
     last_position = max_context + (width if tree_slots is None else tree_slots) - 1
 
     def up_to(position: int) -> int:
         return int(config.partition.segment_of(np.array(position))) + 1
 
     def touched(num_positions: int, alignment: int) -> int:
-        """The most segments that `num_positions` consecutive positions, starting at a multiple of `alignment`, span."""
+        """Return the maximum number of segments that `num_positions` consecutive positions span.
+
+        The first position is a multiple of `alignment`.
+        """
         smallest = min(config.partition.short, config.partition.long)
         return min(up_to(last_position), 1 + (smallest - alignment + num_positions - 1) // smallest)
 
@@ -363,7 +370,7 @@ def _segment_bounds(
     row = up_to(last_position)
     if window is not None:
         # A tile starts up to block_n - 1 positions before the window of its first row. The columns of a masked pass are
-        # slots: a window may start before the root, and the whole tree follows it.
+        # slots, so a window may start before the root and then covers the whole tree.
         own = 0 if tree_slots is None else tree_slots
         span = config.block_n + window - 1 + (min(rows_per_request, rows_of_tile(config, group)) if chain else own)
         packed, row = min(packed, touched(span, config.block_n)), touched(window + own, 1)

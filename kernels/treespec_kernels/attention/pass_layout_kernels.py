@@ -19,7 +19,7 @@ def _start_of(segment, SHORT: tl.constexpr, LONG: tl.constexpr, LONG_FROM: tl.co
 
 @triton.jit
 def _store_items(items, index, m_items, request, slot_row, m_lo, m_hi, key_lo, key_hi, segment, continues):
-    """Writes the columns ITEM_FIELDS. An item without keys gets the empty range [0, 0), which `attend_items` skips."""
+    """Write the columns ITEM_FIELDS. An item without keys gets the empty range [0, 0), which `attend_items` skips."""
     p_item = items + index.to(tl.int64) * 8
     m_keys = key_hi > key_lo
     tl.store(p_item, request, mask=m_items)
@@ -34,7 +34,7 @@ def _store_items(items, index, m_items, request, slot_row, m_lo, m_hi, key_lo, k
 
 @triton.jit
 def _load_rows(depths, row_slots, row, m_row, context_len, width, max_context, tree_slots, num_slots):
-    """(depth, slot, exists): padding, and rows that exceed the buffers or the page table, do not exist."""
+    """Return (depth, slot, exists). Padding and rows that exceed the buffers or the page table do not exist."""
     depth = tl.load(depths + row, mask=m_row, other=-1)
     own = tl.load(row_slots + row, mask=m_row, other=0)
     slot = context_len + own
@@ -56,7 +56,7 @@ def _store_words(
     NUM_WORDS: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Writes the ancestor words: bit i of a row is set if node i is its ancestor or itself, within the window."""
+    """Write the ancestor words: bit i of a row is set if node i is its ancestor or itself, within the window."""
     bit = tl.full([BLOCK_R], 1, dtype=tl.int64)
     for word in tl.static_range(NUM_WORDS):
         bits = tl.zeros([BLOCK_R], dtype=tl.int64)
@@ -95,7 +95,7 @@ def _cut_tile(
     ROWS_OF_TILE: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """The packed items of one M tile of a request, one per segment."""
+    """Write the packed items of one M tile of a request, one per segment."""
     first_row = request * num_rows
     first = i_tile * BLOCK_M // GROUP
     m_end = tl.minimum((i_tile + 1) * BLOCK_M, num_rows * GROUP)
@@ -121,7 +121,7 @@ def _cut_tile(
         segment = first_segment + o_k
         lo = tl.maximum(key_lo, _start_of(segment, SHORT, LONG, LONG_FROM))
         hi = tl.minimum(key_hi, _start_of(segment + 1, SHORT, LONG, LONG_FROM))
-        # M tiles of one segment follow each other, so that they find its keys in L2.
+        # M tiles of one segment are adjacent, so that all but the first read its keys from L2.
         index = (o_k * num_requests + request) * num_tiles + i_tile
         m_lo = first_row * GROUP + i_tile * BLOCK_M
         m_hi = first_row * GROUP + m_end
@@ -129,7 +129,7 @@ def _cut_tile(
         _store_items(packed_items, index, m_k, request, first_row + last, m_lo, m_hi, lo, hi, segment, 0)
 
 
-# Sizes of the batch and the tree are not specialised: one binary for every layout.
+# Sizes of the batch and the tree are not specialised, so that all layouts share one binary.
 @triton.jit(
     do_not_specialize=[
         "num_requests",
@@ -179,12 +179,12 @@ def lay_out_pass(
     LONG: tl.constexpr,
     LONG_FROM: tl.constexpr,
     TILES_OF_GROUP: tl.constexpr,
-    ROWS_OF_TILE: tl.constexpr,  # the most rows in one M tile, rounded up to a power of two
+    ROWS_OF_TILE: tl.constexpr,  # maximum number of rows in one M tile, rounded up to a power of two
     BLOCK_R: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """The programs of a request: one per M tile for its packed items, then one per BLOCK_R rows for their positions,
-    slots, segments and node items."""
+    """A request has one program per M tile for its packed items, then one per BLOCK_R rows for their positions, slots,
+    segments and node items."""
     request = tl.program_id(0)
     i_part = tl.program_id(1)
     context_len = tl.load(context_lens + request)
@@ -231,7 +231,7 @@ def lay_out_pass(
         start = tl.maximum(position - window + 1, 0)
         last = position
         if NUM_WORDS > 0:
-            # Columns are slots, and no tree slot precedes the root's.
+            # Columns are slots, and the root has the first slot of the tree.
             start = tl.minimum(start, context_len)
             last = slot
         start_segment = _segment_of(start, SHORT, LONG, LONG_FROM)

@@ -1,8 +1,8 @@
 """RoPE and KV cache write: rotates Q and K by their positions, and writes K and V to their cache slots.
 
-Rotate-half RoPE (Su et al., arXiv 2104.09864, in the layout of Llama's checkpoints): dimension d is paired with
-d + head_dim / 2, y = x * cos + roll(x, head_dim / 2) * sin, with the sines of the first half negated. Everything is
-computed in fp32, without fused multiply-adds, and rounded to the dtype once, when it is stored.
+RoPE is rotate-half (Su et al., arXiv 2104.09864, in the layout of Llama's checkpoints): dimension d is paired with
+d + head_dim / 2, y = x * cos + roll(x, head_dim / 2) * sin, with the sines of the first half negated. The computation
+is in fp32, without fused multiply-adds, and results are rounded to the dtype once, when they are stored.
 
 An optional RMSNorm per head of Q and K comes first (Qwen 3, Gemma 3). Models with learned positions skip the rotation.
 """
@@ -27,11 +27,11 @@ from treespec_kernels.launch.rows import (
 from treespec_kernels.launch.triton_launch import check_last_strides, check_launch, launch_options, require_triton
 
 TILE = 512  # elements per program: 12 programs per row of an 8B model
-NUM_WARPS = 2  # 4 elements of each half per thread; with 8, ptxas spilled at 8 splits on sm_90
+NUM_WARPS = 2  # 4 elements of each half per thread; with 8 elements, ptxas spilled at 8 splits on sm_90
 
 
 class HeadNorm(NamedTuple):
-    """RMSNorm of each head of Q and K. Weights: [head_dim] or [groups, head_dim], both in the dtype or in float32."""
+    """RMSNorm of each head of Q and K. Weights are [head_dim] or [groups, head_dim], in the dtype or in float32."""
 
     q_weight: torch.Tensor
     k_weight: torch.Tensor
@@ -39,12 +39,12 @@ class HeadNorm(NamedTuple):
 
 
 def block_of_half(head_dim: int) -> int:
-    """The power of two that half a head is padded to."""
+    """Return the power of two to which a kernel pads half a head."""
     return 1 << (head_dim // 2 - 1).bit_length()
 
 
 def block_of_heads(head_dim: int) -> int:
-    """Heads per program."""
+    """Return the number of heads per program."""
     return max(TILE // (2 * block_of_half(head_dim)), 1)
 
 
@@ -59,23 +59,23 @@ def qkv_rope_ref(
     bias: torch.Tensor | None = None,
     norm: HeadNorm | None = None,
 ) -> None:
-    """The specification: eager torch in fp32, any device. Writes `q_out` and the rows' slots of `kv_layer`.
+    """Write rotated Q to `q_out`, and rotated K and V to their slots of `kv_layer` (reference: eager torch, fp32).
 
     Args:
         qkv: [rows, (num_heads + 2 * num_kv_heads) * head_dim], the heads of Q, of K, then of V, in the dtype (float32,
             bfloat16 or float16), or a split linear layer's partial sums fp32 [splits, rows, ..], added in order.
         rotation: [max_positions, 2, head_dim] fp32: cosines, and sines whose first half is negated. None: no rotation.
         positions: [rows] int32, below max_positions.
-        slots: [rows] int64, page * page_size + offset. Rows with the same slot overwrite each other in any order:
-            padding rows all point to a slot that is never read.
+        slots: [rows] int64, page * page_size + offset. Rows with the same slot overwrite each other in any order;
+            all padding rows point to a slot that is never read.
         kv_layer: [2, num_pages, num_kv_heads, page_size, head_dim] in the dtype, K then V; any outer strides.
         q_out: [rows, num_heads, head_dim] in the dtype.
         bias: [(num_heads + 2 * num_kv_heads) * head_dim] or [groups, ..] in the dtype, added first; with groups, each
-            is for rows / groups consecutive rows.
-        norm: of each head of Q and K, after the bias.
+            applies to rows / groups consecutive rows.
+        norm: norm of each head of Q and K, applied after the bias.
 
     Raises:
-        ValueError: a shape, dtype or device that does not fit.
+        ValueError: a shape, dtype or device does not match.
     """
     check_qkv_rope(qkv, rotation, positions, slots, kv_layer, q_out, bias, norm)
     num_rows, num_heads, head_dim = q_out.shape
@@ -113,13 +113,13 @@ def qkv_rope_triton(
     norm: HeadNorm | None = None,
     pdl: bool = False,
 ) -> None:
-    """`qkv_rope_ref` on a GPU, in one launch and without allocations; without a norm, bit-identical to it.
+    """Compute `qkv_rope_ref` on a GPU, in one launch and without allocations; without a norm, bit-identical to it.
 
-    All tensors must be contiguous, except that `kv_layer` may have any outer strides and splits may lie further apart.
-    Slots and positions are read on the device and not checked. `pdl`: see `launch_options`.
+    All tensors must be contiguous, except that `kv_layer` may have any outer strides, and splits any distance. Slots
+    and positions are read on the device and not checked. `pdl`: see `launch_options`.
 
     Raises:
-        ValueError: a shape, dtype, layout or device that does not fit, or triton that cannot run here.
+        ValueError: a shape, dtype, layout or device does not match, or triton cannot run on the tensors.
     """
     check_qkv_rope(qkv, rotation, positions, slots, kv_layer, q_out, bias, norm)
     num_split_rows = split_rows("qkv", qkv)
@@ -177,7 +177,7 @@ def check_qkv_rope(
     bias: torch.Tensor | None,
     norm: HeadNorm | None,
 ) -> None:
-    """Host-side checks of shapes, dtypes and devices; values on a device are never read."""
+    """Raise ValueError if a shape, dtype or device does not match. Values are never read, so this does not sync."""
     if q_out.dim() != 3 or q_out.shape[2] == 0 or q_out.shape[2] % 2:
         raise ValueError(f"q_out has shape {list(q_out.shape)}; expected [rows, num_heads, head_dim], head_dim even")
     if q_out.dtype not in FLOAT_TYPES:

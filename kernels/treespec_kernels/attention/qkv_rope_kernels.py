@@ -1,4 +1,4 @@
-"""Triton kernel of RoPE and the write of K and V. Needs triton."""
+"""Triton kernel of RoPE and the KV cache write. Needs triton."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from treespec_kernels.launch.predecessors import wait_for_predecessors
 
 @triton.jit
 def _half(p_qkv, p_bias, m_half, stride_split, NUM_SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """One half of each head in fp32: the sum of the splits in order, then the bias."""
+    """Load one half of each head in fp32: the sum of the splits in order, plus the bias."""
     b_half = tl.load(p_qkv, mask=m_half, other=0.0).to(tl.float32)
     for _ in tl.static_range(1, NUM_SPLITS):
         p_qkv += stride_split
@@ -20,7 +20,7 @@ def _half(p_qkv, p_bias, m_half, stride_split, NUM_SPLITS: tl.constexpr, HAS_BIA
     return b_half
 
 
-# Arguments that depend on the number of rows are not specialised: one binary for every pass.
+# Arguments that depend on the number of rows are not specialised, so that all passes share one binary.
 @triton.jit(do_not_specialize=["num_split_rows", "num_bias_rows", "num_norm_rows"])
 def rotate_and_write(
     qkv,  # [rows, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM], or fp32 partials [NUM_SPLITS, num_split_rows, ..]
@@ -33,9 +33,9 @@ def rotate_and_write(
     kv_layer,  # [2, num_pages, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM]
     q_out,  # [rows, NUM_HEADS, HEAD_DIM]
     eps,
-    num_split_rows,  # rows from one split to the next
-    num_bias_rows,  # consecutive rows of one group of bias
-    num_norm_rows,  # of the norms' weights
+    num_split_rows,  # distance of splits in rows
+    num_bias_rows,  # consecutive rows that share a row of bias
+    num_norm_rows,  # consecutive rows that share a row of the norms' weights
     stride_kv,
     stride_page,
     stride_head,
@@ -73,7 +73,7 @@ def rotate_and_write(
     b_0 = _half(p_qkv, p_bias, m_half, stride_split, NUM_SPLITS, HAS_BIAS)
     b_1 = _half(p_qkv + HALF, p_bias + HALF, m_half, stride_split, NUM_SPLITS, HAS_BIAS)
 
-    # V is selected, not rotated by an angle of 0: infinity times a sine of 0 is NaN.
+    # V bypasses the rotation by a select: an angle of 0 would turn an infinity into NaN (inf * sin 0).
     m_turned = (o_h < NUM_HEADS + NUM_KV_HEADS)[:, None]
     is_q = (o_h < NUM_HEADS)[:, None]
     if HAS_NORM:
@@ -87,7 +87,7 @@ def rotate_and_write(
         b_0 = tl.where(m_turned, b_0 * b_scale * b_factor_0, b_0)
         b_1 = tl.where(m_turned, b_1 * b_scale * b_factor_1, b_1)
     if ROTATES:
-        # Every head loads the angles, from the L1 cache: broadcasting them would go through shared memory.
+        # Every head loads the angles from L1, because a broadcast would go through shared memory.
         o_angle = position * (2 * HEAD_DIM) + o_d[None, :]
         p_cos = rotation + tl.broadcast_to(o_angle, (BLOCK_H, BLOCK_D))
         b_cos_0 = tl.load(p_cos, mask=m_half, other=0.0)

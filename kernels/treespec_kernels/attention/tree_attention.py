@@ -1,8 +1,8 @@
 """Tree attention: every row of a pass attends to its request's committed positions and to its own ancestors.
 
 The K/V of a layer are paged: logical slot s of request b is page `page_table[b, s // page_size]`, offset
-`s % page_size`. The committed positions 0..L-1 of the request (L = `context_lens[b]`) are logical slots 0..L-1, and
-node i of its token tree is logical slot L + i. A row is one node of one tree. Its absolute position is L + depth, and
+`s % page_size`. The committed positions 0..L-1 of the request (L = `context_lens[b]`) have logical slots 0..L-1, and
+node i of its token tree has logical slot L + i. A row is one node of one tree. Its absolute position is L + depth, and
 its key at absolute position L + j is that of its ancestor at depth j, in logical slot L + `ancestors[row, j]`. Plain
 decoding is one row of depth 0 with ancestors [[0]]; a prefill chunk is a chain.
 """
@@ -33,7 +33,7 @@ from treespec_kernels.linear.activations import soft_cap
 
 
 class PassTables(NamedTuple):
-    """The int32 tables of a pass; see `tree_attention_ref`."""
+    """int32 tables of a pass; see `tree_attention_ref`."""
 
     row_request: torch.Tensor
     context_lens: torch.Tensor
@@ -55,26 +55,26 @@ def tree_attention_ref(
     score_cap: float | None = None,
     window: int | None = None,
 ) -> torch.Tensor:
-    """The specification: one row at a time, softmax(scale * q k^T) v over the row's positions, in fp32.
+    """Compute softmax(scale * q k^T) v over each row's positions, in fp32 and one row at a time (reference).
 
     Args:
         q: [num_rows, num_heads, head_dim], any float dtype. Head h reads KV head h // (num_heads / num_kv_heads).
         k_cache, v_cache: [num_pages, num_kv_heads, page_size, head_dim], any outer strides.
-        row_request: [num_rows] int32, rows ordered by request.
-        context_lens: [num_requests] int32, L: committed positions.
+        row_request: [num_rows] int32, the request of each row, ascending.
+        context_lens: [num_requests] int32, number of committed positions L.
         page_table: [num_requests, max_pages] int32.
         depths: [num_rows] int32.
         ancestors: [num_rows, max_depth + 1] int32; `ancestors[r, j]` for j <= depths[r] is the tree index of the row's
-            ancestor at depth j (j = depth: the row's own node); the rest is ignored.
-        scale: multiplies the scores, usually head_dim ** -0.5.
+            ancestor at depth j (j = depth is the row's own node). Other entries are ignored.
+        scale: factor on the scores, usually head_dim ** -0.5.
         score_cap: soft cap c: scaled scores x become c tanh(x / c) (Gemma 2); None for no cap.
-        window: sliding window: how many positions a row reads, its own included; None for all.
+        window: sliding window, the number of positions that a row reads, its own included; None for all.
 
     Returns:
         [num_rows, num_heads, head_dim] in q's dtype.
 
     Raises:
-        ValueError: a shape, dtype or device that does not fit, an empty window.
+        ValueError: a shape, dtype or device does not match, or the window is empty.
     """
     check_pass(q, k_cache, v_cache, PassTables(row_request, context_lens, page_table, depths))
     check_ancestors(q, ancestors)
@@ -113,18 +113,18 @@ def tree_attention_triton(
     out: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """Tree attention on a GPU, in at most three launches; the first two run the same compiled kernel.
+    """Compute tree attention on a GPU, in at most three launches; the first two run the same compiled kernel.
 
-    Arguments as in `tree_attention_ref`; the last dimension of q, caches and out must be contiguous. `plan` comes from
-    `plan_tree_attention` for the same context_lens, rows and depths, with a row capacity equal to q's rows; rows of q
-    after the planned ones (padding of a captured graph) become 0. With `out` nothing is allocated. `pdl`: see
+    Arguments are as in `tree_attention_ref`; the last dimension of q, caches and out must be contiguous. `plan` is from
+    `plan_tree_attention` for the same context_lens, rows and depths, with a row capacity equal to q's rows. Rows of q
+    after the planned ones (padding of a captured graph) become 0. With `out`, nothing is allocated. `pdl`: see
     `launch_options`.
 
     The bits of a row depend only on its q, on the keys and values of its path by absolute position, and on
-    `plan.config`: not on other rows, the order of the tree, the batch or the position of the root.
+    `plan.config`. They do not depend on other rows, the order of the tree, the batch or the position of the root.
 
     Raises:
-        ValueError: a shape, dtype, stride or device that does not fit, or triton that cannot run here.
+        ValueError: a shape, dtype, stride or device does not match, or triton cannot run on the tensors.
     """
     tables = PassTables(row_request, context_lens, page_table, depths)
     check_pass(q, k_cache, v_cache, tables)
@@ -154,8 +154,10 @@ def run_plan(
     out: torch.Tensor | None,
     pdl: bool,
 ) -> torch.Tensor:
-    """Runs a kernel over the plan's items, then combines the segments. `seen` is the kernel's table of the nodes that
-    each row sees: ancestors or ancestor words."""
+    """Run a kernel over the plan's items, then combine the segments.
+
+    `seen` is the kernel's table of the nodes that each row attends to: ancestors or ancestor words.
+    """
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     _, context_lens, page_table, depths = tables
     check_last_strides(q=q, k_cache=k_cache, v_cache=v_cache, out=out)
@@ -226,7 +228,7 @@ def run_plan(
 
 
 def check_cap(name: str, cap: float | None) -> None:
-    """Raises ValueError if a soft cap is not above 0; None is no cap."""
+    """Raise ValueError if a soft cap is not above 0. None means no cap."""
     if cap is not None and not cap > 0:
         raise ValueError(f"{name} is {cap}; it must be above 0, or None for no cap")
 
@@ -239,7 +241,7 @@ def check_plan(
     masked: bool,
     plan: TreeAttentionPlan,
 ) -> None:
-    """Raises ValueError if the plan is for another pass, or `out` does not match q."""
+    """Raise ValueError if the plan is for another pass, or `out` does not match q."""
     planned = (plan.num_heads, plan.num_kv_heads, plan.head_dim, plan.dtype)
     given = (q.shape[1], k_cache.shape[1], q.shape[2], q.dtype)
     if planned != given:
@@ -259,15 +261,17 @@ def check_plan(
 
 
 def check_ancestors(q: torch.Tensor, ancestors: torch.Tensor) -> None:
-    """Raises ValueError if `ancestors` does not fit q's rows."""
+    """Raise ValueError if the shape, dtype or device of `ancestors` does not match q's rows."""
     if ancestors.dim() != 2 or ancestors.shape[0] != len(q):
         raise ValueError(f"ancestors has shape {list(ancestors.shape)}; expected [{len(q)}, max_depth + 1]")
     check_tensors("q", q.device, torch.int32, ancestors=ancestors)
 
 
 def check_pass(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, tables: PassTables) -> None:
-    """Host-side checks of shapes, dtypes and devices, shared by `tree_attention` and `tree_attention_masked`; values on
-    a device are never read."""
+    """Raise ValueError if a shape, dtype or device does not match. Values are never read, so this does not sync.
+
+    Shared by `tree_attention` and `tree_attention_masked`.
+    """
     row_request, context_lens, page_table, depths = tables
     if q.dim() != 3:
         raise ValueError(f"q has shape {list(q.shape)}; expected [num_rows, num_heads, head_dim]")

@@ -13,7 +13,7 @@ from treespec_kernels.launch.triton_launch import has_tensor_memory, shared_byte
 
 @dataclass(frozen=True)
 class SegmentPartition:
-    """Segments of `short` positions below `long_from`, of `long` positions from there on."""
+    """Partition of positions into segments: of `short` positions below `long_from`, and of `long` positions above."""
 
     short: int = 256
     long: int = 1024
@@ -51,20 +51,22 @@ class TreeAttentionConfig(TileConfig):
 
     @classmethod
     def default(cls, dtype: torch.dtype, head_dim: int, target: str | None = None) -> TreeAttentionConfig:
-        """The shipped configuration. M = 64 is one `wgmma` on sm_90: 16 nodes of a group of 4 heads per tile. float32,
-        which has no exact matrix instruction, takes small tiles. None spills, with or without a window.
+        """Return the shipped configuration, which does not spill, with or without a window.
+
+        M = 64 is one `wgmma` on sm_90: 16 nodes of a group of 4 heads per tile. float32 has no exact matrix instruction
+        and uses small tiles.
 
         Args:
             dtype, head_dim: of the model.
             target: from `target_of`; None for a configuration that fits sm_80 and sm_90.
 
         Raises:
-            ValueError: a dtype or head_dim that is not supported.
+            ValueError: the dtype or head_dim is not supported.
         """
         check_supported(dtype, head_dim)
         if target is not None and target.startswith("gfx"):
             return cls._default_of_amd(dtype, head_dim)
-        if dtype == torch.float32 and head_dim <= 128:  # spills under neither Triton 3.7 nor 3.9
+        if dtype == torch.float32 and head_dim <= 128:  # does not spill with Triton 3.7 and 3.9
             return cls(block_m=16, block_n=16, num_warps=8, num_stages=2)
         if dtype == torch.float32:
             return cls(block_m=16, block_n=32, num_warps=8, num_stages=2)
@@ -72,12 +74,12 @@ class TreeAttentionConfig(TileConfig):
             return cls(block_m=64, block_n=64, num_warps=4, num_stages=3)
         if head_dim <= 128:
             return cls(block_m=64, block_n=64, num_warps=8, num_stages=2 if has_tensor_memory(target) else 3)
-        # Three stages take 100 KB.
+        # Three stages need 100 KB of shared memory.
         return cls(block_m=64, block_n=32, num_warps=8, num_stages=3 if shared_bytes(target) >= 100 << 10 else 2)
 
     @classmethod
     def _default_of_amd(cls, dtype: torch.dtype, head_dim: int) -> TreeAttentionConfig:
-        """Smaller tiles: a block has 64 KiB of shared memory on gfx942, and a warp 64 threads."""
+        """Return a configuration with smaller tiles: gfx942 has 64 KiB of shared memory and 64 threads per warp."""
         if dtype == torch.float32:
             return cls(block_m=16, block_n=16, num_warps=4, num_stages=2)
         if head_dim <= 64:
@@ -88,11 +90,14 @@ class TreeAttentionConfig(TileConfig):
 
     @classmethod
     def candidates(cls, dtype: torch.dtype, head_dim: int, target: str | None = None) -> list[TreeAttentionConfig]:
-        """Configurations to tune over, the default first: other tiles with the shipped partition, and other segment
-        lengths. Arguments and errors as in `default`. A tile holds at most 64 positions, as masked passes require."""
+        """Return the configurations to tune over, the default first.
+
+        They vary the tiles with the shipped partition, and the segment length. A tile has at most 64 positions, as
+        masked passes require. Arguments and errors as in `default`.
+        """
         default = cls.default(dtype, head_dim, target)
         if dtype == torch.float32:
-            tiles = [(16, 16, 4, 2), (16, 16, 8, 2), (16, 32, 8, 2), (32, 16, 8, 2)]  # larger ones spill with 4 warps
+            tiles = [(16, 16, 4, 2), (16, 16, 8, 2), (16, 32, 8, 2), (32, 16, 8, 2)]  # larger tiles spill with 4 warps
         else:
             tiles = [
                 *((64, block_n, num_warps, 3) for block_n in (32, 64) for num_warps in (4, 8)),
@@ -106,7 +111,7 @@ class TreeAttentionConfig(TileConfig):
 
 
 def check_supported(dtype: torch.dtype, head_dim: int) -> None:
-    """Raises ValueError for a dtype or head_dim that the kernels do not support."""
+    """Raise ValueError for a dtype or head_dim that the kernels do not support."""
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise ValueError(f"dtype {dtype} is not supported; use float16, bfloat16 or float32")
     if not 1 <= head_dim <= 256:

@@ -1,8 +1,8 @@
-"""Exact tree attention on a CPU: a tree node is bit-identical to the same token in plain decoding.
+"""Exact tree attention on a CPU: a tree node's result is bit-identical to that of the same token in plain decoding.
 
-A row sums over *position tiles*: positions [64 t, 64 (t + 1)) form tile t, whatever the tree. Its scores are taken
-relative to its global maximum (exact in any order), each tile's weighted sum of V is one matrix product over the tile,
-and tiles are added in a fixed order. Plain decoding is the same computation for a one-node tree.
+A row sums over *position tiles*: tile t holds positions [64 t, 64 (t + 1)), independent of the tree. The row's global
+maximum is subtracted from its scores (a maximum is exact in any order), each tile's weighted sum of V is one matrix
+product over the tile, and tiles are added in a fixed order. Plain decoding is the same computation for a one-node tree.
 
 The fast path relies on two properties of the fp32 matrix product (MKL through `torch.bmm`, measured on AVX-512), which
 the engine's self-test verifies on every machine:
@@ -11,15 +11,15 @@ the engine's self-test verifies on every machine:
   its column;
 * up to 192 summands are accumulated in one chain, so summands that are exactly zero may be inserted anywhere.
 
-Tree nodes therefore need no gathering into position order: a parent's slot precedes its child's, so in slot order the
-keys of a path are in position order with masked slots in between, whose weight is exactly 0. `packed` computes all rows
-of a request at once in slot order. `gathered` copies each row's keys into position order and gives every product the
-same shape, so it needs weaker properties; it also handles trees whose tail exceeds `MAX_CHAIN` slots. Where both apply,
-their results are bit-identical.
+Tree nodes therefore need not be gathered into position order: a parent's slot precedes its child's, so in slot order
+the keys of a path are in position order with masked slots in between, whose weight is exactly 0. Mode `packed` computes
+all rows of a request at once in slot order. Mode `gathered` copies each row's keys into position order and gives every
+product the same shape, so it needs weaker properties; it also handles trees whose tail exceeds `MAX_CHAIN` slots. For
+trees that both support, their results are bit-identical.
 
-In a layer with a *window* a row sees only the last positions of its path. A block then starts at the first tile that
-one of its rows sees, which depends on the other rows. So tiles are added one by one: leading tiles that a row does not
-see have weight 0 and change nothing, while `torch.sum` would group the tiles by index.
+In a layer with a *window*, a row attends only to the last positions of its path. A block then starts at the first tile
+that any of its rows attends to, which depends on the other rows. Tiles are therefore added one by one: leading tiles
+with weight 0 change nothing, while `torch.sum` would group the tiles by index.
 """
 
 import functools
@@ -42,17 +42,21 @@ from treespec_kernels.attention.tree_batch import PAGE_SIZE
 
 __all__ = ["MAX_CHAIN", "AttentionMode", "CpuAttentionPlan", "plan_tree_attention_cpu", "tree_attention_cpu"]
 
-_FOLD_MULTIPLE = 64  # columns of the sum over tiles: from 5 tiles on, torch adds a smaller remainder in another order
+# Columns of the sum over tiles are a multiple of this: from 5 tiles on, torch adds a remainder in another order.
+_FOLD_MULTIPLE = 64
 
 
 class _Workspace(NamedTuple):
-    """Buffers of one block and their views, created once for all layers: views cost as much as the arithmetic."""
+    """Buffers of one block and their views.
 
-    q: Tensor  # to fill: [num_tiles, Hkv, num_rows, group, D]
+    They are created once for all layers, because creating the views takes as long as the arithmetic.
+    """
+
+    q: Tensor  # view to write q to: [num_tiles, Hkv, num_rows, group, D]
     q_flat: Tensor  # [num_tiles * Hkv, padded rows, D], 0 in the padding
     scores: Tensor  # [num_tiles, Hkv, padded rows, PAGE_SIZE]
     scores_flat: Tensor
-    masked: Tensor  # view of the scores that `hidden` masks: [tiles, Hkv, num_rows, group, PAGE_SIZE]
+    masked: Tensor  # view of the scores that the block's `hidden` masks: [tiles, Hkv, num_rows, group, PAGE_SIZE]
     peak: Tensor  # [1, Hkv, padded rows, 1]
     ones: Tensor  # [num_tiles * Hkv, PAGE_SIZE, 16]
     summed: Tensor  # [num_parts, Hkv, padded rows, D], weighted V per tile of positions
@@ -67,7 +71,10 @@ class _Workspace(NamedTuple):
 
 @functools.cache
 def _ones() -> Tensor:
-    """fp32 [1, MAX_CHAIN, 16]: row sums are matrix products with ones, accumulated in the same order."""
+    """Return ones, fp32 [1, MAX_CHAIN, 16].
+
+    Row sums are matrix products with ones, which accumulate in the same order as the products with V.
+    """
     with torch.inference_mode(False):
         return torch.ones(1, MAX_CHAIN, 16, dtype=torch.float32, device="cpu")
 
@@ -75,12 +82,12 @@ def _ones() -> Tensor:
 def tree_attention_cpu(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: CpuAttentionPlan, scale: float, cap: float | None = None
 ) -> Tensor:
-    """Attention of every row of a pass to its own path.
+    """Compute the attention of every row of a pass to its own path.
 
     Args:
         q: fp32 [num_rows, num_heads, head_dim], rotated. Rows after the plan's are padding; their output is 0.
         k_cache, v_cache: fp32 [num_pages, num_kv_heads, PAGE_SIZE, head_dim] of one layer, contiguous. Slots that no
-            row sees may hold any *finite* value.
+            row attends to may hold any *finite* value.
         plan: from `plan_tree_attention_cpu`.
         scale: factor on the scores, usually 1 / sqrt(head_dim).
         cap: soft cap: scores x become cap tanh(x / cap); None for no cap.
@@ -103,10 +110,11 @@ def tree_attention_cpu(
 
 @functools.cache
 def _least_rows(head_dim: int, threads: int) -> int:
-    """The smallest number of rows whose scores are bit-identical to those among more rows, on this machine.
+    """Measure the smallest number of rows whose scores are bit-identical to those in a product with more rows.
 
-    4 on AVX-512 without AMX. On a Sapphire Rapids, MKL uses another kernel for 4 rows from 96 summands on, and for 8
-    rows from 192 on. `threads` is torch's number of threads, which may affect MKL's choice of kernel.
+    It is 4 on AVX-512 without AMX. On a Sapphire Rapids, MKL uses another kernel for 4 rows from 96 summands on, and
+    for 8 rows from 192 on. `threads` is torch's number of threads, which may affect MKL's choice of kernel; it is part
+    of the cache key.
     """
     generator = torch.Generator().manual_seed(0)
     sizes = {"dtype": torch.float32, "device": "cpu", "generator": generator}
@@ -119,7 +127,7 @@ def _least_rows(head_dim: int, threads: int) -> int:
 
 
 def _padded_rows(rows: int, kv_heads: int, head_dim: int) -> int:
-    """`rows`, padded so that neither the products nor the sum over tiles have a remainder."""
+    """Return `rows` rounded up so that neither the products nor the sum over tiles have a remainder."""
     step = max(ROW_MULTIPLE, _FOLD_MULTIPLE // math.gcd(_FOLD_MULTIPLE, kv_heads * head_dim))
     return -(-max(rows, _least_rows(head_dim, torch.get_num_threads())) // step) * step
 
@@ -201,11 +209,11 @@ def _attend_packed(
 
 
 def _cap_scores(scores: Tensor, cap: float) -> None:
-    scores.div_(cap).tanh_().mul_(cap)  # like exp, torch computes tanh in whole vectors, without a scalar tail
+    scores.div_(cap).tanh_().mul_(cap)  # row-invariant: torch computes tanh in whole vectors, without a scalar tail
 
 
 def add_tiles(parts: Tensor, windowed: bool, total: Tensor) -> None:
-    """Sums over the first dimension; with a window one by one, so that leading zeros change nothing."""
+    """Sum over the first dimension; with a window, one part at a time, so that leading zeros change nothing."""
     if not windowed:
         torch.sum(parts, 0, out=total)
         return
@@ -217,14 +225,14 @@ def add_tiles(parts: Tensor, windowed: bool, total: Tensor) -> None:
 def _attend_gathered(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block: Gather, cap: float | None, out: Tensor
 ) -> None:
-    """Computes rows one by one: every product has the shape [padded rows, D] x [D, PAGE_SIZE] in every pass."""
+    """Compute rows one by one, so that every product has the shape [padded rows, D] x [D, PAGE_SIZE] in every pass."""
     _, kv_heads, _, head_dim = k_cache.shape
     rows, columns = block.slots.shape
     num_tiles, heads = columns // PAGE_SIZE, q.shape[1]
     group = heads // kv_heads
     padded = _padded_rows(group, kv_heads, head_dim)
     page, offset = block.slots // PAGE_SIZE, block.slots % PAGE_SIZE
-    for row in range(rows):  # one row at a time: the batch size of a product depends on the row alone
+    for row in range(rows):  # separately, so that the batch size of a product depends only on the row
         index = (page[row], slice(None), offset[row])
         tiles = [cache[index].view(num_tiles, PAGE_SIZE, kv_heads, head_dim) for cache in (k_cache, v_cache)]
         k, v = (tile.transpose(1, 2).reshape(-1, PAGE_SIZE, head_dim) for tile in tiles)

@@ -1,4 +1,4 @@
-"""The plan of exact tree attention on a CPU, built once per pass for all layers of a window.
+"""Plan of exact tree attention on a CPU, built once per pass for all layers with the same window.
 
 `tree_attention_cpu.py` describes the computation, and why a row's bits do not depend on the other rows.
 """
@@ -17,35 +17,37 @@ AttentionMode = Literal["packed", "gathered"]
 MAX_CHAIN = 2 * PAGE_SIZE
 """Summands of one matrix product in slot order; a single accumulation chain was measured up to 192."""
 
-ROW_MULTIPLE = 4  # rows of a product
-_SCORE_BYTES = 16 << 20  # a long prefill chunk is cut into blocks of rows whose scores fit in the last-level cache
+ROW_MULTIPLE = 4  # number of rows of a product is a multiple of this
+_SCORE_BYTES = 16 << 20  # per block of rows: the scores of a long prefill chunk should fit in the last-level cache
 
 
 class Block(NamedTuple):
-    """Some rows of one request, with the tiles they attend to."""
+    """Consecutive rows of one request, with the tiles that they attend to."""
 
-    first_row: int  # rows of the pass
+    first_row: int  # rows [first_row, last_row) of the pass
     last_row: int
-    pages: slice | Tensor  # a slice of the pool for consecutive pages: no copy
+    pages: slice | Tensor  # a slice of the pool for consecutive pages, which avoids a copy
     num_full: int  # tiles whose positions are all committed
     num_tail: int
-    hidden: Tensor  # bool [tiles, 1, num_rows, 1, PAGE_SIZE], of the tail; with a window, of all tiles
-    slot_order: bool  # some tail slots belong to another tile of positions
-    position_tiles: tuple[Tensor, ...]  # fp32 [num_tail * PAGE_SIZE] each: 1 for a tail slot in the tile
+    hidden: Tensor  # bool [tiles, 1, num_rows, 1, PAGE_SIZE], mask of the tail; with a window, of all tiles
+    slot_order: bool  # whether some tail slots belong to another position tile
+    position_tiles: tuple[Tensor, ...]  # fp32 [num_tail * PAGE_SIZE] each, 1 for a tail slot in the tile
     windowed: bool
 
 
 class Gather(NamedTuple):
+    """Rows of one request whose keys are gathered into position order."""
+
     first_row: int
     last_row: int
-    slots: Tensor  # int64 [num_rows, num_tiles * PAGE_SIZE], page * PAGE_SIZE + offset by position
+    slots: Tensor  # int64 [num_rows, num_tiles * PAGE_SIZE], page * PAGE_SIZE + offset of each position
     hidden: Tensor  # bool [num_rows, num_tiles, 1, 1, PAGE_SIZE]
     windowed: bool
 
 
 @dataclass(frozen=True)
 class CpuAttentionPlan:
-    """The work of one pass, the same for all layers. `num_rows` does not count padding."""
+    """Work of one pass, shared by its layers. `num_rows` does not count padding."""
 
     num_rows: int
     blocks: tuple[Block | Gather, ...]
@@ -65,9 +67,9 @@ def plan_tree_attention_cpu(
     mode: AttentionMode = "packed",
     window: int | None = None,
 ) -> CpuAttentionPlan:
-    """Plans a pass over the rows of all requests, in order.
+    """Plan a pass over the rows of all requests, in order.
 
-    `window`: a row at position p sees the positions of its path above p - window; None for all.
+    With `window`, a row at position p attends to the positions of its path above p - window; None for all.
     """
     blocks: list[Block | Gather] = []
     first = 0
@@ -84,12 +86,12 @@ def plan_tree_attention_cpu(
 
 
 def _first_tile(position: int, window: int | None) -> int:
-    """The first tile that a row at that position sees."""
+    """Return the first tile that a row at this position attends to."""
     return 0 if window is None else max(position - window + 1, 0) // PAGE_SIZE
 
 
 def _plan_chain(rows: RequestRows, first: int, num_heads: int, window: int | None) -> list[Block]:
-    """The slots of a chain are its positions, so tiles are independent; a long chain is cut into blocks of rows."""
+    """Plan a chain, whose slots are its positions, so that tiles are independent. Cuts long chains into row blocks."""
     blocks = []
     num_tiles = (rows.context_len + rows.num_rows - 1) // PAGE_SIZE + 1 - _first_tile(rows.context_len, window)
     step = max(ROW_MULTIPLE, _SCORE_BYTES // (num_tiles * num_heads * PAGE_SIZE * 4))
@@ -130,7 +132,7 @@ def _plan_packed_tree(rows: RequestRows, first: int, window: int | None) -> Bloc
     hidden = rows.hidden_mask(tiles * PAGE_SIZE, masked * PAGE_SIZE)
     parts: tuple[Tensor, ...] = ()
     if tail > 1 or window is not None:
-        position = np.arange(masked * PAGE_SIZE, (full + tail) * PAGE_SIZE)  # of each slot; -1 in the unused ones
+        position = np.arange(masked * PAGE_SIZE, (full + tail) * PAGE_SIZE)  # of each slot; -1 for unused slots
         start = rows.context_len - masked * PAGE_SIZE
         position[start:] = -1
         position[start : start + rows.num_slots] = rows.context_len + rows.slot_depths

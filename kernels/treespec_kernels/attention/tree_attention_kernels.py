@@ -1,8 +1,8 @@
 """Triton kernels of tree attention. Needs triton.
 
-`attend_items` runs twice per layer, first over packed and then over node items, as the *same* compiled kernel: block
-sizes, warps and the shape of every dot are equal, so a position contributes the same bits when it moves from a node
-item to a packed item. `combine_segments` then combines a row's segments from left to right. There are no atomics.
+`attend_items` runs twice per layer, first over packed items and then over node items, as the *same* compiled kernel:
+block sizes, warps and the shape of every dot are equal, so a position contributes the same bits when it moves from a
+node item to a packed item. `combine_segments` then combines a row's segments from left to right. There are no atomics.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def attend_tile(
     HAS_CAP: tl.constexpr,
     FIXED_ORDER_DOT: tl.constexpr,
 ):
-    """The state (max in units of log2, sum, accumulator) after one more tile of keys and values."""
+    """Return the softmax state (maximum in units of log2, sum, accumulator) after one more tile of keys and values."""
     BLOCK_M: tl.constexpr = b_q.shape[0]
     BLOCK_N: tl.constexpr = b_k.shape[0]
     b_scores = dot(b_q, tl.trans(b_k), tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32), FIXED_ORDER_DOT)
@@ -38,7 +38,7 @@ def attend_tile(
         b_scores = soft_cap(b_scores, score_cap)
     b_scores = tl.where(m_scores, b_scores, float("-inf"))
     b_new_max = tl.maximum(b_max, tl.max(b_scores, axis=1))
-    # -inf minus -inf is NaN: a row that has seen no key yet subtracts 0. A fully masked tile changes nothing.
+    # -inf minus -inf is NaN, so a row without keys so far subtracts 0. A fully masked tile changes nothing.
     b_shift = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
     b_weights = tl.exp2(b_scores - b_shift[:, None])
     b_decay = tl.exp2(b_max - b_shift)
@@ -58,8 +58,10 @@ def find_partials(
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Indices of the partial results of the item's (row, head) pairs, and which pairs have one: a row of a chain may
-    end before this segment, a row's window may start after it, and padding has no segment."""
+    """Return the indices of the partial results of the item's (row, head) pairs, and a mask of pairs that have one.
+
+    A row of a chain may end before this segment, a row's window may start after it, and padding has no segment.
+    """
     o_m = tl.load(p_item + 2) + tl.arange(0, BLOCK_M)
     m_m = o_m < tl.load(p_item + 3)
     row = o_m // GROUP
@@ -71,8 +73,10 @@ def find_partials(
 
 @triton.jit
 def find_slots(p_ancestors, p_pages, context_len, tile, key_hi, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(page, offset) of the keys at positions tile, tile + 1, ..; arbitrary from key_hi on. From the root on, the slot
-    of a position is that of the row's ancestor."""
+    """Return (page, offset) of the keys at positions tile, tile + 1, ..; arbitrary from key_hi on.
+
+    From the root on, the slot of a position is that of the row's ancestor.
+    """
     o_n = tile + tl.arange(0, BLOCK_N)
     m_n = o_n < key_hi
     depth = o_n - context_len
@@ -82,7 +86,7 @@ def find_slots(p_ancestors, p_pages, context_len, tile, key_hi, PAGE_SIZE: tl.co
     return page, slot % PAGE_SIZE
 
 
-# Sizes of the batch and the tree are not specialised: one binary for every pass.
+# Sizes of the batch and the tree are not specialised, so that all passes share one binary.
 @triton.jit(do_not_specialize=["window", "stride_page_table", "stride_ancestors"])
 def attend_items(
     q,  # [num_rows, num_heads, HEAD_DIM]
@@ -93,7 +97,7 @@ def attend_items(
     partial_sum,
     items,  # [capacity, 8] int32: request, slot_row, m_lo, m_hi, key_lo, key_hi, segment, continues
     num_items,  # [1] int32
-    first_partial,  # [num_rows] int32, and so the next two
+    first_partial,  # [num_rows] int32, as the next two
     first_segment,
     num_segments,
     page_table,
@@ -131,7 +135,7 @@ def attend_items(
     p_item = items + i_item.to(tl.int64) * 8
     key_lo = tl.load(p_item + 4)
     key_hi = tl.load(p_item + 5)
-    # A device layout has empty items; items past the count of a host plan are uninitialised.
+    # Items of a device layout may be empty; those past the count of a host plan are uninitialised.
     if (i_item >= tl.load(num_items)) | (key_lo >= key_hi):
         return
     request = tl.load(p_item).to(tl.int64)
@@ -159,7 +163,7 @@ def attend_items(
     b_sum = tl.load(partial_sum + partial, mask=m_state, other=0.0)
     p_acc = partial_acc + partial[:, None] * HEAD_DIM + o_d[None, :]
     b_acc = tl.load(p_acc, mask=m_state[:, None] & m_d[None, :], other=0.0)
-    # The state is stored below, perhaps by other threads than those that loaded it.
+    # Other threads than those that loaded the state may store it below.
     tl.debug_barrier()
 
     p_ancestors = ancestors + slot_row * stride_ancestors
@@ -170,13 +174,13 @@ def attend_items(
     for tile in range(key_lo, key_hi, BLOCK_N):
         o_n = tile + tl.arange(0, BLOCK_N)  # absolute positions
         m_n = o_n < key_hi
-        # Stale slots may hold NaN, and 0 * NaN is NaN: V is masked as well as the scores.
+        # Stale slots may hold NaN, and 0 * NaN is NaN, so V is masked as well as the scores.
         m_kv = m_n[:, None] & m_d[None, :]
         o_k = page.to(tl.int64) * stride_k_page + offset.to(tl.int64) * stride_k_slot
         o_v = page.to(tl.int64) * stride_v_page + offset.to(tl.int64) * stride_v_slot
         b_k = tl.load(p_k_head[None, :] + o_k[:, None], mask=m_kv, other=0.0)
         b_v = tl.load(p_v_head[None, :] + o_v[:, None], mask=m_kv, other=0.0)
-        # Looked up one tile ahead: the pipeliner does not prefetch keys whose address is loaded in the same iteration.
+        # Look up slots one tile ahead: the pipeliner does not prefetch keys whose address is loaded in the same step.
         page, offset = find_slots(p_ancestors, p_pages, context_len, tile + BLOCK_N, key_hi, PAGE_SIZE, BLOCK_N)
 
         m_scores = m_n[None, :] & (o_n[None, :] <= position[:, None])
@@ -186,7 +190,7 @@ def attend_items(
             b_q, b_k, b_v, m_scores, scale_log2, score_cap, b_max, b_sum, b_acc, HAS_CAP, FIXED_ORDER_DOT
         )
 
-    # Computed again rather than kept in registers across the loop.
+    # Recompute, to not keep the indices in registers across the loop.
     partial, m_partial = find_partials(
         p_item, first_partial, first_segment, num_segments, i_kv_head, NUM_HEADS, GROUP, BLOCK_M
     )
@@ -210,8 +214,11 @@ def load_segments(
     BLOCK_D: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """(max, sum, accumulator) of segments lo, lo + 1, .. of a row that has `count`. Segments past the count are not
-    read, since those partials are stale or another row's and 0 * NaN is NaN, and count as having no keys."""
+    """Load (maximum, sum, accumulator) of CHUNK segments from `lo` on, of a row with `count` segments.
+
+    Segments past the count are not read and have no keys: those partials are stale or another row's, and 0 * NaN is
+    NaN.
+    """
     o_s = lo + tl.arange(0, CHUNK)
     o_d = tl.arange(0, BLOCK_D)
     m_s = o_s < count
@@ -246,23 +253,23 @@ def combine_segments(
     `num_segments` and `first_partial`, and one for each chunk.
     """
     wait_for_predecessors(PDL)
-    # 64 accumulators per lane: with more, the code spills or waits for a chunk's first load before issuing its last.
+    # 64 accumulators per lane: with more, the code spills, or waits for a chunk's first load before issuing its last.
     CHUNK: tl.constexpr = 16 if BLOCK_D <= 128 else 8
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     count = tl.load(num_segments + row)
     first = tl.load(first_partial + row).to(tl.int64)
     b_max = float("-inf")
-    b_sum = tl.zeros([CHUNK], dtype=tl.float32)  # of every CHUNK-th segment
+    b_sum = tl.zeros([CHUNK], dtype=tl.float32)  # element i sums segments i, i + CHUNK, ..
     b_acc = tl.zeros([BLOCK_D], dtype=tl.float32)
-    # A branch separates the loads of a chunk from their uses. In one basic block, ptxas saves registers by sinking
-    # loads below the uses of others, and each such load adds a wait.
+    # A branch separates the loads of a chunk from their uses. In a single basic block, ptxas saves registers by sinking
+    # loads below the uses of other loads, and each of them adds a wait.
     s_max, s_sum, s_acc = load_segments(
         partial_acc, partial_max, partial_sum, first, 0, count, head, NUM_HEADS, HEAD_DIM, BLOCK_D, CHUNK
     )
     for next_lo in range(CHUNK, count + CHUNK, CHUNK):
         b_new_max = tl.maximum(b_max, tl.max(s_max, axis=0))
-        # -inf minus -inf is NaN: before the first key, subtract 0.
+        # -inf minus -inf is NaN, so subtract 0 before the first key.
         b_shift = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
         b_decay = tl.exp2(b_max - b_shift)
         s_decay = tl.exp2(s_max - b_shift)
@@ -274,7 +281,7 @@ def combine_segments(
                 partial_acc, partial_max, partial_sum, first, next_lo, count, head, NUM_HEADS, HEAD_DIM, BLOCK_D, CHUNK
             )
     total = tl.sum(b_sum, axis=0)
-    # A padding row of a captured graph has no partial: 0 / 1. A NaN from the row's own keys stays NaN.
+    # A padding row of a captured graph has no partial and becomes 0 / 1. A NaN from the row's own keys stays NaN.
     b_out = b_acc / tl.where(total == 0.0, 1.0, total)
     o_d = tl.arange(0, BLOCK_D)
     p_out = out + row * stride_out_row + head * stride_out_head + o_d

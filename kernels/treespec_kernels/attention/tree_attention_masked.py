@@ -1,8 +1,8 @@
-"""Masked tree attention: `tree_attention` with each row's ancestors given as a bit mask. For `exact=False`.
+"""Masked tree attention for `exact=False`: `tree_attention` with each row's ancestors given as a bit mask.
 
-Columns are logical slots: the committed positions, then the nodes in tree order. Bit i of a row's words says whether it
-sees node i. All rows of a request share every tile of keys and nothing is gathered per row, which is cheaper than
-`tree_attention`; but sums run in tree order, so a row is not bit-identical to plain decoding. The specification is
+Columns are logical slots: the committed positions, then the nodes in tree order. Bit i of a row's words is set if it
+attends to node i. All rows of a request share every tile of keys, and keys are not gathered per row, which is cheaper
+than `tree_attention`. But sums run in tree order, so a row is not bit-identical to plain decoding. The reference is
 `tree_attention_ref`.
 """
 
@@ -27,23 +27,23 @@ WORD_BITS = 64
 
 
 def num_words(num_nodes: int) -> int:
-    """The number of words that hold one bit per node."""
+    """Return the number of 64-bit words for one bit per node."""
     return -(-num_nodes // WORD_BITS)
 
 
 def ancestor_masks(parents: Sequence[int], window: int | None = None) -> np.ndarray:
-    """The ancestor words of a tree's nodes.
+    """Return the ancestor words of a tree's nodes.
 
     Args:
         parents: the parent of each node, -1 for the root. Parents precede their children.
-        window: the model's sliding window: ancestors `window` or more levels above are hidden. None for no window.
+        window: the model's sliding window, which hides ancestors `window` or more levels above; None for no window.
 
     Returns:
-        int64 [num_nodes, num_words(num_nodes)]: bit i % 64 of word i // 64 of a row is set if it sees node i. A node
-        sees itself.
+        int64 [num_nodes, num_words(num_nodes)]: bit i % 64 of word i // 64 of a row is set if it attends to node i. A
+        node attends to itself.
 
     Raises:
-        ValueError: a parent that does not precede its child, an empty window.
+        ValueError: a parent does not precede its child, or the window is empty.
     """
     check_window(window)
     words = np.zeros((len(parents), num_words(len(parents))), dtype=np.uint64)
@@ -74,15 +74,15 @@ def tree_attention_masked_triton(
     out: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """Masked tree attention on a GPU, in two launches; arguments as in `tree_attention_triton`, but:
+    """Compute masked tree attention on a GPU, in two launches; arguments as in `tree_attention_triton`, except:
 
     Args:
-        ancestor_words: [num_rows, words] int64, as from `ancestor_masks` with the same window: a row sees the nodes
-            whose bits are set. Node i is logical slot L + i, and no row sees a node after its own.
+        ancestor_words: [num_rows, words] int64, as from `ancestor_masks` with the same window: a row attends to the
+            nodes whose bits are set. Node i has logical slot L + i, and no row attends to a node after its own.
         plan: from `plan_tree_attention` with row_slots, or from a `DeviceLayout` with tree_slots.
 
     Raises:
-        ValueError: a shape, dtype, stride or device that does not fit, or triton that cannot run here.
+        ValueError: a shape, dtype, stride or device does not match, or triton cannot run on the tensors.
     """
     tables = PassTables(row_request, context_lens, page_table, depths)
     check_pass(q, k_cache, v_cache, tables)

@@ -16,10 +16,12 @@ def _or(a, b):
 
 @triton.jit
 def _bits_of_tile(low, high, first_node):
-    """uint64 whose bit i is that of node first_node + i, from the word that holds first_node and the next one. Columns
-    before node 0 are committed positions, and their bits are set."""
+    """Return uint64 whose bit i is that of node first_node + i, from the word of first_node and the next one.
+
+    Columns before node 0 are committed positions, and their bits are set.
+    """
     shift = (tl.maximum(first_node, 0) % 64).to(tl.uint64)
-    # A shift by 64 is undefined: the high word is shifted in two steps.
+    # A shift by 64 is undefined, so the high word is shifted in two steps.
     inside = (low >> shift) | ((high << 1) << (63 - shift))
     committed = tl.minimum(tl.maximum(-first_node, 0), 63).to(tl.uint64)
     one = tl.full([1], 1, dtype=tl.uint64)
@@ -30,26 +32,26 @@ def _bits_of_tile(low, high, first_node):
 
 @triton.jit
 def _from_bit(first):
-    """uint64 with ones from bit `first` on; all ones for a negative first."""
+    """Return uint64 with ones from bit `first` on; all ones for a negative first."""
     ones = tl.zeros([1], dtype=tl.uint64) - tl.full([1], 1, dtype=tl.uint64)
     return tl.where(first < 64, ones << tl.minimum(tl.maximum(first, 0), 63).to(tl.uint64), 0)
 
 
 @triton.jit
 def _load_words(p_words, word, o_m, m_hi, num_nodes):
-    """One word of each row; 0 past the nodes of the item."""
+    """Load one word of each row; 0 past the nodes of the item."""
     m_end = tl.where(word * 64 < num_nodes, m_hi, 0)
     return tl.load(p_words + word, mask=o_m < m_end, other=0).to(tl.uint64, bitcast=True)
 
 
 @triton.jit
 def _find_pages(p_pages, tile, key_hi, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Pages of the logical slots tile, tile + 1, ..; arbitrary from key_hi on."""
+    """Load the pages of the logical slots tile, tile + 1, ..; arbitrary from key_hi on."""
     o_n = tile + tl.arange(0, BLOCK_N)
     return tl.load(p_pages + o_n // PAGE_SIZE, mask=o_n < key_hi, other=0)
 
 
-# Sizes of the batch and the tree are not specialised: one binary for every pass.
+# Sizes of the batch and the tree are not specialised, so that all passes share one binary.
 @triton.jit(do_not_specialize=["window", "stride_page_table", "stride_words"])
 def attend_masked_items(
     q,  # [num_rows, num_heads, HEAD_DIM]
@@ -60,7 +62,7 @@ def attend_masked_items(
     partial_sum,
     items,  # [capacity, 8] int32: request, slot_row, m_lo, m_hi, key_lo, key_hi, segment, continues
     num_items,  # [1] int32
-    first_partial,  # [num_rows] int32, and so the next two
+    first_partial,  # [num_rows] int32, as the next two
     first_segment,
     num_segments,
     page_table,
@@ -125,7 +127,7 @@ def attend_masked_items(
     p_v_head = v_cache + i_kv_head * stride_v_head + o_d
     p_words = ancestor_words + row * stride_words
     o_bit = tl.arange(0, BLOCK_N).to(tl.uint64)
-    # The slot of a node that no row sees may hold a stale NaN, and 0 * NaN is NaN: mask its V.
+    # The slot of a node that no row attends to may hold a stale NaN, and 0 * NaN is NaN, so its V is masked.
     seen_0 = tl.reduce(_load_words(p_words, 0, o_m, m_hi, num_nodes), 0, _or)
     seen_1 = tl.reduce(_load_words(p_words, 1, o_m, m_hi, num_nodes), 0, _or)
     seen_2 = tl.reduce(_load_words(p_words, 2, o_m, m_hi, num_nodes), 0, _or)
@@ -145,7 +147,7 @@ def attend_masked_items(
         m_seen = (_bits_of_tile(seen_low, seen_high, first_node) >> o_bit) & 1 != 0
         b_k = tl.load(p_k_head[None, :] + o_k[:, None], mask=m_kv, other=0.0)
         b_v = tl.load(p_v_head[None, :] + o_v[:, None], mask=m_kv & m_seen[:, None], other=0.0)
-        # One tile ahead, as in `attend_items`.
+        # Look up pages one tile ahead, as in `attend_items`.
         page = _find_pages(p_pages, tile + BLOCK_N, key_hi, PAGE_SIZE, BLOCK_N)
 
         low = _load_words(p_words, word, o_m, m_hi, num_nodes)

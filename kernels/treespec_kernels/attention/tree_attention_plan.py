@@ -1,20 +1,20 @@
-"""The work items of a tree-attention pass. Built on the host, once for all layers.
+"""Work items of a tree-attention pass, built on the host once for all layers.
 
-A fixed partition cuts absolute positions into segments, and each segment is processed in tiles of `block_n` positions;
-no boundary depends on a row, a tree or a batch. A work item is one M tile of (row, head) pairs and one range of
+A fixed partition cuts absolute positions into segments, and each segment is processed in tiles of `block_n` positions.
+No boundary depends on a row, a tree or a batch. A work item is one M tile of (row, head) pairs and one range of
 positions within a segment:
 
-- a *packed* item computes all rows of a request, from the segment's start up to the tile that holds the root;
+- a *packed* item computes all rows of a request, from the segment's start up to the tile with the root;
 - a *node* item computes one row from the root's tile on, and continues the packed item of that segment;
-- a chain (a single row is one) needs only packed items: all its rows see the same slots.
+- a chain (for example a single row) needs only packed items, because all its rows read the same slots.
 
 As the root advances, a position moves from node items to packed items; both run the same compiled kernel.
 
 The plan of a *masked* pass (`tree_attention_masked`) has only packed items, over logical slots instead of positions, up
-to the last node that a row of the tile sees.
+to the last node that a row of the tile attends to.
 
-With a sliding window a row at position p reads p - window + 1 .. p. An item starts at the first tile that one of its
-rows reads, and positions before a row's own window are masked: a fully masked tile changes nothing.
+With a sliding window, a row at position p reads positions p - window + 1 .. p. An item starts at the first tile that
+any of its rows reads. Positions before a row's own window are masked; a fully masked tile changes nothing.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ import torch
 from treespec_kernels.attention.tree_attention_config import TreeAttentionConfig, check_supported
 from treespec_kernels.launch.triton_launch import target_of
 
-# Columns of a work item. Rows and heads are one axis: m = row * group + head within the KV group.
+# Columns of a work item. Rows and heads form one axis: m = row * group + head within the KV group.
 ITEM_FIELDS = ("request", "slot_row", "m_lo", "m_hi", "key_lo", "key_hi", "segment", "continues")
 
 MAX_NODES = 256
-"""The largest tree of `tree_attention_masked`: 4 words of 64 bits."""
+"""Maximum number of nodes of a tree in `tree_attention_masked`: 4 words of 64 bits."""
 
 
 class PlanCapacity(NamedTuple):
@@ -47,10 +47,10 @@ class PlanCapacity(NamedTuple):
 
 @dataclass(frozen=True)
 class TreeAttentionPlan:
-    """Work items on the device, and the buffers of partial results, which every layer overwrites.
+    """Work items of a pass on the device, and buffers of partial results that every layer overwrites.
 
-    Grids have the size of the buffers, and programs past the device-side counts exit at once, so `refill` can change
-    the pass of a captured graph.
+    Launch grids have the size of the buffers, and programs past the device-side counts exit at once, so `refill` can
+    change the pass of a captured graph.
     """
 
     config: TreeAttentionConfig
@@ -59,14 +59,14 @@ class TreeAttentionPlan:
     head_dim: int
     dtype: torch.dtype
     window: int | None  # positions that a row reads, its own included; None for all
-    masked: bool  # whether it is for `tree_attention_masked`
+    masked: bool  # whether the plan is for `tree_attention_masked`
     packed_items: torch.Tensor  # [capacity.packed_items, 8] int32, columns ITEM_FIELDS
     num_packed_items: torch.Tensor  # [1] int32
     node_items: torch.Tensor  # [capacity.node_items, 8] int32
     num_node_items: torch.Tensor  # [1] int32
-    first_partial: torch.Tensor  # [capacity.rows] int32: index of a row's first partial
-    first_segment: torch.Tensor  # [capacity.rows] int32: the first segment that a row reads
-    num_segments: torch.Tensor  # [capacity.rows] int32: how many segments it reads; 0 for padding
+    first_partial: torch.Tensor  # [capacity.rows] int32, index of a row's first partial
+    first_segment: torch.Tensor  # [capacity.rows] int32, first segment that a row reads
+    num_segments: torch.Tensor  # [capacity.rows] int32, number of segments that a row reads; 0 for padding
     partial_acc: torch.Tensor  # [capacity.partials, num_heads, head_dim] float32, not normalised
     partial_max: torch.Tensor  # [capacity.partials, num_heads] float32, in units of log2
     partial_sum: torch.Tensor  # [capacity.partials, num_heads] float32
@@ -91,10 +91,11 @@ class TreeAttentionPlan:
         window: int | None,
         masked: bool,
     ) -> TreeAttentionPlan:
-        """Allocates uninitialised buffers of these sizes; arguments as in `plan_tree_attention`.
+        """Allocate uninitialised buffers of these sizes; arguments as in `plan_tree_attention`.
 
         Raises:
-            ValueError: a dtype or head_dim that is not supported, heads that do not divide, an empty window.
+            ValueError: the dtype or head_dim is not supported, num_heads is no multiple of num_kv_heads, or the window
+                is empty.
         """
         check_supported(dtype, head_dim)
         group_of(num_heads, num_kv_heads)
@@ -126,7 +127,7 @@ class TreeAttentionPlan:
         )
 
     def with_partials(self, count: int) -> TreeAttentionPlan:
-        """The same plan with new buffers for `count` partial results."""
+        """Return this plan with new buffers for `count` partial results."""
 
         def empty(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=torch.float32, device=self.partial_acc.device)
@@ -147,10 +148,10 @@ class TreeAttentionPlan:
         chains: Sequence[bool] | None = None,
         row_slots: Sequence[int] | None = None,
     ) -> None:
-        """Plans another pass into the same buffers; arguments as in `plan_tree_attention`.
+        """Plan another pass into the same buffers; arguments as in `plan_tree_attention`.
 
         Raises:
-            ValueError: the pass exceeds the capacity, or is masked and the plan not, or the reverse.
+            ValueError: the pass exceeds the capacity, or only one of pass and plan is masked.
         """
         if self.masked != (row_slots is not None):
             raise ValueError("row_slots are for a masked plan, and a masked plan needs them")
@@ -184,23 +185,23 @@ def plan_tree_attention(
     config: TreeAttentionConfig | None = None,
     capacity: PlanCapacity | None = None,
 ) -> TreeAttentionPlan:
-    """Builds the work items of one pass.
+    """Build the work items of one pass.
 
     Args:
-        context_lens: committed positions L per request.
-        rows_per_request: rows of the pass per request, in row order; 0 is allowed.
-        depths: depth of every row.
+        context_lens: number of committed positions L of each request.
+        rows_per_request: number of rows of each request, in row order; may be 0.
+        depths: depth of each row.
         num_heads, num_kv_heads, head_dim, dtype: of the model; they choose the default configuration.
         device: where the attention runs.
         chains: per request, whether every row is an ancestor of the next one (a prefill chunk). Such rows share all
-            keys and need no gathering. None: only requests of one row. It affects speed, never bits.
-        row_slots: the tree index of every row, for a plan of `tree_attention_masked`; None for `tree_attention`.
-        window: positions that a row reads, its own included; None for all.
+            keys and need no gathering. None marks only requests of one row. Affects speed, not bits.
+        row_slots: tree index of each row, for `tree_attention_masked`; None for `tree_attention`.
+        window: number of positions that a row reads, its own included; None for all.
         config: None for `TreeAttentionConfig.default` of the device.
-        capacity: buffer sizes; None for exactly what this pass needs.
+        capacity: buffer sizes; None for the sizes of this pass.
 
     Raises:
-        ValueError: inconsistent lengths, negative values, a chain whose depths do not ascend.
+        ValueError: lengths are inconsistent, values are negative, or the depths of a chain do not ascend.
     """
     config = config or TreeAttentionConfig.default(dtype, head_dim, target_of(device))
     if capacity is None:
@@ -224,14 +225,14 @@ def plan_tree_attention(
 
 
 def group_of(num_heads: int, num_kv_heads: int) -> int:
-    """Query heads per KV head. Raises ValueError if they do not divide."""
+    """Return the number of query heads per KV head. Raises ValueError if it is no integer."""
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} query heads are not a multiple of {num_kv_heads} KV heads")
     return num_heads // num_kv_heads
 
 
 def check_window(window: int | None) -> None:
-    """Raises ValueError for a window below 1."""
+    """Raise ValueError for a window below 1."""
     if window is not None and window < 1:
         raise ValueError(f"window is {window}; it must be 1 or more, or None for all positions")
 
@@ -239,7 +240,7 @@ def check_window(window: int | None) -> None:
 class _WorkItems(NamedTuple):
     packed: np.ndarray  # [num_packed, 8] int32
     node: np.ndarray  # [num_node, 8] int32
-    first_partial: np.ndarray  # [num_rows] int32, and so the next two
+    first_partial: np.ndarray  # [num_rows] int32, as the next two
     first_segment: np.ndarray
     num_segments: np.ndarray
     capacity: PlanCapacity
@@ -255,7 +256,7 @@ def _work_items(
     config: TreeAttentionConfig,
     window: int | None,
 ) -> _WorkItems:
-    """Vectorised over all requests, rows and segments: a pass may have thousands of items."""
+    """Compute the work items, vectorised because a pass may have thousands of them."""
     lengths, num_rows_of, depth = (np.array(x, dtype=np.int64) for x in (context_lens, rows_per_request, depths))
     if len(lengths) != len(num_rows_of) or num_rows_of.sum() != len(depth):
         raise ValueError(
@@ -289,21 +290,21 @@ def _work_items(
     num_segments = config.partition.segment_of(reach) + 1 - first_segment
     first_partial = np.cumsum(num_segments) - num_segments
 
-    # Packed: M tiles over all rows of a request. A chain's tile reaches as far as its furthest row.
+    # Packed items: M tiles over all rows of a request. A chain's tile extends to its last position.
     first_m = (np.cumsum(num_rows_of) - num_rows_of) * group
     of_tile, i_tile = _enumerate((num_rows_of * group + config.block_m - 1) // config.block_m)
     m_lo = first_m[of_tile] + i_tile * config.block_m
     m_hi = np.minimum(m_lo + config.block_m, first_m[of_tile] + num_rows_of[of_tile] * group)
     first_row, last_row = m_lo // group, (m_hi - 1) // group
     spans = np.stack([first_row, last_row + 1], axis=1).ravel()
-    key_lo = np.minimum.reduceat(np.append(start_tile, 0), spans)[::2]  # a tile's rows are in no order
+    key_lo = np.minimum.reduceat(np.append(start_tile, 0), spans)[::2]  # rows of a tile are unordered
     root_tile = lengths // config.block_n * config.block_n
     key_hi = np.where(chain[of_tile], np.maximum.reduceat(np.append(reach, 0), spans)[::2] + 1, root_tile[of_tile])
     packed = _cut(of_tile, last_row, m_lo, m_hi, key_lo, key_hi, np.zeros_like(key_lo), config)
-    # M tiles of one segment follow each other, so that they find its keys in L2.
+    # M tiles of one segment are adjacent, so that all but the first read its keys from L2.
     packed = packed[np.argsort(packed[:, ITEM_FIELDS.index("segment")], kind="stable")]
 
-    # Node: every row of a tree, from the root's tile on. A group of more heads than block_m takes several M tiles.
+    # Node items: every row of a tree, from the root's tile on. A group of more than block_m heads has several M tiles.
     tree_rows = np.flatnonzero(~chain[request])
     of_row, i_tile = _enumerate(np.full(len(tree_rows), (group + config.block_m - 1) // config.block_m))
     row = tree_rows[of_row]
@@ -320,7 +321,7 @@ def _work_items(
 
 
 def _enumerate(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[2, 0, 3] -> owners [0, 0, 2, 2, 2] and indices within the owner [0, 1, 0, 1, 2]."""
+    """Expand counts: [2, 0, 3] gives owners [0, 0, 2, 2, 2] and indices within the owner [0, 1, 0, 1, 2]."""
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]
 
@@ -335,8 +336,10 @@ def _cut(
     shared: np.ndarray,
     config: TreeAttentionConfig,
 ) -> np.ndarray:
-    """Cuts the range [key_lo, key_hi) of every entry at segment boundaries. Returns items [num_items, 8] int64. An item
-    of a `shared` entry that starts inside its segment continues that segment's packed item."""
+    """Cut the range [key_lo, key_hi) of every entry at segment boundaries into items, [num_items, 8] int64.
+
+    An item of a `shared` entry that starts inside its segment continues that segment's packed item.
+    """
     first = config.partition.segment_of(key_lo)
     owner, offset = _enumerate(np.where(key_hi > key_lo, config.partition.segment_of(key_hi - 1) - first + 1, 0))
     segment = first[owner] + offset

@@ -1,4 +1,4 @@
-"""The rows of a CPU pass, and which slots each row attends to."""
+"""Rows of a CPU pass, and the slots that each row attends to."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -6,23 +6,23 @@ from functools import cached_property
 import numpy as np
 
 PAGE_SIZE = 64
-"""Slots per page of the KV cache, and positions per tile of attention, so that a page is read as a view."""
+"""Slots per page of the KV cache. Attention tiles have the same size, so that a page is read as a view."""
 
 
 @dataclass(frozen=True, eq=False)
 class RequestRows:
-    """The rows of one request in a pass.
+    """Rows of one request in a pass.
 
-    The request's `context_len` committed positions are logical slots 0 .. context_len - 1; node i of its token tree is
-    logical slot context_len + i. Logical slot j is offset `j % PAGE_SIZE` of page `pages[j // PAGE_SIZE]`.
+    The request's `context_len` committed positions have logical slots 0 .. context_len - 1; node i of its token tree
+    has logical slot context_len + i. Logical slot j is offset `j % PAGE_SIZE` of page `pages[j // PAGE_SIZE]`.
 
     Args:
-        context_len: committed positions L. A row at depth d has position L + d.
-        nodes: int64 [num_rows], the tree index of each row; its K/V go to logical slot context_len + node.
+        context_len: number of committed positions L. A row at depth d has position L + d.
+        nodes: int64 [num_rows], tree index of each row; its K/V go to logical slot context_len + node.
         depths: int64 [num_rows], depth of each row below the root.
-        visible: bool [num_rows, num_slots], which tree slots a row attends to, itself included. None for a chain: row i
-            is node i and sees nodes 0 .. i (a prefill chunk, a plain decoding step).
-        slot_depths: int64 [num_slots], the depth of the node in each tree slot. None for a chain.
+        visible: bool [num_rows, num_slots], the tree slots that a row attends to, its own included. None for a chain:
+            row i is node i and attends to nodes 0 .. i (a prefill chunk, a plain decoding step).
+        slot_depths: int64 [num_slots], depth of the node in each tree slot. None for a chain.
         pages: int64 [num_pages], the request's pages in logical order.
     """
 
@@ -35,7 +35,7 @@ class RequestRows:
 
     @classmethod
     def chain(cls, context_len: int, num_rows: int, pages: np.ndarray) -> "RequestRows":
-        """Consecutive tokens from position `context_len` on."""
+        """Create the rows of consecutive tokens from position `context_len` on."""
         order = np.arange(num_rows)
         return cls(context_len, order, order, None, None, pages)
 
@@ -45,7 +45,7 @@ class RequestRows:
 
     @property
     def num_slots(self) -> int:
-        """Tree slots of this pass."""
+        """Number of tree slots of this pass."""
         return self.num_rows if self.visible is None else self.visible.shape[1]
 
     @property
@@ -54,31 +54,33 @@ class RequestRows:
 
     @cached_property
     def positions(self) -> np.ndarray:
-        """int64 [num_rows], absolute positions."""
+        """Absolute positions of the rows, int64 [num_rows]."""
         return self.context_len + self.depths
 
     @cached_property
     def slots(self) -> tuple[np.ndarray, np.ndarray]:
-        """(page, offset) of each row's own K/V, int64 [num_rows] each."""
+        """Page and offset of each row's own K/V, int64 [num_rows] each."""
         logical = self.context_len + self.nodes
         return self.pages[logical // PAGE_SIZE], logical % PAGE_SIZE
 
     @cached_property
     def ancestors(self) -> np.ndarray:
-        """int64 [num_rows, max depth + 1]: the tree slot of each row's ancestor at each depth, padded with its own."""
+        """Tree slots of each row's ancestors by depth, padded with its own, int64 [num_rows, max depth + 1]."""
         width = int(self.depths.max()) + 1 if self.num_rows else 1
         table = np.repeat(self.nodes[:, None], width, axis=1)
         if self.visible is None:
             return np.minimum(table, np.arange(width)[None, :])
-        rows, columns = np.nonzero(
-            self.visible
-        )  # a parent's index is smaller than its child's: columns ascend in depth
+        # A parent's index is smaller than its child's, so columns ascend in depth.
+        rows, columns = np.nonzero(self.visible)
         assert self.slot_depths is not None
         table[rows, self.slot_depths[columns]] = columns
         return table
 
     def hidden_mask(self, num_columns: int, first_column: int) -> np.ndarray:
-        """bool [num_rows, num_columns]: True where a row must not see logical slot `first_column` + column."""
+        """Return a mask of the logical slots from `first_column` on that a row must not attend to.
+
+        It is bool [num_rows, num_columns], True for hidden slots.
+        """
         hidden = np.ones((self.num_rows, num_columns), dtype=bool)
         committed = self.context_len - first_column
         hidden[:, : max(committed, 0)] = False

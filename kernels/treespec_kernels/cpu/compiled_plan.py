@@ -22,7 +22,7 @@ class CompiledPlan(NamedTuple):
 
 
 def plan_compiled(requests: Sequence[RequestRows]) -> CompiledPlan:
-    """Plans a pass over the rows of all requests, in order.
+    """Plan a pass over the rows of all requests, in order.
 
     A row reads committed positions (and the positions of a chain) through its request's pages, and the path of a tree
     node slot by slot. Scores are stored by position, so a node is computed exactly like the same token decoded alone.

@@ -33,7 +33,7 @@ class CompileError(RuntimeError):
 
 
 def find_compiler() -> tuple[str, ...]:
-    """The command of the C++ compiler. Raises CompileError if there is none."""
+    """Return the command of the C++ compiler. Raises CompileError if there is none."""
     named = os.environ.get("CXX")
     try:
         commands = [shlex.split(named)] if named else [["c++"], ["g++"], ["clang++"]]
@@ -54,7 +54,7 @@ def _run(command: Sequence[str], stdin: str = "") -> str:
 
 
 def address_of(array: np.ndarray, dtype: type = np.int64) -> int:
-    """The address of the elements of a contiguous array of this dtype. Takes a microsecond."""
+    """Return the address of the elements of a contiguous array of this dtype. Takes a microsecond."""
     assert array.flags.c_contiguous and array.dtype == dtype, (array.dtype, array.shape)
     return array.__array_interface__["data"][0]
 
@@ -72,7 +72,7 @@ def numbers(*names: str) -> tuple[tuple[str, type], ...]:
 def compile_library(
     compiler: tuple[str, ...], sources: Sequence[Path], defines: Sequence[str], folder: Path
 ) -> ctypes.CDLL:
-    """Loads a library from `folder`, and compiles it first if needed. If the folder is not writable, it is compiled for
+    """Load a library from `folder`, and compiles it first if needed. If the folder is not writable, it is compiled for
     this process only, with a warning.
 
     Args:
@@ -109,7 +109,7 @@ def compile_library(
 
 
 def build_together(builds: Sequence[Callable[[], object]]) -> None:
-    """Runs several builds in parallel, each in a thread that waits for a compiler. It ignores errors: the calls that
+    """Run several builds in parallel, each in a thread that waits for a compiler. It ignores errors: the calls that
     need the libraries build them again and raise."""
     if len(builds) > 1 and len(_cores()) > 1:
         threads = ThreadPoolExecutor(min(len(builds), len(_cores())))
@@ -121,14 +121,14 @@ def build_together(builds: Sequence[Callable[[], object]]) -> None:
 
 
 def _cores() -> Sequence[int]:
-    """The cores available to this process."""
+    """Return the cores available to this process."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return range(os.cpu_count() or 1)
 
 
 def _compile_uncached(build: Sequence[str], name: str, reason: OSError) -> ctypes.CDLL:
-    """Compiles and loads a library in a temporary folder, which is deleted afterwards."""
+    """Compile and loads a library in a temporary folder, which is deleted afterwards."""
     logger.warning(
         "cannot cache compiled libraries (%s), so every start compiles them; set XDG_CACHE_HOME to a writable folder",
         reason,
@@ -156,7 +156,7 @@ def _digest(path: Path) -> str:
 
 
 def _is_complete(path: Path) -> bool:
-    """Whether a cached library matches the hash in its name; after a full disk it may not."""
+    """Return whether a cached library matches the hash in its name; after a full disk it may not."""
     try:
         return path.stem.endswith(f"-{_digest(path)}")
     except OSError:

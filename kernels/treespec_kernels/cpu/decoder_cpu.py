@@ -280,8 +280,8 @@ class CompiledModel:
         return out
 
     def best(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The largest logit of each row in fp32 (NaN if any is), and the first token that has it, int64. Logits are
-        [num_rows, vocab_size] in the model's dtype."""
+        """Return the largest logit of each row in fp32 (NaN if any is), and the first token that has it, int64. Logits
+        are [num_rows, vocab_size] in the model's dtype."""
         assert logits.is_contiguous() and logits.dtype == self.dtype and logits.shape[1] == self.vocab_size
         values = torch.empty(len(logits), dtype=torch.float32, device="cpu")
         tokens = torch.empty(len(logits), dtype=torch.int64, device="cpu")
@@ -323,7 +323,7 @@ class CompiledModel:
 
 
 def unsupported_reason(hidden: int, mlp: int, head_dim: int, dtype: torch.dtype) -> str | None:
-    """The reason why a model cannot be compiled, or None."""
+    """Return the reason why a model cannot be compiled, or None."""
     if dtype not in DTYPES:
         return f"dtype {dtype}; valid: float32, bfloat16"
     for name, size in (("hidden size", hidden), ("MLP size", mlp), ("head size", head_dim)):

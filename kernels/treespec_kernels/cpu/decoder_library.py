@@ -31,7 +31,8 @@ class LinearStruct(ctypes.Structure):
 
 @functools.cache
 def build(compiler: tuple[str, ...], head_dim: int, dtype: torch.dtype, folder: Path) -> ctypes.CDLL:
-    """The library for one head size, a multiple of 16, and one dtype, float32 or bfloat16; as `compile_library`."""
+    """Return the library for one head size, a multiple of 16, and one dtype, float32 or bfloat16; as
+    `compile_library`."""
     defines = f"-DHEAD_DIM={head_dim}", f"-DBF16={int(dtype == torch.bfloat16)}"
     library = compile_library(compiler, (SOURCE, *PARTS), defines, folder)
     pointer, number = ctypes.c_void_p, ctypes.c_int64

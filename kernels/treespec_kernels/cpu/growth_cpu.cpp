@@ -111,7 +111,7 @@ struct Candidate {
     bool stays;
 };
 
-constexpr float LEAST_DOUBTED = 0.05f, MOST_CERTAIN = 0.999f;
+constexpr float MIN_MIXTURE = 0.05f, MAX_MIXTURE = 0.999f;
 
 class Level {
     Growth& g;
@@ -154,7 +154,7 @@ class Level {
             for (int64_t j = 0; j < width && c.seed < 0; j++)
                 if (below[j] >= 0 && g.seed_tokens[below[j]] == c.token) c.seed = below[j];
             if (c.seed >= 0 && spoke) {
-                const float held = std::min(std::max(c.prob, LEAST_DOUBTED), MOST_CERTAIN);
+                const float held = std::min(std::max(c.prob, MIN_MIXTURE), MAX_MIXTURE);
                 const float told = g.seed_ratios[c.seed] * held;
                 c.prob = told / (told + (1.0f - held));
             } else if (c.seed >= 0) {

@@ -74,7 +74,7 @@ class _Draft(ctypes.Structure):
 
 @functools.cache
 def growth_library(compiler: tuple[str, ...], folder: Path) -> ctypes.CDLL:
-    """The compiled library; arguments and errors as in `compile_library`."""
+    """Return the compiled library; arguments and errors as in `compile_library`."""
     library = compile_library(compiler, _SOURCES, (), folder)
     library.treespec_grow.argtypes = library.treespec_place.argtypes = (ctypes.c_void_p,)
     library.treespec_draft.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
@@ -166,7 +166,7 @@ class TreeGrowth:
         branching: np.ndarray,
         children: int,
     ) -> Grown:
-        """Grows one level from the SSMs' probabilities.
+        """Grow one level from the SSMs' probabilities.
 
         Args:
             frontier: the scored nodes.
@@ -198,7 +198,7 @@ class TreeGrowth:
         branching: np.ndarray,
         children: int,
     ) -> tuple[Grown, list[np.ndarray]]:
-        """Grows one level, including the SSMs' passes; the other arguments as in `extend`.
+        """Grow one level, including the SSMs' passes; the other arguments as in `extend`.
 
         Args:
             passes: the passes of these trees.
@@ -232,7 +232,7 @@ class TreeGrowth:
         branching: np.ndarray,
         children: int,
     ) -> _Results:
-        """Sets all inputs except the SSMs' probabilities, and allocates the outputs."""
+        """Set all inputs except the SSMs' probabilities, and allocates the outputs."""
         g, rows, ssms = self._growth, len(frontier.nodes), self._num_ssms
         room = rows * (num_scored * min(children, vocab) + self._width)
         ints, floats = np.empty((9, room), dtype=np.int64), np.empty((3 + ssms, room), dtype=np.float32)
@@ -254,7 +254,7 @@ class TreeGrowth:
         return _Results(ints, floats, flags)
 
     def _grown(self, results: _Results, size: int) -> Grown:
-        """The outputs of a call: a level of `size` nodes, whose frontier is the next call's."""
+        """Return the outputs of a call: a level of `size` nodes, whose frontier is the next call's."""
         ints, floats, flags = self._results = results  # `_frontier` points to them
         g, ssms, room = self._growth, self._num_ssms, ints.shape[1]
         g.row_nodes, g.row_tokens, g.row_owners = g.next_nodes, g.next_tokens, g.next_owners
@@ -296,7 +296,7 @@ class TreePlaces:
         )
 
     def first_slot(self, tree: int) -> int:
-        """The first slot of a tree's nodes in the newest level."""
+        """Return the first slot of a tree's nodes in the newest level."""
         return int(self._state[2, tree])
 
     def extend(self, owners: np.ndarray, above: np.ndarray, depth: int) -> CompiledPlan:
@@ -322,7 +322,7 @@ class TreePlaces:
         )
 
     def prepare(self, count: int, depth: int) -> Tensor:
-        """Allocates the outputs of a level of `count` nodes. Its paths, from index 6 * `count` on, are inputs of the
+        """Allocate the outputs of a level of `count` nodes. Its paths, from index 6 * `count` on, are inputs of the
         next level."""
         results = torch.empty(count * (depth + 7), dtype=torch.int64, device="cpu")
         at, step, p = results.data_ptr(), 8 * count, self.placing

@@ -53,7 +53,7 @@ class _History(ctypes.Structure):
 
 @functools.cache
 def lookup_library(compiler: tuple[str, ...], folder: Path) -> ctypes.CDLL:
-    """The library, as `compile_library`."""
+    """Return the library, as `compile_library`."""
     sizes = [
         f"-D{name}={value}"
         for name, value in {
@@ -159,7 +159,8 @@ class LookupSearch:
     def search(
         self, tokens: int, length: int, depth: int, own: int | None, least: float, looks_up: bool, owner: int | None
     ) -> Found | None:
-        """The tree of continuations of the best matches; None without a match, or if the best guess is too improbable.
+        """Return the tree of continuations of the best matches; None without a match, or if the best guess is too
+        improbable.
 
         Args:
             tokens: address of the text, int64 [length].
@@ -185,7 +186,7 @@ class LookupSearch:
         return Found(*ints[:3], ints[3:5], ints[5:], *self._floats[:, :count].copy())
 
     def count(self, found: Found, path: np.ndarray, own: np.ndarray) -> None:
-        """Counts the guesses below every node of `path`, int64 [length] node indices, as right or wrong.
+        """Count the guesses below every node of `path`, int64 [length] node indices, as right or wrong.
 
         The counts go to `common` and to `own`, which has the same shape.
         """

@@ -1,1 +1,1 @@
-"""Shared parts of Triton launches: checks, CUDA graphs, programmatic dependent launch, pointwise functions."""
+"""Shared helpers of Triton launches: checks, CUDA graphs, programmatic dependent launch, pointwise functions."""

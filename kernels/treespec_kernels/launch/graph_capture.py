@@ -1,13 +1,14 @@
 """Captures CUDA graphs, and restores torch's state when a capture fails.
 
-It handles what `torch.cuda.graph` does not:
+This module works around three limitations of `torch.cuda.graph`:
 
 - torch's default capture stream belongs to the GPU that was current at the first capture of the process; capturing on
   another GPU needs a stream of that GPU;
-- by default, an allocation by any other thread invalidates a capture, and graphs are captured while others serve;
-- after CUDA invalidates a capture, `torch.cuda.graph` raises on exit before it restores anything: the thread stays on
-  the capture stream, unordered with other threads; the allocator still believes that it is capturing, so
-  `torch.cuda.empty_cache` fails for the rest of the process; and the default CUDA generator refuses to draw.
+- by default, an allocation by any other thread invalidates a capture, but graphs are captured while other threads
+  serve requests;
+- after CUDA invalidates a capture, `torch.cuda.graph` raises on exit before it restores any state: the thread stays on
+  the capture stream, unordered with other threads; the allocator stays in capture mode, so `torch.cuda.empty_cache`
+  fails for the rest of the process; and the default CUDA generator raises on every draw.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ import torch
 
 
 class GraphMemory(NamedTuple):
-    """The memory pool and the capture stream shared by graphs that never run concurrently. The allocator reuses memory
-    only on the stream that it was allocated on, so all of them are captured on one."""
+    """Memory pool and capture stream shared by graphs that never run concurrently.
+
+    The allocator reuses memory only on the stream that it was allocated on, so all graphs use one capture stream.
+    """
 
     pool: Any
     stream: torch.cuda.Stream
@@ -32,7 +35,9 @@ class GraphMemory(NamedTuple):
 
 
 def captured(launches: Callable[[], object], memory: GraphMemory) -> torch.cuda.CUDAGraph:
-    """Captures what `launches` launches on the current device, which must be that of `memory`, without running it.
+    """Capture the launches of `launches` in a graph, without running them.
+
+    The current device must be that of `memory`.
 
     Raises:
         Exception: from `launches`, or from CUDA if the launches cannot be captured.
@@ -57,7 +62,7 @@ def _restored(memory: GraphMemory) -> Iterator[None]:
 
 
 def _end_allocation(device: int, pool: Any) -> bool:
-    """Ends the allocator's capture if torch did not. Returns whether it had to."""
+    """End the allocator's capture if torch did not. Return whether it was still active."""
     try:
         torch._C._cuda_endAllocateToPool(device, pool)
     except RuntimeError:  # torch has ended the capture: the failure was on the host
@@ -67,7 +72,7 @@ def _end_allocation(device: int, pool: Any) -> bool:
 
 
 def _end_generators_capture(stream: torch.cuda.Stream) -> None:
-    """Captures an almost empty graph: its regular end resets the generators' capture state."""
+    """Reset the capture state of the generators by capturing an almost empty graph, whose regular end resets it."""
     with torch.cuda.stream(stream):
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(capture_error_mode="thread_local")

@@ -1,6 +1,6 @@
-"""Functions of single numbers in the kernels. Needs triton.
+"""Pointwise functions of the kernels. Needs triton.
 
-tanh is written with an exponential: it has no instruction of its own that is exact, and the interpreter lacks it.
+tanh is computed with an exponential, because it has no exact instruction and is missing in the interpreter.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
-    """The activation of that name (`activations.py`) of fp32 x; x itself for "none"."""
+    """Apply the activation named `ACTIVATION` (`activations.py`) to fp32 x; "none" returns x."""
     if ACTIVATION == "silu":
         y = x / (1.0 + tl.exp(-x))
     elif ACTIVATION == "gelu":
@@ -20,7 +20,7 @@ def activate(x, ACTIVATION: tl.constexpr):
         # (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u)), with 2 sqrt(2 / pi) as one factor.
         y = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
     elif ACTIVATION == "relu":
-        y = tl.where(x < 0.0, 0.0, x)  # a NaN stays one
+        y = tl.where(x < 0.0, 0.0, x)  # keeps NaN
     else:
         y = x
     return y
@@ -28,5 +28,5 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def soft_cap(x, cap):
-    """cap * tanh(x / cap), in fp32."""
+    """Return cap * tanh(x / cap), in fp32."""
     return cap * (2.0 / (1.0 + tl.exp(-2.0 * (x / cap))) - 1.0)

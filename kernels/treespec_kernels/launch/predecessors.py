@@ -2,11 +2,11 @@
 
 A PDL launch may start once every program of the previous kernel (in stream order, or along a graph edge) has called
 `gdc_launch_dependents` or has exited. That kernel may still be running, and none of its writes are visible yet.
-`gdc_wait` returns when the previous kernel has completed and its writes are visible. Results cannot change, because:
+`gdc_wait` returns when the previous kernel has completed and its writes are visible. Results do not change, because:
 
-1. Every program calls `gdc_wait` first, before any load, store, copy or exit. So all it reads has been written (read
-   after write), and nothing earlier still reads or writes what it writes (write after read, write after write). This
-   covers all memory, weights and tables included.
+1. Every program calls `gdc_wait` first, before any load, store, copy or exit. So all memory that it reads has been
+   written (read after write), and no earlier kernel still reads or writes memory that it writes (write after read,
+   write after write). This covers all memory, weights and tables included.
 2. Only then does it call `gdc_launch_dependents`. A dependent thus starts when all programs of this kernel have passed
    their wait, so the kernel before this one has completed. At most one earlier kernel is unfinished: the one that the
    dependent waits for. If a program exited without waiting, its kernel could complete before its predecessor, and the
@@ -18,10 +18,10 @@ A PDL launch may start once every program of the previous kernel (in stream orde
    launched without the attribute.
 
 Compilers do not move accesses above the wait: it is an operation with side effects in Triton 3.9, and inline assembly
-with side effects in 3.6. It stands outside of loops, since software pipelining would hoist a loop's first loads above
+with side effects in 3.6. It must be outside of loops, since software pipelining would hoist a loop's first loads above
 it. On sm_100 a block allocates its tensor memory before the wait. This cannot deadlock: dependents start once every
-program here holds its own allocation, and proceed when these programs have exited. `aot/launch_order.py` checks the
-order in the PTX and the machine code of every configuration that is compiled ahead of time.
+program of this kernel holds its own allocation, and proceed when these programs have exited. `aot/launch_order.py`
+checks the order in the PTX and the machine code of every configuration that is compiled ahead of time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ import triton.language as tl
 
 @triton.jit
 def wait_for_predecessors(PDL: tl.constexpr):
-    """The first statement of every kernel that supports PDL; a no-op without it."""
+    """Wait for the previous kernel, then let dependents start; a no-op without PDL.
+
+    This is the first statement of every kernel that supports PDL.
+    """
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

@@ -1,7 +1,7 @@
 """Helpers of ops over the rows of a pass: parameters per group, and checks of shapes, strides and alignment.
 
-Models of equal shape run stacked: a parameter then has a leading dimension of groups, and the rows of a pass are as
-many consecutive runs of equal length, group 0 first.
+Models of equal shape run stacked: a parameter then has a leading dimension of groups, and the rows of a pass are
+divided evenly among the groups, in order.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def by_row(parameter: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """A parameter [width] or [groups, width] as fp32, broadcast to [num_rows, width]."""
+    """Expand a parameter [width] or [groups, width] to fp32 [num_rows, width]."""
     stacked = parameter.float().reshape(-1, parameter.shape[-1])
     return stacked.repeat_interleave(num_rows // len(stacked), dim=0)
 
 
 def rows_per_group(parameter: torch.Tensor, num_rows: int) -> int:
-    """The number of consecutive rows that use the same row of `parameter`, [width] or [groups, width]."""
+    """Return the number of consecutive rows that use the same row of `parameter`, [width] or [groups, width]."""
     return num_rows if parameter.dim() == 1 else num_rows // parameter.shape[0]
 
 
 def sum_of_splits(x: torch.Tensor) -> torch.Tensor:
-    """Rows as fp32 [rows, width]; partials [splits, rows, width] are added in order."""
+    """Return rows as fp32 [rows, width]; add partial sums [splits, rows, width] in order."""
     if x.dim() == 2:
         return x.float()
     total = x[0].clone()
@@ -33,7 +33,7 @@ def sum_of_splits(x: torch.Tensor) -> torch.Tensor:
 
 
 def check_parameter(name: str, parameter: torch.Tensor, num_rows: int, width: int, dtype: torch.dtype) -> None:
-    """Raises ValueError if `parameter` is not [width] or [groups, width] with groups that divide the rows."""
+    """Raise ValueError if `parameter` is not [width] or [groups, width] with groups that divide the rows."""
     if parameter.dim() not in (1, 2) or parameter.shape[-1] != width or parameter.numel() == 0:
         raise ValueError(f"{name} has shape {list(parameter.shape)}; expected [{width}] or [groups, {width}]")
     if parameter.dim() == 2 and num_rows % parameter.shape[0]:
@@ -43,7 +43,7 @@ def check_parameter(name: str, parameter: torch.Tensor, num_rows: int, width: in
 
 
 def check_partials(name: str, x: torch.Tensor) -> None:
-    """Raises ValueError if `x` is not fp32 [splits, rows, width] with one split or more."""
+    """Raise ValueError if `x` is not fp32 [splits, rows, width] with one split or more."""
     if x.shape[0] == 0 or x.dtype != torch.float32:
         raise ValueError(
             f"{name} has shape {list(x.shape)} and dtype {x.dtype}; "
@@ -52,14 +52,14 @@ def check_partials(name: str, x: torch.Tensor) -> None:
 
 
 def check_devices(device: torch.device, **tensors: torch.Tensor | None) -> None:
-    """Raises ValueError if a tensor is not on `device`."""
+    """Raise ValueError if a tensor is not on `device`."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.device != device:
             raise ValueError(f"{name} is on {tensor.device} and the rows on {device}; move it there")
 
 
 def check_contiguous(**tensors: torch.Tensor | None) -> None:
-    """Raises ValueError if a tensor is not contiguous."""
+    """Raise ValueError if a tensor is not contiguous."""
     for name, tensor in tensors.items():
         if tensor is not None and not tensor.is_contiguous():
             raise ValueError(
@@ -68,7 +68,7 @@ def check_contiguous(**tensors: torch.Tensor | None) -> None:
 
 
 def split_rows(name: str, x: torch.Tensor) -> int:
-    """The stride between the splits of partials [splits, rows, width], in rows; 0 for rows without splits.
+    """Return the stride between the splits of partials [splits, rows, width], in rows; 0 for rows without splits.
 
     The rows of a split must be contiguous; a split may be part of a larger buffer.
 
@@ -87,24 +87,24 @@ def split_rows(name: str, x: torch.Tensor) -> int:
 
 
 def alignment(element_size: int, *sizes: int) -> int:
-    """16 if all of these sizes, in elements, are multiples of 16 bytes; otherwise the bytes of one element."""
+    """Return the alignment in bytes: 16 if all sizes (in elements) are multiples of 16 bytes, else one element."""
     return 16 if all(size * element_size % 16 == 0 for size in sizes) else element_size
 
 
 def group_stride(tensor: torch.Tensor, dims_with_groups: int) -> int:
-    """The stride between groups; 0 for a single group."""
+    """Return the stride between groups; 0 for a single group."""
     return tensor.stride(0) if tensor.dim() == dims_with_groups and tensor.shape[0] > 1 else 0
 
 
 def row_strides(tensor: torch.Tensor | None) -> tuple[int, int]:
-    """Strides of groups and rows; 0 for a dimension of size 1, whose stride in torch is arbitrary."""
+    """Return the strides of groups and rows; 0 for a dimension of size 1, whose stride in torch is arbitrary."""
     if tensor is None:
         return 0, 0
     return group_stride(tensor, 3), tensor.stride(-2) if tensor.shape[-2] > 1 else 0
 
 
 def check_alignment(multiple: int, **tensors: torch.Tensor) -> None:
-    """Raises ValueError if rows or groups do not start at multiples of `multiple` bytes."""
+    """Raise ValueError if rows or groups do not start at multiples of `multiple` bytes."""
     for name, tensor in tensors.items():
         size = tensor.element_size()
         starts = (tensor.data_ptr(), *(stride * size for stride in row_strides(tensor)))

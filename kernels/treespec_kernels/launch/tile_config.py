@@ -1,4 +1,4 @@
-"""The base of the configurations of kernels with matrix products."""
+"""Base class of the configurations of kernels with matrix products."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ _CONSTANTS = ("block_m", "block_n", "block_k", "split_k", "fixed_order_dot")
 
 
 class TileConfig:
-    """A frozen dataclass of tiles and launch options. Bits depend on them (another number of warps may reduce a tile in
-    another order), so they are fixed for an engine's lifetime.
+    """Base of frozen dataclasses with tile sizes and launch options of a kernel.
+
+    Results depend on them bit by bit (another number of warps may reduce a tile in another order), so they are fixed
+    for an engine's lifetime.
 
     Attributes:
-        block_m, block_n, block_k: sizes of tiles, powers of two.
+        block_m, block_n, block_k: tile sizes, powers of two.
         num_warps, num_stages: launch options.
-        fixed_order_dot: for tests in the interpreter, whose dot is BLAS and not row-invariant.
+        fixed_order_dot: for tests in the interpreter, whose dot calls BLAS and is not row-invariant.
     """
 
     num_warps: int
@@ -28,10 +30,10 @@ class TileConfig:
 
     @property
     def constants(self) -> dict[str, int | bool]:
-        """The kernel's constexpr arguments that are fields: `BLOCK_M` is `block_m`."""
+        """The kernel's constexpr arguments that are fields of the configuration: `BLOCK_M` is `block_m`."""
         return {name.upper(): getattr(self, name) for name in _CONSTANTS if hasattr(self, name)}
 
     @property
     def options(self) -> dict[str, Any]:
-        """The launch options."""
+        """Triton's launch options: num_warps, num_stages, enable_fp_fusion."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": False}

@@ -1,4 +1,7 @@
-"""Targets, launch options and checks shared by the Triton implementations. An implementation never falls back."""
+"""Targets, launch options and checks shared by the Triton implementations.
+
+A Triton implementation that cannot run raises; it never falls back to another implementation.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,17 @@ import torch
 
 
 def block_of_head_dim(head_dim: int) -> int:
-    """The power of two, 16 or more, that a kernel pads `head_dim` to."""
+    """Return the power of two, 16 or more, that a kernel pads `head_dim` to."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def is_interpreted() -> bool:
-    """Whether Triton's kernels run in its interpreter, on a CPU."""
+    """Return whether Triton's kernels run in its interpreter, on a CPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def target_of(device: torch.device | str) -> str | None:
-    """The architecture that kernels of a device are compiled for, such as "sm_90" or "gfx942"; None for a CPU."""
+    """Return the architecture that a device's kernels are compiled for, such as "sm_90" or "gfx942"; None for a CPU."""
     device = torch.device(device)
     if device.type != "cuda":
         return None
@@ -46,53 +49,59 @@ _OTHERS = {"sm_87": "sm_80", "sm_103": "sm_100", "sm_110": "sm_100"}
 
 
 def shared_bytes(target: str | None) -> int:
-    """Bytes of shared memory per block on a target from `target_of`; None is sm_80, the least of the data center GPUs.
-    An unknown target gets the least of its vendor."""
+    """Return the bytes of shared memory per block on a target from `target_of`.
+
+    None means sm_80, which has the least of NVIDIA's data center GPUs. An unknown target gets the smallest value of its
+    vendor.
+    """
     if target is None:
         return SHARED_BYTES["sm_80"]
     return SHARED_BYTES.get(_OTHERS.get(target, target), 64 << 10 if target.startswith("gfx") else 99 << 10)
 
 
 def has_tensor_memory(target: str | None) -> bool:
-    """Whether matrix products use tensor memory (tcgen05), as on NVIDIA's data center Blackwell."""
+    """Return whether matrix products use tensor memory (tcgen05), as on NVIDIA's data center Blackwell."""
     return target in ("sm_100", "sm_103", "sm_110")
 
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """Launch options of the kernels of a pass; `treespec autotune` tunes them as op "programmatic_launch"."""
+    """Launch options shared by the kernels of a pass; `treespec autotune` tunes them as op "programmatic_launch"."""
 
     pdl: bool = False
 
 
 def takes_pdl(device: torch.device | str) -> bool:
-    """Whether a device supports programmatic dependent launch: compiled kernels on NVIDIA GPUs, sm_90 or later."""
+    """Return whether a device supports programmatic dependent launch: compiled kernels on NVIDIA sm_90 or later."""
     target = target_of(device)
     return not is_interpreted() and target is not None and has_pdl(target)
 
 
 def has_pdl(target: str) -> bool:
-    """Whether a target such as "sm_90" supports programmatic dependent launch."""
+    """Return whether a target such as "sm_90" supports programmatic dependent launch."""
     return target.startswith("sm_") and int(target.removeprefix("sm_")) >= 90
 
 
 def launch_options(pdl: bool) -> dict[str, bool]:
-    """Launch arguments of a kernel of a pass: the launch attribute and the wait in the kernel, both or neither
-    (`predecessors.py`). `pdl` requires a device that `takes_pdl`; elsewhere the launch fails."""
+    """Return launch arguments that enable both PDL's launch attribute and the kernel's wait, or neither.
+
+    `predecessors.py` describes why they belong together. With `pdl`, the launch fails on a device without PDL
+    (`takes_pdl`).
+    """
     return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
 
 
 def is_triton_error(error: BaseException) -> bool:
-    """Whether Triton rejected a kernel, for example because of too much shared memory or a compilation error."""
+    """Return whether an error is Triton's, for example a compilation error or too much shared memory."""
     errors = sys.modules.get("triton.errors")
     return errors is not None and isinstance(error, errors.TritonError)
 
 
 def known_issue(device: torch.device) -> str | None:
-    """A warning about a known miscompilation of this Triton version for a device, or None.
+    """Return a warning about a known miscompilation of this Triton version for a device, or None.
 
-    Before 3.8, tensor memory products of operands just copied to shared memory miss a fence (triton #9610), so a result
-    is occasionally wrong.
+    Before 3.8, a fence is missing between copies to shared memory and tensor memory products of the copied operands
+    (triton #9610), so a result is occasionally wrong.
     """
     target = target_of(device)
     if not has_tensor_memory(target):
@@ -105,7 +114,7 @@ def known_issue(device: torch.device) -> str | None:
 
 
 def require_triton(op: str) -> None:
-    """Raises ValueError if triton is not installed; called before the kernels are imported."""
+    """Raise ValueError if triton is not installed. Call this before importing the kernels."""
     if importlib.util.find_spec("triton") is None:
         raise ValueError(
             f"{op}: implementation 'triton' needs triton, which is not installed; install it or use 'torch'"
@@ -113,14 +122,14 @@ def require_triton(op: str) -> None:
 
 
 def check_last_strides(**tensors: torch.Tensor) -> None:
-    """Raises ValueError if a last dimension is not contiguous; outer strides are free."""
+    """Raise ValueError if a tensor's last dimension is not contiguous; outer strides are arbitrary."""
     for name, tensor in tensors.items():
         if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise ValueError(f"{name} has stride {tensor.stride(-1)} over its last dimension; make it contiguous")
 
 
 def check_tensors(of: str, device: torch.device, dtype: torch.dtype, **tensors: torch.Tensor) -> None:
-    """Raises ValueError if a tensor has another dtype, or is not on the device of the tensor named `of`."""
+    """Raise ValueError if a tensor has another dtype, or another device than the tensor named `of`."""
     for name, tensor in tensors.items():
         if tensor.dtype != dtype:
             raise ValueError(f"{name} has dtype {tensor.dtype}; convert it to {dtype}")
@@ -129,7 +138,7 @@ def check_tensors(of: str, device: torch.device, dtype: torch.dtype, **tensors: 
 
 
 def check_alike(of: str, like: torch.Tensor, **tensors: torch.Tensor | None) -> None:
-    """Raises ValueError if a tensor has not the dtype and device of `like`, which is named `of`."""
+    """Raise ValueError if a tensor's dtype or device differs from that of `like`, the tensor named `of`."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.dtype != like.dtype:
             raise ValueError(f"{name} has dtype {tensor.dtype} and {of} {like.dtype}; they must be equal")
@@ -138,7 +147,7 @@ def check_alike(of: str, like: torch.Tensor, **tensors: torch.Tensor | None) -> 
 
 
 def check_launch(op: str, kernel: object, tensor: torch.Tensor) -> None:
-    """Raises ValueError if `kernel` cannot run on the tensor's device."""
+    """Raise ValueError if `kernel` cannot run on the tensor's device."""
     import triton
 
     if isinstance(kernel, triton.JITFunction):

@@ -1,8 +1,8 @@
-"""Activations of an MLP whose bits depend neither on the number of values nor on their index.
+"""Row-invariant activations of an MLP: bits depend neither on the number of values nor on their index.
 
 ATen's SiLU and GELU round differently in their vectorised body and in their scalar tail, so a row's bits depend on the
-number of rows. `exp`, `erf` and `tanh` do not, as tested for every width from 1 to 14,336: they always compute whole
-vectors. All activations compute in fp32, with every operation rounded, and return the dtype of their input.
+number of rows. `exp`, `erf` and `tanh` have no scalar tail (tested for every width from 1 to 14,336). All activations
+compute in fp32, with every operation rounded, and return the dtype of their input.
 """
 
 import math
@@ -15,31 +15,31 @@ _TANH_SCALE = math.sqrt(2 / math.pi)
 
 
 def silu(x: Tensor) -> Tensor:
-    """x sigmoid(x)."""
+    """Return x sigmoid(x)."""
     y = x.float()
     return (y / (1 + torch.exp(-y))).to(x.dtype)
 
 
 def gelu(x: Tensor) -> Tensor:
-    """x Phi(x), with the normal distribution function Phi (arXiv 1606.08415)."""
+    """Return x Phi(x), with the normal distribution function Phi (arXiv 1606.08415)."""
     y = x.float()
     return (y * 0.5 * (1 + torch.erf(y * math.sqrt(0.5)))).to(x.dtype)
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """GELU's approximation 0.5 x (1 + tanh(u)) = x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3)."""
+    """Return GELU's approximation 0.5 x (1 + tanh(u)) = x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3)."""
     y = x.float()
     u = (y + y * y * y * 0.044715) * _TANH_SCALE
     return (y / (1 + torch.exp(u * -2))).to(x.dtype)
 
 
 def relu(x: Tensor) -> Tensor:
-    """max(x, 0)."""
+    """Return max(x, 0)."""
     return torch.relu(x)
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:
-    """cap tanh(x / cap) (Gemma 2, arXiv 2408.00118)."""
+    """Return cap tanh(x / cap) (Gemma 2, arXiv 2408.00118)."""
     return (torch.tanh(x.float() / cap) * cap).to(x.dtype)
 
 

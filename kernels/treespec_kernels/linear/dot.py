@@ -1,4 +1,4 @@
-"""The matrix product of the kernels. Needs triton."""
+"""Matrix product of the kernels. Needs triton."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import triton.language as tl
 
 @triton.jit
 def dot(a, b, acc, FIXED_ORDER: tl.constexpr):
-    """acc + a @ b in fp32. `FIXED_ORDER` sums every element in one order, for the interpreter, whose dot is BLAS."""
+    """Return acc + a @ b in fp32.
+
+    `FIXED_ORDER` sums every element in the same order, for the interpreter, whose dot calls BLAS.
+    """
     if FIXED_ORDER:
         product = a.to(tl.float32)[:, :, None] * b.to(tl.float32)[None, :, :]
         acc += tl.sum(product, axis=1)

@@ -1,9 +1,9 @@
 """Row-invariant linear layers on a CPU: a row's bits do not depend on the other rows of the pass.
 
 Weights are reordered once into oneDNN's blocked layout. For few rows this is 2 to 4 times as fast as `F.linear`, and
-bits were measured to be the same for 2 to 1,024 rows, in fp32 and bf16 (a single row takes another path for some
-shapes, so a pass has at least two). With AMX this holds for 2 to 32 rows in bf16: from 33 rows on oneDNN sums in other
-blocks, and one element in some thousands rounds differently (19 of 24 shapes on a Sapphire Rapids), so larger passes
+bits were measured to be equal for 2 to 1,024 rows, in fp32 and bf16 (a single row uses another code path for some
+shapes, so a pass has at least two). With AMX this holds for 2 to 32 rows in bf16: from 33 rows on, oneDNN sums in other
+blocks, and one element in several thousand rounds differently (19 of 24 shapes on a Sapphire Rapids), so larger passes
 are computed in parts of at most 32 rows. Only this module uses the two ops, which are private to torch.
 """
 
@@ -18,14 +18,14 @@ from treespec_kernels.linear.activations import ACTIVATIONS
 LinearImpl = Literal["onednn", "torch"]
 
 _FUSED = {"silu": ("swish", ""), "gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), "relu": ("relu", "")}
-"""oneDNN's name and algorithm of each activation; bits were the same for 2 to 33 rows at widths such as 1365."""
+"""oneDNN's name and algorithm of each activation. Bits were measured to be equal for 2 to 33 rows, at widths such as
+1365."""
 
-
-_AMX_ROWS = 32
+_AMX_ROWS = 32  # per oneDNN call, in bf16 on a machine with AMX
 
 
 def onednn_available(dtype: torch.dtype) -> bool:
-    """Whether this machine supports oneDNN's reordered linear layers for `dtype`."""
+    """Return whether this machine supports oneDNN's reordered linear layers for `dtype`."""
     if not torch.backends.mkldnn.is_available() or dtype not in (torch.float32, torch.bfloat16):
         return False
     if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -40,16 +40,16 @@ def onednn_available(dtype: torch.dtype) -> bool:
 
 
 class Linear:
-    """y = x W^T + b, optionally with an activation.
+    """Linear layer y = x W^T + b, optionally with an activation.
 
-    It does not fuse additions and products that follow: for 8 rows and 256 features on one thread, oneDNN's fused `add`
-    and `mul` add 9 us to the product, an in-place `add_` 1.
+    Later additions and products are not fused: for 8 rows and 256 features on one thread, oneDNN's fused `add` and
+    `mul` add 9 us to the product, an in-place `add_` 1 us.
 
     Args:
         weight: [out_features, in_features].
         bias: [out_features] or None.
-        impl: "onednn" (reordered weights, CPU) or "torch" (`F.linear`, which is not row-invariant in fp32: the caller
-            must keep the number of rows fixed). It never falls back.
+        impl: "onednn" (reordered weights, CPU) or "torch" (`F.linear`, which is not row-invariant in fp32, so the
+            caller must keep the number of rows fixed). There is no fallback.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, impl: LinearImpl):
@@ -64,19 +64,19 @@ class Linear:
             self.weight = weight.contiguous()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [num_rows, in_features] -> [num_rows, out_features]."""
+        """Apply the layer to x [num_rows, in_features]; returns [num_rows, out_features]."""
         if self.impl == "onednn":
             return self._pointwise(x, "none", "")
         return F.linear(x, self.weight, self.bias)
 
     def activated(self, x: Tensor, activation: str) -> Tensor:
-        """The layer's output through one of `ACTIVATIONS`."""
+        """Apply the layer, then one of `ACTIVATIONS`."""
         if self.impl == "onednn":
             return self._pointwise(x, *_FUSED[activation])
         return ACTIVATIONS[activation](F.linear(x, self.weight, self.bias))
 
     def _pointwise(self, x: Tensor, name: str, algorithm: str) -> Tensor:
-        """oneDNN's product with an activation, in parts if it would sum this many rows in other blocks."""
+        """Compute oneDNN's product with an activation, in parts if oneDNN would sum this many rows in other blocks."""
         if not self._splits or len(x) <= _AMX_ROWS:
             return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, name, [], algorithm)
         out = x.new_empty(len(x), self.out_features)

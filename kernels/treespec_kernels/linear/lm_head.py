@@ -1,11 +1,11 @@
 """LM head: the logits of every row, and a summary of each block of the vocabulary for greedy choice and softmax.
 
 logits = x W^T with fp32 accumulators, an optional soft cap, and one rounding to the dtype. The summary of a block of
-`block_n` tokens is of the *rounded* logits: their maximum, the first token that has it, and the sum of
-exp(logit - maximum). Greedy choice, top-k and log-sum-exp then read vocab / block_n numbers per row instead of vocab.
+`block_n` tokens has the maximum of the *rounded* logits, its first token, and the sum of exp(logit - maximum). Greedy
+choice, top-k and log-sum-exp then read vocab / block_n numbers per row instead of vocab.
 
 The weight is read once for up to `block_m` rows. A row's bits do not depend on the other rows: the configuration is the
-same for every number of rows, and one program sums over the whole of K. Retuning may change bits.
+same for every number of rows, and one program sums over all of K. Retuning may change bits.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 class BlockStats(NamedTuple):
     """Summary of each row's blocks of consecutive tokens; a NaN counts as +inf.
 
-    values: [rows, num_blocks] float32, the maximum. tokens: [rows, num_blocks] int32, the first token that has it.
-    sums: [rows, num_blocks] float32, the sum of exp(v - maximum), with 0 in place of an infinite maximum.
+    Attributes:
+        values: [rows, num_blocks] float32, maximum of the block.
+        tokens: [rows, num_blocks] int32, first token with the maximum.
+        sums: [rows, num_blocks] float32, sum of exp(v - maximum), with 0 in place of an infinite maximum.
     """
 
     values: torch.Tensor
@@ -41,13 +43,13 @@ class BlockStats(NamedTuple):
 
     @classmethod
     def empty(cls, num_rows: int, num_blocks: int, device: torch.device | str) -> BlockStats:
-        """Allocates the summary of `num_rows` rows; num_blocks = ceil(vocab / block_n)."""
+        """Allocate the summary of `num_rows` rows; num_blocks = ceil(vocab / block_n)."""
         values, sums = (torch.empty(num_rows, num_blocks, dtype=torch.float32, device=device) for _ in range(2))
         return cls(values, torch.empty(num_rows, num_blocks, dtype=torch.int32, device=device), sums)
 
 
 class LmHead(NamedTuple):
-    """logits: [rows, vocab] in the dtype of x. stats: of the rounded logits."""
+    """Result of the LM head: logits [rows, vocab] in the dtype of x, and the block summary of the rounded logits."""
 
     logits: torch.Tensor
     stats: BlockStats
@@ -58,7 +60,7 @@ class LmHeadConfig(TileConfig):
     """Tiles and launch options.
 
     Args:
-        block_m: rows per tile. Each further tile of rows reads the weight again, from L2.
+        block_m: rows per tile. Every tile of rows but the first reads the weight from L2.
         block_n: tokens per tile, and per block of the summary.
         block_k: features per step of the loop.
     """
@@ -72,14 +74,14 @@ class LmHeadConfig(TileConfig):
 
     @classmethod
     def default(cls, dtype: torch.dtype, vocab_size: int, hidden_size: int) -> LmHeadConfig:
-        """The shipped configuration.
+        """Return the shipped configuration.
 
-        M = 64 is one `wgmma` on sm_90, and 64 rows read the weight once; three blocks of 72 KB fit a multiprocessor and
-        keep 48 KB of weights in flight. A small vocabulary takes narrow tiles, to occupy every multiprocessor. float32
+        M = 64 is one `wgmma` on sm_90, and 64 rows read the weight once. Three blocks of 72 KB fit a multiprocessor and
+        keep 48 KB of weights in flight. A small vocabulary uses narrow tiles, to occupy every multiprocessor. float32
         has no exact matrix instruction; its tiles do not spill on any target.
 
         Raises:
-            ValueError: a dtype or size that is not supported.
+            ValueError: the dtype or a size is not supported.
         """
         if dtype not in _DTYPES:
             raise ValueError(f"dtype {dtype} is not supported; use float16, bfloat16 or float32")
@@ -94,7 +96,7 @@ class LmHeadConfig(TileConfig):
 
     @classmethod
     def candidates(cls, dtype: torch.dtype, vocab_size: int, hidden_size: int) -> list[LmHeadConfig]:
-        """Configurations to tune over, the default first."""
+        """Return the configurations to tune over, the default first."""
         tiles: list[tuple[int, int, int, int, int]]
         if dtype == torch.float32:
             tiles = [(16, 32, 64, 4, 3), (16, 64, 32, 4, 3), (16, 64, 32, 8, 3), (32, 32, 32, 4, 3)]
@@ -109,11 +111,11 @@ class LmHeadConfig(TileConfig):
         return [default] + [config for tile in tiles if (config := cls(*tile)) != default]
 
 
-_LARGE_VOCAB = 1 << 15  # from here on, tiles of 128 tokens give 256 programs
+_LARGE_VOCAB = 1 << 15  # tokens; from this size on, tiles of 128 tokens give at least 256 programs
 
 
 def block_stats_ref(values: torch.Tensor, block: int) -> BlockStats:
-    """The summary of `values`, [rows, vocab] of any float dtype, in blocks of `block` tokens. Eager torch, fp32."""
+    """Summarise `values`, [rows, vocab] of any float dtype, in blocks of `block` tokens (eager torch, fp32)."""
     plain = values.float().masked_fill(values.isnan(), float("inf"))
     blocks = list(plain.split(block, dim=1))
     best = torch.stack([b.amax(dim=1) for b in blocks], dim=1)
@@ -126,19 +128,19 @@ def block_stats_ref(values: torch.Tensor, block: int) -> BlockStats:
 def lm_head_ref(
     x: torch.Tensor, weight: torch.Tensor, *, config: LmHeadConfig | None = None, logit_cap: float | None = None
 ) -> LmHead:
-    """The specification: one fp32 product, rounded once, and the summary of the rounded logits.
+    """Compute logits as one fp32 product, rounded once, and the summary of the rounded logits (reference).
 
     Args:
         x: [rows, hidden], or [groups, rows, hidden] with consecutive groups; float16, bfloat16 or float32.
         weight: [vocab, hidden], or [groups, vocab, hidden], in the dtype of x.
-        config: `block_n` is the number of tokens per block; None for `LmHeadConfig.default`.
+        config: its `block_n` is the number of tokens per block; None for `LmHeadConfig.default`.
         logit_cap: soft cap c: logits x become c tanh(x / c); None for no cap.
 
     Returns:
         LmHead with groups * rows rows.
 
     Raises:
-        ValueError: a shape, dtype or device that does not fit.
+        ValueError: a shape, dtype or device does not match.
     """
     check_lm_head(x, weight, logit_cap)
     vocab, hidden = weight.shape[-2:]
@@ -158,15 +160,16 @@ def lm_head_triton(
     stats: BlockStats | None = None,
     pdl: bool = False,
 ) -> LmHead:
-    """`lm_head_ref` on a GPU, in one launch; x and weight must be contiguous over hidden.
+    """Compute `lm_head_ref` on a GPU, in one launch; x and weight must be contiguous over hidden.
 
     Args:
-        logits: [groups * rows, vocab] in the dtype of x, contiguous over the vocabulary, to write into.
-        stats: buffers to write into, as from `BlockStats.empty`. With both nothing is allocated.
+        x, weight, config, logit_cap: as in `lm_head_ref`.
+        logits: output [groups * rows, vocab] in the dtype of x, contiguous over the vocabulary; None allocates it.
+        stats: output as from `BlockStats.empty`; None allocates it.
         pdl: see `launch_options`.
 
     Raises:
-        ValueError: a shape, dtype, stride or device that does not fit, or triton that cannot run here.
+        ValueError: a shape, dtype, stride or device does not match, or triton cannot run on the tensors.
     """
     check_lm_head(x, weight, logit_cap)
     vocab, hidden = weight.shape[-2:]
@@ -225,7 +228,7 @@ def _check_outputs(
 
 
 def check_block_stats(stats: BlockStats, num_rows: int, num_blocks: int, device: torch.device) -> None:
-    """Raises ValueError if `stats` is not a summary of `num_rows` rows and `num_blocks` blocks."""
+    """Raise ValueError if `stats` is not a summary of `num_rows` rows and `num_blocks` blocks."""
     for name, tensor in stats._asdict().items():
         dtype = torch.int32 if name == "tokens" else torch.float32
         if (tuple(tensor.shape), tensor.dtype, tensor.device) != ((num_rows, num_blocks), dtype, device):
@@ -238,7 +241,7 @@ def check_block_stats(stats: BlockStats, num_rows: int, num_blocks: int, device:
 
 
 def check_lm_head(x: torch.Tensor, weight: torch.Tensor, logit_cap: float | None = None) -> None:
-    """Host-side checks of shapes, dtypes and devices; values on a device are never read."""
+    """Raise ValueError if a shape, dtype or device does not match. Values are never read, so this does not sync."""
     if logit_cap is not None and not logit_cap > 0:
         raise ValueError(f"logit_cap is {logit_cap}; it must be above 0, or None for no cap")
     if x.dim() not in (2, 3):

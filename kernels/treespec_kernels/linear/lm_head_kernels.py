@@ -12,16 +12,16 @@ from treespec_kernels.linear.dot import dot
 
 @triton.jit
 def summary(values):
-    """The maximum, its first index, and the sum of exp(v - maximum) of float32 [n, block], each [n].
+    """Return the maximum, its first index, and the sum of exp(v - maximum) of float32 [n, block], each [n].
 
-    The sum uses 0 in place of an infinite maximum: -inf - -inf would be NaN.
+    The sum uses 0 in place of an infinite maximum, since -inf - -inf is NaN.
     """
     best, at = tl.max(values, axis=1, return_indices=True, return_indices_tie_break_left=True)
     shift = tl.where((best > float("-inf")) & (best < float("inf")), best, 0.0)
     return best, at, tl.sum(tl.exp(values - shift[:, None]), axis=1)
 
 
-# The number of rows is not specialised: one binary for every pass.
+# The number of rows is not specialised, so that all passes share one binary.
 @triton.jit(do_not_specialize=["num_rows"])
 def project_to_vocab(
     x,  # [groups, num_rows, HIDDEN], as one matrix of rows
@@ -45,9 +45,9 @@ def project_to_vocab(
     FIXED_ORDER_DOT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program owns one tile of rows and one block of tokens, over the whole of K.
+    """One program owns one tile of rows and one block of tokens, over all of K.
 
-    Tiles of rows are the fastest axis of the grid: programs that read the same weights run together and hit L2.
+    Tiles of rows are the fastest axis of the grid, so programs that read the same weights run together and hit L2.
     """
     wait_for_predecessors(PDL)
     i_block = tl.program_id(1)
@@ -58,7 +58,7 @@ def project_to_vocab(
     m_m = o_m < num_rows
     m_n = o_n < VOCAB
     row = i_group * num_rows + o_m
-    # Tokens past the vocabulary read the last one again, which needs no mask in the loop, and are not stored.
+    # Tokens past the vocabulary read the last token's weights, which avoids a mask in the loop, and are not stored.
     o_weight = o_n if VOCAB % BLOCK_N == 0 else tl.minimum(o_n, VOCAB - 1)
     p_x = x + row[:, None] * stride_x + o_k[None, :]
     p_weight = weight + i_group * stride_weight_group + o_weight.to(tl.int64)[:, None] * stride_weight + o_k[None, :]
@@ -77,7 +77,7 @@ def project_to_vocab(
         b_acc = soft_cap(b_acc, logit_cap)
     b_logits = b_acc.to(logits.dtype.element_ty)
     values = b_logits.to(tl.float32)
-    values = tl.where(values == values, values, float("inf"))  # a NaN must not get lost in comparisons
+    values = tl.where(values == values, values, float("inf"))  # NaN to +inf, since comparisons would drop NaN
     values = tl.where(m_n[None, :], values, float("-inf"))
     best, at, b_sums = summary(values)
     o_stats = row * tl.num_programs(1) + i_block

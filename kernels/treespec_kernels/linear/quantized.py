@@ -1,7 +1,7 @@
 """Quantised weights of linear layers: 8-bit or 4-bit integers, with scales per output and group of inputs.
 
 A weight is (q - zero) * scale. Only weights are quantised: activations stay in the model's dtype, integers convert to
-it exactly, and sums are in fp32. The dtype of the values gives the format: int8 holds one weight, uint8 two of 4 bits.
+it exactly, and sums are in fp32. The dtype of the values gives the format: int8 is one weight, uint8 two 4-bit weights.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ SMALLEST_GROUP = 32
 
 
 class WeightForm(NamedTuple):
-    """The quantisation format of a model's layers, for which kernels are compiled and tuned.
+    """Quantisation format of a model's layers, for which kernels are compiled and tuned.
 
     Args:
         bits: 8 or 4.
-        group: inputs that share a scale; None for all of them.
+        group: number of inputs that share a scale; None for all of them.
         has_zero: whether there are zero points.
     """
 
@@ -29,18 +29,18 @@ class WeightForm(NamedTuple):
     has_zero: bool = False
 
     def group_of(self, in_features: int) -> int:
-        """Inputs of a layer that share a scale; all of them if groups do not divide them."""
+        """Return the number of inputs of a layer that share a scale; all of them if groups do not divide them."""
         return in_features if self.group is None or in_features % self.group else self.group
 
 
 class QuantizedWeight(NamedTuple):
-    """The quantised weight of a projection.
+    """Quantised weight of a projection.
 
     Args:
         values: int8 [out_features, in_features], q itself; or uint8 [out_features, in_features / 2], pairs of q + 8
             with 4 bits each, the earlier input in the low bits.
-        scale: [out_features, groups], floating point; in_features / groups consecutive inputs share one.
-        zero: int8 [out_features, groups], or None if all are 0.
+        scale: floating point [out_features, groups]; in_features / groups consecutive inputs share a scale.
+        zero: zero points, int8 [out_features, groups]; None if all are 0.
     """
 
     values: Tensor
@@ -66,7 +66,7 @@ class QuantizedWeight(NamedTuple):
 
     @property
     def group(self) -> int:
-        """Inputs that share a scale."""
+        """Number of inputs that share a scale."""
         return self.in_features // self.scale.shape[-1]
 
     @property
@@ -74,7 +74,7 @@ class QuantizedWeight(NamedTuple):
         return self.values.nbytes + self.scale.nbytes + (0 if self.zero is None else self.zero.nbytes)
 
     def check(self) -> None:
-        """Raises ValueError for shapes or dtypes that do not fit each other."""
+        """Raise ValueError if the shapes or dtypes of the tensors do not match."""
         if self.values.dtype not in (torch.int8, torch.uint8):
             raise ValueError(
                 f"quantised values are {self.values.dtype}; expected int8, or uint8 with two 4-bit weights"
@@ -96,7 +96,7 @@ class QuantizedWeight(NamedTuple):
 
 
 def integers(weight: QuantizedWeight) -> Tensor:
-    """q, int8 [out_features, in_features]; leading dimensions are kept."""
+    """Return q, int8 [out_features, in_features] after any leading dimensions."""
     if weight.bits == 8:
         return weight.values
     low, high = weight.values & 15, weight.values >> 4
@@ -104,7 +104,7 @@ def integers(weight: QuantizedWeight) -> Tensor:
 
 
 def dequantized(weight: QuantizedWeight) -> Tensor:
-    """The specification: (q - zero) * scale, fp32 [out_features, in_features]; leading dimensions are kept."""
+    """Return (q - zero) * scale, fp32 [out_features, in_features] after any leading dimensions (reference)."""
     q = integers(weight).float().unflatten(-1, (-1, weight.group))
     if weight.zero is not None:
         q = q - weight.zero.float().unsqueeze(-1)
@@ -112,7 +112,7 @@ def dequantized(weight: QuantizedWeight) -> Tensor:
 
 
 def stacked(parts: Sequence[QuantizedWeight], dim: int = -2) -> QuantizedWeight:
-    """Concatenates weights, by default along their outputs.
+    """Concatenate weights, by default along their outputs.
 
     Their bits and groups must be equal; weights without zero points get zeros if any has them.
     """

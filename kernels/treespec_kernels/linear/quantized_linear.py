@@ -1,8 +1,9 @@
 """Row-invariant linear layers with quantised weights on a CPU, each one call of the compiled library.
 
 torch's weight-only products are row-invariant too, but slower: for a weight of 4096 x 1024 and 16 rows in bfloat16 (one
-thread, AVX-512) `_weight_int8pack_mm` took 5.0 ms and `_weight_int4pack_mm_for_cpu` 2.6, oneDNN's dense product 1.5; in
-float32 both took more than 100 ms. So without a compiler the weights are dequantised to the model's dtype instead.
+thread, AVX-512), `_weight_int8pack_mm` took 5.0 ms, `_weight_int4pack_mm_for_cpu` 2.6 ms, and oneDNN's dense product
+1.5 ms; in float32 both took more than 100 ms. Without a compiler, weights are therefore dequantised to the model's
+dtype.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from treespec_kernels.linear.quantized import QuantizedWeight, dequantized
 
 
 class QuantizedLinear:
-    """y = x W^T + b, optionally with an activation, as `Linear`; a row's bits do not depend on the number of rows.
+    """Linear layer with the interface of `Linear`; a row's bits do not depend on the number of rows.
 
     Args:
-        library: from `decoder_library.build`, of `dtype`; in_features is even.
-        weight: quantised.
+        library: from `decoder_library.build`, for `dtype`.
+        weight: quantised, with an even number of inputs.
         bias: [out_features] or None.
-        dtype: of x and y, float32 or bfloat16.
+        dtype: dtype of x and y, float32 or bfloat16.
         num_threads: number of threads that share the outputs; bits do not depend on it.
     """
 
@@ -43,7 +44,7 @@ class QuantizedLinear:
         self.nbytes = sum(tensor.nbytes for tensor in self._packed.held)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [num_rows, in_features] -> [num_rows, out_features]."""
+        """Apply the layer to x [num_rows, in_features]; returns [num_rows, out_features]."""
         assert x.dtype == self._dtype and x.shape[1] == self.in_features
         x = x.contiguous()
         out = torch.empty(len(x), self.out_features, dtype=self._dtype, device="cpu")
@@ -53,7 +54,7 @@ class QuantizedLinear:
         return out
 
     def activated(self, x: Tensor, activation: str) -> Tensor:
-        """The layer's output through one of `ACTIVATIONS`."""
+        """Apply the layer, then one of `ACTIVATIONS`."""
         return ACTIVATIONS[activation](self(x))
 
 
@@ -64,8 +65,11 @@ def quantized_linear(
     impl: LinearImpl,
     library: ctypes.CDLL | None,
 ) -> QuantizedLinear | Linear:
-    """The layer for a quantised weight. Without a library, or with an odd number of inputs, which the library does not
-    support, this is a plain layer of the dequantised weight."""
+    """Return the layer for a quantised weight.
+
+    Without a library, or with an odd number of inputs, which the library does not support, it is a plain layer with the
+    dequantised weight.
+    """
     if library is None or weight.in_features % 2:
         return Linear(dequantized(weight).to(dtype), bias, impl)
     return QuantizedLinear(library, weight, bias, dtype, torch.get_num_threads())

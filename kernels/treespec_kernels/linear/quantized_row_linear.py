@@ -1,6 +1,6 @@
 """Partial sums of row-invariant linear layers with quantised weights, called by `row_linear`.
 
-The sums of every split of K are written in fp32, even of a single one; the kernel that adds them applies bias,
+The kernel writes the fp32 sums of every split of K, even of a single split. `add_splits` adds them and applies bias,
 activation and residual.
 """
 
@@ -20,15 +20,15 @@ from treespec_kernels.linear.row_linear_config import MULTIPROCESSORS, RowLinear
 def quantized_default(
     dtype: torch.dtype, out_features: int, in_features: int, group: int, bits: int, target: str | None = None
 ) -> RowLinearConfig:
-    """The shipped configuration: that of the plain layer, with blocks of K that divide the groups.
+    """Return the shipped configuration: that of a dense layer, with blocks of K that divide the groups.
 
-    Dequantised weights are held in registers between their load and the product, so tiles have at most 64 outputs, or
-    32 in float32, where 64 took 253 of 255 registers on NVIDIA.
+    Dequantised weights are in registers between their load and the product, so tiles have at most 64 outputs, or 32 in
+    float32, where 64 outputs used 253 of 255 registers on NVIDIA.
 
     Args:
-        dtype: of x.
-        out_features, in_features: the weight's shape.
-        group: inputs that share a scale.
+        dtype: dtype of x.
+        out_features, in_features: shape of the weight.
+        group: number of inputs that share a scale.
         bits: 8 or 4.
         target: from `target_of`.
     """
@@ -46,8 +46,10 @@ def quantized_default(
 def quantized_candidates(
     dtype: torch.dtype, out_features: int, in_features: int, group: int, bits: int, target: str | None = None
 ) -> list[RowLinearConfig]:
-    """Configurations to tune over, the default first, that fit the target's shared memory (None: that of sm_90).
-    Arguments as in `quantized_default`."""
+    """Return configurations to tune over, the default first, that fit the target's shared memory (None: of sm_90).
+
+    Arguments as in `quantized_default`.
+    """
     if dtype == torch.float32:
         tiles, blocks = [(16, 16, 4), (16, 32, 4), (16, 64, 8)], (32, 64)
     else:
@@ -58,9 +60,9 @@ def quantized_candidates(
     for (block_m, block_n, num_warps), block_k in itertools.product(tiles, dividing[-2:]):
         num_tiles, num_blocks = -(-out_features // block_n), -(-in_features // block_k)
         stage_bytes = block_m * block_k * dtype.itemsize + block_n * block_k * bits // 8
-        for residents in (1, 2, 3):  # programs per multiprocessor to fit splits and stages to
+        for residents in (1, 2, 3):  # resident programs per multiprocessor, which determine splits and stages
             split_k = max(1, min(round(residents * MULTIPROCESSORS / num_tiles), num_blocks // 2))
-            widened = block_n * block_k * dtype.itemsize  # at most, for the layout conversion before the product
+            widened = block_n * block_k * dtype.itemsize  # upper bound of the layout conversion before the product
             num_stages = min(8, (shared_bytes(target or "sm_90") // residents - widened) // stage_bytes)
             if num_stages >= 3:
                 found.append(RowLinearConfig(block_m, block_n, block_k, split_k, num_warps, num_stages))
@@ -74,17 +76,17 @@ def multiply_quantized_triton(
     partials: torch.Tensor,
     pdl: bool = False,
 ) -> None:
-    """Writes the partial sums of every split of K.
+    """Write the partial sums of every split of K.
 
     Args:
         x: [rows, in_features], or [groups, rows, in_features]; already checked, with last stride 1.
         weight: with as many dimensions, contiguous.
-        config: its block_k must divide the weight's group, unless that is all inputs.
-        partials: float32 [split_k, rows of all groups, out_features], contiguous.
+        config: its block_k must divide the weight's group, unless the group is all inputs.
+        partials: output, float32 [split_k, rows of all groups, out_features], contiguous.
         pdl: see `launch_options`.
 
     Raises:
-        ValueError: a configuration or memory that does not fit, or triton that cannot run here.
+        ValueError: block_k or the memory of the weight is not supported, or triton cannot run on the tensors.
     """
     if weight.group != weight.in_features and weight.group % config.block_k:
         raise ValueError(f"block_k is {config.block_k}; it must divide the weight's groups of {weight.group} inputs")

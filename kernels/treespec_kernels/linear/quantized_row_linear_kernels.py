@@ -1,7 +1,7 @@
 """Triton kernel of the row-invariant linear layer with quantised weights. Needs triton.
 
-As in `row_linear_kernels`, no argument is specialised, so a weight and a configuration have one binary, in which a
-row's sum runs over the same blocks of K in the same order wherever the row is.
+As in `row_linear_kernels`, no argument is specialised, so a weight and a configuration have one binary. In it, a row's
+sum runs over the same blocks of K in the same order, independent of the row's index.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def multiply_quantized(
     OUT_FEATURES: tl.constexpr,
     IN_FEATURES: tl.constexpr,
     BYTES_X: tl.constexpr,  # alignment of every row of x
-    BYTES_VALUES: tl.constexpr,  # of values
-    BYTES_OUT: tl.constexpr,  # of out
+    BYTES_VALUES: tl.constexpr,  # alignment of every row of values
+    BYTES_OUT: tl.constexpr,  # alignment of every row of out
     SPLIT_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -52,11 +52,12 @@ def multiply_quantized(
     i_split = tl.program_id(2) % SPLIT_K
     PER_BYTE: tl.constexpr = 8 // BITS
     GROUPS: tl.constexpr = IN_FEATURES // GROUP
-    BYTES: tl.constexpr = BLOCK_K // PER_BYTE  # of a weight's row in a block
+    BYTES: tl.constexpr = BLOCK_K // PER_BYTE  # of one output's weights in a block
 
     o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     m_m = o_m < num_rows
-    o_n = tl.minimum(i_n * BLOCK_N + tl.arange(0, BLOCK_N), OUT_FEATURES - 1)  # the last ones again, and not stored
+    # Outputs past the last read its weights, which avoids a mask in the loop, and are not stored.
+    o_n = tl.minimum(i_n * BLOCK_N + tl.arange(0, BLOCK_N), OUT_FEATURES - 1)
     BLOCKS: tl.constexpr = (IN_FEATURES + BLOCK_K - 1) // BLOCK_K
     BLOCKS_PER_SPLIT: tl.constexpr = (BLOCKS + SPLIT_K - 1) // SPLIT_K
     first = i_split * BLOCKS_PER_SPLIT

@@ -1,13 +1,13 @@
-"""RMSNorm or LayerNorm of rows, optionally fused with the residual add before it.
+"""RMSNorm or LayerNorm of rows, optionally fused with the preceding residual add.
 
 y = x * rsqrt(mean(x^2) + eps) * weight (Zhang and Sennrich, arXiv 1910.07467), in fp32 with one rounding at the end.
-With a `residual`, x is first added to it in place: the sum is rounded to the dtype, and the norm is of the rounded sum.
+With a `residual`, x is first added to it in place: the sum is rounded to the dtype, and the rounded sum is normalised.
 x may then be the partial sums of a split linear layer: the splits are added in order, then the layer's bias, then the
 residual, as in the layer's own epilogue.
 
-There are three kinds: "rms"; "rms_plus_one", whose fp32 weights are 1 + w (Gemma; bf16 would round w away); "layer",
-which subtracts the mean (Ba et al., arXiv 1607.06450). A *post* norm is applied to x before it is added to the residual
-(Gemma 2).
+There are three kinds: "rms"; "rms_plus_one", whose weights are 1 + w in fp32 (Gemma; bf16 would lose the bits of w);
+"layer", which subtracts the mean (Ba et al., arXiv 1607.06450). A *post* norm is applied to x before it is added to the
+residual (Gemma 2).
 """
 
 from __future__ import annotations
@@ -33,13 +33,15 @@ NormKind = Literal["rms", "rms_plus_one", "layer"]
 
 
 def block_of_hidden(hidden: int) -> int:
-    """The power of two, at least a warp's width, that a row is padded to."""
+    """Return the power of two, at least a warp's width, to which a row is padded."""
     return max(32, 1 << (hidden - 1).bit_length())
 
 
 def warps_of_block(block: int) -> int:
-    """4 elements per thread, up to 16 warps: a pass has few rows, so many loads must be in flight. AMD's blocks have no
-    more threads than that."""
+    """Return the number of warps: 4 elements per thread, but at most 16 warps, AMD's maximum per block.
+
+    A pass has few rows, so each program needs many loads in flight.
+    """
     return min(max(block // 128, 1), 16)
 
 
@@ -54,25 +56,25 @@ def rms_norm_ref(
     shift: torch.Tensor | None = None,
     post_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The specification: eager torch in fp32, any device.
+    """Normalise rows, after adding x to the residual if there is one (reference: eager torch in fp32, any device).
 
     Args:
         x: [rows, hidden] in the dtype (float32, bfloat16 or float16), or, with a residual, partial sums fp32
             [splits, rows, hidden].
-        weight: [hidden] or [groups, hidden] in the dtype, for "rms_plus_one" in float32; with groups, each is for
+        weight: [hidden] or [groups, hidden] in the dtype, for "rms_plus_one" in float32; with groups, each applies to
             rows / groups consecutive rows.
         eps: added to the mean of squares.
         residual: [rows, hidden] in the dtype; x (and bias) are added to it in place.
         bias: [hidden] or [groups, hidden] in the dtype, added to x; only with a residual.
-        kind: of the norm.
-        shift: like weight, added to the result (LayerNorm's bias); None for none.
-        post_weight: like weight, of the post norm of x (and bias); only with a residual.
+        kind: kind of norm.
+        shift: like weight, added to the result (LayerNorm's bias); None for no shift.
+        post_weight: like weight, for the post norm of x (and bias); only with a residual.
 
     Returns:
         [rows, hidden] in the dtype.
 
     Raises:
-        ValueError: a shape, dtype or device that does not fit.
+        ValueError: a shape, dtype or device does not match.
     """
     check_rms_norm(x, weight, residual, bias, None, kind, shift, post_weight)
     num_rows = x.shape[-2]
@@ -97,7 +99,7 @@ def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float, kind: NormKind) -
 
 
 def _dtype_of(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, kind: str) -> torch.dtype:
-    """The dtype of the residual stream and of the result."""
+    """Return the dtype of the residual stream and of the result."""
     if kind != "rms_plus_one":
         return weight.dtype
     return (x if residual is None else residual).dtype
@@ -116,13 +118,14 @@ def rms_norm_triton(
     out: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """`rms_norm_ref` on a GPU, in one launch; all arguments must be contiguous, but splits may lie further apart.
+    """Compute `rms_norm_ref` on a GPU, in one launch.
 
-    `out`, [rows, hidden] in the dtype, may be x itself; with it nothing is allocated. The bits of a row depend neither
-    on the number of rows nor on its index. `pdl`: see `launch_options`.
+    All tensors must be contiguous, except that splits may have any distance. `out`, [rows, hidden] in the dtype, may be
+    x itself; with it, nothing is allocated. The bits of a row depend neither on the number of rows nor on its index.
+    `pdl`: see `launch_options`.
 
     Raises:
-        ValueError: a shape, dtype, layout or device that does not fit, or triton that cannot run here.
+        ValueError: a shape, dtype, layout or device does not match, or triton cannot run on the tensors.
     """
     check_rms_norm(x, weight, residual, bias, out, kind, shift, post_weight)
     num_rows, hidden = x.shape[-2:]
@@ -167,8 +170,11 @@ def rms_norm_triton(
 
 
 def _check_alignment(**tensors: torch.Tensor | None) -> None:
-    """Raises ValueError for tensors of even width that are not aligned to 16 bytes: Triton specialises on alignment and
-    vectorises aligned rows, which changes the order of their sums and so their bits."""
+    """Raise ValueError for tensors of even width that are not aligned to 16 bytes.
+
+    Triton specialises on alignment and vectorises aligned rows, which changes the order of their sums and so their
+    bits.
+    """
     for name, tensor in tensors.items():
         if tensor is not None and tensor.shape[-1] % 2 == 0 and tensor.data_ptr() % 16:
             raise ValueError(
@@ -187,7 +193,7 @@ def check_rms_norm(
     shift: torch.Tensor | None,
     post_weight: torch.Tensor | None,
 ) -> None:
-    """Host-side checks of shapes, dtypes and devices; values on a device are never read."""
+    """Raise ValueError if a shape, dtype or device does not match. Values are never read, so this does not sync."""
     if x.dim() not in (2, 3) or x.shape[-1] == 0:
         raise ValueError(f"x has shape {list(x.shape)}; expected [rows, hidden] or partials [splits, rows, hidden]")
     if weight.dtype not in FLOAT_TYPES:

@@ -10,26 +10,26 @@ from treespec_kernels.launch.predecessors import wait_for_predecessors
 
 @triton.jit
 def _centred(b_x, m_h, HIDDEN: tl.constexpr, CENTRED: tl.constexpr):
-    """A row minus its mean for LayerNorm, otherwise unchanged; padding stays 0."""
+    """Subtract the mean of a row for LayerNorm, else return it unchanged; padding stays 0."""
     if CENTRED:
         b_x = tl.where(m_h, b_x - tl.sum(b_x, axis=0) / HIDDEN, 0.0)
     return b_x
 
 
-# Arguments that depend on the number of rows are not specialised: one binary, so one order of sums, for every pass.
+# Arguments that depend on the number of rows are not specialised, so that passes share one binary and order of sums.
 @triton.jit(do_not_specialize=["num_split_rows", "num_weight_rows", "num_bias_rows"])
 def norm_rows(
     x,  # [rows, HIDDEN], or fp32 partials [NUM_SPLITS, num_split_rows, HIDDEN]
     weight,  # [groups, HIDDEN], as bias
     residual,  # [rows, HIDDEN]
     bias,
-    shift,  # as weight, and so the next
-    post_weight,
+    shift,  # as weight
+    post_weight,  # as weight
     out,  # [rows, HIDDEN]
     eps,
-    num_split_rows,  # rows from one split to the next
-    num_weight_rows,  # consecutive rows of one group of weight
-    num_bias_rows,
+    num_split_rows,  # distance of splits in rows
+    num_weight_rows,  # consecutive rows that share a row of weight
+    num_bias_rows,  # consecutive rows that share a row of bias
     HIDDEN: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
@@ -40,7 +40,7 @@ def norm_rows(
     BLOCK_H: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program owns one row and holds it in registers. All loads come first, to be in flight together."""
+    """One program owns one row and keeps it in registers. All loads come first, so that they are in flight together."""
     wait_for_predecessors(PDL)
     i_row = tl.program_id(0)
     row = i_row.to(tl.int64)
@@ -70,7 +70,7 @@ def norm_rows(
         b_x = b_sum.to(tl.float32)
     b_x = _centred(b_x, m_h, HIDDEN, CENTRED)
     mean_square = tl.sum(b_x * b_x, axis=0) / HIDDEN
-    # The tensors stored below were loaded above, perhaps by other threads.
+    # Other threads than those that loaded the tensors may store them below.
     tl.debug_barrier()
     if HAS_RESIDUAL:
         tl.store(residual + o_row, b_sum, mask=m_h)

@@ -1,10 +1,10 @@
 """Row-invariant linear layer: y = x W^T, where a row's bits depend neither on the number of rows nor on its index.
 
-With silu_gate the weight holds the rows of a gate projection, then those of an up projection, and
-y = silu(gate) * up, or with another activation of the gate; without, y may itself go through an activation.
-Sums, bias, activation and residual are in fp32, rounded to the dtype once at the end. Each sum runs over blocks of K in
-order; `split_k` cuts K into parts that are summed separately and then added in order. A group is one of several layers
-of equal shape whose weights are stacked.
+With silu_gate, the weight has the rows of a gate projection, then those of an up projection, and y = act(gate) * up
+with SiLU or another activation. Without silu_gate, an optional activation is applied to y. Sums, bias, activation and
+residual are in fp32, with one rounding to the dtype at the end. Each sum runs over blocks of K in order; `split_k` cuts
+K into parts that are summed separately and then added in order. A group is one of several layers of equal shape whose
+weights are stacked.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from treespec_kernels.linear.quantized_row_linear import multiply_quantized_trit
 from treespec_kernels.linear.row_linear_config import SUPPORTED
 from treespec_kernels.linear.row_linear_config import RowLinearConfig as RowLinearConfig
 
-REDUCE_BLOCK = 256  # features per program that adds splits: 16 programs for one row of 4,096
+REDUCE_BLOCK = 256  # features per program of `add_splits`: 16 programs for one row of 4,096
 REDUCE_WARPS = 2  # 16 bytes of each split per thread
 
 
@@ -41,24 +41,24 @@ def row_linear_ref(
     silu_gate: bool = False,
     activation: str | None = None,
 ) -> torch.Tensor:
-    """The specification, in fp32 with one rounding at the end; eager torch on any device.
+    """Apply the layer in fp32 with one rounding at the end (reference: eager torch, any device).
 
     Args:
         x: [rows, in_features], or [groups, rows, in_features]; float32, bfloat16 or float16.
         weight: [out_features, in_features], or [groups, out_features, in_features], in x's dtype; or a quantised
             weight of this shape, whose scales and zero points also have the leading dimension.
         bias: [out_features], or [groups, out_features], in x's dtype.
-        residual: in the shape and dtype of the result, added after the activation.
-        silu_gate: the first half of the weight (and bias) is the gate's, the second the up projection's.
-        activation: one of `ACTIVATIONS`, for the gate in place of SiLU, or for y without a gate. None: SiLU with a
-            gate, none without.
+        residual: of the result's shape and dtype, added after the activation.
+        silu_gate: whether the first half of the weight (and bias) is a gate's, and the second an up projection's.
+        activation: one of `ACTIVATIONS`, for the gate, or for y without a gate. None: SiLU with a gate, else no
+            activation.
 
     Returns:
         [rows, features], or [groups, rows, features], in x's dtype; features is out_features, or half of it with
         silu_gate.
 
     Raises:
-        ValueError: a shape, dtype or device that does not fit.
+        ValueError: a shape, dtype or device does not match.
     """
     check_row_linear(x, weight, bias=bias, residual=residual, silu_gate=silu_gate, activation=activation)
     y = x.float() @ (dequantized(weight) if isinstance(weight, QuantizedWeight) else weight.float()).mT
@@ -87,22 +87,24 @@ def row_linear_triton(
     workspace: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """`row_linear_ref` on a GPU, in one launch, or two with split_k > 1 or a quantised weight.
+    """Compute `row_linear_ref` on a GPU, in one launch, or two with split_k > 1 or a quantised weight.
 
     The bits of a row depend only on the row, the weight and `config`.
 
-    Last dimensions must be contiguous; the strides of rows and groups are free. If the size of a weight row is a
-    multiple of 16 bytes, the rows of x must be aligned to 16 bytes; the same holds for out and residual.
+    Last dimensions must be contiguous; the strides of rows and groups are arbitrary. If the size of a weight row is a
+    multiple of 16 bytes, the rows of x must be aligned to 16 bytes; if that of an output row is, those of out and
+    residual must be.
 
     Args:
-        config: None for `RowLinearConfig.default` of the weight.
-        out: the result's memory; may be `residual`, but not x.
+        x, weight, bias, residual, silu_gate, activation: as in `row_linear_ref`.
+        config: None for the default of the weight.
+        out: memory of the result; may be `residual`, but not x.
         workspace: float32, contiguous, at least `config.workspace_size(rows of all groups, out_features)` elements;
-            only used with split_k > 1 or a quantised weight. With it and `out` nothing is allocated.
+            only used with split_k > 1 or a quantised weight. With it and `out`, nothing is allocated.
         pdl: see `launch_options`.
 
     Raises:
-        ValueError: a shape, dtype, stride, alignment or device that does not fit, or triton that cannot run here.
+        ValueError: a shape, dtype, stride, alignment or device does not match, or triton cannot run on the tensors.
     """
     check_row_linear(x, weight, bias=bias, residual=residual, silu_gate=silu_gate, activation=activation)
     out_features, in_features = weight.shape[-2:]
@@ -125,7 +127,7 @@ def row_linear_triton(
         "HAS_BIAS": bias is not None,
         "HAS_RESIDUAL": residual is not None,
     }
-    # An absent argument is never read; any tensor of the same dtype takes its place.
+    # An absent argument is never read; pass any tensor of the same dtype.
     added = (x if bias is None else bias, x if residual is None else residual)
     strides = (0 if bias is None else group_stride(bias, 2), *row_strides(residual), *row_strides(out))
     if config.split_k == 1 and not isinstance(weight, QuantizedWeight):
@@ -162,7 +164,7 @@ def row_linear_partials_triton(
     workspace: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """The partial sums of every split of K, for a consumer that adds them in order; one launch.
+    """Compute the partial sums of every split of K in one launch, for a consumer that adds them in order.
 
     Arguments and errors as in `row_linear_triton`; `workspace` is used with every split_k.
 
@@ -268,7 +270,7 @@ def check_row_linear(
     silu_gate: bool = False,
     activation: str | None = None,
 ) -> None:
-    """Host-side checks of shapes, dtypes and devices; values on a device are never read."""
+    """Raise ValueError if a shape, dtype or device does not match. Values are never read, so this does not sync."""
     if activation is not None and activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}; use one of {', '.join(ACTIVATIONS)}, or None")
     if len(weight.shape) not in (2, 3) or 0 in weight.shape:

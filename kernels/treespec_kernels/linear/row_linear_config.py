@@ -12,12 +12,12 @@ from treespec_kernels.launch.triton_launch import has_tensor_memory, shared_byte
 SUPPORTED = (torch.float16, torch.bfloat16, torch.float32)
 
 MULTIPROCESSORS = 132  # of an H200
-AMD_STAGES = 3  # fit in the 64 KB of gfx942; the number of stages does not affect bits
+AMD_STAGES = 3  # they fit in the 64 KB of gfx942; the number of stages does not affect bits
 
 
 @dataclass(frozen=True)
 class RowLinearConfig(TileConfig):
-    """A weight's configuration for every number of rows.
+    """Configuration of a weight, the same for every number of rows.
 
     Args:
         block_m: rows per tile.
@@ -50,33 +50,34 @@ class RowLinearConfig(TileConfig):
         silu_gate: bool = False,
         target: str | None = None,
     ) -> RowLinearConfig:
-        """The shipped configuration, derived for an H200 and not yet tuned on one.
+        """Return the shipped configuration, which is derived for an H200 and not yet tuned on one.
 
-        A layer is bound by reading its weight once, so programs should not read more than that from L2, and enough
-        bytes must be in flight: about 4.3 TB/s times 1 us, 32 KB per multiprocessor.
+        A layer is bound by reading its weight once. Programs should therefore not read more bytes than that from L2,
+        and enough bytes must be in flight: about 4.3 TB/s times 1 us, 32 KB per multiprocessor.
 
-        - block_m 64 serves 64 rows with one read of the weight, and is one `wgmma` on sm_90 and later. Padded rows are
-          neither read nor stored; their arithmetic occupies the matrix units for at most a third of the time.
-        - block_n is the largest of 128, 64 and 32 that gives enough programs with a modest split_k: every program reads
+        - block_m 64 computes 64 rows with one read of the weight, and is one `wgmma` on sm_90 and later. Padded rows
+          are neither read nor stored; their arithmetic occupies the matrix units for at most a third of the time.
+        - block_n is the largest of 128, 64 and 32 that gives enough programs with a modest split_k. Every program reads
           its part of K of all its rows, which for 64 rows is 64 / block_n of the weight's bytes.
         - split_k, at most 8, raises the number of programs to 96 or more, with at least four blocks of K each, and if
-          possible to at most 132, one per multiprocessor. Layers with silu_gate or at most 2^20 weights are not split:
-          adding the parts would cost more than it gains.
+          possible to at most 132, one per multiprocessor. Layers with silu_gate or at most 2^20 weights are not split,
+          because adding the parts would cost more than it gains.
         - On an H200 all programs are resident at once: one per multiprocessor with 144 KB of stages, or two with 96 KB
-          each; at most eight stages, and at most two more than there are blocks. One stage is being multiplied and the
+          each. There are at most eight stages, and at most two more than blocks. One stage is being multiplied and the
           previous one may still be read by its `wgmma`, so all but two are in flight, each with 16 KB of weights for
-          block_n 128: 6 MB for 96 programs of six stages, 4.5 MB for 144 of four. A GPU with less memory holds one
-          program with 96 KB.
+          block_n 128: 6 MB for 96 programs of six stages, 4.5 MB for 144 of four. On a GPU with less shared memory, one
+          program with 96 KB is resident.
 
-        float32 has no exact matrix instruction on NVIDIA: 16 rows, above which it would be bound by arithmetic.
+        float32 has no exact matrix instruction on NVIDIA, and uses 16 rows; with more it would be bound by arithmetic.
 
         Args:
             dtype: float16, bfloat16 or float32.
-            out_features, in_features: the weight's shape; with silu_gate, out_features counts gates and ups.
+            out_features, in_features: shape of the weight; with silu_gate, out_features counts gates and ups.
+            silu_gate: as in `row_linear_ref`.
             target: from `target_of`; None for a configuration that fits sm_80 and sm_90.
 
         Raises:
-            ValueError: another dtype, or no features.
+            ValueError: the dtype is not supported, or a size is below 1.
         """
         if dtype not in SUPPORTED:
             raise ValueError(f"dtype {dtype} is not supported; use float16, bfloat16 or float32")
@@ -102,7 +103,7 @@ class RowLinearConfig(TileConfig):
             num_stages = min(8, held, 2 + -(-in_features // block_k // split_k))
         if target is not None and target.startswith("gfx"):
             num_stages = min(num_stages, AMD_STAGES)
-        # With 4 warps, the two products of a gate spill if they are in tensor memory.
+        # With 4 warps, gate and up accumulators in tensor memory spill.
         num_warps = 8 if has_tensor_memory(target) and silu_gate and block_n == 128 else 4
         return cls(block_m, block_n, block_k, split_k, num_warps, num_stages)
 
@@ -115,8 +116,10 @@ class RowLinearConfig(TileConfig):
         silu_gate: bool = False,
         target: str | None = None,
     ) -> list[RowLinearConfig]:
-        """Configurations to tune over, the default first, that fit the target's shared memory (None: that of sm_90).
-        Arguments and errors as in `default`."""
+        """Return configurations to tune over, the default first, that fit the target's shared memory (None: of sm_90).
+
+        Arguments and errors as in `default`.
+        """
         default = cls.default(dtype, out_features, in_features, silu_gate, target)
         if dtype == torch.float32:
             tiles = [(16, 32, 32, 4), (16, 64, 32, 4), (16, 64, 64, 4), (16, 64, 32, 8), (16, 128, 32, 8)]
@@ -136,7 +139,7 @@ class RowLinearConfig(TileConfig):
             num_tiles = -(-out_features // block_n)
             num_blocks = -(-in_features // block_k)
             stage_bytes = (block_m + block_n) * block_k * dtype.itemsize
-            for residents in (1, 2, 3):  # programs per multiprocessor to fit splits and stages to
+            for residents in (1, 2, 3):  # resident programs per multiprocessor, which determine splits and stages
                 nearest = max(1, min(round(residents * MULTIPROCESSORS / num_tiles), num_blocks // 2))
                 num_stages = min(8, shared_bytes(target or "sm_90") // residents // stage_bytes)
                 if num_stages >= 3:
@@ -144,5 +147,5 @@ class RowLinearConfig(TileConfig):
         return list(dict.fromkeys(found))
 
     def workspace_size(self, num_rows: int, out_features: int) -> int:
-        """float32 elements of the partial sums of `num_rows` rows (of all groups) with `out_features` outputs."""
+        """Return the number of float32 elements of the partial sums of `num_rows` rows (of all groups)."""
         return self.split_k * num_rows * out_features

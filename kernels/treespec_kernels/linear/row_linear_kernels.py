@@ -2,8 +2,8 @@
 
 A row's bits do not depend on the number of rows. No argument is specialised (Triton would compile another binary for an
 integer that is 1 or a multiple of 16, and for an aligned pointer), so a weight and a configuration have one binary;
-alignments are constants that follow from the weight. In it, a row's sum runs over the same blocks of K in the same
-order with the same instruction wherever the row is in its tile, and the rows of a tile never mix.
+alignments are constants that follow from the weight. In this binary, a row's sum runs over the same blocks of K in the
+same order with the same instruction for every place in a tile, and the rows of a tile never mix.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def multiply_rows(
     OUT_FEATURES: tl.constexpr,
     IN_FEATURES: tl.constexpr,
     BYTES_IN: tl.constexpr,  # alignment of every row of x and weight
-    BYTES_OUT: tl.constexpr,  # of every row of out and residual
+    BYTES_OUT: tl.constexpr,  # alignment of every row of out and residual
     SPLIT_K: tl.constexpr,
     PARTIALS: tl.constexpr,
     SILU_GATE: tl.constexpr,
@@ -56,7 +56,7 @@ def multiply_rows(
 ):
     """One program owns BLOCK_M rows, BLOCK_N rows of the weight and one split of K.
 
-    Row tiles are the fastest axis of the grid: programs that share a tile of the weight run together, so that only the
+    Row tiles are the fastest axis of the grid, so programs that share a tile of the weight run together, and only the
     first of them reads it from memory.
     """
     wait_for_predecessors(PDL)
@@ -65,13 +65,13 @@ def multiply_rows(
     i_group = (tl.program_id(2) // SPLIT_K).to(tl.int64)
     i_split = tl.program_id(2) % SPLIT_K
 
-    # Rows past the last are masked and cause no traffic. Columns past the last read the last one again, which needs no
-    # mask in the loop, and are not stored.
+    # Rows past the last are masked and cause no traffic. Columns past the last read the last column again, which avoids
+    # a mask in the loop, and are not stored.
     o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     m_m = o_m < num_rows
     o_column = tl.arange(0, BLOCK_N)
     if SILU_GATE:
-        # Gate and up columns alternate in the tile, so that one thread holds both of a pair.
+        # Gate and up columns alternate in the tile, so that one thread has both of a pair.
         FEATURES: tl.constexpr = OUT_FEATURES // 2
         BLOCK_F: tl.constexpr = BLOCK_N // 2
         o_n = tl.minimum(i_n * BLOCK_F + o_column // 2, FEATURES - 1) + o_column % 2 * FEATURES
@@ -93,7 +93,7 @@ def multiply_rows(
     b_acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     for _ in range(first, end):
         b_x = tl.load(p_x, mask=m_m[:, None], other=0.0)
-        # A pass reads the weight once: it should not evict activations and partial sums from L2.
+        # A pass reads the weight once, so it should not evict activations and partial sums from L2.
         b_weight = tl.load(p_weight, eviction_policy="evict_first")
         b_acc = dot(b_x, tl.trans(b_weight), b_acc, FIXED_ORDER_DOT)
         p_x += BLOCK_K
@@ -127,7 +127,7 @@ def multiply_rows(
             o_residual = i_group * stride_residual_group + o_m.to(tl.int64) * stride_residual_row
             p_residual = tl.multiple_of(residual + o_residual[:, None] + o_f[None, :], [BYTES_OUT, BYTES_OUT])
             b_y += tl.load(p_residual, mask=m_out, other=0.0).to(tl.float32)
-            # out may be residual, and an element may be stored by another thread than the one that loaded it.
+            # out may be residual, and another thread may store an element than the one that loaded it.
             tl.debug_barrier()
         o_out = i_group * stride_out_group + o_m.to(tl.int64) * stride_out_row
         p_out = tl.multiple_of(out + o_out[:, None] + o_f[None, :], [BYTES_OUT, BYTES_OUT])
@@ -136,7 +136,7 @@ def multiply_rows(
 
 @triton.jit
 def sum_of_splits(p_row, m_f, stride_split, SPLIT_K: tl.constexpr):
-    """The sum of the splits in order; `p_row` points to the elements of split 0."""
+    """Sum the splits in order; `p_row` points to the elements of split 0."""
     b_sum = tl.zeros(p_row.shape, dtype=tl.float32)
     for i_split in tl.static_range(SPLIT_K):
         b_sum += tl.load(p_row + i_split * stride_split, mask=m_f, other=0.0)
@@ -157,7 +157,7 @@ def add_splits(
     stride_out_row,
     OUT_FEATURES: tl.constexpr,
     BYTES_PARTIAL: tl.constexpr,  # alignment of every row's gates and ups in the partials
-    BYTES_OUT: tl.constexpr,  # of every row of out and residual
+    BYTES_OUT: tl.constexpr,  # alignment of every row of out and residual
     SPLIT_K: tl.constexpr,
     SILU_GATE: tl.constexpr,
     ACTIVATION: tl.constexpr,  # of the gate, or of the sum without a gate
@@ -166,7 +166,7 @@ def add_splits(
     BLOCK_F: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program owns BLOCK_F features of one row of all groups' rows."""
+    """One program owns BLOCK_F features of one row of one group."""
     wait_for_predecessors(PDL)
     i_row = tl.program_id(0).to(tl.int64)
     group, row = i_row // num_rows, i_row % num_rows
@@ -189,7 +189,7 @@ def add_splits(
     if HAS_RESIDUAL:
         p_residual = residual + group * stride_residual_group + row * stride_residual_row + o_f
         b_y += tl.load(tl.multiple_of(p_residual, BYTES_OUT), mask=m_f, other=0.0).to(tl.float32)
-        # out may be residual, and an element may be stored by another thread than the one that loaded it.
+        # out may be residual, and another thread may store an element than the one that loaded it.
         tl.debug_barrier()
     p_out = out + group * stride_out_group + row * stride_out_row + o_f
     tl.store(tl.multiple_of(p_out, BYTES_OUT), b_y.to(out.dtype.element_ty), mask=m_f)

@@ -1,10 +1,11 @@
 """Coupled choice: samples every row's token with Gumbel noise that depends only on seed, sample, position and token.
 
-A draft and its target, or a tree and plain decoding, thus draw the same noise and make the same choice. The noise of
-token v is a 32-bit integer x of Philox4x64-10 (Salmon et al., SC11): key (seed, sample), counter
-(1 + v // 8, 0, position, 0), output word v // 2 % 4, its low half for even v and its high half for odd v. In float32:
-w = (x + 1/2) * 2^-32, clamped to at most 1 - 2^-24, and g = -log(-log1p(-w)). Without the half, g would be infinite for
-x = 0, and without the clamp for the largest x: about once in 8,000 tokens of a vocabulary of 4,096.
+A draft and its target, or a tree and plain decoding, thus draw the same noise and choose the same token if their scores
+are equal. The noise of token v is computed from a 32-bit integer x of Philox4x64-10 (Salmon et al., SC11): key
+(seed, sample), counter (1 + v // 8, 0, position, 0), output word v // 2 % 4, its low half for even v and its high half
+for odd v. In float32: w = (x + 1/2) * 2^-32, clamped to at most 1 - 2^-24, and g = -log(-log1p(-w)). Without the 1/2, g
+would be infinite for x = 0, and without the clamp for the largest x: about once in 8,000 tokens of a vocabulary of
+4,096.
 
 The integers are identical in all implementations. Logarithms may differ in their last bits, so two implementations may
 choose differently when the two best values are that close. Within one implementation choices are reproducible: a
@@ -26,17 +27,22 @@ NUM_WARPS = 4
 
 
 class CoupledChoice(NamedTuple):
-    """tokens: [rows] int64. finite: [rows] bool, whether the winner's value is a finite number and no value is NaN."""
+    """Chosen tokens.
+
+    Attributes:
+        tokens: [rows] int64.
+        finite: [rows] bool, whether the chosen token's value is finite and no value is NaN.
+    """
 
     tokens: torch.Tensor
     finite: torch.Tensor
 
 
 def gumbel_integers_of_row(seed: int, sample: int, position: int, vocab: int) -> np.ndarray:
-    """The integers x of one row, [vocab] uint32. A token's integer does not depend on the size of the vocabulary.
+    """Return the integers x of one row, [vocab] uint32. A token's integer does not depend on the vocabulary's size.
 
     Args:
-        seed, sample, position: 0 to 2**64 - 1.
+        seed, sample, position: integers from 0 to 2**64 - 1.
         vocab: the number of tokens.
     """
     key = np.array([seed, sample], dtype=np.uint64)
@@ -46,7 +52,7 @@ def gumbel_integers_of_row(seed: int, sample: int, position: int, vocab: int) ->
 
 
 def gumbel_integers_ref(seeds: np.ndarray, samples: np.ndarray, positions: np.ndarray, vocab: int) -> np.ndarray:
-    """The integers x, [rows, vocab] uint32, of three [rows] int64 or uint64 arrays, reinterpreted as uint64."""
+    """Return the integers x, [rows, vocab] uint32, of three [rows] int64 or uint64 arrays, reinterpreted as uint64."""
     integers = np.empty((len(seeds), vocab), dtype=np.uint32)
     numbers = (array.astype(np.uint64).tolist() for array in (seeds, samples, positions))
     for row, (seed, sample, position) in enumerate(zip(*numbers, strict=True)):
@@ -55,9 +61,9 @@ def gumbel_integers_ref(seeds: np.ndarray, samples: np.ndarray, positions: np.nd
 
 
 def gumbel_ref(integers: np.ndarray) -> np.ndarray:
-    """g of uint32 integers of any shape, in float32 throughout; between -2.82 and 22.88."""
+    """Return g of uint32 integers of any shape, computed in float32; between -2.82 and 22.88."""
     w = integers.astype(np.float32)
-    w += np.float32(0.5)  # in place: a row of 128 k is half a megabyte, computed for every token
+    w += np.float32(0.5)  # in place, because a row of 128 k is half a megabyte and is computed for every token
     w *= np.float32(2**-32)
     np.minimum(w, np.float32(1 - 2**-24), out=w)
     np.negative(w, out=w)
@@ -74,7 +80,7 @@ def coupled_values_ref(
     samples: torch.Tensor,
     positions: torch.Tensor,
 ) -> torch.Tensor:
-    """The values of which `coupled_choice_ref` takes the argmax, [rows, vocab] float32 on the CPU; NaN becomes +inf."""
+    """Return the values that `coupled_choice_ref` maximises, [rows, vocab] float32 on the CPU; NaN becomes +inf."""
     keys = (tensor.cpu().numpy() for tensor in (seeds, samples, positions))
     noise = torch.from_numpy(gumbel_ref(gumbel_integers_ref(*keys, scores.shape[1])))
     plain, temperature = scores.float().cpu(), temperatures.cpu()[:, None]
@@ -89,12 +95,14 @@ def coupled_choice_ref(
     samples: torch.Tensor,
     positions: torch.Tensor,
 ) -> CoupledChoice:
-    """argmax over v of float32(scores[v]) / temperature + g[v], the lowest v on ties; numpy and eager torch.
+    """Return the argmax over v of float32(scores[v]) / temperature + g[v], the lowest v on ties (reference).
+
+    Computed with numpy and eager torch.
 
     Args:
-        scores: [rows, vocab] float32, bfloat16 or float16: logits, or log-probabilities up to a constant; -inf is
-            masked, and is chosen (as token 0) only if every score is masked.
-        temperatures: [rows] float32, >= 0. At 0 the value is the score itself: argmax without noise.
+        scores: [rows, vocab] float32, bfloat16 or float16: logits, or log-probabilities up to a constant. A token with
+            score -inf is masked; if all are, token 0 is chosen.
+        temperatures: [rows] float32, >= 0. At 0 the value is the score without noise.
         seeds: [rows] int64, the bits of an unsigned 64-bit seed.
         samples: [rows] int64, index of the sample of a prompt.
         positions: [rows] int64, position of the chosen token in the sequence.
@@ -103,7 +111,7 @@ def coupled_choice_ref(
         CoupledChoice. A NaN counts as +inf: it is chosen, unless a lower token is +inf, and `finite` is False.
 
     Raises:
-        ValueError: a shape, dtype or device that does not fit.
+        ValueError: a shape, dtype or device does not match.
     """
     check_coupled_choice(scores, temperatures, seeds, samples, positions)
     values = coupled_values_ref(scores, temperatures, seeds, samples, positions)
@@ -119,12 +127,12 @@ def coupled_choice_triton(
     samples: torch.Tensor,
     positions: torch.Tensor,
 ) -> CoupledChoice:
-    """`coupled_choice_ref` on a GPU, in two launches and without a host sync.
+    """Compute `coupled_choice_ref` on a GPU, in two launches and without a host sync.
 
-    The last dimension of `scores` and the vectors must be contiguous; the row stride of `scores` is free.
+    The last dimension of `scores` and the vectors must be contiguous; the row stride of `scores` is arbitrary.
 
     Raises:
-        ValueError: a shape, dtype, stride or device that does not fit, or triton that cannot run here.
+        ValueError: a shape, dtype, stride or device does not match, or triton cannot run on the tensors.
     """
     check_coupled_choice(scores, temperatures, seeds, samples, positions)
     check_last_strides(scores=scores, temperatures=temperatures, seeds=seeds, samples=samples, positions=positions)
@@ -169,12 +177,12 @@ def coupled_choice_triton(
 
 
 def block_of_blocks(vocab: int) -> int:
-    """The number of blocks of a vocabulary, rounded up to a power of two."""
+    """Return the number of blocks of a vocabulary, rounded up to a power of two."""
     return 1 << (-(-vocab // BLOCK_V) - 1).bit_length()
 
 
 def check_rows_of_vocab(name: str, rows: torch.Tensor) -> None:
-    """Raises ValueError if `rows` is not [rows, vocab] in a floating dtype that the kernels support."""
+    """Raise ValueError if `rows` is not [rows, vocab] in a floating dtype that the kernels support."""
     if rows.dim() != 2 or rows.shape[1] == 0:
         raise ValueError(f"{name} has shape {list(rows.shape)}; expected [rows, vocab] with a vocab of 1 or more")
     if rows.dtype not in FLOAT_TYPES:
@@ -188,7 +196,7 @@ def check_coupled_choice(
     samples: torch.Tensor,
     positions: torch.Tensor,
 ) -> None:
-    """Host-side checks of shapes, dtypes and devices; values on a device are never read."""
+    """Raise ValueError if a shape, dtype or device does not match. Values are never read, so this does not sync."""
     check_rows_of_vocab("scores", scores)
     integers = {"seeds": seeds, "samples": samples, "positions": positions}
     for name, tensor in ({"temperatures": temperatures} | integers).items():

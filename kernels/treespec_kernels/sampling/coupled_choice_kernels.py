@@ -1,7 +1,8 @@
 """Triton kernels of the coupled choice. Needs triton.
 
-`choose_in_blocks` finds the best token of each block of the vocabulary, `choose_of_blocks` the best of those. Values
-are computed per token and then only compared, so choices depend neither on the batch nor on the blocks. No atomics.
+`choose_in_blocks` finds the best token of each block of the vocabulary, and `choose_of_blocks` the best block. Values
+are computed per token and then only compared, so choices depend neither on the batch nor on the blocks. There are no
+atomics.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def gumbel_integers(o_block, seed, sample, position):
-    """The integers of tokens 8 * o_block to 8 * o_block + 7 of each element, in order: [.., 8n] uint32 from [.., n].
+    """Return the integers of tokens 8 * o_block to 8 * o_block + 7 of each element: [.., 8n] uint32 from [.., n].
 
     seed, sample and position are scalars, reinterpreted as uint64.
     """
@@ -32,10 +33,10 @@ def gumbel_integers(o_block, seed, sample, position):
 
 @triton.jit
 def gumbel(x):
-    """g of uint32 integers, in float32.
+    """Return g of uint32 integers, in float32.
 
-    Large noise comes from a small w, of which log(1 - w) keeps few bits. A factor corrects the rounding of 1 - w
-    (Goldberg 1991, theorem 4), because libdevice's log1p does not run in the interpreter.
+    For w near 0, log(1 - w) keeps few bits of w. A factor corrects the rounding of 1 - w (Goldberg 1991, theorem 4),
+    because libdevice's log1p does not run in the interpreter.
     """
     w = tl.minimum((x.to(tl.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
     rest = 1.0 - w
@@ -47,7 +48,7 @@ def gumbel(x):
 
 @triton.jit
 def coupled_values(plain, o_philox, row, temperatures, seeds, samples, positions):
-    """The values that a choice compares, of float32 scores [.., 8n] of one row; o_philox [.., n] is the token / 8.
+    """Return the values to compare, from float32 scores [.., 8n] of one row; o_philox [.., n] is token // 8.
 
     A NaN becomes +inf, so that comparisons do not drop it.
     """
@@ -96,7 +97,7 @@ def choose_of_blocks(
     NUM_BLOCKS: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
-    """One program owns one row. The first of equal blocks is chosen, and so the lowest token."""
+    """One program owns one row. It chooses the first of equal blocks, and so the lowest token."""
     row = tl.program_id(0).to(tl.int64)
     o_b = tl.arange(0, BLOCK_B)
     values = tl.load(best_values + row * NUM_BLOCKS + o_b, mask=o_b < NUM_BLOCKS, other=float("-inf"))

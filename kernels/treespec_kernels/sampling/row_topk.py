@@ -1,12 +1,13 @@
 """Row top-k: the k best tokens of every row, their values, and the row's log-sum-exp.
 
-A token's value is its logit; in a row whose temperature is not 0, it is logit / temperature + Gumbel noise of the row's
+A token's value is its logit. In a row whose temperature is not 0, it is logit / temperature + Gumbel noise of the row's
 (seed, sample, position), as defined by `coupled_choice`. Tokens are ordered by descending value, then ascending token;
 +0 and -0 are equal, and a NaN counts as +inf. So k = 1 equals `coupled_choice`, and argmax without a temperature. With
-noise, the k best are a sample without replacement (Kool et al., 2019).
+noise, the k best tokens are a sample without replacement (Kool et al., 2019).
 
-The k best tokens are in the k best blocks of the vocabulary: a token of any other block comes after the best token of
-each of these k. So the first launch summarises blocks, and the second reads k of them.
+The k best tokens are in the k blocks of the vocabulary with the best maxima, since the best token of each of these
+blocks precedes every token of another block. The first launch therefore summarises blocks, and the second reads k of
+them.
 """
 
 from __future__ import annotations
@@ -20,18 +21,20 @@ from treespec_kernels.linear.lm_head import BlockStats, check_block_stats
 from treespec_kernels.sampling.coupled_choice import check_coupled_choice, check_rows_of_vocab, coupled_values_ref
 
 MAX_K = 16
-BLOCK = 128  # tokens per block: for a vocabulary of 128 k, compares 1,002 blocks and then at most 2,048 tokens
+BLOCK = 128  # tokens per block; a vocabulary of 128 k has 1,002 blocks, of which at most 2,048 tokens are compared
 SPAN = 1024  # tokens per program of the summary: one Philox block of 8 per thread
 SUMMARY_WARPS = 4
 SELECT_WARPS = 8  # with noise, 16 blocks spill in 4 warps
 
 
 class RowTopk(NamedTuple):
-    """The best tokens, best first.
+    """The k best tokens of each row, best first.
 
-    tokens: [rows, k] int32. values: [rows, k] float32, +inf for a NaN. lse: [rows] float32, the log of the sum of
-    exp(value) over the whole vocabulary. finite: [rows] bool, whether the best value is a finite number and no value is
-    NaN.
+    Attributes:
+        tokens: [rows, k] int32.
+        values: [rows, k] float32, +inf for a NaN.
+        lse: [rows] float32, log of the sum of exp(value) over the whole vocabulary.
+        finite: [rows] bool, whether the best value is finite and no value is NaN.
     """
 
     tokens: torch.Tensor
@@ -49,7 +52,7 @@ def row_topk_ref(
     samples: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
 ) -> RowTopk:
-    """The specification: a stable sort of every row. Eager torch, fp32.
+    """Return the k best tokens by a stable sort of every row (reference: eager torch, fp32).
 
     Args:
         logits: [rows, vocab] float32, bfloat16 or float16; -inf is masked.
@@ -58,7 +61,7 @@ def row_topk_ref(
         seeds, samples, positions: [rows] int64, only with temperatures; as in `coupled_choice_ref`.
 
     Raises:
-        ValueError: a k, shape, dtype or device that does not fit, or temperatures without all of the noise's keys.
+        ValueError: k, a shape, dtype or device does not match, or some arguments of the noise are missing.
     """
     check_row_topk(logits, k, temperatures, seeds, samples, positions)
     if temperatures is None or seeds is None or samples is None or positions is None:
@@ -81,18 +84,18 @@ def row_topk_triton(
     positions: torch.Tensor | None = None,
     block: int | None = None,
 ) -> RowTopk:
-    """`row_topk_ref` on a GPU, in two launches, or one with `stats`, and without a host sync.
+    """Compute `row_topk_ref` on a GPU, in two launches, or one with `stats`, and without a host sync.
 
-    The last dimension of `logits` and the vectors must be contiguous; the row stride of `logits` is free.
+    The last dimension of `logits` and the vectors must be contiguous; the row stride of `logits` is arbitrary.
 
     Args:
-        stats: the summary of these logits, as `lm_head_triton` returns it; only without temperatures.
-        block: tokens per block of the summary, a power of two from 16 to 1024; None for that of `stats`, or `BLOCK`.
         logits, k, temperatures, seeds, samples, positions: as in `row_topk_ref`.
+        stats: summary of these logits, as from `lm_head_triton`; only without temperatures.
+        block: tokens per block of the summary, a power of two from 16 to 1024; None for that of `stats`, or `BLOCK`.
 
     Raises:
-        ValueError: a k, shape, dtype, stride or device that does not fit, temperatures without all of the noise's keys
-            or together with stats, or triton that cannot run here.
+        ValueError: k, a shape, dtype, stride or device does not match, some arguments of the noise are missing,
+            temperatures are combined with stats, or triton cannot run on the tensors.
     """
     check_row_topk(logits, k, temperatures, seeds, samples, positions)
     noise = {"temperatures": temperatures, "seeds": seeds, "samples": samples, "positions": positions}
@@ -147,7 +150,7 @@ def row_topk_triton(
 
 
 def selection_sizes(vocab: int, k: int, block: int) -> dict[str, int]:
-    """The constexpr arguments of the selection kernel: counts, and the powers of two that hold them."""
+    """Return the constexpr arguments of the selection kernel: counts, and counts rounded up to powers of two."""
     num_blocks = -(-vocab // block)
     counts = {"B": num_blocks, "R": min(k, num_blocks), "K": k}
     powers = {f"BLOCK_{name}": 1 << (count - 1).bit_length() for name, count in counts.items()}
@@ -155,7 +158,10 @@ def selection_sizes(vocab: int, k: int, block: int) -> dict[str, int]:
 
 
 def _checked_block(block: int | None, vocab: int, stats: BlockStats | None) -> int:
-    """Tokens per block, given or inferred from the number of blocks of a summary, since blocks are powers of two."""
+    """Return the tokens per block, given or inferred from a summary.
+
+    Block sizes are powers of two, so the number of blocks determines them.
+    """
     if block is None and stats is not None and stats.values.dim() == 2:
         num_blocks = stats.values.shape[1]
         fitting = [size for size in _powers(16, SPAN) if -(-vocab // size) == num_blocks]
@@ -183,7 +189,7 @@ def check_row_topk(
     samples: torch.Tensor | None,
     positions: torch.Tensor | None,
 ) -> None:
-    """Host-side checks of k, shapes, dtypes and devices; values on a device are never read."""
+    """Raise ValueError if k, a shape, dtype or device does not match. Values are never read, so this does not sync."""
     check_rows_of_vocab("logits", logits)
     if not 1 <= k <= min(MAX_K, logits.shape[1]):
         raise ValueError(f"k is {k}; it must be 1 to {MAX_K} and at most the vocabulary's {logits.shape[1]}")

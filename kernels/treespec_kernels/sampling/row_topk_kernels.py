@@ -1,8 +1,8 @@
 """Triton kernels of row top-k. Needs triton.
 
-`summarise_blocks` computes the best token and the sum of exponentials of each block of the vocabulary;
+`summarise_blocks` computes the best token and the sum of exponentials of each block of the vocabulary.
 `select_of_blocks` selects the k best blocks, and then the k best of their tokens. Both compute a token's value by the
-same function of the row and the token, so choices depend neither on the batch nor on the blocks. No atomics.
+same function of the row and the token, so choices depend neither on the batch nor on the blocks. There are no atomics.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _TAKEN = tl.constexpr(-(2**63))  # below the key of every number, -inf included
 
 @triton.jit
 def _keys(values, index):
-    """int64 sort keys: in descending order they sort by descending value, then ascending index.
+    """Return int64 sort keys whose descending order is by descending value, then ascending index.
 
-    The high half holds the float32 bits, with negative numbers flipped so that they compare as integers; the low half
-    holds the complement of the index.
+    The high half has the float32 bits, with negative numbers flipped so that they compare as integers; the low half has
+    the complement of the index.
     """
     bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)  # -0 equals +0
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
@@ -41,7 +41,7 @@ def _value_of(keys):
 
 @triton.jit
 def _values(logits, row, o_v, o_philox, m_v, temperatures, seeds, samples, positions, NOISY: tl.constexpr):
-    """float32 values of the tokens o_v of a row, a NaN as +inf; o_philox is o_v / 8 along the last dimension."""
+    """Return float32 values of the tokens o_v of a row, +inf for NaN; o_philox is o_v // 8 along the last dimension."""
     values = tl.load(logits + o_v, mask=m_v, other=0.0).to(tl.float32)
     if NOISY:
         values = coupled_values(values, o_philox, row, temperatures, seeds, samples, positions)
@@ -53,7 +53,7 @@ def _values(logits, row, o_v, o_philox, m_v, temperatures, seeds, samples, posit
 @triton.jit
 def summarise_blocks(
     logits,  # [rows, VOCAB]
-    temperatures,  # [rows] fp32; with the next three only where NOISY
+    temperatures,  # [rows] fp32; this and the next three only if NOISY
     seeds,  # [rows] int64, as samples and positions
     samples,
     positions,
@@ -87,7 +87,7 @@ def summarise_blocks(
 @triton.jit
 def select_of_blocks(
     logits,  # [rows, VOCAB]
-    temperatures,  # [rows] fp32; with the next three only where NOISY
+    temperatures,  # [rows] fp32; this and the next three only if NOISY
     seeds,  # [rows] int64, as samples and positions
     samples,
     positions,
@@ -105,7 +105,7 @@ def select_of_blocks(
     NUM_BLOCKS: tl.constexpr,
     NUM_READ: tl.constexpr,  # min(K, NUM_BLOCKS)
     K: tl.constexpr,
-    BLOCK_B: tl.constexpr,  # powers of two that hold NUM_BLOCKS, NUM_READ and K
+    BLOCK_B: tl.constexpr,  # with the next two: NUM_BLOCKS, NUM_READ and K rounded up to powers of two
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):

@@ -1,1 +1,1 @@
-"""Token trees on the device: growth, merge, selection, and the walk that verifies them."""
+"""Token trees on the device: growth, merge, selection and verification."""

@@ -1,11 +1,11 @@
 """Token trees on a device: the state of their growth, and the trees that the target scores.
 
 A round of a batch is `tree_root`, then for each level one pass of the drafts and `tree_merge`, then `tree_select`, the
-target's pass and `tree_walk`. The host reads no tensor and a round allocates none, so that it can be captured in CUDA
-graphs; one captured `tree_merge` serves every level, because the level is data.
+target pass and `tree_walk`. The host reads no tensor and a round allocates none, so that it can be captured in CUDA
+graphs. One captured `tree_merge` is replayed for every level, because the level is data.
 
-Sizes: B requests, F frontier nodes per request (those that the drafts score next), G SSMs, C proposals of a source at a
-node, D levels, S seeds (nodes of the tree that sources without a model propose), N nodes of a tree, root included. The
+Sizes: B requests, F frontier nodes per request (which the drafts score next), G SSMs, C proposals of a source at a
+node, D levels, S seeds (nodes of the tree proposed by sources without a model), N nodes of a tree, root included. The
 seeds are source G. Each level of a request has P = F * (G + 1) * C candidates: proposal c of source g at frontier node
 f has number (f * (G + 1) + g) * C + c in its level, and *flat index* level * P + number over all levels. Its depth in
 the tree is level + 1, so a parent's flat index is always smaller. Seeds that growth did not reach are candidates too:
@@ -21,18 +21,19 @@ import torch
 
 from treespec_kernels.tree.growth_limits import SEEDS
 
-SEED_BIT = MAX_SSMS = 30  # an int32 mask has a bit for each SSM, one for the seeds, and its sign
-MAX_CANDIDATES = 4096  # over all levels: one program holds them in registers, and twice as many spill
+SEED_BIT = MAX_SSMS = 30  # an int32 mask has one bit per SSM, one for the seeds, and the sign
+MAX_CANDIDATES = 4096  # of a request, over all levels; one program keeps them in registers, and 8,192 spill
 
 
 class ProposedTrees(NamedTuple):
-    """Trees that sources without a pass propose for a batch. Their nodes are the seeds; the root is none of them.
+    """Trees proposed for a batch by sources without a draft model. Their nodes, without the root, are the seeds.
 
     Args:
-        tokens: [B, S] int32, -1 where there is no seed. Siblings carry different tokens.
-        parents: [B, S] int32, an earlier seed, or -1 for the root.
-        probs: [B, S] float32, 0 to 1, of the token after its parent.
-        ratios: [B, S] float32, positive and finite: how much likelier the token is for being a seed.
+        tokens: [B, S] int32, -1 for no seed. Siblings have different tokens.
+        parents: [B, S] int32, index of an earlier seed, or -1 for the root.
+        probs: [B, S] float32, probability of the token after its parent.
+        ratios: [B, S] float32, positive and finite: evidence ratio, the factor on the odds of the token because it is a
+            seed.
     """
 
     tokens: torch.Tensor
@@ -43,15 +44,15 @@ class ProposedTrees(NamedTuple):
 
 @dataclass(frozen=True)
 class DeviceForest:
-    """The growing trees of a batch: allocated by `allocate`, started by `tree_root`, grown by `tree_merge`.
+    """Growing trees of a batch: allocated by `allocate`, started by `tree_root`, grown by `tree_merge`.
 
-    An entry is empty if there is no proposal, or if an earlier one at the same node has the same token.
+    A candidate entry is empty if there is no proposal, or if an earlier one at the same node has the same token.
 
     Args:
         cand_tokens: [B, D, P] int32; -1 if empty.
-        cand_parents: [B, D, P] int32, the parent's flat index; -1 for the root, and if empty.
+        cand_parents: [B, D, P] int32, flat index of the parent; -1 for the root, and if empty.
         cand_values: [B, D, P] float32, product of probabilities along the path; -inf if empty.
-        cand_masks: [B, D, P] int32, bit g: SSM g proposed it; bit `SEED_BIT`: it is a seed; 0 if empty.
+        cand_masks: [B, D, P] int32, bit g: proposed by SSM g; bit `SEED_BIT`: a seed; 0 if empty.
         cand_slots: [B, D, P] int32, the drafts' scratch slot; -1 for a candidate that is not expanded.
         frontier: [B, F] int32, flat index of each frontier node, best value first; D * P for the root; -1 if empty.
         frontier_tokens: [B, F] int32; 0, a valid token, if empty.
@@ -59,15 +60,15 @@ class DeviceForest:
         frontier_depths: [B, F] int32; -1 if empty.
         frontier_slots: [B, F] int32, scratch slots: 0 for the root, 1 + (level - 1) * F + i for node i of a later
             level; 0 if empty.
-        frontier_seeds: [B, F] int32, the seed of each node; -1 for the root, -2 for no seed.
+        frontier_seeds: [B, F] int32, index of the node among the seeds; -1 for the root, -2 for no seed.
         frontier_ancestors: [B, F, D + 1] int32, scratch slots of a node's ancestors by depth, its own last and then
             repeated; 0 if empty.
-        seed_cands: [B, S] int32, the flat index of each seed's candidate; -1 for a seed that growth did not reach.
-        levels: [B] int32, the number of levels grown, equal for all requests. Each request has its own copy, because a
-            program of a launch must not read what the program of another request advances.
+        seed_cands: [B, S] int32, flat index of each seed's candidate; -1 for a seed that growth did not reach.
+        levels: [B] int32, number of levels grown, equal for all requests. Each request has its own copy, because a
+            program must not read a number that another request's program of the same launch increments.
 
     Raises:
-        ValueError: a shape, dtype, device or stride that does not fit.
+        ValueError: a shape, dtype, device or stride does not match.
     """
 
     cand_tokens: torch.Tensor
@@ -112,11 +113,11 @@ class DeviceForest:
         seeds: int = SEEDS,
         device: torch.device | str = "cpu",
     ) -> DeviceForest:
-        """An idle forest: B, F, G, C, D and S in this order.
+        """Allocate an idle forest from the sizes B, F, G, C, D and S, in this order.
 
         Raises:
-            ValueError: a number below 1 (SSMs may be none), more than 30 SSMs, or more than 4,096 candidates of a
-                request.
+            ValueError: a size is below 1 (num_ssms may be 0), or there are more than `MAX_SSMS` SSMs, or more than
+                `MAX_CANDIDATES` candidates of a request.
         """
         sizes = {
             "num_requests": num_requests,
@@ -142,7 +143,7 @@ class DeviceForest:
 
     @property
     def level(self) -> torch.Tensor:
-        """[1] int32, a view: the number of levels grown, equal for all requests."""
+        """Number of levels grown, a view [1] int32."""
         return self.levels[:1]
 
     @property
@@ -151,22 +152,22 @@ class DeviceForest:
 
     @property
     def max_depth(self) -> int:
-        """D, the most levels."""
+        """D, the maximum number of levels."""
         return self.cand_tokens.shape[1]
 
     @property
     def candidates(self) -> int:
-        """P, candidates per request and level."""
+        """P, the number of candidates per request and level."""
         return self.cand_tokens.shape[2]
 
     @property
     def frontier_width(self) -> int:
-        """F, the most nodes per request that a level expands."""
+        """F, the maximum number of nodes per request that a level expands."""
         return self.frontier.shape[1]
 
     @property
     def num_seeds(self) -> int:
-        """S, seeds of a request at most."""
+        """S, the maximum number of seeds of a request."""
         return self.seed_cands.shape[1]
 
 
@@ -186,11 +187,11 @@ EMPTY_FOREST = {
     "seed_cands": -1,
     "levels": 0,
 }
-"""What the entries of an idle `DeviceForest` hold, in the order of its fields."""
+"""Value of all entries of each tensor of an idle `DeviceForest`, in the order of its fields."""
 
 
 def _shapes_of_forest(requests: int, depth: int, candidates: int, width: int, seeds: int) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor of a `DeviceForest` from B, D, P, F and S."""
+    """Return the shape of each tensor of a `DeviceForest` from B, D, P, F and S."""
     of_candidates, of_nodes = (requests, depth, candidates), (requests, width)
     shapes = {name: of_candidates if name.startswith("cand_") else of_nodes for name in EMPTY_FOREST}
     return shapes | {
@@ -202,7 +203,7 @@ def _shapes_of_forest(requests: int, depth: int, candidates: int, width: int, se
 
 @dataclass(frozen=True)
 class DeviceTrees:
-    """The trees of a batch that the target scores. Node 0 is the root; parents precede their children.
+    """Trees of a batch that the target scores. Node 0 is the root; parents precede their children.
 
     Nodes from `num_nodes[b]` on are padding, with depth -1.
 
@@ -210,14 +211,14 @@ class DeviceTrees:
         tokens: [B, N] int32; 0, a valid token, for padding.
         parents: [B, N] int32; -1 for the root and for padding.
         depths: [B, N] int32; -1 for padding.
-        ancestors: [B, N, D + 1] int32, by depth, itself last and then repeated; padding repeats its own index.
-        num_nodes: [B] int32; 0: the request is idle.
-        masks: [B, N] int32, bit g: SSM g proposed the node; bit `SEED_BIT`: it is a seed; 0 for the root and padding.
+        ancestors: [B, N, D + 1] int32, node indices by depth, its own last and then repeated; padding has its own.
+        num_nodes: [B] int32; 0 for an idle request.
+        masks: [B, N] int32, bit g: proposed by SSM g; bit `SEED_BIT`: a seed; 0 for the root and padding.
         values: [B, N] float32, estimated probability that the node is accepted: 1 for the root, 0 for padding.
         slots: [B, N] int32, the drafts' scratch slot of the node's K/V; -1 for a node that no draft has computed.
 
     Raises:
-        ValueError: a shape, dtype, device or stride that does not fit.
+        ValueError: a shape, dtype, device or stride does not match.
     """
 
     tokens: torch.Tensor
@@ -241,7 +242,7 @@ class DeviceTrees:
     def allocate(
         cls, num_requests: int, *, nodes: int, max_depth: int, device: torch.device | str = "cpu"
     ) -> DeviceTrees:
-        """Allocates trees without nodes: B, N and D in this order.
+        """Allocate trees without nodes from the sizes B, N and D, in this order.
 
         Raises:
             ValueError: `num_requests` or `nodes` below 1, or `max_depth` below 0.
@@ -272,17 +273,17 @@ class DeviceTrees:
 
     @property
     def max_nodes(self) -> int:
-        """N, the most nodes of a tree."""
+        """N, the maximum number of nodes of a tree."""
         return self.ancestors.shape[1]
 
     @property
     def max_depth(self) -> int:
-        """D."""
+        """D, the maximum depth of a node."""
         return self.ancestors.shape[2] - 1
 
 
 def tensors_of(state: DeviceForest | DeviceTrees) -> tuple[torch.Tensor, ...]:
-    """The tensors of a state in the order of its fields, which is that of the kernels' arguments."""
+    """Return the tensors of a state in the order of its fields, which is also that of the kernels' arguments."""
     return tuple(getattr(state, name) for name in state.__dataclass_fields__)
 
 
@@ -291,7 +292,10 @@ def _dtype_of(name: str) -> torch.dtype:
 
 
 def _check(state: DeviceForest | DeviceTrees, shapes: dict[str, tuple[int, ...]], device: torch.device) -> None:
-    """Checks the state once, at construction, so that the launches of a round need not."""
+    """Raise ValueError if a tensor of the state does not match.
+
+    This runs once, at construction, so that the launches of a round need no checks.
+    """
     for name, shape in shapes.items():
         tensor, dtype = getattr(state, name), _dtype_of(name)
         if tuple(tensor.shape) != shape:
@@ -305,12 +309,12 @@ def _check(state: DeviceForest | DeviceTrees, shapes: dict[str, tuple[int, ...]]
 
 
 def block_of(size: int) -> int:
-    """The power of two that holds `size` elements."""
+    """Return the smallest power of two that is at least `size`."""
     return 1 << (size - 1).bit_length()
 
 
 def check_proposed(forest: DeviceForest, proposed: ProposedTrees) -> None:
-    """Raises ValueError where proposed trees do not fit the forest; values are never read."""
+    """Raise ValueError if proposed trees do not match the forest. Values are never read."""
     shape, device = (forest.num_requests, forest.num_seeds), forest.levels.device
     for name, tensor in proposed._asdict().items():
         if tuple(tensor.shape) != shape:
@@ -322,7 +326,7 @@ def check_proposed(forest: DeviceForest, proposed: ProposedTrees) -> None:
 
 
 def check_per_request(num_requests: int, device: torch.device, **tensors: tuple[torch.Tensor, torch.dtype]) -> None:
-    """Raises ValueError if a [B] tensor has another shape, dtype or device; values are never read."""
+    """Raise ValueError if a [B] tensor has another shape, dtype or device. Values are never read."""
     for name, (tensor, dtype) in tensors.items():
         if tuple(tensor.shape) != (num_requests,):
             raise ValueError(f"{name} has shape {list(tensor.shape)}; expected [{num_requests}], one for each request")
@@ -330,7 +334,7 @@ def check_per_request(num_requests: int, device: torch.device, **tensors: tuple[
 
 
 def check_tensor(name: str, tensor: torch.Tensor, device: torch.device, *dtypes: torch.dtype) -> None:
-    """Raises ValueError if a tensor has another dtype or device."""
+    """Raise ValueError if a tensor has another dtype or device."""
     if tensor.dtype not in dtypes:
         raise ValueError(f"{name} has dtype {tensor.dtype}; convert it to {' or '.join(map(str, dtypes))}")
     if tensor.device != device:

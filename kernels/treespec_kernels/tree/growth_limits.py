@@ -1,18 +1,18 @@
-"""How large token trees grow: one set of limits for trees on the host and on a device."""
+"""Size limits of growing token trees, shared by trees on the host and on a device."""
 
-CHILDREN = 8  # proposals of one source at one node
-FRONTIER = 8  # nodes of one depth that SSMs expand, down to WIDE_DEPTH
-SEEDS = 32  # nodes that sources without a pass propose for one tree; the best count
+CHILDREN = 8  # maximum number of proposals of one source at one node
+FRONTIER = 8  # maximum number of nodes of one depth that SSMs expand, down to WIDE_DEPTH
+SEEDS = 32  # maximum number of nodes of one tree proposed by sources without a draft model; the best are kept
 MAX_DEPTH = 12  # levels of a captured round
-# Below WIDE_DEPTH fewer nodes of a depth are expanded and below DEEPEST none, so that a tree never has more than
-# MAX_EXPANDED of them. A count over all depths would differ between a host, which leaves out what cannot be selected,
-# and a device, which does not.
+# Below WIDE_DEPTH fewer nodes of a depth are expanded, and below DEEPEST none, so that a tree never expands more than
+# MAX_EXPANDED nodes. A limit on the total would give different trees on the host, which drops candidates that cannot be
+# selected, and on a device, which does not.
 WIDE_DEPTH, NARROW_FRONTIER, DEEPEST = 5, 2, 16
 MAX_EXPANDED = 64
 
 
 def frontier_width(depth: int, widest: int = FRONTIER) -> int:
-    """How many nodes of a depth, 1 or more, are expanded at most. The root is expanded alone."""
+    """Return the maximum number of nodes of a depth, 1 or more, to expand. Depth 0 has only the root."""
     if depth > DEEPEST:
         return 0
     return widest if depth <= WIDE_DEPTH else min(widest, NARROW_FRONTIER)

@@ -1,5 +1,7 @@
-"""Levels and frontiers of growing trees on the host, for growth in numpy (treespec/drafters/ssm/forest.py) and in C++
-(`growth_cpu`)."""
+"""Levels and frontiers of growing trees on the host.
+
+They are shared by growth in numpy (treespec/drafters/ssm/forest.py) and in C++ (`growth_cpu`).
+"""
 
 from itertools import pairwise
 from typing import NamedTuple
@@ -10,8 +12,12 @@ import numpy as np
 class Level(NamedTuple):
     """Nodes of one depth, ordered by tree and parent.
 
-    tokens, parents, owners, seeds: int64 [size]; parents and owners as nodes and owners of a `Frontier`. probs, values:
-    float64 [size]. proposed: bool [size, num_ssms]; draft_probs: float64 [size, num_ssms].
+    Attributes:
+        tokens: int64 [size].
+        parents, owners, seeds: int64 [size], as nodes, owners and seeds of a `Frontier`.
+        probs, values: float32 [size], probability after the parent, and product of probabilities along the path.
+        proposed: bool [size, num_ssms], whether each SSM proposed the node.
+        draft_probs: float32 [size, num_ssms], each SSM's probability of the node.
     """
 
     tokens: np.ndarray
@@ -27,8 +33,13 @@ class Level(NamedTuple):
 class Frontier(NamedTuple):
     """Nodes to score, grouped by tree; [num_rows] each, int64 except values.
 
-    nodes: indices over all levels of all trees. owners: index of the tree. seeds: index of the node among the seeds, or
-    -1. above: slot of the parent in its tree. values: float64, the product of probs along the path.
+    Attributes:
+        nodes: indices over all levels of all trees.
+        tokens: tokens of the nodes.
+        owners: index of the tree.
+        seeds: index of the node among the seeds, or -1.
+        above: slot of the parent in its tree.
+        values: float32, product of probabilities along the path.
     """
 
     nodes: np.ndarray
@@ -39,7 +50,7 @@ class Frontier(NamedTuple):
     values: np.ndarray
 
     def parts(self) -> dict[int, slice]:
-        """The rows of each tree, without trees that have none."""
+        """Return the slice of rows of each tree that has any, by tree index."""
         if len(self.owners) and self.owners[0] == self.owners[-1]:
             return {int(self.owners[0]): slice(0, len(self.owners))}
         starts = [0, *(np.flatnonzero(self.owners[1:] != self.owners[:-1]) + 1).tolist()]

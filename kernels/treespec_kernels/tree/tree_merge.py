@@ -1,28 +1,29 @@
-"""Tree merge: what SSMs and seeds propose for one level of every tree becomes candidates, and the best are the next
-frontier. This is the specification of growing trees: those of the host (treespec/drafters/ssm/forest.py, growth_cpu)
-follow it to the bit.
+"""Tree merge: turns the proposals of SSMs and seeds for one level of every tree into candidates and the next frontier.
 
-The candidates of a level are a trie's new nodes: where several proposals below one frontier node name the same token,
-the first in the order of (source, proposal) stands for all of them and the others are no candidates. The seeds are the
-last source: where a frontier node is a seed, that is, where its path is a path of the proposed tree, or is the root,
-the first C children of that seed are proposed.
+This is the reference for growing trees; the implementations on the host (treespec/drafters/ssm/forest.py, growth_cpu)
+are bit-identical to it.
 
-Which proposal of an SSM counts: its token is not negative, its frontier node exists, and its share, weight *
-probability, is a number of 0 or more. So whatever a draft that overflowed says, NaN or infinity, is not heard, and an
-SSM that says -1 is silent. An SSM that names a token twice below one node counts once, with its larger share.
+Proposals of the same token below one frontier node are merged: the first one, in the order of (source, proposal), is
+the candidate, and the others are dropped. The seeds are the last source. If a frontier node is the root or a seed (its
+path is a path of the proposed tree), its first C children among the seeds are proposed.
 
-In float32, each operation rounded once and in this order:
+A proposal of an SSM is valid if its token is not negative, its frontier node exists, and its share, weight *
+probability, is finite and at least 0. So NaN and infinity of a draft that overflowed are ignored, and token -1 means no
+proposal. If an SSM proposes a token twice below one node, its larger share counts.
 
-- the mixture m is the sum of the shares of the SSMs that propose the token, from SSM 0 on, at most 1;
-- a candidate that is no seed has the probability m. A seed (any child of the node's seed, not only the first C) has
-  p = told / (told + (1 - held)), where held is m, but 0.05 at least and 0.999 at most, and told = ratio * held: the
-  odds of the mixture times the seed's evidence ratio. Where no SSM speaks at the node it has its own probability;
-- its value is the frontier node's value times its probability. As such a product never exceeds its first factor, values
-  never rise along a path, ties included.
+The following is in float32, with each operation rounded once and in this order:
 
-The next frontier: the best of this level's candidates that are no end tokens and have a value above 0, by (value
-descending, flat index ascending), as many as `frontier_width` says for their depth, of at most F. Where all D levels
-are grown already, nothing happens.
+- the mixture m is the sum of the shares of the SSMs that propose the token, from SSM 0 on, clamped to at most 1;
+- a candidate that is no seed has probability m. For a seed (any child of the node's seed, not only the first C), the
+  odds of the mixture are multiplied by the seed's evidence ratio: p = scaled / (scaled + (1 - prior)), with prior = m
+  clamped to [`MIN_MIXTURE`, `MAX_MIXTURE`] and scaled = ratio * prior. If no SSM has a valid proposal at the node, the
+  seed has its own probability;
+- the candidate's value is the frontier node's value times its probability. The product never exceeds its first factor,
+  so values never increase along a path.
+
+The next frontier has the best candidates of this level that are no end tokens and have a value above 0, by (value
+descending, flat index ascending). Their number is at most `frontier_width` of their depth, and at most F. If all D
+levels are grown already, nothing changes.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from treespec_kernels.tree.device_trees import (
 )
 from treespec_kernels.tree.growth_limits import frontier_width
 
-LEAST_DOUBTED, MOST_CERTAIN = 0.05, 0.999  # what a mixture counts as beside a seed, at least and at most
+MIN_MIXTURE, MAX_MIXTURE = 0.05, 0.999  # bounds of the mixture probability that a seed's evidence ratio is applied to
 
 
 def tree_merge_ref(
@@ -55,50 +56,50 @@ def tree_merge_ref(
     end_tokens: torch.Tensor,
     proposed: ProposedTrees,
 ) -> None:
-    """Grows every tree by one level. numpy on the host, any device.
+    """Grow every tree by one level (reference: numpy on the host, any device).
 
     Args:
         forest: changed in place.
-        tokens: [G, B, F, C] int32, what each SSM proposes at each frontier node; -1: nothing.
-        probs: [G, B, F, C] float32, the SSM's probability of it.
-        weights: [B, G] float32, of the mixture; they sum to 1 where every SSM speaks.
-        end_tokens: [B, E] int32, tokens below which nothing is drafted; padded with -1.
-        proposed: of sources without a pass; the same in every level of a round.
+        tokens: [G, B, F, C] int32, proposals of each SSM at each frontier node; -1 for none.
+        probs: [G, B, F, C] float32, the SSM's probability of each proposal.
+        weights: [B, G] float32, mixture weights; they sum to 1 if every SSM drafts.
+        end_tokens: [B, E] int32, tokens that are not expanded; padded with -1.
+        proposed: trees of sources without a draft model; the same in every level of a round.
 
     Raises:
-        ValueError: a shape, dtype or device that does not fit.
+        ValueError: a shape, dtype or device does not match.
     """
     check_tree_merge(forest, tokens, probs, weights, end_tokens, proposed)
     state = {name: getattr(forest, name).cpu().numpy() for name in forest.__dataclass_fields__}
-    said, probability, weight = tokens.cpu().numpy(), probs.cpu().numpy(), weights.cpu().numpy()
+    ssm_tokens, ssm_probs, weight = tokens.cpu().numpy(), probs.cpu().numpy(), weights.cpu().numpy()
     seeds = [tensor.cpu().numpy() for tensor in proposed]
     for request, ends in enumerate(end_tokens.tolist()):
         if state["levels"][request] < forest.max_depth:
             own = {name: array[request : request + 1] for name, array in state.items()}
             trees = ProposedTrees(*(array[request] for array in seeds))
-            with np.errstate(all="ignore"):  # a share that is no number is left out, a sum above 1 is cut
-                _merge_one(own, said[:, request], probability[:, request], weight[request], ends, trees)
+            with np.errstate(all="ignore"):  # invalid shares are dropped, and sums above 1 clamped
+                _merge_one(own, ssm_tokens[:, request], ssm_probs[:, request], weight[request], ends, trees)
     for name, array in state.items():
         getattr(forest, name).copy_(torch.from_numpy(array))
 
 
 def _merge_one(
     own: dict[str, np.ndarray],
-    said: np.ndarray,
-    probability: np.ndarray,
+    ssm_tokens: np.ndarray,
+    ssm_probs: np.ndarray,
     weight: np.ndarray,
     ends: list[int],
     proposed: ProposedTrees,
 ) -> None:
-    """`tree_merge_ref` for one request; every array of `own` has a first dimension of 1."""
+    """Merge the proposals of one request; every array of `own` has a first dimension of 1."""
     _, max_depth, candidates = own["cand_tokens"].shape
-    num_ssms, width, proposals = said.shape
+    num_ssms, width, proposals = ssm_tokens.shape
     level = int(own["levels"][0])
     frontier, old_ancestors = own["frontier"][0].copy(), own["frontier_ancestors"][0].copy()
     for name in ("tokens", "parents", "values", "masks", "slots"):
         own[f"cand_{name}"][0, level] = EMPTY_FOREST[f"cand_{name}"]
-    shares = weight[:, None, None] * probability
-    counts = (said >= 0) & (shares >= 0) & (shares < np.inf) & (frontier >= 0)[:, None]
+    shares = weight[:, None, None] * ssm_probs
+    valid = (ssm_tokens >= 0) & (shares >= 0) & (shares < np.inf) & (frontier >= 0)[:, None]
     seed_of = np.full(candidates, -2)
     for f, place in enumerate(own["frontier_seeds"][0].tolist()):
         first: dict[int, int] = {}
@@ -106,14 +107,14 @@ def _merge_one(
         masks: dict[int, int] = {}
         for ssm in range(num_ssms):
             shares_of: dict[int, np.float32] = {}
-            for c in np.flatnonzero(counts[ssm, f]).tolist():
-                token, share = int(said[ssm, f, c]), shares[ssm, f, c]
+            for c in np.flatnonzero(valid[ssm, f]).tolist():
+                token, share = int(ssm_tokens[ssm, f, c]), shares[ssm, f, c]
                 first.setdefault(token, (f * (num_ssms + 1) + ssm) * proposals + c)
                 shares_of[token] = max(shares_of.get(token, share), share)
             for token, share in shares_of.items():
                 total[token] = total.get(token, np.float32(0)) + share
                 masks[token] = masks.get(token, 0) | 1 << ssm
-        spoke = bool(total)
+        has_mixture = bool(total)
         children = np.flatnonzero((proposed.tokens >= 0) & (proposed.parents == place)).tolist()
         seeds = {int(proposed.tokens[child]): child for child in reversed(children)}
         for c, child in enumerate(children[:proposals]):
@@ -122,9 +123,9 @@ def _merge_one(
             prob = min(total.get(token, np.float32(0)), np.float32(1))
             if token in seeds:
                 seed = seeds[token]
-                held = min(max(prob, np.float32(LEAST_DOUBTED)), np.float32(MOST_CERTAIN))
-                told = proposed.ratios[seed] * held
-                prob = told / (told + (np.float32(1) - held)) if spoke else proposed.probs[seed]
+                prior = min(max(prob, np.float32(MIN_MIXTURE)), np.float32(MAX_MIXTURE))
+                scaled = proposed.ratios[seed] * prior
+                prob = scaled / (scaled + (np.float32(1) - prior)) if has_mixture else proposed.probs[seed]
                 masks[token] = masks.get(token, 0) | 1 << SEED_BIT
                 seed_of[number], own["seed_cands"][0, seed] = seed, level * candidates + number
             own["cand_tokens"][0, level, number] = token
@@ -133,8 +134,8 @@ def _merge_one(
             own["cand_masks"][0, level, number] = masks[token]
 
     level_tokens, values = own["cand_tokens"][0, level], own["cand_values"][0, level]
-    going = [n for n in range(candidates) if values[n] > 0 and level_tokens[n] not in ends]
-    best = sorted(going, key=lambda n: (-values[n], n))[: frontier_width(level + 1, width)]
+    expandable = [n for n in range(candidates) if values[n] > 0 and level_tokens[n] not in ends]
+    best = sorted(expandable, key=lambda n: (-values[n], n))[: frontier_width(level + 1, width)]
     for name, empty in EMPTY_FOREST.items():
         if name.startswith("frontier"):
             own[name][0] = empty
@@ -160,12 +161,12 @@ def tree_merge_triton(
     end_tokens: torch.Tensor,
     proposed: ProposedTrees,
 ) -> None:
-    """`tree_merge_ref` on a GPU, in one launch and without a host sync.
+    """Compute `tree_merge_ref` on a GPU, in one launch and without a host sync.
 
-    The last dimensions must be contiguous; outer strides are free.
+    The last dimensions must be contiguous; outer strides are arbitrary.
 
     Raises:
-        ValueError: a shape, dtype, stride or device that does not fit, or triton that cannot run here.
+        ValueError: a shape, dtype, stride or device does not match, or triton cannot run on the tensors.
     """
     check_tree_merge(forest, tokens, probs, weights, end_tokens, proposed)
     check_last_strides(tokens=tokens, probs=probs, weights=weights, end_tokens=end_tokens)
@@ -196,7 +197,7 @@ def tree_merge_triton(
 
 
 def blocks_of(num_ssms: int, frontier: int, proposals: int, num_ends: int, num_seeds: int) -> dict[str, int]:
-    """The constants of the kernel that follow from G, F, C, E and S."""
+    """Return the kernel's constexpr arguments, from G, F, C, E and S."""
     return {
         "SSMS": num_ssms,
         "FRONTIER": frontier,
@@ -212,7 +213,10 @@ def blocks_of(num_ssms: int, frontier: int, proposals: int, num_ends: int, num_s
 
 
 def warps_of(constants: dict[str, int]) -> int:
-    """About 8 comparisons in flight per thread: every proposal is compared with one SSM's at a time."""
+    """Return the number of warps: about 8 comparisons per thread, but at most 16 warps.
+
+    Every proposal is compared with the proposals of one SSM at a time.
+    """
     return min(max(constants["BLOCK_P"] * constants["BLOCK_C"] // 256, 1), 16)
 
 
@@ -224,7 +228,7 @@ def check_tree_merge(
     end_tokens: torch.Tensor,
     proposed: ProposedTrees,
 ) -> None:
-    """Host-side checks of shapes, dtypes and devices; values on a device are never read."""
+    """Raise ValueError if a shape, dtype or device does not match. Values are never read, so this does not sync."""
     requests, width = forest.num_requests, forest.frontier_width
     shape = tuple(tokens.shape)
     if len(shape) != 4 or shape[1:3] != (requests, width) or (shape[0] + 1) * width * shape[3] != forest.candidates:

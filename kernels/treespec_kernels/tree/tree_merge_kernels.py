@@ -9,14 +9,14 @@ from treespec_kernels.tree import device_trees
 from treespec_kernels.tree import growth_limits as limits
 from treespec_kernels.tree import tree_merge as merge
 
-LEAST_DOUBTED, MOST_CERTAIN = tl.constexpr(merge.LEAST_DOUBTED), tl.constexpr(merge.MOST_CERTAIN)
+MIN_MIXTURE, MAX_MIXTURE = tl.constexpr(merge.MIN_MIXTURE), tl.constexpr(merge.MAX_MIXTURE)
 WIDE_DEPTH, NARROW_FRONTIER = tl.constexpr(limits.WIDE_DEPTH), tl.constexpr(limits.NARROW_FRONTIER)
 DEEPEST, SEED_MASK = tl.constexpr(limits.DEEPEST), tl.constexpr(1 << device_trees.SEED_BIT)
 
 
 @triton.jit
 def shares_of(tokens, probs, weight, mask):
-    """Shares of the valid proposals, -1 elsewhere. A NaN fails every comparison."""
+    """Return the shares of valid proposals, -1 elsewhere. NaN is invalid, because it fails every comparison."""
     share = weight * probs
     return tl.where(mask & (tokens >= 0) & (share >= 0) & (share < float("inf")), share, -1.0)
 
@@ -68,7 +68,7 @@ def merge_level(
 ):
     """One program owns one request.
 
-    Every candidate is compared with the proposals at its node, SSM by SSM, so that sums have a fixed order.
+    Every proposal is compared with the proposals at its node, one SSM after another, so that sums have a fixed order.
     """
     CANDIDATES: tl.constexpr = FRONTIER * (SSMS + 1) * PROPOSALS
     request = tl.program_id(0).to(tl.int64)
@@ -76,7 +76,7 @@ def merge_level(
     if level >= MAX_DEPTH:
         return
 
-    # What each proposal says: of an SSM, or of the seeds behind them.
+    # Load the proposals: of the SSMs, then of the seeds.
     o_p = tl.arange(0, BLOCK_P)
     m_p = o_p < CANDIDATES
     f = o_p // ((SSMS + 1) * PROPOSALS)
@@ -93,7 +93,7 @@ def merge_level(
     prob = tl.load(p_probs + ssm * stride_probs_ssm + f * stride_probs_node + c, mask=is_ssm, other=0.0)
     weight = tl.load(weights + request * stride_weights + ssm, mask=is_ssm, other=0.0)
     m_node = node >= 0
-    counts = shares_of(token, prob, weight, m_node) >= 0
+    valid = shares_of(token, prob, weight, m_node) >= 0
 
     o_s = tl.arange(0, BLOCK_S)
     m_s = o_s < SEEDS
@@ -107,18 +107,18 @@ def merge_level(
     is_own = is_child & (place[None, :] == c[:, None]) & (m_p & (ssm == SSMS))[:, None]
     own_seed = tl.max(tl.where(is_own, seed_token[None, :], -1), axis=1)
     token = tl.where(own_seed >= 0, own_seed, token)
-    counts = counts | (own_seed >= 0)
+    valid = valid | (own_seed >= 0)
     is_named = is_child & (seed_token[None, :] == token[:, None])
     seed = tl.min(tl.where(is_named, o_s[None, :], BLOCK_S), axis=1)
     seeded = seed < BLOCK_S
 
-    # What all SSMs say about its token, and whether one said it earlier.
+    # Sum the shares of each proposal's token over the SSMs, and find proposals that repeat an earlier one.
     o_c = tl.arange(0, BLOCK_C)
     m_c = m_node[:, None] & (o_c < PROPOSALS)[None, :]
     total = tl.zeros((BLOCK_P,), tl.float32)
-    named_by = tl.zeros((BLOCK_P,), tl.int32)
+    proposed_by = tl.zeros((BLOCK_P,), tl.int32)
     repeats = tl.zeros((BLOCK_P,), tl.int32)
-    spoke = tl.zeros((BLOCK_P,), tl.int32)
+    has_mixture = tl.zeros((BLOCK_P,), tl.int32)
     for g in tl.static_range(SSMS):
         o_ssm = tl.full((), g, tl.int64)
         o_tokens = (f * stride_tokens_node)[:, None] + o_c[None, :]
@@ -126,26 +126,26 @@ def merge_level(
         tokens_g = tl.load(p_tokens + o_ssm * stride_tokens_ssm + o_tokens, mask=m_c, other=-1)
         probs_g = tl.load(p_probs + o_ssm * stride_probs_ssm + o_probs, mask=m_c, other=0.0)
         share_g = shares_of(tokens_g, probs_g, tl.load(weights + request * stride_weights + g), m_c)
-        spoke = tl.maximum(spoke, tl.max((share_g >= 0).to(tl.int32), axis=1))
+        has_mixture = tl.maximum(has_mixture, tl.max((share_g >= 0).to(tl.int32), axis=1))
         share_g = tl.where(tokens_g == token[:, None], share_g, -1.0)
         is_earlier = (share_g >= 0) & ((g * PROPOSALS + o_c)[None, :] < i_own[:, None])
         repeats = tl.maximum(repeats, tl.max(is_earlier.to(tl.int32), axis=1))
-        said = tl.max(share_g, axis=1)
-        total = tl.where(said >= 0, total + said, total)
-        named_by = tl.where(said >= 0, named_by | (1 << g), named_by)
-    is_candidate = counts & (repeats == 0)
+        share = tl.max(share_g, axis=1)
+        total = tl.where(share >= 0, total + share, total)
+        proposed_by = tl.where(share >= 0, proposed_by | (1 << g), proposed_by)
+    is_candidate = valid & (repeats == 0)
     mixture = tl.minimum(total, 1.0)
     m_seed = is_candidate & seeded
-    held = tl.minimum(tl.maximum(mixture, LEAST_DOUBTED), MOST_CERTAIN)
-    told = tl.load(seed_ratios + request * SEEDS + seed, mask=m_seed, other=1.0) * held
-    merged = tl.div_rn(told, told + (1.0 - held))
-    alone = tl.load(seed_probs + request * SEEDS + seed, mask=m_seed, other=0.0)
-    value = node_value * tl.where(seeded, tl.where(spoke > 0, merged, alone), mixture)
-    named_by = tl.where(seeded, named_by | SEED_MASK, named_by)
+    prior = tl.minimum(tl.maximum(mixture, MIN_MIXTURE), MAX_MIXTURE)
+    scaled = tl.load(seed_ratios + request * SEEDS + seed, mask=m_seed, other=1.0) * prior
+    posterior = tl.div_rn(scaled, scaled + (1.0 - prior))
+    seed_prob = tl.load(seed_probs + request * SEEDS + seed, mask=m_seed, other=0.0)
+    value = node_value * tl.where(seeded, tl.where(has_mixture > 0, posterior, seed_prob), mixture)
+    proposed_by = tl.where(seeded, proposed_by | SEED_MASK, proposed_by)
     parent = tl.where(node == MAX_DEPTH * CANDIDATES, -1, node)
 
-    # The best F, one after another. Keys are unique: the value's bits, which compare like the value as it is not
-    # negative, then the complement of the index.
+    # Select the best F, one after another. Keys are unique: the bits of the value, which compare like the value because
+    # it is not negative, then the complement of the index.
     o_e = tl.arange(0, BLOCK_E)
     ends = tl.load(end_tokens + request * stride_ends + o_e, mask=o_e < ENDS, other=-1)
     is_end = tl.max((token[:, None] == ends[None, :]).to(tl.int32), axis=1) > 0
@@ -163,7 +163,7 @@ def merge_level(
         slot = tl.where((keys == best) & (keys >= 0), first_slot + i, slot)
         worse = tl.where(worse == best, -1, worse)
 
-    # The next frontier's data, from its candidates and the frontier that it replaces.
+    # Compute the next frontier from its candidates and the frontier that it replaces.
     m_f = o_f < FRONTIER
     m_next = m_f & (winners >= 0)
     number = tl.where(m_next, BLOCK_P - 1 - (winners & (BLOCK_P - 1)).to(tl.int32), 0)
@@ -175,8 +175,8 @@ def merge_level(
     p_ancestors = frontier_ancestors + request * (FRONTIER * (MAX_DEPTH + 1)) + o_w[None, :]
     m_w = m_f[:, None] & (o_w <= MAX_DEPTH)[None, :]
     old = tl.load(p_ancestors + o_f[:, None] * (MAX_DEPTH + 1), mask=m_w, other=0)
-    # The gather makes every thread wait for all loads before the frontier is replaced in place: on AMD a barrier alone
-    # does not wait for loads from global memory.
+    # The gather makes every thread wait for all loads before the frontier is overwritten: on AMD a barrier alone does
+    # not wait for loads from global memory.
     above = tl.gather(old, tl.zeros_like(old) + i_node[:, None], axis=0)
     m_above = m_next[:, None] & (o_w <= level)[None, :]
     next_slot = tl.where(m_next, first_slot + o_f, 0)
@@ -186,7 +186,7 @@ def merge_level(
     tl.store(cand_tokens + p_cand, tl.where(is_candidate, token, -1), mask=m_p)
     tl.store(cand_parents + p_cand, tl.where(is_candidate, parent, -1), mask=m_p)
     tl.store(cand_values + p_cand, tl.where(is_candidate, value, float("-inf")), mask=m_p)
-    tl.store(cand_masks + p_cand, tl.where(is_candidate, named_by, 0), mask=m_p)
+    tl.store(cand_masks + p_cand, tl.where(is_candidate, proposed_by, 0), mask=m_p)
     tl.store(cand_slots + p_cand, slot, mask=m_p)
     tl.store(seed_cands + request * SEEDS + seed, level * CANDIDATES + o_p, mask=m_seed)
     p_f = request * FRONTIER + o_f

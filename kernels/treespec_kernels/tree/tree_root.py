@@ -16,14 +16,14 @@ NUM_WARPS = 4
 
 
 def tree_root_ref(forest: DeviceForest, root_tokens: torch.Tensor) -> None:
-    """Resets every tensor of the forest. Eager torch, any device.
+    """Reset every tensor of the forest (reference: eager torch, any device).
 
     Args:
         forest: changed in place.
         root_tokens: [B] int32, the last committed token of each request; negative for an idle request.
 
     Raises:
-        ValueError: a shape, dtype or device that does not fit.
+        ValueError: a shape, dtype or device does not match.
     """
     check_tree_root(forest, root_tokens)
     for name, empty in EMPTY_FOREST.items():
@@ -37,10 +37,10 @@ def tree_root_ref(forest: DeviceForest, root_tokens: torch.Tensor) -> None:
 
 
 def tree_root_triton(forest: DeviceForest, root_tokens: torch.Tensor) -> None:
-    """`tree_root_ref` on a GPU, in one launch and without a host sync.
+    """Compute `tree_root_ref` on a GPU, in one launch and without a host sync.
 
     Raises:
-        ValueError: a shape, dtype, stride or device that does not fit, or triton that cannot run here.
+        ValueError: a shape, dtype, stride or device does not match, or triton cannot run on the tensors.
     """
     check_tree_root(forest, root_tokens)
     check_last_strides(root_tokens=root_tokens)
@@ -66,5 +66,5 @@ def tree_root_triton(forest: DeviceForest, root_tokens: torch.Tensor) -> None:
 
 
 def check_tree_root(forest: DeviceForest, root_tokens: torch.Tensor) -> None:
-    """Host-side checks; values on a device are never read."""
+    """Raise ValueError if the shape, dtype or device of `root_tokens` does not match. Values are never read."""
     check_per_request(forest.num_requests, forest.levels.device, root_tokens=(root_tokens, torch.int32))

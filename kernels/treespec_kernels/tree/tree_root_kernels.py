@@ -32,7 +32,7 @@ def start_round(
     BLOCK_W: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """One program clears one block of one request's candidates; the first also writes the frontier."""
+    """One program clears one block of one request's candidates; the first program also writes the frontier."""
     request = tl.program_id(0).to(tl.int64)
     i_block = tl.program_id(1)
     o_q = i_block * BLOCK_Q + tl.arange(0, BLOCK_Q)

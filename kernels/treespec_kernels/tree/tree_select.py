@@ -1,16 +1,16 @@
 """Tree select: builds the target's tree from the root and the N - 1 best candidates.
 
-The seeds that growth has not reached are candidates as well, behind all others: their value is their parent's times
-their own probability, in float32, and their depth is one more than their parent's.
+Seeds that growth has not reached are candidates as well, after all others: their value is their parent's times their
+own probability, in float32, and their depth is one more than their parent's.
 
-Best is by (value descending, flat index ascending), among candidates of the levels grown so far, and seeds, whose
-depth is at most `max_depths[b]` and whose value is at least `least_values[b]`. Node order is by flat index, so parents
-precede children.
+Candidates are ordered by (value descending, flat index ascending). Only candidates of the levels grown so far, and
+seeds, are eligible, if their depth is at most `max_depths[b]` and their value at least `least_values[b]`. Nodes are
+ordered by flat index, so parents precede children.
 
-The set is connected. A candidate's parent was a frontier node, so a candidate itself, and a seed's an earlier seed,
-the root or a candidate. Its value is no smaller, as probabilities are at most 1 and rounding keeps the order of
-numbers; its flat index and its depth are smaller. So wherever a node is allowed its parent is, and wherever a node is
-among the N - 1 best its parent is, ties included.
+The selected set is connected. The parent of a candidate was a frontier node and so a candidate itself; the parent of a
+seed is an earlier seed, the root or a candidate. A parent's value is no smaller than its child's, because probabilities
+are at most 1 and rounding is monotonic, and its flat index and depth are smaller. So the parent of an eligible node is
+eligible, and the parent of a node among the N - 1 best is among them, ties included.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ def tree_select_ref(
     *,
     out: DeviceTrees | None = None,
 ) -> DeviceTrees:
-    """Selects the trees that the target scores. numpy on the host, any device.
+    """Select the trees that the target scores (reference: numpy on the host, any device).
 
     Args:
         forest: not changed.
-        proposed: as given to `tree_merge`.
+        proposed: as passed to `tree_merge`.
         root_tokens: [B] int32, as passed to `tree_root`; the tree of a negative token has no nodes.
-        nodes: the most nodes of a tree, root included, from 1 to the size of `out`; or an int32 tensor [B] of the
-            number per request, clamped to that range, so that a captured graph can change it.
-        least_values: [B] float32, the least value of a node below the root; NaN selects none.
+        nodes: tree budget, the maximum number of nodes of a tree, root included, from 1 to the size of `out`; or an
+            int32 tensor [B] with the number per request, clamped to that range, so that a captured graph can vary it.
+        least_values: [B] float32, minimum value of a node below the root; NaN selects none.
         max_depths: [B] int32, 0 for only the root.
         out: written in place and returned; None allocates trees of `nodes` nodes, which must then be an int.
 
     Raises:
-        ValueError: a shape, dtype, device or number of nodes that does not fit.
+        ValueError: a shape, dtype, device or number of nodes does not match.
     """
     out = check_tree_select(forest, proposed, root_tokens, nodes, least_values, max_depths, out)
     state = {name: getattr(forest, name).cpu().numpy() for name in forest.__dataclass_fields__}
@@ -98,7 +98,8 @@ def tree_select_ref(
             if node:
                 trees.ancestors[request, node, : own.depth] = trees.ancestors[request, parent, : own.depth]
             trees.masks[request, node], trees.values[request, node] = int(own.mask), float(own.value)
-            trees.slots[request, node] = int(own.slot) if own.depth < level else -1  # the last frontier was never run
+            # No draft has computed the last frontier, so its nodes have no K/V.
+            trees.slots[request, node] = int(own.slot) if own.depth < level else -1
     for name in trees.__dataclass_fields__:
         getattr(out, name).copy_(getattr(trees, name))
     return out
@@ -116,7 +117,7 @@ class _Candidate(NamedTuple):
 def _unreached(
     reached: np.ndarray, proposed: ProposedTrees, candidates: dict[int, _Candidate], forest: DeviceForest
 ) -> dict[int, _Candidate]:
-    """The seeds that growth has not reached, by flat index."""
+    """Return the seeds that growth has not reached, by flat index."""
     first = forest.max_depth * forest.candidates
     found: dict[int, _Candidate] = {}
     index_of = {-1: -1} | {s: int(i) if i >= 0 else first + s for s, i in enumerate(reached)}
@@ -140,10 +141,11 @@ def tree_select_triton(
     *,
     out: DeviceTrees | None = None,
 ) -> DeviceTrees:
-    """`tree_select_ref` on a GPU, in one launch and without a host sync.
+    """Compute `tree_select_ref` on a GPU, in one launch and without a host sync.
 
     Raises:
-        ValueError: a shape, dtype, stride, device or number of nodes that does not fit, or triton that cannot run here.
+        ValueError: a shape, dtype, stride, device or number of nodes does not match, or triton cannot run on the
+            tensors.
     """
     out = check_tree_select(forest, proposed, root_tokens, nodes, least_values, max_depths, out)
     check_last_strides(root_tokens=root_tokens, least_values=least_values, max_depths=max_depths)
@@ -170,12 +172,12 @@ def tree_select_triton(
 
 
 def per_request(nodes: int | torch.Tensor, out: DeviceTrees) -> torch.Tensor:
-    """[B] int32: the most nodes of each tree."""
+    """Return the maximum number of nodes of each tree, [B] int32."""
     return nodes if isinstance(nodes, torch.Tensor) else torch.full_like(out.num_nodes, nodes)
 
 
 def blocks_of(candidates: int, num_seeds: int, max_depth: int, max_nodes: int) -> dict[str, int]:
-    """The constants of the kernel that follow from P, S, D and N."""
+    """Return the kernel's constexpr arguments, from P, S, D and N."""
     block_q = block_of(max_depth * candidates + num_seeds)
     return {
         "CANDIDATES": candidates,
@@ -191,7 +193,7 @@ def blocks_of(candidates: int, num_seeds: int, max_depth: int, max_nodes: int) -
 
 
 def warps_of(constants: dict[str, int]) -> int:
-    """8 candidates per thread, up to the largest block of threads."""
+    """Return the number of warps: 8 candidates per thread, but at most 16 warps."""
     return min(max(constants["BLOCK_Q"] // 256, 1), 16)
 
 
@@ -204,7 +206,7 @@ def check_tree_select(
     max_depths: torch.Tensor,
     out: DeviceTrees | None,
 ) -> DeviceTrees:
-    """Host-side checks; values on a device are never read. Returns `out`, or new trees if it is None."""
+    """Raise ValueError if an argument does not match, without reading values. Return `out`, or new trees if None."""
     requests, device = forest.num_requests, forest.levels.device
     check_proposed(forest, proposed)
     check_per_request(

@@ -44,7 +44,7 @@ def select_nodes(
     BLOCK_S: tl.constexpr,
     LOG_BLOCK_Q: tl.constexpr,
 ):
-    """One program owns one request. It finds the least selected value by radix selection instead of sorting."""
+    """One program owns one request. It finds the smallest selected value by radix selection instead of sorting."""
     request = tl.program_id(0).to(tl.int64)
     token = tl.load(root_tokens + request)
     level = tl.load(levels + request)
@@ -57,7 +57,7 @@ def select_nodes(
     first = request * (MAX_DEPTH * CANDIDATES)
     value = tl.load(cand_values + first + o_q, mask=m_q, other=-1.0)
 
-    # The seeds that growth has not reached: value and depth by those of their parents, once for each depth.
+    # Seeds that growth has not reached: compute value and depth from their parents', one iteration per depth.
     LAST: tl.constexpr = MAX_DEPTH * CANDIDATES
     o_s = tl.arange(0, BLOCK_S)
     m_s = o_s < SEEDS
@@ -86,8 +86,8 @@ def select_nodes(
     is_allowed = (m_q | is_extra) & is_busy & (value >= 0) & (value >= least)
 
     # The bits of non-negative floats compare like the floats, and values are at most 1, so 30 bits suffice. `at`
-    # becomes the largest number with at least `room` eligible candidates at or above it, or 0 if there are fewer. Each
-    # iteration determines two bits by three counts, which share one reduction.
+    # becomes the largest number with at least `room` eligible candidates at or above it, or 0 if there are fewer
+    # candidates. Each iteration determines two bits from three counts, which share one reduction.
     room = tl.maximum(tl.minimum(tl.load(wanted + request), MAX_NODES) - 1, 0).to(tl.int64)
     bits = tl.where(is_allowed, value.to(tl.int32, bitcast=True), -1)
     at = tl.zeros((), tl.int32)
@@ -102,7 +102,7 @@ def select_nodes(
         digit += ((counts >> 40) >= room).to(tl.int32)
         at += digit * step
 
-    # Take all above `at`, then the earliest at `at` while there is room.
+    # Select all candidates above `at`, then the first ones equal to it while there is room.
     above = bits > at
     equal = bits == at
     left = room - tl.sum(above.to(tl.int32), axis=0)
@@ -110,8 +110,8 @@ def select_nodes(
     node = tl.cumsum(is_taken.to(tl.int32), axis=0)  # the root is node 0
     size = tl.where(is_busy, tl.max(node, axis=0) + 1, 0)
 
-    # From here on by node. Node n is the first candidate with a count of n, found by binary search as counts ascend.
-    # This uses registers and shared memory only: stores to global memory may not be visible to other threads.
+    # The rest is per node. Node n is the first candidate with a count of n, found by binary search since counts ascend.
+    # This uses only registers and shared memory, because stores to global memory may not be visible to other threads.
     o_n = tl.arange(0, BLOCK_N)
     cand = tl.zeros((BLOCK_N,), tl.int32)
     for i in tl.static_range(LOG_BLOCK_Q):
@@ -143,10 +143,10 @@ def select_nodes(
     node_value = tl.load(cand_values + p_cand, mask=m_cand, other=0.0)
     node_value = tl.where(m_extra, tl.gather(seed_value, i_seed, axis=0), node_value)
     tl.store(tree_values + p_n, tl.where(is_root, 1.0, node_value), mask=m_n)
-    tl.store(tree_slots + p_n, tl.where(depth < level, slot, -1), mask=m_n)  # the last frontier was never run
+    tl.store(tree_slots + p_n, tl.where(depth < level, slot, -1), mask=m_n)  # no draft has computed the last frontier
     tl.store(tree_sizes + request, size)
 
-    # Ancestors: every node moves up one parent per level; padding stays.
+    # Ancestors: every node moves up to its parent once per level; padding stays.
     o_w = tl.arange(0, BLOCK_W)
     up = o_n
     ancestors = tl.zeros((BLOCK_N, BLOCK_W), tl.int32) + o_n[:, None]

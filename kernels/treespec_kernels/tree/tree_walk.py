@@ -1,11 +1,11 @@
-"""Tree walk: verifies every tree of a batch. From the root it follows the child that has the target's choice at the
-current node, while there is one.
+"""Tree walk: verifies every tree of a batch by following the target's choices from the root.
 
-The emitted tokens are the target's own choices along the path: those that led to a child are the accepted tokens, the
-last one is the bonus token. So a path of `path_lens[b]` nodes, root included, emits as many tokens.
+At each node the walk continues with the child whose token is the target's choice, and ends if there is none. The
+emitted tokens are the target's choices along the path: the accepted tokens, then the bonus token. A path of
+`path_lens[b]` nodes, root included, emits as many tokens.
 
-A request emits nothing (length 0) if it is idle, or if the logits of any of its nodes are not finite, as then none of
-its results can be trusted.
+A request emits nothing (length 0) if it is idle, or if the logits of any of its nodes are not finite, because then none
+of its results can be trusted.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from treespec_kernels.tree.device_trees import DeviceTrees, block_of, check_tens
 
 
 class Walk(NamedTuple):
-    """The accepted paths of one target pass.
+    """Accepted paths of one target pass.
 
     Args:
         paths: [B, D + 1] int32, accepted node indices, root first; padded with 0.
-        path_lens: [B] int32, nodes of the path, root included, which is the number of emitted tokens.
-        tokens: [B, D + 1] int32, the accepted tokens, then the bonus token; padded with -1.
+        path_lens: [B] int32, number of nodes of the path, root included, which is the number of emitted tokens.
+        tokens: [B, D + 1] int32, accepted tokens, then the bonus token; padded with -1.
         slots: [B, D + 1] int32, the drafts' scratch slots of the path's nodes; padded with 0 from `slot_lens` on.
-        slot_lens: [B] int32, how many nodes of the path, from the root on, have K/V in the drafts.
+        slot_lens: [B] int32, number of nodes of the path, from the root on, whose K/V the drafts have computed.
     """
 
     paths: torch.Tensor
@@ -37,7 +37,7 @@ class Walk(NamedTuple):
 
     @classmethod
     def allocate(cls, num_requests: int, *, max_depth: int, device: torch.device | str = "cpu") -> Walk:
-        """Allocates paths of length 0: B and D in this order."""
+        """Allocate paths of length 0 from the sizes B and D, in this order."""
         shape = (num_requests, max_depth + 1)
 
         def filled(shape: tuple[int, ...], value: int) -> torch.Tensor:
@@ -53,16 +53,16 @@ class Walk(NamedTuple):
 
 
 def tree_walk_ref(trees: DeviceTrees, choices: torch.Tensor, finite: torch.Tensor, *, out: Walk | None = None) -> Walk:
-    """Walks every tree. Python loops on the host, any device.
+    """Walk every tree (reference: Python loops on the host, any device).
 
     Args:
-        trees: siblings have different tokens.
-        choices: [B, N] int32 or int64, the target's token after each node; arbitrary for padding.
-        finite: [B, N] bool, whether a node's logits were finite; arbitrary for padding.
+        trees: verified trees; siblings have different tokens.
+        choices: [B, N] int32 or int64, the target's choice after each node; arbitrary for padding.
+        finite: [B, N] bool, whether a node's logits are finite; arbitrary for padding.
         out: written in place and returned; None allocates.
 
     Raises:
-        ValueError: a shape, dtype or device that does not fit.
+        ValueError: a shape, dtype or device does not match.
     """
     out = check_tree_walk(trees, choices, finite, out)
     walk = Walk.allocate(trees.num_requests, max_depth=trees.max_depth)
@@ -97,12 +97,12 @@ def tree_walk_ref(trees: DeviceTrees, choices: torch.Tensor, finite: torch.Tenso
 def tree_walk_triton(
     trees: DeviceTrees, choices: torch.Tensor, finite: torch.Tensor, *, out: Walk | None = None
 ) -> Walk:
-    """`tree_walk_ref` on a GPU, in one launch and without a host sync.
+    """Compute `tree_walk_ref` on a GPU, in one launch and without a host sync.
 
     The last dimensions of `choices` and `finite` must be contiguous.
 
     Raises:
-        ValueError: a shape, dtype, stride or device that does not fit, or triton that cannot run here.
+        ValueError: a shape, dtype, stride or device does not match, or triton cannot run on the tensors.
     """
     out = check_tree_walk(trees, choices, finite, out)
     check_last_strides(choices=choices, finite=finite)
@@ -134,7 +134,7 @@ def tree_walk_triton(
 
 
 def blocks_of(max_depth: int, max_nodes: int) -> dict[str, int]:
-    """The kernel's constexpr arguments, from D and N."""
+    """Return the kernel's constexpr arguments, from D and N."""
     return {
         "MAX_DEPTH": max_depth,
         "MAX_NODES": max_nodes,
@@ -144,12 +144,12 @@ def blocks_of(max_depth: int, max_nodes: int) -> dict[str, int]:
 
 
 def warps_of(constants: dict[str, int]) -> int:
-    """16 edges per thread, up to the largest block of threads."""
+    """Return the number of warps: 16 edges per thread, but at most 8 warps."""
     return min(max(constants["BLOCK_N"] * constants["BLOCK_W"] // 512, 1), 8)
 
 
 def check_tree_walk(trees: DeviceTrees, choices: torch.Tensor, finite: torch.Tensor, out: Walk | None) -> Walk:
-    """Host-side checks; values on a device are never read. Returns `out`, or a new walk if it is None."""
+    """Raise ValueError if an argument does not match, without reading values. Return `out`, or a new walk if None."""
     shape, device = (trees.num_requests, trees.max_nodes), trees.ancestors.device
     for name, tensor in (("choices", choices), ("finite", finite)):
         if tuple(tensor.shape) != shape:

@@ -27,9 +27,11 @@ def walk_down(
     BLOCK_N: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """One program owns one request. All nodes check all edges above them at once instead of walking step by step: a
-    node is on the path if the choice at the upper end of each edge is the token at its lower end. Siblings differ, so
-    at most one node per depth is.
+    """One program owns one request.
+
+    All nodes check all edges above them at once instead of walking step by step: a node is on the path if the choice at
+    the upper end of each edge is the token at its lower end. Siblings have different tokens, so at most one node per
+    depth is on the path.
     """
     WIDTH: tl.constexpr = MAX_DEPTH + 1
     request = tl.program_id(0).to(tl.int64)

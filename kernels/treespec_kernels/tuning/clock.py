@@ -24,7 +24,7 @@ class Clock(Protocol):
         """Seconds per call, with `calls` run in turn."""
 
     def copies(self, num_bytes: int) -> int:
-        """The number of copies of inputs of `num_bytes` to run in turn so that none stays in a cache."""
+        """Return the number of copies of inputs of `num_bytes` to run in turn so that none stays in a cache."""
 
     def copy_bandwidth(self) -> float:
         """Bytes read and written per second by a copy: the limit of memory-bound kernels."""

@@ -61,7 +61,7 @@ class Problem:
         return label_of(self.op, self.key)
 
     def mean(self, seconds: dict[str, float]) -> float:
-        """The weighted mean of the loads' seconds."""
+        """Return the weighted mean of the loads' seconds."""
         total = sum(workload.weight for workload in self.workloads)
         return sum(workload.weight * seconds[workload.load] for workload in self.workloads) / total
 
@@ -97,7 +97,7 @@ class Tuned:
         return [m for m in self.measurements if m.error]
 
     def entry(self, versions: dict[str, str]) -> TunedEntry | None:
-        """The entry for a tuned file; None if the op has no configurations, or none succeeded."""
+        """Return the entry for a tuned file; None if the op has no configurations, or none succeeded."""
         best, default = self.best, self.default
         if best is None or best.config is None:
             return None
@@ -190,7 +190,7 @@ def tune(
     jobs: int = 1,
     advance: Callable[[str, int, int], None] = lambda label, done, total: None,
 ) -> list[Tuned]:
-    """Sweeps the configurations of every problem.
+    """Sweep the configurations of every problem.
 
     Args:
         problems: the problems to tune.
@@ -246,7 +246,7 @@ def tune(
 
 
 def measure(problem: Problem, config: Any, clock: Clock) -> Measurement:
-    """Checks a configuration on every workload of a problem, then times it on each."""
+    """Check a configuration on every workload of a problem, then times it on each."""
     try:
         for workload in problem.workloads:
             workload.check(config)
@@ -263,7 +263,7 @@ def measure(problem: Problem, config: Any, clock: Clock) -> Measurement:
 
 
 def _check_device(problem: Problem, measurement: Measurement) -> None:
-    """Raises TuningError if a failed kernel left the process with a sticky device error."""
+    """Raise TuningError if a failed kernel left the process with a sticky device error."""
     if measurement.error is not None and not works(problem.workloads[0].device):
         raise TuningError(
             f"{problem.label}, {measurement.config} broke the device ({measurement.error.splitlines()[0]}); "
@@ -274,7 +274,7 @@ def _check_device(problem: Problem, measurement: Measurement) -> None:
 def compile_problems(
     problems: Sequence[Problem], pending_of: Sequence[Sequence[int]], jobs: int, deadline: float
 ) -> dict[int, dict[int, str]]:
-    """Runs configurations once in other processes, which fills Triton's cache and finds those that break a device.
+    """Run configurations once in other processes, which fills Triton's cache and finds those that break a device.
 
     Returns error messages by index of the problem and of the candidate. Configurations that miss the deadline are
     compiled when they are measured.
@@ -305,7 +305,7 @@ def compile_problems(
 
 
 def _try_out(problem: Problem, batch: Sequence[int]) -> dict[int, str]:
-    """Runs some candidates in a separate process, and returns errors by index. All loads of a key share a binary."""
+    """Run some candidates in a separate process, and returns errors by index. All loads of a key share a binary."""
     workload, wrong = problem.workloads[0], {}
     candidates = workload.candidates()
     try:
@@ -330,7 +330,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def works(device: torch.device) -> bool:
-    """Whether the device still does what it is asked for."""
+    """Return whether the device still does what it is asked for."""
     try:
         _synchronize(device)
     except RuntimeError:

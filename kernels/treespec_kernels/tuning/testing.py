@@ -10,7 +10,7 @@ import torch
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor, *, max_error: float, rms_error: float) -> None:
-    """Compares by errors relative to the RMS of `expected`, so that small elements need no impossible precision.
+    """Compare by errors relative to the RMS of `expected`, so that small elements need no impossible precision.
 
     Args:
         max_error: bound on max |actual - expected| / rms(expected).
@@ -51,7 +51,7 @@ def tree_parents(kind: str, num_nodes: int, generator: torch.Generator) -> list[
 
 
 def path_to(parents: Sequence[int], node: int) -> list[int]:
-    """The nodes from the root to `node`, both included."""
+    """Return the nodes from the root to `node`, both included."""
     path = [node]
     while parents[path[0]] >= 0:
         path.insert(0, parents[path[0]])

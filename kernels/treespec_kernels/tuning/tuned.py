@@ -63,7 +63,7 @@ class TunedEntry:
         return label_of(self.op, self.key)
 
     def stale(self, versions: Mapping[str, str]) -> list[str]:
-        """The versions that differ now, as "triton 3.8.0, now 3.9.0"; empty for a valid entry."""
+        """Return the versions that differ now, as "triton 3.8.0, now 3.9.0"; empty for a valid entry."""
         return [
             f"{name} {self.versions.get(name)}, now {versions.get(name)}"
             for name in DECIDING
@@ -109,7 +109,7 @@ class KernelConfigs:
     def load(
         cls, device: torch.device | str, *, name: str | None = None, folders: Sequence[Path] | None = None
     ) -> KernelConfigs:
-        """Loads the entries for a device. Unreadable files are skipped with a warning; `describe` lists stale entries.
+        """Load the entries for a device. Unreadable files are skipped with a warning; `describe` lists stale entries.
 
         Args:
             device: where the kernels run; a CPU has no tuned kernels.
@@ -140,7 +140,7 @@ class KernelConfigs:
         return cls(list(chosen.values()), files, stale)
 
     def get(self, op: str, key: Key, default: ConfigT) -> ConfigT:
-        """The tuned configuration of an op for a key, or `default`, which is recorded as a fallback."""
+        """Return the tuned configuration of an op for a key, or `default`, which is recorded as a fallback."""
         label, entry = label_of(op, key), self._entries.get(_identity(op, key))
         if entry is not None:
             try:
@@ -184,12 +184,12 @@ def config_of(values: Mapping[str, Any], like: ConfigT) -> ConfigT:
 
 
 def config_fields(config: Any) -> dict[str, Any] | None:
-    """The fields of a configuration as JSON; None for an op without configurations."""
+    """Return the fields of a configuration as JSON; None for an op without configurations."""
     return None if config is None else dataclasses.asdict(config)
 
 
 def versions_of(device_name: str, op: str) -> dict[str, str]:
-    """The versions that measurements of an op depend on."""
+    """Return the versions that measurements of an op depend on."""
     return {
         "gpu": device_name,
         "triton": _triton_version(),
@@ -231,15 +231,15 @@ def user_folder() -> Path:
 
 
 def writable_folder() -> Path:
-    """The folder of new tuned files: this package's if it is writable, else the user's."""
+    """Return the folder of new tuned files: this package's if it is writable, else the user's."""
     folder = package_folder()
     nearest = folder if folder.exists() else folder.parent
     return folder if os.access(nearest, os.W_OK) else user_folder()
 
 
 def read_entries(path: Path, device_name: str) -> list[TunedEntry] | None:
-    """The entries of a file, without broken ones; None if the file is missing, or (with a warning) if it is not of this
-    format and device."""
+    """Return the entries of a file, without broken ones; None if the file is missing, or (with a warning) if it is not
+    of this format and device."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -258,7 +258,7 @@ def read_entries(path: Path, device_name: str) -> list[TunedEntry] | None:
 
 
 def check_writable(path: Path, device_name: str) -> None:
-    """Raises TunedFileError if `path` exists and is not a tuned file of this device."""
+    """Raise TunedFileError if `path` exists and is not a tuned file of this device."""
     if path.exists() and read_entries(path, device_name) is None:
         raise TunedFileError(
             f"{path} exists and is not a tuned file of {device_name}; move it away, or replace it with --force"
@@ -266,7 +266,7 @@ def check_writable(path: Path, device_name: str) -> None:
 
 
 def save_entries(path: Path, device_name: str, entries: Iterable[TunedEntry], force: bool = False) -> None:
-    """Merges entries into a file, atomically; existing entries of the same op and key are replaced.
+    """Merge entries into a file, atomically; existing entries of the same op and key are replaced.
 
     Raises:
         TunedFileError: the file is not a tuned file of this device, and `force` is not set.

@@ -17,7 +17,7 @@ from treespec.sampling.transforms import topk_rows
 from treespec.tree import Draws, TokenTree
 from treespec_kernels.tree.growth_limits import CHILDREN, FRONTIER, SEEDS, frontier_width
 from treespec_kernels.tree.tree_levels import Frontier, Level
-from treespec_kernels.tree.tree_merge import LEAST_DOUBTED, MOST_CERTAIN
+from treespec_kernels.tree.tree_merge import MAX_MIXTURE, MIN_MIXTURE
 
 _ONE = np.float32(1)
 
@@ -232,7 +232,7 @@ class Forest:
         mixture = np.minimum(mixture, _ONE)
         same = (tokens[:, :, None] == seed_tokens[:, None, :]) & (below >= 0)[:, None, :]
         node = np.where(same.any(2), np.take_along_axis(below, same.argmax(2), 1), -1)
-        prior = np.clip(mixture, LEAST_DOUBTED, MOST_CERTAIN)
+        prior = np.clip(mixture, MIN_MIXTURE, MAX_MIXTURE)
         scaled = seeds.ratios[node] * prior
         posterior = np.where(has_mixture, scaled / (scaled + (_ONE - prior)), seeds.probs[node])
         repeats = np.tril(tokens[:, :, None] == tokens[:, None, :], -1).any(2)

@@ -1,4 +1,4 @@
-"""Specs of every op: which kernels it compiles for a model's shape, and with which constants. Needs triton."""
+"""Specs of every op: the kernels to compile for a model's shape, and their constants. Needs triton."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,7 +10,7 @@ from treespec_kernels.ops import PDL_OPS
 
 
 def programmatic_launch(shape: KernelShape, target: str | None) -> list[KernelSpec]:
-    """The specs of `PDL_OPS` for the shape's layers, with PDL set; none for a target without it."""
+    """Return the specs of `PDL_OPS` for the shape's layers, with PDL enabled; none for a target without PDL."""
     if target is None or not has_pdl(target):
         return []
     unused = "quantized_row_linear" if shape.quantized is None else "row_linear"

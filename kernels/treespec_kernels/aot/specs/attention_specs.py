@@ -19,7 +19,7 @@ from treespec_kernels.launch.triton_launch import block_of_head_dim
 
 
 def kv_commit(shape: KernelShape, target: str | None) -> list[KernelSpec]:
-    """The only kernel of KV commit."""
+    """Return the spec of KV commit's kernel."""
     return [
         KernelSpec(
             kernel=move_path,
@@ -38,7 +38,7 @@ def kv_commit(shape: KernelShape, target: str | None) -> list[KernelSpec]:
 
 
 def pass_layout(shape: KernelShape, target: str | None) -> list[KernelSpec]:
-    """Layouts of trees, of chains and of masked trees of 64 slots, for the default configuration of attention."""
+    """Return specs for trees, chains and masked trees of 64 slots, in the default configuration of attention."""
     config = TreeAttentionConfig.default(shape.dtype, shape.head_dim, target)
     pointers = {"slots": "*i64", "ancestor_words": "*i64", "num_segments": "*i32"}
     sizes = ("num_requests", "num_rows", "width", "max_context", "tree_slots", "num_slots", "num_tiles", "window")
@@ -55,7 +55,7 @@ def pass_layout(shape: KernelShape, target: str | None) -> list[KernelSpec]:
 
 
 def qkv_rope(shape: KernelShape, target: str | None) -> list[KernelSpec]:
-    """Input rows in the dtype, and a linear layer's partial sums of 2 and 8 splits."""
+    """Return specs for input rows in the model's dtype, and for a linear layer's partial sums of 2 and 8 splits."""
     names = ("qkv", "bias", "q_weight", "k_weight", "kv_layer", "q_out")
     tensors = dict.fromkeys(names, f"*{shape.element}")
     tensors |= {"rotation": "*fp32", "positions": "*i32", "slots": "*i64", "eps": "fp32"}
@@ -86,7 +86,7 @@ def qkv_rope(shape: KernelShape, target: str | None) -> list[KernelSpec]:
 
 
 def tree_attention(shape: KernelShape, target: str | None) -> list[KernelSpec]:
-    """The default configuration, with and without a sliding window, and the kernel that combines segments."""
+    """Return specs in the default configuration, with and without a sliding window, and of `combine_segments`."""
     combine = KernelSpec(
         kernel=combine_segments,
         types=_attention_types(shape),
@@ -98,12 +98,12 @@ def tree_attention(shape: KernelShape, target: str | None) -> list[KernelSpec]:
 
 
 def tree_attention_masked(shape: KernelShape, target: str | None) -> list[KernelSpec]:
-    """The default configuration, with and without a sliding window."""
+    """Return specs in the default configuration, with and without a sliding window."""
     return _attention_specs(attend_masked_items, shape, target)
 
 
 def _attention_specs(kernel: Any, shape: KernelShape, target: str | None) -> list[KernelSpec]:
-    """A kernel over work items in the default configuration, with and without a sliding window."""
+    """Return specs of a kernel over work items in the default configuration, with and without a sliding window."""
     config = TreeAttentionConfig.default(shape.dtype, shape.head_dim, target)
     constants = _attention_constants(shape) | {
         "GROUP": shape.group,

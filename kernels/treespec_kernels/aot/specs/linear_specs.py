@@ -18,10 +18,10 @@ from treespec_kernels.linear.row_linear_kernels import add_splits, multiply_rows
 
 
 def row_linear(shape: KernelShape, target: str | None) -> list[KernelSpec]:
-    """The linear layers of a Llama-like shape in their default configurations, as a decoder launches them.
+    """Return specs of the linear layers of a shape in their default configurations, as launched by a decoder.
 
-    qkv, o and down leave partial sums where they are split; o and down add them, and the residual, in `add_splits`.
-    gate_up, or up alone where there is no gate, ends in its activation. None for a quantised shape.
+    Layers with split K write partial sums; for o and down, `add_splits` adds them and the residual. gate_up (up, in an
+    MLP without a gate) applies its activation. A quantised shape has no specs.
     """
     specs: list[KernelSpec] = []
     for layer in shape.linear_layers if shape.quantized is None else ():
@@ -58,8 +58,11 @@ def row_linear(shape: KernelShape, target: str | None) -> list[KernelSpec]:
 
 
 def quantized_row_linear(shape: KernelShape, target: str | None) -> list[KernelSpec]:
-    """The quantised linear layers of a shape in their default configurations, as a decoder launches them: in the
-    shape's form, or in all of `AOT_FORMS`. The splits of all but qkv are added by `add_splits`, even a single one."""
+    """Return specs of the quantised linear layers of a shape in their default configurations, as launched by a decoder.
+
+    The format is the shape's, or each of `AOT_FORMS`. `add_splits` adds the partial sums of all layers but qkv, even
+    those of a single split.
+    """
     specs: list[KernelSpec] = []
     for layer in shape.linear_layers:
         out_features, in_features = layer.out_features, layer.in_features
@@ -99,7 +102,7 @@ def quantized_row_linear(shape: KernelShape, target: str | None) -> list[KernelS
 
 
 def rms_norm(shape: KernelShape, target: str | None) -> list[KernelSpec]:
-    """The norm alone, and the norm of a residual with a linear layer's partial sums of 2 and 8 splits."""
+    """Return specs of the norm alone, and of the norm fused with the residual add of 2 and 8 partial sums."""
     block = block_of_hidden(shape.hidden_size)
     names = ("weight", "residual", "bias", "shift", "post_weight", "out")
     tensors = dict.fromkeys(names, f"*{shape.element}")
@@ -133,7 +136,7 @@ def rms_norm(shape: KernelShape, target: str | None) -> list[KernelSpec]:
 
 
 def lm_head(shape: KernelShape, target: str | None) -> list[KernelSpec]:
-    """The default configuration for the model's vocabulary."""
+    """Return the spec of the default configuration for the model's vocabulary."""
     config = LmHeadConfig.default(shape.dtype, shape.vocab_size, shape.hidden_size)
     sizes = {"vocab_size": shape.vocab_size, "hidden_size": shape.hidden_size, "cap": shape.capped}
     return [
@@ -155,7 +158,7 @@ def lm_head(shape: KernelShape, target: str | None) -> list[KernelSpec]:
 
 
 def _add_splits_spec(shape: KernelShape, layer: LinearLayer, split_k: int) -> KernelSpec:
-    """`add_splits` after a layer of that shape."""
+    """Return the spec of `add_splits` for the partial sums of a layer."""
     features = layer.out_features // 2 if layer.silu_gate else layer.out_features
     constants = _epilogue(shape, layer) | {
         "OUT_FEATURES": layer.out_features,

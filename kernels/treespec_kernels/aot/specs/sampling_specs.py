@@ -10,7 +10,7 @@ from treespec_kernels.sampling.row_topk_kernels import select_of_blocks, summari
 
 
 def coupled_choice(shape: KernelShape, target: str | None) -> list[KernelSpec]:
-    """The choice in blocks of the vocabulary, and the choice among the blocks."""
+    """Return specs of the choice within blocks of the vocabulary, and of the choice among the blocks."""
     types = dict.fromkeys(("seeds", "samples", "positions", "tokens"), "*i64") | {
         "scores": f"*{shape.element}",
         "temperatures": "*fp32",
@@ -29,7 +29,7 @@ def coupled_choice(shape: KernelShape, target: str | None) -> list[KernelSpec]:
 
 
 def row_topk(shape: KernelShape, target: str | None) -> list[KernelSpec]:
-    """The summary of blocks, and the selection of 1 and of the most tokens; each with and without noise."""
+    """Return specs of the block summary, and of the selection for k = 1 and `MAX_K`, each with and without noise."""
     numbers = dict.fromkeys(("seeds", "samples", "positions"), "*i64")
     floats = dict.fromkeys(("temperatures", "best_values", "sums", "values", "lse"), "*fp32")
     types = numbers | floats | {"logits": f"*{shape.element}", "finite": "*i1"}

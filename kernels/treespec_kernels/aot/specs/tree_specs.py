@@ -1,4 +1,4 @@
-"""Specs of the tree ops. Their sizes do not depend on the model, so every shape gives the same."""
+"""Specs of the tree ops. Their sizes do not depend on the model, so every shape gives the same specs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FLOATS = ("probs", "weights", "seed_probs", "seed_ratios", "cand_values", "fron
 
 
 def tree_merge(shape: KernelShape, target: str | None) -> list[KernelSpec]:
-    """A usual round and a large one."""
+    """Return specs for a typical and a large frontier."""
     specs = []
     for num_ssms, frontier, proposals in ((3, 8, 8), (3, 16, 8)):
         constants = merge.blocks_of(num_ssms, frontier, proposals, 4, SEEDS)
@@ -35,7 +35,7 @@ def tree_merge(shape: KernelShape, target: str | None) -> list[KernelSpec]:
 
 
 def tree_root(shape: KernelShape, target: str | None) -> list[KernelSpec]:
-    """A usual round."""
+    """Return the spec for the default growth limits."""
     frontier, depth, candidates = FRONTIER, MAX_DEPTH, 3072
     return [
         KernelSpec(
@@ -58,7 +58,7 @@ def tree_root(shape: KernelShape, target: str | None) -> list[KernelSpec]:
 
 
 def tree_select(shape: KernelShape, target: str | None) -> list[KernelSpec]:
-    """A usual round and the largest."""
+    """Return specs for a typical and for the largest tree."""
     specs = []
     for candidates, max_depth, max_nodes in ((256, 12, 64), (512, 7, 256)):
         constants = select.blocks_of(candidates, SEEDS, max_depth, max_nodes)
@@ -75,7 +75,7 @@ def tree_select(shape: KernelShape, target: str | None) -> list[KernelSpec]:
 
 
 def tree_walk(shape: KernelShape, target: str | None) -> list[KernelSpec]:
-    """A usual round and the largest."""
+    """Return specs for a typical and for the largest tree."""
     specs = []
     for max_depth, max_nodes in ((12, 64), (12, 256)):
         constants = walk.blocks_of(max_depth, max_nodes)

@@ -16,14 +16,15 @@ TUNABLE = ("row_linear", "quantized_row_linear", "lm_head", "tree_attention", "p
 
 
 def ops() -> tuple[str, ...]:
-    """Every op that has workloads, the tunable ones first."""
+    """Return every op that has workloads, the tunable ones first."""
     folder = Path(__file__).parent
     found = {path.stem for path in folder.glob("*.py")} & kernel_modules().keys()
     return (*(op for op in TUNABLE if op in found), *sorted(found - set(TUNABLE)))
 
 
 def workloads_of(setting: Setting, only: Iterable[str] | None = None) -> list[Workload]:
-    """The workloads of the ops in `only`, or of all tunable ones. Workloads of the same op and key are tuned together.
+    """Return the workloads of the ops in `only`, or of all tunable ones. Workloads of the same op and key are tuned
+    together.
 
     Raises:
         ValueError: an op without workloads.

@@ -83,18 +83,18 @@ class Workload(ABC, Generic[InputsT]):
 
     @abstractmethod
     def make(self, generator: torch.Generator) -> InputsT:
-        """Creates one copy of the inputs; equal seeds give equal inputs."""
+        """Create one copy of the inputs; equal seeds give equal inputs."""
 
     @abstractmethod
     def run(self, config: Any, copy: int = 0) -> Tensors:
-        """Runs the op on a copy of the inputs, which it may modify: see `reset`."""
+        """Run the op on a copy of the inputs, which it may modify: see `reset`."""
 
     @abstractmethod
     def expected(self) -> Tensors:
-        """The expected result for copy 0, from the op's reference."""
+        """Return the expected result for copy 0, from the op's reference."""
 
     def compare(self, actual: Tensors, expected: Tensors, config: Any) -> None:
-        """Raises AssertionError if results are wrong."""
+        """Raise AssertionError if results are wrong."""
         for index, (own, right) in enumerate(zip(actual, expected, strict=True)):
             if self.exact:
                 equal(own, right, self.exact[index])
@@ -102,7 +102,7 @@ class Workload(ABC, Generic[InputsT]):
                 self.near(own, right)
 
     def shipped(self) -> list[Any]:
-        """The op's configurations, its default first; [None] for an op without configurations."""
+        """Return the op's configurations, its default first; [None] for an op without configurations."""
         return [None]
 
     def invariance_pairs(self, config: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -114,10 +114,10 @@ class Workload(ABC, Generic[InputsT]):
         return {}
 
     def reset(self, inputs: InputsT) -> None:
-        """Restores a copy of the inputs, for an op that modifies them."""
+        """Restore a copy of the inputs, for an op that modifies them."""
 
     def candidates(self) -> list[Any]:
-        """The configurations to tune over, the default first."""
+        """Return the configurations to tune over, the default first."""
         configs = self.shipped()
         if self.setting.fixed_order_dot:
             configs = [c if c is None else replace(c, fixed_order_dot=True) for c in configs]
@@ -134,7 +134,7 @@ class Workload(ABC, Generic[InputsT]):
         return self._inputs
 
     def prepare(self, copies: int = 1) -> None:
-        """Creates copies of the inputs until there are `copies`."""
+        """Create copies of the inputs until there are `copies`."""
         while len(self._inputs) < copies:
             generator = torch.Generator(self.device).manual_seed(len(self._inputs))
             self._inputs.append(self.make(generator))
@@ -144,7 +144,7 @@ class Workload(ABC, Generic[InputsT]):
         self._inputs, self._expected = [], None
 
     def check(self, config: Any) -> None:
-        """Raises AssertionError if a configuration's results are wrong, or a row's depend on other rows."""
+        """Raise AssertionError if a configuration's results are wrong, or a row's depend on other rows."""
         if self._expected is None:
             self.reset(self.inputs[0])
             self._expected = self.expected()
@@ -156,11 +156,11 @@ class Workload(ABC, Generic[InputsT]):
             assert not differing, f"rows depend on other rows: {differing} values differ in case {index}"
 
     def key_of(self, **sizes: int) -> dict[str, Any]:
-        """The key of a problem of these sizes in the dtype."""
+        """Return the key of a problem of these sizes in the dtype."""
         return {"dtype": str(self.dtype).removeprefix("torch."), **sizes}
 
     def near(self, actual: torch.Tensor, expected: torch.Tensor) -> None:
-        """Raises AssertionError if results differ by more than rounding to the dtype explains."""
+        """Raise AssertionError if results differ by more than rounding to the dtype explains."""
         max_error, rms_error = BOUNDS[self.dtype]
         assert_close(actual, expected, max_error=max_error, rms_error=rms_error)
 
@@ -171,7 +171,7 @@ class Workload(ABC, Generic[InputsT]):
 
 
 def equal(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    """Raises AssertionError if any element differs."""
+    """Raise AssertionError if any element differs."""
     assert actual.shape == expected.shape, f"{what} has shape {list(actual.shape)}, expected {list(expected.shape)}"
     wrong = (actual != expected).nonzero()
     if len(wrong):
@@ -182,12 +182,12 @@ def equal(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether tensors of one dtype are bit-identical: equal NaNs are, +0 and -0 are not."""
+    """Return whether tensors of one dtype are bit-identical: equal NaNs are, +0 and -0 are not."""
     return torch.equal(_bits(one), _bits(other))
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bits of a tensor as integers."""
+    """Return the bits of a tensor as integers."""
     if not tensor.is_floating_point():
         return tensor
     return tensor.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])

@@ -25,7 +25,7 @@ class ForestInputs(NamedTuple):
     proposed: ProposedTrees
 
     def grow(self) -> None:
-        """Starts the round and merges every level."""
+        """Start the round and merges every level."""
         tree_root_triton(self.forest, self.roots)
         for tokens, probs in zip(self.tokens, self.probs, strict=True):
             tree_merge_triton(self.forest, tokens, probs, self.weights, self.end_tokens, self.proposed)

@@ -67,7 +67,7 @@ class KvCommitWorkload(Workload[KvCommitInputs]):
 
     @staticmethod
     def _integers(cache: torch.Tensor) -> torch.Tensor:
-        """The cache as integers, since some of its bit patterns are NaN."""
+        """Return the cache as integers, since some of its bit patterns are NaN."""
         return cache.view(torch.int16 if cache.element_size() == 2 else torch.int32)
 
 

@@ -58,7 +58,7 @@ class Chain:
     stats: BlockStats
 
     def poison(self) -> None:
-        """Fills the buffers that a run writes before reading with values that no result has."""
+        """Fill the buffers that a run writes before reading with values that no result has."""
         plan = self.plan
         for tensor in (
             *(self.stream, self.normed, self.partials, self.q, self.mixed, self.inner, self.logits, *self.stats),
@@ -143,7 +143,8 @@ class ProgrammaticLaunchWorkload(Workload[Chain]):
         )
 
     def run(self, config: Any, copy: int = 0) -> Tensors:
-        """The residual stream, the normed one, the last attention, the cache of the rows, and the LM head's results."""
+        """Return the residual stream, the normed one, the last attention, the cache of the rows, and the LM head's
+        results."""
         chain, pdl = self.inputs[copy], bool(config.pdl)
         cache = chain.kv_layer
         chain.stream.copy_(chain.start)  # the first launch follows a copy
@@ -177,7 +178,7 @@ class ProgrammaticLaunchWorkload(Workload[Chain]):
         )
 
     def _add(self, chain: Chain, name: str, x: torch.Tensor, pdl: bool) -> None:
-        """Adds a layer's product to the residual stream, and norms the sum."""
+        """Add a layer's product to the residual stream, and norms the sum."""
         product = self._partials(chain, name, x, pdl)
         rms_norm_triton(product, chain.norm, EPS, residual=chain.stream, out=chain.normed, pdl=pdl)
 
@@ -199,8 +200,9 @@ class ProgrammaticLaunchWorkload(Workload[Chain]):
         return x if self.setting.groups == 1 else x.view(self.setting.groups, self.nodes, -1)
 
     def check(self, config: Any) -> None:
-        """Compares the results of `REPLAYS` runs of a captured chain with those of the chain without PDL, bit by bit.
-        All memory is poisoned between runs, so that a kernel that reads too early does not find the previous results.
+        """Compare the results of `REPLAYS` runs of a captured chain with those of the chain without PDL, bit by bit.
+        All memory is poisoned between runs, so that a kernel that reads too early does not find the previous
+        results.
         """
         chain = self.inputs[0]
         if self._expected is None:

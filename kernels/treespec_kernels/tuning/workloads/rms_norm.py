@@ -47,7 +47,7 @@ class RmsNormWorkload(Workload[NormInputs]):
         inputs.residual.copy_(inputs.before)
 
     def run(self, config: Any, copy: int = 0) -> Tensors:
-        """The norm, and the residual after it."""
+        """Return the norm, and the residual after it."""
         x, weight, residual, _ = self.inputs[copy]
         return rms_norm_triton(x, weight, EPS, residual=residual), residual
 

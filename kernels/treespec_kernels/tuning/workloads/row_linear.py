@@ -92,7 +92,7 @@ class RowLinearWorkload(Workload[LinearInputs]):
 
 
 def row_counts(setting: Setting) -> dict[int, float]:
-    """The numbers of rows that a layer is tuned for, and their weights."""
+    """Return the numbers of rows that a layer is tuned for, and their weights."""
     weights: dict[int, float] = {}
     counts = ((setting.nodes, TREE), (1, PLAIN), (setting.requests * setting.nodes, BATCH))
     for rows, weight in counts:
@@ -101,7 +101,7 @@ def row_counts(setting: Setting) -> dict[int, float]:
 
 
 def layers_of(setting: Setting, kind: type[RowLinearWorkload]) -> list[Workload]:
-    """The workloads of a model's linear layers; layers of equal size count once."""
+    """Return the workloads of a model's linear layers; layers of equal size count once."""
     layers = {layer[1:] for layer in setting.shape.linear_layers}
     return [
         kind(setting, out_features, in_features, rows, silu_gate, weight)

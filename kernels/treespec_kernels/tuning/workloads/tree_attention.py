@@ -47,7 +47,7 @@ class TreeAttentionWorkload(Workload[TreeAttentionInputs]):
         return tree_attention_inputs(lengths, self.trees(seed), **self.shape.attention, device=self.device, seed=seed)
 
     def trees(self, seed: int) -> list[list[int]]:
-        """The parents of every request's tree."""
+        """Return the parents of every request's tree."""
         host = torch.Generator().manual_seed(seed)
         return [tree_parents("random", self.nodes, host) for _ in range(self.requests)]
 

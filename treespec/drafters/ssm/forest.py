@@ -15,9 +15,8 @@ import torch
 from treespec.drafters.evidence import SeedEvidence
 from treespec.sampling.transforms import topk_rows
 from treespec.tree import Draws, TokenTree
-from treespec_kernels.tree.growth_limits import CHILDREN, FRONTIER, SEEDS, frontier_width
+from treespec_kernels.tree.growth_limits import CHILDREN, FRONTIER, MAX_MIXTURE, MIN_MIXTURE, SEEDS, frontier_width
 from treespec_kernels.tree.tree_levels import Frontier, Level
-from treespec_kernels.tree.tree_merge import MAX_MIXTURE, MIN_MIXTURE
 
 _ONE = np.float32(1)
 

@@ -1,4 +1,4 @@
-"""Measures CPU decoding next to a busy process: speed with a core taken relative to an idle machine.
+"""Measures CPU decoding next to busy processes: speed with one or more busy cores relative to an idle machine.
 
     python perf/busy.py --grow 0.5B --threads 2 --json out.json
 
@@ -31,7 +31,7 @@ def neighbours(count: int) -> Iterator[None]:
     processes = [subprocess.Popen([sys.executable, "-c", SPIN]) for _ in range(count)]
     try:
         if processes:
-            time.sleep(0.5)  # until they run
+            time.sleep(0.5)  # wait until the processes spin
         yield
     finally:
         for process in processes:
@@ -57,7 +57,7 @@ def decode(llm: LLM, prompts: list[list[int]], max_tokens: int, spec: str | None
 
 
 def measure(llm: LLM, prompts: list[list[int]], args: argparse.Namespace) -> dict[str, Any]:
-    """Per mode: figures with and without neighbours, speed ratio and number of differing tokens."""
+    """Return figures with and without neighbours and their ratio for each mode, and the number of differing tokens."""
     found: dict[tuple[str, int], list[Decoded]] = {(mode, busy): [] for mode in MODES for busy in (0, args.neighbours)}
     for _ in range(args.repeats + 1):  # the first warms up
         for busy in (0, args.neighbours):

@@ -33,8 +33,8 @@ from gpu.setting import ROOT, Setting, device_slug, source_hash, tuned_hash
 from gpu.stage import LAST, RESTART, Stage, run
 from gpu.stages import STAGES, choose
 
-LEAST_SECONDS = 25.0  # minimum budget to start a stage
-KILL_SECONDS = 25.0  # seconds past its time after which a process is killed: more than `LAST`
+LEAST_SECONDS = 25.0  # minimum remaining budget to start a stage
+KILL_SECONDS = 25.0  # seconds after its time at which a process is killed; more than `LAST`
 RESTARTS = 12
 
 
@@ -86,7 +86,7 @@ def main() -> int:
 
 
 def sees_a_gpu() -> bool:
-    """Whether torch sees a GPU."""
+    """Return whether torch sees a GPU."""
     import torch
 
     return torch.cuda.is_available()
@@ -118,14 +118,14 @@ def run_stages(stages: Sequence[Stage], out: Path, kept: Path, deadline: float, 
 
 
 def _continue(out: Path, kept: Path, stage: Stage) -> None:
-    """Resume results that exist only in `kept` in `out`."""
+    """Copy results that exist only in `kept` to `out`, to resume them there."""
     if not path_of(out, stage.name).exists() and path_of(kept, stage.name).exists():
         shutil.copy(path_of(kept, stage.name), path_of(out, stage.name))
 
 
 def start(group: Sequence[Stage], out: Path, seconds: float, args: argparse.Namespace) -> int:
-    """Run one process and return its exit status; kills it and its children after its time."""
-    until = time.monotonic() + seconds  # including its start
+    """Run stages in a process and return its exit status; kill it and its children after its time."""
+    until = time.monotonic() + seconds  # includes the start of the process
     command = [
         sys.executable,
         str(Path(__file__).resolve()),
@@ -142,7 +142,7 @@ def start(group: Sequence[Stage], out: Path, seconds: float, args: argparse.Name
     environment = dict(os.environ)
     if args.dry_run:
         command.append("--dry-run")
-        # leave the user's cache folder alone
+        # Do not use the user's cache folder.
         environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "XDG_CACHE_HOME": str(out / "cache")}
     child = subprocess.Popen(command, env=environment, start_new_session=True)
     try:
@@ -173,7 +173,7 @@ def _end_session(leader: int) -> None:
 def _child(stages: Sequence[Stage], setting: Setting, until: float) -> int:
     with failures.section(setting.out, f"process {os.getpid()}: {', '.join(stage.name for stage in stages)}") as log:
         faulthandler.enable(log)
-        # faulthandler's thread works even while a call holds the GIL
+        # faulthandler's thread dumps stacks even while a call holds the GIL.
         faulthandler.dump_traceback_later(max(until - time.monotonic(), 0.0) + LAST + 5.0, file=log)
         try:
             for stage in stages:
@@ -199,10 +199,10 @@ def _progress(out: Path, stage: Stage) -> int:
 
 
 def report(stages: Sequence[Stage], out: Path, kept: Path) -> int:
-    """Print the tables of stages and targets; returns 1 if bits or results are wrong.
+    """Print the tables of stages and targets. Return 1 if a correctness target is missed, else 0.
 
     Args:
-        stages: to print; the target table covers all.
+        stages: stages to print; the target table covers all stages.
         out, kept: results folders; `out` takes precedence.
     """
     documents = {
@@ -214,7 +214,7 @@ def report(stages: Sequence[Stage], out: Path, kept: Path) -> int:
         if stage.name in documents:
             try:
                 print(_table(stage, documents[stage.name]))
-            except Exception as error:  # malformed figures may raise anything; keep the other tables
+            except Exception as error:  # malformed figures raise arbitrary types; print the other tables
                 path = path_of(out if path_of(out, stage.name).exists() else kept, stage.name)
                 print(f"\n{stage.name}: NO TABLE, {failures.last_line(error)}; its figures are in {path}")
     dry = any(document["dry_run"] for document in documents.values())

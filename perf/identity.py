@@ -1,4 +1,4 @@
-"""Compares tree with plain decoding, and plain decoding with transformers: tokens and logits, bit for bit.
+"""Compares tree decoding with plain decoding, and plain decoding with transformers: tokens and logits, bit for bit.
 
     python perf/identity.py                                     # everything, on the embedded models
     python perf/identity.py --prompts 16 --dtypes bfloat16 --batches 8 --out out.json
@@ -32,18 +32,18 @@ from treespec.bench.run import commit
 from treespec.runner import Runner
 from treespec_weights import default_folder, default_names
 
-TIE = 1e-4  # logits closer than this fraction of the row's RMS are a rounding tie
+TIE = 1e-4  # logits whose difference is below this fraction of the row's RMS are a rounding tie
 
 
 class LogitRecorder:
-    """Records the logits of every emitted token, by request and position.
+    """Recorder of the logits of every emitted token, by request and position.
 
-    Captured rounds expose no logits and are not recorded.
+    Captured rounds do not expose logits, so they are not recorded.
     """
 
     def __init__(self, llm: LLM):
         self.rows: dict[tuple[str, int], Tensor] = {}
-        self._last: dict[str, Tensor] = {}  # of each request's last tree, [num_nodes, vocab]
+        self._last: dict[str, Tensor] = {}  # logits of each request's last tree, [num_nodes, vocab]
         runner: Runner = llm.engine.runner
         compute = runner.logits
 
@@ -63,7 +63,7 @@ class LogitRecorder:
                 self.rows[record.request_id, len(record.context) + depth] = rows[node].clone()
 
     def take(self, outputs: list[RequestOutput]) -> list[Tensor]:
-        """Per output, the logits of each token, [num tokens, vocab]; clears the records."""
+        """Return the logits of each output's tokens, [num tokens, vocab], and clear the records."""
         result = []
         for output in outputs:
             first = len(output.prompt_token_ids) - 1
@@ -74,7 +74,7 @@ class LogitRecorder:
 
 
 def read_prompts(count: int, tokenizer: Any, vocab: int) -> list[list[int]]:
-    """Held-out prompts as token ids; random ids for models other than the embedded one."""
+    """Return held-out prompts as token ids, or random ids without a tokenizer."""
     if tokenizer is None:
         generator = torch.Generator().manual_seed(0)
         lengths = torch.randint(1, 160, (count,), generator=generator).tolist()
@@ -87,7 +87,7 @@ def read_prompts(count: int, tokenizer: Any, vocab: int) -> list[list[int]]:
 
 
 def modes(names: Sequence[str], nodes: int) -> dict[str, SpecConfig]:
-    """Modes to compare with plain decoding."""
+    """Return the modes to compare with plain decoding."""
     subsets = [s for n in range(1, len(names) + 1) for s in itertools.combinations(names, n)]
     result = {",".join(subset): SpecConfig(nodes=nodes, sources=subset) for subset in subsets}
     if len(names) > 1:
@@ -110,7 +110,7 @@ def compare(plain: list[RequestOutput], tree: list[RequestOutput], logits: list[
 
 
 def against_transformers(model: Path, plain: list[RequestOutput], logits: list[Tensor]) -> dict[str, Any]:
-    """Check, teacher-forced in fp32, that transformers' argmax equals every token of plain decoding."""
+    """Compare every token of plain decoding with transformers' argmax, teacher-forced in fp32."""
     from transformers import AutoModelForCausalLM
 
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -192,13 +192,13 @@ def sample(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def models(args: argparse.Namespace) -> tuple[Path, list[str]]:
-    """The target's folder, and the drafts."""
+    """Return the target's folder, and the drafts."""
     drafts = args.draft or [name for name in default_names() if name.startswith("ssm-")]
     return Path(args.model) if args.model else default_folder("target"), drafts
 
 
 def greedy(args: argparse.Namespace) -> int:
-    """Compare trees with plain decoding, and that with transformers."""
+    """Compare trees with plain decoding, and plain decoding with transformers."""
     model, drafts = models(args)
     params = SamplingParams(max_tokens=args.max_tokens, ignore_eos=True)
     results: list[dict[str, Any]] = []

@@ -22,7 +22,7 @@ from treespec import LLM, RequestOutput, SamplingParams, SpecConfig
 from treespec.bench.run import commit
 
 PLAIN_BATCH = 8
-FIRST_SEED = 1000  # of prompt 0; the next prompt has the next seed
+FIRST_SEED = 1000  # seed of prompt 0; the next prompt has the next seed
 SETTINGS: dict[str, dict[str, Any]] = {
     "T=0.7": {"temperature": 0.7},
     "T=1": {"temperature": 1.0},
@@ -40,19 +40,19 @@ ROWS_SHOWN = 8  # differences listed per cell
 
 
 class Prompt(NamedTuple):
-    """A prompt's index over all shards, which determines its seed, and its tokens."""
+    """A prompt: its index over all shards, which determines its seed, and its tokens."""
 
     index: int
     tokens: list[int]
 
 
 def subsets(names: Sequence[str]) -> list[tuple[str, ...]]:
-    """Non-empty subsets of `names`, small ones first."""
+    """Return the non-empty subsets of `names`, small ones first."""
     return [s for n in range(1, len(names) + 1) for s in itertools.combinations(names, n)]
 
 
 def parse_shard(text: str) -> tuple[int, int]:
-    """(2, 3) from "2/3": the second of three."""
+    """Parse a shard: "2/3", the second of three, gives (2, 3)."""
     number, _, count = text.partition("/")
     if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
         raise ValueError(f"--shard {text}: valid: 1/1, 1/2, 2/2 and so on")
@@ -65,15 +65,17 @@ def run(
     setup: dict[str, Any],
     out: Path | None,
 ) -> dict[str, Any]:
-    """Run the remaining grid; returns the document, also written to `out`.
+    """Run the remaining cells of the grid, and return the document, which is also written to `out`.
 
     Args:
-        open_llm: opens an engine of a dtype for `PLAIN_BATCH` concurrent requests.
-        read_prompts: of all shards.
-        setup: of the run, for the document: at least dtypes, settings, batches, max_tokens, nodes, max_depth and shard.
+        open_llm: function that opens an engine of a dtype for `PLAIN_BATCH` concurrent requests.
+        read_prompts: function that returns the prompts of all shards.
+        setup: setup of the run for the document, with at least dtypes, settings, batches, max_tokens, nodes, max_depth
+            and shard.
+        out: path of the document, or None.
 
     Raises:
-        ValueError: `out` holds the document of another run, a batch is too large, or a request failed.
+        ValueError: `out` is the document of another run, a batch is too large, or a request failed.
     """
     if max(setup["batches"]) > PLAIN_BATCH:
         raise ValueError(f"--batches {max(setup['batches'])}: valid with --sampling: 1 to {PLAIN_BATCH}")
@@ -126,16 +128,16 @@ def compare(prompts: Sequence[Prompt], ours: Sequence[Sequence[int]], plain: Seq
 
 
 def totals(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Sums over cells."""
+    """Sum the figures over cells."""
     result = {"cells": len(rows)} | {name: sum(row[name] for row in rows) for name in SUMS}
     return result | {"acceptance_length": result["tokens"] / result["target_passes"] if rows else None}
 
 
 def merge(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merge documents of shards, merged ones included; `complete` tells whether all are present.
+    """Merge documents of shards, or merged documents; `complete` is whether all shards are present.
 
     Raises:
-        ValueError: not complete, distinct shards of one run.
+        ValueError: a shard is incomplete or repeated, or the shards are from different runs.
     """
     setups = [{k: v for k, v in document["setup"].items() if k != "shard"} for document in documents]
     shards = sorted(tuple(shard) for document in documents for shard in _shards_of(document))
@@ -163,7 +165,7 @@ def merge(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _shards_of(document: dict[str, Any]) -> list[tuple[int, int]]:
-    """The shards merged in a document."""
+    """Return the shards of a document."""
     return document["shards"] if "shards" in document else [document["setup"]["shard"]]
 
 
@@ -183,7 +185,10 @@ def describe(document: dict[str, Any]) -> str:
 def decode(
     llm: LLM, prompts: Sequence[Prompt], setting: str, spec: SpecConfig | str, batch: int, max_tokens: int
 ) -> tuple[list[list[int]], dict[str, Any]]:
-    """Decode all prompts and measure; batches run one after another, or continuously at the engine's own batch size."""
+    """Decode all prompts and measure.
+
+    Batches run one after another, except that the engine's own batch size runs with continuous batching.
+    """
     options = SETTINGS[setting] | {"max_tokens": max_tokens, "ignore_eos": True}
     params = [SamplingParams(seed=FIRST_SEED + prompt.index, **options) for prompt in prompts]
     step = len(prompts) if batch == PLAIN_BATCH else batch
@@ -203,7 +208,7 @@ def decode(
 
 
 def _keep_plain(document: dict[str, Any], row: dict[str, Any]) -> None:
-    """Record plain decoding; a resumed run must reproduce the earlier tokens."""
+    """Record plain decoding, whose tokens a resumed run must reproduce."""
     for known in document["plain"]:
         if (known["dtype"], known["setting"]) == (row["dtype"], row["setting"]):
             if known["sha256"] != row["sha256"]:
@@ -228,7 +233,7 @@ def _open(out: Path | None, setup: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write(out: Path | None, document: dict[str, Any]) -> None:
-    """Write atomically."""
+    """Write the document atomically."""
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         part = out.with_name(out.name + ".part")

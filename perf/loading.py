@@ -6,8 +6,8 @@
 Writes a synthetic sharded Llama checkpoint in bfloat16 (removed at the end). Then, in one process:
 
 - memory: peak increase of anonymous memory (RssAnon), sampled every few milliseconds while `load_weights` runs and
-  every page of the result is touched; as stored (memory-mapped) and cast to float16 (a copy of the files' size). Also
-  for `convert` to float16.
+  every page of the result is touched; for weights as stored (memory-mapped) and cast to float16 (a copy of the files'
+  size). Also for `convert` to float16.
 - speed: `load_weights` against safetensors' `load_file` of the same files, alternating, every page touched
   (`treespec_weights.timing`): from the page cache, cast, and with the files evicted from the page cache before each
   load.
@@ -35,12 +35,12 @@ from treespec_weights.load import expected_tensors
 from treespec_weights.timing import touch
 from treespec_weights.writer import Output, plan_shards, write_index, write_json, write_shard
 
-BLOCK = 1 << 24  # random values, repeated to fill tensors
+BLOCK = 1 << 24  # number of random values, which are repeated to fill tensors
 INTERVAL = 0.003  # seconds between two samples
 
 
 def shape_of(num_bytes: int) -> ModelShape:
-    """Shape of about `num_bytes` in bfloat16, with realistic tensors of at most a sixteenth of it."""
+    """Return a shape of about `num_bytes` in bfloat16, with realistic tensors of at most a sixteenth of it."""
     hidden = 256
     while 2 * 16 * (2 * hidden) ** 2 <= num_bytes / 16:
         hidden *= 2
@@ -82,7 +82,7 @@ def _tensors(block: torch.Tensor, outputs: Sequence[Output]) -> Iterator[torch.T
 
 @contextmanager
 def anonymous_peak() -> Iterator[Callable[[], int]]:
-    """Peak increase of the process's anonymous memory within the block, in bytes."""
+    """Yield a function that returns the peak increase of the process's anonymous memory in the block, in bytes."""
     before, highest, done = anonymous_bytes(), 0, threading.Event()
 
     def watch() -> None:
@@ -100,13 +100,13 @@ def anonymous_peak() -> Iterator[Callable[[], int]]:
 
 
 def anonymous_bytes() -> int:
-    """Anonymous memory of the process (Linux)."""
+    """Return the anonymous memory of the process in bytes (Linux)."""
     status = Path("/proc/self/status").read_text()
     return int(status.split("RssAnon:")[1].split()[0]) * 1024
 
 
 def measure_memory(folder: Path, shape: ModelShape) -> dict[str, dict[str, Any]]:
-    """Measure peaks of anonymous memory, also relative to the files' tensors."""
+    """Measure peaks of anonymous memory, also relative to the size of the files' tensors."""
     size = 2 * shape.num_parameters()
     largest = max(2 * placement_size for placement_size in map(_values, shape.parameters().values()))
     result: dict[str, dict[str, Any]] = {}

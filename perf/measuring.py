@@ -1,4 +1,4 @@
-"""Options, prompts, comparisons and documents that the measuring scripts share."""
+"""Options, prompts, comparisons and documents shared by the measuring scripts."""
 
 import argparse
 import json
@@ -31,12 +31,12 @@ def parser(doc: str | None, grow: str | None = None, **defaults: int) -> argpars
 
 @contextmanager
 def opened(grow: str | None, drafts: Sequence[Any] | None = None, **options: Any) -> Iterator[Any]:
-    """Yield a function that opens the embedded target, grown or not, compiled in bfloat16 on the CPU.
+    """Yield a function that opens the embedded target, optionally grown, compiled in bfloat16 on the CPU.
 
     Args:
-        grow: size of the grown target.
-        drafts: in place of the embedded SSMs.
-        options: of every `LLM`.
+        grow: size of the grown target; None for the embedded one.
+        drafts: drafts to use instead of the embedded SSMs.
+        options: options of every `LLM`.
     """
     embedded = Options(device="cpu")
     with grown(embedded, grow, None, None) if grow else nullcontext((embedded, None)) as (found, _):
@@ -59,13 +59,13 @@ def balanced(entries: Sequence[dict[str, str]], count: int) -> list[dict[str, st
 
 
 def count_differing(plain: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """Return how many tokens were compared and how many differ; lengths must be equal."""
+    """Return the number of compared tokens and the number of differing ones; lengths must be equal."""
     pairs = [pair for own in zip(plain, other, strict=True) for pair in zip(*own, strict=True)]
     return len(pairs), sum(a != b for a, b in pairs)
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return median, least and largest."""
+    """Return the median, minimum and maximum."""
     return {"median": statistics.median(values), "least": min(values), "largest": max(values)}
 
 
@@ -76,13 +76,13 @@ def speed_ups(plain: Sequence[float], own: Sequence[float]) -> dict[str, float]:
 
 
 def setup(args: argparse.Namespace, *names: str, **more: Any) -> dict[str, Any]:
-    """Return the options `names` beside those of every script, and the machine, for the document."""
+    """Return the setup for the document: the options `names`, those of every script, and the machine."""
     shared = {"torch": torch.__version__, "processor": processor()}
     return {"grown_to": args.grow} | {name: getattr(args, name) for name in names} | shared | more
 
 
 def write_json(path: Path | None, document: Any) -> None:
-    """Write a document, if there is a path."""
+    """Write a document as JSON if `path` is not None."""
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(document, indent=1) + "\n")

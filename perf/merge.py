@@ -1,13 +1,13 @@
-"""Measures the benefit of merging: acceptance of merged sources against each alone, paired, by kind of text.
+"""Measures the benefit of merging: acceptance of merged sources against each source alone, paired, by kind of text.
 
     python perf/merge.py                                     # held-out prompts, the embedded models
     python perf/merge.py --compare FOLDER --json out.json    # plus further drafts
 
-At equal nodes: every SSM alone; the three merged; the three with only the most trusted one drafting per round (equal
-draft time); lookup alone; lookup and SSMs. All modes decode the same tokens (checked), so target passes are comparable
-per prompt. Reports acceptance length (`tau`: tokens per target pass, bonus included) over all prompts and over those
-with non-looping output (distinct 4-grams above a half), with paired bootstrap 95 % intervals over prompts. `draft
-passes`: SSM forward passes over one level, per target pass.
+Modes with equal numbers of nodes: every SSM alone; the three merged; the three with only the SSM of the largest weight
+drafting per round (equal draft time); lookup alone; lookup and SSMs. All modes decode the same tokens (checked), so
+target passes are comparable per prompt. Reports acceptance length (`tau`: tokens per target pass, bonus included) over
+all prompts and over those with non-looping output (more than half of the 4-grams distinct), with paired bootstrap 95 %
+intervals over prompts. `draft passes`: SSM forward passes over one level, per target pass.
 """
 
 import argparse
@@ -31,7 +31,7 @@ RESAMPLES = 4000
 
 @contextmanager
 def counting_passes(llm: LLM) -> Iterator[Counter[str]]:
-    """Count the SSM passes of a run; captured rounds count 0, as they do not propose on the host."""
+    """Count the SSM passes of a run. Captured rounds are not counted, since they do not propose on the host."""
     total: Counter[str] = Counter()
     ssms, original = llm.engine.sources.ssms, llm.engine.sources.ssms.propose
 
@@ -48,12 +48,12 @@ def counting_passes(llm: LLM) -> Iterator[Counter[str]]:
 
 
 def tau(tokens: np.ndarray, passes: np.ndarray, chosen: np.ndarray | slice = slice(None)) -> float:
-    """Tokens per target pass over the chosen prompts."""
+    """Return the tokens per target pass over the chosen prompts."""
     return float(tokens[chosen].sum() / passes[chosen].sum())
 
 
 def interval(tokens: np.ndarray, ours: np.ndarray, theirs: np.ndarray, chosen: np.ndarray) -> list[float]:
-    """Paired bootstrap 95 % interval over prompts of the difference of acceptance lengths."""
+    """Return the paired bootstrap 95 % interval, over prompts, of the difference of acceptance lengths."""
     rng = np.random.default_rng(0)
     index = np.flatnonzero(chosen)
     if not len(index):

@@ -3,10 +3,10 @@
     python perf/quantised.py --threads 1 --json out.json              # the embedded target grown to 0.5B
     python perf/quantised.py --grow 1B --modes eager                  # another size, without compiled passes
 
-Every repeat runs every engine once in turn, so that disturbances affect all. Reports tokens per second of decoding
-(without prefill): median, min and max of the repeats; ratios are per repeat. Compares tree tokens with plain decoding
-by the same engine. Quality: the quantised embedded target on held-out text (teacher-forced), as the share of positions
-with the same argmax as in bfloat16, and mean KL(bfloat16 || quantised) in nats.
+Every repeat runs every engine once in turn, so that interference affects all of them. Reports tokens per second of
+decoding (without prefill): median, min and max of the repeats; ratios are per repeat. Compares tree tokens with plain
+decoding by the same engine. Quality is that of the quantised embedded target on held-out text (teacher-forced): the
+share of positions with the same argmax as in bfloat16, and the mean KL(bfloat16 || quantised) in nats.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def name_of(form: str | None) -> str:
 
 
 def held_out(count: int) -> list[str]:
-    """Held-out texts, alternating code and prose."""
+    """Return held-out texts, alternating their kinds."""
     entries = json.loads(measuring.HELDOUT.read_text())
     kinds: dict[str, list[str]] = {}
     for entry in entries:
@@ -51,7 +51,7 @@ def held_out(count: int) -> list[str]:
 
 
 def speed(folder: Path, compiled: bool, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Rows of the three engines, compiled or eager."""
+    """Measure the three engines, compiled or eager, and return their rows."""
     drafts = [name for name in default_names() if name.startswith("ssm-")]
     engines = {
         form: LLM(
@@ -114,7 +114,7 @@ def speed(folder: Path, compiled: bool, args: argparse.Namespace) -> list[dict[s
 
 @torch.inference_mode()
 def logits_of(llm: LLM, tokens: list[int]) -> torch.Tensor:
-    """fp32 [len(tokens), vocab]."""
+    """Return the logits of a sequence, fp32 [len(tokens), vocab]."""
     cache, target = llm.engine.runner.cache, llm.engine.runner.target
     pages = cache.reserve("quality", len(tokens))
     try:
@@ -126,7 +126,7 @@ def logits_of(llm: LLM, tokens: list[int]) -> torch.Tensor:
 
 
 def quality(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Agreement of the quantised embedded target with bfloat16."""
+    """Measure the agreement of the quantised embedded target with bfloat16."""
     engines = {
         form: LLM(drafts=[], device="cpu", dtype="bfloat16", quantization=form, max_num_seqs=1, compile=False)
         for form in FORMS

@@ -1,14 +1,14 @@
-"""Compares acceptance of verification rules, on the same trees and in separate runs.
+"""Compares the acceptance of verification rules, on the same trees and in separate runs.
 
     python perf/rules.py                                     # held-out prompts, the embedded models, temperature 0.8
     python perf/rules.py --prompts 90 --seeds 4 --compile --json out.json
 
-*On the same trees*: runs draw trees of one static topology and continue by "rejection"; each tree is verified `REPEATS`
-more times by every rule with fresh randomness, which pairs the rules by round. All rules preserve the target's
-distribution, so the trees are representative for each. Coupled sampling draws nothing at random and is excluded.
-*Separate runs*: same topology, prompts and seeds; each rule follows its own output, and "naive" and "coupled" use the
-most likely children. Reports tokens per target pass including the last (`tau`), with bootstrap 95 % intervals over
-prompts, also of paired differences.
+*On the same trees*: runs draw trees of one static topology and continue with the output of "rejection". Each tree is
+verified `REPEATS` more times by every rule with new random numbers, which pairs the rules by round. All rules preserve
+the target's distribution, so the trees are representative for each. Coupled sampling draws no random numbers in
+verification and is excluded. *Separate runs*: topology, prompts and seeds are equal, each rule continues with its own
+output, and "naive" and "coupled" use the most likely children. Reports tokens per target pass, bonus included (`tau`),
+with bootstrap 95 % intervals over prompts, also of paired differences.
 """
 
 import argparse
@@ -42,7 +42,7 @@ PAIRS = (("rejection", "naive"), ("traversal", "rejection"), ("coupled", "naive"
 
 @contextmanager
 def verified_by_all(rng: np.random.Generator) -> Iterator[dict[int, dict[str, list[int]]]]:
-    """Tokens emitted by each rule, by seed: verifies every tree in the block by all rules."""
+    """Verify every tree in the block by all rules; yield the numbers of tokens emitted by each rule, by seed."""
     lengths: dict[int, dict[str, list[int]]] = {}
     original = Sampler.verify_drawn
 
@@ -58,7 +58,7 @@ def verified_by_all(rng: np.random.Generator) -> Iterator[dict[int, dict[str, li
         own = lengths.setdefault(self.noise.seed, {name: [] for name in RULES[:3]})
         chosen, oracle = tree.as_deterministic(), RandomOracle(rng)
         for _ in range(REPEATS):
-            for name in RULES[:3]:  # the lemma with one-hot distributions is the naive rule
+            for name in RULES[:3]:  # "rejection" of one-hot draft distributions is the naive rule
                 how = ("rejection", chosen) if name == "naive" else (name, tree)
                 own[name].append(len(verify_drawn(*how, target, oracle).path))
         return original(self, rule, tree, logits, tokens)
@@ -68,18 +68,18 @@ def verified_by_all(rng: np.random.Generator) -> Iterator[dict[int, dict[str, li
 
 
 class Counted:
-    """Tokens and target passes by prompt, int64 [num_prompts] each."""
+    """Tokens and target passes of each prompt, int64 [num_prompts] each."""
 
     def __init__(self, tokens: Sequence[int], passes: Sequence[int]):
         self.tokens, self.passes = np.array(tokens), np.array(passes)
 
     def tau(self, picks: np.ndarray | slice = slice(None)) -> np.ndarray:
-        """Tokens per pass over the picked prompts; picks: [..., num_prompts]."""
+        """Return the tokens per pass over the picked prompts; picks: [..., num_prompts]."""
         return self.tokens[picks].sum(-1) / self.passes[picks].sum(-1)
 
 
 def by_prompt(outputs: Sequence[RequestOutput], seeds: int) -> Counted:
-    """Sums over the seeds of each prompt; outputs of a prompt are adjacent."""
+    """Sum over the seeds of each prompt, whose outputs are adjacent."""
     each = [outputs[i : i + seeds] for i in range(0, len(outputs), seeds)]
     return Counted(
         [sum(output.metrics.generated_tokens for output in own) for own in each],
@@ -88,7 +88,7 @@ def by_prompt(outputs: Sequence[RequestOutput], seeds: int) -> Counted:
 
 
 def figures(counted: dict[str, Counted]) -> dict[str, Any]:
-    """Acceptance lengths and differences with bootstrap intervals over prompts."""
+    """Return acceptance lengths and their differences, with bootstrap intervals over prompts."""
     count = len(next(iter(counted.values())).tokens)
     picks = np.random.default_rng(0).integers(0, count, (RESAMPLES, count))
     resampled = {rule: own.tau(picks) for rule, own in counted.items()}

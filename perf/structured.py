@@ -4,8 +4,8 @@
     python perf/structured.py --grow 0.5B --threads 2 --json out.json      # the target grown, with the same SSMs
 
 Every repeat runs every mode once in turn: automatic trees, and trees of 8 nodes from one SSM per round, lookup and the
-grammar. "unaware" drafts ignore the constraint, which only the target applies at every node. Seconds are from a
-request's arrival to its end; speed-ups are relative to plain decoding in the same repeat: median (min to max). Tokens
+grammar. In "unaware" modes, drafts ignore the constraint, which the target applies at every node. Seconds are from a
+request's arrival to its end. Speed-ups are relative to plain decoding in the same repeat: median (min to max). Tokens
 per pass are over all repeats. Tokens are compared with plain decoding.
 """
 
@@ -68,7 +68,7 @@ def unaware() -> Iterator[None]:
 
 
 def held_out(count: int) -> list[Any]:
-    """Held-out beginnings of structured data."""
+    """Return held-out prompts that are the start of structured data."""
     prompts = read_prompts(measuring.HELDOUT)
     return [prompt.content for prompt in prompts if prompt.kind == "data"][:count]
 

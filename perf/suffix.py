@@ -1,13 +1,13 @@
-"""Measures suffix decoding over stored outputs, on repetitive workloads and one that is not.
+"""Measures suffix decoding over stored outputs, on repetitive workloads and on one without repetition.
 
     python perf/suffix.py --threads 1 --json out.json                  # the embedded models
     python perf/suffix.py --grow 0.5B --threads 2 --json out.json      # the target grown, with the same SSMs
     python perf/suffix.py --grow 0.5B --threads 2 --no-drafts --json out.json  # lookup and stored outputs only
 
 Every repeat runs every mode once in turn: plain decoding and automatic trees on an engine without stored outputs, and
-automatic trees on one that stores them, starting empty. Seconds are those of the calls; speed-ups are relative to plain
-decoding in the same repeat: median (min to max). Tokens per pass are over all repeats. Tokens are compared with plain
-decoding.
+automatic trees on an engine that stores outputs, starting empty. Seconds are those of the calls. Speed-ups are relative
+to plain decoding in the same repeat: median (min to max). Tokens per pass are over all repeats. Tokens are compared
+with plain decoding.
 """
 
 import statistics
@@ -21,7 +21,7 @@ import torch
 from treespec import LLM, SamplingParams
 from treespec.bench.prompts import read_prompts
 
-CUTS = (0, 8, 20, 40)  # tokens cut from a prompt's beginning
+CUTS = (0, 8, 20, 40)  # numbers of tokens to remove from the start of a prompt
 SEEDS = range(4)
 REMEMBERED = 2**16
 WAYS = ("plain", "auto", "auto, remembering")
@@ -30,7 +30,7 @@ Job = tuple[list[int], SamplingParams]
 
 
 def workloads(prompts: list[list[int]], max_tokens: int) -> dict[str, list[Job]]:
-    """Sequential calls by workload."""
+    """Return the sequential calls of each workload."""
     greedy = SamplingParams(max_tokens=max_tokens)
 
     def sampled(seed: int, n: int = 1) -> SamplingParams:
@@ -45,14 +45,14 @@ def workloads(prompts: list[list[int]], max_tokens: int) -> dict[str, list[Job]]
 
 
 def held_out(llm: LLM, count: int) -> list[list[int]]:
-    """Held-out prompts of every kind."""
+    """Return held-out prompts of every kind."""
     read = read_prompts(measuring.HELDOUT)
     chosen = read[:: max(len(read) // count, 1)][:count]
     return [llm.get_tokenizer().encode(prompt.content) for prompt in chosen]
 
 
 def run(llm: LLM, jobs: list[Job], spec: str | None) -> tuple[float, list[list[int]], int, Counter[str]]:
-    """Seconds, tokens, target passes, and accepted tokens by source."""
+    """Run jobs on an empty suffix cache; return seconds, tokens, target passes, and accepted tokens by source."""
     tokens, passes, accepted = [], 0, Counter[str]()
     llm.reset_suffix_cache()
     began = time.perf_counter()

@@ -1,5 +1,5 @@
-"""Stages of `perf/gpu_suite.py`: what is measured on a GPU, each stage a module with `measurements` and `describe`."""
+"""Stages of `perf/gpu_suite.py`. Each stage is a module with `measurements` and `describe`."""
 
 import time
 
-BEGAN = time.monotonic()  # before torch is imported, which is part of a budget
+BEGAN = time.monotonic()  # start of the run; before the import of torch, which counts towards the budget

@@ -1,7 +1,7 @@
 """Compares one layer's tree attention with torch's masked and unmasked attention.
 
-All variants read the same numbers: ours through a page table, the others from contiguous tensors, without a gather.
-Masked SDPA runs in every form that computes the tree; the fastest is the baseline.
+All variants read the same values: ours through a page table, the others from contiguous tensors without a gather.
+Masked SDPA runs in every form that can compute the tree; the fastest is the baseline.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,7 +35,7 @@ BOUND = {torch.bfloat16: (1e-1, 1e-2), torch.float32: (1e-4, 1e-5)}
 class Case:
     context: int
     nodes: int
-    flex: bool = False  # slow to compile: few sizes only
+    flex: bool = False  # whether to measure FlexAttention, which is slow to compile
 
     def key(self, variant: str) -> str:
         return f"attention/{self.context}/{self.nodes}/{variant}"
@@ -117,14 +117,14 @@ def _attention(case: Case, variant: str, context: Context) -> dict[str, Any]:
 
 
 def _only(context: Context, case: Case) -> Inputs:
-    """Inputs of one case; releases those of other cases."""
+    """Create the inputs of one case, after releasing those of other cases."""
     for name in [name for name in context.shared if name.startswith("attention/")]:
         del context.shared[name]
     return _inputs(case, context)
 
 
 def reference(inputs: Inputs) -> Tensor:
-    """fp32 reference of set 0, [heads, nodes, D]."""
+    """Return the fp32 reference of set 0, [heads, nodes, D]."""
     group = len(inputs.q[0]) // len(inputs.keys[0])
     keys, values = (part[0].float().repeat_interleave(group, dim=0) for part in (inputs.keys, inputs.values))
     scores = inputs.q[0].float() @ keys.mT * inputs.scale
@@ -132,7 +132,7 @@ def reference(inputs: Inputs) -> Tensor:
 
 
 def ours(inputs: Inputs) -> Callable[[int], Tensor]:
-    """Our kernel over scattered pages."""
+    """Return our kernel over scattered pages, as a function of the set."""
     heads, nodes, head_dim = inputs.q[0].shape
     kv_heads, length, _ = inputs.keys[0].shape
     context, device, dtype = length - nodes, inputs.q[0].device, inputs.q[0].dtype
@@ -180,13 +180,13 @@ def ours(inputs: Inputs) -> Callable[[int], Tensor]:
 
 
 def configuration(dtype: torch.dtype, head_dim: int, group: int, device: torch.device) -> TreeAttentionConfig:
-    """Configuration of our kernel, tuned if available."""
+    """Return the configuration of our kernel, tuned if available."""
     key = {"dtype": dtype, "head_dim": head_dim, "group": group}
     return KernelConfigs.load(device).get("tree_attention", key, TreeAttentionConfig.default(dtype, head_dim))
 
 
 def sdpa(inputs: Inputs, variant: str) -> Callable[[int], Tensor]:
-    """A variant of torch's attention: with the tree mask, or flash attention over all keys."""
+    """Return a variant of torch's attention: with the tree mask, or flash attention over all keys."""
     heads, nodes, head_dim = inputs.q[0].shape
     kv_heads = len(inputs.keys[0])
     group = heads // kv_heads
@@ -197,7 +197,7 @@ def sdpa(inputs: Inputs, variant: str) -> Callable[[int], Tensor]:
         for parts in (inputs.keys, inputs.values)
     )
     visible = inputs.visible.repeat(group, 1) if as_rows else inputs.visible
-    # As numbers, with a row's stride a multiple of eight: what the masked kernels take without a copy.
+    # A floating-point mask whose row stride is a multiple of eight, which the masked kernels read without a copy.
     length = visible.shape[1]
     bias = torch.zeros(len(visible), -(-length // 8) * 8, dtype=queries[0].dtype, device=visible.device)
     mask = bias[:, :length].masked_fill_(~visible, float("-inf"))[None, None] if masked else None
@@ -216,7 +216,7 @@ def sdpa(inputs: Inputs, variant: str) -> Callable[[int], Tensor]:
 
 
 def flex(inputs: Inputs, compiled: bool) -> Callable[[int], Tensor]:
-    """FlexAttention with the tree as its block mask."""
+    """Return FlexAttention with the tree as its block mask."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     nodes, length = inputs.visible.shape
@@ -237,6 +237,6 @@ def flex(inputs: Inputs, compiled: bool) -> Callable[[int], Tensor]:
 
 
 def fastest(figures: dict[str, Any], case: Case, variants: tuple[str, ...]) -> float | None:
-    """Microseconds of the fastest measured variant; None without one."""
+    """Return the microseconds of the fastest measured variant; None if none is measured."""
     times = [figures.get(case.key(variant), {}).get("us") for variant in variants]
     return min((each for each in times if each is not None), default=None)

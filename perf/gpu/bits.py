@@ -28,21 +28,21 @@ from treespec_weights.rules import ModelShape
 
 @dataclass(frozen=True)
 class Sizes:
-    """Prefix lengths for attention, row counts for linear layers, and what the engine decodes."""
+    """Sizes of the comparisons: prefix lengths for attention, row counts for linear layers, prompts for the engine."""
 
     heads: tuple[tuple[int, int, int], ...]  # (query heads, KV heads, head_dim)
     prefixes: tuple[int, ...]
     nodes: int
     rows: int
     linears: tuple[tuple[int, int, bool], ...]  # (rows of the weight, in, silu_gate)
-    contexts: tuple[int, ...]  # at which whole passes are compared
+    contexts: tuple[int, ...]  # context lengths of whole passes
     prompts: int
     max_tokens: int
     batches: tuple[int, ...]
-    modes: tuple[str, ...] | None = None  # of perf/identity.py; None = all
+    modes: tuple[str, ...] | None = None  # modes of perf/identity.py; None = all
 
 
-# boundaries of pages, tiles, short and long segments, and arbitrary lengths
+# Boundaries of pages, tiles, and short and long segments; and arbitrary lengths.
 _BORDERS = [
     0,
     1,
@@ -99,8 +99,8 @@ _BORDERS = [
     16383,
     16384,
 ]
-ENGINE_SECONDS = 90.0  # after these no further mode begins
-REPEATS, REPEAT_SECONDS = 2000, 20.0  # of one pass: what a race spoils, it spoils now and then
+ENGINE_SECONDS = 90.0  # time after which no further mode starts
+REPEATS, REPEAT_SECONDS = 2000, 20.0  # repeats of one pass; many, since a race corrupts results only occasionally
 REAL = Sizes(
     heads=((32, 8, 128), (32, 8, 64), (28, 4, 128), (8, 8, 64), (16, 2, 96)),
     prefixes=tuple(_BORDERS),
@@ -134,24 +134,24 @@ DRY = Sizes(
 )
 
 
-# Per measurement, a dozen in parallel. Cold engines are slowest: 180 s to compile next to eleven others, capture and
-# check rounds and decode plainly, `ENGINE_SECONDS` for the modes and 50 s for the last of them. Engines start first;
-# queued measurements have the other 140 s of the stage's 460.
+# Time limit per measurement, of which twelve run in parallel. Cold engines are slowest: 180 s to compile next to eleven
+# others, capture and check rounds, and decode without speculation; `ENGINE_SECONDS` for the modes, and 50 s for the
+# last mode. Engines start first; queued measurements have the other 140 s of the stage's 460.
 WORKER_SECONDS = 320.0
 
 
 def measurements(setting: Setting) -> list[Measurement]:
-    """Untimed measurements, on a GPU each in its own process, in parallel."""
+    """Return the measurements. They are not timed, so on a GPU they run in parallel, each in its own process."""
     own = list(own_measurements(setting))
     if setting.dry:
         return own
     return [
         Measurement(each.name, partial(_in_worker, own, each.name), 2 * WORKER_SECONDS) for each in own
-    ]  # it may queue
+    ]  # twice the limit, since a measurement may be queued
 
 
 def _in_worker(own: Sequence[Measurement], name: str, context: Context) -> dict[str, Any]:
-    """Result of one of `own`; the first call starts all that are not measured yet."""
+    """Return the result of one of `own`; the first call starts all measurements that have no result yet."""
 
     def begin() -> WorkerPool:
         left = sorted((each for each in own if each.name not in context.results), key=lambda each: -each.seconds)
@@ -162,7 +162,7 @@ def _in_worker(own: Sequence[Measurement], name: str, context: Context) -> dict[
 
 
 def own_measurements(setting: Setting) -> Iterator[Measurement]:
-    """Every measurement, to be run in this process."""
+    """Yield every measurement, to be run in this process."""
     sizes = DRY if setting.dry else REAL
     dtypes = [setting.dtype] if setting.dry else [torch.bfloat16, torch.float16, torch.float32]
     for heads in sizes.heads:
@@ -185,8 +185,8 @@ DECODED: dict[str, dict[str, Any]] = {
     "sampled": {"temperature": 0.8},
     "sampled, step by step": {"temperature": 0.8, "top_p": 0.95},
 }
-"""Sampling options. Captured rounds support neither log-probabilities nor top-p, so these requests run step by step,
-where logits are observable; they also run on an engine without captured rounds."""
+"""Sampling options. Captured rounds support neither log-probabilities nor top-p, so requests with them run step by
+step, where logits are observable; they also run on an engine without captured rounds."""
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -199,7 +199,7 @@ def _name(dtype: torch.dtype) -> str:
 def _attention(sizes: Sizes, heads: tuple[int, int, int], dtype: torch.dtype, context: Context) -> dict[str, Any]:
     """Count rows that differ in bits between a tree pass and a single-row pass, over all prefixes and nodes."""
     setting = context.setting
-    # The interpreter's dot is BLAS, whose bits depend on the number of rows.
+    # The interpreter's dot calls BLAS, whose bits depend on the number of rows.
     config = attention.configuration(dtype, heads[2], heads[0] // heads[1], setting.device)
     config = replace(config, fixed_order_dot=setting.dry)
     generator = torch.Generator().manual_seed(setting.seed)
@@ -221,7 +221,7 @@ def _attention(sizes: Sizes, heads: tuple[int, int, int], dtype: torch.dtype, co
 
 
 def _decoded_alone(inputs: Any, prefix: int, path: list[int], node: int, config: TreeAttentionConfig) -> Tensor:
-    """A node's row as in plain decoding: its path after the prefix in consecutive slots."""
+    """Compute a node's row as in plain decoding, with its path after the prefix in consecutive slots."""
     device = inputs.q.device
     source, target = prefix + torch.tensor(path, device=device), prefix + torch.arange(len(path), device=device)
     pages, page_size = inputs.rows["page_table"][0].long(), inputs.k_cache.shape[2]
@@ -267,7 +267,7 @@ def _attend(
 
 
 def _linear(sizes: Sizes, out_features: int, in_features: int, gate: bool, context: Context) -> dict[str, Any]:
-    """Count row counts at which a row's bits differ from those among `sizes.rows` rows; also the error against fp32."""
+    """Count numbers of rows at which bits differ from a pass of `sizes.rows` rows, and measure the error."""
     op, setting = op_module("linear.row_linear"), context.setting
     key = {"dtype": setting.dtype, "out_features": out_features, "in_features": in_features, "silu_gate": gate}
     default = op.RowLinearConfig.default(setting.dtype, out_features, in_features, silu_gate=gate)
@@ -278,7 +278,7 @@ def _linear(sizes: Sizes, out_features: int, in_features: int, gate: bool, conte
     whole = op.row_linear_triton(x, weight, **options)
     differing = []
     for rows in range(1, sizes.rows):
-        # the same rows at the front and at the end of a shorter pass
+        # Compute the same rows at the start and at the end of a shorter pass.
         behind = torch.cat([x[rows:], x[:rows]])[-rows - 1 :]
         same = torch.equal(op.row_linear_triton(x[:rows], weight, **options), whole[:rows])
         if not same or not torch.equal(op.row_linear_triton(behind, weight, **options)[-rows:], whole[:rows]):
@@ -293,8 +293,7 @@ def _linear(sizes: Sizes, out_features: int, in_features: int, gate: bool, conte
 
 
 def _decoder(sizes: Sizes, shape: ModelShape, context: Context) -> dict[str, Any]:
-    """Count tree nodes whose final logits differ from token-by-token decoding, and passes that are not reproducible
-    under concurrent GPU load."""
+    """Count nodes whose logits differ from token-by-token decoding, and passes not reproducible under GPU load."""
     opened = Passes(context.setting, shape, max(sizes.contexts), sizes.nodes)
     found = differing_nodes(opened, sizes.contexts, sizes.nodes, context.setting.seed)
     return found | differing_repeats(opened, max(sizes.contexts), sizes.nodes, 2 if context.setting.dry else REPEATS)
@@ -336,7 +335,7 @@ def differing_nodes(opened: Passes, contexts: Sequence[int], nodes: int, seed: i
 
 
 def _engine(sizes: Sizes, batch: int, how: str, context: Context) -> dict[str, Any]:
-    """Compare tokens, and logits if available, of trees and plain decoding of the embedded models."""
+    """Compare tokens, and logits if available, of tree and plain decoding with the embedded models."""
     import identity
 
     llm, options = context.keep(f"llm/{batch}", lambda: _open(context, batch, "step by step" not in how)), DECODED[how]
@@ -387,17 +386,17 @@ def _engine(sizes: Sizes, batch: int, how: str, context: Context) -> dict[str, A
 
 
 def _open(context: Context, batch: int, captured: bool) -> LLM:
-    context.release()  # engines of other batches
+    context.release()  # frees the engines of other batch sizes
     return open_engine(context.setting, captured=captured, max_num_seqs=batch)
 
 
 def _modes_of(modes: dict[str, Any], sampled: bool) -> Sequence[str]:
-    """All modes; if sampled, which is slower, only those with several sources."""
+    """Return the names of all modes, or for sampling, which is slower, of those with several sources."""
     return [name for name in modes if not sampled or name.count(",") == 2 or name in ("everything", "auto")]
 
 
 def _take(recorder: Any, outputs: Sequence[Any]) -> list[Tensor] | None:
-    """Logits of every token; None if the engine did not expose them."""
+    """Return the logits of every token; None if the engine does not expose them."""
     try:
         return recorder.take(outputs)
     except (KeyError, RuntimeError):

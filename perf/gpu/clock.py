@@ -26,7 +26,7 @@ class Times(NamedTuple):
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> "Times":
-        """low and high: the 10th and 90th percentile."""
+        """Summarise samples; low and high are the 10th and 90th percentile."""
         ordered = sorted(samples)
         last = len(ordered) - 1
         return cls(statistics.median(ordered), ordered[round(0.1 * last)], ordered[round(0.9 * last)], len(ordered))
@@ -42,12 +42,12 @@ class Times(NamedTuple):
 
 
 class Clock:
-    """Times calls on one device.
+    """Timer of calls on one device.
 
     Args:
-        device: CUDA, timed by events, or CPU, without graphs.
-        warmup, repeats: uncounted and counted calls.
-        seconds: time limit for starting repeats, after at least three.
+        device: a GPU, timed by events, or the CPU, without graphs.
+        warmup, repeats: number of warm-up calls and of timed calls.
+        seconds: time after which no repeat starts, if there are at least three.
     """
 
     def __init__(self, device: torch.device, warmup: int = 5, repeats: int = 50, seconds: float = 10.0):
@@ -58,11 +58,11 @@ class Clock:
         return self._times(lambda: _all(calls), len(calls))
 
     def graphed(self, *calls: Call) -> Times:
-        """Time calls in one captured graph, without the host."""
+        """Time calls in one captured graph, without host overhead."""
         return self._times(self.capture(*calls), len(calls))
 
     def capture(self, *calls: Call) -> Call:
-        """Capture `calls` in order and return the replay function; buffers are fixed."""
+        """Capture `calls` in order, and return the replay function."""
         if self.device.type == "cpu":
             return lambda: _all(calls)
         stream = torch.cuda.Stream(self.device)
@@ -85,7 +85,7 @@ class Clock:
         return Times.of(samples)
 
     def _samples(self, run: Call, repeats: int, count: int) -> list[float]:
-        """Microseconds per call of `count` calls, `repeats` times."""
+        """Return `repeats` samples of the microseconds per call of `run`, which makes `count` calls."""
         if self.device.type == "cpu":
             samples = []
             for _ in range(repeats):
@@ -112,12 +112,12 @@ def _all(calls: Sequence[Call]) -> None:
 
 
 def sets_for(bytes_of_one: int, cache_bytes: int, at_most: int = 64) -> int:
-    """Number of rotating buffer sets needed to miss the caches."""
+    """Return the number of rotating buffer sets needed to miss the caches."""
     return max(1, min(at_most, math.ceil(cache_bytes / max(bytes_of_one, 1)) + 1))
 
 
 def copy_bandwidth(clock: Clock, size: int) -> dict[str, Any]:
-    """Bandwidth of a device copy (reads plus writes per second): the roofline of memory-bound kernels."""
+    """Measure the bandwidth of a device copy (reads plus writes), the roofline of memory-bound kernels."""
     source = torch.empty(size // 2, dtype=torch.bfloat16, device=clock.device).normal_()
     target = torch.empty_like(source)
     times = clock.eager(lambda: target.copy_(source))
@@ -126,7 +126,7 @@ def copy_bandwidth(clock: Clock, size: int) -> dict[str, Any]:
 
 
 def matmul_rate(clock: Clock, size: int, dtype: torch.dtype) -> dict[str, Any]:
-    """FLOP/s of a square matrix product on random data: the roofline of compute-bound kernels."""
+    """Measure the FLOP/s of a square matrix product of random data, the roofline of compute-bound kernels."""
     a, b = (torch.empty(size, size, dtype=dtype, device=clock.device).normal_() for _ in range(2))
     out = torch.empty_like(a)
     times = clock.eager(lambda: torch.mm(a, b, out=out))

@@ -12,7 +12,7 @@ def path_of(folder: Path, stage: str) -> Path:
 
 
 def load(path: Path) -> dict[str, Any] | None:
-    """Load a document; None if there is none to continue."""
+    """Load a document; None if it is missing or unreadable."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -21,7 +21,7 @@ def load(path: Path) -> dict[str, Any] | None:
 
 
 def write(path: Path, document: dict[str, Any]) -> None:
-    """Write atomically."""
+    """Write a document atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.part")
     part.write_text(json.dumps(_finite(document), indent=1, allow_nan=False) + "\n", encoding="utf-8")
@@ -38,7 +38,7 @@ def _finite(value: Any) -> Any:
 
 
 def forget_cut(path: Path) -> None:
-    """Drop the measurement that was cut off with its process at the end of the slice; it is not a failure."""
+    """Drop a measurement that was killed with its process at the end of the time slice, which is not a failure."""
     document = load(path)
     if document is not None and document["running"] is not None and document["cut"]:
         write(path, document | {"running": None})

@@ -1,6 +1,6 @@
 """Full failure reports in `errors.log`; documents keep one line each.
 
-A single file, to be sent and read as a whole.
+They are in a single file, which can be sent and read as a whole.
 """
 
 import faulthandler
@@ -37,12 +37,12 @@ def section(out: Path, heading: str, name: str = NAME) -> Iterator[TextIO]:
 
 
 def trace(error: BaseException) -> str:
-    """The whole traceback, including notes from other processes."""
+    """Return the whole traceback, including notes from other processes."""
     return "".join(traceback.format_exception(error))
 
 
 def last_line(error: BaseException) -> str:
-    """Last line of a traceback with its location; the first line of long messages."""
+    """Return the last line of a traceback with its location; of a long message, only the first line."""
     text = "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
     frames = traceback.extract_tb(error.__traceback__)
     return f"{text[:400]} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else text[:400]

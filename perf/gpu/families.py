@@ -1,7 +1,7 @@
-"""Stage `families`: every family's layers on this device, with four layers at the sizes of a real model.
+"""Stage `families`: bits and pass times of every model family, with four layers of a real model's sizes.
 
 Per family: tree nodes whose logits differ from token-by-token decoding, at prefixes within and beyond its windows; pass
-times of one node and of a tree; and the cost of kernel options over Llama's.
+times of one node and of a tree; and the cost of kernel options relative to Llama's.
 """
 
 import json
@@ -34,8 +34,8 @@ COPY, COMPILED = "copy", "compiled"
 @dataclass(frozen=True)
 class Sizes:
     window: int
-    contexts: tuple[int, ...]  # at which bits are compared
-    context: int  # at which passes are timed
+    contexts: tuple[int, ...]  # context lengths at which bits are compared
+    context: int  # context length at which passes are timed
     nodes: int
     copy_bytes: int
 
@@ -83,7 +83,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "opt": _sizes(4096, 0, 32, 32, 128) | {"ffn_dim": 16384, "activation_function": "relu"},
     "gpt2": {"n_embd": 1600, "n_head": 25, "n_layer": 4, "n_positions": 4096, "activation_function": "gelu_new"},
 }
-"""config.json values by family; a window of 0 means that of `Sizes`."""
+"""Values of config.json by family; a window of 0 stands for that of `Sizes`."""
 
 _TINY = _sizes(32, 64, 2, 1, 16) | {
     "n_embd": 32,
@@ -96,7 +96,7 @@ _TINY = _sizes(32, 64, 2, 1, 16) | {
 
 
 def config_of(setting: Setting, family: str) -> ModelConfig:
-    """Configuration of a family's model with the window of the run."""
+    """Return the configuration of a family's model with the window of the run."""
     sizes = DRY if setting.dry else REAL
     raw = {
         "model_type": family,
@@ -109,7 +109,7 @@ def config_of(setting: Setting, family: str) -> ModelConfig:
         raw |= {name: value for name, value in _TINY.items() if name in raw}
     if raw.get("sliding_window") == 0:
         raw["sliding_window"] = sizes.window
-    if family in ("gpt2", "gpt_neox", "opt"):  # head sizes follow from the other values
+    if family in ("gpt2", "gpt_neox", "opt"):  # their head sizes follow from the other values
         raw = {name: value for name, value in raw.items() if name not in ("head_dim", "num_key_value_heads")}
     with tempfile.TemporaryDirectory(prefix="treespec-gpu-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(raw))
@@ -130,7 +130,7 @@ def measurements(setting: Setting) -> Iterator[Measurement]:
 
 
 def _compile(sizes: Sizes, setting: Setting, family: str) -> None:
-    """Compile everything that `_family` launches."""
+    """Compile all kernels that `_family` launches."""
     config = config_of(setting, family)
     differing_nodes(Passes(setting, config.shape, 64, sizes.nodes, config=config), (37,), sizes.nodes, setting.seed)
 
@@ -157,31 +157,31 @@ def _family(sizes: Sizes, family: str, context: Context) -> dict[str, Any]:
     return figures
 
 
-# --- options: ops as in Llama, and with the options of other families
+# --- ops with Llama's options and with those of other families
 
 
 Calls = dict[str, Callable[[], Any]]
 
 
 def _norms(sizes: Sizes, setting: Setting) -> Calls:
-    """Sum of four splits plus norm of the stream; `post` also applies the post-norm."""
+    """Return calls that add four splits to the residual stream and normalise it; `post` also applies a post norm."""
     hidden = 32 if setting.dry else 4096
     x, stream = (
         setting.random(4, sizes.nodes, hidden, scale=1e-3, dtype=torch.float32),
         setting.random(sizes.nodes, hidden),
     )
     weight, shift = 1 + setting.random(hidden, scale=0.1), setting.random(hidden)
-    held = weight.float()
+    weight_fp32 = weight.float()
     norm = partial(rms_norm_triton, x, eps=1e-5, residual=stream)
     return {
         "rms": lambda: norm(weight),
-        "rms_plus_one, post": lambda: norm(held, kind="rms_plus_one", post_weight=held),
+        "rms_plus_one, post": lambda: norm(weight_fp32, kind="rms_plus_one", post_weight=weight_fp32),
         "layer": lambda: norm(weight, kind="layer", shift=shift),
     }
 
 
 def _heads(sizes: Sizes, setting: Setting) -> Calls:
-    """The op between QKV and attention."""
+    """Return calls of the op between QKV and attention."""
     heads, kv_heads, head_dim = (2, 1, 16) if setting.dry else (32, 8, 128)
     rows, device = sizes.nodes, setting.device
     qkv = setting.random(2, rows, (heads + 2 * kv_heads) * head_dim, dtype=torch.float32)
@@ -198,7 +198,7 @@ def _heads(sizes: Sizes, setting: Setting) -> Calls:
 
 
 def _scores(sizes: Sizes, setting: Setting) -> Calls:
-    """Tree attention."""
+    """Return calls of tree attention."""
     heads, kv_heads, head_dim = (2, 1, 16) if setting.dry else (16, 8, 256)
     parents = tree_parents("random", sizes.nodes, torch.Generator().manual_seed(setting.seed))
     shape = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim, "dtype": setting.dtype}

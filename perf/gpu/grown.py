@@ -1,8 +1,8 @@
 """Stages `grown1b` and `grown8b`: end-to-end generation with the embedded target grown to a larger shape.
 
-A grown model has the cost of the larger shape and the tokens of the small one, so acceptance is realistic. Compares
-plain decoding, trees of the three SSMs, and transformers plain and assisted, interleaved by batch and reported as in
-`treespec bench`.
+A grown model has the cost of the larger shape and generates the tokens of the small one, so acceptance is realistic.
+The stages compare plain decoding, trees of the three SSMs, and transformers with and without assistant model,
+interleaved by batch and reported as in `treespec bench`.
 """
 
 import time
@@ -74,7 +74,7 @@ DRY = {"1B": Sizes(None, {1: 1, 2: 2}, 1, 4, _DRY_MODES), "8B": Sizes(None, {1: 
 
 
 class Opened(NamedTuple):
-    """Both engines on one target, with prompts for the largest batch."""
+    """The engine and transformers on one target, with prompts for the largest batch."""
 
     llm: LLM
     peers: Transformers
@@ -94,7 +94,7 @@ def _opened(sizes: Sizes, context: Context) -> Opened:
 
 
 def _memory(sizes: Sizes, context: Context) -> dict[str, Any]:
-    """Grow and load, untimed."""
+    """Grow and load the models, untimed, and return their memory."""
     llm = _opened(sizes, context).llm
     return {"memory": llm.stats()["memory"], "drafts": llm.stats()["drafts"]}
 
@@ -120,7 +120,7 @@ def _batch(sizes: Sizes, batch: int, context: Context) -> dict[str, Any]:
 
 
 def _samples(runs: dict[str, Run], ids: Sequence[list[int]], batch: int, sizes: Sizes) -> dict[str, list[Sample]]:
-    """One sample per mode and repeat, starting with another mode each time, until the time limit."""
+    """Return one sample per mode and repeat; every repeat starts with another mode. Stops at the time limit."""
     samples: dict[str, list[Sample]] = {name: [] for name in runs}
     names, began = list(runs), time.perf_counter()
     for repeat in range(sizes.repeats):
@@ -160,7 +160,7 @@ def _runs(opened: Opened, batch: int, max_tokens: int) -> dict[str, Run]:
 
 
 def shares(profile_ms: dict[str, float] | None) -> Sequence[float] | None:
-    """Shares of a round: drafting and merging, target pass, verification, commit, rest."""
+    """Return the shares of a round's time: drafting and merging, target pass, verification, commit, other."""
     if profile_ms is None:
         return None
     total = sum(profile_ms.values())

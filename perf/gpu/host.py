@@ -19,8 +19,8 @@ _ASKED = {
 
 
 def facts() -> dict[str, Any]:
-    """Facts about this machine, collected without a GPU process; None for missing or unknown ones."""
-    scheme = sysconfig.get_default_scheme()  # same lookup as Triton's launcher build
+    """Return facts about this machine, collected without a GPU process; None for missing or unknown ones."""
+    scheme = sysconfig.get_default_scheme()  # the lookup of Python.h in Triton's launcher build
     paths = sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)
     header = Path(paths["include"]) / "Python.h"
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
@@ -36,7 +36,7 @@ def facts() -> dict[str, Any]:
 
 
 def _imported(name: str) -> str | None:
-    """Version of an importable package."""
+    """Return the version of a package, or None if it cannot be imported."""
     try:
         importlib.import_module(name)
         return version(name)
@@ -45,7 +45,7 @@ def _imported(name: str) -> str | None:
 
 
 def _gpu() -> dict[str, str | None]:
-    """Query nvidia-smi, as torch would create a context on the device."""
+    """Query nvidia-smi, because torch would create a context on the device."""
     query = ["nvidia-smi", f"--query-gpu={','.join(_ASKED.values())}", "--format=csv,noheader"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
@@ -68,7 +68,7 @@ NEEDED = {
 
 
 def describe(found: dict[str, Any]) -> str:
-    """One line of facts, and one per missing prerequisite."""
+    """Return one line of facts, and one line per missing prerequisite."""
     lines = ["host: " + ", ".join(f"{name} {value}" for name, value in found.items() if value is not None)]
     lines += [f"  MISSING {name}: {why}" for name, why in NEEDED.items() if found[name] is None]
     if found["compute_mode"] not in (None, "Default"):

@@ -1,8 +1,8 @@
 """Stage `kernels`: every op of a layer against copy bandwidth and torch's equivalent.
 
 Calls are timed in captured graphs over rotating buffers of three times the L2 in total, so that every call reads from
-memory. Tree attention is compared in `attention.py`; other ops come from `treespec_kernels.tuning.workloads`, which
-declare bytes and competitors.
+memory. Tree attention is compared in `attention.py`; other ops are from `treespec_kernels.tuning.workloads`, which
+declares bytes and baselines.
 """
 
 from collections.abc import Iterator
@@ -21,8 +21,8 @@ from treespec_kernels.attention.kv_commit import kv_commit_triton
 from treespec_kernels.tuning.tuned import KernelConfigs
 
 COMMIT = "kv_commit/8B, path 6"
-ROWS = (1, 8, 16, 32, 64)  # of linear layers and heads
-PATH = (0, 2, 5, 6, 9, 11)  # five of six nodes move
+ROWS = (1, 8, 16, 32, 64)  # of linear layers and LM heads
+PATH = (0, 2, 5, 6, 9, 11)  # accepted path, of which five nodes move
 
 
 def measurements(setting: Setting) -> Iterator[Measurement]:
@@ -36,7 +36,7 @@ def measurements(setting: Setting) -> Iterator[Measurement]:
 
 
 def _commit(context: Context) -> dict[str, Any]:
-    """Commit one request's path in all layers; each call moves another request's."""
+    """Time the commit of one request's path in all layers; each call moves another request's path."""
     setting, shape = context.setting, context.setting.target
     moved = 2 * 2 * shape.num_layers * (len(PATH) - 1) * shape.num_kv_heads * shape.head_dim * setting.dtype.itemsize
     count = sets_for(moved, setting.cache_bytes, at_most=256)
@@ -59,7 +59,7 @@ def _commit(context: Context) -> dict[str, Any]:
 
 
 def _workloads(setting: Setting) -> Iterator[Measurement]:
-    """Each op at each load; a missing op yields one measurement that reports it."""
+    """Yield a measurement of each op at each load; a missing op yields one that reports it."""
     try:
         ops = op_module("tuning.workloads").ops()
     except Unavailable:
@@ -78,7 +78,7 @@ def _workloads(setting: Setting) -> Iterator[Measurement]:
 
 
 def workloads(setting: Setting, op: str) -> dict[str, Any]:
-    """Workloads of an op by name: the target's layers at every number of rows.
+    """Return the workloads of an op by name: the target's layers at every number of rows.
 
     Raises:
         Unavailable: this checkout lacks the op.
@@ -112,7 +112,7 @@ def workloads(setting: Setting, op: str) -> dict[str, Any]:
 
 
 def _size_of(key: dict[str, Any]) -> str:
-    """Short form of a workload's key without the dtype."""
+    """Return a short form of a workload's key without the dtype."""
     rest = {name: value for name, value in key.items() if name != "dtype" and (name, value) != ("groups", 1)}
     if {"out_features", "in_features"} <= rest.keys():
         size = f"{rest['out_features']}x{rest['in_features']}"
@@ -148,14 +148,14 @@ def _workload(workload: Any, context: Context) -> dict[str, Any]:
 
 
 def _configuration(workload: Any) -> Any:
-    """The tuned configuration if there is one."""
+    """Return the tuned configuration if there is one, else the default."""
     if workload.default is None:
         return None
     return KernelConfigs.load(workload.device).get(workload.op, workload.key, workload.default)
 
 
 def describe(document: dict[str, Any]) -> str:
-    """One line per op and size, with its loads or competitors."""
+    """Return one line per op and size, with its loads or baselines."""
     found = document["measurements"]
     lines = [
         f"  copy {(found.get(COPY, {}).get('bytes_per_second') or 0) / 1e12:.2f} TB/s; "

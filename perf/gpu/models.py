@@ -36,8 +36,10 @@ MEMORY = Path("/dev/shm")  # a disk may take a minute to write 16 GB
 
 
 def random_weights(setting: Setting, shape: ModelShape, quantization: str | None = None) -> dict[str, Tensor]:
-    """Random parameters of a shape, scaled to keep activations near 1; matrices quantised as by
-    `LLM(quantization=)`."""
+    """Create random parameters of a shape, scaled to keep activations near 1.
+
+    `quantization` quantises the matrices as `LLM(quantization=)` does.
+    """
     form, weights = form_of(shape, quantization), {}
     matrices = quantizable(shape) if form is not None else {}
     for name, size in shape.parameters().items():
@@ -50,12 +52,12 @@ def random_weights(setting: Setting, shape: ModelShape, quantization: str | None
 
 
 def form_of(shape: ModelShape, quantization: str | None) -> WeightForm | None:
-    """Weight form of a shape's matrices in "int8" or "int4"."""
+    """Return the quantisation format of a shape's matrices in "int8" or "int4"; None for None."""
     return None if quantization is None else WeightForm(BITS[quantization], quantized_group(shape, quantization))
 
 
 def config_of(setting: Setting, shape: ModelShape) -> ModelConfig:
-    """Configuration of a Llama of that shape."""
+    """Return the configuration of a Llama of this shape."""
     exponent = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
     rope = Rope(1.0 / 500000.0**exponent, torch.ones(shape.head_dim // 2), shape.head_dim)
     return ModelConfig(
@@ -88,10 +90,11 @@ def open_decoder(
     """Create a decoder with random weights, and its description.
 
     Args:
-        exact: bit-identical to plain decoding; False: the engine's faster variant.
+        setting, shape: of the model.
+        exact: whether passes are bit-identical to plain decoding; False uses the engine's faster variant.
         num_positions: maximum number of positions.
-        config: of another family; None: a Llama of that shape.
-        quantization: of the layers, "int8" or "int4".
+        config: configuration of another family; None for a Llama of this shape.
+        quantization: quantisation of the layers, "int8" or "int4"; None for none.
     """
     configs = KernelConfigs.load(setting.device)
     attention = make_attention("triton", shape, setting.dtype, setting.device, configs)
@@ -105,10 +108,10 @@ class Passes:
     """Target passes of a decoder over a cache of random K and V.
 
     Args:
-        max_context, max_rows: per request.
+        setting, shape: of the model.
+        max_context, max_rows: maximum context length and number of rows per request.
         requests: batch size.
-        config: of a family other than Llama.
-        quantization: of the layers, "int8" or "int4".
+        exact, config, quantization: as in `open_decoder`.
     """
 
     def __init__(
@@ -138,9 +141,9 @@ class Passes:
         """Plan a pass over one tree per request; calling the result launches all kernels up to the logits.
 
         Args:
-            context: committed positions.
-            parents: of the tree.
-            tokens: of its nodes, the same for every request; None = random.
+            context: number of committed positions.
+            parents: parents of the tree's nodes.
+            tokens: tokens of the tree's nodes, the same for every request; None for random ones.
         """
         depths = np.zeros(len(parents), dtype=np.int64)
         visible = np.eye(len(parents), dtype=bool)
@@ -160,13 +163,13 @@ class Passes:
 
 
 def shape_of_size(size: str) -> ModelShape:
-    """Shape of the embedded target grown to about `size` parameters."""
+    """Return the shape of the embedded target grown to about `size` parameters."""
     source = default_folder("target")
     return grown_shape(ModelShape.from_hf(read_config(source), LLAMA, source), parse_size(size))
 
 
 def grown_folder(setting: Setting, size: str) -> Path:
-    """Grow the embedded target to about `size` parameters; cached for all stages."""
+    """Grow the embedded target to about `size` parameters, or return the folder of an earlier stage."""
     shape, name = shape_of_size(size), f"treespec-gpu-{source_hash()}-{setting.seed}"
     places = [place / name for place in (MEMORY, Path(tempfile.gettempdir())) if place.is_dir()]
     for root in places:
@@ -185,28 +188,29 @@ def open_engine(setting: Setting, *given: Any, captured: bool = True, **options:
     """Open an `LLM` on the device.
 
     Args:
-        captured: require captured rounds; ignored on a CPU.
+        captured: whether to require captured rounds; ignored on a CPU.
 
     Raises:
-        RuntimeError: rounds are not captured on a GPU, with the engine's warnings and the traceback as a note.
+        RuntimeError: rounds are not captured on a GPU; the message has the engine's warnings, and a note their
+            tracebacks.
     """
-    said = _Kept()
+    warnings = _WarningCollector()
     logger = logging.getLogger("treespec")
-    logger.addHandler(said)
+    logger.addHandler(warnings)
     try:
         llm = LLM(*given, device=setting.device, dtype=setting.dtype, **options)
     finally:
-        logger.removeHandler(said)
+        logger.removeHandler(warnings)
     rounds = llm.stats()["frozen"]["rounds"]
     if captured and setting.device.type == "cuda" and rounds != "on the device":
-        failure = RuntimeError(f"rounds go {rounds}: {'; '.join(said.lines) or 'no warning says why'}")
-        failure.add_note("\n".join(said.whole))
+        failure = RuntimeError(f"rounds go {rounds}: {'; '.join(warnings.lines) or 'no warning says why'}")
+        failure.add_note("\n".join(warnings.whole))
         raise failure
     return llm
 
 
-class _Kept(logging.Handler):
-    """Collects warnings, one line each."""
+class _WarningCollector(logging.Handler):
+    """Log handler that collects warnings, as single lines and with tracebacks."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

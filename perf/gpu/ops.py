@@ -1,7 +1,7 @@
 """Stage `ops`: runs the tests marked `gpu` on this device, one process per file.
 
-Several processes share the device, which does not affect results; times are meaningless. Output of files with failures
-is kept in `ops/failed.txt` and `ops/failed.xml`.
+Several processes share the device, which does not affect results but makes times meaningless. The output of files with
+failures is kept in `ops/failed.txt` and `ops/failed.xml`.
 """
 
 import contextlib
@@ -23,13 +23,13 @@ from gpu.setting import ROOT, Setting
 from gpu.stage import Context, Measurement
 from gpu.workers import num_workers
 
-SECONDS = 240.0  # per test file, compilation included
-OUTPUT = 20000  # last characters of pytest's output
+SECONDS = 240.0  # time limit per test file, compilation included
+OUTPUT = 20000  # characters of the end of pytest's output to keep
 DRY = {"tests/test_kv_commit.py": ["-k", "what_does_not_fit"]}
 
 
 def test_files(setting: Setting) -> dict[str, list[str]]:
-    """pytest selections by file."""
+    """Return pytest's selection options by test file."""
     if setting.dry:
         return DRY
     marked = [path for path in sorted((ROOT / "tests").glob("test_*.py")) if "mark.gpu" in path.read_text("utf-8")]
@@ -45,7 +45,7 @@ def _op_of(file: str) -> str:
 
 
 class Ran(NamedTuple):
-    """A test file's counts, their XML and pytest's output."""
+    """Result of a test file: counts, pytest's XML report and output."""
 
     figures: dict[str, Any]
     report: str
@@ -71,7 +71,7 @@ def keep(folder: Path, file: str, ran: Ran) -> None:
 
 
 class Children:
-    """Runs test files in parallel, started at the first request."""
+    """Processes that run the test files in parallel, from construction on."""
 
     def __init__(self, setting: Setting):
         self._closed = threading.Event()
@@ -82,11 +82,11 @@ class Children:
         }
 
     def result(self, file: str) -> Ran:
-        """Result of one test file.
+        """Return the result of one test file.
 
         Raises:
-            RuntimeError: nothing was collected, or pytest failed; a note holds its output.
-            TimeoutExpired: the time limit was exceeded; a note holds its output.
+            RuntimeError: no test was collected, or pytest failed; a note has its output.
+            TimeoutExpired: the time limit was exceeded; a note has its output.
         """
         return self._runs[file].result()
 
@@ -123,7 +123,7 @@ class Children:
 
 
 def _start(file: str, options: list[str], report: Path) -> subprocess.Popen[str]:
-    """Start pytest in its own process group; it prints each test before it starts and dumps stacks if one hangs."""
+    """Start pytest in its own process group. It prints each test before it starts, and dumps stacks if one hangs."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     paths = [str(ROOT / part) for part in ("", "kernels", "weights")]
     environment["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [environment.get("PYTHONPATH")])])
@@ -152,10 +152,10 @@ def _end(child: subprocess.Popen[str]) -> None:
 
 
 def counts(report: str) -> dict[str, Any]:
-    """Parse counts from pytest's XML.
+    """Parse counts from pytest's XML report.
 
     Raises:
-        RuntimeError: it contains no test.
+        RuntimeError: the report has no test.
     """
     cases = list(ElementTree.fromstring(report).iter("testcase"))
     if not cases:
@@ -177,7 +177,7 @@ def counts(report: str) -> dict[str, Any]:
 
 
 def first_failure(text: str) -> str:
-    """pytest's error lines (starting with E) of a failure."""
+    """Return pytest's error lines (which start with E) of a failure."""
     lines = [line[1:].strip() for line in text.splitlines() if re.match(r"E\s", line)]
     return "\n".join(lines or text.strip().splitlines()[-6:])[:1200]
 

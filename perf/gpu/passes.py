@@ -1,7 +1,7 @@
-"""Stage `passes`: target passes of an 8B Llama shape against the roofline, by nodes and context, captured and eager;
-finally with programmatic dependent launch at the first context, compared bit by bit.
+"""Stage `passes`: target passes of an 8B Llama shape against the roofline, by nodes and context, captured and eager.
 
-Share of copy bandwidth: minimum bytes of the pass over its time, over the bandwidth of a copy in the same run.
+At the first context, passes also run with programmatic dependent launch (PDL) and are compared bit by bit. The share of
+copy bandwidth is the minimum bytes of a pass over its time, divided by the bandwidth of a copy in the same run.
 """
 
 import time
@@ -29,7 +29,7 @@ from treespec_kernels.tuning.testing import tree_parents
 from treespec_kernels.tuning.workloads.base import same_bits
 
 COPY, MATMUL = "copy", "matmul"
-DEPTH = 3  # of the trees in captured rounds
+DEPTH = 3  # depth of the trees in captured rounds
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,14 @@ class Sizes:
     nodes: tuple[int, ...]
     contexts: tuple[int, ...]
     captured: tuple[int, ...]  # tree sizes of captured rounds
-    batches: tuple[int, ...]  # at the first nodes and context only
+    batches: tuple[int, ...]  # batch sizes, measured only for the first context and the first and last number of nodes
     copy_bytes: int
     matmul: int
 
 
 REAL = Sizes((1, 8, 16, 32, 64), (2048, 512, 8192, 32768), (1, 32), (4, 8), 8 << 30, 8192)
 DRY = Sizes((1, 4), (16,), (1, 4), (2,), 1 << 16, 32)
-MAIN_CONTEXT = 2048  # at which targets are stated
+MAIN_CONTEXT = 2048  # context length of the stated targets
 
 
 def measurements(setting: Setting) -> Iterator[Measurement]:
@@ -59,7 +59,7 @@ def measurements(setting: Setting) -> Iterator[Measurement]:
             yield Measurement(
                 f"captured/context{context_len}/nodes{nodes}", partial(_captured, sizes, context_len, nodes), 90.0
             )
-    for nodes in sizes.nodes:  # cost of exactness: the same passes with exact=False
+    for nodes in sizes.nodes:  # the same passes with exact=False, for the cost of exactness
         yield Measurement(
             key(sizes.contexts[0], nodes, exact=False), partial(_pass, sizes, sizes.contexts[0], nodes, False, 1), 90.0
         )
@@ -75,7 +75,7 @@ def measurements(setting: Setting) -> Iterator[Measurement]:
 
 
 def key(context_len: int, nodes: int, batch: int = 1, exact: bool = True) -> str:
-    """Name of a pass in the document."""
+    """Return the name of a pass in the document."""
     return f"{'pass' if exact else 'fast'}/context{context_len}/nodes{nodes}" + (f"/batch{batch}" * (batch > 1))
 
 
@@ -84,26 +84,28 @@ def _pass(sizes: Sizes, context_len: int, nodes: int, exact: bool, batch: int, c
 
 
 def _launched(sizes: Sizes, context_len: int, nodes: int, context: Context) -> dict[str, Any]:
-    """Time the captured pass with ordinary and, if supported, programmatic dependent launches; count replays of the
-    latter with other logits."""
+    """Time the captured pass with ordinary and, if supported, programmatic dependent launches.
+
+    Also counts replays with programmatic dependent launch whose logits differ.
+    """
     opened = _open(context, sizes, True, 1)
     setting, decoder = context.setting, opened.decoder
     tree = tree_parents("random", nodes, torch.Generator().manual_seed(setting.seed))
     launch, tuned, clock = opened.prepare(context_len, tree), decoder.kernels, context.clock(50, 4.0)
-    pdl, logits = takes_pdl(setting.device), []  # of the last captured pass
+    pdl, logits = takes_pdl(setting.device), []  # logits of every capture and warm-up
     try:
         with torch.inference_mode():
             decoder.kernels = tuned.launched(False)
-            right = launch().clone()
+            expected = launch().clone()
             in_order = clock.graphed(launch)
             decoder.kernels = tuned.launched(pdl)
             replay = clock.capture(lambda: logits.append(launch()))
             differing = 0
             for _ in range(clock.repeats):
-                for spoilt in logits:
-                    spoilt.fill_(torch.nan)
+                for each in logits:
+                    each.fill_(torch.nan)
                 replay()
-                differing += not same_bits(logits[-1], right)
+                differing += not same_bits(logits[-1], expected)
             launched = clock.eager(replay)
     finally:
         decoder.kernels = tuned
@@ -111,7 +113,7 @@ def _launched(sizes: Sizes, context_len: int, nodes: int, context: Context) -> d
 
 
 def figures(context: Context, opened: Passes, context_len: int, nodes: int) -> dict[str, Any]:
-    """Time a pass over a random tree per request, with its roofline.
+    """Time a pass over a random tree per request, and compute its roofline.
 
     Raises:
         ValueError: the pass computed NaN or infinity.
@@ -140,8 +142,10 @@ def figures(context: Context, opened: Passes, context_len: int, nodes: int) -> d
 
 
 def _captured(sizes: Sizes, context_len: int, nodes: int, context: Context) -> dict[str, Any]:
-    """Time the verifying half of a captured round (layout, pass, walk, commit) for full trees, and the wall clock of a
-    round without drafts."""
+    """Time the verify stage of a captured round (layout, pass, walk, commit) for full trees.
+
+    Also measures the wall-clock time of a round without drafts.
+    """
     setting, shape = context.setting, context.setting.target
     opened = _open(context, sizes, True, 1)
     pages = opened.pages[0]
@@ -176,7 +180,7 @@ def _captured(sizes: Sizes, context_len: int, nodes: int, context: Context) -> d
 
 
 def _tree(nodes: int) -> TokenTree:
-    """A tree with up to four children per node, within the drafts' frontier limit."""
+    """Return a tree with up to four children per node, within the drafts' frontier limit."""
     parents = np.array([-1, *((node - 1) // 4 for node in range(1, nodes))])
     depths = np.zeros(nodes, dtype=np.int64)
     for node in range(1, nodes):
@@ -185,7 +189,7 @@ def _tree(nodes: int) -> TokenTree:
 
 
 def _open(context: Context, sizes: Sizes, exact: bool, batch: int) -> Passes:
-    """Open a decoder, keeping only one in memory."""
+    """Open a decoder, after releasing the previous one."""
     name = f"passes/{exact}/{batch}"
     if name not in context.shared:
         context.release()
@@ -245,7 +249,7 @@ def describe(document: dict[str, Any]) -> str:
 
 
 def _both(found: dict[str, Any], name: str) -> str:
-    """Columns of a pass with both kinds of launches."""
+    """Return the columns of a pass with ordinary and programmatic dependent launches."""
     figures = found.get(f"pdl/{name.removeprefix('pass/')}", {})
     if "error" in figures:
         return f" ERROR {figures['error'][:60]}"

@@ -1,7 +1,7 @@
 """Stage `quantized`: passes of an 8B shape with int8 and int4 layers, compared with unquantised ones.
 
-Per kind: tree nodes whose logits differ from their path's, and pass times of one node and of a tree against the bytes
-moved; then again after tuning the linear layers.
+Per kind: tree nodes whose logits differ from token-by-token decoding, and pass times of one node and of a tree relative
+to the bytes moved; then pass times again after tuning the linear layers.
 """
 
 from collections.abc import Iterator
@@ -26,8 +26,8 @@ TUNED = "tuned "
 
 @dataclass(frozen=True)
 class Sizes:
-    context: int  # at which passes are timed
-    contexts: tuple[int, ...]  # at which bits are compared
+    context: int  # context length at which passes are timed
+    contexts: tuple[int, ...]  # context lengths at which bits are compared
     nodes: tuple[int, int]
     copy_bytes: int
     tuning_seconds: int  # per kind
@@ -58,7 +58,7 @@ def _tuned(sizes: Sizes, kind: str, context: Context) -> dict[str, Any]:
 
 
 def _passes(sizes: Sizes, opened: Passes, context: Context) -> dict[str, Any]:
-    """By nodes: `us_32`, the ratio to an unquantised pass, and all figures under `passes`."""
+    """Time passes: for each number of nodes the time (`us_32`), shares and ratio, and all figures as `passes`."""
     found = {nodes: passes.figures(context, opened, sizes.context, nodes) for nodes in sizes.nodes}
     shown: dict[str, Any] = {}
     for nodes, figures in found.items():
@@ -72,7 +72,7 @@ def _passes(sizes: Sizes, opened: Passes, context: Context) -> dict[str, Any]:
 
 
 def _open(context: Context, sizes: Sizes, name: str, kind: str) -> Passes:
-    """Open a decoder with current tuning, keeping only one in memory."""
+    """Open a decoder with the current tuning, after releasing the previous one."""
     if name not in context.shared:
         context.release()
         setting, quantization = context.setting, None if kind == PLAIN else kind
@@ -84,7 +84,7 @@ def _open(context: Context, sizes: Sizes, name: str, kind: str) -> Passes:
 
 def _autotune(sizes: Sizes, kind: str, context: Context) -> dict[str, Any]:
     """Run `treespec autotune` for the linear layers only; stage `autotune` covers the other ops."""
-    context.release()  # for the other process's memory
+    context.release()  # the other process needs the memory
     options = [
         *tune.shape_options(context.setting.target),
         *("--dtype", str(context.setting.dtype).removeprefix("torch.")),
@@ -97,7 +97,7 @@ def _autotune(sizes: Sizes, kind: str, context: Context) -> dict[str, Any]:
 
 
 def describe(document: dict[str, Any]) -> str:
-    """One line per kind: default and tuned."""
+    """Return one line per kind, with default and tuned passes."""
     found, lines = document["measurements"], []
     for kind in (PLAIN, *QUANTIZATIONS):
         parts = []
@@ -118,7 +118,7 @@ def describe(document: dict[str, Any]) -> str:
 
 
 def _cell(figures: dict[str, Any], nodes: str) -> str:
-    """Milliseconds, share of copy bandwidth and ratio to an unquantised pass."""
+    """Format milliseconds, share of copy bandwidth and ratio to an unquantised pass."""
     share, of_plain = figures[f"share_of_copy_{nodes}"], figures[f"of_plain_{nodes}"]
     notes = [*([] if share is None else [f"{share:.0%}"]), *([] if of_plain is None else [f"{of_plain:.2f} of plain"])]
     return f"{nodes} nodes {figures[f'us_{nodes}'] / 1e3:.3f} ms" + (f" ({', '.join(notes)})" if notes else "")

@@ -1,7 +1,7 @@
-"""Stage `rounds`: duration of engine rounds and their GPU idle time.
+"""Stage `rounds`: duration of engine rounds, and GPU idle time in them.
 
-One request on the embedded target grown to 8B with the three embedded SSMs. Round durations come from the host clock
-without a profiler; GPU busy time of the same rounds comes from torch's profiler, as the union of kernel and copy
+One request runs on the embedded target grown to 8B with the three embedded SSMs. Round durations are from the host
+clock, without a profiler. GPU busy time of the same rounds is from torch's profiler, as the union of kernel and copy
 intervals. The gap is the difference.
 """
 
@@ -36,8 +36,8 @@ class Sizes:
 REAL = Sizes("8B", 24, (16, 32, 64))
 DRY = Sizes(None, 2, (4,))
 WARM_ROUNDS = 3
-VOCABULARY = 256  # of the prompts
-NAMED = 24  # kernels by name
+VOCABULARY = 256  # of the random prompts
+NAMED = 24  # number of kernels with the longest total time to report by name
 
 
 def measurements(setting: Setting) -> Iterator[Measurement]:
@@ -83,7 +83,7 @@ def _rounds(sizes: Sizes, nodes: int | None, exact: bool, context: Context) -> d
 
 
 def _planned(llm: LLM) -> dict[str, Any] | None:
-    """The engine's own graph timings for batch 1; None without captured rounds."""
+    """Return the engine's own graph timings for batch 1; None without captured rounds."""
     captured = llm.engine.captured
     if not isinstance(captured, GraphExecutor):
         return None
@@ -108,7 +108,7 @@ def _open(context: Context, sizes: Sizes, exact: bool) -> LLM:
 def _decode(
     llm: LLM, context: Context, spec: Any, rounds: int, seed: int, around: AbstractContextManager[Any]
 ) -> tuple[list[float], list[int]]:
-    """Seconds and tokens of `rounds` rounds run inside `around`, after uncounted first ones."""
+    """Return seconds and tokens of `rounds` rounds, which run inside `around` after warm-up rounds."""
     prompt = torch.randint(1, VOCABULARY, (16,), generator=torch.Generator().manual_seed(seed)).tolist()
     params = SamplingParams(max_tokens=llm.config.max_model_len - len(prompt) - 1, ignore_eos=True)
     clock, seconds, tokens = context.clock(), [], []
@@ -126,13 +126,13 @@ def _decode(
 
 
 def device_events(profiler: Any, device: torch.device) -> list[Any]:
-    """All kernel and copy events."""
+    """Return all kernel and copy events."""
     kind = DeviceType.CUDA if device.type == "cuda" else DeviceType.CPU
     return [e for e in profiler.events() if e.device_type == kind and not getattr(e, "is_user_annotation", False)]
 
 
 def union_length(spans: list[tuple[float, float]]) -> float:
-    """Total length of the union of intervals."""
+    """Return the total length of the union of intervals."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(end - max(start, reached), 0.0)

@@ -21,7 +21,7 @@ from treespec_weights.rules import ModelShape
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = ("perf/gpu", "perf/identity.py", "treespec", "kernels", "weights/treespec_weights", "tests/interpreted")
-"""Source paths that results depend on; unchanged sources are not measured again."""
+"""Source paths that results depend on. Results are reused until one of these sources changes."""
 
 LLAMA_8B = ModelShape(
     num_layers=32,
@@ -53,9 +53,9 @@ class Setting:
 
     Args:
         out: results folder.
-        dry: tiny sizes on the CPU, kernels in Triton's interpreter.
-        seed: of weights, inputs and prompts.
-        commit: of the checkout; None asks git.
+        dry: whether to use tiny sizes on the CPU, with kernels in Triton's interpreter.
+        seed: seed of weights, inputs and prompts.
+        commit: commit of the checkout; None asks git.
     """
 
     out: Path
@@ -69,12 +69,12 @@ class Setting:
 
     @property
     def dtype(self) -> torch.dtype:
-        """dtype of kernels and models; the interpreter computes bfloat16 incorrectly."""
+        """dtype of kernels and models: bfloat16, or float32 in the interpreter, whose bfloat16 is incorrect."""
         return torch.float32 if self.dry else torch.bfloat16
 
     @property
     def target(self) -> ModelShape:
-        """Shape for which targets are stated."""
+        """Model shape of the stated targets."""
         return TINY if self.dry else LLAMA_8B
 
     @property
@@ -83,20 +83,20 @@ class Setting:
 
     @cached_property
     def cache_bytes(self) -> int:
-        """Three times the L2, so that rotating buffers are always evicted."""
+        """Bytes of rotating buffers that always evict each other: three times the L2."""
         return 1 if self.dry else 3 * max(l2_bytes(self.device), 60 << 20)
 
     def generator(self) -> torch.Generator:
-        """A fresh generator on the device."""
+        """Return a new generator on the device."""
         return torch.Generator(self.device).manual_seed(self.seed)
 
     def random(self, *size: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Normal random numbers; zeros would lower power draw and raise clocks."""
+        """Return normal random numbers. Zeros would lower the power draw and raise the clocks."""
         tensor = torch.empty(size, dtype=dtype or self.dtype, device=self.device)
         return tensor.normal_(0.0, scale)
 
     def facts(self) -> dict[str, Any]:
-        """Machine and code facts for every document."""
+        """Return the facts about machine and code that every document has."""
         import triton
 
         versions = {module.__name__: module.__version__ for module in (torch, triton, transformers, numpy)}
@@ -117,7 +117,7 @@ def l2_bytes(device: torch.device) -> int:
 
 
 def device_slug(dry: bool) -> str:
-    """Device name as a folder name."""
+    """Return the device's name as a folder name."""
     name = "dry-run" if dry else torch.cuda.get_device_name()
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
@@ -137,7 +137,7 @@ def device_facts(device: torch.device) -> dict[str, Any]:
 
 
 def _driver() -> str | None:
-    """Driver version and current clocks; None if nvidia-smi fails."""
+    """Return driver version, current clocks and power limit; None if nvidia-smi fails."""
     query = ["nvidia-smi", "--query-gpu=driver_version,clocks.sm,clocks.mem,power.limit", "--format=csv,noheader"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
@@ -148,7 +148,7 @@ def _driver() -> str | None:
 
 @cache
 def source_hash() -> str:
-    """Hash of all measured sources; independent of git and of documentation changes."""
+    """Return a hash of all measured sources, which is independent of git and of the documents."""
     digest = hashlib.sha256()
     for path in sorted(file for part in MEASURED for file in _files(ROOT / part)):
         digest.update(f"{path.relative_to(ROOT)}\0".encode())
@@ -163,8 +163,11 @@ def _files(path: Path) -> list[Path]:
 
 
 def tuned_hash() -> str | None:
-    """Hash of shipped and user-tuned configurations, None without any: tuning changes the measured kernels, but not the
-    sources. Excludes quantised layers, which run in one stage that tunes them itself."""
+    """Return a hash of the shipped and the user's tuned configurations, or None without any.
+
+    Tuning changes the measured kernels but not the sources. Quantised layers are excluded, because they run only in a
+    stage that tunes them itself.
+    """
     user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "treespec" / "tuned"
     files = [
         file for folder in (user, ROOT / "kernels/treespec_kernels/tuned") for file in sorted(folder.glob("*.json"))
@@ -173,7 +176,7 @@ def tuned_hash() -> str | None:
 
 
 def _plain_entries(file: Path) -> bytes:
-    """Unquantised entries of a tuned file; the whole content of other files."""
+    """Return the entries of a tuned file without those of quantised layers; the whole content of other files."""
     content = file.read_bytes()
     try:
         entries = json.loads(content)["entries"]

@@ -1,8 +1,9 @@
-"""Runs the measurements of a stage with individual time limits into a resumable document.
+"""Runs the measurements of a stage with individual time limits, and stores results in a resumable document.
 
 A measurement that raises or times out is recorded as an error, with its traceback in `errors.log`, and the next one
-starts. After a lost CUDA context or a hanging call the process exits with `RESTART`, and the next one resumes from the
-document. Measurements cut off by the end of the slice are not recorded and are repeated by a later slice.
+starts. After a lost CUDA context or a hanging call, the process exits with `RESTART`, and the next process resumes from
+the document. A stage runs for a time slice. Measurements cut off by its end are not recorded, and a later slice repeats
+them.
 """
 
 import gc
@@ -27,19 +28,21 @@ from gpu.clock import Clock
 from gpu.documents import load, path_of, write
 from gpu.setting import Setting
 
-RESTART = 75  # exit status: continue in another process
-GRACE = 30.0  # seconds past its limit after which a hanging measurement's process is killed
-LAST = 10.0  # the same past the end of the slice
-LEAST = 20.0  # minimum seconds to start any measurement; most end well before their limit
+RESTART = 75  # exit status that asks for another process to continue
+GRACE = 30.0  # seconds after its limit at which the process of a hanging measurement is killed
+LAST = 10.0  # the same after the end of the slice
+LEAST = 20.0  # minimum remaining seconds to start a measurement; most end well before their limit
 
 
 class MeasurementTimeout(BaseException):
-    """A measurement or its slice exceeded its time limit. A BaseException, so that no `except Exception` swallows
-    it."""
+    """Raised when a measurement or its slice exceeds its time limit.
+
+    It is a BaseException, so that no `except Exception` swallows it.
+    """
 
 
 class Unavailable(Exception):
-    """This checkout lacks the subject of a measurement."""
+    """Raised if this checkout lacks the subject of a measurement."""
 
 
 @dataclass
@@ -47,8 +50,9 @@ class Context:
     """Input of a measurement.
 
     Attributes:
-        results: of earlier measurements, by name.
-        shared: objects shared within the process, such as an open model.
+        setting: setting of the run.
+        results: results of earlier measurements, by name.
+        shared: objects that the measurements of a process share, such as an open model.
     """
 
     setting: Setting
@@ -56,7 +60,7 @@ class Context:
     shared: dict[str, Any] = field(default_factory=dict)
 
     def release(self) -> None:
-        """Free shared objects before creating large ones (engines need the garbage collector)."""
+        """Free shared objects, to make room for other large ones."""
         for kept in self.shared.values():
             if hasattr(kept, "close"):
                 kept.close()
@@ -67,13 +71,13 @@ class Context:
         return Clock(self.setting.device, *((0, 1) if self.setting.dry else (5, repeats)), seconds)
 
     def keep(self, name: str, make: Callable[[], Any]) -> Any:
-        """Cached result of `make`."""
+        """Return the shared object `name`, created by `make` on the first call."""
         if name not in self.shared:
             self.shared[name] = make()
         return self.shared[name]
 
     def figure(self, name: str, key: str) -> Any:
-        """A figure of an earlier measurement, or None."""
+        """Return a figure of an earlier measurement, or None."""
         return self.results.get(name, {}).get(key)
 
 
@@ -82,8 +86,8 @@ class Measurement:
     """A named measurement.
 
     Args:
-        name: its key in the document.
-        run: returns its figures.
+        name: key in the document.
+        run: function that measures and returns the figures.
         seconds: time limit, including loading and compiling.
     """
 
@@ -94,7 +98,14 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage. name, letter: for selection; title: of its table; measurements, describe: of its module."""
+    """A stage of the suite.
+
+    Args:
+        name, letter: names for its selection.
+        title: title of its table.
+        measurements, describe: functions of its module.
+        seconds: maximum duration of a slice.
+    """
 
     name: str
     letter: str
@@ -119,9 +130,9 @@ class Bound(NamedTuple):
     """Time limits of a measurement within this slice.
 
     Attributes:
-        seconds: until it is interrupted.
+        seconds: seconds until it is interrupted.
         grace: further seconds until its process is killed.
-        cut: the slice ends before the measurement's own limit.
+        cut: whether the slice ends before the measurement's own limit.
     """
 
     seconds: float
@@ -135,7 +146,7 @@ class Bound(NamedTuple):
 
 
 def run(stage: Stage, setting: Setting, seconds: float) -> bool:
-    """Run the remaining measurements of a stage within `seconds`; returns whether the document is complete."""
+    """Run the remaining measurements of a stage within `seconds`. Return whether the document is complete."""
     path = path_of(setting.out, stage.name)
     document = _begin(stage, setting, path)
     results = document["measurements"]
@@ -186,7 +197,7 @@ def _begin(stage: Stage, setting: Setting, path: Path) -> dict[str, Any]:
             "running": None,
             "measurements": {},
         }
-    if (name := document["running"]) is not None:  # the previous process died in it
+    if (name := document["running"]) is not None:  # the previous process died in this measurement
         document["measurements"][name] = {"error": "the process ended in it"}
         document["running"] = None
         failures.note(setting.out, f"{stage.name}: {name}", "The process ended in it: above is what it left, if it did")
@@ -196,7 +207,7 @@ def _begin(stage: Stage, setting: Setting, path: Path) -> dict[str, Any]:
 def _measure(
     measurement: Measurement, context: Context, bound: Bound, path: Path, document: dict[str, Any]
 ) -> dict[str, Any]:
-    """Run a measurement; returns figures or its error.
+    """Run a measurement, and return its figures or its error.
 
     Raises:
         MeasurementTimeout: the slice ended.
@@ -209,7 +220,7 @@ def _measure(
                 torch.cuda.synchronize()
     except (Exception, MeasurementTimeout) as error:
         late = time.perf_counter() - began >= bound.seconds
-        over = bound.cut and (late or isinstance(error, MeasurementTimeout))  # a library may have wrapped it
+        over = bound.cut and (late or isinstance(error, MeasurementTimeout))  # `late`: a library may wrap the timeout
         failures.note(context.setting.out, heading + ", cut off" * over, failures.trace(error))
         if over:
             raise MeasurementTimeout("the slice ended") from None
@@ -221,7 +232,7 @@ def _measure(
 
 @contextmanager
 def _within(bound: Bound, name: str, path: Path, document: dict[str, Any]) -> Iterator[None]:
-    """Raise `MeasurementTimeout` at the limit; if that has no effect, record it and exit the process."""
+    """Raise `MeasurementTimeout` in the block at the limit; if that has no effect, record it and exit the process."""
 
     def raise_it(*given: object) -> None:
         raise MeasurementTimeout(f"it took more than {bound.seconds:.0f} s")
@@ -252,13 +263,13 @@ def _within(bound: Bound, name: str, path: Path, document: dict[str, Any]) -> It
 
 
 def leave(status: int) -> None:
-    """End the process at once."""
+    """Exit the process at once."""
     sys.stdout.flush()
-    os._exit(status)  # a lost context or hanging call prevents a normal exit
+    os._exit(status)  # a lost context or a hanging call prevents a normal exit
 
 
 def _context_is_lost(setting: Setting) -> bool:
-    """Whether the CUDA context is lost: after an illegal access every call fails."""
+    """Return whether the CUDA context is lost: after an illegal access every call fails."""
     if setting.device.type != "cuda":
         return False
     try:
@@ -270,17 +281,17 @@ def _context_is_lost(setting: Setting) -> bool:
 
 
 def free_memory(setting: Setting) -> None:
-    """Let the collector and the allocator give back what nothing holds."""
+    """Run the garbage collector, which engines need, and release the allocator's unused memory."""
     gc.collect()
     if setting.device.type == "cuda":
         try:
             torch.cuda.empty_cache()
         except RuntimeError:
-            return  # the context is lost, which the caller checks next
+            return  # the context is lost; the caller checks this next
 
 
 def summary(figures: dict[str, Any]) -> str:
-    """A measurement in one line."""
+    """Return the figures of a measurement in one line."""
     if "error" in figures:
         return f"ERROR {figures['error'][:110]}"
     shown = [f"{key} {_short(value)}" for key, value in figures.items() if isinstance(value, int | float | str)]

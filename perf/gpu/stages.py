@@ -1,4 +1,4 @@
-"""All stages by priority."""
+"""All stages, ordered by priority."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -24,7 +24,7 @@ def choose(names: Sequence[str]) -> list[Stage]:
     """Select stages by name or letter, in the given order; all by priority if empty.
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: a name is unknown.
     """
     for name in names:
         if not any(name in (stage.name, stage.letter) for stage in STAGES):

@@ -14,9 +14,9 @@ class Target(NamedTuple):
 
     Args:
         text: description.
-        must: the bound as text.
-        value: extracts the measured value, or None.
-        reached: whether a value meets the bound.
+        must: bound as text.
+        value: function that extracts the measured value, or None.
+        reached: function that returns whether a value meets the bound.
         shown: format of the value.
     """
 
@@ -36,7 +36,7 @@ def _ratio(above: float | None, below: float | None) -> float | None:
 
 
 def _sum(documents: Documents, stage: str, key: str, prefix: str) -> float | None:
-    """Sum over all measurements of a kind; None if one is missing or failed."""
+    """Sum a figure over all measurements of a kind; None if there is none, or one failed."""
     found = [figures for name, figures in documents.get(stage, {}).items() if name.startswith(prefix)]
     values = [figures.get(key) for figures in found]
     return sum(values) if values and all(value is not None for value in values) else None
@@ -51,7 +51,7 @@ def _of_plain(nodes: int) -> Callable[[Documents], float | None]:
 
 
 def _exact_cost(documents: Documents) -> float | None:
-    """Cost of exactness of a round with 32 nodes, or of the pass alone (higher) without measured rounds."""
+    """Return the relative cost of exactness of a round with 32 nodes; without measured rounds, of a pass (higher)."""
     exact, fast = (_figure(documents, "rounds", rounds.key("tree32", e), "round_us") for e in (True, False))
     ratio = _ratio(exact, fast) or _ratio(_pass_us(documents, 32), _pass_us(documents, 32, exact=False))
     return None if ratio is None else ratio - 1.0
@@ -64,7 +64,7 @@ def _largest_gap(documents: Documents) -> float | None:
 
 
 def _gain_of_tau(documents: Documents) -> float | None:
-    """Speed-up over acceptance length of the fastest tree of the three SSMs, one request."""
+    """Return speed-up over acceptance length of the fastest tree of the three SSMs, for one request."""
     modes: Iterable[Mapping[str, Any]] = _figure(documents, "grown8b", "batch1", "modes") or ()
     trees = [mode for mode in modes if mode["mode"].startswith("tree-ssms")]
     if not trees:
@@ -74,13 +74,13 @@ def _gain_of_tau(documents: Documents) -> float | None:
 
 
 def _attention(context: int, nodes: int, variants: tuple[str, ...]) -> Callable[[Documents], float | None]:
-    """Microseconds of the fastest of some variants."""
+    """Return a function that extracts the microseconds of the fastest of some variants."""
     case = attention.Case(context, nodes)
     return lambda documents: attention.fastest(documents.get("kernels", {}), case, variants)
 
 
 def _masked_over_ours(documents: Documents) -> float | None:
-    """Speed-up over the fastest masked SDPA at 32 nodes and 8k."""
+    """Return the speed-up over the fastest masked SDPA at 32 nodes and a context of 8k."""
     masked, ours = (_attention(8192, 32, variants)(documents) for variants in (attention.MASKED, (attention.OURS,)))
     return _ratio(masked, ours)
 
@@ -198,7 +198,7 @@ TARGETS = (
 
 
 def table(documents: Documents, dry: bool = False) -> str:
-    """Table of targets with measured values; times of a dry run are meaningless."""
+    """Return the table of targets with measured values, without the times of a dry run, which are meaningless."""
     lines = [f"{'target':60} {'bound':>8} {'measured':>9}  verdict"]
     for target in TARGETS:
         try:
@@ -215,7 +215,7 @@ def table(documents: Documents, dry: bool = False) -> str:
 
 
 def wrong(documents: Documents) -> bool:
-    """Whether a correctness target was measured and missed, or is unreadable."""
+    """Return whether a correctness target was measured and missed, or is unreadable."""
     return any(_is_wrong(target, documents) for target in TARGETS if target.must == "0")
 
 

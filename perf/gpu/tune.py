@@ -33,7 +33,7 @@ def measurements(setting: Setting) -> Iterator[Measurement]:
 
 
 def shape_options(shape: ModelShape) -> list[str]:
-    """Command line options of a model's shape."""
+    """Return the command-line options of a model's shape."""
     sizes = {
         "heads": shape.num_heads,
         "kv-heads": shape.num_kv_heads,
@@ -82,7 +82,7 @@ def autotune(options: Sequence[str], context: Context) -> dict[str, Any]:
 
 
 def copy_files(document: dict[str, Any], folder: Path) -> list[str]:
-    """Copy the tuned file named by the document to `folder`; returns the copies' names."""
+    """Copy the tuned file named by the document to `folder`, and return the names of the copies."""
     source = document.get("kernels", {}).get("file")
     if source is None or not Path(source).is_file():
         return []

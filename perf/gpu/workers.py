@@ -1,6 +1,7 @@
 """Runs untimed tasks (kernel compilation, bit comparisons) in parallel worker processes.
 
-Compiling takes up to a core second per kernel, and a stage needs up to a hundred. Processes share Triton's cache.
+A kernel takes up to one second of a core to compile, and a stage needs up to a hundred kernels. Processes share
+Triton's cache.
 """
 
 import faulthandler
@@ -22,19 +23,19 @@ from gpu import failures
 
 Task = Callable[[], Any]
 MAX_WORKERS = 12
-TRACE = 4000  # last characters of a traceback
+TRACE = 4000  # characters of the end of a traceback to keep
 
 
 def num_workers() -> int:
-    """Number of concurrent processes; leaves a few cores for those that drive the device."""
+    """Return the number of concurrent processes, which leaves two cores for the main process."""
     return max(1, min(MAX_WORKERS, len(os.sched_getaffinity(0)) - 2))
 
 
 class WorkerPool:
-    """Runs tasks in fresh processes, started in order.
+    """Pool that runs each task in a new process, started in order.
 
     Args:
-        tasks: by name, picklable.
+        tasks: picklable tasks by name.
         seconds: time limit per task, after which its process is killed.
     """
 
@@ -50,7 +51,7 @@ class WorkerPool:
         """Wait for a task and return its result.
 
         Raises:
-            RuntimeError: the task raised, died or timed out; a note holds its traceback.
+            RuntimeError: the task raised, died or timed out; a note has its traceback.
         """
         return self._futures[name].result()
 
@@ -100,22 +101,24 @@ class WorkerPool:
             process.join()
             raise RuntimeError(f"its process ended with {process.exitcode}") from None
         finally:
-            process.kill()  # its answer has arrived or never will
+            process.kill()  # its answer has arrived or will never arrive
             process.join()
             self._running.discard(process)
 
 
 def run_task(task: Task, sender: Connection, stacks: str, until: float) -> None:
-    """Send a task's result, or the last line and traceback of its error; if it hangs, dump its stacks to a file just
-    before `until` (monotonic clock)."""
-    torch.set_num_threads(2)  # beside a dozen others
+    """Run a task, and send its result, or the last line and traceback of its error.
+
+    If it hangs, dump its stacks to the file `stacks` just before `until` (monotonic clock).
+    """
+    torch.set_num_threads(2)  # up to twelve processes share the cores
     with open(stacks, "w") as file:
         faulthandler.enable(file)
         faulthandler.dump_traceback_later(max(until - time.monotonic() - 2.0, 0.01), file=file)
         answer: tuple[Any, str | None, str]
         try:
             answer = task(), None, ""
-        except Exception as error:  # compilers and drivers may raise anything: record it
+        except Exception as error:  # compilers and drivers raise arbitrary types, and every error must be reported
             answer = None, failures.last_line(error), failures.trace(error)[-TRACE:]
         faulthandler.cancel_dump_traceback_later()
         faulthandler.disable()
@@ -123,12 +126,12 @@ def run_task(task: Task, sender: Connection, stacks: str, until: float) -> None:
 
 
 def compile_in_workers(tasks: Mapping[str, Task], seconds: float, out: Path) -> dict[str, Any]:
-    """Run tasks to warm the compile cache. Failures reappear when measured.
+    """Run tasks to fill the compile cache. Failures reappear when the kernels are measured.
 
     Args:
         tasks: as in `WorkerPool`.
         seconds: total time limit.
-        out: results folder, whose log gets the tracebacks.
+        out: results folder, to whose log the tracebacks are written.
     """
     pool = WorkerPool(tasks, seconds)
     timer = threading.Timer(seconds, pool.close)

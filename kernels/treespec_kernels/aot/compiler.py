@@ -142,7 +142,7 @@ def _gpu_of(target: str) -> Any:
 
 
 def _source_of(spec: KernelSpec) -> Any:
-    """Triton's compilation source for a spec."""
+    """Return Triton's `ASTSource` of a spec."""
     from triton.compiler import ASTSource
 
     kernel, signature, attributes = spec.kernel, {}, {}

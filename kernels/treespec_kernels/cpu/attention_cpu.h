@@ -1,22 +1,25 @@
-// Tree attention: a part of decoder_cpu.cpp, which includes it.
+// Tree attention, included by decoder_cpu.cpp.
 //
-// Keys and values lie in the cache in the model's dtype and are multiplied in units of 32 bits, two bf16 or one fp32.
-// A page is brought into another order once for all rows and heads that see it: keys so that a vector holds one unit of
-// 16 positions, and values in bf16 so that a unit holds one dimension of two positions. A score is one chain over the
-// units of its key. A sum of values is one chain over the positions of the sequence, in bf16 over the pairs 2i and
-// 2i + 1, the last one perhaps half empty. So neither depends on where keys lie, or on the rows beside.
+// Keys and values are in the cache in the model's dtype and are multiplied in units of 32 bits, two bf16 or one fp32. A
+// page is reordered once for all rows and heads that attend to it: keys so that a vector has one unit of 16 positions,
+// and values in bf16 so that a unit has one dimension of two positions. A score is one chain over the units of its key.
+// A sum of values is one chain over the positions of the sequence, in bf16 over the pairs 2i and 2i + 1, of which the
+// last may have only one position. So neither depends on the location of keys, or on other rows.
 
-constexpr int64_t STACKED = 4;  // queries whose scores of a page are summed in registers: 16 accumulators and 4 keys
-constexpr int64_t MOST = HEAD_VECS <= 5 ? 4 : HEAD_VECS <= 8 ? 2 : 1;  // queries whose values are: HEAD_VECS for each
+// Queries whose scores of a page are summed in registers: 16 accumulators and 4 keys.
+constexpr int64_t STACKED = 4;
+// Queries whose sums of values are in registers, HEAD_VECS each.
+constexpr int64_t MOST = HEAD_VECS <= 5 ? 4 : HEAD_VECS <= 8 ? 2 : 1;
 
-// Brings what is needed next closer, in portions between computations: of a whole page at once nothing was gained. Into
-// the L2 cache: fetched into the L1 cache, 1 row at a context of 1900 took a quarter longer, and without any a half.
+// Prefetches data of the next page in portions between computations; prefetching a whole page at once gained nothing.
+// The target is the L2 cache: for 1 row at a context of 1900, a pass took a quarter longer with prefetches into L1, and
+// half longer without any.
 template <int64_t BYTES>
 inline void fetch(const void* from) {
     for (int64_t i = 0; i < BYTES; i += 64) __builtin_prefetch((const char*)from + i, 0, 2);
 }
 
-// [8][8] units, rows `step` apart -> the transpose, rows PAGE apart.
+// Transposes [8][8] units with row stride `step` to rows with stride PAGE.
 inline void transpose(const uint32_t* from, int64_t step, uint32_t* to) {
     uvec8 a[8], b[8];
     for (int i = 0; i < 8; i++) a[i] = load<uvec8>(from + i * step);
@@ -37,7 +40,8 @@ inline void transpose(const uint32_t* from, int64_t step, uint32_t* to) {
     }
 }
 
-// Keys of `count` positions -> [UNITS][PAGE]; reads whole eights of positions. Meanwhile the page `next` is fetched.
+// Transposes the keys of `count` positions, rounded up to a multiple of 8, to [UNITS][PAGE], and prefetches page
+// `next`.
 void transpose_keys(const scalar* keys, int64_t count, uint32_t* out, const scalar* next) {
     for (int64_t p = 0; p < count; p += 8)
         for (int64_t u = 0; u < UNITS; u += 8) {
@@ -46,7 +50,8 @@ void transpose_keys(const scalar* keys, int64_t count, uint32_t* out, const scal
         }
 }
 
-// Scores of QUERIES queries and VECTORS * 16 positions. queries: [QUERIES][UNITS]; out: rows `stride` apart.
+// Computes scores of QUERIES queries and VECTORS * 16 positions. queries: [QUERIES][UNITS]; out: rows of `stride`
+// floats.
 template <int QUERIES, int VECTORS>
 void dots(const uint32_t* queries, const uint32_t* keys, float* out, int64_t stride) {
     vec acc[QUERIES][VECTORS] = {};
@@ -67,7 +72,7 @@ void score(int64_t count, const uint32_t* queries, const uint32_t* keys, float* 
     for (; q < count; q++) dots<1, VECTORS>(queries + q * UNITS, keys, out + q * stride, stride);
 }
 
-// Values of two positions -> [HEAD_DIM] units.
+// Interleaves the values of two positions to [HEAD_DIM] units.
 inline void pair_up(const scalar* even, const scalar* odd, uint32_t* out) {
     for (int64_t i = 0; i < HEAD_DIM; i += LANES) {
         const uvec low = __builtin_convertvector(load<hvec>(even + i), uvec);
@@ -76,7 +81,7 @@ inline void pair_up(const scalar* even, const scalar* odd, uint32_t* out) {
     }
 }
 
-// Adds `count` units of weighted values. weights: rows `stride` units apart; values: [count][HEAD_DIM].
+// Adds `count` units of weighted values. weights: rows of `stride` units; values: [count][HEAD_DIM].
 template <int QUERIES>
 void weigh(const uint32_t* weights, int64_t stride, int64_t count, const uint32_t* values, float* sums) {
     vec acc[QUERIES][HEAD_VECS];
@@ -98,8 +103,8 @@ void weigh(int64_t queries, const uint32_t* weights, int64_t stride, int64_t cou
     for (; q < queries; q++) weigh<1>(weights + q * stride, stride, count, values, sums + q * HEAD_DIM);
 }
 
-// Scores of positions [begin, length) -> weights in the model's dtype, in their place; zeros fill up the first page and
-// the last 16. Returns their sum.
+// Replaces the scores of positions [begin, length) by weights in the model's dtype, and returns their sum. Other
+// positions of the first page and of the last 16 get weight 0.
 float softmax(float* s, int64_t begin, int64_t length, float cap) {
     const int64_t start = begin / PAGE * PAGE, end = (length + LANES - 1) / LANES * LANES;
     if (cap)
@@ -121,14 +126,14 @@ float softmax(float* s, int64_t begin, int64_t length, float cap) {
     return sum(mass);
 }
 
-// Positions that rows do not find through their pages: at most PAGE different slots, however many rows see each.
+// Positions that rows do not read through their pages: at most PAGE different slots, each shared by any number of rows.
 struct Scattered {
     struct Place { int64_t row, position, column; };
     std::vector<int64_t> slots;
-    std::vector<Place> places;  // by row; the slot is that of the column
+    std::vector<Place> places;  // ordered by row; `column` is an index of `slots`
 };
 
-// All those of rows [first, last); they are the same for all layers and heads.
+// Returns the scattered positions of rows [first, last), which are the same for all layers and heads.
 std::vector<Scattered> scattered_of(const Batch& batch, int64_t first, int64_t last) {
     std::vector<Scattered> parts;
     for (int64_t r = first; r < last; r++)
@@ -147,14 +152,14 @@ std::vector<Scattered> scattered_of(const Batch& batch, int64_t first, int64_t l
     return parts;
 }
 
-struct Memory {  // of a thread
+struct Memory {  // buffers of a thread
     std::vector<float> scores, totals, masses, found;  // [rows, group, ...]: positions, HEAD_DIM, one, PAGE
     std::vector<uint32_t> queries;                     // [rows, group, UNITS]
-    alignas(64) uint32_t turned[UNITS * PAGE], values[PAGE / PAIR * HEAD_DIM];
+    alignas(64) uint32_t keys[UNITS * PAGE], values[PAGE / PAIR * HEAD_DIM];
     alignas(64) scalar gathered[PAGE * HEAD_DIM];
 };
 
-// Rows [first, last) and one KV head, a page after the other for all of them: it stays in the L1 cache.
+// Attention of rows [first, last) and one KV head. Each page is processed for all rows at once, so it stays in L1.
 class Attention {
     Memory& memory;
     const Batch& batch;
@@ -169,7 +174,7 @@ class Attention {
     }
 
     int64_t length_of(int64_t r) const { return batch.direct[r] + batch.counts[r]; }
-    // The first position that a row sees, and the first one of its page: positions between them weigh 0.
+    // The first position that a row attends to. Earlier positions of its page, from first_page_of on, have weight 0.
     int64_t begin_of(int64_t r) const { return window ? std::max<int64_t>(length_of(r) - window, 0) : 0; }
     int64_t first_page_of(int64_t r) const { return begin_of(r) / PAGE * PAGE; }
     bool sees(int64_t r, int64_t start) const { return first_page_of(r) <= start && start < batch.direct[r]; }
@@ -185,7 +190,7 @@ class Attention {
         return place_of(batch.paths[batch.starts[r] + p - batch.direct[r]]);
     }
 
-    // Calls visit(first row, last row + 1, start) for each page and the neighbouring rows that see it at `start`.
+    // Calls visit(first row, last row + 1, start) for each page and run of rows that have it at position `start`.
     template <class Visit>
     void each_page(Visit visit) const {
         int64_t least = INT64_MAX, most = 0;
@@ -206,12 +211,12 @@ class Attention {
         return more ? cache + page_of(r, start + PAGE) : v + page_of(r, 0);
     }
 
-    // May write scores of positions behind those that a row sees so: what follows overwrites them.
+    // May write scores past the positions that a row reads through its pages; later steps overwrite them.
     void score_pages() {
         each_page([&](int64_t r, int64_t end, int64_t start) {
             const int64_t most = *std::max_element(batch.direct + r, batch.direct + end) - start;
-            transpose_keys(k + page_of(r, start), std::min(most, PAGE), memory.turned, next_of(r, start, k));
-            score<PAGE / LANES>((end - r) * group, queries_of(r), memory.turned, scores_of(r) + start, stride);
+            transpose_keys(k + page_of(r, start), std::min(most, PAGE), memory.keys, next_of(r, start, k));
+            score<PAGE / LANES>((end - r) * group, queries_of(r), memory.keys, scores_of(r) + start, stride);
         });
     }
 
@@ -219,10 +224,10 @@ class Attention {
         const int64_t count = part.slots.size(), begin = part.places.front().row, end = part.places.back().row + 1;
         for (int64_t i = 0; i < count; i++)
             std::memcpy(memory.gathered + i * HEAD_DIM, k + place_of(part.slots[i]), HEAD_DIM * sizeof(scalar));
-        transpose_keys(memory.gathered, count, memory.turned, memory.gathered);
+        transpose_keys(memory.gathered, count, memory.keys, memory.gathered);
         float* found = memory.found.data();
         const auto compute = count <= LANES ? score<1> : count <= 2 * LANES ? score<2> : score<PAGE / LANES>;
-        compute((end - begin) * group, queries_of(begin), memory.turned, found, PAGE);
+        compute((end - begin) * group, queries_of(begin), memory.keys, found, PAGE);
         for (const auto& place : part.places)
             for (int64_t g = 0; g < group; g++)
                 scores_of(place.row)[g * stride + place.position] =
@@ -256,7 +261,9 @@ class Attention {
 #endif
     }
 
-    void weigh_scattered(int64_t r) {  // and the last position of a page, if no other of it makes a pair with it
+    // Adds the values of scattered positions, and that of the last position read through a page if it completes no
+    // pair.
+    void weigh_scattered(int64_t r) {
         const int64_t begin = std::max(batch.direct[r] / PAIR * PAIR, first_page_of(r));
         for (int64_t p = begin; p < length_of(r); p += PAGE) {
             const int64_t count = std::min(length_of(r) - p, PAGE);
@@ -274,7 +281,7 @@ class Attention {
     }
 
   public:
-    // k, v: of the head, in page 0. window, cap: as in Layer and Model.
+    // k, v: the head's part of page 0. window, cap: as in Layer and Model.
     Attention(Memory& memory, const Batch& batch, int64_t first, int64_t last, const scalar* k, const scalar* v,
               int64_t kv_heads, int64_t group, int64_t window, float cap)
         : memory(memory), batch(batch), first(first), last(last), group(group), page_step(kv_heads * PAGE * HEAD_DIM),
@@ -287,7 +294,7 @@ class Attention {
         memory.queries.resize(queries * UNITS);
     }
 
-    // q: row r's heads of the group at q + r * q_step, scaled; out likewise.
+    // q: scaled queries; the group's heads of row r are at q + r * q_step. out: likewise with out_step.
     void run(const std::vector<Scattered>& scattered, const float* q, int64_t q_step, scalar* out, int64_t out_step) {
         for (int64_t i = 0; i < index_of(last); i++)
             for (int64_t j = 0; j < HEAD_DIM; j += LANES)

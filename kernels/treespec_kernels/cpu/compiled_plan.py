@@ -1,4 +1,4 @@
-"""The slots that the rows of a compiled CPU pass see, planned once for all layers and models."""
+"""Plan of a compiled CPU pass: the KV slots that each row attends to, shared by all layers and models."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
 
 
 class CompiledPlan(NamedTuple):
-    """The slots that the rows of a pass see, the same for all layers and models."""
+    """KV slots that the rows of a pass attend to, the same for all layers and models."""
 
     num_rows: int
     slots: Tensor  # int64 [num_rows], page * PAGE_SIZE + offset of each row's own K and V
@@ -25,7 +25,8 @@ def plan_compiled(requests: Sequence[RequestRows]) -> CompiledPlan:
     """Plan a pass over the rows of all requests, in order.
 
     A row reads committed positions (and the positions of a chain) through its request's pages, and the path of a tree
-    node slot by slot. Scores are stored by position, so a node is computed exactly like the same token decoded alone.
+    node slot by slot. Scores are stored by position, so a node's result is bit-identical to that of the same token in
+    plain decoding.
     """
     slots, rows, pages, paths = [], [], [], []
     first_page = first_path = 0

@@ -1,8 +1,8 @@
-"""Compiles and caches C++ libraries on the user's machine. It needs only a compiler: `$CXX`, c++, g++ or clang++.
+"""Compiles and caches C++ libraries on the user's machine. The only requirement is `$CXX`, c++, g++ or clang++.
 
-The name of a cached library holds a hash of the source, the command and the compiler's predefined macros, which give
-its version and the machine's instruction set; and a hash of its own bytes, because loading a truncated file crashes the
-process. If several processes need the same library at once, one compiles it and the others wait.
+The name of a cached library contains two hashes: one of the source, the command and the compiler's predefined macros,
+which include its version and the machine's instruction set; and one of the library's bytes, because loading a truncated
+file crashes the process. If several processes need the same library at once, one compiles it and the others wait.
 """
 
 import ctypes
@@ -23,13 +23,13 @@ from treespec_kernels.cpu.file_lock import shared_work
 
 logger = logging.getLogger("treespec")
 
-_PATIENCE = 600.0  # seconds to wait for another process's compiler; it takes 10 to 100
-# No -ffast-math and no contraction: every operation is rounded, so vectorisation does not affect bits.
+_PATIENCE = 600.0  # seconds to wait for another process's compiler, which takes 10 to 100
+# Without -ffast-math and contraction every operation is rounded, so vectorisation does not affect bits.
 _FLAGS = "-std=c++17 -O3 -march=native -ffp-contract=off -fno-math-errno -pthread -fPIC -shared -Wno-psabi".split()
 
 
 class CompileError(RuntimeError):
-    """No compiler was found, or it failed."""
+    """Raised if no compiler is found, or if it fails."""
 
 
 def find_compiler() -> tuple[str, ...]:
@@ -54,35 +54,36 @@ def _run(command: Sequence[str], stdin: str = "") -> str:
 
 
 def address_of(array: np.ndarray, dtype: type = np.int64) -> int:
-    """Return the address of the elements of a contiguous array of this dtype. Takes a microsecond."""
+    """Return the address of the elements of a contiguous array of this dtype. A call takes a microsecond."""
     assert array.flags.c_contiguous and array.dtype == dtype, (array.dtype, array.shape)
     return array.__array_interface__["data"][0]
 
 
 def pointers(*names: str) -> tuple[tuple[str, type], ...]:
-    """Fields of a `ctypes.Structure` that hold addresses."""
+    """Return pointer fields of a `ctypes.Structure`."""
     return tuple((name, ctypes.c_void_p) for name in names)
 
 
 def numbers(*names: str) -> tuple[tuple[str, type], ...]:
-    """Fields of a `ctypes.Structure` that hold int64 numbers."""
+    """Return int64 fields of a `ctypes.Structure`."""
     return tuple((name, ctypes.c_int64) for name in names)
 
 
 def compile_library(
     compiler: tuple[str, ...], sources: Sequence[Path], defines: Sequence[str], folder: Path
 ) -> ctypes.CDLL:
-    """Load a library from `folder`, and compiles it first if needed. If the folder is not writable, it is compiled for
-    this process only, with a warning.
+    """Load a library from `folder`, compiling it first if needed.
+
+    If the folder is not writable, the library is compiled for this process only, with a warning.
 
     Args:
-        compiler: from `find_compiler`: the program, and its flags, which follow the default ones.
+        compiler: from `find_compiler`: the program and its flags, which follow the default ones.
         sources: the file to compile, then the files that it includes.
-        defines: flags of this library.
-        folder: created if missing.
+        defines: additional flags of this library.
+        folder: cache folder, created if missing.
 
     Raises:
-        CompileError: the compiler fails, or its library does not load.
+        CompileError: the compiler fails, or the library does not load.
     """
     command = [compiler[0], *_FLAGS, *compiler[1:], *defines]
     macros = _run([*command, "-x", "c++", "-dM", "-E", "-"])  # the compiler's version and the machine's instruction set
@@ -99,7 +100,8 @@ def compile_library(
             return _compile_uncached(build, name, error)
         with scratch, shared_work(folder / f"{name}.lock", f"compile {sources[0].stem}", _PATIENCE):
             path = _cached(folder, name)
-            if path is None:  # renamed at the end: a process without the lock may compile at the same time
+            if path is None:
+                # Compile to a temporary file and rename it, since a process without the lock may compile concurrently.
                 built = Path(scratch.name) / f"{name}.so"
                 logger.info("compiling %s with %s into %s", sources[0].stem, compiler[0], folder)
                 _run([*build, str(built)])
@@ -109,14 +111,16 @@ def compile_library(
 
 
 def build_together(builds: Sequence[Callable[[], object]]) -> None:
-    """Run several builds in parallel, each in a thread that waits for a compiler. It ignores errors: the calls that
-    need the libraries build them again and raise."""
+    """Run several builds in parallel, each in a thread that waits for a compiler.
+
+    Errors are ignored: later calls that need the libraries build them again and raise.
+    """
     if len(builds) > 1 and len(_cores()) > 1:
         threads = ThreadPoolExecutor(min(len(builds), len(_cores())))
         try:
             for future in [threads.submit(build) for build in builds]:
                 future.exception()
-        finally:  # after Ctrl-C, do not wait for running builds, and start no others
+        finally:  # after Ctrl-C, do not wait for running builds, and cancel the others
             threads.shutdown(wait=False, cancel_futures=True)
 
 
@@ -128,7 +132,7 @@ def _cores() -> Sequence[int]:
 
 
 def _compile_uncached(build: Sequence[str], name: str, reason: OSError) -> ctypes.CDLL:
-    """Compile and loads a library in a temporary folder, which is deleted afterwards."""
+    """Compile and load a library in a temporary folder, which is deleted afterwards."""
     logger.warning(
         "cannot cache compiled libraries (%s), so every start compiles them; set XDG_CACHE_HOME to a writable folder",
         reason,
@@ -147,7 +151,7 @@ def _load(path: Path) -> ctypes.CDLL:
 
 
 def _cached(folder: Path, name: str) -> Path | None:
-    """A cached library that is complete, or None."""
+    """Return the path of a complete cached library, or None."""
     return next((cached for cached in sorted(folder.glob(f"{name}-*.so")) if _is_complete(cached)), None)
 
 
@@ -156,7 +160,7 @@ def _digest(path: Path) -> str:
 
 
 def _is_complete(path: Path) -> bool:
-    """Return whether a cached library matches the hash in its name; after a full disk it may not."""
+    """Return whether a cached library matches the hash in its name, which a write to a full disk may break."""
     try:
         return path.stem.endswith(f"-{_digest(path)}")
     except OSError:

@@ -1,10 +1,11 @@
-// A decoder's pass on a CPU in one call. Compiled on the user's machine for one head size and one dtype: HEAD_DIM, BF16.
+// Runs a decoder's pass on a CPU in one call. The file is compiled on the user's machine for one head size and dtype
+// (HEAD_DIM, BF16).
 //
-// A row's bits depend on nothing but the row, by construction:
-//  - no -ffast-math and -ffp-contract=off, so that the compiler may vectorise but not change the result of an operation;
-//  - an element of a matrix product is one chain over its summands, however many rows are computed beside it;
-//  - scores are stored by *position*, wherever the keys lie, and everything after them runs over positions in order;
-//  - threads share out rows, heads and columns, never a sum.
+// A row's bits depend only on the row:
+//  - without -ffast-math and with -ffp-contract=off, the compiler may vectorise but not change an operation's result;
+//  - an element of a matrix product is one chain over its summands, for any number of rows;
+//  - scores are stored by *position*, independent of the slots of the keys, and later sums run over positions in order;
+//  - threads divide rows, heads and columns, never a sum.
 // Hidden sizes are multiples of 16, so that no vector has a remainder.
 
 #include "vectors_cpu.h"
@@ -20,7 +21,7 @@ typedef uint16_t scalar;
 #else
 typedef float scalar;
 #endif
-constexpr int64_t PAIR = 4 / sizeof(scalar), UNITS = HEAD_DIM / PAIR;  // scalars in 32 bits, and these in a head
+constexpr int64_t PAIR = 4 / sizeof(scalar), UNITS = HEAD_DIM / PAIR;  // scalars per 32-bit unit, units per head
 
 inline float as_float(uint32_t bits) { return load<float>(&bits); }
 inline float to_float(uint16_t x) { return as_float(uint32_t(x) << 16); }
@@ -28,7 +29,7 @@ inline float to_float(float x) { return x; }
 inline vec widen(const uint16_t* p) { return (vec)(__builtin_convertvector(load<hvec>(p), uvec) << 16); }
 inline vec widen(const float* p) { return load<vec>(p); }
 
-// Adds the products of 32 bits of x and of y: of one fp32, or of two bf16, the first one first.
+// Adds the products of 32-bit units of x and y: of one fp32, or of two bf16 in order.
 inline vec add_products(vec acc, uvec x, uint32_t y) {
 #if !BF16
     return fma((vec)x, splat(as_float(y)), acc);
@@ -54,32 +55,32 @@ inline void store(uint16_t* p, vec v) {
 
 extern "C" {
 
-struct Linear {  // weight: [panels of 64 outputs][inputs][64], bf16 with pairs of inputs side by side
+struct Linear {  // weight: [panels of 64 outputs][inputs][64], in bf16 with pairs of inputs next to each other
     const void* weight;
-    const float* bias;  // of whole panels, or null
+    const float* bias;  // padded to whole panels, or null
     int64_t inputs, outputs;
-    int64_t bits, group;  // of quantised weights (quantized_cpu.h): 8 or 4, and inputs that share a scale; bits 0: none
+    int64_t bits, group;  // quantised weights (quantized_cpu.h): 8 or 4, and inputs per scale; bits 0: not quantised
     const float *scale, *zero;  // [panels][groups][64]; zero may be null
 };
 
 struct Norm {
-    const float *weight, *bias;  // bias may be null; weight is where a family has no such norm
+    const float *weight, *bias;  // bias may be null; weight is null if the model family has no such norm
 };
 
 struct Layer {
     Norm attn_norm, mlp_norm, attn_post_norm, mlp_post_norm;
     const float* head_norm;  // [heads + kv_heads, HEAD_DIM], or null
     Linear qkv, o, gate_up, down;
-    int64_t rope, window;  // which rope turns its heads; positions that a row sees, 0: all
+    int64_t rope, window;  // index of the layer's rope; number of positions that a row attends to, 0: all
 };
 
 struct Model {
     const Layer* layers;
-    const scalar *embed, *positions;  // [vocab, hidden]; [positions, hidden] where they are learned, or null
+    const scalar *embed, *positions;  // [vocab, hidden]; learned positions [positions, hidden], or null
     Norm final_norm;
     int64_t hidden, heads, kv_heads, mlp, threads;
-    int64_t activation, layer_norm, parallel, ropes;  // RMSNorm unless layer_norm; how many ropes
-    float eps, scale, embed_scale, score_cap;         // scale: of scores; score_cap 0: none
+    int64_t activation, layer_norm, parallel, ropes;  // RMSNorm unless layer_norm; ropes: number of ropes
+    float eps, scale, embed_scale, score_cap;         // scale: factor on scores; score_cap 0: no cap
 };
 
 }  // extern "C"
@@ -87,9 +88,9 @@ struct Model {
 namespace {
 
 enum Then { STORE, ADD, ROUND };
-constexpr int64_t AHEAD = 16;  // weights are fetched 4 KiB ahead: a tenth off a pass of 1 to 16 rows
+constexpr int64_t AHEAD = 16;  // prefetch distance of weights, 4 KiB, which saves a tenth of a pass of 1 to 16 rows
 
-// Stores sums of ROWS rows and one panel.
+// Stores the sums of ROWS rows and one panel.
 template <int ROWS>
 inline __attribute__((always_inline)) void finish(const Linear& layer, int64_t panel, const vec (&acc)[ROWS][VECS],
                                                   void* out, Then then) {
@@ -150,7 +151,7 @@ void linear(const Linear& layer, const scalar* x, int64_t rows, void* out, Then 
     const int64_t size = then == ROUND ? sizeof(scalar) : sizeof(float);
     if (layer.bits) return quantized_linear(layer, x, rows, out, then, threads);
     parallel(threads, (layer.outputs + PANEL - 1) / PANEL, [&](int64_t panel) {
-        for (int64_t r = 0; r < rows; r += 6) {  // 6 rows: 24 accumulators and 4 weights in 32 registers
+        for (int64_t r = 0; r < rows; r += 6) {  // 6 rows need 24 accumulators and 4 weights, of 32 registers
             const scalar* from = x + r * layer.inputs;
             void* to = (char*)out + r * layer.outputs * size;
             switch (std::min<int64_t>(rows - r, 6)) {
@@ -168,7 +169,7 @@ void linear(const Linear& layer, const scalar* x, int64_t rows, void* out, Then 
 #include "pointwise_cpu.h"
 #include "attention_cpu.h"
 
-// One pass: the residual stream `x` in fp32 [num_rows, hidden], and what is computed beside it.
+// One pass with its buffers: the residual stream `x`, fp32 [num_rows, hidden], and intermediate results.
 class Pass {
     const Model& model;
     const Batch& batch;
@@ -178,8 +179,8 @@ class Pass {
     static inline thread_local std::vector<scalar> narrow, normed_rows;
     float *x, *y;
     scalar *a, *h;
-    int64_t block;  // rows that share pages
-    std::vector<std::vector<Scattered>> scattered;  // by block
+    int64_t block;  // rows that are processed together, so that they share the reordering of pages
+    std::vector<std::vector<Scattered>> scattered;  // of each block
 
     void embed() {
         for (int64_t r = 0; r < n; r++)
@@ -198,7 +199,7 @@ class Pass {
         }
     }
 
-    // Adds a layer's output to the stream, normed where its family does so.
+    // Adds a layer's output to the residual stream, after a post norm if the model family has one.
     void add(const Linear& layer, const scalar* from, const Norm& norm) {
         if (!norm.weight) return linear(layer, from, n, x, ADD, threads);
         linear(layer, from, n, y, STORE, threads);
@@ -210,14 +211,15 @@ class Pass {
         }
     }
 
-    void turn_and_write(const Layer& layer, int64_t r, scalar* k, scalar* v) {
-        float turned[HEAD_DIM];
+    // Normalises, rotates and scales a row's heads, and writes its K and V to the cache.
+    void rotate_and_write(const Layer& layer, int64_t r, scalar* k, scalar* v) {
+        float rotated[HEAD_DIM];
         for (int64_t i = 0; i < heads + kv_heads; i++) {
             float* head = y + r * width + i * HEAD_DIM;
             if (layer.head_norm) norm_head(head, layer.head_norm + i * HEAD_DIM, model.eps);
             if (model.ropes) {
-                rotate(head, batch.rotation + (batch.positions[r] * model.ropes + layer.rope) * 2 * HEAD_DIM, turned);
-                std::memcpy(head, turned, sizeof turned);
+                rotate(head, batch.rotation + (batch.positions[r] * model.ropes + layer.rope) * 2 * HEAD_DIM, rotated);
+                std::memcpy(head, rotated, sizeof rotated);
             }
             if (i < heads)
                 for (int64_t j = 0; j < HEAD_DIM; j += LANES) store(head + j, load<vec>(head + j) * model.scale);
@@ -232,11 +234,11 @@ class Pass {
         }
     }
 
-    // Attention of normed rows `h`, into `a`.
+    // Writes the attention of the normalised rows `h` to `a`.
     void attend(const Layer& layer, scalar* k, scalar* v) {
         const int64_t group = heads / kv_heads, blocks = scattered.size();
         linear(layer.qkv, h, n, y, STORE, threads);
-        for (int64_t r = 0; r < n; r++) turn_and_write(layer, r, k, v);
+        for (int64_t r = 0; r < n; r++) rotate_and_write(layer, r, k, v);
         parallel(threads, kv_heads * blocks, [&](int64_t index) {
             const int64_t i = index / blocks, r = index % blocks * block;
             const int64_t head = i * group * HEAD_DIM, page = i * PAGE * HEAD_DIM;
@@ -247,8 +249,8 @@ class Pass {
         });
     }
 
-    // The MLP of normed rows `h`, before its last layer, into `a`.
-    void feed(const Layer& layer) {
+    // Writes the MLP of the normalised rows `h`, without its down projection, to `a`.
+    void mlp_up(const Layer& layer) {
         const int64_t step = layer.gate_up.outputs;
         linear(layer.gate_up, h, n, y, STORE, threads);
         for (int64_t r = 0; r < n; r++)
@@ -279,10 +281,10 @@ class Pass {
             const Layer& layer = model.layers[l];
             norm(layer.attn_norm, h);
             attend(layer, cache + 2 * l * pool, cache + (2 * l + 1) * pool);
-            if (model.parallel) norm(layer.mlp_norm, h);  // the MLP does not see what attention adds
+            if (model.parallel) norm(layer.mlp_norm, h);  // the input of the MLP excludes the output of attention
             add(layer.o, a, layer.attn_post_norm);
             if (!model.parallel) norm(layer.mlp_norm, h);
-            feed(layer);
+            mlp_up(layer);
             add(layer.down, a, layer.mlp_post_norm);
         }
         norm(model.final_norm, (scalar*)batch.out);
@@ -293,21 +295,21 @@ class Pass {
 
 extern "C" {
 
-// The rows' hidden states after the final norm. Writes their K and V to their slots of the cache.
+// Writes the rows' hidden states after the final norm to batch->out, and their K and V to their slots of the cache.
 void treespec_forward(const Model* model, const Batch* batch) { Pass(*model, *batch).run(); }
 
-// [num_rows, inputs] -> [num_rows, outputs], both in the model's dtype.
+// Applies a linear layer: [num_rows, inputs] -> [num_rows, outputs], both in the model's dtype.
 void treespec_linear(const Linear* layer, const scalar* x, int64_t num_rows, scalar* out, int64_t threads) {
     linear(*layer, x, num_rows, out, ROUND, int(threads));
 }
 
-// As treespec_linear, but fp32 probabilities over the outputs, whose number is a multiple of 16.
+// As treespec_linear, but writes fp32 probabilities over the outputs, whose number must be a multiple of 16.
 void treespec_probs(const Linear* layer, const scalar* x, int64_t num_rows, float* out, int64_t threads) {
     linear(*layer, x, num_rows, out, STORE, int(threads));
     to_probs(out, num_rows, layer->outputs);
 }
 
-// The largest of each row of logits and the first token that has it; NaN and 0 where one is NaN.
+// Writes the largest logit of each row and its first token; NaN and 0 if any logit of the row is NaN.
 void treespec_best(const scalar* logits, int64_t num_rows, int64_t width, float* values, int64_t* tokens,
                    int64_t threads) {
     parallel(int(threads), num_rows, [&](int64_t r) {
@@ -316,8 +318,8 @@ void treespec_best(const scalar* logits, int64_t num_rows, int64_t width, float*
     });
 }
 
-// Brings quantised weights into the order of `unpack`. values: int8 [outputs, inputs], or [outputs, inputs / 2] bytes of
-// two 4-bit weights, the first one in the low bits, each raised by 8. out: [panels, inputs / 2, 16 * bits] bytes.
+// Reorders quantised weights for `unpack`. values: int8 [outputs, inputs], or bytes [outputs, inputs / 2] of two 4-bit
+// weights plus 8, the first one in the low bits. out: [panels, inputs / 2, 16 * bits] bytes.
 void treespec_pack(const uint8_t* values, int64_t outputs, int64_t inputs, int64_t bits, uint8_t* out) {
     pack(values, outputs, inputs, bits, out);
 }

@@ -1,8 +1,8 @@
-"""Runs a decoder's whole pass on a CPU in one call of C++, compiled on the user's machine.
+"""Runs a whole pass of a decoder on a CPU in one call of C++, compiled on the user's machine.
 
-The source is `decoder_cpu.cpp`; its specification is the eager decoder in treespec/models/decoder.py. The eager pass of
-a small model is bound by call overhead: 25 torch calls per layer at 1 to 15 us each. Inductor does not help: half a
-layer (o, norm, MLP) took 110 us with it and 80 us eagerly, for 2 rows of 256 on one thread.
+The source is `decoder_cpu.cpp`; the reference is the eager decoder in treespec/models/decoder.py. The eager pass of a
+small model is bound by call overhead: 25 torch calls per layer at 1 to 15 us each. Inductor does not help: half a layer
+(o, norm, MLP) took 110 us with it and 80 us eagerly, for 2 rows of 256 on one thread.
 """
 
 import copy
@@ -64,11 +64,13 @@ class NormWeights(NamedTuple):
 
 
 class LayerWeights(NamedTuple):
-    """Weights of one layer. Projections are [out_features, in_features] in the model's dtype or quantised.
+    """Weights of one layer. Projections are [out_features, in_features], in the model's dtype or quantised.
 
-    Gate and up are stacked; without a gate, only up. `head_norm`, the norm of each head of q and k, is
-    [num_heads + num_kv_heads, head_dim]. `rope`: index of the layer's rope. `window`: how many positions a row sees,
-    its own included; None for all.
+    Attributes:
+        head_norm: norm of each head of Q and K, [num_heads + num_kv_heads, head_dim].
+        gate_up: gate and up stacked; only up in an MLP without a gate.
+        rope: index of the layer's rope.
+        window: number of positions that a row attends to, its own included; None for all.
     """
 
     attn_norm: NormWeights
@@ -89,11 +91,16 @@ class LayerWeights(NamedTuple):
 
 
 class Architecture(NamedTuple):
-    """The architecture of a model. Sizes are multiples of 16 (`unsupported_reason`).
+    """Architecture of a model. Sizes are multiples of 16 (`unsupported_reason`).
 
-    layer_norm: LayerNorm instead of RMSNorm. parallel: attention and MLP of a layer have the same input. activation:
-    one of ACTIVATIONS. num_ropes: number of different ropes, 0 for learned positions. query_scale: factor on the
-    scores. embed_scale: factor on the embeddings. score_cap: soft cap c: scores x become c tanh(x / c); None for none.
+    Attributes:
+        query_scale: factor on the attention scores.
+        activation: one of ACTIVATIONS.
+        layer_norm: LayerNorm instead of RMSNorm.
+        parallel: attention and MLP of a layer have the same input.
+        num_ropes: number of different ropes, 0 for learned positions.
+        embed_scale: factor on the embeddings.
+        score_cap: soft cap c: scores x become c tanh(x / c); None for no cap.
     """
 
     num_heads: int
@@ -111,8 +118,12 @@ class Architecture(NamedTuple):
 class PassEntries(NamedTuple):
     """Addresses and sizes with which another library runs a model's passes.
 
-    forward, probs: functions. model, head: their first arguments. num_places: rows of learned positions, or 0.
-    hidden_bytes: size of one row's hidden state. threads: number of threads of a pass.
+    Attributes:
+        forward, probs: addresses of the functions.
+        model, head: addresses of their first arguments.
+        num_places: number of learned positions, or 0.
+        hidden_bytes: size of one row's hidden state.
+        threads: number of threads of a pass.
     """
 
     forward: int
@@ -125,16 +136,16 @@ class PassEntries(NamedTuple):
 
 
 class CompiledModel:
-    """A model with packed weights, run by the library.
+    """Model with packed weights that runs in the library.
 
     Args:
         library: from `build`, for this head size and dtype.
-        architecture: of the model.
-        embed: [vocab, hidden].
+        architecture: architecture of the model.
+        embed: embeddings [vocab, hidden].
         positions: learned positions [positions, hidden], or None.
-        layers: in order.
-        final_norm: of [hidden].
-        head: [vocab, hidden].
+        layers: weights of the layers in order.
+        final_norm: weights of the final norm.
+        head: weight of the LM head, [vocab, hidden].
         num_threads: number of threads of a pass; bits do not depend on it.
     """
 
@@ -151,7 +162,7 @@ class CompiledModel:
     ):
         self._library, self._threads, self.num_ropes = library, num_threads, architecture.num_ropes
         self._num_places = 0 if positions is None else len(positions)
-        # Referenced by pointers in the structs.
+        # Keeps the tensors alive whose addresses are in the structs.
         self._held: list[Tensor] = [embed] if positions is None else [embed, positions]
         self.dtype, self.vocab_size, self.hidden_size = embed.dtype, head.shape[0], embed.shape[1]
         self._layers = (_Layer * len(layers))(
@@ -193,10 +204,11 @@ class CompiledModel:
             a.score_cap or 0.0,
         )
         self._head = self._linear(head, None)
-        self.entries = self._find_entries()  # for passes run by another library; None if `probs` is not a single call
+        # For passes run by another library; None if the library cannot compute `probs` in one call.
+        self.entries = self._find_entries()
 
     def keep(self, layers: Sequence[int], windows: Sequence[int | None]) -> "CompiledModel":
-        """A model of only these layers, with these windows; it shares the weights."""
+        """Return a model of only these layers, with these windows, that shares the weights."""
         model = copy.copy(self)
         model._layers = (_Layer * len(layers))(*(self._layers[i] for i in layers))
         for layer, window in zip(model._layers, windows, strict=True):
@@ -208,7 +220,7 @@ class CompiledModel:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all weights in memory."""
+        """Size of all weights in memory, in bytes."""
         return sum(tensor.nbytes for tensor in self._held)
 
     def _hold(self, tensor: Tensor) -> int:
@@ -235,15 +247,18 @@ class CompiledModel:
         num_layers: int | None = None,
         places: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states after the final norm, [num_rows, hidden_size]. Writes the rows' K/V to their slots.
+        """Run a pass: return the hidden states after the final norm, and write the rows' K/V to their slots.
 
         Args:
             tokens: int64 [num_rows].
             plan: from `plan_compiled`.
             rotation: fp32 [positions, 2 * num_ropes, head_dim], cos and signed sin of each rope, contiguous.
             kv: [num_layers, 2, num_pages, num_kv_heads, PAGE_SIZE, head_dim] in the model's dtype, contiguous.
-            num_layers: how many layers to run; None for all.
+            num_layers: number of layers to run; None for all.
             places: int64 [num_rows], indices into the learned positions.
+
+        Returns:
+            [num_rows, hidden_size] in the model's dtype.
         """
         assert tokens.dtype == torch.int64 and tokens.is_contiguous() and len(tokens) == plan.num_rows
         assert rotation.is_contiguous() and rotation.dtype == torch.float32
@@ -274,14 +289,16 @@ class CompiledModel:
         return out
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [num_rows, hidden_size] -> [num_rows, vocab_size], both in the model's dtype."""
+        """Return the logits [num_rows, vocab_size] of hidden [num_rows, hidden_size], both in the model's dtype."""
         out = torch.empty(len(hidden), self.vocab_size, dtype=self.dtype, device="cpu")
         self._run_head(self._library.treespec_linear, hidden, out)
         return out
 
     def best(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the largest logit of each row in fp32 (NaN if any is), and the first token that has it, int64. Logits
-        are [num_rows, vocab_size] in the model's dtype."""
+        """Return the largest logit of each row in fp32 (NaN if any logit is NaN), and its first token, int64.
+
+        Logits are [num_rows, vocab_size] in the model's dtype.
+        """
         assert logits.is_contiguous() and logits.dtype == self.dtype and logits.shape[1] == self.vocab_size
         values = torch.empty(len(logits), dtype=torch.float32, device="cpu")
         tokens = torch.empty(len(logits), dtype=torch.int64, device="cpu")
@@ -309,8 +326,8 @@ class CompiledModel:
         )
 
     def probs(self, hidden: Tensor) -> Tensor:
-        """hidden: [num_rows, hidden_size] -> fp32 [num_rows, vocab_size], softmax of fp32 logits."""
-        if self.vocab_size % _LANES:  # the library writes whole vectors of fp32; here logits are rounded first
+        """Return the softmax of fp32 logits, fp32 [num_rows, vocab_size], of hidden [num_rows, hidden_size]."""
+        if self.vocab_size % _LANES:  # the library writes only whole vectors of fp32, so this path rounds the logits
             return torch.softmax(self.logits(hidden).float(), -1)
         out = torch.empty(len(hidden), self.vocab_size, dtype=torch.float32, device="cpu")
         self._run_head(self._library.treespec_probs, hidden, out)
@@ -323,7 +340,7 @@ class CompiledModel:
 
 
 def unsupported_reason(hidden: int, mlp: int, head_dim: int, dtype: torch.dtype) -> str | None:
-    """Return the reason why a model cannot be compiled, or None."""
+    """Return why a model of these sizes cannot be compiled, or None if it can."""
     if dtype not in DTYPES:
         return f"dtype {dtype}; valid: float32, bfloat16"
     for name, size in (("hidden size", hidden), ("MLP size", mlp), ("head size", head_dim)):

@@ -1,6 +1,6 @@
 """The decoder's C++ library, compiled for one head size and dtype, and linear layers in its layout.
 
-It needs only a C++ compiler, no headers of torch or Python; a library compiles in 3 seconds (`cpu_library`).
+Compilation needs only a C++ compiler, no headers of torch or Python, and takes 3 seconds (`cpu_library`).
 """
 
 import ctypes
@@ -31,8 +31,16 @@ class LinearStruct(ctypes.Structure):
 
 @functools.cache
 def build(compiler: tuple[str, ...], head_dim: int, dtype: torch.dtype, folder: Path) -> ctypes.CDLL:
-    """Return the library for one head size, a multiple of 16, and one dtype, float32 or bfloat16; as
-    `compile_library`."""
+    """Load or compile the library for one head size and dtype.
+
+    Args:
+        compiler, folder: as in `compile_library`.
+        head_dim: a multiple of 16.
+        dtype: float32 or bfloat16.
+
+    Raises:
+        CompileError: as `compile_library`.
+    """
     defines = f"-DHEAD_DIM={head_dim}", f"-DBF16={int(dtype == torch.bfloat16)}"
     library = compile_library(compiler, (SOURCE, *PARTS), defines, folder)
     pointer, number = ctypes.c_void_p, ctypes.c_int64
@@ -49,7 +57,10 @@ def build(compiler: tuple[str, ...], head_dim: int, dtype: torch.dtype, folder: 
 
 
 def pack(weight: Tensor) -> Tensor:
-    """[outputs, inputs] -> [panels, inputs, 64]; bf16 with pairs of inputs together, [panels, inputs / 2, 64, 2]."""
+    """Reorder a weight [outputs, inputs] to [panels, inputs, 64], or in bf16 to [panels, inputs / 2, 64, 2].
+
+    bf16 has pairs of inputs next to each other.
+    """
     outputs, inputs = weight.shape
     panels = -(-outputs // _PANEL)
     whole = torch.nn.functional.pad(weight, (0, 0, 0, panels * _PANEL - outputs)).view(panels, _PANEL, inputs)
@@ -59,14 +70,14 @@ def pack(weight: Tensor) -> Tensor:
 
 
 def in_panels(tensor: Tensor) -> Tensor:
-    """[outputs, groups] -> fp32 [panels, groups, 64], padded with zeros."""
+    """Reorder a tensor [outputs, groups] to fp32 [panels, groups, 64], padded with zeros."""
     outputs, groups = tensor.shape
     padded = torch.nn.functional.pad(tensor.float(), (0, 0, 0, -outputs % _PANEL))
     return padded.view(-1, _PANEL, groups).transpose(1, 2).contiguous()
 
 
 class PackedLinear:
-    """One linear layer in the library's layout. `struct` points into `held`.
+    """Linear layer in the library's layout. `struct` has addresses of the tensors in `held`.
 
     Args:
         library: from `build`.

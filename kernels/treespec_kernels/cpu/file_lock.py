@@ -1,4 +1,4 @@
-"""A file lock between processes, for work that one of them does while the others wait."""
+"""File lock for work that one process does while other processes wait for its result."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ logger = logging.getLogger("treespec")
 
 @contextmanager
 def shared_work(path: Path, waiting_for: str, patience: float) -> Iterator[bool]:
-    """Holds the lock of `path` while the block runs; logs a warning when it waits for another process or thread.
+    """Hold the lock of `path` while the block runs. Logs a warning if it has to wait.
 
     The operating system releases the lock of a process that dies. If locking is not possible (a file system without
     locks, a folder that is not writable), or if the holder takes longer than `patience`, the block runs without the
     lock, with a warning. Its work must be safe to run concurrently.
 
     Args:
-        path: of the lock file, in an existing folder. The file is not deleted.
+        path: path of the lock file, in an existing folder. The file is not deleted.
         waiting_for: the work of the other process, such as "compile decoder_cpu".
-        patience: the most seconds to wait.
+        patience: maximum number of seconds to wait.
 
     Yields:
-        whether the lock is held.
+        Whether the lock is held.
     """
     lock = FileLock(path, thread_local=False)
     held = False

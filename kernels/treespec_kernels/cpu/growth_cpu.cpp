@@ -1,7 +1,7 @@
-// One level of the token trees of a batch while they grow: the frontier gets its slots, SSMs score it, what they and
-// other sources propose below it becomes nodes, and the best of them the next frontier. The specification is
-// treespec_kernels/tree/tree_merge.py, and `Forest` in treespec/drafters/ssm/forest.py for what only the host has. A level
-// of a small tree takes numpy 25 calls and an SSM's whole pass as long.
+// Grows the token trees of a batch by one level: assigns KV slots to the frontier, runs the SSMs over it, merges their
+// proposals with those of other sources into nodes, and selects the next frontier. The reference is
+// treespec_kernels/tree/tree_merge.py, and for features of the host only `Forest` in treespec/drafters/ssm/forest.py.
+// In numpy, a level of a small tree needs 25 calls, which take as long as a whole pass of an SSM.
 
 #include "vectors_cpu.h"
 
@@ -11,30 +11,32 @@
 
 extern "C" {
 
-struct SsmProbs {  // an SSM's probabilities below a part of the frontier
+struct SsmProbs {  // an SSM's next-token probabilities at some or all rows of the frontier
     const float* probs;   // [count, vocab]
-    const int64_t* rows;  // [count], ascending: of the frontier; null: all of it
+    const int64_t* rows;  // [count], ascending rows of the frontier; null: all rows
     int64_t count, ssm;
 };
 
 struct Growth {
     int64_t num_ssms, vocab, most_nodes;
-    // By tree. branching: children of a node at this depth, 0: values decide. best: the largest values so far, falling.
+    // Per tree. branching: number of children of a node at this depth, or 0 to select by value. best: the largest
+    // values so far, descending.
     const int64_t *max_depths, *nodes, *branching, *end_tokens, *end_starts;
     int64_t *num_slots, *num_values;
     float *least, *best;  // [num_trees], [num_trees, most_nodes]
-    int64_t seed_width;   // children: [seeds' nodes + 1, seed_width], -1 where there is none
+    int64_t seed_width;   // seed_children: [number of seeds + 1, seed_width], -1 for none
     const int64_t *seed_children, *seed_tokens;
     const float *seed_probs, *seed_ratios;
-    // Nodes of all trees so far; proposals of an SSM, and of a seed; nodes of a tree that the next frontier has.
-    int64_t depth, size, children, seed_most, next_width, num_scored;
+    // size: nodes of all trees so far. children, max_seeds: maximum numbers of proposals at a node, of an SSM and of
+    // the seeds. next_width: maximum number of nodes of a tree in the next frontier.
+    int64_t depth, size, children, max_seeds, next_width, num_scored;
     const SsmProbs* ssm_probs;
     const float* weights;  // [num_trees, num_ssms]
     int64_t num_rows;      // of the frontier
     const int64_t *row_nodes, *row_tokens, *row_owners, *row_seeds, *row_above;
     const float* row_values;
-    // What is written: new nodes in the order of their trees and parents, and the next frontier, whose `above` is the
-    // slot of the parent in its tree.
+    // Outputs: the new nodes, ordered by tree and parent, and the next frontier. `next_above`: slot of the parent in
+    // its tree.
     int64_t *tokens, *parents, *owners, *seeds;
     float *probs, *values, *draft_probs;  // draft_probs: [new nodes, num_ssms]
     uint8_t *proposed, *broken;           // [new nodes, num_ssms]; [num_rows]: an SSM's row is not finite
@@ -42,33 +44,34 @@ struct Growth {
     float* next_values;
 };
 
-struct Placing {  // the slots of a level's nodes: each takes the next one of its tree
+struct Placing {  // assigns the next slots of each tree to the nodes of a level
     int64_t num_rows, depth, page_size;
     const int64_t *owners, *above;                // [num_rows]
-    const int64_t *context, *first_page, *pages;  // by tree: committed positions, and where its pages begin and end
-    int64_t *taken, *first, *row_of_slot;         // by tree: slots taken; the level's first; row minus slot
+    const int64_t *context, *first_page, *pages;  // per tree: committed positions, and the start of its pages
+    int64_t *num_slots, *first, *row_of_slot;     // per tree: slots in use, first slot of the level, row minus slot
     const int64_t* paths_above;                   // [rows of the level above, depth]
     int64_t *paths, *slots, *rows, *positions;    // [num_rows, depth + 1], [num_rows], [4, num_rows], [num_rows]
 };
 
-struct Draft {  // an SSM, whose passes are another library's
+struct Draft {  // an SSM; `forward` and `probs` are functions of the decoder's library
     void (*forward)(const void* model, const Batch* batch);
     void (*probs)(const void* head, const void* hidden, int64_t num_rows, float* out, int64_t threads);
     const void *model, *head;
     const float* rotation;
     void* cache;
-    int64_t num_layers, num_pages, num_places, hidden_bytes, threads;  // num_places: learned positions, 0: none
+    int64_t num_layers, num_pages, num_places, hidden_bytes, threads;  // num_places: learned positions, or 0
     int64_t ssm;
-    const uint8_t* active;  // [num_trees]: where it drafts
-    float* out;             // [num_rows of the frontier, vocab]: written up to num_rows
-    int64_t num_rows;       // written: how many it scored
+    const uint8_t* active;  // [num_trees], whether the SSM drafts for the tree
+    float* out;             // output, [rows of the frontier, vocab], of which num_rows rows are written
+    int64_t num_rows;       // output, number of scored rows
 };
 
 }  // extern "C"
 
 namespace {
 
-// The `wanted` largest of a row of probabilities, falling; of equal ones the first. Broken: one is NaN or infinite.
+// The `wanted` largest probabilities of a row, descending; ties go to the lower index. `broken`: some value is NaN or
+// infinite.
 class Top {
   public:
     std::vector<float> values;
@@ -80,7 +83,8 @@ class Top {
         for (; i + 4 * LANES <= width; i += 4 * LANES) {
             const vec least = splat(bound());
             ivec passed = {};
-            for (int64_t j = 0; j < 4; j++) passed |= ~(load<vec>(row + i + LANES * j) <= least);  // NaN passes
+            // The negated comparison is also true for NaN.
+            for (int64_t j = 0; j < 4; j++) passed |= ~(load<vec>(row + i + LANES * j) <= least);
             uint64_t words[8], any = 0;
             std::memcpy(words, &passed, sizeof words);
             for (uint64_t word : words) any |= word;
@@ -106,39 +110,39 @@ class Top {
 };
 
 struct Candidate {
-    int64_t row, token, seed;  // seed: which of the seeds' nodes it is, -1: none
+    int64_t row, token, seed;  // seed: index among the seeds, or -1
     float prob, value;
-    bool stays;
+    bool kept;
 };
 
 constexpr float MIN_MIXTURE = 0.05f, MAX_MIXTURE = 0.999f;
 
 class Level {
     Growth& g;
-    std::vector<int64_t> probs_row;     // [num_scored, num_rows], of an SSM's probabilities, -1: silent
+    std::vector<int64_t> probs_row;     // [num_scored, num_rows], row of an SSM's probabilities, -1: not scored
     std::vector<Candidate> candidates;  // of one tree
     std::vector<float> draft_probs;     // [candidates, num_scored]
     std::vector<uint8_t> proposed;      // [candidates, num_scored]
-    std::vector<int64_t> slots;         // of the new nodes' parents in their trees
+    std::vector<int64_t> slots;         // slots of the new nodes' parents in their trees
     int64_t count = 0;
 
-    // The merged candidates below one row, equal tokens once.
+    // Appends the candidates below one row, with proposals of the same token merged.
     void merge(int64_t row) {
         const float* weights = g.weights + g.row_owners[row] * g.num_ssms;
         std::vector<Top> tops;
         std::vector<int64_t> tokens;
-        bool spoke = false;
+        bool has_mixture = false;
         for (int64_t l = 0; l < g.num_scored; l++) {
             const int64_t at = probs_row[l * g.num_rows + row];
             tops.emplace_back(g.ssm_probs[l].probs + std::max<int64_t>(at, 0) * g.vocab, at < 0 ? 0 : g.vocab, g.children);
             Top& top = tops.back();
-            if (top.broken) g.broken[row] = 1, top.ids.clear();  // an SSM that overflowed stays silent
+            if (top.broken) g.broken[row] = 1, top.ids.clear();  // drop the proposals of an SSM that overflowed
             tokens.insert(tokens.end(), top.ids.begin(), top.ids.end());
-            spoke |= !top.ids.empty();
+            has_mixture |= !top.ids.empty();
         }
-        const int64_t* below = g.seed_children + g.row_seeds[row] * g.seed_width;  // of -1: not read
+        const int64_t* below = g.seed_children + g.row_seeds[row] * g.seed_width;  // not read if the row is no seed
         const int64_t width = g.row_seeds[row] < 0 ? 0 : g.seed_width;
-        for (int64_t j = 0; j < std::min(width, g.seed_most); j++)
+        for (int64_t j = 0; j < std::min(width, g.max_seeds); j++)
             if (below[j] >= 0) tokens.push_back(g.seed_tokens[below[j]]);
         for (size_t i = 0; i < tokens.size(); i++) {
             if (std::find(tokens.begin(), tokens.begin() + i, tokens[i]) != tokens.begin() + i) continue;
@@ -153,10 +157,10 @@ class Level {
             c.prob = std::min(c.prob, 1.0f);
             for (int64_t j = 0; j < width && c.seed < 0; j++)
                 if (below[j] >= 0 && g.seed_tokens[below[j]] == c.token) c.seed = below[j];
-            if (c.seed >= 0 && spoke) {
-                const float held = std::min(std::max(c.prob, MIN_MIXTURE), MAX_MIXTURE);
-                const float told = g.seed_ratios[c.seed] * held;
-                c.prob = told / (told + (1.0f - held));
+            if (c.seed >= 0 && has_mixture) {
+                const float prior = std::min(std::max(c.prob, MIN_MIXTURE), MAX_MIXTURE);
+                const float scaled = g.seed_ratios[c.seed] * prior;
+                c.prob = scaled / (scaled + (1.0f - prior));
             } else if (c.seed >= 0) {
                 c.prob = g.seed_probs[c.seed];
             }
@@ -165,7 +169,7 @@ class Level {
         }
     }
 
-    // A fixed number of children for every node: the likeliest.
+    // Keeps the `children` most probable candidates below every node.
     void keep_children(int64_t children) {
         for (size_t first = 0, last; first < candidates.size(); first = last) {
             std::vector<size_t> order;
@@ -174,30 +178,31 @@ class Level {
             std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) {
                 return candidates[a].value > candidates[b].value;
             });
-            for (size_t i = children; i < order.size(); i++) candidates[order[i]].stays = false;
+            for (size_t i = children; i < order.size(); i++) candidates[order[i]].kept = false;
         }
     }
 
-    // What can be among a tree's best nodes, and the seeds: left out, they would join with another value.
+    // Keeps the candidates that can be among a tree's best nodes, and all seeds: a dropped seed would be added to the
+    // tree later with another value.
     void keep_best(int64_t tree) {
         float* best = g.best + tree * g.most_nodes;
-        const int64_t nodes = g.nodes[tree], held = std::min(g.num_values[tree], nodes);
-        std::vector<float> all(best, best + held);
+        const int64_t nodes = g.nodes[tree], num_best = std::min(g.num_values[tree], nodes);
+        std::vector<float> all(best, best + num_best);
         for (const Candidate& c : candidates) all.push_back(c.value);
         std::sort(all.begin(), all.end(), std::greater<float>());
         std::copy_n(all.begin(), std::min<int64_t>(nodes, all.size()), best);
         g.num_values[tree] += candidates.size();
         if (g.num_values[tree] <= nodes) return;
         g.least[tree] = best[nodes - 1];
-        for (Candidate& c : candidates) c.stays = c.value >= g.least[tree] || c.seed >= 0;
+        for (Candidate& c : candidates) c.kept = c.value >= g.least[tree] || c.seed >= 0;
     }
 
-    // Writes a tree's nodes that stay; `slot`: of the tree's first row `first`.
+    // Writes the kept candidates of a tree. `slot`: the slot of the tree's first row `first`.
     void write(int64_t tree, int64_t first, int64_t slot) {
         const int64_t begin = count;
         for (size_t i = 0; i < candidates.size(); i++) {
             const Candidate& c = candidates[i];
-            if (!c.stays) continue;
+            if (!c.kept) continue;
             g.tokens[count] = c.token, g.parents[count] = g.row_nodes[c.row], g.owners[count] = tree;
             g.seeds[count] = c.seed, g.probs[count] = c.prob, g.values[count] = c.value;
             std::fill_n(g.draft_probs + count * g.num_ssms, g.num_ssms, 0.0f);
@@ -210,12 +215,13 @@ class Level {
         if (g.depth + 1 < g.max_depths[tree]) choose(tree, begin);
     }
 
-    // Which of a tree's newest nodes, from `begin` on, are expanded next; the best first where values decide.
+    // Appends those of a tree's new nodes, from `begin` on, that are expanded next. Without a fixed branching, the best
+    // come first.
     void choose(int64_t tree, int64_t begin) {
         const int64_t *ends = g.end_tokens + g.end_starts[tree], *stop = g.end_tokens + g.end_starts[tree + 1];
         std::vector<int64_t> order;
         for (int64_t i = begin; i < count; i++)
-            if (std::find(ends, stop, g.tokens[i]) == stop) order.push_back(i);  // nothing is emitted below one
+            if (std::find(ends, stop, g.tokens[i]) == stop) order.push_back(i);  // nothing follows an end token
         if (!g.branching[tree]) {
             std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return g.values[a] > g.values[b]; });
             if (int64_t(order.size()) > g.next_width) order.resize(g.next_width);
@@ -250,10 +256,11 @@ class Level {
     }
 };
 
-bool place(Placing& p) {  // false: a tree has no page for its nodes
+// Assigns the slots of a level; returns false if a tree has no page for its nodes.
+bool place(Placing& p) {
     const int64_t width = p.depth + 1;
     for (int64_t first = 0, last; first < p.num_rows; first = last) {
-        const int64_t tree = p.owners[first], slot = p.taken[tree], shift = p.row_of_slot[tree];
+        const int64_t tree = p.owners[first], slot = p.num_slots[tree], shift = p.row_of_slot[tree];
         for (last = first; last < p.num_rows && p.owners[last] == tree; last++) {
             const int64_t logical = p.context[tree] + slot + last - first;
             const int64_t page = p.first_page[tree] + logical / p.page_size;
@@ -265,12 +272,12 @@ bool place(Placing& p) {  // false: a tree has no page for its nodes
             p.rows[last] = p.first_page[tree], p.rows[p.num_rows + last] = p.context[tree];
             p.rows[2 * p.num_rows + last] = last * width, p.rows[3 * p.num_rows + last] = width;
         }
-        p.first[tree] = slot, p.taken[tree] = slot + last - first, p.row_of_slot[tree] = first - slot;
+        p.first[tree] = slot, p.num_slots[tree] = slot + last - first, p.row_of_slot[tree] = first - slot;
     }
     return true;
 }
 
-// One SSM's pass over the rows of the trees for which it drafts; writes to `rows` which they are.
+// Runs one SSM's pass over the rows of the trees for which it drafts, and writes these rows to `rows`.
 void score(const Growth& g, const Placing& p, Draft& draft, std::vector<int64_t>& rows) {
     const int64_t all = p.num_rows;
     for (int64_t i = 0; i < all; i++)
@@ -304,13 +311,15 @@ void score(const Growth& g, const Placing& p, Draft& draft, std::vector<int64_t>
 
 extern "C" {
 
-// Grows trees by a level; returns how many nodes it has.
+// Grows trees by one level; returns its number of nodes.
 int64_t treespec_grow(Growth* growth) { return Level(*growth).run(); }
 
-// Gives the nodes of a level their slots; 0 where there is no page for them.
+// Assigns slots to the nodes of a level; returns 0 if there is no page for them.
 int64_t treespec_place(Placing* placing) { return place(*placing); }
 
-// Both, and between them the passes of SSMs, in the order of their numbers; -1 where there is no page.
+// Assigns slots, runs the SSMs' passes in the order of their indices, and grows one level; returns its number of nodes,
+// or
+// -1 if there is no page.
 int64_t treespec_draft(Growth* growth, Placing* placing, Draft* drafts, int64_t num_drafts) {
     Growth& g = *growth;
     Placing& p = *placing;

@@ -1,8 +1,9 @@
-"""Grows token trees by one level in one call of C++: assigns slots to the frontier, runs the SSMs' passes over it,
-merges their proposals with those of other sources, and chooses the next frontier.
+"""Grows token trees by one level in one call of C++.
 
-The source is `growth_cpu.cpp`, the specification treespec_kernels/tree/tree_merge.py. The overhead of
-Python dominates a call (the address of an array alone takes 1 us), so all data of a level is in three arrays.
+The call assigns slots to the frontier, runs the SSMs' passes over it, merges their proposals with those of other
+sources, and selects the next frontier. The source is `growth_cpu.cpp`, and the reference
+treespec_kernels/tree/tree_merge.py. Python's overhead dominates a call (the address of an array alone takes 1 us), so
+all data of a level is in three arrays.
 """
 
 import ctypes
@@ -44,7 +45,7 @@ class _Growth(ctypes.Structure):
         *pointers(*_TREES),
         *numbers("seed_width"),
         *pointers(*_SEEDS),
-        *numbers("depth", "size", "children", "seed_most", "next_width", "num_scored"),
+        *numbers("depth", "size", "children", "max_seeds", "next_width", "num_scored"),
         ("ssm_probs", ctypes.POINTER(_SsmProbs)),
         *pointers("weights"),
         *numbers("num_rows"),
@@ -58,7 +59,7 @@ class _Growth(ctypes.Structure):
 class _Placing(ctypes.Structure):
     _fields_ = (
         *numbers("num_rows", "depth", "page_size"),
-        *pointers("owners", "above", "context", "first_page", "pages", "taken", "first", "row_of_slot"),
+        *pointers("owners", "above", "context", "first_page", "pages", "num_slots", "first", "row_of_slot"),
         *pointers("paths_above", "paths", "slots", "rows", "positions"),
     )
 
@@ -74,7 +75,7 @@ class _Draft(ctypes.Structure):
 
 @functools.cache
 def growth_library(compiler: tuple[str, ...], folder: Path) -> ctypes.CDLL:
-    """Return the compiled library; arguments and errors as in `compile_library`."""
+    """Load or compile the library; arguments and errors as in `compile_library`."""
     library = compile_library(compiler, _SOURCES, (), folder)
     library.treespec_grow.argtypes = library.treespec_place.argtypes = (ctypes.c_void_p,)
     library.treespec_draft.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
@@ -84,7 +85,7 @@ def growth_library(compiler: tuple[str, ...], folder: Path) -> ctypes.CDLL:
 
 
 class Grown(NamedTuple):
-    """A level, the nodes to expand next, and bool [num_rows]: rows where an SSM's probabilities are not finite."""
+    """A new level, the next frontier, and bool [num_rows]: rows where an SSM's probabilities are not finite."""
 
     level: Level
     frontier: Frontier
@@ -92,7 +93,7 @@ class Grown(NamedTuple):
 
 
 class _Results(NamedTuple):
-    """The outputs of a call: int64 [9, room], float32 [3 + num_ssms, room], and bools of nodes and rows."""
+    """Outputs of a call: int64 [9, capacity], float32 [3 + num_ssms, capacity], and bools of nodes and rows."""
 
     ints: np.ndarray
     floats: np.ndarray
@@ -100,18 +101,18 @@ class _Results(NamedTuple):
 
 
 class TreeGrowth:
-    """The library's state of some growing trees.
+    """State of a batch of growing trees in the library.
 
     Args:
         library: from `growth_library`.
-        num_ssms: the number of SSMs.
-        max_depths, nodes: int64 [num_trees]: the most levels and nodes of each tree; candidates that cannot be among
-            the best `nodes` are dropped.
-        end_tokens: by tree: tokens that are not expanded.
-        seeds: proposals of other sources: children int64 [num nodes + 1, width], tokens int64, probs and evidence
-            ratios float32 [num nodes].
-        seed_children: the most proposals of a seed.
-        max_frontier: the most nodes of one tree and depth that are expanded; see `frontier_width`.
+        num_ssms: number of SSMs.
+        max_depths, nodes: int64 [num_trees], maximum number of levels and of nodes of each tree; candidates that cannot
+            be among the best `nodes` are dropped.
+        end_tokens: tokens that are not expanded, per tree.
+        seeds: proposals of other sources: children int64 [num_seeds + 1, width], tokens int64 [num_seeds], probs and
+            evidence ratios float32 [num_seeds].
+        seed_children: maximum number of proposals at a seed.
+        max_frontier: maximum number of expanded nodes per tree and depth; see `frontier_width`.
     """
 
     def __init__(
@@ -128,9 +129,9 @@ class TreeGrowth:
         count, most = len(nodes), int(nodes.max())
         ends = np.array([token for tokens in end_tokens for token in tokens], dtype=np.int64)
         starts = np.cumsum([0, *(len(tokens) for tokens in end_tokens)])
-        state = np.zeros((2, count), dtype=np.int64)  # slots, values
-        state[1] = 1  # the root's
-        floats = np.zeros((1 + most, count), dtype=np.float32)  # the least value, and [num_trees, most] best ones
+        state = np.zeros((2, count), dtype=np.int64)  # numbers of slots and of values
+        state[1] = 1  # the root's value
+        floats = np.zeros((1 + most, count), dtype=np.float32)  # least value, and best values [num_trees, most]
         floats[1:].reshape(count, most)[:, 0] = 1.0
         self._library, self._num_ssms, self._width = library, num_ssms, seeds[0].shape[1]
         self._max_frontier = max_frontier
@@ -151,7 +152,7 @@ class TreeGrowth:
             seed_tokens=address_of(seeds[1]),
             seed_probs=address_of(seeds[2], np.float32),
             seed_ratios=address_of(seeds[3], np.float32),
-            seed_most=seed_children,
+            max_seeds=seed_children,
         )
         self._frontier: Frontier | None = None
         self._weights: np.ndarray | None = None
@@ -170,11 +171,12 @@ class TreeGrowth:
 
         Args:
             frontier: the scored nodes.
-            size, depth: nodes of all trees so far, and levels.
-            ssm_probs: SSM, rows (int64, ascending) and probabilities (float32 [len(rows), vocab]) of each that scored.
-            weights: float32 [num_trees, num_ssms].
-            branching: int64 [num_trees], children per node; 0 to choose by value.
-            children: the most proposals of one SSM per node.
+            size, depth: number of nodes of all trees so far, and number of levels.
+            ssm_probs: for each SSM that drafted, its index, the scored rows (int64, ascending) and their probabilities
+                (float32 [len(rows), vocab]).
+            weights: mixture weights, float32 [num_trees, num_ssms].
+            branching: int64 [num_trees], number of children per node; 0 to select by value.
+            children: maximum number of proposals of one SSM per node.
         """
         rows, vocab, g = len(frontier.nodes), ssm_probs[0][2].shape[1], self._growth
         assert all(probs.shape == (len(own), vocab) for _, own, probs in ssm_probs)
@@ -198,13 +200,14 @@ class TreeGrowth:
         branching: np.ndarray,
         children: int,
     ) -> tuple[Grown, list[np.ndarray]]:
-        """Grow one level, including the SSMs' passes; the other arguments as in `extend`.
+        """Run the SSMs' passes over the frontier, and grow one level.
 
         Args:
-            passes: the passes of these trees.
+            passes: the SSMs' passes over these trees.
+            frontier, size, depth, weights, branching, children: as in `extend`.
 
         Returns:
-            The level, and each SSM's probabilities: float32 [rows that it scored, vocab], in the order of the frontier.
+            The level, and each SSM's probabilities: float32 [scored rows, vocab], in the order of the frontier.
         """
         rows, drafts = len(frontier.nodes), passes.drafts
         results = self._begin(frontier, size, depth, passes.vocab, len(drafts), weights, branching, children)
@@ -232,7 +235,7 @@ class TreeGrowth:
         branching: np.ndarray,
         children: int,
     ) -> _Results:
-        """Set all inputs except the SSMs' probabilities, and allocates the outputs."""
+        """Set all inputs except the SSMs' probabilities, and allocate the outputs."""
         g, rows, ssms = self._growth, len(frontier.nodes), self._num_ssms
         room = rows * (num_scored * min(children, vocab) + self._width)
         ints, floats = np.empty((9, room), dtype=np.int64), np.empty((3 + ssms, room), dtype=np.float32)
@@ -241,7 +244,7 @@ class TreeGrowth:
         g.branching, g.next_width = address_of(branching), frontier_width(depth + 1, self._max_frontier)
         if weights is not self._weights:
             self._weights, g.weights = weights, address_of(weights, np.float32)
-        if frontier is not self._frontier:  # otherwise it is where the last level was written
+        if frontier is not self._frontier:  # otherwise `_grown` has set its addresses
             own = frontier.nodes, frontier.tokens, frontier.owners, frontier.seeds, frontier.above
             g.row_nodes, g.row_tokens, g.row_owners, g.row_seeds, g.row_above = map(address_of, own)
             g.row_values = address_of(frontier.values, np.float32)
@@ -254,8 +257,8 @@ class TreeGrowth:
         return _Results(ints, floats, flags)
 
     def _grown(self, results: _Results, size: int) -> Grown:
-        """Return the outputs of a call: a level of `size` nodes, whose frontier is the next call's."""
-        ints, floats, flags = self._results = results  # `_frontier` points to them
+        """Return the outputs of a call with `size` new nodes, and set the next frontier as input of the next call."""
+        ints, floats, flags = self._results = results  # kept alive, since the library has addresses of them
         g, ssms, room = self._growth, self._num_ssms, ints.shape[1]
         g.row_nodes, g.row_tokens, g.row_owners = g.next_nodes, g.next_tokens, g.next_owners
         g.row_seeds, g.row_above, g.row_values = g.next_seeds, g.next_above, g.next_values
@@ -266,19 +269,19 @@ class TreeGrowth:
 
 
 class TreePlaces:
-    """The slots of some trees' nodes in the SSMs' KV pools. Each node takes the next slot of its tree, the root slot 0.
+    """KV slots of a batch's tree nodes in the SSMs' caches. The root has slot 0, each node the next slot of its tree.
 
     Args:
         library: from `growth_library`.
-        context_lens: committed positions by tree.
-        pages: the request's pages by tree.
+        context_lens: number of committed positions of each tree's request.
+        pages: pages of each tree's request.
     """
 
     def __init__(self, library: ctypes.CDLL, context_lens: Sequence[int], pages: Sequence[np.ndarray]):
         count = len(context_lens)
         self._library = library
         self._table = torch.from_numpy(np.concatenate(pages))
-        # By tree: context, slots taken, the level's first slot, and a row minus its slot.
+        # Per tree: context length, number of slots in use, the level's first slot, and a row minus its slot.
         state = self._state = np.zeros((4, count), dtype=np.int64)
         state[0], state[1], state[3] = context_lens, 1, np.arange(count)
         first_page = self._first_page = np.cumsum([0, *(len(own) for own in pages)])
@@ -288,7 +291,7 @@ class TreePlaces:
         self.placing = _Placing(
             page_size=PAGE_SIZE,
             context=at,
-            taken=at + step,
+            num_slots=at + step,
             first=at + 2 * step,
             row_of_slot=at + 3 * step,
             first_page=address_of(first_page),
@@ -296,15 +299,15 @@ class TreePlaces:
         )
 
     def first_slot(self, tree: int) -> int:
-        """Return the first slot of a tree's nodes in the newest level."""
+        """Return the first slot of a tree in the newest level."""
         return int(self._state[2, tree])
 
     def extend(self, owners: np.ndarray, above: np.ndarray, depth: int) -> CompiledPlan:
-        """Assigns slots to the nodes of a level, and plans a pass over them.
+        """Assign slots to the nodes of a level, and plan a pass over them.
 
         Args:
-            owners, above: int64 [num_rows], the tree, and the slot of the parent in it, grouped by tree.
-            depth: of the level.
+            owners, above: int64 [num_rows], each node's tree, and its parent's slot in it, grouped by tree.
+            depth: depth of the level.
         """
         count, p = len(owners), self.placing
         p.num_rows, p.depth, p.owners, p.above = count, depth, address_of(owners), address_of(above)
@@ -322,8 +325,10 @@ class TreePlaces:
         )
 
     def prepare(self, count: int, depth: int) -> Tensor:
-        """Allocate the outputs of a level of `count` nodes. Its paths, from index 6 * `count` on, are inputs of the
-        next level."""
+        """Allocate the outputs of a level of `count` nodes.
+
+        The paths, from index 6 * `count` on, are inputs of the next level.
+        """
         results = torch.empty(count * (depth + 7), dtype=torch.int64, device="cpu")
         at, step, p = results.data_ptr(), 8 * count, self.placing
         p.paths_above, p.slots, p.positions, p.rows, p.paths = (
@@ -337,16 +342,16 @@ class TreePlaces:
 
 
 class DraftPasses:
-    """The SSMs' passes over some trees, level by level.
+    """The SSMs' passes over a batch of trees, level by level.
 
     Args:
-        places: of the trees; only these passes assign slots in it.
-        ssms: indices of the SSMs that draft for any of them, ascending.
-        entries: by SSM, its `PassEntries`.
-        rotations: by SSM, as in `CompiledModel.forward`, for all positions that the trees may reach.
-        pools: by SSM, its part of the cache.
-        active: bool [num_trees, len(ssms)], which of them draft for a tree.
-        vocab: the vocabulary size of the SSMs.
+        places: slots of the trees; only these passes may assign slots in it.
+        ssms: indices of the SSMs that draft for any tree, ascending.
+        entries: `PassEntries` of each SSM.
+        rotations: for each SSM, as in `CompiledModel.forward`, for all positions that the trees may reach.
+        pools: each SSM's part of the cache.
+        active: bool [num_trees, len(ssms)], whether each SSM drafts for each tree.
+        vocab: vocabulary size of the SSMs.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-// Prompt lookup and its history in one call: where the end of a text occurred before, in itself and in what was written
-// for other requests, and the tree of what followed there. The specification is `search` in
-// treespec/drafters/lookup/lookup_drafter.py and `History` in treespec/drafters/lookup/history.py, which take Python many steps.
+// Prompt lookup in one call: finds earlier occurrences of a text's suffix, in the text itself and in a history of
+// tokens of other requests, and builds the tree of their continuations. The references are `search` in
+// treespec/drafters/lookup/lookup_drafter.py and `History` in treespec/drafters/lookup/history.py.
 //
 // MAX_MATCH, MATCHES, PLACES, OWN_PLACES, PAST_MATCHES, SHORT, LONG and STEPS are defined by lookup_cpu.py.
 
@@ -15,7 +15,7 @@ constexpr int64_t LENGTHS = MAX_MATCH + 1, BOTH = MATCHES + PAST_MATCHES;
 constexpr int64_t ORDERS[2] = {SHORT, LONG};
 enum Past { SOLE = OWN_PLACES, UNANIMOUS, MAJORITY, PLURALITY, SECOND, LATER };
 
-struct Counts {  // guesses and how many of them held, [PLACES, LENGTHS] each
+struct Counts {  // numbers of proposed and of accepted tokens, [PLACES, LENGTHS] each
     double trials[PLACES][LENGTHS], hits[PLACES][LENGTHS];
 
     double rate(int64_t place, int64_t length, double prior, double weight) const {
@@ -23,11 +23,11 @@ struct Counts {  // guesses and how many of them held, [PLACES, LENGTHS] each
     }
 };
 
-struct History {  // the last `capacity` tokens written; number s, from 1 on, lies at s % capacity
+struct History {  // ring buffer of the last `capacity` tokens; token number s, from 1 on, is at s % capacity
     int64_t capacity, count, num_heads;
-    int64_t *tokens, *owners, *before, *after;  // [capacity]; before and after: numbers in the same text, 0: none
-    int64_t *older;                             // [2, capacity]: the number before with the same last tokens
-    int64_t *heads;                             // [2, num_heads]: the latest number with that hash
+    int64_t *tokens, *owners, *before, *after;  // [capacity]; before, after: neighbours in the same text, 0: none
+    int64_t *older;                             // [2, capacity]: previous number with the same hash of its last tokens
+    int64_t *heads;                             // [2, num_heads]: latest number of each hash
 
     bool holds(int64_t number) const { return number > 0 && number > count - capacity; }
     int64_t at(int64_t number) const { return number & (capacity - 1); }
@@ -35,7 +35,7 @@ struct History {  // the last `capacity` tokens written; number s, from 1 on, li
         const int64_t found = before[at(number)];
         return holds(found) ? found : 0;
     }
-    int64_t next(int64_t number) const { return after[at(number)]; }  // younger than what is kept, so kept
+    int64_t next(int64_t number) const { return after[at(number)]; }  // later than `number`, so not overwritten either
     int64_t& head(int order, uint64_t hash) { return heads[order * num_heads + (hash & (num_heads - 1))]; }
 };
 
@@ -68,14 +68,14 @@ int64_t add(History& h, int64_t owner, int64_t last, const int64_t* tokens, int6
 struct Search {
     const double* prior;  // [PLACES, LENGTHS]
     double prior_trials, global_trials;
-    const Counts *common, *own;  // of all requests and of this one; own: null where nothing was counted
+    const Counts *common, *own;  // counts of all requests and of this one; own: null for no counts
     const int64_t* tokens;       // [length]
     int64_t length, depth;
     double least;
-    int64_t looks_up;  // whether the text itself is searched
-    History* history;  // null: none is searched
-    int64_t owner;     // whose tokens in it are no matches
-    // What is written, of BOTH * depth + 1 nodes at most; of two rows the first is the text's, the second the history's.
+    int64_t looks_up;  // whether to search the text itself
+    History* history;  // null: do not search a history
+    int64_t owner;     // request whose own tokens in the history are skipped
+    // Outputs for at most BOTH * depth + 1 nodes. places and lengths have a row for the text and one for the history.
     int64_t *node_tokens, *parents, *depths, *places[2], *lengths[2];
     double *probs, *values;
 };
@@ -89,7 +89,7 @@ double rate(const Search& s, int64_t place, int64_t length) {
     return s.own ? s.own->rate(place, length, common, s.global_trials) : common;
 }
 
-// Keeps the longest matches, of equally long ones those that came first; returns how many there are.
+// Inserts a match into the `most` longest ones, after earlier matches of the same length; returns their number.
 int64_t keep(Match* best, int64_t found, int64_t most, Match match) {
     if (found == most && match.length <= best[found - 1].length) return found;
     int64_t at = found < most ? found++ : found - 1;
@@ -98,7 +98,7 @@ int64_t keep(Match* best, int64_t found, int64_t most, Match match) {
     return found;
 }
 
-// The longest matches in the text, of equally long ones the most recent first; returns how many.
+// Finds the longest matches in the text, the most recent first among equally long ones; returns their number.
 int64_t find(const Search& s, Match* best) {
     const int64_t last = s.length - 1, longest = std::min<int64_t>(MAX_MATCH, last);
     int64_t found = 0;
@@ -112,7 +112,8 @@ int64_t find(const Search& s, Match* best) {
     return found;
 }
 
-// The same in the history, among the latest STEPS places where LONG tokens, or else SHORT, stand as at the text's end.
+// Finds the longest matches in the history, among the latest STEPS occurrences of the text's last LONG tokens, or of
+// its last SHORT ones if there are none.
 int64_t find_past(const Search& s, Match* best) {
     History& h = *s.history;
     int64_t found = 0;
@@ -126,7 +127,7 @@ int64_t find_past(const Search& s, Match* best) {
             int64_t length = 0;
             for (int64_t back = number; back && length < longest; back = h.previous(back), length++)
                 if (h.tokens[h.at(back)] != s.tokens[s.length - 1 - length]) break;
-            if (length < least) continue;  // of the same hash, or its beginning was overwritten
+            if (length < least) continue;  // a hash collision, or the start of the match was overwritten
             steps++;
             if (h.owners[h.at(number)] == s.owner || !h.next(number)) continue;
             found = keep(best, found, PAST_MATCHES, {number, length});
@@ -143,19 +144,19 @@ struct Node {
 struct Trie {
     const Search& s;
     Match matches[BOTH];
-    int64_t own, count;   // matches in the text; in both
-    int64_t place[BOTH];  // the number that a match in the history has reached
-    int64_t at[BOTH];     // the node that each match has reached; -1: it has ended
+    int64_t own, count;   // number of matches in the text, and in text and history
+    int64_t place[BOTH];  // token number that a match in the history has reached
+    int64_t at[BOTH];     // node that each match has reached; -1: the match has ended
     std::vector<Node>& nodes;
 
-    // One more level: first which nodes there are, and who proposes them, then how probable they are.
+    // Adds one level: first the nodes with the matches that propose them, then their probabilities.
     void grow(int64_t level) {
         const int64_t first = nodes.size(), last = s.length - 1;
         for (int64_t m = 0; m < count; m++) {
             if (at[m] < 0) continue;
             const int64_t above = at[m];
             int64_t token;
-            if (m < own) {  // a continuation that reaches the end of the text goes on as a loop
+            if (m < own) {  // a continuation that reaches the end of the text repeats from the match
                 token = s.tokens[matches[m].end + 1 + level % (last - matches[m].end)];
             } else if ((place[m] = s.history->next(place[m]))) {
                 token = s.history->tokens[s.history->at(place[m])];
@@ -190,7 +191,7 @@ struct Trie {
         }
     }
 
-    // What the votes of the matches in the history make of a guess.
+    // Returns the class of a candidate from the votes of the matches in the history.
     int64_t past_place(int64_t node, int64_t first) const {
         const int64_t votes = nodes[node].votes;
         int64_t total = 0, rank = 0;
@@ -241,17 +242,17 @@ int64_t search(const Search& s) {
 
 extern "C" {
 
-// Appends tokens of a text behind its token of number `last` (0: it begins); returns the number of the last one.
+// Appends tokens of a text after its token number `last` (0: the text starts); returns the number of the last one.
 int64_t treespec_history_add(History* h, int64_t owner, int64_t last, const int64_t* tokens, int64_t length) {
     return add(*h, owner, last, tokens, length);
 }
 
-// Writes the tree and returns how many nodes it has, the root included; 0 without a match, or where the most probable
-// first guess is less probable than `least`.
+// Writes the tree and returns its number of nodes, root included; 0 without a match, or if the most probable child of
+// the root is less probable than `least`.
 int64_t treespec_lookup(const Search* s) { return search(*s); }
 
-// Counts the guesses below every node of a path: one of them held, or none. places and lengths: [2, nodes], -1 where
-// the source did not propose the node.
+// Counts the children of every node of an accepted path as proposed, and those on the path as accepted. places and
+// lengths: [2, nodes], -1 where the source did not propose the node.
 void treespec_lookup_count(const int64_t* parents, const int64_t* places, const int64_t* lengths, int64_t nodes,
                            const int64_t* path, int64_t path_length, Counts* common, Counts* own) {
     std::vector<uint8_t> on_path(nodes, 0);

@@ -1,8 +1,8 @@
-"""Prompt lookup in one call of C++: finds earlier occurrences of a text's suffix, in the text and in a history of
-texts, and builds the tree of their continuations.
+"""Prompt lookup in one call of C++.
 
-The source is `lookup_cpu.cpp`; the specifications are `search` in treespec/drafters/lookup/lookup_drafter.py and
-`History` in treespec/drafters/lookup/history.py. Addresses of long-lived arrays are taken only once.
+It finds earlier occurrences of a text's suffix, in the text and in a history of texts, and builds the tree of their
+continuations. The source is `lookup_cpu.cpp`; the references are `search` in
+treespec/drafters/lookup/lookup_drafter.py and `History` in treespec/drafters/lookup/history.py.
 """
 
 import ctypes
@@ -14,15 +14,15 @@ import numpy as np
 
 from treespec_kernels.cpu.cpu_library import address_of, compile_library, numbers, pointers
 
-MAX_MATCH = 12  # longer matches count as this long
-MATCHES, PAST_MATCHES = 6, 16  # the most matches in the text and in the history
-# Classes of guesses with separate acceptance counts. In the text: the index among siblings, up to the third and later.
-# In the history, by how many matches continue with it: the only match; all of several; the most, with more or with at
-# most two thirds of them; the second most; fewer.
+MAX_MATCH = 12  # tokens; longer matches count as this long
+MATCHES, PAST_MATCHES = 6, 16  # maximum numbers of matches in the text and in the history
+# Classes of candidates with separate acceptance counts. From the text: first, second, and later siblings. From the
+# history, by the votes of the matches: the only match; unanimous; most votes, with at least two thirds or with less;
+# second most votes; fewer votes.
 PLACES, OWN_PLACES = 9, 3
-ORDERS = SHORT, LONG = 3, 6  # least lengths of a match in the history; the longer is tried first
-BYTES_PER_TOKEN = 64  # of the history: eight numbers
-STEPS = 64  # the most occurrences in the history that are checked, latest first
+ORDERS = SHORT, LONG = 3, 6  # minimum lengths of a match in the history; the longer is tried first
+BYTES_PER_TOKEN = 64  # of the history: eight int64 numbers
+STEPS = 64  # maximum number of occurrences in the history to check, latest first
 
 _SOURCE = Path(__file__).with_name("lookup_cpu.cpp")
 _INTS = ("node_tokens", "parents", "depths", "own_places", "past_places", "own_lengths", "past_lengths")
@@ -53,7 +53,7 @@ class _History(ctypes.Structure):
 
 @functools.cache
 def lookup_library(compiler: tuple[str, ...], folder: Path) -> ctypes.CDLL:
-    """Return the library, as `compile_library`."""
+    """Load or compile the library; arguments and errors as in `compile_library`."""
     sizes = [
         f"-D{name}={value}"
         for name, value in {
@@ -78,14 +78,14 @@ def lookup_library(compiler: tuple[str, ...], folder: Path) -> ctypes.CDLL:
 
 
 class Found(NamedTuple):
-    """A tree of guesses in descending order of value; arrays of [num_nodes], int64, the last two float64.
+    """Tree of proposals in descending order of value; arrays [num_nodes].
 
     Attributes:
-        tokens, parents, depths: as in `TokenTree`.
-        places, lengths: [2, num_nodes], the class of each guess and the length of the match that it continues: in the
-            text, and in the history; -1 if not proposed there. The root's are 0.
-        probs: probability that the text continues from the parent to this node.
-        values: products of probs along the path.
+        tokens, parents, depths: int64, as in `TokenTree`.
+        places, lengths: int64 [2, num_nodes], class of each node and length of the match that it continues, in the text
+            and in the history; -1 if not proposed by this source. The root's are 0.
+        probs: float64, acceptance probability of the node if its parent is accepted.
+        values: float64, product of probs along the path.
     """
 
     tokens: np.ndarray
@@ -98,17 +98,17 @@ class Found(NamedTuple):
 
 
 class CompiledHistory:
-    """`History` in C++.
+    """Implementation of `History` in C++.
 
     Args:
         library: from `lookup_library`.
-        capacity: tokens, a power of two. A written token takes BYTES_PER_TOKEN.
+        capacity: number of tokens, a power of two. A stored token uses BYTES_PER_TOKEN bytes.
     """
 
     def __init__(self, library: ctypes.CDLL, capacity: int):
         self._add = library.treespec_history_add
         names = ("tokens", "owners", "before", "after")
-        # Zero pages, allocated by the system on first access.
+        # Zeroed memory, whose pages the system allocates on first access.
         self._held = {name: np.zeros(capacity, dtype=np.int64) for name in names}
         self._held |= {name: np.zeros(2 * capacity, dtype=np.int64) for name in ("older", "heads")}
         addresses = {name: address_of(array) for name, array in self._held.items()}
@@ -116,7 +116,7 @@ class CompiledHistory:
         self.address = ctypes.addressof(self._history)
 
     def add(self, owner: int, last: int, tokens: np.ndarray) -> int:
-        """As `History.add`; `tokens` int64 [length], contiguous."""
+        """Append tokens as `History.add`; `tokens` is int64 [length], contiguous."""
         return self._add(self.address, owner, last, address_of(tokens), len(tokens))
 
     def __len__(self) -> int:
@@ -124,15 +124,15 @@ class CompiledHistory:
 
 
 class LookupSearch:
-    """Searches texts, with probabilities from the counts of earlier guesses.
+    """Search of texts, with probabilities from the acceptance counts of earlier proposals.
 
     Args:
         library: from `lookup_library`.
-        prior: float64 [PLACES, MAX_MATCH + 1], prior probability that a guess is right.
-        prior_trials, global_trials: the weight of the prior, in trials, against the counts of all requests, and of
-            these against a request's own.
-        common: float64 [2, PLACES, MAX_MATCH + 1], guesses of all requests, and how many of them were right.
-        history: searched in addition to each text, or None.
+        prior: float64 [PLACES, MAX_MATCH + 1], prior acceptance probability.
+        prior_trials: pseudo-counts of the prior, added to the counts of all requests.
+        global_trials: pseudo-counts of the rate over all requests, added to a request's own counts.
+        common: float64 [2, PLACES, MAX_MATCH + 1], proposed and accepted tokens of all requests.
+        history: history to search in addition to each text, or None.
     """
 
     def __init__(
@@ -159,16 +159,17 @@ class LookupSearch:
     def search(
         self, tokens: int, length: int, depth: int, own: int | None, least: float, looks_up: bool, owner: int | None
     ) -> Found | None:
-        """Return the tree of continuations of the best matches; None without a match, or if the best guess is too
-        improbable.
+        """Return the tree of continuations of the longest matches, or None.
+
+        None means that there is no match, or that no child of the root is probable enough.
 
         Args:
             tokens: address of the text, int64 [length].
-            length: of the text, at least 1.
-            depth: of the tree, at least 1.
+            length: length of the text, at least 1.
+            depth: depth of the tree, at least 1.
             own: address of the counts of this text, as `common`; None for no counts.
-            least: the least probability of the best first guess.
-            looks_up: whether the text itself is searched.
+            least: minimum probability of the root's most probable child.
+            looks_up: whether to search the text itself.
             owner: request whose own tokens in the history are skipped; None to not search the history.
         """
         most = (MATCHES + PAST_MATCHES) * depth + 1
@@ -186,11 +187,14 @@ class LookupSearch:
         return Found(*ints[:3], ints[3:5], ints[5:], *self._floats[:, :count].copy())
 
     def count(self, found: Found, path: np.ndarray, own: np.ndarray) -> None:
-        """Count the guesses below every node of `path`, int64 [length] node indices, as right or wrong.
+        """Count the children of every node of `path` as proposed, and those on the path as accepted.
 
-        The counts go to `common` and to `own`, which has the same shape.
+        Args:
+            found: the verified tree.
+            path: accepted path, int64 [length] node indices.
+            own: counts of the request, updated like `common` and of the same shape.
         """
-        parents, row = address_of(found.parents), found.parents.nbytes  # rows of one array
+        parents, row = address_of(found.parents), found.parents.nbytes  # parents, places, lengths share an array
         self._library.treespec_lookup_count(
             parents,
             parents + 2 * row,

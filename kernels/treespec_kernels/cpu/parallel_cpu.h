@@ -1,16 +1,16 @@
-// A work-stealing parallel loop for passes of a fraction of a millisecond to a second, beside whatever else is running.
+// A work-stealing parallel loop for passes of less than a millisecond to a second, robust to other busy processes.
 //
-// An OpenMP loop with a static schedule ends in a barrier that all threads must reach. Where another process takes a
-// core, each loop then waits for the thread without one, up to a time slice (3 ms on Linux) and several times a layer:
-// with one of two cores taken, decoding kept 0.08 to 0.17 of its speed (perf/busy.py). Here each thread begins with a
-// contiguous range of its own, so that its caches keep the weights it read before, and then steals from the ends of the
-// others' ranges. A loop ends when all indices are done, whether or not every thread came. Waiting threads spin, then
-// yield, then sleep, which leaves their core to a thread that was descheduled in the middle of an index.
+// An OpenMP loop with a static schedule ends in a barrier that all threads must reach. If another process occupies a
+// core, each loop waits for the descheduled thread, up to a time slice (3 ms on Linux) and several times per layer:
+// with one of two cores busy, decoding kept 0.08 to 0.17 of its speed (perf/busy.py). Here each thread starts with a
+// contiguous range of its own, so that its caches keep the weights that it read before, and then steals from the ends
+// of the others' ranges. A loop ends when all indices are done, even if some threads never started. Waiting threads
+// spin, then yield, then sleep, which leaves their core to a thread that was descheduled while computing an index.
 //
-// The number of threads stays the same beside a busy core: with one of two taken, two threads keep 0.56 of their speed,
-// and one alone has 0.53.
+// The number of threads is not reduced on a busy machine: with one of two cores busy, two threads keep 0.56 of their
+// speed, and one thread has 0.53.
 //
-// Which thread computes an index changes no bit, as long as indices write to different places.
+// Results do not depend on which thread computes an index, provided that indices write to different memory.
 
 #pragma once
 
@@ -32,9 +32,9 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::microseconds;
 
-constexpr int PAUSES = 256;  // before a thread yields, and between two yields: some microseconds
-// How long a thread yields before it sleeps. A worker stays awake for what the host does between two passes: waking up
-// would delay each of them. The caller need not.
+constexpr int PAUSES = 256;  // spins before a thread yields, and between two yields: some microseconds
+// Time for which a thread yields before it sleeps. IDLE is for workers, which stay awake between two passes because
+// waking them up would delay every pass; LATE is for the caller.
 constexpr microseconds IDLE{500}, LATE{100};
 
 inline void pause() {
@@ -45,7 +45,7 @@ inline void pause() {
 #endif
 }
 
-// Blocks a thread until another one makes a condition true.
+// Blocks a thread until another thread makes a condition true.
 class Gate {
     std::mutex mutex;
     std::condition_variable changed;
@@ -68,7 +68,7 @@ class Gate {
         closed.store(false);
     }
 
-    // Call it after a sequentially consistent store has made the condition true.
+    // Must be called after a sequentially consistent store that makes the condition true.
     void open() {
         if (!closed.load()) return;
         std::lock_guard<std::mutex> lock(mutex);
@@ -79,8 +79,8 @@ class Gate {
 // A calling thread, member 0, and its workers.
 class Team {
     struct alignas(64) Member {
-        std::atomic<uint64_t> range{0};  // indices to take: the first, and one past the last in the high half
-        std::atomic<uint32_t> calls{0};  // loops it was woken for
+        std::atomic<uint64_t> range{0};  // remaining indices: the first, and one past the last in the high half
+        std::atomic<uint32_t> calls{0};  // number of loops that the member was woken for
         Gate gate;
     };
 
@@ -92,7 +92,7 @@ class Team {
 
     static uint64_t packed(uint64_t first, uint64_t last) { return last << 32 | first; }
 
-    // Takes the first index of a thread's own range, or the last one of another's.
+    // Takes the first index of a thread's own range, or the last one of another thread's.
     static bool take(Member& member, bool own, int64_t& index) {
         uint64_t range = member.range.load(std::memory_order_relaxed);
         for (;;) {
@@ -100,8 +100,8 @@ class Team {
             if (first >= last) return false;
             index = own ? first : last - 1;
             const uint64_t rest = own ? packed(first + 1, last) : packed(first, last - 1);
-            // Acquire: `body` and `context` are those of the loop that the index belongs to, which cannot end before
-            // the index is done.
+            // Acquire, so that `body` and `context` are those of the index's loop, which cannot end before the index is
+            // done.
             if (member.range.compare_exchange_weak(range, rest, std::memory_order_acquire, std::memory_order_relaxed))
                 return true;
         }
@@ -128,7 +128,7 @@ class Team {
   public:
     explicit Team(int threads) {
         for (int i = 0; i < threads; i++) members.push_back(std::make_unique<Member>());
-        sigset_t all, before;  // signals are for the threads of the program
+        sigset_t all, before;  // workers block all signals, so that the program's own threads handle them
         sigfillset(&all);
         pthread_sigmask(SIG_SETMASK, &all, &before);
         for (int i = 1; i < threads; i++) std::thread(&Team::serve, this, i).detach();
@@ -152,7 +152,7 @@ class Team {
     }
 };
 
-// The teams of threads that have ended, for others to take over.
+// Teams of ended threads, which other threads can reuse.
 class Teams {
     std::mutex mutex;
     std::vector<Team*> idle;
@@ -162,11 +162,11 @@ class Teams {
         return *teams;
     }
 
-    // The team of the current thread: callers in several threads have one each.
+    // The team of the current thread; every calling thread has its own.
     struct Lease {
         Team* team = nullptr;
 
-        Lease() {  // a forked process has none of the workers
+        Lease() {  // a forked process has no workers, so it drops all teams
             static const int registered = pthread_atfork(
                 [] { shared().mutex.lock(); }, [] { shared().mutex.unlock(); },
                 [] { own().team = nullptr, shared().idle.clear(), shared().mutex.unlock(); });

@@ -1,8 +1,8 @@
-// Norms, activations and probabilities: a part of decoder_cpu.cpp, which includes it. Each value depends on its own row alone.
+// Norms, activations and probabilities, included by decoder_cpu.cpp. Each value depends only on its own row.
 
 enum Activation { SILU, GELU, GELU_TANH, RELU };  // as ACTIVATIONS in decoder_cpu.py
 
-// 1.5e-7 at most beside the function (Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26).
+// Error of at most 1.5e-7 (Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26).
 inline vec erf(vec x) {
     const vec a = x < 0.0f ? -x : x, t = 1.0f / (1.0f + 0.3275911f * a);
     vec y = splat(1.061405429f);
@@ -16,7 +16,7 @@ inline vec activate(int64_t activation, vec x) {
         case SILU: return x / (1.0f + exp(-x));
         case GELU: return 0.5f * x * (1.0f + erf(x * 0.70710678f));
         case GELU_TANH: return x / (1.0f + exp(-1.5957691216f * (x + 0.044715f * x * x * x)));
-        default: return x < 0.0f ? vec{} : x;  // a NaN stays one
+        default: return x < 0.0f ? vec{} : x;  // keeps NaN
     }
 }
 
@@ -26,7 +26,7 @@ inline vec soft_cap(vec x, float cap) {  // cap tanh(x / cap)
 
 struct Moments { float mean, scale; };
 
-// Of LayerNorm where `centred`, else of RMSNorm.
+// Moments for LayerNorm if `centred`, else for RMSNorm.
 Moments moments(const float* x, int64_t size, float eps, bool centred) {
     vec total = {}, squares = {};
     if (centred)
@@ -60,7 +60,8 @@ void rotate(const float* x, const float* rotation, float* out) {
 
 struct Largest { float value; int64_t at; };
 
-// The largest of a row and the first place that has it; NaN, at 0, where one is. Four chains: one would wait for itself.
+// Returns the largest value of a row and its first index; NaN and index 0 if any value is NaN. Four independent chains
+// hide the latency of the comparisons.
 template <class T>
 Largest largest(const T* row, int64_t width) {
     vec most[4] = {splat(-INFINITY), splat(-INFINITY), splat(-INFINITY), splat(-INFINITY)};
@@ -93,7 +94,7 @@ Largest largest(const T* row, int64_t width) {
     return {value, i};
 }
 
-// Probabilities instead of logits, in place; [num_rows, width], a multiple of 16.
+// Replaces logits by probabilities in place; [num_rows, width], with a width that is a multiple of 16.
 void to_probs(float* rows, int64_t num_rows, int64_t width) {
     for (float* row = rows; row < rows + num_rows * width; row += width) {
         const float most = largest(row, width).value;

@@ -1,25 +1,24 @@
-// Products with quantised weights: a part of decoder_cpu.cpp, which includes it.
+// Products with quantised weights, included by decoder_cpu.cpp.
 //
-// A weight is (q - zero) * scale: q an integer of 8 or 4 bits, scale and zero of its output and its group of inputs.
-// Integers are widened in registers, exactly, and multiplied with the activations as they are: nothing else is
-// quantised. A group's sum is one chain over its inputs; groups follow in order, each scaled and added in fp32. So a
-// row's bits do not depend on how many rows there are.
+// A weight is (q - zero) * scale: q is an integer of 8 or 4 bits, and an output has a scale and a zero per group of
+// inputs. Integers are converted exactly in registers, and activations are not quantised. A group's sum is one chain
+// over its inputs; groups are scaled and added in order, in fp32. So a row's bits do not depend on the number of rows.
 
 #if BF16 && defined(__AVX512BF16__) && defined(__AVX512BW__)
 #define IN_PAIRS 1
-typedef __m512bh widened;  // 16 outputs, two inputs of each
+typedef __m512bh widened;  // 16 outputs with two inputs each
 constexpr int64_t WIDENED = VECS;
 #else
 #define IN_PAIRS 0
 typedef vec widened;  // 16 outputs
 constexpr int64_t WIDENED = 2 * VECS;
 #endif
-constexpr int64_t STEP = 2, FEW = 6;  // inputs of a step; rows that are computed in registers
-constexpr int64_t FETCHED = 4096;     // bytes ahead, as for the other weights
+constexpr int64_t STEP = 2, FEW = 6;  // inputs per step; maximum number of rows whose sums are in registers
+constexpr int64_t FETCHED = 4096;     // prefetch distance in bytes, as for dense weights
 
 constexpr int64_t step_bytes(int64_t bits) { return STEP * PANEL * bits / 8; }
 
-// Two inputs' weights of a panel, of `step_bytes`.
+// Converts two inputs' weights of a panel, of `step_bytes`.
 template <int BITS>
 inline void unpack(const uint8_t* from, widened* to) {
 #if IN_PAIRS
@@ -31,7 +30,7 @@ inline void unpack(const uint8_t* from, widened* to) {
             to[j] = _mm512_cvtne2ps_pbh(high, low);  // integers up to 256 are exact in bf16
         }
     } else {
-        // bf16 of -8 .. 7, twice: the shuffle reads five bits of a lane, and the fifth is the next weight's.
+        // bf16 of -8 .. 7, twice, because the shuffle uses five bits of a lane, and the fifth is the next weight's.
         const __m256i numbers = _mm256_set_epi16(0x40e0, 0x40c0, 0x40a0, 0x4080, 0x4040, 0x4000, 0x3f80, 0,
                                                  short(0xbf80), short(0xc000), short(0xc040), short(0xc080),
                                                  short(0xc0a0), short(0xc0c0), short(0xc0e0), short(0xc100));
@@ -64,7 +63,7 @@ inline void unpack(const uint8_t* from, widened* to) {
 #endif
 }
 
-// Adds the products of a step; x: [ROWS, k], at the step's first input.
+// Adds the products of a step. x: [ROWS, k], starting at the step's first input.
 template <int ROWS>
 inline __attribute__((always_inline)) void accumulate(const widened* w, const scalar* x, int64_t k,
                                                       vec (&acc)[ROWS][VECS]) {
@@ -80,7 +79,7 @@ inline __attribute__((always_inline)) void accumulate(const widened* w, const sc
     }
 }
 
-// Adds a group's sums, scaled; sums: of the group's activations, rows `step` apart, or null.
+// Adds a group's scaled sums to the total. sums: [ROWS, groups], sums of each group's activations; null without zeros.
 template <int ROWS>
 inline __attribute__((always_inline)) void add_group(const Linear& layer, int64_t panel, int64_t g, const float* sums,
                                                      const vec (&acc)[ROWS][VECS], vec (&total)[ROWS][VECS]) {
@@ -95,8 +94,9 @@ inline __attribute__((always_inline)) void add_group(const Linear& layer, int64_
     }
 }
 
-// A panel for few rows. Widening is paid again for every six rows, a quarter of their time for 8 bits and a tenth for 4
-// where all lies in the caches; widened once for all rows into the L2 cache, 24 rows took 5 % less and 12 rows 8 % more.
+// Multiplies a panel with at most FEW rows. Integers are converted again for every FEW rows, which takes a quarter of
+// the time with 8 bits and a tenth with 4 if the data is in the caches. With one conversion for all rows, into the L2
+// cache, 24 rows took 5 % less and 12 rows 8 % more.
 template <int BITS, int ROWS>
 void multiply(const Linear& layer, int64_t panel, const scalar* x, const float* sums, void* out, Then then) {
     const int64_t k = layer.inputs, groups = k / layer.group;
@@ -120,7 +120,7 @@ void multiply_panel(const Linear& layer, int64_t panel, const scalar* x, int64_t
                     Then then) {
     const int64_t row_bytes = layer.outputs * (then == ROUND ? sizeof(scalar) : sizeof(float));
     const int64_t groups = layer.inputs / layer.group, times = (rows + FEW - 1) / FEW;
-    for (int64_t t = 0, r = 0; t < times; t++) {  // as evenly as can be: 4 and 4 take less than 6 and 2
+    for (int64_t t = 0, r = 0; t < times; t++) {  // in equal parts: 4 and 4 rows take less time than 6 and 2
         const int64_t count = (rows - r + times - t - 1) / (times - t);
         const scalar* from = x + r * layer.inputs;
         const float* of_rows = sums ? sums + r * groups : nullptr;
@@ -170,7 +170,7 @@ void pack(const uint8_t* values, int64_t outputs, int64_t inputs, int64_t bits, 
                     const int64_t vector = o / LANES, lane = o % LANES;
                     if (bits == 8) {
                         out[IN_PAIRS ? vector * 2 * LANES + lane * STEP + t : t * PANEL + o] = q;
-                    } else {  // nibble n of a lane of 2 or 4 bytes
+                    } else {  // the weight is nibble n of a lane of 2 or 4 bytes
                         const int64_t n = IN_PAIRS ? vector : t * VECS + vector;
                         uint8_t& byte = out[IN_PAIRS ? (lane * STEP + t) * 2 + n / 2 : lane * 4 + n / 2];
                         byte = n % 2 ? byte | q << 4 : q;

@@ -1,4 +1,4 @@
-// Vectors of 16 fp32 as the compiler offers them on any machine. The first include of every library.
+// Vectors of 16 fp32 values, from the compiler's portable vector extensions. Every library includes this file first.
 
 #include <algorithm>
 #include <cmath>
@@ -31,7 +31,7 @@ inline vec fma(vec a, vec b, vec c) {
 #endif
 }
 
-// Two vectors become one, half of each added to its other half; a level of a sum. Each shuffle is one instruction.
+// One level of a tree sum: adds the halves of each of two vectors, into one vector. Each shuffle is one instruction.
 #define FOLD(a, b, LOW, HIGH) (__builtin_shufflevector(a, b, LOW) + __builtin_shufflevector(a, b, HIGH))
 #define SINGLES_LOW 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29
 #define SINGLES_HIGH 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31
@@ -49,7 +49,7 @@ inline float sum(vec v) {
     return FOLD(v, v, FOURS_LOW, FOURS_HIGH)[0];
 }
 
-inline vec exp(vec x) {  // within 2 units in the last place; exactly 0 below -87
+inline vec exp(vec x) {  // error of at most 2 units in the last place; exactly 0 below -87
     const vec z = x < -87.0f ? splat(-87.0f) : x > 88.0f ? splat(88.0f) : x;
     const vec n = (z * 1.44269504f + 12582912.0f) - 12582912.0f;  // rounded to the nearest integer
     vec r = fma(n, splat(-0.693359375f), z);

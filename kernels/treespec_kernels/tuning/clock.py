@@ -11,29 +11,29 @@ import torch
 
 Call = Callable[[], Any]
 
-SAMPLE_MS = 1  # about the duration of one sample; the median of several counts
+SAMPLE_MS = 1  # approximate duration of one sample; a measurement is the median of several
 MAX_COPIES = 64
-COPIED_BYTES = 1 << 30  # held by the copies of one workload, beyond the first
+COPIED_BYTES = 1 << 30  # maximum size of the additional copies of one workload's inputs
 BANDWIDTH_BYTES = 2 << 30
 
 
 class Clock(Protocol):
-    """Times the calls of a sweep."""
+    """Timer of the calls of a sweep."""
 
     def seconds(self, calls: Sequence[Call]) -> float:
-        """Seconds per call, with `calls` run in turn."""
+        """Return the seconds per call when `calls` run in turn."""
 
     def copies(self, num_bytes: int) -> int:
-        """Return the number of copies of inputs of `num_bytes` to run in turn so that none stays in a cache."""
+        """Return the number of copies of inputs of `num_bytes` to run in turn so that no copy stays in a cache."""
 
     def copy_bandwidth(self) -> float:
-        """Bytes read and written per second by a copy: the limit of memory-bound kernels."""
+        """Return the bytes read and written per second by a copy, the limit of memory-bound kernels."""
 
 
 class CudaClock:
-    """Times calls in a captured graph, without launch overhead, as in an engine that replays graphs.
+    """Timer of calls in a captured graph, without launch overhead, as in an engine that replays graphs.
 
-    `device` is the current GPU.
+    `device` must be the current GPU.
     """
 
     def __init__(self, device: torch.device):
@@ -43,12 +43,12 @@ class CudaClock:
     def seconds(self, calls: Sequence[Call]) -> float:
         from triton.testing import do_bench_cudagraph
 
-        torch.cuda.synchronize(self.device)  # its stream does not wait for the inputs
+        torch.cuda.synchronize(self.device)  # the benchmark's stream does not wait for the inputs
         milliseconds = do_bench_cudagraph(lambda: _run_in_turn(calls), rep=SAMPLE_MS, return_mode="median")
         return milliseconds / 1e3 / len(calls)
 
     def copies(self, num_bytes: int) -> int:
-        if num_bytes >= 4 * self._cache:  # one copy evicts itself
+        if num_bytes >= 4 * self._cache:  # a single copy does not stay in the cache
             return 1
         wanted = 1 + math.ceil(2 * self._cache / max(num_bytes, 1))
         return max(2, min(wanted, MAX_COPIES, 1 + COPIED_BYTES // max(num_bytes, 1)))
@@ -59,7 +59,7 @@ class CudaClock:
 
 
 class HostClock:
-    """Wall-clock time on the host, for rehearsals in Triton's interpreter, whose times are meaningless."""
+    """Wall-clock timer on the host, for dry runs in Triton's interpreter, whose times are meaningless."""
 
     def seconds(self, calls: Sequence[Call]) -> float:
         start = time.perf_counter()

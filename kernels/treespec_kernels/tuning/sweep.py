@@ -1,4 +1,4 @@
-"""The tuning sweep: checks and times every configuration of each op and shape, and keeps the fastest.
+"""Tuning sweep: checks and times every configuration of each op and shape, and keeps the fastest.
 
 A configuration with wrong results, or whose rows depend on other rows, is not timed. Each measurement is appended to a
 log immediately, so that a sweep that was interrupted or ran out of its budget can be resumed. The sweep minimises the
@@ -25,17 +25,17 @@ from treespec_kernels.tuning.clock import Clock
 from treespec_kernels.tuning.tuned import TunedEntry, config_fields, label_of, versions_of
 from treespec_kernels.tuning.workloads import Workload
 
-MARGIN = 0.01  # the best must be this much faster than the default to replace it
-BATCH = 4  # configurations that one process compiles per creation of inputs
+MARGIN = 0.01  # relative speed-up over the default that a configuration needs to replace it
+BATCH = 4  # configurations that a process compiles for each creation of inputs
 
 
 class TuningError(RuntimeError):
-    """A kernel left the device unusable for this process."""
+    """Raised if a kernel left the device unusable for this process."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """The result of one configuration of one op and key: the seconds of each load, or an error."""
+    """Result of one configuration of one op and key: the seconds of each load, or an error."""
 
     config: Any
     seconds: dict[str, float] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Problem:
-    """The workloads of one op and key, which are tuned together."""
+    """Workloads of one op and key, which are tuned together."""
 
     workloads: tuple[Workload, ...]
 
@@ -61,14 +61,14 @@ class Problem:
         return label_of(self.op, self.key)
 
     def mean(self, seconds: dict[str, float]) -> float:
-        """Return the weighted mean of the loads' seconds."""
+        """Return the mean of the loads' seconds, weighted by the workloads' weights."""
         total = sum(workload.weight for workload in self.workloads)
         return sum(workload.weight * seconds[workload.load] for workload in self.workloads) / total
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """The measurements of one problem. `left`: the number of configurations that the budget did not reach."""
+    """Measurements of one problem. `left` is the number of configurations not measured within the time budget."""
 
     problem: Problem
     measurements: tuple[Measurement, ...]
@@ -76,13 +76,13 @@ class Tuned:
 
     @property
     def default(self) -> Measurement | None:
-        """The measurement of the shipped default, if it succeeded."""
+        """Measurement of the shipped default, or None if it failed."""
         shipped = self.problem.workloads[0].default
         return next((m for m in self.measurements if m.config == shipped and not m.error), None)
 
     @property
     def best(self) -> Measurement | None:
-        """The fastest measurement; the default if none is faster by `MARGIN`."""
+        """Fastest measurement, or the default's if none is faster by `MARGIN`; None if all failed."""
         right = [m for m in self.measurements if not m.error]
         if not right:
             return None
@@ -97,11 +97,11 @@ class Tuned:
         return [m for m in self.measurements if m.error]
 
     def entry(self, versions: dict[str, str]) -> TunedEntry | None:
-        """Return the entry for a tuned file; None if the op has no configurations, or none succeeded."""
+        """Return the entry for a tuned file; None if the op has no configurations, or all failed."""
         best, default = self.best, self.default
         if best is None or best.config is None:
             return None
-        shipped = default or best  # nothing to compare with if the default failed
+        shipped = default or best  # a default that failed cannot be compared with
         loads = {
             workload.load: {
                 "microseconds": 1e6 * best.seconds[workload.load],
@@ -124,7 +124,7 @@ class Tuned:
 
 
 class SweepLog:
-    """Measurements on a device, one line of JSON per configuration.
+    """Log of measurements on a device, one line of JSON per configuration.
 
     Lines of other versions and truncated lines are ignored.
     """
@@ -158,7 +158,7 @@ class SweepLog:
             file.write("\n" * torn + _text({"what": what} | known) + "\n")
 
     def forget(self) -> None:
-        """Deletes the log."""
+        """Delete the log."""
         self._known = {}
         self.path.unlink(missing_ok=True)
 
@@ -173,7 +173,7 @@ class SweepLog:
 
 
 def problems_of(workloads: Iterable[Workload]) -> list[Problem]:
-    """Groups workloads by op and key, in order of first occurrence; a repeated load counts once."""
+    """Group workloads by op and key, in order of first occurrence; a repeated load counts once."""
     grouped: dict[str, dict[str, Workload]] = {}
     for workload in workloads:
         loads = grouped.setdefault(label_of(workload.op, workload.key), {})
@@ -194,15 +194,16 @@ def tune(
 
     Args:
         problems: the problems to tune.
-        clock: times the workloads.
+        clock: timer of the workloads.
         log: earlier measurements, which are not repeated; new ones are appended.
-        budget_seconds: no configuration starts after it; each problem gets an equal share of the remaining time.
-        jobs: processes that compile kernels before the timing, for at most half of the budget; 1 for no such step.
-        advance: called with the current step, and the numbers of configurations done and of all.
+        budget_seconds: time after which no measurement starts; each problem gets an equal share of the remaining time.
+        jobs: number of processes that compile kernels before the timing, for at most half of the budget; 1 skips this
+            step.
+        advance: called with the label of the current step, the number of finished configurations, and the total.
 
     Raises:
         TuningError: a kernel broke the device. The log records it as failed, so the next sweep skips it.
-        torch.OutOfMemoryError: the workloads do not fit.
+        torch.OutOfMemoryError: the inputs do not fit in memory.
     """
     began, done = time.monotonic(), 0
     candidates_of = [problem.workloads[0].candidates() for problem in problems]
@@ -246,7 +247,7 @@ def tune(
 
 
 def measure(problem: Problem, config: Any, clock: Clock) -> Measurement:
-    """Check a configuration on every workload of a problem, then times it on each."""
+    """Check a configuration on every workload of a problem, then time it on each."""
     try:
         for workload in problem.workloads:
             workload.check(config)
@@ -255,9 +256,9 @@ def measure(problem: Problem, config: Any, clock: Clock) -> Measurement:
             copies = clock.copies(workload.bytes)
             workload.prepare(copies)
             seconds[workload.load] = clock.seconds([partial(workload.run, config, copy) for copy in range(copies)])
-    except torch.OutOfMemoryError:  # not the configuration's fault
+    except torch.OutOfMemoryError:  # caused by the inputs, not by the configuration
         raise
-    except Exception as error:  # compilers and drivers raise anything; recorded, and the sweep continues
+    except Exception as error:  # compilers and drivers raise arbitrary types; record the error and continue
         return Measurement(config, error=_message(error))
     return Measurement(config, seconds)
 
@@ -274,18 +275,18 @@ def _check_device(problem: Problem, measurement: Measurement) -> None:
 def compile_problems(
     problems: Sequence[Problem], pending_of: Sequence[Sequence[int]], jobs: int, deadline: float
 ) -> dict[int, dict[int, str]]:
-    """Run configurations once in other processes, which fills Triton's cache and finds those that break a device.
+    """Run configurations once in other processes, which fills Triton's cache and detects those that break a device.
 
     Returns error messages by index of the problem and of the candidate. Configurations that miss the deadline are
     compiled when they are measured.
     """
     for problem in problems:
         for workload in problem.workloads:
-            workload.release()  # pickled without inputs
+            workload.release()  # so that it is pickled without inputs
     batches = [
         (index, list(pending[at : at + BATCH]))
         for at in range(0, max(map(len, pending_of), default=0), BATCH)
-        for index, pending in enumerate(pending_of)  # the first candidates of every problem first
+        for index, pending in enumerate(pending_of)  # inner loop, so that every problem's first candidates come first
         if pending[at : at + BATCH]
     ]
     wrong: dict[int, dict[int, str]] = {}
@@ -297,7 +298,7 @@ def compile_problems(
         for index, future in futures:
             left = None if deadline == float("inf") else max(deadline - time.monotonic(), 0.0)
             wrong.setdefault(index, {}).update(future.result(left))
-    except (BrokenProcessPool, TimeoutError):  # the measurement of each shows which one ended a process
+    except (BrokenProcessPool, TimeoutError):  # the measurements show which configuration killed a process
         pass
     finally:
         pool.shutdown(cancel_futures=True)
@@ -305,17 +306,20 @@ def compile_problems(
 
 
 def _try_out(problem: Problem, batch: Sequence[int]) -> dict[int, str]:
-    """Run some candidates in a separate process, and returns errors by index. All loads of a key share a binary."""
+    """Run some candidates, and return errors by index. Runs in a separate process.
+
+    One load suffices, because all loads of a key share a binary.
+    """
     workload, wrong = problem.workloads[0], {}
     candidates = workload.candidates()
     try:
         for i in batch:
-            if not works(workload.device):  # after a sticky device error nothing runs in this process
+            if not works(workload.device):  # after a sticky device error this process cannot run kernels
                 break
             try:
                 workload.run(candidates[i])
                 _synchronize(workload.device)
-            except torch.OutOfMemoryError:  # of many processes at once
+            except torch.OutOfMemoryError:  # many processes share the device's memory
                 break
             except Exception as error:  # as in `measure`
                 wrong[i] = _message(error)
@@ -330,7 +334,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def works(device: torch.device) -> bool:
-    """Return whether the device still does what it is asked for."""
+    """Return whether the device still works, that is, whether a synchronisation raises no error."""
     try:
         _synchronize(device)
     except RuntimeError:

@@ -10,15 +10,18 @@ import torch
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor, *, max_error: float, rms_error: float) -> None:
-    """Compare by errors relative to the RMS of `expected`, so that small elements need no impossible precision.
+    """Assert that tensors are close, with errors relative to the RMS of `expected`.
+
+    Elementwise relative errors would demand an impossible precision of small elements.
 
     Args:
+        actual, expected: tensors to compare.
         max_error: bound on max |actual - expected| / rms(expected).
         rms_error: bound on rms(actual - expected) / rms(expected).
 
     Raises:
-        AssertionError: another shape or dtype, a NaN or infinity on either side, or an error above a bound, with the
-            worst coordinates.
+        AssertionError: shapes or dtypes differ, a value on either side is NaN or infinite, or an error exceeds a bound;
+            the message lists the worst elements.
     """
     assert actual.shape == expected.shape, f"shape {list(actual.shape)}, expected {list(expected.shape)}"
     assert actual.dtype == expected.dtype, f"dtype {actual.dtype}, expected {expected.dtype}"
@@ -40,7 +43,10 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, *, max_error: flo
 
 
 def tree_parents(kind: str, num_nodes: int, generator: torch.Generator) -> list[int]:
-    """Parents of a "chain", a "star" (all nodes children of the root) or a "random" tree; parents[0] == -1."""
+    """Return the parents of a "chain", a "star" (all nodes are children of the root) or a "random" tree.
+
+    The root is node 0 and has parent -1.
+    """
     if kind == "chain":
         return list(range(-1, num_nodes - 1))
     if kind == "star":
@@ -59,7 +65,10 @@ def path_to(parents: Sequence[int], node: int) -> list[int]:
 
 
 def scattered_page_table(num_requests: int, max_pages: int, generator: torch.Generator) -> torch.Tensor:
-    """[num_requests, max_pages] int32: random distinct pages of num_requests * max_pages + 1, so that one is unused."""
+    """Return a page table of random distinct pages, [num_requests, max_pages] int32.
+
+    The pages are from num_requests * max_pages + 1 pages, so that one is unused.
+    """
     pages = torch.randperm(num_requests * max_pages + 1, generator=generator, device="cpu")[: num_requests * max_pages]
     return pages.view(num_requests, max_pages).int()
 
@@ -88,12 +97,15 @@ def tree_attention_inputs(
     page_size: int = 64,
     seed: int = 0,
 ) -> TreeAttentionInputs:
-    """Random queries, keys and values of one tree per request; slots that no row may see hold NaN.
+    """Create random queries, keys and values of one tree per request. Slots that no row attends to contain NaN.
 
     Args:
-        context_lens: committed positions per request.
-        trees: parents per request.
-        nodes: per request, the nodes that are rows of the pass; None for all of them.
+        context_lens: number of committed positions of each request.
+        trees: parents of each request's nodes.
+        nodes: nodes of each request that are rows of the pass; None for all.
+        num_heads, num_kv_heads, head_dim, dtype, device: of the attention.
+        page_size: slots per page.
+        seed: of the random numbers.
     """
     generator = torch.Generator().manual_seed(seed)
     nodes = [range(len(parents)) for parents in trees] if nodes is None else nodes
@@ -113,7 +125,7 @@ def tree_attention_inputs(
 
     paths = [path_to(parents, node) for parents, chosen in zip(trees, nodes, strict=True) for node in chosen]
     depths = [len(path) - 1 for path in paths]
-    # Padding points to a slot that holds NaN.
+    # Padding refers to a slot that contains NaN.
     ancestors = torch.full((len(paths), max(depths) + 1), max_nodes, dtype=torch.int32, device="cpu")
     for row, path in enumerate(paths):
         ancestors[row, : len(path)] = torch.tensor(path, dtype=torch.int64, device="cpu")
@@ -142,7 +154,7 @@ def tree_attention_inputs(
 
 @dataclass(frozen=True)
 class KvCommitInputs:
-    """Arguments of one commit. Every element of the cache is its own index, so that every move is visible."""
+    """Arguments of one commit. The value of every element of the cache is its index, so that every move is visible."""
 
     kv_cache: torch.Tensor
     page_table: torch.Tensor
@@ -163,7 +175,10 @@ def kv_commit_inputs(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> KvCommitInputs:
-    """A cache just large enough for `paths` (accepted nodes per request, root first, maybe empty)."""
+    """Create inputs with a cache just large enough for `paths`.
+
+    `paths` has the accepted nodes of each request, root first, or none.
+    """
     generator = torch.Generator().manual_seed(seed)
     max_path = max(1, *(len(path) for path in paths)) + int(torch.randint(3, (1,), generator=generator, device="cpu"))
     padding = max(max_path, *(max(path, default=0) for path in paths)) + 1

@@ -1,7 +1,7 @@
 """Tuned kernel configurations: one file per device model, written by `treespec autotune` and read at startup.
 
-`tuned/<device>.json` is in this package if that is writable, else in the user's cache folder. Files are named by the
-device rather than its architecture, which an H100 and an H200 share. Each entry records the versions that it was
+`tuned/<device>.json` is in this package if its folder is writable, else in the user's cache folder. Files are named by
+the device rather than its architecture, which an H100 and an H200 share. Each entry records the versions that it was
 measured with, and stale entries are skipped. The versions of torch and the driver are informational.
 """
 
@@ -26,26 +26,26 @@ from treespec_kernels.ops import ROOT, kernel_modules, module_file
 logger = logging.getLogger("treespec")
 
 FORMAT = "treespec tuned kernels 1"
-DECIDING = ("gpu", "triton", "source")  # versions that make an entry stale; for triton, major and minor
+DECIDING = ("gpu", "triton", "source")  # an entry is stale if one of these differs; for triton, major and minor
 
 ConfigT = TypeVar("ConfigT")
 Key = Mapping[str, "int | str | bool | torch.dtype"]
 
 
 class TunedFileError(ValueError):
-    """An existing file that is not a tuned file of the device, which autotune does not overwrite."""
+    """Raised if an existing file is not a tuned file of the device, because autotune must not overwrite it."""
 
 
 @dataclass(frozen=True)
 class TunedEntry:
-    """The best configuration of an op for one shape.
+    """Best configuration of an op for one shape.
 
     Args:
         op, key: the op and its problem, such as "row_linear" and dtype, out_features, ...
         config: fields of the op's configuration.
-        microseconds, default_microseconds: of the best and of the default configuration, weighted over `loads`.
-        loads: the timed workloads by label: microseconds, default_microseconds, weight.
-        versions: `versions_of` the device and op at the time of the measurement.
+        microseconds, default_microseconds: weighted mean over `loads`, of the best and the default configuration.
+        loads: microseconds, default_microseconds and weight of each timed workload, by label.
+        versions: `versions_of` the device and op when measured.
         measured: time of the measurement, ISO 8601.
     """
 
@@ -72,14 +72,14 @@ class TunedEntry:
 
 
 def label_of(op: str, key: Key) -> str:
-    """An op and its key as text: "row_linear bfloat16, groups 1, in_features 4096, ..."."""
+    """Return an op and its key as text: "row_linear bfloat16, groups 1, in_features 4096, ..."."""
     values = dict(sorted(normalised(key).items()))
     parts = [str(values.pop("dtype"))] if "dtype" in values else []
     return f"{op} " + ", ".join([*parts, *(f"{name} {value}" for name, value in values.items())])
 
 
 def normalised(key: Key) -> dict[str, Any]:
-    """A key as stored in JSON: dtypes by name ("bfloat16"), booleans as 0 and 1."""
+    """Return a key as stored in JSON: dtypes by name ("bfloat16"), booleans as 0 and 1."""
     return {
         name: str(value).removeprefix("torch.") if isinstance(value, torch.dtype | str) else int(value)
         for name, value in key.items()
@@ -87,13 +87,13 @@ def normalised(key: Key) -> dict[str, Any]:
 
 
 class KernelConfigs:
-    """The kernel configurations of an engine: tuned ones from files, otherwise defaults.
+    """Kernel configurations of an engine: tuned ones from files, otherwise defaults.
 
     Attributes:
         files: files with valid entries for this device, the user's first.
-        file: the first of them as text, or None.
-        tuned: labels of lookups by `get` that found a tuned configuration, in order.
-        fallbacks: labels of lookups by `get` that returned the default.
+        file: path of the first file, or None.
+        tuned: labels for which `get` returned a tuned configuration, in order.
+        fallbacks: labels for which `get` returned the default.
         stale: labels of stale entries, with the reason.
     """
 
@@ -113,9 +113,9 @@ class KernelConfigs:
 
         Args:
             device: where the kernels run; a CPU has no tuned kernels.
-            name: the device's name, if not torch's.
-            folders: searched in place of the user's cache folder and this package. The latest entry wins, and the
-                earlier folder between entries of the same time.
+            name: name of the device; None for torch's.
+            folders: folders to search instead of the user's cache folder and this package. Of several entries for a
+                key, the latest is used, and of equally old ones that of the earlier folder.
         """
         if name is None:
             if torch.device(device).type == "cpu":
@@ -126,21 +126,21 @@ class KernelConfigs:
         for folder in folders or (user_folder(), package_folder()):
             path = folder / f"{slug(name)}.json"
             found = read_entries(path, name)
-            held = False
+            has_valid = False
             for entry in found or ():
                 reasons = entry.stale(versions_of(name, entry.op))
                 if reasons:
                     stale.append(f"{entry.label} ({'; '.join(reasons)})")
                     continue
-                held, identity = True, _identity(entry.op, entry.key)
+                has_valid, identity = True, _identity(entry.op, entry.key)
                 if identity not in chosen or chosen[identity].measured < entry.measured:
                     chosen[identity] = entry
-            if held:
+            if has_valid:
                 files.append(path)
         return cls(list(chosen.values()), files, stale)
 
     def get(self, op: str, key: Key, default: ConfigT) -> ConfigT:
-        """Return the tuned configuration of an op for a key, or `default`, which is recorded as a fallback."""
+        """Return the tuned configuration of an op for a key, or else record a fallback and return `default`."""
         label, entry = label_of(op, key), self._entries.get(_identity(op, key))
         if entry is not None:
             try:
@@ -157,7 +157,7 @@ class KernelConfigs:
         return default
 
     def describe(self) -> str:
-        """One line for the log: how many shapes are tuned, from which files, and which are not."""
+        """Return a log line with the number of tuned shapes, their files, the fallbacks, and the stale entries."""
         total = len(self.tuned) + len(self.fallbacks)
         parts = [f"{len(self.tuned)} of {total} kernel shapes tuned"]
         if self.files:
@@ -170,10 +170,10 @@ class KernelConfigs:
 
 
 def config_of(values: Mapping[str, Any], like: ConfigT) -> ConfigT:
-    """A copy of the configuration `like` with the fields in `values` replaced.
+    """Return a copy of the configuration `like` with the fields in `values` replaced.
 
     Raises:
-        TypeError, ValueError: an unknown field, or a value that is not valid.
+        TypeError, ValueError: a field is unknown, or a value invalid.
     """
     given = dict(values)
     for each in dataclasses.fields(like):  # type: ignore[arg-type]
@@ -184,7 +184,7 @@ def config_of(values: Mapping[str, Any], like: ConfigT) -> ConfigT:
 
 
 def config_fields(config: Any) -> dict[str, Any] | None:
-    """Return the fields of a configuration as JSON; None for an op without configurations."""
+    """Return the fields of a configuration for JSON; None for an op without configurations."""
     return None if config is None else dataclasses.asdict(config)
 
 
@@ -200,7 +200,7 @@ def versions_of(device_name: str, op: str) -> dict[str, str]:
 
 
 def source_hash(op: str) -> str:
-    """Hash of the op's kernel modules and of the modules of this package that they import; "none" without kernels."""
+    """Return a hash of the op's kernel modules and the package's modules that they import; "none" without kernels."""
     names = list(kernel_modules().get(op, ()))
     if not names:
         return "none"
@@ -217,7 +217,7 @@ def source_hash(op: str) -> str:
 
 
 def slug(name: str) -> str:
-    """A device's name as a file name: "NVIDIA H200" becomes "nvidia-h200"."""
+    """Return a device's name as a file name: "NVIDIA H200" becomes "nvidia-h200"."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
@@ -226,20 +226,22 @@ def package_folder() -> Path:
 
 
 def user_folder() -> Path:
-    """$XDG_CACHE_HOME/treespec/tuned or ~/.cache/treespec/tuned."""
+    """Return $XDG_CACHE_HOME/treespec/tuned or ~/.cache/treespec/tuned."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "treespec" / "tuned"
 
 
 def writable_folder() -> Path:
-    """Return the folder of new tuned files: this package's if it is writable, else the user's."""
+    """Return the folder for new tuned files: this package's if it is writable, else the user's."""
     folder = package_folder()
     nearest = folder if folder.exists() else folder.parent
     return folder if os.access(nearest, os.W_OK) else user_folder()
 
 
 def read_entries(path: Path, device_name: str) -> list[TunedEntry] | None:
-    """Return the entries of a file, without broken ones; None if the file is missing, or (with a warning) if it is not
-    of this format and device."""
+    """Return the valid entries of a file.
+
+    None means that the file is missing, or, with a warning, that it is not a tuned file of this device.
+    """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -266,7 +268,7 @@ def check_writable(path: Path, device_name: str) -> None:
 
 
 def save_entries(path: Path, device_name: str, entries: Iterable[TunedEntry], force: bool = False) -> None:
-    """Merge entries into a file, atomically; existing entries of the same op and key are replaced.
+    """Merge entries into a file atomically, replacing existing entries of the same op and key.
 
     Raises:
         TunedFileError: the file is not a tuned file of this device, and `force` is not set.

@@ -1,4 +1,4 @@
-"""Workloads on which each op is checked, tuned and benchmarked: `<op>.py` holds those of one op."""
+"""Workloads on which each op is checked, tuned and benchmarked; `<op>.py` has those of one op."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ def ops() -> tuple[str, ...]:
 
 
 def workloads_of(setting: Setting, only: Iterable[str] | None = None) -> list[Workload]:
-    """Return the workloads of the ops in `only`, or of all tunable ones. Workloads of the same op and key are tuned
-    together.
+    """Return the workloads of the ops in `only`, or of all tunable ones.
+
+    Workloads of the same op and key are tuned together.
 
     Raises:
-        ValueError: an op without workloads.
+        ValueError: an op has no workloads.
     """
     chosen = tuple(only) if only is not None else tuple(op for op in ops() if op in TUNABLE)
     for op in chosen:

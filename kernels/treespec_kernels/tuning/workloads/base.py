@@ -1,4 +1,4 @@
-"""The base class of workloads: one op on inputs of one size, with its reference, its traffic and its baselines."""
+"""Base class of workloads: one op on inputs of one size, with its reference, memory traffic and baselines."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ BOUNDS = {torch.float32: (1e-4, 1e-5), torch.float16: (2e-2, 2e-3), torch.bfloat
 
 @dataclass(frozen=True)
 class Setting:
-    """The model and the passes that ops are measured for.
+    """Model and passes for which ops are measured.
 
     Args:
-        shape: of the model, with the dtype.
-        device: where inputs are.
-        nodes: rows of the tree pass of one request, root included.
-        context: committed positions of each request.
-        requests: requests of a batch.
-        groups: SSMs of equal shape that run stacked; 1 for a target.
-        layers: layers of the model.
-        fixed_order_dot: set in Triton's interpreter, whose dot is BLAS and not row-invariant.
+        shape: shape and dtype of the model.
+        device: device of the inputs.
+        nodes: number of rows of one request's tree pass, root included.
+        context: number of committed positions of each request.
+        requests: number of requests of a batch.
+        groups: number of SSMs of equal shape that run stacked; 1 for a target.
+        layers: number of layers of the model.
+        fixed_order_dot: set in Triton's interpreter, whose dot calls BLAS and is not row-invariant.
     """
 
     shape: KernelShape
@@ -49,7 +49,7 @@ class Setting:
 
     @property
     def stack(self) -> tuple[int, ...]:
-        """The leading dimension of stacked weights and rows; none for a single model."""
+        """Leading dimension of stacked weights and rows; empty for a single model."""
         return (self.groups,) if self.groups > 1 else ()
 
 
@@ -60,12 +60,12 @@ class Workload(ABC, Generic[InputsT]):
     Running several copies of the inputs in turn keeps them out of the caches.
 
     Attributes:
-        op: the op's name.
-        key: the problem that a tuned configuration of the op is for.
-        load: distinguishes the workloads of one key, such as "rows 32".
-        weight: the weight of this load in the mean time that tuning minimises.
-        bytes, flops: minimal memory traffic and operations of one run.
-        exact: names of the results if they must equal the expected ones; if empty, they only have to be near.
+        op: name of the op.
+        key: the problem for which a configuration of the op is tuned.
+        load: label that distinguishes the workloads of one key, such as "rows 32".
+        weight: weight of this load in the mean time that tuning minimises.
+        bytes, flops: minimum memory traffic and number of operations of one run.
+        exact: names of the results if they must equal the expected ones; empty if they only have to be close.
     """
 
     op: ClassVar[str]
@@ -87,7 +87,7 @@ class Workload(ABC, Generic[InputsT]):
 
     @abstractmethod
     def run(self, config: Any, copy: int = 0) -> Tensors:
-        """Run the op on a copy of the inputs, which it may modify: see `reset`."""
+        """Run the op on a copy of the inputs, which it may modify (see `reset`)."""
 
     @abstractmethod
     def expected(self) -> Tensors:
@@ -106,15 +106,18 @@ class Workload(ABC, Generic[InputsT]):
         return [None]
 
     def invariance_pairs(self, config: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Pairs of results that must be bit-identical: rows of copy 0 among others, and alone or at another index."""
+        """Yield pairs of results that must be bit-identical.
+
+        The first of each pair are rows of copy 0 among the others, the second the same rows alone or at another index.
+        """
         return iter(())
 
     def baselines(self) -> dict[str, Callable[[int], Any]]:
-        """Other implementations by name, as functions of the copy to run on."""
+        """Return other implementations by name, as functions of the index of the copy to run on."""
         return {}
 
     def reset(self, inputs: InputsT) -> None:
-        """Restore a copy of the inputs, for an op that modifies them."""
+        """Restore a copy of the inputs, if the op modifies them."""
 
     def candidates(self) -> list[Any]:
         """Return the configurations to tune over, the default first."""
@@ -140,11 +143,11 @@ class Workload(ABC, Generic[InputsT]):
             self._inputs.append(self.make(generator))
 
     def release(self) -> None:
-        """Drops inputs and expected results."""
+        """Drop inputs and expected results."""
         self._inputs, self._expected = [], None
 
     def check(self, config: Any) -> None:
-        """Raise AssertionError if a configuration's results are wrong, or a row's depend on other rows."""
+        """Raise AssertionError if a configuration's results are wrong, or a row's result depends on other rows."""
         if self._expected is None:
             self.reset(self.inputs[0])
             self._expected = self.expected()
@@ -156,16 +159,19 @@ class Workload(ABC, Generic[InputsT]):
             assert not differing, f"rows depend on other rows: {differing} values differ in case {index}"
 
     def key_of(self, **sizes: int) -> dict[str, Any]:
-        """Return the key of a problem of these sizes in the dtype."""
+        """Return the key of a problem with these sizes and the setting's dtype."""
         return {"dtype": str(self.dtype).removeprefix("torch."), **sizes}
 
     def near(self, actual: torch.Tensor, expected: torch.Tensor) -> None:
-        """Raise AssertionError if results differ by more than rounding to the dtype explains."""
+        """Raise AssertionError if results differ by more than the rounding error of the dtype."""
         max_error, rms_error = BOUNDS[self.dtype]
         assert_close(actual, expected, max_error=max_error, rms_error=rms_error)
 
     def random(self, generator: torch.Generator, *shape: int, scale: float = 1.0) -> torch.Tensor:
-        """Normally distributed numbers in the dtype; zeros would draw less power and run faster on a GPU."""
+        """Return normally distributed numbers in the dtype.
+
+        Zeros would be unrepresentative, because they draw less power and run faster on a GPU.
+        """
         values = torch.randn(shape, generator=generator, device=self.device, dtype=torch.float32)
         return values.mul_(scale).to(self.dtype)
 

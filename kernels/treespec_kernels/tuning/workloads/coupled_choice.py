@@ -15,7 +15,7 @@ from .base import Setting, Tensors, Workload
 class CoupledChoiceWorkload(Workload[Tensors]):
     """Rows of logits at temperature 0.8.
 
-    `flops` is 0: the noise takes integer arithmetic, about 40 instructions per token.
+    `flops` is 0, because the noise uses integer arithmetic, about 40 instructions per token.
     """
 
     op, exact = "coupled_choice", CoupledChoice._fields

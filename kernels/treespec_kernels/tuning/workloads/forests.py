@@ -12,7 +12,7 @@ from treespec_kernels.tree.tree_merge import tree_merge_ref, tree_merge_triton
 from treespec_kernels.tree.tree_root import tree_root_ref, tree_root_triton
 
 SSMS = 3
-VOCAB = 12  # so small that SSMs often name the same token
+VOCAB = 12  # so small that SSMs often propose the same token
 
 
 class ForestInputs(NamedTuple):
@@ -25,13 +25,13 @@ class ForestInputs(NamedTuple):
     proposed: ProposedTrees
 
     def grow(self) -> None:
-        """Start the round and merges every level."""
+        """Start the round and merge every level."""
         tree_root_triton(self.forest, self.roots)
         for tokens, probs in zip(self.tokens, self.probs, strict=True):
             tree_merge_triton(self.forest, tokens, probs, self.weights, self.end_tokens, self.proposed)
 
     def grown_by_reference(self) -> DeviceForest:
-        """Another forest, grown by the references."""
+        """Return another forest, grown by the reference implementations."""
         forest = empty_forest(len(self.roots), self.roots.device)
         tree_root_ref(forest, self.roots)
         for tokens, probs in zip(self.tokens, self.probs, strict=True):
@@ -46,7 +46,7 @@ def empty_forest(requests: int, device: torch.device) -> DeviceForest:
 
 
 def forest_inputs(requests: int, generator: torch.Generator, levels: int = MAX_DEPTH) -> ForestInputs:
-    """Proposals of SSMs that are sure of little, for the first `levels` levels."""
+    """Create proposals with low probabilities, for the first `levels` levels."""
     device = generator.device
     size = (levels, SSMS, requests, FRONTIER, CHILDREN)
 
@@ -67,7 +67,7 @@ def forest_inputs(requests: int, generator: torch.Generator, levels: int = MAX_D
 
 
 def proposed_trees(requests: int, generator: torch.Generator) -> ProposedTrees:
-    """Two chains each, which begin with different tokens."""
+    """Return two chains for each request, which start with different tokens."""
     device = generator.device
     tokens = torch.randint(VOCAB, (requests, SEEDS), generator=generator, device=device, dtype=torch.int32)
     tokens[:, SEEDS // 2] = (tokens[:, 0] + 1) % VOCAB

@@ -12,13 +12,13 @@ from treespec_kernels.tuning.testing import KvCommitInputs, kv_commit_inputs
 
 from .base import Setting, Tensors, Workload
 
-CONTEXT = 64  # committed positions: they do not move, and copies of a long context would fill a GPU
+CONTEXT = 64  # maximum of committed positions, which do not move; copies of a long context would fill a GPU
 
 
 class KvCommitWorkload(Workload[KvCommitInputs]):
-    """A path of every second node of each request's tree, so that all but the root move.
+    """Commit of a path of every second node of each request's tree, so that all nodes but the root move.
 
-    Repeated commits of the same path move other values between the same slots, in the same time.
+    Repeated commits of the same path move other values between the same slots, which takes the same time.
     """
 
     op, exact = "kv_commit", ("the cache",)

@@ -1,4 +1,4 @@
-"""Workload of the LM head of a pass, with the summary of its blocks."""
+"""Workload of the LM head, with the block summary."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class LmHeadWorkload(Workload[LinearInputs]):
         return LinearInputs(x, self.random(generator, *self.setting.stack, vocab, hidden, scale=hidden**-0.5))
 
     def run(self, config: Any, copy: int = 0) -> Tensors:
-        """Logits, and the blocks' values, tokens and sums."""
+        """Return the logits, and the blocks' values, tokens and sums."""
         return self._run(self.inputs[copy], config)
 
     @staticmethod
@@ -52,7 +52,7 @@ class LmHeadWorkload(Workload[LinearInputs]):
         return ((x.float() @ weight.float().mT).to(x.dtype).reshape(-1, weight.shape[-2]),)
 
     def compare(self, actual: Tensors, expected: Tensors, config: Any) -> None:
-        """The expected summary is that of the actual logits."""
+        """Raise AssertionError if the logits are wrong, or if the summary is not that of the actual logits."""
         logits, values, tokens, sums = actual
         self.near(logits, expected[0])
         stats = block_stats_ref(logits, config.block_n)
@@ -61,7 +61,7 @@ class LmHeadWorkload(Workload[LinearInputs]):
         torch.testing.assert_close(sums, stats.sums, rtol=1e-4, atol=0.0)
 
     def invariance_pairs(self, config: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """A row by itself, and the rows in reverse: logits and sums."""
+        """Yield all results of a row by itself, and of the rows in reverse order."""
         x, weight = self.inputs[0]
         company = [part.view(self.groups, self.rows, -1) for part in self.run(config)]
         for row in {0, self.rows - 1}:
@@ -73,7 +73,7 @@ class LmHeadWorkload(Workload[LinearInputs]):
         )
 
     def baselines(self) -> dict[str, Callable[[int], Any]]:
-        """torch's product, then its argmax and log-sum-exp over the logits."""
+        """Return torch's product with argmax and log-sum-exp over the logits."""
 
         def product(copy: int) -> Any:
             x, weight = self.inputs[copy]

@@ -1,4 +1,4 @@
-"""Workload of the pass layout: the plan of a pass over trees on the device."""
+"""Workload of the pass layout: planning a pass over trees on the device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class LayoutInputs(NamedTuple):
 
 
 class PassLayoutWorkload(Workload[LayoutInputs]):
-    """Random trees of `nodes` nodes. The tests of attention check the plan itself."""
+    """Layout of random trees of `nodes` nodes. It checks positions and slots; tests of attention check the plan."""
 
     op, exact = "pass_layout", PassPlaces._fields
 

@@ -1,4 +1,4 @@
-"""Workload of programmatic dependent launch (`launch/predecessors.py`): the kernels of a pass, with and without it."""
+"""Workload of programmatic dependent launch (`launch/predecessors.py`): the kernels of a pass, with and without PDL."""
 
 from __future__ import annotations
 
@@ -28,14 +28,16 @@ from .quantized_row_linear import QuantizedRowLinearWorkload
 from .row_linear import PLAIN, RowLinearWorkload
 
 LAYERS = 4
-REPLAYS = 50  # runs of the check, with all memory poisoned in between
+REPLAYS = 50  # runs of the check, with all memory poisoned between them
 EPS = 1e-5
 
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """Weights, tables, and all buffers that the chain writes. Layers share buffers, so that kernels overwrite what
-    others have just read."""
+    """Weights, tables, and all buffers that the chain of kernels writes.
+
+    Layers share buffers, so that kernels overwrite memory that others have just read.
+    """
 
     start: torch.Tensor  # [rows, hidden], the residual stream before the first layer
     norm: torch.Tensor
@@ -45,7 +47,7 @@ class Chain:
     positions: torch.Tensor
     attention: TreeAttentionInputs
     plan: TreeAttentionPlan
-    places: tuple[torch.Tensor, torch.Tensor]  # of the rows: pages and offsets within them
+    places: tuple[torch.Tensor, torch.Tensor]  # page of each row, and offset in the page
     kv_layer: torch.Tensor
     slots: torch.Tensor
     stream: torch.Tensor
@@ -58,7 +60,7 @@ class Chain:
     stats: BlockStats
 
     def poison(self) -> None:
-        """Fill the buffers that a run writes before reading with values that no result has."""
+        """Fill the buffers that a run writes before it reads them with values that no result has."""
         plan = self.plan
         for tensor in (
             *(self.stream, self.normed, self.partials, self.q, self.mixed, self.inner, self.logits, *self.stats),
@@ -70,7 +72,7 @@ class Chain:
 
 
 class ProgrammaticLaunchWorkload(Workload[Chain]):
-    """Some layers of a Llama and its LM head, over one tree of `nodes` nodes for each of the stacked models.
+    """Some layers of a Llama and its LM head, over one tree of `nodes` nodes for each stacked model.
 
     All layers share one set of weights. Results must be bit-identical to those of the same kernels launched without
     PDL.
@@ -143,8 +145,7 @@ class ProgrammaticLaunchWorkload(Workload[Chain]):
         )
 
     def run(self, config: Any, copy: int = 0) -> Tensors:
-        """Return the residual stream, the normed one, the last attention, the cache of the rows, and the LM head's
-        results."""
+        """Return the residual stream, its norm, the last attention output, the KV cache, and the LM head's results."""
         chain, pdl = self.inputs[copy], bool(config.pdl)
         cache = chain.kv_layer
         chain.stream.copy_(chain.start)  # the first launch follows a copy
@@ -178,7 +179,7 @@ class ProgrammaticLaunchWorkload(Workload[Chain]):
         )
 
     def _add(self, chain: Chain, name: str, x: torch.Tensor, pdl: bool) -> None:
-        """Add a layer's product to the residual stream, and norms the sum."""
+        """Add a layer's product to the residual stream, and normalise the sum."""
         product = self._partials(chain, name, x, pdl)
         rms_norm_triton(product, chain.norm, EPS, residual=chain.stream, out=chain.normed, pdl=pdl)
 
@@ -196,13 +197,13 @@ class ProgrammaticLaunchWorkload(Workload[Chain]):
         )
 
     def _grouped(self, x: torch.Tensor) -> torch.Tensor:
-        """[groups * rows, n] -> [groups, rows, n]; unchanged for one model."""
+        """View [groups * rows, n] as [groups, rows, n]; unchanged for one model."""
         return x if self.setting.groups == 1 else x.view(self.setting.groups, self.nodes, -1)
 
     def check(self, config: Any) -> None:
         """Compare the results of `REPLAYS` runs of a captured chain with those of the chain without PDL, bit by bit.
-        All memory is poisoned between runs, so that a kernel that reads too early does not find the previous
-        results.
+
+        All memory is poisoned between runs, so that a kernel that reads too early does not find the previous results.
         """
         chain = self.inputs[0]
         if self._expected is None:
@@ -238,7 +239,7 @@ class ProgrammaticLaunchWorkload(Workload[Chain]):
 
 
 def workloads(setting: Setting) -> list[Workload]:
-    """A tree with most of the weight, and plain decoding."""
+    """Return workloads of a tree, with most of the weight, and of plain decoding."""
     return [ProgrammaticLaunchWorkload(setting, nodes, weight) for nodes, weight in _nodes(setting).items()]
 
 

@@ -55,7 +55,7 @@ class QkvRopeWorkload(Workload[RopeInputs]):
         return RopeInputs(qkv, rotation, positions, slots, kv_layer, q_out)
 
     def run(self, config: Any, copy: int = 0) -> Tensors:
-        """Q, and the cache."""
+        """Return Q and the cache."""
         inputs = self.inputs[copy]
         qkv_rope_triton(*inputs)
         return inputs.q_out, inputs.kv_layer
@@ -79,7 +79,7 @@ class QkvRopeWorkload(Workload[RopeInputs]):
             yield cache[:, page, :, offset], kv_layer[:, page, :, offset]
 
     def baselines(self) -> dict[str, Callable[[int], Any]]:
-        """torch, operation by operation."""
+        """Return the reference in eager torch."""
         return {"torch": lambda copy: qkv_rope_ref(*self.inputs[copy])}
 
 

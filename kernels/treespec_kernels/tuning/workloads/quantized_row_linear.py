@@ -18,8 +18,8 @@ from .row_linear import LinearInputs, RowLinearWorkload, layers_of
 class QuantizedRowLinearWorkload(RowLinearWorkload):
     """One quantised layer of `rows` rows per group, with the kernel that adds its splits.
 
-    The quantisation format is that of the setting's shape. `group` in the key is the number of inputs, even if one
-    scale serves all of them.
+    The quantisation format is that of the setting's shape. `group` in the key is a number of inputs, even if all inputs
+    share one scale.
     """
 
     op = "quantized_row_linear"
@@ -40,8 +40,8 @@ class QuantizedRowLinearWorkload(RowLinearWorkload):
         del self.key["silu_gate"]  # only affects the kernel that adds the splits
         self.key |= {"bits": self.bits, "group": self.group, "zero": int(self.has_zero)}
         size, itemsize = out_features * in_features, setting.dtype.itemsize
-        held = size * self.bits // 8 + size // self.group * (itemsize + self.has_zero)
-        self.bytes += setting.groups * (held - size * itemsize)
+        weight_bytes = size * self.bits // 8 + size // self.group * (itemsize + self.has_zero)
+        self.bytes += setting.groups * (weight_bytes - size * itemsize)
 
     def shipped(self) -> list[Any]:
         dtype, out_features, in_features, _ = self.sizes
@@ -49,7 +49,7 @@ class QuantizedRowLinearWorkload(RowLinearWorkload):
         return quantized_candidates(dtype, out_features, in_features, self.group, self.bits, target)
 
     def make(self, generator: torch.Generator) -> LinearInputs:
-        """Uniform integers, and scales that keep the results near 1."""
+        """Create uniform integers, and scales that keep the results near 1."""
         _, out_features, in_features, _ = self.sizes
         stack = self.setting.stack
 
@@ -66,7 +66,7 @@ class QuantizedRowLinearWorkload(RowLinearWorkload):
         return LinearInputs(x, QuantizedWeight(values, scale, zero))
 
     def baselines(self) -> dict[str, Callable[[int], Any]]:
-        """None: torch has no product of these formats."""
+        """Return no baselines, because torch has no product of these formats."""
         return {}
 
 

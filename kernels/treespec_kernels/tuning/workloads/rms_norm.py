@@ -1,4 +1,4 @@
-"""Workload of RMSNorm after a split linear layer: adds the splits and the residual, then norms."""
+"""Workload of RMSNorm after a linear layer with split K: adds the splits and the residual, then normalises."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class NormInputs(NamedTuple):
     x: torch.Tensor  # [splits, rows, hidden] fp32
     weight: torch.Tensor
     residual: torch.Tensor
-    before: torch.Tensor  # what residual held
+    before: torch.Tensor  # initial value of residual
 
 
 class RmsNormWorkload(Workload[NormInputs]):
-    """Partial sums of four splits, small so that a residual to which they are added repeatedly stays finite."""
+    """Partial sums of four splits, so small that a residual to which they are added repeatedly stays finite."""
 
     op = "rms_norm"
 
@@ -47,7 +47,7 @@ class RmsNormWorkload(Workload[NormInputs]):
         inputs.residual.copy_(inputs.before)
 
     def run(self, config: Any, copy: int = 0) -> Tensors:
-        """Return the norm, and the residual after it."""
+        """Return the norm and the updated residual."""
         x, weight, residual, _ = self.inputs[copy]
         return rms_norm_triton(x, weight, EPS, residual=residual), residual
 
@@ -66,7 +66,7 @@ class RmsNormWorkload(Workload[NormInputs]):
             yield company[1][row : row + 1], residual
 
     def baselines(self) -> dict[str, Callable[[int], Any]]:
-        """torch, operation by operation."""
+        """Return eager torch operations."""
 
         def norm(copy: int) -> torch.Tensor:
             x, weight, residual, _ = self.inputs[copy]

@@ -14,15 +14,15 @@ from treespec_kernels.linear.row_linear import RowLinearConfig, row_linear_ref, 
 
 from .base import Setting, Tensors, Workload
 
-# Weights in the time that tuning minimises: a pass of one tree, of plain decoding, and of a batch of trees.
+# Weights in the mean time that tuning minimises: of a pass over one tree, of plain decoding, and of a batch of trees.
 TREE, PLAIN, BATCH = 0.6, 0.2, 0.2
 
 
 class LinearInputs(NamedTuple):
-    """x: [rows, in] or [groups, rows, in]. weight: [out, in] or [groups, out, in], possibly quantised."""
+    """Inputs of a linear layer."""
 
-    x: torch.Tensor
-    weight: torch.Tensor | QuantizedWeight
+    x: torch.Tensor  # [rows, in] or [groups, rows, in]
+    weight: torch.Tensor | QuantizedWeight  # [out, in] or [groups, out, in]
 
 
 class RowLinearWorkload(Workload[LinearInputs]):
@@ -70,7 +70,7 @@ class RowLinearWorkload(Workload[LinearInputs]):
         return (row_linear_ref(*self.inputs[0], silu_gate=self.silu_gate),)
 
     def invariance_pairs(self, config: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """A row by itself, the rows in reverse, and among more rows than a tile has."""
+        """Yield a row by itself, the rows in reverse order, and the rows followed by `rows` + 1 others."""
         x, weight = self.inputs[0]
         (company,) = self.run(config)
         for row in {0, self.rows // 2, self.rows - 1}:
@@ -81,7 +81,7 @@ class RowLinearWorkload(Workload[LinearInputs]):
         yield company, self._run(LinearInputs(more, weight), config)[..., : self.rows, :]
 
     def baselines(self) -> dict[str, Callable[[int], Any]]:
-        """torch's matrix product without the activation; its bits depend on the number of rows."""
+        """Return torch's matrix product without the activation, whose bits depend on the number of rows."""
 
         def product(copy: int) -> torch.Tensor:
             x, weight = self.inputs[copy]

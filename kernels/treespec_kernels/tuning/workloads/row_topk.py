@@ -1,4 +1,4 @@
-"""Workloads of row top-k on a draft's pass, with and without noise."""
+"""Workloads of row top-k over the logits of a draft pass, with and without noise."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ K = 4
 
 
 class RowTopkWorkload(Workload[Tensors]):
-    """The K best tokens of rows of logits at a temperature; 0 is without noise. `flops` is 0."""
+    """The K best tokens of rows of logits at a temperature; 0 means no noise. `flops` is 0."""
 
     op = "row_topk"
 
@@ -27,7 +27,7 @@ class RowTopkWorkload(Workload[Tensors]):
         self.bytes = rows * self.vocab_size * self.dtype.itemsize
 
     def make(self, generator: torch.Generator) -> Tensors:
-        """Logits, temperatures, seeds, samples, positions."""
+        """Create logits, temperatures, seeds, samples and positions."""
         logits = self.random(generator, self.rows, self.vocab_size, scale=2.0)
         temperatures = torch.full((self.rows,), self.temperature, device=self.device, dtype=torch.float32)
         positions = torch.arange(self.rows, device=self.device)
@@ -62,7 +62,7 @@ class RowTopkWorkload(Workload[Tensors]):
             yield from zip((part[row : row + 1] for part in company), single, strict=True)
 
     def baselines(self) -> dict[str, Callable[[int], Any]]:
-        """torch's top-k and log-sum-exp of the logits, without noise."""
+        """Return torch's top-k and log-sum-exp of the logits, without noise."""
 
         def topk(copy: int) -> Any:
             logits = self.inputs[copy][0]

@@ -76,7 +76,7 @@ class TreeAttentionWorkload(Workload[TreeAttentionInputs]):
         return (tree_attention_ref(inputs.q, inputs.k_cache, inputs.v_cache, **inputs.rows),)
 
     def invariance_pairs(self, config: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """A node as the only row of its request: what plain decoding would run."""
+        """Yield a node as the only row of its request, as in plain decoding."""
         inputs = self.inputs[0]
         (company,) = self.run(config)
         starts = torch.tensor(inputs.plan["rows_per_request"], dtype=torch.int64, device="cpu").cumsum(0) - self.nodes
@@ -95,7 +95,7 @@ class TreeAttentionWorkload(Workload[TreeAttentionInputs]):
             yield company[row : row + 1], self._attend(single, self._plan(single, config))
 
     def baselines(self) -> dict[str, Callable[[int], Any]]:
-        """torch's attention over as many contiguous keys, without a mask."""
+        """Return torch's attention over as many contiguous keys, without a mask."""
         length = self.context + self.nodes
         shape = (self.requests, self.shape.num_kv_heads, length, self.shape.head_dim)
         keys = [torch.randn(shape, device=self.device, dtype=self.dtype) for _ in range(2 * len(self.inputs))]
@@ -108,7 +108,7 @@ class TreeAttentionWorkload(Workload[TreeAttentionInputs]):
 
 
 def workloads(setting: Setting) -> list[Workload]:
-    """One tree with half of the weight; plain decoding and a batch of trees share the rest."""
+    """Return workloads of one tree, with half of the weight, of plain decoding, and of a batch of trees."""
     return [
         TreeAttentionWorkload(setting, 1, setting.nodes, 0.5),
         TreeAttentionWorkload(setting, 1, 1, 0.25),

@@ -38,7 +38,7 @@ class MaskedTreeAttentionWorkload(TreeAttentionWorkload):
         return tree_attention_masked_triton(inputs.q, inputs.k_cache, inputs.v_cache, **inputs.rows, plan=plan)
 
     def invariance_pairs(self, config: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """None: sums are in tree order."""
+        """Yield nothing, because sums are in tree order and depend on the tree."""
         return iter(())
 
 

@@ -12,7 +12,7 @@ from treespec_kernels.tree.device_trees import DeviceForest, ProposedTrees, tens
 from .base import Setting, Tensors, Workload
 from .forests import ForestInputs, forest_inputs, forest_key, num_bytes
 
-MERGED = 2  # levels: the first, with one frontier node, and one like all later ones
+MERGED = 2  # levels: the first, which has one frontier node, and one that is like all later levels
 
 
 class TreeMergeWorkload(Workload[ForestInputs]):
@@ -39,7 +39,7 @@ class TreeMergeWorkload(Workload[ForestInputs]):
         return tensors_of(self.inputs[0].grown_by_reference())
 
     def invariance_pairs(self, config: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """A request by itself."""
+        """Yield the last request's results, in the batch and by itself."""
         inputs = self.inputs[0]
         company = [part.clone() for part in self.run(config)]
         last = slice(self.requests - 1, self.requests)

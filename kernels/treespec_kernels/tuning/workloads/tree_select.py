@@ -31,7 +31,7 @@ class SelectInputs(NamedTuple):
 
 
 def select_inputs(requests: int, nodes: int, generator: torch.Generator) -> SelectInputs:
-    """Forests grown by the reference, and buffers for trees of `nodes` nodes."""
+    """Create forests grown by the reference, and buffers for trees of `nodes` nodes."""
     made = forest_inputs(requests, generator)
     device = generator.device
     return SelectInputs(

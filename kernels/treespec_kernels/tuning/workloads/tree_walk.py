@@ -1,4 +1,4 @@
-"""Workload of tree walk: every tree of a batch, along the target's choices."""
+"""Workload of tree walk: verification of every tree of a batch."""
 
 from __future__ import annotations
 

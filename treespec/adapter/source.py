@@ -61,6 +61,11 @@ class Source:
             ModelError: transformers does not know the architecture, or the adapter cannot run it.
         """
         folder = resolve_folder(folder)
+        if folder.is_file():
+            raise ModelError(
+                f"{folder}: backend='transformers' does not read GGUF files; convert it first: treespec weights "
+                f"convert {folder.name} NEW_FOLDER"
+            )
         raw = read_config(folder)
         from transformers import AutoConfig
 

@@ -1,5 +1,6 @@
 """Load the decoders of an engine: native models, and adapters around transformers models."""
 
+import logging
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -22,6 +23,9 @@ from treespec.planning import cost_measurement as costs
 from treespec_kernels.linear.linear import LinearImpl
 from treespec_kernels.tuning.tuned import KernelConfigs
 from treespec_weights import load_weights
+from treespec_weights.gguf.tensors import describe_storage
+
+logger = logging.getLogger("treespec")
 
 
 def libraries_folder() -> Path:
@@ -76,6 +80,8 @@ class Loader:
         if isinstance(config, AdapterConfig):
             return self.adapt(config, known, positions, self.attention, min_rows, 1)
         size, stored = config.shape.vocab_size, replace(config.shape, vocab_size=known)
+        if config.folder.is_file() and quantization is None:
+            logger.info("%s", describe_storage(config.folder, self.dtype))
         weights = load_weights(config.folder, stored, config.rules, self.dtype, self.device, quantization)
         if known != size:
             fit_weights(weights, known, size)

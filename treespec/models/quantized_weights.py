@@ -87,6 +87,7 @@ def weight_bytes(config: ModelConfig | AdapterConfig, dtype: torch.dtype, quanti
     total = config.shape.num_parameters() * dtype.itemsize
     if isinstance(config, AdapterConfig):
         return total
+    total += (config.head_rows or 0) * config.shape.hidden_size * dtype.itemsize
     scheme = config.quantization
     forms: list[tuple[tuple[int, ...], Form]] = []  # shape and form of every quantised matrix
     if quantization is not None:

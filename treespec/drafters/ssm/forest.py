@@ -27,12 +27,14 @@ class SsmProbs(NamedTuple):
     Attributes:
         ssm: index of the SSM.
         rows: int64, frontier rows, ascending.
-        probs: float32 [len(rows), vocab].
+        probs: float32 [len(rows), width].
+        tokens: int64 [width], ascending, the tokens of the columns; None if they are the whole vocabulary.
     """
 
     ssm: int
     rows: np.ndarray
     probs: np.ndarray
+    tokens: np.ndarray | None = None
 
 
 class _Candidates(NamedTuple):
@@ -210,8 +212,9 @@ class Forest:
         seed_tokens = np.where(below >= 0, seeds.tokens[below], -1)
         top_probs = np.zeros((self.num_ssms, count, widest), np.float32)
         top_tokens, broken = [], np.zeros(count, dtype=bool)
-        for ssm, rows, probs in ssm_probs:
+        for ssm, rows, probs, known in ssm_probs:
             values, columns = _top_tokens(probs, widest)
+            columns = columns if known is None else known[columns]
             finite = np.isfinite(values).all(1)  # top-k sorts NaN first
             broken[rows[~finite]] = True
             own = np.full((count, widest), -1)

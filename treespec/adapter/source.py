@@ -154,7 +154,7 @@ class Source:
         from transformers import AutoModelForCausalLM
 
         try:
-            with torch.inference_mode(False), torch.no_grad(), _progress_bars_on_terminals():
+            with torch.inference_mode(False), torch.no_grad(), progress_bars_on_terminals():
                 model, report = AutoModelForCausalLM.from_pretrained(
                     self.folder,
                     config=self.hf_config,
@@ -180,7 +180,7 @@ class Source:
 
 
 @contextmanager
-def _progress_bars_on_terminals() -> Iterator[None]:
+def progress_bars_on_terminals() -> Iterator[None]:
     """Show transformers' progress bars on terminals only."""
     from transformers.utils import logging as bars
 

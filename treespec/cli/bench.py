@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from treespec.bench.options import Options
     from treespec.bench.progress import Progress
 
-_SEVERAL = ("--k-values", "--nodes", "--batch", "--only", "--verification")
+_SEVERAL = ("--k-values", "--nodes", "--batch", "--only", "--verification", "--data")
 PICTURES = (".png", ".svg", ".pdf")
 
 

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from pathlib import Path
 from typing import Any, Unpack
 
 import torch
@@ -87,6 +88,9 @@ class LLM(VllmMethods):
         vllm_options: vLLM's other names. Hints that change no token are ignored with a log line, others raise an error
             that names the alternative; docs/vllm.md lists them.
 
+    Attributes:
+        end_token_ids: tokens of the model and its tokenizer that end outputs.
+
     Raises:
         ConfigError, ModelError, DraftError, CheckpointError, ExactnessError, KernelError: subclasses of ValueError.
         OSError: a folder does not exist.
@@ -160,7 +164,8 @@ class LLM(VllmMethods):
     def _make_request_factory(self, tokenizer: UserTokenizer | None, seed: int | None) -> RequestFactory:
         target, device = self._built.target, self.engine.runner.target.device
         vocab_size = target.shape.vocab_size
-        ends = tuple(dict.fromkeys((*target.eos_token_ids, *(() if tokenizer is None else tokenizer.eos_token_ids))))
+        own = () if tokenizer is None else tokenizer.eos_token_ids
+        self.end_token_ids = ends = tuple(dict.fromkeys((*target.eos_token_ids, *own)))
         return RequestFactory(
             tokenizer,
             vocab_size,
@@ -354,6 +359,11 @@ class LLM(VllmMethods):
     def get_tokenizer(self) -> Any:
         """Return the tokenizer, or None."""
         return self._tokenizer
+
+    @property
+    def model_path(self) -> Path:
+        """The target's folder or GGUF file; of a model in memory, the folder that it names."""
+        return self._built.target.folder
 
     @property
     def draft_names(self) -> tuple[str, ...]:

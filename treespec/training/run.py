@@ -1,5 +1,6 @@
 """Trains draft models for a target: lessons, a generalist, specialists, and a report."""
 
+import errno
 import json
 import logging
 import shutil
@@ -22,6 +23,7 @@ from treespec.training.lessons import Lessons, LessonWriter
 from treespec.training.loop import Budget, Paused, PauseRequest, Progress, ProgressLog, train
 from treespec.training.prompts import read_training_prompts
 from treespec.training.report import TrainingReport, measure_drafts
+from treespec.training.sizing import choose_layers, most_rows
 from treespec.training.specialisation import balanced_owners, cluster_errors, cluster_groups, odds_of
 from treespec.training.student import StudentShape, make_student, open_target, write_student
 
@@ -34,7 +36,6 @@ REASSIGN_AT = 0.5  # of a specialist's steps
 REPORT_PROMPTS = 8
 PEAK_RATE = 1.5e-3
 BATCH_TOKENS = 2048
-PASS_SHARE = 0.08  # of a plain target pass that one draft level may take
 
 
 @dataclass(frozen=True)
@@ -174,43 +175,43 @@ class TrainingRun:
         return Lessons.load([folder / f"lessons-{i:05}.npz" for i in range(progress.step)])
 
     def choose_shape(self, lessons: Lessons) -> tuple[np.ndarray, StudentShape]:
-        """Choose vocabulary and number of layers, so that a draft level takes `PASS_SHARE` of a plain target pass."""
-        file = self.work / "vocabulary.npz"
+        """Choose vocabulary and number of layers from the lessons and from measured passes, once."""
+        settings, file = self.settings, self.work / "vocabulary.npz"
         if not file.exists():
-            target = self.llm.engine.runner.target
             config = self.target_model.config
-            ends = tuple(dict.fromkeys(self.end_tokens))
-            row_bytes = config.hidden_size * 2
-            budget = PASS_SHARE * self.target_bytes
-            most = self.settings.vocabulary or max(int(budget / 2 / row_bytes), 1024)
-            target_ids = choose_vocabulary(lessons, target.vocab_size, ends, most)
-            layer = sum(p.numel() for n, p in self.target_model.named_parameters() if ".layers.0." in n) * 2
-            layers = self.settings.layers or int((budget - len(target_ids) * row_bytes) / layer)
-            layers = min(max(layers, 1), config.num_hidden_layers)
+            read = int(self.llm.stats()["memory"]["target_weights"])
+            most = settings.vocabulary or most_rows(read, config.hidden_size)
+            target_ids = choose_vocabulary(lessons, self.target_size, tuple(self.end_tokens), most)
+
+            def write(layers: int, folder: Path) -> None:
+                student = make_student(
+                    self.target_model, StudentShape(layers, len(target_ids)), target_ids, self.end_tokens
+                )
+                write_student(student, folder, target_ids, self.target_size)
+
+            options = {"device": str(self.device), "max_model_len": 1024}
+            layers = settings.layers or choose_layers(self.target, write, config.num_hidden_layers, options)
             with replacing(file) as temporary, temporary.open("wb") as opened:
-                np.savez(opened, target_ids=target_ids, layers=layers)
+                np.savez(opened, target_ids=target_ids, layers=min(layers, config.num_hidden_layers))
         with np.load(file) as found:
             target_ids, layers = found["target_ids"], int(found["layers"])
         logger.info("drafts of %d layers and %d of %d tokens", layers, len(target_ids) - 1, self.target_size)
         return target_ids, StudentShape(layers, len(target_ids))
 
     @property
-    def target_bytes(self) -> int:
-        """Bytes that a target pass reads: all weights but an untied embedding."""
-        return int(self.llm.stats()["memory"]["target_weights"])
+    def target(self) -> Path:
+        """The target's folder or GGUF file."""
+        return self.llm.model_path
 
     @property
     def end_tokens(self) -> list[int]:
         """End tokens of the target and its tokenizer."""
-        tokenizer = self.llm.get_tokenizer()
-        own = getattr(tokenizer, "eos_token_id", None)
-        ids = [*self.llm._built.target.eos_token_ids, *([] if own is None else [own])]
-        return sorted({id for id in ids if id < self.target_size})
+        return sorted({token for token in self.llm.end_token_ids if token < self.target_size})
 
     @cached_property
     def target_model(self) -> Any:
         """The target as a transformers model."""
-        return open_target(self.llm._built.target.folder)
+        return open_target(self.target)
 
     def curriculum(self, lessons: Lessons, target_ids: np.ndarray) -> Curriculum:
         """Return a curriculum over lessons."""
@@ -299,7 +300,7 @@ class TrainingRun:
         prompts = [held.tokens[a : a + n].tolist() for a, n in zip(held.starts[:-1], held.firsts, strict=True)]
         prompts = prompts[:: max(len(prompts) // REPORT_PROMPTS, 1)][:REPORT_PROMPTS]
         folders = [self.out / name for name in names]
-        target = self.llm._built.target.folder
+        target = self.target
         del self.llm
         report = measure_drafts(
             target,
@@ -379,6 +380,11 @@ def train_drafts(
         str(target), tuple(map(str, data)), ssms, minutes, tokens, specialise, layers, vocabulary, max_tokens, seed
     )
     pause = PauseRequest()
-    with pause.listening():
-        run = TrainingRun(settings, Path(out), resume, device, pause)
-        return run.run()
+    try:
+        with pause.listening():
+            return TrainingRun(settings, Path(out), resume, device, pause).run()
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            message = f"the disk of {out} is full; free some space, then the same command with --resume continues"
+            raise OSError(errno.ENOSPC, message) from error
+        raise

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from treespec.adapter.source import progress_bars_on_terminals
 from treespec.errors import ModelError
+from treespec_weights import convert_checkpoint, read_config
 from treespec_weights.draft_vocabulary import write_draft_vocabulary
+from treespec_weights.files import is_gguf
+from treespec_weights.quant_schemes import scheme_of
 
 PER_LAYER_LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")
 
@@ -92,6 +96,19 @@ def write_student(model: Any, folder: Path, target_ids: np.ndarray, target_size:
 
 
 def open_target(folder: Path) -> Any:
-    """Open the target with transformers, as stored, memory-mapped."""
-    with progress_bars_on_terminals():
-        return AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    """Open the target with transformers; a GGUF file is dequantised to bfloat16 first.
+
+    Raises:
+        ModelError: the checkpoint is quantised otherwise.
+    """
+    with TemporaryDirectory(prefix="treespec-target-") as scratch:
+        if is_gguf(folder):
+            convert_checkpoint(folder, Path(scratch) / "target", dtype=torch.bfloat16)
+            folder = Path(scratch) / "target"
+        elif (scheme := scheme_of(read_config(folder), folder)) is not None:
+            raise ModelError(
+                f"{folder} is quantised ({scheme.name}); train drafts for the unquantised checkpoint, they draft for "
+                "this one too"
+            )
+        with progress_bars_on_terminals():
+            return AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()

@@ -1,0 +1,69 @@
+"""Instructions that are written from documents: kinds of tasks, phrasings and packages."""
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+CODE = '''"""A module about a box.
+
+It explains at some length what a box is, how it is opened and closed, and why anybody would want to keep several of
+them side by side on a shelf in a warm and dry room, where they are easy to find, and where nobody else looks for them.
+"""
+
+
+def open_box(name, force=False):
+    """Open a box by its name."""
+    box = find(name)
+    if box.locked and not force:
+        raise ValueError(name)
+    box.lid = None
+    return box
+
+
+def _hidden(name):
+    """Private, and so left out."""
+    a = 1
+    b = 2
+    c = 3
+    d = 4
+    return a + b + c + d
+'''
+PROSE = "The box is kept on a shelf. " * 12
+
+
+@pytest.fixture(scope="module")
+def written() -> Iterator[ModuleType]:
+    """`treespec_training.instructions`, which is no part of the installed packages."""
+    folder = str(Path(__file__).resolve().parents[1] / "weights")
+    sys.path.insert(0, folder)
+    from treespec_training import instructions
+
+    yield instructions
+    sys.path.remove(folder)
+
+
+def test_every_kind_is_written_from_its_documents(written: ModuleType) -> None:
+    from treespec_training.data import Document
+
+    documents = [
+        Document(package, f"{package}/box.{suffix}", kind, "MIT", text.replace("box", f"{package}box"))
+        for package in ("one", "two")
+        for suffix, kind, text in (("py", "code", CODE), ("md", "prose", PROSE))
+    ]
+    seen = written.instructions(documents, held_out=False, per_kind=2, seed=0)
+    held = written.instructions(documents, held_out=True, per_kind=2, seed=0)
+    assert Counter(each.kind for each in seen) == dict.fromkeys(set(written.KINDS) - set(written.UNSEEN), 2)
+    assert Counter(each.kind for each in held) == dict.fromkeys(written.KINDS, 2)
+    assert {(each.kind, each.package) for each in held} == {(k, p) for k in written.KINDS for p in ("one", "two")}
+    for each in seen + held:
+        phrasings = written.KINDS[each.kind][1 if each in seen else 2]
+        assert any(each.text.startswith(p.split("{}")[0]) and each.text.endswith(p.split("{}")[1]) for p in phrasings)
+        assert "_hidden" not in each.text
+    half = next(each.text for each in held if each.kind == "continue")
+    assert "box = find(name)" in half and "return " not in half
+    assert written.instructions(documents, False, 2, seed=0) == seen
+    assert [each.kind for each in written.interleaved(held)[: len(written.KINDS)]] == list(written.KINDS)

@@ -12,7 +12,7 @@ import torch
 
 from treespec import LLM
 from treespec.bench.grow import grown
-from treespec.bench.run import Options
+from treespec.bench.options import Options
 from treespec.planning.cost_measurement import processor
 from treespec_weights import default_folder
 

@@ -24,6 +24,7 @@ from treespec.planning.round_costs import CostCurve
 from treespec.request import Request
 from treespec.startup import selftest
 from treespec.tree import Draws, TokenTree
+from treespec_weights.draft_vocabulary import write_draft_vocabulary
 
 EOS = 0
 VOCAB = 512
@@ -101,6 +102,21 @@ def add_noise(model: Any, noise: float, seed: int = 1) -> Any:
         for parameter in model.parameters():
             parameter.add_(noise * parameter.std() * torch.randn_like(parameter))
     return model
+
+
+def reduce_vocabulary(folder: Path, draft: Path, target_ids: np.ndarray, size: int = VOCAB) -> Path:
+    """Copy a draft with only the rows of `target_ids`; that of -1 is the mean of all."""
+    folder.mkdir(exist_ok=True)
+    weights = load_file(draft / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        if name in weights:
+            rows = weights[name]
+            weights[name] = torch.cat((rows, rows.mean(0, keepdim=True)))[target_ids].contiguous()
+    (folder / "config.json").write_text((draft / "config.json").read_text())
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    edit_config(folder, vocab_size=len(target_ids))
+    write_draft_vocabulary(folder, target_ids, size)
+    return folder
 
 
 def first_layers(folder: Path, target: Path, count: int) -> Path:

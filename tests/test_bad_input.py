@@ -226,24 +226,6 @@ def test_small_engines_are_valid(length: int, seqs: int) -> None:
     assert len(output.outputs[0].token_ids) == min(8, length - len(prompt))
 
 
-def test_gguf_files_are_refused_with_the_way_to_convert_them(tmp_path: Path) -> None:
-    alone, beside = tmp_path / "alone", broken_copy(tmp_path / "beside", lambda folder: None)
-    alone.mkdir()
-    for folder in (alone, beside):
-        (folder / "model.Q4_1.gguf").write_bytes(b"GGUF")
-    source = re.escape(f"({str(alone)!r}, gguf_file='model.Q4_1.gguf'")
-    how = rf"AutoModelForCausalLM.from_pretrained{source}.*AutoTokenizer.from_pretrained{source}"
-    for given in (alone, alone / "model.Q4_1.gguf"):
-        for attempt in (lambda: LLM(given), lambda: open_llm(tiny()[0], [given])):  # noqa: B023
-            with pytest.raises(CheckpointError, match=rf"GGUF is not supported; supported are .*safetensors.*{how}"):
-                attempt()
-    (alone / "config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=how):
-        LLM(alone)
-    (output,) = open_llm(beside).generate([1, 2, 3], greedy(3))
-    assert len(output.outputs[0].token_ids) == 3, "safetensors are read, whatever lies beside them"
-
-
 # --- checkpoints
 
 

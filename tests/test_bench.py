@@ -15,11 +15,12 @@ from tests.commands import run
 from tests.models import make_llama, new_folder, open_llm, random_prompts, tiny
 from treespec.bench.measure import Sample
 from treespec.bench.modes import PLAIN, Mode, our_modes, peer_modes, select
+from treespec.bench.options import Options
 from treespec.bench.profile import MEANING
 from treespec.bench.progress import Plan, duration
 from treespec.bench.prompts import Prompt, choose, read_prompts
 from treespec.bench.report import best, comparisons, distinct_share, mismatches, percentile, summarise
-from treespec.bench.run import Options, bench
+from treespec.bench.run import bench
 from treespec.cli.bench import integers, repeat_flags
 from treespec.errors import ConfigError
 from treespec.tree import TokenTree

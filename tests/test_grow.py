@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.models import SHAPE, VOCAB, greedy, make_llama, new_folder, open_llm, random_prompts, tokens_of
 from treespec.bench.grow import grown
-from treespec.bench.run import Options
+from treespec.bench.options import Options
 from treespec.errors import CheckpointError, ConfigError
 from treespec_weights import (
     LLAMA,

@@ -59,6 +59,21 @@ def test_the_two_specifications_are_one() -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_fractional_zero_points(dtype: torch.dtype, bits: int) -> None:
+    whole, plain = (random_weight(97, 96, bits, 3, has_zero, dtype) for has_zero in (True, False))
+    weight = whole._replace(zero=whole.zero - torch.rand(whole.zero.shape))
+    weight.check()
+    x = torch.randn(7, 96, generator=torch.Generator().manual_seed(1)).to(dtype)
+    result = QuantizedLinear(library(dtype), weight, None, dtype, 1)(x)
+    assert_close(result, row_linear_ref(x, weight), max_error=BOUNDS[dtype][0], rms_error=BOUNDS[dtype][1])
+    both = stacked([weight, whole, plain])
+    assert both.zero.dtype == torch.float32
+    assert torch.equal(dequantized(both), torch.cat([dequantized(part) for part in (weight, whole, plain)]))
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_the_library_against_ref(dtype: torch.dtype, form: tuple[int, int, int, int, bool]) -> None:
     weight, generator = random_weight(*form, dtype), torch.Generator().manual_seed(1)
@@ -132,7 +147,7 @@ def test_what_does_not_fit_is_refused() -> None:
         (weight._replace(values=weight.values.float()), "values are torch.float32"),
         (weight._replace(scale=weight.scale[:, :2]), r"scales are \[33, 2\].*groups of 48|groups of 48"),
         (weight._replace(scale=weight.scale[1:]), r"scales are \[32, 3\]"),
-        (weight._replace(zero=weight.scale), "zero points are torch.float32"),
+        (weight._replace(zero=weight.scale.double()), "zero points are torch.float64"),
     ):
         with pytest.raises(ValueError, match=message):
             PackedLinear(library(torch.float32), bad, None)

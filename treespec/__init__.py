@@ -19,6 +19,7 @@ __all__ = [
     "TokenTree",
     "TokensPrompt",
     "__version__",
+    "train_drafts",
 ]
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from treespec.outputs import CompletionOutput, RequestOutput
     from treespec.sampling.structured_params import StructuredOutputsParams
     from treespec.sampling_params import SamplingParams
+    from treespec.training.run import train_drafts
     from treespec.tree import TokenTree
 
 _MODULES = {
@@ -49,6 +51,7 @@ _MODULES = {
     "TextPrompt": "treespec.inputs",
     "TokenTree": "treespec.tree",
     "TokensPrompt": "treespec.inputs",
+    "train_drafts": "treespec.training.run",
 }
 
 _ASYNC = "LLM.stream yields each round's tokens and is thread-safe"

@@ -249,6 +249,7 @@ class ModelConfig:
     dtype: torch.dtype
     eos_token_ids: tuple[int, ...]
     quantization: QuantScheme | None = None  # the checkpoint's own
+    head_rows: int | None = None  # of a draft's reduced head; None = the vocabulary
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -273,6 +274,7 @@ class ModelConfig:
             ropes,
             self.layers,
             self.quantization,
+            self.head_rows,
         )
 
     @classmethod

@@ -46,10 +46,11 @@ class LLM(VllmMethods):
     requests with an error, and Ctrl-C aborts them. Passes compute in the model's dtype even under `torch.autocast`.
 
     Args:
-        model: a Hugging Face folder or hub id, or a transformers model in memory; None is the embedded target.
-        drafts: folders, hub ids, transformers models or `Drafter` objects. None means the embedded SSMs with the
-            embedded target, and no drafts with any other; [] means no drafts. A draft may have another tokenizer than
-            the model: its proposals are then translated by token or by text; `stats()` tells which.
+        model: a Hugging Face folder or hub id, a GGUF file or a folder with one, or a transformers model in memory;
+            None is the embedded target.
+        drafts: folders, GGUF files, hub ids, transformers models or `Drafter` objects. None means the embedded SSMs
+            with the embedded target, and no drafts with any other; [] means no drafts. A draft may have another
+            tokenizer than the model: its proposals are then translated by token or by text; `stats()` tells which.
         spec: how to speculate; calls may override it.
         tokenizer: a folder, or an object with `encode(text)` and `decode(ids)`, such as a tokenizer of transformers or
             tokenizers; None is that of the model's folder. Without one, prompts and outputs are token ids and `text` is

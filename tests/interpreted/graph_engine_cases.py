@@ -5,12 +5,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.models import greedy, make_draft, make_llama, new_folder, open_llm, random_prompts, tokens_of
-from treespec import LLM, SamplingParams, SpecConfig
+from tests.models import (
+    greedy,
+    make_draft,
+    make_llama,
+    new_folder,
+    open_llm,
+    random_prompts,
+    reduce_vocabulary,
+    tokens_of,
+)
+from treespec import LLM, RoundRecord, SamplingParams, SpecConfig
 from treespec.executors.graph_executor import GraphExecutor
 from treespec.graphs.batch_round import BatchRound
 from treespec.graphs.capture import MAX_DEPTH
@@ -57,6 +67,31 @@ def test_sampled_trees_give_the_tokens_of_plain_decoding(llm: LLM) -> None:
     trees = llm.generate(PROMPTS, params, spec=SpecConfig(nodes=8, max_depth=2))
     assert tokens_of(trees) == tokens_of(llm.generate(PROMPTS, params, spec="off"))
     assert tokens_of(trees) != tokens_of(llm.generate(PROMPTS, greedy(5), spec="off"))
+
+
+def test_drafts_with_a_reduced_vocabulary(folders: tuple[Path, list[Path]]) -> None:
+    target, drafts = folders
+    own = [np.array([*range(first, 64, 2), *range(1 - first, 32, 2)]) for first in (0, 1)]
+    own = [np.concatenate([np.sort(ids), [-1]]) for ids in own]
+    reduced = [reduce_vocabulary(new_folder("reduced"), draft, ids, 64) for draft, ids in zip(drafts, own, strict=True)]
+    spec = SpecConfig(nodes=8, max_depth=2, sources=("ssm",))
+    llm = open_llm(target, reduced, spec=spec, attention="triton", linear="triton", max_num_seqs=2, prove=None)
+    proposed: dict[str, set[int]] = {}
+
+    def observe(record: RoundRecord) -> None:
+        for node in range(1, len(record.tree)):
+            for source in record.tree.sources_of(node):
+                proposed.setdefault(source, set()).add(int(record.tree.tokens[node]))
+
+    llm.add_round_observer(observe)
+    with mock.patch.object(BatchRound, "run", autospec=True, side_effect=BatchRound.run) as run:
+        trees = llm.generate(PROMPTS, greedy(6), spec=spec)
+    assert run.call_count, "no round was captured"
+    assert tokens_of(trees) == tokens_of(llm.generate(PROMPTS, greedy(6), spec="off"))
+    assert sum(output.metrics.target_passes for output in trees) < 12
+    assert len(proposed) == 2
+    for name, tokens in proposed.items():
+        assert tokens <= set(own[llm.draft_names.index(name)].tolist())
 
 
 def test_what_was_written_before_is_guessed(llm: LLM) -> None:

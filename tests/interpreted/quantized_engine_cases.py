@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.gguf_files import write_gguf
 from tests.interpreted.tuning_cases import NAME
 from tests.models import greedy, make_draft, make_llama, new_folder, open_llm, random_prompts
 from tests.quantized_checkpoints import quantize_folder
@@ -30,8 +31,22 @@ def folders() -> tuple[Path, list[Path]]:
     return target, [quantize_folder(draft, 8, None) for draft in drafts]
 
 
-def test_trees_give_the_tokens_of_plain_decoding(folders: tuple[Path, list[Path]]) -> None:
-    quantization = "int4"
+@pytest.fixture(scope="module")
+def gguf_files(folders: tuple[Path, list[Path]]) -> tuple[Path, list[Path]]:
+    """The same models as GGUF files in Q4_1, whose zero points are fractions."""
+    root = folders[0].parent
+    drafts = [make_draft(root / f"plain-{i}", folders[0], i, noise) for i, noise in ((1, 0.04), (2, 0.1))]
+    paths = [write_gguf(folder.with_suffix(".gguf"), folder, "Q4_1") for folder in (folders[0], *drafts)]
+    return paths[0], paths[1:]
+
+
+@pytest.mark.parametrize(
+    "models, quantization, drafts", [("folders", "int4", "int8"), ("gguf_files", None, "int4 groups of 32")]
+)
+def test_trees_give_the_tokens_of_plain_decoding(
+    models: str, quantization: str | None, drafts: str, request: pytest.FixtureRequest
+) -> None:
+    folders = request.getfixturevalue(models)
     llm = open_llm(
         *folders,
         spec=SpecConfig(max_depth=2, sources=("ssm",)),
@@ -39,15 +54,16 @@ def test_trees_give_the_tokens_of_plain_decoding(folders: tuple[Path, list[Path]
         linear="triton",
         max_num_seqs=2,
         quantization=quantization,
+        dtype="float32",
         prove=None,
     )
     assert isinstance(llm.engine.runner.target.weights.layers[0].qkv, QuantizedWeight)
-    assert [model.quantization for model in llm.engine.sources.ssms.models] == ["int8", "int8"]
+    assert [model.quantization for model in llm.engine.sources.ssms.models] == [drafts, drafts]
     with mock.patch.object(BatchRound, "run", autospec=True, side_effect=BatchRound.run) as run:
         trees = llm.generate(PROMPTS, greedy(6), spec=SpecConfig(nodes=8, max_depth=2))
     assert run.call_count, "no round was captured"
     plain = llm.generate(PROMPTS, greedy(6), spec="off")
-    cpu = open_llm(folders[0], quantization=quantization, max_num_seqs=2).generate(PROMPTS, greedy(6))
+    cpu = open_llm(folders[0], quantization=quantization, dtype="float32", max_num_seqs=2).generate(PROMPTS, greedy(6))
     tokens = [[output.outputs[0].token_ids for output in outputs] for outputs in (trees, plain, cpu)]
     assert tokens[0] == tokens[1] == tokens[2]
     assert all(output.metrics.acceptance_length > 1.3 for output in trees)

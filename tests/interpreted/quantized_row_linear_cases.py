@@ -73,6 +73,17 @@ def test_against_ref(
 
 
 @each_dtype
+@pytest.mark.parametrize("bits", [8, 4])
+def test_fractional_zero_points(dtype: torch.dtype, bits: int) -> None:
+    weight = random_weight(33, 96, bits, 3, True, dtype)
+    weight = weight._replace(zero=weight.zero - torch.rand(weight.zero.shape, device=DEVICE))
+    x = random_rows(17, 96, dtype=dtype)
+    whole = row_linear_triton(x, weight, config=SMALL)
+    assert_near(whole, row_linear_ref(x, weight))
+    assert torch.equal(row_linear_triton(x[3:5], weight, config=SMALL), whole[3:5])
+
+
+@each_dtype
 @each_form
 def test_a_row_has_the_same_bits_in_any_company(
     dtype: torch.dtype, bits: int, inputs: int, groups: int, has_zero: bool

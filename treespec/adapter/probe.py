@@ -14,7 +14,6 @@ import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,10 +25,8 @@ from treespec.adapter.trace import AdapterConfig
 from treespec.adapter.upcast import UpcastMode
 from treespec.cache import KVCache, pages_for
 from treespec.errors import ModelError, describe_error
+from treespec.models.decoder import Decoder
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
-
-if TYPE_CHECKING:
-    from treespec.adapter.decoder import AdapterDecoder
 
 logger = logging.getLogger("treespec")
 
@@ -75,7 +72,7 @@ class Probe:
         if not bool(torch.isfinite(self._own).all()):
             raise ModelError(f"{source.name} computes NaN or infinity for random tokens")
 
-    def compare_structure(self, model: nn.Module, make: Callable[[UpcastMode], "AdapterDecoder"]) -> None:
+    def compare_structure(self, model: nn.Module, make: Callable[[UpcastMode], Decoder]) -> None:
         """Run step 1 and keep its logits as the reference for step 2.
 
         Args:
@@ -112,7 +109,7 @@ class Probe:
                 break
         raise self._error(worst, STRUCTURE_BOUND, "computed in float32")
 
-    def compare(self, decoder: "AdapterDecoder", cache_dtype: torch.dtype) -> None:
+    def compare(self, decoder: Decoder, cache_dtype: torch.dtype) -> None:
         """Run step 2.
 
         Raises:
@@ -156,7 +153,7 @@ class Probe:
         return torch.cat((logits[: self.length], torch.stack([after[node] for node in range(len(PARENTS))])))
 
     @torch.inference_mode()
-    def _adapter_logits(self, decoder: "AdapterDecoder", cache_dtype: torch.dtype) -> Tensor:
+    def _adapter_logits(self, decoder: Decoder, cache_dtype: torch.dtype) -> Tensor:
         """Compute the same logits with a decoder, for the second of two batched requests."""
         depths, visible = _topology()
         count = pages_for(self.longest)

@@ -61,6 +61,11 @@ class Source:
             ModelError: transformers does not know the architecture, or the adapter cannot run it.
         """
         folder = resolve_folder(folder)
+        if folder.is_file():
+            raise ModelError(
+                f"{folder}: backend='transformers' does not read GGUF files; convert it first: treespec weights "
+                f"convert {folder.name} NEW_FOLDER"
+            )
         raw = read_config(folder)
         from transformers import AutoConfig
 
@@ -149,7 +154,7 @@ class Source:
         from transformers import AutoModelForCausalLM
 
         try:
-            with torch.inference_mode(False), torch.no_grad(), _progress_bars_on_terminals():
+            with torch.inference_mode(False), torch.no_grad(), progress_bars_on_terminals():
                 model, report = AutoModelForCausalLM.from_pretrained(
                     self.folder,
                     config=self.hf_config,
@@ -175,7 +180,7 @@ class Source:
 
 
 @contextmanager
-def _progress_bars_on_terminals() -> Iterator[None]:
+def progress_bars_on_terminals() -> Iterator[None]:
     """Show transformers' progress bars on terminals only."""
     from transformers.utils import logging as bars
 

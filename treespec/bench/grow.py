@@ -8,8 +8,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from treespec.bench.options import Options
 from treespec.errors import ConfigError
 from treespec.startup.device import resolve_device
 from treespec.startup.folders import resolve_folders, resolve_model
@@ -19,9 +20,6 @@ from treespec_weights.files import resolve_folder
 from treespec_weights.grow import grow_checkpoint, grown_shape, widened
 from treespec_weights.rules import FamilyRules
 from treespec_weights.sizes import parse_size
-
-if TYPE_CHECKING:
-    from treespec.bench.run import Options
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class Grown:
 
 
 @contextmanager
-def grown(options: "Options", size: str, vocab: int | None, keep: Path | None) -> Iterator[tuple["Options", Grown]]:
+def grown(options: Options, size: str, vocab: int | None, keep: Path | None) -> Iterator[tuple[Options, Grown]]:
     """Grow the target; yield the options of the grown models and a description.
 
     Drafts are grown only if the vocabulary grows.

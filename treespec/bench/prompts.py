@@ -35,7 +35,7 @@ def read_prompts(path: Path) -> list[Prompt]:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from None
-    prompts = [_prompt(entry, f"{path}, {where}") for entry, where in _entries(text, path)]
+    prompts = [_prompt(entry, f"{path}, {where}") for entry, where in entries(text, path)]
     if not prompts:
         raise ConfigError(f"{path} holds no prompt; {VALID}")
     return prompts
@@ -63,8 +63,8 @@ def _round_robin(lists: Sequence[Sequence[Prompt]]) -> Iterator[Prompt]:
         yield from (each for each in row if each is not None)
 
 
-def _entries(text: str, path: Path) -> Iterator[tuple[Any, str]]:
-    """Yield the parsed entries with their locations."""
+def entries(text: str, path: Path) -> Iterator[tuple[Any, str]]:
+    """Yield the parsed entries of a JSON list or of JSON lines with their locations."""
     if text.lstrip().startswith("["):
         try:
             listed = json.loads(text)

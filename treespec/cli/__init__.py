@@ -1,4 +1,4 @@
-"""Command line interface: `treespec generate | bench | tree | weights | autotune`.
+"""Command line interface: `treespec generate | bench | tree | train | weights | autotune`.
 
 Commands import torch lazily, so that `treespec --help` is fast.
 """
@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from treespec import __version__
-from treespec.cli import autotune, bench, generate, tree
+from treespec.cli import autotune, bench, generate, train, tree
 from treespec.cli.group import Commands
 from treespec.utils.interrupts import raise_on_interrupt
 
@@ -20,6 +20,7 @@ app = typer.Typer(cls=Commands, add_completion=False, pretty_exceptions_enable=F
 app.command()(generate.generate)
 app.command(cls=bench.SeveralValues)(bench.bench)
 app.command()(tree.tree)
+app.command(cls=bench.SeveralValues)(train.train)
 app.command()(autotune.autotune)
 
 

@@ -23,10 +23,10 @@ from treespec.cli.options import (
 from treespec.utils.interrupts import raise_on_interrupt
 
 if TYPE_CHECKING:
+    from treespec.bench.options import Options
     from treespec.bench.progress import Progress
-    from treespec.bench.run import Options
 
-_SEVERAL = ("--k-values", "--nodes", "--batch", "--only", "--verification")
+_SEVERAL = ("--k-values", "--nodes", "--batch", "--only", "--verification", "--data")
 PICTURES = (".png", ".svg", ".pdf")
 
 
@@ -157,8 +157,8 @@ def bench(
         "nodes": integers("--nodes", nodes, (16,), least=2),
         "batches": integers("--batch", batch, (1,)),
     }
+    from treespec.bench.options import Options
     from treespec.bench.rule_comparison import TEMPERATURE, parse_rules
-    from treespec.bench.run import Options
 
     raise_on_interrupt()
     rules = parse_rules(verification or ())

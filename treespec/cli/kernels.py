@@ -170,11 +170,11 @@ def _forms(config: "ModelConfig", quantization: str | None) -> "list[WeightForm 
     scheme = config.quantization
     if scheme is None or scheme.floating:  # fp8 is converted at load time
         return [None]
-    form = WeightForm(scheme.bits, scheme.group, not (scheme.symmetric or scheme.centred))
     matrices = quantizable(config.shape)
     placements = [each for each in expected_tensors(config.shape, config.rules) if {*each.params} & {*matrices}]
-    found = {covered(scheme, each, config.rules) for each in placements}
-    return [form if each else None for each in sorted(found, reverse=True)]
+    names = [each.name if covered(scheme, each, config.rules) else None for each in placements]
+    found = dict.fromkeys(None if name is None else WeightForm(*scheme.form(name)) for name in names)
+    return sorted(found, key=lambda form: form is None)
 
 
 def names(flag: str, given: Sequence[str] | None, valid: Iterable[str]) -> list[str] | None:

@@ -29,7 +29,9 @@ File = Annotated[str | None, typer.Option("--file", metavar="F", help="Read the 
 Model = Annotated[
     str | None,
     typer.Option(
-        "--model", metavar="M", help="The target: a Hugging Face folder or hub id. Default: the embedded one."
+        "--model",
+        metavar="M",
+        help="The target: a Hugging Face folder, GGUF file or hub id. Default: the embedded one.",
     ),
 ]
 Drafts = Annotated[
@@ -37,7 +39,7 @@ Drafts = Annotated[
     typer.Option(
         "--draft",
         metavar="D",
-        help="A draft model: a folder, a hub id, or an embedded one such as ssm-1; repeatable. "
+        help="A draft model: a folder, a GGUF file, a hub id, or an embedded one such as ssm-1; repeatable. "
         "Default: all embedded ones with the embedded target.",
     ),
 ]

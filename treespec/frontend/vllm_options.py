@@ -153,7 +153,8 @@ class VllmEngineOptions(TypedDict, total=False):
     kv_cache_memory_bytes: Annotated[int | None, Absent((), _MEMORY, (int,))]
     limit_mm_per_prompt: Annotated[dict[str, Any] | None, Absent(({},), _TEXT_ONLY.instead, (dict,))]
     load_format: Annotated[
-        str | None, Absent(("auto", "safetensors", "hf"), "weights are read from safetensors: convert them")
+        str | None,
+        Absent(("auto", "safetensors", "hf", "gguf"), "weights are read from safetensors and GGUF files: convert them"),
     ]
     logits_processors: Annotated[
         Any,

@@ -171,8 +171,8 @@ def _stacks(ssms: SsmDrafter | None, pools: Sequence[torch.Tensor], configs: Ker
         models = [model for model in ssms.models[first : first + count] if isinstance(model, TritonDecoder)]
         assert len(models) == count
         attention, table = models[0].triton_attention, models[0].table
-        known = ssms.known[first : first + count]
-        stacks.append(ModelStack(stacked(models, configs), table, attention, pool, first, known))
+        heads = [head for model in models if (head := model.head_vocabulary) is not None]
+        stacks.append(ModelStack(stacked(models, configs), table, attention, pool, first, heads))
         first += count
     return stacks
 

@@ -1,5 +1,6 @@
 """Model passes of fixed shape for captured rounds."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from treespec.graphs.round_inputs import RoundInputs
 from treespec.models.attention_triton import TritonAttention
+from treespec.models.head_vocabulary import HeadVocabulary
 from treespec.models.triton_decoder import PassKernels, TritonPass
 from treespec_kernels.attention.pass_layout import DeviceLayout
 from treespec_kernels.attention.tree_attention_plan import MAX_NODES
@@ -25,7 +27,7 @@ class ModelStack:
         attention: attention of this shape.
         pool: K/V, [num_layers, 2, G * num_pages, num_kv_heads, PAGE_SIZE, head_dim].
         first: index of the first of these models among the SSMs.
-        known: number of known tokens of each model, which never proposes token ids from there on; None = all.
+        heads: vocabularies of reduced heads, one per model; empty if the heads cover the vocabulary.
     """
 
     kernels: PassKernels
@@ -33,7 +35,7 @@ class ModelStack:
     attention: TritonAttention
     pool: Tensor
     first: int = 0
-    known: tuple[int, ...] | None = None
+    heads: Sequence[HeadVocabulary] = ()
 
     @property
     def groups(self) -> int:
@@ -41,25 +43,22 @@ class ModelStack:
         return self.kernels.weights.groups
 
     @cached_property
-    def _unknown_tokens(self) -> Tensor | None:
-        """bool [G, 1, vocab], tokens that are not in each model's vocabulary; None if every model has all tokens."""
-        vocab = self.kernels.weights.head.shape[1]
-        if self.known is None or min(self.known) >= vocab:
-            return None
-        device = self.pool.device
-        known = torch.tensor(self.known, device=device, dtype=torch.int64)
-        return (torch.arange(vocab, device=device) >= known[:, None])[:, None]
+    def _columns(self) -> Tensor:
+        """int64 [G, 1, width], tokens of the columns of reduced heads."""
+        return torch.stack([head.index for head in self.heads])[:, None]
 
     def logits(self, hidden: Tensor) -> tuple[Tensor, BlockStats | None]:
-        """Return logits [G * rows, vocab], -inf for tokens outside a model's vocabulary, and their block statistics.
+        """Return logits [G * rows, vocab], -inf for tokens outside a reduced head, and their block statistics.
 
-        The statistics are None if logits were masked.
+        The statistics are None with reduced heads.
         """
         head = self.kernels.logits(hidden)
-        if self._unknown_tokens is None:
+        if not self.heads:
             return head
-        head.logits.view(self.groups, -1, head.logits.shape[1]).masked_fill_(self._unknown_tokens, -torch.inf)
-        return head.logits, None
+        logits = head.logits.view(self.groups, -1, head.logits.shape[1])
+        full = logits.new_full((*logits.shape[:2], self.heads[0].size), -torch.inf)
+        full.scatter_(2, self._columns.expand_as(logits), logits)
+        return full.flatten(0, 1), None
 
 
 class StackPasses:
@@ -98,7 +97,7 @@ class StackPasses:
         ]
         models = torch.arange(stack.groups, dtype=torch.int32, device=device)[:, None, None]
         self._first_pages = models * (stack.pool.shape[2] // stack.groups)
-        self._first_tokens = models.long() * stack.kernels.weights.head.shape[1]
+        self._first_tokens = models.long() * (len(stack.kernels.weights.embed) // stack.groups)
 
     @property
     def positions(self) -> Tensor:

@@ -34,7 +34,6 @@ from treespec_kernels.cpu.decoder_cpu import (
 from treespec_kernels.cpu.decoder_library import build
 from treespec_kernels.cpu.growth_cpu import growth_library
 from treespec_kernels.cpu.lookup_cpu import lookup_library
-from treespec_kernels.linear.activations import soft_cap
 
 
 class CompiledAttention:
@@ -129,7 +128,7 @@ class CompiledDecoder(Decoder):
             self.positions,
             layers,
             _take_norm(weights, "final_norm"),
-            self.embed if shape.tied else weights.pop("lm_head"),
+            weights.pop("lm_head", self.embed),
             torch.get_num_threads(),
         )
 
@@ -172,17 +171,14 @@ class CompiledDecoder(Decoder):
         return self.model.entries if self.config.logit_cap is None else None
 
     def probs(self, hidden: Tensor) -> Tensor:
-        """Compute the softmax of the logits, fp32 [num_rows, vocab]."""
-        if self.config.logit_cap is not None:
-            return torch.softmax(self.logits(hidden).float(), -1)
-        return self.model.probs(hidden)
+        return super().probs(hidden) if self.config.logit_cap is not None else self.model.probs(hidden)
 
     def best(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         return self.model.best(logits)
 
     def logits(self, hidden: Tensor, rows: Sequence[int] | Tensor | None = None) -> Tensor:
         logits = self.model.logits(hidden if rows is None else F.embedding(torch.as_tensor(rows, device="cpu"), hidden))
-        return logits if self.config.logit_cap is None else soft_cap(logits, self.config.logit_cap)
+        return self._finish_logits(logits)
 
 
 def _take_layer(weights: dict[str, Tensor], i: int, config: ModelConfig) -> LayerWeights:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from treespec.config import ModelConfig
 from treespec.errors import ConfigError, KernelError
+from treespec.models.head_vocabulary import HeadVocabulary
 from treespec.models.layer import Layer
 from treespec.models.norms import STREAMS, LayerStream, RmsStream, norm_heads
 from treespec.models.prepare import prepare
@@ -97,9 +98,13 @@ class Decoder:
         min_rows: number of rows to which smaller passes are padded: 2 if linear layers are row-invariant from two rows
             on, otherwise the rows of the largest pass.
         library: library that computes quantised layers; None dequantises them to the model's dtype.
+
+    Attributes:
+        head_vocabulary: tokens of a reduced head, set after loading; None if the head covers the vocabulary.
     """
 
     backend = "native"
+    head_vocabulary: HeadVocabulary | None = None
 
     def __init__(
         self,
@@ -139,7 +144,7 @@ class Decoder:
         ]
         self._stream = STREAMS[self.config.rules.norm]
         self.final_norm = self._stream.take(weights.pop("final_norm"), weights.pop("final_norm_bias", None))
-        self.head = Linear(self.embed if shape.tied else weights.pop("lm_head"), None, self.linear)
+        self.head = Linear(weights.pop("lm_head", self.embed), None, self.linear)
 
     @cached_property
     def plan_key(self) -> tuple[object, ...]:
@@ -323,7 +328,20 @@ class Decoder:
         if n < self.min_rows:
             hidden = F.pad(hidden, (0, 0, 0, self.min_rows - n))
         logits = self.head(hidden)[:n]
-        return logits if self.config.logit_cap is None else soft_cap(logits, self.config.logit_cap)
+        return self._finish_logits(logits)
+
+    def _finish_logits(self, logits: Tensor) -> Tensor:
+        """Apply the soft cap, and expand the logits of a reduced head, in which all other tokens are -inf."""
+        if self.config.logit_cap is not None:
+            logits = soft_cap(logits, self.config.logit_cap)
+        return logits if self.head_vocabulary is None else self.head_vocabulary.expand(logits, -torch.inf)
+
+    def probs(self, hidden: Tensor) -> Tensor:
+        """Return next-token probabilities, fp32 [num_rows, width]: of the tokens of `head_vocabulary`, if reduced."""
+        logits = self.logits(hidden).float()
+        if self.head_vocabulary is not None:
+            logits = logits[:, self.head_vocabulary.index]
+        return torch.softmax(logits, -1)
 
     def best(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the maximum of each row of logits (NaN if the row has one) and its first token, [n] each."""

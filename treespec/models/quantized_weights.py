@@ -16,8 +16,8 @@ from treespec.errors import ConfigError, ModelError
 from treespec_kernels.cpu.cpu_library import CompileError, find_compiler
 from treespec_kernels.cpu.decoder_library import DTYPES, build
 from treespec_kernels.linear.quantized import QuantizedWeight, stacked
-from treespec_weights.load import quantizable, quantized_group
-from treespec_weights.quant_schemes import METHODS
+from treespec_weights.load import covered, expected_tensors, quantizable, quantized_group
+from treespec_weights.quant_schemes import METHODS, Form
 from treespec_weights.quantize import BITS
 
 logger = logging.getLogger("treespec")
@@ -34,7 +34,9 @@ def resolve_quantization(quantization: str | None, target: ModelConfig | Source,
         ConfigError: an unknown name, a checkpoint that is already quantised, or sizes that no group size divides.
     """
     own = None if isinstance(target, Source) or target.quantization is None else target.quantization
-    if isinstance(quantization, str) and (method := quantization.removesuffix("_marlin")) in METHODS:
+    if quantization == "gguf" and target.folder.is_file():
+        quantization = None
+    elif isinstance(quantization, str) and (method := quantization.removesuffix("_marlin")) in METHODS:
         if own is None or own.method != method:
             where = "this one is not quantised" if own is None else f"this one is {own.name}"
             raise ConfigError(
@@ -81,20 +83,23 @@ def quantized_library(dtype: torch.dtype, device: torch.device, folder: Callable
 
 
 def weight_bytes(config: ModelConfig | AdapterConfig, dtype: torch.dtype, quantization: str | None) -> int:
-    """Estimate a model's weight memory in bytes, with float32 scales and without zero points."""
+    """Estimate a model's weight memory in bytes, with float32 scales and zero points."""
     total = config.shape.num_parameters() * dtype.itemsize
     if isinstance(config, AdapterConfig):
         return total
+    total += (config.head_rows or 0) * config.shape.hidden_size * dtype.itemsize
     scheme = config.quantization
+    forms: list[tuple[tuple[int, ...], Form]] = []  # shape and form of every quantised matrix
     if quantization is not None:
-        bits, group = BITS[quantization], quantized_group(config.shape, quantization)
+        form = Form(BITS[quantization], quantized_group(config.shape, quantization), False)
+        forms = [(size, form) for size in quantizable(config.shape).values()]
     elif scheme is not None and not scheme.floating:
-        bits, group = scheme.bits, scheme.group
-    else:
-        return total
-    for size in quantizable(config.shape).values():
+        placements = expected_tensors(config.shape, config.rules)
+        forms = [(each.shape, scheme.form(each.name)) for each in placements if covered(scheme, each, config.rules)]
+    for size, (bits, group, has_zero) in forms:
         count = math.prod(size)
-        total += count * bits // 8 + 4 * count // (group or size[1]) - count * dtype.itemsize
+        factors = (2 if has_zero else 1) * (count // (group or size[1]))
+        total += count * bits // 8 + 4 * factors - count * dtype.itemsize
     return total
 
 

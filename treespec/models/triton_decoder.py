@@ -379,7 +379,8 @@ class TritonDecoder(Decoder):
     def logits(self, hidden: Tensor, rows: Sequence[int] | Tensor | None = None) -> Tensor:
         if rows is not None:
             hidden = hidden[torch.as_tensor(rows, device=self.device)]
-        return self.kernels.logits(hidden.contiguous()).logits
+        logits = self.kernels.logits(hidden.contiguous()).logits  # with the soft cap
+        return logits if self.head_vocabulary is None else self.head_vocabulary.expand(logits, -torch.inf)
 
 
 def stacked(models: Sequence[TritonDecoder], configs: KernelConfigs) -> PassKernels:

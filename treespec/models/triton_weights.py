@@ -174,7 +174,7 @@ class ModelWeights:
     ) -> Self:
         """Build one model from decoder parameters by name, emptying the dict, and its learned positions."""
         layers = tuple(LayerWeights.take(weights, i) for i in range(shape.num_layers))
-        head = embed if shape.tied else _aligned(weights.pop("lm_head"))
+        head = _aligned(weights.pop("lm_head", embed))
         bias = weights.pop("final_norm_bias", None)
         bias = None if bias is None else _aligned(bias)[None]
         return cls(embed, layers, _aligned(weights.pop("final_norm"))[None], bias, head[None], positions)

@@ -84,8 +84,10 @@ def _load_ssms(resolved: Resolved, plan: MemoryPlan, target: Target) -> SsmDraft
     drafts, load = resolved.ssms, resolved.loader.load
     if not drafts:
         return None
-    models = [load(draft.config, draft.known, plan.positions, min_rows=2) for draft in drafts]
-    return SsmDrafter(models, [draft.name for draft in drafts], target.cache, [draft.known for draft in drafts])
+    models = [
+        load(draft.config, draft.known, plan.positions, min_rows=2, target_ids=draft.target_ids) for draft in drafts
+    ]
+    return SsmDrafter(models, [draft.name for draft in drafts], target.cache)
 
 
 def _engine_config(resolved: Resolved, plan: MemoryPlan, target: Target) -> EngineConfig:

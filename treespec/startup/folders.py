@@ -14,12 +14,12 @@ from treespec_weights import HubError, default_folder, default_names, fetch, is_
 
 
 def resolve_model(model: str | os.PathLike[str] | None) -> Path:
-    """Return the folder of a model: the embedded target, a path, or a hub id (cached or downloaded)."""
+    """Return the path of a model: the embedded target, a folder or GGUF file, or a hub id (cached or downloaded)."""
     if model is None:
         return default_folder("target")
     folder = Path(os.path.expanduser(model))  # leaves "~nobody" unchanged
-    if folder.exists() or "/" not in str(model) or not is_hub_id(str(model)):
-        return folder  # the loader reports a missing folder
+    if folder.exists() or "/" not in str(model) or not is_hub_id(str(model)) or folder.suffix.lower() == ".gguf":
+        return folder  # the loader reports a missing path
     try:
         return fetch(str(model))
     except HubError as error:

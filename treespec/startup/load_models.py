@@ -1,11 +1,13 @@
 """Load the decoders of an engine: native models, and adapters around transformers models."""
 
+import logging
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from treespec.adapter.decoder import AdapterDecoder, open_adapter
 from treespec.adapter.source import Source
@@ -16,12 +18,16 @@ from treespec.models.attention import make_attention
 from treespec.models.attention_triton import TritonAttention
 from treespec.models.compiled import CompiledDecoder
 from treespec.models.decoder import Decoder
+from treespec.models.head_vocabulary import HeadVocabulary
 from treespec.models.quantized_weights import quantized_library
 from treespec.models.triton_decoder import TritonDecoder
 from treespec.planning import cost_measurement as costs
 from treespec_kernels.linear.linear import LinearImpl
 from treespec_kernels.tuning.tuned import KernelConfigs
 from treespec_weights import load_weights
+from treespec_weights.gguf.tensors import describe_storage
+
+logger = logging.getLogger("treespec")
 
 
 def libraries_folder() -> Path:
@@ -63,6 +69,7 @@ class Loader:
         positions: int,
         min_rows: int,
         quantization: str | None = None,
+        target_ids: np.ndarray | None = None,
     ) -> Decoder:
         """Load a model's weights and return its decoder.
 
@@ -76,9 +83,20 @@ class Loader:
         if isinstance(config, AdapterConfig):
             return self.adapt(config, known, positions, self.attention, min_rows, 1)
         size, stored = config.shape.vocab_size, replace(config.shape, vocab_size=known)
+        if config.folder.is_file() and quantization is None:
+            logger.info("%s", describe_storage(config.folder, self.dtype))
         weights = load_weights(config.folder, stored, config.rules, self.dtype, self.device, quantization)
-        if known != size:
-            fit_weights(weights, known, size)
+        tokens = None
+        if known != size or target_ids is not None:
+            tokens = fit_weights(weights, size, target_ids)
+        decoder = self._make_decoder(config, weights, positions, min_rows, quantization)
+        if tokens is not None:
+            decoder.head_vocabulary = HeadVocabulary(tokens, size, self.device)
+        return decoder
+
+    def _make_decoder(
+        self, config: ModelConfig, weights: dict[str, Tensor], positions: int, min_rows: int, quantization: str | None
+    ) -> Decoder:
         if self.linear == "compiled":
             return CompiledDecoder(config, weights, libraries_folder())
         op = make_attention(self.attention, config.shape, self.dtype, self.device, self.configs, self.exact)

@@ -7,31 +7,44 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from treespec.errors import ConfigError, RequestError, describe_error, reject_unknown, safe_repr
 from treespec.utils.scalars import as_int, to_python
+from treespec_weights.files import is_gguf, resolve_folder
+from treespec_weights.gguf.documents import write_documents
 from treespec_weights.sentencepiece import missing_packages, sentencepiece_error
 
 logger = logging.getLogger("treespec")
 
 
 def load_tokenizer(tokenizer: Any, folder: str | os.PathLike[str]) -> Any:
-    """Load a tokenizer from a folder; None means the model's folder, if it has a tokenizer.
+    """Load a tokenizer from a folder or GGUF file; None means that of the model, if it has one.
 
     Objects are returned unchanged.
 
     Raises:
         ConfigError: the given folder has no tokenizer files, or the files are unusable.
+        CheckpointError: the tokenizer of a GGUF file is not supported.
     """
     if tokenizer is not None and not isinstance(tokenizer, str | os.PathLike):
         return tokenizer
     source = os.fspath(tokenizer if tokenizer is not None else folder)
+    if is_gguf(source):
+        with TemporaryDirectory(prefix="treespec-gguf-") as written:
+            write_documents(resolve_folder(source), Path(written))
+            return _load_folder(tokenizer, written, source)
+    return _load_folder(tokenizer, source, source)
+
+
+def _load_folder(tokenizer: Any, source: str, shown: str) -> Any:
+    """Load a tokenizer from the folder `source`, which error messages call `shown`."""
     names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
     if not any(os.path.isfile(os.path.join(source, name)) for name in names):
         if tokenizer is not None:
             raise ConfigError(f"tokenizer={tokenizer!r} is not a folder with tokenizer files ({', '.join(names)})")
-        logger.info("%s has no tokenizer: prompts and outputs are token ids", source)
+        logger.info("%s has no tokenizer: prompts and outputs are token ids", shown)
         return None
     check_sentencepiece(source)
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -42,7 +55,7 @@ def load_tokenizer(tokenizer: Any, folder: str | os.PathLike[str]) -> Any:
         found = kind.from_pretrained(source, local_files_only=True)
     except Exception as error:  # parsers may raise anything for damaged files: KeyError, TypeError, a plain Exception
         raise ConfigError(
-            f"the tokenizer files of {source} cannot be read ({describe_error(error)}); repair or remove them, "
+            f"the tokenizer files of {shown} cannot be read ({describe_error(error)}); repair or remove them, "
             "or give LLM(tokenizer=...)"
         ) from error
     if isinstance(warned := getattr(found, "deprecation_warnings", None), dict):

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from treespec_training.files import atomic_write_text, replacing
+from treespec.training.files import atomic_write_text, replacing
 
 END_OF_TEXT = "<|endoftext|>"
 KINDS = ("code", "prose", "data")

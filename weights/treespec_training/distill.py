@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from treespec.runner import Runner
+from treespec.training.files import replacing, write_json
+from treespec.training.loop import Budget, PauseRequest, Progress, ProgressLog
 from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_training.data import Mixture
-from treespec_training.files import replacing, write_json
 from treespec_training.shapes import logits_of
-from treespec_training.train import Budget, PauseRequest, Progress, ProgressLog
 
 LENGTH = 256  # tokens per lesson
 PROMPT_LENGTHS = (32, 128)

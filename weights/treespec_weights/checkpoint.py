@@ -1,6 +1,7 @@
 """Open a folder of safetensors files lazily, checked against its index."""
 
 import math
+import re
 from collections.abc import Collection, Iterator, KeysView
 from difflib import get_close_matches
 from pathlib import Path
@@ -51,6 +52,11 @@ class TensorInfo(NamedTuple):
         return math.prod(self.shape)
 
 
+LOADABLE = ("F64", "F32", "F16", "BF16")
+"""Dtypes of tensors that can be loaded as weights."""
+_ITEM_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "C64": 64}
+
+
 class Checkpoint:
     """The tensors of a checkpoint folder, by name. Create it with `Checkpoint.open`.
 
@@ -58,8 +64,10 @@ class Checkpoint:
     place while their tensors are in use (replacing a file is safe).
 
     Attributes: `folder`, the real path; `tensors`, name to TensorInfo, in the order of the files and within them;
-    `files`, file name to size in bytes.
+    `files`, file name to size in bytes; `loadable`, dtypes in the files that can be loaded as weights.
     """
+
+    loadable: tuple[str, ...] = LOADABLE
 
     def __init__(
         self, folder: Path, tensors: dict[str, TensorInfo], files: dict[str, int], handles: dict[str, Any]
@@ -71,13 +79,17 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: Path | str) -> "Checkpoint":
-        """Open `model.safetensors`, or the shards listed in `model.safetensors.index.json`.
+        """Open `model.safetensors`, the shards listed in `model.safetensors.index.json`, or a GGUF file.
 
         Raises FileNotFoundError or NotADirectoryError for a wrong folder, and CheckpointError with all problems of
         the files: no safetensors, a path or link outside of the folder, a malformed index, missing or malformed shards,
         tensors on which index and shards disagree, tensors in two shards.
         """
         root = resolve_folder(folder)
+        if root.is_file():
+            from treespec_weights.gguf.tensors import GgufCheckpoint  # imports this module
+
+            return GgufCheckpoint.open(root)
         placement, shards, problems = _placement(root)
         tensors: dict[str, TensorInfo] = {}
         files: dict[str, int] = {}
@@ -136,18 +148,22 @@ class Checkpoint:
         valid after `close`. With `dtype`, it owns its memory. Raises CheckpointError for an unknown name, an unreadable
         tensor or a closed checkpoint.
         """
-        info = self.info(name)
-        if info.file not in self._handles:
-            raise self._refuse("file", name, "the checkpoint is closed")
         self.dtype(name)
-        try:
-            tensor: Tensor = self._handles[info.file].get_tensor(name)
-        except (SafetensorError, OSError, RuntimeError, TypeError, ValueError) as error:
-            raise self._refuse("file", name, f"cannot be read from {info.file!r}: {error}") from error
+        tensor = self._read(name)
         if tensor.data_ptr() % tensor.element_size():
             # The format does not require padded headers, so tensors may be unaligned.
             tensor = tensor.clone()
         return tensor if dtype is None else tensor.to(dtype)
+
+    def stored(self, name: str) -> Tensor:
+        """Read one tensor in the layout of the file: the result of `tensor`, or the blocks of a GGUF file as bytes."""
+        return self.tensor(name)
+
+    def stored_bytes(self, info: TensorInfo) -> int:
+        """Return the bytes of a tensor in the file."""
+        dtype = info.dtype
+        bits = _ITEM_BITS.get(dtype) or (8 if dtype.startswith("F8") else int(re.sub(r"\D", "", dtype)))
+        return info.size * bits // 8
 
     def close(self) -> None:
         """Close the files. Tensors already read stay valid."""
@@ -158,6 +174,21 @@ class Checkpoint:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _handle(self, name: str) -> Any:
+        """Return the open file of a tensor. Raises CheckpointError after `close`."""
+        if (file := self.info(name).file) not in self._handles:
+            raise self._refuse("file", name, "the checkpoint is closed")
+        return self._handles[file]
+
+    def _read(self, name: str) -> Tensor:
+        """Read a tensor as a mapping of its file."""
+        handle = self._handle(name)
+        try:
+            tensor: Tensor = handle.get_tensor(name)
+        except (SafetensorError, OSError, RuntimeError, TypeError, ValueError) as error:
+            raise self._refuse("file", name, f"cannot be read from {self.info(name).file!r}: {error}") from error
+        return tensor
 
     def _refuse(self, kind: str, name: str, message: str) -> CheckpointError:
         return CheckpointError(self.folder, [Problem(kind, repr(name), message)])

@@ -46,7 +46,9 @@ class Commands(TyperGroup):
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
-Folder = Annotated[Path, typer.Argument(help="A checkpoint folder: config.json and safetensors.", show_default=False)]
+Folder = Annotated[
+    Path, typer.Argument(help="A folder of config.json and safetensors, or a GGUF file.", show_default=False)
+]
 Destination = Annotated[Path, typer.Argument(help="The folder to create; it must not exist yet.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 Drafts = Annotated[list[Path] | None, typer.Option("--draft", help="Compare a draft's folder; may be repeated.")]
@@ -55,7 +57,7 @@ Dtype = Annotated[str | None, typer.Option(metavar="|".join(DTYPES), help="Dtype
 
 @app.callback()
 def commands() -> None:
-    """Inspect, verify, time, convert, grow and fetch safetensors checkpoints."""
+    """Inspect, verify and convert safetensors checkpoints and GGUF files; time, grow and fetch safetensors."""
 
 
 @app.command()

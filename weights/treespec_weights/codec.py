@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from treespec_weights.errors import CheckpointError, Problem
-from treespec_weights.files import read_json
+from treespec_weights.files import has_json, read_json
 from treespec_weights.sentencepiece import missing_packages, sentencepiece_error
 from treespec_weights.tokenizer import TOKENIZER
 
@@ -23,8 +23,8 @@ MAX_ID = (1 << 24) - 1  # bounds the size of tables indexed by id
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Return whether a folder holds tokenizer files of any kind."""
-    return any((folder / name).is_file() for name in FILES)
+    """Return whether a checkpoint (a result of `resolve_folder`) has a tokenizer of any kind."""
+    return any(has_json(folder, name) for name in FILES)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -55,7 +55,7 @@ class Codec:
         """
         from tokenizers import Tokenizer
 
-        raw = read_json(folder, TOKENIZER, unique_keys=False) if (folder / TOKENIZER).exists() else _converted(folder)
+        raw = read_json(folder, TOKENIZER, unique_keys=False) if has_json(folder, TOKENIZER) else _converted(folder)
         try:
             raw = raw | {"truncation": None, "padding": None}
             whole = Tokenizer.from_str(json.dumps(raw))

@@ -21,9 +21,11 @@ from treespec_weights.checkpoint import INDEX, Checkpoint
 from treespec_weights.errors import CheckpointError, OptionError, Problem, WriteError
 from treespec_weights.families import family_of
 from treespec_weights.files import read_json, resolve_folder
+from treespec_weights.gguf.documents import write_documents
+from treespec_weights.gguf.reader import read_gguf
 from treespec_weights.layouts import family_named, translate_config
 from treespec_weights.load import Placement, expected_tensors, match, tied_head_problem
-from treespec_weights.quant_schemes import scheme_of
+from treespec_weights.quant_schemes import KEY, scheme_of
 from treespec_weights.rules import CONFIG, FamilyRules, ModelShape, read_config
 from treespec_weights.staging import carried_files, check_room, copy_files, partial_of, publish, resolve_destination
 from treespec_weights.transform import Cast, Transform, quantise_transform
@@ -87,9 +89,9 @@ def convert_checkpoint(
     is killed, finished files remain there for `resume`, and `destination` does not exist.
 
     Args:
-        source: a folder that `verify` accepts; not modified.
+        source: a folder or GGUF file that `verify` accepts; not modified.
         destination: a folder that does not exist, or is empty; not inside of the source.
-        dtype: dtype of all tensors; None keeps their dtypes.
+        dtype: dtype of all tensors; None keeps their dtypes, and for a GGUF file takes that of its config.
         shard_bytes: maximum bytes of tensors per file; a larger tensor gets its own file.
         layout: model_type of another family with the same parameters; None keeps the family.
         resume: continue an interrupted conversion of the same source with the same options.
@@ -110,7 +112,10 @@ def convert_checkpoint(
     carried = carried_files(root, CONFIG, INDEX, STATE)
     config = read_config(root)
     rules = family_of(config, root)
-    if (scheme := scheme_of(config, root)) is not None:
+    if root.is_file():  # blocks are dequantised, and a GGUF file's tensors have no common dtype
+        config.pop(KEY, None)
+        dtype = dtype or DTYPES[config["dtype"]]
+    elif (scheme := scheme_of(config, root)) is not None:
         raise OptionError(f"{str(source)!r} is quantised ({scheme.name}); convert the checkpoint that it was made of")
     shape = ModelShape.from_hf(config, rules, root)
     written_as = rules if layout in (None, rules.model_type) else family_named(str(layout))
@@ -133,6 +138,8 @@ def convert_checkpoint(
             write_index(partial, shards)
             write_json(partial, CONFIG, transform.config(config))
             copy_files(root, carried, partial)
+            if root.is_file():
+                write_documents(root, partial)
             with Checkpoint.open(partial) as result:
                 files = result.files
             (partial / STATE).unlink()
@@ -215,7 +222,8 @@ def _tensors(steps: Sequence[Step], checkpoint: Checkpoint, transform: Transform
 def _state(root: Path, written_as: FamilyRules, shards: Sequence[Shard], transform: Transform) -> dict[str, Any]:
     """Return the identity of a conversion: sizes and times of the source's files, and a hash of the plan."""
     plan = hashlib.sha256(repr((written_as.model_type, shards, transform)).encode())
-    files = {entry.name: entry.stat() for entry in sorted(root.iterdir()) if entry.is_file()}
+    entries = [root.parent / name for name in read_gguf(root).files] if root.is_file() else sorted(root.iterdir())
+    files = {entry.name: entry.stat() for entry in entries if entry.is_file()}
     return {
         "source": str(root),
         "files": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in files.items()},

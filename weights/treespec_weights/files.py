@@ -11,13 +11,18 @@ from typing import Any
 from treespec_weights.errors import CheckpointError, Problem
 
 MAX_JSON_BYTES = 256 << 20  # the largest published tokenizer.json is about 35 MB
+_GGUF = ".gguf"
+_LATER_PART = re.compile(r"-(?!00001-)\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)  # of a model split into several files
 
 
 def resolve_folder(folder: Path | str) -> Path:
-    """Return the real path of a checkpoint folder.
+    """Return the real path of a checkpoint: of a folder, of a GGUF file, or of the only GGUF file in a folder.
 
-    Raises FileNotFoundError if it does not exist, NotADirectoryError if `folder` is a file, CheckpointError if it is
-    a GGUF file or a folder whose only weights are GGUF files.
+    Files named *.gguf and files that start with "GGUF" count as GGUF files. In a folder with safetensors, GGUF files
+    are ignored.
+
+    Raises FileNotFoundError if it does not exist, NotADirectoryError if `folder` is another file, CheckpointError for
+    a folder with several GGUF models and no safetensors.
     """
     try:
         if not os.fspath(folder):
@@ -25,11 +30,21 @@ def resolve_folder(folder: Path | str) -> Path:
         real = Path(os.path.realpath(folder, strict=True))
     except (FileNotFoundError, NotADirectoryError, ValueError) as error:
         raise FileNotFoundError(f"no such checkpoint folder: {str(folder)!r}{_hub_hint(str(folder))}") from error
-    if (gguf := _gguf_of(real)) is not None:
-        raise CheckpointError(folder, [Problem("file", repr(gguf.name), _no_gguf(gguf))])
-    if not real.is_dir():
-        raise NotADirectoryError(f"{str(folder)!r} is a file; pass the folder that holds it")
-    return real
+    if real.is_dir():
+        return _gguf_in(real) or real
+    if not is_gguf(folder):
+        raise NotADirectoryError(f"{str(folder)!r} is a file; pass the folder that holds it, or a GGUF file")
+    path = Path(os.path.abspath(folder))
+    return Path(os.path.realpath(path.parent)) / path.name  # not its target, which in a hub cache has another name
+
+
+def is_gguf(path: Path | str) -> bool:
+    """Return whether a path is a file that is named *.gguf or starts with GGUF's magic number."""
+    try:
+        with open(path, "rb") as file:
+            return os.fspath(path).lower().endswith(_GGUF) or file.read(4) == b"GGUF"
+    except OSError:
+        return False
 
 
 def _hub_hint(name: str) -> str:
@@ -44,28 +59,25 @@ def _hub_hint(name: str) -> str:
     )
 
 
-def _gguf_of(path: Path) -> Path | None:
-    """Return the path if it is a GGUF file, or the first GGUF file of a folder without safetensors, or None."""
-    if path.is_file():
-        return path if path.suffix.lower() == ".gguf" else None
+def _gguf_in(folder: Path) -> Path | None:
+    """Return the GGUF file, or its first part, of the only model of a folder without safetensors, or None.
+
+    Raises CheckpointError for several models, and for a link to a file outside.
+    """
     try:
-        names = sorted(os.listdir(path)) if path.is_dir() else []
+        names = sorted(os.listdir(folder))
     except OSError:
         return None  # opening the folder's files raises the error
     if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
         return None
-    return next((path / name for name in names if name.lower().endswith(".gguf")), None)
-
-
-def _no_gguf(path: Path) -> str:
-    """Return the error message for a GGUF file."""
-    source = f"{str(path.parent)!r}, gguf_file={path.name!r}"
-    return (
-        "GGUF is not supported; supported are folders with config.json and *.safetensors. transformers converts it "
-        f"(pip install gguf accelerate): AutoModelForCausalLM.from_pretrained({source}, quantization_config=GgufConfig("
-        f"dequantize=True)).save_pretrained(NEW_FOLDER), and AutoTokenizer.from_pretrained({source}).save_pretrained("
-        "NEW_FOLDER)"
-    )
+    files = [name for name in names if name.lower().endswith(_GGUF)]
+    models = [name for name in files if not _LATER_PART.search(name)] or files
+    if len(models) > 1:
+        message = f"holds {len(models)} GGUF models; give the path of one of them"
+        raise CheckpointError(folder, [Problem("file", ", ".join(map(repr, models)), message)])
+    if models:
+        file_inside(folder, models[0])
+    return folder / models[0] if models else None
 
 
 def file_inside(folder: Path, name: str) -> Path:
@@ -113,12 +125,25 @@ def _hub_blobs(folder: Path) -> list[Path]:
     return []
 
 
+def has_json(folder: Path, name: str) -> bool:
+    """Return whether `read_json` has a file `name` of `folder`, a result of `resolve_folder`."""
+    if folder.is_file():
+        from treespec_weights.gguf.documents import has_document  # imports this module
+
+        return has_document(folder, name)
+    return (folder / name).exists()
+
+
 def read_json(folder: Path, name: str, *, unique_keys: bool = True) -> Any:
-    """Parse the JSON file `name` of `folder`.
+    """Parse the JSON file `name` of `folder`, a result of `resolve_folder`; for a GGUF file, make it of its metadata.
 
     Raises CheckpointError if the file is missing, outside of the folder, larger than 256 MiB, not JSON or, with
     `unique_keys`, repeats a key, of which Python's parser would silently keep the last.
     """
+    if folder.is_file():
+        from treespec_weights.gguf.documents import read_document  # imports this module
+
+        return read_document(folder, name)
     path = file_inside(folder, name)
     try:
         if path.stat().st_size > MAX_JSON_BYTES:

@@ -119,6 +119,8 @@ def grow_checkpoint(
             CheckpointError: the source cannot be read. WriteError: the folder cannot be written, or the disk is full.
     """
     source = resolve_folder(source)
+    if source.is_file():
+        raise OptionError(f"{source} is a GGUF file; convert it first: treespec weights convert {source.name} NEW")
     place = resolve_destination(folder, source)
     config = read_config(source)
     rules = family_of(config, source)

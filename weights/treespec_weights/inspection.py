@@ -1,6 +1,5 @@
 """Describe a checkpoint from its headers, config and tokenizer, and compare drafts with a target."""
 
-import math
 import re
 from collections import Counter
 from dataclasses import asdict
@@ -18,7 +17,6 @@ from treespec_weights.tokenizer import read_vocabulary
 from treespec_weights.vocabularies import Connection, connect
 
 MEMORY_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
-ITEM_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "C64": 64}
 
 
 def inspect_checkpoint(folder: Path | str) -> dict[str, Any]:
@@ -50,7 +48,7 @@ def inspect_checkpoint(folder: Path | str) -> dict[str, Any]:
             "context": context if type(context) is int and context > 0 else None,
             "config_dtype": named if isinstance(named, str) else None,
             "files": checkpoint.files,
-            "bytes": sum(_bytes(info.dtype, info.size) for info in checkpoint.tensors.values()),
+            "bytes": sum(checkpoint.stored_bytes(info) for info in checkpoint.tensors.values()),
             "dtypes": _dtypes(checkpoint),
             "tensors": _rows(checkpoint),
             "vocabulary": vocabulary._asdict() if vocabulary else None,
@@ -151,26 +149,27 @@ def _made_of(config: dict[str, Any], rules: FamilyRules) -> dict[str, Any]:
     }
 
 
-def _bytes(dtype: str, size: int) -> int:
-    bits = ITEM_BITS.get(dtype) or (8 if dtype.startswith("F8") else int(re.sub(r"\D", "", dtype)))
-    return size * bits // 8
-
-
 def _dtypes(checkpoint: Checkpoint) -> dict[str, dict[str, int]]:
     result: dict[str, dict[str, int]] = {}
     for info in checkpoint.tensors.values():
         row = result.setdefault(info.dtype, {"tensors": 0, "values": 0, "bytes": 0})
         row["tensors"] += 1
         row["values"] += info.size
-        row["bytes"] += _bytes(info.dtype, info.size)
+        row["bytes"] += checkpoint.stored_bytes(info)
     return result
 
 
 def _rows(checkpoint: Checkpoint) -> list[dict[str, Any]]:
     counts = Counter(
-        (re.sub(r"(?<=\.)\d+(?=\.)", "{i}", name), info.dtype, info.shape) for name, info in checkpoint.tensors.items()
+        (re.sub(r"(?<=\.)\d+(?=\.)", "{i}", name), info._replace(file="")) for name, info in checkpoint.tensors.items()
     )
     return [
-        {"name": name, "count": count, "dtype": dtype, "shape": list(shape), "bytes": _bytes(dtype, math.prod(shape))}
-        for (name, dtype, shape), count in counts.items()
+        {
+            "name": name,
+            "count": count,
+            "dtype": info.dtype,
+            "shape": list(info.shape),
+            "bytes": checkpoint.stored_bytes(info),
+        }
+        for (name, info), count in counts.items()
     ]

@@ -7,15 +7,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from treespec_weights.checkpoint import TORCH_DTYPES, Checkpoint
+from treespec_weights.checkpoint import LOADABLE, TORCH_DTYPES, Checkpoint
 from treespec_weights.errors import CheckpointError, Problem
 from treespec_weights.families import LLAMA
-from treespec_weights.files import read_json
+from treespec_weights.files import has_json, read_json
 from treespec_weights.quant_schemes import Part, QuantScheme, scheme_of
 from treespec_weights.quantize import BITS, Quantized, group_of, quantize
 from treespec_weights.rules import CONFIG, FamilyRules, ModelShape, Shape, TensorRule
 
-LOADABLE = ("F64", "F32", "F16", "BF16")
 CHUNK = 1 << 19  # values cast at a time
 DTYPES = tuple(TORCH_DTYPES[name] for name in LOADABLE)
 
@@ -150,7 +149,7 @@ def quantized_group(shape: ModelShape, quantization: str) -> int | None:
 
 def stored_scheme(checkpoint: Checkpoint) -> QuantScheme | None:
     """Return the quantisation scheme in a checkpoint's config.json, or None if it is not quantised or has no config."""
-    if not (checkpoint.folder / CONFIG).is_file():
+    if not has_json(checkpoint.folder, CONFIG):
         return None
     config = read_json(checkpoint.folder, CONFIG)
     return scheme_of(config, checkpoint.folder) if isinstance(config, dict) else None
@@ -177,7 +176,7 @@ def _read_quantized(
     name, (out, inputs) = placement.name, placement.shape
 
     def get(part: str) -> Tensor | None:
-        return checkpoint.tensor(part) if part in checkpoint.tensors else None
+        return checkpoint.stored(part) if part in checkpoint.tensors else None
 
     try:
         found = scheme.read(name, out, inputs, get, dtype)
@@ -204,7 +203,7 @@ def match(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> tupl
     problems = []
     for placement in placements:
         if scheme is None or not covered(scheme, placement, rules):
-            expected[placement.name] = Part((placement.shape,), LOADABLE)
+            expected[placement.name] = Part((placement.shape,), checkpoint.loadable)
             continue
         try:
             if placement.rule.layout == "transposed":
@@ -213,7 +212,7 @@ def match(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> tupl
         except ValueError as error:
             problems.append(Problem("shape", repr(placement.name), str(error)))
     if shape.tied:
-        expected[rules.tied_copy] = Part(((shape.vocab_size, shape.hidden_size),), LOADABLE, optional=True)
+        expected[rules.tied_copy] = Part(((shape.vocab_size, shape.hidden_size),), checkpoint.loadable, optional=True)
     for name, rows in _extra_biases(checkpoint, placements, rules).items():
         expected[name] = Part(((rows,),), LOADABLE, optional=True)
     ignored = ignored_names(shape, rules)

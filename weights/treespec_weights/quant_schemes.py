@@ -5,7 +5,8 @@ A `QuantScheme` is parsed from config.json's `quantization_config`. Supported fo
 - compressed-tensors (llm-compressor): "pack-quantized" with 4 and 8 bits, "int-quantized", "float-quantized";
 - GPTQ with 4 and 8 bits (zero points stored minus one, except in "gptq_v2"), with groups in input order;
 - AWQ with 4 bits, "gemm";
-- fp8 (E4M3) with a scale per tensor, output or block, as Hugging Face's "fp8".
+- fp8 (E4M3) with a scale per tensor, output or block, as Hugging Face's "fp8";
+- GGUF's blocks with 4 and 8 bits (gguf/tensors.py).
 
 Integers and their scales are loaded unchanged. fp8 weights are dequantised to the model's dtype, scaled in fp32 and
 rounded once. Activation quantisation is ignored.
@@ -28,8 +29,16 @@ SMALLEST_GROUP = 32
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output of a word's i-th nibble
 _FLOATS = ("F16", "BF16", "F32")
 
-Method = Literal["compressed-tensors", "gptq", "awq", "fp8"]
+Method = Literal["compressed-tensors", "gptq", "awq", "fp8", "gguf"]
 METHODS: tuple[Method, ...] = get_args(Method)
+
+
+class Form(NamedTuple):
+    """Form of a quantised weight in memory."""
+
+    bits: int
+    group: int | None  # inputs that share a scale; None for all
+    has_zero: bool
 
 
 class Part(NamedTuple):
@@ -86,6 +95,10 @@ class QuantScheme:
                 for entry in self.ignore
             )
         return not any(entry in module for entry in self.ignore)
+
+    def form(self, name: str) -> Form:
+        """Return the form of the weight `name`, which the scheme covers; not for fp8, which is dequantised."""
+        return Form(self.bits, self.group, not (self.symmetric or self.centred))
 
     def parts(self, name: str, out: int, inputs: int) -> dict[str, Part]:
         """Return the tensors that store the weight `name` of shape [out, inputs], by name.
@@ -245,15 +258,19 @@ def _check_order(groups_of: Tensor | None, group: int) -> None:
 
 
 def scheme_of(config: Mapping[str, Any], folder: Path | str = ".") -> QuantScheme | None:
-    """Return the scheme of a parsed config.json, or None if it is not quantised.
+    """Return the scheme of a parsed config.json, or of a GGUF file's config, or None if it is not quantised.
 
     Raises UnsupportedModelError, naming the key and the unsupported value.
     """
     section = config.get(KEY)
     if section is None:
         return None
+    if Path(folder).is_file():
+        from treespec_weights.gguf.tensors import GgufScheme  # imports this module
+
+        return GgufScheme.of(section["types"])
     found = _Reader(section if isinstance(section, dict) else {}, folder)
-    method = found.one("quant_method", METHODS)
+    method = found.one("quant_method", tuple(method for method in METHODS if method != "gguf"))
     if method == "compressed-tensors":
         return _compressed_tensors(found)
     if method == "fp8":

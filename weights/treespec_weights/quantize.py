@@ -32,7 +32,7 @@ class Quantized(NamedTuple):
         values: int8 [out_features, in_features], q itself; or uint8 [out_features, in_features / 2], pairs of q + 8
             with 4 bits each, the earlier input in the low bits.
         scale: [out_features, groups], floating point; in_features / groups consecutive inputs share a scale.
-        zero: int8 [out_features, groups], or None if all are 0.
+        zero: int8 or float32 [out_features, groups], or None if all are 0.
     """
 
     values: Tensor

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from treespec_weights.errors import CheckpointConfigError, Problem
-from treespec_weights.files import read_json
+from treespec_weights.files import has_json, read_json
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -263,11 +263,11 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
-    """Return the parsed generation_config.json of a folder without null values, or {} if it has none.
+    """Return the parsed generation_config.json of a checkpoint without null values, or {} if it has none.
 
     Raises as `read_config`.
     """
-    if not (folder / GENERATION_CONFIG).exists():
+    if not has_json(folder, GENERATION_CONFIG):
         return {}
     config = read_json(folder, GENERATION_CONFIG)
     if not isinstance(config, dict):

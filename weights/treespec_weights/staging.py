@@ -93,6 +93,8 @@ def carried_files(source: Path, *written: str) -> list[str]:
 
     Raises CheckpointError for a link to a file outside of the folder.
     """
+    if source.is_file():
+        return []  # a GGUF file has no others
     names = sorted(entry.name for entry in source.iterdir() if entry.is_file())
     carried = [
         name

@@ -47,11 +47,13 @@ def time_loading(
         as a fraction of the plain read's: the median over pairs of consecutive loads.
 
     Raises:
-        The errors of `load_weights`. OptionError: `cold` on a system without posix_fadvise.
+        The errors of `load_weights`. OptionError: a GGUF file, or `cold` on a system without posix_fadvise.
     """
     if cold and not hasattr(os, "posix_fadvise"):
         raise OptionError("--cold: this system cannot drop files from its page cache; omit the option")
     root = resolve_folder(folder)
+    if root.is_file():
+        raise OptionError(f"{root} is a GGUF file, and loading is compared with a plain read of safetensors")
     config = read_config(root)
     rules = family_of(config, root)
     shape = ModelShape.from_hf(config, rules, root)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from treespec_weights.errors import CheckpointError, Problem
-from treespec_weights.files import file_inside, read_json
+from treespec_weights.files import file_inside, has_json, read_json
 
 TOKENIZER = "tokenizer.json"
 SENTENCEPIECE = "tokenizer.model"
@@ -21,11 +21,11 @@ class Vocabulary(NamedTuple):
 
 
 def read_vocabulary(folder: Path) -> Vocabulary | None:
-    """Return the vocabulary of a folder (a result of `resolve_folder`), or None without a tokenizer file.
+    """Return the vocabulary of a checkpoint (a result of `resolve_folder`), or None without a tokenizer.
 
     Raises CheckpointError for a malformed tokenizer.json.
     """
-    if (folder / TOKENIZER).exists():
+    if has_json(folder, TOKENIZER):
         tokens = _tokens(folder, read_json(folder, TOKENIZER, unique_keys=False))
         canonical = json.dumps(sorted((id, token) for token, id in tokens.items()))
         return Vocabulary(_sha256(canonical.encode()), len(tokens), max(tokens.values(), default=None))

@@ -70,7 +70,8 @@ def verify_checkpoint(folder: Path | str, on_values: Callable[[int, int], None] 
             )
         )
     with checkpoint:
-        files = f"{len(checkpoint.files)} safetensors, {len(checkpoint.tensors):,} tensors"
+        kind = "GGUF" if root.is_file() else "safetensors"
+        files = f"{len(checkpoint.files)} {kind}, {len(checkpoint.tensors):,} tensors"
         return Verification(
             (
                 Check("files", True, files, ()),

@@ -14,7 +14,7 @@ import numpy as np
 from treespec_weights.codec import Codec, has_tokenizer
 from treespec_weights.tokenizer import read_vocabulary
 
-Kind = Literal["same", "padded", "translated", "text", "none"]
+Kind = Literal["same", "padded", "reduced", "translated", "text", "none"]
 
 LEAST_SHARE = 0.5
 """Minimum fraction of the draft's tokens in `SAMPLE` that the target must have for translation; below it the draft
@@ -64,14 +64,17 @@ class Connection:
         match self.kind:
             case "same":
                 return "same vocabulary"
-            case "padded":
-                return "padded"
+            case "padded" | "reduced":
+                return self.kind
             case "translated":
                 return f"translated (TLI, {self.share:.0%} of tokens)"
             case "text":
                 return f"by text ({self.share:.0%} of tokens are the target's)"
             case _:
                 return f"not at all: {self.reason}"
+
+
+REDUCED = Connection("reduced")  # of a draft with `draft_vocab.safetensors`
 
 
 def connect(target: Path, target_size: int, draft: Path, draft_size: int) -> Connection:

@@ -158,10 +158,10 @@ def write_index(folder: Path, shards: Sequence[Shard]) -> None:
     write_json(folder, INDEX, {"metadata": {"total_size": total}, "weight_map": {o.name: file for o, file in outputs}})
 
 
-def write_json(folder: Path, name: str, document: Any) -> None:
+def write_json(folder: Path, name: str, document: Any, indent: int | None = 2) -> None:
     """Write a JSON file. Raises WriteError."""
     try:
-        (folder / name).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        (folder / name).write_text(json.dumps(document, indent=indent) + "\n", encoding="utf-8")
     except OSError as error:
         raise WriteError(folder, [Problem("file", repr(name), f"cannot be written: {error.strerror}")]) from error
 

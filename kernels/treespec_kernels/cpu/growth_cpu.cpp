@@ -12,13 +12,14 @@
 extern "C" {
 
 struct SsmProbs {  // an SSM's next-token probabilities at some or all rows of the frontier
-    const float* probs;   // [count, vocab]
-    const int64_t* rows;  // [count], ascending rows of the frontier; null: all rows
-    int64_t count, ssm;
+    const float* probs;     // [count, width]
+    const int64_t* rows;    // [count], ascending rows of the frontier; null: all rows
+    const int64_t* tokens;  // [width], ascending tokens of the columns; null: 0, 1, ...
+    int64_t count, ssm, width;
 };
 
 struct Growth {
-    int64_t num_ssms, vocab, most_nodes;
+    int64_t num_ssms, most_nodes;
     // Per tree. branching: number of children of a node at this depth, or 0 to select by value. best: the largest
     // values so far, descending.
     const int64_t *max_depths, *nodes, *branching, *end_tokens, *end_starts;
@@ -60,9 +61,10 @@ struct Draft {  // an SSM; `forward` and `probs` are functions of the decoder's 
     const float* rotation;
     void* cache;
     int64_t num_layers, num_pages, num_places, hidden_bytes, threads;  // num_places: learned positions, or 0
-    int64_t ssm;
+    int64_t ssm, width;     // width: columns of the probabilities
+    const int64_t* tokens;  // tokens of the columns, as in SsmProbs
     const uint8_t* active;  // [num_trees], whether the SSM drafts for the tree
-    float* out;             // output, [rows of the frontier, vocab], of which num_rows rows are written
+    float* out;             // output, [rows of the frontier, width], of which num_rows rows are written
     int64_t num_rows;       // output, number of scored rows
 };
 
@@ -134,8 +136,11 @@ class Level {
         bool has_mixture = false;
         for (int64_t l = 0; l < g.num_scored; l++) {
             const int64_t at = probs_row[l * g.num_rows + row];
-            tops.emplace_back(g.ssm_probs[l].probs + std::max<int64_t>(at, 0) * g.vocab, at < 0 ? 0 : g.vocab, g.children);
+            const SsmProbs& own = g.ssm_probs[l];
+            tops.emplace_back(own.probs + std::max<int64_t>(at, 0) * own.width, at < 0 ? 0 : own.width, g.children);
             Top& top = tops.back();
+            if (own.tokens)
+                for (int64_t& id : top.ids) id = own.tokens[id];
             if (top.broken) g.broken[row] = 1, top.ids.clear();  // drop the proposals of an SSM that overflowed
             tokens.insert(tokens.end(), top.ids.begin(), top.ids.end());
             has_mixture |= !top.ids.empty();
@@ -330,8 +335,8 @@ int64_t treespec_draft(Growth* growth, Placing* placing, Draft* drafts, int64_t 
     for (int64_t i = 0; i < num_drafts; i++) {
         score(g, p, drafts[i], rows[i]);
         const int64_t count = drafts[i].num_rows;
-        if (count)
-            ssm_probs.push_back({drafts[i].out, count < g.num_rows ? rows[i].data() : nullptr, count, drafts[i].ssm});
+        const int64_t* own = count < g.num_rows ? rows[i].data() : nullptr;
+        if (count) ssm_probs.push_back({drafts[i].out, own, drafts[i].tokens, count, drafts[i].ssm, drafts[i].width});
     }
     g.ssm_probs = ssm_probs.data(), g.num_scored = ssm_probs.size();
     const int64_t count = Level(g).run();

@@ -27,11 +27,11 @@ _SOURCES = tuple(Path(__file__).with_name(name) for name in ("growth_cpu.cpp", "
 
 
 class _SsmProbs(ctypes.Structure):
-    _fields_ = (*pointers("probs", "rows"), *numbers("count", "ssm"))
+    _fields_ = (*pointers("probs", "rows", "tokens"), *numbers("count", "ssm", "width"))
 
 
 NO_PAGE = "a tree has no page for its nodes"
-_LIMITS = ("num_ssms", "vocab", "most_nodes")
+_LIMITS = ("num_ssms", "most_nodes")
 _TREES = ("max_depths", "nodes", "branching", "end_tokens", "end_starts", "num_slots", "num_values", "least", "best")
 _SEEDS = ("seed_children", "seed_tokens", "seed_probs", "seed_ratios")
 _ROW = ("row_nodes", "row_tokens", "row_owners", "row_seeds", "row_above", "row_values")
@@ -67,8 +67,8 @@ class _Placing(ctypes.Structure):
 class _Draft(ctypes.Structure):
     _fields_ = (
         *pointers("forward", "probs", "model", "head", "rotation", "cache"),
-        *numbers("num_layers", "num_pages", "num_places", "hidden_bytes", "threads", "ssm"),
-        *pointers("active", "out"),
+        *numbers("num_layers", "num_pages", "num_places", "hidden_bytes", "threads", "ssm", "width"),
+        *pointers("tokens", "active", "out"),
         *numbers("num_rows"),
     )
 
@@ -162,7 +162,7 @@ class TreeGrowth:
         frontier: Frontier,
         size: int,
         depth: int,
-        ssm_probs: Sequence[tuple[int, np.ndarray, np.ndarray]],
+        ssm_probs: Sequence[tuple[int, np.ndarray, np.ndarray, np.ndarray | None]],
         weights: np.ndarray,
         branching: np.ndarray,
         children: int,
@@ -173,21 +173,27 @@ class TreeGrowth:
             frontier: the scored nodes.
             size, depth: number of nodes of all trees so far, and number of levels.
             ssm_probs: for each SSM that drafted, its index, the scored rows (int64, ascending) and their probabilities
-                (float32 [len(rows), vocab]).
+                (float32 [len(rows), width]), and the columns' tokens (int64 [width], ascending; None = 0, 1, ...).
             weights: mixture weights, float32 [num_trees, num_ssms].
             branching: int64 [num_trees], number of children per node; 0 to select by value.
             children: maximum number of proposals of one SSM per node.
         """
-        rows, vocab, g = len(frontier.nodes), ssm_probs[0][2].shape[1], self._growth
-        assert all(probs.shape == (len(own), vocab) for _, own, probs in ssm_probs)
+        rows, g = len(frontier.nodes), self._growth
         own = (_SsmProbs * len(ssm_probs))(
             *(
-                (address_of(p, np.float32), None if len(r) == rows else address_of(r), len(r), ssm)
-                for ssm, r, p in ssm_probs
+                (
+                    address_of(probs, np.float32),
+                    None if len(at) == rows else address_of(at),
+                    None if tokens is None else address_of(tokens),
+                    len(at),
+                    ssm,
+                    probs.shape[1],
+                )
+                for ssm, at, probs, tokens in ssm_probs
             )
         )
         g.num_scored, g.ssm_probs = len(ssm_probs), own
-        results = self._begin(frontier, size, depth, vocab, len(ssm_probs), weights, branching, children)
+        results = self._begin(frontier, size, depth, len(ssm_probs), weights, branching, children)
         return self._grown(results, self._library.treespec_grow(ctypes.byref(g)))
 
     def draft(
@@ -207,14 +213,13 @@ class TreeGrowth:
             frontier, size, depth, weights, branching, children: as in `extend`.
 
         Returns:
-            The level, and each SSM's probabilities: float32 [scored rows, vocab], in the order of the frontier.
+            The level, and each SSM's probabilities: float32 [scored rows, width], in the order of the frontier.
         """
         rows, drafts = len(frontier.nodes), passes.drafts
-        results = self._begin(frontier, size, depth, passes.vocab, len(drafts), weights, branching, children)
-        probs = np.empty((len(drafts), rows, passes.vocab), dtype=np.float32)
-        at = address_of(probs, np.float32)
-        for i, draft in enumerate(drafts):
-            draft.out = at + 4 * i * rows * passes.vocab
+        results = self._begin(frontier, size, depth, len(drafts), weights, branching, children)
+        probs = [np.empty((rows, draft.width), dtype=np.float32) for draft in drafts]
+        for draft, own in zip(drafts, probs, strict=True):
+            draft.out = address_of(own, np.float32)
         places = passes.places
         placed = places.prepare(rows, depth)
         count = self._library.treespec_draft(
@@ -229,7 +234,6 @@ class TreeGrowth:
         frontier: Frontier,
         size: int,
         depth: int,
-        vocab: int,
         num_scored: int,
         weights: np.ndarray,
         branching: np.ndarray,
@@ -237,10 +241,10 @@ class TreeGrowth:
     ) -> _Results:
         """Set all inputs except the SSMs' probabilities, and allocate the outputs."""
         g, rows, ssms = self._growth, len(frontier.nodes), self._num_ssms
-        room = rows * (num_scored * min(children, vocab) + self._width)
+        room = rows * (num_scored * children + self._width)
         ints, floats = np.empty((9, room), dtype=np.int64), np.empty((3 + ssms, room), dtype=np.float32)
         flags = np.zeros(room * ssms + rows, dtype=bool)
-        g.vocab, g.depth, g.size, g.children, g.num_rows = vocab, depth, size, children, rows
+        g.depth, g.size, g.children, g.num_rows = depth, size, children, rows
         g.branching, g.next_width = address_of(branching), frontier_width(depth + 1, self._max_frontier)
         if weights is not self._weights:
             self._weights, g.weights = weights, address_of(weights, np.float32)
@@ -351,7 +355,8 @@ class DraftPasses:
         rotations: for each SSM, as in `CompiledModel.forward`, for all positions that the trees may reach.
         pools: each SSM's part of the cache.
         active: bool [num_trees, len(ssms)], whether each SSM drafts for each tree.
-        vocab: vocabulary size of the SSMs.
+        tokens: tokens of the columns of each SSM's probabilities, int64 [width], ascending; or their number, if they
+            are 0, 1, ...
     """
 
     def __init__(
@@ -362,12 +367,12 @@ class DraftPasses:
         rotations: Sequence[Tensor],
         pools: Sequence[Tensor],
         active: np.ndarray,
-        vocab: int,
+        tokens: Sequence[np.ndarray | int],
     ):
-        self.places, self.vocab = places, vocab
+        self.places = places
         columns = np.ascontiguousarray(active.T)
         assert all(part.is_contiguous() for part in (*rotations, *pools))
-        self._held = rotations, pools, columns
+        self._held = rotations, pools, columns, tokens
         at, step = address_of(columns, np.bool_), columns.shape[1]
         self.drafts = (_Draft * len(ssms))(
             *(
@@ -379,8 +384,12 @@ class DraftPasses:
                     pool.shape[2],
                     *own[4:],
                     ssm,
+                    known if isinstance(known, int) else len(known),
+                    None if isinstance(known, int) else address_of(known),
                     at + i * step,
                 )
-                for i, (ssm, own, rotation, pool) in enumerate(zip(ssms, entries, rotations, pools, strict=True))
+                for i, (ssm, own, rotation, pool, known) in enumerate(
+                    zip(ssms, entries, rotations, pools, tokens, strict=True)
+                )
             )
         )

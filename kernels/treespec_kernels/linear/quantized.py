@@ -1,7 +1,8 @@
 """Quantised weights of linear layers: 8-bit or 4-bit integers, with scales per output and group of inputs.
 
-A weight is (q - zero) * scale. Only weights are quantised: activations stay in the model's dtype, integers convert to
-it exactly, and sums are in fp32. The dtype of the values gives the format: int8 is one weight, uint8 two 4-bit weights.
+A weight is (q - zero) * scale. Zero points are integers, or floating-point numbers for formats that store a minimum.
+Only weights are quantised: activations stay in the model's dtype, integers convert to it exactly, and sums are in fp32.
+The dtype of the values gives the format: int8 is one weight, uint8 two 4-bit weights.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class QuantizedWeight(NamedTuple):
         values: int8 [out_features, in_features], q itself; or uint8 [out_features, in_features / 2], pairs of q + 8
             with 4 bits each, the earlier input in the low bits.
         scale: floating point [out_features, groups]; in_features / groups consecutive inputs share a scale.
-        zero: zero points, int8 [out_features, groups]; None if all are 0.
+        zero: zero points, int8 or float32 [out_features, groups]; None if all are 0.
     """
 
     values: Tensor
@@ -89,9 +90,12 @@ class QuantizedWeight(NamedTuple):
             raise ValueError(
                 f"groups of {self.group} inputs; valid: multiples of {SMALLEST_GROUP}, or one group of all"
             )
-        if self.zero is not None and (self.zero.shape != self.scale.shape or self.zero.dtype != torch.int8):
+        if self.zero is None:
+            return
+        if self.zero.shape != self.scale.shape or self.zero.dtype not in (torch.int8, torch.float32):
             raise ValueError(
-                f"zero points are {self.zero.dtype} {list(self.zero.shape)}; expected int8 {list(self.scale.shape)}"
+                f"zero points are {self.zero.dtype} {list(self.zero.shape)}; expected int8 or float32 "
+                f"{list(self.scale.shape)}"
             )
 
 
@@ -114,7 +118,8 @@ def dequantized(weight: QuantizedWeight) -> Tensor:
 def stacked(parts: Sequence[QuantizedWeight], dim: int = -2) -> QuantizedWeight:
     """Concatenate weights, by default along their outputs.
 
-    Their bits and groups must be equal; weights without zero points get zeros if any has them.
+    Their bits and groups must be equal. If any weight has zero points, the others get zeros; if any zero points are
+    float32, all are converted to float32.
     """
     zero = None
     if any(part.zero is not None for part in parts):

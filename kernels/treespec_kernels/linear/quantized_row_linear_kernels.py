@@ -20,7 +20,7 @@ def multiply_quantized(
     x,  # [groups, num_rows, IN_FEATURES]
     values,  # [groups, OUT_FEATURES, IN_FEATURES] int8; with 4 BITS packed in pairs, uint8 of IN_FEATURES / 2
     scale,  # [groups, OUT_FEATURES, IN_FEATURES / GROUP]
-    zero,  # as scale, int8
+    zero,  # as scale, int8 or fp32
     out,  # [SPLIT_K, groups, num_rows, OUT_FEATURES] fp32
     num_rows,
     stride_x_group,
@@ -42,8 +42,9 @@ def multiply_quantized(
 ):
     """One program owns BLOCK_M rows, BLOCK_N outputs and one split of K.
 
-    Zero points are subtracted from the integers, which are then converted exactly to the dtype of x. A block's product
-    is scaled in fp32 and added to the sum; with one scale for all inputs, the whole sum is scaled at the end.
+    Zero points are subtracted from the integers, and the differences are converted to the dtype of x: exactly if zero
+    points are integers, otherwise rounded once. A block's product is scaled in fp32 and added to the sum; with one
+    scale for all inputs, the whole sum is scaled at the end.
     """
     wait_for_predecessors(PDL)
     i_m = tl.program_id(0)
@@ -85,7 +86,10 @@ def multiply_quantized(
         o_scale = o_row * GROUPS + i_block * BLOCK_K // GROUP
         if HAS_ZERO:
             b_zero = tl.load(zero + o_scale)
-            b_weight = (b_q.to(tl.int16) - b_zero.to(tl.int16)[:, None]).to(x.dtype.element_ty)
+            if zero.dtype.element_ty == tl.int8:
+                b_weight = (b_q.to(tl.int16) - b_zero.to(tl.int16)[:, None]).to(x.dtype.element_ty)
+            else:
+                b_weight = (b_q.to(tl.float32) - b_zero[:, None]).to(x.dtype.element_ty)
         else:
             b_weight = b_q.to(x.dtype.element_ty)
         if GROUPS == 1:

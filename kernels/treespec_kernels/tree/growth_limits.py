@@ -1,9 +1,10 @@
-"""Size limits of growing token trees, shared by trees on the host and on a device."""
+"""Limits of growing token trees, shared by trees on the host and on a device."""
 
 CHILDREN = 8  # maximum number of proposals of one source at one node
 FRONTIER = 8  # maximum number of nodes of one depth that SSMs expand, down to WIDE_DEPTH
 SEEDS = 32  # maximum number of nodes of one tree proposed by sources without a draft model; the best are kept
 MAX_DEPTH = 12  # levels of a captured round
+MIN_MIXTURE, MAX_MIXTURE = 0.05, 0.999  # bounds of the mixture probability that a seed's evidence ratio is applied to
 # Below WIDE_DEPTH fewer nodes of a depth are expanded, and below DEEPEST none, so that a tree never expands more than
 # MAX_EXPANDED nodes. A limit on the total would give different trees on the host, which drops candidates that cannot be
 # selected, and on a device, which does not.

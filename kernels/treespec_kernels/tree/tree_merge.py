@@ -43,9 +43,7 @@ from treespec_kernels.tree.device_trees import (
     check_tensor,
     tensors_of,
 )
-from treespec_kernels.tree.growth_limits import frontier_width
-
-MIN_MIXTURE, MAX_MIXTURE = 0.05, 0.999  # bounds of the mixture probability that a seed's evidence ratio is applied to
+from treespec_kernels.tree.growth_limits import MAX_MIXTURE, MIN_MIXTURE, frontier_width
 
 
 def tree_merge_ref(

@@ -7,9 +7,8 @@ import triton.language as tl
 
 from treespec_kernels.tree import device_trees
 from treespec_kernels.tree import growth_limits as limits
-from treespec_kernels.tree import tree_merge as merge
 
-MIN_MIXTURE, MAX_MIXTURE = tl.constexpr(merge.MIN_MIXTURE), tl.constexpr(merge.MAX_MIXTURE)
+MIN_MIXTURE, MAX_MIXTURE = tl.constexpr(limits.MIN_MIXTURE), tl.constexpr(limits.MAX_MIXTURE)
 WIDE_DEPTH, NARROW_FRONTIER = tl.constexpr(limits.WIDE_DEPTH), tl.constexpr(limits.NARROW_FRONTIER)
 DEEPEST, SEED_MASK = tl.constexpr(limits.DEEPEST), tl.constexpr(1 << device_trees.SEED_BIT)
 

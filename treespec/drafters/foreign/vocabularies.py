@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +22,8 @@ from treespec.errors import DraftError
 from treespec.models.decoder import Decoder
 from treespec.planning.planner import Planner
 from treespec.request import Request
-from treespec_weights.vocabularies import Connection, connect
+from treespec_weights.draft_vocabulary import expand_embedding, read_draft_vocabulary
+from treespec_weights.vocabularies import REDUCED, Connection, connect
 
 logger = logging.getLogger("treespec")
 
@@ -34,12 +36,14 @@ class Draft(NamedTuple):
         config: with the target's vocabulary size if the draft joins the SSM group.
         connection: between the vocabularies.
         known: size of the draft's own vocabulary.
+        target_ids: int64 [known], target token of each row of a reduced vocabulary, -1 for all others; None = own ids.
     """
 
     name: str
     config: ModelConfig | AdapterConfig
     connection: Connection
     known: int
+    target_ids: np.ndarray | None = None
 
     @property
     def is_foreign(self) -> bool:
@@ -67,38 +71,46 @@ def connect_drafts(
     size = target.shape.vocab_size
     for name, config in drafts:
         known = config.shape.vocab_size
-        connection = connect(target.folder, size, config.folder, known)
+        target_ids = read_draft_vocabulary(config.folder, known, size) if isinstance(config, ModelConfig) else None
+        connection = connect(target.folder, size, config.folder, known) if target_ids is None else REDUCED
         if connection.kind == "none":
             raise DraftError(
                 f"draft {name} ({config.folder}) has a vocabulary of {known} tokens, the target {target.folder} one of "
                 f"{size}, and {connection.reason}; put the tokenizer files of both into their folders"
             )
         logger.info("draft %s (%s): %s", name, config.folder, connection)
-        if connection.kind == "padded":
+        if connection.kind in ("padded", "reduced"):
             config = replace(config, shape=replace(config.shape, vocab_size=size))
-        connected.append(Draft(name, config, connection, known))
+            if isinstance(config, ModelConfig) and known < size:
+                config = replace(config, head_rows=known if target_ids is None else int((target_ids >= 0).sum()))
+        connected.append(Draft(name, config, connection, known, target_ids))
     return connected
 
 
-def fit_weights(weights: dict[str, Tensor], known: int, size: int) -> None:
-    """Resize a draft's embeddings and head to the target's vocabulary, in place.
+def fit_weights(weights: dict[str, Tensor], size: int, target_ids: np.ndarray | None) -> np.ndarray | None:
+    """Resize a draft's embedding and head to the target's vocabulary, in place.
 
-    Rows beyond the target's vocabulary are dropped, which excludes these tokens from drafting. Tokens that the draft
-    lacks get the mean of all rows, so that the draft can process texts that contain them; their logits are meaningless
-    and must be masked.
+    The embedding gets a row for every token, so that the draft can process any text. The head keeps only the rows of
+    tokens that the draft has. Rows beyond the target's vocabulary are dropped.
 
     Args:
-        weights: decoder parameters by name; `embed` and `lm_head*` are resized.
-        known: number of rows.
-        size: new number of rows.
+        weights: decoder parameters by name; `embed` and `lm_head` are replaced.
+        size: the target's vocabulary size.
+        target_ids: int64, target token of each row, as in `read_draft_vocabulary`; None if ids are equal.
+
+    Returns:
+        int64, ascending, the tokens of the head's rows; None if it covers the vocabulary.
     """
-    for name in [name for name in weights if name == "embed" or name.startswith("lm_head")]:
-        rows = weights[name]
-        if known >= size:
-            weights[name] = rows[:size]
-        else:
-            mean = rows.float().mean(0, keepdim=True).to(rows.dtype)
-            weights[name] = torch.cat((rows, mean.expand(size - known, *rows.shape[1:])))
+    embed = weights["embed"]
+    if target_ids is None and len(embed) >= size:
+        for name in weights.keys() & {"embed", "lm_head"}:
+            weights[name] = weights[name][:size]
+        return None
+    ids = np.arange(len(embed)) if target_ids is None else target_ids
+    tokens: np.ndarray = ids[ids >= 0]
+    weights["lm_head"] = weights.get("lm_head", embed)[: len(tokens)].clone()
+    weights["embed"] = expand_embedding(embed, ids, size)
+    return tokens
 
 
 def foreign_drafters(

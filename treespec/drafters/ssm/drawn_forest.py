@@ -255,7 +255,8 @@ class DrawnForest:
         at = self.frontier
         by_row: list[dict[int, np.ndarray]] = [{} for _ in at.nodes]
         broken = np.zeros(len(at.nodes), dtype=bool)
-        for ssm, rows, probs in ssm_probs:
+        for ssm, rows, probs, known in ssm_probs:
+            assert known is None, "draws are from distributions over the whole vocabulary"
             finite = np.isfinite(probs).all(1)
             broken[rows[~finite]] = True
             for row, own in zip(rows[finite].tolist(), probs[finite], strict=True):

@@ -15,9 +15,8 @@ import torch
 from treespec.drafters.evidence import SeedEvidence
 from treespec.sampling.transforms import topk_rows
 from treespec.tree import Draws, TokenTree
-from treespec_kernels.tree.growth_limits import CHILDREN, FRONTIER, SEEDS, frontier_width
+from treespec_kernels.tree.growth_limits import CHILDREN, FRONTIER, MAX_MIXTURE, MIN_MIXTURE, SEEDS, frontier_width
 from treespec_kernels.tree.tree_levels import Frontier, Level
-from treespec_kernels.tree.tree_merge import MAX_MIXTURE, MIN_MIXTURE
 
 _ONE = np.float32(1)
 
@@ -28,12 +27,14 @@ class SsmProbs(NamedTuple):
     Attributes:
         ssm: index of the SSM.
         rows: int64, frontier rows, ascending.
-        probs: float32 [len(rows), vocab].
+        probs: float32 [len(rows), width].
+        tokens: int64 [width], ascending, the tokens of the columns; None if they are the whole vocabulary.
     """
 
     ssm: int
     rows: np.ndarray
     probs: np.ndarray
+    tokens: np.ndarray | None = None
 
 
 class _Candidates(NamedTuple):
@@ -211,8 +212,9 @@ class Forest:
         seed_tokens = np.where(below >= 0, seeds.tokens[below], -1)
         top_probs = np.zeros((self.num_ssms, count, widest), np.float32)
         top_tokens, broken = [], np.zeros(count, dtype=bool)
-        for ssm, rows, probs in ssm_probs:
+        for ssm, rows, probs, known in ssm_probs:
             values, columns = _top_tokens(probs, widest)
+            columns = columns if known is None else known[columns]
             finite = np.isfinite(values).all(1)  # top-k sorts NaN first
             broken[rows[~finite]] = True
             own = np.full((count, widest), -1)

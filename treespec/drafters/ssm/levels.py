@@ -107,8 +107,9 @@ class CompiledLevels:
         if len(own) < len(ssms):
             return None
         rotations = [self._models[ssm].rotations_to(self._longest + max_depth) for ssm in ssms]
-        vocab = self._models[0].vocab_size
-        return DraftPasses(self._places, ssms, own, rotations, [pools[ssm] for ssm in ssms], active[:, ssms], vocab)
+        models, pools = [self._models[ssm] for ssm in ssms], [pools[ssm] for ssm in ssms]
+        tokens = [model.vocab_size if (head := model.head_vocabulary) is None else head.tokens for model in models]
+        return DraftPasses(self._places, ssms, own, rotations, pools, active[:, ssms], tokens)
 
     def extend(self, frontier: Frontier, depth: int) -> None:
         self._plan = self._places.extend(frontier.owners, frontier.above, depth)

@@ -7,21 +7,40 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treespec.models.compiled import CompiledDecoder
 from treespec.models.decoder import Decoder, Pass
+from treespec.models.head_vocabulary import HeadVocabulary
 from treespec.request import Request
 
 
 class Rows(NamedTuple):
-    """Scores of some rows, float32 [num_rows, vocab] each.
+    """Scores of some rows.
 
     Attributes:
-        probs: probabilities used for drafting, with each request's temperature, noise and restrictions.
+        probs: float32 [num_rows, width], probabilities used for drafting, with each request's temperature, noise and
+            restrictions.
         logits: logits with restrictions, but without temperature and noise, if a request samples; otherwise `probs`.
+        head: the vocabulary of the columns; None if they are the whole vocabulary.
     """
 
     probs: np.ndarray
     logits: np.ndarray
+    head: HeadVocabulary | None = None
+
+    @property
+    def tokens(self) -> np.ndarray | None:
+        """The tokens of the columns, as in `SsmProbs`."""
+        return None if self.head is None else self.head.tokens
+
+    def select(self, rows: np.ndarray | slice) -> "Rows":
+        """Return some of the rows."""
+        return Rows(self.probs[rows], self.logits[rows], self.head)
+
+    def probs_of(self, rows: Sequence[int] | np.ndarray, tokens: Sequence[int]) -> np.ndarray:
+        """Return the probability of one token in each of some rows, [len(rows)]."""
+        if self.head is not None:
+            return self.head.probs_of(self.probs[rows], np.array(tokens, dtype=np.int64))
+        found: np.ndarray = self.probs[rows, tokens]
+        return found
 
 
 class ScoredSlice(NamedTuple):
@@ -53,7 +72,6 @@ def softmax_at(logits: np.ndarray, token: int) -> float:
 def score_rows(
     model: Decoder,
     pool: Tensor,
-    known: int,
     layout: Pass,
     tokens: np.ndarray,
     scored: np.ndarray,
@@ -63,26 +81,24 @@ def score_rows(
 
     Args:
         model, pool: the SSM and its KV pool.
-        known: size of the SSM's own vocabulary; tokens from `known` on get probability 0.
         layout: pass layout of the rows, from `model`.
         tokens: int64 [num_rows].
         scored: int64, indices of the rows to score.
         slices: scored rows by request; rows without one are scored without modification.
     """
     hidden = model.forward(torch.from_numpy(tokens).to(model.device), layout, pool)
+    head = model.head_vocabulary
     if not len(scored):
-        nothing = np.empty((0, model.vocab_size), dtype=np.float32)
-        return Rows(nothing, nothing)
+        nothing = np.empty((0, 0), dtype=np.float32)
+        return Rows(nothing, nothing, head)
     hidden = hidden[: len(tokens)]
     if len(scored) < len(tokens):
         hidden = hidden[torch.from_numpy(scored)]
     changed = [each for each in slices if each.is_changed]
-    compiled = model if isinstance(model, CompiledDecoder) and known == model.vocab_size else None
-    if compiled is not None and not changed:
-        probs = compiled.probs(hidden).numpy()
-        return Rows(probs, probs)
+    if not changed:
+        probs = model.probs(hidden).cpu().numpy()
+        return Rows(probs, probs, head)
     logits = model.logits(hidden).float()
-    logits[:, known:] = -torch.inf
     others = np.ones(len(scored), dtype=bool)
     for request, part, _, paths in changed:
         others[part] = False
@@ -95,7 +111,8 @@ def score_rows(
         request.sampler.temper(tempered[part], position, request.spec.verification)
     result = torch.softmax(tempered, -1)
     # Rows of unmodified requests keep the bits that they have in a pass without modified ones.
-    if compiled is not None and others.any():
-        result[torch.from_numpy(others)] = compiled.probs(hidden[torch.from_numpy(others)])
+    if others.any():
+        own = model.probs(hidden[torch.from_numpy(others)])
+        result[torch.from_numpy(others)] = own if head is None else head.expand(own, 0.0)
     probs = result.cpu().numpy()
     return Rows(probs, logits.cpu().numpy() if sampled else probs)

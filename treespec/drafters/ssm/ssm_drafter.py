@@ -45,7 +45,6 @@ class SsmDrafter:
         models: the SSMs, with embeddings and heads resized to the target's vocabulary.
         names: by SSM, for attribution.
         cache: the engine's; pool i + 1 belongs to SSM i.
-        known: by SSM, size of its own vocabulary; tokens from there on are never proposed. None = the target's size.
 
     Attributes:
         evidence: evidence ratios of the other sources' proposals.
@@ -54,11 +53,8 @@ class SsmDrafter:
 
     name = "ssm"
 
-    def __init__(
-        self, models: Sequence[Decoder], names: Sequence[str], cache: KVCache, known: Sequence[int] | None = None
-    ):
+    def __init__(self, models: Sequence[Decoder], names: Sequence[str], cache: KVCache):
         self.models, self.names, self.cache = list(models), tuple(names), cache
-        self.known = tuple(known if known is not None else [model.vocab_size for model in models])
         self.evidence = SeedEvidence()
         self.drafted = Drafted(0, 0)
         self._passes = self._request_passes = self._read_tokens = 0
@@ -182,14 +178,11 @@ class SsmDrafter:
     ) -> DraftPasses | None:
         """Return the passes that draft a level in one compiled call.
 
-        None if this is not possible: without compiled models, with sampled or restricted requests, or if an SSM's
-        vocabulary is smaller than the target's.
+        None if this is not possible: without compiled models, or with sampled or restricted requests.
         """
         if not isinstance(forest, CompiledForest) or not isinstance(levels, CompiledLevels):
             return None
         if any(request.is_sampled or request.restriction is not None for request in requests):
-            return None
-        if min(self.known) < self.models[0].vocab_size:
             return None
         depth = max(shape.max_depth for shape in forest.shapes)
         if depth == 1:
@@ -215,7 +208,7 @@ class SsmDrafter:
         for draft, own in zip(passes.drafts, probs, strict=True):
             own_rows = scored_rows(draft.ssm, states, parts)
             for owner, rows in own_rows.items():
-                states[owner].scores[-1][draft.ssm] = own[rows]
+                states[owner].scores[-1][draft.ssm] = Rows(own[rows], own[rows], self.models[draft.ssm].head_vocabulary)
             self._passes, self._request_passes = self._passes + bool(own_rows), self._request_passes + len(own_rows)
         return broken
 
@@ -416,9 +409,12 @@ class SsmDrafter:
         (root, kept), state.accepted = state.accepted, None
         for ssm in state.active:
             levels = zip(state.scores, state.first_slots, kept.tolist(), request.tokens[root + 1 :], strict=False)
-            rows = [(scores[ssm][slot - first], token) for scores, first, slot, token in levels]
+            found = [(scores[ssm], slot - first, token) for scores, first, slot, token in levels]
             # Sampled requests keep logits: probabilities that include the token's own noise would be biased.
-            probs = [softmax_at(row, token) if request.is_sampled else row[token] for row, token in rows]
+            probs = [
+                softmax_at(rows.logits[at], token) if request.is_sampled else rows.probs_of([at], [token])[0]
+                for rows, at, token in found
+            ]
             state.trust.observe(ssm, root + 1, np.array(probs))
 
     def _read(self, ssm: int, requests: Sequence[Request]) -> None:
@@ -436,13 +432,13 @@ class SsmDrafter:
             rows = [RequestRows.chain(start, stop - start, r.pages) for r, start, stop in chains]
             tokens = np.array([token for r, start, stop in chains for token in r.tokens[start:stop]])
             layout = self.models[ssm].plan(rows, self.cache.pools[1 + ssm])
-            probs = self._score_rows(ssm, layout, tokens, scored).probs
+            found = self._score_rows(ssm, layout, tokens, scored)
             first = 0
             for (request, _, stop), count in zip(chains, counts, strict=True):
                 state = self._state(request)
                 state.valid[ssm] = stop
                 following = request.tokens[stop - count + 1 : stop + 1]
-                token_probs = probs[np.arange(first, first + count), following]
+                token_probs = found.probs_of(np.arange(first, first + count), following)
                 state.trust.observe(ssm, stop - count + 1, token_probs)
                 first += count
             self._read_tokens += len(tokens)
@@ -480,18 +476,17 @@ class SsmDrafter:
                 ScoredSlice(request, slice(row, row + 1), request.context_len + 1, [()])
                 for (request, _), row in zip(served, rows.tolist(), strict=True)
             ]
-            probs, logits = self._score_rows(ssm, layouts[key], tokens, scored, slices)
+            found = self._score_rows(ssm, layouts[key], tokens, scored, slices)
             self._passes, self._request_passes = self._passes + 1, self._request_passes + len(own)
             if len(self.models) > 1:
                 for (request, state), start, end in zip(served, starts, last, strict=True):
-                    read = probs[end - request.context_len + start : end]
-                    following = request.tokens[start + 1 :]
-                    state.trust.observe(ssm, start + 1, read[np.arange(len(read)), following])
-                probs, logits = probs[last], logits[last]
+                    read = np.arange(end - request.context_len + start, end)
+                    state.trust.observe(ssm, start + 1, found.probs_of(read, request.tokens[start + 1 :]))
+                found = found.select(last)
             for row, (request, state) in enumerate(served):
                 state.valid[ssm] = request.context_len
-                state.scores[0][ssm] = (logits if request.is_sampled else probs)[row : row + 1]
-            results.append(SsmProbs(ssm, np.array(own), probs))
+                state.scores[0][ssm] = found.select(slice(row, row + 1))
+            results.append(SsmProbs(ssm, np.array(own), found.probs, found.tokens))
         return results
 
     def _score(
@@ -514,11 +509,11 @@ class SsmDrafter:
                 ScoredSlice(requests[owner], own, requests[owner].context_len + 1 + forest.depth, paths[parts[owner]])
                 for owner, own in own_rows.items()
             ]
-            probs, logits = self._score_rows(ssm, levels.plan(ssm, rows), at.tokens[rows], np.arange(len(rows)), slices)
+            found = self._score_rows(ssm, levels.plan(ssm, rows), at.tokens[rows], np.arange(len(rows)), slices)
             self._passes, self._request_passes = self._passes + 1, self._request_passes + len(own_rows)
             for owner, own in own_rows.items():
-                states[owner].scores[-1][ssm] = (logits if requests[owner].is_sampled else probs)[own]
-            results.append(SsmProbs(ssm, rows, probs))
+                states[owner].scores[-1][ssm] = found.select(own)
+            results.append(SsmProbs(ssm, rows, found.probs, found.tokens))
         return results
 
     def _score_rows(
@@ -530,4 +525,4 @@ class SsmDrafter:
         slices: Sequence[ScoredSlice] = (),
     ) -> Rows:
         model, pool = self.models[ssm], self.cache.pools[1 + ssm]
-        return score_rows(model, pool, self.known[ssm], layout, tokens, scored, slices)
+        return score_rows(model, pool, layout, tokens, scored, slices)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from treespec.drafters.ssm.scoring import Rows
 from treespec.drafters.trust import Trust
 from treespec.tree import TokenTree
 from treespec.verification.oracle import RandomOracle
@@ -41,7 +42,7 @@ class SsmState:
         weights: float64 [num_ssms], mixture weights in this round; 0 for inactive SSMs.
         active: SSMs that draft in this round, ascending.
         first_slots: first slot of each level.
-        scores: by level and SSM, float32 [slots, vocab]: probabilities, or logits if the request samples.
+        scores: by level and SSM, the scores of the level's slots.
         slot_of_node: int64 [num_nodes], slots of the proposed tree's nodes, -1 if not expanded; None without a tree.
         seed: the seeds that the tree was grown over; None without a tree.
         oracle: randomness of draws.
@@ -53,7 +54,7 @@ class SsmState:
     weights: np.ndarray
     active: list[int] = field(default_factory=list)
     first_slots: list[int] = field(default_factory=list)
-    scores: list[dict[int, np.ndarray]] = field(default_factory=list)
+    scores: list[dict[int, Rows]] = field(default_factory=list)
     slot_of_node: np.ndarray | None = None
     seed: TokenTree | None = None
     oracle: RandomOracle | None = None

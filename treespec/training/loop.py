@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
+from tqdm import tqdm  # type: ignore[import-untyped]
 
-from treespec_training.files import replacing
+from treespec.training.files import replacing
 
 WARMUP = 0.02
 FINAL_RATE = 0.05
@@ -92,8 +92,9 @@ def optimizers_for(model: nn.Module) -> list[torch.optim.Optimizer]:
 
     Muon's steps are scaled to AdamW's RMS, so that one learning rate serves both.
     """
-    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed_tokens" not in name]
-    embeddings = [p for name, p in model.named_parameters() if "embed_tokens" in name]
+    embedding = model.get_input_embeddings().weight  # type: ignore[operator]
+    matrices = [p for p in model.parameters() if p.ndim == 2 and p is not embedding]
+    embeddings = [embedding]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": embeddings, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     return [

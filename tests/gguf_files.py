@@ -1,0 +1,245 @@
+"""GGUF files of tiny models, written as llama.cpp's converter writes them: what the tests of GGUF files share."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType
+from torch import Tensor, nn
+
+from treespec_weights import Checkpoint, FamilyRules, ModelShape, family_of, read_config
+from treespec_weights.load import expected_tensors
+
+ARCHITECTURES = {"gemma3_text": "gemma3"}  # where they differ from model_type
+NAMES = {
+    "embed": "token_embd",
+    "final_norm": "output_norm",
+    "lm_head": "output",
+    "attn_norm": "attn_norm",
+    "q": "attn_q",
+    "k": "attn_k",
+    "v": "attn_v",
+    "q k v": "attn_qkv",
+    "q_norm": "attn_q_norm",
+    "k_norm": "attn_k_norm",
+    "o": "attn_output",
+    "attn_post_norm": "post_attention_norm",
+    "mlp_norm": "ffn_norm",
+    "gate": "ffn_gate",
+    "up": "ffn_up",
+    "gate up": "ffn_up",
+    "down": "ffn_down",
+    "mlp_post_norm": "post_ffw_norm",
+}
+"""GGUF names by the parameters of a tensor."""
+
+Types = Callable[[str], str]
+"""The type of a matrix, by GGUF name."""
+
+
+def write_gguf(
+    path: Path,
+    folder: Path,
+    types: str | Types = "F32",
+    change: Callable[[gguf.GGUFWriter], None] | None = None,
+    drop: Sequence[str] = (),
+    tokenizer: Mapping[str, Any] | None = None,
+    **metadata: Any,
+) -> Path:
+    """Writes a checkpoint of a Hugging Face folder as a GGUF file; vectors are always F32.
+
+    Args:
+        types: of the matrices. Those that gguf cannot quantise to have random blocks.
+        change: adds further metadata and tensors.
+        drop: names of metadata and tensors to leave out.
+        tokenizer: further metadata, as from `metadata_of`.
+        metadata: replaces values of the architecture; dots of the keys are written as "__".
+    """
+    config = read_config(folder)
+    rules = family_of(config, folder)
+    shape = ModelShape.from_hf(config, rules, folder)
+    arch = ARCHITECTURES.get(rules.model_type, rules.model_type)
+    writer = gguf.GGUFWriter(path, arch)
+    values = _metadata(config, rules, shape) | {key.replace("__", "."): value for key, value in metadata.items()}
+    for key, value in values.items():
+        if key not in drop and value is not None:
+            _add(writer, f"{arch}.{key}", value)
+    for key, value in (tokenizer or {}).items():
+        _add(writer, key, value)
+    for key in ("bos", "eos", "padding"):
+        if f"tokenizer.ggml.{key}_token_id" in (tokenizer or {}):
+            continue
+        if (token := config.get(f"{key.removesuffix('ding')}_token_id")) is not None:
+            writer.add_uint32(f"tokenizer.ggml.{key}_token_id", token)
+    tensors = _tensors(folder, rules, shape) | _rope_factors(config, shape)
+    for name, tensor in tensors.items():
+        if name not in drop:
+            kind = "F32" if tensor.dim() < 2 else types if isinstance(types, str) else types(name)
+            add_tensor(writer, name, tensor, kind)
+    if change is not None:
+        change(writer)
+    return finish(writer)
+
+
+def metadata_of(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
+    """The tokenizer's metadata that llama.cpp's converter writes for a tokenizer.json of byte-level BPE."""
+    vocab, types = dict(tokenizer["model"]["vocab"]), {}
+    for added in tokenizer["added_tokens"]:
+        vocab[added["content"]] = added["id"]
+        types[added["id"]] = 3 if added["special"] else 4
+    tokens = sorted(vocab, key=vocab.__getitem__)
+    merges = tokenizer["model"]["merges"]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [types.get(id, 1) for id in range(len(tokens))],
+        "tokenizer.ggml.merges": [merge if isinstance(merge, str) else " ".join(merge) for merge in merges],
+    }
+
+
+def finish(writer: gguf.GGUFWriter) -> Path:
+    """Writes a file, and returns its path."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return Path(writer.path)
+
+
+def add_tensor(writer: gguf.GGUFWriter, name: str, tensor: Tensor, kind: str) -> None:
+    type = GGMLQuantizationType[kind]
+    values = tensor.float().numpy()
+    try:
+        data = values if kind == "F32" else gguf.quants.quantize(values, type)
+    except NotImplementedError:
+        data = random_blocks(type, *values.shape, scale=float(np.abs(values).max()))
+    writer.add_tensor(name, data, raw_dtype=type)
+
+
+def random_blocks(type: GGMLQuantizationType, out: int, inputs: int, scale: float = 1.0) -> np.ndarray:
+    """uint8 [out, bytes]: blocks of random integers, of about this largest value."""
+    values, size = gguf.GGML_QUANT_SIZES[type]
+    rng = np.random.default_rng(out * inputs)
+    blocks = rng.integers(0, 256, (out, inputs // values, size), dtype=np.uint8)
+    place, largest, centre = {
+        "Q8_0": ((0,), 127, 0),
+        "Q4_0": ((0,), 8, 0),
+        "Q4_1": ((0, 2), 15, 7.5),
+        "Q4_K": ((0, 2), 63 * 15, 7.5),
+        "Q5_K": ((0, 2), 63 * 31, 15.5),
+        "Q6_K": ((208,), 127 * 32, 0),
+    }[type.name]
+    factors = rng.uniform(0.5, 1, (out, inputs // values)) * scale / largest
+    for i, (at, factor) in enumerate(zip(place, (factors, factors * centre), strict=False)):
+        sign = -1 if type.name == "Q4_1" and i else 1
+        blocks[..., at : at + 2] = (sign * factor).astype("<f2").view(np.uint8).reshape(*factor.shape, 2)
+    return blocks.reshape(out, -1)
+
+
+def _metadata(config: Mapping[str, Any], rules: FamilyRules, shape: ModelShape) -> dict[str, Any]:
+    """Values of the architecture, by key without its name."""
+    rope = config.get("rope_parameters") or {}
+    own = rope.get("full_attention", rope)
+    rotated = own.get("partial_rotary_factor", 1.0)
+    kind = {"llama3": None, "default": None}.get(own.get("rope_type"), own.get("rope_type"))
+    original = own.get("original_max_position_embeddings", config.get("original_max_position_embeddings"))
+    found = {
+        "block_count": shape.num_layers,
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": shape.hidden_size,
+        "feed_forward_length": shape.intermediate_size,
+        "attention.head_count": shape.num_heads,
+        "attention.head_count_kv": shape.num_kv_heads,
+        "attention.key_length": shape.head_dim,
+        "attention.value_length": shape.head_dim,
+        "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
+        "vocab_size": shape.vocab_size,
+        "rope.freq_base": float(own["rope_theta"]),
+        "rope.dimension_count": int(shape.head_dim * rotated),
+        "rope.scaling.type": kind,
+        "rope.scaling.factor": float(own["factor"]) if kind in ("linear", "yarn") else None,
+        "rope.scaling.original_context_length": original if kind in ("yarn", "longrope") else None,
+    }
+    if rules.windows and config.get("use_sliding_window", True):
+        found["attention.sliding_window"] = config.get("sliding_window")
+    if rules.model_type == "phi3" and kind == "longrope":
+        ratio = config["max_position_embeddings"] / original
+        found["rope.scaling.attn_factor"] = math.sqrt(1 + math.log(ratio) / math.log(original))
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        found[key] = config.get(key)
+    return found
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
+
+
+def _tensors(folder: Path, rules: FamilyRules, shape: ModelShape) -> dict[str, Tensor]:
+    """The tensors by GGUF name, with what the converter changes of them."""
+    found = {}
+    with Checkpoint.open(folder) as checkpoint:
+        for placement in expected_tensors(shape, rules):
+            tensor = checkpoint.tensor(placement.name).float()
+            params = [param.rpartition(".")[2] for param in placement.params]
+            bias = params[0].endswith("_bias")
+            layer = placement.name.split(".")[2] if ".layers." in placement.name else None
+            stem = NAMES[" ".join(param.removesuffix("_bias") for param in params)]
+            if rules.model_type == "llama" and stem in ("attn_q", "attn_k"):
+                heads = shape.num_heads if stem == "attn_q" else shape.num_kv_heads
+                tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+            if rules.norm == "rms_plus_one" and stem.endswith("norm"):
+                tensor = tensor + 1
+            prefix = "" if layer is None else f"blk.{layer}."
+            found[f"{prefix}{stem}.{'bias' if bias else 'weight'}"] = tensor
+    return found
+
+
+def _rope_factors(config: Mapping[str, Any], shape: ModelShape) -> dict[str, Tensor]:
+    """Tensors of rotary frequencies' factors: of longrope, and of Llama 3's scaling as the converter computes them."""
+    rope = config.get("rope_parameters") or {}
+    if rope.get("rope_type") == "longrope":
+        return {f"rope_factors_{name}.weight": torch.tensor(rope[f"{name}_factor"]) for name in ("long", "short")}
+    if rope.get("rope_type") != "llama3":
+        return {}
+    factors = []
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    original = rope["original_max_position_embeddings"]
+    for i in range(0, shape.head_dim, 2):
+        length = 2 * math.pi * rope["rope_theta"] ** (i / shape.head_dim)
+        if length < original / high:
+            factors.append(1.0)
+        elif length > original / low:
+            factors.append(rope["factor"])
+        else:
+            smooth = (original / length - low) / (high - low)
+            factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+    return {"rope_freqs.weight": torch.tensor(factors)}
+
+
+def transformers_reading(path: Path) -> nn.Module:
+    """transformers' model of a GGUF file, in float32."""
+    from transformers import AutoModelForCausalLM, GgufConfig
+
+    # accelerate is asked for, but not needed to read the architectures here.
+    with mock.patch("transformers.modeling_utils.is_accelerate_available", lambda: True):
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(
+            path.parent,
+            gguf_file=path.name,
+            dtype=torch.float32,
+            quantization_config=GgufConfig(dequantize=True),
+        )
+    return model.eval()

@@ -1,0 +1,234 @@
+"""`treespec train`: data, lessons, clusters, and whole runs on a toy target, interrupted and resumed."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.models import make_llama, new_folder
+from tests.tokenizers_made import TEXT, byte_level, save_tokenizer
+from treespec import LLM, SpecConfig
+from treespec.errors import ConfigError
+from treespec.training.draft_vocabulary import choose_vocabulary, rows_of_tokens
+from treespec.training.lessons import TOP, Lessons, LessonWriter
+from treespec.training.prompts import TrainingPrompt, read_training_prompts
+from treespec.training.run import TrainingSettings, by_benefit, held_out, train_drafts
+from treespec.training.specialisation import balanced_owners, cluster_errors, cluster_groups, odds_of
+
+VOCAB = 384
+
+
+@pytest.fixture(scope="module")
+def target() -> Path:
+    folder = make_llama(new_folder("target"), 0, vocab_size=VOCAB, num_hidden_layers=2)
+    return save_tokenizer(folder, byte_level(VOCAB, TEXT.splitlines()))
+
+
+@pytest.fixture(scope="module")
+def llm(target: Path) -> LLM:
+    return LLM(target, drafts=[], compile=False, max_model_len=512)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("data")
+    for i, part in enumerate(("code", "notes")):
+        (root / part).mkdir()
+        (root / part / "text.txt").write_text(TEXT[i * 9000 : (i + 1) * 9000])
+    return root
+
+
+def test_prompts_of_every_form(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "long.md").write_text("line\n" * 1000)
+    (tmp_path / "image.bin").write_bytes(b"\xff\xfe\x00")
+    entries: list[dict[str, Any]] = [
+        {"prompt": "one", "kind": "x"},
+        {"text": "two"},
+        {"turns": ["three", "four"], "category": "y"},
+        {"messages": [{"role": "user", "content": "five"}]},
+    ]
+    (tmp_path / "list.jsonl").write_text("\n".join(map(json.dumps, entries)))
+    found = read_training_prompts([tmp_path], chat=True)
+    assert [prompt for prompt in found if prompt.group != "a"] == [
+        TrainingPrompt([{"role": "user", "content": "one"}], "x"),
+        TrainingPrompt("two", "list"),
+        TrainingPrompt([{"role": "user", "content": "three"}], "y"),
+        TrainingPrompt([{"role": "user", "content": "five"}], "list"),
+    ]
+    passages = [prompt.content for prompt in found if prompt.group == "a"]
+    assert "".join(map(str, passages)) == "line\n" * 1000 and len(passages) == 3
+    assert read_training_prompts([tmp_path / "list.jsonl"], chat=False)[0].content == "one"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("empty.txt", " \n", "none with text"),
+        ("image.bin", "\udcff", "none with text"),
+        ("list.jsonl", '{"prompt": ""}', "list.jsonl, line 1: 'prompt' holds ''"),
+        ("list.jsonl", '{"question": "x"}', 'line 1: .* valid: {"messages"'),
+        ("list.jsonl", "[1]", "entry 1: '1'"),
+        ("list.json", "{", "not JSON"),
+    ],
+)
+def test_data_without_text_is_refused(tmp_path: Path, name: str, content: str, message: str) -> None:
+    (tmp_path / name).write_bytes(content.encode(errors="surrogateescape"))
+    with pytest.raises(ConfigError, match=message):
+        read_training_prompts([tmp_path], chat=False)
+
+
+def test_missing_data_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nowhere does not exist; give files or folders"):
+        read_training_prompts([tmp_path / "nowhere"], chat=False)
+
+
+def test_shards_depend_on_their_number_alone(llm: LLM, tmp_path: Path) -> None:
+    prompts = [TrainingPrompt(TEXT[i * 300 : (i + 1) * 300], f"group {i % 3}") for i in range(40)]
+    forward, backward = (LessonWriter(llm, prompts, tmp_path / name, 12, seed=5) for name in "ab")
+    for number in (0, 1):
+        forward.write(number)
+        backward.write(1 - number)
+    shards = [Lessons.load(writer.shards) for writer in (forward, backward)]
+    for name in Lessons.__dataclass_fields__:
+        assert np.array_equal(*(getattr(shard, name) for shard in shards)), name
+    lessons = shards[0]
+    assert len(lessons) == 64 and lessons.top_ids.shape == (lessons.generated.sum(), TOP)
+    greedy = lessons.select(np.arange(0, 64, 2))  # every other lesson
+    written = np.concatenate(
+        [greedy.tokens[a + n : b] for a, n, b in zip(greedy.starts, greedy.firsts, greedy.starts[1:], strict=False)]
+    )
+    assert np.array_equal(written, greedy.top_ids[:, 0])
+    assert (np.diff(lessons.top_logprobs.astype(float), axis=1) <= 0).all()
+
+
+def toy_lessons(rows: list[tuple[list[int], list[int]]], groups: list[str] | None = None) -> Lessons:
+    """Lessons of (prompt, output) with certain tokens."""
+    outputs = [token for _, output in rows for token in output]
+    top = np.zeros((len(outputs), TOP), dtype=np.int32)
+    top[:, 0] = outputs
+    logprobs = np.full(top.shape, -20, dtype=np.float16)
+    logprobs[:, 0] = 0
+    return Lessons(
+        np.array([token for prompt, output in rows for token in prompt + output], dtype=np.int32),
+        np.concatenate([[0], np.cumsum([len(prompt) + len(output) for prompt, output in rows])]),
+        np.array([len(prompt) for prompt, _ in rows]),
+        top,
+        logprobs,
+        np.array(groups or ["x"] * len(rows)),
+    )
+
+
+def test_vocabulary_holds_what_the_target_writes() -> None:
+    lessons = toy_lessons([([7], [100, 100, 101]), ([8], [102, 100])])
+    chosen = choose_vocabulary(lessons, 1000, (3,), most=100_000)
+    assert (np.diff(chosen[:-1]) > 0).all() and chosen[-1] == -1
+    assert {3, 100, 101, 102} <= set(chosen.tolist())
+    assert (len(chosen) - 1) % 16 == 0
+    small = choose_vocabulary(lessons, 1000, (3,), most=17)
+    assert {3, 100, 101, 102} <= set(small.tolist()) and len(small) == 17
+    rows = rows_of_tokens(small, 1000)
+    assert (small[rows[small[:-1]]] == small[:-1]).all() and rows[999 if 999 not in small else 998] == 16
+
+
+def test_clusters() -> None:
+    groups = np.array(["a"] * 5 + ["b"] * 3 + ["c"] * 2)
+    assert cluster_groups(groups, 2).tolist() == [0] * 5 + [1] * 5
+    rng = np.random.default_rng(0)
+    missed = [rng.integers(0, 10, 6) + 10 * (i % 3) for i in range(60)]
+    owners = cluster_errors(missed, 30, 3, seed=1)
+    assert all(len(set(owners[i::3].tolist())) == 1 for i in range(3)) and set(owners.tolist()) == {0, 1, 2}
+    costs = np.zeros((40, 2))
+    costs[:, 1] = 1 + np.arange(40)
+    owners = balanced_owners(costs)
+    assert np.flatnonzero(owners == 1).tolist() == list(range(10))
+    odds = odds_of(owners, 1)
+    assert odds.sum() == pytest.approx(1) and odds[0] > odds[-1] > 0
+
+
+def test_drafts_are_ordered_by_what_they_add() -> None:
+    a, b, c = (np.array(row, dtype=bool) for row in ([1, 1, 1, 0, 0], [1, 1, 0, 0, 0], [0, 0, 0, 1, 0]))
+    assert by_benefit([b, c, a]) == [2, 1, 0]
+    assert held_out(100, 0).sum() == 4 and held_out(4, 0).sum() == 2 and np.array_equal(held_out(9, 3), held_out(9, 3))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ssms": 0}, "ssms=0; valid: 1 to 8"),
+        ({"minutes": 0.0}, "minutes=0.0; valid: more than 0"),
+        ({"tokens": 0, "minutes": None}, "tokens=0; valid: at least 1"),
+        ({"tokens": 5}, "give minutes or tokens"),
+        ({"specialise": "luck"}, "specialise='luck'; valid: 'errors', 'folders'"),
+        ({"max_tokens": 1}, "max_tokens=1; valid: at least 2"),
+    ],
+)
+def test_settings_out_of_range(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TrainingSettings("target", ("data",), **changes).check()
+
+
+OPTIONS: dict[str, Any] = {"ssms": 2, "tokens": 1500, "layers": 1, "vocabulary": 257, "max_tokens": 16}
+
+
+def weights_of(out: Path) -> dict[str, bytes]:
+    return {f"{name}/{file.name}": file.read_bytes() for name in ("ssm-1", "ssm-2") for file in (out / name).iterdir()}
+
+
+@pytest.fixture(scope="module")
+def trained(target: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("trained") / "out"
+    report = train_drafts(target, [data], out, **OPTIONS)
+    assert report.differing == 0 and [row.drafts for row in report.measured] == [0, 1, 2]
+    assert json.loads((out / "report.json").read_text())["settings"]["ssms"] == 2
+    return out
+
+
+@pytest.mark.slow
+def test_trained_drafts_load_here_and_in_transformers(trained: Path, target: Path) -> None:
+    llm = LLM(target, drafts=[trained / "ssm-1", trained / "ssm-2"], compile=False, max_model_len=256)
+    plain, tree = (llm.generate("import os", spec=spec)[0] for spec in ("off", SpecConfig(nodes=8)))
+    assert plain.outputs[0].token_ids == tree.outputs[0].token_ids
+    model = AutoModelForCausalLM.from_pretrained(trained / "ssm-1")
+    assert model.config.num_hidden_layers == 1 and model.config.vocab_size == 257
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_to_the_same_weights(target: Path, data: Path, trained: Path, tmp_path: Path) -> None:
+    out, rng = tmp_path / "out", random.Random(0)
+    flags = [flag for name, value in OPTIONS.items() for flag in (f"--{name.replace('_', '-')}", str(value))]
+    command = [sys.executable, "-m", "treespec", "train", "--target", str(target), "--data", str(data)]
+    command += ["--out", str(out), *flags]
+    for attempt in range(40):
+        process = subprocess.Popen([*command, *(["--resume"] if attempt else [])], stderr=subprocess.PIPE)
+        if attempt < 10:
+            time.sleep(rng.uniform(3, 8))
+            process.send_signal(signal.SIGKILL if attempt % 2 else signal.SIGINT)
+        error = process.communicate()[1]
+        if process.returncode == 0:
+            break
+        assert attempt < 10, error.decode()
+    assert weights_of(out) == weights_of(trained)
+
+
+def test_a_folder_with_something_else_is_refused(target: Path, data: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("x")
+    with pytest.raises(ConfigError, match="is not empty; give --resume"):
+        train_drafts(target, [data], tmp_path, tokens=10)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.slow
+def test_another_run_is_refused(target: Path, data: Path, trained: Path) -> None:
+    with pytest.raises(ConfigError, match="holds a run with other settings"):
+        train_drafts(target, [data], trained, tokens=99, resume=True)
+    assert load_file(trained / "ssm-1" / "model.safetensors")

@@ -1,0 +1,93 @@
+"""`treespec train`: train draft models for a target."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from treespec.cli.group import print_json, usage_error
+from treespec.cli.options import Device, Json
+from treespec.utils.interrupts import INTERRUPTED
+
+
+def train(
+    data: Annotated[
+        list[Path],
+        typer.Option(
+            "--data",
+            metavar="FILES_OR_FOLDERS...",
+            help="Texts like those that the target will continue: UTF-8 files, or JSON lines with messages, prompt or "
+            "text. Groups are a folder's subfolders, or an entry's kind.",
+        ),
+    ],
+    target: Annotated[
+        str, typer.Option("--target", metavar="M", help="The target: a folder, a GGUF file or a hub id.")
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder of the drafts ssm-1, ssm-2 and so on.")],
+    ssms: Annotated[int, typer.Option("--ssms", metavar="N", help="Number of drafts.")] = 3,
+    minutes: Annotated[
+        float | None, typer.Option("--minutes", metavar="N", help="Time for lessons and training. Default: 60.")
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--tokens",
+            metavar="N",
+            help="Instead of --minutes: tokens that the target writes as lessons; reproducible.",
+        ),
+    ] = None,
+    specialise: Annotated[
+        str,
+        typer.Option(
+            "--specialise",
+            metavar="HOW",
+            help="errors: by what a draft gets wrong; folders: by the groups of the data.",
+        ),
+    ] = "errors",
+    layers: Annotated[
+        int | None, typer.Option("--layers", metavar="N", help="Layers of a draft. Default: by this machine's costs.")
+    ] = None,
+    vocabulary: Annotated[
+        int | None,
+        typer.Option("--vocabulary", metavar="N", help="Most tokens that a draft knows. Default: by costs."),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", help="Tokens of a lesson.")] = 160,
+    seed: Annotated[int, typer.Option("--seed", metavar="S", help="Seed of everything.")] = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """Train small draft models for a target, from its own continuations of your texts.
+
+    Ctrl-C stops after the current step and keeps what is trained; --resume continues.
+    """
+    from treespec.training.loop import Paused
+    from treespec.training.run import train_drafts
+
+    if minutes is not None and tokens is not None:
+        raise usage_error("--minutes and --tokens: give one of them")
+    try:
+        report = train_drafts(
+            target,
+            data,
+            out,
+            ssms=ssms,
+            minutes=minutes,
+            tokens=tokens,
+            specialise=specialise,
+            layers=layers,
+            vocabulary=vocabulary,
+            max_tokens=max_tokens,
+            seed=seed,
+            device=device,
+            resume=resume,
+        )
+    except Paused:
+        typer.echo(f"stopped; drafts trained so far are in {out}; the same command with --resume continues", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+    if as_json:
+        print_json(report.as_dict())
+        return
+    typer.echo(str(report))
+    names = " ".join(f"--draft {out / f'ssm-{i + 1}'}" for i in range(report.recommended))
+    typer.echo(f'\ntreespec generate --model {target} {names} "..."')

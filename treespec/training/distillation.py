@@ -1,0 +1,147 @@
+"""Distillation of drafts from lessons, in the draft's own vocabulary."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from treespec.training.draft_vocabulary import rows_of_tokens
+from treespec.training.lessons import Lessons
+
+WINDOW = 320  # tokens of a training row
+ARGMAX_SHARE = 0.3  # weight of the cross-entropy to the target's most likely token
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One optimizer step's rows, padded at the end.
+
+    Attributes:
+        inputs: int64 [rows, length], draft rows of the tokens.
+        places: int64 [targets, 2], row and position that predict each target.
+        ids: int64 [targets, TOP], draft rows of the target's most likely tokens; the last row for those it lacks.
+        probs: float32 [targets, TOP], their probabilities, 0 for those it lacks.
+        first: bool [targets], whether the most likely token is in the draft's vocabulary.
+    """
+
+    inputs: Tensor
+    places: Tensor
+    ids: Tensor
+    probs: Tensor
+    first: Tensor
+
+
+class Curriculum:
+    """Draws batches of lessons with given odds. A batch depends only on the seed and the step.
+
+    Args:
+        lessons: of the target.
+        target_ids: the draft's vocabulary.
+        target_size: size of the target's.
+        batch_tokens: generated tokens of a batch, about.
+        seed: of the draws.
+        device: of the batches.
+    """
+
+    def __init__(
+        self,
+        lessons: Lessons,
+        target_ids: np.ndarray,
+        target_size: int,
+        batch_tokens: int,
+        seed: int,
+        device: torch.device,
+    ):
+        self.lessons, self.seed, self.device = lessons, seed, device
+        rows = rows_of_tokens(target_ids, target_size)
+        self.other = len(target_ids) - 1
+        self._tokens = rows[lessons.tokens]
+        self._ids = rows[lessons.top_ids]
+        self._probs = np.where(self._ids != self.other, np.exp(lessons.top_logprobs.astype(np.float32)), 0.0)
+        self._targets = lessons.targets
+        self.count = max(round(batch_tokens / max(float(lessons.generated.mean()), 1.0)), 1)
+        self.odds = np.full(len(lessons), 1 / len(lessons))
+
+    def batch(self, step: int) -> Batch:
+        """Return the batch of a step."""
+        chosen = np.random.default_rng((self.seed, 2, step)).choice(len(self.lessons), self.count, p=self.odds)
+        return self.of(chosen)
+
+    def of(self, chosen: Sequence[int] | np.ndarray) -> Batch:
+        """Return these lessons as a batch; long prompts lose their beginning."""
+        lessons, windows, places, targets = self.lessons, [], [], []
+        for row, i in enumerate(chosen):
+            first, start, stop = int(lessons.firsts[i]), int(lessons.starts[i]), int(lessons.starts[i + 1])
+            cut = max(min(stop - start - WINDOW, first - 1), 0)
+            window = self._tokens[start + cut : min(stop, start + cut + WINDOW)]
+            count = len(window) - (first - cut)
+            windows.append(window[:-1])
+            places.append(np.stack((np.full(count, row), first - cut - 1 + np.arange(count)), 1))
+            targets.append(self._targets[i] + np.arange(count))
+        inputs = np.zeros((len(windows), max(map(len, windows))), dtype=np.int64)
+        for row, window in enumerate(windows):
+            inputs[row, : len(window)] = window
+        index = np.concatenate(targets)
+        arrays = inputs, np.concatenate(places), self._ids[index], self._probs[index], self._ids[index, 0] != self.other
+        return Batch(*(torch.from_numpy(array).to(self.device) for array in arrays))
+
+    def loss(self, model: nn.Module, step: int) -> tuple[Tensor, int]:
+        """Return the mean loss of a step's batch and its number of target positions."""
+        batch = self.batch(step)
+        return distillation_losses(logits_at(model, batch), batch).mean(), len(batch.places)
+
+
+def logits_at(model: Any, batch: Batch) -> Tensor:
+    """Return the draft's logits at the target positions, float32 [targets, rows], the row of other tokens left out."""
+    with torch.autocast(batch.inputs.device.type, torch.bfloat16):
+        hidden = model.get_decoder()(input_ids=batch.inputs, use_cache=False).last_hidden_state
+        logits: Tensor = model.get_output_embeddings()(hidden[batch.places[:, 0], batch.places[:, 1]])
+    return logits[:, :-1].float()
+
+
+def distillation_losses(logits: Tensor, batch: Batch) -> Tensor:
+    """Return the loss of each target position, [targets], from `logits_at`.
+
+    Cross-entropy to the target's distribution, restricted to the draft's vocabulary, and to its most likely token.
+    """
+    known = batch.ids.clamp(max=logits.shape[1] - 1)
+    logprobs = logits.gather(1, known) - logits.logsumexp(1, keepdim=True)
+    soft = -(batch.probs * logprobs).sum(1)
+    hard = -logprobs[:, 0] * batch.first
+    return (1 - ARGMAX_SHARE) * soft + ARGMAX_SHARE * hard
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How well a draft predicts lessons.
+
+    Attributes:
+        losses: float64 [lessons], mean loss of each.
+        hits: bool [targets], whether the draft's first choice is the target's, by position.
+        missed: by lesson, the target's most likely tokens that the draft did not choose, as draft rows.
+    """
+
+    losses: np.ndarray
+    hits: np.ndarray
+    missed: list[np.ndarray]
+
+
+@torch.inference_mode()
+def evaluate(model: nn.Module, curriculum: Curriculum, size: int = 16) -> Fit:
+    """Evaluate a draft on all lessons of a curriculum."""
+    model.eval()
+    losses, hits, missed, count = [], [], list[np.ndarray](), len(curriculum.lessons)
+    for start in range(0, count, size):
+        batch = curriculum.of(range(start, min(start + size, count)))
+        rows, first = batch.places[:, 0].cpu().numpy(), batch.ids[:, 0].cpu().numpy()
+        logits = logits_at(model, batch)
+        hit = logits.argmax(1).cpu().numpy() == first
+        number = np.bincount(rows, minlength=len(batch.inputs))
+        each = distillation_losses(logits, batch).double().cpu().numpy()
+        losses.append(np.bincount(rows, each, minlength=len(batch.inputs)) / np.maximum(number, 1))
+        hits.append(hit)
+        missed += [first[~hit & (rows == row)] for row in range(len(batch.inputs))]
+    return Fit(np.concatenate(losses), np.concatenate(hits), missed)

@@ -1,0 +1,170 @@
+"""Lessons: the target's continuations of training prompts, with its most likely next tokens at every position."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from treespec.config import SpecConfig
+from treespec.errors import RequestError
+from treespec.llm import LLM
+from treespec.outputs import RequestOutput
+from treespec.sampling_params import SamplingParams
+from treespec.training.files import replacing
+from treespec.training.prompts import TrainingPrompt
+
+TOP = 16  # most likely tokens stored per position
+PER_SHARD = 32  # prompts of a shard
+RAW_TOKENS = (16, 96)  # length of the beginning of a raw text that is continued
+MAX_PROMPT_TOKENS = 384
+
+
+@dataclass(frozen=True)
+class Lessons:
+    """Token sequences with the target's distribution after every position of its own output.
+
+    Attributes:
+        tokens: int32 [total tokens], all sequences concatenated.
+        starts: int64 [count + 1], bounds of the sequences.
+        firsts: int64 [count], index within a sequence of the first generated token.
+        top_ids, top_logprobs: int32 and float16 [total generated tokens, TOP], most likely first, by generated token.
+        groups: str [count].
+    """
+
+    tokens: np.ndarray
+    starts: np.ndarray
+    firsts: np.ndarray
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
+    groups: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.firsts)
+
+    @property
+    def generated(self) -> np.ndarray:
+        """int64 [count], number of generated tokens of each sequence."""
+        return np.diff(self.starts) - self.firsts
+
+    @property
+    def targets(self) -> np.ndarray:
+        """int64 [count + 1], bounds of the sequences in `top_ids`."""
+        return np.concatenate([[0], np.cumsum(self.generated)])
+
+    def save(self, path: Path) -> None:
+        """Write one shard atomically."""
+        with replacing(path) as temporary, temporary.open("wb") as file:
+            np.savez(file, **vars(self))
+
+    @classmethod
+    def load(cls, paths: Sequence[Path]) -> "Lessons":
+        """Read and concatenate shards."""
+        shards = []
+        for path in paths:
+            with np.load(path) as file:
+                shards.append(cls(**{name: file[name] for name in cls.__dataclass_fields__}))
+        return cls.concatenate(shards)
+
+    @classmethod
+    def concatenate(cls, parts: Sequence["Lessons"]) -> "Lessons":
+        """Concatenate lessons."""
+        lengths = np.concatenate([np.diff(part.starts) for part in parts])
+        joined = {name: np.concatenate([getattr(part, name) for part in parts]) for name in cls.__dataclass_fields__}
+        return cls(**joined | {"starts": np.concatenate([[0], np.cumsum(lengths)])})
+
+    def select(self, chosen: np.ndarray) -> "Lessons":
+        """Return the sequences with these indices."""
+        targets = self.targets
+        pieces = [slice(self.starts[i], self.starts[i + 1]) for i in chosen]
+        rows = [slice(targets[i], targets[i + 1]) for i in chosen]
+        return Lessons(
+            np.concatenate([self.tokens[piece] for piece in pieces]),
+            np.concatenate([[0], np.cumsum([piece.stop - piece.start for piece in pieces])]),
+            self.firsts[chosen],
+            np.concatenate([self.top_ids[row] for row in rows]),
+            np.concatenate([self.top_logprobs[row] for row in rows]),
+            self.groups[chosen],
+        )
+
+
+class LessonWriter:
+    """Lets an engine continue prompts and writes the results in shards.
+
+    A shard depends only on the prompts, the seed and its number: interrupted runs continue at the next shard, and
+    every shard has the bits of an uninterrupted run.
+
+    Args:
+        llm: the target; lookup may speed it up.
+        prompts: training prompts in a fixed order.
+        folder: of the shards.
+        max_tokens: generated tokens of a lesson.
+        seed: of beginnings, temperatures and sampling.
+    """
+
+    def __init__(self, llm: LLM, prompts: Sequence[TrainingPrompt], folder: Path, max_tokens: int, seed: int):
+        self.llm, self.prompts, self.folder, self.max_tokens, self.seed = llm, prompts, folder, max_tokens, seed
+        self._order = np.random.default_rng((seed, 0)).permutation(len(prompts))
+
+    @property
+    def shards(self) -> list[Path]:
+        """The complete shards, in order; a gap ends the list."""
+        paths = (self.folder / f"lessons-{i:05}.npz" for i in range(len(list(self.folder.glob("lessons-*.npz")))))
+        return [path for path in paths if path.exists()]
+
+    def write(self, number: int) -> int:
+        """Write a shard and return its number of generated tokens.
+
+        Prompts repeat after the last one, with other beginnings and seeds.
+        """
+        rng = np.random.default_rng((self.seed, 1, number))
+        places = (np.arange(PER_SHARD) + number * PER_SHARD) % len(self.prompts)
+        chosen = [self.prompts[i] for i in self._order[places]]
+        tokens = [self._encode(prompt, rng) for prompt in chosen]
+        common: dict[str, Any] = {"max_tokens": self.max_tokens, "logprobs": TOP, "detokenize": False}
+        own = self.llm.get_default_sampling_params().temperature or 0.7
+        params = [
+            SamplingParams(temperature=own if i % 2 else 0.0, seed=int(rng.integers(2**31)), **common)
+            for i in range(len(tokens))
+        ]
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": each} for each in tokens], params, SpecConfig(sources=("lookup",))
+        )
+        lessons = _collect(outputs, [prompt.group for prompt in chosen])
+        lessons.save(self.folder / f"lessons-{number:05}.npz")
+        return int(lessons.generated.sum())
+
+    def _encode(self, prompt: TrainingPrompt, rng: np.random.Generator) -> list[int]:
+        """Return a prompt's tokens; of a raw text, a beginning of random length."""
+        tokenizer = self.llm.get_tokenizer()
+        if not isinstance(prompt.content, str):
+            rendered = tokenizer.apply_chat_template(prompt.content, tokenize=False, add_generation_prompt=True)
+            return list(tokenizer.encode(rendered, add_special_tokens=False))[-MAX_PROMPT_TOKENS:]
+        tokens = list(tokenizer.encode(prompt.content))
+        return tokens[: int(rng.integers(*RAW_TOKENS))]
+
+
+def _collect(outputs: Sequence[RequestOutput], groups: Sequence[str]) -> Lessons:
+    """Convert outputs with log-probabilities to lessons; failed ones are left out."""
+    kept = [(output, group) for output, group in zip(outputs, groups, strict=True) if output.error is None]
+    if not kept:
+        raise RequestError(f"no prompt of the shard could be continued: {outputs[0].error}")
+    sequences = [output.prompt_token_ids + output.outputs[0].token_ids for output, _ in kept]
+    rows = list(_top_rows([output for output, _ in kept]))
+    return Lessons(
+        np.array([token for sequence in sequences for token in sequence], dtype=np.int32),
+        np.concatenate([[0], np.cumsum([len(sequence) for sequence in sequences])]),
+        np.array([len(output.prompt_token_ids) for output, _ in kept]),
+        np.array([[token for token, _ in row] for row in rows], dtype=np.int32).reshape(-1, TOP),
+        np.array([[logprob for _, logprob in row] for row in rows], dtype=np.float16).reshape(-1, TOP),
+        np.array([group for _, group in kept]),
+    )
+
+
+def _top_rows(outputs: Sequence[RequestOutput]) -> Iterator[list[tuple[int, float]]]:
+    """Yield (token, log-probability) of the TOP most likely tokens of every generated position."""
+    for output in outputs:
+        for position in output.outputs[0].logprobs or ():
+            ranked = sorted(position.items(), key=lambda item: (-item[1].logprob, item[0]))[:TOP]
+            yield [(token, entry.logprob) for token, entry in ranked]

@@ -1,0 +1,137 @@
+"""Measures trained drafts: acceptance and speed of the target with none, one, two and more of them."""
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from treespec.config import SpecConfig
+from treespec.llm import LLM
+from treespec.sampling_params import SamplingParams
+
+NODES = 16
+REPEATS = 3
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The target with some drafts.
+
+    Attributes:
+        drafts: number of drafts.
+        acceptance_length: tokens per target pass of a tree of 16 nodes from the drafts alone.
+        with_lookup: the same with prompt lookup in the tree.
+        tokens_per_second: of `nodes="auto"` with all sources; median of the repeats.
+        speedup: over plain decoding in the same repeat; median.
+        from_drafts: share of the accepted tokens of `nodes="auto"` that the drafts proposed.
+    """
+
+    drafts: int
+    acceptance_length: float
+    with_lookup: float
+    tokens_per_second: float
+    speedup: float
+    from_drafts: float
+
+
+@dataclass(frozen=True)
+class TrainingReport:
+    """What training brought on this machine.
+
+    Attributes:
+        plain_tokens_per_second: of plain decoding.
+        measured: for 0, 1, ... drafts.
+        recommended: number of drafts with the highest speed.
+        agreement: by draft, share of held-out positions where its first choice is the target's.
+        differing: outputs that differ from plain decoding; 0 is expected.
+    """
+
+    plain_tokens_per_second: float
+    measured: tuple[Measured, ...]
+    recommended: int
+    agreement: dict[str, float]
+    differing: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as JSON-serialisable values."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lines = ["drafts  tokens/pass  with lookup  tokens/s  over plain  accepted from drafts"]
+        for row in self.measured:
+            lines.append(
+                f"{row.drafts:6}  {row.acceptance_length:11.2f}  {row.with_lookup:11.2f}  "
+                f"{row.tokens_per_second:8.1f}  {row.speedup:9.2f}x  {row.from_drafts:20.0%}"
+            )
+        advice = f"use the first {self.recommended}" if self.recommended else "use none of them: lookup alone is faster"
+        if self.recommended == len(self.measured) - 1:
+            advice = "use all of them"
+        return "\n".join(
+            [*lines, f"plain decoding: {self.plain_tokens_per_second:.1f} tokens/s; recommended: {advice}"]
+        )
+
+
+def measure_drafts(
+    model: Any,
+    drafts: Sequence[Path],
+    prompts: Sequence[list[int]],
+    agreement: dict[str, float],
+    max_tokens: int,
+    options: dict[str, Any],
+) -> TrainingReport:
+    """Decode held-out prompts plainly and with 0, 1, ... of the drafts.
+
+    Args:
+        model: the target.
+        drafts: folders, in the order in which they are added.
+        prompts: held-out prompts as token ids.
+        agreement: for the report.
+        max_tokens: of each prompt.
+        options: further ones of `LLM`.
+    """
+    params = SamplingParams(max_tokens=max_tokens, detokenize=False)
+    rows, rates, differing = [], list[float](), 0
+    reference: list[list[int]] | None = None
+    for count in range(len(drafts) + 1):
+        llm = LLM(model, drafts=list(drafts[:count]), max_num_seqs=1, **options)
+
+        def decode(spec: SpecConfig | str, llm: LLM = llm) -> tuple[list[Any], float, list[list[int]]]:
+            began = time.perf_counter()
+            outputs = [llm.generate({"prompt_token_ids": prompt}, params, spec)[0] for prompt in prompts]
+            return outputs, time.perf_counter() - began, [output.outputs[0].token_ids for output in outputs]
+
+        tau = []
+        for sources in (("ssm",), ("ssm", "lookup")) if count else (("lookup",), ("lookup",)):
+            outputs, _, tokens = decode(SpecConfig(nodes=NODES, sources=sources))
+            reference = reference or tokens
+            differing += sum(a != b for a, b in zip(tokens, reference, strict=True))
+            passes = sum(output.metrics.target_passes for output in outputs)
+            tau.append(sum(map(len, tokens)) / passes)
+        decode(SpecConfig())  # the planner learns
+        speeds, ratios, accepted, lookup_alone = [], [], 0, 0
+        for _ in range(REPEATS):
+            _, plain, tokens = decode("off")
+            outputs, seconds, own = decode(SpecConfig())
+            total = sum(map(len, tokens))
+            differing += sum(a != b for a, b in zip(own, tokens, strict=True))
+            rates.append(total / plain)
+            speeds.append(total / seconds)
+            ratios.append(plain / seconds)
+            for output in outputs:
+                accepted += output.metrics.generated_tokens - output.metrics.target_passes
+                lookup_alone += output.metrics.accepted_only_by_source.get("lookup", 0)
+        rows.append(
+            Measured(
+                count,
+                tau[0] if count else 1.0,
+                tau[1],
+                statistics.median(speeds),
+                statistics.median(ratios),
+                1 - lookup_alone / max(accepted, 1) if count else 0.0,
+            )
+        )
+        del llm
+    best = max(rows, key=lambda row: row.speedup)
+    return TrainingReport(statistics.median(rates), tuple(rows), best.drafts, agreement, differing)

@@ -1,0 +1,384 @@
+"""Trains draft models for a target: lessons, a generalist, specialists, and a report."""
+
+import json
+import logging
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from treespec.errors import ConfigError
+from treespec.llm import LLM
+from treespec.training.distillation import Curriculum, evaluate
+from treespec.training.draft_vocabulary import choose_vocabulary
+from treespec.training.files import replacing, write_json
+from treespec.training.lessons import Lessons, LessonWriter
+from treespec.training.loop import Budget, Paused, PauseRequest, Progress, ProgressLog, train
+from treespec.training.prompts import read_training_prompts
+from treespec.training.report import TrainingReport, measure_drafts
+from treespec.training.specialisation import balanced_owners, cluster_errors, cluster_groups, odds_of
+from treespec.training.student import StudentShape, make_student, open_target, write_student
+
+logger = logging.getLogger("treespec")
+
+LESSON_SHARE = 0.4  # of the time
+GENERALIST_SHARE = 0.5  # of the training time; the specialists share the rest
+HELD_OUT = 0.04  # of the lessons
+REASSIGN_AT = 0.5  # of a specialist's steps
+REPORT_PROMPTS = 8
+PEAK_RATE = 1.5e-3
+BATCH_TOKENS = 2048
+PASS_SHARE = 0.08  # of a plain target pass that one draft level may take
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """Settings of a run, which a resumed run must not change.
+
+    Attributes:
+        target: folder, GGUF file or hub id.
+        data: files and folders.
+        ssms: number of drafts.
+        minutes: of lessons and training together; None if `tokens` is given.
+        tokens: generated tokens of the lessons; training then passes `EPOCHS` times over them.
+        specialise: "errors" clusters lessons by what a generalist gets wrong, "folders" by the data's groups.
+        layers, vocabulary: of a draft; None chooses them from this machine's costs.
+        max_tokens: of a lesson.
+        seed: of everything.
+    """
+
+    target: str
+    data: tuple[str, ...]
+    ssms: int = 3
+    minutes: float | None = 60.0
+    tokens: int | None = None
+    specialise: str = "errors"
+    layers: int | None = None
+    vocabulary: int | None = None
+    max_tokens: int = 160
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raise ConfigError for values out of range."""
+        if not 1 <= self.ssms <= 8:
+            raise ConfigError(f"ssms={self.ssms}; valid: 1 to 8")
+        if (self.minutes is None) == (self.tokens is None):
+            raise ConfigError("give minutes or tokens, one of them")
+        if self.minutes is not None and not self.minutes > 0:
+            raise ConfigError(f"minutes={self.minutes}; valid: more than 0")
+        if self.tokens is not None and self.tokens < 1:
+            raise ConfigError(f"tokens={self.tokens}; valid: at least 1")
+        if self.specialise not in ("errors", "folders"):
+            raise ConfigError(f"specialise={self.specialise!r}; valid: 'errors', 'folders'")
+        if self.max_tokens < 2:
+            raise ConfigError(f"max_tokens={self.max_tokens}; valid: at least 2")
+
+
+EPOCHS = 6
+
+
+class TrainingRun:
+    """One run of training, stage by stage; every stage resumes from the files of `out/work`.
+
+    Args:
+        settings: of the run.
+        out: receives `ssm-1`, `ssm-2`, ... and `report.json`; state is kept in `out/work` until the run is complete.
+        resume: continue the run in `out`.
+        device: of lessons and training.
+        pause: a requested stop, checked between steps.
+
+    Raises:
+        ConfigError: invalid settings, an `out` that holds a run (give `resume`) or another run's settings.
+    """
+
+    def __init__(self, settings: TrainingSettings, out: Path, resume: bool, device: str, pause: PauseRequest):
+        settings.check()
+        self.settings, self.out, self.work, self.pause = settings, out, out / "work", pause
+        self._trained: list[Any] = []  # drafts that an interrupted run leaves behind
+        self.device = torch.device(
+            "cuda" if device == "auto" and torch.cuda.is_available() else "cpu" if device == "auto" else device
+        )
+        file = self.work / "settings.json"
+        if file.exists() or (out.exists() and any(out.iterdir())):
+            if not resume:
+                raise ConfigError(f"{out} exists and is not empty; give --resume to continue its run, or another --out")
+            stored = json.loads(file.read_text()) if file.exists() else None
+            if stored != json.loads(json.dumps(asdict(settings))):
+                raise ConfigError(
+                    f"{out} holds a run with other settings: {stored}; repeat them, or give another --out"
+                )
+        write_json(file, asdict(settings))
+
+    @cached_property
+    def llm(self) -> LLM:
+        """The target, with lookup as its only draft source."""
+        return LLM(self.settings.target, drafts=[], device=str(self.device), max_num_seqs=16, max_model_len=1024)
+
+    @property
+    def target_size(self) -> int:
+        """Size of the target's vocabulary."""
+        return self.llm.engine.runner.target.vocab_size
+
+    def run(self) -> TrainingReport:
+        """Run all remaining stages.
+
+        Raises:
+            Paused: a stop was requested; the drafts trained so far are written to `out`.
+        """
+        lessons = self.make_lessons()
+        held = held_out(len(lessons), self.settings.seed)
+        target_ids, shape = self.choose_shape(lessons)
+        curriculum = self.curriculum(lessons.select(np.flatnonzero(~held)), target_ids)
+        try:
+            generalist = self.train_generalist(curriculum, target_ids, shape)
+            students = self.train_specialists(curriculum, generalist, target_ids)
+        except Paused:
+            self.export(self._trained, target_ids)
+            raise
+        return self.finish(students, lessons.select(np.flatnonzero(held)), target_ids)
+
+    def make_lessons(self) -> Lessons:
+        """Write lessons until their share of the budget is spent, and return all of them."""
+        settings, folder = self.settings, self.work / "lessons"
+        folder.mkdir(parents=True, exist_ok=True)
+        state = self.work / "lessons.json"
+        progress = Progress(**json.loads(state.read_text())) if state.exists() else Progress()
+
+        budget = Budget(LESSON_SHARE * (settings.minutes or 0.0))
+
+        def spent() -> float:
+            if settings.tokens is not None:
+                return progress.tokens / settings.tokens
+            return budget.progress(progress.step, progress.elapsed)
+
+        if spent() < 1:
+            paths = [Path(path) for path in settings.data]
+            prompts = read_training_prompts(paths, bool(getattr(self.llm.get_tokenizer(), "chat_template", None)))
+            writer = LessonWriter(self.llm, prompts, folder, settings.max_tokens, settings.seed)
+            log = ProgressLog(f"lessons from {len(prompts)} prompts", progress)
+            while spent() < 1:
+                self.pause.check()
+                began = time.monotonic()
+                progress.tokens += writer.write(progress.step)
+                progress.step += 1
+                progress.elapsed += time.monotonic() - began
+                write_json(state, vars(progress))
+                log.update(spent(), progress)
+            log.close()
+        return Lessons.load([folder / f"lessons-{i:05}.npz" for i in range(progress.step)])
+
+    def choose_shape(self, lessons: Lessons) -> tuple[np.ndarray, StudentShape]:
+        """Choose vocabulary and number of layers, so that a draft level takes `PASS_SHARE` of a plain target pass."""
+        file = self.work / "vocabulary.npz"
+        if not file.exists():
+            target = self.llm.engine.runner.target
+            config = self.target_model.config
+            ends = tuple(dict.fromkeys(self.end_tokens))
+            row_bytes = config.hidden_size * 2
+            budget = PASS_SHARE * self.target_bytes
+            most = self.settings.vocabulary or max(int(budget / 2 / row_bytes), 1024)
+            target_ids = choose_vocabulary(lessons, target.vocab_size, ends, most)
+            layer = sum(p.numel() for n, p in self.target_model.named_parameters() if ".layers.0." in n) * 2
+            layers = self.settings.layers or int((budget - len(target_ids) * row_bytes) / layer)
+            layers = min(max(layers, 1), config.num_hidden_layers)
+            with replacing(file) as temporary, temporary.open("wb") as opened:
+                np.savez(opened, target_ids=target_ids, layers=layers)
+        with np.load(file) as found:
+            target_ids, layers = found["target_ids"], int(found["layers"])
+        logger.info("drafts of %d layers and %d of %d tokens", layers, len(target_ids) - 1, self.target_size)
+        return target_ids, StudentShape(layers, len(target_ids))
+
+    @property
+    def target_bytes(self) -> int:
+        """Bytes that a target pass reads: all weights but an untied embedding."""
+        return int(self.llm.stats()["memory"]["target_weights"])
+
+    @property
+    def end_tokens(self) -> list[int]:
+        """End tokens of the target and its tokenizer."""
+        tokenizer = self.llm.get_tokenizer()
+        own = getattr(tokenizer, "eos_token_id", None)
+        ids = [*self.llm._built.target.eos_token_ids, *([] if own is None else [own])]
+        return sorted({id for id in ids if id < self.target_size})
+
+    @cached_property
+    def target_model(self) -> Any:
+        """The target as a transformers model."""
+        return open_target(self.llm._built.target.folder)
+
+    def curriculum(self, lessons: Lessons, target_ids: np.ndarray) -> Curriculum:
+        """Return a curriculum over lessons."""
+        return Curriculum(lessons, target_ids, self.target_size, BATCH_TOKENS, self.settings.seed, self.device)
+
+    def _budget(self, share: float, lessons: Lessons) -> Budget:
+        """Return the budget of a stage with this share of the training."""
+        if self.settings.minutes is not None:
+            return Budget(self.settings.minutes * (1 - LESSON_SHARE) * share)
+        steps = EPOCHS * self.settings.ssms * int(lessons.generated.sum()) / BATCH_TOKENS
+        return Budget(0.0, max(round(steps * share), 4))
+
+    def train_generalist(self, curriculum: Curriculum, target_ids: np.ndarray, shape: StudentShape) -> Any:
+        """Train one draft on all lessons."""
+        torch.manual_seed(self.settings.seed)
+        model = make_student(self.target_model, shape, target_ids, self.end_tokens).to(self.device)
+        self._trained = [model]
+        self._train("generalist", model, curriculum, self._budget(GENERALIST_SHARE, curriculum.lessons), PEAK_RATE)
+        return model
+
+    def _train(self, name: str, model: Any, curriculum: Curriculum, budget: Budget, rate: float) -> Progress:
+        def loss(model: Any, step: int, done: float) -> Any:
+            return curriculum.loss(model, step)
+
+        return train(name, model, loss, budget, rate, self.work / f"{name}.ckpt", self.pause)
+
+    def train_specialists(self, curriculum: Curriculum, generalist: Any, target_ids: np.ndarray) -> list[Any]:
+        """Train drafts from the generalist, each mostly on its own cluster of lessons.
+
+        Clusters are formed by what the generalist misses, and again by the specialists' losses at half time.
+        """
+        settings = self.settings
+        if settings.ssms == 1:
+            return [generalist]
+        owners = self._stored("clusters", lambda: self._clusters(curriculum, generalist, len(target_ids)))
+        halves = self._train_each("a", [generalist] * settings.ssms, curriculum, owners, target_ids, PEAK_RATE / 2)
+        if settings.specialise == "errors":
+            owners = self._stored("clusters-by-loss", lambda: _clusters_by_loss(halves, curriculum))
+        return self._train_each("b", halves, curriculum, owners, target_ids, PEAK_RATE / 4)
+
+    def _train_each(
+        self,
+        stage: str,
+        starts: Sequence[Any],
+        curriculum: Curriculum,
+        owners: np.ndarray,
+        target_ids: np.ndarray,
+        rate: float,
+    ) -> list[Any]:
+        """Train one specialist per start for half of its steps."""
+        budget = self._budget((1 - GENERALIST_SHARE) / len(starts) / 2, curriculum.lessons)
+        students = []
+        for i, start in enumerate(starts):
+            student = type(start)(start.config).to(self.device)
+            student.load_state_dict(start.state_dict())
+            own = self.curriculum(curriculum.lessons, target_ids)
+            own.odds = odds_of(owners, i)
+            students.append(student)
+            self._trained = [*students, *starts[len(students) :]] if stage == "b" else students
+            self._train(f"specialist-{i + 1}{stage}", student, own, budget, rate)
+        return students
+
+    def _clusters(self, curriculum: Curriculum, generalist: Any, rows: int) -> np.ndarray:
+        if self.settings.specialise == "folders":
+            return cluster_groups(curriculum.lessons.groups, self.settings.ssms)
+        missed = evaluate(generalist, curriculum).missed
+        return cluster_errors(missed, rows, self.settings.ssms, self.settings.seed)
+
+    def _stored(self, name: str, compute: Callable[[], np.ndarray]) -> np.ndarray:
+        """Return an array of `work`, computed and stored on first use."""
+        file = self.work / f"{name}.npy"
+        if not file.exists():
+            with replacing(file) as temporary, temporary.open("wb") as opened:
+                np.save(opened, compute())
+        stored: np.ndarray = np.load(file)
+        return stored
+
+    def finish(self, students: Sequence[Any], held: Lessons, target_ids: np.ndarray) -> TrainingReport:
+        """Write the drafts in the order in which they help most, measure them, and write the report."""
+        self.pause.check()
+        curriculum = self.curriculum(held, target_ids)
+        hits = [evaluate(student, curriculum).hits for student in students]
+        order = by_benefit(hits)
+        names = self.export([students[i] for i in order], target_ids)
+        agreement = {name: float(hits[i].mean()) for name, i in zip(names, order, strict=True)}
+        prompts = [held.tokens[a : a + n].tolist() for a, n in zip(held.starts[:-1], held.firsts, strict=True)]
+        prompts = prompts[:: max(len(prompts) // REPORT_PROMPTS, 1)][:REPORT_PROMPTS]
+        folders = [self.out / name for name in names]
+        target = self.llm._built.target.folder
+        del self.llm
+        report = measure_drafts(
+            target,
+            folders,
+            prompts,
+            agreement,
+            self.settings.max_tokens,
+            {"device": str(self.device), "max_model_len": 1024},
+        )
+        write_json(self.out / "report.json", {"settings": asdict(self.settings), **report.as_dict()})
+        return report
+
+    def export(self, students: Sequence[Any], target_ids: np.ndarray) -> list[str]:
+        """Write students to `out/ssm-1`, ... atomically, and return the names."""
+        names = [f"ssm-{i + 1}" for i in range(len(students))]
+        for name, student in zip(names, students, strict=True):
+            with replacing(self.out / name) as temporary:
+                write_student(student, temporary, target_ids, self.target_size)
+                shutil.rmtree(self.out / name, ignore_errors=True)
+        return names
+
+
+def held_out(count: int, seed: int) -> np.ndarray:
+    """Return which lessons are held out, bool [count]; at least two of three or more."""
+    chosen = np.random.default_rng((seed, 4)).permutation(count)[: max(round(HELD_OUT * count), min(2, count // 2))]
+    return np.isin(np.arange(count), chosen)
+
+
+def _clusters_by_loss(students: Sequence[Any], curriculum: Curriculum) -> np.ndarray:
+    """Assign each lesson to the student with the smallest loss on it."""
+    return balanced_owners(np.stack([evaluate(student, curriculum).losses for student in students], 1))
+
+
+def by_benefit(found: Sequence[np.ndarray]) -> list[int]:
+    """Order drafts greedily by the positions that they add to those hit by the drafts before them."""
+    order: list[int] = []
+    covered = np.zeros_like(found[0])
+    while len(order) < len(found):
+        rest = [i for i in range(len(found)) if i not in order]
+        best = max(rest, key=lambda i: int((found[i] & ~covered).sum()))
+        covered |= found[best]
+        order.append(best)
+    return order
+
+
+def train_drafts(
+    target: str | Path,
+    data: Sequence[str | Path],
+    out: str | Path,
+    *,
+    ssms: int = 3,
+    minutes: float | None = None,
+    tokens: int | None = None,
+    specialise: str = "errors",
+    layers: int | None = None,
+    vocabulary: int | None = None,
+    max_tokens: int = 160,
+    seed: int = 0,
+    device: str = "auto",
+    resume: bool = False,
+) -> TrainingReport:
+    """Train draft models for a target; see `TrainingSettings` for the arguments.
+
+    Ctrl-C stops after the current step: what is trained so far is written to `out`, and `resume=True` continues. With
+    `tokens`, the same seed gives the same weights on the same machine; `minutes` is 60 if neither is given.
+
+    Returns:
+        Acceptance and speed with 0, 1, ... drafts, and the recommended number.
+
+    Raises:
+        ConfigError: an invalid argument, or data without text. Paused: stopped by a signal. OSError: a path does not
+            exist, or the disk is full. Also the errors of `LLM`.
+    """
+    if minutes is None and tokens is None:
+        minutes = 60.0
+    settings = TrainingSettings(
+        str(target), tuple(map(str, data)), ssms, minutes, tokens, specialise, layers, vocabulary, max_tokens, seed
+    )
+    pause = PauseRequest()
+    with pause.listening():
+        run = TrainingRun(settings, Path(out), resume, device, pause)
+        return run.run()

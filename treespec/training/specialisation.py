@@ -1,0 +1,78 @@
+"""Assigns lessons to specialists: by the user's groups, or by what a generalist gets wrong."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+OWN_SHARE = 0.7  # of a specialist's lessons that come from its own cluster
+ITERATIONS, RESTARTS = 20, 8  # of k-means
+
+
+def cluster_groups(groups: np.ndarray, count: int) -> np.ndarray:
+    """Return the specialist of each lesson, int64, so that whole groups stay together and sizes are balanced."""
+    names, sizes = np.unique(groups, return_counts=True)
+    loads, owner = np.zeros(count), {}
+    for i in np.argsort(-sizes, kind="stable"):
+        owner[names[i]] = int(loads.argmin())
+        loads[owner[names[i]]] += sizes[i]
+    return np.array([owner[group] for group in groups])
+
+
+def cluster_errors(missed: Sequence[np.ndarray], rows: int, count: int, seed: int) -> np.ndarray:
+    """Cluster lessons by the tokens that a generalist missed, int64 [lessons].
+
+    Spherical k-means over tf-idf vectors of the missed tokens, from k-means++ starts.
+
+    Args:
+        missed: by lesson, missed tokens as draft rows.
+        rows: size of the draft's vocabulary.
+        count: clusters.
+        seed: of the starts.
+    """
+    found = np.zeros((len(missed), rows), dtype=np.float32)
+    for i, tokens in enumerate(missed):
+        np.add.at(found[i], tokens, 1.0)
+    weight = np.log((1 + len(missed)) / (1 + (found > 0).sum(0)))
+    found = np.log1p(found) * weight
+    found /= np.maximum(np.linalg.norm(found, axis=1, keepdims=True), 1e-9)
+    runs = [_k_means(found, count, np.random.default_rng((seed, 3, run))) for run in range(RESTARTS)]
+    return max(runs, key=lambda run: run[1])[0]
+
+
+def _k_means(found: np.ndarray, count: int, rng: np.random.Generator) -> tuple[np.ndarray, float]:
+    """Cluster unit vectors; returns the owners and their summed similarity to the centres."""
+    centres = found[rng.integers(len(found), size=1)]
+    while len(centres) < count:
+        far = np.maximum(1 - (found @ centres.T).max(1), 1e-9) ** 2
+        centres = np.concatenate((centres, found[rng.choice(len(found), 1, p=far / far.sum())]))
+    for _ in range(ITERATIONS):
+        owners = balanced_owners(-(found @ centres.T))
+        centres = np.stack([found[owners == i].mean(0) for i in range(count)])
+        centres /= np.maximum(np.linalg.norm(centres, axis=1, keepdims=True), 1e-9)
+    return owners, float((found @ centres.T)[np.arange(len(found)), owners].sum())
+
+
+def balanced_owners(costs: np.ndarray) -> np.ndarray:
+    """Assign each lesson to its cheapest specialist, none of which gets less than half of an equal share.
+
+    Args:
+        costs: float [lessons, specialists].
+    """
+    number, count = costs.shape
+    owners = costs.argmin(1)
+    for poor in np.argsort(np.bincount(owners, minlength=count)):
+        lack = number // (2 * count) - int((owners == poor).sum())
+        if lack > 0:
+            sizes = np.bincount(owners, minlength=count)
+            rich = sizes[owners] > number // (2 * count) + lack
+            regret = np.where(rich & (owners != poor), costs[:, poor] - costs[np.arange(number), owners], np.inf)
+            owners[np.argsort(regret, kind="stable")[:lack]] = poor
+    return owners
+
+
+def odds_of(owners: np.ndarray, specialist: int) -> np.ndarray:
+    """Return the probability of drawing each lesson for a specialist."""
+    own = owners == specialist
+    odds = np.full(len(owners), (1 - OWN_SHARE) / len(owners))
+    odds[own] += OWN_SHARE / max(int(own.sum()), 1)
+    return odds / odds.sum()

@@ -1,0 +1,97 @@
+"""Draft models: small models of the target's own family, initialised from its layers and embedding."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from treespec.adapter.source import progress_bars_on_terminals
+from treespec.errors import ModelError
+from treespec_weights.draft_vocabulary import write_draft_vocabulary
+
+PER_LAYER_LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")
+
+
+@dataclass(frozen=True)
+class StudentShape:
+    """Size of a draft: its number of layers and the rows of its vocabulary."""
+
+    num_layers: int
+    rows: int
+
+
+def chosen_layers(of: int, count: int) -> list[int]:
+    """Return `count` of the target's `of` layers, evenly spaced, first and last included."""
+    return [round(place) for place in np.linspace(0, of - 1, count)] if count > 1 else [0]
+
+
+def student_config(target: PreTrainedConfig, shape: StudentShape, ends: Sequence[int]) -> PreTrainedConfig:
+    """Return the target's config with fewer layers, a reduced vocabulary and tied embeddings.
+
+    Args:
+        target: config of the target.
+        shape: of the student.
+        ends: rows of the end tokens.
+    """
+    config = copy.deepcopy(target)
+    layers = chosen_layers(target.num_hidden_layers, shape.num_layers)
+    for name in PER_LAYER_LISTS:
+        if isinstance(values := getattr(config, name, None), list):
+            setattr(config, name, [values[i] for i in layers])
+    config.num_hidden_layers, config.vocab_size, config.tie_word_embeddings = len(layers), shape.rows, True
+    config.eos_token_id, config.bos_token_id, config.pad_token_id = list(ends), None, None
+    return config
+
+
+def make_student(target: Any, shape: StudentShape, target_ids: np.ndarray, ends: Sequence[int]) -> Any:
+    """Return a student with the target's layers, final norm and embedding rows, in float32.
+
+    Args:
+        target: a transformers model.
+        shape: of the student.
+        target_ids: int64 [shape.rows], see `treespec_weights.draft_vocabulary`.
+        ends: the target's end tokens.
+
+    Raises:
+        ModelError: the target's parameters are not those of a decoder with `model.layers`.
+    """
+    rows = [int(np.searchsorted(target_ids[:-1], token)) for token in ends]
+    student: Any = AutoModelForCausalLM.from_config(student_config(target.config, shape, rows), dtype=torch.float32)
+    source, own = target.state_dict(), student.state_dict()
+    layers = chosen_layers(target.config.num_hidden_layers, shape.num_layers)
+    embedding = target.get_input_embeddings().weight
+    head = target.get_output_embeddings().weight
+    known = torch.from_numpy(target_ids[:-1]).to(embedding.device)
+    for name, parameter in own.items():
+        place = name.split(".layers.")
+        if len(place) == 2:
+            number, rest = place[1].split(".", 1)
+            name = f"{place[0]}.layers.{layers[int(number)]}.{rest}"
+        if parameter.shape[0] == shape.rows and parameter.shape[1:] == embedding.shape[1:] and "layers" not in name:
+            rows_of = head if "head" in name else embedding
+            new = torch.cat((rows_of[known], rows_of.mean(0, keepdim=True)))
+        elif name in source and source[name].shape == parameter.shape:
+            new = source[name]
+        else:
+            raise ModelError(f"cannot train a draft for {target.config.model_type}: the target has no {name}")
+        parameter.copy_(new.float())
+    return student
+
+
+def write_student(model: Any, folder: Path, target_ids: np.ndarray, target_size: int) -> None:
+    """Write a student as a folder that `LLM(drafts=[...])` and transformers load, in bfloat16."""
+    model = copy.deepcopy(model).to(torch.bfloat16)
+    with progress_bars_on_terminals():
+        model.save_pretrained(folder)
+    write_draft_vocabulary(folder, target_ids, target_size)
+
+
+def open_target(folder: Path) -> Any:
+    """Open the target with transformers, as stored, memory-mapped."""
+    with progress_bars_on_terminals():
+        return AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()

@@ -1,0 +1,204 @@
+"""Writes instructions for a chat model from installed documentation and source code, several kinds of tasks each."""
+
+import ast
+import hashlib
+import itertools
+import random
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from treespec_training.data import Document
+
+PARAGRAPH_CHARACTERS = (200, 900)
+FUNCTION_LINES = (6, 32)
+MARKUP = re.compile(r"^\s*(\.\. |[-=~^*#`|+]{3,}|\||>>>|:\w+|<|\[!|!\[)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """A user message: its kind of task, the package of its source text, and the message itself."""
+
+    kind: str
+    package: str
+    text: str
+
+
+def _functions(document: Document) -> Iterator[ast.FunctionDef]:
+    """Yield documented functions of moderate length."""
+    if document.kind != "code":
+        return
+    try:
+        tree = ast.parse(document.text)
+    except (SyntaxError, ValueError, RecursionError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) and not node.name.startswith("_"):
+            if FUNCTION_LINES[0] <= (node.end_lineno or 0) - node.lineno < FUNCTION_LINES[1]:
+                yield node
+
+
+def _source(document: Document, node: ast.FunctionDef) -> str:
+    return textwrap.dedent("\n".join(document.text.splitlines()[node.lineno - 1 : node.end_lineno]))
+
+
+def _paragraphs(document: Document) -> Iterator[str]:
+    """Yield running text: paragraphs of prose files, and docstrings of modules and classes."""
+    if document.kind == "prose":
+        texts = re.split(r"\n\s*\n", document.text)
+    elif document.kind == "code":
+        try:
+            tree = ast.parse(document.text)
+        except (SyntaxError, ValueError, RecursionError):
+            return
+        nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Module | ast.ClassDef)]
+        texts = [part for node in nodes for part in re.split(r"\n\s*\n", ast.get_docstring(node) or "")]
+    else:
+        return
+    for text in texts:
+        text = " ".join(text.split()) if not MARKUP.search(text) else ""
+        if PARAGRAPH_CHARACTERS[0] <= len(text) <= PARAGRAPH_CHARACTERS[1] and text[0].isalpha():
+            yield text
+
+
+def _code(text: str) -> str:
+    return f"```python\n{text}\n```"
+
+
+def _explain(document: Document) -> Iterator[str]:
+    for node in _functions(document):
+        yield _code(_source(document, node))
+
+
+def _continue(document: Document) -> Iterator[str]:
+    for node in _functions(document):
+        lines = _source(document, node).splitlines()
+        yield _code("\n".join(lines[: max(len(lines) // 2, 3)]))
+
+
+def _extract(document: Document) -> Iterator[str]:
+    for node in _functions(document):
+        yield f"def {node.name}({ast.unparse(node.args)}):\n    {ast.get_docstring(node)}"
+
+
+def _ask(document: Document) -> Iterator[str]:
+    module = document.path.removesuffix(".py").replace("/__init__", "").replace("/", ".")
+    for node in _functions(document):
+        yield f"`{node.name}` from the Python module `{module}`"
+
+
+# By kind of task: what yields the texts, the phrasings of training and the held-out ones; {} is the text.
+KINDS: dict[str, tuple[Callable[[Document], Iterator[str]], tuple[str, ...], tuple[str, ...]]] = {
+    "explain": (
+        _explain,
+        (
+            "Explain what this function does:\n\n{}",
+            "What does the following Python code do? Explain it step by step.\n\n{}",
+            "{}\n\nExplain this code to a beginner.",
+        ),
+        ("Describe in your own words how this function works:\n\n{}",),
+    ),
+    "rewrite": (
+        _paragraphs,
+        (
+            "Rewrite the following text in simpler words:\n\n{}",
+            "Rewrite this paragraph so that it sounds more formal:\n\n{}",
+            "Rephrase the text below and keep its meaning.\n\n{}",
+        ),
+        ("Improve the style of this text:\n\n{}",),
+    ),
+    "extract": (
+        _extract,
+        (
+            "Extract the function name, its parameters and a one-sentence description as JSON:\n\n{}",
+            "Write a JSON object with the keys name, parameters and summary for this function:\n\n{}",
+            "{}\n\nList the parameters of this function as a JSON array of objects with name and description.",
+        ),
+        ("Turn this signature and docstring into JSON with the keys name, arguments and purpose:\n\n{}",),
+    ),
+    "continue": (
+        _continue,
+        (
+            "Complete this Python function:\n\n{}",
+            "Continue the following code:\n\n{}",
+            "{}\n\nWrite the rest of this function.",
+        ),
+        ("Finish the implementation:\n\n{}",),
+    ),
+    "summarise": (
+        _paragraphs,
+        (
+            "Summarise the following text in one sentence:\n\n{}",
+            "Summarize this paragraph briefly:\n\n{}",
+            "{}\n\nWhat is the main point of this text?",
+        ),
+        ("Give a short summary of the text below.\n\n{}",),
+    ),
+    "list": (
+        _paragraphs,
+        (
+            "List the most important points of the following text:\n\n{}",
+            "Write a bulleted list of the facts in this text:\n\n{}",
+            "{}\n\nWhich three things should a reader remember? Answer with a numbered list.",
+        ),
+        ("Turn this text into a list of key points:\n\n{}",),
+    ),
+    "question": (
+        _ask,
+        (
+            "What is {} used for?",
+            "How do I use {}? Give a short example.",
+            "Write a short tutorial about {}.",
+        ),
+        ("When would you use {}?",),
+    ),
+    "test": (_explain, ("Write a unit test for this function:\n\n{}",), ("Write a unit test with pytest:\n\n{}",)),
+}
+UNSEEN = ("question", "test")  # kinds of tasks without training instructions
+
+
+def instructions(documents: Iterable[Document], held_out: bool, per_kind: int, seed: int) -> list[Instruction]:
+    """Write up to `per_kind` instructions of every kind, alternating packages.
+
+    Args:
+        documents: sources, all from training packages or all from held-out packages.
+        held_out: use the held-out phrasings and all kinds; otherwise the training ones, without `UNSEEN` kinds.
+        per_kind: instructions of a kind.
+        seed: orders the documents and chooses phrasings.
+    """
+
+    def order(document: Document) -> str:
+        return hashlib.sha1(f"{seed}:{document.package}:{document.path}".encode()).hexdigest()
+
+    documents = sorted(documents, key=order)
+    result: list[Instruction] = []
+    for kind, (texts, seen, unseen) in KINDS.items():
+        if kind in UNSEEN and not held_out:
+            continue
+        rng = random.Random(f"{seed}:{kind}")
+        packages: dict[str, list[Iterator[str]]] = {}
+        for document in documents:
+            packages.setdefault(document.package.split(".")[0], []).append(texts(document))
+        queues = [(package, itertools.chain.from_iterable(own)) for package, own in packages.items()]
+        written, known = 0, set[str]()
+        while queues and written < per_kind:
+            package, queue = queues.pop(0)
+            if (text := next(queue, None)) is None:
+                continue
+            queues.append((package, queue))
+            if text not in known:
+                known.add(text)
+                phrasing = rng.choice(unseen if held_out else seen)
+                result.append(Instruction(kind, package, phrasing.replace("{}", text)))
+                written += 1
+    return result
+
+
+def interleaved(found: Sequence[Instruction]) -> list[Instruction]:
+    """Order instructions so that kinds alternate."""
+    kinds: dict[str, list[Instruction]] = {}
+    for instruction in found:
+        kinds.setdefault(instruction.kind, []).append(instruction)
+    rounds = itertools.zip_longest(*kinds.values())
+    return [instruction for some in rounds for instruction in some if instruction is not None]

@@ -1,0 +1,73 @@
+"""Reduced draft vocabularies: a draft whose embedding and head cover only some of the target's tokens.
+
+A folder with `draft_vocab.safetensors` holds a model whose row i stands for the target's token `target_ids[i]`. The
+ids are ascending, so that ties between equal logits break as over the full vocabulary. A last row with the id -1 is
+the embedding of all other tokens; it is never proposed.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from treespec_weights.errors import CheckpointError, Problem
+
+FILE = "draft_vocab.safetensors"
+
+
+def write_draft_vocabulary(folder: Path, target_ids: np.ndarray, target_size: int) -> None:
+    """Write `draft_vocab.safetensors`.
+
+    Args:
+        folder: of the draft.
+        target_ids: int64 [rows], ascending but for a last -1.
+        target_size: size of the target's vocabulary.
+    """
+    save_file({"target_ids": torch.from_numpy(target_ids)}, folder / FILE, {"target_size": str(target_size)})
+
+
+def read_draft_vocabulary(folder: Path, rows: int, target_size: int) -> np.ndarray | None:
+    """Return the target's ids of a draft's rows, int64 [rows]; None if the draft has its own full vocabulary.
+
+    Raises:
+        CheckpointError: an unreadable file, a map for another vocabulary size, or ids out of order or range.
+    """
+    path = folder / FILE
+    if not path.exists():
+        return None
+
+    def problem(text: str) -> CheckpointError:
+        return CheckpointError(folder, [Problem("file", repr(FILE), text)])
+
+    try:
+        with safe_open(path, "pt") as file:
+            size = int((file.metadata() or {}).get("target_size", target_size))
+            ids = file.get_tensor("target_ids").to(torch.int64).numpy()
+    except (SafetensorError, OSError, ValueError) as error:
+        raise problem(f"not a draft vocabulary: {error}") from error
+    if size != target_size:
+        raise problem(
+            f"maps to a vocabulary of {size} tokens, the target has {target_size}; use it with its own target"
+        )
+    own = ids[:-1] if len(ids) and ids[-1] == -1 else ids
+    if len(ids) != rows or not len(own) or own[0] < 0 or own[-1] >= target_size or (np.diff(own) <= 0).any():
+        raise problem(
+            f"{len(ids)} ids for {rows} rows; valid: one per row, ascending from 0 to {target_size - 1}, with an "
+            "optional last -1 for all other tokens"
+        )
+    return ids
+
+
+def expand_embedding(rows: Tensor, target_ids: np.ndarray, target_size: int) -> Tensor:
+    """Return the embedding by target token, [target_size, hidden].
+
+    Tokens without a row get the row of id -1, or the mean of all rows.
+    """
+    known = target_ids[target_ids >= 0]
+    other = rows[-1:] if len(known) < len(target_ids) else rows.float().mean(0, keepdim=True).to(rows.dtype)
+    result = other.expand(target_size, -1).clone()
+    result[torch.from_numpy(known).to(rows.device)] = rows[: len(known)]
+    return result

@@ -1,0 +1,233 @@
+"""Translate a GGUF file's metadata to the config.json and generation_config.json of the same model."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from treespec_weights.errors import CheckpointConfigError, Problem, UnsupportedModelError
+from treespec_weights.families.gemma import GEMMA2, GEMMA3
+from treespec_weights.families.llama import LLAMA
+from treespec_weights.families.phi3 import PHI3
+from treespec_weights.families.qwen import QWEN2, QWEN3
+from treespec_weights.gguf.reader import GgufFile
+from treespec_weights.rules import FamilyRules
+
+# llama.cpp's architectures. Mistral's dense models are "llama" too: their sliding windows are not stored, and
+# llama.cpp computes full attention as well.
+ARCHITECTURES: Mapping[str, FamilyRules] = {
+    "llama": LLAMA,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "gemma2": GEMMA2,
+    "gemma3": GEMMA3,
+    "phi3": PHI3,
+}
+FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+"""Tensors with divisors of the rotary frequencies. They become part of the config, not of the weights."""
+
+_SIZES = {
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "context_length": "max_position_embeddings",
+}
+_CHANGES_LAYERS = ("expert_count", "attention.scale", "embedding_scale", "logit_scale", "residual_scale")
+_END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+_LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}  # layers of the 27 B models
+
+
+def rules_of(file: GgufFile) -> FamilyRules:
+    """Return the family of a GGUF file. Raises UnsupportedModelError if no family has its architecture."""
+    if file.architecture not in ARCHITECTURES:
+        message = f"{file.architecture!r} is not supported; supported GGUF architectures: {', '.join(ARCHITECTURES)}"
+        raise UnsupportedModelError(file.path, [Problem("config", "'general.architecture'", message)])
+    return ARCHITECTURES[file.architecture]
+
+
+def hf_config(file: GgufFile) -> dict[str, Any]:
+    """Return the config.json of a GGUF file, without a quantization_config.
+
+    Raises UnsupportedModelError for an unsupported architecture or variant, and CheckpointConfigError with all missing
+    and malformed values.
+    """
+    rules, arch = rules_of(file), file.architecture
+    variants = [
+        Problem("config", repr(f"{arch}.{key}"), f"{value!r} is not supported")
+        for key in _CHANGES_LAYERS
+        if (value := file.value(key))
+    ]
+    if variants:
+        raise UnsupportedModelError(file.path, variants)
+    problems: list[Problem] = []
+
+    def natural(key: str, default: int | None = None) -> int:
+        value = file.value(key)
+        if isinstance(value, list) and value and all(each == value[0] for each in value):
+            value = value[0]  # one entry per layer
+        value = default if value is None else value
+        if type(value) is not int or value < 1:
+            problem = "missing" if value is None else f"{value!r} is not a whole number from 1, equal in all layers"
+            problems.append(Problem("config", repr(f"{arch}.{key}"), problem))
+            return 1
+        return value
+
+    config: dict[str, Any] = {name: natural(key) for key, name in _SIZES.items()}
+    heads = config["num_attention_heads"]
+    config["num_key_value_heads"] = natural("attention.head_count_kv", heads)
+    config["head_dim"] = natural("attention.key_length", config["hidden_size"] // heads or None)
+    if (length := natural("attention.value_length", config["head_dim"])) != config["head_dim"]:
+        message = f"{length}, which is not the head size of keys, {config['head_dim']}: not supported"
+        problems.append(Problem("config", repr(f"{arch}.attention.value_length"), message))
+    embed = file.tensors.get("token_embd.weight")
+    if embed is None or len(embed.shape) != 2:
+        problems.append(Problem("missing", "'token_embd.weight'", "no such matrix: the file is incomplete"))
+    else:
+        config["vocab_size"] = embed.shape[0]
+    config["rms_norm_eps"] = _positive(file, "attention.layer_norm_rms_epsilon", None, problems)
+    config["tie_word_embeddings"] = "output.weight" not in file.tensors
+    if "attention_bias" in rules.config_keys:
+        config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+    if "mlp_bias" in rules.config_keys:
+        config["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
+    config |= _attention(file, config, problems)
+    config |= _positions(file, config, problems)
+    if problems:
+        raise CheckpointConfigError(file.path, problems)
+    # Absent tokens as null: some config classes have other defaults.
+    described = {"architectures": [f"{arch.capitalize()}ForCausalLM"], "model_type": rules.model_type}
+    return described | config | _special_tokens(file) | {"dtype": _dtype(file)}
+
+
+def generation_config(file: GgufFile) -> dict[str, Any]:
+    """Return the generation_config.json of a GGUF file: special tokens and recommended sampling parameters, if any."""
+    sampling = {name: file.metadata.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
+    return {key: value for key, value in (_special_tokens(file) | sampling).items() if value is not None}
+
+
+def _special_tokens(file: GgufFile) -> dict[str, Any]:
+    """Return the ids of special tokens; the end tokens of texts, turns and messages all end generation."""
+    ends = [file.metadata.get(f"tokenizer.ggml.{key}") for key in _END_TOKENS]
+    ids = list(dict.fromkeys(token for token in ends if type(token) is int))
+    return {
+        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": ids[0] if len(ids) == 1 else ids or None,
+        "pad_token_id": file.metadata.get("tokenizer.ggml.padding_token_id"),
+    }
+
+
+def _positive(file: GgufFile, key: str, default: float | None, problems: list[Problem]) -> float:
+    """Return a positive number of the architecture; adds to `problems` and returns 1 if there is none."""
+    value = file.value(key)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        problem = "missing" if value is None else f"{value!r} is not a positive number"
+        problems.append(Problem("config", repr(f"{file.architecture}.{key}"), problem))
+        return 1.0
+    return float(value)
+
+
+def _attention(file: GgufFile, config: Mapping[str, Any], problems: list[Problem]) -> dict[str, Any]:
+    """Return the config keys of sliding windows, soft caps and attention scales."""
+    arch, window = file.architecture, file.value("attention.sliding_window")
+    if arch in ("qwen2", "qwen3"):
+        return {"use_sliding_window": False}
+    if arch == "phi3":
+        return {"sliding_window": window or None}
+    if arch not in ("gemma2", "gemma3"):
+        return {}
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    # Not stored: llama.cpp recognises the 27 B models by their number of layers.
+    largest = config["num_hidden_layers"] == _LARGEST_GEMMA[arch]
+    if window is None:
+        problems.append(Problem("config", repr(f"{arch}.attention.sliding_window"), "missing"))
+    caps = {key: file.value(key) for key in ("attn_logit_softcapping", "final_logit_softcapping")}
+    # Either a flag per layer, or the distance between layers with full attention.
+    pattern = file.value("attention.sliding_window_pattern") or {"gemma2": 2, "gemma3": 6}[arch]
+    if type(pattern) is int and pattern > 0:
+        pattern = [(i + 1) % pattern != 0 for i in range(config["num_hidden_layers"])]
+    if not isinstance(pattern, list) or len(pattern) != config["num_hidden_layers"]:
+        message = f"{pattern!r} is neither a distance of layers nor a flag for each"
+        problems.append(Problem("config", repr(f"{arch}.attention.sliding_window_pattern"), message))
+        pattern = []
+    return {
+        "query_pre_attn_scalar": hidden // heads if largest else config["head_dim"],
+        "sliding_window": window,
+        "layer_types": ["sliding_attention" if slides else "full_attention" for slides in pattern],
+        **{key: value for key, value in caps.items() if value is not None},
+    }
+
+
+def _positions(file: GgufFile, config: Mapping[str, Any], problems: list[Problem]) -> dict[str, Any]:
+    """Return the config keys of the rotary embedding."""
+    arch, head_dim = file.architecture, config["head_dim"]
+    rope: dict[str, Any] = {
+        "rope_type": "default",
+        "rope_theta": _positive(file, "rope.freq_base", 10000.0, problems),
+    }
+    keys: dict[str, Any] = {}
+    rotated = file.value("rope.dimension_count") or head_dim
+    if arch == "phi3" and type(rotated) is int and 0 < rotated < head_dim:
+        keys["partial_rotary_factor"] = rotated / head_dim
+    elif rotated != head_dim:
+        message = f"{rotated!r} of {head_dim} dimensions of a head are rotated, which is not supported for {arch}"
+        problems.append(Problem("config", repr(f"{arch}.rope.dimension_count"), message))
+    kind, factors = file.value("rope.scaling.type") or "none", [_factors(file, name) for name in FACTORS]
+    frequencies, short, long = factors
+    if kind in ("linear", "yarn"):
+        rope |= {"rope_type": kind, "factor": _positive(file, "rope.scaling.factor", None, problems)}
+    elif kind not in ("none", "longrope"):
+        message = f"{kind!r} is not supported; supported: none, linear, yarn, longrope"
+        problems.append(Problem("config", repr(f"{arch}.rope.scaling.type"), message))
+    if kind == "yarn":
+        original = file.value("rope.scaling.original_context_length")
+        rope |= {} if original is None else {"original_max_position_embeddings": original}
+        betas = {name: file.value(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
+        rope |= {name: value for name, value in betas.items() if value is not None}
+    lengths = {len(each) for each in factors if each is not None} - {rotated // 2 if type(rotated) is int else 0}
+    if lengths or (short is None) != (long is None) or (kind == "longrope" and short is None):
+        message = f"expected {' and '.join(FACTORS[1:])}, or {FACTORS[0]}, with half of {rotated!r} values"
+        problems.append(Problem("missing", "'rope_factors'", message))
+    elif frequencies or (short and long):
+        # Llama 3's scaling is stored as the resulting factors. Written as longrope, which can express any factors.
+        rope |= {
+            "rope_type": "longrope",
+            "short_factor": frequencies or short,
+            "long_factor": frequencies or long,
+            "attention_factor": 1.0 if frequencies else _positive(file, "rope.scaling.attn_factor", 1.0, problems),
+        }
+        longest = config["max_position_embeddings"]
+        original = file.value("rope.scaling.original_context_length")
+        original = original if type(original) is int and original > 0 else longest
+        rope |= {"original_max_position_embeddings": original, "factor": longest / original}
+        if arch == "phi3":
+            keys["original_max_position_embeddings"] = original
+    if arch == "gemma3":
+        theta = _positive(file, "rope.freq_base_swa", 10000.0, problems)
+        rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": theta}}
+    return keys | {"rope_parameters": rope}
+
+
+def _factors(file: GgufFile, name: str) -> list[float] | None:
+    """Return the values of a tensor of `FACTORS`, or None if it is absent."""
+    tensor = file.tensors.get(name)
+    if tensor is None:
+        return None
+    if tensor.type != "F32":
+        raise CheckpointConfigError(file.path, [Problem("dtype", repr(name), f"has type {tensor.type}, expected F32")])
+    values = np.fromfile(file.path.parent / tensor.file, "<f4", tensor.nbytes // 4, offset=tensor.offset)
+    return [float(str(value)) for value in values]
+
+
+def _dtype(file: GgufFile) -> str:
+    """Return the dtype to compute in: that of the matrices if all have the same, otherwise bfloat16."""
+    types = {tensor.type for tensor in file.tensors.values() if len(tensor.shape) > 1}
+    return "float32" if types == {"F32"} else "float16" if types == {"F16"} else "bfloat16"

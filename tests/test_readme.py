@@ -53,7 +53,7 @@ def test_the_main_command_runs(tmp_path: Path) -> None:
 
 @needs_weights
 def test_the_example_runs(tmp_path: Path) -> None:
-    code = fenced("The names are those of vLLM's offline API.")
+    code = fenced("The API follows vLLM's offline API.")
     assert "def fibonacci(n):" in run_script(code, cwd=tmp_path)
 
 

@@ -30,7 +30,7 @@ class Sizes:
     contexts: tuple[int, ...]  # context lengths at which bits are compared
     nodes: tuple[int, int]
     copy_bytes: int
-    tuning_seconds: int  # per kind
+    tuning_seconds: int  # per quantisation
 
 
 REAL = Sizes(passes.MAIN_CONTEXT, (37, 1023), (1, 32), 8 << 30, 40)

@@ -30,7 +30,7 @@ from gpu.setting import Setting
 
 RESTART = 75  # exit status that asks for another process to continue
 GRACE = 30.0  # seconds after its limit at which the process of a hanging measurement is killed
-LAST = 10.0  # the same after the end of the slice
+LAST = 10.0  # seconds after the end of the slice at which it is killed
 LEAST = 20.0  # minimum remaining seconds to start a measurement; most end well before their limit
 
 

@@ -10,7 +10,7 @@ Documents = Mapping[str, Mapping[str, Any]]  # results by stage: name of a measu
 
 
 class Target(NamedTuple):
-    """A target.
+    """A target and the function that checks it.
 
     Args:
         text: description.

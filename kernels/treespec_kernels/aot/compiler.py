@@ -43,7 +43,7 @@ class CompiledKernel:
 
 
 class OrderError(RuntimeError):
-    """A kernel with programmatic dependent launch accesses memory or exits before its wait."""
+    """Raised if a kernel with programmatic dependent launch accesses memory or exits before its wait."""
 
 
 class Plan(NamedTuple):
@@ -154,9 +154,8 @@ def _source_of(spec: KernelSpec) -> Any:
         is_integer = name.startswith(("stride_", "num_"))
         signature[name] = spec.types.get(name, "i32" if is_integer else "*i32")
         if name not in unspecialised and not signature[name].startswith("fp"):
-            attributes[(index,)] = [
-                ["tt.divisibility", 16]
-            ]  # as the launcher specialises aligned tensors and model sizes
+            # The launcher specialises on aligned tensors and on model sizes, which are multiples of 16.
+            attributes[(index,)] = [["tt.divisibility", 16]]
     return ASTSource(fn=kernel, signature=signature, constexprs=spec.constants, attrs=attributes)
 
 

@@ -58,7 +58,7 @@ class KernelShape:
 
     @property
     def linear_layers(self) -> tuple[LinearLayer, ...]:
-        """The linear layers of one decoder layer, in execution order."""
+        """Linear layers of one decoder layer, in execution order."""
         width, hidden, intermediate = self.num_heads * self.head_dim, self.hidden_size, self.intermediate_size
         return (
             LinearLayer("qkv", width + 2 * self.num_kv_heads * self.head_dim, hidden),
@@ -76,7 +76,7 @@ class KernelShape:
 
     @property
     def attention(self) -> dict[str, Any]:
-        """The sizes of tree attention, as arguments of its plans and layouts."""
+        """Sizes of tree attention, as keyword arguments of its plans and layouts."""
         names = ("num_heads", "num_kv_heads", "head_dim", "dtype")
         return {name: getattr(self, name) for name in names}
 

@@ -34,7 +34,7 @@ class SegmentPartition:
 
 @dataclass(frozen=True)
 class TreeAttentionConfig(TileConfig):
-    """Tiles, partition and launch options."""
+    """Configuration of tree attention: tiles, partition of positions, and launch options."""
 
     block_m: int
     block_n: int

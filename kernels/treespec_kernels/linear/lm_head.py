@@ -57,7 +57,7 @@ class LmHead(NamedTuple):
 
 @dataclass(frozen=True)
 class LmHeadConfig(TileConfig):
-    """Tiles and launch options.
+    """Configuration of the LM head: tiles and launch options.
 
     Args:
         block_m: rows per tile. Every tile of rows but the first reads the weight from L2.

@@ -1,8 +1,8 @@
 """Quantised weights of linear layers: 8-bit or 4-bit integers, with scales per output and group of inputs.
 
-A weight is (q - zero) * scale. Zero points are integers, or fractions of a step for formats that store a minimum. Only
-weights are quantised: activations stay in the model's dtype, integers convert to it exactly, and sums are in fp32. The
-dtype of the values gives the format: int8 is one weight, uint8 two 4-bit weights.
+A weight is (q - zero) * scale. Zero points are integers, or floating-point numbers for formats that store a minimum.
+Only weights are quantised: activations stay in the model's dtype, integers convert to it exactly, and sums are in fp32.
+The dtype of the values gives the format: int8 is one weight, uint8 two 4-bit weights.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ def dequantized(weight: QuantizedWeight) -> Tensor:
 def stacked(parts: Sequence[QuantizedWeight], dim: int = -2) -> QuantizedWeight:
     """Concatenate weights, by default along their outputs.
 
-    Their bits and groups must be equal; weights without zero points get zeros if any has them, and int8 zero points
-    become float32 beside float32 ones.
+    Their bits and groups must be equal. If any weight has zero points, the others get zeros; if any zero points are
+    float32, all are converted to float32.
     """
     zero = None
     if any(part.zero is not None for part in parts):

@@ -27,7 +27,7 @@ NUM_WARPS = 4
 
 
 class CoupledChoice(NamedTuple):
-    """Chosen tokens.
+    """Chosen token of each row.
 
     Attributes:
         tokens: [rows] int64.

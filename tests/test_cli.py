@@ -313,7 +313,7 @@ def test_only_what_works_is_offered() -> None:
         assert "'serve'" in message and message.endswith("Valid: generate, bench, tree, train, autotune, weights")
     assert "serve" not in run("--help").stdout
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert extras.keys() == {"test", "structured", "sentencepiece", "perf"}
+    assert extras.keys() == {"test", "structured", "sentencepiece", "gguf", "perf"}
 
 
 def test_unknown_commands_and_the_weights(models: Models) -> None:

@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from treespec.config import ModelConfig
 from treespec.errors import ConfigError
 from treespec.llm import LLM
+from treespec.startup.folders import resolve_model
 from treespec.training.distillation import Curriculum, evaluate
 from treespec.training.draft_vocabulary import choose_vocabulary
 from treespec.training.files import replacing, write_json
@@ -36,6 +38,8 @@ REASSIGN_AT = 0.5  # of a specialist's steps
 REPORT_PROMPTS = 8
 PEAK_RATE = 1.5e-3
 BATCH_TOKENS = 2048
+EPOCHS = 6  # over the lessons, with `tokens`
+MAX_MODEL_LEN = 1024
 
 
 @dataclass(frozen=True)
@@ -81,15 +85,12 @@ class TrainingSettings:
             raise ConfigError(f"max_tokens={self.max_tokens}; valid: at least 2")
 
 
-EPOCHS = 6
-
-
 class TrainingRun:
     """One run of training, stage by stage; every stage resumes from the files of `out/work`.
 
     Args:
         settings: of the run.
-        out: receives `ssm-1`, `ssm-2`, ... and `report.json`; state is kept in `out/work` until the run is complete.
+        out: receives `ssm-1`, `ssm-2`, ... and `report.json`; lessons and checkpoints stay in `out/work`.
         resume: continue the run in `out`.
         device: of lessons and training.
         pause: a requested stop, checked between steps.
@@ -114,12 +115,17 @@ class TrainingRun:
                 raise ConfigError(
                     f"{out} holds a run with other settings: {stored}; repeat them, or give another --out"
                 )
-        write_json(file, asdict(settings))
+
+    @cached_property
+    def options(self) -> dict[str, Any]:
+        """Options of every `LLM` of the run."""
+        config = ModelConfig.from_hf(resolve_model(self.settings.target))  # native families only
+        return {"device": str(self.device), "max_model_len": min(MAX_MODEL_LEN, config.max_positions)}
 
     @cached_property
     def llm(self) -> LLM:
         """The target, with lookup as its only draft source."""
-        return LLM(self.settings.target, drafts=[], device=str(self.device), max_num_seqs=16, max_model_len=1024)
+        return LLM(self.settings.target, drafts=[], max_num_seqs=16, **self.options)
 
     @property
     def target_size(self) -> int:
@@ -147,7 +153,6 @@ class TrainingRun:
     def make_lessons(self) -> Lessons:
         """Write lessons until their share of the budget is spent, and return all of them."""
         settings, folder = self.settings, self.work / "lessons"
-        folder.mkdir(parents=True, exist_ok=True)
         state = self.work / "lessons.json"
         progress = Progress(**json.loads(state.read_text())) if state.exists() else Progress()
 
@@ -161,6 +166,7 @@ class TrainingRun:
         if spent() < 1:
             paths = [Path(path) for path in settings.data]
             prompts = read_training_prompts(paths, bool(getattr(self.llm.get_tokenizer(), "chat_template", None)))
+            write_json(self.work / "settings.json", asdict(settings))  # not before target and data are known to be good
             writer = LessonWriter(self.llm, prompts, folder, settings.max_tokens, settings.seed)
             log = ProgressLog(f"lessons from {len(prompts)} prompts", progress)
             while spent() < 1:
@@ -189,8 +195,7 @@ class TrainingRun:
                 )
                 write_student(student, folder, target_ids, self.target_size)
 
-            options = {"device": str(self.device), "max_model_len": 1024}
-            layers = settings.layers or choose_layers(self.target, write, config.num_hidden_layers, options)
+            layers = settings.layers or choose_layers(self.target, write, config.num_hidden_layers, self.options)
             with replacing(file) as temporary, temporary.open("wb") as opened:
                 np.savez(opened, target_ids=target_ids, layers=min(layers, config.num_hidden_layers))
         with np.load(file) as found:
@@ -302,14 +307,7 @@ class TrainingRun:
         folders = [self.out / name for name in names]
         target = self.target
         del self.llm
-        report = measure_drafts(
-            target,
-            folders,
-            prompts,
-            agreement,
-            self.settings.max_tokens,
-            {"device": str(self.device), "max_model_len": 1024},
-        )
+        report = measure_drafts(target, folders, prompts, agreement, self.settings.max_tokens, self.options)
         write_json(self.out / "report.json", {"settings": asdict(self.settings), **report.as_dict()})
         return report
 

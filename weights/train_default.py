@@ -25,8 +25,9 @@ from transformers import LlamaForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from treespec import LLM
+from treespec.training import loop as train
 from treespec.training.files import write_json
-from treespec_training import data, distill, evaluate, rendered, train
+from treespec_training import data, distill, evaluate, rendered
 from treespec_training import shapes as models
 from treespec_training import train_tokenizer as tokenizer
 from treespec_training.export import export, rounded, write_folder

@@ -1,5 +1,6 @@
 """Distillation of drafts from lessons, in the draft's own vocabulary."""
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,14 +25,12 @@ class Batch:
         places: int64 [targets, 2], row and position that predict each target.
         ids: int64 [targets, TOP], draft rows of the target's most likely tokens; the last row for those it lacks.
         probs: float32 [targets, TOP], their probabilities, 0 for those it lacks.
-        first: bool [targets], whether the most likely token is in the draft's vocabulary.
     """
 
     inputs: Tensor
     places: Tensor
     ids: Tensor
     probs: Tensor
-    first: Tensor
 
 
 class Curriculum:
@@ -57,13 +56,18 @@ class Curriculum:
     ):
         self.lessons, self.seed, self.device = lessons, seed, device
         rows = rows_of_tokens(target_ids, target_size)
-        self.other = len(target_ids) - 1
         self._tokens = rows[lessons.tokens]
         self._ids = rows[lessons.top_ids]
-        self._probs = np.where(self._ids != self.other, np.exp(lessons.top_logprobs.astype(np.float32)), 0.0)
+        self._probs = np.where(self._ids < len(target_ids) - 1, np.exp(lessons.top_logprobs.astype(np.float32)), 0.0)
         self._targets = lessons.targets
         self.count = max(round(batch_tokens / max(float(lessons.generated.mean()), 1.0)), 1)
         self.odds = np.full(len(lessons), 1 / len(lessons))
+
+    def with_odds(self, odds: np.ndarray) -> "Curriculum":
+        """Return a curriculum over the same lessons that draws each with another probability, float64 [lessons]."""
+        result = copy.copy(self)
+        result.odds = odds
+        return result
 
     def batch(self, step: int) -> Batch:
         """Return the batch of a step."""
@@ -85,7 +89,7 @@ class Curriculum:
         for row, window in enumerate(windows):
             inputs[row, : len(window)] = window
         index = np.concatenate(targets)
-        arrays = inputs, np.concatenate(places), self._ids[index], self._probs[index], self._ids[index, 0] != self.other
+        arrays = inputs, np.concatenate(places), self._ids[index], self._probs[index]
         return Batch(*(torch.from_numpy(array).to(self.device) for array in arrays))
 
     def loss(self, model: nn.Module, step: int) -> tuple[Tensor, int]:
@@ -110,7 +114,7 @@ def distillation_losses(logits: Tensor, batch: Batch) -> Tensor:
     known = batch.ids.clamp(max=logits.shape[1] - 1)
     logprobs = logits.gather(1, known) - logits.logsumexp(1, keepdim=True)
     soft = -(batch.probs * logprobs).sum(1)
-    hard = -logprobs[:, 0] * batch.first
+    hard = -logprobs[:, 0] * (batch.ids[:, 0] < logits.shape[1])
     return (1 - ARGMAX_SHARE) * soft + ARGMAX_SHARE * hard
 
 

@@ -34,11 +34,10 @@ logger = logging.getLogger("treespec")
 LESSON_SHARE = 0.4  # of the time
 GENERALIST_SHARE = 0.5  # of the training time; the specialists share the rest
 HELD_OUT = 0.04  # of the lessons
-REASSIGN_AT = 0.5  # of a specialist's steps
 REPORT_PROMPTS = 8
 PEAK_RATE = 1.5e-3
 BATCH_TOKENS = 2048
-EPOCHS = 6  # over the lessons, with `tokens`
+EPOCHS = 6  # passes over the lessons per draft, with `tokens`
 MAX_MODEL_LEN = 1024
 
 
@@ -51,7 +50,7 @@ class TrainingSettings:
         data: files and folders.
         ssms: number of drafts.
         minutes: of lessons and training together; None if `tokens` is given.
-        tokens: generated tokens of the lessons; training then passes `EPOCHS` times over them.
+        tokens: generated tokens of the lessons; training then makes `EPOCHS` passes over them per draft.
         specialise: "errors" clusters lessons by what a generalist gets wrong, "folders" by the data's groups.
         layers, vocabulary: of a draft; None chooses them from this machine's costs.
         max_tokens: of a lesson.
@@ -144,7 +143,7 @@ class TrainingRun:
         curriculum = self.curriculum(lessons.select(np.flatnonzero(~held)), target_ids)
         try:
             generalist = self.train_generalist(curriculum, target_ids, shape)
-            students = self.train_specialists(curriculum, generalist, target_ids)
+            students = self.train_specialists(curriculum, generalist, shape)
         except Paused:
             self.export(self._trained, target_ids)
             raise
@@ -234,7 +233,8 @@ class TrainingRun:
         torch.manual_seed(self.settings.seed)
         model = make_student(self.target_model, shape, target_ids, self.end_tokens).to(self.device)
         self._trained = [model]
-        self._train("generalist", model, curriculum, self._budget(GENERALIST_SHARE, curriculum.lessons), PEAK_RATE)
+        share = GENERALIST_SHARE if self.settings.ssms > 1 else 1.0
+        self._train("generalist", model, curriculum, self._budget(share, curriculum.lessons), PEAK_RATE)
         return model
 
     def _train(self, name: str, model: Any, curriculum: Curriculum, budget: Budget, rate: float) -> Progress:
@@ -243,7 +243,7 @@ class TrainingRun:
 
         return train(name, model, loss, budget, rate, self.work / f"{name}.ckpt", self.pause)
 
-    def train_specialists(self, curriculum: Curriculum, generalist: Any, target_ids: np.ndarray) -> list[Any]:
+    def train_specialists(self, curriculum: Curriculum, generalist: Any, shape: StudentShape) -> list[Any]:
         """Train drafts from the generalist, each mostly on its own cluster of lessons.
 
         Clusters are formed by what the generalist misses, and again by the specialists' losses at half time.
@@ -251,11 +251,11 @@ class TrainingRun:
         settings = self.settings
         if settings.ssms == 1:
             return [generalist]
-        owners = self._stored("clusters", lambda: self._clusters(curriculum, generalist, len(target_ids)))
-        halves = self._train_each("a", [generalist] * settings.ssms, curriculum, owners, target_ids, PEAK_RATE / 2)
+        owners = self._stored("clusters", lambda: self._clusters(curriculum, generalist, shape.rows))
+        halves = self._train_each("a", [generalist] * settings.ssms, curriculum, owners, PEAK_RATE / 2)
         if settings.specialise == "errors":
             owners = self._stored("clusters-by-loss", lambda: _clusters_by_loss(halves, curriculum))
-        return self._train_each("b", halves, curriculum, owners, target_ids, PEAK_RATE / 4)
+        return self._train_each("b", halves, curriculum, owners, PEAK_RATE / 4)
 
     def _train_each(
         self,
@@ -263,7 +263,6 @@ class TrainingRun:
         starts: Sequence[Any],
         curriculum: Curriculum,
         owners: np.ndarray,
-        target_ids: np.ndarray,
         rate: float,
     ) -> list[Any]:
         """Train one specialist per start for half of its steps."""
@@ -272,8 +271,7 @@ class TrainingRun:
         for i, start in enumerate(starts):
             student = type(start)(start.config).to(self.device)
             student.load_state_dict(start.state_dict())
-            own = self.curriculum(curriculum.lessons, target_ids)
-            own.odds = odds_of(owners, i)
+            own = curriculum.with_odds(odds_of(owners, i))
             students.append(student)
             self._trained = [*students, *starts[len(students) :]] if stage == "b" else students
             self._train(f"specialist-{i + 1}{stage}", student, own, budget, rate)
@@ -322,7 +320,7 @@ class TrainingRun:
 
 
 def held_out(count: int, seed: int) -> np.ndarray:
-    """Return which lessons are held out, bool [count]; at least two of three or more."""
+    """Return which lessons are held out, bool [count]: `HELD_OUT` of them, at least two if there are four."""
     chosen = np.random.default_rng((seed, 4)).permutation(count)[: max(round(HELD_OUT * count), min(2, count // 2))]
     return np.isin(np.arange(count), chosen)
 

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treespec.models.compiled import CompiledDecoder
 from treespec.models.decoder import Decoder, Pass
 from treespec.models.head_vocabulary import HeadVocabulary
 from treespec.request import Request
@@ -111,7 +112,7 @@ def score_rows(
         request.sampler.temper(tempered[part], position, request.spec.verification)
     result = torch.softmax(tempered, -1)
     # Rows of unmodified requests keep the bits that they have in a pass without modified ones.
-    if others.any():
+    if isinstance(model, CompiledDecoder) and others.any():
         own = model.probs(hidden[torch.from_numpy(others)])
         result[torch.from_numpy(others)] = own if head is None else head.expand(own, 0.0)
     probs = result.cpu().numpy()

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,7 +20,8 @@ from tests.tokenizers_made import TEXT, byte_level, save_tokenizer
 from treespec import LLM, SpecConfig
 from treespec.errors import ConfigError
 from treespec.training.draft_vocabulary import choose_vocabulary, rows_of_tokens
-from treespec.training.lessons import TOP, Lessons, LessonWriter
+from treespec.training.files import replacing
+from treespec.training.lessons import TOP, Lessons, LessonWriter, shard_path
 from treespec.training.prompts import TrainingPrompt, read_training_prompts
 from treespec.training.run import TrainingSettings, by_benefit, held_out, train_drafts
 from treespec.training.specialisation import balanced_owners, cluster_errors, cluster_groups, odds_of
@@ -87,6 +89,18 @@ def test_data_without_text_is_refused(tmp_path: Path, name: str, content: str, m
         read_training_prompts([tmp_path], chat=False)
 
 
+@pytest.mark.parametrize("folder", [False, True])
+def test_a_full_disk_leaves_what_was_there(tmp_path: Path, folder: bool) -> None:
+    path = tmp_path / "ssm-1"
+    path.write_text("before") if not folder else path.mkdir()
+    full = mock.patch("shutil.disk_usage", return_value=mock.Mock(free=0))
+    message = r"no space left for .*ssm-1; free some space, then resume"
+    with pytest.raises(OSError, match=message), full, replacing(path) as temporary:
+        temporary.write_text("half") if not folder else temporary.mkdir()
+        raise RuntimeError("PytorchStreamWriter failed writing file")
+    assert [each.name for each in tmp_path.iterdir()] == ["ssm-1"] and path.is_dir() == folder
+
+
 def test_missing_data_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="nowhere does not exist; give files or folders"):
         read_training_prompts([tmp_path / "nowhere"], chat=False)
@@ -98,12 +112,12 @@ def test_shards_depend_on_their_number_alone(llm: LLM, tmp_path: Path) -> None:
     for number in (0, 1):
         forward.write(number)
         backward.write(1 - number)
-    shards = [Lessons.load(writer.shards) for writer in (forward, backward)]
+    shards = [Lessons.load([shard_path(tmp_path / name, number) for number in (0, 1)]) for name in "ab"]
     for name in Lessons.__dataclass_fields__:
         assert np.array_equal(*(getattr(shard, name) for shard in shards)), name
     lessons = shards[0]
     assert len(lessons) == 64 and lessons.top_ids.shape == (lessons.generated.sum(), TOP)
-    greedy = lessons.select(np.arange(0, 64, 2))  # every other lesson
+    greedy = lessons.select(np.array([*range(0, 40, 2), *range(41, 64, 2)]))  # exchanged when prompts repeat
     written = np.concatenate(
         [greedy.tokens[a + n : b] for a, n, b in zip(greedy.starts, greedy.firsts, greedy.starts[1:], strict=False)]
     )
@@ -170,6 +184,8 @@ def test_drafts_are_ordered_by_what_they_add() -> None:
         ({"tokens": 5}, "give minutes or tokens"),
         ({"specialise": "luck"}, "specialise='luck'; valid: 'errors', 'folders'"),
         ({"max_tokens": 1}, "max_tokens=1; valid: at least 2"),
+        ({"layers": 0}, "layers=0; valid: at least 1"),
+        ({"vocabulary": 63}, "vocabulary=63; valid: at least 64 rows"),
     ],
 )
 def test_settings_out_of_range(changes: dict[str, Any], message: str) -> None:

@@ -49,7 +49,7 @@ def train(
     ] = None,
     vocabulary: Annotated[
         int | None,
-        typer.Option("--vocabulary", metavar="N", help="Most tokens that a draft knows. Default: by costs."),
+        typer.Option("--vocabulary", metavar="N", help="Most rows of a draft's vocabulary. Default: by costs."),
     ] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", help="Tokens of a lesson.")] = 160,
     seed: Annotated[int, typer.Option("--seed", metavar="S", help="Seed of everything.")] = 0,

@@ -4,28 +4,30 @@ import numpy as np
 
 from treespec.training.lessons import Lessons
 
-COVERAGE = 0.985  # share of the generated tokens that the vocabulary must contain
+COVERAGE = 0.985  # share of the counted tokens that the vocabulary must contain
+PROMPT_WEIGHT = 0.05  # of a prompt token: outputs often repeat it
 MULTIPLE = 64  # of known tokens, for vectorised heads
 
 
 def choose_vocabulary(lessons: Lessons, target_size: int, ends: tuple[int, ...], most: int) -> np.ndarray:
     """Return the target ids of a draft's rows, int64 ascending, then -1 for all other tokens.
 
-    The most frequent generated tokens, as many as cover `COVERAGE` of them, rounded up to a multiple of `MULTIPLE`
-    rows, at most `most`. Tokens with little probability count a little, so that rare likely ones get in.
+    Tokens are counted by the probability that the target gives them in its own outputs, and by `PROMPT_WEIGHT` in its
+    prompts. The vocabulary has as many of the most frequent ones as cover `COVERAGE` of the counts, rounded up to a
+    multiple of `MULTIPLE`.
 
     Args:
         lessons: what the target wrote.
         target_size: of its vocabulary.
         ends: end tokens, always included.
-        most: rows.
+        most: maximum number of rows, the last one included.
     """
     counts = np.zeros(target_size)
     np.add.at(counts, lessons.top_ids.ravel(), np.exp(lessons.top_logprobs.astype(np.float32)).ravel())
     sequences = np.repeat(np.arange(len(lessons)), np.diff(lessons.starts))
     place = np.arange(len(lessons.tokens)) - lessons.starts[sequences]
     is_prompt = place < lessons.firsts[sequences]
-    np.add.at(counts, lessons.tokens[is_prompt], 0.05)  # prompt tokens are inputs, and often repeated in the output
+    np.add.at(counts, lessons.tokens[is_prompt], PROMPT_WEIGHT)
     counts[list(ends)] = 0.0
     order = np.argsort(-counts, kind="stable")
     size = int(np.searchsorted(np.cumsum(counts[order]), COVERAGE * counts.sum())) + 1

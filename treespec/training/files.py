@@ -1,22 +1,40 @@
 """Write files atomically: to a temporary name, then renamed."""
 
+import errno
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+FULL_BYTES = 1 << 16  # a disk with less free space counts as full
+
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; move it into place when the block ends without an error."""
+    """Yield a temporary path beside `path`; move the file or folder into place when the block ends without an error.
+
+    Raises:
+        OSError: the disk is full, whatever the writer raised.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         yield temporary
+        if temporary.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
         os.replace(temporary, path)
+    except Exception as error:  # torch and safetensors have other errors for a full disk
+        if shutil.disk_usage(path.parent).free < FULL_BYTES:
+            message = f"no space left for {path}; free some space, then resume"
+            raise OSError(errno.ENOSPC, message) from error
+        raise
     finally:
-        temporary.unlink(missing_ok=True)
+        if temporary.is_dir():
+            shutil.rmtree(temporary)
+        else:
+            temporary.unlink(missing_ok=True)
 
 
 def atomic_write_text(path: Path, text: str) -> None:

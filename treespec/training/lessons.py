@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from treespec.config import SpecConfig
 from treespec.errors import RequestError
 from treespec.llm import LLM
 from treespec.outputs import RequestOutput
@@ -89,6 +88,11 @@ class Lessons:
         )
 
 
+def shard_path(folder: Path, number: int) -> Path:
+    """Return the path of a shard, numbered from 0."""
+    return folder / f"lessons-{number:05}.npz"
+
+
 class LessonWriter:
     """Lets an engine continue prompts and writes the results in shards.
 
@@ -96,7 +100,7 @@ class LessonWriter:
     every shard has the bits of an uninterrupted run.
 
     Args:
-        llm: the target; lookup may speed it up.
+        llm: the target.
         prompts: training prompts in a fixed order.
         folder: of the shards.
         max_tokens: generated tokens of a lesson.
@@ -107,32 +111,25 @@ class LessonWriter:
         self.llm, self.prompts, self.folder, self.max_tokens, self.seed = llm, prompts, folder, max_tokens, seed
         self._order = np.random.default_rng((seed, 0)).permutation(len(prompts))
 
-    @property
-    def shards(self) -> list[Path]:
-        """The complete shards, in order; a gap ends the list."""
-        paths = (self.folder / f"lessons-{i:05}.npz" for i in range(len(list(self.folder.glob("lessons-*.npz")))))
-        return [path for path in paths if path.exists()]
-
     def write(self, number: int) -> int:
         """Write a shard and return its number of generated tokens.
 
-        Prompts repeat after the last one, with other beginnings and seeds.
+        Every other prompt is continued greedily, the rest at the target's own temperature. After the last prompt they
+        repeat, with other beginnings and seeds and the two ways exchanged.
         """
         rng = np.random.default_rng((self.seed, 1, number))
-        places = (np.arange(PER_SHARD) + number * PER_SHARD) % len(self.prompts)
+        repeats, places = np.divmod(np.arange(PER_SHARD) + number * PER_SHARD, len(self.prompts))
         chosen = [self.prompts[i] for i in self._order[places]]
         tokens = [self._encode(prompt, rng) for prompt in chosen]
         common: dict[str, Any] = {"max_tokens": self.max_tokens, "logprobs": TOP, "detokenize": False}
         own = self.llm.get_default_sampling_params().temperature or 0.7
         params = [
-            SamplingParams(temperature=own if i % 2 else 0.0, seed=int(rng.integers(2**31)), **common)
-            for i in range(len(tokens))
+            SamplingParams(temperature=own if sampled else 0.0, seed=int(rng.integers(2**31)), **common)
+            for sampled in (places + repeats) % 2
         ]
-        outputs = self.llm.generate(
-            [{"prompt_token_ids": each} for each in tokens], params, SpecConfig(sources=("lookup",))
-        )
+        outputs = self.llm.generate([{"prompt_token_ids": each} for each in tokens], params, spec="off")
         lessons = _collect(outputs, [prompt.group for prompt in chosen])
-        lessons.save(self.folder / f"lessons-{number:05}.npz")
+        lessons.save(shard_path(self.folder, number))
         return int(lessons.generated.sum())
 
     def _encode(self, prompt: TrainingPrompt, rng: np.random.Generator) -> list[int]:

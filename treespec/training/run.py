@@ -1,9 +1,7 @@
 """Trains draft models for a target: lessons, a generalist, specialists, and a report."""
 
-import errno
 import json
 import logging
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -21,7 +19,7 @@ from treespec.startup.folders import resolve_model
 from treespec.training.distillation import Curriculum, evaluate
 from treespec.training.draft_vocabulary import choose_vocabulary
 from treespec.training.files import replacing, write_json
-from treespec.training.lessons import Lessons, LessonWriter
+from treespec.training.lessons import PER_SHARD, Lessons, LessonWriter, shard_path
 from treespec.training.loop import Budget, Paused, PauseRequest, Progress, ProgressLog, train
 from treespec.training.prompts import read_training_prompts
 from treespec.training.report import TrainingReport, measure_drafts
@@ -39,6 +37,7 @@ PEAK_RATE = 1.5e-3
 BATCH_TOKENS = 2048
 EPOCHS = 6  # passes over the lessons per draft, with `tokens`
 MAX_MODEL_LEN = 1024
+LEAST_ROWS = 64  # of a draft's vocabulary
 
 
 @dataclass(frozen=True)
@@ -82,6 +81,10 @@ class TrainingSettings:
             raise ConfigError(f"specialise={self.specialise!r}; valid: 'errors', 'folders'")
         if self.max_tokens < 2:
             raise ConfigError(f"max_tokens={self.max_tokens}; valid: at least 2")
+        if self.layers is not None and self.layers < 1:
+            raise ConfigError(f"layers={self.layers}; valid: at least 1")
+        if self.vocabulary is not None and self.vocabulary < LEAST_ROWS:
+            raise ConfigError(f"vocabulary={self.vocabulary}; valid: at least {LEAST_ROWS} rows")
 
 
 class TrainingRun:
@@ -123,8 +126,8 @@ class TrainingRun:
 
     @cached_property
     def llm(self) -> LLM:
-        """The target, with lookup as its only draft source."""
-        return LLM(self.settings.target, drafts=[], max_num_seqs=16, **self.options)
+        """The target, without drafts. Large batches are bound by arithmetic, where drafting gains nothing."""
+        return LLM(self.settings.target, drafts=[], max_num_seqs=PER_SHARD, **self.options)
 
     @property
     def target_size(self) -> int:
@@ -164,7 +167,12 @@ class TrainingRun:
 
         if spent() < 1:
             paths = [Path(path) for path in settings.data]
-            prompts = read_training_prompts(paths, bool(getattr(self.llm.get_tokenizer(), "chat_template", None)))
+            if (tokenizer := self.llm.get_tokenizer()) is None:
+                raise ConfigError(
+                    f"{self.target} has no tokenizer to read the data with; put its tokenizer files there"
+                )
+            prompts = read_training_prompts(paths, bool(getattr(tokenizer, "chat_template", None)))
+            self.check_target()
             write_json(self.work / "settings.json", asdict(settings))  # not before target and data are known to be good
             writer = LessonWriter(self.llm, prompts, folder, settings.max_tokens, settings.seed)
             log = ProgressLog(f"lessons from {len(prompts)} prompts", progress)
@@ -177,7 +185,7 @@ class TrainingRun:
                 write_json(state, vars(progress))
                 log.update(spent(), progress)
             log.close()
-        return Lessons.load([folder / f"lessons-{i:05}.npz" for i in range(progress.step)])
+        return Lessons.load([shard_path(folder, number) for number in range(progress.step)])
 
     def choose_shape(self, lessons: Lessons) -> tuple[np.ndarray, StudentShape]:
         """Choose vocabulary and number of layers from the lessons and from measured passes, once."""
@@ -216,6 +224,12 @@ class TrainingRun:
     def target_model(self) -> Any:
         """The target as a transformers model."""
         return open_target(self.target)
+
+    def check_target(self) -> None:
+        """Raise ModelError if no draft can be made from the target, before any lesson is written."""
+        ends = self.end_tokens
+        make_student(self.target_model, StudentShape(1, len(ends) + 1), np.array([*ends, -1]), ends)
+        del self.target_model  # frees its memory while lessons are written
 
     def curriculum(self, lessons: Lessons, target_ids: np.ndarray) -> Curriculum:
         """Return a curriculum over lessons."""
@@ -315,7 +329,6 @@ class TrainingRun:
         for name, student in zip(names, students, strict=True):
             with replacing(self.out / name) as temporary:
                 write_student(student, temporary, target_ids, self.target_size)
-                shutil.rmtree(self.out / name, ignore_errors=True)
         return names
 
 
@@ -376,11 +389,5 @@ def train_drafts(
         str(target), tuple(map(str, data)), ssms, minutes, tokens, specialise, layers, vocabulary, max_tokens, seed
     )
     pause = PauseRequest()
-    try:
-        with pause.listening():
-            return TrainingRun(settings, Path(out), resume, device, pause).run()
-    except OSError as error:
-        if error.errno == errno.ENOSPC:
-            message = f"the disk of {out} is full; free some space, then the same command with --resume continues"
-            raise OSError(errno.ENOSPC, message) from error
-        raise
+    with pause.listening():
+        return TrainingRun(settings, Path(out), resume, device, pause).run()

@@ -12,6 +12,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -22,9 +23,11 @@ from treespec.errors import ConfigError
 from treespec.training.draft_vocabulary import choose_vocabulary, rows_of_tokens
 from treespec.training.files import replacing
 from treespec.training.lessons import TOP, Lessons, LessonWriter, shard_path
+from treespec.training.loop import optimizers_for
 from treespec.training.prompts import TrainingPrompt, read_training_prompts
 from treespec.training.run import TrainingSettings, by_benefit, held_out, train_drafts
 from treespec.training.specialisation import balanced_owners, cluster_errors, cluster_groups, odds_of
+from treespec.training.student import StudentShape, make_student
 
 VOCAB = 384
 
@@ -248,3 +251,17 @@ def test_another_run_is_refused(target: Path, data: Path, trained: Path) -> None
     with pytest.raises(ConfigError, match="holds a run with other settings"):
         train_drafts(target, [data], trained, tokens=99, resume=True)
     assert load_file(trained / "ssm-1" / "model.safetensors")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_students_start_from_the_targets_rows(tied: bool, tmp_path: Path) -> None:
+    target = AutoModelForCausalLM.from_pretrained(make_llama(tmp_path, 0, tie_word_embeddings=tied))
+    target_ids = np.array([3, 7, 8, -1])
+    student = make_student(target, StudentShape(2, 4), target_ids, [7])
+    assert student.config.tie_word_embeddings is tied and student.config.eos_token_id == [1]
+    for of in ("get_input_embeddings", "get_output_embeddings"):
+        own, source = getattr(student, of)().weight, getattr(target, of)().weight
+        assert torch.equal(own, torch.cat((source[target_ids[:-1]], source.mean(0, keepdim=True))))
+    (vectors_and_ends,) = (each for each in optimizers_for(student) if isinstance(each, torch.optim.AdamW))
+    trained = {id(p) for group in vectors_and_ends.param_groups for p in group["params"] if p.ndim == 2}
+    assert trained == {id(student.get_input_embeddings().weight), id(student.get_output_embeddings().weight)}

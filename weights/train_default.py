@@ -156,11 +156,11 @@ class Build:
         loss = torch.compile(models.next_token_loss) if self.args.compile else models.next_token_loss
 
         def loss_of(first: int) -> train.LossFunction:
-            def compute(model: torch.nn.Module, step: int, done: float) -> tuple[torch.Tensor, int]:
+            def compute(model: torch.nn.Module, step: int, done: float) -> train.StepLoss:
                 length = s.window // 2 if done < SHORT_WINDOWS else s.window
                 cut, _ = text.windows(first + step, max(self.args.batch_tokens // length, 1), length + 1)
                 windows = torch.from_numpy(cut).to(self.device)
-                return loss(model, windows), windows[:, 1:].numel()
+                return train.StepLoss(loss(model, windows), windows[:, 1:].numel())
 
             return compute
 

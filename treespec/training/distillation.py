@@ -11,14 +11,16 @@ from torch import Tensor, nn
 
 from treespec.training.draft_vocabulary import rows_of_tokens
 from treespec.training.lessons import Lessons
+from treespec.training.loop import StepLoss
 
 WINDOW = 320  # tokens of a training row
+BATCH_ROWS = 8  # lessons that are padded to one length
 ARGMAX_SHARE = 0.3  # weight of the cross-entropy to the target's most likely token
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One optimizer step's rows, padded at the end.
+    """Lessons as rows, padded at the end.
 
     Attributes:
         inputs: int64 [rows, length], draft rows of the tokens.
@@ -34,13 +36,13 @@ class Batch:
 
 
 class Curriculum:
-    """Draws batches of lessons with given odds. A batch depends only on the seed and the step.
+    """Draws the lessons of each step with given odds. A draw depends only on the seed and the step.
 
     Args:
         lessons: of the target.
         target_ids: the draft's vocabulary.
         target_size: size of the target's.
-        batch_tokens: generated tokens of a batch, about.
+        step_tokens: generated tokens of a step, about.
         seed: of the draws.
         device: of the batches.
     """
@@ -50,7 +52,7 @@ class Curriculum:
         lessons: Lessons,
         target_ids: np.ndarray,
         target_size: int,
-        batch_tokens: int,
+        step_tokens: int,
         seed: int,
         device: torch.device,
     ):
@@ -60,7 +62,7 @@ class Curriculum:
         self._ids = rows[lessons.top_ids]
         self._probs = np.where(self._ids < len(target_ids) - 1, np.exp(lessons.top_logprobs.astype(np.float32)), 0.0)
         self._targets = lessons.targets
-        self.count = max(round(batch_tokens / max(float(lessons.generated.mean()), 1.0)), 1)
+        self.count = max(round(step_tokens / max(float(lessons.generated.mean()), 1.0)), 1)
         self.odds = np.full(len(lessons), 1 / len(lessons))
 
     def with_odds(self, odds: np.ndarray) -> "Curriculum":
@@ -69,10 +71,11 @@ class Curriculum:
         result.odds = odds
         return result
 
-    def batch(self, step: int) -> Batch:
-        """Return the batch of a step."""
+    def batches(self, step: int) -> list[Batch]:
+        """Return a step's lessons in batches of similar length, which have little padding."""
         chosen = np.random.default_rng((self.seed, 2, step)).choice(len(self.lessons), self.count, p=self.odds)
-        return self.of(chosen)
+        ordered = chosen[np.argsort(np.diff(self.lessons.starts)[chosen], kind="stable")]
+        return [self.of(part) for part in np.array_split(ordered, -(-len(ordered) // BATCH_ROWS))]
 
     def of(self, chosen: Sequence[int] | np.ndarray) -> Batch:
         """Return these lessons as a batch; long prompts lose their beginning."""
@@ -92,10 +95,15 @@ class Curriculum:
         arrays = inputs, np.concatenate(places), self._ids[index], self._probs[index]
         return Batch(*(torch.from_numpy(array).to(self.device) for array in arrays))
 
-    def loss(self, model: nn.Module, step: int) -> tuple[Tensor, int]:
-        """Return the mean loss of a step's batch and its number of target positions."""
-        batch = self.batch(step)
-        return distillation_losses(logits_at(model, batch), batch).mean(), len(batch.places)
+    def loss(self, model: nn.Module, step: int) -> StepLoss:
+        """Return the loss of a step's lessons, over all target positions."""
+        total, hits, count = torch.zeros((), device=self.device), 0.0, 0
+        for batch in self.batches(step):
+            logits = logits_at(model, batch)
+            total = total + distillation_losses(logits, batch).sum()
+            hits += float((logits.detach().argmax(1) == batch.ids[:, 0]).sum())
+            count += len(batch.places)
+        return StepLoss(total / count, count, hits / count)
 
 
 def logits_at(model: Any, batch: Batch) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +19,18 @@ WARMUP = 0.02
 FINAL_RATE = 0.05
 CHECKPOINT_SECONDS = 120.0
 LOG_SECONDS = 30.0
-# (model, step, fraction of the schedule completed) -> (mean loss, tokens trained on)
-LossFunction = Callable[[nn.Module, int, float], tuple[Tensor, int]]
+
+
+class StepLoss(NamedTuple):
+    """Loss of one optimizer step: its mean, the tokens trained on, and the share of them predicted right, if known."""
+
+    mean: Tensor
+    tokens: int
+    agreement: float | None = None
+
+
+# (model, step, fraction of the schedule completed) -> loss
+LossFunction = Callable[[nn.Module, int, float], StepLoss]
 
 
 class Paused(Exception):
@@ -70,6 +81,10 @@ class Budget:
         spent = step / self.max_steps if self.max_steps is not None else elapsed / (60 * self.minutes)
         return min(self.end, self.start + spent)
 
+    def seconds_left(self, done: float, elapsed: float) -> float | None:
+        """Return the expected time until `end`; None before anything is done."""
+        return elapsed * (self.end - done) / (done - self.start) if done > self.start else None
+
 
 @dataclass
 class Progress:
@@ -88,13 +103,13 @@ def learning_rate(progress: float, peak: float) -> float:
 
 
 def optimizers_for(model: nn.Module) -> list[torch.optim.Optimizer]:
-    """Create the optimizers: Muon for the layers' matrices, AdamW for embedding and norms.
+    """Create the optimizers: Muon for the layers' matrices, AdamW for embedding, head and norms.
 
     Muon's steps are scaled to AdamW's RMS, so that one learning rate serves both.
     """
-    embedding = model.get_input_embeddings().weight  # type: ignore[operator]
-    matrices = [p for p in model.parameters() if p.ndim == 2 and p is not embedding]
-    embeddings = [embedding]
+    ends = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+    embeddings = list({id(end.weight): end.weight for end in ends}.values())  # one if they are tied
+    matrices = [p for p in model.parameters() if p.ndim == 2 and all(p is not each for each in embeddings)]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": embeddings, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     return [
@@ -148,7 +163,7 @@ def train(
     optimizers = optimizers_for(model)
     progress = load_checkpoint(checkpoint, model, optimizers) if checkpoint.exists() else Progress()
     model.train()
-    log = ProgressLog(name, progress)
+    log = ProgressLog(name, progress, budget)
     last_save = time.monotonic()
     while (done := budget.progress(progress.step, progress.elapsed)) < budget.end:
         if pause.requested:
@@ -156,8 +171,8 @@ def train(
             raise Paused
         started = time.monotonic()
         rate = learning_rate(done, peak_rate)
-        loss, tokens = loss_of(model, progress.step, done)
-        loss.backward()
+        loss = loss_of(model, progress.step, done)
+        loss.mean.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -165,9 +180,9 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
         progress.step += 1
-        progress.tokens += tokens
+        progress.tokens += loss.tokens
         progress.elapsed += time.monotonic() - started
-        log.update(done, progress, loss.item())
+        log.update(done, progress, loss)
         if time.monotonic() - last_save > CHECKPOINT_SECONDS:
             save_checkpoint(checkpoint, model, optimizers, progress)
             last_save = time.monotonic()
@@ -177,29 +192,45 @@ def train(
 
 
 class ProgressLog:
-    """Shows a progress bar on a terminal; prints a line every 30 seconds elsewhere."""
+    """Shows a progress bar on a terminal; prints a line every 30 seconds elsewhere.
 
-    def __init__(self, name: str, progress: Progress) -> None:
-        self.name = name
+    Args:
+        name: of the stage.
+        progress: at the start.
+        budget: of the stage; None leaves out the time left.
+    """
+
+    def __init__(self, name: str, progress: Progress, budget: Budget | None = None) -> None:
+        self.name, self.budget = name, budget
         self.bar = tqdm(total=1000, desc=name, disable=not sys.stderr.isatty(), bar_format="{l_bar}{bar}{postfix}")
-        self.since, self.tokens, self.losses = time.monotonic(), progress.tokens, list[float]()
+        self._begin(progress)
 
-    def update(self, done: float, progress: Progress, loss: float | None = None) -> None:
+    def _begin(self, progress: Progress) -> None:
+        """Start a new interval."""
+        self.since, self.tokens = time.monotonic(), progress.tokens
+        self.losses, self.agreements = list[float](), list[float]()
+
+    def update(self, done: float, progress: Progress, loss: StepLoss | None = None) -> None:
         """Add one step's figures, and print them if the interval has passed."""
         if loss is not None:
-            self.losses.append(loss)
+            self.losses.append(loss.mean.item())
+            self.agreements += [] if loss.agreement is None else [loss.agreement]
         waited = time.monotonic() - self.since
         if waited < (LOG_SECONDS if self.bar.disable else 1):
             return
-        figures = f"step {progress.step}, {(progress.tokens - self.tokens) / waited:.0f} tokens/s"
-        if self.losses:
-            figures += f", loss {sum(self.losses) / len(self.losses):.3f}"
+        figures = [f"step {progress.step}", f"{(progress.tokens - self.tokens) / waited:.0f} tokens/s"]
+        for name, values in (("loss", self.losses), ("agreement", self.agreements)):
+            if values:
+                figures.append(f"{name} {sum(values) / len(values):.3f}")
+        left = None if self.budget is None else self.budget.seconds_left(done, progress.elapsed)
+        if left is not None:
+            figures.append(f"{left / 60:.1f} min left")
         if self.bar.disable:
-            print(time.strftime("%H:%M:%S"), f"{self.name}: {done:.1%}, {figures}", flush=True)
+            print(time.strftime("%H:%M:%S"), f"{self.name}: {done:.1%},", ", ".join(figures), flush=True)
         else:
             self.bar.n = round(1000 * done)
-            self.bar.set_postfix_str(figures)
-        self.since, self.tokens, self.losses = time.monotonic(), progress.tokens, []
+            self.bar.set_postfix_str(", ".join(figures))
+        self._begin(progress)
 
     def close(self) -> None:
         """Move the bar to its end and close it."""

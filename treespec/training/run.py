@@ -20,7 +20,7 @@ from treespec.training.distillation import Curriculum, evaluate
 from treespec.training.draft_vocabulary import choose_vocabulary
 from treespec.training.files import replacing, write_json
 from treespec.training.lessons import PER_SHARD, Lessons, LessonWriter, shard_path
-from treespec.training.loop import Budget, Paused, PauseRequest, Progress, ProgressLog, train
+from treespec.training.loop import Budget, Paused, PauseRequest, Progress, ProgressLog, StepLoss, train
 from treespec.training.prompts import read_training_prompts
 from treespec.training.report import TrainingReport, measure_drafts
 from treespec.training.sizing import choose_layers, most_rows
@@ -34,7 +34,7 @@ GENERALIST_SHARE = 0.5  # of the training time; the specialists share the rest
 HELD_OUT = 0.04  # of the lessons
 REPORT_PROMPTS = 8
 PEAK_RATE = 1.5e-3
-BATCH_TOKENS = 2048
+STEP_TOKENS = 2048
 EPOCHS = 6  # passes over the lessons per draft, with `tokens`
 MAX_MODEL_LEN = 1024
 LEAST_ROWS = 64  # of a draft's vocabulary
@@ -175,7 +175,7 @@ class TrainingRun:
             self.check_target()
             write_json(self.work / "settings.json", asdict(settings))  # not before target and data are known to be good
             writer = LessonWriter(self.llm, prompts, folder, settings.max_tokens, settings.seed)
-            log = ProgressLog(f"lessons from {len(prompts)} prompts", progress)
+            log = ProgressLog(f"lessons from {len(prompts)} prompts", progress, budget)
             while spent() < 1:
                 self.pause.check()
                 began = time.monotonic()
@@ -233,13 +233,13 @@ class TrainingRun:
 
     def curriculum(self, lessons: Lessons, target_ids: np.ndarray) -> Curriculum:
         """Return a curriculum over lessons."""
-        return Curriculum(lessons, target_ids, self.target_size, BATCH_TOKENS, self.settings.seed, self.device)
+        return Curriculum(lessons, target_ids, self.target_size, STEP_TOKENS, self.settings.seed, self.device)
 
     def _budget(self, share: float, lessons: Lessons) -> Budget:
         """Return the budget of a stage with this share of the training."""
         if self.settings.minutes is not None:
             return Budget(self.settings.minutes * (1 - LESSON_SHARE) * share)
-        steps = EPOCHS * self.settings.ssms * int(lessons.generated.sum()) / BATCH_TOKENS
+        steps = EPOCHS * self.settings.ssms * int(lessons.generated.sum()) / STEP_TOKENS
         return Budget(0.0, max(round(steps * share), 4))
 
     def train_generalist(self, curriculum: Curriculum, target_ids: np.ndarray, shape: StudentShape) -> Any:
@@ -252,7 +252,7 @@ class TrainingRun:
         return model
 
     def _train(self, name: str, model: Any, curriculum: Curriculum, budget: Budget, rate: float) -> Progress:
-        def loss(model: Any, step: int, done: float) -> Any:
+        def loss(model: Any, step: int, done: float) -> StepLoss:
             return curriculum.loss(model, step)
 
         return train(name, model, loss, budget, rate, self.work / f"{name}.ckpt", self.pause)

@@ -35,7 +35,7 @@ def chosen_layers(of: int, count: int) -> list[int]:
 
 
 def student_config(target: PreTrainedConfig, shape: StudentShape, ends: Sequence[int]) -> PreTrainedConfig:
-    """Return the target's config with fewer layers, a reduced vocabulary and tied embeddings.
+    """Return the target's config with fewer layers and a reduced vocabulary.
 
     Args:
         target: config of the target.
@@ -47,7 +47,7 @@ def student_config(target: PreTrainedConfig, shape: StudentShape, ends: Sequence
     for name in PER_LAYER_LISTS:
         if isinstance(values := getattr(config, name, None), list):
             setattr(config, name, [values[i] for i in layers])
-    config.num_hidden_layers, config.vocab_size, config.tie_word_embeddings = len(layers), shape.rows, True
+    config.num_hidden_layers, config.vocab_size = len(layers), shape.rows
     config.eos_token_id, config.bos_token_id, config.pad_token_id = list(ends), None, None
     return config
 

@@ -18,7 +18,7 @@ from transformers import LlamaForCausalLM
 
 from treespec.runner import Runner
 from treespec.training.files import replacing, write_json
-from treespec.training.loop import Budget, PauseRequest, Progress, ProgressLog
+from treespec.training.loop import Budget, PauseRequest, Progress, ProgressLog, StepLoss
 from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_training.data import Mixture
 from treespec_training.shapes import logits_of
@@ -139,7 +139,7 @@ def make_lessons(
     reader = target.to(torch.bfloat16).eval()
     state_file = folder / "progress.json"
     progress = Progress(**json.loads(state_file.read_text())) if state_file.exists() else Progress()
-    log = ProgressLog("lessons", progress)
+    log = ProgressLog("lessons", progress, budget)
     while (done := budget.progress(progress.step, progress.elapsed)) < 1:
         pause.check()
         started = time.monotonic()
@@ -233,8 +233,8 @@ class Curriculum:
         ]
         self.batch, self.seed, self.loss = batch, seed, loss
 
-    def __call__(self, model: nn.Module, step: int, done: float) -> tuple[Tensor, int]:
-        """Return one step's loss and its number of tokens."""
+    def __call__(self, model: nn.Module, step: int, done: float) -> StepLoss:
+        """Return one step's loss."""
         phase = int(done >= TEXT_PHASE)
         lessons, weights, odds = self.phases[phase]
         rows = np.random.default_rng((self.seed, 2, step)).choice(len(odds), self.batch, p=odds)
@@ -243,4 +243,4 @@ class Curriculum:
         tokens, ids = (torch.from_numpy(array).to(device) for array in arrays)
         logprobs = torch.from_numpy(lessons.top_logprobs[rows].astype(np.float32)).to(device)
         weight = torch.from_numpy(weights[rows]).to(device)
-        return self.loss(model, tokens, ids, logprobs, weight, 0.5 * phase), weight.numel()
+        return StepLoss(self.loss(model, tokens, ids, logprobs, weight, 0.5 * phase), weight.numel())

@@ -187,6 +187,7 @@ def test_drafts_are_ordered_by_what_they_add() -> None:
         ({"tokens": 5}, "give minutes or tokens"),
         ({"specialise": "luck"}, "specialise='luck'; valid: 'errors', 'folders'"),
         ({"max_tokens": 1}, "max_tokens=1; valid: at least 2"),
+        ({"lessons": "out"}, "give data, or lessons of an earlier run, one of them"),
         ({"layers": 0}, "layers=0; valid: at least 1"),
         ({"vocabulary": 63}, "vocabulary=63; valid: at least 64 rows"),
     ],
@@ -219,6 +220,17 @@ def test_trained_drafts_load_here_and_in_transformers(trained: Path, target: Pat
     assert plain.outputs[0].token_ids == tree.outputs[0].token_ids
     model = AutoModelForCausalLM.from_pretrained(trained / "ssm-1")
     assert model.config.num_hidden_layers == 1 and model.config.vocab_size == 257
+
+
+@pytest.mark.slow
+def test_lessons_of_another_run(trained: Path, target: Path, tmp_path: Path) -> None:
+    train_drafts(target, [], tmp_path / "same", lessons=trained, **OPTIONS)
+    assert weights_of(tmp_path / "same") == weights_of(trained)
+    with pytest.raises(ConfigError, match="same has no lessons; give the output folder of an earlier run"):
+        train_drafts(target, [], tmp_path / "none", lessons=tmp_path / "same", **OPTIONS)
+    smaller = make_llama(tmp_path / "smaller", 0, vocab_size=64)
+    with pytest.raises(ConfigError, match=r"but the vocabulary of .*smaller has 64 tokens; give lessons of the same"):
+        train_drafts(smaller, [], tmp_path / "other", lessons=trained, **OPTIONS)
 
 
 @pytest.mark.slow

@@ -11,19 +11,23 @@ from treespec.utils.interrupts import INTERRUPTED
 
 
 def train(
+    target: Annotated[
+        str, typer.Option("--target", metavar="M", help="The target: a folder, a GGUF file or a hub id.")
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder of the drafts ssm-1, ssm-2 and so on.")],
     data: Annotated[
-        list[Path],
+        list[Path] | None,
         typer.Option(
             "--data",
             metavar="FILES_OR_FOLDERS...",
             help="Texts like those that the target will continue: UTF-8 files, or JSON lines with messages, prompt or "
             "text. Groups are a folder's subfolders, or an entry's kind.",
         ),
-    ],
-    target: Annotated[
-        str, typer.Option("--target", metavar="M", help="The target: a folder, a GGUF file or a hub id.")
-    ],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder of the drafts ssm-1, ssm-2 and so on.")],
+    ] = None,
+    lessons: Annotated[
+        Path | None,
+        typer.Option("--lessons", metavar="DIR", help="Instead of --data: train on the lessons of an earlier --out."),
+    ] = None,
     ssms: Annotated[int, typer.Option("--ssms", metavar="N", help="Number of drafts.")] = 3,
     minutes: Annotated[
         float | None, typer.Option("--minutes", metavar="N", help="Time for lessons and training. Default: 60.")
@@ -69,8 +73,9 @@ def train(
     try:
         report = train_drafts(
             target,
-            data,
+            data or (),
             out,
+            lessons=lessons,
             ssms=ssms,
             minutes=minutes,
             tokens=tokens,

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -46,7 +47,8 @@ class TrainingSettings:
 
     Attributes:
         target: folder, GGUF file or hub id.
-        data: files and folders.
+        data: files and folders; none with `lessons`.
+        lessons: the `out` of an earlier run of the same target, whose lessons are used instead of new ones.
         ssms: number of drafts.
         minutes: of lessons and training together; None if `tokens` is given.
         tokens: generated tokens of the lessons; training then makes `EPOCHS` passes over them per draft.
@@ -58,6 +60,7 @@ class TrainingSettings:
 
     target: str
     data: tuple[str, ...]
+    lessons: str | None = None
     ssms: int = 3
     minutes: float | None = 60.0
     tokens: int | None = None
@@ -69,6 +72,8 @@ class TrainingSettings:
 
     def check(self) -> None:
         """Raise ConfigError for values out of range."""
+        if bool(self.data) == (self.lessons is not None):
+            raise ConfigError("give data, or lessons of an earlier run, one of them")
         if not 1 <= self.ssms <= 8:
             raise ConfigError(f"ssms={self.ssms}; valid: 1 to 8")
         if (self.minutes is None) == (self.tokens is None):
@@ -152,9 +157,33 @@ class TrainingRun:
             raise
         return self.finish(students, lessons.select(np.flatnonzero(held)), target_ids)
 
+    def earlier_lessons(self, out: Path) -> Lessons:
+        """Return the lessons of another run, with `tokens` only as many of them.
+
+        Raises:
+            ConfigError: there are none, or they are of another vocabulary.
+        """
+        folder, shards, found = out / "work" / "lessons", list[Lessons](), 0
+        while shard_path(folder, len(shards)).exists() and found < (self.settings.tokens or math.inf):
+            shards.append(Lessons.load([shard_path(folder, len(shards))]))
+            found += int(shards[-1].generated.sum())
+        if not shards:
+            raise ConfigError(f"{out} has no lessons; give the output folder of an earlier run")
+        lessons = Lessons.concatenate(shards)
+        if (largest := int(max(lessons.tokens.max(), lessons.top_ids.max()))) >= self.target_size:
+            raise ConfigError(
+                f"the lessons of {out} have the token {largest}, but the vocabulary of {self.target} has "
+                f"{self.target_size} tokens; give lessons of the same target"
+            )
+        self.check_target()
+        write_json(self.work / "settings.json", asdict(self.settings))
+        return lessons
+
     def make_lessons(self) -> Lessons:
         """Write lessons until their share of the budget is spent, and return all of them."""
         settings, folder = self.settings, self.work / "lessons"
+        if settings.lessons is not None:
+            return self.earlier_lessons(Path(settings.lessons))
         state = self.work / "lessons.json"
         progress = Progress(**json.loads(state.read_text())) if state.exists() else Progress()
 
@@ -238,7 +267,8 @@ class TrainingRun:
     def _budget(self, share: float, lessons: Lessons) -> Budget:
         """Return the budget of a stage with this share of the training."""
         if self.settings.minutes is not None:
-            return Budget(self.settings.minutes * (1 - LESSON_SHARE) * share)
+            own = 1.0 if self.settings.lessons is not None else 1 - LESSON_SHARE
+            return Budget(self.settings.minutes * own * share)
         steps = EPOCHS * self.settings.ssms * int(lessons.generated.sum()) / STEP_TOKENS
         return Budget(0.0, max(round(steps * share), 4))
 
@@ -360,6 +390,7 @@ def train_drafts(
     data: Sequence[str | Path],
     out: str | Path,
     *,
+    lessons: str | Path | None = None,
     ssms: int = 3,
     minutes: float | None = None,
     tokens: int | None = None,
@@ -386,7 +417,17 @@ def train_drafts(
     if minutes is None and tokens is None:
         minutes = 60.0
     settings = TrainingSettings(
-        str(target), tuple(map(str, data)), ssms, minutes, tokens, specialise, layers, vocabulary, max_tokens, seed
+        str(target),
+        tuple(map(str, data)),
+        None if lessons is None else str(lessons),
+        ssms,
+        minutes,
+        tokens,
+        specialise,
+        layers,
+        vocabulary,
+        max_tokens,
+        seed,
     )
     pause = PauseRequest()
     with pause.listening():

@@ -19,7 +19,7 @@ import measuring
 import torch
 
 from treespec import LLM, SamplingParams
-from treespec.bench.prompts import read_prompts
+from treespec.text.prompt_files import read_prompts
 
 MODES = {"plain": "off", "auto": None}
 SPIN = "while True: pass"

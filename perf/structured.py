@@ -20,7 +20,7 @@ import measuring
 import torch
 
 from treespec import LLM, SamplingParams, SpecConfig
-from treespec.bench.prompts import read_prompts
+from treespec.text.prompt_files import read_prompts
 from treespec.tree import TokenTree
 
 TEXT = {"type": "string", "maxLength": 40}

@@ -19,7 +19,7 @@ import measuring
 import torch
 
 from treespec import LLM, SamplingParams
-from treespec.bench.prompts import read_prompts
+from treespec.text.prompt_files import read_prompts
 
 CUTS = (0, 8, 20, 40)  # numbers of tokens to remove from the start of a prompt
 SEEDS = range(4)

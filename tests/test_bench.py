@@ -9,20 +9,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 import treespec.executors.host_executor
 from tests.commands import run
 from tests.models import make_llama, new_folder, open_llm, random_prompts, tiny
+from tests.tokenizers_made import TEXT, byte_level, save_tokenizer
 from treespec.bench.measure import Sample
 from treespec.bench.modes import PLAIN, Mode, our_modes, peer_modes, select
 from treespec.bench.options import Options
 from treespec.bench.profile import MEANING
 from treespec.bench.progress import Plan, duration
-from treespec.bench.prompts import Prompt, choose, read_prompts
+from treespec.bench.prompts import choose
 from treespec.bench.report import best, comparisons, distinct_share, mismatches, percentile, summarise
 from treespec.bench.run import bench
 from treespec.cli.bench import integers, repeat_flags
 from treespec.errors import ConfigError
+from treespec.text.prompt_files import Prompt, encode_prompt, read_prompts
 from treespec.tree import TokenTree
 from treespec.verification.verify import Verified, verify_greedy
 from treespec_weights import default_folder
@@ -71,6 +74,7 @@ def options(ids_file: Path, **more: Any) -> Options:
         ({"prompt": "plain"}, Prompt("plain")),
         ({"text": "t", "package": "p", "kind": "code"}, Prompt("t", "code", "p")),
         ({"prompt_token_ids": [3, 1]}, Prompt([3, 1])),
+        ({"messages": [{"role": "user", "content": "m"}]}, Prompt([{"role": "user", "content": "m"}])),
     ],
 )
 def test_prompt_forms(entry: dict[str, Any], expected: Prompt, tmp_path: Path) -> None:
@@ -87,6 +91,7 @@ def test_prompt_forms(entry: dict[str, Any], expected: Prompt, tmp_path: Path) -
         ('{"prompt": "a"}\n\n{"question": "a"}', "line 3: keys 'question'"),
         ('{"turns": []}', "line 1: 'turns' holds"),
         ('{"turns": "text"}', "line 1: 'turns' holds"),
+        ('{"messages": ["text"]}', "line 1: 'messages' holds"),
         ('{"prompt": ""}', "line 1: 'prompt' holds ''"),
         ('{"prompt_token_ids": ["a"]}', "line 1: 'prompt_token_ids' holds"),
         ('{"prompt": "a"}\nnot JSON', "line 2: not JSON"),
@@ -105,6 +110,19 @@ def test_bad_prompt_files(text: str, where: str, tmp_path: Path) -> None:
     path.write_bytes(b"\xff")
     with pytest.raises(ConfigError, match="UTF-8"):
         read_prompts(path)
+
+
+def test_prompts_of_chat_models(tmp_path: Path) -> None:
+    """Instructions become user messages, texts stay raw."""
+    folder = save_tokenizer(tmp_path, byte_level(400, TEXT.splitlines()))
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a b"}\n{"turns": ["a b"]}\n{"text": "a b"}\n{"prompt_token_ids": [3]}')
+    prompts = read_prompts(path, chat=True)
+    encoded = [encode_prompt(tokenizer, prompt.content) for prompt in prompts]
+    rendered = tokenizer.encode("<user>a b<assistant>", add_special_tokens=False)
+    assert encoded == [rendered, rendered, tokenizer.encode("a b"), [3]]
 
 
 def test_embedded_prompts_are_balanced() -> None:

@@ -17,7 +17,6 @@ from treespec import SamplingParams, SpecConfig
 from treespec.bench.measure import Sample, interleave, run_ours, sampling_seed
 from treespec.bench.modes import PLAIN, Mode
 from treespec.bench.profile import MEANING, profiled
-from treespec.bench.prompts import Prompt
 from treespec.bench.report import summarise
 from treespec.bench.rule_comparison import PAIRS, default_branching, intervals, parse_rules, rule_modes
 from treespec.bench.run import bench
@@ -27,6 +26,7 @@ from treespec.executors import execution
 from treespec.executors.execution import StageClock
 from treespec.planning.round_costs import RoundSeconds
 from treespec.sampling.noise import Noise
+from treespec.text.prompt_files import Prompt
 
 pytestmark = pytest.mark.slow
 

@@ -82,7 +82,7 @@ def test_prompts_of_every_form(tmp_path: Path) -> None:
         ("image.bin", "\udcff", "none with text"),
         ("list.jsonl", '{"prompt": ""}', "list.jsonl, line 1: 'prompt' holds ''"),
         ("list.jsonl", '{"question": "x"}', 'line 1: .* valid: {"messages"'),
-        ("list.jsonl", "[1]", "entry 1: '1'"),
+        ("list.jsonl", "[1]", "entry 1: a JSON int"),
         ("list.json", "{", "not JSON"),
     ],
 )

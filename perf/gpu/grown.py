@@ -18,8 +18,9 @@ from treespec import LLM, SpecConfig
 from treespec.bench.measure import Run, Sample, interleave, run_ours
 from treespec.bench.modes import PLAIN, Selection, our_modes, peer_modes, select
 from treespec.bench.peers import Transformers
-from treespec.bench.prompts import Prompt, choose, read_prompts
+from treespec.bench.prompts import choose
 from treespec.bench.report import DEFINITIONS, best, comparisons, summarise
+from treespec.text.prompt_files import Prompt, read_prompts
 from treespec_weights import default_folder
 
 SECONDS = 110.0  # per batch size

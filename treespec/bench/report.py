@@ -9,7 +9,7 @@ from typing import Any
 from treespec.bench.measure import Sample
 from treespec.bench.modes import PLAIN, Mode, Peer
 from treespec.bench.profile import acceptance_by_depth_of
-from treespec.bench.prompts import Prompt
+from treespec.text.prompt_files import Prompt
 
 LOOPING = 0.5  # outputs whose share of distinct 4-grams is at most this count as looping
 

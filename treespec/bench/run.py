@@ -19,7 +19,7 @@ from treespec.bench.modes import PLAIN, Mode, Peer, Selection, our_modes, peer_m
 from treespec.bench.options import Options
 from treespec.bench.peers import Transformers
 from treespec.bench.progress import Plan, Progress
-from treespec.bench.prompts import Prompt, choose, read_prompts
+from treespec.bench.prompts import choose
 from treespec.bench.report import DEFINITIONS, best, comparisons, mismatches, summarise
 from treespec.bench.rule_comparison import default_branching, intervals, rule_modes
 from treespec.config import AUTO_NODES, SpecConfig
@@ -28,6 +28,7 @@ from treespec.llm import LLM
 from treespec.planning.cost_measurement import processor
 from treespec.sampling_params import SamplingParams
 from treespec.startup.folders import resolve_folders, resolve_model
+from treespec.text.prompt_files import Prompt, encode_prompt, has_chat_template, read_prompts
 from treespec_weights import default_folder
 
 WHY_BATCH_ONE = "transformers' assisted decoding supports batch 1 only"
@@ -65,7 +66,7 @@ def bench(
         quantization=options.quantization,
     )
     prompts, left_out = _prompts(options, llm)
-    ids = [prompt.content for prompt in prompts if isinstance(prompt.content, list)]
+    ids = [encode_prompt(None, prompt.content) for prompt in prompts]  # token ids already
     memory = {"peak_with_ours": _peak_mib()}
     needed = {peer.draft for peer in selection.peers}
     drafts = {name: folder for name, folder in folders.items() if name in needed}
@@ -209,10 +210,11 @@ def _summary(
 def _prompts(options: Options, llm: LLM) -> tuple[list[Prompt], int]:
     """Return the chosen prompts as token ids, and the number of prompts that exceed the context."""
     path = options.prompts or default_folder("target").parent / "heldout_prompts.json"
-    tokenizer, room, known = llm.get_tokenizer(), llm.config.max_model_len - options.max_tokens, read_prompts(path)
-    if tokenizer is None and any(isinstance(prompt.content, str) for prompt in known):
+    tokenizer, room = llm.get_tokenizer(), llm.config.max_model_len - options.max_tokens
+    known = read_prompts(path, has_chat_template(tokenizer))
+    if tokenizer is None and not all(isinstance(each, int) for prompt in known for each in prompt.content):
         raise ConfigError(f"{path} holds text, but the model has no tokenizer; give prompt_token_ids")
-    encoded = [p if isinstance(p.content, list) else p._replace(content=tokenizer.encode(p.content)) for p in known]
+    encoded = [prompt._replace(content=encode_prompt(tokenizer, prompt.content)) for prompt in known]
     fitting = [prompt for prompt in encoded if 0 < len(prompt.content) <= room]
     if not fitting:
         raise ConfigError(

@@ -11,6 +11,7 @@ from treespec.errors import RequestError
 from treespec.llm import LLM
 from treespec.outputs import RequestOutput
 from treespec.sampling_params import SamplingParams
+from treespec.text.prompt_files import encode_prompt
 from treespec.training.files import replacing
 from treespec.training.prompts import TrainingPrompt
 
@@ -133,13 +134,11 @@ class LessonWriter:
         return int(lessons.generated.sum())
 
     def _encode(self, prompt: TrainingPrompt, rng: np.random.Generator) -> list[int]:
-        """Return a prompt's tokens; of a raw text, a beginning of random length."""
-        tokenizer = self.llm.get_tokenizer()
-        if not isinstance(prompt.content, str):
-            rendered = tokenizer.apply_chat_template(prompt.content, tokenize=False, add_generation_prompt=True)
-            return list(tokenizer.encode(rendered, add_special_tokens=False))[-MAX_PROMPT_TOKENS:]
-        tokens = list(tokenizer.encode(prompt.content))
-        return tokens[: int(rng.integers(*RAW_TOKENS))]
+        """Return a prompt's tokens: the beginning of a raw text, of random length, and the end of anything else."""
+        tokens = encode_prompt(self.llm.get_tokenizer(), prompt.content)
+        if isinstance(prompt.content, str):
+            return tokens[: int(rng.integers(*RAW_TOKENS))]
+        return tokens[-min(MAX_PROMPT_TOKENS, self.llm.config.max_model_len // 2) :]
 
 
 def _collect(outputs: Sequence[RequestOutput], groups: Sequence[str]) -> Lessons:

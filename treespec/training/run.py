@@ -17,6 +17,7 @@ from treespec.config import ModelConfig
 from treespec.errors import ConfigError
 from treespec.llm import LLM
 from treespec.startup.folders import resolve_model
+from treespec.text.prompt_files import has_chat_template
 from treespec.training.distillation import Curriculum, evaluate
 from treespec.training.draft_vocabulary import choose_vocabulary
 from treespec.training.files import replacing, write_json
@@ -200,7 +201,7 @@ class TrainingRun:
                 raise ConfigError(
                     f"{self.target} has no tokenizer to read the data with; put its tokenizer files there"
                 )
-            prompts = read_training_prompts(paths, bool(getattr(tokenizer, "chat_template", None)))
+            prompts = read_training_prompts(paths, has_chat_template(tokenizer))
             self.check_target()
             write_json(self.work / "settings.json", asdict(settings))  # not before target and data are known to be good
             writer = LessonWriter(self.llm, prompts, folder, settings.max_tokens, settings.seed)

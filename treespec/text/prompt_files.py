@@ -1,0 +1,99 @@
+"""Prompts of JSON files: texts, token ids and conversations."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from treespec.errors import ConfigError
+from treespec.text.chat import Conversation, Message
+
+FORMS = ("messages", "turns", "prompt", "text", "prompt_token_ids")
+VALID = (
+    'valid: {"messages": [{"role", "content"}, ...]}, {"turns": [text, ...]} (the first turn is used), '
+    '{"prompt": text}, {"text": text} or {"prompt_token_ids": [int, ...]}; optional: "kind" or "category", "package"'
+)
+
+
+class Prompt(NamedTuple):
+    """A prompt as text, token ids or messages, with optional kind and package."""
+
+    content: str | list[int] | list[Message]
+    kind: str | None = None
+    package: str | None = None
+
+
+def read_prompts(path: Path, chat: bool = False) -> list[Prompt]:
+    """Read prompts from JSON lines or from a JSON list of objects, such as those of Spec-Bench and HumanEval.
+
+    Args:
+        path: the file.
+        chat: the model has a chat template, so that "prompt" and "turns" are user messages; "text" is raw.
+
+    Raises:
+        ConfigError: an invalid entry; the message names file, line or entry, and the valid forms.
+        OSError: the file cannot be read.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from None
+    prompts = [_prompt(entry, f"{path}, {where}", chat) for entry, where in _entries(text, path)]
+    if not prompts:
+        raise ConfigError(f"{path} holds no prompt; {VALID}")
+    return prompts
+
+
+def encode_prompt(tokenizer: Any, content: str | list[int] | list[Message]) -> list[int]:
+    """Return a prompt's tokens. Messages are rendered with the tokenizer's chat template."""
+    if isinstance(content, str):
+        return list(tokenizer.encode(content))
+    messages = [each for each in content if isinstance(each, Mapping)]
+    if not messages:
+        return [each for each in content if isinstance(each, int)]
+    rendered = Conversation(messages, None, True, False, None, {}).render(tokenizer)
+    return list(tokenizer.encode(rendered, add_special_tokens=False))
+
+
+def has_chat_template(tokenizer: Any) -> bool:
+    """Return whether a tokenizer, which may be None, renders conversations."""
+    return bool(getattr(tokenizer, "chat_template", None))
+
+
+def _entries(text: str, path: Path) -> Iterator[tuple[Any, str]]:
+    """Yield the parsed entries of a JSON list or of JSON lines with their locations."""
+    if text.lstrip().startswith("["):
+        try:
+            listed = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{path}, line {error.lineno}: not JSON ({error.msg})") from None
+        yield from ((entry, f"entry {i}") for i, entry in enumerate(listed, start=1))
+        return
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            try:
+                yield json.loads(line), f"line {number}"
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"{path}, line {number}: not JSON ({error.msg}); {VALID}") from None
+
+
+def _prompt(entry: Any, where: str, chat: bool) -> Prompt:
+    if not isinstance(entry, dict):
+        raise ConfigError(f"{where}: a JSON {type(entry).__name__}, not an object; {VALID}")
+    name = next((key for key in FORMS if key in entry), None)
+    if name is None:
+        raise ConfigError(f"{where}: keys {', '.join(map(repr, entry)) or 'none'}; {VALID}")
+    content = entry[name]
+    if name == "turns":
+        content = content[0] if isinstance(content, list) and content else None
+    kinds = {"messages": dict, "prompt_token_ids": int}
+    if name in kinds:
+        valid = isinstance(content, list) and all(type(each) is kinds[name] for each in content)
+    else:
+        valid = isinstance(content, str)
+    if not valid or not content:
+        raise ConfigError(f"{where}: {name!r} holds {str(content)[:40]!r}, which is not a prompt; {VALID}")
+    if chat and name in ("turns", "prompt"):
+        content = [{"role": "user", "content": content}]
+    kind, package = entry.get("kind", entry.get("category")), entry.get("package")
+    return Prompt(content, None if kind is None else str(kind), None if package is None else str(package))

@@ -3,10 +3,25 @@
 import time
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
-from tests.models import OracleDrafter, greedy, open_llm, random_prompts, tiny, tiny_llm, tokens_of
+from tests.gguf_files import write_gguf
+from tests.models import (
+    VOCAB,
+    OracleDrafter,
+    greedy,
+    make_llama,
+    open_llm,
+    random_prompts,
+    reduce_vocabulary,
+    tiny,
+    tiny_llm,
+    tokens_of,
+)
 from treespec import SpecConfig
 from treespec.bench.measure import Run, Sample, interleave, run_ours
 from treespec.bench.modes import Peer
@@ -76,3 +91,18 @@ def test_every_batch_is_decoded_by_every_mode_in_turn() -> None:
     assert {name: len(each) for name, each in samples.items()} == dict.fromkeys("abc", 2)
     for sample in samples["b"]:
         assert sample.tokens == [[1], [2], [3]] and (sample.decoded, sample.nodes, sample.parts) == (3, 2, {"draft": 2})
+
+
+def test_transformers_reads_gguf_targets_and_reduced_drafts(tmp_path: Path) -> None:
+    target = make_llama(tmp_path / "target", 0)
+    file = write_gguf(tmp_path / "target.gguf", target)
+    known = np.array([*range(0, VOCAB, 2), -1])
+    draft = reduce_vocabulary(tmp_path / "draft", target, known)
+    peers = Transformers(file, {"ssm": draft}, torch.device("cpu"), torch.float32)
+    prompts = random_prompts((5, 9))
+    plain = [peers.run(Peer("hf-plain", "plain", "plain"), [prompt], 24) for prompt in prompts]
+    assisted = [peers.run(Peer("hf-assisted", "assisted", "assisted", "ssm", 3), [prompt], 24) for prompt in prompts]
+    assert [sample.tokens for sample in assisted] == [sample.tokens for sample in plain]
+    # The draft is the target on half of the tokens, so it predicts all of these.
+    accepted = sum(24 - sample.passes[0] for sample in assisted)
+    assert accepted > 0 and all(sample.passes == [24] for sample in plain)

@@ -5,11 +5,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor, nn
 
 from treespec.bench.measure import Sample
 from treespec.bench.modes import Peer
 from treespec.errors import ModelError
+from treespec_weights import as_folder
+from treespec_weights.draft_vocabulary import read_draft_vocabulary
 
 _TRIES = 5  # a disturbed run to the first token may take longer than a short full run
 
@@ -20,15 +24,15 @@ class Transformers:
     Uses transformers' defaults, except greedy decoding, no end token, and a constant K if the peer has one.
 
     Args:
-        target: the target's folder.
-        drafts: the SSMs' folders by name.
+        target: the target's folder or GGUF file, which is dequantised.
+        drafts: the SSMs' folders by name. Reduced vocabularies are expanded to the target's.
         device, dtype: those of the compared engine.
     """
 
     def __init__(self, target: Path, drafts: Mapping[str, Path], device: torch.device, dtype: torch.dtype):
         self.device = device
         self._target = _load(target, device, dtype)
-        self._drafts = {name: _load(folder, device, dtype) for name, folder in drafts.items()}
+        self._drafts = {name: self._load_draft(folder, device, dtype) for name, folder in drafts.items()}
         self._passes = 0
         self._target.register_forward_pre_hook(self._count)
 
@@ -87,6 +91,16 @@ class Transformers:
             seconds = time.perf_counter() - start
         return seconds, tokens
 
+    def _load_draft(self, folder: Path, device: torch.device, dtype: torch.dtype) -> Any:
+        draft, size = _load(folder, device, dtype), self._target.config.vocab_size
+        target_ids = read_draft_vocabulary(folder, draft.config.vocab_size, size)
+        if target_ids is not None:
+            head = draft.get_output_embeddings()
+            draft.set_input_embeddings(_ExpandedEmbedding(draft.get_input_embeddings(), target_ids, size))
+            draft.set_output_embeddings(_ExpandedHead(head, target_ids, size))
+            draft.config.vocab_size = size
+        return draft
+
     def _options(self, peer: Peer) -> dict[str, Any]:
         if peer.kind == "plain":
             return {}
@@ -106,12 +120,43 @@ class Transformers:
         self._passes += 1
 
 
-def _load(folder: Path, device: torch.device, dtype: torch.dtype) -> Any:
+class _ExpandedEmbedding(nn.Module):
+    """Embedding of a reduced vocabulary that takes the target's tokens."""
+
+    def __init__(self, embedding: nn.Module, target_ids: np.ndarray, size: int):
+        super().__init__()
+        self.embedding = embedding
+        rows = np.full(size, len(target_ids) - 1)
+        rows[target_ids[target_ids >= 0]] = np.arange((target_ids >= 0).sum())
+        self.rows = torch.from_numpy(rows)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        embedded: Tensor = self.embedding(self.rows.to(tokens.device)[tokens])
+        return embedded
+
+
+class _ExpandedHead(nn.Module):
+    """Head of a reduced vocabulary with logits for the target's; -inf for tokens without a row."""
+
+    def __init__(self, head: nn.Module, target_ids: np.ndarray, size: int):
+        super().__init__()
+        self.head, self.size = head, size
+        self.known = torch.from_numpy(target_ids[target_ids >= 0])
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.head(hidden)[..., : len(self.known)]
+        expanded = logits.new_full((*logits.shape[:-1], self.size), -torch.inf)
+        expanded[..., self.known.to(logits.device)] = logits
+        return expanded
+
+
+def _load(path: Path, device: torch.device, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM, GenerationConfig, logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).to(device).eval()
+    with as_folder(path, dtype) as folder:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).to(device).eval()
     # A new generation config, because the model's may set sampling or penalties. Without an end token all outputs have
     # the same length.
     model.generation_config = GenerationConfig(pad_token_id=0)

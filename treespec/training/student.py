@@ -4,7 +4,6 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from treespec.adapter.source import progress_bars_on_terminals
 from treespec.errors import ModelError
-from treespec_weights import convert_checkpoint, read_config
+from treespec_weights import as_folder, read_config
 from treespec_weights.draft_vocabulary import write_draft_vocabulary
 from treespec_weights.files import is_gguf
 from treespec_weights.quant_schemes import scheme_of
@@ -101,14 +100,10 @@ def open_target(folder: Path) -> Any:
     Raises:
         ModelError: the checkpoint is quantised otherwise.
     """
-    with TemporaryDirectory(prefix="treespec-target-") as scratch:
-        if is_gguf(folder):
-            convert_checkpoint(folder, Path(scratch) / "target", dtype=torch.bfloat16)
-            folder = Path(scratch) / "target"
-        elif (scheme := scheme_of(read_config(folder), folder)) is not None:
-            raise ModelError(
-                f"{folder} is quantised ({scheme.name}); train drafts for the unquantised checkpoint, they draft for "
-                "this one too"
-            )
-        with progress_bars_on_terminals():
-            return AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    if not is_gguf(folder) and (scheme := scheme_of(read_config(folder), folder)) is not None:
+        raise ModelError(
+            f"{folder} is quantised ({scheme.name}); train drafts for the unquantised checkpoint, they draft for this "
+            "one too"
+        )
+    with as_folder(folder, torch.bfloat16) as readable, progress_bars_on_terminals():
+        return AutoModelForCausalLM.from_pretrained(readable, dtype="auto").eval()

@@ -4,7 +4,7 @@ from importlib import resources
 from pathlib import Path
 
 from treespec_weights.checkpoint import Checkpoint, TensorInfo
-from treespec_weights.convert import convert_checkpoint
+from treespec_weights.convert import as_folder, convert_checkpoint
 from treespec_weights.errors import (
     CheckpointConfigError,
     CheckpointError,
@@ -43,6 +43,7 @@ __all__ = [
     "Verification",
     "Vocabulary",
     "WriteError",
+    "as_folder",
     "compare_draft",
     "convert_checkpoint",
     "default_folder",

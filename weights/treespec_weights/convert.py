@@ -12,6 +12,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from treespec_weights.checkpoint import INDEX, Checkpoint
 from treespec_weights.errors import CheckpointError, OptionError, Problem, WriteError
 from treespec_weights.families import family_of
-from treespec_weights.files import read_json, resolve_folder
+from treespec_weights.files import is_gguf, read_json, resolve_folder
 from treespec_weights.gguf.documents import write_documents
 from treespec_weights.gguf.reader import read_gguf
 from treespec_weights.layouts import family_named, translate_config
@@ -161,6 +162,17 @@ def convert_checkpoint(
         "files": files,
         "resumed": resumed,
     }
+
+
+@contextlib.contextmanager
+def as_folder(path: Path, dtype: torch.dtype) -> Iterator[Path]:
+    """Yield a Hugging Face folder of a checkpoint: its own, or a temporary one for a GGUF file, dequantised."""
+    if not is_gguf(path):
+        yield path
+        return
+    with TemporaryDirectory(prefix="treespec-gguf-") as scratch:
+        convert_checkpoint(path, Path(scratch) / "model", dtype=dtype)
+        yield Path(scratch) / "model"
 
 
 def plan_steps(

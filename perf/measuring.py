@@ -45,19 +45,6 @@ def opened(grow: str | None, drafts: Sequence[Any] | None = None, **options: Any
         yield lambda **own: LLM(**common | options | own)
 
 
-def balanced(entries: Sequence[dict[str, str]], count: int) -> list[dict[str, str]]:
-    """Return `count` prompts, alternating kinds and packages."""
-    groups: dict[tuple[str, str], list[dict[str, str]]] = {}
-    for entry in entries:
-        groups.setdefault((entry["kind"], entry["package"]), []).append(entry)
-    kinds: dict[str, list[dict[str, str]]] = {kind: [] for kind, _ in groups}
-    for kind, own in kinds.items():
-        queues = [list(members) for (k, _), members in groups.items() if k == kind]
-        while any(queues):
-            own += [queue.pop(0) for queue in queues if queue]
-    return [own[i] for i in range(count) for own in kinds.values() if i < len(own)][:count]
-
-
 def count_differing(plain: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> tuple[int, int]:
     """Return the number of compared tokens and the number of differing ones; lengths must be equal."""
     pairs = [pair for own in zip(plain, other, strict=True) for pair in zip(*own, strict=True)]

@@ -2,6 +2,7 @@
 
     python perf/merge.py                                     # held-out prompts, the embedded models
     python perf/merge.py --compare FOLDER --json out.json    # plus further drafts
+    python perf/merge.py --model M --draft A --draft B --prompts-file prompts.jsonl --prompts 60 --max-tokens 128
 
 Modes with equal numbers of nodes: every SSM alone; the three merged; the three with only the SSM of the largest weight
 drafting per round (equal draft time); lookup alone; lookup and SSMs. All modes decode the same tokens (checked), so
@@ -11,7 +12,6 @@ intervals over prompts. `draft passes`: SSM forward passes over one level, per t
 """
 
 import argparse
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +23,9 @@ import numpy as np
 import torch
 
 from treespec import LLM, SamplingParams, SpecConfig
+from treespec.bench.prompts import choose
 from treespec.bench.report import LOOPING, distinct_share
+from treespec.text.prompt_files import encode_prompt, has_chat_template, read_prompts
 from treespec_weights import default_names
 
 RESAMPLES = 4000
@@ -65,30 +67,37 @@ def interval(tokens: np.ndarray, ours: np.ndarray, theirs: np.ndarray, chosen: n
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="target; default: the embedded one")
+    parser.add_argument("--draft", action="append", default=[], help="SSM of the target; repeatable")
+    parser.add_argument("--prompts-file", type=Path, default=measuring.HELDOUT)
     parser.add_argument("--prompts", type=int, default=120)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--nodes", type=int, nargs="+", default=[8, 16, 32])
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--compile", action="store_true", help="compiled passes")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--compare", type=Path, help="folder with further drafts as subfolders")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
-    ssms = [name for name in default_names() if name.startswith("ssm-")]
+    folders = args.draft or [name for name in default_names() if name.startswith("ssm-")]
+    ssms = [Path(folder).name for folder in folders]
     others = sorted(folder for folder in args.compare.iterdir() if folder.is_dir()) if args.compare else []
-    entries = json.loads(measuring.HELDOUT.read_text())
-    entries = measuring.balanced(entries, args.prompts)
-    llm = LLM(drafts=[*ssms, *map(str, others)], device="cpu", dtype=args.dtype, max_num_seqs=args.batch, compile=False)
+    options = {"device": "cpu", "dtype": args.dtype, "max_num_seqs": args.batch, "compile": args.compile}
+    llm = LLM(args.model, drafts=[*folders, *map(str, others)], max_model_len=1024, **options)
+    tokenizer = llm.get_tokenizer()
+    chosen = choose(read_prompts(args.prompts_file, has_chat_template(tokenizer)), args.prompts, seed=0)
     merged, one = (*ssms,), {"max_ssms": 1}
     modes: dict[str, dict[str, Any]] = {name: {"sources": (name,)} for name in [*ssms, *(f.name for f in others)]}
     modes |= {"SSMs merged": {"sources": merged}, "SSMs, one a round": {"sources": merged} | one}
     modes |= {"lookup": {"sources": ("lookup",)}, "SSMs and lookup": {"sources": (*merged, "lookup")}}
     modes |= {"SSMs and lookup, one a round": {"sources": (*merged, "lookup")} | one}
-    texts, params = [entry["text"] for entry in entries], SamplingParams(max_tokens=args.max_tokens, ignore_eos=True)
+    texts = [{"prompt_token_ids": encode_prompt(tokenizer, prompt.content)} for prompt in chosen]
+    params = SamplingParams(max_tokens=args.max_tokens, temperature=0.0, ignore_eos=True)
     plain = [output.outputs[0].token_ids for output in llm.generate(texts, params, spec="off")]
-    kinds = np.array([entry["kind"] for entry in entries])
+    kinds = np.array([prompt.kind for prompt in chosen])
     tokens = np.array([len(own) for own in plain])
     lively = np.array([distinct_share(own) > LOOPING for own in plain])
     passes: dict[tuple[int, str], np.ndarray] = {}

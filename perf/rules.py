@@ -13,7 +13,6 @@ with bootstrap 95 % intervals over prompts, also of paired differences.
 
 import argparse
 import itertools
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,8 +28,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from treespec import LLM, RequestOutput, SamplingParams, SpecConfig
+from treespec.bench.prompts import choose
 from treespec.config import DRAWS
 from treespec.sampling.sampler import Sampler
+from treespec.text.prompt_files import read_prompts
 from treespec.tree import TokenTree
 from treespec.verification.verify import RandomOracle, Verified, verify_drawn
 
@@ -128,10 +129,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
-    entries = json.loads(measuring.HELDOUT.read_text())
-    entries = measuring.balanced(entries, args.prompts)
+    chosen = choose(read_prompts(measuring.HELDOUT), args.prompts, seed=0)
     llm = LLM(dtype=args.dtype, compile=args.compile, max_num_seqs=args.batch)
-    texts = [entry["text"] for entry in entries for _ in range(args.seeds)]
+    texts = [prompt.content for prompt in chosen for _ in range(args.seeds)]
     params = [
         SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens, ignore_eos=True, seed=FIRST_SEED + i)
         for i in range(len(texts))
@@ -159,7 +159,7 @@ def main() -> None:
     shown.close()
     document = {
         "setup": {
-            "prompts": len(entries),
+            "prompts": len(chosen),
             "seeds": args.seeds,
             "max_tokens": args.max_tokens,
             "branching": args.branching,

@@ -1,5 +1,7 @@
 """Instructions that are written from documents: kinds of tasks, phrasings and packages."""
 
+import json
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -67,3 +69,19 @@ def test_every_kind_is_written_from_its_documents(written: ModuleType) -> None:
     assert "box = find(name)" in half and "return " not in half
     assert written.instructions(documents, False, 2, seed=0) == seen
     assert [each.kind for each in written.interleaved(held)[: len(written.KINDS)]] == list(written.KINDS)
+
+
+@pytest.mark.slow
+def test_the_script_holds_out_packages_and_kinds(tmp_path: Path, written: ModuleType) -> None:
+    script = Path(__file__).resolve().parents[1] / "weights" / "write_instructions.py"
+    command = [sys.executable, str(script), "--out", str(tmp_path), "--per-kind", "12", "--heldout-per-kind", "4"]
+    subprocess.run(command, check=True, capture_output=True)
+    train, held = (
+        [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("train", "heldout")
+    )
+    kinds = set(written.KINDS)
+    assert Counter(each["kind"] for each in train) == dict.fromkeys(kinds - set(written.UNSEEN), 12)
+    assert Counter(each["kind"] for each in held) == dict.fromkeys(kinds, 4)
+    packages = [{each["package"] for each in half} for half in (train, held)]
+    assert len(packages[0]) > 3 and "networkx" in packages[1] and not {"networkx", "jinja2", "rich"} & packages[0]

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -22,6 +23,7 @@ from tests.libraries import share_libraries
 from tests.models import CURVE, make_draft, make_llama, open_llm, tree_of
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.cli import app
+from treespec.cli.generate import summary
 from treespec.cli.group import table, uses_colour
 from treespec.drawing.recording import picture, record_rounds, watch
 from treespec.executors.round_record import RoundRecord
@@ -100,8 +102,8 @@ def test_generate_prints_prompt_and_text(models: Models) -> None:
     document = run("generate", PROMPT, *models.arguments, "--max-tokens", 20, "--nodes", 8, "--json").document
     assert ran.stdout == PROMPT + document["text"] + "\n"
     assert "20 tokens in" in ran.stderr and "finish reason: length" in ran.stderr
-    assert f"{document['target_passes']} target passes" in ran.stderr
-    assert "acceptance length" in ran.stderr and "ssm-a" in ran.stderr and "ssm-b" in ran.stderr
+    assert f"20 tokens in {document['target_passes']} target passes" in ran.stderr
+    assert "ssm-a" in ran.stderr and "ssm-b" in ran.stderr
 
 
 def test_generate_json(loaded: LLM) -> None:
@@ -114,7 +116,7 @@ def test_generate_json(loaded: LLM) -> None:
     assert document["finish_reason"] == "length"
     assert document["acceptance_length"] == 24 / document["target_passes"] > 1
     assert document["tokens_per_second"] == pytest.approx(24 / document["seconds"])
-    assert document["accepted_by_source"].keys() <= {"ssm-a", "ssm-b"} and ran.stderr == ""
+    assert document["accepted_by_source"].keys() <= {"ssm-a", "ssm-b", "lookup"} and ran.stderr == ""
 
 
 def test_no_spec_is_plain_decoding(models: Models) -> None:
@@ -129,6 +131,28 @@ def test_check_says_identical(loaded: LLM) -> None:
     ran = run("generate", PROMPT, "--max-tokens", 24, "--check")
     assert ran.stderr.rstrip().endswith("identical to plain decoding: 24 tokens")
     assert run("generate", PROMPT, "--max-tokens", 24, "--check", "--json", "--seed", 5).document["identical"] is True
+
+
+def test_the_summary_counts_every_token_once(loaded: LLM) -> None:
+    for sources in (("ssm", "lookup"), ("lookup",), ("ssm-a",)):
+        [output] = loaded.generate(PROMPT * 3, SamplingParams(max_tokens=64), SpecConfig(nodes=16, sources=sources))
+        metrics = output.metrics
+        assert metrics.accepted_tokens <= sum(metrics.accepted_by_source.values())
+        assert 64 - metrics.target_passes <= metrics.accepted_tokens <= 65 - metrics.target_passes
+        told = summary(output, False, None).splitlines()[1]
+        assert told.startswith(f"64 tokens in {metrics.target_passes} target passes ({64 / metrics.target_passes:.2f} ")
+        counts = [int(number) for number in re.findall(r"(\d+) (?:guessed|by)", told)]
+        assert sum(counts) == 64 and counts[-1] == 64 - metrics.accepted_tokens
+        silent = {"lookup"} - metrics.accepted_only_by_source.keys()  # the SSMs proposed all of its tokens, too
+        assert {*re.findall("ssm-[ab]|lookup", told)} == metrics.accepted_by_source.keys() - silent
+        assert "fast" not in told
+        assert told + "; 2.00 times as fast as plain decoding" in summary(output, False, 2 * metrics.seconds)
+
+
+def test_a_speed_up_is_stated_if_it_was_measured(loaded: LLM) -> None:
+    for options, is_stated in (["--check"], True), ([], False), (["--check", "--no-spec"], False):
+        ran = run("generate", PROMPT, "--max-tokens", 8, *options)
+        assert ("times as fast as plain decoding" in ran.stderr) is is_stated
 
 
 def test_check_finds_a_planted_difference(loaded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +176,8 @@ def test_check_finds_a_planted_difference(loaded: LLM, monkeypatch: pytest.Monke
     }
     rounds.clear()
     ran = run("generate", PROMPT, "--max-tokens", 24, "--check", code=1)
-    assert "NOT identical" in ran.stderr and f"output position {position} " in ran.stderr
+    assert "NOT identical" in ran.stderr and "times as fast" not in ran.stderr
+    assert f"output position {position} " in ran.stderr
     assert f"token {right[position]} " in ran.stderr
 
 

@@ -18,6 +18,7 @@ class RequestMetrics:
         prefill_passes: passes over the prompt (all but its last token).
         generated_tokens: tokens emitted.
         acceptance_length: generated_tokens / target_passes, bonus tokens included; 1.0 for plain decoding.
+        accepted_tokens: drafted tokens that were accepted; the target alone chose the other generated tokens.
         accepted_by_source: accepted drafted tokens by source; a token that two sources proposed counts for both.
         accepted_only_by_source: the same, for tokens that only this source proposed.
         nodes_verified: rows of target passes, roots included.
@@ -30,6 +31,7 @@ class RequestMetrics:
     prefill_passes: int
     generated_tokens: int
     acceptance_length: float
+    accepted_tokens: int
     accepted_by_source: dict[str, int]
     accepted_only_by_source: dict[str, int]
     nodes_verified: int
@@ -52,6 +54,7 @@ class RequestMetrics:
             prefill_passes=sum(s.prefill_passes for s in samples),
             generated_tokens=generated,
             acceptance_length=generated / passes if passes else 0.0,
+            accepted_tokens=sum(s.accepted_tokens for s in samples),
             accepted_by_source=dict(accepted),
             accepted_only_by_source=dict(alone),
             nodes_verified=sum(s.nodes_verified for s in samples),

@@ -100,6 +100,7 @@ class Request:
     prefill_passes: int = 0
     nodes_verified: int = 0
     num_rounds: int = 0
+    accepted_tokens: int = 0
     accepted_by_source: dict[str, int] = field(default_factory=dict)
     accepted_only_by_source: dict[str, int] = field(default_factory=dict)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
@@ -201,7 +202,8 @@ class Request:
         return self.ended is not None
 
     def count_accepted(self, sources_of_nodes: Sequence[tuple[str, ...]]) -> None:
-        """Attribute accepted drafted tokens to the sources that proposed them."""
+        """Count accepted drafted tokens, and attribute them to the sources that proposed them."""
+        self.accepted_tokens += len(sources_of_nodes)
         for sources in sources_of_nodes:
             for source in sources:
                 self.accepted_by_source[source] = self.accepted_by_source.get(source, 0) + 1

@@ -2,7 +2,7 @@
 
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -35,7 +35,7 @@ from treespec.cli.options import (
 
 if TYPE_CHECKING:
     from treespec.llm import LLM
-    from treespec.outputs import CompletionOutput, RequestOutput, StreamChunk
+    from treespec.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamChunk
     from treespec.sampling_params import SamplingParams
 
 MOST_AT_ONCE = 8  # samples decoded concurrently
@@ -137,14 +137,15 @@ def generate(
             if samples > 1:
                 typer.echo(f"--- output {completion.index + 1} of {samples} ---")
             typer.echo(shown + _text_or_ids(completion))
-    difference = None
+    difference, seconds = None, None
     if check:
         plain = _decode(llm, given, params(output.metrics.seed), "off", template, None)
         difference = first_of_outputs(output, plain)
+        seconds = plain.metrics.seconds if difference is None and not no_spec else None
     if as_json:
         print_json(_document(output, check, difference))
     else:
-        typer.echo(_summary(output, temperature > 0), err=True)
+        typer.echo(summary(output, temperature > 0, seconds), err=True)
     plainly = "plain decoding" + (f" with seed {output.metrics.seed}" if temperature > 0 else "")
     if difference is not None:
         typer.echo(f"NOT identical to {plainly}: {_describe(difference, llm)}", err=True)
@@ -229,22 +230,40 @@ def _document(output: "RequestOutput", check: bool, difference: dict[str, Any] |
     return document
 
 
-def _summary(output: "RequestOutput", sampled: bool) -> str:
-    """Format the metrics, summed over outputs."""
+def summary(output: "RequestOutput", sampled: bool, plain_seconds: float | None) -> str:
+    """Format the metrics, summed over outputs, and the speed-up over plain decoding if its time was measured."""
     metrics = output.metrics
     reasons = ", ".join(str(each.finish_reason) for each in output.outputs)
     tokens, passes = metrics.generated_tokens, metrics.target_passes
     lines = [
         "",
+        f"{_count(tokens, 'token')} in {_count(passes, 'target pass')} ({metrics.acceptance_length:.2f} per pass): "
+        + ", ".join(_origins(metrics)),
         f"{_count(tokens, 'token')} in {metrics.seconds:.2f} s ({tokens / metrics.seconds:.0f} tokens/s), "
         f"finish reason: {reasons}" + (f", seed {metrics.seed}" if sampled else ""),
-        f"{_count(passes, 'target pass')}, acceptance length {metrics.acceptance_length:.2f} tokens per pass",
     ]
+    if plain_seconds is not None:
+        lines[1] += (
+            f"; {plain_seconds / metrics.seconds:.2f} times as fast as plain decoding "
+            f"({metrics.seconds:.3g} s instead of {plain_seconds:.3g} s)"
+        )
     if metrics.accepted_by_source:
         by, only = metrics.accepted_by_source, metrics.accepted_only_by_source
         rows = [(name, str(by[name]), str(only.get(name, 0))) for name in sorted(by)]
         lines += ["", table([("accepted by source", "tokens", "only it"), *rows]), ""]
     return "\n".join(lines)
+
+
+def _origins(metrics: "RequestMetrics") -> Iterator[str]:
+    """Yield how many tokens which sources guessed, each token counted once, and how many the target added."""
+    drafts = sorted(metrics.accepted_by_source.keys() - {"lookup"})
+    looked_up = metrics.accepted_by_source.get("lookup", 0)
+    if drafts:
+        looked_up = metrics.accepted_only_by_source.get("lookup", 0)
+        yield f"{metrics.accepted_tokens - looked_up} guessed by {' + '.join(drafts)}"
+    if looked_up:
+        yield f"{looked_up} by lookup alone" if drafts else f"{looked_up} guessed by lookup"
+    yield f"{metrics.generated_tokens - metrics.accepted_tokens} by the target itself"
 
 
 def _describe(difference: dict[str, Any], llm: "LLM") -> str:
